@@ -1,0 +1,95 @@
+"""The recipes' command lines: dataclass fields are the options, a YAML file sits under them, flags go above it.
+
+Every recipe calls [`parse_options`] and wraps its `main` in [`exit_on_user_error`], so all of them read the same kind of
+file, fail the same way, and say what was given, what is allowed and how to fix it.
+"""
+
+import difflib
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+
+class UserError(Exception):
+    """Something that the user can mend (a wrong path, a damaged file, options that clash): shown without a traceback."""
+
+
+def parse_options(*option_classes: type, description: str, argv: Sequence[str] | None = None) -> tuple:
+    """Parses flags, and the YAML file named by `--config`, into one instance of each dataclass.
+
+    The file's entries go through the same parser as the flags and stand before them, so that types and choices are
+    checked in both and a flag wins over the file.
+
+    Args:
+        option_classes: dataclasses; each field is an option, its `metadata["help"]` the help text (with the unit).
+        description: shown by `--help`, usually the recipe's docstring.
+        argv: the arguments without the program's name; `None` reads `sys.argv`.
+
+    Exits with status 2 and a message on standard error when an option is unknown, missing or malformed.
+    """
+    from transformers import HfArgumentParser
+
+    parser = HfArgumentParser(option_classes, description=description, allow_abbrev=False)
+    parser.add_argument("--config", metavar="FILE.yaml", help="YAML file of options; flags override its entries.")
+    argv = list(sys.argv[1:] if argv is None else argv)
+    file_name = _config_file(argv)
+    if file_name is not None:
+        argv = _arguments_from_yaml(file_name, parser) + argv
+    *options, namespace, unknown = parser.parse_args_into_dataclasses(argv, return_remaining_strings=True)
+    if unknown:
+        known = [flag for action in parser._actions for flag in action.option_strings]
+        parser.error(f"unrecognised arguments: {' '.join(unknown)}{_nearest(unknown[0], known)}")
+    return tuple(options)
+
+
+def exit_on_user_error(main: Callable[..., None]) -> Callable[..., None]:
+    """Decorator: a [`UserError`] inside `main` becomes one line on standard error and exit status 1."""
+
+    @functools.wraps(main)
+    def wrapper(*args, **kwargs):
+        try:
+            main(*args, **kwargs)
+        except UserError as error:
+            print(f"error: {error}", file=sys.stderr)
+            raise SystemExit(1) from None
+
+    return wrapper
+
+
+def _config_file(argv: list[str]) -> str | None:
+    for position, argument in enumerate(argv):
+        if argument == "--config" and position + 1 < len(argv):
+            return argv[position + 1]
+        if argument.startswith("--config="):
+            return argument.removeprefix("--config=")
+    return None
+
+
+def _arguments_from_yaml(file_name: str, parser) -> list[str]:
+    import yaml
+
+    path = Path(file_name)
+    if not path.is_file():
+        parser.error(f"--config: there is no file {file_name}")
+    try:
+        entries = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        parser.error(f"--config: {file_name} is not valid YAML: {error}")
+    if not isinstance(entries, dict):
+        parser.error(f"--config: {file_name} must hold `option: value` lines, got a {type(entries).__name__}")
+    known = {action.dest for action in parser._actions} - {"help", "config"}
+    arguments = []
+    for name, value in entries.items():
+        if name not in known:
+            parser.error(f"--config: {file_name} has the unknown option {name!r}{_nearest(str(name), sorted(known))}")
+        if value is None:  # `name:` with nothing behind it leaves the default
+            continue
+        values = value if isinstance(value, list) else [value]
+        arguments += [f"--{name}", *map(str, values)]
+    return arguments
+
+
+def _nearest(name: str, known: Sequence[str]) -> str:
+    matches = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {matches[0]}?" if matches else ""
