@@ -1,0 +1,102 @@
+"""Local attention: every query sees its own segment up to itself, and the whole of the `w` segments before it (equation 2).
+
+Shapes: `B` batch, `S` segments, `C` slots in a segment, `H` query heads, `K` key/value heads, `D` head dimension.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .segments import SegmentLayout
+
+
+def local_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: SegmentLayout,
+    *,
+    scaling: float,
+    dropout: float = 0.0,
+    return_weights: bool = False,
+    upcast: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Softmax attention inside the local window, for all segments in one call.
+
+    Args:
+        query: `[B, S, C, H, D]`; key and value: `[B, S, C, K, D]`; where a slot is empty the result means nothing.
+        scaling: factor of the dot products.
+        dropout: probability with which a weight is dropped.
+        return_weights: go through the written-out softmax instead of the fused kernel, and return its weights.
+        upcast: softmax in float32 (GPT-2's `reorder_and_upcast_attn`), with `return_weights` only.
+
+    Returns:
+        `[B, S, C, H, D]`, and the weights `[B, S, H, C, (w + 1) * C]` or `None`.
+    """
+    batch, segments, slots = query.shape[:3]
+    key, value = (_windows(tensor, layout.local_segments) for tensor in (key, value))
+    mask = _window_mask(layout, slots, query.device)
+    query, key, value = (tensor.flatten(0, 1).transpose(1, 2) for tensor in (query, key, value))
+    if mask is not None:
+        mask = mask.expand(batch, -1, -1, -1).flatten(0, 1).unsqueeze(1)
+    grouped = query.shape[1] != key.shape[1]
+    if not return_weights:
+        output = F.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=mask,
+            dropout_p=dropout,
+            is_causal=mask is None,
+            scale=scaling,
+            enable_gqa=grouped,
+        )
+        return output.transpose(1, 2).unflatten(0, (batch, segments)), None
+    if grouped:
+        key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], 1) for t in (key, value))
+    if mask is None:
+        mask = torch.ones(slots, slots, dtype=torch.bool, device=query.device).tril()
+    output, weights = eager_attention(query, key, value, mask, scaling=scaling, dropout=dropout, upcast=upcast)
+    return output.transpose(1, 2).unflatten(0, (batch, segments)), weights.unflatten(0, (batch, segments))
+
+
+def eager_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, scaling: float, dropout: float, upcast: bool
+) -> tuple[Tensor, Tensor]:
+    """softmax(scaling · Q Kᵀ) V written out, `[…, tokens, D]`; mask: bool, True = visible. Returns output and weights."""
+    if upcast:
+        with torch.autocast(query.device.type, enabled=False):
+            scores = query.float() @ key.float().transpose(-1, -2) * scaling
+    else:
+        scores = query @ key.transpose(-1, -2) * scaling
+    if mask is not None:
+        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+    weights = F.dropout(scores.softmax(-1).to(value.dtype), dropout)
+    return weights @ value, weights
+
+
+def weights_per_token(weights: Tensor, layout: SegmentLayout) -> Tensor:
+    """`[B, S, H, C, (w + 1) * C]` as `[B, H, tokens, (w + 1) * L]`: column `c` is slot `c` of the query's local window."""
+    blocks = weights.unflatten(-1, (layout.local_segments + 1, layout.slots))
+    blocks = F.pad(blocks, (0, layout.segment_length - layout.slots)).flatten(-2)
+    return layout.from_grid(blocks.transpose(2, 3))
+
+
+def _windows(grid: Tensor, local_segments: int) -> Tensor:
+    """`[B, S, C, …]` to `[B, S, (w + 1) * C, …]`: each segment behind the `w` before it (zeros before the first)."""
+    if not local_segments:
+        return grid
+    segments = grid.shape[1]
+    padded = F.pad(grid, (0, 0) * (grid.dim() - 2) + (local_segments, 0))
+    return torch.cat([padded[:, shift : shift + segments] for shift in range(local_segments + 1)], 2)
+
+
+def _window_mask(layout: SegmentLayout, slots: int, device: torch.device) -> Tensor | None:
+    """`[batch or 1, S, C, (w + 1) * C]` bool, True = visible; `None` stands for the causal mask alone."""
+    if not layout.local_segments:
+        return None
+    ages = torch.arange(layout.local_segments, 0, -1, device=device)  # how many segments back, oldest first
+    earlier = (layout.segment_numbers().unsqueeze(-1) >= ages).repeat_interleave(slots, -1)
+    earlier = earlier.unsqueeze(2).expand(-1, -1, slots, -1)
+    own = torch.ones(slots, slots, dtype=torch.bool, device=device).tril()
+    return torch.cat([earlier, own.expand(*earlier.shape[:2], -1, -1)], -1)

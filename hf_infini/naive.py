@@ -1,0 +1,144 @@
+"""Infini-attention token by token, straight from the equations: slow, obvious, and the reference of every test."""
+
+import torch
+from torch import Tensor
+
+from .memory import feature_map
+from .state import InfiniState
+
+
+def naive_infini_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    gate: Tensor,
+    segment_length: int,
+    *,
+    update_rule: str = "linear",
+    local_segments: int = 0,
+    attention_mask: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    state: InfiniState | None = None,
+    return_state: bool = False,
+    memory_query: Tensor | None = None,
+    memory_key: Tensor | None = None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    eps: float = 1e-6,
+) -> Tensor | tuple[Tensor, InfiniState]:
+    """[`infini_attention`] with the same arguments and results, one token after the other, all in float32 or wider."""
+    if state is None:
+        state = InfiniState.initial(
+            key, value, segment_length, local_segments, separate_memory_key=memory_key is not None
+        )
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    real = torch.ones(query.shape[0], query.shape[2]) if attention_mask is None else attention_mask
+    rows = []
+    states = []
+    for row in range(query.shape[0]):
+        reader = _Row(state, row, query.shape[1], segment_length, local_segments, update_rule, scaling, dropout, eps)
+        outputs = []
+        for token in range(query.shape[2]):
+            if not real[row, token]:
+                outputs.append(torch.zeros_like(reader.widen(value[row, :1, token])).expand(query.shape[1], -1))
+                continue
+            position = None if position_ids is None else int(position_ids[row, token])
+            reader.begin_document_at(position)
+            q, k, v = (reader.widen(tensor[row, :, token]) for tensor in (query, key, value))
+            mq = q if memory_query is None else reader.widen(memory_query[row, :, token])
+            mk = k if memory_key is None else reader.widen(memory_key[row, :, token])
+            outputs.append(reader.attend(q, k, v, mq, mk, gate.to(q.dtype)))
+        rows.append(torch.stack(outputs, 1))
+        states.append(reader.state(key.dtype, value.dtype))
+    output = torch.stack(rows).to(query.dtype)
+    if not return_state:
+        return output
+    names = ("memory", "normaliser", "local_key", "local_value", "local_memory_key", "tokens_seen", "last_position")
+    stacked = {n: None if states[0][n] is None else torch.stack([s[n] for s in states]) for n in names}
+    return output, InfiniState(**stacked, start_memory=state.start_memory, start_normaliser=state.start_normaliser)
+
+
+class _Row:
+    """One row of the batch: its memory, and the segments (lists of tokens) that are still in the local window."""
+
+    def __init__(self, state, row, heads, segment_length, local_segments, update_rule, scaling, dropout, eps):
+        self.length, self.kept, self.rule = segment_length, local_segments, update_rule
+        self.scaling, self.dropout, self.eps = scaling, dropout, eps
+        self.memory, self.normaliser = state.memory[row], state.normaliser[row]
+        self.start, self.heads, self.initial = (state.start_memory, state.start_normaliser), heads, state
+        self.seen, self.last_position = int(state.tokens_seen[row]), int(state.last_position[row])
+        self.window = []  # segments, oldest first; a segment is a list of (key, value, memory key)
+        current = self.seen // segment_length
+        for place in range(local_segments + 1):
+            tokens = min(self.seen - (current - local_segments + place) * segment_length, segment_length)
+            if current - local_segments + place < 0:
+                continue
+            slots = [place * segment_length + slot for slot in range(tokens)]
+            keys, values = state.local_key[row], state.local_value[row]
+            memory_keys = keys if state.local_memory_key is None else state.local_memory_key[row]
+            self.window.append([tuple(self.widen(t[:, s]) for t in (keys, values, memory_keys)) for s in slots])
+
+    def widen(self, tensor):
+        return tensor.to(self.memory.dtype)
+
+    def begin_document_at(self, position):
+        """A position that does not go on from the last one starts a new document with a fresh memory."""
+        if position is not None and self.seen and position <= self.last_position:
+            memory, normaliser = self.start
+            self.memory = torch.zeros_like(self.memory) if memory is None else self.widen(memory)
+            self.normaliser = torch.zeros_like(self.normaliser) if memory is None else self.widen(normaliser)
+            self.window, self.seen = [[]], 0
+        self.last_position = self.last_position + 1 if position is None else position
+
+    def attend(self, q, k, v, memory_query, memory_key, gate):
+        """Equations 2, 3 and 5 for one token; `q` is `[heads, head_dim]`."""
+        self.window[-1].append((k, v, memory_key))
+        group = self.heads // k.shape[0]
+        keys, values, _ = (torch.stack(t, 1) for t in zip(*sum(self.window, []), strict=True))  # [kv_heads, tokens, dim]
+        keys, values = (tensor.repeat_interleave(group, 0) for tensor in (keys, values))
+        weights = torch.softmax((keys @ q.unsqueeze(-1)).squeeze(-1) * self.scaling, -1)
+        weights = torch.nn.functional.dropout(weights, self.dropout)
+        output = (weights.unsqueeze(1) @ values).squeeze(1)
+        compressed = self.seen // self.length - self.kept  # segments that left the window
+        if compressed > 0 or self.start[0] is not None:
+            features = feature_map(memory_query).unsqueeze(1)  # [heads, 1, head_dim]
+            numerator = (features @ self.memory.repeat_interleave(group, 0)).squeeze(1)
+            denominator = (features.squeeze(1) * self.normaliser.repeat_interleave(group, 0)).sum(-1, keepdim=True)
+            share = torch.sigmoid(gate).unsqueeze(-1)
+            output = share * numerator / (denominator + self.eps) + (1 - share) * output
+        self.seen += 1
+        if self.seen % self.length == 0:
+            if len(self.window) > self.kept:
+                self.write(self.window.pop(0))
+            self.window.append([])
+        return output
+
+    def write(self, segment):
+        """Equation 4, or the delta rule, for the segment that leaves the window."""
+        _, values, memory_keys = (torch.stack(t, 1) for t in zip(*segment, strict=True))
+        features = feature_map(memory_keys)  # [kv_heads, length, head_dim]
+        if self.rule == "delta":
+            retrieved = features @ self.memory / (features @ self.normaliser.unsqueeze(-1) + self.eps)
+            values = values - retrieved
+        self.memory = self.memory + features.transpose(1, 2) @ values
+        self.normaliser = self.normaliser + features.sum(1)
+
+    def state(self, key_dtype, value_dtype):
+        """The row's share of an [`InfiniState`]."""
+        empty = [None] * self.length
+        missing = self.kept + 1 - len(self.window)
+        slots = empty * missing + sum((segment + empty[len(segment) :] for segment in self.window), [])
+        windows = []
+        for part, like in enumerate((self.initial.local_key, self.initial.local_value, self.initial.local_key)):
+            blank = torch.zeros_like(like[0, :, 0], dtype=self.memory.dtype)
+            windows.append(torch.stack([blank if slot is None else slot[part] for slot in slots], 1))
+        separate = self.initial.local_memory_key is not None
+        return {
+            "memory": self.memory,
+            "normaliser": self.normaliser,
+            "local_key": windows[0].to(key_dtype),
+            "local_value": windows[1].to(value_dtype),
+            "local_memory_key": windows[2].to(key_dtype) if separate else None,
+            "tokens_seen": torch.tensor(self.seen, device=self.memory.device),
+            "last_position": torch.tensor(self.last_position, device=self.memory.device),
+        }

@@ -1,0 +1,305 @@
+"""The segment layout: which token of a call lies in which segment and slot, built once per forward and shared by the layers.
+
+The *grid* of a row is its list of segments in order, each with `slots` places. Tokens fill the slots of a segment from the
+first on, so a causal mask inside the segment is all that padding needs. A call that continues a state begins its grid with
+the segments of the window. Two forms hold the same thing: *plain*, where the rows agree and hold one document each, is a
+reshape; *indexed*, for padding, packed documents and rows of different lengths, is a gather.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .memory import Borders
+from .state import InfiniState
+
+
+@dataclass(frozen=True)
+class SegmentLayout:
+    """Where each token of `[batch, tokens]` goes. Build it with [`segment_layout`].
+
+    Attributes:
+        batch, tokens: of the call. segment_length: `L`; local_segments: `w`.
+        segments: segments in the grid; slots: places in each (L, or fewer where no segment has more tokens).
+        carried: tokens taken from the window of the state: in plain form the count that every row has, in indexed form all
+            its slots (0 without a state).
+        first: plain form: number, within the document, of the grid's first segment.
+        seen: plain form: tokens of the document before this call.
+        positions: `[batch, tokens]` number of each token within its document, or `[1, tokens]` in plain form.
+        source: indexed form: `[batch, segments * slots]`, which row of (window, new tokens) fills the slot; −1: none.
+        target: indexed form: `[batch, tokens]`, in which slot of the grid the token lies; −1: padding.
+        document: indexed form: `[batch, segments + 1]`: grid index where the document of each segment begins (that of a
+            continued one may be negative); the last column is that of the row's next token.
+        window: indexed form: `[batch, (w + 1) * L]`, which row of (window, new tokens) the next state keeps; −1: none.
+        tokens_seen: `[batch]`, after this call; last_position: likewise.
+        packed: indexed form: whether a row holds more than one document.
+    """
+
+    batch: int
+    tokens: int
+    segment_length: int
+    local_segments: int
+    segments: int
+    slots: int
+    carried: int
+    positions: Tensor
+    tokens_seen: Tensor
+    last_position: Tensor
+    first: int = 0
+    seen: int = 0
+    source: Tensor | None = None
+    target: Tensor | None = None
+    document: Tensor | None = None
+    window: Tensor | None = None
+    packed: bool = False
+
+    def to_grid(self, new: Tensor, window: Tensor | None) -> Tensor:
+        """`new [batch, heads, tokens, dim]` and the state's window `[batch, heads, (w + 1) * L, dim]` (`None` for queries:
+        zeros) as `[batch, segments, slots, heads, dim]`."""
+        tokens = new.transpose(1, 2)
+        if self.source is None:
+            if self.carried:
+                begin = (self.local_segments - self.seen // self.segment_length + self.first) * self.segment_length
+                old = (
+                    tokens.new_zeros(self.batch, self.carried, *tokens.shape[2:])
+                    if window is None
+                    else window[:, :, begin : begin + self.carried].transpose(1, 2)
+                )
+                tokens = torch.cat([old, tokens], 1)
+            missing = self.segments * self.slots - tokens.shape[1]
+            if missing:
+                tokens = F.pad(tokens, (0, 0, 0, 0, 0, missing))
+            return tokens.unflatten(1, (self.segments, self.slots))
+        if self.carried and window is not None:
+            tokens = torch.cat([window.transpose(1, 2), tokens], 1)
+            target = torch.cat([self._window_target(), self.target], 1)
+            return _gather(tokens, self.source, target).unflatten(1, (self.segments, self.slots))
+        source = torch.where(self.source >= self.carried, self.source - self.carried, -1)
+        return _gather(tokens, source, self.target).unflatten(1, (self.segments, self.slots))
+
+    def from_grid(self, grid: Tensor) -> Tensor:
+        """`[batch, segments, slots, heads, dim]` back to the new tokens, `[batch, heads, tokens, dim]`; padding is zero."""
+        grid = grid.flatten(1, 2)
+        if self.source is None:
+            return grid[:, self.carried : self.carried + self.tokens].transpose(1, 2)
+        source = torch.where(self.source >= self.carried, self.source - self.carried, -1)
+        return _gather(grid, self.target, source).transpose(1, 2)
+
+    def next_window(self, new: Tensor, window: Tensor) -> Tensor:
+        """The window of the next state from this call's tokens and the state's window, both `[batch, heads, …, dim]`."""
+        length, kept = self.segment_length, self.local_segments
+        if self.source is None:
+            end = self.seen + self.tokens
+            first = max(0, end // length - kept) * length  # first token that stays, counted in the document
+            old = window[:, :, (kept - self.seen // length) * length + first :] if first < self.seen else window[:, :, :0]
+            old = old[:, :, : max(0, self.seen - first)]
+            tokens = torch.cat([old, new[:, :, max(0, first - self.seen) :]], 2)
+            before = max(0, kept - end // length) * length
+            return F.pad(tokens, (0, 0, before, window.shape[2] - before - tokens.shape[2]))
+        tokens = torch.cat([window, new], 2) if self.carried else new
+        index = self.window.clamp(min=0)[:, None, :, None].expand(-1, tokens.shape[1], -1, tokens.shape[3])
+        return tokens.gather(2, index).masked_fill((self.window < 0)[:, None, :, None], 0)
+
+    def segment_numbers(self) -> Tensor:
+        """Number of each grid segment within its document, `[batch or 1, segments]`."""
+        places = torch.arange(self.segments, device=self.tokens_seen.device)
+        return places.unsqueeze(0) + self.first if self.document is None else places - self.document[:, :-1]
+
+    def delay(self, grid: Tensor) -> Tensor:
+        """The grid as the memory takes it in: `w` segments later, so that a read sees every step before its own."""
+        kept = self.local_segments
+        return F.pad(grid[:, : max(0, self.segments - kept)], (0,) * 6 + (min(kept, self.segments), 0)) if kept else grid
+
+    def written(self) -> Tensor | None:
+        """Which slots of the delayed grid reach the memory, `[batch or 1, segments, slots]` bool; `None`: all of them.
+
+        Left out are empty slots, and the segments that the next token still sees: they are in the next state's window.
+        """
+        places = torch.arange(self.segments, device=self.tokens_seen.device)
+        if self.source is None:
+            stop = min(self.segments, (self.seen + self.tokens) // self.segment_length - self.first)
+            if stop == self.segments and not self.local_segments:
+                return None
+            kept = (places >= self.local_segments) & (places < stop)
+            return kept[None, :, None].expand(1, self.segments, self.slots)
+        last = self.document[:, -1:]
+        current = self.tokens_seen.unsqueeze(1) // self.segment_length + last  # grid index of the next token's segment
+        complete = (self.document[:, :-1] != last) | (places < current - self.local_segments)
+        filled = (self.source >= 0).unflatten(1, (self.segments, self.slots)) & complete.unsqueeze(-1)
+        return self.delay(filled[..., None, None])[..., 0, 0]
+
+    def borders(self, start: int, stop: int) -> Borders | None:
+        """Where the memory starts anew among the delayed grid's steps `start … stop`; `None` without packed documents."""
+        if not self.packed:
+            return None
+        kept = self.local_segments
+        reading = self.document[:, start : stop + 1]
+        steps = torch.arange(start, stop + 1, device=reading.device)
+        writing = self.document[:, (steps[:-1] - kept).clamp(min=0)]
+        inside = (writing.unsqueeze(1) == reading.unsqueeze(2)) & (steps[:-1] < steps[:, None]) & (steps[:-1] >= kept)
+        continued = (reading == reading[:, :1]).unsqueeze(-1)
+        return Borders(torch.cat([continued, ~continued, inside], -1), reading[:, 1:] == reading[:, :-1])
+
+    def _window_target(self) -> Tensor:
+        """In which slot of the grid each slot of the carried window lies: its own place, −1 where it is empty."""
+        places = torch.arange(self.carried, device=self.source.device)
+        return torch.where(self.source[:, : self.carried] >= 0, places, -1)
+
+
+def segment_layout(
+    batch: int,
+    tokens: int,
+    segment_length: int,
+    local_segments: int = 0,
+    *,
+    attention_mask: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    state: InfiniState | None = None,
+    device: torch.device | None = None,
+) -> SegmentLayout:
+    """Lays out a call of `[batch, tokens]`.
+
+    Args:
+        attention_mask: `[batch, tokens]`, 1 = real; `None`: all are.
+        position_ids: `[batch, tokens]` (or `[1, tokens]`); a real token whose position is not beyond that of the real token
+            before it starts a new document. `None`: none does.
+        state: the state that the call continues, or `None`.
+
+    On an accelerator this waits for the device once, however many layers share the layout.
+    """
+    real = None if attention_mask is None else attention_mask.to(torch.bool)
+    seen = [0] * batch if state is None else state.tokens_seen.tolist()
+    restart = None
+    if position_ids is not None:
+        position_ids = position_ids.expand(batch, tokens)
+        restart = _restarts(position_ids, real, state)
+    uniform = len(set(seen)) == 1 and (real is None or bool(real.all())) and (restart is None or not restart.any())
+    if not uniform:
+        shape = (batch, tokens)
+        real = torch.ones(shape, dtype=torch.bool, device=device) if real is None else real
+        restart = torch.zeros(shape, dtype=torch.bool, device=device) if restart is None else restart
+        return _indexed_layout(real, restart, position_ids, segment_length, local_segments, state, seen)
+    begin = seen[0]
+    first = max(0, begin // segment_length - local_segments)
+    carried = begin - first * segment_length
+    total = carried + tokens
+    before = torch.full((batch,), -1, device=device) if state is None else state.last_position
+    return SegmentLayout(
+        batch=batch,
+        tokens=tokens,
+        segment_length=segment_length,
+        local_segments=local_segments,
+        segments=-(-total // segment_length),
+        slots=min(segment_length, total),
+        carried=carried,
+        first=first,
+        seen=begin,
+        positions=torch.arange(begin, begin + tokens, device=device).unsqueeze(0),
+        tokens_seen=torch.full((batch,), begin + tokens, device=device),
+        last_position=before + tokens if position_ids is None else position_ids[:, -1].to(torch.long),
+    )
+
+
+def _restarts(position_ids: Tensor, real: Tensor | None, state: InfiniState | None) -> Tensor:
+    """Which real tokens start a new document, `[batch, tokens]` bool."""
+    columns = torch.arange(position_ids.shape[1], device=position_ids.device).expand_as(position_ids)
+    latest = columns if real is None else torch.where(real, columns, -1).cummax(1).values
+    latest = F.pad(latest[:, :-1], (1, 0), value=-1)  # the last real token before each
+    before = position_ids.gather(1, latest.clamp(min=0))
+    if state is None:
+        goes_back = (position_ids <= before) & (latest >= 0)
+    else:
+        before = torch.where(latest >= 0, before, state.last_position.unsqueeze(1))
+        goes_back = (position_ids <= before) & ((latest >= 0) | (state.tokens_seen > 0).unsqueeze(1))
+    return goes_back if real is None else goes_back & real
+
+
+def _indexed_layout(real, restart, position_ids, segment_length, local_segments, state, seen) -> SegmentLayout:
+    (batch, tokens), device = real.shape, real.device
+    carried = (local_segments + 1) * segment_length if any(seen) else 0
+    base = local_segments if carried else 0  # grid segment that the next token of a continued document falls into
+    begin = torch.tensor(seen, device=device).unsqueeze(1)
+
+    counted = real.cumsum(1)
+    counted_at_restart = torch.where(restart, counted, 0).cummax(1).values
+    number = torch.where(counted_at_restart > 0, counted - counted_at_restart, begin + counted - 1)  # in the document
+    slot = number % segment_length
+    opens = real & (slot == 0) & ((number != begin) | (counted_at_restart > 0))
+    segment = base + opens.cumsum(1)
+    limits = torch.stack([segment.amax(), torch.where(real, slot, 0).amax(), restart.any().long()]).tolist()
+    segments, slots = limits[0] + 1, segment_length if carried else limits[1] + 1
+
+    target = torch.where(real, segment * slots + slot, -1)
+    columns = torch.arange(tokens, device=device).expand(batch, tokens) + carried
+    spare = segments * slots  # an extra slot that takes the padding, cut off again
+    source = torch.full((batch, spare + 1), -1, device=device)
+    source = source.scatter(1, torch.where(real, target, spare), columns)[:, :spare]
+    if carried:
+        places = torch.arange(carried, device=device).expand(batch, carried)
+        token = (begin // segment_length - base) * segment_length + places
+        filled = (token >= 0) & (token < begin)
+        source[:, :carried] = torch.where(filled, places, source[:, :carried])
+
+    marks = torch.full((batch, segments + 2), torch.iinfo(torch.long).min, device=device)
+    marks[:, :1] = base - begin // segment_length
+    marks = marks.scatter_reduce(1, torch.where(restart, segment, segments + 1), segment, "amax")
+    document = marks[:, :-1].cummax(1).values
+
+    ended = torch.where(restart.any(1), counted[:, -1] - counted_at_restart[:, -1] + 1, begin[:, 0] + counted[:, -1])
+    places = torch.arange((local_segments + 1) * segment_length, device=device)
+    token = (ended // segment_length - local_segments).unsqueeze(1) * segment_length + places
+    place = (token // segment_length + document[:, -1:]) * slots + token % segment_length
+    kept = (token >= 0) & (token < ended.unsqueeze(1))
+    window = torch.where(kept, source.gather(1, place.clamp(0, spare - 1)), -1)
+
+    if position_ids is None:
+        before = torch.full((batch,), -1, device=device) if state is None else state.last_position
+        last_position = before + counted[:, -1]
+    else:
+        before = -1 if state is None else state.last_position
+        latest = torch.where(real, torch.arange(tokens, device=device), -1).amax(1)
+        last_position = position_ids.gather(1, latest.clamp(min=0).unsqueeze(1)).squeeze(1)
+        last_position = torch.where(latest >= 0, last_position, before)
+    return SegmentLayout(
+        batch=batch,
+        tokens=tokens,
+        segment_length=segment_length,
+        local_segments=local_segments,
+        segments=segments,
+        slots=slots,
+        carried=carried,
+        positions=torch.where(real, number, 0),
+        tokens_seen=ended,
+        last_position=last_position,
+        source=source,
+        target=target,
+        document=document,
+        window=window,
+        packed=bool(limits[2]),
+    )
+
+
+class _Gather(torch.autograd.Function):
+    """Rows of `[batch, rows, …]` at an index `[batch, places]`, zero at −1; no row is taken twice.
+
+    The inverse index makes the gradient a gather as well: no scatter with its atomic additions.
+    """
+
+    @staticmethod
+    def forward(ctx, rows: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(index, inverse)
+        offsets = torch.arange(rows.shape[0], device=rows.device).unsqueeze(1) * rows.shape[1]
+        taken = rows.flatten(0, 1).index_select(0, (index.clamp(min=0) + offsets).flatten())
+        taken = taken.unflatten(0, index.shape)
+        return taken.masked_fill_((index < 0)[(...,) + (None,) * (rows.dim() - 2)], 0)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        index, inverse = ctx.saved_tensors
+        return _Gather.apply(gradient, inverse, index), None, None
+
+
+def _gather(rows: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
+    return _Gather.apply(rows, index, inverse)

@@ -1,0 +1,95 @@
+"""What one attention layer remembers of each row between two calls: [`InfiniState`], constant in size."""
+
+from dataclasses import dataclass, fields, replace
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class InfiniState:
+    """The compressive memory of everything that left the local window, and the window itself.
+
+    With `w` local segments of length `L`, the next token of a row lies in segment `s = tokens_seen // L`. The memory holds
+    the segments up to `s - 1 - w`; the window holds the segments `s - w … s` in order, `L` slots each, and zeros where
+    there is no token. A state depends on the tokens alone, not on how they were cut into calls.
+
+    Attributes:
+        memory: `[batch, kv_heads, head_dim, value_dim]`, float32 (float64 for float64 inputs): M of equation 4.
+        normaliser: `[batch, kv_heads, head_dim]`, same dtype: z of equation 4.
+        local_key: `[batch, kv_heads, (w + 1) * L, head_dim]`, the model's dtype.
+        local_value: `[batch, kv_heads, (w + 1) * L, value_dim]`.
+        local_memory_key: like `local_key`, the keys as the memory will read them; `None` where they are the same.
+        tokens_seen: `[batch]`, int64: real tokens of the row's current document.
+        last_position: `[batch]`, int64: position id of the last real token, −1 before the first.
+        start_memory: `[kv_heads, head_dim, value_dim]` that every new document starts from; `None` is an empty memory.
+        start_normaliser: `[kv_heads, head_dim]`, with `start_memory` or `None`.
+    """
+
+    memory: Tensor
+    normaliser: Tensor
+    local_key: Tensor
+    local_value: Tensor
+    local_memory_key: Tensor | None
+    tokens_seen: Tensor
+    last_position: Tensor
+    start_memory: Tensor | None = None
+    start_normaliser: Tensor | None = None
+
+    @classmethod
+    def initial(
+        cls,
+        key: Tensor,
+        value: Tensor,
+        segment_length: int,
+        local_segments: int = 0,
+        *,
+        start_memory: Tensor | None = None,
+        start_normaliser: Tensor | None = None,
+        separate_memory_key: bool = False,
+    ) -> "InfiniState":
+        """The state before the first token of every row.
+
+        Args:
+            key: `[batch, kv_heads, tokens, head_dim]` and value `[batch, kv_heads, tokens, value_dim]`: only their shapes,
+                dtype and device are read.
+            segment_length: `L`, in tokens.
+            local_segments: `w`, the number of earlier segments that local attention sees.
+            start_memory: `[kv_heads, head_dim, value_dim]` and start_normaliser `[kv_heads, head_dim]` (positive): M_0, z_0
+                of every document. `None`: empty, and then the first tokens use local attention alone.
+            separate_memory_key: keep a second set of local keys for the memory (rotary models).
+        """
+        if (start_memory is None) != (start_normaliser is None):
+            raise ValueError("start_memory and start_normaliser come together: give both or neither.")
+        batch, heads, _, head_dim = key.shape
+        value_dim = value.shape[-1]
+        dtype = torch.promote_types(key.dtype, torch.float32)
+        slots = (local_segments + 1) * segment_length
+        if start_memory is None:
+            memory = key.new_zeros(batch, heads, head_dim, value_dim, dtype=dtype)
+            normaliser = key.new_zeros(batch, heads, head_dim, dtype=dtype)
+        else:
+            memory = start_memory.to(dtype).expand(batch, heads, head_dim, value_dim)
+            normaliser = start_normaliser.to(dtype).expand(batch, heads, head_dim)
+        return cls(
+            memory=memory,
+            normaliser=normaliser,
+            local_key=key.new_zeros(batch, heads, slots, head_dim),
+            local_value=value.new_zeros(batch, heads, slots, value_dim),
+            local_memory_key=key.new_zeros(batch, heads, slots, head_dim) if separate_memory_key else None,
+            tokens_seen=torch.zeros(batch, dtype=torch.long, device=key.device),
+            last_position=torch.full((batch,), -1, dtype=torch.long, device=key.device),
+            start_memory=start_memory,
+            start_normaliser=start_normaliser,
+        )
+
+    def map_rows(self, function) -> "InfiniState":
+        """A state whose per-row tensors (all but the start) are `function(tensor)`: select, repeat or move rows."""
+        per_row = [field.name for field in fields(self) if not field.name.startswith("start_")]
+        return replace(self, **{n: function(getattr(self, n)) for n in per_row if getattr(self, n) is not None})
+
+    def nbytes(self) -> int:
+        """Bytes that the per-row tensors hold (the start belongs to the model's weights)."""
+        sizes: list[int] = []
+        self.map_rows(lambda tensor: sizes.append(tensor.numel() * tensor.element_size()) or tensor)
+        return sum(sizes)
