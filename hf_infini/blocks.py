@@ -1,0 +1,208 @@
+"""From documents to fixed-length blocks: the document store, the token stream, the blocks.
+
+Nothing here keeps the corpus as Python objects: documents lie in an Arrow file, tokens in a flat file of 2 or 4 bytes
+each, blocks in a `datasets` folder with the single column `input_ids`.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .corpora import Document
+from .tokenization import encode_texts
+
+if TYPE_CHECKING:
+    import numpy as np
+
+_BATCH_CHARACTERS = 4_000_000  # of text in memory at a time while writing or tokenising
+
+
+class DocumentStore:
+    """Documents in an Arrow file, mapped into memory rather than read: `len`, `ids`, `store[i]`, `texts(positions)`."""
+
+    def __init__(self, path: Path):
+        import pyarrow as pa
+
+        self.table = pa.ipc.open_file(pa.memory_map(str(path))).read_all()
+        self.ids: list[str] = self.table["id"].to_pylist()
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, position: int) -> dict:
+        """One document as `{"id", "title", "source", "text", "extra"}`."""
+        row = self.table.slice(position, 1).to_pylist()[0]
+        return {**row, "extra": json.loads(row["extra"])}
+
+    def texts(self, positions: Iterable[int]):
+        """Yields the texts at ascending `positions`, holding one batch of the file at a time."""
+        wanted = sorted(positions)
+        start = cursor = 0
+        for chunk in self.table["text"].chunks:
+            end = start + len(chunk)
+            while cursor < len(wanted) and wanted[cursor] < end:
+                yield chunk[wanted[cursor] - start].as_py()
+                cursor += 1
+            start = end
+
+    def characters(self, positions: Iterable[int]) -> int:
+        """The number of characters (Unicode code points) of the documents at `positions`."""
+        import pyarrow.compute as pc
+
+        lengths = pc.utf8_length(self.table["text"]).to_numpy()
+        return int(lengths[sorted(positions)].sum())
+
+    def write_jsonl(self, positions: Iterable[int], path: Path) -> None:
+        """Writes the documents at `positions`, one JSON object a line; the file appears when it is complete."""
+        partial = path.with_name(f"{path.name}.partial")
+        with open(partial, "w", encoding="utf-8") as file:
+            for position in positions:
+                file.write(json.dumps(self[position], ensure_ascii=False) + "\n")
+        os.replace(partial, path)
+
+
+def write_documents(documents: Iterable[Document], path: Path, max_documents: int | None = None) -> int:
+    """Writes documents (at most `max_documents`) into the file of a [`DocumentStore`] and returns how many."""
+    import pyarrow as pa
+
+    names = ("id", "title", "source", "text", "extra")
+    schema = pa.schema([(name, pa.large_string()) for name in names])
+    rows: list[tuple] = []
+    count = size = 0
+    with pa.ipc.new_file(str(path), schema) as writer:
+        for document in documents if max_documents != 0 else ():
+            extra = json.dumps(document.extra, ensure_ascii=False)
+            rows.append((document.id, document.title, document.source, document.text, extra))
+            count, size = count + 1, size + len(document.text)
+            if size >= _BATCH_CHARACTERS:
+                writer.write_batch(_record_batch(rows, schema))
+                rows, size = [], 0
+            if count == max_documents:
+                break
+        if rows:
+            writer.write_batch(_record_batch(rows, schema))
+    return count
+
+
+def write_tokens(
+    store: DocumentStore, positions: Sequence[int], tokenizer, path: Path, *, max_tokens: int | None = None
+) -> dict:
+    """Tokenises documents by ascending position, each followed by the end-of-text token, into one flat file.
+
+    Args:
+        store, positions: the documents.
+        tokenizer: a tokenizer with an `eos_token`.
+        path: the file; [`read_tokens`] maps it back.
+        max_tokens: stop after exactly this many tokens.
+
+    Returns:
+        `{"documents", "characters", "stream_tokens", "dtype"}`: `dtype` is `uint16` where all ids fit, else `uint32`.
+    """
+    import numpy as np
+    from tqdm.auto import tqdm
+
+    dtype = "uint16" if max(tokenizer.get_vocab().values()) < 2**16 else "uint32"
+    documents = tokens = 0
+    end_of_text = np.asarray([tokenizer.eos_token_id])
+    with open(path, "wb") as file, tqdm(total=len(positions), desc=f"tokenising {path.stem}", unit="doc") as progress:
+        for batch in _batches(store.texts(positions)):
+            arrays = encode_texts(tokenizer, batch)
+            pieces = [piece for array in arrays for piece in (array, end_of_text)]
+            stream = np.concatenate(pieces).astype(dtype)
+            room = len(stream) if max_tokens is None else max_tokens - tokens
+            if room < len(stream):
+                ends = np.cumsum([len(array) + 1 for array in arrays])
+                stream, batch = stream[:room], batch[: int(np.searchsorted(ends, room)) + 1]
+            stream.tofile(file)
+            documents += len(batch)
+            tokens += len(stream)
+            progress.update(len(batch))
+            if tokens == max_tokens:
+                break
+    characters = store.characters(sorted(positions)[:documents])
+    return {"documents": documents, "characters": characters, "stream_tokens": tokens, "dtype": dtype}
+
+
+def read_tokens(path: Path, dtype: str) -> "np.ndarray":
+    """The token stream of [`write_tokens`], mapped into memory."""
+    import numpy as np
+
+    return np.memmap(path, dtype=dtype, mode="r") if path.stat().st_size else np.empty(0, dtype=dtype)
+
+
+def write_blocks(tokens: "np.ndarray", folder: Path, context: int, numbers: Sequence[int] | None = None) -> dict:
+    """Cuts a token stream into blocks of `context` tokens and saves them as a dataset, column `input_ids` (int32).
+
+    Args:
+        tokens: the stream; a tail shorter than a block is left out.
+        folder: for `datasets.load_from_disk`.
+        context: tokens per block.
+        numbers: the blocks to take, in this order; `None` takes all.
+
+    Returns:
+        `{"blocks", "tokens", "dropped_tail_tokens", "sha256"}`: the hash is over the blocks' tokens as little-endian
+        32-bit integers.
+    """
+    import numpy as np
+    import pyarrow as pa
+    from datasets import Dataset, Features, List, Value
+    from datasets.utils import disable_progress_bars, enable_progress_bars
+
+    blocks = tokens[: len(tokens) // context * context].reshape(-1, context)
+    numbers = np.arange(len(blocks)) if numbers is None else np.asarray(numbers, dtype=np.int64)
+    features = Features({"input_ids": List(Value("int32"), length=context)})
+    digest = hashlib.sha256()
+    # `Dataset.from_file` maps this file, so that the blocks are never all in memory; it may not lie where they go.
+    stream_file = folder / "stream" / "blocks.arrow"
+    stream_file.parent.mkdir(parents=True, exist_ok=True)
+    step = max(1, _BATCH_CHARACTERS // context)
+    with pa.ipc.new_stream(str(stream_file), features.arrow_schema) as writer:
+        for start in range(0, len(numbers), step):
+            flat = np.ascontiguousarray(blocks[numbers[start : start + step]], dtype="<i4").reshape(-1)
+            digest.update(flat.tobytes())
+            column = pa.FixedSizeListArray.from_arrays(pa.array(flat, pa.int32()), context)
+            writer.write_batch(pa.record_batch([column], schema=features.arrow_schema))
+    disable_progress_bars()
+    try:
+        Dataset.from_file(str(stream_file)).save_to_disk(str(folder))
+    finally:
+        enable_progress_bars()
+    shutil.rmtree(stream_file.parent)
+    return {
+        "blocks": len(numbers),
+        "tokens": len(numbers) * context,
+        "dropped_tail_tokens": len(tokens) % context,
+        "sha256": digest.hexdigest(),
+    }
+
+
+def shuffle_blocks(count: int, validation: float, seed: int) -> dict[str, "np.ndarray"]:
+    """Shuffles `count` block numbers and gives a share of them (one at least, if it is above 0) to validation."""
+    import numpy as np
+
+    order = np.random.default_rng(seed).permutation(count)
+    held_out = max(1, round(validation * count)) if validation > 0 else 0
+    return {"train": order[held_out:], "validation": order[:held_out]}
+
+
+def _record_batch(rows: list[tuple], schema):
+    import pyarrow as pa
+
+    return pa.record_batch([pa.array(column, pa.large_string()) for column in zip(*rows, strict=True)], schema=schema)
+
+
+def _batches(texts: Iterable[str]):
+    batch: list[str] = []
+    size = 0
+    for text in texts:
+        batch.append(text)
+        size += len(text)
+        if size >= _BATCH_CHARACTERS:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch

@@ -1,0 +1,346 @@
+"""Corpora: Carolina, plain text, JSONL, any `datasets` dataset and generated biographies, as a stream of documents.
+
+[`iterate_documents`] is the door. A damaged file is a [`UserError`] that names it; no document of a file is handed out
+before the whole file has been read and verified, so leaving a bad file out never loses half of it in silence.
+"""
+
+import bz2
+import gzip
+import hashlib
+import json
+import lzma
+import re
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from .cli import UserError
+
+CAROLINA_REPOSITORY = "carolina-c4ai/corpus-carolina"  # on the Hub, a dataset
+SOURCE_TYPES = ("auto", "carolina", "text", "jsonl", "dataset", "biographies")
+TEXT_UNITS = {"file": None, "line": "\n", "paragraph": "\n\n"}
+
+_COMPRESSED = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
+_DATASET_SUFFIXES = (".parquet", ".csv", ".arrow")
+_JSONL_SUFFIXES = (".jsonl", ".ndjson")
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """One text of a corpus.
+
+    Args:
+        text: the text itself.
+        id: unique within the corpus and stable between runs: sampling and splitting go by it.
+        title: a title for people, or "".
+        source: where the text comes from (a URL or a file name), or "".
+        paragraphs: the source's own paragraphs where it marks them; `None` means the lines of `text`.
+        extra: what else is known (the facts of a generated biography); JSON-safe.
+    """
+
+    text: str
+    id: str
+    title: str = ""
+    source: str = ""
+    paragraphs: tuple[str, ...] | None = None
+    extra: dict = field(default_factory=dict)
+
+
+@dataclass
+class ReadingLog:
+    """What reading a corpus met: `files` read, `skipped` files with reasons, documents `dropped` by reason, `notes`."""
+
+    files: list[dict] = field(default_factory=list)
+    skipped: list[dict] = field(default_factory=list)
+    dropped: Counter = field(default_factory=Counter)
+    notes: list[str] = field(default_factory=list)
+
+
+def detect_source_type(source: str) -> str:
+    """Says what `--source_type auto` takes `source` for.
+
+    `biographies` and the Carolina repository's name stand for themselves. An existing folder is `carolina` if it holds
+    `*.xml.gz` anywhere, `dataset` if `save_to_disk` wrote it or if it holds parquet, CSV or arrow files, `jsonl` if it
+    holds `*.jsonl`, else `text`; an existing file goes by its suffix (`.gz`, `.xz`, `.bz2` behind it are looked
+    through), and is `text` if nothing else fits. What is no path but reads `name` or `owner/name` is one on the Hub.
+
+    Raises:
+        UserError: `source` is neither there nor a possible name.
+    """
+    path = Path(source)
+    if source == "biographies":
+        return "biographies"
+    if source == CAROLINA_REPOSITORY:
+        return "carolina"
+    if path.is_dir():
+        if next(path.rglob("*.xml.gz"), None):
+            return "carolina"
+        if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
+            return "dataset"
+        for kind, suffixes in (("dataset", _DATASET_SUFFIXES), ("jsonl", _JSONL_SUFFIXES)):
+            if _files_with_suffix(path, suffixes):
+                return kind
+        return "text"
+    if path.is_file():
+        suffix = _inner_suffix(path)
+        if path.name.endswith(".xml.gz"):
+            return "carolina"
+        return "dataset" if suffix in _DATASET_SUFFIXES else "jsonl" if suffix in _JSONL_SUFFIXES else "text"
+    known_suffix = _inner_suffix(path) in (".txt", ".xml", *_DATASET_SUFFIXES, *_JSONL_SUFFIXES)
+    if known_suffix or not re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", source):
+        raise UserError(
+            f"--source: there is no file or folder {source}; give an existing path, the name of a dataset on the Hub, "
+            f"or 'biographies'"
+        )
+    return "dataset"
+
+
+def iterate_documents(
+    source: str,
+    source_type: str = "auto",
+    *,
+    log: ReadingLog | None = None,
+    skip_bad: bool = False,
+    taxonomy: Sequence[str] = (),
+    joiner: str = "\n",
+    text_unit: str = "file",
+    text_field: str = "text",
+    dataset_config: str | None = None,
+    dataset_split: str = "train",
+    revision: str | None = None,
+    biographies: int = 1000,
+    seed: int = 0,
+) -> Iterator[Document]:
+    """Yields a corpus's documents in a fixed order, reading one file at a time.
+
+    Args:
+        source: a path, the name of a dataset on the Hub, or "biographies".
+        source_type: one of `SOURCE_TYPES`; "auto" decides by [`detect_source_type`].
+        log: filled while the documents are read.
+        skip_bad: leave a damaged file out as a whole, listed in `log.skipped`, instead of raising.
+        taxonomy: Carolina codes (`CAROLINA_FOLDERS`); empty takes all.
+        joiner: stands between two paragraphs of a Carolina document. The corpus's own loading script uses a space.
+        text_unit: what one document of a text file is: the "file", a "line" or a "paragraph" (up to an empty line).
+        text_field: the field of JSONL and `datasets` rows that holds the text; `id` and `title` are used if present.
+        dataset_config, dataset_split: passed on to `datasets.load_dataset`.
+        revision: branch, tag or commit on the Hub, of a dataset or of Carolina.
+        biographies: how many to generate.
+        seed: of the generated biographies.
+
+    Raises:
+        UserError: the source is missing or empty, or a file is damaged.
+    """
+    log = ReadingLog() if log is None else log
+    kind = detect_source_type(source) if source_type == "auto" else source_type
+    if kind == "biographies":
+        from .biographies import biography_documents
+
+        documents = biography_documents(biographies, seed)
+    elif kind == "dataset":
+        documents = _dataset_documents(source, text_field, dataset_config, dataset_split, revision, log)
+    elif kind == "carolina":
+        from .carolina import carolina_shards, download_carolina, read_carolina_shard
+
+        if source == CAROLINA_REPOSITORY and not Path(source).exists():
+            source = download_carolina(taxonomy, revision)
+        shards = carolina_shards(source, taxonomy)
+        documents = _read_files(shards, Path(source), lambda path: read_carolina_shard(path, joiner), skip_bad, log)
+    elif kind == "text":
+        paths = _find_files(source, (".txt",), "text")
+        documents = _read_files(
+            paths, Path(source), lambda path: _text_documents(path, source, text_unit), skip_bad, log
+        )
+    elif kind == "jsonl":
+        paths = _find_files(source, _JSONL_SUFFIXES, "JSONL")
+        documents = _read_files(
+            paths, Path(source), lambda path: _jsonl_documents(path, source, text_field), skip_bad, log
+        )
+    else:
+        raise UserError(f"--source_type is {source_type!r}; choose one of {', '.join(SOURCE_TYPES)}")
+    for document in documents:
+        if document.text.strip():
+            yield document
+        else:
+            log.dropped["empty"] += 1
+
+
+# --- files -----------------------------------------------------------------------------------------------------------
+
+
+def _read_files(
+    paths: Sequence[Path], root: Path, read: Callable, skip_bad: bool, log: ReadingLog
+) -> Iterator[Document]:
+    from tqdm.auto import tqdm
+
+    for path in tqdm(paths, desc="reading", unit="file"):
+        name = path.relative_to(root).as_posix() if path != root else path.name
+        try:
+            documents = iter(read(path))
+            first = next(documents, None)  # a reader hands out its first document after the whole file was verified
+            with open(path, "rb") as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+        except (UserError, OSError) as error:
+            if not skip_bad:
+                raise UserError(f"{one_line(error)}. Replace the file, or pass --skip_bad to leave it out") from error
+            log.skipped.append({"file": name, "reason": one_line(error)})
+            continue
+        log.files.append({"file": name, "bytes": path.stat().st_size, "sha256": digest})
+        if path.name.endswith(".xml.gz"):
+            from .carolina import listed_checksum
+
+            log.files[-1]["checksum_verified"] = listed_checksum(path) is not None
+        if first is not None:
+            yield first
+            yield from documents
+
+
+def _text_documents(path: Path, source: str, unit: str) -> Iterator[Document]:
+    if unit not in TEXT_UNITS:
+        raise UserError(f"--text_unit is {unit!r}; choose one of {', '.join(TEXT_UNITS)}")
+    name = _name(path, source)
+    text = decode(decompress(path), path)
+    if not text.strip():
+        raise UserError(f"{path}: the file holds no text")
+    if TEXT_UNITS[unit] is None:
+        yield Document(text, name, path.stem, name)
+        return
+    pieces = text.splitlines() if unit == "line" else re.split(r"\n[ \t]*\n\s*", text)
+    for number, piece in enumerate((piece for piece in pieces if piece.strip()), start=1):
+        yield Document(piece, f"{name}:{number}", f"{path.stem} {number}", name)
+
+
+def _jsonl_documents(path: Path, source: str, text_field: str) -> Iterator[Document]:
+    name = _name(path, source)
+
+    def rows() -> Iterator[Document]:
+        number, found = 0, False
+        for number, line in enumerate(decode(decompress(path), path).split("\n"), start=1):
+            if not line.strip():
+                continue
+            found = True
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise UserError(f"{path}: line {number} is not valid JSON ({error})") from error
+            yield _row_document(row, text_field, f"{name}:{number}", f"{path}: line {number}")
+        if not found:
+            raise UserError(f"{path}: the file is empty")
+
+    for _ in rows():  # once for verification, so that a bad line at the end takes the whole file out
+        pass
+    yield from rows()
+
+
+def _row_document(row, text_field: str, fallback_id: str, place: str) -> Document:
+    if not isinstance(row, dict) or not isinstance(row.get(text_field), str):
+        fields = ", ".join(map(str, row)) if isinstance(row, dict) else type(row).__name__
+        raise UserError(
+            f"{place} has no text in the field {text_field!r} (--text_field); it has: {fields or 'nothing'}"
+        )
+    return Document(row[text_field], str(row.get("id", fallback_id)), str(row.get("title") or ""), fallback_id)
+
+
+def _dataset_documents(
+    source: str, text_field: str, config: str | None, split: str, revision: str | None, log: ReadingLog
+) -> Iterator[Document]:
+    import datasets
+    from tqdm.auto import tqdm
+
+    path = Path(source)
+    if path.exists() and not _files_with_suffix(path, _DATASET_SUFFIXES):
+        raise UserError(f"--source: {source} holds no dataset (parquet, CSV, arrow, or a folder of save_to_disk)")
+    try:
+        if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
+            rows = datasets.load_from_disk(source)
+            rows = rows[split] if isinstance(rows, datasets.DatasetDict) else rows
+        elif path.exists():
+            files = _files_with_suffix(path, _DATASET_SUFFIXES)
+            if len({_inner_suffix(file) for file in files}) > 1:
+                raise UserError(f"--source: {source} mixes parquet, CSV and arrow files; give one kind")
+            builder = _inner_suffix(files[0])[1:]
+            rows = datasets.load_dataset(builder, data_files=list(map(str, files)), split="train", streaming=True)
+        else:
+            rows = datasets.load_dataset(source, config, split=split, revision=revision, streaming=True)
+        for number, row in enumerate(tqdm(rows, desc="reading", unit="row")):
+            yield _row_document(row, text_field, str(number), f"--source {source}: row {number}")
+    except KeyError as error:
+        raise UserError(f"--source {source}: there is no split {split!r} (--dataset_split); it has {error}") from error
+    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+        raise UserError(f"--source {source}: the dataset cannot be read ({one_line(error)})") from error
+    if path.exists():
+        for file in _files_with_suffix(path, _DATASET_SUFFIXES):
+            with open(file, "rb") as opened:
+                digest = hashlib.file_digest(opened, "sha256").hexdigest()
+            log.files.append({"file": _name(file, source), "bytes": file.stat().st_size, "sha256": digest})
+    else:
+        log.notes.append(
+            f"dataset {source} (config {config}, split {split}, revision {revision}) streamed from the Hub"
+        )
+
+
+def _find_files(source: str, suffixes: tuple[str, ...], kind: str) -> list[Path]:
+    path = Path(source)
+    if not path.exists():
+        raise UserError(f"--source: there is no file or folder {source}")
+    files = [path] if path.is_file() else _files_with_suffix(path, suffixes)
+    if not files:
+        raise UserError(
+            f"--source: the folder {source} holds no {kind} file ({', '.join(suffixes)}, or those compressed)"
+        )
+    return files
+
+
+def source_files(source: str) -> list[Path]:
+    """The file `source`, or all files under the folder `source`, sorted; empty where it is a name and not a path."""
+    path = Path(source)
+    return [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
+
+
+def _files_with_suffix(path: Path, suffixes: tuple[str, ...]) -> list[Path]:
+    return [file for file in source_files(str(path)) if _inner_suffix(file) in suffixes]
+
+
+def _inner_suffix(path: Path) -> str:
+    return (Path(path.stem) if path.suffix in _COMPRESSED else path).suffix.lower()
+
+
+def _name(path: Path, source: str) -> str:
+    return path.relative_to(source).as_posix() if path != Path(source) else path.name
+
+
+def decompress(path: Path, limit: int | None = None) -> bytes:
+    """The content of a plain, gzip, xz or bzip2 file; a `UserError` if it is damaged, empty or above `limit` bytes."""
+    opener = _COMPRESSED.get(path.suffix, open)
+    try:
+        with opener(path, "rb") as file:
+            data = file.read() if limit is None else file.read(limit + 1)
+    except (EOFError, zlib.error, lzma.LZMAError, OSError) as error:
+        raise UserError(f"{path}: damaged or truncated, it cannot be read to its end ({one_line(error)})") from error
+    if not data:
+        raise UserError(f"{path}: the file is empty")
+    if limit is not None and len(data) > limit:
+        raise UserError(f"{path}: more than {limit:,} bytes once decompressed; no real shard is that large")
+    return data
+
+
+def decode(data: bytes, path: Path) -> str:
+    """Bytes as UTF-8 (a byte-order mark is dropped); a `UserError` names the first bad byte."""
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"{path}: not UTF-8, byte {error.start:,} ({error.reason}); convert it, for example with iconv"
+        ) from error
+
+
+def one_line(error: Exception) -> str:
+    """An error's message without line breaks."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def url_host(document: Document) -> str:
+    """The host of the document's URL, or "" where it has none."""
+    return urlsplit(document.source).netloc.lower() if "://" in document.source else ""

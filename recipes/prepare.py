@@ -1,0 +1,217 @@
+"""Corpus -> tokenizer -> blocks: what `train.py` and the evaluations read.
+
+    python recipes/prepare.py --config recipes/configs/prepare_carolina.yaml --source CAROLINA --out data/carolina
+    python recipes/prepare.py --source biographies --vocab_size 2000 --out data/biographies
+    python recipes/prepare.py --source plays.txt --tokenizer characters --split_by block --out data/plays
+
+--out then holds `tokenizer/`, `train/` and `validation/` (for `datasets.load_from_disk`: a column `input_ids`, rows of
+`--context` tokens), `validation_documents.jsonl` (id, title, source, text and extra of every validation document) and
+`manifest.json` (options, counts, hashes), which is written last: a folder without it is not finished. `.stages/` keeps
+the documents and token streams; a second run redoes only what depends on an option that changed.
+
+Exits with 1 and a message for damaged, missing or empty input, with 2 for unknown or malformed options.
+"""
+
+import dataclasses
+import functools
+import inspect
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from hf_infini.cli import UserError, exit_on_user_error, parse_options
+from hf_infini.corpora import ReadingLog, iterate_documents
+
+JOINERS = {"newline": "\n", "space": " ", "blank_line": "\n\n"}
+
+
+def option(default, help: str, **metadata):
+    """A dataclass field with its help text."""
+    if isinstance(default, list):
+        return field(default_factory=lambda: list(default), metadata={"help": help, **metadata})
+    return field(default=default, metadata={"help": help, **metadata})
+
+
+@dataclass
+class CorpusOptions:
+    source: str = field(metadata={"help": "A path (Carolina tree, text, JSONL, parquet, CSV, saved dataset), a name on "
+                        "the Hub ('carolina-c4ai/corpus-carolina' or a dataset), or 'biographies' (makes them)."})
+    source_type: str = option("auto", "What the source is. auto: a folder with *.xml.gz is carolina, other files go by "
+                              "suffix (.jsonl; .parquet .csv .arrow; else text), a name that is no path is a dataset.",
+                              choices=["auto", "carolina", "text", "jsonl", "dataset", "biographies"])
+    taxonomy: list[str] = option([], "Carolina: parts to read, of wik dat leg jud uni soc pub; none: all present.")
+    joiner: str = option("newline", "Carolina: stands between two paragraphs (the corpus's own script uses a space).",
+                         choices=list(JOINERS))
+    text_unit: str = option("file", "Text files: what one document is.", choices=["file", "line", "paragraph"])
+    text_field: str = option("text", "JSONL and datasets: the field that holds the text.")
+    dataset_config: str | None = option(None, "Datasets on the Hub: the configuration's name.")
+    dataset_split: str = option("train", "Datasets: the split to read.")
+    revision: str | None = option(None, "Sources on the Hub: branch, tag or commit.")
+    biographies: int = option(1000, "Generated biographies: how many.")
+    prose_filter: bool = option(False, "Keep running prose only: from --prose_host, --prose_min_characters long, half "
+                                "of it in paragraphs of 80 characters or more; near-duplicates are removed.")
+    prose_host: str = option("pt.wikipedia.org", "Prose filter: the host to keep, or 'any'; documents without URL pass.")
+    prose_min_characters: int = option(1000, "Prose filter: the shortest document, in characters.")
+    deduplicate: bool = option(False, "Remove near-duplicates also without --prose_filter.")
+    fraction: float = option(1.0, "Share of the documents to use, 0 to 1, by --seed; smaller ones are nested.")
+    max_documents: int = option(-1, "Stop reading after so many documents, in the corpus's order; -1 = no limit.")
+    skip_bad: bool = option(False, "Leave a damaged shard, text or JSONL file out as a whole, listed in the manifest, "
+                            "instead of stopping.")
+    seed: int = option(0, "Seed of every choice by chance.")
+
+
+@dataclass
+class TokenizerOptions:
+    tokenizer: str = option("bpe", "bpe (byte-level, trained here), characters, or a ready one: name (gpt2) or folder.")
+    vocab_size: int = option(8000, "bpe: entries of the vocabulary, 256 bytes and 2 special tokens among them.")
+    tokenizer_sample: float = option(0.35, "bpe: share of the training documents that it is trained on, 0 to 1.")
+    eos_token: str = option("<|endoftext|>", "bpe, characters: the end-of-text token.")
+    pad_token: str = option("<|pad|>", "bpe, characters: the padding token.")
+    unk_token: str = option("<|unk|>", "characters: stands for characters unseen in training; 'none' refuses them.")
+
+
+@dataclass
+class BlockOptions:
+    out: str = field(metadata={"help": "The folder to write."})
+    context: int = option(1024, "Tokens per block.")
+    validation: float = option(0.02, "Share of the documents (or blocks) held out for validation, 0 to 1.")
+    split_by: str = option("document", "document: no document is on both sides; block: all documents are concatenated, "
+                           "and the blocks are shuffled and split.", choices=["document", "block"])
+    max_tokens: int = option(-1, "Stop the training text after so many tokens; -1 = no limit.")
+
+
+@exit_on_user_error
+def main() -> None:
+    corpus, tokens, blocks = parse_options(CorpusOptions, TokenizerOptions, BlockOptions, description=__doc__)
+    check_options(corpus, tokens, blocks)
+    from hf_infini.stages import locked_folder
+
+    with locked_folder(Path(blocks.out)) as out:
+        manifest = prepare(corpus, tokens, blocks, out)
+    for name, split in manifest["splits"].items():
+        print(f"{name}: {split['blocks']:,} blocks of {blocks.context:,} tokens, {split['documents']:,} documents")
+    print(f"{out}: vocabulary {manifest['tokenizer']['vocabulary']:,}, {manifest['wall_seconds']} s")
+
+
+def check_options(corpus: CorpusOptions, tokens: TokenizerOptions, blocks: BlockOptions) -> None:
+    for options, name in ((corpus, "fraction"), (tokens, "tokenizer_sample")):
+        if not 0 < getattr(options, name) <= 1:
+            raise UserError(f"--{name} is {getattr(options, name)}; give a share above 0 and up to 1")
+    if not 0 <= blocks.validation < 1:
+        raise UserError(f"--validation is {blocks.validation}; give a share from 0 up to, not including, 1")
+    for options, name in ((corpus, "max_documents"), (blocks, "max_tokens")):
+        if getattr(options, name) != -1 and getattr(options, name) < 1:
+            raise UserError(f"--{name} is {getattr(options, name)}; give a positive number, or -1 for no limit")
+    for options, name in ((corpus, "biographies"), (blocks, "context")):
+        if getattr(options, name) < 1:
+            raise UserError(f"--{name} is {getattr(options, name)}; give a positive number")
+    if Path(corpus.source).is_dir() and Path(blocks.out).resolve().is_relative_to(Path(corpus.source).resolve()):
+        raise UserError(f"--out {blocks.out} is inside --source and would be read as a source next time; move it")
+
+
+def prepare(corpus: CorpusOptions, tokens: TokenizerOptions, blocks: BlockOptions, out: Path) -> dict:
+    """Runs the stages; each is redone only when its options, its input files or an earlier stage changed."""
+    from transformers import AutoTokenizer
+
+    from hf_infini import blocks as blocking
+    from hf_infini import selection, stages, tokenization
+
+    start, hidden, record = time.perf_counter(), out / ".stages", {}
+    # 1. Documents: read, filter, sample.
+    settings = dataclasses.asdict(corpus) | {"files": stages.state_of_files(corpus.source)}
+    record["documents"] = stages.run_stage(hidden / "documents", settings, lambda folder: collect(corpus, folder))
+    store = blocking.DocumentStore(hidden / "documents" / "documents.arrow")
+    (out / "manifest.json").unlink(missing_ok=True)  # from here to the end the folder is between two states
+
+    # 2. The split. By document it comes before the tokenizer, which learns from training documents only.
+    by_document = blocks.split_by == "document"
+    validation = selection.choose(store.ids, blocks.validation, corpus.seed, "validation") if by_document else []
+    training = sorted(set(range(len(store))) - set(validation))
+    if not training:
+        raise UserError(f"the corpus has {len(store)} document(s), which leaves none to train on; use --split_by block")
+    split = {"documents": record["documents"]["key"], "seed": corpus.seed}
+    split |= {"validation": blocks.validation if by_document else 0}
+
+    # 3. The tokenizer.
+    def make_tokenizer(folder: Path) -> dict:
+        share = tokens.tokenizer_sample if tokens.tokenizer == "bpe" else 1.0
+        ids = [store.ids[position] for position in training]
+        sample = [training[i] for i in selection.choose(ids, share, corpus.seed, "tokenizer")]
+        tokenizer = tokenization.make_tokenizer(
+            tokens.tokenizer, store.texts(sample), vocab_size=tokens.vocab_size,
+            eos_token=tokens.eos_token, pad_token=tokens.pad_token, unk_token=tokens.unk_token,
+        )
+        tokenizer.save_pretrained(folder)
+        learned_from = len(sample) if tokens.tokenizer in ("bpe", "characters") else 0
+        ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+        return {"vocabulary": len(tokenizer), **ids, "learned_from_documents": learned_from}
+
+    settings = dataclasses.asdict(tokens) | {"files": stages.state_of_files(tokens.tokenizer)}
+    settings |= split if tokens.tokenizer in ("bpe", "characters") else {}
+    record["tokenizer"] = stages.run_stage(out / "tokenizer", settings, make_tokenizer)
+    tokenizer = AutoTokenizer.from_pretrained(out / "tokenizer")
+
+    # 4. Documents -> one token stream per side -> blocks.
+    def write_streams(folder: Path) -> dict:
+        limit = blocks.max_tokens if blocks.max_tokens > 0 else None
+        return {
+            "train": blocking.write_tokens(store, training, tokenizer, folder / "train.bin", max_tokens=limit),
+            "validation": blocking.write_tokens(store, validation, tokenizer, folder / "validation.bin"),
+        }
+
+    settings = split | {"tokenizer": record["tokenizer"]["key"], "max_tokens": blocks.max_tokens}
+    record["tokens"] = stages.run_stage(hidden / "tokens", settings, write_streams)
+    counts = record["tokens"]["result"]
+    streams = {name: blocking.read_tokens(hidden / "tokens" / f"{name}.bin", counts[name]["dtype"]) for name in counts}
+    order = {"train": None, "validation": None}
+    if not by_document:
+        streams["validation"] = streams["train"]
+        order = blocking.shuffle_blocks(len(streams["train"]) // blocks.context, blocks.validation, corpus.seed)
+    for name, stream in streams.items():
+        settings = {"tokens": record["tokens"]["key"], "context": blocks.context}
+        settings |= {} if by_document else {"blocks": blocks.validation}
+        cut = functools.partial(blocking.write_blocks, stream, context=blocks.context, numbers=order[name])
+        record[name] = stages.run_stage(out / name, settings, cut)
+        if record[name]["result"]["blocks"] == 0 and (name == "train" or blocks.validation > 0):
+            raise UserError(
+                f"the {name} text has {len(stream):,} tokens, too few for a block of {blocks.context:,}; lower "
+                f"--context, take more documents, or change --validation (now {blocks.validation})"
+            )
+    store.write_jsonl(validation, out / "validation_documents.jsonl")
+
+    # 5. The manifest, which says that all is done.
+    return stages.write_manifest(
+        out / "manifest.json",
+        options=[corpus, tokens, blocks],
+        record=record,
+        splits={name: counts[name] | record[name]["result"] for name in streams},
+        start=start,
+    )
+
+
+def collect(corpus: CorpusOptions, folder: Path) -> dict:
+    """Reads the corpus into `folder` and returns what was read, left out and why."""
+    from hf_infini import blocks, selection
+
+    log = ReadingLog()
+    names = inspect.signature(iterate_documents).parameters.keys() - {"joiner", "log"}
+    settings = {name: getattr(corpus, name) for name in names}
+    documents = iterate_documents(**settings, joiner=JOINERS[corpus.joiner], log=log)
+    if corpus.prose_filter:
+        host = None if corpus.prose_host == "any" else corpus.prose_host
+        documents = selection.keep_prose(documents, log, host=host, min_characters=corpus.prose_min_characters)
+    if corpus.prose_filter or corpus.deduplicate:
+        documents = selection.drop_near_duplicates(documents, log)
+    documents = selection.keep_fraction(documents, corpus.fraction, corpus.seed, log)
+    limit = corpus.max_documents if corpus.max_documents > 0 else None
+    count = blocks.write_documents(documents, folder / "documents.arrow", limit)
+    if count == 0:
+        reasons = ", ".join(f"{number:,} {reason}" for reason, number in log.dropped.items()) or "none was found"
+        raise UserError(f"--source {corpus.source}: no document is left ({reasons}; {len(log.skipped)} skipped files)")
+    for skipped in log.skipped:
+        print(f"skipped {skipped['file']}: {skipped['reason']}")
+    return {"documents": count, **vars(log)}
+
+
+if __name__ == "__main__":
+    main()
