@@ -1,0 +1,131 @@
+"""Perplexity: the losses of each token, their token-weighted mean, and the same by position in the context.
+
+Everything is a sum of negative log-likelihoods in nats and a count of tokens, both kept in 64 bits, until the very last
+division; averages are never averaged. `perplexity_metric.py` offers the same as an `evaluate.Metric`.
+"""
+
+import math
+from collections.abc import Iterable, Iterator
+
+
+def summarize(loss_sums: Iterable[float], token_counts: Iterable[int]) -> dict[str, float]:
+    """Cross-entropy and perplexity of everything that was added up.
+
+    Args:
+        loss_sums: sums of negative log-likelihoods in nats, one per batch.
+        token_counts: how many tokens each sum covers.
+
+    Returns `{"cross_entropy": nats per token, "perplexity": exp of it, "tokens": how many}`.
+    Raises ValueError when there is no token at all: the mean of nothing is not 0.
+    """
+    tokens = int(sum(token_counts))
+    if tokens == 0:
+        raise ValueError("no token was predicted: a text needs at least 2 tokens to have a perplexity")
+    cross_entropy = math.fsum(loss_sums) / tokens
+    # exp overflows beyond 709 nats; a model that bad has no finite perplexity
+    perplexity = math.exp(cross_entropy) if cross_entropy < 709 else math.inf
+    return {"cross_entropy": cross_entropy, "perplexity": perplexity, "tokens": tokens}
+
+
+def token_losses(logits, targets):
+    """Negative log-likelihood of each target, in nats, float32, whatever the dtype of the logits.
+
+    Args:
+        logits: [B, T, V]; `logits[:, t]` predicts `targets[:, t]`.
+        targets: [B, T] token numbers; −100 marks a place that is not counted.
+
+    Returns [B, T]; 0 where the target is −100.
+    """
+    import torch
+    from torch.nn.functional import cross_entropy
+
+    losses = torch.zeros(targets.shape, dtype=torch.float32, device=logits.device)
+    for row in range(targets.shape[0]):  # a float32 copy of one row's logits at a time, not of the batch's
+        losses[row] = cross_entropy(logits[row].float(), targets[row], reduction="none", ignore_index=-100)
+    return losses
+
+
+def stream_losses(model, input_ids, chunk: int | None = None, labels=None, progress=None) -> Iterator[tuple]:
+    """Reads rows of any length in chunks through the model's cache and yields the losses of each chunk.
+
+    The model needs memory for one chunk and its cache only: constant for Infini-attention with segment positions,
+    growing with the length for a model that keeps all keys and values.
+
+    Args:
+        model: a causal language model in evaluation mode.
+        input_ids: [B, N] token numbers, right-padded with anything where rows differ in length.
+        chunk: tokens per call of the model; `None` reads all N at once, without a cache.
+        labels: [B, N] targets at their own places (−100: not counted); `None` counts every token.
+        progress: called with the number of tokens per row that were just read.
+
+    Yields `(first, losses, targets)`: the position in the row (0 is the row's first token, which nothing predicts) of
+    the first target, and its losses and targets, [B, t] each.
+    """
+    import torch
+
+    rows, length = input_ids.shape
+    labels = input_ids if labels is None else labels
+    device = next(model.parameters()).device
+    chunk = length if chunk is None else chunk
+    cache = None
+    for start in range(0, length - 1, chunk):
+        piece = input_ids[:, start : start + chunk].to(device)
+        kwargs = {"use_cache": False} if chunk >= length else {"past_key_values": cache, "use_cache": True}
+        with torch.no_grad():
+            output = model(input_ids=piece, **kwargs)
+        cache = output.past_key_values
+        targets = labels[:, start + 1 : start + chunk + 1].to(device)  # the row's last token predicts nothing
+        yield start + 1, token_losses(output.logits[:, : targets.shape[1]], targets), targets
+        if progress is not None:
+            progress(piece.shape[1])
+
+
+class LossByPosition:
+    """Adds up losses in buckets of the position in the context: bucket k holds the positions 2^k … 2^(k+1) − 1.
+
+    Position p is that of the *predicted* token, so it had p tokens before it; position 0 is never predicted. The buckets
+    are few and hold two 64-bit numbers each, so a context of any length costs nothing.
+    """
+
+    def __init__(self):
+        self.loss_sums: list[float] = []
+        self.token_counts: list[int] = []
+
+    def add(self, first: int, losses, targets) -> None:
+        """Adds `losses` [B, t] of the targets [B, t] at the positions first … first + t − 1 (−100: not counted)."""
+        import torch
+
+        counted = (targets != -100).sum(0).tolist()
+        sums = losses.to(torch.float64).masked_fill(targets == -100, 0.0).sum(0).tolist()
+        for position, (loss, count) in enumerate(zip(sums, counted, strict=True), start=first):
+            bucket = position.bit_length() - 1
+            while len(self.loss_sums) <= bucket:
+                self.loss_sums.append(0.0)
+                self.token_counts.append(0)
+            self.loss_sums[bucket] += loss
+            self.token_counts[bucket] += count
+
+    def total(self) -> dict[str, float]:
+        """Cross-entropy, perplexity and tokens over all positions; ValueError when nothing was counted."""
+        return summarize(self.loss_sums, self.token_counts)
+
+    def table(self) -> list[dict[str, float]]:
+        """One row per bucket with tokens: `first` and `last` position, cross_entropy, perplexity, tokens."""
+        return [
+            {"first": 2**bucket, "last": 2 ** (bucket + 1) - 1, **summarize([loss], [count])}
+            for bucket, (loss, count) in enumerate(zip(self.loss_sums, self.token_counts, strict=True))
+            if count > 0
+        ]
+
+
+def reduce_sums(*numbers: float) -> list[float]:
+    """Adds each number up over all processes of a distributed run, in 64 bits; without one, returns them unchanged."""
+    import torch
+    from torch import distributed
+
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return list(numbers)
+    device = "cuda" if distributed.get_backend() == "nccl" else "cpu"
+    values = torch.tensor(numbers, dtype=torch.float64, device=device)
+    distributed.all_reduce(values)
+    return values.tolist()

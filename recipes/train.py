@@ -1,0 +1,246 @@
+"""Trains a GPT-2 with self-attention or with Infini-attention on a folder that recipes/prepare.py made.
+
+    python recipes/train.py --config recipes/configs/quickstart_infini.yaml --data data/quickstart --out runs/infini
+    python recipes/train.py --config recipes/configs/quickstart_infini.yaml --data data/quickstart --out runs/self \
+        --attention self
+    torchrun --nproc_per_node 2 recipes/train.py --num_processes 2 --config … --data … --out …
+    accelerate launch --multi_gpu --num_processes 8 recipes/train.py --num_processes 8 --config … --data … --out …
+
+Stopped at any point and started again with the same command, it goes on from its last complete checkpoint and ends as
+if it had never been stopped. The out folder receives the model and tokenizer (`AutoModelForCausalLM.from_pretrained`
+loads them), metrics.jsonl, loss_curve.png, result.json and, for Infini-attention, gates.json and gates.png.
+"""
+
+import json
+import math
+import shlex
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from hf_infini.cli import UserError, exit_on_user_error, parse_options
+
+
+def option(default, help_text: str):
+    return field(default=default, metadata={"help": help_text})
+
+
+@dataclass
+class RunOptions:
+    data: str = field(metadata={"help": "Folder made by recipes/prepare.py; its rows set the context."})
+    out: str = field(metadata={"help": "Folder for the checkpoints and results; continued when it holds this run."})
+    attention: Literal["self", "infini"] = option("infini", "Attention of the model.")
+    init_from: str | None = option(None, "Model folder to start from, GPT-2 or infini; default: random weights.")
+    epochs: float | None = option(None, "Passes over the training rows; default: 1 if no other end is set.")
+    max_tokens: int | None = option(None, "Tokens to train on; rows repeat if need be. The first end reached counts.")
+    max_steps: int | None = option(None, "Optimiser steps. The first end reached counts.")
+    num_processes: int | None = option(None, "Processes that must have been started; default: any number.")
+    use_cpu: bool = option(False, "Train on the CPU even where there is a GPU.")
+    seed: int = option(0, "Seed of the weights, the order of the rows and dropout.")
+    report_to: str = option("none", "Where the Trainer reports to: none, tensorboard, wandb, trackio, …")
+
+
+@dataclass
+class ModelOptions:
+    n_layer: int | None = option(None, "Layers; default: 4, or as in --init_from.")
+    n_embd: int | None = option(None, "Width; default: 256, or as in --init_from.")
+    n_head: int | None = option(None, "Heads per layer; default: 4, or as in --init_from.")
+    dropout: float = option(0.0, "Dropout of the embeddings, the residual stream and the attention, 0 to 1.")
+    segment_length: int | None = option(None, "infini: tokens per segment; this or n_segments; default: context / 8.")
+    n_segments: int | None = option(None, "infini: segments per context; this or segment_length.")
+    update_rule: Literal["linear", "delta"] | None = option(None, "infini: how memory is written; default: linear.")
+    local_segments: int | None = option(None, "infini: earlier segments that local attention sees too; default: 0.")
+    gate_init: float | None = option(None, "infini: start of the gates, a logit; default: the configuration's.")
+    memory_init: Literal["zeros", "learned", "noise"] | None = option(None, "infini: empty memory; default: zeros.")
+    layers: list[int] | None = option(None, "infini: the layers that have a memory, from 0; default: all.")
+    positions: Literal["absolute", "segment"] | None = option(
+        None, "infini: positions counted from the text's start, or from the segment's (any length); default: absolute."
+    )
+
+
+@dataclass
+class OptimizerOptions:
+    batch_size: int = option(4, "Rows per device and forward pass.")
+    gradient_accumulation: int = option(4, "Forward passes per optimiser step.")
+    learning_rate: float = option(1e-3, "Peak learning rate (AdamW, betas 0.9 and 0.95).")
+    gate_learning_rate: float = option(0.01, "infini: peak learning rate of the gates, which have no weight decay.")
+    schedule: str = option("cosine", "How the learning rates go down: cosine, linear, constant_with_warmup, …")
+    warmup: float = option(0.05, "Linear warm-up: a share of the steps below 1, a number of steps from 1 on.")
+    weight_decay: float = option(0.1, "Weight decay of the matrices.")
+    max_grad_norm: float = option(1.0, "Gradients are scaled down to this norm.")
+    precision: Literal["auto", "bf16", "float32"] = option("auto", "bf16 autocast; auto: where it is native.")
+    gradient_checkpointing: bool = option(False, "Compute activations twice to save memory.")
+    torch_compile: bool = option(False, "Compile the model with torch.compile.")
+    eval_steps: int = option(100, "Steps between evaluations.")
+    eval_rows: int | None = option(None, "Validation rows of these evaluations; default: all. The last one takes all.")
+    save_steps: int = option(100, "Steps between checkpoints; the last two are kept.")
+    logging_steps: int = option(10, "Steps between lines of training loss.")
+
+
+@exit_on_user_error
+def main(argv: list[str] | None = None) -> None:
+    run, shape, optimizer = parse_options(RunOptions, ModelOptions, OptimizerOptions, description=__doc__, argv=argv)
+    check_ends(run)
+    data, out = Path(run.data), Path(run.out)
+    if not (data / "manifest.json").is_file():
+        raise UserError(f"--data: {data} has no manifest.json; make the folder with recipes/prepare.py")
+
+    import torch
+    from datasets import load_from_disk
+    from transformers import AutoTokenizer, set_seed
+
+    from hf_infini import plots, training
+
+    arguments = training_arguments(run, optimizer)
+    fingerprint = training.data_fingerprint(json.loads((data / "manifest.json").read_text(encoding="utf-8")))
+    train, validation = (load_from_disk(str(data / split)).with_format("torch") for split in ("train", "validation"))
+    context = len(train[0]["input_ids"])
+    rows_per_step = optimizer.batch_size * optimizer.gradient_accumulation * arguments.world_size
+    if len(train) < rows_per_step:
+        raise UserError(f"{data} has {len(train)} training rows, but one step takes {rows_per_step}: lower --batch_size")
+    train = train.select(range(len(train) // rows_per_step * rows_per_step))  # every step then reads as many tokens
+    tokens_per_step = rows_per_step * context
+    arguments.max_steps = number_of_steps(run, len(train) // rows_per_step, tokens_per_step)
+
+    options = {**vars(shape), **vars(optimizer), **vars(run), "data": fingerprint}
+    options |= {"precision": "bf16" if arguments.bf16 else "float32", "num_processes": arguments.world_size}
+    for name in ("out", "report_to"):  # these may change between two starts of a run
+        del options[name]
+    known = training.check_same_run(out, options)
+    if (out / "result.json").is_file():
+        print(f"{out} holds this run, finished: see {out / 'result.json'}")
+        return
+    checkpoint = training.last_complete_checkpoint(out) if known else None
+    with arguments.main_process_first():
+        if arguments.should_save:
+            out.mkdir(parents=True, exist_ok=True)
+            training.write_json(out / "run.json", options)
+            training.drop_other_checkpoints(out, keep=checkpoint)
+
+    set_seed(run.seed)
+    tokenizer = AutoTokenizer.from_pretrained(data / "tokenizer")
+    model = training.build_model(run.attention, run.init_from, shape, tokenizer, context)
+    groups = training.parameter_groups(
+        model, optimizer.learning_rate, optimizer.gate_learning_rate, optimizer.weight_decay
+    )
+    recorder = training.RunRecorder(out, tokens_per_step, checkpoint)
+    trainer = training.PerplexityTrainer(
+        model=model,
+        args=arguments,
+        train_dataset=train,
+        eval_dataset=validation,
+        data_collator=training.collate_rows,
+        processing_class=tokenizer,
+        optimizers=(torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True), None),
+        callbacks=[recorder],
+        eval_rows=optimizer.eval_rows,
+    )
+    note = f"from step {training.checkpoint_step(checkpoint)}" if checkpoint else "from the start"
+    training.say(
+        f"{model.num_parameters():,} parameters, {arguments.max_steps:,} steps of {tokens_per_step:,} tokens, {note}"
+    )
+    training.train_or_resume(trainer, checkpoint)
+
+    # The last evaluation is in float32, so that recipes/evaluate_model.py finds the same number
+    validation_total = training.evaluate_rows(model, validation, optimizer.batch_size)
+    if not arguments.should_save:
+        return
+    model.config.use_cache = True  # training had no use for it; generation has
+    model.save_pretrained(out)
+    tokenizer.save_pretrained(out)
+    gates = training.gate_values(model)
+    if gates:
+        training.write_json(out / "gates.json", gates)
+        plots.plot_gates(recorder.lines, out / "gates.png")
+    plots.plot_loss_curve(recorder.lines, out / "loss_curve.png")
+    tokens = arguments.max_steps * tokens_per_step
+    result = {
+        **{name: validation_total[name] for name in ("cross_entropy", "perplexity")},
+        "validation_tokens": validation_total["tokens"],
+        "tokens": tokens,
+        "steps": arguments.max_steps,
+        "parameters": model.num_parameters(),
+        "seconds": round(recorder.seconds, 1),
+        "tokens_per_second": round(tokens / recorder.seconds, 1),
+        **training.peak_memory(),
+        "seed": run.seed,
+        "gates": gates,
+        "data_fingerprint": fingerprint,
+        "options": options,
+        "command": shlex.join([Path(sys.executable).name, *sys.argv]),
+        **training.environment(),
+    }
+    training.write_json(out / "result.json", result)  # the last file: it says that the run is finished
+    print(f"cross-entropy {result['cross_entropy']:.4f}, perplexity {result['perplexity']:.2f}, {out / 'result.json'}")
+
+
+def check_ends(run: RunOptions) -> None:
+    """Raises UserError for an end of training that is not a positive number."""
+    for name in ("epochs", "max_tokens", "max_steps"):
+        value = getattr(run, name)
+        if value is not None and value <= 0:
+            raise UserError(f"--{name} must be greater than 0, got {value}")
+
+
+def number_of_steps(run: RunOptions, steps_per_epoch: int, tokens_per_step: int) -> int:
+    """Optimiser steps until the first of the ends that were set; one epoch when none was."""
+    ends = []
+    if run.max_steps is not None:
+        ends.append(run.max_steps)
+    if run.max_tokens is not None:
+        ends.append(math.ceil(run.max_tokens / tokens_per_step))
+    if run.epochs is not None or not ends:
+        ends.append(math.ceil((1.0 if run.epochs is None else run.epochs) * steps_per_epoch))
+    return min(ends)
+
+
+def training_arguments(run: RunOptions, optimizer: OptimizerOptions):
+    """The Trainer's arguments. Building them joins the process group, whose size is then checked."""
+    import torch
+    from transformers import TrainingArguments
+
+    from hf_infini import training
+
+    bf16 = optimizer.precision == "bf16" or optimizer.precision == "auto" and training.supports_bfloat16()
+    arguments = TrainingArguments(
+        output_dir=run.out,
+        use_cpu=run.use_cpu or not torch.accelerator.is_available(),
+        seed=run.seed,
+        per_device_train_batch_size=optimizer.batch_size,
+        per_device_eval_batch_size=optimizer.batch_size,
+        gradient_accumulation_steps=optimizer.gradient_accumulation,
+        dataloader_drop_last=True,
+        remove_unused_columns=False,
+        lr_scheduler_type=optimizer.schedule,
+        warmup_steps=optimizer.warmup,
+        max_grad_norm=optimizer.max_grad_norm,
+        bf16=bf16,
+        torch_compile=optimizer.torch_compile,
+        eval_strategy="steps",
+        eval_steps=optimizer.eval_steps,
+        save_strategy="steps",
+        save_steps=optimizer.save_steps,
+        save_total_limit=2,  # the newest is incomplete while it is being written: the one before must still be there
+        logging_steps=optimizer.logging_steps,
+        logging_nan_inf_filter=False,  # it hides divergence, and costs a synchronisation per step
+        report_to=run.report_to,
+        **{training.checkpointing_name(): optimizer.gradient_checkpointing},
+    )
+    training.say(f"{arguments.world_size} process(es) on {arguments.device}, {'bf16' if bf16 else 'float32'}")
+    if run.num_processes not in (None, arguments.world_size):
+        raise UserError(
+            f"--num_processes {run.num_processes}, but {arguments.world_size} started. `accelerate launch --cpu` starts "
+            f"one whatever it is told: use `torchrun --nproc_per_node {run.num_processes}` or `accelerate launch "
+            f"--multi_gpu --num_processes {run.num_processes}` (which starts CPU processes where there is no GPU)"
+        )
+    if arguments.n_gpu > 1:
+        raise UserError(
+            f"one process sees {arguments.n_gpu} GPUs: start with `torchrun --nproc_per_node {arguments.n_gpu}`, or "
+            "choose one with CUDA_VISIBLE_DEVICES=0"
+        )
+    return arguments
+
+
+if __name__ == "__main__":
+    main()
