@@ -1,3 +1,32 @@
-"""hf_infini: Infini-attention for Hugging Face causal language models."""
+"""hf_infini: Infini-attention for Hugging Face causal language models.
+
+Importing it registers the model types with `AutoConfig`, `AutoModel` and `AutoModelForCausalLM`.
+"""
+
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+
+from .attention import infini_attention
+from .cache import InfiniCache
+from .configuration_infini_gpt2 import InfiniGPT2Config
+from .modeling_infini_gpt2 import GPT2InfiniAttention, InfiniGPT2LMHeadModel, InfiniGPT2Model
+from .naive import naive_infini_attention
+from .patching import patch_model, unpatch_model
+from .state import InfiniState
+
+AutoConfig.register("infini_gpt2", InfiniGPT2Config, exist_ok=True)
+AutoModel.register(InfiniGPT2Config, InfiniGPT2Model, exist_ok=True)
+AutoModelForCausalLM.register(InfiniGPT2Config, InfiniGPT2LMHeadModel, exist_ok=True)
 
 __version__ = "0.1.0"
+__all__ = [
+    "GPT2InfiniAttention",
+    "InfiniCache",
+    "InfiniGPT2Config",
+    "InfiniGPT2LMHeadModel",
+    "InfiniGPT2Model",
+    "InfiniState",
+    "infini_attention",
+    "naive_infini_attention",
+    "patch_model",
+    "unpatch_model",
+]

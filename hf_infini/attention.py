@@ -6,10 +6,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .decoding import attend_step
 from .local import local_attention, weights_per_token
 from .memory import delta_states, feature_map, linear_states, read_memory, read_within_step
 from .segments import SegmentLayout, segment_layout
 from .state import InfiniState
+from .steps import StepLayout
 
 UPDATE_RULES = ("linear", "delta")
 EPS = 1e-6
@@ -83,7 +85,7 @@ def infini_attention(
         state=state,
         device=query.device,
     )
-    output, new_state, _ = attend_segments(
+    output, new_state, _ = attend(
         query,
         key,
         value,
@@ -101,12 +103,12 @@ def infini_attention(
     return (output, new_state) if return_state else output
 
 
-def attend_segments(
+def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     gate: Tensor,
-    layout: SegmentLayout,
+    layout: SegmentLayout | StepLayout,
     *,
     update_rule: str = "linear",
     state: InfiniState | None = None,
@@ -119,12 +121,14 @@ def attend_segments(
     return_weights: bool = False,
     upcast: bool = False,
     eager: bool = False,
+    in_place: bool = False,
 ) -> tuple[Tensor, InfiniState | None, Tensor | None]:
     """[`infini_attention`] on a layout that is already made: what a model's layers call.
 
     Beyond its arguments: `eager` writes the local softmax out, `return_weights` returns its weights
     `[batch, heads, tokens, (local_segments + 1) * segment_length]` (column `c` is slot `c` of the query's window, which
-    begins `local_segments` segments before its own), `upcast` runs it in float32.
+    begins `local_segments` segments before its own), `upcast` runs it in float32; `in_place` allows a step of one token
+    to overwrite the given state.
     """
     separate = memory_key is not None
     if state is None:
@@ -136,6 +140,25 @@ def attend_segments(
     windows = (state.local_key, state.local_value, state.local_memory_key if separate else state.local_key)
     memory_query = query if memory_query is None else memory_query
     memory_key = key if memory_key is None else memory_key
+    eager = eager or return_weights or upcast
+    if isinstance(layout, StepLayout):
+        return attend_step(
+            query,
+            key,
+            value,
+            gate,
+            layout,
+            state,
+            update_rule=update_rule,
+            memory_query=memory_query,
+            memory_key=memory_key,
+            scaling=scaling,
+            dropout=dropout,
+            eps=eps,
+            eager=eager,
+            upcast=upcast,
+            in_place=in_place,
+        )
 
     grids = [layout.to_grid(query, None)]
     for new, window in zip((key, value), windows, strict=False):
@@ -148,7 +171,7 @@ def attend_segments(
         layout,
         scaling=scaling,
         dropout=dropout,
-        return_weights=eager or return_weights or upcast,
+        return_weights=eager,
         upcast=upcast,
     )
     grid_memory_query = layout.to_grid(memory_query, None) if memory_query is not query else grid_query

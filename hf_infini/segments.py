@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from .memory import Borders
 from .state import InfiniState
+from .steps import StepLayout, step_layout
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class SegmentLayout:
         window: indexed form: `[batch, (w + 1) * L]`, which row of (window, new tokens) the next state keeps; −1: none.
         tokens_seen: `[batch]`, after this call; last_position: likewise.
         packed: indexed form: whether a row holds more than one document.
+        real, restart: indexed form: `[batch, tokens]` bool, which tokens are no padding, and which begin a document.
     """
 
     batch: int
@@ -54,6 +56,8 @@ class SegmentLayout:
     document: Tensor | None = None
     window: Tensor | None = None
     packed: bool = False
+    real: Tensor | None = None
+    restart: Tensor | None = None
 
     def to_grid(self, new: Tensor, window: Tensor | None) -> Tensor:
         """`new [batch, heads, tokens, dim]` and the state's window `[batch, heads, (w + 1) * L, dim]` (`None` for queries:
@@ -158,7 +162,7 @@ def segment_layout(
     position_ids: Tensor | None = None,
     state: InfiniState | None = None,
     device: torch.device | None = None,
-) -> SegmentLayout:
+) -> SegmentLayout | StepLayout:
     """Lays out a call of `[batch, tokens]`.
 
     Args:
@@ -167,16 +171,22 @@ def segment_layout(
             before it starts a new document. `None`: none does.
         state: the state that the call continues, or `None`.
 
-    On an accelerator this waits for the device once, however many layers share the layout.
+    On an accelerator this waits for the device a few times, however many layers share the layout.
     """
     real = None if attention_mask is None else attention_mask.to(torch.bool)
     seen = [0] * batch if state is None else state.tokens_seen.tolist()
     restart = None
+    questions = []  # asked of the device all at once
+    if real is not None:
+        questions.append(~real.all())
     if position_ids is not None:
         position_ids = position_ids.expand(batch, tokens)
         restart = _restarts(position_ids, real, state)
-    uniform = len(set(seen)) == 1 and (real is None or bool(real.all())) and (restart is None or not restart.any())
-    if not uniform:
+        questions.append(restart.any())
+    complete = not (questions and bool(torch.stack(questions).any()))
+    if tokens == 1 and complete and state is not None:
+        return step_layout(state, seen, position_ids, segment_length, local_segments)
+    if not complete or len(set(seen)) > 1:
         shape = (batch, tokens)
         real = torch.ones(shape, dtype=torch.bool, device=device) if real is None else real
         restart = torch.zeros(shape, dtype=torch.bool, device=device) if restart is None else restart
@@ -278,6 +288,8 @@ def _indexed_layout(real, restart, position_ids, segment_length, local_segments,
         document=document,
         window=window,
         packed=bool(limits[2]),
+        real=real,
+        restart=restart,
     )
 
 

@@ -1,0 +1,113 @@
+"""The configuration of GPT-2 with Infini-attention: GPT-2's own options, and those of the memory, checked here alone."""
+
+from huggingface_hub.dataclasses import strict
+from transformers import GPT2Config
+
+OPTIONS = (
+    "segment_length",
+    "n_segments",
+    "update_rule",
+    "local_segments",
+    "gate_init",
+    "memory_init",
+    "layers",
+    "positions",
+)
+CHOICES = {
+    "update_rule": ("linear", "delta"),
+    "memory_init": ("zeros", "learned", "noise"),
+    "positions": ("absolute", "segment"),
+}
+
+
+@strict
+class InfiniGPT2Config(GPT2Config):
+    """Configuration of [`InfiniGPT2LMHeadModel`]: all of `GPT2Config`, and
+
+    Args:
+        segment_length (`int`, *optional*):
+            Tokens in a segment, L. Give this or `n_segments`, one of the two.
+        n_segments (`int`, *optional*):
+            Segments in a context of `n_positions` tokens, which it must divide: L = n_positions / n_segments.
+        update_rule (`str`, *optional*, defaults to `"linear"`):
+            How a segment is written into the memory: `"linear"` adds, `"delta"` first subtracts what the memory already holds.
+        local_segments (`int`, *optional*, defaults to 0):
+            Earlier segments that the softmax attention still sees in full; 0 is the paper.
+        gate_init (`float`, *optional*, defaults to 0.0):
+            First value of every head's gate logit β; the memory's share of the output is sigmoid(β).
+        memory_init (`str`, *optional*, defaults to `"zeros"`):
+            What a document's memory starts from: `"zeros"` (and local attention alone until the first segment is written),
+            `"learned"` (parameters of each layer), or `"noise"` (a normaliser of 1e-10 times uniform noise, as in the study).
+        layers (`list[int]`, *optional*):
+            Layers, counted from 0, that get Infini-attention; the others keep full attention, and their cache grows with the
+            context. `None` is all of them.
+        positions (`str`, *optional*, defaults to `"absolute"`):
+            What the position embedding is told: `"absolute"`, the position in the document, up to `n_positions`, as GPT-2; or
+            `"segment"`, the position within the segment, so that contexts have no limit.
+
+    Raises:
+        `StrictDataclassClassValidationError`, `StrictDataclassFieldValidationError`: naming the option, what was given and
+        what is allowed.
+    """
+
+    model_type = "infini_gpt2"
+
+    segment_length: int | None = None
+    n_segments: int | None = None
+    update_rule: str = "linear"
+    local_segments: int = 0
+    gate_init: float | int = 0.0
+    memory_init: str = "zeros"
+    layers: list[int] | None = None
+    positions: str = "absolute"
+
+    @classmethod
+    def from_dict(cls, config_dict, **kwargs):
+        """As usual, but the memory's options in `kwargs` count before the check: a GPT-2 config.json has none of them."""
+        own = {name: kwargs.pop(name) for name in OPTIONS if name in kwargs}
+        if "segment_length" in own or "n_segments" in own:
+            config_dict = {k: v for k, v in config_dict.items() if k not in ("segment_length", "n_segments")}
+        return super().from_dict({**config_dict, **own}, **kwargs)
+
+    @property
+    def tokens_per_segment(self) -> int:
+        """L, from whichever of `segment_length` and `n_segments` was given."""
+        return self.n_positions // self.n_segments if self.segment_length is None else self.segment_length
+
+    @property
+    def infini_layers(self) -> list[int]:
+        """Numbers of the layers with Infini-attention, in order."""
+        return list(range(self.n_layer)) if self.layers is None else sorted(self.layers)
+
+    def validate_infini_attention(self):
+        """Run by the base class after every construction."""
+        for name, allowed in CHOICES.items():
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {getattr(self, name)!r}.")
+        if (self.segment_length is None) == (self.n_segments is None):
+            raise ValueError(
+                "give exactly one of segment_length (tokens in a segment) and n_segments (segments in n_positions); "
+                f"got segment_length={self.segment_length}, n_segments={self.n_segments}."
+            )
+        if self.n_segments is not None and (self.n_segments < 1 or self.n_positions % self.n_segments):
+            raise ValueError(f"n_segments must divide n_positions={self.n_positions}; got {self.n_segments}.")
+        if self.segment_length is not None and self.segment_length < 1:
+            raise ValueError(f"segment_length must be at least 1 token; got {self.segment_length}.")
+        if self.local_segments < 0:
+            raise ValueError(f"local_segments must be 0 or more; got {self.local_segments}.")
+        if self.positions == "segment" and self.tokens_per_segment > self.n_positions:
+            raise ValueError(
+                f"positions='segment' needs an embedding for every place in a segment: segment_length="
+                f"{self.tokens_per_segment} is more than n_positions={self.n_positions}."
+            )
+        if self.layers is not None and (
+            not self.layers
+            or len(set(self.layers)) < len(self.layers)
+            or not all(0 <= layer < self.n_layer for layer in self.layers)
+        ):
+            raise ValueError(
+                f"layers must name some of the {self.n_layer} layers, 0 to {self.n_layer - 1}, each once, or be None "
+                f"for all; got {self.layers}."
+            )
+        if self.add_cross_attention:
+            raise ValueError("cross-attention has no segments: add_cross_attention=True is not supported.")

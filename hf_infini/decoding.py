@@ -1,0 +1,111 @@
+"""One more token for every row: the step that `generate` repeats, on the window itself instead of a grid."""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .local import eager_attention
+from .memory import delta_states, feature_map, linear_states
+from .state import InfiniState
+from .steps import StepLayout
+
+
+def attend_step(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    gate: Tensor,
+    layout: StepLayout,
+    state: InfiniState,
+    *,
+    update_rule: str,
+    memory_query: Tensor,
+    memory_key: Tensor,
+    scaling: float,
+    dropout: float,
+    eps: float,
+    eager: bool,
+    upcast: bool,
+    in_place: bool,
+) -> tuple[Tensor, InfiniState, Tensor | None]:
+    """Equations 2 to 5 for one token per row; arguments as in [`attend`], tensors `[batch, heads, 1, head_dim]`.
+
+    `in_place` overwrites the window of the given state instead of copying it.
+    """
+    separate = state.local_memory_key is not None
+    keys = _put(state.local_key, key, layout, in_place)
+    values = _put(state.local_value, value, layout, in_place)
+    memory_keys = _put(state.local_memory_key, memory_key, layout, in_place) if separate else keys
+    seen_keys, seen_values = (tensor[:, :, layout.begin : layout.end] for tensor in (keys, values))
+    group = query.shape[1] // key.shape[1]
+    weights = None
+    if eager:
+        seen_keys, seen_values = (t.repeat_interleave(group, 1) for t in (seen_keys, seen_values))
+        output, weights = eager_attention(
+            query, seen_keys, seen_values, layout.visible, scaling=scaling, dropout=dropout, upcast=upcast
+        )
+        weights = F.pad(weights, (layout.begin, keys.shape[2] - layout.end))
+    else:
+        output = F.scaled_dot_product_attention(
+            query, seen_keys, seen_values, layout.visible, dropout, scale=scaling, enable_gqa=group > 1
+        )
+    dtype = state.memory.dtype
+    with torch.autocast(query.device.type, enabled=False):
+        features = feature_map(memory_query.to(dtype)).unflatten(1, (key.shape[1], group)).squeeze(3)  # [B, K, G, D]
+        numerator = features @ state.memory
+        denominator = (features * state.normaliser.unsqueeze(2)).sum(-1, keepdim=True)
+        read = (numerator / (denominator + eps)).flatten(1, 2).unsqueeze(2)
+        share = torch.sigmoid(gate.to(dtype))[None, :, None, None]
+        if state.start_memory is None:
+            share = share * layout.filled.unsqueeze(-1)
+        output = torch.lerp(output.to(dtype), read, share.expand_as(read)).to(output.dtype)
+        memory, normaliser = _compress(memory_keys, values, layout, state, update_rule, eps)
+    new_state = replace(
+        state,
+        memory=memory,
+        normaliser=normaliser,
+        local_key=_shift(keys, layout),
+        local_value=_shift(values, layout),
+        local_memory_key=_shift(memory_keys, layout) if separate else None,
+        tokens_seen=layout.tokens_seen,
+        last_position=layout.last_position,
+    )
+    return output, new_state, weights
+
+
+def _put(window: Tensor, new: Tensor, layout: StepLayout, in_place: bool) -> Tensor:
+    window = window if in_place else window.clone()
+    window[layout.rows, :, layout.slots] = new[:, :, 0].to(window.dtype)
+    return window
+
+
+def _compress(keys, values, layout, state, update_rule, eps):
+    """Writes the oldest segment of the rows that lose one into their memory."""
+    if not layout.compressing:
+        return state.memory, state.normaliser
+    everyone = len(layout.compressing) == len(layout.rows)
+    rows = slice(None) if everyone else torch.tensor(layout.compressing, device=keys.device)
+    dtype = state.memory.dtype
+    key = feature_map(keys[rows, :, : layout.segment_length].to(dtype)).transpose(1, 2).unsqueeze(1)  # [B, 1, L, K, D]
+    value = values[rows, :, : layout.segment_length].to(dtype).transpose(1, 2).unsqueeze(1)
+    old = (state.memory[rows], state.normaliser[rows])
+    start = (old[0][0], old[1][0])  # not reached: no document begins here
+    if update_rule == "linear":
+        memory, normaliser = linear_states(key, value, *old, start, None)
+    else:
+        memory, normaliser = delta_states(key, value, *old, start, None, eps)
+    if everyone:
+        return memory[:, -1], normaliser[:, -1]
+    return state.memory.index_copy(0, rows, memory[:, -1]), state.normaliser.index_copy(0, rows, normaliser[:, -1])
+
+
+def _shift(window: Tensor, layout: StepLayout) -> Tensor:
+    """Moves the window of the rows that completed a segment one segment on."""
+    if not layout.leaving:
+        return window
+    if len(layout.leaving) == len(layout.rows):
+        return F.pad(window[:, :, layout.segment_length :], (0, 0, 0, layout.segment_length))
+    rows = torch.tensor(layout.leaving, device=window.device)
+    return window.index_copy(0, rows, F.pad(window[rows, :, layout.segment_length :], (0, 0, 0, layout.segment_length)))

@@ -1,0 +1,303 @@
+"""GPT-2 whose attention layers read and write a compressive memory."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import initialization as init
+from transformers.cache_utils import Cache
+from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
+from transformers.models.gpt2.modeling_gpt2 import GPT2Attention, GPT2LMHeadModel, GPT2Model, GPT2PreTrainedModel
+from transformers.utils.generic import merge_with_config_defaults
+from transformers.utils.output_capturing import capture_outputs
+
+from .attention import attend
+from .cache import InfiniCache, full_attention_mask
+from .configuration_infini_gpt2 import InfiniGPT2Config
+from .segments import SegmentLayout, segment_layout
+from .state import InfiniState
+from .steps import StepLayout
+
+# Normaliser of a learned start before training: softplus(0.5413) = 1, the value of σ at a key of zeros.
+LEARNED_NORMALISER = 0.5413
+NOISE = 1e-10  # the study's start
+
+
+class GPT2InfiniAttention(GPT2Attention):
+    """GPT-2's attention over segments, with a memory of everything before the local window.
+
+    The projections are GPT-2's own. New are `gate` `[heads]`, the logit β of the memory's share of each head; with
+    `memory_init="learned"` also `start_memory` `[heads, head_dim, head_dim]` and `start_normaliser` `[heads, head_dim]`
+    (the logarithmic size: z_0 is its softplus); with `"noise"` a buffer `start_normaliser` (z_0 itself).
+
+    GPT-2 adds its positions to the hidden state, so that what the memory holds does carry them.
+    """
+
+    def __init__(self, config: InfiniGPT2Config, layer_idx: int | None = None):
+        super().__init__(config, layer_idx=layer_idx)
+        self.add_memory_parameters()
+        self.init_memory_parameters()
+
+    def add_memory_parameters(self, like: Tensor | None = None) -> None:
+        """Makes the gate and the start of the memory, uninitialised, on the device and with the dtype of `like`."""
+        options = {} if like is None else {"device": like.device, "dtype": like.dtype}
+        heads, width = self.num_heads, self.head_dim
+        self.gate = nn.Parameter(torch.empty(heads, **options))
+        if self.config.memory_init == "learned":
+            self.start_memory = nn.Parameter(torch.empty(heads, width, width, **options))
+            self.start_normaliser = nn.Parameter(torch.empty(heads, width, **options))
+        elif self.config.memory_init == "noise":
+            self.register_buffer("start_normaliser", torch.empty(heads, width, **options))
+
+    @torch.no_grad()
+    def init_memory_parameters(self) -> None:
+        init.constant_(self.gate, self.config.gate_init)
+        if self.config.memory_init == "learned":
+            init.zeros_(self.start_memory)
+            init.constant_(self.start_normaliser, LEARNED_NORMALISER)
+        elif self.config.memory_init == "noise":
+            init.uniform_(self.start_normaliser, 0.0, NOISE)
+
+    def start(self) -> dict[str, Tensor]:
+        """M_0 and z_0 as [`InfiniState.initial`] takes them; empty for a memory that starts empty."""
+        if self.config.memory_init == "learned":
+            return {"start_memory": self.start_memory, "start_normaliser": F.softplus(self.start_normaliser.float())}
+        if self.config.memory_init == "noise":
+            empty = self.start_normaliser.new_zeros(self.num_heads, self.head_dim, self.head_dim)
+            return {"start_memory": empty, "start_normaliser": self.start_normaliser}
+        return {}
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        past_key_values: Cache | None = None,
+        attention_mask: Tensor | None = None,
+        encoder_hidden_states: Tensor | None = None,
+        encoder_attention_mask: Tensor | None = None,
+        output_attentions: bool | None = False,
+        layout: SegmentLayout | StepLayout | None = None,
+        position_ids: Tensor | None = None,
+        **kwargs,
+    ) -> tuple[Tensor, Tensor | None]:
+        """As GPT-2's attention.
+
+        Args:
+            hidden_states: `[batch, tokens, width]`.
+            past_key_values: an [`InfiniCache`] to continue, or `None`.
+            layout: what the model made for all layers; without it, one is made from `attention_mask` `[batch, tokens]` and
+                `position_ids` `[batch, tokens]`, which are not looked at otherwise.
+
+        Returns:
+            The output `[batch, tokens, width]`, and, with `output_attentions` or the eager implementation, the local weights
+            `[batch, heads, tokens, (local_segments + 1) * segment_length]`: column `c` is place `c` of the query's local
+            window, which begins `local_segments` segments before the query's own. Padding has zeros.
+        """
+        if encoder_hidden_states is not None:
+            raise ValueError("GPT2InfiniAttention is causal self-attention; cross-attention is not supported.")
+        query, key, value = (
+            part.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
+            for part in self.c_attn(hidden_states).split(self.split_size, dim=2)
+        )
+        length, kept = self.config.tokens_per_segment, self.config.local_segments
+        cached = None if past_key_values is None else past_key_values.layers[self.layer_idx]
+        state = None if cached is None else cached.state
+        if layout is None:
+            layout = segment_layout(
+                *hidden_states.shape[:2],
+                length,
+                kept,
+                attention_mask=attention_mask,
+                position_ids=position_ids,
+                state=state,
+                device=hidden_states.device,
+            )
+        if state is None:
+            state = InfiniState.initial(key, value, length, kept, **self.start())
+        eager = self.config._attn_implementation == "eager"
+        output, state, weights = attend(
+            query,
+            key,
+            value,
+            self.gate,
+            layout,
+            update_rule=self.config.update_rule,
+            state=state,
+            return_state=cached is not None,
+            scaling=self.scaling,
+            dropout=self.attn_dropout.p if self.training else 0.0,
+            return_weights=bool(output_attentions) or eager,
+            upcast=eager and self.reorder_and_upcast_attn,
+            in_place=not torch.is_grad_enabled(),
+        )
+        if cached is not None:
+            cached.advance(state, hidden_states.shape[1])
+        merged = output.transpose(1, 2).flatten(2).contiguous()
+        return self.resid_dropout(self.c_proj(merged)), weights
+
+
+class InfiniGPT2PreTrainedModel(GPT2PreTrainedModel):
+    """What both models share: configuration, initialisation, and what generation may not do with a memory."""
+
+    config: InfiniGPT2Config
+    config_class = InfiniGPT2Config
+    _supports_flash_attn = False
+    _supports_flex_attn = False
+    _supports_attention_backend = False
+    _can_compile_fullgraph = False
+    _is_stateful = True  # a memory cannot be cropped, so assisted decoding is refused
+
+    @torch.no_grad()
+    def _init_weights(self, module):
+        super()._init_weights(module)
+        if isinstance(module, GPT2InfiniAttention):
+            module.init_memory_parameters()
+
+
+class InfiniGPT2Model(InfiniGPT2PreTrainedModel, GPT2Model):
+    """`GPT2Model` with [`GPT2InfiniAttention`] in the layers that the configuration names."""
+
+    def __init__(self, config: InfiniGPT2Config):
+        super().__init__(config)
+        for layer in config.infini_layers:
+            self.h[layer].attn = GPT2InfiniAttention(config, layer_idx=layer)
+        self.post_init()
+
+    @merge_with_config_defaults
+    @capture_outputs
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        past_key_values: InfiniCache | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        encoder_hidden_states: Tensor | None = None,
+        encoder_attention_mask: Tensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs,
+    ) -> BaseModelOutputWithPastAndCrossAttentions:
+        """As `GPT2Model.forward`, with the same shapes, and these differences:
+
+        Args:
+            past_key_values: an [`InfiniCache`]; made if `use_cache` is set and none is given.
+            attention_mask: `[batch, tokens]` or `[batch, past + tokens]`, 1 = real. A padded token is in no segment and no
+                memory, wherever it stands.
+            position_ids: `[batch, tokens]`; where they go back, a new document begins with an empty memory. Without them a
+                row's real tokens are counted.
+
+        Raises:
+            ValueError: a position beyond `n_positions` with absolute positions; a cache or mask of another kind.
+        """
+        output_attentions = kwargs.pop("output_attentions", None)
+        kwargs.pop("output_hidden_states", None)
+        if encoder_hidden_states is not None or encoder_attention_mask is not None:
+            raise ValueError("an infini_gpt2 model has no cross-attention: encoder inputs are not supported.")
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("give exactly one of input_ids and inputs_embeds.")
+        if inputs_embeds is None:
+            self.warn_if_padding_and_no_attention_mask(input_ids, attention_mask)
+            inputs_embeds = self.wte(input_ids)
+        batch, tokens = inputs_embeds.shape[:2]
+        if past_key_values is not None and not isinstance(past_key_values, InfiniCache):
+            raise ValueError(
+                f"past_key_values must be an InfiniCache, got {type(past_key_values).__name__}: a memory does not fit into "
+                "other caches. Leave it out with use_cache=True, or pass InfiniCache(model.config)."
+            )
+        if use_cache and past_key_values is None:
+            past_key_values = InfiniCache(self.config)
+        past = 0 if past_key_values is None else past_key_values.get_seq_length()
+        layout = segment_layout(
+            batch,
+            tokens,
+            self.config.tokens_per_segment,
+            self.config.local_segments,
+            attention_mask=_columns_of_call(attention_mask, tokens, past),
+            position_ids=position_ids,
+            state=None if past_key_values is None else past_key_values.state,
+            device=inputs_embeds.device,
+        )
+        hidden_states = inputs_embeds + self.wpe(self._embedded_positions(layout, position_ids))
+        if token_type_ids is not None:
+            hidden_states = hidden_states + self.wte(token_type_ids)
+        hidden_states = self.drop(hidden_states)
+        full_mask = None
+        if len(self.config.infini_layers) < self.config.n_layer:
+            full_mask = self._full_attention_mask(layout, tokens, past, past_key_values, hidden_states.dtype)
+        for block in self.h:
+            hidden_states = block(
+                hidden_states,
+                past_key_values if not (self.gradient_checkpointing and self.training) else None,
+                full_mask,
+                use_cache=use_cache,
+                layout=layout,
+                output_attentions=output_attentions,
+                **kwargs,
+            )
+        return BaseModelOutputWithPastAndCrossAttentions(
+            last_hidden_state=self.ln_f(hidden_states),
+            past_key_values=past_key_values if use_cache else None,
+        )
+
+    def _embedded_positions(self, layout: SegmentLayout | StepLayout, position_ids: Tensor | None) -> Tensor:
+        """Which rows of the position embedding the tokens take, `[batch or 1, tokens]`."""
+        if self.config.positions == "segment":
+            return layout.positions % self.config.tokens_per_segment
+        positions = layout.positions if position_ids is None else position_ids
+        furthest, limit = int(positions.max()), self.config.n_positions
+        if furthest >= limit:
+            raise ValueError(
+                f"position {furthest} is beyond this model's {limit} absolute positions (n_positions). For texts of any "
+                "length use a model with positions='segment': pass it to patch_model() or to from_pretrained() and "
+                "fine-tune briefly, or shorten the input."
+            )
+        return positions
+
+    def _full_attention_mask(self, layout, tokens, past, cache, dtype) -> Tensor | None:
+        if cache is None:
+            mask, _ = full_attention_mask(layout, tokens, past, None)
+        else:
+            mask = cache.full_attention_mask(layout, tokens, past)
+        if self.config._attn_implementation != "eager":
+            return mask
+        if mask is None:
+            mask = torch.ones(tokens, past + tokens, dtype=torch.bool, device=layout.tokens_seen.device).tril(past)
+            mask = mask[None, None]
+        return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, torch.finfo(dtype).min)
+
+
+class InfiniGPT2LMHeadModel(InfiniGPT2PreTrainedModel, GPT2LMHeadModel):
+    """`GPT2LMHeadModel` on an [`InfiniGPT2Model`].
+
+    `from_pretrained` also takes a plain GPT-2 checkpoint with the memory's options, `segment_length=…` and so on: the gates
+    are then initialised as `gate_init` says.
+    """
+
+    def __init__(self, config: InfiniGPT2Config):
+        super(GPT2LMHeadModel, self).__init__(config)  # past GPT2LMHeadModel's, which would build a plain GPT2Model
+        self.transformer = InfiniGPT2Model(config)
+        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        self.post_init()
+
+    def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
+        asked = generation_config.cache_implementation
+        if asked not in (None, "dynamic"):
+            raise ValueError(
+                f"cache_implementation={asked!r} is not for a model with a compressive memory: it makes its own cache, "
+                "already of constant size. Leave cache_implementation out."
+            )
+        if model_kwargs.get("past_key_values") is None and generation_config.use_cache is not False:
+            model_kwargs["past_key_values"] = InfiniCache(self.config)
+            return None
+        return super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
+
+
+def _columns_of_call(attention_mask: Tensor | None, tokens: int, past: int) -> Tensor | None:
+    """The part of the mask that covers this call's tokens: `generate` passes it for the past as well."""
+    if attention_mask is None:
+        return None
+    if attention_mask.dim() != 2 or attention_mask.shape[1] not in (tokens, past + tokens):
+        raise ValueError(
+            f"attention_mask must be [batch, {tokens}] or [batch, {past + tokens}] (this call's tokens, or those of the "
+            f"{past} before as well), 1 for real tokens; got {list(attention_mask.shape)}."
+        )
+    return attention_mask[:, -tokens:]

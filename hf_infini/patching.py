@@ -1,0 +1,140 @@
+"""Swapping a loaded model's attention in place, and back."""
+
+import functools
+
+import torch
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel, GPT2Model
+from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
+
+from .configuration_infini_gpt2 import OPTIONS, InfiniGPT2Config
+from .modeling_infini_gpt2 import (
+    GPT2InfiniAttention,
+    InfiniGPT2LMHeadModel,
+    InfiniGPT2Model,
+    InfiniGPT2PreTrainedModel,
+)
+
+# The support table: class of the loaded model → class with memory.
+SUPPORTED = {GPT2LMHeadModel: InfiniGPT2LMHeadModel, GPT2Model: InfiniGPT2Model}
+
+
+def patch_model(model, **options):
+    """Gives a loaded GPT-2 Infini-attention, in place.
+
+    The weights stay the same tensors (optimisers, PEFT adapters and forward hooks keep working on them); new are the gates
+    and, with `memory_init="learned"`, the memory's start. Class and configuration change too, so that the model saves as an
+    `infini_gpt2` and `AutoModelForCausalLM.from_pretrained` gives it back patched.
+
+    Args:
+        model: a `GPT2LMHeadModel` or `GPT2Model`.
+        options: those of [`InfiniGPT2Config`], such as `segment_length=256`.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ValueError: a model of another kind, one that is patched already, or one with cross-attention.
+    """
+    if isinstance(model, InfiniGPT2PreTrainedModel):
+        raise ValueError("this model has Infini-attention already; unpatch_model() it first to change its options.")
+    if type(model) not in SUPPORTED:
+        kind = getattr(getattr(model, "config", None), "model_type", None)
+        raise ValueError(
+            f"cannot patch a {type(model).__name__} (model_type {kind!r}). Supported: "
+            + ", ".join(f"{cls.__name__} (model_type {cls.config_class.model_type!r})" for cls in SUPPORTED)
+            + "."
+        )
+    unknown = set(options) - set(OPTIONS)
+    if unknown:
+        raise ValueError(f"unknown options {', '.join(sorted(unknown))}; patch_model takes {', '.join(OPTIONS)}.")
+    if model.config.add_cross_attention:
+        raise ValueError("cross-attention has no segments: a GPT-2 with add_cross_attention=True cannot be patched.")
+    config = _convert(model.config, InfiniGPT2Config, **options)
+    model._unpatched_config = model.config
+    base = _base(model)
+    for number, block in enumerate(base.h):
+        if number in config.infini_layers:
+            block.attn = _swap(block.attn, GPT2InfiniAttention, config)
+            block.attn.add_memory_parameters(like=block.ln_1.weight)
+            block.attn.init_memory_parameters()
+    _adopt(model, base, SUPPORTED[type(model)], InfiniGPT2Model, config)
+    return model
+
+
+def unpatch_model(model):
+    """Takes Infini-attention out again, in place: the inverse of [`patch_model`].
+
+    Weights that were trained in between stay trained; the gates and the memory's start are dropped. A model that was loaded
+    or built as `infini_gpt2` becomes the plain GPT-2 with the same weights.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ValueError: the model has no Infini-attention.
+    """
+    plain = {infini: cls for cls, infini in SUPPORTED.items()}
+    if type(model) not in plain:
+        raise ValueError(
+            f"a {type(model).__name__} has no Infini-attention to take out; unpatch_model is for "
+            + " and ".join(cls.__name__ for cls in plain)
+            + "."
+        )
+    config = model.__dict__.pop("_unpatched_config", None) or _convert(model.config, GPT2Config)
+    config._attn_implementation = model.config._attn_implementation
+    base = _base(model)
+    for block in base.h:
+        if isinstance(block.attn, GPT2InfiniAttention):
+            block.attn = _swap(block.attn, GPT2Attention, config)
+    _adopt(model, base, plain[type(model)], GPT2Model, config)
+    return model
+
+
+def _base(model):
+    return model.transformer if hasattr(model, "transformer") else model
+
+
+def _convert(config, config_class, **options):
+    """The options that the two configuration classes share, carried over, with `options` on top."""
+    values = config.to_dict()
+    own = {"model_type", "transformers_version", "architectures", "auto_map", *OPTIONS}
+    converted = config_class(**{name: value for name, value in values.items() if name not in own}, **options)
+    converted._attn_implementation = config._attn_implementation
+    converted._name_or_path = config._name_or_path
+    return converted
+
+
+def _swap(attention: nn.Module, attention_class: type, config) -> nn.Module:
+    """An attention of the other class around the same projections, dropouts, hooks and mode."""
+    with torch.device("meta"):  # its own weights are thrown away at once
+        swapped = GPT2Attention(config, layer_idx=attention.layer_idx)
+    swapped.__class__ = attention_class
+    for name, child in attention.named_children():
+        setattr(swapped, name, child)
+    for name, value in vars(attention).items():
+        if "hook" in name:
+            swapped.__dict__[name] = value
+    swapped.training = attention.training
+    return swapped
+
+
+def _adopt(model, base, model_class: type, base_class: type, config) -> None:
+    """Makes `model` (and the `base` inside it) instances of the other classes, with the other configuration."""
+    _construct_once(model_class)
+    model.__class__ = model_class
+    base.__class__ = base_class
+    for module in model.modules():
+        if hasattr(module, "config"):
+            module.config = config
+    config.architectures = [model_class.__name__]
+
+
+@functools.cache
+def _construct_once(model_class: type) -> None:
+    """transformers learns at construction which outputs a class can record (`output_attentions`); an adopted class may
+    never have been constructed, so a model of one number is, without memory for it."""
+    options = {"segment_length": 1} if issubclass(model_class, InfiniGPT2PreTrainedModel) else {}
+    sizes = dict.fromkeys(("vocab_size", "n_positions", "n_embd", "n_layer", "n_head"), 1)
+    with torch.device("meta"):
+        model_class(model_class.config_class(**sizes, bos_token_id=None, eos_token_id=None, **options))
