@@ -5,6 +5,7 @@ division; averages are never averaged. `perplexity_metric.py` offers the same as
 """
 
 import math
+import os
 from collections.abc import Iterable, Iterator
 
 
@@ -116,6 +117,34 @@ class LossByPosition:
             for bucket, (loss, count) in enumerate(zip(self.loss_sums, self.token_counts, strict=True))
             if count > 0
         ]
+
+
+def evaluate_rows(model, rows, batch_size: int) -> dict[str, float]:
+    """Token-weighted cross-entropy, perplexity and token count of rows of one length, shared among all processes.
+
+    Args:
+        model: a causal language model.
+        rows: a dataset whose column `input_ids` has rows of one length.
+        batch_size: rows per call of the model.
+    """
+    import torch
+
+    from .perplexity_metric import TokenPerplexity
+
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    was_training = model.training
+    model.eval()
+    loss_sum, tokens = 0.0, 0
+    for start in range(rank * batch_size, len(rows), world * batch_size):
+        batch = torch.as_tensor(rows[start : start + batch_size]["input_ids"])
+        for _, losses, targets in stream_losses(model, batch):
+            loss_sum += losses.sum(dtype=torch.float64).item()
+            tokens += targets.numel()
+    model.train(was_training)
+    loss_sum, tokens = reduce_sums(loss_sum, tokens)
+    metric = TokenPerplexity()
+    metric.add_batch(loss_sums=[loss_sum], token_counts=[int(tokens)])
+    return metric.compute()
 
 
 def reduce_sums(*numbers: float) -> list[float]:

@@ -5,12 +5,10 @@ A run's folder holds `run.json` (the options it was started with), `checkpoint-N
 """
 
 import dataclasses
-import datetime
 import hashlib
 import json
 import math
 import os
-import platform
 import shutil
 import statistics
 import sys
@@ -18,10 +16,13 @@ import time
 from pathlib import Path
 
 import torch
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import AutoConfig, GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
 from .cli import UserError
-from .metrics import reduce_sums, stream_losses
+from .configuration_infini_gpt2 import OPTIONS as INFINI_OPTIONS
+from .configuration_infini_gpt2 import InfiniGPT2Config
+from .metrics import evaluate_rows
+from .modeling_infini_gpt2 import InfiniGPT2LMHeadModel
 
 COMPLETE = "complete.json"
 
@@ -112,17 +113,6 @@ def _is_complete(checkpoint: Path) -> bool:
 
 # --- model and data ---------------------------------------------------------------------------------------------------
 
-INFINI_OPTIONS = (
-    "segment_length",
-    "n_segments",
-    "update_rule",
-    "local_segments",
-    "gate_init",
-    "memory_init",
-    "layers",
-    "positions",
-)
-
 
 def build_model(attention: str, init_from: str | None, shape, tokenizer, context: int):
     """A GPT-2 with the asked-for attention, with random weights or those of a model folder.
@@ -135,15 +125,12 @@ def build_model(attention: str, init_from: str | None, shape, tokenizer, context
 
     Raises UserError when the options and the model's folder do not go together.
     """
-    from transformers import AutoConfig, GPT2Config, GPT2LMHeadModel
-
     sizes = {name: getattr(shape, name) for name in ("n_layer", "n_embd", "n_head")}
     infini = {name: getattr(shape, name) for name in INFINI_OPTIONS if getattr(shape, name) is not None}
-    config_class, model_class = GPT2Config, GPT2LMHeadModel
     if attention == "infini":
-        from . import InfiniGPT2Config, InfiniGPT2LMHeadModel
-
         config_class, model_class = InfiniGPT2Config, InfiniGPT2LMHeadModel
+    else:
+        config_class, model_class, infini = GPT2Config, GPT2LMHeadModel, {}
     if init_from is None:
         base = {"n_layer": 4, "n_embd": 256, "n_head": 4, "vocab_size": len(tokenizer), "n_positions": context}
         base |= {name: value for name, value in sizes.items() if value is not None}
@@ -174,12 +161,15 @@ def build_model(attention: str, init_from: str | None, shape, tokenizer, context
     base |= {name: shape.dropout for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop")}
     base |= {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     try:
-        config = config_class(**base, **(infini if attention == "infini" else {}), use_cache=False)
+        config = config_class(**base | infini | {"use_cache": False})
     except Exception as error:  # strict dataclasses wrap their ValueErrors in classes of their own
         raise UserError(f"these model options do not go together: {error}") from error
     if init_from is None:
-        return model_class(config)
-    return model_class.from_pretrained(init_from, config=config, dtype=torch.float32)
+        model = model_class(config)
+    else:
+        model = model_class.from_pretrained(init_from, config=config, dtype=torch.float32)
+    model.loss_type = "ForCausalLM"  # what transformers falls back to, with a warning
+    return model
 
 
 def data_fingerprint(manifest: dict) -> str:
@@ -194,13 +184,16 @@ def collate_rows(rows: list[dict]) -> dict[str, torch.Tensor]:
     return {"input_ids": input_ids, "labels": input_ids}
 
 
-def train_or_resume(trainer: Trainer, checkpoint: Path | None) -> None:
-    """Trains to the end, from the start or from a complete checkpoint, which may be that of the very last step."""
-    if checkpoint is None or checkpoint_step(checkpoint) < trainer.args.max_steps:
+def train_to_end(trainer: Trainer, checkpoint: Path | None):
+    """Trains from the start or from a complete checkpoint, and returns the model of the last step, in float32.
+
+    That model is read from the last checkpoint: the one in the Trainer keeps its autocast wrapper, and a run that was
+    killed after its last step has nothing left to train.
+    """
+    last = Path(trainer.args.output_dir) / f"checkpoint-{trainer.args.max_steps}"
+    if checkpoint != last:  # otherwise the Trainer would take one step more
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-    else:  # the Trainer would take one step more
-        weights = type(trainer.model).from_pretrained(checkpoint, dtype=torch.float32).state_dict()
-        trainer.model.load_state_dict(weights)
+    return type(trainer.model).from_pretrained(last, dtype=torch.float32).to(trainer.args.device)
 
 
 def checkpointing_name() -> str:
@@ -271,31 +264,6 @@ class PerplexityTrainer(Trainer):
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
-
-
-def evaluate_rows(model, rows, batch_size: int) -> dict[str, float]:
-    """Token-weighted cross-entropy, perplexity and token count of rows of one length, shared among all processes.
-
-    Args:
-        rows: a dataset whose column `input_ids` has rows of one length.
-        batch_size: rows per call of the model.
-    """
-    from .perplexity_metric import TokenPerplexity
-
-    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    was_training = model.training
-    model.eval()
-    loss_sum, tokens = 0.0, 0
-    for start in range(rank * batch_size, len(rows), world * batch_size):
-        batch = torch.as_tensor(rows[start : start + batch_size]["input_ids"])
-        for _, losses, targets in stream_losses(model, batch):
-            loss_sum += losses.sum(dtype=torch.float64).item()
-            tokens += targets.numel()
-    model.train(was_training)
-    loss_sum, tokens = reduce_sums(loss_sum, tokens)
-    metric = TokenPerplexity()
-    metric.add_batch(loss_sums=[loss_sum], token_counts=[int(tokens)])
-    return metric.compute()
 
 
 class RunRecorder(TrainerCallback):
@@ -375,52 +343,3 @@ def read_jsonl(path: Path) -> list[dict]:
     """The objects of a JSON-lines file; a last line that a killed process left unfinished is dropped."""
     lines = Path(path).read_text(encoding="utf-8").split("\n")
     return [json.loads(line) for line in lines[:-1] if line]
-
-
-# --- measurements -----------------------------------------------------------------------------------------------------
-
-
-def supports_bfloat16() -> bool:
-    """Whether bfloat16 matrix products are native here; emulated ones are slower than float32."""
-    if torch.cuda.is_available():
-        return torch.cuda.is_bf16_supported(including_emulation=False)
-    capabilities = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
-    return bool(capabilities.get("amx_bf16") or capabilities.get("avx512_bf16"))
-
-
-def peak_memory() -> dict[str, float]:
-    """Peak memory of this process in MiB: resident memory, and the GPU's allocated memory where there is one."""
-    import resource
-
-    unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss: bytes on macOS, KiB on Linux
-    peak = {"peak_rss_mib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20, 1)}
-    if torch.cuda.is_available():
-        peak["peak_cuda_mib"] = round(torch.cuda.max_memory_allocated() / 2**20, 1)
-    return peak
-
-
-def environment() -> dict:
-    """Date, library versions and hardware, for `result.json`."""
-    import transformers
-
-    from . import __version__
-
-    if torch.cuda.is_available():
-        hardware = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
-    else:
-        name = platform.processor() or platform.machine()
-        cpu_info = Path("/proc/cpuinfo")
-        if cpu_info.is_file():
-            models = [line.split(":")[1].strip() for line in cpu_info.read_text().splitlines() if "model name" in line]
-            name = models[0] if models else name
-        hardware = f"{os.cpu_count()} CPU cores, {name}"
-    return {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "hardware": hardware,
-        "versions": {
-            "hf_infini": __version__,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "python": platform.python_version(),
-        },
-    }

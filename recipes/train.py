@@ -90,7 +90,7 @@ def main(argv: list[str] | None = None) -> None:
     from datasets import load_from_disk
     from transformers import AutoTokenizer, set_seed
 
-    from hf_infini import plots, training
+    from hf_infini import measurement, metrics, plots, training
 
     arguments = training_arguments(run, optimizer)
     fingerprint = training.data_fingerprint(json.loads((data / "manifest.json").read_text(encoding="utf-8")))
@@ -140,10 +140,10 @@ def main(argv: list[str] | None = None) -> None:
     training.say(
         f"{model.num_parameters():,} parameters, {arguments.max_steps:,} steps of {tokens_per_step:,} tokens, {note}"
     )
-    training.train_or_resume(trainer, checkpoint)
+    model = training.train_to_end(trainer, checkpoint)
 
-    # The last evaluation is in float32, so that recipes/evaluate_model.py finds the same number
-    validation_total = training.evaluate_rows(model, validation, optimizer.batch_size)
+    # Always in float32, so that recipes/evaluate_model.py finds the same number
+    validation_total = metrics.evaluate_rows(model, validation, optimizer.batch_size)
     if not arguments.should_save:
         return
     model.config.use_cache = True  # training had no use for it; generation has
@@ -163,13 +163,13 @@ def main(argv: list[str] | None = None) -> None:
         "parameters": model.num_parameters(),
         "seconds": round(recorder.seconds, 1),
         "tokens_per_second": round(tokens / recorder.seconds, 1),
-        **training.peak_memory(),
+        **measurement.peak_memory(),
         "seed": run.seed,
         "gates": gates,
         "data_fingerprint": fingerprint,
         "options": options,
         "command": shlex.join([Path(sys.executable).name, *sys.argv]),
-        **training.environment(),
+        **measurement.environment(),
     }
     training.write_json(out / "result.json", result)  # the last file: it says that the run is finished
     print(f"cross-entropy {result['cross_entropy']:.4f}, perplexity {result['perplexity']:.2f}, {out / 'result.json'}")
@@ -200,9 +200,9 @@ def training_arguments(run: RunOptions, optimizer: OptimizerOptions):
     import torch
     from transformers import TrainingArguments
 
-    from hf_infini import training
+    from hf_infini import measurement, training
 
-    bf16 = optimizer.precision == "bf16" or optimizer.precision == "auto" and training.supports_bfloat16()
+    bf16 = optimizer.precision == "bf16" or optimizer.precision == "auto" and measurement.supports_bfloat16()
     arguments = TrainingArguments(
         output_dir=run.out,
         use_cpu=run.use_cpu or not torch.accelerator.is_available(),
