@@ -10,9 +10,9 @@ import torch
 import transformers
 
 
-def supports_bfloat16() -> bool:
+def supports_bfloat16(on_cpu: bool) -> bool:
     """Whether bfloat16 matrix products are native here; emulated ones are slower than float32."""
-    if torch.cuda.is_available():
+    if not on_cpu and torch.cuda.is_available():
         return torch.cuda.is_bf16_supported(including_emulation=False)
     capabilities = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
     return bool(capabilities.get("amx_bf16") or capabilities.get("avx512_bf16"))

@@ -1,115 +1,21 @@
-"""What `recipes/train.py` is made of: run folders that survive a kill, parameter groups, evaluation, measurements.
-
-A run's folder holds `run.json` (the options it was started with), `checkpoint-N/` (complete once they hold
-`complete.json`), `metrics.jsonl`, and, when it is finished, the model and `result.json`.
-"""
+"""What `recipes/train.py` is made of: the model, the optimiser's groups, a Trainer that counts tokens, and its end."""
 
 import dataclasses
 import hashlib
 import json
 import math
 import os
-import shutil
-import statistics
 import sys
-import time
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
+from transformers import AutoConfig, GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 from .cli import UserError
 from .configuration_infini_gpt2 import OPTIONS as INFINI_OPTIONS
 from .configuration_infini_gpt2 import InfiniGPT2Config
 from .metrics import evaluate_rows
 from .modeling_infini_gpt2 import InfiniGPT2LMHeadModel
-
-COMPLETE = "complete.json"
-
-
-def write_json(path: Path, content) -> None:
-    """Writes JSON so that a reader finds the old file or the new one, never half of it."""
-    path = Path(path)
-    part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    os.replace(part, path)
-
-
-# --- the run's folder -------------------------------------------------------------------------------------------------
-
-
-def check_same_run(folder: Path, options: dict) -> bool:
-    """Whether `folder` already holds this run. Another run's folder is a UserError that names what differs.
-
-    Args:
-        folder: the run's folder; need not exist.
-        options: what decides the run's outcome, JSON-safe.
-
-    Returns True when the folder's `run.json` equals `options`, False when the folder is new or empty.
-    """
-    file = Path(folder) / "run.json"
-    if not file.is_file():
-        if Path(folder).is_dir() and any(Path(folder).iterdir()):
-            raise UserError(f"{folder} is not empty and holds no run of this recipe: choose another --out")
-        return False
-    started_with = json.loads(file.read_text(encoding="utf-8"))
-    names = sorted(started_with.keys() | options.keys())
-    different = [
-        f"{name} was {started_with.get(name)!r} and is now {options.get(name)!r}"
-        for name in names
-        if started_with.get(name) != options.get(name)
-    ]
-    if different:
-        raise UserError(
-            f"{folder} holds a run with other options: {'; '.join(different)}. Continue it with its own options, or "
-            "choose another --out"
-        )
-    return True
-
-
-def mark_complete(checkpoint: Path, **notes) -> None:
-    """Writes the list of a checkpoint's files and their sizes: the last thing that happens to a checkpoint."""
-    files = {str(file.relative_to(checkpoint)): file.stat().st_size for file in _files_of(checkpoint)}
-    write_json(checkpoint / COMPLETE, {"files": files, **notes})
-
-
-def last_complete_checkpoint(folder: Path) -> Path | None:
-    """The newest `checkpoint-N` whose every file is there in full, or None. A process killed while it was saving, or
-    while it was deleting an old checkpoint, leaves others behind; they are passed over."""
-    complete = [path for path in _checkpoints(folder) if _is_complete(path)]
-    return max(complete, key=checkpoint_step, default=None)
-
-
-def drop_other_checkpoints(folder: Path, keep: Path | None) -> None:
-    """Deletes the checkpoints that a resumed run will not use, half-written ones among them.
-
-    They would count towards the limit by which the Trainer deletes old checkpoints, and could push out the good one.
-    """
-    for path in _checkpoints(folder):
-        if path != keep:
-            shutil.rmtree(path)
-
-
-def checkpoint_step(path: Path) -> int:
-    """The optimiser step in a checkpoint's name."""
-    return int(path.name.removeprefix("checkpoint-"))
-
-
-def _checkpoints(folder: Path) -> list[Path]:
-    return [path for path in Path(folder).glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdigit()]
-
-
-def _files_of(checkpoint: Path) -> list[Path]:
-    return [file for file in checkpoint.rglob("*") if file.is_file() and not file.name.startswith(COMPLETE)]
-
-
-def _is_complete(checkpoint: Path) -> bool:
-    marker = checkpoint / COMPLETE
-    if not marker.is_file():
-        return False
-    files = json.loads(marker.read_text(encoding="utf-8"))["files"]
-    return all((checkpoint / name).is_file() and (checkpoint / name).stat().st_size == files[name] for name in files)
-
 
 # --- model and data ---------------------------------------------------------------------------------------------------
 
@@ -196,6 +102,45 @@ def train_to_end(trainer: Trainer, checkpoint: Path | None):
     return type(trainer.model).from_pretrained(last, dtype=torch.float32).to(trainer.args.device)
 
 
+def check_positive(options, *names: str) -> None:
+    """UserError when one of the named options is set and not greater than 0."""
+    for name in names:
+        value = getattr(options, name)
+        if value is not None and value <= 0:
+            raise UserError(f"--{name} must be greater than 0, got {value}")
+
+
+def number_of_steps(run, steps_per_epoch: int, tokens_per_step: int) -> int:
+    """Optimiser steps until the first of the ends that were set; one epoch when none was.
+
+    Args:
+        run: an object with `epochs`, `max_tokens` and `max_steps`, each a positive number or None.
+    """
+    ends = []
+    if run.max_steps is not None:
+        ends.append(run.max_steps)
+    if run.max_tokens is not None:
+        ends.append(math.ceil(run.max_tokens / tokens_per_step))
+    if run.epochs is not None or not ends:
+        ends.append(math.ceil((1.0 if run.epochs is None else run.epochs) * steps_per_epoch))
+    return min(ends)
+
+
+def check_processes(arguments: TrainingArguments, expected: int | None) -> None:
+    """UserError when other than the expected number of processes was started, or one process sees several GPUs."""
+    if expected not in (None, arguments.world_size):
+        raise UserError(
+            f"--num_processes {expected}, but {arguments.world_size} started. `accelerate launch --cpu` starts "
+            f"one whatever it is told: use `torchrun --nproc_per_node {expected}` or `accelerate launch "
+            f"--multi_gpu --num_processes {expected}` (which starts CPU processes where there is no GPU)"
+        )
+    if arguments.n_gpu > 1:
+        raise UserError(
+            f"one process sees {arguments.n_gpu} GPUs: start with `torchrun --nproc_per_node {arguments.n_gpu}`, or "
+            "choose one with CUDA_VISIBLE_DEVICES=0"
+        )
+
+
 def checkpointing_name() -> str:
     """TrainingArguments' name for gradient checkpointing, which changed between the supported versions."""
     names = {entry.name for entry in dataclasses.fields(TrainingArguments)}
@@ -264,82 +209,3 @@ class PerplexityTrainer(Trainer):
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
-
-
-class RunRecorder(TrainerCallback):
-    """Writes `metrics.jsonl`, marks complete checkpoints, and times the training without evaluation and saving.
-
-    Args:
-        folder: the run's folder.
-        tokens_per_step: tokens that one optimiser step reads, over all processes.
-        resumed_from: the checkpoint that training continues from, or None.
-    """
-
-    def __init__(self, folder: Path, tokens_per_step: int, resumed_from: Path | None):
-        self.file = Path(folder) / "metrics.jsonl"
-        self.tokens_per_step = tokens_per_step
-        self.seconds = 0.0  # spent in training steps, earlier starts of the same run counted in
-        self.lines: list[dict] = []
-        if resumed_from is not None:
-            self.seconds = json.loads((resumed_from / COMPLETE).read_text(encoding="utf-8"))["training_seconds"]
-            step = checkpoint_step(resumed_from)
-            if self.file.is_file():  # what a killed process logged after its last checkpoint is logged again
-                self.lines = [line for line in read_jsonl(self.file) if line["step"] <= step]
-        self._clock = self._last_logged = None
-
-    def on_train_begin(self, args, state, control, **kwargs):
-        if state.is_world_process_zero:
-            self.file.write_text("".join(json.dumps(line) + "\n" for line in self.lines), encoding="utf-8")
-        self._clock = time.perf_counter()
-        self._last_logged = (state.global_step, self.seconds)
-
-    def on_step_end(self, args, state, control, **kwargs):
-        now = time.perf_counter()
-        self.seconds += now - self._clock
-        self._clock = now
-
-    def on_log(self, args, state, control, logs=None, model=None, **kwargs):
-        line = {"step": state.global_step, "tokens": state.global_step * self.tokens_per_step}
-        if "loss" in logs:
-            if not math.isfinite(logs["loss"]):
-                raise UserError(
-                    f"the training loss is {logs['loss']} at step {state.global_step}: training has diverged. Lower "
-                    "--learning_rate, or train with --precision float32"
-                )
-            steps = state.global_step - self._last_logged[0]
-            seconds = self.seconds - self._last_logged[1]
-            self._last_logged = (state.global_step, self.seconds)
-            line |= {"train_loss": logs["loss"], "learning_rate": logs["learning_rate"]}
-            line |= {"grad_norm": logs.get("grad_norm"), "tokens_per_second": steps * self.tokens_per_step / seconds}
-        elif "eval_loss" in logs:
-            line |= {"eval_loss": logs["eval_loss"], "eval_perplexity": logs["eval_perplexity"]}
-            gates = gate_values(model)
-            if gates:
-                line["gates"] = gates
-        else:
-            return
-        gates = [value for layer in gate_values(model).values() for value in layer]
-        if gates:
-            line |= {"gate_min": min(gates), "gate_mean": statistics.fmean(gates), "gate_max": max(gates)}
-        line["seconds"] = round(self.seconds, 3)
-        self.lines.append(line)
-        if state.is_world_process_zero:
-            with self.file.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(line) + "\n")
-
-    def on_evaluate(self, args, state, control, **kwargs):
-        self._clock = time.perf_counter()
-
-    def on_save(self, args, state, control, **kwargs):
-        # Every process writes its own random state into the checkpoint: it is complete when the slowest is done
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            torch.distributed.barrier()
-        if state.is_world_process_zero:
-            mark_complete(Path(args.output_dir) / f"checkpoint-{state.global_step}", training_seconds=self.seconds)
-        self._clock = time.perf_counter()
-
-
-def read_jsonl(path: Path) -> list[dict]:
-    """The objects of a JSON-lines file; a last line that a killed process left unfinished is dropped."""
-    lines = Path(path).read_text(encoding="utf-8").split("\n")
-    return [json.loads(line) for line in lines[:-1] if line]

@@ -12,7 +12,6 @@ loads them), metrics.jsonl, loss_curve.png, result.json and, for Infini-attentio
 """
 
 import json
-import math
 import shlex
 import sys
 from dataclasses import dataclass, field
@@ -65,7 +64,7 @@ class OptimizerOptions:
     gradient_accumulation: int = option(4, "Forward passes per optimiser step.")
     learning_rate: float = option(1e-3, "Peak learning rate (AdamW, betas 0.9 and 0.95).")
     gate_learning_rate: float = option(0.01, "infini: peak learning rate of the gates, which have no weight decay.")
-    schedule: str = option("cosine", "How the learning rates go down: cosine, linear, constant_with_warmup, …")
+    schedule: Literal["cosine", "linear", "constant_with_warmup"] = option("cosine", "Learning rates after warm-up.")
     warmup: float = option(0.05, "Linear warm-up: a share of the steps below 1, a number of steps from 1 on.")
     weight_decay: float = option(0.1, "Weight decay of the matrices.")
     max_grad_norm: float = option(1.0, "Gradients are scaled down to this norm.")
@@ -81,7 +80,6 @@ class OptimizerOptions:
 @exit_on_user_error
 def main(argv: list[str] | None = None) -> None:
     run, shape, optimizer = parse_options(RunOptions, ModelOptions, OptimizerOptions, description=__doc__, argv=argv)
-    check_ends(run)
     data, out = Path(run.data), Path(run.out)
     if not (data / "manifest.json").is_file():
         raise UserError(f"--data: {data} has no manifest.json; make the folder with recipes/prepare.py")
@@ -90,33 +88,39 @@ def main(argv: list[str] | None = None) -> None:
     from datasets import load_from_disk
     from transformers import AutoTokenizer, set_seed
 
-    from hf_infini import measurement, metrics, plots, training
+    from hf_infini import measurement, metrics, plots, run_folder, training
 
+    training.check_positive(run, "epochs", "max_tokens", "max_steps", "num_processes")
+    training.check_positive(optimizer, "batch_size", "gradient_accumulation", "eval_rows")
+    training.check_positive(optimizer, "eval_steps", "save_steps", "logging_steps")
     arguments = training_arguments(run, optimizer)
     fingerprint = training.data_fingerprint(json.loads((data / "manifest.json").read_text(encoding="utf-8")))
     train, validation = (load_from_disk(str(data / split)).with_format("torch") for split in ("train", "validation"))
     context = len(train[0]["input_ids"])
     rows_per_step = optimizer.batch_size * optimizer.gradient_accumulation * arguments.world_size
-    if len(train) < rows_per_step:
-        raise UserError(f"{data} has {len(train)} training rows, but one step takes {rows_per_step}: lower --batch_size")
+    if len(train) < rows_per_step or len(validation) == 0:
+        raise UserError(
+            f"{data} has {len(train)} training and {len(validation)} validation rows, but one step takes {rows_per_step} "
+            "and an evaluation at least 1: lower --batch_size, or prepare more text"
+        )
     train = train.select(range(len(train) // rows_per_step * rows_per_step))  # every step then reads as many tokens
     tokens_per_step = rows_per_step * context
-    arguments.max_steps = number_of_steps(run, len(train) // rows_per_step, tokens_per_step)
+    arguments.max_steps = training.number_of_steps(run, len(train) // rows_per_step, tokens_per_step)
 
     options = {**vars(shape), **vars(optimizer), **vars(run), "data": fingerprint}
     options |= {"precision": "bf16" if arguments.bf16 else "float32", "num_processes": arguments.world_size}
     for name in ("out", "report_to"):  # these may change between two starts of a run
         del options[name]
-    known = training.check_same_run(out, options)
+    known = run_folder.check_same_run(out, options)
     if (out / "result.json").is_file():
         print(f"{out} holds this run, finished: see {out / 'result.json'}")
         return
-    checkpoint = training.last_complete_checkpoint(out) if known else None
+    checkpoint = run_folder.last_complete_checkpoint(out) if known else None
     with arguments.main_process_first():
         if arguments.should_save:
             out.mkdir(parents=True, exist_ok=True)
-            training.write_json(out / "run.json", options)
-            training.drop_other_checkpoints(out, keep=checkpoint)
+            run_folder.write_json(out / "run.json", options)
+            run_folder.drop_other_checkpoints(out, keep=checkpoint)
 
     set_seed(run.seed)
     tokenizer = AutoTokenizer.from_pretrained(data / "tokenizer")
@@ -124,7 +128,7 @@ def main(argv: list[str] | None = None) -> None:
     groups = training.parameter_groups(
         model, optimizer.learning_rate, optimizer.gate_learning_rate, optimizer.weight_decay
     )
-    recorder = training.RunRecorder(out, tokens_per_step, checkpoint)
+    recorder = run_folder.RunRecorder(out, tokens_per_step, checkpoint)
     trainer = training.PerplexityTrainer(
         model=model,
         args=arguments,
@@ -136,7 +140,7 @@ def main(argv: list[str] | None = None) -> None:
         callbacks=[recorder],
         eval_rows=optimizer.eval_rows,
     )
-    note = f"from step {training.checkpoint_step(checkpoint)}" if checkpoint else "from the start"
+    note = f"from step {run_folder.checkpoint_step(checkpoint)}" if checkpoint else "from the start"
     training.say(
         f"{model.num_parameters():,} parameters, {arguments.max_steps:,} steps of {tokens_per_step:,} tokens, {note}"
     )
@@ -144,6 +148,7 @@ def main(argv: list[str] | None = None) -> None:
 
     # Always in float32, so that recipes/evaluate_model.py finds the same number
     validation_total = metrics.evaluate_rows(model, validation, optimizer.batch_size)
+    trainer.accelerator.end_training()
     if not arguments.should_save:
         return
     model.config.use_cache = True  # training had no use for it; generation has
@@ -151,7 +156,7 @@ def main(argv: list[str] | None = None) -> None:
     tokenizer.save_pretrained(out)
     gates = training.gate_values(model)
     if gates:
-        training.write_json(out / "gates.json", gates)
+        run_folder.write_json(out / "gates.json", gates)
         plots.plot_gates(recorder.lines, out / "gates.png")
     plots.plot_loss_curve(recorder.lines, out / "loss_curve.png")
     tokens = arguments.max_steps * tokens_per_step
@@ -171,28 +176,8 @@ def main(argv: list[str] | None = None) -> None:
         "command": shlex.join([Path(sys.executable).name, *sys.argv]),
         **measurement.environment(),
     }
-    training.write_json(out / "result.json", result)  # the last file: it says that the run is finished
+    run_folder.write_json(out / "result.json", result)  # the last file: it says that the run is finished
     print(f"cross-entropy {result['cross_entropy']:.4f}, perplexity {result['perplexity']:.2f}, {out / 'result.json'}")
-
-
-def check_ends(run: RunOptions) -> None:
-    """Raises UserError for an end of training that is not a positive number."""
-    for name in ("epochs", "max_tokens", "max_steps"):
-        value = getattr(run, name)
-        if value is not None and value <= 0:
-            raise UserError(f"--{name} must be greater than 0, got {value}")
-
-
-def number_of_steps(run: RunOptions, steps_per_epoch: int, tokens_per_step: int) -> int:
-    """Optimiser steps until the first of the ends that were set; one epoch when none was."""
-    ends = []
-    if run.max_steps is not None:
-        ends.append(run.max_steps)
-    if run.max_tokens is not None:
-        ends.append(math.ceil(run.max_tokens / tokens_per_step))
-    if run.epochs is not None or not ends:
-        ends.append(math.ceil((1.0 if run.epochs is None else run.epochs) * steps_per_epoch))
-    return min(ends)
 
 
 def training_arguments(run: RunOptions, optimizer: OptimizerOptions):
@@ -202,10 +187,11 @@ def training_arguments(run: RunOptions, optimizer: OptimizerOptions):
 
     from hf_infini import measurement, training
 
-    bf16 = optimizer.precision == "bf16" or optimizer.precision == "auto" and measurement.supports_bfloat16()
+    use_cpu = run.use_cpu or not torch.accelerator.is_available()
+    bf16 = optimizer.precision == "bf16" or optimizer.precision == "auto" and measurement.supports_bfloat16(use_cpu)
     arguments = TrainingArguments(
         output_dir=run.out,
-        use_cpu=run.use_cpu or not torch.accelerator.is_available(),
+        use_cpu=use_cpu,
         seed=run.seed,
         per_device_train_batch_size=optimizer.batch_size,
         per_device_eval_batch_size=optimizer.batch_size,
@@ -228,17 +214,7 @@ def training_arguments(run: RunOptions, optimizer: OptimizerOptions):
         **{training.checkpointing_name(): optimizer.gradient_checkpointing},
     )
     training.say(f"{arguments.world_size} process(es) on {arguments.device}, {'bf16' if bf16 else 'float32'}")
-    if run.num_processes not in (None, arguments.world_size):
-        raise UserError(
-            f"--num_processes {run.num_processes}, but {arguments.world_size} started. `accelerate launch --cpu` starts "
-            f"one whatever it is told: use `torchrun --nproc_per_node {run.num_processes}` or `accelerate launch "
-            f"--multi_gpu --num_processes {run.num_processes}` (which starts CPU processes where there is no GPU)"
-        )
-    if arguments.n_gpu > 1:
-        raise UserError(
-            f"one process sees {arguments.n_gpu} GPUs: start with `torchrun --nproc_per_node {arguments.n_gpu}`, or "
-            "choose one with CUDA_VISIBLE_DEVICES=0"
-        )
+    training.check_processes(arguments, run.num_processes)
     return arguments
 
 
