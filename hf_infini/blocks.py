@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .corpora import Document
-from .tokenization import encode_texts
+from .selection import choose
+from .tokenization import encode_texts, make_tokenizer
 
 if TYPE_CHECKING:
     import numpy as np
@@ -86,6 +87,41 @@ def write_documents(documents: Iterable[Document], path: Path, max_documents: in
         if rows:
             writer.write_batch(_record_batch(rows, schema))
     return count
+
+
+def save_tokenizer(
+    store: DocumentStore,
+    training: Sequence[int],
+    folder: Path,
+    *,
+    tokenizer: str = "bpe",
+    tokenizer_sample: float = 0.35,
+    seed: int = 0,
+    **settings,
+) -> dict:
+    """Makes the corpus's tokenizer and saves it into `folder`.
+
+    Args:
+        store, training: the training documents.
+        folder: for `AutoTokenizer.from_pretrained`.
+        tokenizer: "bpe", "characters", or a ready tokenizer's name or folder.
+        tokenizer_sample: the share of the training documents that a BPE is trained on; characters are taken from all.
+        seed: of the choice of these documents.
+        settings: further arguments of [`make_tokenizer`].
+
+    Returns:
+        `{"vocabulary", "eos_token_id", "pad_token_id", "learned_from_documents"}`.
+    """
+    share = {"bpe": tokenizer_sample, "characters": 1.0}.get(tokenizer, 0.0)
+    chosen = choose([store.ids[position] for position in training], share, seed, "tokenizer")
+    made = make_tokenizer(tokenizer, store.texts(training[i] for i in chosen), **settings)
+    made.save_pretrained(folder)
+    return {
+        "vocabulary": len(made),
+        "eos_token_id": made.eos_token_id,
+        "pad_token_id": made.pad_token_id,
+        "learned_from_documents": len(chosen),
+    }
 
 
 def write_tokens(

@@ -112,6 +112,7 @@ def iterate_documents(
     dataset_split: str = "train",
     revision: str | None = None,
     biographies: int = 1000,
+    biography_distance: int = 6000,
     seed: int = 0,
 ) -> Iterator[Document]:
     """Yields a corpus's documents in a fixed order, reading one file at a time.
@@ -127,7 +128,7 @@ def iterate_documents(
         text_field: the field of JSONL and `datasets` rows that holds the text; `id` and `title` are used if present.
         dataset_config, dataset_split: passed on to `datasets.load_dataset`.
         revision: branch, tag or commit on the Hub, of a dataset or of Carolina.
-        biographies: how many to generate.
+        biographies, biography_distance: how many to generate, and the characters between a fact and its return.
         seed: of the generated biographies.
 
     Raises:
@@ -138,7 +139,7 @@ def iterate_documents(
     if kind == "biographies":
         from .biographies import biography_documents
 
-        documents = biography_documents(biographies, seed)
+        documents = biography_documents(biographies, seed, biography_distance)
     elif kind == "dataset":
         documents = _dataset_documents(source, text_field, dataset_config, dataset_split, revision, log)
     elif kind == "carolina":

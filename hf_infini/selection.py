@@ -21,6 +21,29 @@ _BANDS, _ROWS = (
 _NEAR_DUPLICATE = 0.7  # estimated Jaccard similarity of two documents' five-word shingles
 
 
+def select_documents(
+    documents: Iterable[Document],
+    log: ReadingLog,
+    *,
+    prose_filter: bool = False,
+    prose_host: str = "pt.wikipedia.org",
+    prose_min_characters: int = 1000,
+    deduplicate: bool = False,
+    fraction: float = 1.0,
+    seed: int = 0,
+) -> Iterable[Document]:
+    """Applies [`keep_prose`] (`prose_host` "any" takes all), [`drop_near_duplicates`] and [`keep_fraction`], as asked.
+
+    The prose filter removes near-duplicates too. The fraction is taken of what the filters leave.
+    """
+    if prose_filter:
+        host = None if prose_host == "any" else prose_host
+        documents = keep_prose(documents, log, host=host, min_characters=prose_min_characters)
+    if prose_filter or deduplicate:
+        documents = drop_near_duplicates(documents, log)
+    return documents if fraction >= 1 else keep_fraction(documents, fraction, seed, log)
+
+
 def keep_prose(
     documents: Iterable[Document],
     log: ReadingLog,

@@ -16,12 +16,11 @@ from .cli import UserError
 from .corpora import source_files
 
 _STAGE_FILE = "stage.json"
-_FORMAT = 1  # raise it when what a stage writes changes: older folders are then made anew
 
 
 @contextlib.contextmanager
 def locked_folder(path: Path) -> Iterator[Path]:
-    """Makes the folder, and holds a lock in it that dies with the process.
+    """Makes the folder, holds a lock in it that dies with the process, and clears away what a killed run left.
 
     Raises:
         UserError: the folder cannot be made, or another process holds it.
@@ -36,6 +35,8 @@ def locked_folder(path: Path) -> Iterator[Path]:
         raise UserError(f"--out {path}: another run is writing there; wait for it or choose another folder") from None
     except OSError as error:
         raise UserError(f"--out {path}: the folder cannot be written ({error})") from error
+    for leftover in [*path.glob(".partial-*"), *path.glob(".stages/.partial-*")]:
+        shutil.rmtree(leftover)
     try:
         yield path
     finally:
@@ -60,7 +61,7 @@ def run_stage(folder: Path, options: dict, build: Callable[[Path], dict]) -> dic
     Raises:
         UserError: `folder` exists and was not made by a stage (it is left alone).
     """
-    identity = json.dumps({"format": _FORMAT, "options": options}, sort_keys=True)
+    identity = json.dumps({"version": __version__, "options": options}, sort_keys=True)
     key = hashlib.sha256(identity.encode()).hexdigest()[:16]
     if folder.exists():
         try:

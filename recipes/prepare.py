@@ -14,7 +14,6 @@ Exits with 1 and a message for damaged, missing or empty input, with 2 for unkno
 
 import dataclasses
 import functools
-import inspect
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +22,7 @@ from hf_infini.cli import UserError, exit_on_user_error, parse_options
 from hf_infini.corpora import ReadingLog, iterate_documents
 
 JOINERS = {"newline": "\n", "space": " ", "blank_line": "\n\n"}
+SELECTION = ("prose_filter", "prose_host", "prose_min_characters", "deduplicate", "fraction")
 
 
 def option(default, help: str, **metadata):
@@ -48,12 +48,13 @@ class CorpusOptions:
     dataset_split: str = option("train", "Datasets: the split to read.")
     revision: str | None = option(None, "Sources on the Hub: branch, tag or commit.")
     biographies: int = option(1000, "Generated biographies: how many.")
+    biography_distance: int = option(6000, "Generated biographies: characters between a fact and its return, at least.")
     prose_filter: bool = option(False, "Keep running prose only: from --prose_host, --prose_min_characters long, half "
                                 "of it in paragraphs of 80 characters or more; near-duplicates are removed.")
     prose_host: str = option("pt.wikipedia.org", "Prose filter: the host to keep, or 'any'; documents without URL pass.")
     prose_min_characters: int = option(1000, "Prose filter: the shortest document, in characters.")
     deduplicate: bool = option(False, "Remove near-duplicates also without --prose_filter.")
-    fraction: float = option(1.0, "Share of the documents to use, 0 to 1, by --seed; smaller ones are nested.")
+    fraction: float = option(1.0, "Share of the documents to use, 0 to 1; a smaller one is a part of a larger.")
     max_documents: int = option(-1, "Stop reading after so many documents, in the corpus's order; -1 = no limit.")
     skip_bad: bool = option(False, "Leave a damaged shard, text or JSONL file out as a whole, listed in the manifest, "
                             "instead of stopping.")
@@ -114,7 +115,7 @@ def prepare(corpus: CorpusOptions, tokens: TokenizerOptions, blocks: BlockOption
     from transformers import AutoTokenizer
 
     from hf_infini import blocks as blocking
-    from hf_infini import selection, stages, tokenization
+    from hf_infini import selection, stages
 
     start, hidden, record = time.perf_counter(), out / ".stages", {}
     # 1. Documents: read, filter, sample.
@@ -133,22 +134,10 @@ def prepare(corpus: CorpusOptions, tokens: TokenizerOptions, blocks: BlockOption
     split |= {"validation": blocks.validation if by_document else 0}
 
     # 3. The tokenizer.
-    def make_tokenizer(folder: Path) -> dict:
-        share = tokens.tokenizer_sample if tokens.tokenizer == "bpe" else 1.0
-        ids = [store.ids[position] for position in training]
-        sample = [training[i] for i in selection.choose(ids, share, corpus.seed, "tokenizer")]
-        tokenizer = tokenization.make_tokenizer(
-            tokens.tokenizer, store.texts(sample), vocab_size=tokens.vocab_size,
-            eos_token=tokens.eos_token, pad_token=tokens.pad_token, unk_token=tokens.unk_token,
-        )
-        tokenizer.save_pretrained(folder)
-        learned_from = len(sample) if tokens.tokenizer in ("bpe", "characters") else 0
-        ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-        return {"vocabulary": len(tokenizer), **ids, "learned_from_documents": learned_from}
-
+    make = functools.partial(blocking.save_tokenizer, store, training, seed=corpus.seed, **dataclasses.asdict(tokens))
     settings = dataclasses.asdict(tokens) | {"files": stages.state_of_files(tokens.tokenizer)}
     settings |= split if tokens.tokenizer in ("bpe", "characters") else {}
-    record["tokenizer"] = stages.run_stage(out / "tokenizer", settings, make_tokenizer)
+    record["tokenizer"] = stages.run_stage(out / "tokenizer", settings, make)
     tokenizer = AutoTokenizer.from_pretrained(out / "tokenizer")
 
     # 4. Documents -> one token stream per side -> blocks.
@@ -194,17 +183,11 @@ def collect(corpus: CorpusOptions, folder: Path) -> dict:
     from hf_infini import blocks, selection
 
     log = ReadingLog()
-    names = inspect.signature(iterate_documents).parameters.keys() - {"joiner", "log"}
-    settings = {name: getattr(corpus, name) for name in names}
-    documents = iterate_documents(**settings, joiner=JOINERS[corpus.joiner], log=log)
-    if corpus.prose_filter:
-        host = None if corpus.prose_host == "any" else corpus.prose_host
-        documents = selection.keep_prose(documents, log, host=host, min_characters=corpus.prose_min_characters)
-    if corpus.prose_filter or corpus.deduplicate:
-        documents = selection.drop_near_duplicates(documents, log)
-    documents = selection.keep_fraction(documents, corpus.fraction, corpus.seed, log)
-    limit = corpus.max_documents if corpus.max_documents > 0 else None
-    count = blocks.write_documents(documents, folder / "documents.arrow", limit)
+    settings = dataclasses.asdict(corpus) | {"joiner": JOINERS[corpus.joiner]}
+    choice = {name: settings.pop(name) for name in SELECTION}
+    limit = settings.pop("max_documents")
+    documents = selection.select_documents(iterate_documents(**settings, log=log), log, seed=corpus.seed, **choice)
+    count = blocks.write_documents(documents, folder / "documents.arrow", limit if limit > 0 else None)
     if count == 0:
         reasons = ", ".join(f"{number:,} {reason}" for reason, number in log.dropped.items()) or "none was found"
         raise UserError(f"--source {corpus.source}: no document is left ({reasons}; {len(log.skipped)} skipped files)")

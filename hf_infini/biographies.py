@@ -1,0 +1,215 @@
+"""Generated biographies in Portuguese whose facts come back thousands of characters later, as training and test text.
+
+Each biography states twelve facts about an invented person, goes on for several kilobytes about other people, places and
+years, and then states every fact again: only a model that still knows the beginning can predict the end. The sentences
+are in [`biography_sentences`]; names come from Faker's `pt_BR` provider.
+"""
+
+import dataclasses
+import random
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from . import biography_sentences as sentences
+from .corpora import Document
+
+
+@dataclass(frozen=True)
+class Fact:
+    """A fact of a biography, and where its text says it.
+
+    Args:
+        name: what it is about, such as "birth_year" (the keys of `biography_sentences.FACTS`).
+        answer: the words that are the same at both places.
+        stated_at, recalled_at: positions in characters: `text[stated_at : stated_at + len(answer)] == answer`.
+        prefix: the beginning of the later sentence, up to the answer: `text[:recalled_at].endswith(prefix)`.
+        prompt: another beginning, which names the person and can stand anywhere; a space and the answer go behind it.
+    """
+
+    name: str
+    answer: str
+    stated_at: int
+    recalled_at: int
+    prefix: str
+    prompt: str
+
+
+@dataclass(frozen=True)
+class Biography:
+    """A generated article: the invented person's `name`, the `text`, and its `facts` in the order of their return."""
+
+    name: str
+    text: str
+    facts: tuple[Fact, ...]
+
+
+def generate_biographies(count: int, seed: int = 0, distance: int = 6000) -> Iterator[Biography]:
+    """Yields `count` biographies; number i depends on `seed`, i and `distance` alone (and on Faker's list of names).
+
+    Args:
+        count: how many.
+        seed: gives other people and other words.
+        distance: characters, at least, between a fact's statement and its return. An article is about 3,000 longer.
+    """
+    from faker import Faker
+
+    names = Faker("pt_BR")
+    for number in range(count):
+        rng = random.Random(f"{seed}/{number}")
+        names.seed_instance(rng.getrandbits(64))
+        yield _write(rng, names, distance)
+
+
+def biography_documents(count: int, seed: int = 0, distance: int = 6000) -> Iterator[Document]:
+    """The biographies as documents of a corpus, their facts (as dictionaries) in `extra["facts"]`."""
+    for number, biography in enumerate(generate_biographies(count, seed, distance)):
+        facts = [dataclasses.asdict(fact) for fact in biography.facts]
+        yield Document(biography.text, f"biography-{seed}-{number}", biography.name, extra={"facts": facts})
+
+
+def _write(rng: random.Random, names, distance: int) -> Biography:
+    gender = rng.choice("mf")
+    first, last = _first_name(names, gender), f"{_surname(names)} {_surname(names)}"
+    profession = rng.choice(sentences.PROFESSIONS)
+    spouse_gender = "f" if gender == "m" else "m"
+    words = {
+        **sentences.GENDER[gender],
+        "first": first,
+        "name": f"{first} {last}",
+        "made": profession.made,
+        "spouse": sentences.GENDER[spouse_gender]["spouse"],
+        "so": sentences.GENDER[spouse_gender]["o"],
+    }
+    birth_year = rng.randint(1870, 1950)
+    answers = {
+        "birth_year": str(birth_year),
+        "birth_city": rng.choice(sentences.CITIES),
+        "profession": profession.masculine if gender == "m" else profession.feminine,
+        "mother": _person(names, "f"),
+        "mentor": _person(names, rng.choice("mf")),
+        "spouse": _person(names, spouse_gender),
+        "street": f"Rua {rng.choice(sentences.STREET_TITLES)} {_surname(names)}",
+        "work": f"{rng.choice(sentences.TITLE_HEADS)} {rng.choice(sentences.TITLE_TAILS)}",
+        "work_year": str(birth_year + rng.randint(24, 48)),
+        "prize": f"Prêmio {_surname(names)} {_surname(names)}",
+        "children": rng.choice(sentences.NUMBERS),
+        "collection": rng.choice(sentences.COLLECTIONS),
+    }
+    parts = [f"{words['name']}\n\n"]
+    stated, recalled = {}, {}
+
+    def say(name: str, template: str, places: dict) -> str:
+        """Adds a sentence that holds the fact's answer and returns what stands before the answer."""
+        before, after = (piece.format_map(words) for piece in template.split("{answer}"))
+        places[name] = sum(map(len, parts)) + len(before)
+        parts.append(f"{before}{answers[name]}{after} ")
+        return before
+
+    for fixed, group in sentences.OPENING:
+        for name in group if fixed else rng.sample(group, len(group)):
+            say(name, rng.choice(sentences.FACTS[name].statements), stated)
+        parts.append("\n")
+    # From the end of the opening on, so that the distance holds for the fact that was stated last, too.
+    parts.extend(_middle(rng, names, answers, words, birth_year, distance))
+    parts.append(rng.choice(sentences.CLOSINGS).format_map(words) + " ")
+    prefixes = {}
+    order = rng.sample(list(answers), len(answers))
+    for position, name in enumerate(order):
+        prefixes[name] = say(name, rng.choice(sentences.FACTS[name].returns), recalled)
+        if position % 4 == 3:
+            parts.append("\n")
+    text = "".join(parts)
+    facts = tuple(
+        Fact(
+            name=name,
+            answer=answers[name],
+            stated_at=stated[name],
+            recalled_at=recalled[name],
+            prefix=prefixes[name],
+            prompt=sentences.FACTS[name].prompt.format_map(words),
+        )
+        for name in order
+    )
+    return _tidy(words["name"], text, facts)
+
+
+def _tidy(name: str, text: str, facts: tuple[Fact, ...]) -> Biography:
+    """Takes the space off the ends of paragraphs and moves the positions along."""
+    spaces = [match.start() for match in re.finditer(r" (?=\n|$)", text)]
+
+    def moved(position: int) -> int:
+        return position - sum(space < position for space in spaces)
+
+    facts = tuple(
+        dataclasses.replace(fact, stated_at=moved(fact.stated_at), recalled_at=moved(fact.recalled_at)) for fact in facts
+    )
+    return Biography(name, re.sub(r" (?=\n|$)", "", text).rstrip("\n"), facts)
+
+
+def _middle(rng: random.Random, names, answers: dict, words: dict, birth_year: int, characters: int) -> list[str]:
+    """Paragraphs about everything else, at least `characters` long, in which no answer occurs."""
+    forbidden = re.compile("|".join(rf"\b{re.escape(answer)}\b" for answer in answers.values()), re.IGNORECASE)
+    parts: list[str] = []
+    length = 0
+    turns: list[int] = []
+    unused: dict[int, list[str]] = {}
+    while length < characters:
+        turns = turns or rng.sample(range(len(sentences.TOPICS)), len(sentences.TOPICS))
+        topic = turns.pop()
+        if len(unused.get(topic, ())) < 3:  # a sentence comes back only after most others of its topic
+            unused[topic] = rng.sample(sentences.TOPICS[topic], len(sentences.TOPICS[topic]))
+        paragraph = []
+        for _ in range(min(rng.randint(3, 5), len(unused[topic]))):
+            sentence = unused[topic].pop().format_map(_Slots(rng, names, words, birth_year))
+            if not forbidden.search(sentence):  # by chance another person can have the same year or city: leave it out
+                paragraph.append(sentence)
+        if paragraph:
+            parts.append(" ".join(paragraph) + "\n")
+            length += len(parts[-1])
+    return parts
+
+
+class _Slots(dict):
+    """Fills a sentence's slots: the person's own words first, then names and numbers by chance (`{year}`, `{man2}`)."""
+
+    def __init__(self, rng: random.Random, names, words: dict[str, str], birth_year: int):
+        super().__init__(words)
+        self.rng, self.names, self.birth_year = rng, names, birth_year
+
+    def __missing__(self, slot: str) -> str:
+        kind = slot.rstrip("23")
+        if kind == "year":
+            value = str(self.birth_year + self.rng.randint(16, 68))
+        elif kind == "later":
+            value = str(min(2020, self.birth_year + self.rng.randint(75, 120)))
+        elif kind == "born":
+            value = str(self.birth_year + self.rng.randint(-25, 30))
+        elif kind == "count":
+            value = str(self.rng.randint(11, 97))
+        elif kind == "city":
+            value = self.rng.choice(sentences.CITIES)
+        elif kind == "month":
+            value = self.rng.choice(sentences.MONTHS)
+        elif kind in ("man", "woman"):
+            value = _person(self.names, "m" if kind == "man" else "f")
+        elif kind == "family":
+            value = _surname(self.names)
+        elif kind == "district":
+            value = self.names.bairro()
+        else:
+            raise KeyError(slot)
+        self[slot] = value
+        return value
+
+
+def _first_name(names, gender: str) -> str:
+    return names.first_name_male() if gender == "m" else names.first_name_female()
+
+
+def _surname(names) -> str:
+    return next(name for name in iter(names.last_name, None) if " " not in name)  # "da Cruz" does not go behind "de"
+
+
+def _person(names, gender: str) -> str:
+    return f"{_first_name(names, gender)} {names.last_name()}"
