@@ -1,7 +1,7 @@
 """Generated biographies in Portuguese whose facts come back thousands of characters later, as training and test text.
 
-Each biography states twelve facts about an invented person, goes on for several kilobytes about other people, places and
-years, and then states every fact again: only a model that still knows the beginning can predict the end. The sentences
+Each biography states twelve facts about an invented person, goes on for several kilobytes about other people, places
+and years, and then states every fact again: only a model that still knows the beginning can predict the end. The sentences
 are in [`biography_sentences`]; names come from Faker's `pt_BR` provider.
 """
 
@@ -142,7 +142,8 @@ def _tidy(name: str, text: str, facts: tuple[Fact, ...]) -> Biography:
         return position - sum(space < position for space in spaces)
 
     facts = tuple(
-        dataclasses.replace(fact, stated_at=moved(fact.stated_at), recalled_at=moved(fact.recalled_at)) for fact in facts
+        dataclasses.replace(fact, stated_at=moved(fact.stated_at), recalled_at=moved(fact.recalled_at))
+        for fact in facts
     )
     return Biography(name, re.sub(r" (?=\n|$)", "", text).rstrip("\n"), facts)
 

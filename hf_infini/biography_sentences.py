@@ -24,16 +24,18 @@ CITIES = [
     "Pelotas", "Caxias do Sul", "Joinville", "Blumenau", "Londrina", "Maringá", "Olinda", "Caruaru", "Petrolina",
     "Campina Grande", "Mossoró", "Sobral", "Juazeiro do Norte", "Ilhéus", "Feira de Santana", "Cachoeira", "Parintins",
     "Santarém", "Macapá", "Rio Branco", "Porto Velho", "Boa Vista", "Palmas", "Anápolis", "Corumbá", "Dourados",
-    "Paraty", "Resende", "Taubaté", "Piracicaba", "Franca", "Lages", "Bagé", "Uruguaiana", "Penedo", "Oeiras", "Alcântara",
+    "Paraty", "Resende", "Taubaté", "Piracicaba", "Franca", "Lages", "Bagé", "Uruguaiana", "Penedo", "Oeiras",
+    "Alcântara",
 ]  # fmt: skip
 
 STREET_TITLES = ["Doutor", "Professora", "Coronel", "Barão de", "Comendador", "Dona", "Padre", "Capitão", "Marechal"]
 NUMBERS = ["dois", "três", "quatro", "cinco", "seis", "sete", "oito", "nove", "dez"]
 COLLECTIONS = [
-    "relógios de bolso", "caixas de música", "conchas", "selos", "mapas antigos", "bengalas", "chaves de ferro", "leques",
-    "moedas estrangeiras", "bússolas", "cartões-postais", "borboletas", "sinos de bronze", "tinteiros", "rendas de bilro",
-    "cachimbos", "partituras raras", "pedras de rio", "garrafas de vidro azul", "azulejos", "candeeiros", "rótulos de vinho",
-    "lunetas", "ex-votos", "tesouras de prata", "marionetes", "penas de aves", "santos de madeira", "ampulhetas", "botões",
+    "relógios de bolso", "caixas de música", "conchas", "selos", "mapas antigos", "bengalas", "chaves de ferro",
+    "moedas estrangeiras", "bússolas", "cartões-postais", "borboletas", "sinos de bronze", "tinteiros",
+    "cachimbos", "partituras raras", "pedras de rio", "garrafas de vidro azul", "azulejos", "candeeiros",
+    "lunetas", "ex-votos", "tesouras de prata", "marionetes", "penas de aves", "santos de madeira", "ampulhetas",
+    "botões", "leques", "rendas de bilro", "rótulos de vinho",
 ]  # fmt: skip
 TITLE_HEADS = [
     "O Rio", "A Casa", "As Pedras", "Os Caminhos", "A Noite", "O Relâmpago", "As Janelas", "O Inverno", "A Travessia",
@@ -89,8 +91,8 @@ class FactSentences(NamedTuple):
     prompt: str
 
 
-# The order in which the facts are first stated, a paragraph each. Where a sentence leans on the one before it, the order
-# within the paragraph is kept (True), else it is left to chance.
+# The order in which the facts are first stated, a paragraph each. Where a sentence leans on the one before it, the
+# order within the paragraph is kept (True), else it is left to chance.
 OPENING = (
     (True, ("birth_year", "birth_city", "profession")),
     (False, ("mother", "street", "mentor")),

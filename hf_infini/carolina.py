@@ -100,7 +100,7 @@ def read_carolina_shard(path: str | Path, joiner: str = "\n") -> list[Document]:
             while element.getprevious() is not None:  # cleared elements would pile up under the root
                 del element.getparent()[0]
     except etree.XMLSyntaxError as error:
-        raise UserError(f"{path}: damaged XML after {len(documents)} documents: {one_line(error)}") from error
+        raise UserError(f"{path}: damaged XML after {len(documents)} document(s): {error.msg}") from error
     if not documents:
         raise UserError(f"{path}: holds no <TEI> document of the namespace {_TEI[1:-1]}; is it a Carolina shard?")
     return documents

@@ -51,7 +51,7 @@ class CorpusOptions:
     biography_distance: int = option(6000, "Generated biographies: characters between a fact and its return, at least.")
     prose_filter: bool = option(False, "Keep running prose only: from --prose_host, --prose_min_characters long, half "
                                 "of it in paragraphs of 80 characters or more; near-duplicates are removed.")
-    prose_host: str = option("pt.wikipedia.org", "Prose filter: the host to keep, or 'any'; documents without URL pass.")
+    prose_host: str = option("pt.wikipedia.org", "Prose filter: the host to keep, or 'any'; without a URL all pass.")
     prose_min_characters: int = option(1000, "Prose filter: the shortest document, in characters.")
     deduplicate: bool = option(False, "Remove near-duplicates also without --prose_filter.")
     fraction: float = option(1.0, "Share of the documents to use, 0 to 1; a smaller one is a part of a larger.")

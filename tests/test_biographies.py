@@ -1,0 +1,101 @@
+"""Generated biographies: the facts are where they are said to be, come back far off, and nothing else gives them away."""
+
+import itertools
+import json
+import re
+import string
+
+import pytest
+
+from hf_infini import biography_sentences as sentences
+from hf_infini.biographies import biography_documents, generate_biographies
+
+BIOGRAPHIES = list(generate_biographies(60, seed=1))
+
+
+def test_positions_and_prefixes():
+    for biography in BIOGRAPHIES:
+        assert sorted(fact.name for fact in biography.facts) == sorted(sentences.FACTS)
+        for fact in biography.facts:
+            for position in (fact.stated_at, fact.recalled_at):
+                assert biography.text[position : position + len(fact.answer)] == fact.answer
+            assert biography.text[: fact.recalled_at].endswith(fact.prefix) and len(fact.prefix) > 20
+            assert biography.name in fact.prompt
+        assert [fact.recalled_at for fact in biography.facts] == sorted(fact.recalled_at for fact in biography.facts)
+
+
+def test_an_answer_occurs_at_its_two_places_only():
+    for biography in BIOGRAPHIES:
+        for fact in biography.facts:
+            found = [match.start() for match in re.finditer(rf"\b{re.escape(fact.answer)}\b", biography.text)]
+            assert found == [fact.stated_at, fact.recalled_at], (biography.name, fact)
+            assert fact.answer not in fact.prompt
+
+
+@pytest.mark.parametrize("distance", [0, 3000, 20_000])
+def test_facts_return_after_the_distance(distance):
+    for biography in generate_biographies(5, distance=distance):
+        gaps = [fact.recalled_at - fact.stated_at - len(fact.answer) for fact in biography.facts]
+        assert min(gaps) >= distance
+        assert len(biography.text) < distance + 5000  # the opening, the return and the last paragraph of the middle
+
+
+def test_a_seed_gives_the_same_people_whatever_the_count():
+    again = list(generate_biographies(60, seed=1))
+    assert again == BIOGRAPHIES
+    assert list(generate_biographies(3, seed=1)) == BIOGRAPHIES[:3]
+    assert not {b.text for b in generate_biographies(60, seed=2)} & {b.text for b in BIOGRAPHIES}
+    assert len({biography.name for biography in BIOGRAPHIES}) > 50
+
+
+def test_answers_vary():
+    """A model that has learned the most frequent answer by heart stays far from knowing it."""
+    for name in sentences.FACTS:
+        answers = [fact.answer for biography in BIOGRAPHIES for fact in biography.facts if fact.name == name]
+        most = max(map(answers.count, answers))
+        # The fewest choices are the nine numbers of children: 60 draws give one 6.7 times, and 15 times hardly ever.
+        assert most <= 15, (name, most)
+
+
+def test_gender_agrees():
+    masculine = [b for b in BIOGRAPHIES if re.search(r"\ba esposa\b|\bfoi pai de\b", b.text, re.IGNORECASE)]
+    feminine = [b for b in BIOGRAPHIES if re.search(r"\bo marido\b|\bfoi mãe de\b", b.text, re.IGNORECASE)]
+    assert len(masculine) > 5 and len(feminine) > 5
+    # Words that only ever stand for the person in the templates.
+    only = {"m": r"\b(Nascido|conhecido como|sozinho|Questionado|ocupado|fantasiado|dele|interrompido)\b",
+            "f": r"\b(Nascida|conhecida como|sozinha|Questionada|ocupada|fantasiada|dela|interrompida)\b"}  # fmt: skip
+    for people, own, other in ((masculine, "m", "f"), (feminine, "f", "m")):
+        assert sum(bool(re.search(only[own], biography.text)) for biography in people) > 0
+        for biography in people:
+            assert not re.search(only[other], biography.text), biography.text
+
+
+def test_the_text_is_tidy():
+    for biography in BIOGRAPHIES:
+        assert not re.search(r"[{}]|  | \n|\n$| $|\ba o\b|\bde o\b|\bde a\b", biography.text), biography.text
+        assert biography.text.startswith(f"{biography.name}\n\n")
+
+
+def test_every_template_can_be_filled():
+    """Slots are spelled as the generator knows them: a rare template must not fail in the middle of a long run."""
+    person = {*sentences.GENDER["m"], "first", "name", "made", "spouse", "so"}
+    chance = {"man", "woman", "family", "city", "district", "year", "later", "born", "month", "count"}
+    assert sentences.GENDER["m"].keys() == sentences.GENDER["f"].keys()
+
+    def slots(template):
+        return {name for _, name, _, _ in string.Formatter().parse(template) if name is not None}
+
+    for topic in itertools.chain(*sentences.TOPICS):
+        assert {slot.rstrip("23") for slot in slots(topic)} <= person | chance, topic
+    for fact in sentences.FACTS.values():
+        for template in (*fact.statements, *fact.returns):
+            assert template.count("{answer}") == 1 and slots(template) <= person | {"answer"}, template
+        assert slots(fact.prompt) == {"name"}
+    assert {name for _, group in sentences.OPENING for name in group} == set(sentences.FACTS)
+
+
+def test_documents_carry_their_facts():
+    (document,) = itertools.islice(biography_documents(1, seed=1), 1)
+    facts = json.loads(json.dumps(document.extra))["facts"]
+    assert document.text == BIOGRAPHIES[0].text and document.title == BIOGRAPHIES[0].name
+    assert [fact["answer"] for fact in facts] == [fact.answer for fact in BIOGRAPHIES[0].facts]
