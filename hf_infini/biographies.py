@@ -1,8 +1,8 @@
 """Generated biographies in Portuguese whose facts come back thousands of characters later, as training and test text.
 
 Each biography states twelve facts about an invented person, goes on for several kilobytes about other people, places
-and years, and then states every fact again: only a model that still knows the beginning can predict the end. The sentences
-are in [`biography_sentences`]; names come from Faker's `pt_BR` provider.
+and years, and then states every fact again: only a model that still knows the beginning can predict the end. The
+sentences are in [`biography_sentences`]; names come from Faker's `pt_BR` provider.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""Generated biographies: the facts are where they are said to be, come back far off, and nothing else gives them away."""
+"""Generated biographies: facts are where they are said to be, come back far off, and nothing else gives them away."""
 
 import itertools
 import json
