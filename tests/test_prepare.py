@@ -253,16 +253,16 @@ def test_a_killed_run_leaves_nothing_half_made(made, tmp_path):
     assert not list(out.rglob(".partial-*"))
 
 
-def test_usage_errors_and_help():
-    def status(*arguments):
-        return subprocess.run([sys.executable, RECIPE, *arguments], capture_output=True, text=True)
-
-    unknown = status("--sorce", "x", "--source", "biographies", "--out", "x")
-    assert unknown.returncode == 2 and "unrecognised arguments: --sorce" in unknown.stderr
-    help = status("--help")
-    assert help.returncode == 0
+def test_usage_errors_and_help(tmp_path, capsys):
+    with pytest.raises(SystemExit) as exit:
+        run("--sorce", "x", *BIOGRAPHIES, out=tmp_path)
+    assert exit.value.code == 2 and "unrecognised arguments: --sorce" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as exit:
+        run("--help", out=tmp_path)
+    text = capsys.readouterr().out
+    assert exit.value.code == 0
     for option in ("--source", "--skip_bad", "--tokenizer_sample", "--split_by", "--max_tokens", "(default: 0.35)"):
-        assert option in help.stdout
+        assert option in text
 
 
 @pytest.mark.parametrize(

@@ -111,7 +111,7 @@ def test_ready_tokenizers(bpe, tmp_path):
 @pytest.mark.skipif(not (DATA / "carolina").is_dir(), reason=f"no Carolina shards under {DATA} (HF_INFINI_DATA)")
 def test_round_trip_of_a_real_shard():
     shard = min((DATA / "carolina").rglob("*.xml.gz"), key=lambda path: path.stat().st_size)
-    texts = [document.text for document in iterate_documents(str(shard))]
+    texts = [document.text for document in iterate_documents(str(shard))][:1500]
     tokenizer = train_bpe(texts[::3], 8000)
     encoded = encode_texts(tokenizer, texts)
     assert tokenizer.batch_decode(encoded) == texts
