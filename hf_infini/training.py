@@ -56,7 +56,7 @@ def build_model(attention: str, init_from: str | None, shape, tokenizer, context
                 raise UserError(f"--{name} {value}, but {init_from} has {getattr(given, name)}: leave --{name} out")
         if given.vocab_size < len(tokenizer):
             raise UserError(f"--init_from: {init_from} knows {given.vocab_size} tokens, the data has {len(tokenizer)}")
-        base = {name: value for name, value in given.to_dict().items() if name not in ("model_type", "architectures")}
+        base = {k: v for k, v in given.to_dict().items() if k not in ("model_type", "architectures", "use_cache")}
         if {"segment_length", "n_segments"} & infini.keys():  # exactly one of the two: a new one replaces the old
             base |= {"segment_length": None, "n_segments": None}
         if base["n_positions"] < context and (infini.get("positions") or base.get("positions")) != "segment":
@@ -67,7 +67,7 @@ def build_model(attention: str, init_from: str | None, shape, tokenizer, context
     base |= {name: shape.dropout for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop")}
     base |= {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     try:
-        config = config_class(**base | infini | {"use_cache": False})
+        config = config_class(**base | infini)
     except Exception as error:  # strict dataclasses wrap their ValueErrors in classes of their own
         raise UserError(f"these model options do not go together: {error}") from error
     if init_from is None:

@@ -151,7 +151,7 @@ def main(argv: list[str] | None = None) -> None:
     trainer.accelerator.end_training()
     if not arguments.should_save:
         return
-    model.config.use_cache = True  # training had no use for it; generation has
+    model.config.use_cache = True  # the Trainer switched it off for training
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)
     gates = training.gate_values(model)
@@ -214,6 +214,8 @@ def training_arguments(run: RunOptions, optimizer: OptimizerOptions):
         **{training.checkpointing_name(): optimizer.gradient_checkpointing},
     )
     training.say(f"{arguments.world_size} process(es) on {arguments.device}, {'bf16' if bf16 else 'float32'}")
+    if use_cpu:
+        measurement.keep_freed_memory()
     training.check_processes(arguments, run.num_processes)
     return arguments
 

@@ -1,0 +1,47 @@
+"""Loading a trained model for evaluation and generation, and how long its inputs may be."""
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from .cli import UserError
+from .measurement import keep_freed_memory
+
+
+def load_model(name: str, device: str = "auto"):
+    """The float32 causal language model of a folder or Hub name, in evaluation mode, and its tokenizer.
+
+    Args:
+        device: a torch device, or "auto" for the GPU where there is one.
+
+    Raises UserError when there is no such model or device.
+    """
+    if device == "auto":
+        device = str(torch.accelerator.current_accelerator() or "cpu") if torch.accelerator.is_available() else "cpu"
+    try:
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise UserError(f"--model: cannot load {name}: {str(error).splitlines()[0]}") from error
+    if device == "cpu":
+        keep_freed_memory()
+    try:
+        return model.eval().to(device), tokenizer
+    except (RuntimeError, AssertionError) as error:
+        raise UserError(f"--device: cannot use {device}: {str(error).splitlines()[0]}") from error
+
+
+def context_limit(config) -> int | None:
+    """The most tokens that a model's absolute positions reach; None where its positions have no end."""
+    if getattr(config, "positions", "absolute") == "segment":
+        return None
+    return getattr(config, "n_positions", None)
+
+
+def check_length(config, tokens: int) -> None:
+    """UserError, with the remedy, when an input of so many tokens is longer than the model's positions reach."""
+    limit = context_limit(config)
+    if limit is not None and tokens > limit:
+        raise UserError(
+            f"{tokens:,} tokens, but this model has {limit:,} absolute positions: ask for fewer, or train one with "
+            "`--attention infini --positions segment`, which takes any length"
+        )

@@ -1,0 +1,163 @@
+"""Continues prompts of any length with a trained model: greedy, sampled or by beam search.
+
+    python recipes/generate.py --model runs/infini --prompt "A cidade de São Paulo" --do_sample true --top_p 0.9
+    python recipes/generate.py --model runs/infini --prompt_file livro.txt --max_new_tokens 200
+    python recipes/generate.py --model runs/infini --prompt_file perguntas.txt --lines true --batch_size 8 --json true
+    cat livro.txt | python recipes/generate.py --model runs/infini --num_beams 4
+
+Standard output receives the text alone (with --json one object per continuation), standard error everything else. A
+single continuation appears as it is made. A prompt longer than --chunk is read in pieces into the model's cache; how long
+it may be is the model's affair: models with segment positions have no limit.
+"""
+
+import json
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from hf_infini.cli import UserError, exit_on_user_error, parse_options
+
+
+def option(default, help_text: str):
+    return field(default=default, metadata={"help": help_text})
+
+
+@dataclass
+class Options:
+    model: str = field(metadata={"help": "Model folder or name on the Hub."})
+    prompt: list[str] | None = option(None, "One or more prompts; without --prompt_file too, standard input is read.")
+    prompt_file: str | None = option(None, "UTF-8 file with the prompt.")
+    lines: bool = option(False, "The file or standard input holds one prompt per line; empty lines are passed over.")
+    max_new_tokens: int = option(100, "Tokens to add at most; an end-of-text token ends a text before that.")
+    do_sample: bool = option(False, "Draw each token by its probability; default: take the likeliest.")
+    temperature: float | None = option(None, "Sampling: below 1 likelier tokens, above 1 rarer ones; default: 1.")
+    top_k: int | None = option(None, "Sampling: among so many of the likeliest tokens; default: all.")
+    top_p: float | None = option(None, "Sampling: among the likeliest that have this probability together; default: 1.")
+    num_beams: int = option(1, "Beams of a beam search; 1 is none.")
+    num_return_sequences: int = option(1, "Continuations of each prompt; needs --do_sample or as many beams.")
+    repetition_penalty: float = option(1.0, "Above 1, tokens already there become less likely.")
+    seed: int = option(0, "Seed of sampling.")
+    chunk: int = option(4096, "Tokens of the prompt per call of the model.")
+    batch_size: int = option(8, "Prompts per call of the model.")
+    device: str = option("auto", "cpu, cuda, cuda:1, …; auto: a GPU where there is one.")
+    echo: bool = option(False, "Print the prompt before its continuation.")
+    json: bool = option(False, "Print objects with prompt, text and the number of new tokens, one per line.")
+
+
+@exit_on_user_error
+def main(argv: list[str] | None = None) -> None:
+    (options,) = parse_options(Options, description=__doc__, argv=argv)
+    check(options)
+    prompts = read_prompts(options)
+
+    import torch
+    from transformers import TextStreamer, logging, set_seed
+
+    from hf_infini import inference
+
+    model, tokenizer = inference.load_model(options.model, options.device)
+    tokenizer.padding_side = "left"
+    if inference.context_limit(model.config) is None:
+        logging.set_verbosity_error()  # transformers warns of lengths beyond n_positions, which limits nothing here
+    set_seed(options.seed)
+    sampling = {name: getattr(options, name) for name in ("temperature", "top_k", "top_p")}
+    defaults = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
+    arguments = {name: defaults[name] if value is None else value for name, value in sampling.items()}
+    arguments = {**(arguments if options.do_sample else {}), "use_cache": True}
+    arguments |= {name: getattr(options, name) for name in ("max_new_tokens", "do_sample", "num_beams")}
+    arguments |= {name: getattr(options, name) for name in ("num_return_sequences", "repetition_penalty")}
+    streaming = len(prompts) == options.num_beams == options.num_return_sequences == 1 and not options.json
+    if streaming:
+        arguments["streamer"] = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+
+    for start in range(0, len(prompts), options.batch_size):
+        batch = prompts[start : start + options.batch_size]
+        tokens = [tokenizer(prompt, add_special_tokens=False)["input_ids"] for prompt in batch]
+        # A model goes on from at least one token: an empty prompt is the beginning of a text, after the end of another
+        tokens = [ids or [tokenizer.eos_token_id] for ids in tokens]
+        inference.check_length(model.config, max(map(len, tokens)) + options.max_new_tokens)
+        inputs = tokenizer.pad({"input_ids": tokens}, return_tensors="pt").to(model.device)
+        copies = max(options.num_beams, options.num_return_sequences)
+        cache = read_in_chunks(model, inputs["input_ids"], inputs["attention_mask"], options.chunk, copies)
+        if options.echo and not options.json:
+            print(batch[0] if streaming else "", end="", flush=True)
+        with torch.no_grad():
+            output = model.generate(**inputs, **arguments, past_key_values=cache, pad_token_id=tokenizer.pad_token_id)
+        if streaming:
+            continue
+        for number, ids in enumerate(output[:, inputs["input_ids"].shape[1] :]):
+            prompt, text = batch[number // options.num_return_sequences], tokenizer.decode(ids, skip_special_tokens=True)
+            if options.json:
+                count = int((ids != tokenizer.pad_token_id).sum())
+                print(json.dumps({"prompt": prompt, "text": text, "new_tokens": count}, ensure_ascii=False), flush=True)
+            else:
+                print(prompt + text if options.echo else text, flush=True)
+
+
+def check(options: Options) -> None:
+    """UserError for options that clash or would do nothing."""
+    if options.prompt is not None and options.prompt_file is not None:
+        raise UserError("give --prompt or --prompt_file, not both")
+    if options.prompt is not None and options.lines:
+        raise UserError("--lines is for --prompt_file and standard input; give several prompts behind --prompt")
+    for name in ("temperature", "top_k", "top_p"):
+        value = getattr(options, name)
+        if value is not None and not options.do_sample:
+            raise UserError(f"--{name} has no effect on greedy and beam search: add --do_sample true")
+        if value is not None and value <= 0 or name == "top_p" and (value or 1) > 1:
+            raise UserError(f"--{name} must be greater than 0{' and at most 1' if name == 'top_p' else ''}, got {value}")
+    for name in ("max_new_tokens", "num_beams", "num_return_sequences", "chunk", "batch_size", "repetition_penalty"):
+        if getattr(options, name) <= 0:
+            raise UserError(f"--{name} must be greater than 0, got {getattr(options, name)}")
+    if options.num_return_sequences > options.num_beams and not options.do_sample:
+        raise UserError(
+            f"--num_return_sequences {options.num_return_sequences} without sampling needs as many beams: add --do_sample "
+            f"true or --num_beams {options.num_return_sequences}"
+        )
+
+
+def read_prompts(options: Options) -> list[str]:
+    """The prompts, from the flag, the file or standard input. A file's last line break is not part of its prompt."""
+    if options.prompt is not None:
+        return options.prompt
+    try:
+        source = sys.stdin.buffer.read() if options.prompt_file is None else Path(options.prompt_file).read_bytes()
+        text = source.decode("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read {options.prompt_file or 'standard input'}: {error}") from error
+    prompts = [line for line in text.splitlines() if line.strip()] if options.lines else [text.removesuffix("\n")]
+    if not prompts:
+        raise UserError(f"{options.prompt_file or 'standard input'} holds no prompt")
+    return prompts
+
+
+def read_in_chunks(model, input_ids, attention_mask, chunk: int, copies: int):
+    """The model's cache after all but the end of long prompts, each row repeated `copies` times; None for short ones.
+
+    Args:
+        input_ids, attention_mask: [B, T], left-padded. `generate` reads what the cache has not seen: at most `chunk`.
+    """
+    import torch
+    from tqdm import tqdm
+
+    cache, length = None, input_ids.shape[1]
+    positions = (attention_mask.cumsum(-1) - 1).clamp(min=0)
+    stops = range(chunk, length, chunk)
+    for stop in tqdm(stops, desc=f"reading {length:,} tokens", unit="chunk", disable=not stops):
+        piece = slice(stop - chunk, stop)
+        with torch.no_grad():
+            cache = model(
+                input_ids=input_ids[:, piece],
+                attention_mask=attention_mask[:, :stop],
+                position_ids=positions[:, piece],
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=1,
+            ).past_key_values
+    if cache is not None and copies > 1:
+        cache.batch_repeat_interleave(copies)
+    return cache
+
+
+if __name__ == "__main__":
+    main()
