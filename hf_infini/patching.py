@@ -127,7 +127,6 @@ def _adopt(model, base, model_class: type, base_class: type, config) -> None:
     for module in model.modules():
         if hasattr(module, "config"):
             module.config = config
-    config.architectures = [model_class.__name__]
 
 
 @functools.cache

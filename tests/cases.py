@@ -1,0 +1,133 @@
+"""Random problems for the attention function, and how two answers to one of them are compared."""
+
+import random
+from dataclasses import dataclass, field
+
+import torch
+
+from hf_infini import InfiniState
+
+TENSORS = ("query", "key", "value", "memory_query", "memory_key")
+
+
+@dataclass
+class Case:
+    """Arguments of one call; `options` holds what is passed on by name."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    gate: torch.Tensor
+    segment_length: int
+    options: dict = field(default_factory=dict)
+
+    def leaves(self) -> list[torch.Tensor]:
+        """Fresh copies that ask for gradients: query, key, value, gate, and the memory's query and key if there are any."""
+        tensors = [self.query, self.key, self.value, self.gate]
+        tensors += [self.options[name] for name in TENSORS[3:] if name in self.options]
+        return [tensor.detach().clone().requires_grad_() for tensor in tensors]
+
+    def call(self, function, leaves=None, cuts=(), state=None):
+        """Runs the case in one call, or in one call for each part between `cuts`; returns the output and the last state."""
+        query, key, value, gate, *memory = leaves or self.leaves()
+        whole = dict(self.options) | dict(zip(TENSORS[3:], memory, strict=False))
+        edges = [0, *cuts, query.shape[2]]
+        outputs = []
+        for begin, end in zip(edges, edges[1:], strict=False):
+            options = {}
+            for name, option in whole.items():
+                if torch.is_tensor(option):
+                    option = option[:, :, begin:end] if name in TENSORS else option[:, begin:end]
+                options[name] = option
+            parts = [tensor[:, :, begin:end] for tensor in (query, key, value)]
+            output, state = function(*parts, gate, self.segment_length, state=state, return_state=True, **options)
+            outputs.append(output)
+        return torch.cat(outputs, 2), state
+
+
+def random_case(seed: int, dtype=torch.float32, **fixed) -> Case:
+    """A small problem of random shape: any of ragged padding, packing, grouped heads, separate memory keys."""
+    pick = random.Random(seed)
+    draw = torch.Generator().manual_seed(seed)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=draw, dtype=torch.float64).to(dtype)
+
+    batch, kv_heads, group = pick.choice([1, 2, 3]), pick.choice([1, 2]), pick.choice([1, 2, 3])
+    tokens, width = pick.choice([1, 2, 5, 7, 12, 17, 33]), pick.choice([2, 4, 8])
+    value_width = pick.choice([width, width, width + 1])
+    options = {"update_rule": pick.choice(["linear", "delta"]), "local_segments": pick.choice([0, 0, 1, 2])}
+    if pick.random() < 0.5:
+        options["attention_mask"] = torch.rand(batch, tokens, generator=draw) < pick.choice([0.3, 0.8])
+    if pick.random() < 0.5:
+        starts = torch.rand(batch, tokens, generator=draw) < 0.15
+        columns = torch.arange(tokens).expand(batch, tokens)
+        options["position_ids"] = columns - torch.where(starts, columns, 0).cummax(1).values
+    if pick.random() < 0.3:
+        options["memory_query"] = normal(batch, kv_heads * group, tokens, width)
+        options["memory_key"] = normal(batch, kv_heads, tokens, width)
+    case = Case(
+        query=normal(batch, kv_heads * group, tokens, width),
+        key=normal(batch, kv_heads, tokens, width),
+        value=normal(batch, kv_heads, tokens, value_width),
+        gate=normal(kv_heads * group),
+        segment_length=pick.choice([1, 2, 3, 4, 5, 8, 40]),
+        options=options,
+    )
+    for name, value in fixed.items():
+        if name == "segment_length":
+            case.segment_length = value
+        else:
+            case.options[name] = value
+    return case
+
+
+def random_cuts(seed: int, tokens: int) -> list[int]:
+    """Where to cut a sequence into cached calls: nowhere, somewhere, or between all tokens."""
+    pick = random.Random(seed)
+    count = pick.choice([0, 1, 2, 4, tokens])
+    return sorted(pick.sample(range(1, tokens), min(count, tokens - 1)))
+
+
+def random_state(case: Case, seed: int) -> InfiniState:
+    """The state after some other tokens, with a memory that asks for gradients and a start of its own."""
+    draw = torch.Generator().manual_seed(seed)
+    heads, width, value_width = case.key.shape[1], case.key.shape[3], case.value.shape[3]
+    dtype = torch.promote_types(case.key.dtype, torch.float32)
+    return InfiniState.initial(
+        case.key,
+        case.value,
+        case.segment_length,
+        case.options["local_segments"],
+        start_memory=torch.randn(heads, width, value_width, generator=draw, dtype=dtype).requires_grad_(),
+        start_normaliser=torch.rand(heads, width, generator=draw, dtype=dtype).add(0.5).requires_grad_(),
+        separate_memory_key="memory_key" in case.options,
+    )
+
+
+def gradients(case: Case, function, cuts=(), state=None, seed=0) -> tuple:
+    """Output, final state, and the gradients of a random sum over both for every input (and the state's start)."""
+    leaves = case.leaves()
+    output, final = case.call(function, leaves, cuts, state)
+    wanted = leaves + ([] if state is None else [state.start_memory, state.start_normaliser])
+    draw = torch.Generator().manual_seed(seed)
+    total = sum(leaf.sum() * 0 for leaf in wanted)  # every leaf is part of the graph, used or not
+    for tensor in (output, final.memory, final.normaliser, final.local_key, final.local_value):
+        total = total + (tensor * torch.randn(tensor.shape, generator=draw, dtype=torch.float64).to(tensor.dtype)).sum()
+    return output, final, torch.autograd.grad(total, wanted)
+
+
+def assert_same_state(left: InfiniState, right: InfiniState, tolerance: float) -> None:
+    for name in ("memory", "normaliser", "local_key", "local_value", "local_memory_key", "tokens_seen", "last_position"):
+        one, other = getattr(left, name), getattr(right, name)
+        assert (one is None) == (other is None), name
+        if one is not None:
+            torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def assert_same_gradients(left, right, tolerance: float) -> None:
+    """Largest difference against the largest entry of each gradient."""
+    for number, (one, other) in enumerate(zip(left, right, strict=True)):
+        scale = max(float(other.abs().max()), 1e-2)  # a gradient that is zero everywhere has no scale of its own
+        difference = float((one - other).abs().max()) / scale
+        assert difference <= tolerance, f"gradient {number}: relative difference {difference:.1e}"

@@ -1,0 +1,30 @@
+"""Small models with random weights, and the token ids they read."""
+
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from hf_infini import InfiniGPT2Config, InfiniGPT2LMHeadModel
+
+SIZES = dict(vocab_size=89, n_positions=64, n_embd=32, n_layer=3, n_head=4, bos_token_id=0, eos_token_id=0)
+
+
+def gpt2(seed=0, **options) -> GPT2LMHeadModel:
+    """A GPT-2 in evaluation mode whose attention is far from uniform: ten times the usual scale of weights."""
+    torch.manual_seed(seed)
+    return GPT2LMHeadModel(GPT2Config(**SIZES | {"initializer_range": 0.2} | options)).eval()
+
+
+def infini_gpt2(seed=0, **options) -> InfiniGPT2LMHeadModel:
+    """The same with Infini-attention; gates spread from −1 to 1 so that local attention and memory both matter."""
+    torch.manual_seed(seed)
+    if "n_segments" not in options:
+        options = {"segment_length": 8} | options
+    model = InfiniGPT2LMHeadModel(InfiniGPT2Config(**SIZES | {"initializer_range": 0.2} | options)).eval()
+    for layer in model.config.infini_layers:
+        model.transformer.h[layer].attn.gate.data.copy_(torch.linspace(-1, 1, 4))
+    return model
+
+
+def token_ids(batch: int, tokens: int, seed=0) -> torch.Tensor:
+    """`[batch, tokens]`, never 0, the end-of-text id."""
+    return torch.randint(1, 89, (batch, tokens), generator=torch.Generator().manual_seed(seed))
