@@ -87,7 +87,7 @@ class InfiniCache(Cache):
     def __init__(self, config):
         bounded = set(config.infini_layers)
         super().__init__(layers=[InfiniLayer() if i in bounded else DynamicLayer() for i in range(config.n_layer)])
-        self.documents: Tensor | None = None  # of each past column, for full-attention layers; None: one document, no padding
+        self.documents: Tensor | None = None  # see full_attention_mask
 
     @property
     def state(self) -> InfiniState | None:

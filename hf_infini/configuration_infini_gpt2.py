@@ -30,20 +30,20 @@ class InfiniGPT2Config(GPT2Config):
         n_segments (`int`, *optional*):
             Segments in a context of `n_positions` tokens, which it must divide: L = n_positions / n_segments.
         update_rule (`str`, *optional*, defaults to `"linear"`):
-            How a segment is written into the memory: `"linear"` adds, `"delta"` first subtracts what the memory already holds.
+            How a segment is written into the memory: `"linear"` adds, `"delta"` first subtracts what is already there.
         local_segments (`int`, *optional*, defaults to 0):
             Earlier segments that the softmax attention still sees in full; 0 is the paper.
         gate_init (`float`, *optional*, defaults to 0.0):
             First value of every head's gate logit β; the memory's share of the output is sigmoid(β).
         memory_init (`str`, *optional*, defaults to `"zeros"`):
-            What a document's memory starts from: `"zeros"` (and local attention alone until the first segment is written),
-            `"learned"` (parameters of each layer), or `"noise"` (a normaliser of 1e-10 times uniform noise, as in the study).
+            What a document's memory starts from: `"zeros"` (local attention alone until the first segment is written),
+            `"learned"` (parameters of each layer), or `"noise"` (a normaliser of 1e-10 times uniform noise: the study).
         layers (`list[int]`, *optional*):
             Layers, counted from 0, that get Infini-attention; the others keep full attention, and their cache grows with the
             context. `None` is all of them.
         positions (`str`, *optional*, defaults to `"absolute"`):
-            What the position embedding is told: `"absolute"`, the position in the document, up to `n_positions`, as GPT-2; or
-            `"segment"`, the position within the segment, so that contexts have no limit.
+            What the position embedding is told: `"absolute"`, the position in the document, up to `n_positions`, as GPT-2;
+            or `"segment"`, the position within the segment, so that contexts have no limit.
 
     Raises:
         `StrictDataclassClassValidationError`, `StrictDataclassFieldValidationError`: naming the option, what was given and

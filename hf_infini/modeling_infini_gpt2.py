@@ -48,6 +48,12 @@ class GPT2InfiniAttention(GPT2Attention):
         elif self.config.memory_init == "noise":
             self.register_buffer("start_normaliser", torch.empty(heads, width, **options))
 
+    def drop_memory_parameters(self) -> None:
+        """Leaves GPT-2's attention alone: the inverse of `add_memory_parameters`."""
+        for name in ("gate", "start_memory", "start_normaliser"):
+            if hasattr(self, name):
+                delattr(self, name)
+
     @torch.no_grad()
     def init_memory_parameters(self) -> None:
         init.constant_(self.gate, self.config.gate_init)

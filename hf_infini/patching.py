@@ -3,7 +3,6 @@
 import functools
 
 import torch
-from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, GPT2Model
 from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
 
@@ -22,8 +21,8 @@ SUPPORTED = {GPT2LMHeadModel: InfiniGPT2LMHeadModel, GPT2Model: InfiniGPT2Model}
 def patch_model(model, **options):
     """Gives a loaded GPT-2 Infini-attention, in place.
 
-    The weights stay the same tensors (optimisers, PEFT adapters and forward hooks keep working on them); new are the gates
-    and, with `memory_init="learned"`, the memory's start. Class and configuration change too, so that the model saves as an
+    Modules and weights stay the same objects (optimisers, PEFT adapters and forward hooks keep working on them); new are
+    the gates and, with `memory_init="learned"`, the memory's start. Class and configuration change too, so that the model saves as an
     `infini_gpt2` and `AutoModelForCausalLM.from_pretrained` gives it back patched.
 
     Args:
@@ -53,12 +52,12 @@ def patch_model(model, **options):
     config = _convert(model.config, InfiniGPT2Config, **options)
     model._unpatched_config = model.config
     base = _base(model)
-    for number, block in enumerate(base.h):
-        if number in config.infini_layers:
-            block.attn = _swap(block.attn, GPT2InfiniAttention, config)
-            block.attn.add_memory_parameters(like=block.ln_1.weight)
-            block.attn.init_memory_parameters()
     _adopt(model, base, SUPPORTED[type(model)], InfiniGPT2Model, config)
+    for layer in config.infini_layers:
+        attention = base.h[layer].attn
+        attention.__class__ = GPT2InfiniAttention
+        attention.add_memory_parameters(like=attention.c_attn.bias)
+        attention.init_memory_parameters()
     return model
 
 
@@ -86,7 +85,8 @@ def unpatch_model(model):
     base = _base(model)
     for block in base.h:
         if isinstance(block.attn, GPT2InfiniAttention):
-            block.attn = _swap(block.attn, GPT2Attention, config)
+            block.attn.drop_memory_parameters()
+            block.attn.__class__ = GPT2Attention
     _adopt(model, base, plain[type(model)], GPT2Model, config)
     return model
 
@@ -103,20 +103,6 @@ def _convert(config, config_class, **options):
     converted._attn_implementation = config._attn_implementation
     converted._name_or_path = config._name_or_path
     return converted
-
-
-def _swap(attention: nn.Module, attention_class: type, config) -> nn.Module:
-    """An attention of the other class around the same projections, dropouts, hooks and mode."""
-    with torch.device("meta"):  # its own weights are thrown away at once
-        swapped = GPT2Attention(config, layer_idx=attention.layer_idx)
-    swapped.__class__ = attention_class
-    for name, child in attention.named_children():
-        setattr(swapped, name, child)
-    for name, value in vars(attention).items():
-        if "hook" in name:
-            swapped.__dict__[name] = value
-    swapped.training = attention.training
-    return swapped
 
 
 def _adopt(model, base, model_class: type, base_class: type, config) -> None:

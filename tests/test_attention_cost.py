@@ -34,9 +34,9 @@ print(peak / (tokens * 4 * 64 * 4))
 @pytest.mark.parametrize(("length", "mode"), [(16, "plain"), (16, "packed"), (256, "plain")])
 def test_peak_memory_of_a_long_sequence(length, mode):
     """100,000 tokens, forward and backward, in units of one of q, k, v: they and their gradients are 6 of them, output and
-    its gradient 2. Stored for the backward pass are σ(q), σ(k), the numerator, the read and the local output (5), a state for
-    each step of at least a head's width (2 with its sum; 8 for packed documents, whose steps are segments of 16), and the
-    backward pass holds about as many gradients at a time. A state per segment in the plain form would add 8 more, a
+    its gradient 2. Stored for the backward pass are σ(q), σ(k), the numerator, the read and the local output (5), a state
+    for each step of at least a head's width (2 with its sum; 8 for packed documents, whose steps are segments of 16), and
+    the backward pass holds about as many gradients at a time. A state per segment in the plain form would add 8 more, a
     quadratic mask 400."""
     command = [sys.executable, "-c", PEAK, "100000", str(length), mode]
     units = float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
