@@ -22,8 +22,8 @@ def patch_model(model, **options):
     """Gives a loaded GPT-2 Infini-attention, in place.
 
     Modules and weights stay the same objects (optimisers, PEFT adapters and forward hooks keep working on them); new are
-    the gates and, with `memory_init="learned"`, the memory's start. Class and configuration change too, so that the model saves as an
-    `infini_gpt2` and `AutoModelForCausalLM.from_pretrained` gives it back patched.
+    the gates and, with `memory_init="learned"`, the memory's start. Class and configuration change too, so that the model
+    saves as an `infini_gpt2` and `AutoModelForCausalLM.from_pretrained` gives it back patched.
 
     Args:
         model: a `GPT2LMHeadModel` or `GPT2Model`.

@@ -60,3 +60,17 @@ def plot_positions(table: list[dict], file: Path, title: str) -> None:
     axes.set_xscale("log", base=2)
     axes.set_ylim(bottom=0)
     figure.savefig(file)
+
+
+def plot_comparison(runs: dict[str, list[dict]], file: Path) -> None:
+    """Validation loss of several runs over the tokens trained on.
+
+    Args:
+        runs: name → lines of its `metrics.jsonl`.
+    """
+    figure, axes = _figure("Validation loss", "tokens", "cross-entropy (nats per token)")
+    for name, lines in runs.items():
+        points = [(line["tokens"], line["eval_loss"]) for line in lines if "eval_loss" in line]
+        axes.plot(*zip(*points, strict=True), marker=".", label=name)
+    axes.legend()
+    figure.savefig(file)

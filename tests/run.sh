@@ -1,0 +1,14 @@
+#!/usr/bin/env bash
+# All tests in a new environment.
+#
+#   bash tests/run.sh [PYTEST OPTIONS]
+#
+# Takes about 10 minutes on 2 CPU cores, installation included. The environment is a temporary folder, removed at the end.
+set -euo pipefail
+root=$(cd "$(dirname "$0")/.." && pwd)
+environment=$(mktemp -d)
+trap 'rm -rf "$environment"' EXIT
+bash "$root/recipes/setup.sh" "$environment" test
+cd "$root"
+"$environment/bin/ruff" check .
+"$environment/bin/pytest" "$@"
