@@ -27,7 +27,7 @@ def main(argv: list[str] | None = None) -> None:
     results = {folder: read_result(Path(folder)) for folder in options.runs}
     fingerprints = {json.dumps(result["data_fingerprint"], sort_keys=True) for result in results.values()}
     if len(fingerprints) > 1:
-        raise UserError(f"--runs: {', '.join(results)} were trained or evaluated on different data; compare runs on the same")
+        raise UserError(f"--runs: {', '.join(results)} were trained on different data; compare runs on the same")
 
     from hf_infini import plots
 

@@ -119,6 +119,16 @@ def test_one_kept_cache_serves_many_questions(model):
     assert cache.get_seq_length() == 0 and torch.equal(model(text, past_key_values=cache).logits, model(text).logits)
 
 
+def test_a_cache_read_in_inference_mode_goes_on_outside_of_it(model):
+    ids = token_ids(1, 20)
+    cache = InfiniCache(model.config)
+    with torch.inference_mode():
+        model(ids[:, :11], past_key_values=cache, use_cache=True)
+    with torch.no_grad():
+        parts = [model(ids[:, t : t + 1], past_key_values=cache, use_cache=True).logits for t in range(11, 20)]
+    torch.testing.assert_close(torch.cat(parts, 1), model(ids).logits[:, 11:], rtol=FLOAT32, atol=FLOAT32)
+
+
 def test_cache_does_not_grow():
     model = infini_gpt2(positions="segment")
     sizes = set()
