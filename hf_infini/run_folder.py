@@ -133,6 +133,8 @@ class RunRecorder(TrainerCallback):
         now = time.perf_counter()
         self.seconds += now - self._clock
         self._clock = now
+        if control.should_save:  # a resumed run starts a new average there, so this one does too
+            control.should_log = True
 
     def on_log(self, args, state, control, logs=None, model=None, **kwargs):
         line = {"step": state.global_step, "tokens": state.global_step * self.tokens_per_step}
