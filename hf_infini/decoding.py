@@ -76,9 +76,9 @@ def attend_step(
 
 
 def _put(window: Tensor, new: Tensor, layout: StepLayout, in_place: bool) -> Tensor:
-    # A tensor made under inference_mode() may not be written outside of it.
-    in_place = in_place and (torch.is_inference_mode_enabled() or not window.is_inference())
-    window = window if in_place else window.clone()
+    # The window of an initial state is one zero seen many times; one made in inference mode may be written only there.
+    in_place = in_place and window.is_contiguous() and (torch.is_inference_mode_enabled() or not window.is_inference())
+    window = window if in_place else window.clone(memory_format=torch.contiguous_format)
     window[layout.rows, :, layout.slots] = new[:, :, 0].to(window.dtype)
     return window
 

@@ -71,12 +71,14 @@ class InfiniState:
         else:
             memory = start_memory.to(dtype).expand(batch, heads, head_dim, value_dim)
             normaliser = start_normaliser.to(dtype).expand(batch, heads, head_dim)
+        # One zero, seen as a whole window: a call that reads no window and keeps no state pays for none.
+        local_key = key.new_zeros(1).expand(batch, heads, slots, head_dim)
         return cls(
             memory=memory,
             normaliser=normaliser,
-            local_key=key.new_zeros(batch, heads, slots, head_dim),
-            local_value=value.new_zeros(batch, heads, slots, value_dim),
-            local_memory_key=key.new_zeros(batch, heads, slots, head_dim) if separate_memory_key else None,
+            local_key=local_key,
+            local_value=value.new_zeros(1).expand(batch, heads, slots, value_dim),
+            local_memory_key=local_key if separate_memory_key else None,
             tokens_seen=torch.zeros(batch, dtype=torch.long, device=key.device),
             last_position=torch.full((batch,), -1, dtype=torch.long, device=key.device),
             start_memory=start_memory,

@@ -7,7 +7,9 @@ from pathlib import Path
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 
-OPTIONS = dict.fromkeys(("segment_length", "n_segments", "update_rule", "local_segments", "memory_init", "layers", "positions"))
+OPTIONS = dict.fromkeys(
+    ("segment_length", "n_segments", "update_rule", "local_segments", "memory_init", "layers", "positions")
+)
 
 
 def run(recipe, *argv):
