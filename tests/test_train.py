@@ -208,8 +208,8 @@ def test_a_finished_run_says_so_and_other_options_are_refused(base, capsys):
 def test_two_processes_train_what_one_does(base, self_run):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", 2]
     options = [*self_options(prepared_data(base)), "--gradient_accumulation", 2, "--num_processes", 2]
-    done = run(*torchrun, *recipe("train")[1:], *options, "--out", base / "two")
-    assert "2 process(es)" in done.stderr
+    command = [*torchrun, *recipe("train")[1:], *options, "--out", base / "two"]
+    assert "2 process(es)" in run(*command).stderr
     assert (base / "two" / "checkpoint-5" / "rng_state_1.pth").is_file()
     one, two = losses(self_run), losses(base / "two")
     assert [line[0] for line in one] == [line[0] for line in two]
@@ -217,6 +217,10 @@ def test_two_processes_train_what_one_does(base, self_run):
         # The gradients of 16 rows are summed in another order; 5 steps of AdamW let that grow a little
         assert of_one == [pytest.approx(value, rel=1e-4) if value is not None else None for value in of_two]
     assert result(self_run)["tokens"] == result(base / "two")["tokens"]
+    (base / "two" / "result.json").unlink()
+    (base / "two" / "checkpoint-5" / "complete.json").unlink()
+    assert "from step 4" in run(*command).stderr
+    assert losses(base / "two") == two
 
 
 def test_fewer_processes_than_asked_for_are_an_error(base):
