@@ -151,7 +151,7 @@ def main(argv: list[str] | None = None) -> None:
     trainer.accelerator.end_training()
     if not arguments.should_save:
         return
-    model.config.use_cache = True  # the Trainer switched it off for training
+    model.config.use_cache = model.generation_config.use_cache = True  # the Trainer switched it off for training
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)
     gates = training.gate_values(model)
