@@ -116,7 +116,7 @@ def main(argv: list[str] | None = None) -> None:
     print(f"{'all':>17}  {result['tokens']:>10,}  {result['cross_entropy']:7.4f}  {result['perplexity']:10.2f}")
     Path(name).parent.mkdir(parents=True, exist_ok=True)
     run_folder.write_json(Path(f"{name}.json"), result)
-    plots.plot_positions(result["by_position"], Path(f"{name}.png"), f"{Path(options.model).name} on {source}")
+    plots.plot_positions(result["by_position"], Path(f"{name}.png"), f"{Path(options.model).name} on {Path(source).name}")
     print(f"{name}.json, {name}.png", file=sys.stderr)
 
 

@@ -16,4 +16,5 @@ python=${PYTHON:-python3}
 }
 [ -x "$folder/bin/python" ] || "$python" -m venv "$folder"
 "$folder/bin/python" -m pip install --quiet --disable-pip-version-check torch==2.13.0
+rm -rf "$root/build" # modules of an earlier version would be installed with it
 "$folder/bin/python" -m pip install --quiet --disable-pip-version-check "$root[$extras]"
