@@ -51,6 +51,7 @@ class InfiniGPT2Config(GPT2Config):
     """
 
     model_type = "infini_gpt2"
+    has_no_defaults_at_init = True  # transformers 5.17 would otherwise build one without options to compare with
 
     segment_length: int | None = None
     n_segments: int | None = None

@@ -1,6 +1,7 @@
 """What `recipes/train.py` is made of: the model, the optimiser's groups, a Trainer that counts tokens, and its end."""
 
 import dataclasses
+import functools
 import hashlib
 import json
 import math
@@ -97,13 +98,18 @@ def train_to_end(trainer: Trainer, checkpoint: Path | None):
     killed after its last step has nothing left to train.
     """
     last = Path(trainer.args.output_dir) / f"checkpoint-{trainer.args.max_steps}"
-    # Of several CPU processes, transformers 5.17 reads the optimiser's state to "cpu:0", a place torch.load does not know
-    torch.serialization.register_package(
-        priority=99, tagger=lambda storage: None, deserializer=lambda storage, place: storage if place == "cpu:0" else None
-    )
+    _teach_torch_cpu_zero()
     if checkpoint != last:  # otherwise the Trainer would take one step more
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     return type(trainer.model).from_pretrained(last, dtype=torch.float32).to(trainer.args.device)
+
+
+@functools.cache  # torch cannot take the same registration twice
+def _teach_torch_cpu_zero() -> None:
+    """Of several CPU processes, transformers 5.17 reads the optimiser's state to "cpu:0", which torch.load does not know."""
+    torch.serialization.register_package(
+        priority=99, tagger=lambda storage: None, deserializer=lambda storage, place: storage if place == "cpu:0" else None
+    )
 
 
 def check_positive(options, *names: str) -> None:
