@@ -4,11 +4,12 @@ import ctypes
 import datetime
 import os
 import platform
-import sys
 from pathlib import Path
 
 import torch
 import transformers
+
+from .stages import peak_memory_bytes
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 
@@ -35,10 +36,7 @@ def keep_freed_memory() -> None:
 
 def peak_memory() -> dict[str, float]:
     """Peak memory of this process in MiB: resident memory, and the GPU's allocated memory where there is one."""
-    import resource
-
-    unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss: bytes on macOS, KiB on Linux
-    peak = {"peak_rss_mib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20, 1)}
+    peak = {"peak_rss_mib": round(peak_memory_bytes() / 2**20, 1)}
     if torch.cuda.is_available():
         peak["peak_cuda_mib"] = round(torch.cuda.max_memory_allocated() / 2**20, 1)
     return peak

@@ -46,7 +46,7 @@ def token_losses(logits, targets):
     return losses
 
 
-def stream_losses(model, input_ids, chunk: int | None = None, labels=None, progress=None) -> Iterator[tuple]:
+def stream_losses(model, input_ids, chunk: int | None = None, labels=None) -> Iterator[tuple]:
     """Reads rows of any length in chunks through the model's cache and yields the losses of each chunk.
 
     The model needs memory for one chunk and its cache only: constant for Infini-attention with segment positions,
@@ -57,7 +57,6 @@ def stream_losses(model, input_ids, chunk: int | None = None, labels=None, progr
         input_ids: [B, N] token numbers, right-padded with anything where rows differ in length.
         chunk: tokens per call of the model; `None` reads all N at once, without a cache.
         labels: [B, N] targets at their own places (−100: not counted); `None` counts every token.
-        progress: called with the number of tokens per row that were just read.
 
     Yields `(first, losses, targets)`: the position in the row (0 is the row's first token, which nothing predicts) of
     the first target, and its losses and targets, [B, t] each.
@@ -77,8 +76,6 @@ def stream_losses(model, input_ids, chunk: int | None = None, labels=None, progr
         cache = output.past_key_values
         targets = labels[:, start + 1 : start + chunk + 1].to(device)  # the row's last token predicts nothing
         yield start + 1, token_losses(output.logits[:, : targets.shape[1]], targets), targets
-        if progress is not None:
-            progress(piece.shape[1])
 
 
 class LossByPosition:

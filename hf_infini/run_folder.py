@@ -6,7 +6,6 @@ It holds `run.json` (the options it was started with), `checkpoint-N/` (complete
 
 import json
 import math
-import os
 import shutil
 import statistics
 import time
@@ -16,17 +15,10 @@ import torch
 from transformers import TrainerCallback
 
 from .cli import UserError
+from .stages import write_json
 from .training import gate_values
 
 COMPLETE = "complete.json"
-
-
-def write_json(path: Path, content) -> None:
-    """Writes JSON so that a reader finds the old file or the new one, never half of it."""
-    path = Path(path)
-    part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    os.replace(part, path)
 
 
 def check_same_run(folder: Path, options: dict) -> bool:

@@ -108,10 +108,16 @@ def write_manifest(path: Path, *, options: list, record: dict, splits: dict, sta
         "wall_seconds": round(time.perf_counter() - start, 2),
         "peak_memory_bytes": peak_memory_bytes(),
     }
-    partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(json.dumps(manifest, indent=1, ensure_ascii=False), encoding="utf-8")
-    os.replace(partial, path)
+    write_json(path, manifest)
     return manifest
+
+
+def write_json(path: Path, content) -> None:
+    """Writes JSON so that a reader finds the old file or the new one, never half of it."""
+    path = Path(path)
+    part = path.with_name(path.name + ".part")
+    part.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    os.replace(part, path)
 
 
 def peak_memory_bytes() -> int:
