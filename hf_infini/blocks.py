@@ -216,13 +216,22 @@ def write_blocks(tokens: "np.ndarray", folder: Path, context: int, numbers: Sequ
     }
 
 
-def shuffle_blocks(count: int, validation: float, seed: int) -> dict[str, "np.ndarray"]:
-    """Shuffles `count` block numbers and gives a share of them (one at least, if it is above 0) to validation."""
+def shuffle_blocks(count: int, shares: dict[str, float], seed: int) -> dict[str, "np.ndarray"]:
+    """Shuffles `count` block numbers, gives each held-out split its share, and what is left to `"train"`.
+
+    Args:
+        count: how many blocks there are.
+        shares: of the held-out splits, by name, one block at least if it is above 0. They take their blocks in this
+            order, so that a split added behind the others takes from training alone.
+        seed: of the shuffle.
+    """
     import numpy as np
 
-    order = np.random.default_rng(seed).permutation(count)
-    held_out = max(1, round(validation * count)) if validation > 0 else 0
-    return {"train": order[held_out:], "validation": order[:held_out]}
+    order, splits = np.random.default_rng(seed).permutation(count), {}
+    for name, share in shares.items():
+        held_out = max(1, round(share * count)) if share > 0 else 0
+        splits[name], order = order[:held_out], order[held_out:]
+    return {"train": order, **splits}
 
 
 def _record_batch(rows: list[tuple], schema):

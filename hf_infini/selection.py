@@ -117,8 +117,12 @@ def keep_fraction(documents: Iterable[Document], fraction: float, seed: int, log
             log.dropped["outside the fraction"] += 1
 
 
-def choose(ids: list[str], share: float, seed: int, purpose: str) -> list[int]:
-    """The positions of `round(share * len(ids))` ids (one at least, if `share` is above 0) by chance, ascending."""
-    count = min(len(ids), max(1, round(share * len(ids)))) if share > 0 else 0
-    ranked = sorted(range(len(ids)), key=lambda position: (chance(seed, purpose, ids[position]), position))
+def choose(ids: list[str], share: float, seed: int, purpose: str, exclude: Iterable[int] = ()) -> list[int]:
+    """The positions of `round(share * len(ids))` ids (one at least, if `share` is above 0) by chance, ascending.
+
+    None of the positions in `exclude` is among them, so that fewer may be left than the share asks for.
+    """
+    left = set(range(len(ids))).difference(exclude)
+    count = max(1, round(share * len(ids))) if share > 0 else 0
+    ranked = sorted(left, key=lambda position: (chance(seed, purpose, ids[position]), position))
     return sorted(ranked[:count])

@@ -88,6 +88,14 @@ def run_stage(folder: Path, options: dict, build: Callable[[Path], dict]) -> dic
     return {**record, "reused": False}
 
 
+def drop_stage(folder: Path, *files: Path) -> None:
+    """Deletes `files` and the folder of a stage that is no longer wanted; a folder that no stage made stays."""
+    if (folder / _STAGE_FILE).is_file():
+        for file in files:
+            file.unlink(missing_ok=True)
+        shutil.rmtree(folder)
+
+
 def write_manifest(path: Path, *, options: list, record: dict, splits: dict, start: float) -> dict:
     """Writes `manifest.json` in one step and returns it.
 

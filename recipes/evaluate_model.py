@@ -2,15 +2,19 @@
 
     python recipes/evaluate_model.py --model runs/infini --data data/quickstart
     python recipes/evaluate_model.py --model runs/infini --data data/quickstart --length 32768
+    python recipes/evaluate_model.py --model runs/mha --data data/shakespeare --split test
     python recipes/evaluate_model.py --model runs/infini --text plays.txt --length 8192 --out runs/infini/plays
     python recipes/evaluate_model.py --model runs/infini --text documents.jsonl --length 4096 --join false
 
 Without --length, --data is evaluated on its validation rows as they are, which is the number in train.py's result.json.
-With it, texts are read in rows of that length, in chunks through the model's cache: a model with segment positions
-(`positions: segment`) takes any length in constant memory; one with absolute positions stops at its `n_positions`.
+--split test reads the test rows instead, for the one model that the validation rows chose. With --length, texts are read
+in rows of that length, in chunks through the model's cache: a model with segment positions (`positions: segment`) takes
+any length in constant memory; one with absolute positions stops at its `n_positions`.
 Writes OUT.json, OUT.png (perplexity by position, log-2 buckets), and the same table on standard output.
 """
 
+import json
+import shlex
 import sys
 import time
 from dataclasses import dataclass, field
@@ -27,7 +31,8 @@ def option(default, help_text: str):
 @dataclass
 class Options:
     model: str = field(metadata={"help": "Model folder or name on the Hub."})
-    data: str | None = option(None, "Folder made by recipes/prepare.py; its validation split is read. Or --text.")
+    data: str | None = option(None, "Folder made by recipes/prepare.py. Or --text.")
+    split: Literal["validation", "test"] = option("validation", "--data: the held-out rows or documents to read.")
     text: str | None = option(None, "Text file (one document) or .jsonl file (one document per line). Or --data.")
     text_field: str = option("text", "The field of a .jsonl file that holds the text.")
     length: int | None = option(None, "Tokens per row; default: the rows of --data, or the model's n_positions.")
@@ -39,7 +44,8 @@ class Options:
     batch_size: int = option(4, "Rows per call of the model.")
     precision: Literal["float32", "bf16"] = option("float32", "bf16: autocast.")
     device: str = option("auto", "cpu, cuda, cuda:1, …; auto: a GPU where there is one.")
-    out: str | None = option(None, "Files to write, without suffix; default: evaluation, in the model's folder.")
+    out: str | None = option(None, "Files to write, without suffix; default: evaluation (--split test: evaluation_test) "
+                           "in the model's folder.")  # fmt: skip
 
 
 @exit_on_user_error
@@ -47,8 +53,9 @@ def main(argv: list[str] | None = None) -> None:
     (options,) = parse_options(Options, description=__doc__, argv=argv)
     if (options.data is None) == (options.text is None):
         raise UserError("give exactly one of --data and --text")
-    if options.data is not None and not (Path(options.data) / "manifest.json").is_file():
-        raise UserError(f"--data: {options.data} has no manifest.json; make the folder with recipes/prepare.py")
+    if options.text is not None and options.split != "validation":
+        raise UserError(f"--split {options.split} chooses among the rows of --data, and --text has none: leave it out")
+    manifest = read_manifest(options)
     if options.text is not None and not Path(options.text).is_file():
         raise UserError(f"--text: there is no file {options.text}")
     for name in ("length", "chunk", "batch_size", "max_tokens"):
@@ -60,13 +67,13 @@ def main(argv: list[str] | None = None) -> None:
     from torch.nn.utils.rnn import pad_sequence
     from tqdm import tqdm
 
-    from hf_infini import inference, measurement, metrics, plots, run_folder
+    from hf_infini import inference, measurement, metrics, plots, run_folder, training
     from hf_infini.perplexity_metric import TokenPerplexity
 
     model, tokenizer = inference.load_model(options.model, options.device)
-    name = options.out or (str(Path(options.model) / "evaluation") if Path(options.model).is_dir() else None)
-    if name is None:
+    if options.out is None and not Path(options.model).is_dir():
         raise UserError(f"--out is needed, as --model {options.model} is no folder here")
+    name = options.out or str(Path(options.model) / f"evaluation{'_test' if options.split == 'test' else ''}")
     if options.data is not None and options.length is None:
         rows, source = prepared_rows(options), options.data
     else:
@@ -101,12 +108,15 @@ def main(argv: list[str] | None = None) -> None:
         "by_position": positions.table(),
         "model": options.model,
         "source": source,
+        "split": options.split if manifest else None,
+        "data_fingerprint": training.data_fingerprint(manifest) if manifest else None,
         "rows": len(rows),
         "complete_rows": complete,
         "length": length,
         "tokens_per_second": round(sum(map(len, rows)) / seconds, 1),
         **measurement.peak_memory(),
         "options": vars(options),
+        "command": shlex.join([Path(sys.executable).name, *sys.argv]),
         **measurement.environment(),
     }
     print(f"{'positions':>17}  {'tokens':>10}  {'nats':>7}  {'perplexity':>10}")
@@ -120,11 +130,27 @@ def main(argv: list[str] | None = None) -> None:
     print(f"{name}.json, {name}.png", file=sys.stderr)
 
 
+def read_manifest(options: Options) -> dict | None:
+    """The manifest of --data, None for --text; a UserError when it has no such split."""
+    if options.data is None:
+        return None
+    file = Path(options.data) / "manifest.json"
+    if not file.is_file():
+        raise UserError(f"--data: {options.data} has no manifest.json; make the folder with recipes/prepare.py")
+    manifest = json.loads(file.read_text(encoding="utf-8"))
+    if manifest["splits"].get(options.split, {"blocks": 0})["blocks"] == 0:
+        raise UserError(
+            f"--split {options.split}: {options.data} has no {options.split} rows; prepare it again with "
+            f"--{options.split} SHARE, and train on what that leaves"
+        )
+    return manifest
+
+
 def prepared_rows(options: Options) -> list:
-    """The validation rows of --data as train.py reads them, [length] tokens each."""
+    """The rows of --data's --split as train.py reads them, [length] tokens each."""
     from datasets import load_from_disk
 
-    rows = load_from_disk(str(Path(options.data) / "validation")).with_format("numpy")
+    rows = load_from_disk(str(Path(options.data) / options.split)).with_format("numpy")
     return enough(list(rows["input_ids"][:]), options.max_tokens)
 
 
@@ -135,7 +161,7 @@ def text_rows(options: Options, tokenizer, length: int) -> list:
     from hf_infini.corpora import iterate_documents
     from hf_infini.tokenization import encode_texts
 
-    file = options.text or str(Path(options.data) / "validation_documents.jsonl")
+    file = options.text or str(Path(options.data) / f"{options.split}_documents.jsonl")
     if options.data is not None and Path(file).stat().st_size == 0:
         raise UserError(f"{options.data} was split by block and holds no documents: give the source with --text")
     kind = "jsonl" if options.data is not None else "auto"

@@ -2,12 +2,13 @@
 
     python recipes/prepare.py --config recipes/configs/prepare_carolina.yaml --source CAROLINA --out data/carolina
     python recipes/prepare.py --source biographies --vocab_size 2000 --out data/biographies
-    python recipes/prepare.py --source plays.txt --tokenizer characters --split_by block --out data/plays
+    python recipes/prepare.py --source plays.txt --tokenizer characters --split_by block --test 0.02 --out data/plays
 
---out then holds `tokenizer/`, `train/` and `validation/` (for `datasets.load_from_disk`: a column `input_ids`, rows of
-`--context` tokens), `validation_documents.jsonl` (id, title, source, text and extra of every validation document) and
-`manifest.json` (options, counts, hashes), which is written last: a folder without it is not finished. `.stages/` keeps
-the documents and token streams; a second run redoes only what depends on an option that changed.
+--out then holds `tokenizer/`, `train/`, `validation/` and, with --test, `test/` (for `datasets.load_from_disk`: a column
+`input_ids`, rows of `--context` tokens), `validation_documents.jsonl` and `test_documents.jsonl` (id, title, source, text
+and extra of every held-out document) and `manifest.json` (options, counts, hashes), which is written last: a folder
+without it is not finished. `.stages/` keeps the documents and token streams; a second run redoes only what depends on an
+option that changed. Choose by the validation split, report the test split: --test changes nothing about the former.
 
 Exits with 1 and a message for damaged, missing or empty input, with 2 for unknown or malformed options.
 """
@@ -76,7 +77,8 @@ class BlockOptions:
     out: str = field(metadata={"help": "The folder to write."})
     context: int = option(1024, "Tokens per block.")
     validation: float = option(0.02, "Share of the documents (or blocks) held out for validation, 0 to 1.")
-    split_by: str = option("document", "document: no document is on both sides; block: all documents are concatenated, "
+    test: float = option(0.0, "Share of the documents (or blocks) held out for a test split of their own, 0 to 1.")
+    split_by: str = option("document", "document: no document is in two splits; block: all documents are concatenated, "
                            "and the blocks are shuffled and split.", choices=["document", "block"])
     max_tokens: int = option(-1, "Stop the training text after so many tokens; -1 = no limit.")
 
@@ -98,8 +100,14 @@ def check_options(corpus: CorpusOptions, tokens: TokenizerOptions, blocks: Block
     for options, name in ((corpus, "fraction"), (tokens, "tokenizer_sample")):
         if not 0 < getattr(options, name) <= 1:
             raise UserError(f"--{name} is {getattr(options, name)}; give a share above 0 and up to 1")
-    if not 0 <= blocks.validation < 1:
-        raise UserError(f"--validation is {blocks.validation}; give a share from 0 up to, not including, 1")
+    for name in ("validation", "test"):
+        if not 0 <= getattr(blocks, name) < 1:
+            raise UserError(f"--{name} is {getattr(blocks, name)}; give a share from 0 up to, not including, 1")
+    if blocks.validation + blocks.test >= 1:
+        raise UserError(
+            f"--validation {blocks.validation} and --test {blocks.test} leave nothing for training; give shares that are "
+            "below 1 together"
+        )
     for options, name in ((corpus, "max_documents"), (blocks, "max_tokens")):
         if getattr(options, name) != -1 and getattr(options, name) < 1:
             raise UserError(f"--{name} is {getattr(options, name)}; give a positive number, or -1 for no limit")
@@ -126,47 +134,56 @@ def prepare(corpus: CorpusOptions, tokens: TokenizerOptions, blocks: BlockOption
 
     # 2. The split. By document it comes before the tokenizer, which learns from training documents only.
     by_document = blocks.split_by == "document"
-    validation = selection.choose(store.ids, blocks.validation, corpus.seed, "validation") if by_document else []
-    training = sorted(set(range(len(store))) - set(validation))
-    if not training:
+    shares = {"validation": blocks.validation} | ({"test": blocks.test} if blocks.test > 0 else {})
+    sides: dict[str, list[int]] = {}
+    for name, share in shares.items():
+        taken = sum(sides.values(), [])
+        sides[name] = selection.choose(store.ids, share if by_document else 0, corpus.seed, name, exclude=taken)
+    sides["train"] = sorted(set(range(len(store))).difference(*sides.values()))
+    if not sides["train"]:
         raise UserError(f"the corpus has {len(store)} document(s), which leaves none to train on; use --split_by block")
     split = {"documents": record["documents"]["key"], "seed": corpus.seed}
-    split |= {"validation": blocks.validation if by_document else 0}
+    split |= {name: share if by_document else 0 for name, share in shares.items()}
 
     # 3. The tokenizer.
-    make = functools.partial(blocking.save_tokenizer, store, training, seed=corpus.seed, **dataclasses.asdict(tokens))
+    make = functools.partial(blocking.save_tokenizer, store, sides["train"], seed=corpus.seed, **dataclasses.asdict(tokens))
     settings = dataclasses.asdict(tokens) | {"files": stages.state_of_files(tokens.tokenizer)}
     settings |= split if tokens.tokenizer in ("bpe", "characters") else {}
     record["tokenizer"] = stages.run_stage(out / "tokenizer", settings, make)
     tokenizer = AutoTokenizer.from_pretrained(out / "tokenizer")
 
-    # 4. Documents -> one token stream per side -> blocks.
+    # 4. Documents -> one token stream per split -> blocks.
     def write_streams(folder: Path) -> dict:
-        limit = blocks.max_tokens if blocks.max_tokens > 0 else None
+        limits = {"train": blocks.max_tokens} if blocks.max_tokens > 0 else {}
+        write = functools.partial(blocking.write_tokens, store, tokenizer=tokenizer)
         return {
-            "train": blocking.write_tokens(store, training, tokenizer, folder / "train.bin", max_tokens=limit),
-            "validation": blocking.write_tokens(store, validation, tokenizer, folder / "validation.bin"),
+            name: write(sides[name], path=folder / f"{name}.bin", max_tokens=limits.get(name))
+            for name in ("train", *shares)
         }
 
     settings = split | {"tokenizer": record["tokenizer"]["key"], "max_tokens": blocks.max_tokens}
     record["tokens"] = stages.run_stage(hidden / "tokens", settings, write_streams)
     counts = record["tokens"]["result"]
     streams = {name: blocking.read_tokens(hidden / "tokens" / f"{name}.bin", counts[name]["dtype"]) for name in counts}
-    order = {"train": None, "validation": None}
+    order = {}
     if not by_document:
-        streams["validation"] = streams["train"]
-        order = blocking.shuffle_blocks(len(streams["train"]) // blocks.context, blocks.validation, corpus.seed)
+        streams = dict.fromkeys(streams, streams["train"])
+        order = blocking.shuffle_blocks(len(streams["train"]) // blocks.context, shares, corpus.seed)
     for name, stream in streams.items():
         settings = {"tokens": record["tokens"]["key"], "context": blocks.context}
-        settings |= {} if by_document else {"blocks": blocks.validation}
-        cut = functools.partial(blocking.write_blocks, stream, context=blocks.context, numbers=order[name])
+        settings |= {} if by_document else {"blocks": [*shares.values()] if "test" in shares else blocks.validation}
+        cut = functools.partial(blocking.write_blocks, stream, context=blocks.context, numbers=order.get(name))
         record[name] = stages.run_stage(out / name, settings, cut)
-        if record[name]["result"]["blocks"] == 0 and (name == "train" or blocks.validation > 0):
+        if record[name]["result"]["blocks"] == 0 and shares.get(name, 1) > 0:
+            now = ", ".join(f"--{split} (now {share})" for split, share in shares.items())
             raise UserError(
-                f"the {name} text has {len(stream):,} tokens, too few for a block of {blocks.context:,}; lower "
-                f"--context, take more documents, or change --validation (now {blocks.validation})"
+                f"the text of {len(stream):,} tokens that {name} is cut from is too few for a block of "
+                f"{blocks.context:,}; lower --context, take more documents, or change {now}"
             )
-    store.write_jsonl(validation, out / "validation_documents.jsonl")
+    for name in shares:
+        store.write_jsonl(sides[name], out / f"{name}_documents.jsonl")
+    if "test" not in shares:  # what an earlier run held out for testing is trained on now
+        stages.drop_stage(out / "test", out / "test_documents.jsonl")
 
     # 5. The manifest, which says that all is done.
     return stages.write_manifest(

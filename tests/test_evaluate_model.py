@@ -2,9 +2,11 @@
 
 import json
 import math
+import shutil
 
 import pytest
 import torch
+from datasets import load_from_disk
 from test_train import CONTEXT, load_recipe, prepared_data, recipe, result, run, self_options, straight_run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -127,6 +129,39 @@ def test_user_errors(options, message, capsys):
     assert stopped.value.code == 1 and message in capsys.readouterr().err
 
 
+def test_the_test_split(model_and_data, base, tmp_path):
+    folder, data = tmp_path / "model", tmp_path / "data"
+    shutil.copytree(model_and_data[0], folder, ignore=shutil.ignore_patterns("checkpoint-*"))
+    options = ["--source", base / "train_data" / "text.jsonl", "--tokenizer", model_and_data[1] / "tokenizer"]
+    run(*recipe("prepare"), *options, "--context", CONTEXT, "--validation", 0.1, "--test", 0.1, "--out", data)
+    found = {}
+    for split in ("validation", "test"):
+        evaluate_model.main(["--model", str(folder), "--data", str(data), "--split", split, "--device", "cpu"])
+        name = {"validation": "evaluation", "test": "evaluation_test"}[split]
+        found[split] = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
+        expected, tokens = naive_cross_entropy(folder, load_from_disk(str(data / split))["input_ids"])
+        assert found[split]["split"] == split and found[split]["tokens"] == tokens
+        assert found[split]["cross_entropy"] == pytest.approx(expected, rel=1e-5)  # float32 sums in another order
+    assert found["test"]["cross_entropy"] != found["validation"]["cross_entropy"]
+    assert found["test"]["data_fingerprint"] == found["validation"]["data_fingerprint"] != result(folder)["data_fingerprint"]
+    text = evaluate(tmp_path, "--model", folder, "--data", data, "--split", "test", "--length", 200)
+    lines = [line for line in (data / "test_documents.jsonl").read_text(encoding="utf-8").split("\n") if line]
+    stream = [token for line in lines for token in tokens_of(folder, json.loads(line)["text"])]
+    rows = [stream[start : start + 200] for start in range(0, len(stream), 200)]
+    assert text["tokens"] == sum(len(row) - 1 for row in rows)
+
+
+def test_a_folder_without_a_test_split(model_and_data, tmp_path, capsys):
+    folder, data = model_and_data
+    for options, message in (
+        (["--data", data], f"--split test: {data} has no test rows; prepare it again with --test SHARE"),
+        (["--text", __file__], "--split test chooses among the rows of --data, and --text has none"),
+    ):
+        with pytest.raises(SystemExit):
+            evaluate(tmp_path, "--model", folder, "--split", "test", *options)
+        assert message in capsys.readouterr().err
+
+
 def test_documents_too_short(model_and_data, tmp_path, capsys):
     folder, data = model_and_data
     with pytest.raises(SystemExit):
@@ -136,6 +171,6 @@ def test_documents_too_short(model_and_data, tmp_path, capsys):
 
 def test_the_commands_of_the_docstring_are_parsed():
     commands = [line.split() for line in evaluate_model.__doc__.splitlines() if line.startswith("    python ")]
-    assert len(commands) == 4
+    assert len(commands) == 5
     for command in commands:
         parse_options(evaluate_model.Options, description="", argv=command[2:])

@@ -71,6 +71,12 @@ def stream_of(out: Path, split: str) -> np.ndarray:
     return table.with_format("numpy")["input_ids"][:].reshape(-1).astype(np.int32)
 
 
+def documents_of(out: Path, split: str) -> dict[str, str]:
+    """Id and text of the documents of a held-out split."""
+    rows = map(json.loads, open(out / f"{split}_documents.jsonl", encoding="utf-8"))
+    return {row["id"]: row["text"] for row in rows}
+
+
 def reused(manifest: dict) -> list[str]:
     return [name for name, stage in manifest["stages"].items() if stage["reused"]]
 
@@ -157,6 +163,48 @@ def test_split_by_block_holds_every_block_once(made, tmp_path):
     assert (out / "validation_documents.jsonl").read_text() == ""
 
 
+@pytest.mark.parametrize("split_by", ["document", "block"])
+def test_a_test_split_takes_from_training_alone(made, tmp_path, split_by):
+    out = tmp_path / "out"
+    without = run(*BIOGRAPHIES, "--split_by", split_by, out=out)
+    held_out = (out / "validation_documents.jsonl").read_bytes()
+    validation = stream_of(out, "validation")
+    manifest = run(*BIOGRAPHIES, "--split_by", split_by, "--test", 0.2, out=out)
+    splits, tokenizer = manifest["splits"], AutoTokenizer.from_pretrained(out / "tokenizer")
+    assert list(splits) == ["train", "validation", "test"]
+    assert (out / "validation_documents.jsonl").read_bytes() == held_out
+    if split_by == "document":
+        rows = {name: documents_of(out, name) for name in ("validation", "test")}
+        assert len(rows["test"]) == splits["test"]["documents"] == COUNT // 5
+        train = {document.id for document in biography_documents(COUNT)} - set(rows["validation"]) - set(rows["test"])
+        assert not set(rows["validation"]) & set(rows["test"]) and splits["train"]["documents"] == len(train) == 28
+        # 35 % of the 28 training documents: the tokenizer has read neither held-out split.
+        assert manifest["tokenizer"]["learned_from_documents"] == 10
+        for name in ("validation", "test"):
+            decoded = tokenizer.decode(stream_of(out, name))
+            assert "".join(text + tokenizer.eos_token for text in rows[name].values()).startswith(decoded)
+    else:
+        assert (stream_of(out, "validation") == validation).all() and splits["validation"] == without["splits"]["validation"]
+        blocks = {name: list(map(bytes, stream_of(out, name).reshape(-1, 128))) for name in splits}
+        whole = np.memmap(out / ".stages" / "tokens" / "train.bin", dtype=splits["train"]["dtype"], mode="r")
+        everything = whole[: len(whole) // 128 * 128].reshape(-1, 128).astype(np.int32)
+        assert sorted(sum(blocks.values(), [])) == sorted(map(bytes, everything))  # each block once, in one of the splits
+        assert len(blocks["test"]) == splits["test"]["blocks"] == round(0.2 * len(everything))
+        assert (out / "test_documents.jsonl").read_text() == ""
+    same = run(*BIOGRAPHIES, "--split_by", split_by, "--test", 0.2, out=out)
+    assert reused(same) == ["documents", "tokenizer", "tokens", "train", "validation", "test"]
+
+    back = run(*BIOGRAPHIES, "--split_by", split_by, out=out)
+    assert back["splits"] == without["splits"] and not list(out.glob("test*"))
+
+
+def test_without_a_test_split_a_folder_keeps_its_keys(made):
+    # Keys as they were before there was a test split: a finished folder is not prepared again, nor its runs refused.
+    stages = json.loads((made[0] / ".stages" / "tokens" / "stage.json").read_text())
+    assert set(stages["options"]) == {"documents", "seed", "validation", "tokenizer", "max_tokens"}
+    assert list(made[1]["splits"]) == ["train", "validation"]
+
+
 def test_caps_and_fractions(tmp_path):
     capped = run(*BIOGRAPHIES, "--max_tokens", 1500, "--max_documents", 20, out=tmp_path / "capped")
     assert capped["splits"]["train"]["stream_tokens"] == 1500 and capped["splits"]["train"]["documents"] == 1
@@ -206,6 +254,10 @@ def test_damaged_shard_stops_the_run_or_is_listed(tmp_path, capsys):
     [
         (["--fraction", 0], "--fraction is 0.0; give a share above 0"),
         (["--validation", 1], "--validation is 1.0"),
+        (["--test", -0.1], "--test is -0.1; give a share from 0 up to"),
+        (["--test", 0.9], "--validation 0.1 and --test 0.9 leave nothing for training"),
+        (["--biographies", 2, "--test", 0.1], "the corpus has 2 document(s), which leaves none to train on"),
+        (["--max_tokens", 300, "--split_by", "block", "--test", 0.5], "too few for a block of 128; lower --context"),
         (["--max_tokens", 0], "--max_tokens is 0; give a positive number, or -1"),
         (["--context", 0], "--context is 0"),
         (["--vocab_size", 100], "--vocab_size is 100; byte-level BPE needs at least 258"),
