@@ -7,18 +7,29 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from .attention import infini_attention
 from .cache import InfiniCache
+from .causal_mha import CausalMultiHeadAttention
+from .configuration_causal_mha import CausalMHAConfig
 from .configuration_infini_gpt2 import InfiniGPT2Config
+from .modeling_causal_mha import CausalMHAForCausalLM, CausalMHAModel
 from .modeling_infini_gpt2 import GPT2InfiniAttention, InfiniGPT2LMHeadModel, InfiniGPT2Model
 from .naive import naive_infini_attention
 from .patching import patch_model, unpatch_model
 from .state import InfiniState
 
-AutoConfig.register("infini_gpt2", InfiniGPT2Config, exist_ok=True)
-AutoModel.register(InfiniGPT2Config, InfiniGPT2Model, exist_ok=True)
-AutoModelForCausalLM.register(InfiniGPT2Config, InfiniGPT2LMHeadModel, exist_ok=True)
+for config, model, language_model in (
+    (InfiniGPT2Config, InfiniGPT2Model, InfiniGPT2LMHeadModel),
+    (CausalMHAConfig, CausalMHAModel, CausalMHAForCausalLM),
+):
+    AutoConfig.register(config.model_type, config, exist_ok=True)
+    AutoModel.register(config, model, exist_ok=True)
+    AutoModelForCausalLM.register(config, language_model, exist_ok=True)
 
 __version__ = "0.1.0"
 __all__ = [
+    "CausalMHAConfig",
+    "CausalMHAForCausalLM",
+    "CausalMHAModel",
+    "CausalMultiHeadAttention",
     "GPT2InfiniAttention",
     "InfiniCache",
     "InfiniGPT2Config",

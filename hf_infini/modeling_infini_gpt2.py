@@ -13,6 +13,7 @@ from transformers.utils.output_capturing import capture_outputs
 from .attention import attend
 from .cache import InfiniCache, full_attention_mask
 from .configuration_infini_gpt2 import InfiniGPT2Config
+from .generation import MemoryGenerationMixin, columns_of_call, memory_cache
 from .segments import SegmentLayout, segment_layout
 from .state import InfiniState
 from .steps import StepLayout
@@ -204,20 +205,14 @@ class InfiniGPT2Model(InfiniGPT2PreTrainedModel, GPT2Model):
             self.warn_if_padding_and_no_attention_mask(input_ids, attention_mask)
             inputs_embeds = self.wte(input_ids)
         batch, tokens = inputs_embeds.shape[:2]
-        if past_key_values is not None and not isinstance(past_key_values, InfiniCache):
-            raise ValueError(
-                f"past_key_values must be an InfiniCache, got {type(past_key_values).__name__}: a memory does not fit into "
-                "other caches. Leave it out with use_cache=True, or pass InfiniCache(model.config)."
-            )
-        if use_cache and past_key_values is None:
-            past_key_values = InfiniCache(self.config)
+        past_key_values = memory_cache(self.config, past_key_values, use_cache)
         past = 0 if past_key_values is None else past_key_values.get_seq_length()
         layout = segment_layout(
             batch,
             tokens,
             self.config.tokens_per_segment,
             self.config.local_segments,
-            attention_mask=_columns_of_call(attention_mask, tokens, past),
+            attention_mask=columns_of_call(attention_mask, tokens, past),
             position_ids=position_ids,
             state=None if past_key_values is None else past_key_values.state,
             device=inputs_embeds.device,
@@ -271,7 +266,7 @@ class InfiniGPT2Model(InfiniGPT2PreTrainedModel, GPT2Model):
         return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, torch.finfo(dtype).min)
 
 
-class InfiniGPT2LMHeadModel(InfiniGPT2PreTrainedModel, GPT2LMHeadModel):
+class InfiniGPT2LMHeadModel(InfiniGPT2PreTrainedModel, MemoryGenerationMixin, GPT2LMHeadModel):
     """`GPT2LMHeadModel` on an [`InfiniGPT2Model`].
 
     `from_pretrained` also takes a plain GPT-2 checkpoint with the memory's options, `segment_length=…` and so on: the gates
@@ -283,27 +278,3 @@ class InfiniGPT2LMHeadModel(InfiniGPT2PreTrainedModel, GPT2LMHeadModel):
         self.transformer = InfiniGPT2Model(config)
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         self.post_init()
-
-    def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
-        asked = generation_config.cache_implementation
-        if asked not in (None, "dynamic"):
-            raise ValueError(
-                f"cache_implementation={asked!r} is not for a model with a compressive memory: it makes its own cache, "
-                "already of constant size. Leave cache_implementation out."
-            )
-        if model_kwargs.get("past_key_values") is None and generation_config.use_cache is not False:
-            model_kwargs["past_key_values"] = InfiniCache(self.config)
-            return None
-        return super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
-
-
-def _columns_of_call(attention_mask: Tensor | None, tokens: int, past: int) -> Tensor | None:
-    """The part of the mask that covers this call's tokens: `generate` passes it for the past as well."""
-    if attention_mask is None:
-        return None
-    if attention_mask.dim() != 2 or attention_mask.shape[1] not in (tokens, past + tokens):
-        raise ValueError(
-            f"attention_mask must be [batch, {tokens}] or [batch, {past + tokens}] (this call's tokens, or those of the "
-            f"{past} before as well), 1 for real tokens; got {list(attention_mask.shape)}."
-        )
-    return attention_mask[:, -tokens:]

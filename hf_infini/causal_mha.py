@@ -1,0 +1,314 @@
+"""Causal multi-head attention written out: projections, scores, softmax, heads, and the projection that joins them."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import initialization as init
+from transformers.cache_utils import Cache
+
+from .attention import attend
+from .configuration_causal_mha import ATTENTION_OPTIONS, IN_EMBEDDING, CausalMHAConfig
+from .positions import alibi_bias, relative_key_bias, relative_keys, rotate, t5_buckets
+from .scores import additive_scores, as_dot_product, dot_scores, general_scores, scaled_dot_scores
+from .segments import SegmentLayout, segment_layout
+from .state import InfiniState
+from .steps import StepLayout
+
+
+class HeadParts(NamedTuple):
+    """What the heads of one layer did, `Q` queries looking at `K` keys."""
+
+    scores: Tensor  # [batch, heads, Q, K], position biases included, −inf where a key is not visible
+    weights: Tensor  # [batch, heads, Q, K], the softmax of the scores: rows sum to 1, or are 0 where no key is visible
+    heads: Tensor  # [batch, heads, Q, head_dim], the context vectors: weights · values
+
+
+class CausalMultiHeadAttention(nn.Module):
+    """`concat(head_1, …, head_H) W_O`, with `head_h = softmax(score(Q_h, K_h) + causal mask) V_h` (Vaswani et al. 2017).
+
+    Head `h` owns the columns `h · head_dim … (h + 1) · head_dim − 1` of what `W_query`, `W_key` and `W_value` give.
+
+    Args:
+        d_in: width of the input.
+        d_out: width of the output, all heads together.
+        num_heads: heads; must divide `d_out`.
+        dropout: probability of dropping an attention weight, in training.
+        qkv_bias: whether `W_query`, `W_key` and `W_value` have a bias.
+        layer_idx: which layer of a model it is; needed with a cache only.
+        config: where the kind of attention, the score and the position encoding come from, inside a model.
+        options: the same by name, for an attention alone: those of [`CausalMHAConfig`], such as `score="additive"`,
+            `attention="local", sliding_window=16` or `position_encoding="rope"`. Without any: global, scaled dot product,
+            no positions.
+
+    Raises:
+        ValueError: `num_heads` does not divide `d_out`; an option that is unknown or does nothing here.
+    """
+
+    def __init__(
+        self,
+        d_in: int,
+        d_out: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        qkv_bias: bool = False,
+        *,
+        layer_idx: int | None = None,
+        config: CausalMHAConfig | None = None,
+        **options,
+    ):
+        super().__init__()
+        if num_heads < 1 or d_out % num_heads:
+            raise ValueError(f"num_heads must divide d_out, the width of all heads together; got {d_out} / {num_heads}.")
+        if config is None:
+            config = _config_of_options(d_out, num_heads, options)
+        elif options:
+            raise ValueError(f"give the options in config or by name, not both; got {', '.join(options)} beside a config.")
+        self.config = config
+        self.layer_idx = layer_idx
+        self.num_heads = num_heads
+        self.head_dim = d_out // num_heads
+        self.W_query = nn.Linear(d_in, d_out, bias=qkv_bias)
+        self.W_key = nn.Linear(d_in, d_out, bias=qkv_bias)
+        self.W_value = nn.Linear(d_in, d_out, bias=qkv_bias)
+        self.out_proj = nn.Linear(d_out, d_out)
+        self.dropout = nn.Dropout(dropout)
+        heads, width = num_heads, self.head_dim
+        if config.score == "general":
+            self.score_weight = nn.Parameter(torch.empty(heads, width, width))
+        elif config.score == "additive":
+            self.score_weight = nn.Parameter(torch.empty(heads, width, 2 * width))
+            self.score_vector = nn.Parameter(torch.empty(heads, width))
+        if config.position_encoding == "relative_key":
+            self.relative_table = nn.Parameter(torch.empty(config.max_distance + 1, width))
+        elif config.position_encoding == "t5":
+            self.relative_bias = nn.Parameter(torch.empty(config.num_buckets, heads))
+        if config.attention == "infini":
+            self.gate = nn.Parameter(torch.empty(heads))
+        self.init_head_parameters()
+
+    @torch.no_grad()
+    def init_head_parameters(self) -> None:
+        """First values of everything but the four projections.
+
+        `"general"` starts as the scaled dot product, W = I / √d; `"additive"` with variances that keep those of its input;
+        the tables of positions small, so that all distances start nearly alike.
+        """
+        if self.config.score == "general":
+            init.copy_(self.score_weight, torch.eye(self.head_dim).expand_as(self.score_weight) / self.head_dim**0.5)
+        elif self.config.score == "additive":
+            for parameter in (self.score_weight, self.score_vector):
+                init.normal_(parameter, 0.0, parameter.shape[-1] ** -0.5)
+        for name in ("relative_table", "relative_bias"):
+            if hasattr(self, name):
+                init.normal_(getattr(self, name), 0.0, self.config.initializer_range)
+        if hasattr(self, "gate"):
+            init.constant_(self.gate, self.config.gate_init)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        *,
+        mask: Tensor | None = None,
+        distance: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        layout: SegmentLayout | StepLayout | None = None,
+        past_key_values: Cache | None = None,
+        output_attentions: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """
+        Args:
+            hidden_states: `[batch, tokens, d_in]`. Used alone, this is all it needs.
+            mask: `[batch or 1, 1, tokens, keys]` bool, True where a key is visible; `None`: what causality leaves.
+            distance: `[tokens, keys]`, place of the query minus place of the key; `None`: the tokens are the last keys.
+            position_ids: `[batch or 1, tokens]`, for rope; `None`: 0, 1, 2, ….
+            layout: of the segments, for `attention="infini"`; `None`: one document a row, without padding.
+            past_key_values: a cache to continue, or `None`.
+            output_attentions: also return the weights, which goes through the written-out softmax.
+
+        Returns:
+            The output `[batch, tokens, d_out]`; with `output_attentions` also the weights `[batch, heads, tokens, keys]`
+            (for `attention="infini"` those of the local window, `[…, (local_segments + 1) · segment_length]`).
+        """
+        if hidden_states.dim() != 3 or hidden_states.shape[-1] != self.W_query.in_features:
+            raise ValueError(
+                f"the input must be [batch, tokens, d_in] with d_in = {self.W_query.in_features}; got "
+                f"{list(hidden_states.shape)}."
+            )
+        if self.config.attention == "infini":
+            heads, weights = self._infini(hidden_states, position_ids, layout, past_key_values, output_attentions)
+        elif output_attentions or self.config.score == "additive" or self.config._attn_implementation == "eager":
+            _, weights, heads = self.parts(
+                hidden_states,
+                mask=mask,
+                distance=distance,
+                position_ids=position_ids,
+                past_key_values=past_key_values,
+            )
+        else:
+            heads, weights = self._fused(hidden_states, mask, distance, position_ids, past_key_values), None
+        output = self.out_proj(heads.transpose(1, 2).flatten(2))
+        return (output, weights) if output_attentions else output
+
+    def parts(
+        self,
+        hidden_states: Tensor,
+        *,
+        mask: Tensor | None = None,
+        distance: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+    ) -> HeadParts:
+        """Scores, weights and context vectors of global or local attention, step by step; arguments as of `forward`."""
+        query, key, value = self._project(hidden_states, position_ids, past_key_values)
+        distance = self._distance(query, key) if distance is None else distance
+        visible = self._visible(distance) if mask is None else mask
+        scores = self.scores(query, key, distance).masked_fill(~visible, float("-inf"))
+        # A row of padding sees nothing: softmax would make it NaN, and its gradient too
+        lowest = torch.finfo(scores.dtype).min
+        weights = scores.clamp(min=lowest).softmax(-1).masked_fill(~visible, 0.0)
+        return HeadParts(scores, weights, self.dropout(weights) @ value)
+
+    def scores(self, query: Tensor, key: Tensor, distance: Tensor) -> Tensor:
+        """`[batch, heads, tokens, keys]`: how well each query and key go together, with what their distance adds.
+
+        A relative key is added to the key, whatever the score; ALiBi's and T5's biases are added to the score.
+        """
+        if self.config.score == "additive":
+            added = None
+            if self.config.position_encoding == "relative_key":
+                added = relative_keys(self.relative_table, distance)
+            scores = additive_scores(query, key, self.score_weight, self.score_vector, added)
+            bias = self._distance_bias(distance)
+        else:
+            scores = {
+                "scaled_dot": scaled_dot_scores,
+                "dot": dot_scores,
+                "general": lambda query, key: general_scores(query, key, self.score_weight),
+            }[self.config.score](query, key)
+            bias = self._bias(query, distance)
+        return scores if bias is None else scores + bias.to(scores.dtype)
+
+    def infini_arguments(self, hidden_states: Tensor, position_ids: Tensor | None) -> dict:
+        """What [`attend`] takes of one call: query, key and value for the window, and for the memory where they differ.
+
+        The memory has no place for a token's position: rope turns only what the window compares.
+        """
+        raw_query, raw_key, value = self._split(hidden_states)
+        query, key = self._rotated(raw_query, raw_key, position_ids)
+        query, scaling = as_dot_product(self.config.score, query, getattr(self, "score_weight", None))
+        return {
+            "query": query,
+            "key": key,
+            "value": value,
+            "memory_query": raw_query,
+            "memory_key": None if key is raw_key else raw_key,
+            "scaling": scaling,
+        }
+
+    # --- the steps ----------------------------------------------------------------------------------------------------
+
+    def _split(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values by head, `[batch, heads, tokens, head_dim]`."""
+        projections = (self.W_query(hidden_states), self.W_key(hidden_states), self.W_value(hidden_states))
+        return tuple(part.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2) for part in projections)
+
+    def _rotated(self, query: Tensor, key: Tensor, position_ids: Tensor | None) -> tuple[Tensor, Tensor]:
+        if self.config.position_encoding != "rope":
+            return query, key
+        if position_ids is None:
+            position_ids = torch.arange(query.shape[2], device=query.device).unsqueeze(0)
+        return tuple(rotate(states, position_ids, self.config.rope_theta) for states in (query, key))
+
+    def _project(self, hidden_states, position_ids, past_key_values) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries of the new tokens; keys and values of these and of the cached ones."""
+        query, key, value = self._split(hidden_states)
+        query, key = self._rotated(query, key, position_ids)
+        if past_key_values is not None:
+            key, value = past_key_values.update(key, value, self.layer_idx)
+        return query, key, value
+
+    def _fused(self, hidden_states, mask, distance, position_ids, past_key_values) -> Tensor:
+        """The context vectors of [`parts`] without its scores and weights, through torch's fused attention."""
+        query, key, value = self._project(hidden_states, position_ids, past_key_values)
+        distance = self._distance(query, key) if distance is None else distance
+        bias = self._bias(query, distance)
+        causal = mask is None and bias is None and self.config.attention == "global" and query.shape[2] == key.shape[2]
+        if not causal:
+            mask = self._visible(distance) if mask is None else mask
+            mask = mask if bias is None else bias.to(query.dtype).masked_fill(~mask, float("-inf"))
+        query, scaling = as_dot_product(self.config.score, query, getattr(self, "score_weight", None))
+        dropout = self.dropout.p if self.training else 0.0
+        return F.scaled_dot_product_attention(query, key, value, mask, dropout, is_causal=causal, scale=scaling)
+
+    def _infini(self, hidden_states, position_ids, layout, past_key_values, output_attentions):
+        """Context vectors and, with `output_attentions`, local weights of segmented attention with a memory."""
+        arguments = self.infini_arguments(hidden_states, position_ids)
+        cached = None if past_key_values is None else past_key_values.layers[self.layer_idx]
+        state = None if cached is None else cached.state
+        length, kept = self.config.segment_length, self.config.local_segments
+        if layout is None:
+            layout = segment_layout(*hidden_states.shape[:2], length, kept, state=state, device=hidden_states.device)
+        if state is None:
+            separate = arguments["memory_key"] is not None
+            state = InfiniState.initial(
+                arguments["key"], arguments["value"], length, kept, separate_memory_key=separate
+            )
+        heads, state, weights = attend(
+            **arguments,
+            gate=self.gate,
+            layout=layout,
+            update_rule=self.config.update_rule,
+            state=state,
+            return_state=cached is not None,
+            dropout=self.dropout.p if self.training else 0.0,
+            return_weights=output_attentions,
+            eager=self.config._attn_implementation == "eager",
+            in_place=not torch.is_grad_enabled(),
+        )
+        if cached is not None:
+            cached.advance(state, hidden_states.shape[1])
+        return heads, weights
+
+    def _distance(self, query: Tensor, key: Tensor) -> Tensor:
+        """`[tokens, keys]`, where the tokens are the last of the keys."""
+        keys = torch.arange(key.shape[2], device=key.device)
+        return keys[keys.shape[0] - query.shape[2] :, None] - keys
+
+    def _visible(self, distance: Tensor) -> Tensor:
+        """`[tokens, keys]` bool: nothing later than the token, and nothing beyond a local window."""
+        visible = distance >= 0
+        return visible if self.config.sliding_window is None else visible & (distance < self.config.sliding_window)
+
+    def _distance_bias(self, distance: Tensor) -> Tensor | None:
+        """What the distance alone adds to a score: `[heads, tokens, keys]`, or `None`."""
+        if self.config.position_encoding == "alibi":
+            return alibi_bias(distance, self.num_heads)
+        if self.config.position_encoding == "t5":
+            buckets = t5_buckets(distance, self.config.num_buckets, self.config.max_distance)
+            return self.relative_bias[buckets].permute(2, 0, 1)
+        return None
+
+    def _bias(self, query: Tensor, distance: Tensor) -> Tensor | None:
+        """What is added to scores that are products of query and key: `[…, heads, tokens, keys]`, or `None`."""
+        if self.config.position_encoding != "relative_key":
+            return self._distance_bias(distance)
+        query, scaling = as_dot_product(self.config.score, query, getattr(self, "score_weight", None))
+        return relative_key_bias(query, self.relative_table, distance) * scaling
+
+
+def _config_of_options(d_out: int, num_heads: int, options: dict) -> CausalMHAConfig:
+    """The configuration of an attention that is used alone."""
+    unknown = sorted(set(options) - set(ATTENTION_OPTIONS))
+    if unknown:
+        raise ValueError(f"unknown options {', '.join(unknown)}; an attention takes {', '.join(ATTENTION_OPTIONS)}.")
+    options = {"position_encoding": "none"} | options
+    if options["position_encoding"] in IN_EMBEDDING:
+        raise ValueError(
+            f"position_encoding={options['position_encoding']!r} is added to the embeddings, by the model: an attention "
+            "alone would not see it. Add it to the input (positions.py), or choose one that acts inside the attention."
+        )
+    if options.get("attention") == "none":
+        raise ValueError("attention='none' is a block without this module; there is nothing to build.")
+    return CausalMHAConfig(n_embd=d_out, n_head=num_heads, **options)

@@ -1,0 +1,47 @@
+"""What `generate` has to know of models whose layers have a compressive memory."""
+
+from .cache import InfiniCache
+
+
+class MemoryGenerationMixin:
+    """Gives `generate` an [`InfiniCache`] for a model with infini layers; stands before `GenerationMixin`."""
+
+    def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
+        if not self.config.infini_layers:
+            return super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
+        asked = generation_config.cache_implementation
+        if asked not in (None, "dynamic"):
+            raise ValueError(
+                f"cache_implementation={asked!r} is not for a model with a compressive memory: it makes its own cache, "
+                "already of constant size. Leave cache_implementation out."
+            )
+        if model_kwargs.get("past_key_values") is None and generation_config.use_cache is not False:
+            model_kwargs["past_key_values"] = InfiniCache(self.config)
+            return None
+        return super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
+
+
+def memory_cache(config, given, use_cache: bool | None):
+    """The [`InfiniCache`] of one call of a model with infini layers, or `None`: the given one, checked, or a new one.
+
+    Raises:
+        ValueError: `given` is a cache of another kind.
+    """
+    if given is not None and not isinstance(given, InfiniCache):
+        raise ValueError(
+            f"past_key_values must be an InfiniCache, got {type(given).__name__}: a memory does not fit into other caches. "
+            "Leave it out with use_cache=True, or pass InfiniCache(model.config)."
+        )
+    return InfiniCache(config) if use_cache and given is None else given
+
+
+def columns_of_call(attention_mask, tokens: int, past: int):
+    """The part of the mask that covers this call's tokens: `generate` passes it for the past as well."""
+    if attention_mask is None:
+        return None
+    if attention_mask.dim() != 2 or attention_mask.shape[1] not in (tokens, past + tokens):
+        raise ValueError(
+            f"attention_mask must be [batch, {tokens}] or [batch, {past + tokens}] (this call's tokens, or those of the "
+            f"{past} before as well), 1 for real tokens; got {list(attention_mask.shape)}."
+        )
+    return attention_mask[:, -tokens:]

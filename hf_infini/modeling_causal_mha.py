@@ -1,0 +1,280 @@
+"""A causal language model from scratch: pre-norm decoder blocks around [`CausalMultiHeadAttention`]."""
+
+import math
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationMixin, PreTrainedModel
+from transformers import initialization as init
+from transformers.activations import ACT2FN
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
+
+from .causal_mha import CausalMultiHeadAttention
+from .configuration_causal_mha import CausalMHAConfig
+from .generation import MemoryGenerationMixin, columns_of_call, memory_cache
+from .positions import sinusoidal_encoding
+from .segments import segment_layout
+
+
+class FeedForward(nn.Module):
+    """`W_2 f(W_1 x + b_1) + b_2`, the same for every token."""
+
+    def __init__(self, config: CausalMHAConfig):
+        super().__init__()
+        inner = 4 * config.n_embd if config.n_inner is None else config.n_inner
+        self.fc_in = nn.Linear(config.n_embd, inner)
+        self.activation = ACT2FN[config.activation_function]
+        self.fc_out = nn.Linear(inner, config.n_embd)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return self.fc_out(self.activation(self.fc_in(hidden_states)))
+
+
+class CausalMHABlock(GradientCheckpointingLayer):
+    """`Y = X + MHA(LN(X))`, `Z = Y + FFN(LN(Y))`; with `attention="none"` the second half alone."""
+
+    def __init__(self, config: CausalMHAConfig, layer_idx: int):
+        super().__init__()
+        self.layer_idx = layer_idx
+        if config.attention != "none":
+            self.ln_1 = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
+            self.attn = CausalMultiHeadAttention(
+                config.n_embd,
+                config.n_embd,
+                config.n_head,
+                config.dropout,
+                config.qkv_bias,
+                layer_idx=layer_idx,
+                config=config,
+            )
+        self.ln_2 = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
+        self.mlp = FeedForward(config)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(
+        self, hidden_states: Tensor, past_key_values: Cache | None = None, output_attentions: bool = False, **reach
+    ) -> tuple[Tensor, Tensor | None]:
+        """`[batch, tokens, n_embd]` to the same, and the weights or `None`; `reach` is what the attention takes by name."""
+        weights = None
+        if hasattr(self, "attn"):
+            output = self.attn(
+                self.ln_1(hidden_states),
+                past_key_values=past_key_values,
+                output_attentions=output_attentions,
+                **reach,
+            )
+            output, weights = output if output_attentions else (output, None)
+            hidden_states = hidden_states + self.dropout(output)
+        elif past_key_values is not None:
+            # A key of one number for each token: caches tell how many tokens they have seen by counting keys
+            marks = hidden_states.new_zeros(hidden_states.shape[0], 1, hidden_states.shape[1], 1)
+            past_key_values.update(marks, marks, self.layer_idx)
+        return hidden_states + self.dropout(self.mlp(self.ln_2(hidden_states))), weights
+
+
+class CausalMHAPreTrainedModel(PreTrainedModel):
+    """What both models share: the configuration, and the first values of the weights."""
+
+    config: CausalMHAConfig
+    config_class = CausalMHAConfig
+    base_model_prefix = "transformer"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["CausalMHABlock"]
+    _skip_keys_device_placement = ["past_key_values"]
+    _supports_sdpa = True
+    _input_embed_layer = "wte"
+
+    def __init__(self, config: CausalMHAConfig):
+        super().__init__(config)
+        self._is_stateful = bool(config.infini_layers)  # a memory cannot be cropped, so assisted decoding is refused
+
+    @torch.no_grad()
+    def _init_weights(self, module):
+        super()._init_weights(module)
+        # What ends a residual branch is smaller: the hidden state adds up 2 · n_layer of them (GPT-2)
+        last = getattr(module, {CausalMultiHeadAttention: "out_proj", FeedForward: "fc_out"}.get(type(module), ""), None)
+        if last is not None:
+            init.normal_(last.weight, 0.0, self.config.initializer_range / math.sqrt(2 * self.config.n_layer))
+        if isinstance(module, CausalMultiHeadAttention):
+            module.init_head_parameters()
+
+
+class CausalMHAModel(CausalMHAPreTrainedModel):
+    """Embeddings, decoder blocks and a last norm; see [`CausalMHAConfig`] for what its heads can be."""
+
+    def __init__(self, config: CausalMHAConfig):
+        super().__init__(config)
+        self.wte = nn.Embedding(config.vocab_size, config.n_embd)
+        if config.position_encoding == "learned":
+            self.wpe = nn.Embedding(config.n_positions, config.n_embd)
+        self.drop = nn.Dropout(config.dropout)
+        self.h = nn.ModuleList(CausalMHABlock(config, layer_idx) for layer_idx in range(config.n_layer))
+        self.ln_f = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
+        self.post_init()
+
+    @can_return_tuple
+    @merge_with_config_defaults
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        **kwargs,
+    ) -> BaseModelOutputWithPast:
+        """
+        Args:
+            input_ids: `[batch, tokens]`, or inputs_embeds `[batch, tokens, n_embd]`.
+            attention_mask: `[batch, past + tokens]`, 1 = real, 0 = padding.
+            position_ids: `[batch, tokens]`; without them a row's real tokens are counted. Without mask and cache, positions
+                that go back begin a new document that sees nothing of the one before (packing).
+            past_key_values: a cache to continue; made if `use_cache` is set and none is given.
+
+        Raises:
+            ValueError: a position beyond `n_positions` with learned positions; a cache or mask of another kind.
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("give exactly one of input_ids and inputs_embeds.")
+        output_attentions = self.config.output_attentions if output_attentions is None else output_attentions
+        output_hidden_states = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        embeddings = self.wte(input_ids) if inputs_embeds is None else inputs_embeds
+        given = past_key_values
+        if self.config.attention == "infini":
+            past_key_values = memory_cache(self.config, past_key_values, use_cache)
+        elif use_cache and past_key_values is None:
+            past_key_values = DynamicCache(config=self.config)
+        past = 0 if given is None else given.get_seq_length()
+        reach = self._reach(embeddings, attention_mask, position_ids, past, given, past_key_values)
+        if position_ids is None:
+            position_ids = self._positions(embeddings, attention_mask, past)
+        hidden_states = self.drop(embeddings + self._position_embedding(position_ids, embeddings.dtype))
+        all_hidden_states, all_weights = (hidden_states,), ()
+        for block in self.h:
+            hidden_states, weights = block(
+                hidden_states,
+                past_key_values=past_key_values,
+                output_attentions=output_attentions,
+                position_ids=position_ids,
+                **reach,
+            )
+            all_hidden_states += (hidden_states,)
+            all_weights += (weights,)
+        hidden_states = self.ln_f(hidden_states)
+        return BaseModelOutputWithPast(
+            last_hidden_state=hidden_states,
+            past_key_values=past_key_values if use_cache else None,
+            # As in other models, the last of them is the model's output, behind the last norm
+            hidden_states=(*all_hidden_states[:-1], hidden_states) if output_hidden_states else None,
+            attentions=all_weights if output_attentions else None,
+        )
+
+    def _positions(self, embeddings: Tensor, attention_mask: Tensor | None, past: int) -> Tensor:
+        """`[batch or 1, tokens]`: how many real tokens of its row came before each."""
+        tokens = embeddings.shape[1]
+        if attention_mask is None or attention_mask.dim() != 2:
+            return torch.arange(past, past + tokens, device=embeddings.device).unsqueeze(0)
+        return (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, -tokens:]
+
+    def _position_embedding(self, position_ids: Tensor, dtype: torch.dtype) -> Tensor | float:
+        """What is added to the token embeddings, `[batch or 1, tokens, n_embd]`; 0 where order enters elsewhere."""
+        if self.config.position_encoding == "sinusoidal":
+            return sinusoidal_encoding(position_ids, self.config.n_embd).to(dtype)
+        if self.config.position_encoding != "learned":
+            return 0.0
+        furthest, limit = int(position_ids.max()), self.config.n_positions
+        if furthest >= limit:
+            raise ValueError(
+                f"position {furthest} is beyond this model's {limit} learned positions (n_positions). Shorten the input, or "
+                "train a model with another position_encoding: all but 'learned' go on beyond the trained length."
+            )
+        return self.wpe(position_ids)
+
+    def _reach(self, embeddings, attention_mask, position_ids, past, given, cache) -> dict:
+        """What the tokens of this call can see, worked out once for all layers: the attention's arguments by name."""
+        batch, tokens = embeddings.shape[:2]
+        if self.config.attention == "none":
+            return {}
+        if self.config.attention == "infini":
+            return {
+                "layout": segment_layout(
+                    batch,
+                    tokens,
+                    self.config.segment_length,
+                    self.config.local_segments,
+                    attention_mask=columns_of_call(attention_mask, tokens, past),
+                    position_ids=position_ids,
+                    state=None if cache is None else cache.state,
+                    device=embeddings.device,
+                )
+            }
+        make_mask = create_causal_mask if self.config.sliding_window is None else create_sliding_window_causal_mask
+        # The cache that this call makes is empty: without it, the mask function knows packed documents by their positions
+        mask = make_mask(self.config, embeddings, attention_mask, given, position_ids)
+        if mask is not None and mask.dtype != torch.bool:
+            mask = mask == 0  # the eager form, which is added to the scores
+        keys, offset = (tokens, 0) if given is None else given.get_mask_sizes(tokens, 0)
+        places = torch.arange(past, past + tokens, device=embeddings.device)
+        return {"mask": mask, "distance": places[:, None] - torch.arange(offset, offset + keys, device=embeddings.device)}
+
+
+class CausalMHAForCausalLM(CausalMHAPreTrainedModel, MemoryGenerationMixin, GenerationMixin):
+    """[`CausalMHAModel`] with a head that gives the next token's logits."""
+
+    _tied_weights_keys = {"lm_head.weight": "transformer.wte.weight"}
+
+    def __init__(self, config: CausalMHAConfig):
+        super().__init__(config)
+        self.transformer = CausalMHAModel(config)
+        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        **kwargs,
+    ) -> CausalLMOutputWithPast:
+        """As [`CausalMHAModel`], and
+
+        Args:
+            labels: `[batch, tokens]`, the input_ids themselves (they are shifted here), −100 where nothing is counted; the
+                output then has a `loss`, in nats per token.
+            logits_to_keep: only the logits of the last so many tokens, or of these places; 0 is all.
+        """
+        outputs = self.transformer(
+            input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            return_dict=True,
+            **{name: kwargs.pop(name, None) for name in ("output_attentions", "output_hidden_states")},
+        )
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(outputs.last_hidden_state[:, kept])
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits, labels, vocab_size=self.config.vocab_size, **kwargs)
+        return CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )

@@ -1,0 +1,116 @@
+"""Position encodings: what a model is told about order, each a pure function of positions or distances.
+
+| function | equation | acts on | source |
+| --- | --- | --- | --- |
+| `sinusoidal_encoding` | sin(t / 10000^(2i/d)), cos(t / 10000^(2i/d)) | embeddings | Vaswani et al. 2017, section 3.5 |
+| `relative_keys` | a_ij = w[min(i − j, k)], added to the key | keys | Shaw et al. 2018, equations 2 and 4 |
+| `t5_buckets` | exact up to half of the buckets, logarithmic beyond | scores | Raffel et al. 2020, section 2.1 |
+| `alibi_bias` | −m_h (i − j), m_h = 2^(−8h/H) | scores | Press et al. 2022, section 3 |
+| `rotate` | pairs of numbers turned by the angle t · θ^(−2i/d) | queries, keys | Su et al. 2021, equation 34 |
+
+A learned position is a row of an embedding (Gehring et al. 2017) and needs no function. `distance` is everywhere the
+query's place minus the key's, in tokens: `[query, key]` int64, 0 for the token itself; what it is for later keys (negative)
+does not matter, since causal attention masks them.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def sinusoidal_encoding(positions: Tensor, width: int) -> Tensor:
+    """One sine and one cosine for each of `width / 2` wavelengths from 2π to 10,000 · 2π tokens.
+
+    Args:
+        positions: int64 of any shape `[…]`.
+        width: of the embedding; even.
+
+    Returns `[…, width]` float32, sines at the even places, cosines at the odd ones.
+    """
+    angles = _angles(positions, width, 10_000.0)
+    return torch.stack([angles.sin(), angles.cos()], -1).flatten(-2)
+
+
+def relative_keys(table: Tensor, distance: Tensor) -> Tensor:
+    """What is added to the key for each pair of places.
+
+    Args:
+        table: `[max_distance + 1, head_dim]`; the last row stands for all distances from `max_distance` on.
+        distance: `[query, key]`.
+
+    Returns `[query, key, head_dim]`.
+    """
+    return table[distance.clamp(0, table.shape[0] - 1)]
+
+
+def relative_key_bias(query: Tensor, table: Tensor, distance: Tensor) -> Tensor:
+    """query_i · a_ij, without making `[query, key, head_dim]`: each query meets each row of the table once.
+
+    Args:
+        query: `[batch, heads, query, head_dim]`; table and distance as in [`relative_keys`].
+
+    Returns `[batch, heads, query, key]`.
+    """
+    products = query @ table.to(query.dtype).T  # [batch, heads, query, max_distance + 1]
+    index = distance.clamp(0, table.shape[0] - 1).expand(*query.shape[:2], -1, -1)
+    return products.gather(-1, index)
+
+
+def t5_buckets(distance: Tensor, num_buckets: int, max_distance: int) -> Tensor:
+    """The bucket of each distance: one each for the first `num_buckets // 2`, then logarithmically wider ones.
+
+    Args:
+        distance: int64 of any shape; negative counts as 0.
+        num_buckets: how many there are.
+        max_distance: tokens; from there on all fall into the last bucket.
+
+    Returns int64 of the same shape, 0 to `num_buckets − 1`.
+    """
+    exact = num_buckets // 2
+    distance = distance.clamp(min=0)
+    share = torch.log(distance.clamp(min=1).float() / exact) / math.log(max_distance / exact)
+    wide = exact + (share * (num_buckets - exact)).long()
+    return torch.where(distance < exact, distance, wide.clamp(max=num_buckets - 1))
+
+
+def alibi_slopes(heads: int) -> list[float]:
+    """The slope m of each head: 2^(−8h/H) for h = 1 … H where H is a power of two.
+
+    Another H takes those of the next smaller power of two, and then every other one of the next larger (the authors' code).
+    """
+    power = 2 ** math.floor(math.log2(heads))
+    slopes = [2 ** (-8 * head / power) for head in range(1, power + 1)]
+    between = [2 ** (-4 * head / power) for head in range(1, 2 * power + 1, 2)]
+    return slopes + between[: heads - power]
+
+
+def alibi_bias(distance: Tensor, heads: int) -> Tensor:
+    """−slope · distance, `[heads, query, key]` float32."""
+    slopes = torch.tensor(alibi_slopes(heads), device=distance.device)
+    return -slopes[:, None, None] * distance
+
+
+def rotate(states: Tensor, positions: Tensor, theta: float = 10_000.0) -> Tensor:
+    """Turns the pair (x_i, x_{i + d/2}) of every head by its token's position times θ^(−2i/d).
+
+    The products of two turned vectors depend on the distance of their positions alone. Pairing the halves instead of
+    neighbours is Llama's convention: the same up to the order of the numbers in a head.
+
+    Args:
+        states: `[batch, heads, tokens, head_dim]`, queries or keys; head_dim even.
+        positions: `[batch or 1, tokens]`.
+        theta: base of the wavelengths.
+
+    Returns a tensor like `states`.
+    """
+    angles = _angles(positions, states.shape[-1], theta).unsqueeze(1)  # [batch or 1, 1, tokens, head_dim / 2]
+    cos, sin = angles.cos().to(states.dtype), angles.sin().to(states.dtype)
+    first, second = states.chunk(2, -1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+
+
+def _angles(positions: Tensor, width: int, theta: float) -> Tensor:
+    """position · θ^(−2i/width) for i = 0 … width/2 − 1: `[…, width / 2]` float32."""
+    exponents = torch.arange(0, width, 2, device=positions.device, dtype=torch.float32) / width
+    return positions.unsqueeze(-1).float() * theta**-exponents

@@ -1,0 +1,59 @@
+"""Scores: how well a query and a key go together, before the softmax. Each is a pure function with the same shapes.
+
+| function | equation | source |
+| --- | --- | --- |
+| `dot_scores` | qᵀk | Luong et al. 2015 |
+| `scaled_dot_scores` | qᵀk / √d | Vaswani et al. 2017, equation 1 |
+| `general_scores` | qᵀWk | Luong et al. 2015 |
+| `additive_scores` | vᵀ tanh(W[q; k]) | Bahdanau et al. 2015; Luong et al. 2015, "concat" |
+
+Shapes: `B` batch, `H` heads, `Q` queries, `K` keys, `D` head dimension, `A` width inside the additive score. `query` is
+`[B, H, Q, D]`, `key` `[B, H, K, D]`, every result `[B, H, Q, K]`.
+"""
+
+import torch
+from torch import Tensor
+
+
+def dot_scores(query: Tensor, key: Tensor) -> Tensor:
+    """qᵀk."""
+    return query @ key.mT
+
+
+def scaled_dot_scores(query: Tensor, key: Tensor) -> Tensor:
+    """qᵀk / √d: keeps the variance of the scores at 1, whatever the width, for entries of variance 1."""
+    return query @ key.mT / query.shape[-1] ** 0.5
+
+
+def general_scores(query: Tensor, key: Tensor, weight: Tensor) -> Tensor:
+    """qᵀWk with a matrix for each head: weight `[H, D, D]`."""
+    return query @ weight @ key.mT
+
+
+def additive_scores(
+    query: Tensor, key: Tensor, weight: Tensor, vector: Tensor, added_key: Tensor | None = None
+) -> Tensor:
+    """vᵀ tanh(W[q; k]) with a matrix and a vector for each head.
+
+    Needs memory for `B · H · Q · K · A` numbers: it is no product of queries and keys, so no fused kernel computes it.
+
+    Args:
+        weight: `[H, A, 2D]`, its first half for the query; vector: `[H, A]`.
+        added_key: `[Q, K, D]`, added to the key of each pair (relative positions), or `None`.
+    """
+    for_query, for_key = weight.mT.chunk(2, 1)  # [H, D, A] each
+    hidden = (query @ for_query).unsqueeze(3) + (key @ for_key).unsqueeze(2)  # [B, H, Q, K, A]
+    if added_key is not None:
+        hidden = hidden + torch.einsum("qkd,hda->hqka", added_key.to(for_key.dtype), for_key)
+    return (torch.tanh(hidden) @ vector[:, None, :, None].to(hidden.dtype)).squeeze(-1)
+
+
+def as_dot_product(score: str, query: Tensor, weight: Tensor | None) -> tuple[Tensor, float]:
+    """The query and the factor with which a score is `factor · queryᵀ key`: what fused kernels take.
+
+    Args:
+        score: `"scaled_dot"`, `"dot"` or `"general"` (whose weight is `[H, D, D]`).
+    """
+    if score == "general":
+        return query @ weight.to(query.dtype), 1.0
+    return query, query.shape[-1] ** -0.5 if score == "scaled_dot" else 1.0
