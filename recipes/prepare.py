@@ -8,7 +8,8 @@
 `input_ids`, rows of `--context` tokens), `validation_documents.jsonl` and `test_documents.jsonl` (id, title, source, text
 and extra of every held-out document) and `manifest.json` (options, counts, hashes), which is written last: a folder
 without it is not finished. `.stages/` keeps the documents and token streams; a second run redoes only what depends on an
-option that changed. Choose by the validation split, report the test split: --test changes nothing about the former.
+option that changed. Choose by the validation split, report the test split: with --test or without it, the same documents
+(or blocks) are held out for validation.
 
 Exits with 1 and a message for damaged, missing or empty input, with 2 for unknown or malformed options.
 """

@@ -1,0 +1,108 @@
+"""What the last few tokens alone predict: entropies of the training rows, and smoothed n-grams on a held-out split.
+
+    python recipes/ngram_baseline.py --data data/shakespeare --out runs/ngrams.json
+    python recipes/ngram_baseline.py --data data/shakespeare --split test --orders 0 1 2 3 --out runs/ngrams_test.json
+
+Order k predicts a token from the k tokens before it: 0 from none (unigram), 1 from the last (bigram), 2 from the last two
+(trigram). A model without attention sees one token, as the bigram does. `entropy` is that of the training rows' counts:
+from k tokens alone nothing predicts these rows better. `cross_entropy` is of the tokens that train.py and
+evaluate_model.py count in the same rows, and stands beside their number; its smoothing (hf_infini/ngrams.py gives formula
+and sources) is chosen on the training rows. Prints a table and writes --out, which recipes/write_card.py takes too.
+"""
+
+import json
+import shlex
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from hf_infini.cli import UserError, exit_on_user_error, parse_options
+
+HIGHEST = 5  # beyond that a window is mostly seen once, and its code may not fit into an integer
+
+
+@dataclass
+class Options:
+    data: str = field(metadata={"help": "Folder made by recipes/prepare.py."})
+    out: str = field(metadata={"help": "The .json file to write."})
+    split: Literal["validation", "test"] = field(default="validation", metadata={"help": "The held-out rows to predict."})
+    orders: list[int] = field(
+        default_factory=lambda: [0, 1, 2], metadata={"help": f"Earlier tokens to predict from, each 0 to {HIGHEST}."}
+    )
+
+
+@exit_on_user_error
+def main(argv: list[str] | None = None) -> None:
+    (options,) = parse_options(Options, description=__doc__, argv=argv)
+    manifest = check(options)
+
+    from tqdm import tqdm
+
+    from hf_infini import measurement, metrics, ngrams, training
+    from hf_infini.stages import write_json
+
+    started = time.perf_counter()
+    vocabulary = manifest["tokenizer"]["vocabulary"]
+    train, held_out = (read_rows(Path(options.data) / split) for split in ("train", options.split))
+    try:
+        orders = tqdm(range(max(options.orders) + 1), desc="counting", unit="order")
+        tables = [ngrams.count_ngrams(train, order, vocabulary) for order in orders]
+        entropies = {order: ngrams.conditional_entropy(tables[order]) for order in options.orders}
+    except ValueError as error:
+        raise UserError(f"--orders {' '.join(map(str, options.orders))}: {error}") from error
+    alphas = ngrams.choose_alphas(tables)
+    rows = []
+    for order in tqdm(sorted(set(options.orders)), desc="predicting", unit="order"):
+        loss, tokens = ngrams.held_out_loss(tables[: order + 1], alphas, held_out)
+        rows.append({"order": order, "entropy": entropies[order], **metrics.summarize([loss], [tokens])})
+        rows[-1] |= {"alpha": alphas[order], "different_windows": len(tables[order].codes)}
+    result = {
+        "orders": rows,
+        "source": options.data,
+        "split": options.split,
+        "training_tokens": int(train.size),
+        "vocabulary": vocabulary,
+        "smoothing": "p_k(x|h) = (c(h,x) + alpha_k p_(k-1)(x|h')) / (c(h) + alpha_k); alpha_k by leaving-one-out on train",
+        "seconds": round(time.perf_counter() - started, 2),
+        "data_fingerprint": training.data_fingerprint(manifest),
+        "options": vars(options),
+        "command": shlex.join([Path(sys.executable).name, *sys.argv]),
+        **measurement.peak_memory(),
+        **measurement.environment(),
+    }
+    out = Path(options.out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_json(out, result)
+    print(f"{'order':>5}  {'entropy, train':>14}  {'cross-entropy':>13}  {'perplexity':>10}  {'tokens':>10}  {'alpha':>9}")
+    for row in rows:
+        print(f"{row['order']:>5}  {row['entropy']:14.4f}  {row['cross_entropy']:13.4f}  {row['perplexity']:10.2f}  "
+              f"{row['tokens']:>10,}  {row['alpha']:9.4g}")  # fmt: skip
+    print(f"{out}: {options.split} rows of {options.data}, nats per token", file=sys.stderr)
+
+
+def check(options: Options) -> dict:
+    """The manifest of --data; a UserError for options that cannot work."""
+    if not options.out.endswith(".json"):
+        raise UserError(f"--out {options.out}: give a file that ends in .json")
+    if not options.orders or not all(0 <= order <= HIGHEST for order in options.orders):
+        raise UserError(f"--orders {' '.join(map(str, options.orders))}: give one or more numbers from 0 to {HIGHEST}")
+    file = Path(options.data) / "manifest.json"
+    if not file.is_file():
+        raise UserError(f"--data: {options.data} has no manifest.json; make the folder with recipes/prepare.py")
+    manifest = json.loads(file.read_text(encoding="utf-8"))
+    if manifest["splits"].get(options.split, {"blocks": 0})["blocks"] == 0:
+        raise UserError(f"--split {options.split}: {options.data} has no such rows; prepare it with --{options.split} SHARE")
+    return manifest
+
+
+def read_rows(folder: Path):
+    """The rows of a split, [R, T] token numbers."""
+    from datasets import load_from_disk
+
+    return load_from_disk(str(folder)).with_format("numpy")["input_ids"][:]
+
+
+if __name__ == "__main__":
+    main()
