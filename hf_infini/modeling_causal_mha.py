@@ -15,7 +15,7 @@ from transformers.utils.generic import can_return_tuple, merge_with_config_defau
 
 from .causal_mha import CausalMultiHeadAttention
 from .configuration_causal_mha import CausalMHAConfig
-from .generation import MemoryGenerationMixin, columns_of_call, memory_cache
+from .modeling_common import InitializationMixin, MemoryGenerationMixin, columns_of_call, memory_cache
 from .positions import sinusoidal_encoding
 from .segments import segment_layout
 
@@ -76,7 +76,7 @@ class CausalMHABlock(GradientCheckpointingLayer):
         return hidden_states + self.dropout(self.mlp(self.ln_2(hidden_states))), weights
 
 
-class CausalMHAPreTrainedModel(PreTrainedModel):
+class CausalMHAPreTrainedModel(InitializationMixin, PreTrainedModel):
     """What both models share: the configuration, and the first values of the weights."""
 
     config: CausalMHAConfig

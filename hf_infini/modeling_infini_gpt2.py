@@ -13,7 +13,7 @@ from transformers.utils.output_capturing import capture_outputs
 from .attention import attend
 from .cache import InfiniCache, full_attention_mask
 from .configuration_infini_gpt2 import InfiniGPT2Config
-from .generation import MemoryGenerationMixin, columns_of_call, memory_cache
+from .modeling_common import InitializationMixin, MemoryGenerationMixin, columns_of_call, memory_cache
 from .segments import SegmentLayout, segment_layout
 from .state import InfiniState
 from .steps import StepLayout
@@ -141,7 +141,7 @@ class GPT2InfiniAttention(GPT2Attention):
         return self.resid_dropout(self.c_proj(merged)), weights
 
 
-class InfiniGPT2PreTrainedModel(GPT2PreTrainedModel):
+class InfiniGPT2PreTrainedModel(InitializationMixin, GPT2PreTrainedModel):
     """What both models share: configuration, initialisation, and what generation may not do with a memory."""
 
     config: InfiniGPT2Config

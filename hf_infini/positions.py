@@ -3,7 +3,7 @@
 | function | equation | acts on | source |
 | --- | --- | --- | --- |
 | `sinusoidal_encoding` | sin(t / 10000^(2i/d)), cos(t / 10000^(2i/d)) | embeddings | Vaswani et al. 2017, section 3.5 |
-| `relative_keys` | a_ij = w[min(i − j, k)], added to the key | keys | Shaw et al. 2018, equations 2 and 4 |
+| `relative_keys` | a_ij = w[min(i − j, k)], added to the key | keys | Shaw et al. 2018, section 3.2 and equation 4 |
 | `t5_buckets` | exact up to half of the buckets, logarithmic beyond | scores | Raffel et al. 2020, section 2.1 |
 | `alibi_bias` | −m_h (i − j), m_h = 2^(−8h/H) | scores | Press et al. 2022, section 3 |
 | `rotate` | pairs of numbers turned by the angle t · θ^(−2i/d) | queries, keys | Su et al. 2021, equation 34 |

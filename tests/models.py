@@ -3,7 +3,7 @@
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from hf_infini import InfiniGPT2Config, InfiniGPT2LMHeadModel
+from hf_infini import CausalMHAConfig, CausalMHAForCausalLM, InfiniGPT2Config, InfiniGPT2LMHeadModel
 
 SIZES = dict(vocab_size=89, n_positions=64, n_embd=32, n_layer=3, n_head=4, bos_token_id=0, eos_token_id=0)
 
@@ -22,6 +22,18 @@ def infini_gpt2(seed=0, **options) -> InfiniGPT2LMHeadModel:
     model = InfiniGPT2LMHeadModel(InfiniGPT2Config(**SIZES | {"initializer_range": 0.2} | options)).eval()
     for layer in model.config.infini_layers:
         model.transformer.h[layer].attn.gate.data.copy_(torch.linspace(-1, 1, 4))
+    return model
+
+
+def causal_mha(seed=0, **options) -> CausalMHAForCausalLM:
+    """A model from scratch of the same sizes, its tables of positions and score weights far from their small starts."""
+    torch.manual_seed(seed)
+    options = {"initializer_range": 0.2, "max_distance": 12, "num_buckets": 8} | options
+    model = CausalMHAForCausalLM(CausalMHAConfig(**SIZES | options)).eval()
+    for block in model.transformer.h:
+        for name, parameter in getattr(block, "attn", model.lm_head).named_parameters(recurse=False):
+            if name in ("gate", "score_weight", "score_vector"):
+                parameter.data.normal_()
     return model
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from models import SIZES, gpt2, infini_gpt2, token_ids
-from transformers import AutoModel, AutoModelForCausalLM, GPT2LMHeadModel
+from transformers import AutoModel, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 import hf_infini.modeling_infini_gpt2 as modeling
 from hf_infini import (
@@ -149,6 +149,18 @@ def test_loads_a_plain_gpt2_checkpoint(memory_init, tmp_path):
     model.save_pretrained(tmp_path / "infini")
     back = GPT2LMHeadModel.from_pretrained(tmp_path / "infini")
     assert torch.equal(back(ids).logits, stock(ids).logits)
+
+
+def test_new_models_start_as_gpt2_does():
+    sizes = {"vocab_size": 89, "n_embd": 128, "n_layer": 8, "n_head": 4, "bos_token_id": None, "eos_token_id": None}
+    torch.manual_seed(0)
+    model = InfiniGPT2LMHeadModel(InfiniGPT2Config(**sizes, segment_length=8, layers=[0, 3]))
+    starts = dict(model.named_parameters())
+    for name, parameter in GPT2LMHeadModel(GPT2Config(**sizes)).named_parameters():
+        ours, theirs = starts.pop(name).std().item(), parameter.std().item()
+        # Both are drawn: 11,392 numbers and more, whose standard deviations are off by 0.7 % each (one standard error)
+        assert ours == pytest.approx(theirs, rel=0.04), name
+    assert set(starts) == {f"transformer.h.{layer}.attn.gate" for layer in (0, 3)}
 
 
 def test_new_models_have_initialised_gates():

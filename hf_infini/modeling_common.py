@@ -1,6 +1,18 @@
-"""What `generate` has to know of models whose layers have a compressive memory."""
+"""What the model families share: initialisation of every module, and caches and masks of layers with a memory."""
 
 from .cache import InfiniCache
+
+
+class InitializationMixin:
+    """Has `_init_weights` called for every module; stands before `PreTrainedModel`.
+
+    For classes outside of transformers, it passes over modules whose own parameters are all initialised, and takes a module
+    without any (GPT-2's MLP) for one: the scaled start of the projections inside would be lost. What was loaded is safe
+    without that, because `_init_weights` writes through `transformers.initialization` alone.
+    """
+
+    def _initialize_weights(self, module, is_custom_code: bool = False):
+        super()._initialize_weights(module, False)
 
 
 class MemoryGenerationMixin:

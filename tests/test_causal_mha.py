@@ -1,0 +1,248 @@
+"""The attention module used alone: published numbers, and every kind of it against loops over tokens."""
+
+import cmath
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from hf_infini import CausalMHAConfig, CausalMultiHeadAttention, naive_infini_attention
+from hf_infini.positions import alibi_slopes, t5_buckets
+
+SCORES = ("scaled_dot", "dot", "general", "additive")
+POSITIONS = ("relative_key", "t5", "alibi", "rope", "none")
+
+
+def attention(seed=0, **options) -> CausalMultiHeadAttention:
+    """12 wide, 3 heads, in float64 and evaluation mode, its tables and gates far from their small starts."""
+    torch.manual_seed(seed)
+    if options.get("position_encoding") in ("t5", "relative_key"):
+        options = {"max_distance": 6, "num_buckets": 4} | options
+    module = CausalMultiHeadAttention(10, 12, 3, 0.0, True, **options).double().eval()
+    for name, parameter in module.named_parameters():
+        if name in ("score_weight", "score_vector", "relative_table", "relative_bias", "gate"):
+            parameter.data.normal_()
+    return module
+
+
+def inputs(batch=2, tokens=9, seed=1) -> torch.Tensor:
+    return torch.randn(batch, tokens, 10, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+# --- published numbers ------------------------------------------------------------------------------------------------
+
+
+def test_worked_example():
+    """The hand calculation with three tokens and two heads of width 2, whose output projection is the identity."""
+    rows = torch.tensor([[[1.0, 0, 1, 0], [0, 1, 1, 0], [1, 1, 0, 1]]])
+    head_1 = {
+        "W_query": [[1, 0], [0, 1], [1, 0], [0, 1]],
+        "W_key": [[1, 1], [0, 1], [1, 0], [0, 1]],
+        "W_value": [[1, 0], [0, 1], [1, 1], [0, 1]],
+    }
+    head_2 = {
+        "W_query": [[0, 1], [1, 0], [0, 1], [1, 0]],
+        "W_key": [[1, 0], [1, 1], [0, 1], [1, 0]],
+        "W_value": [[0, 1], [1, 0], [1, 0], [0, 1]],
+    }
+    module = CausalMultiHeadAttention(4, 4, 2)
+    with torch.no_grad():
+        for name in head_1:
+            both = torch.cat([torch.tensor(head_1[name]), torch.tensor(head_2[name])], 1).float()
+            getattr(module, name).weight.copy_(both.T)  # a Linear multiplies with the transpose
+        module.out_proj.weight.copy_(torch.eye(4))
+        module.out_proj.bias.zero_()
+        output, weights = module(rows, output_attentions=True)
+    wanted = [[2.000, 1.000, 1.000, 1.000], [1.670, 1.330, 1.670, 0.330], [1.102, 1.898, 1.102, 1.747]]
+    heads = [
+        [[1, 0, 0], [0.670, 0.330, 0], [0.102, 0.050, 0.848]],
+        [[1, 0, 0], [0.330, 0.670, 0], [0.050, 0.102, 0.848]],
+    ]
+    half_a_digit = {"rtol": 0, "atol": 0.0005}  # the numbers were published with three decimals
+    torch.testing.assert_close(output[0], torch.tensor(wanted), **half_a_digit)
+    torch.testing.assert_close(weights[0], torch.tensor(heads), **half_a_digit)
+
+
+def test_notebook_example():
+    """The sentence of the teaching notebook, from its random seed on: the layers have to be made in its order."""
+    words = "O gato sobe no tapete".split(" ")
+    torch.manual_seed(42)
+    embedded = nn.Embedding(5, 3)(torch.arange(len(words))).unsqueeze(0)
+    module = CausalMultiHeadAttention(d_in=3, d_out=4, num_heads=2, dropout=0.0, qkv_bias=False)
+    with torch.no_grad():
+        output, weights = module(embedded, output_attentions=True)
+    wanted = [
+        [0.3455, 0.0400, 0.1735, -0.3224],
+        [0.3484, 0.0101, 0.1389, -0.2539],
+        [0.4340, 0.2990, -0.0576, -0.1211],
+        [0.4144, 0.2152, -0.0041, -0.1653],
+        [0.4142, 0.1889, 0.0125, -0.1536],
+    ]
+    heads = [
+        [[1], [0.495, 0.505], [0.285, 0.266, 0.449], [0.259, 0.238, 0.252, 0.251], [0.177, 0.193, 0.249, 0.183, 0.198]],
+        [[1], [0.457, 0.543], [0.346, 0.418, 0.236], [0.236, 0.211, 0.305, 0.248], [0.199, 0.286, 0.091, 0.166, 0.258]],
+    ]
+    torch.testing.assert_close(output[0], torch.tensor(wanted), rtol=0, atol=0.00005)  # published with four decimals
+    torch.testing.assert_close(module(embedded)[0], torch.tensor(wanted), rtol=0, atol=0.00005)
+    for head, rows in enumerate(heads):
+        for query, row in enumerate(rows):
+            padded = torch.tensor([*row, *[0.0] * (4 - query)])
+            torch.testing.assert_close(weights[0, head, query], padded, rtol=0, atol=0.0006)  # three decimals, one cut off
+
+
+# --- against loops ----------------------------------------------------------------------------------------------------
+
+
+def turn(vector: torch.Tensor, position: int) -> torch.Tensor:
+    """Rope by complex numbers, one pair after the other."""
+    half = vector.shape[0] // 2
+    turned = vector.clone()
+    for pair in range(half):
+        angle = position * 10_000.0 ** (-2 * pair / vector.shape[0])
+        z = torch.complex(vector[pair], vector[pair + half]) * cmath.exp(1j * angle)
+        turned[pair], turned[pair + half] = z.real, z.imag
+    return turned
+
+
+def by_loops(module: CausalMultiHeadAttention, x: torch.Tensor) -> torch.Tensor:
+    """The module's output, from its weights and the equations, one head, one query and one key at a time."""
+    config, width = module.config, module.head_dim
+    rows = []
+    for row in x:
+        tokens = []
+        for i in range(len(row)):
+            heads = []
+            for h in range(module.num_heads):
+                part = slice(h * width, (h + 1) * width)
+                first = 0 if config.sliding_window is None else max(0, i - config.sliding_window + 1)
+                scores, values = [], []
+                for j in range(first, i + 1):
+                    query, key, value = (
+                        layer.weight[part] @ row[place] + layer.bias[part]
+                        for layer, place in ((module.W_query, i), (module.W_key, j), (module.W_value, j))
+                    )
+                    if config.position_encoding == "rope":
+                        query, key = turn(query, i), turn(key, j)
+                    if config.position_encoding == "relative_key":
+                        key = key + module.relative_table[min(i - j, config.max_distance)]
+                    score = {
+                        "dot": lambda q, k, h: q @ k,
+                        "scaled_dot": lambda q, k, h: q @ k / math.sqrt(width),
+                        "general": lambda q, k, h: q @ module.score_weight[h] @ k,
+                        "additive": lambda q, k, h: (
+                            module.score_vector[h] @ torch.tanh(module.score_weight[h] @ torch.cat([q, k]))
+                        ),
+                    }[config.score](query, key, h)
+                    if config.position_encoding == "alibi":
+                        score = score - alibi_slopes(module.num_heads)[h] * (i - j)
+                    if config.position_encoding == "t5":
+                        bucket = t5_buckets(torch.tensor(i - j), config.num_buckets, config.max_distance)
+                        score = score + module.relative_bias[bucket, h]
+                    scores.append(score)
+                    values.append(value)
+                heads.append(torch.softmax(torch.stack(scores), 0) @ torch.stack(values))
+            tokens.append(module.out_proj.weight @ torch.cat(heads) + module.out_proj.bias)
+        rows.append(torch.stack(tokens))
+    return torch.stack(rows)
+
+
+def outputs_and_gradients(function, module, x) -> list[torch.Tensor]:
+    x = x.clone().requires_grad_()
+    output = function(x)
+    upstream = torch.randn(output.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    return [output, *torch.autograd.grad(output, [x, *module.parameters()], upstream)]
+
+
+@pytest.mark.parametrize("reach", [{}, {"attention": "local", "sliding_window": 4}], ids=["global", "local"])
+@pytest.mark.parametrize("position", POSITIONS)
+@pytest.mark.parametrize("score", SCORES)
+def test_every_kind_is_its_equations_outputs_and_gradients(score, position, reach):
+    module, x = attention(score=score, position_encoding=position, **reach), inputs()
+    wanted = outputs_and_gradients(lambda x: by_loops(module, x), module, x)
+    # Rope's angles are float32 in the module and float64 in the loops: 1e-6 of 9 radians
+    tolerance = {"rtol": 0, "atol": 1e-4} if position == "rope" else {}
+    for implementation in ("eager", "sdpa"):
+        module.config._attn_implementation = implementation
+        got = outputs_and_gradients(module, module, x)
+        for ours, naive in zip(got, wanted, strict=True):
+            torch.testing.assert_close(ours, naive, **tolerance)
+
+
+@pytest.mark.parametrize("score", SCORES)
+def test_parts_give_the_output(score):
+    module, x = attention(score=score, position_encoding="relative_key"), inputs()
+    scores, weights, heads = module.parts(x)
+    torch.testing.assert_close(module.out_proj(heads.transpose(1, 2).flatten(2)), module(x))
+    torch.testing.assert_close(weights.sum(-1), torch.ones(2, 3, 9, dtype=torch.float64))
+    assert torch.equal(scores.isneginf(), torch.ones(9, 9).triu(1).bool().expand(2, 3, -1, -1))
+    torch.testing.assert_close(scores.softmax(-1), weights)
+
+
+@pytest.mark.parametrize("rule", ["linear", "delta"])
+@pytest.mark.parametrize("kept", [0, 1])
+@pytest.mark.parametrize("score", ["scaled_dot", "dot", "general"])
+@pytest.mark.parametrize("position", ["none", "rope"])
+def test_infini_is_the_naive_function(score, position, kept, rule):
+    options = {"segment_length": 4, "local_segments": kept, "update_rule": rule}
+    module = attention(attention="infini", score=score, position_encoding=position, **options)
+    x = inputs(tokens=19)
+
+    def by_tokens(x):
+        arguments = module.infini_arguments(x, None)
+        heads = naive_infini_attention(
+            **arguments, gate=module.gate, segment_length=4, local_segments=kept, update_rule=rule
+        )
+        return module.out_proj(heads.transpose(1, 2).flatten(2))
+
+    for ours, naive in zip(*(outputs_and_gradients(f, module, x) for f in (module, by_tokens)), strict=True):
+        torch.testing.assert_close(ours, naive)
+    # What the window compares is the score of the other kinds: inside the first segment nothing else counts
+    other = attention(score=score, position_encoding=position)
+    other.load_state_dict({k: v for k, v in module.state_dict().items() if k != "gate"})
+    torch.testing.assert_close(module(x)[:, :4], other(x[:, :4]))
+
+
+def test_infini_memory_reads_keys_without_positions():
+    module, x = attention(attention="infini", segment_length=4, position_encoding="rope"), inputs()
+    arguments = module.infini_arguments(x, torch.arange(9).unsqueeze(0))
+    plain = module.W_key(x).unflatten(-1, (3, 4)).transpose(1, 2)
+    assert torch.equal(arguments["memory_key"], plain)
+    assert not torch.allclose(arguments["key"][:, :, 1:], plain[:, :, 1:])
+
+
+def test_dropout_drops_weights_in_training_only():
+    torch.manual_seed(0)
+    module = CausalMultiHeadAttention(10, 12, 3, dropout=0.5).double()
+    x = inputs()
+    still = module.eval()(x)
+    assert torch.equal(still, module(x))
+    module.train()
+    for implementation in ("eager", "sdpa"):
+        module.config._attn_implementation = implementation
+        torch.manual_seed(0)
+        mean = torch.stack([module(x) for _ in range(3000)]).mean(0)
+        # The dropped weights are made up for: the mean of 3,000 draws is off by 3 standard errors, 0.03, at most
+        torch.testing.assert_close(mean, still, rtol=0, atol=0.06)
+        assert not torch.equal(module(x), module(x))
+
+
+# --- errors -----------------------------------------------------------------------------------------------------------
+
+
+def test_errors_name_shapes_and_options():
+    with pytest.raises(ValueError, match=r"num_heads must divide d_out.*got 10 / 3"):
+        CausalMultiHeadAttention(4, 10, 3)
+    module = CausalMultiHeadAttention(4, 6, 3)
+    with pytest.raises(ValueError, match=r"\[batch, tokens, d_in\] with d_in = 4; got \[5, 4\]"):
+        module(torch.zeros(5, 4))
+    with pytest.raises(ValueError, match=r"d_in = 4; got \[1, 5, 3\]"):
+        module(torch.zeros(1, 5, 3))
+    with pytest.raises(ValueError, match="unknown options window; an attention takes attention, score"):
+        CausalMultiHeadAttention(4, 6, 3, window=4)
+    with pytest.raises(ValueError, match="'learned' is added to the embeddings"):
+        CausalMultiHeadAttention(4, 6, 3, position_encoding="learned")
+    with pytest.raises(ValueError, match="attention='none' is a block without this module"):
+        CausalMultiHeadAttention(4, 6, 3, attention="none")
+    with pytest.raises(ValueError, match="in config or by name, not both; got score"):
+        CausalMultiHeadAttention(4, 6, 3, config=CausalMHAConfig(n_embd=6, n_head=3), score="dot")

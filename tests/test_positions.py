@@ -1,0 +1,141 @@
+"""Every position encoding against its paper's formula, written out number by number, and against transformers."""
+
+import cmath
+import math
+
+import pytest
+import torch
+from transformers import LlamaConfig, Wav2Vec2BertConfig
+from transformers.models.bloom.modeling_bloom import build_alibi_tensor
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+from transformers.models.marian.modeling_marian import MarianSinusoidalPositionalEmbedding
+from transformers.models.t5.modeling_t5 import T5Attention
+from transformers.models.wav2vec2_bert.modeling_wav2vec2_bert import (
+    Wav2Vec2BertSelfAttention,
+    _apply_relative_key_position_encoding,
+)
+
+from hf_infini.positions import (
+    alibi_bias,
+    alibi_slopes,
+    relative_key_bias,
+    relative_keys,
+    rotate,
+    sinusoidal_encoding,
+    t5_buckets,
+)
+
+ANGLES = 1e-5  # the functions' angles are float32, up to 200 radians here: half a unit in the last place is 8e-6
+
+
+def distances(queries: int, keys: int) -> torch.Tensor:
+    return torch.arange(keys - queries, keys)[:, None] - torch.arange(keys)
+
+
+def test_sinusoidal_is_the_papers_formula_and_marians_in_another_order():
+    positions, width = torch.tensor([[0, 1, 7], [50, 199, 3]]), 12
+    encoding = sinusoidal_encoding(positions, width)
+    assert encoding.shape == (2, 3, width)
+    for row in range(2):
+        for column in range(3):
+            position = int(positions[row, column])
+            for pair in range(width // 2):
+                angle = position / 10_000 ** (2 * pair / width)
+                assert float(encoding[row, column, 2 * pair]) == pytest.approx(math.sin(angle), abs=ANGLES)
+                assert float(encoding[row, column, 2 * pair + 1]) == pytest.approx(math.cos(angle), abs=ANGLES)
+    marian = MarianSinusoidalPositionalEmbedding(200, width)
+    table = marian.create_weight()  # sines in the first half, cosines in the second
+    ours = sinusoidal_encoding(torch.arange(200), width)
+    torch.testing.assert_close(torch.cat([ours[:, 0::2], ours[:, 1::2]], 1), table, rtol=0, atol=ANGLES)
+
+
+def test_relative_keys_are_shaws_equation_and_wav2vec2_berts():
+    generator = torch.Generator().manual_seed(0)
+    heads, queries, keys, width, furthest = 2, 5, 9, 4, 3
+    query = torch.randn(1, heads, queries, width, generator=generator, dtype=torch.float64)
+    table = torch.randn(furthest + 1, width, generator=generator, dtype=torch.float64)
+    distance = distances(queries, keys)
+    bias, added = relative_key_bias(query, table, distance), relative_keys(table, distance)
+    for i in range(queries):
+        for j in range(keys):
+            place = keys - queries + i
+            row = table[min(max(place - j, 0), furthest)]  # section 3.2: w of clip(j − i, k), of which j ≤ i is seen
+            torch.testing.assert_close(added[i, j], row)
+            for head in range(heads):
+                torch.testing.assert_close(bias[0, head, i, j], query[0, head, i] @ row)
+
+    options = {"left_max_position_embeddings": furthest, "right_max_position_embeddings": 0}
+    config = Wav2Vec2BertConfig(
+        hidden_size=heads * width, num_attention_heads=heads, position_embeddings_type="relative_key", **options
+    )
+    module = Wav2Vec2BertSelfAttention(config).double()
+    module.distance_embedding.weight.data.copy_(table.flip(0))  # theirs begins with the furthest
+    key = torch.randn(1, heads, keys, width, generator=generator, dtype=torch.float64)
+    query = torch.randn(1, heads, keys, width, generator=generator, dtype=torch.float64)
+    _, theirs = _apply_relative_key_position_encoding(module, query, key)
+    ours = relative_key_bias(query, table, distances(keys, keys)) * width**-0.5
+    torch.testing.assert_close(ours.tril(), theirs.tril())
+
+
+@pytest.mark.parametrize("num_buckets, max_distance", [(32, 128), (8, 20), (2, 5), (7, 50), (64, 2000)])
+def test_t5_buckets_are_t5s(num_buckets, max_distance):
+    distance = torch.arange(-5, 3 * max_distance)
+    theirs = T5Attention._relative_position_bucket(-distance, False, num_buckets, max_distance)
+    assert torch.equal(t5_buckets(distance, num_buckets, max_distance), theirs)
+    exact = num_buckets // 2
+    assert t5_buckets(torch.arange(exact), num_buckets, max_distance).tolist() == list(range(exact))
+    assert int(t5_buckets(torch.tensor(max_distance), num_buckets, max_distance)) == num_buckets - 1
+
+
+@pytest.mark.parametrize("heads", [1, 2, 3, 6, 8, 12, 16])
+def test_alibi_is_blooms(heads):
+    keys = 11
+    theirs = build_alibi_tensor(torch.ones(1, keys, dtype=torch.long), heads, torch.float32)  # slope · place of the key
+    slopes = theirs.view(heads, keys)[:, 1]
+    torch.testing.assert_close(torch.tensor(alibi_slopes(heads)), slopes)
+    distance = distances(keys, keys)
+    ours = alibi_bias(distance, heads)
+    # Bloom leaves out what is the same for all keys of a query, which a softmax does not see
+    masked = torch.full((keys, keys), float("-inf")).triu(1)
+    scores = torch.randn(heads, keys, keys, generator=torch.Generator().manual_seed(0)) + masked
+    torch.testing.assert_close((scores + ours).softmax(-1), (scores + theirs.view(heads, 1, keys)).softmax(-1))
+    assert torch.equal(ours.diagonal(dim1=1, dim2=2), torch.zeros(heads, keys))
+
+
+def test_alibi_slopes_of_eight_heads_are_the_papers():
+    assert alibi_slopes(8) == [1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 32, 1 / 64, 1 / 128, 1 / 256]
+
+
+@pytest.mark.parametrize("theta", [10_000.0, 500.0])
+def test_rotate_is_llamas_and_the_complex_product(theta):
+    generator = torch.Generator().manual_seed(0)
+    batch, heads, tokens, width = 2, 3, 6, 8
+    positions = torch.stack([torch.arange(6), torch.tensor([0, 0, 3, 40, 41, 199])])
+    states = torch.randn(batch, heads, tokens, width, generator=generator)
+    turned = rotate(states, positions, theta)
+    config = LlamaConfig(
+        hidden_size=heads * width,
+        num_attention_heads=heads,
+        max_position_embeddings=256,
+        rope_parameters={"rope_type": "default", "rope_theta": theta},
+    )
+    cos, sin = LlamaRotaryEmbedding(config)(states, positions)
+    theirs, _ = apply_rotary_pos_emb(states, states, cos, sin)
+    torch.testing.assert_close(turned, theirs, rtol=0, atol=ANGLES)
+    for pair in range(width // 2):  # equation 34: each pair is a complex number times e^(i · position · θ_pair)
+        x = complex(states[1, 2, 5, pair], states[1, 2, 5, pair + width // 2])
+        y = x * cmath.exp(1j * 199 * theta ** (-2 * pair / width))
+        assert float(turned[1, 2, 5, pair]) == pytest.approx(y.real, abs=5 * ANGLES)  # entries of x reach 3
+        assert float(turned[1, 2, 5, pair + width // 2]) == pytest.approx(y.imag, abs=5 * ANGLES)
+
+
+def test_rotated_products_depend_on_the_distance_alone():
+    generator = torch.Generator().manual_seed(1)
+    query, key = (torch.randn(1, 1, 1, 16, generator=generator) for _ in range(2))
+
+    def product(query_position, key_position):
+        turned = [rotate(t, torch.tensor([[p]])) for t, p in ((query, query_position), (key, key_position))]
+        return float((turned[0] * turned[1]).sum())
+
+    assert product(9, 4) == pytest.approx(product(105, 100), abs=100 * ANGLES)  # 16 products of entries up to 3
+    assert abs(product(9, 4) - product(9, 5)) > 0.01
