@@ -1,0 +1,191 @@
+"""The parts of one attention layer's output, computed again from what the layer was given in a forward pass.
+
+A layer's output alone does not show its heads: they are mixed by the output projection, and fused kernels never write the
+weights down. Each kind of attention module has a function here that repeats its steps in the open, from the module's own
+projections on, in float32 or wider; [`KINDS`] is the table of them.
+
+Shapes: `B` batch, `H` heads, `T` tokens, `S` segments, `D` head dimension.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
+
+from .attention import EPS
+from .causal_mha import CausalMultiHeadAttention
+from .memory import delta_states, feature_map, linear_states, read_memory
+from .modeling_infini_gpt2 import GPT2InfiniAttention
+from .segments import SegmentLayout
+
+
+@dataclass
+class Parts:
+    """What one layer's heads did. The last seven are `None` in a layer without a memory.
+
+    With A_mem the heads' memory reads (equation 3), A_local their softmax attention (equation 2), and g = sigmoid(β) where
+    the document has a memory, 0 before: heads = g · A_mem + (1 − g) · A_local (equation 5).
+    """
+
+    scores: Tensor  # [B, H, T, T], before the softmax, −inf where a key is not visible
+    weights: Tensor  # [B, H, T, T]
+    heads: Tensor  # [B, H, T, D], before the output projection
+    local_heads: Tensor | None = None  # [B, H, T, D]: A_local
+    memory_heads: Tensor | None = None  # [B, H, T, D]: A_mem, 0 where the document has no memory yet
+    gate: Tensor | None = None  # [H]: sigmoid(β)
+    memory_share: Tensor | None = None  # [B, H, T]: ‖g A_mem‖ / (‖g A_mem‖ + ‖(1 − g) A_local‖)
+    memory_norm: Tensor | None = None  # [B, H, S + 1]: Frobenius norm of M as segment 0, 1, … reads it, and at the end
+    normaliser_norm: Tensor | None = None  # [B, H, S + 1]: norm of z, likewise
+    segments: Tensor | None = None  # [B, T], int64: the segment of its row that each token lies in, −1 for padding
+
+
+def gpt2_parts(module: GPT2Attention, hidden_states: Tensor, given: dict) -> Parts:
+    """GPT-2's own attention; `given` is what the module was called with by name."""
+    query, key, value = _gpt2_projections(module, hidden_states)
+    mask = given.get("attention_mask")
+    if mask is None:
+        mask = torch.ones(key.shape[2], key.shape[2], dtype=torch.bool, device=key.device).tril()
+    elif mask.dtype != torch.bool:
+        mask = mask == 0  # the eager form, which is added to the scores
+    return Parts(*softmax_parts(query, key, value, mask, module.scaling))
+
+
+def infini_gpt2_parts(module: GPT2InfiniAttention, hidden_states: Tensor, given: dict) -> Parts:
+    """GPT-2's attention with a memory."""
+    query, key, value = _gpt2_projections(module, hidden_states)
+    arguments = {"query": query, "key": key, "value": value, "scaling": module.scaling}
+    return _infini_parts(module, given["layout"], **arguments, **module.start())
+
+
+def causal_mha_parts(module: CausalMultiHeadAttention, hidden_states: Tensor, given: dict) -> Parts:
+    """The from-scratch attention, which names its own parts unless it has a memory."""
+    if module.config.attention == "infini":
+        arguments = module.infini_arguments(hidden_states, given["position_ids"])
+        return _infini_parts(module, given["layout"], **arguments)
+    return Parts(*module.parts(hidden_states, **{name: given[name] for name in ("mask", "distance", "position_ids")}))
+
+
+# Class of the attention module → how its parts are computed; the first that fits counts.
+KINDS = {
+    GPT2InfiniAttention: infini_gpt2_parts,
+    GPT2Attention: gpt2_parts,
+    CausalMultiHeadAttention: causal_mha_parts,
+}
+
+
+def kind_of(module: nn.Module) -> str:
+    """What the module's tokens see: "global", "local" or "infini", as in `CausalMHAConfig`."""
+    if isinstance(module, CausalMultiHeadAttention):
+        return module.config.attention
+    return "infini" if isinstance(module, GPT2InfiniAttention) else "global"
+
+
+def parts_of(module: nn.Module, hidden_states: Tensor, given: dict, real: Tensor) -> Parts:
+    """The parts of `module`'s call on `hidden_states` `[B, T, width]`; what padding (`real [B, T]` False) did is left out:
+    it sees nothing, and its weights and heads are 0."""
+    compute = next(function for cls, function in KINDS.items() if isinstance(module, cls))
+    parts = compute(module, hidden_states, given)
+    padding = ~real[:, None, :, None]
+    parts.scores = parts.scores.masked_fill(padding, float("-inf"))
+    parts.weights = parts.weights.masked_fill(padding, 0)
+    parts.heads = parts.heads.masked_fill(padding, 0)
+    return parts
+
+
+def softmax_parts(
+    query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scaling: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Scores, weights and context vectors of softmax(scaling · Q Kᵀ) V.
+
+    Args:
+        query, key, value: `[B, H, T, D]`; visible: bool, broadcast to `[B, H, T, T]`. A row that sees nothing has weights
+            and a context of 0.
+    """
+    scores = (query @ key.transpose(-1, -2) * scaling).masked_fill(~visible, float("-inf"))
+    weights = scores.softmax(-1).masked_fill(~visible, 0)  # a softmax over nothing is NaN
+    return scores, weights, weights @ value
+
+
+def _gpt2_projections(module: GPT2Attention, hidden_states: Tensor) -> tuple[Tensor, ...]:
+    """Query, key and value of every head, `[B, H, T, D]`, float32 or wider."""
+    parts = module.c_attn(hidden_states).split(module.split_size, dim=2)
+    return tuple(_widen(part.unflatten(-1, (-1, module.head_dim)).transpose(1, 2)) for part in parts)
+
+
+def _infini_parts(
+    module: nn.Module,
+    layout: SegmentLayout,
+    *,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float,
+    memory_query: Tensor | None = None,
+    memory_key: Tensor | None = None,
+    start_memory: Tensor | None = None,
+    start_normaliser: Tensor | None = None,
+) -> Parts:
+    """Equations 2 to 5 for a call that begins its rows, as [`hf_infini.attention.attend`] does them all at once."""
+    segments = _segments(layout)
+    query, key, value = (_widen(tensor) for tensor in (query, key, value))
+    scores, weights, local = softmax_parts(query, key, value, _visible(segments, layout), scaling)
+    features = [query if memory_query is None else _widen(memory_query), key if memory_key is None else _widen(memory_key)]
+    query_grid, key_grid, value_grid = (layout.to_grid(tensor, None) for tensor in (*features, value))
+    batch, heads, width = key.shape[0], key.shape[1], key.shape[-1]
+    if start_memory is None:
+        start = (value.new_zeros(heads, width, width), value.new_zeros(heads, width))
+        has_memory = layout.segment_numbers() > layout.local_segments
+    else:
+        start = (start_memory.to(value.dtype), start_normaliser.to(value.dtype))
+        has_memory = torch.ones(1, layout.segments, dtype=torch.bool, device=value.device)
+    keys, written = feature_map(layout.delay(key_grid)), layout.written()
+    if written is not None:
+        keys = keys * written[..., None, None]
+    arguments = [keys, layout.delay(value_grid), *(first.expand(batch, *first.shape) for first in start), start]
+    arguments.append(layout.borders(0, layout.segments))
+    if module.config.update_rule == "linear":
+        memories, normalisers = linear_states(*arguments)
+    else:
+        memories, normalisers = delta_states(*arguments, EPS)
+    numerator, denominator = read_memory(feature_map(query_grid).unsqueeze(4), memories[:, :-1], normalisers[:, :-1])
+    memory = layout.from_grid((numerator / (denominator + EPS).unsqueeze(-1)).squeeze(4))
+
+    gate = torch.sigmoid(_widen(module.gate))
+    gates = layout.from_grid(has_memory[..., None, None, None] * gate[:, None].expand(batch, 1, layout.slots, -1, 1))
+    from_memory, from_local = gates * memory, (1 - gates) * local
+    sizes = from_memory.norm(dim=-1), from_local.norm(dim=-1)
+    return Parts(
+        scores=scores,
+        weights=weights,
+        heads=from_memory + from_local,
+        local_heads=local,
+        memory_heads=memory,
+        gate=gate,
+        memory_share=torch.where(sizes[0] > 0, sizes[0] / (sizes[0] + sizes[1]), 0),
+        memory_norm=memories.flatten(3).norm(dim=-1).transpose(1, 2),
+        normaliser_norm=normalisers.norm(dim=-1).transpose(1, 2),
+        segments=segments,
+    )
+
+
+def _segments(layout: SegmentLayout) -> Tensor:
+    """`[B, T]`: the grid segment of each token, −1 for padding."""
+    places = torch.arange(1, layout.segments + 1, device=layout.tokens_seen.device)
+    grid = places[None, :, None, None, None].expand(layout.batch, -1, layout.slots, 1, 1)
+    return layout.from_grid(grid)[:, 0, :, 0] - 1
+
+
+def _visible(segments: Tensor, layout: SegmentLayout) -> Tensor:
+    """`[B, 1, T, T]` bool: the keys of each query's local window, in its own document."""
+    query, key = segments.unsqueeze(2), segments.unsqueeze(1)
+    visible = (query >= 0) & (key >= 0) & (query - key <= layout.local_segments)
+    visible &= torch.ones(segments.shape[1], segments.shape[1], dtype=torch.bool, device=segments.device).tril()
+    if layout.document is not None:
+        document = layout.document.gather(1, segments.clamp(min=0))
+        visible &= document.unsqueeze(2) == document.unsqueeze(1)
+    return visible.unsqueeze(1)
+
+
+def _widen(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
