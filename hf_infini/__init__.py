@@ -10,6 +10,7 @@ from .cache import InfiniCache
 from .causal_mha import CausalMultiHeadAttention
 from .configuration_causal_mha import CausalMHAConfig
 from .configuration_infini_gpt2 import InfiniGPT2Config
+from .inspection import inspect_attention
 from .modeling_causal_mha import CausalMHAForCausalLM, CausalMHAModel
 from .modeling_infini_gpt2 import GPT2InfiniAttention, InfiniGPT2LMHeadModel, InfiniGPT2Model
 from .naive import naive_infini_attention
@@ -37,6 +38,7 @@ __all__ = [
     "InfiniGPT2Model",
     "InfiniState",
     "infini_attention",
+    "inspect_attention",
     "naive_infini_attention",
     "patch_model",
     "unpatch_model",

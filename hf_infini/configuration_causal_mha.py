@@ -25,7 +25,7 @@ ATTENTION_OPTIONS = (
     "gate_init",
 )
 IN_EMBEDDING = ("learned", "sinusoidal")  # added to the token embeddings; the others act inside the attention
-# A window's keys reach the infini attention as they are: nothing can be added to its scores, only turned into its keys.
+# Segments and memory work on products of queries and keys: what adds to a score, or is none, has no place there.
 INFINI_SCORES = ("scaled_dot", "dot", "general")
 INFINI_POSITIONS = ("learned", "sinusoidal", "rope", "none")
 
@@ -189,8 +189,8 @@ class CausalMHAConfig(PreTrainedConfig):
             for name, allowed in (("score", INFINI_SCORES), ("position_encoding", INFINI_POSITIONS)):
                 if getattr(self, name) not in allowed:
                     raise ValueError(
-                        f"attention='infini' goes with {name} {', '.join(allowed)}; got {getattr(self, name)!r}, which "
-                        "adds to the scores of single tokens, where the memory has none."
+                        f"attention='infini' goes with {name} {', '.join(allowed)}; got {getattr(self, name)!r}, which is "
+                        "no product of a query and a key, and those are all that segments and memory work on."
                     )
         if self.attention == "none" and self.position_encoding not in (*IN_EMBEDDING, "none"):
             raise ValueError(
