@@ -31,8 +31,9 @@ def load_model(name: str, device: str = "auto"):
 
 
 def context_limit(config) -> int | None:
-    """The most tokens that a model's absolute positions reach; None where its positions have no end."""
-    if getattr(config, "positions", "absolute") == "segment":
+    """The most tokens that a model's positions reach; None where they have no end: positions in the segment (infini_gpt2),
+    and all but learned ones (causal_mha)."""
+    if getattr(config, "positions", "absolute") == "segment" or getattr(config, "position_encoding", "learned") != "learned":
         return None
     return getattr(config, "n_positions", None)
 
@@ -42,6 +43,6 @@ def check_length(config, tokens: int) -> None:
     limit = context_limit(config)
     if limit is not None and tokens > limit:
         raise UserError(
-            f"{tokens:,} tokens, but this model has {limit:,} absolute positions: ask for fewer, or train one with "
-            "`--attention infini --positions segment`, which takes any length"
+            f"{tokens:,} tokens, but this model has {limit:,} absolute positions: ask for fewer, or train one that takes "
+            "any length: `--attention infini --positions segment`, or `--model causal_mha --position_encoding rope`"
         )

@@ -19,6 +19,8 @@ from .stages import write_json
 from .training import gate_values
 
 COMPLETE = "complete.json"
+# What a run did whose run.json is older than the option. Those whose default is None need no entry.
+BEFORE_THE_OPTION = {"model": "gpt2"}
 
 
 def check_same_run(folder: Path, options: dict) -> bool:
@@ -28,14 +30,15 @@ def check_same_run(folder: Path, options: dict) -> bool:
         folder: the run's folder; need not exist.
         options: what decides the run's outcome, JSON-safe.
 
-    Returns True when the folder's `run.json` equals `options`, False when the folder is new or empty.
+    Returns True when the folder's `run.json` equals `options`, False when the folder is new or empty. An option that one
+    of the two does not have counts as None.
     """
     file = Path(folder) / "run.json"
     if not file.is_file():
         if Path(folder).is_dir() and any(Path(folder).iterdir()):
             raise UserError(f"{folder} is not empty and holds no run of this recipe: choose another --out")
         return False
-    started_with = json.loads(file.read_text(encoding="utf-8"))
+    started_with = BEFORE_THE_OPTION | json.loads(file.read_text(encoding="utf-8"))
     names = sorted(started_with.keys() | options.keys())
     different = [
         f"{name} was {started_with.get(name)!r} and is now {options.get(name)!r}"

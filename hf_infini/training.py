@@ -1,4 +1,4 @@
-"""What `recipes/train.py` is made of: the model, the optimiser's groups, a Trainer that counts tokens, and its end."""
+"""What `recipes/train.py` is made of: the data, how long a run is, the optimiser's groups, the Trainer."""
 
 import dataclasses
 import functools
@@ -10,79 +10,34 @@ import sys
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+from transformers import Trainer, TrainingArguments
 
 from .cli import UserError
-from .configuration_infini_gpt2 import OPTIONS as INFINI_OPTIONS
-from .configuration_infini_gpt2 import InfiniGPT2Config
 from .metrics import evaluate_rows
-from .modeling_infini_gpt2 import InfiniGPT2LMHeadModel
 
-# --- model and data ---------------------------------------------------------------------------------------------------
-
-
-def build_model(attention: str, init_from: str | None, shape, tokenizer, context: int):
-    """A GPT-2 with the asked-for attention, with random weights or those of a model folder.
-
-    Args:
-        attention: `"self"` or `"infini"`.
-        init_from: folder of a GPT-2 or infini model, or None. Options left at None stay as that model has them.
-        shape: an object with n_layer, n_embd, n_head, dropout and the `INFINI_OPTIONS` (read for `"infini"` only).
-        context: tokens per row.
-
-    Raises UserError when the options and the model's folder do not go together.
-    """
-    sizes = {name: getattr(shape, name) for name in ("n_layer", "n_embd", "n_head")}
-    infini = {name: getattr(shape, name) for name in INFINI_OPTIONS if getattr(shape, name) is not None}
-    if attention == "infini":
-        config_class, model_class = InfiniGPT2Config, InfiniGPT2LMHeadModel
-    else:
-        config_class, model_class, infini = GPT2Config, GPT2LMHeadModel, {}
-    if init_from is None:
-        base = {"n_layer": 4, "n_embd": 256, "n_head": 4, "vocab_size": len(tokenizer), "n_positions": context}
-        base |= {name: value for name, value in sizes.items() if value is not None}
-        if attention == "infini" and not {"segment_length", "n_segments"} & infini.keys():
-            infini["segment_length"] = max(1, context // 8)
-    else:
-        if not (Path(init_from) / "config.json").is_file():
-            raise UserError(f"--init_from: {init_from} holds no config.json; give the folder of a saved model")
-        given = AutoConfig.from_pretrained(init_from)
-        if given.model_type not in ("gpt2", config_class.model_type):
-            raise UserError(
-                f"--init_from: {init_from} is a {given.model_type} model, --attention {attention} starts from "
-                f"{' or '.join(sorted({'gpt2', config_class.model_type}))}"
-            )
-        for name, value in sizes.items():
-            if value not in (None, getattr(given, name)):
-                raise UserError(f"--{name} {value}, but {init_from} has {getattr(given, name)}: leave --{name} out")
-        if given.vocab_size < len(tokenizer):
-            raise UserError(f"--init_from: {init_from} knows {given.vocab_size} tokens, the data has {len(tokenizer)}")
-        base = {k: v for k, v in given.to_dict().items() if k not in ("model_type", "architectures", "use_cache")}
-        if {"segment_length", "n_segments"} & infini.keys():  # exactly one of the two: a new one replaces the old
-            base |= {"segment_length": None, "n_segments": None}
-        if base["n_positions"] < context and (infini.get("positions") or base.get("positions")) != "segment":
-            raise UserError(
-                f"--init_from: {init_from} has {base['n_positions']} positions, the data's rows {context} tokens: "
-                "prepare shorter rows, or use --attention infini --positions segment"
-            )
-    base |= {name: shape.dropout for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop")}
-    base |= {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    try:
-        config = config_class(**base | infini)
-    except Exception as error:  # strict dataclasses wrap their ValueErrors in classes of their own
-        raise UserError(f"these model options do not go together: {error}") from error
-    if init_from is None:
-        model = model_class(config)
-    else:
-        model = model_class.from_pretrained(init_from, config=config, dtype=torch.float32)
-    model.loss_type = "ForCausalLM"  # what transformers falls back to, with a warning
-    return model
+# --- data, ends and processes -----------------------------------------------------------------------------------------
 
 
 def data_fingerprint(manifest: dict) -> str:
     """16 hexadecimal digits that change with the tokens of a prepared folder's rows; its name and place do not count."""
     splits = {name: [split["sha256"], split["blocks"], split["tokens"]] for name, split in manifest["splits"].items()}
     return hashlib.sha256(json.dumps(splits, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def load_rows(data: Path, rows_per_step: int) -> tuple:
+    """The training and validation rows of a prepared folder, of which training gets as many as make whole steps.
+
+    Raises UserError when there are too few.
+    """
+    from datasets import load_from_disk
+
+    train, validation = (load_from_disk(str(data / split)).with_format("torch") for split in ("train", "validation"))
+    if len(train) < rows_per_step or len(validation) == 0:
+        raise UserError(
+            f"{data} has {len(train)} training and {len(validation)} validation rows, but one step takes {rows_per_step} "
+            "and an evaluation at least 1: lower --batch_size, or prepare more text"
+        )
+    return train.select(range(len(train) // rows_per_step * rows_per_step)), validation
 
 
 def collate_rows(rows: list[dict]) -> dict[str, torch.Tensor]:
@@ -167,7 +122,8 @@ def say(text: str) -> None:
 
 
 def parameter_groups(model, learning_rate: float, gate_learning_rate: float, weight_decay: float) -> list[dict]:
-    """The optimiser's groups: matrices; vectors and learned memory starts without decay; gates with their own rate.
+    """The optimiser's groups: matrices; vectors, and what an attention layer owns beside its projections (scores, tables of
+    distances, learned memory starts), without decay; gates with their own rate.
 
     At a usual learning rate the gates hardly leave their start, and weight decay pulls them back to sigmoid = 0.5;
     a memory start has no reason to be small either.

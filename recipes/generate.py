@@ -7,7 +7,8 @@
 
 Standard output receives the text alone (with --json one object per continuation), standard error everything else. A
 single continuation appears as it is made. A prompt longer than --chunk is read in pieces into the model's cache; how long
-it may be is the model's affair: models with segment positions have no limit.
+it may be is the model's affair: models with segment positions, and causal_mha models with other than learned positions,
+have no limit.
 """
 
 import json

@@ -1,8 +1,10 @@
-"""Trains a GPT-2 with self-attention or with Infini-attention on a folder that recipes/prepare.py made.
+"""Trains a GPT-2 (self- or Infini-attention) or a causal_mha model on a folder that recipes/prepare.py made.
 
     python recipes/train.py --config recipes/configs/quickstart_infini.yaml --data data/quickstart --out runs/infini
     python recipes/train.py --config recipes/configs/quickstart_infini.yaml --data data/quickstart --out runs/self \
         --attention self
+    python recipes/train.py --config recipes/configs/shakespeare_published.yaml --data data/shakespeare --out runs/rope \
+        --position_encoding rope
     torchrun --nproc_per_node 2 recipes/train.py --num_processes 2 --config … --data … --out …
     accelerate launch --multi_gpu --num_processes 8 recipes/train.py --num_processes 8 --config … --data … --out …
 
@@ -19,18 +21,13 @@ from pathlib import Path
 from typing import Literal
 
 from hf_infini.cli import UserError, exit_on_user_error, parse_options
-
-
-def option(default, help_text: str):
-    return field(default=default, metadata={"help": help_text})
+from hf_infini.model_options import ModelOptions, attention_of, build_config, build_model, option
 
 
 @dataclass
 class RunOptions:
     data: str = field(metadata={"help": "Folder made by recipes/prepare.py; its rows set the context."})
     out: str = field(metadata={"help": "Folder for the checkpoints and results; continued when it holds this run."})
-    attention: Literal["self", "infini"] = option("infini", "Attention of the model.")
-    init_from: str | None = option(None, "Model folder to start from, GPT-2 or infini; default: random weights.")
     epochs: float | None = option(None, "Passes over the training rows; default: 1 if no other end is set.")
     max_tokens: int | None = option(None, "Tokens to train on; rows repeat if need be. The first end reached counts.")
     max_steps: int | None = option(None, "Optimiser steps. The first end reached counts.")
@@ -38,24 +35,6 @@ class RunOptions:
     use_cpu: bool = option(False, "Train on the CPU even where there is a GPU.")
     seed: int = option(0, "Seed of the weights, the order of the rows and dropout.")
     report_to: str = option("none", "Where the Trainer reports to: none, tensorboard, wandb, trackio, …")
-
-
-@dataclass
-class ModelOptions:
-    n_layer: int | None = option(None, "Layers; default: 4, or as in --init_from.")
-    n_embd: int | None = option(None, "Width; default: 256, or as in --init_from.")
-    n_head: int | None = option(None, "Heads per layer; default: 4, or as in --init_from.")
-    dropout: float = option(0.0, "Dropout of the embeddings, the residual stream and the attention, 0 to 1.")
-    segment_length: int | None = option(None, "infini: tokens per segment; this or n_segments; default: context / 8.")
-    n_segments: int | None = option(None, "infini: segments per context; this or segment_length.")
-    update_rule: Literal["linear", "delta"] | None = option(None, "infini: how memory is written; default: linear.")
-    local_segments: int | None = option(None, "infini: earlier segments that local attention sees too; default: 0.")
-    gate_init: float | None = option(None, "infini: start of the gates, a logit; default: the configuration's.")
-    memory_init: Literal["zeros", "learned", "noise"] | None = option(None, "infini: empty memory; default: zeros.")
-    layers: list[int] | None = option(None, "infini: the layers that have a memory, from 0; default: all.")
-    positions: Literal["absolute", "segment"] | None = option(
-        None, "infini: positions counted from the text's start, or from the segment's (any length); default: absolute."
-    )
 
 
 @dataclass
@@ -85,29 +64,24 @@ def main(argv: list[str] | None = None) -> None:
         raise UserError(f"--data: {data} has no manifest.json; make the folder with recipes/prepare.py")
 
     import torch
-    from datasets import load_from_disk
     from transformers import AutoTokenizer, set_seed
 
     from hf_infini import measurement, metrics, plots, run_folder, training
 
     training.check_positive(run, "epochs", "max_tokens", "max_steps", "num_processes")
-    training.check_positive(optimizer, "batch_size", "gradient_accumulation", "eval_rows")
-    training.check_positive(optimizer, "eval_steps", "save_steps", "logging_steps")
+    intervals = ("eval_steps", "save_steps", "logging_steps")
+    training.check_positive(optimizer, "batch_size", "gradient_accumulation", "eval_rows", *intervals)
     arguments = training_arguments(run, optimizer)
     fingerprint = training.data_fingerprint(json.loads((data / "manifest.json").read_text(encoding="utf-8")))
-    train, validation = (load_from_disk(str(data / split)).with_format("torch") for split in ("train", "validation"))
-    context = len(train[0]["input_ids"])
     rows_per_step = optimizer.batch_size * optimizer.gradient_accumulation * arguments.world_size
-    if len(train) < rows_per_step or len(validation) == 0:
-        raise UserError(
-            f"{data} has {len(train)} training and {len(validation)} validation rows, but one step takes {rows_per_step} "
-            "and an evaluation at least 1: lower --batch_size, or prepare more text"
-        )
-    train = train.select(range(len(train) // rows_per_step * rows_per_step))  # every step then reads as many tokens
+    train, validation = training.load_rows(data, rows_per_step)
+    context = len(train[0]["input_ids"])
     tokens_per_step = rows_per_step * context
     arguments.max_steps = training.number_of_steps(run, len(train) // rows_per_step, tokens_per_step)
 
-    options = {**vars(shape), **vars(optimizer), **vars(run), "data": fingerprint}
+    tokenizer = AutoTokenizer.from_pretrained(data / "tokenizer")
+    config = build_config(shape, tokenizer, context)
+    options = {**vars(shape), "attention": attention_of(config), **vars(optimizer), **vars(run), "data": fingerprint}
     options |= {"precision": "bf16" if arguments.bf16 else "float32", "num_processes": arguments.world_size}
     for name in ("out", "report_to"):  # these may change between two starts of a run
         del options[name]
@@ -123,11 +97,9 @@ def main(argv: list[str] | None = None) -> None:
             run_folder.drop_other_checkpoints(out, keep=checkpoint)
 
     set_seed(run.seed)
-    tokenizer = AutoTokenizer.from_pretrained(data / "tokenizer")
-    model = training.build_model(run.attention, run.init_from, shape, tokenizer, context)
-    groups = training.parameter_groups(
-        model, optimizer.learning_rate, optimizer.gate_learning_rate, optimizer.weight_decay
-    )
+    model = build_model(config, shape.init_from)
+    rates = (optimizer.learning_rate, optimizer.gate_learning_rate, optimizer.weight_decay)
+    groups = training.parameter_groups(model, *rates)
     recorder = run_folder.RunRecorder(out, tokens_per_step, checkpoint)
     trainer = training.PerplexityTrainer(
         model=model,
@@ -141,9 +113,8 @@ def main(argv: list[str] | None = None) -> None:
         eval_rows=optimizer.eval_rows,
     )
     note = f"from step {run_folder.checkpoint_step(checkpoint)}" if checkpoint else "from the start"
-    training.say(
-        f"{model.num_parameters():,} parameters, {arguments.max_steps:,} steps of {tokens_per_step:,} tokens, {note}"
-    )
+    length = f"{arguments.max_steps:,} steps of {tokens_per_step:,} tokens"
+    training.say(f"{model.num_parameters():,} parameters, {length}, {note}")
     model = training.train_to_end(trainer, checkpoint)
 
     # Always in float32, so that recipes/evaluate_model.py finds the same number
@@ -161,7 +132,8 @@ def main(argv: list[str] | None = None) -> None:
     plots.plot_loss_curve(recorder.lines, out / "loss_curve.png")
     tokens = arguments.max_steps * tokens_per_step
     result = {
-        **{name: validation_total[name] for name in ("cross_entropy", "perplexity")},
+        "cross_entropy": validation_total["cross_entropy"],
+        "perplexity": validation_total["perplexity"],
         "validation_tokens": validation_total["tokens"],
         "tokens": tokens,
         "steps": arguments.max_steps,

@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 from test_train import load_recipe, recipe, run, sample_text, straight_run
+from test_train_causal_mha import trained
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_infini.cli import parse_options
@@ -66,6 +67,24 @@ def test_a_padded_batch_is_the_prompts_one_by_one(model, capsys, long_prompt, ch
     prompts = [long_prompt[:90], long_prompt[300:307], long_prompt[100:150]]
     found = continuations(capsys, "--model", model, "--prompt", *prompts, "--chunk", chunk, "--max_new_tokens", 8)
     assert [row["text"] for row in found] == [greedy(model, prompt, 8) for prompt in prompts]
+
+
+@pytest.mark.parametrize("kind", ["global", "local", "infini", "none"])
+def test_every_kind_of_attention_reads_in_chunks(kind, tmp_path_factory, capsys, long_prompt):
+    folder = trained(tmp_path_factory.getbasetemp(), kind)
+    length = 50 if kind == "infini" else 150  # that one has learned positions, 64 of them
+    prompts = [long_prompt[:length], long_prompt[300:307]]
+    expected = [greedy(folder, prompt, 8) for prompt in prompts]
+    for chunk in (7, 4096):
+        found = continuations(capsys, "--model", folder, "--prompt", *prompts, "--chunk", chunk, "--max_new_tokens", 8)
+        assert [row["text"] for row in found] == expected
+
+
+def test_learned_positions_end(tmp_path_factory, capsys, long_prompt):
+    folder = trained(tmp_path_factory.getbasetemp(), "infini")
+    with pytest.raises(SystemExit):
+        continuations(capsys, "--model", folder, "--prompt", long_prompt[:60], "--max_new_tokens", 5)
+    assert "65 tokens, but this model has 64 absolute positions" in capsys.readouterr().err
 
 
 def test_beams_and_samples_go_on_from_a_prompt_in_chunks(model, capsys, long_prompt):

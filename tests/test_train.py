@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2LMHeadModel
 
 from hf_infini import InfiniGPT2Config, InfiniGPT2LMHeadModel, run_folder, training
 from hf_infini.cli import UserError, parse_options
+from hf_infini.model_options import ModelOptions, build_config, build_model
 
 ROOT = Path(__file__).parents[1]
 DATA = Path(os.environ.get("HF_INFINI_DATA", ROOT.parent / "shared" / "data"))
@@ -202,6 +203,15 @@ def test_a_finished_run_says_so_and_other_options_are_refused(base, capsys):
     assert "learning_rate was" not in message
 
 
+def test_options_that_a_run_is_older_than(tmp_path):
+    (tmp_path / "run.json").write_text('{"attention": "self", "n_layer": 2, "seed": 0}')
+    now = {"attention": "self", "n_layer": 2, "seed": 0, "model": "gpt2", "score": None}
+    assert run_folder.check_same_run(tmp_path, now)
+    for changed in ({"model": "causal_mha"}, {"score": "dot"}, {"n_layer": None}):
+        with pytest.raises(UserError, match=f"{[*changed][0]} was"):
+            run_folder.check_same_run(tmp_path, now | changed)
+
+
 # --- several processes ------------------------------------------------------------------------------------------------
 
 
@@ -249,20 +259,27 @@ def test_infini_starts_from_plain_gpt2(base, self_run, tmp_path, capsys):
     assert not torch.equal(infini.transformer.h[0].attn.gate, torch.zeros(2))  # whose own rate is 0.01
 
 
-def test_what_a_start_cannot_be(base, self_run, tmp_path, capsys):
-    shape, tokenizer = train.ModelOptions(), AutoTokenizer.from_pretrained(self_run)
+def test_what_a_start_cannot_be(base, self_run, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(self_run)
+
+    def config(context=CONTEXT, **options):
+        return build_config(ModelOptions(**options), tokenizer, context)
+
     with pytest.raises(UserError, match="--n_layer 3, but .* has 2"):
-        training.build_model("self", str(self_run), train.ModelOptions(n_layer=3), tokenizer, CONTEXT)
+        config(attention="self", init_from=str(self_run), n_layer=3)
     with pytest.raises(UserError, match="64 positions.*--positions segment"):
-        training.build_model("infini", str(self_run), shape, tokenizer, 2 * CONTEXT)
+        config(2 * CONTEXT, init_from=str(self_run))
     with pytest.raises(UserError, match="infini_gpt2 model"):
-        training.build_model("self", str(straight_run(base)), shape, tokenizer, CONTEXT)
+        config(attention="self", init_from=str(straight_run(base)))
     with pytest.raises(UserError, match="no config.json"):
-        training.build_model("self", str(tmp_path), shape, tokenizer, CONTEXT)
+        config(attention="self", init_from=str(tmp_path))
     with pytest.raises(UserError, match="n_segments must divide"):
-        training.build_model("infini", None, train.ModelOptions(n_segments=7), tokenizer, CONTEXT)
-    longer = training.build_model("infini", str(straight_run(base)), shape, tokenizer, 10 * CONTEXT)
-    assert longer.config.positions == "segment" and longer.config.segment_length == 16
+        config(n_segments=7)
+    with pytest.raises(UserError, match="--n_head 3 does not divide --n_embd 256"):
+        config(attention="self", n_head=3)
+    longer = config(10 * CONTEXT, init_from=str(straight_run(base)))
+    assert longer.positions == "segment" and longer.segment_length == 16
+    assert build_model(longer, str(straight_run(base))).config.positions == "segment"
 
 
 # --- parts ------------------------------------------------------------------------------------------------------------
@@ -353,10 +370,10 @@ def test_every_config_is_parsed_by_the_recipe(config):
     first_line = config.read_text(encoding="utf-8").splitlines()[0]
     assert first_line.startswith("# python recipes/train.py --config recipes/configs/" + config.name)
     _, shape, _ = parse_options(*OPTIONS, description="", argv=first_line.split()[3:])
-    assert shape.segment_length or shape.n_segments
+    assert shape.model == "causal_mha" or shape.segment_length or shape.n_segments
 
 
-OPTIONS = (train.RunOptions, train.ModelOptions, train.OptimizerOptions)
+OPTIONS = (train.RunOptions, ModelOptions, train.OptimizerOptions)
 
 
 @pytest.mark.parametrize("name", ["quickstart", "carolina"])
