@@ -122,9 +122,14 @@ def write_manifest(path: Path, *, options: list, record: dict, splits: dict, sta
 
 def write_json(path: Path, content) -> None:
     """Writes JSON so that a reader finds the old file or the new one, never half of it."""
+    write_text(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes UTF-8 text as [`write_json`] does."""
     path = Path(path)
     part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    part.write_text(text, encoding="utf-8")
     os.replace(part, path)
 
 
