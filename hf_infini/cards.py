@@ -54,9 +54,8 @@ class Run:
 
     Attributes:
         name, language, license, base_model: of the metadata; `base_model` is a name on the Hub or None.
-        folder: where to load the model from, as shown to the reader.
+        folder: where to load the model from, as shown to the reader; figures: captions and relative links.
         config, result, evaluations, baselines, manifest, samples: contents of the files named above.
-        figures: captions and relative links.
         limits: Markdown for the section of limits; None states those that follow from the JSON.
     """
 
@@ -136,9 +135,7 @@ def takes_any_length(config: dict) -> bool:
 def describe_model(config: dict, result: dict) -> list[tuple[str, str]]:
     """Label and value of what config.json says about the architecture."""
     c, kind = config, attention_kind(config)
-    attention = {
-        "self": "causal self-attention over the whole context",
-        "global": "causal self-attention over the whole context",
+    attention = dict.fromkeys(("self", "global"), "causal self-attention over the whole context") | {
         "local": f"causal self-attention over the last {c.get('sliding_window')} tokens, the token itself included",
         "none": "none: a block is its feed-forward alone, and a token sees only itself",
     }
@@ -213,11 +210,9 @@ def results_section(run: Run) -> str:
     entropies = {row["order"]: row["entropy"] for row in ngram_rows(run)}
     if entropies:
         listed = ", ".join(f"{ngram_name(order)} {value:.4f}" for order, value in sorted(entropies.items()))
-        text += (
-            f" The n-grams, counted on all {run.baselines[0]['training_tokens']:,} training tokens and smoothed, predict from "
-            "the last tokens alone. Entropy of these counts, below which no prediction from as many tokens gets on the "
-            f"training rows: {listed}."
-        )
+        counted = f"{run.baselines[0]['training_tokens']:,} training tokens"
+        text += f" The n-grams predict from the last tokens alone, smoothed, and counted on all {counted}. Entropy of these "
+        text += f"counts, below which no prediction from as many tokens gets on the training rows: {listed}."
     return text
 
 
@@ -332,8 +327,7 @@ def table(header: list[str], rows: list[tuple[str, ...]]) -> str:
 def shorten_path(text: str) -> str:
     """The last one or two components of an absolute path, or of one that begins with `~` or `..`; other text as it is.
 
-    The first two components of an absolute path say more about a machine and its user than about a run: never shown,
-    except where there is no other.
+    The first two name a machine and its user rather than a run: they are only shown where there is no other.
     """
     if not re.match(r"([A-Za-z]:)?[\\/]|~|\.\.[\\/]", text):
         return text
