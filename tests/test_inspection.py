@@ -2,28 +2,17 @@
 
 import pytest
 import torch
-from models import SIZES, gpt2, infini_gpt2, token_ids
+from models import causal_mha, gpt2, infini_gpt2, token_ids
 from transformers import BertConfig, BertModel
 
 from hf_infini import InfiniCache, InfiniState, naive_infini_attention, patch_model
-from hf_infini.configuration_causal_mha import CausalMHAConfig
 from hf_infini.inspection import DIMENSIONS, inspect_attention
 from hf_infini.inspection_labels import token_texts, unique_labels
-from hf_infini.modeling_causal_mha import CausalMHAForCausalLM
 from hf_infini.tokenization import build_character_tokenizer, train_bpe
 
 # Heads' numbers are of size 1 to 10: the same float32 sums in another order.
 FLOAT32 = 1e-5
 TEXTS = ["A ação do coração é a razão da canção.", "Não há pão; há mãos.\n\tE a ação?", "ação ação " * 20]
-
-
-def causal_mha(seed=0, **options) -> CausalMHAForCausalLM:
-    torch.manual_seed(seed)
-    model = CausalMHAForCausalLM(CausalMHAConfig(**SIZES | {"initializer_range": 0.2} | options)).eval()
-    for block in model.transformer.h:
-        if hasattr(block, "attn") and hasattr(block.attn, "gate"):
-            block.attn.gate.data.copy_(torch.linspace(-1, 1, 4))
-    return model
 
 
 GPT2S = [

@@ -1,0 +1,112 @@
+"""Shows what every head of a trained model does with a text: one HTML page to look around in, and pictures.
+
+    python recipes/inspect_heads.py --model runs/infini --text "A cidade de São Paulo fica no sudeste do Brasil."
+    python recipes/inspect_heads.py --model runs/infini --text_file livro.txt --max_tokens 300 --out heads
+    python recipes/inspect_heads.py --model gpt2 --text "The cat sat on the mat." --layers 0 5 11 --out gpt2_heads
+
+Writes OUT/heads.html, which needs no other file and no network: a heat map of every head's attention weights with their
+tokens, and, with Infini-attention, the memory's share of each head's output, its norm after every segment, and the gates;
+the same as pictures, OUT/layer_00.png and so on (all heads of a layer) and OUT/memory.png. The numbers themselves, context
+vectors included, come from `hf_infini.inspection.inspect_attention`. Models: GPT-2, with Infini-attention or without, and
+causal_mha.
+"""
+
+import os
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from hf_infini.cli import UserError, exit_on_user_error, parse_options
+
+LARGEST_PAGE = 100e6  # bytes; browsers take long over more
+
+
+def option(default, help_text: str):
+    return field(default=default, metadata={"help": help_text})
+
+
+@dataclass
+class Options:
+    model: str = field(metadata={"help": "Model folder or name on the Hub."})
+    text: str | None = option(None, "The text. Or --text_file.")
+    text_file: str | None = option(None, "UTF-8 file with the text. Or --text.")
+    max_tokens: int = option(200, "Read so many tokens at most, from the beginning of the text.")
+    layers: list[int] | None = option(None, "The layers to look into, from 0; default: all.")
+    device: str = option("auto", "cpu, cuda, cuda:1, …; auto: a GPU where there is one.")
+    out: str | None = option(None, "Folder to write into; default: heads, in the model's folder.")
+
+
+@exit_on_user_error
+def main(argv: list[str] | None = None) -> None:
+    (options,) = parse_options(Options, description=__doc__, argv=argv)
+    text = read_text(options)
+    if options.max_tokens < 1:
+        raise UserError(f"--max_tokens must be at least 1, got {options.max_tokens}")
+    if options.out is None and not Path(options.model).is_dir():
+        raise UserError(f"--out is needed, as --model {options.model} is no folder here")
+    out = Path(options.out or Path(options.model) / "heads")
+
+    import torch
+    from tqdm import tqdm
+
+    from hf_infini import inference, plots
+    from hf_infini.inspection import inspect_attention
+    from hf_infini.inspection_labels import unique_labels
+    from hf_infini.inspection_page import inspection_page
+
+    model, tokenizer = inference.load_model(options.model, options.device)
+    ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    read = ids[: options.max_tokens]
+    if not read:
+        raise UserError("the text is empty: there is no token to look at")
+    inference.check_length(model.config, len(read))
+    print(f"{len(read):,} of the text's {len(ids):,} tokens", file=sys.stderr)
+    try:
+        inspection = inspect_attention(model, torch.tensor([read]), tokenizer, layers=options.layers)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    layers = {number: layer for number, layer in inspection.layers.items() if layer.weights is not None}
+    if not layers:
+        raise UserError(f"{options.model} has no attention heads in these layers (attention='none')")
+
+    page = inspection_page(inspection, title=Path(options.model).name).encode("utf-8")
+    if len(page) > LARGEST_PAGE:
+        raise UserError(
+            f"the page would have {len(page) / 1e6:,.0f} MB, more than {LARGEST_PAGE / 1e6:,.0f}: choose fewer --layers or "
+            "--max_tokens"
+        )
+    out.mkdir(parents=True, exist_ok=True)
+    labels = unique_labels(inspection.texts[0])
+    for number, layer in tqdm(layers.items(), desc="pictures", unit="layer"):
+        hidden = layer.scores.values[0] == float("-inf")
+        weights = layer.weights.values[0].masked_fill(hidden, float("nan")).numpy()
+        title = f"{Path(options.model).name}: layer {number}, {layer.kind}"
+        plots.plot_heads(weights, labels, out / f"layer_{number:02}.png", title)
+    memories = {number: layer for number, layer in layers.items() if layer.gate is not None}
+    if memories:
+        plots.plot_memory(
+            {number: layer.gate.values.numpy() for number, layer in memories.items()},
+            {number: layer.memory_share.values[0].numpy() for number, layer in memories.items()},
+            {number: layer.memory_norm.values[0].numpy() for number, layer in memories.items()},
+            out / "memory.png",
+        )
+    part = out / "heads.html.part"
+    part.write_bytes(page)
+    os.replace(part, out / "heads.html")
+    print(f"{out / 'heads.html'} ({len(page) / 1e6:.1f} MB): open it in a browser")
+
+
+def read_text(options: Options) -> str:
+    """The text, from the flag or the file. A file's last line break is not part of it."""
+    if (options.text is None) == (options.text_file is None):
+        raise UserError("give exactly one of --text and --text_file")
+    if options.text is not None:
+        return options.text
+    try:
+        return Path(options.text_file).read_text(encoding="utf-8").removesuffix("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--text_file: cannot read {options.text_file}: {error}") from error
+
+
+if __name__ == "__main__":
+    main()
