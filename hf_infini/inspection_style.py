@@ -92,7 +92,7 @@ main > section { min-width: 0; }
   main { grid-template-columns: minmax(0, 1fr); }
 }
 
-#thumbs { display: grid; gap: 4px; align-items: center; overflow-x: auto; padding: 3px; }
+#thumbs { display: grid; gap: 4px; align-items: center; justify-content: start; overflow-x: auto; padding: 3px; }
 #thumbs .name { font-size: 12px; color: var(--soft); text-align: center; }
 #thumbs .none { grid-column: 2 / -1; text-align: left; font-size: 13px; color: var(--soft); }
 #thumbs button { padding: 0; border: 1px solid var(--line); border-radius: 3px; background: var(--void); line-height: 0;
@@ -159,8 +159,8 @@ svg line.now { stroke: var(--accent); stroke-dasharray: 3 3; }
 #tables details { grid-column: 1 / -1; }
 .scroll { overflow-x: auto; }
 table { border-collapse: separate; border-spacing: 2px; font-size: 13px; }
-th { font-weight: 400; color: var(--soft); padding: 2px 6px; text-align: right; white-space: nowrap; }
-td { padding: 3px 5px; text-align: right; border-radius: 3px; min-width: 44px; }
+th { font-weight: 400; color: var(--soft); padding: 2px 4px; text-align: right; white-space: nowrap; }
+td { padding: 3px; text-align: right; border-radius: 3px; min-width: 42px; }
 td.chosen { outline: 2px solid var(--accent); outline-offset: -2px; }
 summary { cursor: pointer; font-size: 14px; margin-bottom: 8px; }
 """
