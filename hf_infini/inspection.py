@@ -33,7 +33,7 @@ class NamedTensor:
     """A tensor and the name of each of its dimensions.
 
     Attributes:
-        values: on the CPU, float32 (float64 for float64 models).
+        values: on the CPU; float32 (float64 for float64 models), numbers of segments int64.
         dims: a name per dimension, such as `("batch", "head", "query", "key")`.
     """
 

@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from hf_infini import plots
 from hf_infini.cli import parse_options
 from hf_infini.inspection import inspect_attention
-from hf_infini.inspection_page import LAST_LEVEL, inspection_page, page_data
+from hf_infini.inspection_page import LAST_LEVEL, LEVELS_PER_NAT, inspection_page, page_data
 from hf_infini.inspection_script import SCRIPT
 from hf_infini.tokenization import build_character_tokenizer, train_bpe
 
@@ -140,6 +140,7 @@ def test_the_page_needs_nothing_else(bpe):
     assert not [name for name, _ in page.attributes if name in ("src", "href", "srcset", "action") or name.startswith("on")]
     addresses = re.findall(r"https?://[^\"'\s]*|url\(|@import|fetch\(|import\(|XMLHttpRequest", text)
     assert addresses == ["http://www.w3.org/2000/svg"]  # the name of a namespace, which nobody loads
+    assert f"LEVELS_PER_NAT = {LEVELS_PER_NAT}, LAST_LEVEL = {LAST_LEVEL}," in text  # the script's are the writer's
     policy = next(value for name, value in page.attributes if name == "content" and "default-src" in value)
     assert "default-src 'none'" in policy and "http" not in policy
     ids = {value for name, value in page.attributes if name == "id"}
