@@ -62,16 +62,21 @@ def plot_positions(table: list[dict], file: Path, title: str) -> None:
     figure.savefig(file)
 
 
-def plot_comparison(runs: dict[str, list[dict]], file: Path) -> None:
+def plot_comparison(runs: dict[str, list[dict]], file: Path, levels: dict[str, float] | None = None) -> None:
     """Validation loss of several runs over the tokens trained on.
 
     Args:
         runs: name → lines of its `metrics.jsonl`.
+        levels: name → cross-entropy of what is not trained in steps, drawn as a horizontal line with its name beside it.
     """
     figure, axes = _figure("Validation loss", "tokens", "cross-entropy (nats per token)")
     for name, lines in runs.items():
         points = [(line["tokens"], line["eval_loss"]) for line in lines if "eval_loss" in line]
         axes.plot(*zip(*points, strict=True), marker=".", label=name)
+    for name, loss in (levels or {}).items():
+        axes.axhline(loss, color="0.4", linestyle="--", linewidth=1)
+        place = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points", "xytext": (4, 0)}
+        axes.annotate(f"{name} {loss:.3f}", (1, loss), va="center", color="0.3", fontsize=9, **place)
     axes.legend()
     figure.savefig(file)
 
