@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Any
 
+from .tables import markdown_table
+
 LANGUAGES = {"en": "English", "pt": "Portuguese"}
 SCORES = {
     "scaled_dot": "scaled dot product, qᵀk / √d",
@@ -45,7 +47,6 @@ TRAINING_OPTIONS = {
     "seed": "Seed",
 }
 EVALUATION_DEFAULTS = {"join": True, "min_characters": 0, "max_tokens": None, "precision": "float32"}
-NGRAMS = ("unigrams", "bigrams", "trigrams")
 
 
 @dataclass
@@ -79,7 +80,7 @@ def write_card(run: Run) -> str:
     sections = [
         f"# {run.name}",
         introduction(run),
-        f"## Model\n\n{table(['', ''], describe_model(run.config, run.result))}",
+        f"## Model\n\n{markdown_table(['', ''], describe_model(run.config, run.result), left=2)}",
         training_section(run),
         results_section(run),
         samples_section(run.samples) if run.samples else "",
@@ -193,23 +194,24 @@ def training_section(run: Run) -> str:
     rows += [("Hardware", result["hardware"]), ("Versions", versions), ("Date", result["date"])]
     figures = "".join(f"\n\n![{caption}]({link})" for caption, link in run.figures)
     command = fence(shorten_command(result["command"]), "bash")
-    return f"## Training\n\n{command}\n\n{table(['', ''], rows)}{figures}"
+    return f"## Training\n\n{command}\n\n{markdown_table(['', ''], rows, left=2)}{figures}"
 
 
 def results_section(run: Run) -> str:
     rows = [("this model", row) for row in measurements(run)]
-    rows += [(ngram_name(row["order"]), row) for row in ngram_rows(run)]
+    rows += [(f"{row['name']}s", row) for row in ngram_rows(run)]
     places = [(row["data"], row["split"]) for _, row in rows]
     rows = sorted(rows, key=lambda pair: places.index((pair[1]["data"], pair[1]["split"])))  # rivals side by side
     cells = []
     for who, row in rows:
         text = ", ".join(filter(None, (row["data"], row["split"], row["how"])))
         cells.append((who, text, f"{row['tokens']:,}", f"{row['cross_entropy']:.4f}", f"{row['perplexity']:.2f}"))
-    text = f"## Results\n\n{table(['', 'text', 'tokens', 'cross-entropy', 'perplexity'], cells)}\n\n"
+    header = ["", "text", "tokens", "cross-entropy", "perplexity"]
+    text = f"## Results\n\n{markdown_table(header, cells, left=2)}\n\n"
     text += "Cross-entropy in nats per token over all predicted tokens, perplexity its exponential."
-    entropies = {row["order"]: row["entropy"] for row in ngram_rows(run)}
+    entropies = {row["order"]: f"{row['name']} {row['entropy']:.4f}" for row in ngram_rows(run)}
     if entropies:
-        listed = ", ".join(f"{ngram_name(order)} {value:.4f}" for order, value in sorted(entropies.items()))
+        listed = ", ".join(entropies[order] for order in sorted(entropies))
         counted = f"{run.baselines[0]['training_tokens']:,} training tokens"
         text += f" The n-grams predict from the last tokens alone, smoothed, and counted on all {counted}. Entropy of these "
         text += f"counts, below which no prediction from as many tokens gets on the training rows: {listed}."
@@ -297,10 +299,6 @@ def ngram_rows(run: Run) -> list[dict[str, Any]]:
     return [row | common | {"split": baseline["split"]} for baseline in run.baselines for row in baseline["orders"]]
 
 
-def ngram_name(order: int) -> str:
-    return NGRAMS[order] if order < len(NGRAMS) else f"{order + 1}-grams"
-
-
 def data_name(run: Run) -> str:
     """The name of the folder that --data named in the run's command, or the data's fingerprint where it named none."""
     words = [piece for word in shlex.split(run.result["command"]) for piece in word.split("=", 1)]
@@ -316,12 +314,6 @@ def fence(text: str, language: str = "") -> str:
     longest = max(map(len, re.findall("`+", text)), default=0)
     ticks = "`" * max(3, longest + 1)
     return f"{ticks}{language}\n{text}\n{ticks}"
-
-
-def table(header: list[str], rows: list[tuple[str, ...]]) -> str:
-    """A Markdown table whose columns from the third on are aligned right."""
-    lines = [header, ["---" if number < 2 else "---:" for number in range(len(header))], *rows]
-    return "\n".join("| " + " | ".join(str(cell).replace("|", "\\|") for cell in line) + " |" for line in lines)
 
 
 def shorten_path(text: str) -> str:

@@ -43,6 +43,12 @@ class NgramCounts:
     totals: np.ndarray
 
 
+def name_of(order: int) -> str:
+    """What a model of this order is called: after the tokens it counts together, one more than it predicts from."""
+    names = ("unigram", "bigram", "trigram")
+    return names[order] if order < len(names) else f"{order + 1}-gram"
+
+
 def encode_windows(rows: np.ndarray, order: int, vocabulary: int) -> np.ndarray:
     """The codes of all windows that lie inside a row.
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from .cli import UserError
 from .model_options import NOT_POSSIBLE
+from .tables import markdown_table
 
 RESERVED = ("data", "out", "config", "seed")  # the sweep's own options
 FINISHED, IMPOSSIBLE, FAILED = "finished", "not possible", "failed"
@@ -158,12 +159,3 @@ def ranking_table(rows: list[Row], grid: dict[str, list[str]]) -> str:
         text = loss_text(row)
         lines.append([*row.values.values(), f"**{text}**" if row is best else text, *numbers])
     return markdown_table(header, lines, left=len(grid))
-
-
-def markdown_table(header: list[str], rows: list[list[str]], left: int) -> str:
-    """A Markdown table with its columns aligned, so that it reads well in a terminal too: the first `left` on the left."""
-    widths = [max(3, *map(len, column)) for column in zip(header, *rows, strict=True)]
-    aligned = [[cell.ljust(w) if i < left else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths, strict=True))]
-               for line in [header, *rows]]  # fmt: skip
-    rule = ["-" * w if i < left else "-" * (w - 1) + ":" for i, w in enumerate(widths)]
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in [aligned[0], rule, *aligned[1:]])

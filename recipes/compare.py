@@ -13,10 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hf_infini.cli import UserError, exit_on_user_error, parse_options
-from hf_infini.sweeps import markdown_table
+from hf_infini.tables import markdown_table
 
 COLUMNS = ("run", "attention", "parameters", "tokens", "cross-entropy", "perplexity", "tokens/s", "peak MiB")
-NGRAMS = ("unigram", "bigram", "trigram")
 
 
 @dataclass
@@ -60,8 +59,8 @@ def read_result(folder: Path) -> dict:
 
 
 def read_baseline(file: Path, fingerprint: str) -> list[dict]:
-    """The n-grams in a file of recipes/ngram_baseline.py, each with its `name`; UserError unless they are of the data with
-    this fingerprint and of the validation rows."""
+    """The n-grams in a file of recipes/ngram_baseline.py; UserError unless they are of the data with this fingerprint and
+    of the validation rows."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
         made_of, split, ngrams = content["data_fingerprint"], content["split"], content["orders"]
@@ -71,9 +70,7 @@ def read_baseline(file: Path, fingerprint: str) -> list[dict]:
         raise UserError(f"--baselines: {file} is of other data than the runs; count the n-grams of theirs")
     if split != "validation":
         raise UserError(f"--baselines: {file} is of the {split} rows, the runs' losses are of the validation rows")
-    names = [NGRAMS[ngram["order"]] if ngram["order"] < len(NGRAMS) else f"{ngram['order'] + 1}-gram" for ngram in ngrams]
-    tokens = content.get("training_tokens")
-    return [{"name": name, "training_tokens": tokens} | ngram for name, ngram in zip(names, ngrams, strict=True)]
+    return [ngram | {"training_tokens": content["training_tokens"]} for ngram in ngrams]
 
 
 def read_lines(path: Path) -> list[dict]:
@@ -96,7 +93,7 @@ def row(folder: Path, result: dict) -> list[str]:
 
 def ngram_row(ngram: dict) -> list[str]:
     before = f"counts after {ngram['order']} token{'s' * (ngram['order'] != 1)}"
-    tokens = "" if ngram["training_tokens"] is None else f"{ngram['training_tokens']:,}"
+    tokens = f"{ngram['training_tokens']:,}"
     return [ngram["name"], before, "", tokens, f"{ngram['cross_entropy']:.4f}", f"{ngram['perplexity']:.2f}", "", ""]
 
 

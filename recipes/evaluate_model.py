@@ -9,7 +9,7 @@
 Without --length, --data is evaluated on its validation rows as they are, which is the number in train.py's result.json.
 --split test reads the test rows instead, for the one model that the validation rows chose. With --length, texts are read
 in rows of that length, in chunks through the model's cache: a model with segment positions (`positions: segment`) takes
-any length in constant memory; one with absolute positions stops at its `n_positions`.
+any length in constant memory; one with absolute or learned positions stops at its `n_positions`.
 Writes OUT.json, OUT.png (perplexity by position, log-2 buckets), and the same table on standard output.
 """
 

@@ -56,7 +56,8 @@ def main(argv: list[str] | None = None) -> None:
     rows = []
     for order in tqdm(sorted(set(options.orders)), desc="predicting", unit="order"):
         loss, tokens = ngrams.held_out_loss(tables[: order + 1], alphas, held_out)
-        rows.append({"order": order, "entropy": entropies[order], **metrics.summarize([loss], [tokens])})
+        rows.append({"order": order, "name": ngrams.name_of(order), "entropy": entropies[order]})
+        rows[-1] |= metrics.summarize([loss], [tokens])
         rows[-1] |= {"alpha": alphas[order], "different_windows": len(tables[order].codes)}
     result = {
         "orders": rows,

@@ -125,7 +125,7 @@ def run_all(runs: list[sweeps.Run], options: Options, passed: list[str]) -> None
                     running[subprocess.Popen(
                         command_of(run, options, passed), env=environment, stdout=log, stderr=subprocess.STDOUT
                     )] = run  # fmt: skip
-            bar.set_postfix_str("; ".join(run.name for run in running.values()))
+            bar.set_postfix_str("; ".join(run.name for run in running.values()), refresh=False)
             time.sleep(0.1)
             for process, run in [(process, run) for process, run in running.items() if process.poll() is not None]:
                 del running[process]

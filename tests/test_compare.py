@@ -59,7 +59,10 @@ def baseline(tmp_path_factory):
     """A function that writes a file as recipes/ngram_baseline.py does."""
 
     def write(name: str, fingerprint="same", split="validation") -> Path:
-        orders = [{"order": order, "cross_entropy": 3.0 - order / 2, "perplexity": 20.0, "tokens": 7} for order in (1, 3)]
+        orders = [
+            {"order": order, "name": name, "cross_entropy": 3.0 - order / 2, "perplexity": 20.0, "tokens": 7}
+            for order, name in ((1, "bigram"), (3, "4-gram"))
+        ]
         content = {"orders": orders, "split": split, "data_fingerprint": fingerprint, "training_tokens": 9000}
         file = tmp_path_factory.mktemp("ngrams") / name
         file.write_text(json.dumps(content))

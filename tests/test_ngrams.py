@@ -157,7 +157,8 @@ def test_the_recipe_writes_what_a_dictionary_counts(data, tmp_path):
     assert done.returncode == 0, done.stderr
     found = json.loads(out.read_text(encoding="utf-8"))
     rows = {name: np.array(datasets.load_from_disk(str(data / name))["input_ids"]) for name in ("train", "test")}
-    assert [row["order"] for row in found["orders"]] == [0, 2] and found["split"] == "test"
+    assert [(row["order"], row["name"]) for row in found["orders"]] == [(0, "unigram"), (2, "trigram")]
+    assert found["split"] == "test"
     assert found["training_tokens"] == rows["train"].size
     counts = np.unique(rows["train"], return_counts=True)[1] / rows["train"].size
     assert found["orders"][0]["entropy"] == pytest.approx(-(counts * np.log(counts)).sum(), rel=1e-12)  # another order
