@@ -8,11 +8,19 @@ import difflib
 import functools
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import field
 from pathlib import Path
 
 
 class UserError(Exception):
     """Something that the user can mend (a wrong path, a damaged file, options that clash): shown without a traceback."""
+
+
+def option(default, help_text: str, **metadata):
+    """A field of an options dataclass: its default and its help text (with the unit); `choices` may be among the rest."""
+    if isinstance(default, list):
+        return field(default_factory=lambda: list(default), metadata={"help": help_text, **metadata})
+    return field(default=default, metadata={"help": help_text, **metadata})
 
 
 def parse_options(*option_classes: type, description: str, argv: Sequence[str] | None = None) -> tuple:

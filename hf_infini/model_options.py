@@ -1,19 +1,14 @@
 """The options that say which model a recipe trains, and the configuration and model that they make."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from .cli import UserError
+from .cli import UserError, option
 
 # What --attention may be; the first is the default. Every other check is the configuration's own.
 ATTENTIONS = {"gpt2": ("infini", "self"), "causal_mha": ("global", "local", "infini", "none")}
 NOT_POSSIBLE = "these model options do not go together: "  # how a refusal begins; recipes/sweep.py knows it by that
-
-
-def option(default, help_text: str):
-    """A field of an options dataclass with its help text."""
-    return field(default=default, metadata={"help": help_text})
 
 
 @dataclass

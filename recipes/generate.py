@@ -16,11 +16,7 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hf_infini.cli import UserError, exit_on_user_error, parse_options
-
-
-def option(default, help_text: str):
-    return field(default=default, metadata={"help": help_text})
+from hf_infini.cli import UserError, exit_on_user_error, option, parse_options
 
 
 @dataclass

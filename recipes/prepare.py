@@ -20,18 +20,11 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hf_infini.cli import UserError, exit_on_user_error, parse_options
+from hf_infini.cli import UserError, exit_on_user_error, option, parse_options
 from hf_infini.corpora import ReadingLog, iterate_documents
 
 JOINERS = {"newline": "\n", "space": " ", "blank_line": "\n\n"}
 SELECTION = ("prose_filter", "prose_host", "prose_min_characters", "deduplicate", "fraction")
-
-
-def option(default, help: str, **metadata):
-    """A dataclass field with its help text."""
-    if isinstance(default, list):
-        return field(default_factory=lambda: list(default), metadata={"help": help, **metadata})
-    return field(default=default, metadata={"help": help, **metadata})
 
 
 @dataclass

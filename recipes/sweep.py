@@ -25,8 +25,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from hf_infini import sweeps
-from hf_infini.cli import UserError, exit_on_user_error
-from hf_infini.model_options import option
+from hf_infini.cli import UserError, exit_on_user_error, option
 
 
 @dataclass

@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from hf_infini.cli import UserError, exit_on_user_error, parse_options
-from hf_infini.model_options import ModelOptions, attention_of, build_config, build_model, option
+from hf_infini.cli import UserError, exit_on_user_error, option, parse_options
+from hf_infini.model_options import ModelOptions, attention_of, build_config, build_model
 
 
 @dataclass

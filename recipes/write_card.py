@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Literal
 from urllib.parse import quote
 
-from hf_infini.cli import UserError, exit_on_user_error, parse_options
+from hf_infini.cli import UserError, exit_on_user_error, option, parse_options
 
 NEUTRAL = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}  # whatever the checkpoint's own generation config says
 METHODS = {
@@ -31,10 +31,6 @@ METHODS = {
     "Beam search": {"do_sample": False, "num_beams": 4},
 }
 PROMPTS = {"en": ["The king"], "pt": ["A cidade de"]}
-
-
-def option(default, help_text: str):
-    return field(default=default, metadata={"help": help_text})
 
 
 @dataclass
