@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from . import biography_sentences as sentences
-from .corpora import Document
+from .documents import Document
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .corpora import Document
+from .documents import Document
 from .selection import choose
 from .tokenization import encode_texts, make_tokenizer
 

@@ -10,7 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from .cli import UserError
-from .corpora import CAROLINA_REPOSITORY, Document, decode, decompress, one_line
+from .documents import Document, decode, decompress, one_line
+
+CAROLINA_REPOSITORY = "carolina-c4ai/corpus-carolina"  # on the Hub, a dataset
 
 # Carolina's taxonomy codes and their folders: https://huggingface.co/datasets/carolina-c4ai/corpus-carolina
 CAROLINA_FOLDERS = {

@@ -4,59 +4,22 @@
 before the whole file has been read and verified, so leaving a bad file out never loses half of it in silence.
 """
 
-import bz2
-import gzip
 import hashlib
 import json
-import lzma
 import re
-import zlib
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from urllib.parse import urlsplit
 
+from .biographies import biography_documents
+from .carolina import CAROLINA_REPOSITORY, carolina_shards, download_carolina, listed_checksum, read_carolina_shard
 from .cli import UserError
+from .documents import Document, ReadingLog, decode, decompress, inner_suffix, one_line, source_files
 
-CAROLINA_REPOSITORY = "carolina-c4ai/corpus-carolina"  # on the Hub, a dataset
 SOURCE_TYPES = ("auto", "carolina", "text", "jsonl", "dataset", "biographies")
 TEXT_UNITS = {"file": None, "line": "\n", "paragraph": "\n\n"}
 
-_COMPRESSED = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
 _DATASET_SUFFIXES = (".parquet", ".csv", ".arrow")
 _JSONL_SUFFIXES = (".jsonl", ".ndjson")
-
-
-@dataclass(frozen=True, slots=True)
-class Document:
-    """One text of a corpus.
-
-    Args:
-        text: the text itself.
-        id: unique within the corpus and stable between runs: sampling and splitting go by it.
-        title: a title for people, or "".
-        source: where the text comes from (a URL or a file name), or "".
-        paragraphs: the source's own paragraphs where it marks them; `None` means the lines of `text`.
-        extra: what else is known (the facts of a generated biography); JSON-safe.
-    """
-
-    text: str
-    id: str
-    title: str = ""
-    source: str = ""
-    paragraphs: tuple[str, ...] | None = None
-    extra: dict = field(default_factory=dict)
-
-
-@dataclass
-class ReadingLog:
-    """What reading a corpus met: `files` read, `skipped` files with reasons, documents `dropped` by reason, `notes`."""
-
-    files: list[dict] = field(default_factory=list)
-    skipped: list[dict] = field(default_factory=list)
-    dropped: Counter = field(default_factory=Counter)
-    notes: list[str] = field(default_factory=list)
 
 
 def detect_source_type(source: str) -> str:
@@ -85,11 +48,11 @@ def detect_source_type(source: str) -> str:
                 return kind
         return "text"
     if path.is_file():
-        suffix = _inner_suffix(path)
+        suffix = inner_suffix(path)
         if path.name.endswith(".xml.gz"):
             return "carolina"
         return "dataset" if suffix in _DATASET_SUFFIXES else "jsonl" if suffix in _JSONL_SUFFIXES else "text"
-    known_suffix = _inner_suffix(path) in (".txt", ".xml", *_DATASET_SUFFIXES, *_JSONL_SUFFIXES)
+    known_suffix = inner_suffix(path) in (".txt", ".xml", *_DATASET_SUFFIXES, *_JSONL_SUFFIXES)
     if known_suffix or not re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", source):
         raise UserError(
             f"--source: there is no file or folder {source}; give an existing path, the name of a dataset on the Hub, "
@@ -137,14 +100,10 @@ def iterate_documents(
     log = ReadingLog() if log is None else log
     kind = detect_source_type(source) if source_type == "auto" else source_type
     if kind == "biographies":
-        from .biographies import biography_documents
-
         documents = biography_documents(biographies, seed, biography_distance)
     elif kind == "dataset":
         documents = _dataset_documents(source, text_field, dataset_config, dataset_split, revision, log)
     elif kind == "carolina":
-        from .carolina import carolina_shards, download_carolina, read_carolina_shard
-
         if source == CAROLINA_REPOSITORY and not Path(source).exists():
             source = download_carolina(taxonomy, revision)
         shards = carolina_shards(source, taxonomy)
@@ -190,9 +149,7 @@ def _read_files(
             continue
         log.files.append({"file": name, "bytes": path.stat().st_size, "sha256": digest})
         if path.name.endswith(".xml.gz"):
-            from .carolina import listed_checksum
-
-            log.files[-1]["checksum_verified"] = listed_checksum(path) is not None
+                log.files[-1]["checksum_verified"] = listed_checksum(path) is not None
         if first is not None:
             yield first
             yield from documents
@@ -259,9 +216,9 @@ def _dataset_documents(
             rows = rows[split] if isinstance(rows, datasets.DatasetDict) else rows
         elif path.exists():
             files = _files_with_suffix(path, _DATASET_SUFFIXES)
-            if len({_inner_suffix(file) for file in files}) > 1:
+            if len({inner_suffix(file) for file in files}) > 1:
                 raise UserError(f"--source: {source} mixes parquet, CSV and arrow files; give one kind")
-            builder = _inner_suffix(files[0])[1:]
+            builder = inner_suffix(files[0])[1:]
             rows = datasets.load_dataset(builder, data_files=list(map(str, files)), split="train", streaming=True)
         else:
             rows = datasets.load_dataset(source, config, split=split, revision=revision, streaming=True)
@@ -294,54 +251,9 @@ def _find_files(source: str, suffixes: tuple[str, ...], kind: str) -> list[Path]
     return files
 
 
-def source_files(source: str) -> list[Path]:
-    """The file `source`, or all files under the folder `source`, sorted; empty where it is a name and not a path."""
-    path = Path(source)
-    return [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
-
-
 def _files_with_suffix(path: Path, suffixes: tuple[str, ...]) -> list[Path]:
-    return [file for file in source_files(str(path)) if _inner_suffix(file) in suffixes]
-
-
-def _inner_suffix(path: Path) -> str:
-    return (Path(path.stem) if path.suffix in _COMPRESSED else path).suffix.lower()
+    return [file for file in source_files(str(path)) if inner_suffix(file) in suffixes]
 
 
 def _name(path: Path, source: str) -> str:
     return path.relative_to(source).as_posix() if path != Path(source) else path.name
-
-
-def decompress(path: Path, limit: int | None = None) -> bytes:
-    """The content of a plain, gzip, xz or bzip2 file; a `UserError` if it is damaged, empty or above `limit` bytes."""
-    opener = _COMPRESSED.get(path.suffix, open)
-    try:
-        with opener(path, "rb") as file:
-            data = file.read() if limit is None else file.read(limit + 1)
-    except (EOFError, zlib.error, lzma.LZMAError, OSError) as error:
-        raise UserError(f"{path}: damaged or truncated, it cannot be read to its end ({one_line(error)})") from error
-    if not data:
-        raise UserError(f"{path}: the file is empty")
-    if limit is not None and len(data) > limit:
-        raise UserError(f"{path}: more than {limit:,} bytes once decompressed; no real shard is that large")
-    return data
-
-
-def decode(data: bytes, path: Path) -> str:
-    """Bytes as UTF-8 (a byte-order mark is dropped); a `UserError` names the first bad byte."""
-    try:
-        return data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise UserError(
-            f"{path}: not UTF-8, byte {error.start:,} ({error.reason}); convert it, for example with iconv"
-        ) from error
-
-
-def one_line(error: Exception) -> str:
-    """An error's message without line breaks."""
-    return " ".join(str(error).split()) or type(error).__name__
-
-
-def url_host(document: Document) -> str:
-    """The host of the document's URL, or "" where it has none."""
-    return urlsplit(document.source).netloc.lower() if "://" in document.source else ""

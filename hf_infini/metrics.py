@@ -126,8 +126,6 @@ def evaluate_rows(model, rows, batch_size: int) -> dict[str, float]:
     """
     import torch
 
-    from .perplexity_metric import TokenPerplexity
-
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     was_training = model.training
     model.eval()
@@ -139,9 +137,7 @@ def evaluate_rows(model, rows, batch_size: int) -> dict[str, float]:
             tokens += targets.numel()
     model.train(was_training)
     loss_sum, tokens = reduce_sums(loss_sum, tokens)
-    metric = TokenPerplexity()
-    metric.add_batch(loss_sums=[loss_sum], token_counts=[int(tokens)])
-    return metric.compute()
+    return summarize([loss_sum], [int(tokens)])
 
 
 def reduce_sums(*numbers: float) -> list[float]:

@@ -8,7 +8,7 @@ import hashlib
 import zlib
 from collections.abc import Iterable, Iterator
 
-from .corpora import Document, ReadingLog, url_host
+from .documents import Document, ReadingLog, url_host
 
 PARAGRAPH_CHARACTERS = 80  # a paragraph of prose has at least this many characters; headings and list items have fewer
 PROSE_SHARE = 0.5  # and paragraphs of prose hold at least this share of a document of prose

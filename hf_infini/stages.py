@@ -13,7 +13,7 @@ from pathlib import Path
 
 from . import __version__
 from .cli import UserError
-from .corpora import source_files
+from .documents import source_files
 
 _STAGE_FILE = "stage.json"
 

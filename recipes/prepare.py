@@ -21,7 +21,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hf_infini.cli import UserError, exit_on_user_error, option, parse_options
-from hf_infini.corpora import ReadingLog, iterate_documents
+from hf_infini.corpora import iterate_documents
+from hf_infini.documents import ReadingLog
 
 JOINERS = {"newline": "\n", "space": " ", "blank_line": "\n\n"}
 SELECTION = ("prose_filter", "prose_host", "prose_min_characters", "deduplicate", "fraction")
