@@ -155,7 +155,7 @@ class CausalMHAModel(CausalMHAPreTrainedModel):
         reach = self._reach(embeddings, attention_mask, position_ids, past, given, past_key_values)
         if position_ids is None:
             position_ids = self._positions(embeddings, attention_mask, past)
-        hidden_states = self.drop(embeddings + self._position_embedding(position_ids, embeddings.dtype))
+        hidden_states = self.drop(self._with_positions(embeddings, position_ids))
         all_hidden_states, all_weights = (hidden_states,), ()
         for block in self.h:
             hidden_states, weights = block(
@@ -183,19 +183,21 @@ class CausalMHAModel(CausalMHAPreTrainedModel):
             return torch.arange(past, past + tokens, device=embeddings.device).unsqueeze(0)
         return (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, -tokens:]
 
-    def _position_embedding(self, position_ids: Tensor, dtype: torch.dtype) -> Tensor | float:
-        """What is added to the token embeddings, `[batch or 1, tokens, n_embd]`; 0 where order enters elsewhere."""
+    def _with_positions(self, embeddings: Tensor, position_ids: Tensor) -> Tensor:
+        """The token embeddings `[batch, tokens, n_embd]` and what their positions add to them."""
         if self.config.position_encoding == "sinusoidal":
-            return sinusoidal_encoding(position_ids, self.config.n_embd).to(dtype)
+            # Times √n_embd, as in the paper (section 3.4): sines of size 1 would drown embeddings that start near 0
+            encoding = sinusoidal_encoding(position_ids, self.config.n_embd)
+            return embeddings * self.config.n_embd**0.5 + encoding.to(embeddings.dtype)
         if self.config.position_encoding != "learned":
-            return 0.0
+            return embeddings
         furthest, limit = int(position_ids.max()), self.config.n_positions
         if furthest >= limit:
             raise ValueError(
                 f"position {furthest} is beyond this model's {limit} learned positions (n_positions). Shorten the input, or "
                 "train a model with another position_encoding: all but 'learned' go on beyond the trained length."
             )
-        return self.wpe(position_ids)
+        return embeddings + self.wpe(position_ids)
 
     def _reach(self, embeddings, attention_mask, position_ids, past, given, cache) -> dict:
         """What the tokens of this call can see, worked out once for all layers: the attention's arguments by name."""

@@ -9,6 +9,7 @@ from models import causal_mha, token_ids
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, DynamicCache
 
 from hf_infini import CausalMHAConfig, CausalMHAForCausalLM, CausalMHAModel, InfiniCache
+from hf_infini.positions import sinusoidal_encoding
 
 POSITIONS = ("learned", "sinusoidal", "relative_key", "t5", "alibi", "rope", "none")
 REACHES = {
@@ -225,6 +226,19 @@ def test_encodings_without_a_limit_go_on_beyond_the_trained_length(position):
     text = model.generate(token_ids(1, 60), max_new_tokens=40, **options)
     assert text.shape == (1, 100)
     torch.testing.assert_close(model(text[:, :99]).logits[0, 59:].argmax(-1), text[0, 60:])
+
+
+def test_what_positions_add_to_the_embeddings():
+    """Read off the first block's input."""
+    ids, positions = token_ids(2, 10), torch.arange(10)
+    for encoding in POSITIONS:
+        model = causal_mha(position_encoding=encoding).transformer
+        embeddings = model.wte(ids)
+        if encoding == "learned":
+            embeddings = embeddings + model.wpe.weight[:10]
+        elif encoding == "sinusoidal":
+            embeddings = embeddings * 32**0.5 + sinusoidal_encoding(positions, 32)
+        torch.testing.assert_close(model(ids, output_hidden_states=True).hidden_states[0], embeddings)
 
 
 def test_learned_positions_say_where_they_end():
