@@ -1,5 +1,6 @@
 """What the attention costs: memory within a small factor of its inputs, and work that grows with the length alone."""
 
+import os
 import subprocess
 import sys
 
@@ -36,11 +37,12 @@ def test_peak_memory_of_a_long_sequence(length, mode):
     """100,000 tokens, forward and backward, in units of one of q, k, v: they and their gradients are 6 of them, output and
     its gradient 2. Stored for the backward pass are σ(q), σ(k), the numerator, the read and the local output (5), a state
     for each step of at least a head's width (2 with its sum; 8 for packed documents, whose steps are segments of 16), and
-    the backward pass holds about as many gradients at a time. A state per segment in the plain form would add 8 more, a
-    quadratic mask 400."""
+    the backward pass frees as it goes. A state per segment in the plain form would add 8 more, a quadratic mask 400."""
     command = [sys.executable, "-c", PEAK, "100000", str(length), mode]
-    units = float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-    assert units < (48 if mode == "packed" else 32)
+    # glibc then gives every large block back when it is freed; as it is, it keeps as much again, more or less by chance
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "1000000"}
+    units = float(subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout)
+    assert units < (24 if mode == "packed" else 20)  # measured: 19.4; 17.2 and 15.3
 
 
 class CountedBytes(TorchDispatchMode):
