@@ -9,9 +9,16 @@ from transformers import initialization as init
 from transformers.cache_utils import Cache
 
 from .attention import attend
-from .configuration_causal_mha import ATTENTION_OPTIONS, IN_EMBEDDING, CausalMHAConfig
+from .configuration_causal_mha import ATTENTION_OPTIONS, IN_EMBEDDING, RELATIVE, CausalMHAConfig
 from .positions import alibi_bias, relative_key_bias, relative_keys, rotate, t5_buckets
-from .scores import additive_scores, as_dot_product, dot_scores, general_scores, scaled_dot_scores
+from .scores import (
+    additive_scores,
+    as_dot_product,
+    dot_scores,
+    general_scores,
+    scaled_dot_scores,
+    visible_softmax,
+)
 from .segments import SegmentLayout, segment_layout
 from .state import InfiniState
 from .steps import StepLayout
@@ -162,15 +169,12 @@ class CausalMultiHeadAttention(nn.Module):
     ) -> HeadParts:
         """Scores, weights and context vectors of global or local attention, step by step; arguments as of `forward`."""
         query, key, value = self._project(hidden_states, position_ids, past_key_values)
-        distance = self._distance(query, key) if distance is None else distance
+        distance = self._distance(query, key, mask) if distance is None else distance
         visible = self._visible(distance) if mask is None else mask
-        scores = self.scores(query, key, distance).masked_fill(~visible, float("-inf"))
-        # A row of padding sees nothing: softmax would make it NaN, and its gradient too
-        lowest = torch.finfo(scores.dtype).min
-        weights = scores.clamp(min=lowest).softmax(-1).masked_fill(~visible, 0.0)
+        scores, weights = visible_softmax(self.scores(query, key, distance), visible)
         return HeadParts(scores, weights, self.dropout(weights) @ value)
 
-    def scores(self, query: Tensor, key: Tensor, distance: Tensor) -> Tensor:
+    def scores(self, query: Tensor, key: Tensor, distance: Tensor | None) -> Tensor:
         """`[batch, heads, tokens, keys]`: how well each query and key go together, with what their distance adds.
 
         A relative key is added to the key, whatever the score; ALiBi's and T5's biases are added to the score.
@@ -232,11 +236,12 @@ class CausalMultiHeadAttention(nn.Module):
     def _fused(self, hidden_states, mask, distance, position_ids, past_key_values) -> Tensor:
         """The context vectors of [`parts`] without its scores and weights, through torch's fused attention."""
         query, key, value = self._project(hidden_states, position_ids, past_key_values)
-        distance = self._distance(query, key) if distance is None else distance
-        bias = self._bias(query, distance)
-        causal = mask is None and bias is None and self.config.attention == "global" and query.shape[2] == key.shape[2]
+        plain = self.config.attention == "global" and self.config.position_encoding not in RELATIVE
+        causal = mask is None and plain and query.shape[2] == key.shape[2]
         if not causal:
+            distance = self._distance(query, key, mask) if distance is None else distance
             mask = self._visible(distance) if mask is None else mask
+            bias = self._bias(query, distance)
             mask = mask if bias is None else bias.to(query.dtype).masked_fill(~mask, float("-inf"))
         query, scaling = as_dot_product(self.config.score, query, getattr(self, "score_weight", None))
         dropout = self.dropout.p if self.training else 0.0
@@ -271,8 +276,10 @@ class CausalMultiHeadAttention(nn.Module):
             cached.advance(state, hidden_states.shape[1])
         return heads, weights
 
-    def _distance(self, query: Tensor, key: Tensor) -> Tensor:
-        """`[tokens, keys]`, where the tokens are the last of the keys."""
+    def _distance(self, query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor | None:
+        """`[tokens, keys]`, where the tokens are the last of the keys; `None` where neither score nor mask depends on it."""
+        if mask is not None and self.config.position_encoding not in RELATIVE:
+            return None
         keys = torch.arange(key.shape[2], device=key.device)
         return keys[keys.shape[0] - query.shape[2] :, None] - keys
 
@@ -281,7 +288,7 @@ class CausalMultiHeadAttention(nn.Module):
         visible = distance >= 0
         return visible if self.config.sliding_window is None else visible & (distance < self.config.sliding_window)
 
-    def _distance_bias(self, distance: Tensor) -> Tensor | None:
+    def _distance_bias(self, distance: Tensor | None) -> Tensor | None:
         """What the distance alone adds to a score: `[heads, tokens, keys]`, or `None`."""
         if self.config.position_encoding == "alibi":
             return alibi_bias(distance, self.num_heads)
@@ -290,7 +297,7 @@ class CausalMultiHeadAttention(nn.Module):
             return self.relative_bias[buckets].permute(2, 0, 1)
         return None
 
-    def _bias(self, query: Tensor, distance: Tensor) -> Tensor | None:
+    def _bias(self, query: Tensor, distance: Tensor | None) -> Tensor | None:
         """What is added to scores that are products of query and key: `[…, heads, tokens, keys]`, or `None`."""
         if self.config.position_encoding != "relative_key":
             return self._distance_bias(distance)

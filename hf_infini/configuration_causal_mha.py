@@ -24,6 +24,7 @@ ATTENTION_OPTIONS = (
     "update_rule",
     "gate_init",
 )
+RELATIVE = ("relative_key", "t5", "alibi")  # depend on the distance of each query and key
 IN_EMBEDDING = ("learned", "sinusoidal")  # added to the token embeddings; the others act inside the attention
 # Segments and memory work on products of queries and keys: what adds to a score, or is none, has no place there.
 INFINI_SCORES = ("scaled_dot", "dot", "general")

@@ -17,6 +17,7 @@ from .attention import EPS
 from .causal_mha import CausalMultiHeadAttention
 from .memory import delta_states, feature_map, linear_states, read_memory
 from .modeling_infini_gpt2 import GPT2InfiniAttention
+from .scores import visible_softmax
 from .segments import SegmentLayout
 
 
@@ -102,8 +103,7 @@ def softmax_parts(
         query, key, value: `[B, H, T, D]`; visible: bool, broadcast to `[B, H, T, T]`. A row that sees nothing has weights
             and a context of 0.
     """
-    scores = (query @ key.transpose(-1, -2) * scaling).masked_fill(~visible, float("-inf"))
-    weights = scores.softmax(-1).masked_fill(~visible, 0)  # a softmax over nothing is NaN
+    scores, weights = visible_softmax(query @ key.transpose(-1, -2) * scaling, visible)
     return scores, weights, weights @ value
 
 

@@ -14,7 +14,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 
 from .causal_mha import CausalMultiHeadAttention
-from .configuration_causal_mha import CausalMHAConfig
+from .configuration_causal_mha import RELATIVE, CausalMHAConfig
 from .modeling_common import InitializationMixin, MemoryGenerationMixin, columns_of_call, memory_cache
 from .positions import sinusoidal_encoding
 from .segments import segment_layout
@@ -223,6 +223,8 @@ class CausalMHAModel(CausalMHAPreTrainedModel):
         if mask is not None and mask.dtype != torch.bool:
             mask = mask == 0  # the eager form, which is added to the scores
         keys, offset = (tokens, 0) if given is None else given.get_mask_sizes(tokens, 0)
+        if self.config.position_encoding not in RELATIVE and (mask is not None or keys == tokens):
+            return {"mask": mask, "distance": None}  # a square of the context that nobody would look at
         places = torch.arange(past, past + tokens, device=embeddings.device)
         return {"mask": mask, "distance": places[:, None] - torch.arange(offset, offset + keys, device=embeddings.device)}
 

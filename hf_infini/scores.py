@@ -48,6 +48,13 @@ def additive_scores(
     return (torch.tanh(hidden) @ vector[:, None, :, None].to(hidden.dtype)).squeeze(-1)
 
 
+def visible_softmax(scores: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
+    """The scores with −inf where `visible` (bool, broadcast) is False, and their softmax: 0 in rows that see nothing."""
+    scores = scores.masked_fill(~visible, float("-inf"))
+    # Without a lowest number, a row that sees nothing would be NaN, and its gradient too
+    return scores, scores.clamp(min=torch.finfo(scores.dtype).min).softmax(-1).masked_fill(~visible, 0.0)
+
+
 def as_dot_product(score: str, query: Tensor, weight: Tensor | None) -> tuple[Tensor, float]:
     """The query and the factor with which a score is `factor · queryᵀ key`: what fused kernels take.
 
