@@ -9,8 +9,10 @@ import re
 import shlex
 from dataclasses import dataclass, field
 from pathlib import PurePath
+from types import SimpleNamespace
 from typing import Any
 
+from .model_options import attention_of, context_limit
 from .tables import markdown_table
 
 LANGUAGES = {"en": "English", "pt": "Portuguese"}
@@ -100,7 +102,7 @@ def metadata(run: Run):
         common |= {"dataset_split": row["split"], "dataset_config": row["how"] or None}
         for metric, name in (("perplexity", "Perplexity"), ("cross_entropy", "Loss (cross-entropy, nats per token)")):
             results.append(EvalResult(**common, metric_type=metric, metric_name=name, metric_value=row[metric]))
-    kind = attention_kind(run.config)
+    kind = attention_of(SimpleNamespace(**run.config))
     return ModelCardData(
         model_name=run.name,
         language=run.language,
@@ -123,19 +125,9 @@ def introduction(run: Run) -> str:
     return f"A causal language model of {result['parameters']:,} parameters, trained {origin} on {text} with hf_infini."
 
 
-def attention_kind(config: dict) -> str:
-    """`"self"`, `"infini"`, `"global"`, `"local"` or `"none"`."""
-    return {"gpt2": "self", "infini_gpt2": "infini"}.get(config["model_type"]) or config["attention"]
-
-
-def takes_any_length(config: dict) -> bool:
-    """Whether the model's positions have no end."""
-    return config.get("positions") == "segment" or config.get("position_encoding", "learned") != "learned"
-
-
 def describe_model(config: dict, result: dict) -> list[tuple[str, str]]:
     """Label and value of what config.json says about the architecture."""
-    c, kind = config, attention_kind(config)
+    c, kind = config, attention_of(SimpleNamespace(**config))
     attention = dict.fromkeys(("self", "global"), "causal self-attention over the whole context") | {
         "local": f"causal self-attention over the last {c.get('sliding_window')} tokens, the token itself included",
         "none": "none: a block is its feed-forward alone, and a token sees only itself",
@@ -147,7 +139,7 @@ def describe_model(config: dict, result: dict) -> list[tuple[str, str]]:
     else:
         place = "the place in the segment" if c.get("positions") == "segment" else "the place in the text"
         rows += [("Score", SCORES["scaled_dot"]), ("Position encoding", f"learned, {place}")]
-    limit = " in training, any number in use" if takes_any_length(c) else ""
+    limit = " in training, any number in use" if context_limit(SimpleNamespace(**c)) is None else ""
     return rows + [
         ("Layers × width × heads", f"{c['n_layer']} × {c['n_embd']} × {c['n_head']}"),
         ("Feed-forward", f"{c.get('n_inner') or 4 * c['n_embd']:,} wide, {c['activation_function']}"),
@@ -256,7 +248,7 @@ def general_limits(run: Run) -> str:
         "Made to study architectures, not for use: nothing was done against false or offensive continuations, and nothing "
         "but the figures above was measured.",
     ]
-    if takes_any_length(config):
+    if context_limit(SimpleNamespace(**config)) is None:
         points.append("Inputs may have any length; how good it is beyond its training rows, only the table above can say.")
     else:
         points.append(f"Prompt and continuation together have at most {config['n_positions']:,} tokens.")

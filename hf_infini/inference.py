@@ -5,6 +5,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from .cli import UserError
 from .measurement import keep_freed_memory
+from .model_options import context_limit
 
 
 def load_model(name: str, device: str = "auto"):
@@ -28,14 +29,6 @@ def load_model(name: str, device: str = "auto"):
         return model.eval().to(device), tokenizer
     except (RuntimeError, AssertionError) as error:
         raise UserError(f"--device: cannot use {device}: {str(error).splitlines()[0]}") from error
-
-
-def context_limit(config) -> int | None:
-    """The most tokens that a model's positions reach; None where they have no end: positions in the segment (infini_gpt2),
-    and all but learned ones (causal_mha)."""
-    if getattr(config, "positions", "absolute") == "segment" or getattr(config, "position_encoding", "learned") != "learned":
-        return None
-    return getattr(config, "n_positions", None)
 
 
 def check_length(config, tokens: int) -> None:
