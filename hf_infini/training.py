@@ -67,6 +67,17 @@ def _teach_torch_cpu_zero() -> None:
     )
 
 
+def leave_process_group(trainer: Trainer) -> None:
+    """Ends the trainer's process group, when there is one; nothing is trained or exchanged afterwards.
+
+    The distributed wrapper of the model goes first. As the group's last owner it would end the group while it holds
+    Python's lock, for which the group's own thread waits if it is still putting away the last exchange: both for ever.
+    """
+    trainer.model_wrapped = trainer.model
+    trainer.accelerator.free_memory()
+    trainer.accelerator.end_training()
+
+
 def check_positive(options, *names: str) -> None:
     """UserError when one of the named options is set and not greater than 0."""
     for name in names:

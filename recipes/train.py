@@ -85,16 +85,17 @@ def main(argv: list[str] | None = None) -> None:
     options |= {"precision": "bf16" if arguments.bf16 else "float32", "num_processes": arguments.world_size}
     for name in ("out", "report_to"):  # these may change between two starts of a run
         del options[name]
-    known = run_folder.check_same_run(out, options)
-    if (out / "result.json").is_file():
-        print(f"{out} holds this run, finished: see {out / 'result.json'}")
-        return
-    checkpoint = run_folder.last_complete_checkpoint(out) if known else None
-    with arguments.main_process_first():
-        if arguments.should_save:
+    with arguments.main_process_first():  # what the first process writes must not look like another run to the others
+        known = run_folder.check_same_run(out, options)
+        finished = (out / "result.json").is_file()
+        checkpoint = run_folder.last_complete_checkpoint(out) if known else None
+        if arguments.should_save and not finished:
             out.mkdir(parents=True, exist_ok=True)
             run_folder.write_json(out / "run.json", options)
             run_folder.drop_other_checkpoints(out, keep=checkpoint)
+    if finished:
+        print(f"{out} holds this run, finished: see {out / 'result.json'}")
+        return
 
     set_seed(run.seed)
     model = build_model(config, shape.init_from)
@@ -119,7 +120,7 @@ def main(argv: list[str] | None = None) -> None:
 
     # Always in float32, so that recipes/evaluate_model.py finds the same number
     validation_total = metrics.evaluate_rows(model, validation, optimizer.batch_size)
-    trainer.accelerator.end_training()
+    training.leave_process_group(trainer)
     if not arguments.should_save:
         return
     model.config.use_cache = model.generation_config.use_cache = True  # the Trainer switched it off for training
