@@ -44,6 +44,33 @@ class Biography:
     facts: tuple[Fact, ...]
 
 
+@dataclass(frozen=True)
+class Person:
+    """An invented person.
+
+    Args:
+        name: first name and two surnames.
+        answers: the answer of every fact, by the fact's name.
+        words: fills the slots of the sentences that agree with the person.
+        birth_year: fills the slots of years.
+    """
+
+    name: str
+    answers: dict[str, str]
+    words: dict[str, str]
+    birth_year: int
+
+
+@dataclass(frozen=True)
+class Sentence:
+    """A sentence about the fact `name`, in three pieces: what stands before its answer, the answer, what stands behind."""
+
+    name: str
+    before: str
+    answer: str
+    after: str
+
+
 def generate_biographies(count: int, seed: int = 0, distance: int = 6000) -> Iterator[Biography]:
     """Yields `count` biographies; number i depends on `seed`, i and `distance` alone (and on Faker's list of names).
 
@@ -52,13 +79,18 @@ def generate_biographies(count: int, seed: int = 0, distance: int = 6000) -> Ite
         seed: gives other people and other words.
         distance: characters, at least, between a fact's statement and its return. An article is about 3,000 longer.
     """
-    from faker import Faker
-
-    names = Faker("pt_BR")
+    names = portuguese_names()
     for number in range(count):
         rng = random.Random(f"{seed}/{number}")
         names.seed_instance(rng.getrandbits(64))
         yield _write(rng, names, distance)
+
+
+def portuguese_names():
+    """Faker's Brazilian names; `names.seed_instance(seed)` starts them anew."""
+    from faker import Faker
+
+    return Faker("pt_BR")
 
 
 def biography_documents(count: int, seed: int = 0, distance: int = 6000) -> Iterator[Document]:
@@ -68,7 +100,8 @@ def biography_documents(count: int, seed: int = 0, distance: int = 6000) -> Iter
         yield Document(biography.text, f"biography-{seed}-{number}", biography.name, extra={"facts": facts})
 
 
-def _write(rng: random.Random, names, distance: int) -> Biography:
+def invent_person(rng: random.Random, names) -> Person:
+    """A person by chance, with an answer to every fact; `names` is [`portuguese_names`]."""
     gender = rng.choice("mf")
     first, last = _first_name(names, gender), f"{_surname(names)} {_surname(names)}"
     profession = rng.choice(sentences.PROFESSIONS)
@@ -96,42 +129,93 @@ def _write(rng: random.Random, names, distance: int) -> Biography:
         "children": rng.choice(sentences.NUMBERS),
         "collection": rng.choice(sentences.COLLECTIONS),
     }
-    parts = [f"{words['name']}\n\n"]
+    return Person(words["name"], answers, words, birth_year)
+
+
+def write_opening(rng: random.Random, person: Person) -> list[list[Sentence]]:
+    """The paragraphs that state all facts of a person for the first time, a list of sentences each."""
+    return [
+        [
+            _sentence(person, name, rng.choice(sentences.FACTS[name].statements))
+            for name in (group if fixed else rng.sample(group, len(group)))
+        ]
+        for fixed, group in sentences.OPENING
+    ]
+
+
+def fact_prompt(person: Person, name: str) -> str:
+    """The beginning of a sentence that asks for a fact wherever it stands; a space and the answer go behind it."""
+    return sentences.FACTS[name].prompt.format_map(person.words)
+
+
+def forbid_answers(person: Person) -> re.Pattern:
+    """Finds any answer of a person, as whole words, in capitals or not."""
+    return re.compile("|".join(rf"\b{re.escape(answer)}\b" for answer in person.answers.values()), re.IGNORECASE)
+
+
+def write_paragraphs(rng: random.Random, names, person: Person, forbidden: re.Pattern) -> Iterator[str]:
+    """Yields paragraphs about everything else in a person's life, without end, in which `forbidden` is not found."""
+    turns: list[int] = []
+    unused: dict[int, list[str]] = {}
+    while True:
+        turns = turns or rng.sample(range(len(sentences.TOPICS)), len(sentences.TOPICS))
+        topic = turns.pop()
+        if len(unused.get(topic, ())) < 3:  # a sentence comes back only after most others of its topic
+            unused[topic] = rng.sample(sentences.TOPICS[topic], len(sentences.TOPICS[topic]))
+        paragraph = []
+        for _ in range(min(rng.randint(3, 5), len(unused[topic]))):
+            sentence = unused[topic].pop().format_map(_Slots(rng, names, person))
+            if not forbidden.search(sentence):  # by chance another person can have the same year or city: leave it out
+                paragraph.append(sentence)
+        if paragraph:
+            yield " ".join(paragraph)
+
+
+def _write(rng: random.Random, names, distance: int) -> Biography:
+    person = invent_person(rng, names)
+    parts = [f"{person.name}\n\n"]
     stated, recalled = {}, {}
 
-    def say(name: str, template: str, places: dict) -> str:
-        """Adds a sentence that holds the fact's answer and returns what stands before the answer."""
-        before, after = (piece.format_map(words) for piece in template.split("{answer}"))
-        places[name] = sum(map(len, parts)) + len(before)
-        parts.append(f"{before}{answers[name]}{after} ")
-        return before
+    def say(sentence: Sentence, places: dict) -> None:
+        places[sentence.name] = sum(map(len, parts)) + len(sentence.before)
+        parts.append(f"{sentence.before}{sentence.answer}{sentence.after} ")
 
-    for fixed, group in sentences.OPENING:
-        for name in group if fixed else rng.sample(group, len(group)):
-            say(name, rng.choice(sentences.FACTS[name].statements), stated)
+    for paragraph in write_opening(rng, person):
+        for sentence in paragraph:
+            say(sentence, stated)
         parts.append("\n")
     # From the end of the opening on, so that the distance holds for the fact that was stated last, too.
-    parts.extend(_middle(rng, names, answers, words, birth_year, distance))
-    parts.append(rng.choice(sentences.CLOSINGS).format_map(words) + " ")
+    length, middle = 0, write_paragraphs(rng, names, person, forbid_answers(person))
+    while length < distance:
+        parts.append(next(middle) + "\n")
+        length += len(parts[-1])
+    parts.append(rng.choice(sentences.CLOSINGS).format_map(person.words) + " ")
     prefixes = {}
-    order = rng.sample(list(answers), len(answers))
+    order = rng.sample(list(person.answers), len(person.answers))
     for position, name in enumerate(order):
-        prefixes[name] = say(name, rng.choice(sentences.FACTS[name].returns), recalled)
+        sentence = _sentence(person, name, rng.choice(sentences.FACTS[name].returns))
+        say(sentence, recalled)
+        prefixes[name] = sentence.before
         if position % 4 == 3:
             parts.append("\n")
     text = "".join(parts)
     facts = tuple(
         Fact(
             name=name,
-            answer=answers[name],
+            answer=person.answers[name],
             stated_at=stated[name],
             recalled_at=recalled[name],
             prefix=prefixes[name],
-            prompt=sentences.FACTS[name].prompt.format_map(words),
+            prompt=fact_prompt(person, name),
         )
         for name in order
     )
-    return _tidy(words["name"], text, facts)
+    return _tidy(person.name, text, facts)
+
+
+def _sentence(person: Person, name: str, template: str) -> Sentence:
+    before, after = (piece.format_map(person.words) for piece in template.split("{answer}"))
+    return Sentence(name, before, person.answers[name], after)
 
 
 def _tidy(name: str, text: str, facts: tuple[Fact, ...]) -> Biography:
@@ -148,35 +232,12 @@ def _tidy(name: str, text: str, facts: tuple[Fact, ...]) -> Biography:
     return Biography(name, re.sub(r" (?=\n|$)", "", text).rstrip("\n"), facts)
 
 
-def _middle(rng: random.Random, names, answers: dict, words: dict, birth_year: int, characters: int) -> list[str]:
-    """Paragraphs about everything else, at least `characters` long, in which no answer occurs."""
-    forbidden = re.compile("|".join(rf"\b{re.escape(answer)}\b" for answer in answers.values()), re.IGNORECASE)
-    parts: list[str] = []
-    length = 0
-    turns: list[int] = []
-    unused: dict[int, list[str]] = {}
-    while length < characters:
-        turns = turns or rng.sample(range(len(sentences.TOPICS)), len(sentences.TOPICS))
-        topic = turns.pop()
-        if len(unused.get(topic, ())) < 3:  # a sentence comes back only after most others of its topic
-            unused[topic] = rng.sample(sentences.TOPICS[topic], len(sentences.TOPICS[topic]))
-        paragraph = []
-        for _ in range(min(rng.randint(3, 5), len(unused[topic]))):
-            sentence = unused[topic].pop().format_map(_Slots(rng, names, words, birth_year))
-            if not forbidden.search(sentence):  # by chance another person can have the same year or city: leave it out
-                paragraph.append(sentence)
-        if paragraph:
-            parts.append(" ".join(paragraph) + "\n")
-            length += len(parts[-1])
-    return parts
-
-
 class _Slots(dict):
     """Fills a sentence's slots: the person's own words first, then names and numbers by chance (`{year}`, `{man2}`)."""
 
-    def __init__(self, rng: random.Random, names, words: dict[str, str], birth_year: int):
-        super().__init__(words)
-        self.rng, self.names, self.birth_year = rng, names, birth_year
+    def __init__(self, rng: random.Random, names, person: Person):
+        super().__init__(person.words)
+        self.rng, self.names, self.birth_year = rng, names, person.birth_year
 
     def __missing__(self, slot: str) -> str:
         kind = slot.rstrip("23")

@@ -1,0 +1,331 @@
+"""Documents that ask for what they said before, as tokens: a number hidden in real text, facts of an invented person.
+
+Everything is drawn from a `random.Random`, so that a seed gives the same examples on every machine. The pieces of a
+document are encoded separately, and an answer always with the space in front of it (" 48213"): it has the same tokens
+where the text states it and where it is asked for. Positions and lengths are in tokens, segments are counted from the
+document's first token.
+
+`encode` is `functools.partial(tokenization.encode_texts, tokenizer)`, `names` is `biographies.portuguese_names()`.
+"""
+
+import random
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from .biographies import Person, Sentence, fact_prompt, forbid_answers, invent_person, write_opening, write_paragraphs
+from .biography_sentences import FACTS
+from .filler import Filler
+
+if TYPE_CHECKING:
+    import numpy as np
+
+Encode = Callable[[Sequence[str]], "list[np.ndarray]"]
+
+# {answer} is replaced by a space and five digits.
+NEEDLES = (
+    "\nO número secreto é{answer}. Lembre-se: o número secreto é{answer}.\n",
+    "\nAtenção: o número secreto é{answer}. Guarde-o bem, pois o número secreto é{answer}.\n",
+    "\nNeste texto há um número secreto, que é{answer}. Não se esqueça: o número secreto é{answer}.\n",
+    "\nAnote o número secreto, que é{answer}. Repetindo: o número secreto é{answer}.\n",
+)
+QUESTIONS = (
+    "\nQual é o número secreto? O número secreto é",
+    "\nQual era o número secreto mencionado acima? O número secreto é",
+    "\nDiga agora qual é o número secreto. O número secreto é",
+    "\nPergunta: qual é o número secreto? Resposta: o número secreto é",
+)
+FACT_NAMES = tuple(FACTS)
+REAL_TEXT = (32, 256)  # tokens of a piece of real text among the invented paragraphs of a training row
+
+
+class DoesNotFit(ValueError):
+    """The example cannot be made with this length, or with segments this short; the message gives the sizes."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """An answer that the document first states and later asks for.
+
+    Args:
+        fact: "passkey", or a name of `FACT_NAMES`.
+        answer: its text, without the space in front.
+        stated, asked: the first and the last of its tokens, at both places.
+    """
+
+    fact: str
+    answer: str
+    stated: tuple[int, int]
+    asked: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Example:
+    """A document: `tokens` (1-D, int64), and its `questions` in the order in which they are asked."""
+
+    tokens: "np.ndarray"
+    questions: tuple[Question, ...]
+
+
+class _Document:
+    """Tokens put one behind the other."""
+
+    def __init__(self):
+        self.parts: list[np.ndarray] = []
+        self.length = 0
+
+    def add(self, *pieces: "np.ndarray") -> tuple[int, int]:
+        """Appends the pieces and returns the positions of the last one's first and last token."""
+        for piece in pieces:
+            self.parts.append(piece)
+            self.length += len(piece)
+        return self.length - len(pieces[-1]), self.length - 1
+
+    def tokens(self) -> "np.ndarray":
+        import numpy as np
+
+        return np.concatenate(self.parts)
+
+
+# --- a number in real text --------------------------------------------------------------------------------------------
+
+
+def passkey_example(
+    rng: random.Random, encode: Encode, filler: Filler, length: int, depth: float, questions: int = 1
+) -> Example:
+    """Real text of exactly `length` tokens with a number in it, which is asked for at the very end.
+
+    Args:
+        depth: share of the filler that stands in front of the number, 0 to 1.
+        questions: how often the number is asked for; all questions but the last stand anywhere behind it.
+
+    Raises [`DoesNotFit`] when the number and the questions alone are longer.
+    """
+    number = f"{rng.randrange(100_000):05d}"
+    needle = rng.choice(NEEDLES).split("{answer}")
+    asks = [rng.choice(QUESTIONS) for _ in range(questions)]
+    answer, stop, before, between, behind, *asks = encode([f" {number}", ".\n", *needle, *asks])
+    room = length - sum(map(len, (before, answer, between, answer, behind, *asks)))
+    room -= questions * len(answer) + (questions - 1) * len(stop)
+    if room < 0:
+        raise DoesNotFit(f"the number and {questions} question(s) take {length - room} tokens, more than {length}")
+    text, place = filler.take(rng, room), round(depth * room)
+    document = _Document()
+    stated = document.add(text[:place], before, answer)
+    document.add(between, answer, behind)
+    asked = []
+    for ask, end in zip(asks, [*sorted(rng.randint(place, room) for _ in asks[1:]), room], strict=True):
+        asked.append(document.add(text[place:end], ask, answer))
+        if len(asked) < questions:
+            document.add(stop)
+        place = end
+    return Example(document.tokens(), tuple(Question("passkey", number, stated, span) for span in asked))
+
+
+# --- facts of an invented person --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Statement:
+    """The tokens of a sentence that states a fact."""
+
+    name: str
+    before: "np.ndarray"
+    answer: "np.ndarray"
+    after: "np.ndarray"
+
+    def __len__(self) -> int:
+        return len(self.before) + len(self.answer) + len(self.after)
+
+
+def invent_clear_person(rng: random.Random, names) -> tuple[Person, list[list[Sentence]]]:
+    """A person and the opening of the biography, in which every answer occurs once, in its own sentence."""
+    names.seed_instance(rng.getrandbits(64))
+    while True:
+        person = invent_person(rng, names)
+        opening = write_opening(rng, person)
+        text = " ".join([person.name, *(f"{s.before}{s.answer}{s.after}" for paragraph in opening for s in paragraph)])
+        if all(_occurs_once(answer, text) for answer in person.answers.values()):  # no city is a surname here, and so on
+            return person, opening
+
+
+def _occurs_once(answer: str, text: str) -> bool:
+    if text.lower().count(answer.lower()) == 1:
+        return True
+    return len(re.findall(rf"\b{re.escape(answer)}\b", text, re.IGNORECASE)) == 1
+
+
+def fact_example(rng: random.Random, encode: Encode, names, fact: str, distance: int, segment_length: int) -> Example:
+    """A biography that asks for a fact in the segment that comes `distance` segments after the one that stated it.
+
+    The document: other text, so that the statement stands where it shall; the name and the opening up to the end of
+    the sentence with the fact; paragraphs in which no answer occurs; the prompt and the answer. The first token of
+    the answer lies in segment s where it is stated and in segment s + `distance` where it is asked for, and the
+    answer crosses no border of segments where that can be avoided. The two places inside their segments are drawn
+    together, every pair that is possible with the same probability. With `distance` 0 everything from the name to the
+    answer is in one segment, with as many of the sentences before the fact's own as there is room for.
+
+    Args:
+        fact: one of `FACT_NAMES`.
+        distance: in segments, 0 or more.
+        segment_length: tokens per segment.
+
+    Raises [`DoesNotFit`] when the text between the two places is longer than the distance.
+    """
+    person, opening = invent_clear_person(rng, names)
+    (title, prompt), statements = _encode_opening(encode, person, opening, [fact])
+    last = next(number for number, statement in enumerate(statements) if statement.name == fact)
+    statements = statements[: last + 1]
+    answer, width = statements[-1].answer, len(statements[-1].answer)
+    if distance == 0:
+        need = len(title) + len(statements[-1]) + len(prompt) + width
+        if need > segment_length:
+            raise DoesNotFit(f"statement, question and answer of {fact} take {need} tokens, a segment {segment_length}")
+        while len(title) + sum(map(len, statements)) + len(prompt) + width > segment_length:
+            statements = statements[1:]
+    stated_at = len(title) + sum(map(len, statements)) - len(statements[-1].after) - width  # within the opening
+    least = width + len(statements[-1].after) + len(prompt)  # from one first token to the other, with nothing between
+    start, end = _draw_places(rng, distance, segment_length, width, least, stated_at)
+    gap = distance * segment_length + end - start - least
+
+    other = invent_person(rng, names)
+    forbidden = forbid_answers(person)
+    document = _Document()
+    front = (start - stated_at) % segment_length
+    text = _encode_enough(encode, write_paragraphs(rng, names, other, forbidden), front)
+    document.add(text[len(text) - front :], title)
+    for statement in statements:
+        stated = document.add(statement.before, statement.answer)
+        document.add(statement.after)
+    text = _encode_enough(encode, write_paragraphs(rng, names, person, forbidden), gap)
+    asked = document.add(text[:gap], prompt, answer)
+    return Example(document.tokens(), (Question(fact, person.answers[fact], stated, asked),))
+
+
+def facts_row(rng: random.Random, encode: Encode, names, filler: Filler, length: int) -> Example:
+    """A row to learn from: exactly `length` tokens of a biography that asks for every fact it states.
+
+    Each question stands on a line of its own at a place drawn at random between its statement and the end of the row.
+    Between them, behind the opening, invented paragraphs alternate by chance with pieces of real text. Where the opening
+    and its questions fill more than three quarters of the row, paragraphs of the opening are left out, then sentences.
+
+    Raises [`DoesNotFit`] when not even one fact fits.
+    """
+    import numpy as np
+
+    person, opening = invent_clear_person(rng, names)
+    names_of_facts = [sentence.name for paragraph in opening for sentence in paragraph]
+    (title, *prompts), statements = _encode_opening(encode, person, opening, names_of_facts)
+    prompts = dict(zip(names_of_facts, prompts, strict=True))
+    stop, newline = encode([".\n", "\n"])
+
+    def asked_length(statement: _Statement) -> int:
+        return len(prompts[statement.name]) + len(statement.answer) + len(stop)
+
+    def too_long(kept: list[_Statement]) -> bool:
+        return 4 * (len(title) + sum(len(s) + asked_length(s) for s in kept)) > 3 * length
+
+    paragraphs = [{sentence.name for sentence in paragraph} for paragraph in opening]
+    while too_long(statements) and len(paragraphs) > 1:
+        dropped = paragraphs.pop(rng.randrange(len(paragraphs)))
+        statements = [statement for statement in statements if statement.name not in dropped]
+    while too_long(statements) and len(statements) > 1:
+        statements = statements[:-1]
+    if too_long(statements):
+        raise DoesNotFit(f"rows of {length} tokens have no room for a fact and its question")
+
+    # The row without its questions, and where each fact's statement ends in it
+    parts, ends, place = [title], [], len(title)
+    for statement in statements:
+        parts += [statement.before, statement.answer, statement.after]
+        place += len(statement)
+        ends.append(place)
+    free = length - sum(map(asked_length, statements))
+    lines = _encode_lines(encode, write_paragraphs(rng, names, person, forbid_answers(person)))
+    while place < free:
+        real = rng.random() < 0.5
+        pieces = [newline, filler.take(rng, rng.randint(*REAL_TEXT))] if real else [next(lines)]
+        parts += pieces
+        place += sum(map(len, pieces))
+    text = np.concatenate(parts)[:free]
+    places = []
+    for number, end in enumerate(ends):
+        target = rng.randint(end, free)
+        places.append((next((border for border in ends if border >= target), target), rng.random(), number))
+    document, done, spans, starts = _Document(), 0, {}, {}
+    for target, _, number in sorted(places):
+        starts |= {end: document.length - done for end in ends if done < end <= target}
+        document.add(text[done:target])
+        spans[number] = document.add(prompts[statements[number].name], statements[number].answer)
+        document.add(stop)
+        done = target
+    document.add(text[done:])
+    questions = []
+    for _, _, number in sorted(places):
+        statement = statements[number]
+        first = ends[number] - len(statement.after) - len(statement.answer) + starts[ends[number]]
+        stated = (first, first + len(statement.answer) - 1)
+        questions.append(Question(statement.name, person.answers[statement.name], stated, spans[number]))
+    return Example(document.tokens(), tuple(questions))
+
+
+def _encode_opening(
+    encode: Encode, person: Person, opening: list[list[Sentence]], asked: Sequence[str]
+) -> "tuple[list[np.ndarray], list[_Statement]]":
+    """The tokens of the title and of the prompts of the facts `asked`, and those of all sentences of the opening."""
+    texts = [f"\n\n{person.name}\n", *(f"\n{fact_prompt(person, name)}" for name in asked)]
+    heads, sentences = len(texts), [sentence for paragraph in opening for sentence in paragraph]
+    first_of_paragraph = {id(paragraph[0]) for paragraph in opening}
+    for sentence in sentences:
+        # In quotation marks the answer would have no space in front of it, and other tokens than behind the prompt
+        before, after = re.sub("“$", "", sentence.before), re.sub("^”", "", sentence.after)
+        if not before.endswith(" "):
+            raise ValueError(f"an answer needs a space in front of it, and has none in {sentence}")
+        texts += ["\n" if id(sentence) in first_of_paragraph else " "]
+        texts[-1] += before[:-1]
+        texts += [f" {sentence.answer}", after]
+    tokens = encode(texts)
+    triples = (tokens[place : place + 3] for place in range(heads, len(tokens), 3))
+    return tokens[:heads], [_Statement(s.name, *triple) for s, triple in zip(sentences, triples, strict=True)]
+
+
+def _draw_places(
+    rng: random.Random, distance: int, segment_length: int, width: int, least: int, stated_at: int
+) -> tuple[int, int]:
+    """Places inside their segments of an answer's first token where it is stated, and where it is asked for.
+
+    Args:
+        distance: segments from one to the other.
+        width: tokens of the answer.
+        least: tokens from one place to the other at the least.
+        stated_at: tokens that stand in front of the answer in its document; with a distance of 0 they are in the segment.
+    """
+    last = segment_length - width if width <= segment_length else segment_length - 1
+    starts = range(stated_at if distance == 0 else 0, last + 1)
+    first_ends = [max(0, start + least - distance * segment_length) for start in starts]
+    choices = [max(0, last + 1 - first) for first in first_ends]
+    if sum(choices) == 0:
+        raise DoesNotFit(
+            f"{least} tokens lie between the two places at least, and {distance} segment(s) of {segment_length} are "
+            f"{distance * segment_length + last} at most"
+        )
+    (number,) = rng.choices(range(len(starts)), choices)
+    return starts[number], rng.randint(first_ends[number], last)
+
+
+def _encode_lines(encode: Encode, paragraphs: Iterator[str]) -> "Iterator[np.ndarray]":
+    """The tokens of paragraphs, each with the line break in front of it."""
+    while True:
+        yield from encode([f"\n{next(paragraphs)}" for _ in range(4)])
+
+
+def _encode_enough(encode: Encode, paragraphs: Iterator[str], count: int) -> "np.ndarray":
+    """The tokens of as many paragraphs as make `count` tokens or more."""
+    import numpy as np
+
+    parts, length, lines = [np.empty(0, dtype=np.int64)], 0, _encode_lines(encode, paragraphs)
+    while length < count:
+        parts.append(next(lines))
+        length += len(parts[-1])
+    return np.concatenate(parts)

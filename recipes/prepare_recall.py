@@ -1,0 +1,126 @@
+"""Rows that train a model to recall: a number hidden in real text, facts of invented people, and running text.
+
+    python recipes/prepare_recall.py --data data/carolina --out data/recall
+    python recipes/prepare_recall.py --data data/carolina --context 4096 --mix passkey=0.5 text=0.5 --out data/passkeys
+
+--data is a folder of recipes/prepare.py: its tokenizer is used, its training rows are the real text of the new training
+rows, its validation rows that of the new validation rows. --out has the same format (`tokenizer/`, `train/`,
+`validation/`, `validation_documents.jsonl`, `manifest.json`) with a second column `labels`, which train.py follows:
+-100 where nothing is learned. Every row is one document of exactly --context tokens:
+
+passkey: real text with a five-digit number at a depth drawn at random, asked for --questions times behind it, the last
+    time at the very end;
+facts: the opening of a generated biography, then invented paragraphs and real text, and among them, at any distance, a
+    question for every fact of the opening;
+text: a block of the text of --data, as it is.
+
+The people and numbers of training rows, of validation rows, and of `evaluate_model.py --task passkey|facts` are drawn
+apart from each other. A second run makes only what an option has changed. Exits with 1 and a message for a --data that
+cannot be used and for rows too short, with 2 for unknown or malformed options.
+"""
+
+import dataclasses
+import functools
+import json
+import os
+import shutil
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from hf_infini.cli import UserError, exit_on_user_error, option, parse_options
+
+
+@dataclass
+class Options:
+    data: str = field(metadata={"help": "Folder made by recipes/prepare.py, split by document."})
+    out: str = field(metadata={"help": "The folder to write."})
+    context: int = option(1024, "Tokens per row.")
+    rows: int = option(20_000, "Training rows.")
+    validation_rows: int = option(200, "Validation rows.")
+    mix: list[str] = option(["passkey=0.3", "facts=0.4", "text=0.3"], "Shares of the rows by kind, 1 together.")
+    questions: int = option(4, "passkey: how often a row asks for its number.")
+    answers_only: bool = option(True, "Of passkey and facts rows only the answers are learned; false: every token.")
+    seed: int = option(0, "Seed of every choice by chance.")
+
+
+@exit_on_user_error
+def main() -> None:
+    (options,) = parse_options(Options, description=__doc__)
+    from hf_infini.recall_rows import read_mix
+    from hf_infini.stages import locked_folder
+
+    shares = read_mix(options.mix)
+    for name, least in (("context", 2), ("rows", 1), ("validation_rows", 1), ("questions", 1)):
+        if getattr(options, name) < least:
+            raise UserError(f"--{name} is {getattr(options, name)}; give {least} or more")
+    source = read_source(Path(options.data))
+    if Path(options.out).resolve() == Path(options.data).resolve():
+        raise UserError(f"--out {options.out} is --data itself: choose another folder")
+    with locked_folder(Path(options.out)) as out:
+        manifest = prepare(options, shares, source, out)
+    for name, split in manifest["splits"].items():
+        kinds = ", ".join(f"{count:,} {kind}" for kind, count in split["rows_by_kind"].items())
+        counted = sum(split["counted_tokens"].values())
+        print(f"{name}: {split['blocks']:,} rows ({kinds}), {counted:,} of {split['tokens']:,} tokens are learned")
+    print(f"{out}: {manifest['wall_seconds']} s")
+
+
+def read_source(data: Path) -> dict:
+    """The manifest of --data; a UserError where it is missing or its rows are no running text."""
+    if not (data / "manifest.json").is_file():
+        raise UserError(f"--data: {data} has no manifest.json; make the folder with recipes/prepare.py")
+    manifest = json.loads((data / "manifest.json").read_text(encoding="utf-8"))
+    if manifest["options"]["split_by"] != "document" or manifest["splits"]["validation"]["blocks"] == 0:
+        raise UserError(f"--data: {data} has no validation documents; prepare it with --split_by document and --validation")
+    if "prepared_from" in manifest["options"]:
+        raise UserError(f"--data: {data} holds recall rows itself; give {manifest['options']['prepared_from']}")
+    return manifest
+
+
+def prepare(options: Options, shares: dict[str, float], source: dict, out: Path) -> dict:
+    """Runs the stages; each is redone only when its options or --data changed."""
+    from transformers import AutoTokenizer
+
+    from hf_infini import __version__, stages
+    from hf_infini.filler import TokenStream
+    from hf_infini.recall_rows import RowMaker, write_rows
+
+    start, data, record = time.perf_counter(), Path(options.data), {}
+    (out / "manifest.json").unlink(missing_ok=True)  # from here to the end the folder is between two states
+
+    def copy_tokenizer(folder: Path) -> dict:
+        shutil.copytree(data / "tokenizer", folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("stage.json"))
+        return source["tokenizer"]
+
+    files = [file for file in stages.state_of_files(str(data / "tokenizer")) if not file[0].endswith("stage.json")]
+    record["tokenizer"] = stages.run_stage(out / "tokenizer", {"files": files}, copy_tokenizer)
+    tokenizer = AutoTokenizer.from_pretrained(out / "tokenizer")
+
+    def build(split: str, settings: dict, folder: Path) -> dict:
+        rows = RowMaker(tokenizer, TokenStream.of_rows(data / split), split=split, **settings)
+        return write_rows(rows, settings["rows"], options.context, folder)
+
+    same = {name: getattr(options, name) for name in ("context", "questions", "answers_only", "seed")}
+    for split, rows in (("train", options.rows), ("validation", options.validation_rows)):
+        settings = {**same, "shares": shares, "rows": rows}
+        identity = {**settings, "text": source["splits"][split]["sha256"], "tokenizer": record["tokenizer"]["key"]}
+        record[split] = stages.run_stage(out / split, identity, functools.partial(build, split, settings))
+    copy = shutil.copyfile(data / "validation_documents.jsonl", out / "validation_documents.jsonl.partial")
+    os.replace(copy, out / "validation_documents.jsonl")
+    manifest = {
+        "hf_infini": __version__,
+        "options": {**source["options"], **dataclasses.asdict(options), "prepared_from": options.data},
+        "source": source["source"],
+        "tokenizer": record["tokenizer"]["result"],
+        "splits": {split: record[split]["result"] for split in ("train", "validation")},
+        "stages": {name: {key: stage[key] for key in ("key", "seconds", "reused")} for name, stage in record.items()},
+        "wall_seconds": round(time.perf_counter() - start, 2),
+        "peak_memory_bytes": stages.peak_memory_bytes(),
+    }
+    stages.write_json(out / "manifest.json", manifest)
+    return manifest
+
+
+if __name__ == "__main__":
+    main()
