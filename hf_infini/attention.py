@@ -32,6 +32,7 @@ def infini_attention(
     local_segments: int = 0,
     attention_mask: Tensor | None = None,
     position_ids: Tensor | None = None,
+    memory_mask: Tensor | None = None,
     state: InfiniState | None = None,
     return_state: bool = False,
     memory_query: Tensor | None = None,
@@ -59,6 +60,7 @@ def infini_attention(
             is zero.
         position_ids: `[batch, tokens]`; a real token whose position does not go beyond the one before it starts a new
             document, with an empty window and the memory it started from.
+        memory_mask: `[batch, tokens]`, 0 for tokens that are seen inside the window but never written into the memory.
         state: continues an earlier call; see [`InfiniState`].
         return_state: also return the state after the last token.
         memory_query, memory_key: what the memory reads and writes, shaped like query and key; by default those (rotary
@@ -74,7 +76,8 @@ def infini_attention(
     Raises:
         ValueError: shapes, options or the state do not fit together; the message names them.
     """
-    _check_arguments(query, key, value, gate, segment_length, update_rule, local_segments, attention_mask, position_ids)
+    _check_arguments(query, key, value, gate, segment_length, update_rule, local_segments)
+    _check_token_arguments(*query.shape[::2], attention_mask, memory_mask, position_ids)
     layout = segment_layout(
         query.shape[0],
         query.shape[2],
@@ -82,6 +85,7 @@ def infini_attention(
         local_segments,
         attention_mask=attention_mask,
         position_ids=position_ids,
+        memory_mask=memory_mask,
         state=state,
         device=query.device,
     )
@@ -190,6 +194,7 @@ def attend(
         local_key=layout.next_window(key, state.local_key),
         local_value=layout.next_window(value, state.local_value),
         local_memory_key=layout.next_window(memory_key, state.local_memory_key) if separate else None,
+        local_skipped=layout.next_skipped,
         tokens_seen=layout.tokens_seen,
         last_position=layout.last_position,
     )
@@ -272,9 +277,7 @@ def _earlier_segments(step: int, slots: int, device: torch.device) -> Tensor:
     return segment[None, :] < segment[:, None]
 
 
-def _check_arguments(
-    query, key, value, gate, segment_length, update_rule, local_segments, attention_mask, position_ids
-) -> None:
+def _check_arguments(query, key, value, gate, segment_length, update_rule, local_segments) -> None:
     if query.dim() != 4 or key.dim() != 4 or value.dim() != 4:
         shapes = ", ".join(str(list(tensor.shape)) for tensor in (query, key, value))
         raise ValueError(f"query, key and value must be [batch, heads, tokens, head_dim], got {shapes}.")
@@ -294,11 +297,15 @@ def _check_arguments(
         )
     if update_rule not in UPDATE_RULES:
         raise ValueError(f"update_rule must be one of {', '.join(UPDATE_RULES)}, got {update_rule!r}.")
-    if attention_mask is not None and attention_mask.shape != (batch, tokens):
-        raise ValueError(
-            f"attention_mask must be [batch, tokens] = [{batch}, {tokens}], got {list(attention_mask.shape)}. "
-            "With a state it covers the new tokens alone."
-        )
+
+
+def _check_token_arguments(batch, tokens, attention_mask, memory_mask, position_ids) -> None:
+    for name, mask in (("attention_mask", attention_mask), ("memory_mask", memory_mask)):
+        if mask is not None and mask.shape != (batch, tokens):
+            raise ValueError(
+                f"{name} must be [batch, tokens] = [{batch}, {tokens}], got {list(mask.shape)}. "
+                "With a state it covers the new tokens alone."
+            )
     if position_ids is not None and tuple(position_ids.shape) not in ((batch, tokens), (1, tokens)):
         raise ValueError(
             f"position_ids must be [batch, tokens] = [{batch}, {tokens}], got {list(position_ids.shape)}."

@@ -77,6 +77,8 @@ class CausalMHAConfig(PreTrainedConfig):
             `"infini"`: how the memory is written, `"linear"` or `"delta"`.
         gate_init (`float`, *optional*, defaults to 0.0):
             `"infini"`: first value of every head's gate logit β.
+        mask_special_tokens (`bool`, *optional*, defaults to `True`):
+            `"infini"`: tokens with the configuration's bos, eos or pad id are not written into the memory.
         layer_norm_epsilon (`float`, *optional*, defaults to 1e-5):
             Added to the variance in a layer norm.
         initializer_range (`float`, *optional*, defaults to 0.02):
@@ -119,6 +121,7 @@ class CausalMHAConfig(PreTrainedConfig):
     local_segments: int = 0
     update_rule: str = "linear"
     gate_init: float | int = 0.0
+    mask_special_tokens: bool = True
     layer_norm_epsilon: float = 1e-5
     initializer_range: float = 0.02
     use_cache: bool = True

@@ -12,11 +12,15 @@ OPTIONS = (
     "memory_init",
     "layers",
     "positions",
+    "memory_conv",
+    "memory_conv_place",
+    "mask_special_tokens",
 )
 CHOICES = {
     "update_rule": ("linear", "delta"),
     "memory_init": ("zeros", "learned", "noise"),
     "positions": ("absolute", "segment"),
+    "memory_conv_place": ("keys", "layer"),
 }
 
 
@@ -44,6 +48,14 @@ class InfiniGPT2Config(GPT2Config):
         positions (`str`, *optional*, defaults to `"absolute"`):
             What the position embedding is told: `"absolute"`, the position in the document, up to `n_positions`, as GPT-2;
             or `"segment"`, the position within the segment, so that contexts have no limit.
+        memory_conv (`int`, *optional*, defaults to 0):
+            Taps (the token itself and those before it) of a depthwise causal convolution in front of the memory, so that
+            what follows a token can be recalled by that token; 0 is none. It starts at zero: a swapped model is unchanged.
+        memory_conv_place (`str`, *optional*, defaults to `"keys"`):
+            What is convolved and added to itself: `"keys"`, those that the memory reads, or `"layer"`, the input of the
+            layer's projections.
+        mask_special_tokens (`bool`, *optional*, defaults to `True`):
+            Tokens with the configuration's bos, eos or pad id are seen inside the window but not written into the memory.
 
     Raises:
         `StrictDataclassClassValidationError`, `StrictDataclassFieldValidationError`: naming the option, what was given and
@@ -61,6 +73,9 @@ class InfiniGPT2Config(GPT2Config):
     memory_init: str = "zeros"
     layers: list[int] | None = None
     positions: str = "absolute"
+    memory_conv: int = 0
+    memory_conv_place: str = "keys"
+    mask_special_tokens: bool = True
 
     @classmethod
     def from_dict(cls, config_dict, **kwargs):
@@ -96,6 +111,8 @@ class InfiniGPT2Config(GPT2Config):
             raise ValueError(f"segment_length must be at least 1 token; got {self.segment_length}.")
         if self.local_segments < 0:
             raise ValueError(f"local_segments must be 0 or more; got {self.local_segments}.")
+        if self.memory_conv < 0:
+            raise ValueError(f"memory_conv must be 0 (none) or a number of taps; got {self.memory_conv}.")
         if self.positions == "segment" and self.tokens_per_segment > self.n_positions:
             raise ValueError(
                 f"positions='segment' needs an embedding for every place in a segment: segment_length="

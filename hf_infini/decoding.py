@@ -66,9 +66,10 @@ def attend_step(
         state,
         memory=memory,
         normaliser=normaliser,
-        local_key=_shift(keys, layout),
-        local_value=_shift(values, layout),
-        local_memory_key=_shift(memory_keys, layout) if separate else None,
+        local_key=layout.shift(keys),
+        local_value=layout.shift(values),
+        local_memory_key=layout.shift(memory_keys) if separate else None,
+        local_skipped=layout.next_skipped,
         tokens_seen=layout.tokens_seen,
         last_position=layout.last_position,
     )
@@ -91,6 +92,8 @@ def _compress(keys, values, layout, state, update_rule, eps):
     rows = slice(None) if everyone else torch.tensor(layout.compressing, device=keys.device)
     dtype = state.memory.dtype
     key = feature_map(keys[rows, :, : layout.segment_length].to(dtype)).transpose(1, 2).unsqueeze(1)  # [B, 1, L, K, D]
+    if layout.skipped is not None:
+        key = key * ~layout.skipped[rows, None, : layout.segment_length, None, None]
     value = values[rows, :, : layout.segment_length].to(dtype).transpose(1, 2).unsqueeze(1)
     old = (state.memory[rows], state.normaliser[rows])
     start = (old[0][0], old[1][0])  # not reached: no document begins here
@@ -102,12 +105,3 @@ def _compress(keys, values, layout, state, update_rule, eps):
         return memory[:, -1], normaliser[:, -1]
     return state.memory.index_copy(0, rows, memory[:, -1]), state.normaliser.index_copy(0, rows, normaliser[:, -1])
 
-
-def _shift(window: Tensor, layout: StepLayout) -> Tensor:
-    """Moves the window of the rows that completed a segment one segment on."""
-    if not layout.leaving:
-        return window
-    if len(layout.leaving) == len(layout.rows):
-        return F.pad(window[:, :, layout.segment_length :], (0, 0, 0, layout.segment_length))
-    rows = torch.tensor(layout.leaving, device=window.device)
-    return window.index_copy(0, rows, F.pad(window[rows, :, layout.segment_length :], (0, 0, 0, layout.segment_length)))

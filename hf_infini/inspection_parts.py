@@ -43,7 +43,8 @@ class Parts:
 
 def gpt2_parts(module: GPT2Attention, hidden_states: Tensor, given: dict) -> Parts:
     """GPT-2's own attention; `given` is what the module was called with by name."""
-    query, key, value = _gpt2_projections(module, hidden_states)
+    parts = module.c_attn(hidden_states).split(module.split_size, dim=2)
+    query, key, value = (_widen(part.unflatten(-1, (-1, module.head_dim)).transpose(1, 2)) for part in parts)
     mask = given.get("attention_mask")
     if mask is None:
         mask = torch.ones(key.shape[2], key.shape[2], dtype=torch.bool, device=key.device).tril()
@@ -54,9 +55,8 @@ def gpt2_parts(module: GPT2Attention, hidden_states: Tensor, given: dict) -> Par
 
 def infini_gpt2_parts(module: GPT2InfiniAttention, hidden_states: Tensor, given: dict) -> Parts:
     """GPT-2's attention with a memory."""
-    query, key, value = _gpt2_projections(module, hidden_states)
-    arguments = {"query": query, "key": key, "value": value, "scaling": module.scaling}
-    return _infini_parts(module, given["layout"], **arguments, **module.start())
+    arguments, _ = module.project(hidden_states, given["layout"])
+    return _infini_parts(module, given["layout"], **arguments, scaling=module.scaling, **module.start())
 
 
 def causal_mha_parts(module: CausalMultiHeadAttention, hidden_states: Tensor, given: dict) -> Parts:
@@ -105,12 +105,6 @@ def softmax_parts(
     """
     scores, weights = visible_softmax(query @ key.transpose(-1, -2) * scaling, visible)
     return scores, weights, weights @ value
-
-
-def _gpt2_projections(module: GPT2Attention, hidden_states: Tensor) -> tuple[Tensor, ...]:
-    """Query, key and value of every head, `[B, H, T, D]`, float32 or wider."""
-    parts = module.c_attn(hidden_states).split(module.split_size, dim=2)
-    return tuple(_widen(part.unflatten(-1, (-1, module.head_dim)).transpose(1, 2)) for part in parts)
 
 
 def _infini_parts(

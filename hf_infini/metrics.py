@@ -116,25 +116,43 @@ class LossByPosition:
         ]
 
 
-def evaluate_rows(model, rows, batch_size: int) -> dict[str, float]:
+def labels_of(columns, ignored):
+    """What a model is to predict in rows of tokens: their `labels` where they have some, else the tokens themselves.
+
+    Args:
+        columns: `input_ids` and perhaps `labels`, [B, T] each.
+        ignored: 1-D tensor of token ids that are not to be predicted.
+
+    Returns [B, T], −100 where nothing is to be predicted.
+    """
+    import torch
+
+    labels = columns.get("labels", columns["input_ids"])
+    return labels.masked_fill(torch.isin(columns["input_ids"], ignored.to(labels.device)), -100)
+
+
+def evaluate_rows(model, rows, batch_size: int, ignored: Iterable[int] = ()) -> dict[str, float]:
     """Token-weighted cross-entropy, perplexity and token count of rows of one length, shared among all processes.
 
     Args:
         model: a causal language model.
-        rows: a dataset whose column `input_ids` has rows of one length.
+        rows: a dataset whose column `input_ids` has rows of one length; a column `labels` beside it says with −100 which
+            of them do not count.
         batch_size: rows per call of the model.
+        ignored: ids of the tokens that do not count.
     """
     import torch
 
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    ignored = torch.tensor(sorted(ignored), dtype=torch.long)
     was_training = model.training
     model.eval()
     loss_sum, tokens = 0.0, 0
     for start in range(rank * batch_size, len(rows), world * batch_size):
-        batch = torch.as_tensor(rows[start : start + batch_size]["input_ids"])
-        for _, losses, targets in stream_losses(model, batch):
+        columns = {name: torch.as_tensor(column).long() for name, column in rows[start : start + batch_size].items()}
+        for _, losses, targets in stream_losses(model, columns["input_ids"], labels=labels_of(columns, ignored)):
             loss_sum += losses.sum(dtype=torch.float64).item()
-            tokens += targets.numel()
+            tokens += int((targets != -100).sum())
     model.train(was_training)
     loss_sum, tokens = reduce_sums(loss_sum, tokens)
     return summarize([loss_sum], [int(tokens)])

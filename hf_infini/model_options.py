@@ -37,6 +37,16 @@ class ModelOptions:
     positions: Literal["absolute", "segment"] | None = option(
         None, "gpt2 infini: positions from the text's start, or from the segment's (any length); default: absolute."
     )
+    memory_conv: int | None = option(
+        None, "gpt2 infini: taps of a short causal convolution in front of the memory, 0 for none; default: 0."
+    )
+    memory_conv_place: Literal["keys", "layer"] | None = option(
+        None, "gpt2 infini: convolve the memory's keys, or the layer's input; default: keys."
+    )
+    mask_special_tokens: bool | None = option(
+        None, "Special tokens (end of text, padding) are not learned to be predicted, nor written into a memory; default: "
+        "true."
+    )
     sliding_window: int | None = option(
         None, "causal_mha local: tokens that a token sees, itself included; default: context / 8."
     )
@@ -68,7 +78,16 @@ class ModelOptions:
 
 SIZES = ("n_layer", "n_embd", "n_head")
 INFINI = ("segment_length", "update_rule", "local_segments", "gate_init")
-GPT2_INFINI = (*INFINI, "n_segments", "memory_init", "layers", "positions")
+GPT2_INFINI = (
+    *INFINI,
+    "n_segments",
+    "memory_init",
+    "layers",
+    "positions",
+    "memory_conv",
+    "memory_conv_place",
+    "mask_special_tokens",
+)
 # The other options of causal_mha: what each of them needs, without which it does nothing.
 ANY_ATTENTION = ("global", "local", "infini")
 CAUSAL_MHA = {
@@ -79,9 +98,8 @@ CAUSAL_MHA = {
     "max_distance": ("position_encoding", ("relative_key", "t5")),
     "num_buckets": ("position_encoding", ("t5",)),
     "rope_theta": ("position_encoding", ("rope",)),
-    **dict.fromkeys(
-        ("position_encoding", "n_inner", "activation_function", "tie_word_embeddings", "initializer_range"), None
-    ),
+    **dict.fromkeys(("mask_special_tokens", "position_encoding", "n_inner", "activation_function"), None),
+    **dict.fromkeys(("tie_word_embeddings", "initializer_range"), None),
 }
 # What the weights of a model folder decide.
 FIXED = (*SIZES, "n_inner", "qkv_bias", "tie_word_embeddings", "initializer_range")

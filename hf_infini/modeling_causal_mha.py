@@ -15,7 +15,7 @@ from transformers.utils.generic import can_return_tuple, merge_with_config_defau
 
 from .causal_mha import CausalMultiHeadAttention
 from .configuration_causal_mha import RELATIVE, CausalMHAConfig
-from .modeling_common import InitializationMixin, MemoryGenerationMixin, columns_of_call, memory_cache
+from .modeling_common import InitializationMixin, MemoryGenerationMixin, columns_of_call, memory_cache, memory_mask_of
 from .positions import sinusoidal_encoding
 from .segments import segment_layout
 
@@ -152,7 +152,7 @@ class CausalMHAModel(CausalMHAPreTrainedModel):
         elif use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
         past = 0 if given is None else given.get_seq_length()
-        reach = self._reach(embeddings, attention_mask, position_ids, past, given, past_key_values)
+        reach = self._reach(embeddings, attention_mask, position_ids, past, given, past_key_values, input_ids)
         if position_ids is None:
             position_ids = self._positions(embeddings, attention_mask, past)
         hidden_states = self.drop(self._with_positions(embeddings, position_ids))
@@ -199,7 +199,7 @@ class CausalMHAModel(CausalMHAPreTrainedModel):
             )
         return embeddings + self.wpe(position_ids)
 
-    def _reach(self, embeddings, attention_mask, position_ids, past, given, cache) -> dict:
+    def _reach(self, embeddings, attention_mask, position_ids, past, given, cache, input_ids) -> dict:
         """What the tokens of this call can see, worked out once for all layers: the attention's arguments by name."""
         batch, tokens = embeddings.shape[:2]
         if self.config.attention == "none":
@@ -213,6 +213,7 @@ class CausalMHAModel(CausalMHAPreTrainedModel):
                     self.config.local_segments,
                     attention_mask=columns_of_call(attention_mask, tokens, past),
                     position_ids=position_ids,
+                    memory_mask=memory_mask_of(self.config, input_ids),
                     state=None if cache is None else cache.state,
                     device=embeddings.device,
                 )

@@ -1,5 +1,7 @@
 """What the model families share: initialisation of every module, and caches and masks of layers with a memory."""
 
+import torch
+
 from .cache import InfiniCache
 
 
@@ -57,3 +59,14 @@ def columns_of_call(attention_mask, tokens: int, past: int):
             f"{past} before as well), 1 for real tokens; got {list(attention_mask.shape)}."
         )
     return attention_mask[:, -tokens:]
+
+
+def memory_mask_of(config, input_ids):
+    """`[batch, tokens]` bool, False for the configuration's special tokens, which are not written into a memory; `None`
+    where there are none to look for."""
+    if not config.mask_special_tokens or input_ids is None:
+        return None
+    ids = set()
+    for given in (config.bos_token_id, config.eos_token_id, config.pad_token_id):
+        ids |= set() if given is None else set(given) if isinstance(given, (list, tuple)) else {given}
+    return ~torch.isin(input_ids, torch.tensor(sorted(ids), device=input_ids.device)) if ids else None

@@ -1,5 +1,7 @@
 """GPT-2 whose attention layers read and write a compressive memory."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -13,7 +15,8 @@ from transformers.utils.output_capturing import capture_outputs
 from .attention import attend
 from .cache import InfiniCache, full_attention_mask
 from .configuration_infini_gpt2 import InfiniGPT2Config
-from .modeling_common import InitializationMixin, MemoryGenerationMixin, columns_of_call, memory_cache
+from .convolution import short_convolution
+from .modeling_common import InitializationMixin, MemoryGenerationMixin, columns_of_call, memory_cache, memory_mask_of
 from .segments import SegmentLayout, segment_layout
 from .state import InfiniState
 from .steps import StepLayout
@@ -28,7 +31,8 @@ class GPT2InfiniAttention(GPT2Attention):
 
     The projections are GPT-2's own. New are `gate` `[heads]`, the logit β of the memory's share of each head; with
     `memory_init="learned"` also `start_memory` `[heads, head_dim, head_dim]` and `start_normaliser` `[heads, head_dim]`
-    (the logarithmic size: z_0 is its softplus); with `"noise"` a buffer `start_normaliser` (z_0 itself).
+    (the logarithmic size: z_0 is its softplus); with `"noise"` a buffer `start_normaliser` (z_0 itself); with
+    `memory_conv` the convolution's weights `memory_conv` `[taps, width]`.
 
     GPT-2 adds its positions to the hidden state, so that what the memory holds does carry them.
     """
@@ -48,10 +52,12 @@ class GPT2InfiniAttention(GPT2Attention):
             self.start_normaliser = nn.Parameter(torch.empty(heads, width, **options))
         elif self.config.memory_init == "noise":
             self.register_buffer("start_normaliser", torch.empty(heads, width, **options))
+        if self.config.memory_conv:
+            self.memory_conv = nn.Parameter(torch.empty(self.config.memory_conv, self.embed_dim, **options))
 
     def drop_memory_parameters(self) -> None:
         """Leaves GPT-2's attention alone: the inverse of `add_memory_parameters`."""
-        for name in ("gate", "start_memory", "start_normaliser"):
+        for name in ("gate", "start_memory", "start_normaliser", "memory_conv"):
             if hasattr(self, name):
                 delattr(self, name)
 
@@ -63,6 +69,8 @@ class GPT2InfiniAttention(GPT2Attention):
             init.constant_(self.start_normaliser, LEARNED_NORMALISER)
         elif self.config.memory_init == "noise":
             init.uniform_(self.start_normaliser, 0.0, NOISE)
+        if self.config.memory_conv:
+            init.zeros_(self.memory_conv)
 
     def start(self) -> dict[str, Tensor]:
         """M_0 and z_0 as [`InfiniState.initial`] takes them; empty for a memory that starts empty."""
@@ -100,13 +108,9 @@ class GPT2InfiniAttention(GPT2Attention):
         """
         if encoder_hidden_states is not None:
             raise ValueError("GPT2InfiniAttention is causal self-attention; cross-attention is not supported.")
-        query, key, value = (
-            part.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
-            for part in self.c_attn(hidden_states).split(self.split_size, dim=2)
-        )
-        length, kept = self.config.tokens_per_segment, self.config.local_segments
         cached = None if past_key_values is None else past_key_values.layers[self.layer_idx]
         state = None if cached is None else cached.state
+        length, kept = self.config.tokens_per_segment, self.config.local_segments
         if layout is None:
             layout = segment_layout(
                 *hidden_states.shape[:2],
@@ -117,15 +121,21 @@ class GPT2InfiniAttention(GPT2Attention):
                 state=state,
                 device=hidden_states.device,
             )
+        parts, recent = self.project(hidden_states, layout, None if state is None else state.recent_inputs)
         if state is None:
-            state = InfiniState.initial(key, value, length, kept, **self.start())
+            state = InfiniState.initial(
+                parts["key"],
+                parts["value"],
+                length,
+                kept,
+                separate_memory_key=parts["memory_key"] is not None,
+                **self.start(),
+            )
         eager = self.config._attn_implementation == "eager"
         output, state, weights = attend(
-            query,
-            key,
-            value,
-            self.gate,
-            layout,
+            **parts,
+            gate=self.gate,
+            layout=layout,
             update_rule=self.config.update_rule,
             state=state,
             return_state=cached is not None,
@@ -136,9 +146,33 @@ class GPT2InfiniAttention(GPT2Attention):
             in_place=not torch.is_grad_enabled(),
         )
         if cached is not None:
-            cached.advance(state, hidden_states.shape[1])
+            cached.advance(replace(state, recent_inputs=recent), hidden_states.shape[1])
         merged = output.transpose(1, 2).flatten(2).contiguous()
         return self.resid_dropout(self.c_proj(merged)), weights
+
+    def project(
+        self, hidden_states: Tensor, layout: SegmentLayout | StepLayout, recent: Tensor | None = None
+    ) -> tuple[dict[str, Tensor | None], Tensor | None]:
+        """What [`attend`] takes of `[batch, tokens, width]` by name, `[batch, heads, tokens, head_dim]` each: query, key,
+        value, and the memory's key where the window has another; and the convolution's inputs that the next call needs."""
+        place = self.config.memory_conv_place if self.config.memory_conv else None
+        if place == "layer":
+            hidden_states, recent = self._convolve(hidden_states, layout, recent)
+        query, key, value = self.c_attn(hidden_states).split(self.split_size, dim=2)
+        parts = {"query": query, "key": key, "value": value}
+        if place == "keys":
+            parts["memory_key"], recent = self._convolve(key, layout, recent)
+        heads = {
+            name: part.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2) for name, part in parts.items()
+        }
+        return {"memory_key": None} | heads, recent
+
+    def _convolve(self, inputs: Tensor, layout: SegmentLayout | StepLayout, recent: Tensor | None):
+        """`[batch, tokens, width]` and what [`short_convolution`] adds to it; what it needs of these tokens next time."""
+        if recent is None:
+            recent = inputs.new_zeros(inputs.shape[0], self.config.memory_conv - 1, inputs.shape[2])
+        added, recent = short_convolution(inputs, self.memory_conv, layout, recent)
+        return inputs + added, recent
 
 
 class InfiniGPT2PreTrainedModel(InitializationMixin, GPT2PreTrainedModel):
@@ -214,6 +248,7 @@ class InfiniGPT2Model(InfiniGPT2PreTrainedModel, GPT2Model):
             self.config.local_segments,
             attention_mask=columns_of_call(attention_mask, tokens, past),
             position_ids=position_ids,
+            memory_mask=memory_mask_of(self.config, input_ids),
             state=None if past_key_values is None else past_key_values.state,
             device=inputs_embeds.device,
         )

@@ -18,6 +18,7 @@ def naive_infini_attention(
     local_segments: int = 0,
     attention_mask: Tensor | None = None,
     position_ids: Tensor | None = None,
+    memory_mask: Tensor | None = None,
     state: InfiniState | None = None,
     return_state: bool = False,
     memory_query: Tensor | None = None,
@@ -47,13 +48,15 @@ def naive_infini_attention(
             q, k, v = (reader.widen(tensor[row, :, token]) for tensor in (query, key, value))
             mq = q if memory_query is None else reader.widen(memory_query[row, :, token])
             mk = k if memory_key is None else reader.widen(memory_key[row, :, token])
-            outputs.append(reader.attend(q, k, v, mq, mk, gate.to(q.dtype)))
+            skipped = memory_mask is not None and not memory_mask[row, token]
+            outputs.append(reader.attend(q, k, v, mq, mk, gate.to(q.dtype), skipped))
         rows.append(torch.stack(outputs, 1))
         states.append(reader.state(key.dtype, value.dtype))
     output = torch.stack(rows).to(query.dtype)
     if not return_state:
         return output
-    names = ("memory", "normaliser", "local_key", "local_value", "local_memory_key", "tokens_seen", "last_position")
+    names = ("memory", "normaliser", "local_key", "local_value", "local_memory_key", "local_skipped")
+    names += ("tokens_seen", "last_position")
     stacked = {n: None if states[0][n] is None else torch.stack([s[n] for s in states]) for n in names}
     return output, InfiniState(**stacked, start_memory=state.start_memory, start_normaliser=state.start_normaliser)
 
@@ -67,7 +70,7 @@ class _Row:
         self.memory, self.normaliser = state.memory[row], state.normaliser[row]
         self.start, self.heads, self.initial = (state.start_memory, state.start_normaliser), heads, state
         self.seen, self.last_position = int(state.tokens_seen[row]), int(state.last_position[row])
-        self.window = []  # segments, oldest first; a segment is a list of (key, value, memory key)
+        self.window = []  # segments, oldest first; a segment is a list of (key, value, memory key, skipped)
         current = self.seen // segment_length
         for place in range(local_segments + 1):
             tokens = min(self.seen - (current - local_segments + place) * segment_length, segment_length)
@@ -76,7 +79,13 @@ class _Row:
             slots = [place * segment_length + slot for slot in range(tokens)]
             keys, values = state.local_key[row], state.local_value[row]
             memory_keys = keys if state.local_memory_key is None else state.local_memory_key[row]
-            self.window.append([tuple(self.widen(t[:, s]) for t in (keys, values, memory_keys)) for s in slots])
+            skipped = None if state.local_skipped is None else state.local_skipped[row]
+            self.window.append(
+                [
+                    (*(self.widen(t[:, s]) for t in (keys, values, memory_keys)), skipped is not None and bool(skipped[s]))
+                    for s in slots
+                ]
+            )
 
     def widen(self, tensor):
         return tensor.to(self.memory.dtype)
@@ -90,11 +99,12 @@ class _Row:
             self.window, self.seen = [[]], 0
         self.last_position = self.last_position + 1 if position is None else position
 
-    def attend(self, q, k, v, memory_query, memory_key, gate):
+    def attend(self, q, k, v, memory_query, memory_key, gate, skipped):
         """Equations 2, 3 and 5 for one token; `q` is `[heads, head_dim]`."""
-        self.window[-1].append((k, v, memory_key))
+        self.window[-1].append((k, v, memory_key, skipped))
         group = self.heads // k.shape[0]
-        keys, values, _ = (torch.stack(t, 1) for t in zip(*sum(self.window, []), strict=True))  # [kv_heads, tokens, dim]
+        columns = list(zip(*sum(self.window, []), strict=True))
+        keys, values = (torch.stack(column, 1) for column in columns[:2])  # [kv_heads, tokens, dim]
         keys, values = (tensor.repeat_interleave(group, 0) for tensor in (keys, values))
         weights = torch.softmax((keys @ q.unsqueeze(-1)).squeeze(-1) * self.scaling, -1)
         weights = torch.nn.functional.dropout(weights, self.dropout)
@@ -115,7 +125,10 @@ class _Row:
 
     def write(self, segment):
         """Equation 4, or the delta rule, for the segment that leaves the window."""
-        _, values, memory_keys = (torch.stack(t, 1) for t in zip(*segment, strict=True))
+        segment = [token for token in segment if not token[3]]
+        if not segment:
+            return
+        _, values, memory_keys = (torch.stack(column, 1) for column in list(zip(*segment, strict=True))[:3])
         features = feature_map(memory_keys)  # [kv_heads, length, head_dim]
         if self.rule == "delta":
             retrieved = features @ self.memory / (features @ self.normaliser.unsqueeze(-1) + self.eps)
@@ -132,6 +145,7 @@ class _Row:
         for part, like in enumerate((self.initial.local_key, self.initial.local_value, self.initial.local_key)):
             blank = torch.zeros_like(like[0, :, 0], dtype=self.memory.dtype)
             windows.append(torch.stack([blank if slot is None else slot[part] for slot in slots], 1))
+        skipped = [slot is not None and slot[3] for slot in slots]
         separate = self.initial.local_memory_key is not None
         return {
             "memory": self.memory,
@@ -139,6 +153,7 @@ class _Row:
             "local_key": windows[0].to(key_dtype),
             "local_value": windows[1].to(value_dtype),
             "local_memory_key": windows[2].to(key_dtype) if separate else None,
+            "local_skipped": torch.tensor(skipped, device=self.memory.device),
             "tokens_seen": torch.tensor(self.seen, device=self.memory.device),
             "last_position": torch.tensor(self.last_position, device=self.memory.device),
         }

@@ -6,7 +6,7 @@ the segments of the window. Two forms hold the same thing: *plain*, where the ro
 reshape; *indexed*, for padding, packed documents and rows of different lengths, is a gather.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -37,6 +37,8 @@ class SegmentLayout:
         tokens_seen: `[batch]`, after this call; last_position: likewise.
         packed: indexed form: whether a row holds more than one document.
         real, restart: indexed form: `[batch, tokens]` bool, which tokens are no padding, and which begin a document.
+        skipped: `[batch, segments, slots]` bool, which tokens never reach the memory; `None`: all do.
+        next_skipped: `[batch, (w + 1) * L]` bool, the same for the window of the next state.
     """
 
     batch: int
@@ -58,6 +60,8 @@ class SegmentLayout:
     packed: bool = False
     real: Tensor | None = None
     restart: Tensor | None = None
+    skipped: Tensor | None = None
+    next_skipped: Tensor | None = None
 
     def to_grid(self, new: Tensor, window: Tensor | None) -> Tensor:
         """`new [batch, heads, tokens, dim]` and the state's window `[batch, heads, (w + 1) * L, dim]` (`None` for queries:
@@ -119,8 +123,16 @@ class SegmentLayout:
     def written(self) -> Tensor | None:
         """Which slots of the delayed grid reach the memory, `[batch or 1, segments, slots]` bool; `None`: all of them.
 
-        Left out are empty slots, and the segments that the next token still sees: they are in the next state's window.
+        Left out are empty slots, what the memory mask leaves out, and the segments that the next token still sees: they are
+        in the next state's window.
         """
+        written = self._complete()
+        if self.skipped is None:
+            return written
+        wanted = ~self.delay(self.skipped[..., None, None])[..., 0, 0]
+        return wanted if written is None else written & wanted
+
+    def _complete(self) -> Tensor | None:
         places = torch.arange(self.segments, device=self.tokens_seen.device)
         if self.source is None:
             stop = min(self.segments, (self.seen + self.tokens) // self.segment_length - self.first)
@@ -160,6 +172,7 @@ def segment_layout(
     *,
     attention_mask: Tensor | None = None,
     position_ids: Tensor | None = None,
+    memory_mask: Tensor | None = None,
     state: InfiniState | None = None,
     device: torch.device | None = None,
 ) -> SegmentLayout | StepLayout:
@@ -167,6 +180,8 @@ def segment_layout(
 
     Args:
         attention_mask: `[batch, tokens]`, 1 = real; `None`: all are.
+        memory_mask: `[batch, tokens]`, 0 = the token is attended to locally but not written into the memory; `None`: all are
+            written.
         position_ids: `[batch, tokens]` (or `[1, tokens]`); a real token whose position is not beyond that of the real token
             before it starts a new document. `None`: none does.
         state: the state that the call continues, or `None`.
@@ -177,21 +192,50 @@ def segment_layout(
     seen = [0] * batch if state is None else state.tokens_seen.tolist()
     restart = None
     questions = []  # asked of the device all at once
+    if memory_mask is not None:
+        memory_mask = memory_mask.to(torch.bool)
+        questions.append(memory_mask.all())
     if real is not None:
         questions.append(~real.all())
     if position_ids is not None:
         position_ids = position_ids.expand(batch, tokens)
         restart = _restarts(position_ids, real, state)
         questions.append(restart.any())
-    complete = not (questions and bool(torch.stack(questions).any()))
+    answers = torch.stack(questions).tolist() if questions else []
+    if memory_mask is not None and answers.pop(0):
+        memory_mask = None
+    complete = not any(answers)
     if tokens == 1 and complete and state is not None:
-        return step_layout(state, seen, position_ids, segment_length, local_segments)
+        return step_layout(state, seen, position_ids, memory_mask, segment_length, local_segments)
     if not complete or len(set(seen)) > 1:
         shape = (batch, tokens)
         real = torch.ones(shape, dtype=torch.bool, device=device) if real is None else real
         restart = torch.zeros(shape, dtype=torch.bool, device=device) if restart is None else restart
-        return _indexed_layout(real, restart, position_ids, segment_length, local_segments, state, seen)
-    begin = seen[0]
+        layout = _indexed_layout(real, restart, position_ids, segment_length, local_segments, state, seen)
+    else:
+        layout = _plain_layout(batch, tokens, position_ids, segment_length, local_segments, state, seen[0], device)
+    return _with_skipped(layout, memory_mask, state)
+
+
+def _with_skipped(layout: SegmentLayout, memory_mask: Tensor | None, state: InfiniState | None) -> SegmentLayout:
+    """The layout that knows which tokens of the call and of the state's window are kept out of the memory."""
+    window = None if state is None else state.local_skipped
+    if memory_mask is None and window is None:
+        return layout
+    device = layout.tokens_seen.device
+    new = torch.zeros(layout.batch, layout.tokens, dtype=torch.bool, device=device) if memory_mask is None else ~memory_mask
+    if window is None:
+        slots = (layout.local_segments + 1) * layout.segment_length
+        window = torch.zeros(layout.batch, slots, dtype=torch.bool, device=device)
+    new, window = (skipped[:, None, :, None] for skipped in (new, window))
+    return replace(
+        layout,
+        skipped=layout.to_grid(new, window)[..., 0, 0],
+        next_skipped=layout.next_window(new, window)[:, 0, :, 0],
+    )
+
+
+def _plain_layout(batch, tokens, position_ids, segment_length, local_segments, state, begin, device) -> SegmentLayout:
     first = max(0, begin // segment_length - local_segments)
     carried = begin - first * segment_length
     total = carried + tokens

@@ -20,8 +20,11 @@ class InfiniState:
         local_key: `[batch, kv_heads, (w + 1) * L, head_dim]`, the model's dtype.
         local_value: `[batch, kv_heads, (w + 1) * L, value_dim]`.
         local_memory_key: like `local_key`, the keys as the memory will read them; `None` where they are the same.
+        local_skipped: `[batch, (w + 1) * L]` bool: which tokens of the window the memory will not take in; `None`: none.
         tokens_seen: `[batch]`, int64: real tokens of the row's current document.
         last_position: `[batch]`, int64: position id of the last real token, −1 before the first.
+        recent_inputs: `[batch, taps − 1, channels]`, what a short convolution before the memory still needs of the row's
+            document, oldest first and zero where there is none; `None` without a convolution.
         start_memory: `[kv_heads, head_dim, value_dim]` that every new document starts from; `None` is an empty memory.
         start_normaliser: `[kv_heads, head_dim]`, with `start_memory` or `None`.
     """
@@ -33,6 +36,8 @@ class InfiniState:
     local_memory_key: Tensor | None
     tokens_seen: Tensor
     last_position: Tensor
+    local_skipped: Tensor | None = None
+    recent_inputs: Tensor | None = None
     start_memory: Tensor | None = None
     start_normaliser: Tensor | None = None
 

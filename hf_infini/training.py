@@ -7,13 +7,14 @@ import json
 import math
 import os
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 from transformers import Trainer, TrainingArguments
 
 from .cli import UserError
-from .metrics import evaluate_rows
+from .metrics import evaluate_rows, labels_of
 
 # --- data, ends and processes -----------------------------------------------------------------------------------------
 
@@ -40,10 +41,19 @@ def load_rows(data: Path, rows_per_step: int) -> tuple:
     return train.select(range(len(train) // rows_per_step * rows_per_step)), validation
 
 
-def collate_rows(rows: list[dict]) -> dict[str, torch.Tensor]:
-    """[B, T] input_ids of rows of one length; the labels are the same tensor, which the model shifts itself."""
-    input_ids = torch.stack([torch.as_tensor(row["input_ids"]) for row in rows])
-    return {"input_ids": input_ids, "labels": input_ids}
+class RowCollator:
+    """Rows of one length as a batch: `input_ids` and `labels`, [B, T] each; the model shifts the labels itself.
+
+    Args:
+        ignored: ids of the tokens that are not learned to be predicted.
+    """
+
+    def __init__(self, ignored: Iterable[int] = ()):
+        self.ignored = torch.tensor(sorted(ignored), dtype=torch.long)
+
+    def __call__(self, rows: list[dict]) -> dict[str, torch.Tensor]:
+        columns = {name: torch.stack([torch.as_tensor(row[name]) for row in rows]).long() for name in rows[0]}
+        return {"input_ids": columns["input_ids"], "labels": labels_of(columns, self.ignored)}
 
 
 def train_to_end(trainer: Trainer, checkpoint: Path | None):
@@ -169,18 +179,20 @@ class PerplexityTrainer(Trainer):
 
     Args, beside Trainer's:
         eval_rows: how many of the validation rows `evaluate()` reads; None reads all.
+        special_ids: ids of the tokens that are never counted in an evaluation.
     """
 
-    def __init__(self, *args, eval_rows: int | None = None, **kwargs):
+    def __init__(self, *args, eval_rows: int | None = None, special_ids: Iterable[int] = (), **kwargs):
         super().__init__(*args, **kwargs)
         self.eval_rows = eval_rows
+        self.special_ids = special_ids
 
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix: str = "eval") -> dict[str, float]:
         """Cross-entropy of the validation rows, in the precision of training; every process reads its share."""
         rows = self.eval_dataset if eval_dataset is None else eval_dataset
         rows = rows if self.eval_rows is None else rows.select(range(min(self.eval_rows, len(rows))))
         with self.accelerator.autocast():
-            total = evaluate_rows(self.model, rows, self.args.per_device_eval_batch_size)
+            total = evaluate_rows(self.model, rows, self.args.per_device_eval_batch_size, self.special_ids)
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in total.items()}
         metrics[f"{metric_key_prefix}_loss"] = total["cross_entropy"]
         self.log(metrics)

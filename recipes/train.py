@@ -97,6 +97,8 @@ def main(argv: list[str] | None = None) -> None:
         print(f"{out} holds this run, finished: see {out / 'result.json'}")
         return
 
+    masked = getattr(config, "mask_special_tokens", shape.mask_special_tokens is not False)
+    special_ids = tokenizer.all_special_ids  # never counted in an evaluation, so that all runs are judged on the same
     set_seed(run.seed)
     model = build_model(config, shape.init_from)
     rates = (optimizer.learning_rate, optimizer.gate_learning_rate, optimizer.weight_decay)
@@ -107,11 +109,12 @@ def main(argv: list[str] | None = None) -> None:
         args=arguments,
         train_dataset=train,
         eval_dataset=validation,
-        data_collator=training.collate_rows,
+        data_collator=training.RowCollator(special_ids if masked else ()),
         processing_class=tokenizer,
         optimizers=(torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True), None),
         callbacks=[recorder],
         eval_rows=optimizer.eval_rows,
+        special_ids=special_ids,
     )
     note = f"from step {run_folder.checkpoint_step(checkpoint)}" if checkpoint else "from the start"
     length = f"{arguments.max_steps:,} steps of {tokens_per_step:,} tokens"
@@ -119,7 +122,7 @@ def main(argv: list[str] | None = None) -> None:
     model = training.train_to_end(trainer, checkpoint)
 
     # Always in float32, so that recipes/evaluate_model.py finds the same number
-    validation_total = metrics.evaluate_rows(model, validation, optimizer.batch_size)
+    validation_total = metrics.evaluate_rows(model, validation, optimizer.batch_size, special_ids)
     training.leave_process_group(trainer)
     if not arguments.should_save:
         return

@@ -64,6 +64,8 @@ def random_case(seed: int, dtype=torch.float32, **fixed) -> Case:
         columns = torch.arange(tokens).expand(batch, tokens)
         options["position_ids"] = columns - torch.where(starts, columns, 0).cummax(1).values
     if pick.random() < 0.3:
+        options["memory_mask"] = torch.rand(batch, tokens, generator=draw) < 0.7
+    if pick.random() < 0.3:
         options["memory_query"] = normal(batch, kv_heads * group, tokens, width)
         options["memory_key"] = normal(batch, kv_heads, tokens, width)
     case = Case(
@@ -123,6 +125,9 @@ def assert_same_state(left: InfiniState, right: InfiniState, tolerance: float) -
         assert (one is None) == (other is None), name
         if one is not None:
             torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
+    nothing = torch.zeros(left.local_key.shape[0], left.local_key.shape[2], dtype=torch.bool)
+    skipped = [nothing if state.local_skipped is None else state.local_skipped for state in (left, right)]
+    assert torch.equal(*skipped), "local_skipped"
 
 
 def assert_same_gradients(left, right, tolerance: float) -> None:

@@ -1,0 +1,74 @@
+"""A short causal convolution over a document's tokens: what lets a memory learn which token came before which.
+
+A linear memory files a value under the key of its own token. To recall what *followed* a token, the key must also know of
+the token before: with two or three taps a single layer can do so at once, where it would otherwise have to form over
+layers (compare H3, arXiv 2212.14052, section 3, and Based, arXiv 2402.18668).
+
+Shapes: `B` batch, `T` new tokens, `C` channels, `K` taps.
+"""
+
+import torch
+from torch import Tensor
+
+from .segments import SegmentLayout
+from .steps import StepLayout
+
+
+def short_convolution(
+    inputs: Tensor, weight: Tensor, layout: SegmentLayout | StepLayout, before: Tensor
+) -> tuple[Tensor, Tensor]:
+    """`y_t = Σ_j w_j ⊙ x_{t−j}`, j = 0 … K − 1, over the real tokens of t's own document.
+
+    Padding is passed over, and nothing comes from another document, or from before a document's first token.
+
+    Args:
+        inputs: `[B, T, C]`; weight: `[K, C]`, `weight[j]` for the token j places back.
+        layout: of these tokens.
+        before: `[B, K − 1, C]`, the last inputs of each row's document before this call, oldest first; zeros where there
+            is none.
+
+    Returns:
+        `[B, T, C]` (padding means nothing), and `before` for the next call.
+    """
+    taps = weight.shape[0]
+    weight = weight.to(inputs.dtype)
+    output = inputs * weight[0]
+    if taps == 1:
+        return output, before
+    everything = torch.cat([before.to(inputs.dtype), inputs], 1)
+    real = getattr(layout, "real", None)
+    if real is None:  # every row goes on with its document, without padding
+        for tap in range(1, taps):
+            output = output + everything[:, taps - 1 - tap : everything.shape[1] - tap] * weight[tap]
+        return output, everything[:, everything.shape[1] - (taps - 1) :]
+    place, rank = _places(real, taps - 1)
+    for tap in range(1, taps):
+        index = place.gather(1, rank - tap)
+        inside = layout.positions >= tap
+        earlier = everything.gather(1, index.unsqueeze(-1).expand_as(inputs))
+        output = output + earlier.masked_fill(~inside.unsqueeze(-1), 0) * weight[tap]
+    places = torch.arange(taps - 1, device=real.device)
+    index = place.gather(1, real.sum(1, keepdim=True) + places)
+    inside = layout.tokens_seen.unsqueeze(1) >= taps - 1 - places
+    latest = everything.gather(1, index.unsqueeze(-1).expand(-1, -1, inputs.shape[2]))
+    return output, latest.masked_fill(~inside.unsqueeze(-1), 0)
+
+
+def _places(real: Tensor, carried: int) -> tuple[Tensor, Tensor]:
+    """Where the tokens of (carried, new) are once padding is passed over.
+
+    Args:
+        real: `[B, T]` bool; carried: how many inputs stand before the new ones.
+
+    Returns:
+        `[B, carried + T]`: which row of (carried, new) holds the r-th of them, and `[B, T]`: which one each token is (that
+        of padding means nothing, but lies in range).
+    """
+    batch, tokens = real.shape
+    rank = (carried + real.cumsum(1) - 1).clamp(min=carried)
+    columns = torch.arange(carried, carried + tokens, device=real.device).expand(batch, tokens)
+    spare = carried + tokens  # an extra place that takes the padding, cut off again
+    place = torch.zeros(batch, spare + 1, dtype=torch.long, device=real.device)
+    place[:, :carried] = torch.arange(carried, device=real.device)
+    place = place.scatter(1, torch.where(real, rank, spare), columns)
+    return place[:, :spare], rank
