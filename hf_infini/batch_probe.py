@@ -1,0 +1,169 @@
+"""The largest batch that a training step of a model has memory for, by the real peak of fresh processes.
+
+    python -m hf_infini.batch_probe --model runs/infini --context 1024 --budget_gib 8
+    python -m hf_infini.batch_probe --model runs/infini --context 1024 --budget_gib 8 --rows 16
+
+A process takes one step of --rows rows, as recipes/train.py takes it (forward, backward, AdamW whose state is already
+there, bf16 autocast or float32), of a model with the configuration in --model and random weights. Its peak is all that it
+has held: on a CPU the resident set, libraries included (two processes can differ by some percent; recipes/train.py takes
+more, as it keeps freed memory for speed); on a GPU torch.cuda.max_memory_allocated. Without --rows, the largest number of
+rows within the budget is searched for, a process for every attempt. Prints one JSON object.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from .cli import UserError, exit_on_user_error, option, parse_options
+from .stages import peak_memory_bytes
+
+TOO_MUCH = 17  # exit status of a process that would need more than the budget or the machine has
+GIB = 2**30
+
+
+@dataclass
+class Options:
+    model: str = field(metadata={"help": "Folder with the model's config.json."})
+    budget_gib: float = field(metadata={"help": "Memory that the step may take, GiB."})
+    context: int = option(1024, "Tokens per row.")
+    rows: int | None = option(None, "Measure this many rows; default: find the most that fit.")
+    precision: Literal["bf16", "float32"] = option("bf16", "bf16 autocast, or float32.")
+    gradient_checkpointing: bool = option(False, "Compute activations twice to save memory.")
+    device: Literal["auto", "cpu", "cuda"] = option("auto", "auto: a GPU where there is one.")
+
+
+@exit_on_user_error
+def main(argv: list[str] | None = None) -> None:
+    (options,) = parse_options(Options, description=__doc__, argv=argv)
+    for name in ("budget_gib", "context", "rows"):
+        value = getattr(options, name)
+        if value is not None and value <= 0:
+            raise UserError(f"--{name} must be greater than 0, got {value}")
+    if options.rows is not None:
+        print(json.dumps({"rows": options.rows, "peak_bytes": measure_step(options)}))
+        return
+    found = search(lambda rows: measure_in_process(options, rows), options.budget_gib * GIB)
+    print(json.dumps(found))
+
+
+# --- the search -------------------------------------------------------------------------------------------------------
+
+
+def search(measure: Callable[[int], int | None], budget: float) -> dict:
+    """The most rows whose peak is within the budget, found with few measurements.
+
+    After 2 and 4 rows, the line through the last two numbers that fitted says what to try next, at most 16 times as much:
+    memory grows almost linearly with the rows. After one that did not fit, the middle is tried.
+
+    Args:
+        measure: the peak in bytes of a step of so many rows, or None where it did not come to an end for want of memory.
+        budget: bytes.
+
+    Returns `{"rows", "peak_bytes", "measured"}`: the most rows (0 when not even one fits), their peak (None for 0), and
+    every measurement in its order, `[rows, peak or None]`. One row more than the result has been measured, and did not fit.
+    """
+    measured: list[tuple[int, int | None]] = []
+    fitting = [(0, 0)]  # rows and peaks, ascending; the empty batch is no measurement
+    too_many = None
+    while too_many is None or too_many - fitting[-1][0] > 1:
+        low, peak = fitting[-1]
+        if measured and measured[-1][0] == too_many:
+            rows = (low + too_many) // 2
+        elif len(fitting) <= 2:
+            rows = 2 * low or 2
+        else:
+            per_row = (peak - fitting[-2][1]) / (low - fitting[-2][0])
+            rows = low + int((budget - peak) / per_row) if per_row > 0 else 16 * low
+            rows = max(low + 1, min(rows, 16 * low if too_many is None else too_many - 1))
+        peak = measure(rows)
+        measured.append((rows, peak))
+        if peak is not None and peak <= budget:
+            fitting.append((rows, peak))
+        else:
+            too_many = rows
+    rows, peak = fitting[-1]
+    return {"rows": rows, "peak_bytes": peak if rows else None, "measured": measured}
+
+
+def measure_in_process(options: Options, rows: int) -> int | None:
+    """The peak of a step of so many rows in a process of its own; None where memory was not enough."""
+    command = [sys.executable, "-m", "hf_infini.batch_probe", "--rows", str(rows)]
+    for name, value in vars(options).items():
+        command += [] if name == "rows" else [f"--{name}", str(value)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode in (TOO_MUCH, -9):  # -9: the system's own way to end what takes too much memory
+        return None
+    if done.returncode != 0:
+        lines = done.stderr.strip().splitlines() or ["no output"]
+        raise UserError(f"a training step of {rows} rows failed: {lines[-1].removeprefix('error: ')}")
+    return json.loads(done.stdout.splitlines()[-1])["peak_bytes"]
+
+
+# --- one step ---------------------------------------------------------------------------------------------------------
+
+
+def measure_step(options: Options) -> int:
+    """Takes one training step in this process and returns its peak in bytes; ends it with TOO_MUCH where memory is not
+    enough."""
+    import torch
+
+    on_gpu = options.device == "cuda" or options.device == "auto" and torch.cuda.is_available()
+    if not on_gpu:
+        _end_beyond(options.budget_gib * GIB)
+    try:
+        train_step(options, on_gpu)
+    except torch.OutOfMemoryError:
+        raise SystemExit(TOO_MUCH) from None
+    except RuntimeError as error:  # what the allocator of the CPU raises
+        if "allocate memory" not in str(error):
+            raise
+        raise SystemExit(TOO_MUCH) from None
+    return torch.cuda.max_memory_allocated() if on_gpu else peak_memory_bytes()
+
+
+def train_step(options: Options, on_gpu: bool) -> None:
+    """A step of one row, which makes the optimiser's state, and then the one that counts."""
+    import torch
+    from accelerate import Accelerator
+    from transformers import AutoConfig
+
+    from . import training
+    from .model_options import build_model
+
+    try:
+        config = AutoConfig.from_pretrained(options.model)
+    except (OSError, ValueError) as error:
+        raise UserError(f"--model: cannot read {options.model}: {str(error).splitlines()[0]}") from error
+    accelerator = Accelerator(mixed_precision="bf16" if options.precision == "bf16" else "no", cpu=not on_gpu)
+    model = build_model(config, None)
+    if options.gradient_checkpointing:
+        model.gradient_checkpointing_enable()
+    optimizer = torch.optim.AdamW(training.parameter_groups(model, 1e-3, 1e-3, 0.1), fused=True)
+    model, optimizer = accelerator.prepare(model.train(), optimizer)
+    for rows in (1, options.rows):
+        ids = torch.randint(config.vocab_size, (rows, options.context), device=accelerator.device)
+        accelerator.backward(model(input_ids=ids, labels=ids, use_cache=False).loss)
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _end_beyond(budget: float) -> None:
+    """Ends this process as soon as its resident set has grown beyond so many bytes: nothing more is to be learned."""
+
+    def watch() -> None:
+        while peak_memory_bytes() <= budget:
+            time.sleep(0.01)
+        os._exit(TOO_MUCH)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+if __name__ == "__main__":
+    main()
