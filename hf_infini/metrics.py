@@ -46,7 +46,7 @@ def token_losses(logits, targets):
     return losses
 
 
-def stream_losses(model, input_ids, chunk: int | None = None, labels=None) -> Iterator[tuple]:
+def stream_losses(model, input_ids, chunk: int | None = None, labels=None, position_ids=None) -> Iterator[tuple]:
     """Reads rows of any length in chunks through the model's cache and yields the losses of each chunk.
 
     The model needs memory for one chunk and its cache only: constant for Infini-attention with segment positions,
@@ -57,6 +57,7 @@ def stream_losses(model, input_ids, chunk: int | None = None, labels=None) -> It
         input_ids: [B, N] token numbers, right-padded with anything where rows differ in length.
         chunk: tokens per call of the model; `None` reads all N at once, without a cache.
         labels: [B, N] targets at their own places (−100: not counted); `None` counts every token.
+        position_ids: [B, N] that begin again where a document does; `None`: each row is one.
 
     Yields `(first, losses, targets)`: the position in the row (0 is the row's first token, which nothing predicts) of
     the first target, and its losses and targets, [B, t] each.
@@ -71,6 +72,8 @@ def stream_losses(model, input_ids, chunk: int | None = None, labels=None) -> It
     for start in range(0, length - 1, chunk):
         piece = input_ids[:, start : start + chunk].to(device)
         kwargs = {"use_cache": False} if chunk >= length else {"past_key_values": cache, "use_cache": True}
+        if position_ids is not None:
+            kwargs["position_ids"] = position_ids[:, start : start + chunk].to(device)
         with torch.no_grad():
             output = model(input_ids=piece, **kwargs)
         cache = output.past_key_values
@@ -116,41 +119,26 @@ class LossByPosition:
         ]
 
 
-def labels_of(columns, ignored):
-    """What a model is to predict in rows of tokens: their `labels` where they have some, else the tokens themselves.
-
-    Args:
-        columns: `input_ids` and perhaps `labels`, [B, T] each.
-        ignored: 1-D tensor of token ids that are not to be predicted.
-
-    Returns [B, T], −100 where nothing is to be predicted.
-    """
-    import torch
-
-    labels = columns.get("labels", columns["input_ids"])
-    return labels.masked_fill(torch.isin(columns["input_ids"], ignored.to(labels.device)), -100)
-
-
-def evaluate_rows(model, rows, batch_size: int, ignored: Iterable[int] = ()) -> dict[str, float]:
+def evaluate_rows(model, rows, batch_size: int, reader=None) -> dict[str, float]:
     """Token-weighted cross-entropy, perplexity and token count of rows of one length, shared among all processes.
 
     Args:
         model: a causal language model.
-        rows: a dataset whose column `input_ids` has rows of one length; a column `labels` beside it says with −100 which
-            of them do not count.
+        rows: a dataset whose column `input_ids` has rows of one length.
         batch_size: rows per call of the model.
-        ignored: ids of the tokens that do not count.
+        reader: a [`RowReader`] that makes inputs of them; `None` counts every token.
     """
     import torch
 
+    from .rows import RowReader
+
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    ignored = torch.tensor(sorted(ignored), dtype=torch.long)
+    reader = RowReader() if reader is None else reader
     was_training = model.training
     model.eval()
     loss_sum, tokens = 0.0, 0
     for start in range(rank * batch_size, len(rows), world * batch_size):
-        columns = {name: torch.as_tensor(column).long() for name, column in rows[start : start + batch_size].items()}
-        for _, losses, targets in stream_losses(model, columns["input_ids"], labels=labels_of(columns, ignored)):
+        for _, losses, targets in stream_losses(model, **reader(rows[start : start + batch_size])):
             loss_sum += losses.sum(dtype=torch.float64).item()
             tokens += int((targets != -100).sum())
     model.train(was_training)

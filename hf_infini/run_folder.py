@@ -20,7 +20,7 @@ from .training import gate_values
 
 COMPLETE = "complete.json"
 # What a run did whose run.json is older than the option. Those whose default is None need no entry.
-BEFORE_THE_OPTION = {"model": "gpt2"}
+BEFORE_THE_OPTION = {"model": "gpt2", "separate_documents": False, "mask_special_tokens": False}
 
 
 def check_same_run(folder: Path, options: dict) -> bool:

@@ -7,14 +7,14 @@ import json
 import math
 import os
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 from transformers import Trainer, TrainingArguments
 
 from .cli import UserError
-from .metrics import evaluate_rows, labels_of
+from .metrics import evaluate_rows
+from .rows import RowReader
 
 # --- data, ends and processes -----------------------------------------------------------------------------------------
 
@@ -39,21 +39,6 @@ def load_rows(data: Path, rows_per_step: int) -> tuple:
             "and an evaluation at least 1: lower --batch_size, or prepare more text"
         )
     return train.select(range(len(train) // rows_per_step * rows_per_step)), validation
-
-
-class RowCollator:
-    """Rows of one length as a batch: `input_ids` and `labels`, [B, T] each; the model shifts the labels itself.
-
-    Args:
-        ignored: ids of the tokens that are not learned to be predicted.
-    """
-
-    def __init__(self, ignored: Iterable[int] = ()):
-        self.ignored = torch.tensor(sorted(ignored), dtype=torch.long)
-
-    def __call__(self, rows: list[dict]) -> dict[str, torch.Tensor]:
-        columns = {name: torch.stack([torch.as_tensor(row[name]) for row in rows]).long() for name in rows[0]}
-        return {"input_ids": columns["input_ids"], "labels": labels_of(columns, self.ignored)}
 
 
 def train_to_end(trainer: Trainer, checkpoint: Path | None):
@@ -179,20 +164,20 @@ class PerplexityTrainer(Trainer):
 
     Args, beside Trainer's:
         eval_rows: how many of the validation rows `evaluate()` reads; None reads all.
-        special_ids: ids of the tokens that are never counted in an evaluation.
+        eval_reader: makes the inputs of an evaluation from these rows.
     """
 
-    def __init__(self, *args, eval_rows: int | None = None, special_ids: Iterable[int] = (), **kwargs):
+    def __init__(self, *args, eval_rows: int | None = None, eval_reader: RowReader | None = None, **kwargs):
         super().__init__(*args, **kwargs)
         self.eval_rows = eval_rows
-        self.special_ids = special_ids
+        self.eval_reader = eval_reader
 
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix: str = "eval") -> dict[str, float]:
         """Cross-entropy of the validation rows, in the precision of training; every process reads its share."""
         rows = self.eval_dataset if eval_dataset is None else eval_dataset
         rows = rows if self.eval_rows is None else rows.select(range(min(self.eval_rows, len(rows))))
         with self.accelerator.autocast():
-            total = evaluate_rows(self.model, rows, self.args.per_device_eval_batch_size, self.special_ids)
+            total = evaluate_rows(self.model, rows, self.args.per_device_eval_batch_size, self.eval_reader)
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in total.items()}
         metrics[f"{metric_key_prefix}_loss"] = total["cross_entropy"]
         self.log(metrics)

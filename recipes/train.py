@@ -31,6 +31,8 @@ class RunOptions:
     epochs: float | None = option(None, "Passes over the training rows; default: 1 if no other end is set.")
     max_tokens: int | None = option(None, "Tokens to train on; rows repeat if need be. The first end reached counts.")
     max_steps: int | None = option(None, "Optimiser steps. The first end reached counts.")
+    separate_documents: bool = option(False, "Keep the documents of a row apart: positions begin again behind each "
+                                      "end-of-text token, which neither attention nor memory crosses.")  # fmt: skip
     num_processes: int | None = option(None, "Processes that must have been started; default: any number.")
     use_cpu: bool = option(False, "Train on the CPU even where there is a GPU.")
     seed: int = option(0, "Seed of the weights, the order of the rows and dropout.")
@@ -67,6 +69,7 @@ def main(argv: list[str] | None = None) -> None:
     from transformers import AutoTokenizer, set_seed
 
     from hf_infini import measurement, metrics, plots, run_folder, training
+    from hf_infini.rows import RowReader
 
     training.check_positive(run, "epochs", "max_tokens", "max_steps", "num_processes")
     intervals = ("eval_steps", "save_steps", "logging_steps")
@@ -98,7 +101,9 @@ def main(argv: list[str] | None = None) -> None:
         return
 
     masked = getattr(config, "mask_special_tokens", shape.mask_special_tokens is not False)
-    special_ids = tokenizer.all_special_ids  # never counted in an evaluation, so that all runs are judged on the same
+    end_of_text = tokenizer.eos_token_id if run.separate_documents else None
+    # Evaluations never count special tokens, so that all runs are judged on the same
+    learned, judged = (RowReader(tokenizer.all_special_ids if on else (), end_of_text) for on in (masked, True))
     set_seed(run.seed)
     model = build_model(config, shape.init_from)
     rates = (optimizer.learning_rate, optimizer.gate_learning_rate, optimizer.weight_decay)
@@ -109,12 +114,12 @@ def main(argv: list[str] | None = None) -> None:
         args=arguments,
         train_dataset=train,
         eval_dataset=validation,
-        data_collator=training.RowCollator(special_ids if masked else ()),
+        data_collator=learned.collate,
         processing_class=tokenizer,
         optimizers=(torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True), None),
         callbacks=[recorder],
         eval_rows=optimizer.eval_rows,
-        special_ids=special_ids,
+        eval_reader=judged,
     )
     note = f"from step {run_folder.checkpoint_step(checkpoint)}" if checkpoint else "from the start"
     length = f"{arguments.max_steps:,} steps of {tokens_per_step:,} tokens"
@@ -122,7 +127,7 @@ def main(argv: list[str] | None = None) -> None:
     model = training.train_to_end(trainer, checkpoint)
 
     # Always in float32, so that recipes/evaluate_model.py finds the same number
-    validation_total = metrics.evaluate_rows(model, validation, optimizer.batch_size, special_ids)
+    validation_total = metrics.evaluate_rows(model, validation, optimizer.batch_size, judged)
     training.leave_process_group(trainer)
     if not arguments.should_save:
         return

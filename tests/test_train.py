@@ -206,8 +206,9 @@ def test_a_finished_run_says_so_and_other_options_are_refused(base, capsys):
 def test_options_that_a_run_is_older_than(tmp_path):
     (tmp_path / "run.json").write_text('{"attention": "self", "n_layer": 2, "seed": 0}')
     now = {"attention": "self", "n_layer": 2, "seed": 0, "model": "gpt2", "score": None}
+    now |= {"separate_documents": False, "mask_special_tokens": False}  # what was not asked then was done so
     assert run_folder.check_same_run(tmp_path, now)
-    for changed in ({"model": "causal_mha"}, {"score": "dot"}, {"n_layer": None}):
+    for changed in ({"model": "causal_mha"}, {"score": "dot"}, {"n_layer": None}, {"mask_special_tokens": None}):
         with pytest.raises(UserError, match=f"{[*changed][0]} was"):
             run_folder.check_same_run(tmp_path, now | changed)
 
