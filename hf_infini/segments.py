@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .gather import gather
 from .memory import Borders
 from .state import InfiniState
 from .steps import StepLayout, step_layout
@@ -83,9 +84,9 @@ class SegmentLayout:
         if self.carried and window is not None:
             tokens = torch.cat([window.transpose(1, 2), tokens], 1)
             target = torch.cat([self._window_target(), self.target], 1)
-            return _gather(tokens, self.source, target).unflatten(1, (self.segments, self.slots))
+            return gather(tokens, self.source, target).unflatten(1, (self.segments, self.slots))
         source = torch.where(self.source >= self.carried, self.source - self.carried, -1)
-        return _gather(tokens, source, self.target).unflatten(1, (self.segments, self.slots))
+        return gather(tokens, source, self.target).unflatten(1, (self.segments, self.slots))
 
     def from_grid(self, grid: Tensor) -> Tensor:
         """`[batch, segments, slots, heads, dim]` back to the new tokens, `[batch, heads, tokens, dim]`; padding is zero."""
@@ -93,7 +94,7 @@ class SegmentLayout:
         if self.source is None:
             return grid[:, self.carried : self.carried + self.tokens].transpose(1, 2)
         source = torch.where(self.source >= self.carried, self.source - self.carried, -1)
-        return _gather(grid, self.target, source).transpose(1, 2)
+        return gather(grid, self.target, source).transpose(1, 2)
 
     def next_window(self, new: Tensor, window: Tensor) -> Tensor:
         """The window of the next state from this call's tokens and the state's window, both `[batch, heads, …, dim]`."""
@@ -335,27 +336,3 @@ def _indexed_layout(real, restart, position_ids, segment_length, local_segments,
         real=real,
         restart=restart,
     )
-
-
-class _Gather(torch.autograd.Function):
-    """Rows of `[batch, rows, …]` at an index `[batch, places]`, zero at −1; no row is taken twice.
-
-    The inverse index makes the gradient a gather as well: no scatter with its atomic additions.
-    """
-
-    @staticmethod
-    def forward(ctx, rows: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
-        ctx.save_for_backward(index, inverse)
-        offsets = torch.arange(rows.shape[0], device=rows.device).unsqueeze(1) * rows.shape[1]
-        taken = rows.flatten(0, 1).index_select(0, (index.clamp(min=0) + offsets).flatten())
-        taken = taken.unflatten(0, index.shape)
-        return taken.masked_fill_((index < 0)[(...,) + (None,) * (rows.dim() - 2)], 0)
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor):
-        index, inverse = ctx.saved_tensors
-        return _Gather.apply(gradient, inverse, index), None, None
-
-
-def _gather(rows: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
-    return _Gather.apply(rows, index, inverse)
