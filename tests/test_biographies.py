@@ -2,13 +2,23 @@
 
 import itertools
 import json
+import random
 import re
 import string
 
 import pytest
 
 from hf_infini import biography_sentences as sentences
-from hf_infini.biographies import biography_documents, generate_biographies
+from hf_infini.biographies import (
+    biography_documents,
+    fact_prompt,
+    forbid_answers,
+    generate_biographies,
+    invent_person,
+    portuguese_names,
+    write_opening,
+    write_paragraphs,
+)
 
 BIOGRAPHIES = list(generate_biographies(60, seed=1))
 
@@ -99,3 +109,25 @@ def test_documents_carry_their_facts():
     facts = json.loads(json.dumps(document.extra))["facts"]
     assert document.text == BIOGRAPHIES[0].text and document.title == BIOGRAPHIES[0].name
     assert [fact["answer"] for fact in facts] == [fact.answer for fact in BIOGRAPHIES[0].facts]
+
+
+def test_the_pieces_are_those_of_a_biography():
+    names = portuguese_names()
+    for number, biography in enumerate(BIOGRAPHIES[:5]):
+        rng = random.Random(f"1/{number}")
+        names.seed_instance(rng.getrandbits(64))
+        person = invent_person(rng, names)
+        opening = write_opening(rng, person)
+        texts = [" ".join(f"{s.before}{s.answer}{s.after}" for s in paragraph) for paragraph in opening]
+        middle = write_paragraphs(rng, names, person, forbid_answers(person))
+        texts += itertools.islice(middle, 5)
+        assert biography.text.startswith("\n".join([f"{person.name}\n", *texts, ""]))
+        assert {s.name: s.answer for paragraph in opening for s in paragraph} == person.answers
+        assert {fact.name: fact.prompt for fact in biography.facts} == {n: fact_prompt(person, n) for n in person.answers}
+
+
+def test_paragraphs_leave_out_what_is_forbidden():
+    rng, names = random.Random(0), portuguese_names()
+    person = invent_person(rng, names)
+    text = "\n".join(itertools.islice(write_paragraphs(rng, names, person, re.compile("cartas|Salvador")), 200))
+    assert "cartas" not in text and "Salvador" not in text and text.count("Fortaleza") > 0
