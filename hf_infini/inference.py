@@ -39,3 +39,18 @@ def check_length(config, tokens: int) -> None:
             f"{tokens:,} tokens, but this model has {limit:,} absolute positions: ask for fewer, or train one that takes "
             "any length: `--attention infini --positions segment`, or `--model causal_mha --position_encoding rope`"
         )
+
+
+def switch_memory_off(model) -> None:
+    """Closes every gate of a model's memories for good: what is left is its local attention alone.
+
+    sigmoid(−∞) is exactly 0, so the memory's share of every head's output is none. Layers with full attention stay.
+
+    Raises UserError when the model has no gates.
+    """
+    gates = [parameter for name, parameter in model.named_parameters() if name.endswith(".attn.gate")]
+    if not gates:
+        raise UserError("--memory off: this model has no memory to switch off")
+    with torch.no_grad():
+        for gate in gates:
+            gate.fill_(-torch.inf)

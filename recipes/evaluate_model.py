@@ -1,22 +1,30 @@
-"""Perplexity of a model on a prepared folder or on a text, overall and by position in the context, at any length.
+"""What a model predicts and recalls: perplexity, a number hidden in a text, facts of invented people, at any length.
 
     python recipes/evaluate_model.py --model runs/infini --data data/quickstart
     python recipes/evaluate_model.py --model runs/infini --data data/quickstart --length 32768
     python recipes/evaluate_model.py --model runs/mha --data data/shakespeare --split test
     python recipes/evaluate_model.py --model runs/infini --text plays.txt --length 8192 --out runs/infini/plays
     python recipes/evaluate_model.py --model runs/infini --text documents.jsonl --length 4096 --join false
+    python recipes/evaluate_model.py --model runs/recall --task passkey --data data/carolina --lengths 1024 8192 131072
+    python recipes/evaluate_model.py --model runs/recall --task facts --distances 0 1 4 16 64 --memory off
 
-Without --length, --data is evaluated on its validation rows as they are, which is the number in train.py's result.json.
---split test reads the test rows instead, for the one model that the validation rows chose. With --length, texts are read
-in rows of that length, in chunks through the model's cache: a model with segment positions (`positions: segment`) takes
-any length in constant memory; one with absolute or learned positions stops at its `n_positions`.
-Writes OUT.json, OUT.png (perplexity by position, log-2 buckets), and the same table on standard output.
+perplexity: overall and by position in the context. Without --length, --data is evaluated on its validation rows as they
+are, which is the number in train.py's result.json. --split test reads the test rows instead, for the one model that the
+validation rows chose. With --length, texts are read in rows of that length.
+
+passkey: five digits stand somewhere in real text (the documents of --data or --text) and are asked for at its end, for
+every length and depth. facts: a generated biography states a fact and asks for it --distances segments later. Both count
+the answers that greedy decoding gives exactly, with 95 % intervals. A started task that was killed goes on where it was.
+
+Everything is read in chunks through the model's cache: a model with segment positions (`positions: segment`) takes any
+length in constant memory; one with absolute or learned positions stops at its `n_positions`. --memory off leaves a model
+with Infini-attention its local attention alone.
+Writes OUT.json, OUT.png, and the same table on standard output.
 """
 
 import json
 import shlex
 import sys
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -27,108 +35,193 @@ from hf_infini.cli import UserError, exit_on_user_error, option, parse_options
 @dataclass
 class Options:
     model: str = field(metadata={"help": "Model folder or name on the Hub."})
+    task: Literal["perplexity", "passkey", "facts"] = option("perplexity", "What to measure.")
+    memory: Literal["on", "off"] = option("on", "off: the same model with its memory switched off.")
     data: str | None = option(None, "Folder made by recipes/prepare.py. Or --text.")
     split: Literal["validation", "test"] = option("validation", "--data: the held-out rows or documents to read.")
     text: str | None = option(None, "Text file (one document) or .jsonl file (one document per line). Or --data.")
     text_field: str = option("text", "The field of a .jsonl file that holds the text.")
     length: int | None = option(None, "Tokens per row; default: the rows of --data, or the model's n_positions.")
+    lengths: list[int] = option([1024, 2048, 4096, 8192], "passkey: lengths of the examples in tokens.")
+    depths: list[float] = option([5], "passkey: shares of the text in front of the number, 0 to 1; one number from 2 on: so "
+                                 "many, evenly spaced.")  # fmt: skip
+    distances: list[int] = option([0, 1, 2, 4, 8, 16, 32, 64], "facts: segments between a fact and its question.")
+    segment_length: int | None = option(None, "facts: tokens per segment; default: the model's own.")
+    samples: int = option(48, "passkey, facts: examples per cell.")
+    seed: int = option(0, "passkey, facts: seed of the examples.")
     join: bool = option(True, "Put the documents one after the other, an end-of-text token between, and cut rows of "
                         "--length; false: a row per document, its first --length tokens.")  # fmt: skip
+    separate_documents: bool = option(False, "Keep the documents of a row apart, as train.py's option of this name does.")
     min_characters: int = option(0, "Leave out documents shorter than this.")
     max_tokens: int | None = option(None, "Stop after the row in which so many tokens are reached; default: read all.")
     chunk: int = option(1024, "Tokens per call of the model in rows longer than this: memory grows with it.")
     batch_size: int = option(4, "Rows per call of the model.")
     precision: Literal["float32", "bf16"] = option("float32", "bf16: autocast.")
     device: str = option("auto", "cpu, cuda, cuda:1, …; auto: a GPU where there is one.")
-    out: str | None = option(None, "Files to write, without suffix; default: evaluation (--split test: evaluation_test) "
-                           "in the model's folder.")  # fmt: skip
+    out: str | None = option(None, "Files to write, without suffix; default: evaluation in the model's folder, followed by "
+                           "the task, _test and _memory_off where they are not the defaults.")  # fmt: skip
+
+
+# Options that say nothing about the other tasks
+TASKS = {
+    ("data", "text", "split", "text_field", "min_characters"): ("perplexity", "passkey"),
+    ("length", "join", "separate_documents", "max_tokens"): ("perplexity",),
+    ("lengths", "depths"): ("passkey",),
+    ("distances", "segment_length"): ("facts",),
+    ("samples", "seed"): ("passkey", "facts"),
+}
 
 
 @exit_on_user_error
 def main(argv: list[str] | None = None) -> None:
     (options,) = parse_options(Options, description=__doc__, argv=argv)
-    if (options.data is None) == (options.text is None):
-        raise UserError("give exactly one of --data and --text")
-    if options.text is not None and options.split != "validation":
-        raise UserError(f"--split {options.split} chooses among the rows of --data, and --text has none: leave it out")
-    manifest = read_manifest(options)
-    if options.text is not None and not Path(options.text).is_file():
-        raise UserError(f"--text: there is no file {options.text}")
-    for name in ("length", "chunk", "batch_size", "max_tokens"):
-        value = getattr(options, name)
-        if value is not None and value < (2 if name == "length" else 1):
-            raise UserError(f"--{name} must be at least {2 if name == 'length' else 1}, got {value}")
+    manifest = check_options(options)
 
-    import torch
-    from torch.nn.utils.rnn import pad_sequence
-    from tqdm import tqdm
-
-    from hf_infini import inference, measurement, metrics, plots, run_folder, training
-    from hf_infini.perplexity_metric import TokenPerplexity
+    from hf_infini import inference, measurement, plots, plots_recall, run_folder, training
 
     model, tokenizer = inference.load_model(options.model, options.device)
+    if options.memory == "off":
+        inference.switch_memory_off(model)
     if options.out is None and not Path(options.model).is_dir():
         raise UserError(f"--out is needed, as --model {options.model} is no folder here")
-    name = options.out or str(Path(options.model) / f"evaluation{'_test' if options.split == 'test' else ''}")
-    if options.data is not None and options.length is None:
-        rows, source = prepared_rows(options), options.data
-    else:
-        length = options.length or model.config.n_positions
-        inference.check_length(model.config, length)
-        rows, source = text_rows(options, tokenizer, length), options.text or options.data
-    length = options.length or max(map(len, rows))
-    inference.check_length(model.config, length)
-    complete = sum(len(row) == length for row in rows)
-    print(f"{len(rows):,} rows, {complete:,} of them of {length:,} tokens", file=sys.stderr)
-
-    positions, metric = metrics.LossByPosition(), TokenPerplexity()
-    rows.sort(key=len, reverse=True)  # a batch's rows are then about as long, and too little memory shows at once
-    batches = [rows[start : start + options.batch_size] for start in range(0, len(rows), options.batch_size)]
-    started = time.perf_counter()
-    with tqdm(total=sum(len(batch) * len(batch[0]) for batch in batches), unit="token", unit_scale=True) as bar:
-        for batch in batches:
-            tensors = [torch.as_tensor(row, dtype=torch.long) for row in batch]
-            # Padding stands on the right, where a causal model's other tokens do not see it
-            input_ids = pad_sequence(tensors, batch_first=True)
-            labels = pad_sequence(tensors, batch_first=True, padding_value=-100)
-            with torch.autocast(model.device.type, torch.bfloat16, enabled=options.precision == "bf16"):
-                for first, losses, targets in metrics.stream_losses(model, input_ids, options.chunk, labels):
-                    positions.add(first, losses, targets)
-                    loss_sum, tokens = losses.sum(dtype=torch.float64).item(), int((targets != -100).sum())
-                    metric.add_batch(loss_sums=[loss_sum], token_counts=[tokens])
-                    bar.update(targets.numel())
-    seconds = time.perf_counter() - started
-
+    parts = ["evaluation", options.task, options.split, f"memory_{options.memory}"]
+    name = "_".join(part for part in parts if part not in ("perplexity", "validation", "memory_on"))
+    name = options.out or str(Path(options.model) / name)
+    Path(name).parent.mkdir(parents=True, exist_ok=True)
+    found = {"perplexity": perplexity, "passkey": passkey, "facts": facts}[options.task](options, model, tokenizer, name)
+    source = options.text or options.data
     result = {
-        **metric.compute(),
-        "by_position": positions.table(),
+        **found,
         "model": options.model,
+        "memory": options.memory,
         "source": source,
         "split": options.split if manifest else None,
         "data_fingerprint": training.data_fingerprint(manifest) if manifest else None,
-        "rows": len(rows),
-        "complete_rows": complete,
-        "length": length,
-        "tokens_per_second": round(sum(map(len, rows)) / seconds, 1),
         **measurement.peak_memory(),
         "options": vars(options),
         "command": shlex.join([Path(sys.executable).name, *sys.argv]),
         **measurement.environment(),
     }
-    print(f"{'positions':>17}  {'tokens':>10}  {'nats':>7}  {'perplexity':>10}")
-    for row in result["by_position"]:
-        place = f"{row['first']}–{row['last']}"
-        print(f"{place:>17}  {row['tokens']:>10,}  {row['cross_entropy']:7.4f}  {row['perplexity']:10.2f}")
-    print(f"{'all':>17}  {result['tokens']:>10,}  {result['cross_entropy']:7.4f}  {result['perplexity']:10.2f}")
-    Path(name).parent.mkdir(parents=True, exist_ok=True)
     run_folder.write_json(Path(f"{name}.json"), result)
-    plots.plot_positions(result["by_position"], Path(f"{name}.png"), f"{Path(options.model).name} on {Path(source).name}")
+    title = Path(options.model).name + (" without its memory" if options.memory == "off" else "")
+    title += f" on {Path(source).name}" if source else ""
+    if options.task == "perplexity":
+        plots.plot_positions(found["by_position"], Path(f"{name}.png"), title)
+    else:
+        draw = {"passkey": plots_recall.plot_passkey, "facts": plots_recall.plot_facts}[options.task]
+        draw(found["cells"], Path(f"{name}.png"), title)
+    Path(f"{name}.cells.json").unlink(missing_ok=True)
     print(f"{name}.json, {name}.png", file=sys.stderr)
 
 
-def read_manifest(options: Options) -> dict | None:
-    """The manifest of --data, None for --text; a UserError when it has no such split."""
-    if options.data is None:
+def perplexity(options: Options, model, tokenizer, name: str) -> dict:
+    from hf_infini import perplexity_task
+    from hf_infini.inference import check_length
+    from hf_infini.rows import RowReader
+
+    if options.data is not None and options.length is None:
+        rows = perplexity_task.prepared_rows(Path(options.data) / options.split, options.max_tokens)
+    else:
+        length = options.length or model.config.n_positions
+        check_length(model.config, length)
+        how = {"join": options.join, "max_tokens": options.max_tokens}
+        rows = perplexity_task.text_rows(tokenizer, read_texts(options), length, **how)
+    length = options.length or max(len(tokens) for tokens, _ in rows)
+    check_length(model.config, length)
+    complete = sum(len(tokens) == length for tokens, _ in rows)
+    print(f"{len(rows):,} rows, {complete:,} of them of {length:,} tokens", file=sys.stderr)
+    how = {name: getattr(options, name) for name in ("chunk", "batch_size", "precision")}
+    # Special tokens do not count, as in train.py's own evaluations
+    reader = RowReader(tokenizer.all_special_ids, tokenizer.eos_token_id if options.separate_documents else None)
+    found = perplexity_task.measure_perplexity(model, rows, reader, **how)
+    print(f"{'positions':>17}  {'tokens':>10}  {'nats':>7}  {'perplexity':>10}")
+    for row in [*found["by_position"], {"first": "all", **found}]:
+        place = f"{row['first']}–{row['last']}" if "last" in row else "all"
+        print(f"{place:>17}  {row['tokens']:>10,}  {row['cross_entropy']:7.4f}  {row['perplexity']:10.2f}")
+    return {**found, "rows": len(rows), "complete_rows": complete, "length": length}
+
+
+def passkey(options: Options, model, tokenizer, name: str) -> dict:
+    from hf_infini.recall_tasks import passkey_table, run_passkey
+
+    depths, count = options.depths, int(options.depths[0])
+    if len(depths) == 1 and count >= 2:
+        depths = [place / (count - 1) for place in range(count)]
+    found = run_passkey(runner(options, model, tokenizer, name), read_texts(options), options.lengths, depths)
+    print(passkey_table(found["cells"]))
+    return found
+
+
+def facts(options: Options, model, tokenizer, name: str) -> dict:
+    from hf_infini.recall_tasks import facts_table, run_facts
+
+    segment_length = options.segment_length or getattr(model.config, "tokens_per_segment", None)
+    if segment_length is None:
+        raise UserError("--segment_length is needed: this model has no segments of its own to count distances in")
+    found = run_facts(runner(options, model, tokenizer, name), options.distances, segment_length)
+    print(facts_table(found["cells"]))
+    return found
+
+
+def runner(options: Options, model, tokenizer, name: str):
+    """What the cells of a recall task share; they go on from NAME.cells.json when model, text and options are the same."""
+    from hf_infini.recall_tasks import Runner
+    from hf_infini.stages import state_of_files
+
+    files = [file for pattern in ("config.json", "*.safetensors") for file in sorted(Path(options.model).glob(pattern))]
+    files += [source_file(options)] if options.task == "passkey" else []
+    identity = {key: value for key, value in vars(options).items() if key != "out"}
+    identity["files"] = [state_of_files(str(file)) for file in files]
+    how = {key: getattr(options, key) for key in ("chunk", "batch_size", "precision", "samples", "seed")}
+    return Runner(model, tokenizer, **how, file=Path(f"{name}.cells.json"), identity=identity)
+
+
+def source_file(options: Options) -> str:
+    return options.text or str(Path(options.data) / f"{options.split}_documents.jsonl")
+
+
+def read_texts(options: Options) -> list[str]:
+    """The documents of --text or --data that are long enough; a UserError where there are none."""
+    from hf_infini.corpora import iterate_documents
+
+    file = source_file(options)
+    if options.data is not None and Path(file).stat().st_size == 0:
+        raise UserError(f"{options.data} was split by block and holds no documents: give the source with --text")
+    kind = "jsonl" if options.data is not None else "auto"
+    texts = [document.text for document in iterate_documents(file, kind, text_field=options.text_field)]
+    texts = [text for text in texts if text and len(text) >= options.min_characters]
+    if not texts:
+        raise UserError(f"{file} has no document of at least --min_characters {options.min_characters}")
+    return texts
+
+
+def check_options(options: Options) -> dict | None:
+    """A UserError for options that cannot work or say nothing about the task; the manifest of --data where it is given."""
+    defaults = Options(model="")
+    for names, tasks in TASKS.items():
+        for name in names if options.task not in tasks else ():
+            if getattr(options, name) != getattr(defaults, name):
+                raise UserError(f"--{name} does nothing with --task {options.task}: it belongs to {' and '.join(tasks)}")
+    least = {"length": 2, "segment_length": 1, "samples": 1, "chunk": 1, "batch_size": 1, "max_tokens": 1}
+    for name, lowest in least.items():
+        if getattr(options, name) is not None and getattr(options, name) < lowest:
+            raise UserError(f"--{name} must be at least {lowest}, got {getattr(options, name)}")
+    for name, lowest in {"lengths": 2, "distances": 0}.items():
+        values = getattr(options, name)
+        if not values or min(values) < lowest or len(set(values)) < len(values):
+            raise UserError(f"--{name} {' '.join(map(str, values))}: give different numbers of at least {lowest}")
+    one, depths = len(options.depths) == 1, options.depths
+    if not depths or not all(0 <= depth <= 1 or (one and depth >= 2 and depth == int(depth)) for depth in depths):
+        raise UserError(f"--depths {' '.join(map(str, depths))}: give shares from 0 to 1, or one number of depths from 2 on")
+    if options.task == "facts":
+        return None
+    if (options.data is None) == (options.text is None):
+        raise UserError("give exactly one of --data and --text")
+    if options.text is not None:
+        if options.split != "validation":
+            raise UserError(f"--split {options.split} chooses among the rows of --data, and --text has none: leave it out")
+        if not Path(options.text).is_file():
+            raise UserError(f"--text: there is no file {options.text}")
         return None
     file = Path(options.data) / "manifest.json"
     if not file.is_file():
@@ -140,51 +233,6 @@ def read_manifest(options: Options) -> dict | None:
             f"--{options.split} SHARE, and train on what that leaves"
         )
     return manifest
-
-
-def prepared_rows(options: Options) -> list:
-    """The rows of --data's --split as train.py reads them, [length] tokens each."""
-    from datasets import load_from_disk
-
-    rows = load_from_disk(str(Path(options.data) / options.split)).with_format("numpy")
-    return enough(list(rows["input_ids"][:]), options.max_tokens)
-
-
-def text_rows(options: Options, tokenizer, length: int) -> list:
-    """Rows of up to `length` tokens from the documents of --text or --data: joined and cut, or one per document."""
-    import numpy as np
-
-    from hf_infini.corpora import iterate_documents
-    from hf_infini.tokenization import encode_texts
-
-    file = options.text or str(Path(options.data) / f"{options.split}_documents.jsonl")
-    if options.data is not None and Path(file).stat().st_size == 0:
-        raise UserError(f"{options.data} was split by block and holds no documents: give the source with --text")
-    kind = "jsonl" if options.data is not None else "auto"
-    texts = [document.text for document in iterate_documents(file, kind, text_field=options.text_field)]
-    texts = [text for text in texts if len(text) >= options.min_characters]
-    end = np.array([tokenizer.eos_token_id])
-    documents = [np.concatenate([tokens, end]) for tokens in encode_texts(tokenizer, texts)]
-    if options.join and documents:
-        stream = np.concatenate(documents)
-        rows = [stream[start : start + length] for start in range(0, len(stream), length)]
-    else:
-        rows = [tokens[:length] for tokens in documents]
-    rows = [row for row in rows if len(row) >= 2]  # one token alone predicts nothing
-    if not rows:
-        raise UserError(f"{file} has no document of at least --min_characters {options.min_characters}")
-    return enough(rows, options.max_tokens)
-
-
-def enough(rows: list, max_tokens: int | None) -> list:
-    """The first rows, up to the one with which `max_tokens` are reached; all of them for None."""
-    if max_tokens is not None:
-        total = 0
-        for number, row in enumerate(rows, start=1):
-            total += len(row)
-            if total >= max_tokens:
-                return rows[:number]
-    return rows
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import shutil
 import pytest
 import torch
 from datasets import load_from_disk
-from test_train import CONTEXT, load_recipe, prepared_data, recipe, result, run, self_options, straight_run
+from test_train import CONTEXT, infini_options, load_recipe, prepared_data, recipe, result, run, self_options, straight_run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_infini.cli import parse_options
@@ -32,11 +32,14 @@ def evaluate(tmp_path, *options) -> dict:
 
 
 def naive_cross_entropy(folder, rows) -> tuple[float, int]:
+    """Over all tokens but each row's first and the special ones, and how many that are."""
     model, losses = AutoModelForCausalLM.from_pretrained(folder).eval(), []
+    special = AutoTokenizer.from_pretrained(folder).all_special_ids
     for row in rows:
         with torch.no_grad():
             logits = model(input_ids=torch.tensor([row]), use_cache=False).logits[0, :-1].double()
-        losses += (-logits.log_softmax(-1)).gather(-1, torch.tensor(row[1:])[:, None])[:, 0].tolist()
+        found = (-logits.log_softmax(-1)).gather(-1, torch.tensor(row[1:])[:, None])[:, 0].tolist()
+        losses += [loss for loss, token in zip(found, row[1:], strict=True) if token not in special]
     return math.fsum(losses) / len(losses), len(losses)
 
 
@@ -148,7 +151,23 @@ def test_the_test_split(model_and_data, base, tmp_path):
     lines = [line for line in (data / "test_documents.jsonl").read_text(encoding="utf-8").split("\n") if line]
     stream = [token for line in lines for token in tokens_of(folder, json.loads(line)["text"])]
     rows = [stream[start : start + 200] for start in range(0, len(stream), 200)]
-    assert text["tokens"] == sum(len(row) - 1 for row in rows)
+    assert text["tokens"] == naive_cross_entropy(folder, [row for row in rows if len(row) > 1])[1]
+
+
+def test_documents_kept_apart_and_labels_give_train_s_number(base, tmp_path):
+    """A model that was trained with separate documents, and rows of which only some tokens are learned."""
+    data = tmp_path / "data"
+    shutil.copytree(prepared_data(base), data, ignore=shutil.ignore_patterns("validation"))
+    rows = load_from_disk(str(prepared_data(base) / "validation"))
+    labels = [[token if place % 3 else -100 for place, token in enumerate(row)] for row in rows["input_ids"]]
+    rows.add_column("labels", labels).save_to_disk(str(data / "validation"))
+    options = [*infini_options(data), "--epochs", 0.2, "--separate_documents", "true", "--out", tmp_path / "run"]
+    run(*recipe("train"), *options)
+    options, expected = ["--model", tmp_path / "run", "--data", data], result(tmp_path / "run")
+    found = evaluate(tmp_path, *options, "--separate_documents", "true")
+    assert found["tokens"] == expected["validation_tokens"] < len(rows) * CONTEXT * 0.7
+    assert found["cross_entropy"] == pytest.approx(expected["cross_entropy"], rel=1e-5)  # batches of another size
+    assert abs(evaluate(tmp_path, *options)["cross_entropy"] / expected["cross_entropy"] - 1) > 1e-4
 
 
 def test_a_folder_without_a_test_split(model_and_data, tmp_path, capsys):
@@ -171,6 +190,6 @@ def test_documents_too_short(model_and_data, tmp_path, capsys):
 
 def test_the_commands_of_the_docstring_are_parsed():
     commands = [line.split() for line in evaluate_model.__doc__.splitlines() if line.startswith("    python ")]
-    assert len(commands) == 5
+    assert len(commands) == 7
     for command in commands:
         parse_options(evaluate_model.Options, description="", argv=command[2:])
