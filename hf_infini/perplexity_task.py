@@ -84,6 +84,15 @@ def measure_perplexity(
     return {**metric.compute(), "by_position": positions.table(), "tokens_per_second": speed}
 
 
+def positions_table(found: dict) -> str:
+    """What [`measure_perplexity`] returned, by position and overall."""
+    lines = [f"{'positions':>17}  {'tokens':>10}  {'nats':>7}  {'perplexity':>10}"]
+    for row in (*found["by_position"], found):
+        place = f"{row['first']}–{row['last']}" if "last" in row else "all"
+        lines.append(f"{place:>17}  {row['tokens']:>10,}  {row['cross_entropy']:7.4f}  {row['perplexity']:10.2f}")
+    return "\n".join(lines)
+
+
 def _enough(rows: "list[Row]", max_tokens: int | None) -> "list[Row]":
     if max_tokens is not None:
         total = 0

@@ -58,8 +58,8 @@ class Options:
     batch_size: int = option(4, "Rows per call of the model.")
     precision: Literal["float32", "bf16"] = option("float32", "bf16: autocast.")
     device: str = option("auto", "cpu, cuda, cuda:1, …; auto: a GPU where there is one.")
-    out: str | None = option(None, "Files to write, without suffix; default: evaluation in the model's folder, followed by "
-                           "the task, _test and _memory_off where they are not the defaults.")  # fmt: skip
+    out: str | None = option(None, "Files to write, without suffix; default: evaluation in the model's folder (other tasks, "
+                           "and with the memory off: the task's name), with _test and _memory_off behind it.")  # fmt: skip
 
 
 # Options that say nothing about the other tasks
@@ -84,8 +84,10 @@ def main(argv: list[str] | None = None) -> None:
         inference.switch_memory_off(model)
     if options.out is None and not Path(options.model).is_dir():
         raise UserError(f"--out is needed, as --model {options.model} is no folder here")
-    parts = ["evaluation", options.task, options.split, f"memory_{options.memory}"]
-    name = "_".join(part for part in parts if part not in ("perplexity", "validation", "memory_on"))
+    # write_card.py takes every evaluation*.json for a perplexity of the model as it is
+    plain = options.task == "perplexity" and options.memory == "on"
+    parts = ["evaluation" if plain else options.task, options.split, f"memory_{options.memory}"]
+    name = "_".join(part for part in parts if part not in ("validation", "memory_on"))
     name = options.out or str(Path(options.model) / name)
     Path(name).parent.mkdir(parents=True, exist_ok=True)
     found = {"perplexity": perplexity, "passkey": passkey, "facts": facts}[options.task](options, model, tokenizer, name)
@@ -105,11 +107,8 @@ def main(argv: list[str] | None = None) -> None:
     run_folder.write_json(Path(f"{name}.json"), result)
     title = Path(options.model).name + (" without its memory" if options.memory == "off" else "")
     title += f" on {Path(source).name}" if source else ""
-    if options.task == "perplexity":
-        plots.plot_positions(found["by_position"], Path(f"{name}.png"), title)
-    else:
-        draw = {"passkey": plots_recall.plot_passkey, "facts": plots_recall.plot_facts}[options.task]
-        draw(found["cells"], Path(f"{name}.png"), title)
+    draw = {"perplexity": plots.plot_positions, "passkey": plots_recall.plot_passkey, "facts": plots_recall.plot_facts}
+    draw[options.task](found["by_position" if options.task == "perplexity" else "cells"], Path(f"{name}.png"), title)
     Path(f"{name}.cells.json").unlink(missing_ok=True)
     print(f"{name}.json, {name}.png", file=sys.stderr)
 
@@ -130,14 +129,11 @@ def perplexity(options: Options, model, tokenizer, name: str) -> dict:
     check_length(model.config, length)
     complete = sum(len(tokens) == length for tokens, _ in rows)
     print(f"{len(rows):,} rows, {complete:,} of them of {length:,} tokens", file=sys.stderr)
-    how = {name: getattr(options, name) for name in ("chunk", "batch_size", "precision")}
+    how = {"chunk": options.chunk, "batch_size": options.batch_size, "precision": options.precision}
     # Special tokens do not count, as in train.py's own evaluations
     reader = RowReader(tokenizer.all_special_ids, tokenizer.eos_token_id if options.separate_documents else None)
     found = perplexity_task.measure_perplexity(model, rows, reader, **how)
-    print(f"{'positions':>17}  {'tokens':>10}  {'nats':>7}  {'perplexity':>10}")
-    for row in [*found["by_position"], {"first": "all", **found}]:
-        place = f"{row['first']}–{row['last']}" if "last" in row else "all"
-        print(f"{place:>17}  {row['tokens']:>10,}  {row['cross_entropy']:7.4f}  {row['perplexity']:10.2f}")
+    print(perplexity_task.positions_table(found))
     return {**found, "rows": len(rows), "complete_rows": complete, "length": length}
 
 
@@ -177,6 +173,7 @@ def runner(options: Options, model, tokenizer, name: str):
 
 
 def source_file(options: Options) -> str:
+    """The file of --text, or of the documents of --data."""
     return options.text or str(Path(options.data) / f"{options.split}_documents.jsonl")
 
 
@@ -202,16 +199,15 @@ def check_options(options: Options) -> dict | None:
         for name in names if options.task not in tasks else ():
             if getattr(options, name) != getattr(defaults, name):
                 raise UserError(f"--{name} does nothing with --task {options.task}: it belongs to {' and '.join(tasks)}")
-    least = {"length": 2, "segment_length": 1, "samples": 1, "chunk": 1, "batch_size": 1, "max_tokens": 1}
-    for name, lowest in least.items():
-        if getattr(options, name) is not None and getattr(options, name) < lowest:
-            raise UserError(f"--{name} must be at least {lowest}, got {getattr(options, name)}")
-    for name, lowest in {"lengths": 2, "distances": 0}.items():
-        values = getattr(options, name)
-        if not values or min(values) < lowest or len(set(values)) < len(values):
-            raise UserError(f"--{name} {' '.join(map(str, values))}: give different numbers of at least {lowest}")
+    for name in ("length", "segment_length", "samples", "chunk", "batch_size", "max_tokens"):
+        value, least = getattr(options, name), 2 if name == "length" else 1
+        if value is not None and value < least:
+            raise UserError(f"--{name} must be at least {least}, got {value}")
+    for name, values, least in (("lengths", options.lengths, 2), ("distances", options.distances, 0)):
+        if min(values) < least or len(set(values)) < len(values):
+            raise UserError(f"--{name} {' '.join(map(str, values))}: give different numbers of at least {least}")
     one, depths = len(options.depths) == 1, options.depths
-    if not depths or not all(0 <= depth <= 1 or (one and depth >= 2 and depth == int(depth)) for depth in depths):
+    if not all(0 <= depth <= 1 or (one and depth >= 2 and depth % 1 == 0) for depth in depths):
         raise UserError(f"--depths {' '.join(map(str, depths))}: give shares from 0 to 1, or one number of depths from 2 on")
     if options.task == "facts":
         return None

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import shutil
 import signal
 import subprocess
 import time
@@ -163,6 +164,17 @@ def test_passkeys_of_a_random_model(base, capsys):
     for depth in (0, 1):
         on, without = ([c for c in part["cells"] if c["depth"] == depth][0]["cross_entropy"] for part in (found, off))
         assert on != without
+
+
+def test_files_lie_in_the_model_s_folder_and_are_no_perplexities_of_it(base, tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(saved(base, "infini"), folder)
+    options = ["--model", str(folder), "--device", "cpu", "--memory", "off"]
+    evaluate_model.main([*options, "--task", "facts", "--samples", "1", "--distances", "3"])
+    evaluate_model.main([*options, "--text", str(texts(base)), "--length", "64", "--max_tokens", "64"])
+    names = {file.name for file in folder.glob("*memory_off*")}
+    assert names == {f"{name}_memory_off.{suffix}" for name in ("facts", "perplexity") for suffix in ("json", "png")}
+    assert not list(folder.glob("evaluation*"))  # which write_card.py would take for the model as it is
 
 
 def test_facts_of_a_random_model(base, capsys):
