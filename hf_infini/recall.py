@@ -8,6 +8,7 @@ document's first token.
 `encode` is `functools.partial(tokenization.encode_texts, tokenizer)`, `names` is `biographies.portuguese_names()`.
 """
 
+import itertools
 import random
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -215,59 +216,68 @@ def facts_row(rng: random.Random, encode: Encode, names, filler: Filler, length:
     import numpy as np
 
     person, opening = invent_clear_person(rng, names)
-    names_of_facts = [sentence.name for paragraph in opening for sentence in paragraph]
-    (title, *prompts), statements = _encode_opening(encode, person, opening, names_of_facts)
-    prompts = dict(zip(names_of_facts, prompts, strict=True))
+    facts = [[sentence.name for sentence in paragraph] for paragraph in opening]
+    (title, *prompts), statements = _encode_opening(encode, person, opening, sum(facts, []))
     stop, newline = encode([".\n", "\n"])
+    asks = dict(zip(sum(facts, []), prompts, strict=True))
 
-    def asked_length(statement: _Statement) -> int:
-        return len(prompts[statement.name]) + len(statement.answer) + len(stop)
+    def length_without_gap() -> int:
+        return len(title) + sum(len(s) + len(asks[s.name]) + len(s.answer) + len(stop) for s in statements)
 
-    def too_long(kept: list[_Statement]) -> bool:
-        return 4 * (len(title) + sum(len(s) + asked_length(s) for s in kept)) > 3 * length
-
-    paragraphs = [{sentence.name for sentence in paragraph} for paragraph in opening]
-    while too_long(statements) and len(paragraphs) > 1:
-        dropped = paragraphs.pop(rng.randrange(len(paragraphs)))
+    while 4 * length_without_gap() > 3 * length and len(statements) > 1:
+        dropped = facts.pop(rng.randrange(len(facts))) if len(facts) > 1 else [statements[-1].name]
         statements = [statement for statement in statements if statement.name not in dropped]
-    while too_long(statements) and len(statements) > 1:
-        statements = statements[:-1]
-    if too_long(statements):
+    if 4 * length_without_gap() > 3 * length:
         raise DoesNotFit(f"rows of {length} tokens have no room for a fact and its question")
 
-    # The row without its questions, and where each fact's statement ends in it
-    parts, ends, place = [title], [], len(title)
-    for statement in statements:
-        parts += [statement.before, statement.answer, statement.after]
-        place += len(statement)
-        ends.append(place)
-    free = length - sum(map(asked_length, statements))
+    parts = [title, *(part for s in statements for part in (s.before, s.answer, s.after))]
+    gap = length - length_without_gap()
     lines = _encode_lines(encode, write_paragraphs(rng, names, person, forbid_answers(person)))
-    while place < free:
+    while gap > 0:
         real = rng.random() < 0.5
-        pieces = [newline, filler.take(rng, rng.randint(*REAL_TEXT))] if real else [next(lines)]
-        parts += pieces
-        place += sum(map(len, pieces))
-    text = np.concatenate(parts)[:free]
+        unit = np.concatenate([newline, filler.take(rng, rng.randint(*REAL_TEXT))]) if real else next(lines)
+        parts.append(unit[:gap])
+        gap -= len(parts[-1])
+    tokens, spans = _ask_anywhere(rng, np.concatenate(parts), len(title), statements, asks, stop)
+    return Example(tokens, tuple(Question(name, person.answers[name], *places) for name, *places in spans))
+
+
+def _ask_anywhere(
+    rng: random.Random,
+    text: "np.ndarray",
+    opening_at: int,
+    statements: "Sequence[_Statement]",
+    asks: "dict[str, np.ndarray]",
+    stop: "np.ndarray",
+) -> "tuple[np.ndarray, list[tuple]]":
+    """Puts the question for every statement in, with its answer, at a place drawn at random behind the statement.
+
+    Within the opening that is at the end of a sentence, behind it anywhere.
+
+    Args:
+        text: the row without questions; the statements stand in it one after the other from `opening_at` on.
+        asks: the prompt for each fact; `stop` goes behind the answers.
+
+    Returns the row and, in the order of the questions, each fact's name and the places of its answer: stated and asked.
+    """
+    ends = list(itertools.accumulate(map(len, statements), initial=opening_at))[1:]
     places = []
-    for number, end in enumerate(ends):
-        target = rng.randint(end, free)
-        places.append((next((border for border in ends if border >= target), target), rng.random(), number))
-    document, done, spans, starts = _Document(), 0, {}, {}
-    for target, _, number in sorted(places):
-        starts |= {end: document.length - done for end in ends if done < end <= target}
+    for end, statement in zip(ends, statements, strict=True):
+        target = rng.randint(end, len(text))
+        target = next((border for border in ends if border >= target), target)
+        places.append((target, rng.random(), end, statement))
+    document, done, stated, spans = _Document(), 0, {}, []
+    for target, _, _, statement in sorted(places, key=lambda place: place[:2]):
+        for _, _, end, passed in places:
+            if done < end <= target:
+                last = document.length - done + end - len(passed.after) - 1
+                stated[passed.name] = (last - len(passed.answer) + 1, last)
         document.add(text[done:target])
-        spans[number] = document.add(prompts[statements[number].name], statements[number].answer)
+        spans.append((statement.name, stated[statement.name], document.add(asks[statement.name], statement.answer)))
         document.add(stop)
         done = target
     document.add(text[done:])
-    questions = []
-    for _, _, number in sorted(places):
-        statement = statements[number]
-        first = ends[number] - len(statement.after) - len(statement.answer) + starts[ends[number]]
-        stated = (first, first + len(statement.answer) - 1)
-        questions.append(Question(statement.name, person.answers[statement.name], stated, spans[number]))
-    return Example(document.tokens(), tuple(questions))
+    return document.tokens(), spans
 
 
 def _encode_opening(
@@ -275,19 +285,18 @@ def _encode_opening(
 ) -> "tuple[list[np.ndarray], list[_Statement]]":
     """The tokens of the title and of the prompts of the facts `asked`, and those of all sentences of the opening."""
     texts = [f"\n\n{person.name}\n", *(f"\n{fact_prompt(person, name)}" for name in asked)]
-    heads, sentences = len(texts), [sentence for paragraph in opening for sentence in paragraph]
-    first_of_paragraph = {id(paragraph[0]) for paragraph in opening}
-    for sentence in sentences:
-        # In quotation marks the answer would have no space in front of it, and other tokens than behind the prompt
-        before, after = re.sub("“$", "", sentence.before), re.sub("^”", "", sentence.after)
-        if not before.endswith(" "):
-            raise ValueError(f"an answer needs a space in front of it, and has none in {sentence}")
-        texts += ["\n" if id(sentence) in first_of_paragraph else " "]
-        texts[-1] += before[:-1]
-        texts += [f" {sentence.answer}", after]
+    heads, sentences = len(texts), []
+    for paragraph in opening:
+        for number, sentence in enumerate(paragraph):
+            # In quotation marks the answer would have no space in front of it, and other tokens than behind the prompt
+            before, after = sentence.before.removesuffix("“"), sentence.after.removeprefix("”")
+            if not before.endswith(" "):
+                raise ValueError(f"an answer needs a space in front of it, and has none in {sentence}")
+            texts += [("\n" if number == 0 else " ") + before[:-1], f" {sentence.answer}", after]
+            sentences.append(sentence.name)
     tokens = encode(texts)
     triples = (tokens[place : place + 3] for place in range(heads, len(tokens), 3))
-    return tokens[:heads], [_Statement(s.name, *triple) for s, triple in zip(sentences, triples, strict=True)]
+    return tokens[:heads], [_Statement(name, *triple) for name, triple in zip(sentences, triples, strict=True)]
 
 
 def _draw_places(
