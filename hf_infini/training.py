@@ -172,6 +172,21 @@ class PerplexityTrainer(Trainer):
         self.eval_rows = eval_rows
         self.eval_reader = eval_reader
 
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        """As the Trainer's. Where most labels are −100, logits are made of the other places alone: the head over a whole
+        vocabulary is much of a small model's work."""
+        learned = inputs["labels"][:, 1:] != -100
+        one_process = model is self.model  # a distributed wrapper must see the whole call
+        if return_outputs or not one_process or bool(learned.float().mean() > 0.5):
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        positions = {name: inputs[name] for name in ("position_ids",) if name in inputs}
+        with self.accelerator.autocast():
+            hidden = model.base_model(inputs["input_ids"], use_cache=False, **positions).last_hidden_state
+            logits = model.get_output_embeddings()(hidden[:, :-1][learned])
+        targets = inputs["labels"][:, 1:][learned]
+        total = torch.nn.functional.cross_entropy(logits.float(), targets, reduction="sum")
+        return total / (len(targets) if num_items_in_batch is None else num_items_in_batch)
+
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix: str = "eval") -> dict[str, float]:
         """Cross-entropy of the validation rows, in the precision of training; every process reads its share."""
         rows = self.eval_dataset if eval_dataset is None else eval_dataset

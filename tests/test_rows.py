@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import gpt2, infini_gpt2, token_ids
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from models import causal_mha, gpt2, infini_gpt2, token_ids
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
 
 from hf_infini.metrics import evaluate_rows, stream_losses
 from hf_infini.rows import RowReader, document_positions
+from hf_infini.training import PerplexityTrainer
 
 ROOT = Path(__file__).parents[1]
 FLOAT32 = 1e-4  # of logits of size 1 to 10, added up in another order
@@ -68,6 +69,30 @@ def test_evaluation_counts_what_the_reader_leaves_and_streams_alike():
     assert found["cross_entropy"] == pytest.approx(float(losses.sum()) / found["tokens"], rel=1e-5)
     pieces = [losses for _, losses, _ in stream_losses(model, **batch, chunk=7)]
     torch.testing.assert_close(torch.cat(pieces, 1), losses, rtol=FLOAT32, atol=FLOAT32)
+
+
+@pytest.mark.parametrize("make", [gpt2, infini_gpt2, causal_mha])
+@pytest.mark.parametrize("items", [None, 57], ids=["mean", "share of a step"])
+@pytest.mark.parametrize("separate", [False, True])
+def test_logits_of_the_learned_places_give_the_same_loss_and_gradients(make, items, separate, tmp_path):
+    model = make(attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0) if make is not causal_mha else make()
+    model.loss_type = "ForCausalLM"
+    trainer = PerplexityTrainer(model=model.train(), args=TrainingArguments(str(tmp_path), use_cpu=True, report_to="none"))
+    ids = packed_ids()
+    labels = ids.masked_fill(torch.rand(ids.shape, generator=torch.Generator().manual_seed(0)) < 0.8, -100)
+    batch = RowReader([END], END if separate else None)({"input_ids": ids, "labels": labels})
+    items = None if items is None else torch.tensor(items)
+    calls = []
+    model.get_output_embeddings().register_forward_hook(lambda module, given, output: calls.append(output.shape))
+    losses = [function(model, batch, num_items_in_batch=items) for function in (trainer.compute_loss, super_loss(trainer))]
+    assert calls[0] == (int((batch["labels"][:, 1:] != -100).sum()), 89) and calls[1] == (2, 50, 89)
+    torch.testing.assert_close(*losses, rtol=FLOAT32, atol=0)
+    for few, all_places in zip(*(torch.autograd.grad(loss, list(model.parameters())) for loss in losses), strict=True):
+        torch.testing.assert_close(few, all_places, rtol=FLOAT32, atol=1e-6)
+
+
+def super_loss(trainer):
+    return super(PerplexityTrainer, trainer).compute_loss
 
 
 class Rows:
