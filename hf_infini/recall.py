@@ -50,7 +50,7 @@ class Question:
     """An answer that the document first states and later asks for.
 
     Args:
-        fact: "passkey", or a name of `FACT_NAMES`.
+        fact: "passkey", a name of `FACT_NAMES`, or what a drill asks for.
         answer: its text, without the space in front.
         stated, asked: the first and the last of its tokens, at both places.
     """
@@ -69,7 +69,7 @@ class Example:
     questions: tuple[Question, ...]
 
 
-class _Document:
+class Document:
     """Tokens put one behind the other."""
 
     def __init__(self):
@@ -112,7 +112,7 @@ def passkey_example(
     if room < 0:
         raise DoesNotFit(f"the number and {questions} question(s) take {length - room} tokens, more than {length}")
     text, place = filler.take(rng, room), round(depth * room)
-    document = _Document()
+    document = Document()
     stated = document.add(text[:place], before, answer)
     document.add(between, answer, behind)
     asked = []
@@ -192,7 +192,7 @@ def fact_example(rng: random.Random, encode: Encode, names, fact: str, distance:
 
     other = invent_person(rng, names)
     forbidden = forbid_answers(person)
-    document = _Document()
+    document = Document()
     front = (start - stated_at) % segment_length
     text = _encode_enough(encode, write_paragraphs(rng, names, other, forbidden), front)
     document.add(text[len(text) - front :], title)
@@ -266,7 +266,7 @@ def _ask_anywhere(
         target = rng.randint(end, len(text))
         target = next((border for border in ends if border >= target), target)
         places.append((target, rng.random(), end, statement))
-    document, done, stated, spans = _Document(), 0, {}, []
+    document, done, stated, spans = Document(), 0, {}, []
     for target, _, _, statement in sorted(places, key=lambda place: place[:2]):
         for _, _, end, passed in places:
             if done < end <= target:

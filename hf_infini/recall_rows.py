@@ -1,4 +1,4 @@
-"""Rows that train recall: passkeys, facts and running text in given shares, written as a split that train.py reads."""
+"""Rows that train recall: passkeys, facts, drills and running text in given shares, as a split that train.py reads."""
 
 import functools
 import hashlib
@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING
 from .cli import UserError
 from .filler import Filler, TokenStream
 from .recall import DoesNotFit, Example, facts_row, passkey_example
+from .recall_drills import codes_row, echo_row
 
 if TYPE_CHECKING:
     import numpy as np
 
-KINDS = ("passkey", "facts", "text")
+KINDS = ("passkey", "facts", "codes", "echo", "text")
 NOT_COUNTED = -100  # a label that adds nothing to the loss
 _ROWS_IN_MEMORY = 512
 
@@ -60,7 +61,7 @@ class RowMaker:
         context: tokens per row.
         shares: of `KINDS`, summing to 1.
         questions: how often a passkey row asks for its number.
-        answers_only: only the answers of passkey and facts rows are learned; text rows always are as a whole.
+        answers_only: only the answers are learned where a row asks; text rows always are learned as a whole.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class RowMaker:
         from .tokenization import encode_texts
 
         self.encode = functools.partial(encode_texts, tokenizer)
+        self.decode = tokenizer.decode
         self.names, self.stream = portuguese_names(), stream
         (blank_line,) = self.encode(["\n\n"])
         self.filler = Filler(stream, tokenizer.eos_token_id, blank_line)
@@ -111,6 +113,10 @@ class RowMaker:
         try:
             if kind == "facts":
                 return facts_row(rng, self.encode, self.names, self.filler, self.context)
+            if kind == "codes":
+                return codes_row(rng, self.encode, self.names, self.filler, self.context)
+            if kind == "echo":
+                return echo_row(rng, self.decode, self.filler, self.context)
             return passkey_example(rng, self.encode, self.filler, self.context, rng.random(), self.questions)
         except DoesNotFit as error:
             raise UserError(f"--context {self.context}: {error}; give a longer --context") from error

@@ -12,7 +12,12 @@ passkey: real text with a five-digit number at a depth drawn at random, asked fo
     time at the very end;
 facts: the opening of a generated biography, then invented paragraphs and real text, and among them, at any distance, a
     question for every fact of the opening;
+codes: people in real text are given codes, all of which are asked for until the row is full;
+echo: real text in which short passages come again, each learned from its third token on;
 text: a block of the text of --data, as it is.
+
+A model that starts from nothing learns recall from codes and echo in short rows first (--context 256), where it is asked
+often; passkeys and facts in longer rows then teach it to keep what it was told.
 
 The people and numbers of training rows, of validation rows, and of `evaluate_model.py --task passkey|facts` are drawn
 apart from each other. A second run makes only what an option has changed. Exits with 1 and a message for a --data that
@@ -38,9 +43,10 @@ class Options:
     context: int = option(1024, "Tokens per row.")
     rows: int = option(20_000, "Training rows.")
     validation_rows: int = option(200, "Validation rows.")
-    mix: list[str] = option(["passkey=0.3", "facts=0.4", "text=0.3"], "Shares of the rows by kind, 1 together.")
+    mix: list[str] = option(["passkey=0.3", "facts=0.4", "text=0.3"], "Shares of the rows by kind (passkey, facts, codes, "
+                            "echo, text), 1 together.")  # fmt: skip
     questions: int = option(4, "passkey: how often a row asks for its number.")
-    answers_only: bool = option(True, "Of passkey and facts rows only the answers are learned; false: every token.")
+    answers_only: bool = option(True, "Where rows ask, only the answers are learned; false: every token.")
     seed: int = option(0, "Seed of every choice by chance.")
 
 

@@ -1,0 +1,79 @@
+"""Rows that drill recall: many short associations, and passages that come again, so that every row asks often.
+
+Passkeys and facts ask for one thing in many tokens; a model that starts from nothing finds no gradient in them. These
+rows teach the step before: that what followed something once will follow it again (an induction head, or its like in a
+memory). Shapes and positions as in [`recall`].
+"""
+
+import random
+from collections.abc import Callable
+
+from .filler import Filler
+from .recall import Document, DoesNotFit, Encode, Example, Question
+
+CODE = "\nO código de {name} é"
+TOKENS_PER_CODE = 64  # a row of 1,024 tokens has up to 16 people
+GAP = 40  # a row of n tokens has up to n / 40 tokens between two sentences
+FRESH, ECHO = (10, 50), (8, 24)  # tokens of a piece of new text, and of one that comes again
+KNOWN_FROM = 2  # an echo can be known for one from its third token on
+
+
+def codes_row(rng: random.Random, encode: Encode, names, filler: Filler, length: int) -> Example:
+    """Real text in which people are given codes (a number or a surname), all of which are asked for until the row is full.
+
+    Raises [`DoesNotFit`] when not even one code and its question fit.
+    """
+    names.seed_instance(rng.getrandbits(64))
+    people = set()
+    wanted = rng.randint(min(2, length // TOKENS_PER_CODE), max(1, length // TOKENS_PER_CODE))
+    while len(people) < wanted:
+        people.add(names.first_name())
+    codes = {}
+    for name in sorted(people):
+        codes[name] = f"{rng.randrange(100_000):05d}" if rng.random() < 0.5 else names.last_name().split()[-1]
+    pieces = encode([".", *(CODE.format(name=name) for name in codes), *(f" {code}" for code in codes.values())])
+    stop, sentences = pieces[0], dict(zip(codes, zip(pieces[1:], pieces[1 + len(codes) :], strict=False), strict=False))
+
+    document, stated, questions = Document(), {}, []
+    for name in rng.sample(list(codes), len(codes)):
+        document.add(filler.take(rng, rng.randint(0, length // GAP)))
+        stated[name] = document.add(*sentences[name])
+        document.add(stop)
+    turns: list[str] = []
+    while True:
+        turns = turns or rng.sample(list(codes), len(codes))
+        name = turns.pop()
+        document.add(filler.take(rng, rng.randint(0, length // GAP)))
+        asked = document.add(*sentences[name])
+        if asked[1] >= length:
+            break
+        questions.append(Question("code", codes[name], stated[name], asked))
+        document.add(stop)
+    if not questions:
+        raise DoesNotFit(f"{len(codes)} code(s) and a question take more than {length} tokens")
+    return Example(document.tokens()[:length], tuple(questions))
+
+
+def echo_row(rng: random.Random, decode: Callable[..., str], filler: Filler, length: int) -> Example:
+    """Real text in which pieces of 8 to 24 tokens come again, about as often as new ones of 10 to 50.
+
+    An answer is an echo from its third token on.
+
+    Args:
+        decode: token ids to text, for the answers.
+    """
+    text, document, read, questions = filler.take(rng, length), Document(), 0, []
+    while document.length < length:
+        if document.length < ECHO[1] or rng.random() < 0.5:
+            count = rng.randint(*FRESH)
+            document.add(text[read : read + count])
+            read += count
+            continue
+        count = rng.randint(*ECHO)
+        first = rng.randint(0, document.length - count)
+        begin, end = document.add(document.tokens()[first : first + count])
+        begin, end = begin + KNOWN_FROM, min(end, length - 1)
+        if begin <= end:
+            stated = (first + KNOWN_FROM, first + KNOWN_FROM + end - begin)
+            questions.append(Question("echo", decode(document.tokens()[begin : end + 1]), stated, (begin, end)))
+    return Example(document.tokens()[:length], tuple(questions))
