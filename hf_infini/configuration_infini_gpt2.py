@@ -13,14 +13,12 @@ OPTIONS = (
     "layers",
     "positions",
     "memory_conv",
-    "memory_conv_place",
     "mask_special_tokens",
 )
 CHOICES = {
     "update_rule": ("linear", "delta"),
     "memory_init": ("zeros", "learned", "noise"),
     "positions": ("absolute", "segment"),
-    "memory_conv_place": ("keys", "layer"),
 }
 
 
@@ -49,11 +47,9 @@ class InfiniGPT2Config(GPT2Config):
             What the position embedding is told: `"absolute"`, the position in the document, up to `n_positions`, as GPT-2;
             or `"segment"`, the position within the segment, so that contexts have no limit.
         memory_conv (`int`, *optional*, defaults to 0):
-            Taps (the token itself and those before it) of a depthwise causal convolution in front of the memory, so that
-            what follows a token can be recalled by that token; 0 is none. It starts at zero: a swapped model is unchanged.
-        memory_conv_place (`str`, *optional*, defaults to `"keys"`):
-            What is convolved and added to itself: `"keys"`, those that the memory reads, or `"layer"`, the input of the
-            layer's projections.
+            Taps (the token itself and those before it) of a depthwise causal convolution, added to the input of the layer's
+            projections: what followed a token can then be recalled by that token. 0 is none. It starts at zero, so that a
+            swapped model is unchanged.
         mask_special_tokens (`bool`, *optional*, defaults to `True`):
             Tokens with the configuration's bos, eos or pad id are seen inside the window but not written into the memory.
 
@@ -74,7 +70,6 @@ class InfiniGPT2Config(GPT2Config):
     layers: list[int] | None = None
     positions: str = "absolute"
     memory_conv: int = 0
-    memory_conv_place: str = "keys"
     mask_special_tokens: bool = True
 
     @classmethod

@@ -55,8 +55,9 @@ def gpt2_parts(module: GPT2Attention, hidden_states: Tensor, given: dict) -> Par
 
 def infini_gpt2_parts(module: GPT2InfiniAttention, hidden_states: Tensor, given: dict) -> Parts:
     """GPT-2's attention with a memory."""
-    arguments, _ = module.project(hidden_states, given["layout"])
-    return _infini_parts(module, given["layout"], **arguments, scaling=module.scaling, **module.start())
+    query, key, value, _ = module.project(hidden_states, given["layout"])
+    arguments = {"query": query, "key": key, "value": value, "scaling": module.scaling}
+    return _infini_parts(module, given["layout"], **arguments, **module.start())
 
 
 def causal_mha_parts(module: CausalMultiHeadAttention, hidden_states: Tensor, given: dict) -> Parts:

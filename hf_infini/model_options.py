@@ -38,10 +38,7 @@ class ModelOptions:
         None, "gpt2 infini: positions from the text's start, or from the segment's (any length); default: absolute."
     )
     memory_conv: int | None = option(
-        None, "gpt2 infini: taps of a short causal convolution in front of the memory, 0 for none; default: 0."
-    )
-    memory_conv_place: Literal["keys", "layer"] | None = option(
-        None, "gpt2 infini: convolve the memory's keys, or the layer's input; default: keys."
+        None, "gpt2 infini: taps of a short causal convolution of the layer's input, 0 for none; default: 0."
     )
     mask_special_tokens: bool | None = option(
         None, "Special tokens (end of text, padding) are not learned to be predicted, nor written into a memory; default: "
@@ -85,7 +82,6 @@ GPT2_INFINI = (
     "layers",
     "positions",
     "memory_conv",
-    "memory_conv_place",
     "mask_special_tokens",
 )
 # The other options of causal_mha: what each of them needs, without which it does nothing.

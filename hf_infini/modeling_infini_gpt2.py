@@ -121,21 +121,17 @@ class GPT2InfiniAttention(GPT2Attention):
                 state=state,
                 device=hidden_states.device,
             )
-        parts, recent = self.project(hidden_states, layout, None if state is None else state.recent_inputs)
+        recent = None if state is None else state.recent_inputs
+        query, key, value, recent = self.project(hidden_states, layout, recent)
         if state is None:
-            state = InfiniState.initial(
-                parts["key"],
-                parts["value"],
-                length,
-                kept,
-                separate_memory_key=parts["memory_key"] is not None,
-                **self.start(),
-            )
+            state = InfiniState.initial(key, value, length, kept, **self.start())
         eager = self.config._attn_implementation == "eager"
         output, state, weights = attend(
-            **parts,
-            gate=self.gate,
-            layout=layout,
+            query,
+            key,
+            value,
+            self.gate,
+            layout,
             update_rule=self.config.update_rule,
             state=state,
             return_state=cached is not None,
@@ -152,27 +148,17 @@ class GPT2InfiniAttention(GPT2Attention):
 
     def project(
         self, hidden_states: Tensor, layout: SegmentLayout | StepLayout, recent: Tensor | None = None
-    ) -> tuple[dict[str, Tensor | None], Tensor | None]:
-        """What [`attend`] takes of `[batch, tokens, width]` by name, `[batch, heads, tokens, head_dim]` each: query, key,
-        value, and the memory's key where the window has another; and the convolution's inputs that the next call needs."""
-        place = self.config.memory_conv_place if self.config.memory_conv else None
-        if place == "layer":
-            hidden_states, recent = self._convolve(hidden_states, layout, recent)
-        query, key, value = self.c_attn(hidden_states).split(self.split_size, dim=2)
-        parts = {"query": query, "key": key, "value": value}
-        if place == "keys":
-            parts["memory_key"], recent = self._convolve(key, layout, recent)
-        heads = {
-            name: part.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2) for name, part in parts.items()
-        }
-        return {"memory_key": None} | heads, recent
-
-    def _convolve(self, inputs: Tensor, layout: SegmentLayout | StepLayout, recent: Tensor | None):
-        """`[batch, tokens, width]` and what [`short_convolution`] adds to it; what it needs of these tokens next time."""
-        if recent is None:
-            recent = inputs.new_zeros(inputs.shape[0], self.config.memory_conv - 1, inputs.shape[2])
-        added, recent = short_convolution(inputs, self.memory_conv, layout, recent)
-        return inputs + added, recent
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Query, key and value of `[batch, tokens, width]`, `[batch, heads, tokens, head_dim]` each, and what the
+        convolution needs of these tokens in the next call (`recent`, `None` before the first)."""
+        if self.config.memory_conv:
+            if recent is None:
+                recent = hidden_states.new_zeros(len(hidden_states), self.config.memory_conv - 1, self.embed_dim)
+            added, recent = short_convolution(hidden_states, self.memory_conv, layout, recent)
+            hidden_states = hidden_states + added
+        parts = self.c_attn(hidden_states).split(self.split_size, dim=2)
+        query, key, value = (part.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2) for part in parts)
+        return query, key, value, recent
 
 
 class InfiniGPT2PreTrainedModel(InitializationMixin, GPT2PreTrainedModel):

@@ -11,7 +11,6 @@ from hf_infini.segments import segment_layout
 
 # Float64 leaves only the rounding of sums in another order; anything else would be a mistake.
 FLOAT64 = 1e-10
-PLACES = ("keys", "layer")
 DOCUMENTS = (11, 1, 4, 2, 32)  # lengths, 50 tokens in all
 CUTS = (0, 1, 2, 13, 14, 40, 50)
 
@@ -67,11 +66,10 @@ def test_the_convolution_is_its_formula_document_by_document(taps):
     assert torch.equal(latest, inputs[:, 50 - (taps - 1) :])
 
 
-@pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("local_segments", [0, 1])
 @pytest.mark.parametrize("taps", [1, 2, 4])
-def test_convolution_with_padding_packing_and_cached_calls(place, local_segments, taps):
-    model = convolved(memory_conv=taps, memory_conv_place=place, local_segments=local_segments)
+def test_convolution_with_padding_packing_and_cached_calls(local_segments, taps):
+    model = convolved(memory_conv=taps, local_segments=local_segments)
     ids = token_ids(2, 50)
     wanted = model(ids).logits
     tolerance = {"rtol": FLOAT64, "atol": FLOAT64}
@@ -90,9 +88,8 @@ def test_convolution_with_padding_packing_and_cached_calls(place, local_segments
     torch.testing.assert_close(in_calls(model, ids, cuts, position_ids=positions), separate, **tolerance)
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_generation_with_a_convolution_and_left_padding(place):
-    model = convolved(memory_conv_place=place)
+def test_generation_with_a_convolution_and_left_padding():
+    model = convolved()
     ids = token_ids(1, 21)
     alone = model.generate(ids, max_new_tokens=20, do_sample=False)[0, 21:]
     padded = torch.cat([torch.zeros(1, 9, dtype=torch.long), ids], 1)
@@ -106,12 +103,11 @@ def test_generation_with_a_convolution_and_left_padding(place):
     assert torch.equal(beams, uncached)
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_a_convolution_starts_as_none_learns_and_comes_back(place, tmp_path):
+def test_a_convolution_starts_as_none_learns_and_comes_back(tmp_path):
     stock = gpt2()
     ids = token_ids(2, 50)
     plain = patch_model(gpt2(), segment_length=8)(ids).logits
-    model = patch_model(stock, segment_length=8, memory_conv=3, memory_conv_place=place)
+    model = patch_model(stock, segment_length=8, memory_conv=3)
     torch.testing.assert_close(model(ids).logits, plain, rtol=0, atol=0)
     model(ids, labels=ids).loss.backward()
     for block in model.transformer.h:
@@ -151,7 +147,7 @@ def test_special_tokens_are_not_written_into_the_memory(rule, local_segments, mo
     in_padding = model(padded, attention_mask=mask).logits[mask == 1]
     torch.testing.assert_close(in_padding, output.flatten(0, 1), rtol=FLOAT64, atol=FLOAT64)
 
-    def naive(query, key, value, gate, layout, *, memory_key, **options):
+    def naive(query, key, value, gate, layout, **options):
         names = ("update_rule", "scaling")
         attended = naive_infini_attention(
             query, key, value, gate, 8, local_segments=local_segments, memory_mask=ids != 0, **{n: options[n] for n in names}
