@@ -49,18 +49,37 @@ def main(argv: list[str] | None = None) -> None:
     if options.rows is not None:
         print(json.dumps({"rows": options.rows, "peak_bytes": measure_step(options)}))
         return
-    found = search(lambda rows: measure_in_process(options, rows), options.budget_gib * GIB)
-    print(json.dumps(found))
+    print(json.dumps(largest_batch(options)))
+
+
+def uses_gpu(options: Options) -> bool:
+    import torch
+
+    return options.device == "cuda" or options.device == "auto" and torch.cuda.is_available()
 
 
 # --- the search -------------------------------------------------------------------------------------------------------
 
 
+def largest_batch(options: Options) -> dict:
+    """What [`search`] finds with real steps, each in a process of its own.
+
+    Raises UserError where the budget is more than the machine has free: the search would crowd out what else runs there.
+    """
+    import psutil
+
+    free = psutil.virtual_memory().available / GIB
+    if not uses_gpu(options) and free < options.budget_gib:
+        raise UserError(f"a budget of {options.budget_gib:g} GiB, but {free:.1f} GiB of memory are free: give less")
+    return search(lambda rows: measure_in_process(options, rows), options.budget_gib * GIB)
+
+
 def search(measure: Callable[[int], int | None], budget: float) -> dict:
     """The most rows whose peak is within the budget, found with few measurements.
 
-    After 2 and 4 rows, the line through the last two numbers that fitted says what to try next, at most 16 times as much:
-    memory grows almost linearly with the rows. After one that did not fit, the middle is tried.
+    After 4 and 16 rows, the line through the last two numbers that fitted says what to try next, at most 16 times as much:
+    memory grows linearly with the rows, once they take more than the libraries did when they were loaded. After a number
+    that did not fit, the middle is tried.
 
     Args:
         measure: the peak in bytes of a step of so many rows, or None where it did not come to an end for want of memory.
@@ -75,10 +94,10 @@ def search(measure: Callable[[int], int | None], budget: float) -> dict:
     too_many = None
     while too_many is None or too_many - fitting[-1][0] > max(1, fitting[-1][0] // PRECISION):
         low, peak = fitting[-1]
-        if measured and measured[-1][0] == too_many:
+        if too_many is not None and (measured[-1][0] == too_many or len(fitting) <= 2):
             rows = (low + too_many) // 2
         elif len(fitting) <= 2:
-            rows = 2 * low or 2
+            rows = 4 * low or 4
         else:
             per_row = (peak - fitting[-2][1]) / (low - fitting[-2][0])
             rows = low + int((budget - peak) / per_row) if per_row > 0 else 16 * low
@@ -115,7 +134,7 @@ def measure_step(options: Options) -> int:
     enough."""
     import torch
 
-    on_gpu = options.device == "cuda" or options.device == "auto" and torch.cuda.is_available()
+    on_gpu = uses_gpu(options)
     if not on_gpu:
         _end_beyond(options.budget_gib * GIB)
     try:

@@ -27,14 +27,13 @@ class Task:
 def run_tasks(tasks: list[Task], title: str, jobs: int = 1, threads: int = 1) -> None:
     """Runs the commands in their order, `jobs` at a time, with OMP_NUM_THREADS=`threads`.
 
-    Ctrl-C or a polite kill (SIGTERM) ends the children and exits with status 130. Where the system is Linux they end also
-    when this process is killed the hard way, so that a new start finds nobody else writing.
+    Whatever ends this function early ends the children first. Where the system is Linux they end also when this process is
+    killed the hard way, so that a new start finds nobody else writing.
     """
     from tqdm import tqdm
 
     waiting, running = list(tasks), {}
     environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     bar, shown = tqdm(total=len(tasks), desc=title, unit="task", disable=not tasks), 0.0
     try:
         while waiting or running:
@@ -51,9 +50,6 @@ def run_tasks(tasks: list[Task], title: str, jobs: int = 1, threads: int = 1) ->
                 del running[process]
                 task.status, task.reason = outcome(process.returncode, task.log.read_text(encoding="utf-8"))
                 bar.update()
-    except KeyboardInterrupt:
-        print("\nstopped: the same command goes on from here", file=sys.stderr)
-        raise SystemExit(130) from None
     finally:
         bar.close()
         for process in running:

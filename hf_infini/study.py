@@ -25,6 +25,8 @@ BASELINE = "s1"  # the variant that the others are compared with
 DATA_PREFIX = "data_"
 EITHER = (("segment_length", "n_segments"),)  # one of them replaces the other
 STUDY_FILE = "study.json"
+# Options of recipes/train.py that the study sets, and what stands for them in its own
+OWN_OPTIONS = {"data": "", "out": "", "config": "", "max_steps": "--max_steps to the study", "max_tokens": "--tokens"}
 
 
 @dataclass
@@ -187,8 +189,10 @@ def make_plan(
         raise UserError(f"--variants: {reserved[0]} is the name of another folder of the study; rename the file")
     if seeds is not None and len(set(seeds)) < len(seeds):
         raise UserError(f"--seeds {' '.join(map(str, seeds))}: a seed is named twice")
-    launch = shlex.split(launcher)
     flag_training, flag_data = split_options(flags)
+    for name, own in OWN_OPTIONS.items():
+        if name in flag_training:
+            raise UserError(f"--{name} is set by the study: leave it out behind --" + (f", and give {own}" if own else ""))
     shared = read_settings(configs / f"study_scale_{scale}.yaml")
     base = merge(read_settings(configs / f"study_data_{scale}.yaml"), flag_data)
     if base.get("split_by", "document") != "document":
@@ -199,7 +203,7 @@ def make_plan(
         shared = {name: value for name, value in shared.items() if name != "epochs"}
     processes = re.search(r"--(?:num_processes|nproc[_-]per[_-]node)[ =](\d+)", launcher)
     length |= {"num_processes": int(processes[1])} if processes else {}
-    plan = Plan(scale, source, Path(out), {BASE: base}, [], launch)
+    plan = Plan(scale, source, Path(out), {BASE: base}, [], shlex.split(launcher))
     for variant, name in zip(variants, names, strict=True):
         own, own_data = split_options(read_settings(variant_file(variant, configs)))
         if ready_tokenizer is not None and own_data.get("tokenizer", "bpe") not in ("bpe", "characters"):
@@ -255,12 +259,11 @@ def identity(plan: Plan) -> dict:
     """What a folder that holds a study was started with: its scale, its source and the settings of its data."""
     path = Path(plan.source)
     files = [(str(file.relative_to(path)), file.stat().st_size) for file in source_files(plan.source)]
+    listing = hashlib.sha256(json.dumps(files).encode()).hexdigest()[:8]
     return {
         "scale": plan.scale,
         "source": str(path.resolve()) if path.exists() else plan.source,
-        "source_files": len(files),
-        "source_bytes": sum(size for _, size in files),
-        "source_listing": hashlib.sha256(json.dumps(files).encode()).hexdigest()[:16],
+        "source_files": f"{len(files):,} of {sum(size for _, size in files):,} bytes, names and sizes {listing}",
         "data": plan.data,
     }
 

@@ -301,7 +301,5 @@ def largest_batch(run: Run, context: int, budget_gib: float) -> dict:
         device="cpu" if options["use_cpu"] else "auto",
     )
 
-    def measure() -> dict:
-        return batch_probe.search(lambda rows: batch_probe.measure_in_process(probe, rows), budget_gib * batch_probe.GIB)
-
-    return kept(run.folder / "largest_batch.json", {"trained": _trained(run), **vars(probe)}, measure)
+    settings = {"trained": _trained(run), **vars(probe)}
+    return kept(run.folder / "largest_batch.json", settings, lambda: batch_probe.largest_batch(probe))

@@ -46,7 +46,7 @@ def _setting(content: dict) -> str:
         f"Data: {content['corpus']}" + (f", {fraction:g} of the documents" if fraction != 1 else "") + ". "
         f"{train['documents']:,} documents ({train['tokens']:,} tokens in rows of {content['context']:,}) to train on, "
         f"{validation['documents']:,} ({validation['tokens']:,} tokens) held out for validation; vocabulary "
-        f"{base['vocabulary']:,}; fingerprint `{base['fingerprint']}`."
+        f"{base['vocabulary']:,}; fingerprint `{base['fingerprint']}`. Its settings are in `data/{BASE}.yaml`."
     ]
     finished = groups_of(content["variants"]).get(BASE, [])
     if len(finished) > 1 and same_training(finished):
@@ -152,9 +152,9 @@ _LOSS_FIGURES = {"loss.png": "Validation loss", "loss_difference.png": f"Validat
 
 def _turns(difference: list) -> str:
     turns, last = turning_points(difference), difference[-1][1]
-    where = "ahead" if last < 0 else "not ahead"
+    where = "ahead" if last < 0 else "behind"
     if not turns:
-        return f"{where} at each of {len(difference)} evaluations"
+        return f"{where} at all evaluations ({len(difference)}); at the end {last:+.4f} nats per token"
     more = f", after {len(turns)} turns" if len(turns) > 1 else ""
     return f"{where} from {turns[-1]:,} tokens on{more}; at the end {last:+.4f} nats per token"
 
@@ -171,7 +171,8 @@ def _memory(content: dict) -> list[str]:
     rows = []
     for variant in variants:
         states = [variant["state_bytes"]["bytes"][length] for length in lengths]
-        batch = variant["largest_batch"] or {}
+        batch = variant["largest_batch"] or {"settings": {"budget_gib": None}}
+        batch = batch if batch["settings"]["budget_gib"] == content["memory_budget_gib"] else {}  # of an earlier start
         cells = [batch.get("rows"), (batch.get("peak_bytes") or 0) / 2**20 or None]
         rows.append([variant["name"], *("beyond its positions" if state is None else f"{state:,} B" for state in states)])
         rows[-1] += [MISSING if cell is None else f"{cell:,.0f}" for cell in cells]

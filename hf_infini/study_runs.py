@@ -1,13 +1,39 @@
 """A study's processes: the data that it prepares, and the runs that it trains, each passed over once it is finished."""
 
 import json
+import shutil
 from pathlib import Path
 
 from .cli import UserError
 from .processes import Task, run_tasks
 from .stages import write_json
-from .study import BASE, STUDY_FILE, Plan, corpus_share, fingerprint_of, prepare_command, shown, train_command
+from .study import (
+    BASE,
+    STUDY_FILE,
+    Plan,
+    Run,
+    corpus_share,
+    fingerprint_of,
+    prepare_command,
+    settings_text,
+    shown,
+    train_command,
+)
 from .sweeps import FINISHED, IMPOSSIBLE
+
+
+def commands_text(plan: Plan, recipes: Path) -> str:
+    """The files of options, each with the command that reads it in its first line."""
+    data = plan.data.items()
+    texts = [(f"{plan.data_folder(name)}.yaml", options, prepare_command(plan, name, recipes)) for name, options in data]
+    texts += [(run.folder / "train.yaml", run.options, train_command(plan, run, recipes)) for run in plan.runs]
+    return "\n".join(f"# {file}\n{settings_text(options, command)}" for file, options, command in texts)
+
+
+def check_launcher(plan: Plan) -> None:
+    """UserError when the program that is to start recipes/train.py is not there."""
+    if plan.launcher and shutil.which(plan.launcher[0]) is None:
+        raise UserError(f"--launcher: there is no program {plan.launcher[0]}; is its environment activated?")
 
 
 def prepare_data(plan: Plan, record: dict, recipes: Path, jobs: int) -> None:
@@ -26,18 +52,21 @@ def prepare_data(plan: Plan, record: dict, recipes: Path, jobs: int) -> None:
                 tasks[name] = Task(f"data {name}", prepare_command(plan, name, recipes), plan.log(f"data-{name}"))
         run_tasks(list(tasks.values()), "preparing", jobs)
         for name, task in tasks.items():
-            _note_data(plan, record, name, task)
+            note_data(plan, record, name, task)
         write_json(plan.out / STUDY_FILE, record)
 
 
-def _note_data(plan: Plan, record: dict, name: str, task: Task) -> None:
-    """Takes what a preparation came to into the plan and the record."""
+def note_data(plan: Plan, record: dict, name: str, task: Task) -> None:
+    """Takes what a preparation came to into the plan and the record; other data than those that were recorded before, and
+    no data for the scale, are a UserError."""
     if task.status != FINISHED:
         if name == BASE:
             raise UserError(f"the data cannot be prepared: {task.reason} ({task.log})")
         for run in plan.runs:
             if run.data == name:
-                run.status, run.reason = IMPOSSIBLE, f"its data cannot be made: {task.reason}"
+                run.status, run.reason = IMPOSSIBLE, f"its data cannot be made: {task.reason.rstrip('.')}"
+                if plan.data[name].get("tokenizer") != plan.data[BASE].get("tokenizer"):
+                    run.reason += "; --ready_tokenizer takes another tokenizer for it"
         return
     folder, known = plan.data_folder(name), record["fingerprints"].get(name)
     found = fingerprint_of(folder)
@@ -64,3 +93,11 @@ def train_runs(plan: Plan, record: dict, recipes: Path, jobs: int, threads: int)
                 raise UserError(f"{run.trained} was trained on other data ({made_of}) than {plan.data_folder(run.data)} has")
     commands = [prepare_command(plan, name, recipes) for name in plan.data]
     return [shown(command) for command in (*commands, *(task.command for task in tasks.values()))]
+
+
+def finished_runs(plan: Plan) -> list[Run]:
+    """The runs that are finished; a UserError, with the reasons of all, when there is none."""
+    finished = [run for run in plan.runs if run.status == FINISHED]
+    if not finished:
+        raise UserError("no run was finished:\n" + "\n".join(f"  {run.name}: {run.reason}" for run in plan.runs))
+    return finished

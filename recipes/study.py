@@ -19,6 +19,7 @@ holds its options (train.yaml), its run and what was measured on it, OUT/logs wh
 import os
 import runpy
 import shlex
+import signal
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -62,23 +63,34 @@ def main(argv: list[str] | None = None) -> None:
     (options,) = parse_options(Options, description=__doc__, argv=own)
     plan = make_plan(options, passed)
     if options.dry_run:
-        show(plan)
+        from hf_infini.study_runs import commands_text
+
+        print(commands_text(plan, RECIPES), end="")
         return
 
     os.environ["OMP_NUM_THREADS"] = str(options.threads)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a polite kill is Ctrl-C
+    try:
+        run(plan, options)
+    except KeyboardInterrupt:
+        print("\nstopped: the same command goes on from here", file=sys.stderr)
+        raise SystemExit(130) from None
+
+
+def run(plan: study.Plan, options: Options) -> None:
+    """The study, from the data to the report."""
     from hf_infini import measurement, study_figures, study_report, study_results, study_runs
     from hf_infini.stages import locked_folder, write_json, write_text
-    from hf_infini.sweeps import FAILED, FINISHED
+    from hf_infini.sweeps import FAILED
 
+    study_runs.check_launcher(plan)
     with locked_folder(plan.out):
         record = study.check_same_study(plan)
         write_json(plan.out / study.STUDY_FILE, record)
         study.write_settings(plan, RECIPES)
         study_runs.prepare_data(plan, record, RECIPES, options.jobs)
         commands = study_runs.train_runs(plan, record, RECIPES, options.jobs, options.threads)
-        if not any(run.status == FINISHED for run in plan.runs):
-            reasons = "\n".join(f"  {run.name}: {run.reason}" for run in plan.runs)
-            raise UserError(f"no run was finished:\n{reasons}")
+        study_runs.finished_runs(plan)
         measured, problems = measure(plan, options, record)
         content = {name: getattr(options, name) for name in ("scale", "source", "max_steps", "jobs", "threads")}
         content |= study_results.collect(plan, record["fingerprints"], seed=SEED)
@@ -121,41 +133,36 @@ def make_plan(options: Options, passed: list[str]) -> study.Plan:
     return plan
 
 
-def show(plan: study.Plan) -> None:
-    for name, settings in plan.data.items():
-        command = study.prepare_command(plan, name, RECIPES)
-        print(f"# {plan.data_folder(name)}.yaml\n{study.settings_text(settings, command)}")
-    for run in plan.runs:
-        command = study.train_command(plan, run, RECIPES)
-        print(f"# {run.folder / 'train.yaml'}\n{study.settings_text(run.options, command)}")
-
-
 def measure(plan: study.Plan, options: Options, record: dict) -> tuple[dict, list[str]]:
     """Measures the finished runs. Returns what the report says about the measurements, and what went wrong."""
     import torch
     from tqdm import tqdm
 
     from hf_infini import study_evaluation as evaluation
-    from hf_infini.sweeps import FINISHED
+    from hf_infini.study_runs import finished_runs
+    from hf_infini.sweeps import FAILED
 
     torch.set_num_threads(options.threads)
-    runs = [run for run in plan.runs if run.status == FINISHED]
     documents = evaluation.validation_documents(plan.data_folder(study.BASE))
-    for run in tqdm(runs, desc="losses", unit="run"):
+    for run in tqdm(finished_runs(plan), desc="losses", unit="run"):
         folder, fingerprint = plan.data_folder(run.data), record["fingerprints"][run.data]
-        evaluation.evaluate_run(run, folder, documents, plan.context, fingerprint)
+        try:
+            evaluation.evaluate_run(run, folder, documents, plan.context, fingerprint)
+        except UserError as error:
+            run.status, run.reason = FAILED, f"trained, but not measured: {error}"
+    runs = finished_runs(plan)
 
     others = {run.data for run in runs} - {study.BASE}
     seen = set().union(*(evaluation.trained_on(plan.data_folder(name)) for name in others))
-    unseen = [document["text"] for document in documents if document["id"] not in seen]
-    prompt = evaluation.choose_prompt(documents, options.prompt_words)
+    unseen = [document for document in documents if document["id"] not in seen]
+    prompt = evaluation.choose_prompt(unseen or documents, options.prompt_words)
     wanted = evaluation.Description(
         state_tokens=options.state_tokens,
         text=documents[0]["text"],
         prompt=prompt["prompt"],
         new_tokens=options.new_tokens,
         seed=SEED,
-        long_texts=[text for text in unseen if len(text) >= options.long_characters],
+        long_texts=[document["text"] for document in unseen if len(document["text"]) >= options.long_characters],
         long_length=options.long_length,
         context=plan.context,
     )
