@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from .decoding import attend_step
 from .local import local_attention, weights_per_token
-from .memory import delta_states, feature_map, linear_states, read_memory, read_within_step
+from .memory import FEATURE_MAPS, delta_states, linear_states, read_memory, read_within_step
 from .segments import SegmentLayout, segment_layout
 from .state import InfiniState
 from .steps import StepLayout
@@ -29,6 +29,7 @@ def infini_attention(
     segment_length: int,
     *,
     update_rule: str = "linear",
+    feature_map: str = "elu",
     local_segments: int = 0,
     attention_mask: Tensor | None = None,
     position_ids: Tensor | None = None,
@@ -55,6 +56,7 @@ def infini_attention(
         gate: `[heads]`, the logit β.
         segment_length: tokens in a segment, L ≥ 1.
         update_rule: "linear" or "delta".
+        feature_map: what makes positive features of the memory's queries and keys: "elu", ELU + 1 (the paper), or "exp".
         local_segments: earlier segments that the softmax sees, 0 in the paper.
         attention_mask: `[batch, tokens]`, 1 for real tokens; padding may stand anywhere, is in no segment, and its output
             is zero.
@@ -76,7 +78,8 @@ def infini_attention(
     Raises:
         ValueError: shapes, options or the state do not fit together; the message names them.
     """
-    _check_arguments(query, key, value, gate, segment_length, update_rule, local_segments)
+    _check_arguments(query, key, value, gate, segment_length, local_segments)
+    _check_choices(update_rule, feature_map)
     _check_token_arguments(*query.shape[::2], attention_mask, memory_mask, position_ids)
     layout = segment_layout(
         query.shape[0],
@@ -96,6 +99,7 @@ def infini_attention(
         gate,
         layout,
         update_rule=update_rule,
+        feature_map=feature_map,
         state=state,
         return_state=return_state,
         memory_query=memory_query,
@@ -115,6 +119,7 @@ def attend(
     layout: SegmentLayout | StepLayout,
     *,
     update_rule: str = "linear",
+    feature_map: str = "elu",
     state: InfiniState | None = None,
     return_state: bool = False,
     memory_query: Tensor | None = None,
@@ -154,6 +159,7 @@ def attend(
             layout,
             state,
             update_rule=update_rule,
+            features=FEATURE_MAPS[feature_map],
             memory_query=memory_query,
             memory_key=memory_key,
             scaling=scaling,
@@ -181,7 +187,16 @@ def attend(
     grid_memory_query = layout.to_grid(memory_query, None) if memory_query is not query else grid_query
     grid_memory_key = layout.to_grid(memory_key, windows[2]) if separate else grid_key
     output, memory, normaliser = _mix_memory(
-        local, gate, grid_memory_query, grid_memory_key, grid_value, layout, state, update_rule, eps
+        local,
+        gate,
+        grid_memory_query,
+        grid_memory_key,
+        grid_value,
+        layout,
+        state,
+        update_rule,
+        FEATURE_MAPS[feature_map],
+        eps,
     )
     output = layout.from_grid(output)
     weights = weights_per_token(weights, layout) if return_weights else None
@@ -201,7 +216,7 @@ def attend(
     return output, new_state, weights
 
 
-def _mix_memory(local, gate, query, key, value, layout, state, update_rule, eps):
+def _mix_memory(local, gate, query, key, value, layout, state, update_rule, features, eps):
     """Equations 3 to 5 over the grid: reads the memory for every segment and mixes it into the local attention.
 
     Works through groups of segments, so that what lies between the products stays small; the state is handed on from group
@@ -224,9 +239,9 @@ def _mix_memory(local, gate, query, key, value, layout, state, update_rule, eps)
         pieces = [tensor.split(group, 1) for tensor in (local, query, key, late_value)]
         for number, (local_part, query_part, key_part, value_part) in enumerate(zip(*pieces, strict=True)):
             begin, count = number * group, local_part.shape[1]
-            key_part = feature_map(key_part.to(dtype))
+            key_part = features(key_part.to(dtype))
             value_part = value_part.to(dtype)
-            query_part = feature_map(query_part.to(dtype)).unflatten(3, (kv_heads, -1))
+            query_part = features(query_part.to(dtype)).unflatten(3, (kv_heads, -1))
             if written is not None:
                 key_part = key_part * written[:, begin : begin + count, :, None, None]
             borders = layout.borders(begin, begin + count)
@@ -277,7 +292,7 @@ def _earlier_segments(step: int, slots: int, device: torch.device) -> Tensor:
     return segment[None, :] < segment[:, None]
 
 
-def _check_arguments(query, key, value, gate, segment_length, update_rule, local_segments) -> None:
+def _check_arguments(query, key, value, gate, segment_length, local_segments) -> None:
     if query.dim() != 4 or key.dim() != 4 or value.dim() != 4:
         shapes = ", ".join(str(list(tensor.shape)) for tensor in (query, key, value))
         raise ValueError(f"query, key and value must be [batch, heads, tokens, head_dim], got {shapes}.")
@@ -295,8 +310,15 @@ def _check_arguments(query, key, value, gate, segment_length, update_rule, local
         raise ValueError(
             f"segment_length must be ≥ 1 and local_segments ≥ 0, got {segment_length} and {local_segments}."
         )
-    if update_rule not in UPDATE_RULES:
-        raise ValueError(f"update_rule must be one of {', '.join(UPDATE_RULES)}, got {update_rule!r}.")
+
+
+def _check_choices(update_rule: str, feature_map: str) -> None:
+    for name, given, allowed in (
+        ("update_rule", update_rule, UPDATE_RULES),
+        ("feature_map", feature_map, FEATURE_MAPS),
+    ):
+        if given not in allowed:
+            raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {given!r}.")
 
 
 def _check_token_arguments(batch, tokens, attention_mask, memory_mask, position_ids) -> None:

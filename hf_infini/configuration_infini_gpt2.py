@@ -7,6 +7,7 @@ OPTIONS = (
     "segment_length",
     "n_segments",
     "update_rule",
+    "feature_map",
     "local_segments",
     "gate_init",
     "memory_init",
@@ -17,6 +18,7 @@ OPTIONS = (
 )
 CHOICES = {
     "update_rule": ("linear", "delta"),
+    "feature_map": ("elu", "exp"),
     "memory_init": ("zeros", "learned", "noise"),
     "positions": ("absolute", "segment"),
 }
@@ -33,6 +35,9 @@ class InfiniGPT2Config(GPT2Config):
             Segments in a context of `n_positions` tokens, which it must divide: L = n_positions / n_segments.
         update_rule (`str`, *optional*, defaults to `"linear"`):
             How a segment is written into the memory: `"linear"` adds, `"delta"` first subtracts what is already there.
+        feature_map (`str`, *optional*, defaults to `"elu"`):
+            What makes positive features of the memory's queries and keys: `"elu"`, ELU + 1, as in the paper; or `"exp"`,
+            with which one token can stand out against many more.
         local_segments (`int`, *optional*, defaults to 0):
             Earlier segments that the softmax attention still sees in full; 0 is the paper.
         gate_init (`float`, *optional*, defaults to 0.0):
@@ -64,6 +69,7 @@ class InfiniGPT2Config(GPT2Config):
     segment_length: int | None = None
     n_segments: int | None = None
     update_rule: str = "linear"
+    feature_map: str = "elu"
     local_segments: int = 0
     gate_init: float | int = 0.0
     memory_init: str = "zeros"

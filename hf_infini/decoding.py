@@ -1,5 +1,6 @@
 """One more token for every row: the step that `generate` repeats, on the window itself instead of a grid."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -7,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .local import eager_attention
-from .memory import delta_states, feature_map, linear_states
+from .memory import delta_states, linear_states
 from .state import InfiniState
 from .steps import StepLayout
 
@@ -21,6 +22,7 @@ def attend_step(
     state: InfiniState,
     *,
     update_rule: str,
+    features: Callable[[Tensor], Tensor],
     memory_query: Tensor,
     memory_key: Tensor,
     scaling: float,
@@ -30,7 +32,8 @@ def attend_step(
     upcast: bool,
     in_place: bool,
 ) -> tuple[Tensor, InfiniState, Tensor | None]:
-    """Equations 2 to 5 for one token per row; arguments as in [`attend`], tensors `[batch, heads, 1, head_dim]`.
+    """Equations 2 to 5 for one token per row; arguments as in [`attend`], tensors `[batch, heads, 1, head_dim]`;
+    `features` is the feature map itself.
 
     `in_place` overwrites the window of the given state instead of copying it.
     """
@@ -53,15 +56,15 @@ def attend_step(
         )
     dtype = state.memory.dtype
     with torch.autocast(query.device.type, enabled=False):
-        features = feature_map(memory_query.to(dtype)).unflatten(1, (key.shape[1], group)).squeeze(3)  # [B, K, G, D]
-        numerator = features @ state.memory
-        denominator = (features * state.normaliser.unsqueeze(2)).sum(-1, keepdim=True)
+        queries = features(memory_query.to(dtype)).unflatten(1, (key.shape[1], group)).squeeze(3)  # [B, K, G, D]
+        numerator = queries @ state.memory
+        denominator = (queries * state.normaliser.unsqueeze(2)).sum(-1, keepdim=True)
         read = (numerator / (denominator + eps)).flatten(1, 2).unsqueeze(2)
         share = torch.sigmoid(gate.to(dtype))[None, :, None, None]
         if state.start_memory is None:
             share = share * layout.filled.unsqueeze(-1)
         output = torch.lerp(output.to(dtype), read, share.expand_as(read)).to(output.dtype)
-        memory, normaliser = _compress(memory_keys, values, layout, state, update_rule, eps)
+        memory, normaliser = _compress(features, memory_keys, values, layout, state, update_rule, eps)
     new_state = replace(
         state,
         memory=memory,
@@ -84,14 +87,14 @@ def _put(window: Tensor, new: Tensor, layout: StepLayout, in_place: bool) -> Ten
     return window
 
 
-def _compress(keys, values, layout, state, update_rule, eps):
+def _compress(features, keys, values, layout, state, update_rule, eps):
     """Writes the oldest segment of the rows that lose one into their memory."""
     if not layout.compressing:
         return state.memory, state.normaliser
     everyone = len(layout.compressing) == len(layout.rows)
     rows = slice(None) if everyone else torch.tensor(layout.compressing, device=keys.device)
     dtype = state.memory.dtype
-    key = feature_map(keys[rows, :, : layout.segment_length].to(dtype)).transpose(1, 2).unsqueeze(1)  # [B, 1, L, K, D]
+    key = features(keys[rows, :, : layout.segment_length].to(dtype)).transpose(1, 2).unsqueeze(1)  # [B, 1, L, K, D]
     if layout.skipped is not None:
         key = key * ~layout.skipped[rows, None, : layout.segment_length, None, None]
     value = values[rows, :, : layout.segment_length].to(dtype).transpose(1, 2).unsqueeze(1)

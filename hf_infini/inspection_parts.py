@@ -15,7 +15,7 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
 
 from .attention import EPS
 from .causal_mha import CausalMultiHeadAttention
-from .memory import delta_states, feature_map, linear_states, read_memory
+from .memory import FEATURE_MAPS, delta_states, linear_states, read_memory
 from .modeling_infini_gpt2 import GPT2InfiniAttention
 from .scores import visible_softmax
 from .segments import SegmentLayout
@@ -134,6 +134,7 @@ def _infini_parts(
     else:
         start = (start_memory.to(value.dtype), start_normaliser.to(value.dtype))
         has_memory = torch.ones(1, layout.segments, dtype=torch.bool, device=value.device)
+    feature_map = FEATURE_MAPS[getattr(module.config, "feature_map", "elu")]
     keys, written = feature_map(layout.delay(key_grid)), layout.written()
     if written is not None:
         keys = keys * written[..., None, None]

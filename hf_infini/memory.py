@@ -27,9 +27,21 @@ class Borders(NamedTuple):
     continues: Tensor
 
 
-def feature_map(x: Tensor) -> Tensor:
+def elu_features(x: Tensor) -> Tensor:
     """σ(x) = ELU(x) + 1, positive (section 2.1.2 of the paper). Any shape."""
     return F.elu(x) + 1
+
+
+def exp_features(x: Tensor) -> Tensor:
+    """σ(x) = exp(x), positive, so that σ(q)·σ(k) = Σ_d exp(q_d + k_d). Any shape.
+
+    What a query looks for can outweigh tens of thousands of other tokens by a few units of x, where ELU(x) + 1 grows
+    linearly. x beyond 30 counts as 30: sums of a million products then still fit into float32.
+    """
+    return torch.exp(x.clamp(max=30.0))
+
+
+FEATURE_MAPS = {"elu": elu_features, "exp": exp_features}
 
 
 def read_memory(features: Tensor, memory: Tensor, normaliser: Tensor) -> tuple[Tensor, Tensor]:

@@ -30,6 +30,9 @@ class ModelOptions:
     segment_length: int | None = option(None, "infini: tokens per segment; default: context / 8.")
     update_rule: Literal["linear", "delta"] | None = option(None, "infini: how memory is written; default: linear.")
     local_segments: int | None = option(None, "infini: earlier segments that local attention sees too; default: 0.")
+    feature_map: Literal["elu", "exp"] | None = option(
+        None, "gpt2 infini: positive features of the memory's queries and keys; default: elu (ELU + 1, the paper)."
+    )
     gate_init: float | None = option(None, "infini: start of the gates, a logit; default: 0 (half memory).")
     n_segments: int | None = option(None, "gpt2 infini: segments per context; this or segment_length.")
     memory_init: Literal["zeros", "learned", "noise"] | None = option(None, "gpt2 infini: empty memory; default: zeros.")
@@ -77,6 +80,7 @@ SIZES = ("n_layer", "n_embd", "n_head")
 INFINI = ("segment_length", "update_rule", "local_segments", "gate_init")
 GPT2_INFINI = (
     *INFINI,
+    "feature_map",
     "n_segments",
     "memory_init",
     "layers",

@@ -133,6 +133,7 @@ class GPT2InfiniAttention(GPT2Attention):
             self.gate,
             layout,
             update_rule=self.config.update_rule,
+            feature_map=self.config.feature_map,
             state=state,
             return_state=cached is not None,
             scaling=self.scaling,

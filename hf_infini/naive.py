@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from .memory import feature_map
+from .memory import FEATURE_MAPS
 from .state import InfiniState
 
 
@@ -15,6 +15,7 @@ def naive_infini_attention(
     segment_length: int,
     *,
     update_rule: str = "linear",
+    feature_map: str = "elu",
     local_segments: int = 0,
     attention_mask: Tensor | None = None,
     position_ids: Tensor | None = None,
@@ -37,7 +38,8 @@ def naive_infini_attention(
     rows = []
     states = []
     for row in range(query.shape[0]):
-        reader = _Row(state, row, query.shape[1], segment_length, local_segments, update_rule, scaling, dropout, eps)
+        rule = (update_rule, FEATURE_MAPS[feature_map])
+        reader = _Row(state, row, query.shape[1], segment_length, local_segments, rule, scaling, dropout, eps)
         outputs = []
         for token in range(query.shape[2]):
             if not real[row, token]:
@@ -64,8 +66,8 @@ def naive_infini_attention(
 class _Row:
     """One row of the batch: its memory, and the segments (lists of tokens) that are still in the local window."""
 
-    def __init__(self, state, row, heads, segment_length, local_segments, update_rule, scaling, dropout, eps):
-        self.length, self.kept, self.rule = segment_length, local_segments, update_rule
+    def __init__(self, state, row, heads, segment_length, local_segments, rule, scaling, dropout, eps):
+        self.length, self.kept, (self.rule, self.feature_map) = segment_length, local_segments, rule
         self.scaling, self.dropout, self.eps = scaling, dropout, eps
         self.memory, self.normaliser = state.memory[row], state.normaliser[row]
         self.start, self.heads, self.initial = (state.start_memory, state.start_normaliser), heads, state
@@ -111,7 +113,7 @@ class _Row:
         output = (weights.unsqueeze(1) @ values).squeeze(1)
         compressed = self.seen // self.length - self.kept  # segments that left the window
         if compressed > 0 or self.start[0] is not None:
-            features = feature_map(memory_query).unsqueeze(1)  # [heads, 1, head_dim]
+            features = self.feature_map(memory_query).unsqueeze(1)  # [heads, 1, head_dim]
             numerator = (features @ self.memory.repeat_interleave(group, 0)).squeeze(1)
             denominator = (features.squeeze(1) * self.normaliser.repeat_interleave(group, 0)).sum(-1, keepdim=True)
             share = torch.sigmoid(gate).unsqueeze(-1)
@@ -129,7 +131,7 @@ class _Row:
         if not segment:
             return
         _, values, memory_keys = (torch.stack(column, 1) for column in list(zip(*segment, strict=True))[:3])
-        features = feature_map(memory_keys)  # [kv_heads, length, head_dim]
+        features = self.feature_map(memory_keys)  # [kv_heads, length, head_dim]
         if self.rule == "delta":
             retrieved = features @ self.memory / (features @ self.normaliser.unsqueeze(-1) + self.eps)
             values = values - retrieved

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 import hf_infini.attention
 from hf_infini import InfiniState, infini_attention, naive_infini_attention
-from hf_infini.memory import feature_map
+from hf_infini.memory import elu_features, exp_features
 
 RULES = ("linear", "delta")
 # Both sides round every step in float32 and add in different orders.
@@ -80,9 +80,9 @@ def test_equals_a_loop_over_segments(rule, length):
     parts = [tensor.split(length, 2) for tensor in (case.query, case.key, case.value)]
     for number, (query, key, value) in enumerate(zip(*parts, strict=True)):
         local = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        read = feature_map(query) @ memory / (feature_map(query) @ normaliser.unsqueeze(-1) + 1e-6)
+        read = elu_features(query) @ memory / (elu_features(query) @ normaliser.unsqueeze(-1) + 1e-6)
         outputs.append(local if number == 0 else share * read + (1 - share) * local)
-        features = feature_map(key)
+        features = elu_features(key)
         if rule == "delta":
             value = value - features @ memory / (features @ normaliser.unsqueeze(-1) + 1e-6)
         memory = memory + features.transpose(2, 3) @ value
@@ -182,6 +182,20 @@ def test_half_precision(seed, dtype):
     assert_same_state(state, wanted_state, FLOAT32)
 
 
+def test_exp_features_pick_one_token_out_of_many():
+    """The memory's answer is a weighted mean with weights Σ_d exp(q_d + k_d); beyond 30 nothing overflows."""
+    case = plain_case(batch=1, tokens=21, segment_length=20, dtype=torch.float32, feature_map="exp")
+    case.gate.fill_(40.0)  # sigmoid is 1 in float32: memory alone
+    output = case.call(infini_attention)[0][:, :, 20]
+    weights = (case.query[:, :, 20:] + case.key[:, :, :20]).exp().sum(-1, keepdim=True)
+    wanted = (weights * case.value[:, :, :20]).sum(2) / weights.sum(2)
+    torch.testing.assert_close(output, wanted, rtol=FLOAT32, atol=FLOAT32)
+    case.key[:, :, 7], case.query[:, :, 20] = 50.0, 50.0
+    output = case.call(infini_attention)[0][:, :, 20]
+    torch.testing.assert_close(output, case.value[:, :, 7], rtol=FLOAT32, atol=FLOAT32)
+    assert bool((exp_features(torch.tensor([-1.0, 2.0])) == torch.tensor([-1.0, 2.0]).exp()).all())
+
+
 def test_dropout_drops_local_weights_alone():
     case = plain_case(tokens=400, segment_length=200, dtype=torch.float32)
     torch.manual_seed(0)
@@ -207,6 +221,7 @@ def test_state_is_constant_in_size_and_left_alone():
     [
         ({"segment_length": 0}, "segment_length must be ≥ 1"),
         ({"update_rule": "sum"}, "linear, delta, got 'sum'"),
+        ({"feature_map": "relu"}, "feature_map must be one of elu, exp, got 'relu'"),
         ({"local_segments": -1}, "local_segments ≥ 0"),
         ({"gate": torch.zeros(3)}, r"gate must be \[heads\] = \[2\], got \[3\]"),
         ({"key": torch.zeros(2, 2, 23, 4)}, "must agree with query"),
