@@ -184,36 +184,54 @@ def write_blocks(tokens: "np.ndarray", folder: Path, context: int, numbers: Sequ
         32-bit integers.
     """
     import numpy as np
+
+    blocks = tokens[: len(tokens) // context * context].reshape(-1, context)
+    numbers = np.arange(len(blocks)) if numbers is None else np.asarray(numbers, dtype=np.int64)
+    step = max(1, _BATCH_CHARACTERS // context)
+    batches = ((blocks[numbers[start : start + step]],) for start in range(0, len(numbers), step))
+    digest = save_rows(batches, ["input_ids"], context, folder)
+    return {
+        "blocks": len(numbers),
+        "tokens": len(numbers) * context,
+        "dropped_tail_tokens": len(tokens) % context,
+        "sha256": digest,
+    }
+
+
+def save_rows(batches: "Iterable[tuple[np.ndarray, ...]]", columns: Sequence[str], context: int, folder: Path) -> str:
+    """Saves rows of `context` numbers as a dataset with these columns (int32), one batch in memory at a time.
+
+    Args:
+        batches: an array [rows, context] for each column.
+        folder: for `datasets.load_from_disk`.
+
+    Returns:
+        The sha256 of the arrays one after the other, as little-endian 32-bit integers.
+    """
+    import numpy as np
     import pyarrow as pa
     from datasets import Dataset, Features, List, Value
     from datasets.utils import disable_progress_bars, enable_progress_bars
 
-    blocks = tokens[: len(tokens) // context * context].reshape(-1, context)
-    numbers = np.arange(len(blocks)) if numbers is None else np.asarray(numbers, dtype=np.int64)
-    features = Features({"input_ids": List(Value("int32"), length=context)})
+    features = Features({name: List(Value("int32"), length=context) for name in columns})
     digest = hashlib.sha256()
-    # `Dataset.from_file` maps this file, so that the blocks are never all in memory; it may not lie where they go.
-    stream_file = folder / "stream" / "blocks.arrow"
+    # `Dataset.from_file` maps this file, so that the rows are never all in memory; it may not lie where they go.
+    stream_file = folder / "stream" / "rows.arrow"
     stream_file.parent.mkdir(parents=True, exist_ok=True)
-    step = max(1, _BATCH_CHARACTERS // context)
     with pa.ipc.new_stream(str(stream_file), features.arrow_schema) as writer:
-        for start in range(0, len(numbers), step):
-            flat = np.ascontiguousarray(blocks[numbers[start : start + step]], dtype="<i4").reshape(-1)
-            digest.update(flat.tobytes())
-            column = pa.FixedSizeListArray.from_arrays(pa.array(flat, pa.int32()), context)
-            writer.write_batch(pa.record_batch([column], schema=features.arrow_schema))
+        for batch in batches:
+            arrays = [np.ascontiguousarray(array, dtype="<i4").reshape(-1) for array in batch]
+            for array in arrays:
+                digest.update(array.tobytes())
+            lists = [pa.FixedSizeListArray.from_arrays(pa.array(array, pa.int32()), context) for array in arrays]
+            writer.write_batch(pa.record_batch(lists, schema=features.arrow_schema))
     disable_progress_bars()
     try:
         Dataset.from_file(str(stream_file)).save_to_disk(str(folder))
     finally:
         enable_progress_bars()
     shutil.rmtree(stream_file.parent)
-    return {
-        "blocks": len(numbers),
-        "tokens": len(numbers) * context,
-        "dropped_tail_tokens": len(tokens) % context,
-        "sha256": digest.hexdigest(),
-    }
+    return digest.hexdigest()
 
 
 def shuffle_blocks(count: int, shares: dict[str, float], seed: int) -> dict[str, "np.ndarray"]:

@@ -1,15 +1,14 @@
 """Rows that train recall: passkeys, facts, drills and running text in given shares, as a split that train.py reads."""
 
 import functools
-import hashlib
 import itertools
 import random
-import shutil
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from .blocks import save_rows
 from .cli import UserError
 from .filler import Filler, TokenStream
 from .recall import DoesNotFit, Example, facts_row, passkey_example
@@ -146,38 +145,23 @@ def write_rows(rows: "Iterable[tuple[str, np.ndarray, np.ndarray]]", count: int,
         row; the hash is over tokens and labels as little-endian 32-bit integers.
     """
     import numpy as np
-    import pyarrow as pa
-    from datasets import Dataset, Features, List, Value
-    from datasets.utils import disable_progress_bars, enable_progress_bars
     from tqdm.auto import tqdm
 
-    column = List(Value("int32"), length=context)
-    features = Features({"input_ids": column, "labels": column})
-    digest, kinds, counted = hashlib.sha256(), Counter(), Counter()
+    kinds, counted = Counter(), Counter()
     rows = iter(tqdm(rows, total=count, desc="rows", unit="row"))
-    # `Dataset.from_file` maps this file, so that the rows are never all in memory; it may not lie where they go.
-    stream_file = folder / "stream" / "rows.arrow"
-    stream_file.parent.mkdir(parents=True, exist_ok=True)
-    with pa.ipc.new_stream(str(stream_file), features.arrow_schema) as writer:
+
+    def batches() -> "Iterator[tuple[np.ndarray, np.ndarray]]":
         while batch := list(itertools.islice(rows, _ROWS_IN_MEMORY)):
             for kind, _, labels in batch:
                 kinds[kind] += 1
                 counted[kind] += int((labels != NOT_COUNTED).sum())
-            columns = [np.stack([row[place] for row in batch]).astype("<i4") for place in (1, 2)]
-            for values in columns:
-                digest.update(values.tobytes())
-            arrays = [pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1)), context) for values in columns]
-            writer.write_batch(pa.record_batch(arrays, schema=features.arrow_schema))
-    disable_progress_bars()
-    try:
-        Dataset.from_file(str(stream_file)).save_to_disk(str(folder))
-    finally:
-        enable_progress_bars()
-    shutil.rmtree(stream_file.parent)
+            yield tuple(np.stack([row[place] for row in batch]) for place in (1, 2))
+
+    digest = save_rows(batches(), ["input_ids", "labels"], context, folder)
     return {
         "blocks": count,
         "tokens": count * context,
         "rows_by_kind": dict(kinds),
         "counted_tokens": dict(counted),
-        "sha256": digest.hexdigest(),
+        "sha256": digest,
     }

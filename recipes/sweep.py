@@ -15,12 +15,9 @@ two options, otherwise a ranking.
 """
 
 import json
-import os
 import shlex
 import signal
-import subprocess
 import sys
-import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -110,35 +107,18 @@ def log_file(out: Path, run: sweeps.Run) -> Path:
 
 def run_all(runs: list[sweeps.Run], options: Options, passed: list[str]) -> None:
     """Runs train.py for every run, `--jobs` at a time, and notes what became of it. Stopped, it stops its children."""
-    from tqdm import tqdm
+    from hf_infini.processes import Task, run_tasks
 
-    out, waiting, running = Path(options.out), list(runs), {}
-    environment = os.environ | {"OMP_NUM_THREADS": str(options.threads)}
+    out = Path(options.out)
+    tasks = [Task(run.name, command_of(run, options, passed), log_file(out, run)) for run in runs]
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # a polite kill is Ctrl-C
-    bar = tqdm(total=len(runs), desc="sweep", unit="run")
     try:
-        while waiting or running:
-            while waiting and len(running) < options.jobs:
-                run = waiting.pop(0)
-                with log_file(out, run).open("w", encoding="utf-8") as log:
-                    running[subprocess.Popen(
-                        command_of(run, options, passed), env=environment, stdout=log, stderr=subprocess.STDOUT
-                    )] = run  # fmt: skip
-            bar.set_postfix_str("; ".join(run.name for run in running.values()), refresh=False)
-            time.sleep(0.1)
-            for process, run in [(process, run) for process, run in running.items() if process.poll() is not None]:
-                del running[process]
-                run.status, run.reason = sweeps.outcome(process.returncode, log_file(out, run).read_text(encoding="utf-8"))
-                bar.update()
+        run_tasks(tasks, "sweep", options.jobs, options.threads)
     except KeyboardInterrupt:
         print("\nstopped: the same command goes on from here", file=sys.stderr)
         raise SystemExit(130) from None
-    finally:
-        bar.close()
-        for process in running:
-            process.terminate()
-        for process in running:
-            process.wait()
+    for run, task in zip(runs, tasks, strict=True):
+        run.status, run.reason = task.status, task.reason
 
 
 def command_of(run: sweeps.Run, options: Options, passed: list[str]) -> list[str]:
