@@ -8,13 +8,13 @@ import shlex
 import pytest
 from huggingface_hub import ModelCard
 
-from hf_infini import cards
+from hf_infini import cards, cards_model, cards_results, cards_text, cards_training
 from hf_infini.configuration_causal_mha import CHOICES, INFINI_POSITIONS, INFINI_SCORES, CausalMHAConfig
 
 GPT2 = {"model_type": "gpt2", "n_layer": 3, "n_embd": 96, "n_head": 6, "n_inner": None, "vocab_size": 517}
 GPT2 |= {"activation_function": "gelu_new", "n_positions": 40, "tie_word_embeddings": True}
 INFINI = GPT2 | {"model_type": "infini_gpt2", "segment_length": None, "n_segments": 5, "update_rule": "delta"}
-INFINI |= {"local_segments": 2, "memory_init": "learned", "layers": [0, 2], "positions": "segment"}
+INFINI |= {"local_segments": 2, "memory_init": "learned", "layers": [0, 2], "positions": "segment", "gate_init": 0.0}
 RESULT = {
     "cross_entropy": 1.2345678,
     "perplexity": 3.4371,
@@ -27,7 +27,8 @@ RESULT = {
     "peak_rss_mib": 543.2,
     "gates": {},
     "data_fingerprint": "0123456789abcdef",
-    "options": {"learning_rate": 0.003, "gate_learning_rate": 0.01, "batch_size": 64, "epochs": None, "seed": 5},
+    "options": {"learning_rate": 0.003, "gate_learning_rate": 0.01, "batch_size": 64, "epochs": None, "seed": 5}
+    | {"num_processes": 1},
     "command": "python /home/maria/src/recipes/train.py --data /home/maria/data/plays --out=/mnt/disk/runs/mha --use_cpu",
     "hardware": "8 CPU cores, Some CPU",
     "versions": {"hf_infini": "0.1.0", "torch": "2.13.0"},
@@ -47,6 +48,11 @@ SAMPLES = {
 }
 
 
+POSITIONS = [{"first": 1, "last": 1, "tokens": 5, "perplexity": 3.0}]
+POSITIONS += [{"first": 2, "last": 3, "tokens": 9, "perplexity": 2.5}]
+MEASURED = {"hardware": "1 x NVIDIA H200", "date": "2026-11-22T01:02:03+00:00"}
+
+
 def run_of(config=GPT2, **changes) -> cards.Run:
     given = {"name": "a-model", "folder": "runs/mha", "config": config, "result": copy.deepcopy(RESULT)}
     return cards.Run(**given | changes)
@@ -57,7 +63,7 @@ def evaluation(split, cross_entropy, tokens, **options) -> dict:
     options = usual | options
     found = {"source": options["data"] or options["text"], "split": split, "length": options["length"] or 40}
     found |= {"cross_entropy": cross_entropy, "perplexity": math.exp(cross_entropy), "tokens": tokens}
-    return found | {"options": options}
+    return found | {"options": options, "memory": "on", "by_position": POSITIONS, **MEASURED}
 
 
 def baseline(split, **changes) -> dict:
@@ -66,7 +72,8 @@ def baseline(split, **changes) -> dict:
         {"order": k, "name": name, "entropy": 2 - k / 2, "cross_entropy": 2.5 - k / 2, "perplexity": 9.0 + k}
         for k, name in enumerate(names)
     ]
-    return {"split": split, "training_tokens": 54_321, "orders": [row | {"tokens": 31_111} for row in rows]} | changes
+    orders = [row | {"tokens": 31_111} for row in rows]
+    return {"split": split, "training_tokens": 54_321, "orders": orders, **MEASURED} | changes
 
 
 def load(text: str, tmp_path) -> ModelCard:
@@ -107,21 +114,21 @@ def cells(text: str) -> list[list[str]]:
 
 def test_results_stand_beside_the_n_grams_of_the_same_split():
     run = run_of(evaluations=[evaluation("test", 1.5, 30_000)], baselines=[baseline("test"), baseline("validation")])
-    rows = cells(cards.results_section(run))[2:]
+    rows = cells(cards_results.results_section(run))[2:]
     assert [row[:2] for row in rows[:2]] == [["this model", "plays, validation"], ["unigrams", "plays, validation"]]
     assert [row[0] for row in rows] == 2 * ["this model", "unigrams", "bigrams", "trigrams", "4-grams"]
     assert rows[0][2:] == ["31,111", "1.2346", "3.44"]
     assert rows[5] == ["this model", "plays, test", "30,000", "1.5000", "4.48"]
     assert rows[7][2:] == ["31,111", "2.0000", "10.00"]
-    assert "counted on all 54,321 training tokens" in cards.results_section(run)
-    assert "unigram 2.0000, bigram 1.5000, trigram 1.0000, 4-gram 0.5000" in cards.results_section(run)
+    assert "counted on all 54,321 training tokens" in cards_results.results_section(run)
+    assert "unigram 2.0000, bigram 1.5000, trigram 1.0000, 4-gram 0.5000" in cards_results.results_section(run)
 
 
 def test_an_evaluation_of_other_data_is_not_taken_for_the_validation():
     other = evaluation("validation", 1.2345678, 31_111) | {"source": "/data/essays"}
     moved = other | {"data_fingerprint": RESULT["data_fingerprint"]}
-    assert [row["data"] for row in cards.measurements(run_of(evaluations=[other]))] == ["plays", "essays"]
-    assert len(cards.measurements(run_of(evaluations=[moved]))) == 1  # the fingerprint says that it is the same
+    assert [row["data"] for row in cards_results.measurements(run_of(evaluations=[other]))] == ["plays", "essays"]
+    assert len(cards_results.measurements(run_of(evaluations=[moved]))) == 1  # the fingerprint says that it is the same
 
 
 @pytest.mark.parametrize(
@@ -141,16 +148,18 @@ def test_an_evaluation_of_other_data_is_not_taken_for_the_validation():
     ],
 )
 def test_paths_are_shortened(text, short):
-    assert cards.shorten_path(text) == short
+    assert cards_text.shorten_path(text) == short
 
 
 def test_no_path_of_the_machine_is_in_a_card():
     result = RESULT | {"options": RESULT["options"] | {"init_from": "/home/maria/runs/start", "data": "/home/maria/x"}}
     options = {"source": "/home/maria/data/works.txt", "tokenizer": "/home/maria/tok/bpe", "context": 50}
     manifest = {"options": options | {"split_by": "block"}, "source": {"documents": 3}, "tokenizer": {"vocabulary": 89}}
+    earlier = [cards.Stage("runs/start")]
     manifest["splits"] = {"train": {"blocks": 70, "tokens": 3500}, "test": {"blocks": 9, "tokens": 450}}
     evaluations = [evaluation("test", 1.5, 30_000), evaluation(None, 2.5, 777, data=None, text="/home/maria/sonnets.txt")]
-    run = run_of(result=result, manifest=manifest, evaluations=evaluations, baselines=[baseline("test")], samples=SAMPLES)
+    given = {"evaluations": evaluations, "baselines": [baseline("test")], "samples": SAMPLES, "earlier": earlier}
+    run = run_of(result=result, manifest=manifest, **given)
     text = cards.write_card(run)
     assert "maria" not in text and "/home" not in text and "/mnt" not in text
     command = re.search("```bash\n(.*?)\n```", text, re.DOTALL)[1]
@@ -163,7 +172,7 @@ def test_no_path_of_the_machine_is_in_a_card():
 
 @pytest.mark.parametrize("text", ["plain", "```", "a `` b", "````\n~~~\n```", "ends with `", "`" * 9])
 def test_no_text_closes_its_fence(text):
-    block = cards.fence(text, "text")
+    block = cards_text.fence(text, "text")
     first, *inside, last = block.split("\n")
     assert "\n".join(inside) == text and first == f"{last}text" and set(last) == {"`"} and len(last) >= 3
     # CommonMark: only a line of at least as many backticks closes the block
@@ -176,20 +185,22 @@ def test_a_sample_breaks_neither_card_nor_metadata(tmp_path):
     assert f"`````text\n{SAMPLES['samples'][0]['text']}\n`````" in card.text
     assert "**Top-k** (`do_sample=True`, `top_k=40`, `max_new_tokens=9`, seed 5; 8 tokens)" in card.text
     outside = re.sub(r"(?ms)^(`{3,})\w*\n.*?^\1$", "", card.text)
-    assert re.findall("(?m)^#+ .*", outside) == ["# a-model", "## Model", "## Training", "## Results", "## Samples",
-                                                  "## Loading", "## Limits"]  # fmt: skip
+    assert re.findall("(?m)^#+ .*", outside) == [
+        *("# a-model", "## Intended use", "## Model", "## Data", "## Training", "## Results", "## Samples", "## Loading"),
+        *("## Limits", "## Compute", "## Licences", "## Citation"),
+    ]
 
 
 def test_the_architecture_of_every_family():
-    described = dict(cards.describe_model(INFINI, RESULT))
+    described = dict(cards_model.describe_model(INFINI, RESULT, 55))
     assert described["Attention"] == (
         "Infini-attention: segments of 8 tokens, delta update, the local window holds 2 earlier segments, learned start of "
         "the memory, in the layers 0, 2 (from 0)"
     )
     assert described["Position encoding"] == "learned, the place in the segment"
     assert described["Layers × width × heads"] == "3 × 96 × 6" and described["Feed-forward"] == "384 wide, gelu_new"
-    assert described["Context"] == "40 tokens in training, any number in use" and described["Parameters"] == "98,765"
-    assert dict(cards.describe_model(GPT2, RESULT))["Context"] == "40 tokens"
+    assert described["Context"] == "55 tokens in training, any number in use" and described["Parameters"] == "98,765"
+    assert dict(cards_model.describe_model(GPT2, RESULT, 40))["Context"] == "40 tokens"
 
 
 @pytest.mark.parametrize("kind", CHOICES["attention"])
@@ -201,7 +212,7 @@ def test_every_choice_of_causal_mha_is_described(kind):
             lengths = {"local": {"sliding_window": 13}, "infini": {"segment_length": 17}}.get(kind, {})
             choice = {"attention": kind, "score": score, "position_encoding": position, **lengths}
             config = CausalMHAConfig(n_positions=50, n_embd=24, n_head=3, **choice).to_dict()
-            described = dict(cards.describe_model(config, RESULT))
+            described = dict(cards_model.describe_model(config, RESULT, 50))
             assert ("13 tokens" in described["Attention"]) == (kind == "local")
             assert ("segments of 17 tokens" in described["Attention"]) == (kind == "infini")
             assert described["Output head"] == "a matrix of its own"
@@ -213,21 +224,25 @@ def test_every_choice_of_causal_mha_is_described(kind):
     assert len({place for _, place in seen}) == len(allowed.get(kind, CHOICES["position_encoding"]))
 
 
+def options_of(run) -> dict[str, str]:
+    return dict(row for row in cells(cards_training.training_section(run)) if len(row) == 2)
+
+
 def test_options_that_did_nothing_are_not_shown():
-    plain = dict(cells(cards.training_section(run_of()))[2:])
+    plain = options_of(run_of())
     assert plain["Peak learning rate (AdamW)"] == "0.003" and plain["Seed"] == "5" and plain["Tokens"] == "7,654,321"
     assert "Peak learning rate of the gates" not in plain and "Passes asked for" not in plain
     result = RESULT | {"gates": {"0": [0.25, 0.75], "1": [0.5, 0.125]}, "peak_cuda_mib": 321.0}
-    gated = dict(cells(cards.training_section(run_of(INFINI, result=result)))[2:])
+    gated = options_of(run_of(INFINI, result=result))
     assert gated["Peak learning rate of the gates"] == "0.01" and gated["Peak memory of the GPU"] == "321 MiB"
     assert gated["Gates at the end (the memory's share)"] == "0.12 to 0.75"
 
 
 def test_notes_take_the_place_of_the_general_limits():
     assert "## Limits\n\n- 98,765 parameters and 7,654,321 training tokens" in cards.write_card(run_of())
-    assert cards.write_card(run_of(limits="\nOnly for *study*.\n")).endswith("## Limits\n\nOnly for *study*.\n")
+    assert "## Limits\n\nOnly for *study*.\n\n## Compute" in cards.write_card(run_of(limits="\nOnly for *study*.\n"))
 
 
 def test_a_run_whose_data_is_named_in_its_config_file():
     run = run_of(result=RESULT | {"command": "python recipes/train.py --config mine.yaml"})
-    assert cards.data_name(run) == "data 0123456789abcdef"
+    assert run.data == "data 0123456789abcdef"

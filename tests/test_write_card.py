@@ -74,10 +74,13 @@ def test_the_whole_card_in_processes_of_its_own(infini, base, tmp_path):
     }
     assert card.data.model_name == "Infini / characters" and f"{numbers['parameters']:,} parameters" in card.text
     bigrams = json.loads((tmp_path / "ngrams.json").read_text(encoding="utf-8"))["orders"][1]
-    line = f"| bigrams | data, validation | {numbers['validation_tokens']:,} | {bigrams['cross_entropy']:.4f} |"
+    line = f"| bigrams | data, validation | {bigrams['tokens']:,} | {bigrams['cross_entropy']:.4f} |"
     assert line in re.sub(" +", " ", card.text)  # tables are padded
+    # The ends of text among the rows
+    assert ("judged on special tokens too" in card.text) == (bigrams["tokens"] != numbers["validation_tokens"])
     links = re.findall(r"!\[[^\]]+\]\(([^)]+)\)", card.text)
-    assert links == ["my%20figures/Infini_characters_loss_curve.png", "my%20figures/Infini_characters_gates.png"]
+    names = ("loss_curve", "gates", "evaluation", "evaluation_long")
+    assert links == [f"my%20figures/Infini_characters_{name}.png" for name in names]
     for link in links:
         assert (out.parent / link.replace("%20", " ")).read_bytes().startswith(b"\x89PNG")
     assert str(tmp_path) not in card.content and str(base) not in card.content and sys.prefix not in card.content
@@ -105,7 +108,7 @@ def test_samples_are_kept_until_settings_or_weights_change(infini, tmp_path):
     marked = {**first, "samples": [sample | {"text": "kept"} for sample in first["samples"]]}
     (infini / "samples.json").write_text(json.dumps(marked), encoding="utf-8")
     assert card_of(infini, tmp_path / "card.md").count("\nkept\n") == 5
-    assert "kept" not in card_of(infini, tmp_path / "card.md", "--max_new_tokens", 7)
+    assert "\nkept\n" not in card_of(infini, tmp_path / "card.md", "--max_new_tokens", 7)
     assert {sample["arguments"]["max_new_tokens"] for sample in samples_of(infini)["samples"]} == {7}
     assert "\nkept\n" not in card_of(infini, tmp_path / "card.md")
     assert samples_of(infini) == first  # the same seed and settings: the same samples
@@ -171,7 +174,7 @@ def test_a_prompt_that_fills_the_context(attention_free, tmp_path, capsys):
 def test_the_commands_of_the_docstring_are_parsed():
     text = write_card.__doc__.replace("\\\n", " ")
     commands = [line for line in text.splitlines() if line.startswith("    python ")]
-    assert len(commands) == 2
+    assert len(commands) == 3
     for command in commands:
         (options,) = parse_options(write_card.Options, description="", argv=shlex.split(command)[2:])
         assert options.out.endswith(".md")
