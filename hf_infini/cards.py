@@ -10,9 +10,10 @@ from .cards_data import citation_section, data_section, is_recall, licenses_sect
 from .cards_model import head_dim, kind_of, limit_of, model_section, segment_length
 from .cards_results import measurements, results_section
 from .cards_run import Run, Stage, corpus_of
-from .cards_text import bullets, fence, shorten_path
+from .cards_text import bullets, shorten_path
 from .cards_training import compute_section, training_section
 from .carolina import CAROLINA_REPOSITORY
+from .markdown import fence
 
 __all__ = ["Run", "Stage", "metadata", "write_card"]
 

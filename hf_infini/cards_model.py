@@ -3,8 +3,8 @@
 from types import SimpleNamespace
 
 from .cards_run import Run
+from .markdown import markdown_table
 from .model_options import attention_of, context_limit
-from .tables import markdown_table
 
 SCORES = {
     "scaled_dot": "scaled dot product, qᵀk / √d",

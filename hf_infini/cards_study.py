@@ -2,10 +2,10 @@
 
 from .cards_run import Run
 from .cards_text import measured_on, position_cells
+from .markdown import markdown_table
 from .study import BASE, BASELINE
-from .study_report import MISSING, _with_interval
+from .study_report import MISSING, with_interval
 from .study_results import interval_of
-from .tables import markdown_table
 
 
 def study_section(run: Run) -> str:
@@ -48,8 +48,8 @@ def _losses(variant: dict) -> list[str]:
     perplexity, difference = interval_of(variant["perplexity"]), interval_of(variant["difference"])
     return [
         f"{perplexity.value:,.2f} ({perplexity.low:,.2f} to {perplexity.high:,.2f})",
-        _with_interval(interval_of(variant["cross_entropy"])),
-        MISSING if difference is None else _with_interval(difference, sign="+"),
+        with_interval(interval_of(variant["cross_entropy"])),
+        MISSING if difference is None else with_interval(difference, sign="+"),
     ]
 
 
@@ -58,8 +58,8 @@ def _characters(variant: dict) -> list[str]:
     if found is None:
         return [MISSING, MISSING]
     difference = interval_of(found["difference"])
-    bits = _with_interval(interval_of(found["bits"]))
-    return [bits, MISSING if difference is None else _with_interval(difference, sign="+")]
+    bits = with_interval(interval_of(found["bits"]))
+    return [bits, MISSING if difference is None else with_interval(difference, sign="+")]
 
 
 def _notes(content: dict, own: dict, curves: bool) -> str:

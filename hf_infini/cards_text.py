@@ -1,15 +1,8 @@
-"""Text of model cards: fenced blocks, paths and commands without a machine's folders, numbers as a reader writes them."""
+"""Text of model cards: paths and commands without a machine's folders, numbers as a reader writes them."""
 
 import re
 import shlex
 from collections.abc import Iterable
-
-
-def fence(text: str, language: str = "") -> str:
-    """A fenced block that no run of backticks in the text can close."""
-    longest = max(map(len, re.findall("`+", text)), default=0)
-    ticks = "`" * max(3, longest + 1)
-    return f"{ticks}{language}\n{text}\n{ticks}"
 
 
 def bullets(points: Iterable[str]) -> str:

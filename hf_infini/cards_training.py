@@ -5,8 +5,8 @@ import math
 from .cards_data import is_recall
 from .cards_model import gates_table
 from .cards_run import Run, Stage
-from .cards_text import fence, plain, shorten_command
-from .tables import markdown_table
+from .cards_text import plain, shorten_command
+from .markdown import fence, markdown_table
 
 OPTIONS = {
     "epochs": "Passes asked for",

@@ -15,6 +15,7 @@ Bauman Peto, "A hierarchical Dirichlet language model", Natural Language Enginee
 Language 8(1), 1994). No held-out token takes part in that.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -119,8 +120,11 @@ def choose_alphas(tables: list[NgramCounts]) -> list[float]:
     return alphas
 
 
-def held_out_loss(tables: list[NgramCounts], alphas: list[float], rows: np.ndarray) -> tuple[float, int]:
-    """Sum of −ln p over the tokens that a model predicts in `rows` [R, T] (all but each row's first), and their number.
+def held_out_loss(
+    tables: list[NgramCounts], alphas: list[float], rows: np.ndarray, ignored: Sequence[int] = ()
+) -> tuple[float, int]:
+    """Sum of −ln p over the tokens that a model is judged on in `rows` [R, T] (all but each row's first, and the ids in
+    `ignored`), and their number.
 
     A token with fewer than k tokens before it in its row is predicted by the order that it has.
     """
@@ -130,6 +134,7 @@ def held_out_loss(tables: list[NgramCounts], alphas: list[float], rows: np.ndarr
     loss, tokens = 0.0, 0
     for order, columns in parts:
         codes = encode_windows(columns, order, vocabulary).reshape(-1)
+        codes = codes[~np.isin(codes % vocabulary, ignored)]
         loss -= float(np.log(probabilities(tables[: order + 1], alphas, codes)).sum())
         tokens += codes.size
     return loss, tokens

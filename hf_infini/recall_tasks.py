@@ -14,9 +14,9 @@ from pathlib import Path
 from .cli import UserError
 from .filler import Filler, TokenStream
 from .inference import check_length
+from .markdown import markdown_table
 from .recall import FACT_NAMES, DoesNotFit, Example, fact_example, passkey_example
 from .stages import write_json
-from .tables import markdown_table
 
 _TRIES = 20  # examples drawn for each one wanted, before a distance is called impossible
 _GUESSED_FROM = 2000  # invented people

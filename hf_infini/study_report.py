@@ -1,11 +1,10 @@
 """The report of a study as Markdown, from the content of its report.json alone."""
 
-import re
 
 from .bootstrap import Interval
+from .markdown import fence, markdown_table
 from .study import BASE, BASELINE
 from .study_results import groups_of, interval_of, same_training, turning_points
-from .tables import markdown_table
 
 MISSING = "–"
 MAIN_COLUMNS = (
@@ -95,8 +94,8 @@ def _losses(variant: dict) -> list[str]:
     return [
         variant["name"],
         f"{perplexity.value:,.2f} ({perplexity.low:,.2f} to {perplexity.high:,.2f})",
-        _with_interval(entropy),
-        MISSING if difference is None else _with_interval(difference, sign="+"),
+        with_interval(entropy),
+        MISSING if difference is None else with_interval(difference, sign="+"),
     ]
 
 
@@ -117,8 +116,8 @@ def _characters(content: dict) -> list[str]:
             [
                 variant["name"],
                 f"{found['nats']['value']:.4f}",
-                _with_interval(interval_of(found["bits"])),
-                MISSING if difference is None else _with_interval(difference, sign="+"),
+                with_interval(interval_of(found["bits"])),
+                MISSING if difference is None else with_interval(difference, sign="+"),
                 f"{found['characters']:,}",
             ]
         )
@@ -252,22 +251,16 @@ def _samples(content: dict) -> list[str]:
         f"The same prompt for all: the beginning of “{prompt['title']}”{source}, a validation document. Top-p "
         f"{settings['top_p']:g}, temperature {settings['temperature']:g}, seed {settings['seed']}, up to "
         f"{settings['new_tokens']} new tokens.",
-        _quote(prompt["prompt"]),
+        fence(prompt["prompt"], "text"),
         "How it really goes on:",
-        _quote(prompt["continuation"].strip()),
+        fence(prompt["continuation"].strip(), "text"),
     ]
     for variant in content["variants"]:
         found = variant.get("sample")
         if found:
-            text = f"No sample: {found['reason']}." if found["text"] is None else _quote(found["text"].strip())
+            text = f"No sample: {found['reason']}." if found["text"] is None else fence(found["text"].strip(), "text")
             parts += [f"**{variant['name']}**", text]
     return parts
-
-
-def _quote(text: str) -> str:
-    """A code block, fenced by more backticks than the text has in a row: a model may write anything."""
-    fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
-    return f"{fence}text\n{text}\n{fence}"
 
 
 # --- what else there is to know ---------------------------------------------------------------------------------------
@@ -297,7 +290,7 @@ def _origin(content: dict) -> list[str]:
     return ["## How it was made", *facts]
 
 
-def _with_interval(interval: Interval, sign: str = "") -> str:
+def with_interval(interval: Interval, sign: str = "") -> str:
     value, low, high = (format(number, f"{sign}.4f") for number in (interval.value, interval.low, interval.high))
     return f"{value} ({low} to {high})"
 

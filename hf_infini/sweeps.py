@@ -7,8 +7,8 @@ import statistics
 from dataclasses import dataclass, field
 
 from .cli import UserError
+from .markdown import markdown_table
 from .model_options import NOT_POSSIBLE
-from .tables import markdown_table
 
 RESERVED = ("data", "out", "config", "seed")  # the sweep's own options
 FINISHED, IMPOSSIBLE, FAILED = "finished", "not possible", "failed"

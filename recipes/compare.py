@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hf_infini.cli import UserError, exit_on_user_error, parse_options
-from hf_infini.tables import markdown_table
+from hf_infini.markdown import markdown_table
 
 COLUMNS = ("run", "attention", "parameters", "tokens", "cross-entropy", "perplexity", "tokens/s", "peak MiB")
 

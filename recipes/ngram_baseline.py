@@ -6,8 +6,9 @@
 Order k predicts a token from the k tokens before it: 0 from none (unigram), 1 from the last (bigram), 2 from the last two
 (trigram). A model without attention sees one token, as the bigram does. `entropy` is that of the training rows' counts:
 from k tokens alone nothing predicts these rows better. `cross_entropy` is of the tokens that train.py and
-evaluate_model.py count in the same rows, and stands beside their number; its smoothing (hf_infini/ngrams.py gives formula
-and sources) is chosen on the training rows. Prints a table and writes --out, which recipes/write_card.py takes too.
+evaluate_model.py count in the same rows (special tokens are not), and stands beside their number; its smoothing
+(hf_infini/ngrams.py gives formula and sources) is chosen on the training rows. Prints a table and writes --out, which
+recipes/write_card.py takes too.
 """
 
 import json
@@ -39,6 +40,7 @@ def main(argv: list[str] | None = None) -> None:
     manifest = check(options)
 
     from tqdm import tqdm
+    from transformers import AutoTokenizer
 
     from hf_infini import measurement, metrics, ngrams, training
     from hf_infini.stages import write_json
@@ -53,9 +55,10 @@ def main(argv: list[str] | None = None) -> None:
     except ValueError as error:
         raise UserError(f"--orders {' '.join(map(str, options.orders))}: {error}") from error
     alphas = ngrams.choose_alphas(tables)
+    special_ids = AutoTokenizer.from_pretrained(Path(options.data) / "tokenizer").all_special_ids
     rows = []
     for order in tqdm(sorted(set(options.orders)), desc="predicting", unit="order"):
-        loss, tokens = ngrams.held_out_loss(tables[: order + 1], alphas, held_out)
+        loss, tokens = ngrams.held_out_loss(tables[: order + 1], alphas, held_out, special_ids)
         rows.append({"order": order, "name": ngrams.name_of(order), "entropy": entropies[order]})
         rows[-1] |= metrics.summarize([loss], [tokens])
         rows[-1] |= {"alpha": alphas[order], "different_windows": len(tables[order].codes)}

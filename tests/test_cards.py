@@ -8,7 +8,7 @@ import shlex
 import pytest
 from huggingface_hub import ModelCard
 
-from hf_infini import cards, cards_model, cards_results, cards_text, cards_training
+from hf_infini import cards, cards_model, cards_results, cards_text, cards_training, markdown
 from hf_infini.configuration_causal_mha import CHOICES, INFINI_POSITIONS, INFINI_SCORES, CausalMHAConfig
 
 GPT2 = {"model_type": "gpt2", "n_layer": 3, "n_embd": 96, "n_head": 6, "n_inner": None, "vocab_size": 517}
@@ -172,7 +172,7 @@ def test_no_path_of_the_machine_is_in_a_card():
 
 @pytest.mark.parametrize("text", ["plain", "```", "a `` b", "````\n~~~\n```", "ends with `", "`" * 9])
 def test_no_text_closes_its_fence(text):
-    block = cards_text.fence(text, "text")
+    block = markdown.fence(text, "text")
     first, *inside, last = block.split("\n")
     assert "\n".join(inside) == text and first == f"{last}text" and set(last) == {"`"} and len(last) >= 3
     # CommonMark: only a line of at least as many backticks closes the block

@@ -88,6 +88,14 @@ def test_held_out_loss_of_a_dictionary(order):
             expected -= math.log(brute_force(counted[: k + 1], alphas, tuple(row[place - k : place + 1])))
     loss, tokens = ngrams.held_out_loss(tables, alphas, held_out)
     assert tokens == 25 * 8 and loss == pytest.approx(expected, rel=1e-10)  # float64 sums in another order
+    of_two = sum(
+        -math.log(brute_force(counted[: min(place, order) + 1], alphas, tuple(row[place - min(place, order) : place + 1])))
+        for row in held_out.tolist()
+        for place in range(1, len(row))
+        if row[place] in (0, 3)
+    )
+    loss, tokens = ngrams.held_out_loss(tables, alphas, held_out, ignored=[0, 3])
+    assert tokens == int((~np.isin(held_out[:, 1:], [0, 3])).sum()) and loss == pytest.approx(expected - of_two, rel=1e-10)
 
 
 def test_probabilities_sum_to_one_also_after_an_unseen_context():

@@ -1,5 +1,6 @@
-"""Markdown tables that read well in a terminal too."""
+"""Markdown: tables that read well in a terminal too, and blocks of any text."""
 
+import re
 from collections.abc import Sequence
 
 
@@ -13,3 +14,10 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]], left: i
     ]
     rule = ["-" * width if place < left else "-" * (width - 1) + ":" for place, width in enumerate(widths)]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (aligned[0], rule, *aligned[1:]))
+
+
+def fence(text: str, language: str = "") -> str:
+    """A fenced block that no run of backticks in the text can close."""
+    longest = max(map(len, re.findall("`+", text)), default=0)
+    ticks = "`" * max(3, longest + 1)
+    return f"{ticks}{language}\n{text}\n{ticks}"
