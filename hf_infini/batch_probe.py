@@ -10,13 +10,14 @@ more, as it keeps freed memory for speed); on a GPU torch.cuda.max_memory_alloca
 rows within the budget is searched for, a process for every attempt. Prints one JSON object.
 """
 
+import contextlib
 import json
+import math
 import os
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -135,10 +136,10 @@ def measure_step(options: Options) -> int:
     import torch
 
     on_gpu = uses_gpu(options)
-    if not on_gpu:
-        _end_beyond(options.budget_gib * GIB)
+    budget = math.inf if on_gpu else options.budget_gib * GIB
     try:
-        train_step(options, on_gpu)
+        with _ended_beyond(budget):
+            train_step(options, on_gpu)
     except torch.OutOfMemoryError:
         raise SystemExit(TOO_MUCH) from None
     except RuntimeError as error:  # what the allocator of the CPU raises
@@ -175,15 +176,23 @@ def train_step(options: Options, on_gpu: bool) -> None:
         optimizer.zero_grad()
 
 
-def _end_beyond(budget: float) -> None:
-    """Ends this process as soon as its resident set has grown beyond so many bytes: nothing more is to be learned."""
+@contextlib.contextmanager
+def _ended_beyond(budget: float) -> Iterator[None]:
+    """Inside, this process ends as soon as its resident set has grown beyond so many bytes: more cannot be learned."""
+    done = threading.Event()
 
     def watch() -> None:
-        while peak_memory_bytes() <= budget:
-            time.sleep(0.01)
-        os._exit(TOO_MUCH)
+        while not done.wait(0.01):
+            if peak_memory_bytes() > budget:
+                os._exit(TOO_MUCH)
 
-    threading.Thread(target=watch, daemon=True).start()
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        done.set()
+        watcher.join()
 
 
 if __name__ == "__main__":
