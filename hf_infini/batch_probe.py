@@ -186,7 +186,7 @@ def _ended_beyond(budget: float) -> Iterator[None]:
             if peak_memory_bytes() > budget:
                 os._exit(TOO_MUCH)
 
-    watcher = threading.Thread(target=watch, daemon=True)
+    watcher = threading.Thread(target=watch, name="memory watch", daemon=True)
     watcher.start()
     try:
         yield

@@ -1,6 +1,7 @@
 """The largest batch: the search on known costs, and real processes with a real budget."""
 
 import functools
+import threading
 
 import pytest
 import torch
@@ -76,6 +77,8 @@ def test_errors_name_what_is_wrong(model, tmp_path, capsys):
         with pytest.raises(SystemExit) as stopped:
             batch_probe.main([*options, "--device", "cpu"])
         assert stopped.value.code == 1 and message in capsys.readouterr().err
+    # The watch that ends a process ends with the step that it watched, whatever became of that
+    assert "memory watch" not in [thread.name for thread in threading.enumerate()]
     options = batch_probe.Options(model=str(model), budget_gib=20, device="cpu")
     with pytest.raises(batch_probe.UserError, match="a training step of 0 rows failed: --rows must be greater than 0"):
         batch_probe.measure_in_process(options, 0)
