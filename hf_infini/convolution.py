@@ -41,34 +41,15 @@ def short_convolution(
         for tap in range(1, taps):
             output = output + everything[:, taps - 1 - tap : everything.shape[1] - tap] * weight[tap]
         return output, everything[:, everything.shape[1] - (taps - 1) :]
-    place, rank = _places(real, taps - 1)
+    rank, column = layout.order
+    carried = torch.arange(taps - 1, device=real.device)
+    place = torch.cat([carried.expand(len(inputs), -1), column + taps - 1], 1)  # of the carried, then of the real inputs
     for tap in range(1, taps):
-        index = place.gather(1, rank - tap)
+        index = place.gather(1, rank + taps - 1 - tap)
         inside = layout.positions >= tap
         earlier = everything.gather(1, index.unsqueeze(-1).expand_as(inputs))
         output = output + earlier.masked_fill(~inside.unsqueeze(-1), 0) * weight[tap]
-    places = torch.arange(taps - 1, device=real.device)
-    index = place.gather(1, real.sum(1, keepdim=True) + places)
-    inside = layout.tokens_seen.unsqueeze(1) >= taps - 1 - places
+    index = place.gather(1, real.sum(1, keepdim=True) + carried)
+    inside = layout.tokens_seen.unsqueeze(1) >= taps - 1 - carried
     latest = everything.gather(1, index.unsqueeze(-1).expand(-1, -1, inputs.shape[2]))
     return output, latest.masked_fill(~inside.unsqueeze(-1), 0)
-
-
-def _places(real: Tensor, carried: int) -> tuple[Tensor, Tensor]:
-    """Where the tokens of (carried, new) are once padding is passed over.
-
-    Args:
-        real: `[B, T]` bool; carried: how many inputs stand before the new ones.
-
-    Returns:
-        `[B, carried + T]`: which row of (carried, new) holds the r-th of them, and `[B, T]`: which one each token is (that
-        of padding means nothing, but lies in range).
-    """
-    batch, tokens = real.shape
-    rank = (carried + real.cumsum(1) - 1).clamp(min=carried)
-    columns = torch.arange(carried, carried + tokens, device=real.device).expand(batch, tokens)
-    spare = carried + tokens  # an extra place that takes the padding, cut off again
-    place = torch.zeros(batch, spare + 1, dtype=torch.long, device=real.device)
-    place[:, :carried] = torch.arange(carried, device=real.device)
-    place = place.scatter(1, torch.where(real, rank, spare), columns)
-    return place[:, :spare], rank

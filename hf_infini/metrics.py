@@ -23,9 +23,12 @@ def summarize(loss_sums: Iterable[float], token_counts: Iterable[int]) -> dict[s
     if tokens == 0:
         raise ValueError("no token was predicted: a text needs at least 2 tokens to have a perplexity")
     cross_entropy = math.fsum(loss_sums) / tokens
-    # exp overflows beyond 709 nats; a model that bad has no finite perplexity
-    perplexity = math.exp(cross_entropy) if cross_entropy < 709 else math.inf
-    return {"cross_entropy": cross_entropy, "perplexity": perplexity, "tokens": tokens}
+    return {"cross_entropy": cross_entropy, "perplexity": perplexity(cross_entropy), "tokens": tokens}
+
+
+def perplexity(cross_entropy: float) -> float:
+    """exp of a cross-entropy in nats; infinite beyond 709, where exp overflows: a model that bad has no finite one."""
+    return math.exp(cross_entropy) if cross_entropy < 709 else math.inf
 
 
 def token_losses(logits, targets):

@@ -3,7 +3,8 @@
 from pathlib import Path
 
 
-def _figure(title: str, x_label: str, y_label: str):
+def figure_with_axes(title: str, x_label: str, y_label: str):
+    """An empty figure of the size and style that the plots share, and its axes."""
     from matplotlib.figure import Figure  # without pyplot: no global state, and Agg is the only backend it can meet
 
     figure = Figure(figsize=(8, 5), dpi=120, layout="constrained")
@@ -19,7 +20,7 @@ def plot_loss_curve(lines: list[dict], file: Path) -> None:
     Args:
         lines: of a run's `metrics.jsonl`: `tokens` with `train_loss` or `eval_loss`, nats per token.
     """
-    figure, axes = _figure("Loss", "tokens", "cross-entropy (nats per token)")
+    figure, axes = figure_with_axes("Loss", "tokens", "cross-entropy (nats per token)")
     for name, label, style in (("train_loss", "training", {"alpha": 0.7}), ("eval_loss", "validation", {"marker": "o"})):
         points = [(line["tokens"], line[name]) for line in lines if name in line]
         if points:
@@ -34,7 +35,7 @@ def plot_gates(lines: list[dict], file: Path) -> None:
     Args:
         lines: of a run's `metrics.jsonl`: those with `gates`, `{layer: [a value per head]}`, are drawn.
     """
-    figure, axes = _figure("Gates: the memory's share of each head's output", "tokens", "sigmoid(gate)")
+    figure, axes = figure_with_axes("Gates: the memory's share of each head's output", "tokens", "sigmoid(gate)")
     lines = [line for line in lines if "gates" in line]
     tokens = [line["tokens"] for line in lines]
     for number, layer in enumerate(lines[0]["gates"] if lines else ()):
@@ -54,7 +55,7 @@ def plot_positions(table: list[dict], file: Path, title: str) -> None:
     Args:
         table: `LossByPosition.table()`: rows with `first`, `last` and `perplexity`.
     """
-    figure, axes = _figure(title, "position in the context (tokens before the predicted one)", "perplexity")
+    figure, axes = figure_with_axes(title, "position in the context (tokens before the predicted one)", "perplexity")
     middles = [(row["first"] * row["last"]) ** 0.5 for row in table]
     axes.plot(middles, [row["perplexity"] for row in table], marker="o")
     axes.set_xscale("log", base=2)
@@ -69,7 +70,7 @@ def plot_comparison(runs: dict[str, list[dict]], file: Path, levels: dict[str, f
         runs: name → lines of its `metrics.jsonl`.
         levels: name → cross-entropy of what is not trained in steps, drawn as a horizontal line with its name beside it.
     """
-    figure, axes = _figure("Validation loss", "tokens", "cross-entropy (nats per token)")
+    figure, axes = figure_with_axes("Validation loss", "tokens", "cross-entropy (nats per token)")
     for name, lines in runs.items():
         points = [(line["tokens"], line["eval_loss"]) for line in lines if "eval_loss" in line]
         axes.plot(*zip(*points, strict=True), marker=".", label=name)

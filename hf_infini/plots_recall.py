@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from .plots import _figure
+from .plots import figure_with_axes
 
 
 def plot_passkey(cells: list[dict], file: Path, title: str) -> None:
@@ -38,7 +38,7 @@ def plot_facts(cells: list[dict], file: Path, title: str) -> None:
     Args:
         cells: with `distance`, and where they were possible `accuracy`, `low`, `high` and `chance`.
     """
-    figure, axes = _figure(title, "segments between the fact and the question", "exact answers")
+    figure, axes = figure_with_axes(title, "segments between the fact and the question", "exact answers")
     places = {cell["distance"]: place for place, cell in enumerate(cells)}
     cells = [cell for cell in cells if "accuracy" in cell]
     x = [places[cell["distance"]] for cell in cells]

@@ -6,6 +6,7 @@ the segments of the window. Two forms hold the same thing: *plain*, where the ro
 reshape; *indexed*, for padding, packed documents and rows of different lengths, is a gather.
 """
 
+import functools
 from dataclasses import dataclass, replace
 
 import torch
@@ -158,6 +159,17 @@ class SegmentLayout:
         inside = (writing.unsqueeze(1) == reading.unsqueeze(2)) & (steps[:-1] < steps[:, None]) & (steps[:-1] >= kept)
         continued = (reading == reading[:, :1]).unsqueeze(-1)
         return Borders(torch.cat([continued, ~continued, inside], -1), reading[:, 1:] == reading[:, :-1])
+
+    @functools.cached_property
+    def order(self) -> tuple[Tensor, Tensor]:
+        """Indexed form: `[batch, tokens]`, which of its row's real tokens each is (that of padding means nothing, but lies
+        in range), and `[batch, tokens]`, in which column the row's r-th real token stands (0 where there are fewer)."""
+        rank = (self.real.cumsum(1) - 1).clamp(min=0)
+        columns = torch.arange(self.tokens, device=self.real.device).expand(self.batch, self.tokens)
+        place = torch.zeros(self.batch, self.tokens + 1, dtype=torch.long, device=self.real.device)
+        # One place more takes the padding, cut off again
+        place = place.scatter(1, torch.where(self.real, rank, self.tokens), columns)
+        return rank, place[:, : self.tokens]
 
     def _window_target(self) -> Tensor:
         """In which slot of the grid each slot of the carried window lies: its own place, −1 where it is empty."""

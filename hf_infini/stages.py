@@ -120,6 +120,14 @@ def write_manifest(path: Path, *, options: list, record: dict, splits: dict, sta
     return manifest
 
 
+def read_manifest(data: Path) -> dict:
+    """The `manifest.json` of a prepared folder, which is there once it is finished; a UserError where it is not."""
+    file = Path(data) / "manifest.json"
+    if not file.is_file():
+        raise UserError(f"--data: {data} has no manifest.json; make the folder with recipes/prepare.py")
+    return json.loads(file.read_text(encoding="utf-8"))
+
+
 def write_json(path: Path, content) -> None:
     """Writes JSON so that a reader finds the old file or the new one, never half of it."""
     write_text(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")

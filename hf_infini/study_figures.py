@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from .plots import figure_with_axes
 from .study import BASE, BASELINE
 
 
@@ -25,19 +26,9 @@ def draw(content: dict, folder: Path) -> list[str]:
     return list(figures)
 
 
-def _axes(title: str, x_label: str, y_label: str):
-    from matplotlib.figure import Figure  # without pyplot: no global state, no display
-
-    figure = Figure(figsize=(8, 5), dpi=120, layout="constrained")
-    axes = figure.add_subplot()
-    axes.set(title=title, xlabel=x_label, ylabel=y_label)
-    axes.grid(alpha=0.3)
-    return figure, axes
-
-
 def plot_losses(variants: list[dict]):
     """Validation loss over the tokens trained on; variants with data of their own are dashed, as their tokens differ."""
-    figure, axes = _axes("Validation loss", "tokens trained on", "cross-entropy (nats per token)")
+    figure, axes = figure_with_axes("Validation loss", "tokens trained on", "cross-entropy (nats per token)")
     for number, variant in enumerate(variants):
         own_data = variant["data"] != BASE
         label = f"{variant['name']} (other tokens: not comparable)" if own_data else variant["name"]
@@ -50,7 +41,7 @@ def plot_losses(variants: list[dict]):
 def plot_differences(variants: list[dict]):
     """Validation loss minus the baseline's over the tokens: below the line of zero a variant is ahead."""
     title = f"Validation loss minus {BASELINE}'s (below 0: better than {BASELINE})"
-    figure, axes = _axes(title, "tokens trained on", "difference (nats per token)")
+    figure, axes = figure_with_axes(title, "tokens trained on", "difference (nats per token)")
     for number, variant in enumerate(variants):
         if variant.get("curve_difference"):
             points = zip(*variant["curve_difference"], strict=True)
@@ -63,7 +54,7 @@ def plot_differences(variants: list[dict]):
 def plot_gate_distribution(variant: dict):
     """sigmoid(gate) of every head, a column for each layer; several seeds lie on top of each other."""
     title = f"{variant['name']}: gates at the end of training, a point for each head"
-    figure, axes = _axes(title, "layer", "sigmoid(gate): the memory's share")
+    figure, axes = figure_with_axes(title, "layer", "sigmoid(gate): the memory's share")
     for number, layers in enumerate(variant["gates"].values()):
         for place, values in enumerate(layers.values()):
             offsets = [place + 0.5 * ((head + 0.5) / len(values) - 0.5) for head in range(len(values))]
@@ -78,7 +69,7 @@ def plot_gate_distribution(variant: dict):
 def plot_long_texts(variants: list[dict]):
     """Perplexity by position in long rows, and as dotted lines that of the same text in rows of the trained length, of the
     variants that count the same tokens."""
-    figure, axes = _axes("Beyond the trained context", "position (tokens before the predicted one)", "perplexity")
+    figure, axes = figure_with_axes("Beyond the trained context", "position (tokens before the predicted one)", "perplexity")
     for number, variant in enumerate(variants):
         long, context = variant["positions"]["long"], variant["positions"]["context"]
         if variant["data"] != BASE:

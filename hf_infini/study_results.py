@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from .bootstrap import RESAMPLES, Interval, difference_interval, mean_interval
+from .metrics import perplexity
 from .run_folder import read_jsonl
 from .study import BASE, BASELINE, Plan, Run
 from .sweeps import FINISHED
@@ -88,7 +89,7 @@ def _variant_numbers(runs: list[Run], losses: _Losses | None, baseline: _Losses 
     entropy = mean_interval(losses.rows[:, 0], losses.rows[:, 1], seed=seed)
     numbers |= {
         "cross_entropy": asdict(entropy),
-        "perplexity": asdict(entropy.map(_exp)),
+        "perplexity": asdict(entropy.map(perplexity)),
         "tokens_evaluated": int(losses.rows[:, 1].sum()),
         "by_seed": {run.seed: read_json(run.folder / "row_losses.json")["cross_entropy"] for run in losses.runs},
         "difference": _difference(losses, baseline, seed),
@@ -112,10 +113,6 @@ def _variant_numbers(runs: list[Run], losses: _Losses | None, baseline: _Losses 
         other = dict(curve([read_jsonl(run.trained / "metrics.jsonl") for run in baseline.runs]))
         numbers["curve_difference"] = [(at, loss - other[at]) for at, loss in numbers["curve"] if at in other]
     return numbers
-
-
-def _exp(value: float) -> float:
-    return math.exp(value) if value < 709 else math.inf  # beyond which exp overflows
 
 
 def _difference(losses: _Losses, baseline: _Losses | None, seed: int) -> dict | None:

@@ -22,7 +22,6 @@ with Infini-attention its local attention alone.
 Writes OUT.json, OUT.png, and the same table on standard output.
 """
 
-import json
 import shlex
 import sys
 from dataclasses import dataclass, field
@@ -30,6 +29,7 @@ from pathlib import Path
 from typing import Literal
 
 from hf_infini.cli import UserError, exit_on_user_error, option, parse_options
+from hf_infini.stages import read_manifest
 
 
 @dataclass
@@ -219,10 +219,7 @@ def check_options(options: Options) -> dict | None:
         if not Path(options.text).is_file():
             raise UserError(f"--text: there is no file {options.text}")
         return None
-    file = Path(options.data) / "manifest.json"
-    if not file.is_file():
-        raise UserError(f"--data: {options.data} has no manifest.json; make the folder with recipes/prepare.py")
-    manifest = json.loads(file.read_text(encoding="utf-8"))
+    manifest = read_manifest(Path(options.data))
     if manifest["splits"].get(options.split, {"blocks": 0})["blocks"] == 0:
         raise UserError(
             f"--split {options.split}: {options.data} has no {options.split} rows; prepare it again with "

@@ -11,7 +11,6 @@ evaluate_model.py count in the same rows (special tokens are not), and stands be
 recipes/write_card.py takes too.
 """
 
-import json
 import shlex
 import sys
 import time
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Literal
 
 from hf_infini.cli import UserError, exit_on_user_error, parse_options
+from hf_infini.stages import read_manifest
 
 HIGHEST = 5  # beyond that a window is mostly seen once, and its code may not fit into an integer
 
@@ -92,10 +92,7 @@ def check(options: Options) -> dict:
         raise UserError(f"--out {options.out}: give a file that ends in .json")
     if not options.orders or not all(0 <= order <= HIGHEST for order in options.orders):
         raise UserError(f"--orders {' '.join(map(str, options.orders))}: give one or more numbers from 0 to {HIGHEST}")
-    file = Path(options.data) / "manifest.json"
-    if not file.is_file():
-        raise UserError(f"--data: {options.data} has no manifest.json; make the folder with recipes/prepare.py")
-    manifest = json.loads(file.read_text(encoding="utf-8"))
+    manifest = read_manifest(Path(options.data))
     if manifest["splits"].get(options.split, {"blocks": 0})["blocks"] == 0:
         raise UserError(f"--split {options.split}: {options.data} has no such rows; prepare it with --{options.split} SHARE")
     return manifest

@@ -26,7 +26,6 @@ cannot be used and for rows too short, with 2 for unknown or malformed options.
 
 import dataclasses
 import functools
-import json
 import os
 import shutil
 import time
@@ -34,6 +33,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hf_infini.cli import UserError, exit_on_user_error, option, parse_options
+from hf_infini.stages import read_manifest
 
 
 @dataclass
@@ -74,9 +74,7 @@ def main() -> None:
 
 def read_source(data: Path) -> dict:
     """The manifest of --data; a UserError where it is missing or its rows are no running text."""
-    if not (data / "manifest.json").is_file():
-        raise UserError(f"--data: {data} has no manifest.json; make the folder with recipes/prepare.py")
-    manifest = json.loads((data / "manifest.json").read_text(encoding="utf-8"))
+    manifest = read_manifest(data)
     if manifest["options"]["split_by"] != "document" or manifest["splits"]["validation"]["blocks"] == 0:
         raise UserError(f"--data: {data} has no validation documents; prepare it with --split_by document and --validation")
     if "prepared_from" in manifest["options"]:

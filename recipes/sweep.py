@@ -23,6 +23,7 @@ from pathlib import Path
 
 from hf_infini import sweeps
 from hf_infini.cli import UserError, exit_on_user_error, option
+from hf_infini.stages import read_manifest
 
 
 @dataclass
@@ -88,8 +89,7 @@ def parse(argv: list[str]) -> tuple[Options, list[str]]:
 
 def check(options: Options, passed: list[str], grid: dict) -> None:
     """UserError for files that are missing and options that are given twice."""
-    if not (Path(options.data) / "manifest.json").is_file():
-        raise UserError(f"--data: {options.data} has no manifest.json; make the folder with recipes/prepare.py")
+    read_manifest(Path(options.data))
     if options.config is not None and not Path(options.config).is_file():
         raise UserError(f"--config: there is no file {options.config}")
     for name in ("jobs", "threads"):

@@ -13,15 +13,15 @@ if it had never been stopped. The out folder receives the model and tokenizer (`
 loads them), metrics.jsonl, loss_curve.png, result.json and, for Infini-attention, gates.json and gates.png.
 """
 
-import json
 import shlex
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from hf_infini.cli import UserError, exit_on_user_error, option, parse_options
+from hf_infini.cli import exit_on_user_error, option, parse_options
 from hf_infini.model_options import ModelOptions, attention_of, build_config, build_model
+from hf_infini.stages import read_manifest
 
 
 @dataclass
@@ -62,8 +62,7 @@ class OptimizerOptions:
 def main(argv: list[str] | None = None) -> None:
     run, shape, optimizer = parse_options(RunOptions, ModelOptions, OptimizerOptions, description=__doc__, argv=argv)
     data, out = Path(run.data), Path(run.out)
-    if not (data / "manifest.json").is_file():
-        raise UserError(f"--data: {data} has no manifest.json; make the folder with recipes/prepare.py")
+    manifest = read_manifest(data)
 
     import torch
     from transformers import AutoTokenizer, set_seed
@@ -75,7 +74,7 @@ def main(argv: list[str] | None = None) -> None:
     intervals = ("eval_steps", "save_steps", "logging_steps")
     training.check_positive(optimizer, "batch_size", "gradient_accumulation", "eval_rows", *intervals)
     arguments = training_arguments(run, optimizer)
-    fingerprint = training.data_fingerprint(json.loads((data / "manifest.json").read_text(encoding="utf-8")))
+    fingerprint = training.data_fingerprint(manifest)
     rows_per_step = optimizer.batch_size * optimizer.gradient_accumulation * arguments.world_size
     train, validation = training.load_rows(data, rows_per_step)
     context = len(train[0]["input_ids"])

@@ -37,6 +37,19 @@ def causal_mha(seed=0, **options) -> CausalMHAForCausalLM:
     return model
 
 
+class RowsOf:
+    """The part of a dataset that `evaluate_rows` uses, around `[rows, tokens]`."""
+
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        return {"input_ids": self.rows[index]}
+
+
 def token_ids(batch: int, tokens: int, seed=0) -> torch.Tensor:
     """`[batch, tokens]`, never 0, the end-of-text id."""
     return torch.randint(1, 89, (batch, tokens), generator=torch.Generator().manual_seed(seed))

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from models import RowsOf
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from hf_infini import InfiniGPT2Config, InfiniGPT2LMHeadModel
@@ -84,19 +85,6 @@ def test_evaluate_rows_equals_the_naive_sum(name, request):
     # float32 logits of a few units, averaged over 115 tokens
     assert result["cross_entropy"] == pytest.approx(sum(losses) / len(losses), rel=1e-6)
     assert result["perplexity"] == pytest.approx(math.exp(sum(losses) / len(losses)), rel=1e-5)
-
-
-class RowsOf:
-    """The part of a dataset that `evaluate_rows` uses."""
-
-    def __init__(self, rows):
-        self.rows = rows
-
-    def __len__(self):
-        return len(self.rows)
-
-    def __getitem__(self, index):
-        return {"input_ids": self.rows[index]}
 
 
 @pytest.mark.parametrize("chunk", [1, 5, 8, 23, 24, 100])

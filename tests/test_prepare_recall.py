@@ -6,16 +6,13 @@ import json
 import random
 import re
 import shutil
-import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 from datasets import Features, List, Value, load_from_disk
-from test_train import SIZES, load_recipe, recipe, run
+from test_train import SIZES, kill_when, load_recipe, recipe, run
 from transformers import AutoTokenizer
 
 from hf_infini.biographies import biography_documents
@@ -162,15 +159,7 @@ def test_drills_make_rows_of_any_length(base, tmp_path):
 def test_a_killed_run_leaves_nothing_that_looks_finished(base, tmp_path):
     options = ["--context", 512, "--rows", 2500, "--validation_rows", 4]
     command = [*recipe("prepare_recall"), "--data", source(base), *options, "--out", tmp_path / "out"]
-    process = subprocess.Popen([*map(str, command)], stderr=subprocess.DEVNULL)
-    try:
-        while not list((tmp_path / "out").glob(".partial-train/stream/*")):
-            assert process.poll() is None
-            time.sleep(0.02)
-        process.send_signal(signal.SIGKILL)
-    finally:
-        process.kill()
-        process.wait()
+    kill_when(lambda: list((tmp_path / "out").glob(".partial-train/stream/*")), *command)
     assert not (tmp_path / "out" / "manifest.json").exists() and not (tmp_path / "out" / "train").exists()
     killed = prepare(tmp_path / "out", base, *options)
     assert killed["stages"]["tokenizer"]["reused"] and not killed["stages"]["train"]["reused"]

@@ -3,15 +3,12 @@
 import functools
 import json
 import shutil
-import signal
-import subprocess
-import time
 from pathlib import Path
 
 import pytest
 import torch
 from models import causal_mha, gpt2, infini_gpt2, token_ids
-from test_train import load_recipe, recipe
+from test_train import kill_when, load_recipe, recipe
 
 from hf_infini.biographies import biography_documents
 from hf_infini.biography_sentences import NUMBERS
@@ -217,15 +214,7 @@ def test_a_killed_task_goes_on_where_it_was(base, tmp_path):
     options = [*map(str, options), "--lengths", *map(str, range(200, 3200, 200))]
     file = tmp_path / "out.cells.json"
     command = [*recipe("evaluate_model"), *options, "--device", "cpu", "--out", str(tmp_path / "out")]
-    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
-    try:
-        while not (file.exists() and len(json.loads(file.read_text(encoding="utf-8"))["cells"]) >= 3):
-            assert process.poll() is None
-            time.sleep(0.02)
-        process.send_signal(signal.SIGKILL)
-    finally:
-        process.kill()
-        process.wait()
+    kill_when(lambda: file.exists() and len(json.loads(file.read_text(encoding="utf-8"))["cells"]) >= 3, *command)
     assert not (tmp_path / "out.json").exists()
     kept = json.loads(file.read_text(encoding="utf-8"))
     assert 3 <= len(kept["cells"]) < 30

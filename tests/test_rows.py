@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import causal_mha, gpt2, infini_gpt2, token_ids
+from models import RowsOf, causal_mha, gpt2, infini_gpt2, token_ids
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
 
 from hf_infini.metrics import evaluate_rows, stream_losses
@@ -61,7 +61,7 @@ def test_documents_of_a_row_are_rows_of_their_own(make):
 def test_evaluation_counts_what_the_reader_leaves_and_streams_alike():
     model, ids = infini_gpt2(), packed_ids()
     reader = RowReader([END], end_of_text=END)
-    found = evaluate_rows(model, Rows(ids), 2, reader)
+    found = evaluate_rows(model, RowsOf(ids), 2, reader)
     batch = reader({"input_ids": ids})
     logits = model(ids, position_ids=batch["position_ids"]).logits[:, :-1].detach()
     losses = torch.nn.functional.cross_entropy(logits.transpose(1, 2), batch["labels"][:, 1:], reduction="none")
@@ -93,19 +93,6 @@ def test_logits_of_the_learned_places_give_the_same_loss_and_gradients(make, ite
 
 def super_loss(trainer):
     return super(PerplexityTrainer, trainer).compute_loss
-
-
-class Rows:
-    """The part of a dataset that `evaluate_rows` uses."""
-
-    def __init__(self, ids):
-        self.ids = ids
-
-    def __len__(self):
-        return len(self.ids)
-
-    def __getitem__(self, rows):
-        return {"input_ids": self.ids[rows].tolist()}
 
 
 @pytest.fixture(scope="module")

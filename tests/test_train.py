@@ -7,9 +7,9 @@ import json
 import lzma
 import os
 import shutil
-import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -48,6 +48,24 @@ def run(*command, check: bool = True) -> subprocess.CompletedProcess:
     done = subprocess.run([*map(str, command)], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert not check or done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
     return done
+
+
+def kill_when(ready, *command, seconds: int = 200) -> None:
+    """Starts a command in the repository and kills it, without a chance to clean up, as soon as `ready()` is true."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with tempfile.TemporaryFile("w+") as log:
+        process = subprocess.Popen([*map(str, command)], cwd=ROOT, env=environment, stdout=log, stderr=log)
+        try:
+            deadline = time.monotonic() + seconds
+            while not ready():
+                if process.poll() is not None:
+                    log.seek(0)
+                assert process.poll() is None, f"ended too early\n{log.read()}"
+                assert time.monotonic() < deadline, f"not ready after {seconds} s"
+                time.sleep(0.002)
+        finally:
+            process.kill()
+            process.wait()
 
 
 def recipe(name: str) -> list[str]:
@@ -155,15 +173,8 @@ def test_metrics_lines(base):
 
 def test_killed_and_started_again_it_ends_as_if_it_had_run_through(base):
     straight, folder = straight_run(base), base / "killed"
-    command = [*recipe("train"), *map(str, infini_options(prepared_data(base))), "--out", str(folder)]
-    with open(base / "killed.log", "w") as log:
-        process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=log, stderr=log)
-        deadline = time.monotonic() + 200
-        while not (folder / "checkpoint-12" / "model.safetensors").exists() and time.monotonic() < deadline:
-            assert process.poll() is None, (base / "killed.log").read_text()
-            time.sleep(0.002)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+    command = [*recipe("train"), *infini_options(prepared_data(base)), "--out", folder]
+    kill_when((folder / "checkpoint-12" / "model.safetensors").exists, *command)
     assert not (folder / "result.json").exists()
     resumes_at = run_folder.checkpoint_step(run_folder.last_complete_checkpoint(folder))
     # A checkpoint that was killed in the middle, and one whose oldest files were already being deleted
