@@ -96,7 +96,8 @@ def test_one_length_of_segments_replaces_the_other(tmp_path):
 def test_lengths_seeds_and_tokenizers(tmp_path):
     plan = plan_of(tmp_path, scale="full", tokens=5000, seeds=[0, 3], ready_tokenizer="some/tokenizer")
     assert [run.name for run in plan.runs] == ["s1", "s1-seed3", "i1", "i1-seed3", "i2", "i2-seed3", "best", "best-seed3"]
-    assert all(run.options["max_tokens"] == 5000 and "epochs" not in run.options for run in plan.runs)
+    assert all(run.options["max_tokens"] == 5000 for run in plan.runs)
+    assert [run.variant for run in plan.runs if "epochs" in run.options] == ["i2", "i2"]  # one pass over its tenth at most
     assert [run.options["seed"] for run in plan.runs[:2]] == [0, 3]
     assert plan.data.keys() == {"base", "fraction=0.1,tokenizer=tokenizer"}
     assert plan.data[plan.runs[4].data]["tokenizer"] == "some/tokenizer"
