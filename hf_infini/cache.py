@@ -1,9 +1,13 @@
 """The cache of `generate()`: one [`InfiniState`] for each layer with memory, so its bytes do not grow with the context."""
 
+from collections.abc import Sequence
+from pathlib import Path
+
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
+from .memory_files import check_model, describe_model, read_memory_file, write_memory_file
 from .segments import SegmentLayout
 from .state import InfiniState
 from .steps import StepLayout
@@ -103,6 +107,106 @@ class InfiniCache(Cache):
             elif layer.is_initialized:
                 total += layer.keys.nbytes + layer.values.nbytes
         return total
+
+    def attention_mask(self, attention_mask: Tensor) -> Tensor:
+        """The mask with which `generate()` goes on from here with new tokens alone, as it must where the ids of what the
+        cache has read are gone: `generate(ids, attention_mask=cache.attention_mask(mask), past_key_values=cache)`.
+
+        By the width of the mask `generate()` tells new ids from a whole text, and in it positions are counted. With beams or
+        several sequences for each row, repeat the cache (`batch_repeat_interleave`) after this.
+
+        Args:
+            attention_mask: `[batch, tokens]` of the new tokens, 1 = real, 0 = padding.
+
+        Returns:
+            `[batch, columns + tokens]`, the columns being those that the cache has passed.
+
+        Raises:
+            ValueError: another number of rows than the cache has, or positions that left some numbers out.
+        """
+        if self.state is None:
+            return attention_mask
+        columns, seen = self.get_seq_length(), self.state.last_position + 1
+        if len(attention_mask) != len(seen):
+            raise ValueError(
+                f"the mask has {len(attention_mask)} rows and the cache {len(seen)}: repeat the cache's rows with "
+                "batch_repeat_interleave, or choose among them with batch_select_indices."
+            )
+        if int(seen.max()) > columns:
+            raise ValueError(
+                f"the last position is {int(seen.max()) - 1} after {columns} tokens: generate() counts positions in the "
+                "mask and cannot go on from position_ids that left some out."
+            )
+        # A row's real tokens are counted and not looked at, so they may stand together at the end
+        past = torch.arange(columns, device=seen.device) >= columns - seen.unsqueeze(1)
+        return torch.cat([past.to(attention_mask), attention_mask], 1)
+
+    def save_pretrained(self, path: str | Path, model, *, text_sha256: Sequence[str] | None = None) -> None:
+        """Writes what has been read so far into a memory file (see memory_files.py): the whole state, bit for bit.
+
+        Whoever reads the file finds the one that was there before or this one, never half of it.
+
+        Args:
+            path: the file, by custom `NAME.safetensors`.
+            model: the model that filled the cache, or what [`describe_model`] said of it, which is expensive.
+            text_sha256: for each row, the sha256 of the text that it has read.
+
+        Raises:
+            ValueError: nothing has been read yet, or `text_sha256` is not one for each row.
+            OSError: the file cannot be written.
+        """
+        if self.state is None:
+            raise ValueError("this cache has read nothing yet: give it to model(ids, past_key_values=cache) before saving.")
+        tokens_seen = self.state.tokens_seen.tolist()
+        if text_sha256 is not None and (isinstance(text_sha256, str) or len(text_sha256) != len(tokens_seen)):
+            raise ValueError(f"text_sha256 must be a list with one for each of the {len(tokens_seen)} rows.")
+        tensors = {} if self.documents is None else {"documents": self.documents}
+        for number, layer in enumerate(self.layers):
+            bounded = isinstance(layer, InfiniLayer)
+            own = layer.state.tensors() if bounded else {"keys": layer.keys, "values": layer.values}
+            tensors |= {f"layers.{number}.{name}": tensor for name, tensor in own.items()}
+        record = {
+            "model": model if isinstance(model, dict) else describe_model(model),
+            "columns": self.get_seq_length(),
+            "tokens_seen": tokens_seen,
+            "text_sha256": None if text_sha256 is None else list(text_sha256),
+        }
+        write_memory_file(path, tensors, record)
+
+    @classmethod
+    def from_pretrained(cls, path: str | Path, model, *, rows: Sequence[int] | None = None) -> "InfiniCache":
+        """The cache that [`InfiniCache.save_pretrained`] wrote, on the model's device, to go on from.
+
+        Hashes the model's weights to compare them with those that wrote the memory (see [`describe_model`] for the time).
+
+        Args:
+            path: the file.
+            model: the model that is to go on.
+            rows: which rows of the batch to take, in this order; `None`: all.
+
+        Raises:
+            MemoryFileError: the file is damaged, no memory file, or of another model: the message says what differs.
+            ValueError: there is no such row.
+            OSError: there is no such file.
+        """
+        record, tensors = read_memory_file(path)
+        check_model(path, record, model)
+        cache = cls(model.config)
+        for number, layer in enumerate(cache.layers):
+            prefix = f"layers.{number}."
+            own = {n.removeprefix(prefix): t.to(model.device) for n, t in tensors.items() if n.startswith(prefix)}
+            if isinstance(layer, InfiniLayer):
+                layer.advance(InfiniState.from_tensors(own), record["columns"])
+            else:
+                layer.update(own["keys"], own["values"])
+        documents = tensors.get("documents")
+        cache.documents = None if documents is None else documents.to(model.device)
+        count = len(record["tokens_seen"])
+        if rows is not None:
+            if not all(0 <= row < count for row in rows):
+                raise ValueError(f"rows must be numbers from 0 to {count - 1}, the rows of {path}; got {list(rows)}.")
+            cache.batch_select_indices(torch.tensor(rows, dtype=torch.long, device=model.device))
+        return cache
 
     def full_attention_mask(self, layout: SegmentLayout | StepLayout, tokens: int, past: int) -> Tensor | None:
         """See [`full_attention_mask`]; remembers the documents of the new columns."""

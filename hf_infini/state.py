@@ -90,10 +90,18 @@ class InfiniState:
             start_normaliser=start_normaliser,
         )
 
+    @classmethod
+    def from_tensors(cls, tensors: dict[str, Tensor]) -> "InfiniState":
+        """The state whose fields [`InfiniState.tensors`] gave."""
+        return cls(**{field.name: tensors.get(field.name) for field in fields(cls)})
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The fields by name, without those that are `None`."""
+        return {field.name: getattr(self, field.name) for field in fields(self) if getattr(self, field.name) is not None}
+
     def map_rows(self, function) -> "InfiniState":
         """A state whose per-row tensors (all but the start) are `function(tensor)`: select, repeat or move rows."""
-        per_row = [field.name for field in fields(self) if not field.name.startswith("start_")]
-        return replace(self, **{n: function(getattr(self, n)) for n in per_row if getattr(self, n) is not None})
+        return replace(self, **{n: function(t) for n, t in self.tensors().items() if not n.startswith("start_")})
 
     def nbytes(self) -> int:
         """Bytes that the per-row tensors hold (the start belongs to the model's weights)."""
