@@ -201,3 +201,6 @@ class CausalMHAConfig(PreTrainedConfig):
                 f"position_encoding={self.position_encoding!r} acts inside the attention, and attention='none' has none: "
                 f"choose {', '.join((*IN_EMBEDDING, 'none'))}."
             )
+
+
+CausalMHAConfig.register_for_auto_class()  # its code is saved with it: see modeling_common.carry_code

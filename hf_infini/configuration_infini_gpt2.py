@@ -130,3 +130,6 @@ class InfiniGPT2Config(GPT2Config):
             )
         if self.add_cross_attention:
             raise ValueError("cross-attention has no segments: add_cross_attention=True is not supported.")
+
+
+InfiniGPT2Config.register_for_auto_class()  # its code is saved with it: see modeling_common.carry_code

@@ -15,7 +15,15 @@ from transformers.utils.generic import can_return_tuple, merge_with_config_defau
 
 from .causal_mha import CausalMultiHeadAttention
 from .configuration_causal_mha import RELATIVE, CausalMHAConfig
-from .modeling_common import InitializationMixin, MemoryGenerationMixin, columns_of_call, memory_cache, memory_mask_of
+from .modeling_common import (
+    HubCodeMixin,
+    InitializationMixin,
+    MemoryGenerationMixin,
+    carry_code,
+    columns_of_call,
+    memory_cache,
+    memory_mask_of,
+)
 from .positions import sinusoidal_encoding
 from .segments import segment_layout
 
@@ -76,7 +84,7 @@ class CausalMHABlock(GradientCheckpointingLayer):
         return hidden_states + self.dropout(self.mlp(self.ln_2(hidden_states))), weights
 
 
-class CausalMHAPreTrainedModel(InitializationMixin, PreTrainedModel):
+class CausalMHAPreTrainedModel(HubCodeMixin, InitializationMixin, PreTrainedModel):
     """What both models share: the configuration, and the first values of the weights."""
 
     config: CausalMHAConfig
@@ -283,3 +291,6 @@ class CausalMHAForCausalLM(CausalMHAPreTrainedModel, MemoryGenerationMixin, Gene
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
         )
+
+
+carry_code(AutoModel=CausalMHAModel, AutoModelForCausalLM=CausalMHAForCausalLM)

@@ -1,4 +1,5 @@
-"""What the model families share: initialisation of every module, and caches and masks of layers with a memory."""
+"""What the model families share: initialisation of every module, code on the Hub, and caches and masks of layers with a
+memory."""
 
 import torch
 
@@ -15,6 +16,39 @@ class InitializationMixin:
 
     def _initialize_weights(self, module, is_custom_code: bool = False):
         super()._initialize_weights(module, False)
+
+
+class HubCodeMixin:
+    """Saves a model's code beside its weights, so that it loads where this package is not installed; stands before
+    `PreTrainedModel`. It acts in the classes that [`carry_code`] names, not in their subclasses.
+    """
+
+    auto_entries: dict[str, str] = {}
+
+    def __init_subclass__(cls, **kwargs):
+        super().__init_subclass__(**kwargs)
+        # What defines a subclass is another file: torch's own, where FSDP makes one of a model's class to shard it
+        cls._auto_class, cls.auto_entries = None, {}
+
+    def save_pretrained(self, save_directory, *args, **kwargs):
+        if self.auto_entries:
+            # transformers adds the class that is saved alone: a language model is to load as a base model, too
+            self.config.auto_map = {**(getattr(self.config, "auto_map", None) or {}), **self.auto_entries}
+        return super().save_pretrained(save_directory, *args, **kwargs)
+
+
+def carry_code(**classes: type[HubCodeMixin]) -> None:
+    """Has models saved with the module that defines them and all that it imports with one dot (15 files or so).
+
+    The module itself calls it: the saved copy has no package whose `__init__` could.
+
+    Args:
+        classes: the model classes of the module, by the name of the Auto class that loads them.
+    """
+    entries = {auto_class: f"{cls.__module__.rpartition('.')[2]}.{cls.__name__}" for auto_class, cls in classes.items()}
+    for auto_class, cls in classes.items():
+        cls.register_for_auto_class(auto_class)
+        cls.auto_entries = entries
 
 
 class MemoryGenerationMixin:

@@ -16,7 +16,15 @@ from .attention import attend
 from .cache import InfiniCache, full_attention_mask
 from .configuration_infini_gpt2 import InfiniGPT2Config
 from .convolution import short_convolution
-from .modeling_common import InitializationMixin, MemoryGenerationMixin, columns_of_call, memory_cache, memory_mask_of
+from .modeling_common import (
+    HubCodeMixin,
+    InitializationMixin,
+    MemoryGenerationMixin,
+    carry_code,
+    columns_of_call,
+    memory_cache,
+    memory_mask_of,
+)
 from .segments import SegmentLayout, segment_layout
 from .state import InfiniState
 from .steps import StepLayout
@@ -162,7 +170,7 @@ class GPT2InfiniAttention(GPT2Attention):
         return query, key, value, recent
 
 
-class InfiniGPT2PreTrainedModel(InitializationMixin, GPT2PreTrainedModel):
+class InfiniGPT2PreTrainedModel(HubCodeMixin, InitializationMixin, GPT2PreTrainedModel):
     """What both models share: configuration, initialisation, and what generation may not do with a memory."""
 
     config: InfiniGPT2Config
@@ -300,3 +308,6 @@ class InfiniGPT2LMHeadModel(InfiniGPT2PreTrainedModel, MemoryGenerationMixin, GP
         self.transformer = InfiniGPT2Model(config)
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         self.post_init()
+
+
+carry_code(AutoModel=InfiniGPT2Model, AutoModelForCausalLM=InfiniGPT2LMHeadModel)
