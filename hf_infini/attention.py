@@ -8,12 +8,13 @@ from torch.nn import functional as F
 
 from .decoding import attend_step
 from .local import local_attention, weights_per_token
-from .memory import FEATURE_MAPS, delta_states, linear_states, read_memory, read_within_step
+from .memory import FEATURE_MAPS, delta_states, linear_states, read_memory, read_within_step, shared_share
 from .segments import SegmentLayout, segment_layout
 from .state import InfiniState
 from .steps import StepLayout
 
 UPDATE_RULES = ("linear", "delta")
+NORMALISERS = ("separate", "shared")
 EPS = 1e-6
 
 # Elements of the keys that the memory works on at a time: large enough to keep the launches few, small enough that what
@@ -30,6 +31,7 @@ def infini_attention(
     *,
     update_rule: str = "linear",
     feature_map: str = "elu",
+    normaliser: str = "separate",
     local_segments: int = 0,
     attention_mask: Tensor | None = None,
     position_ids: Tensor | None = None,
@@ -57,6 +59,8 @@ def infini_attention(
         segment_length: tokens in a segment, L ≥ 1.
         update_rule: "linear" or "delta".
         feature_map: what makes positive features of the memory's queries and keys: "elu", ELU + 1 (the paper), or "exp".
+        normaliser: "separate", one for the window and one for the memory, so that the gate alone sets the memory's share
+            (the paper); or "shared", one for both, so that it also depends on what the token finds: [`shared_share`].
         local_segments: earlier segments that the softmax sees, 0 in the paper.
         attention_mask: `[batch, tokens]`, 1 for real tokens; padding may stand anywhere, is in no segment, and its output
             is zero.
@@ -79,7 +83,7 @@ def infini_attention(
         ValueError: shapes, options or the state do not fit together; the message names them.
     """
     _check_arguments(query, key, value, gate, segment_length, local_segments)
-    _check_choices(update_rule, feature_map)
+    _check_choices(update_rule, feature_map, normaliser)
     _check_token_arguments(*query.shape[::2], attention_mask, memory_mask, position_ids)
     layout = segment_layout(
         query.shape[0],
@@ -100,6 +104,7 @@ def infini_attention(
         layout,
         update_rule=update_rule,
         feature_map=feature_map,
+        normaliser=normaliser,
         state=state,
         return_state=return_state,
         memory_query=memory_query,
@@ -120,6 +125,7 @@ def attend(
     *,
     update_rule: str = "linear",
     feature_map: str = "elu",
+    normaliser: str = "separate",
     state: InfiniState | None = None,
     return_state: bool = False,
     memory_query: Tensor | None = None,
@@ -149,6 +155,7 @@ def attend(
     windows = (state.local_key, state.local_value, state.local_memory_key if separate else state.local_key)
     memory_query = query if memory_query is None else memory_query
     memory_key = key if memory_key is None else memory_key
+    shared = normaliser == "shared"
     eager = eager or return_weights or upcast
     if isinstance(layout, StepLayout):
         return attend_step(
@@ -160,6 +167,7 @@ def attend(
             state,
             update_rule=update_rule,
             features=FEATURE_MAPS[feature_map],
+            shared=shared,
             memory_query=memory_query,
             memory_key=memory_key,
             scaling=scaling,
@@ -174,7 +182,7 @@ def attend(
     for new, window in zip((key, value), windows, strict=False):
         grids.append(layout.to_grid(new, window))
     grid_query, grid_key, grid_value = grids
-    local, weights = local_attention(
+    local, weights, log_sum = local_attention(
         grid_query,
         grid_key,
         grid_value,
@@ -182,12 +190,14 @@ def attend(
         scaling=scaling,
         dropout=dropout,
         return_weights=eager,
+        return_log_sum=shared,
         upcast=upcast,
     )
     grid_memory_query = layout.to_grid(memory_query, None) if memory_query is not query else grid_query
     grid_memory_key = layout.to_grid(memory_key, windows[2]) if separate else grid_key
-    output, memory, normaliser = _mix_memory(
+    output, memory, memory_normaliser = _mix_memory(
         local,
+        log_sum,
         gate,
         grid_memory_query,
         grid_memory_key,
@@ -205,7 +215,7 @@ def attend(
     new_state = replace(
         state,
         memory=memory,
-        normaliser=normaliser,
+        normaliser=memory_normaliser,
         local_key=layout.next_window(key, state.local_key),
         local_value=layout.next_window(value, state.local_value),
         local_memory_key=layout.next_window(memory_key, state.local_memory_key) if separate else None,
@@ -216,7 +226,7 @@ def attend(
     return output, new_state, weights
 
 
-def _mix_memory(local, gate, query, key, value, layout, state, update_rule, features, eps):
+def _mix_memory(local, log_sum, gate, query, key, value, layout, state, update_rule, features, eps):
     """Equations 3 to 5 over the grid: reads the memory for every segment and mixes it into the local attention.
 
     Works through groups of segments, so that what lies between the products stays small; the state is handed on from group
@@ -229,7 +239,8 @@ def _mix_memory(local, gate, query, key, value, layout, state, update_rule, feat
         start = (memory.new_zeros(memory.shape[1:]), normaliser.new_zeros(normaliser.shape[1:]))
     else:
         start = (state.start_memory.to(dtype), state.start_normaliser.to(dtype))
-    share = torch.sigmoid(gate.to(dtype))[:, None]  # [heads, 1]
+    gate = gate.to(dtype)
+    share = torch.sigmoid(gate)  # [heads]
     filled = None if state.start_memory is not None else layout.segment_numbers() > layout.local_segments
     written = layout.written()
     step, group = _group_sizes(layout, key, update_rule)
@@ -237,6 +248,7 @@ def _mix_memory(local, gate, query, key, value, layout, state, update_rule, feat
     with torch.autocast(key.device.type, enabled=False):
         key, late_value = layout.delay(key), layout.delay(value)
         pieces = [tensor.split(group, 1) for tensor in (local, query, key, late_value)]
+        log_sums = log_sum.split(group, 1) if log_sum is not None else [None] * len(pieces[0])
         for number, (local_part, query_part, key_part, value_part) in enumerate(zip(*pieces, strict=True)):
             begin, count = number * group, local_part.shape[1]
             key_part = features(key_part.to(dtype))
@@ -256,10 +268,12 @@ def _mix_memory(local, gate, query, key, value, layout, state, update_rule, feat
                 visible = _earlier_segments(step, layout.slots, key.device)
                 within = read_within_step(query_part, key_part, value_part, visible)
                 numerator, denominator = numerator + within[0], denominator + within[1]
-            read = (numerator / (denominator + eps).unsqueeze(-1)).flatten(3, 4)
-            read = read.flatten(1, 2)[:, : count * layout.slots].unflatten(1, (count, layout.slots))
-            weight = share if filled is None else share * filled[:, begin : begin + count, None, None, None]
-            outputs.append(torch.lerp(local_part.to(dtype), read, weight.expand_as(read)).to(local.dtype))
+            read = _split(numerator / (denominator + eps).unsqueeze(-1), count, layout.slots)
+            if log_sums[number] is not None:
+                mass = _split(denominator, count, layout.slots)
+                share = shared_share(gate, mass, log_sums[number].to(dtype), key.shape[-1], eps)
+            weight = share if filled is None else share * filled[:, begin : begin + count, None, None]
+            outputs.append(torch.lerp(local_part.to(dtype), read, weight.unsqueeze(-1).expand_as(read)).to(local.dtype))
     return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)), memory, normaliser
 
 
@@ -284,6 +298,11 @@ def _join(grid: Tensor, step: int) -> Tensor:
     if missing:
         grid = F.pad(grid, (0, 0) * (grid.dim() - 2) + (0, missing))
     return grid.unflatten(1, (-1, step)).flatten(2, 3)
+
+
+def _split(steps: Tensor, segments: int, slots: int) -> Tensor:
+    """`[B, S / step, step * C, H, G, …]` to `[B, S, C, H * G, …]`: [`_join`] undone, for results of query heads."""
+    return steps.flatten(3, 4).flatten(1, 2)[:, : segments * slots].unflatten(1, (segments, slots))
 
 
 def _earlier_segments(step: int, slots: int, device: torch.device) -> Tensor:
@@ -312,10 +331,11 @@ def _check_arguments(query, key, value, gate, segment_length, local_segments) ->
         )
 
 
-def _check_choices(update_rule: str, feature_map: str) -> None:
+def _check_choices(update_rule: str, feature_map: str, normaliser: str) -> None:
     for name, given, allowed in (
         ("update_rule", update_rule, UPDATE_RULES),
         ("feature_map", feature_map, FEATURE_MAPS),
+        ("normaliser", normaliser, NORMALISERS),
     ):
         if given not in allowed:
             raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {given!r}.")

@@ -76,6 +76,10 @@ def _infini_attention(config: dict) -> str:
     words = [f"Infini-attention: segments of {segment_length(config):,} tokens", f"{config['update_rule']} update"]
     if config["local_segments"]:
         words.append(f"the local window holds {config['local_segments']} earlier segments")
+    if config.get("feature_map", "elu") != "elu":
+        words.append(f"{config['feature_map']} features")
+    if config.get("normaliser", "separate") == "shared":
+        words.append("one normaliser for window and memory")
     if config.get("memory_init", "zeros") != "zeros":
         words.append(f"{config['memory_init']} start of the memory")
     if config.get("layers") is not None:
@@ -92,6 +96,12 @@ def _memory(config: dict) -> list[tuple[str, str]]:
         taps = config["memory_conv"]
         rows.append(("Short convolution", f"over {taps} tokens, added to the input of these layers" if taps else "none"))
     return rows
+
+
+GATES_ARE = (
+    "the memory's share of a head's output or, where window and memory share a normaliser, the share that a token of the "
+    "memory has beside one of the window that fits as well"
+)
 
 
 def gates_table(gates: dict[str, list[float]]) -> str:

@@ -3,7 +3,7 @@
 import math
 
 from .cards_data import is_recall
-from .cards_model import gates_table
+from .cards_model import GATES_ARE, gates_table
 from .cards_run import Run, Stage
 from .cards_text import plain, shorten_command
 from .markdown import fence, markdown_table
@@ -41,7 +41,7 @@ def training_section(run: Run) -> str:
     gates = [value for layer in (result.get("gates") or {}).values() for value in layer]
     if gates:
         rows += _first_gates(run)
-        rows.append(("Gates at the end (the memory's share)", f"{min(gates):.2f} to {max(gates):.2f}"))
+        rows.append(("Gates at the end, sigmoid(gate)", f"{min(gates):.2f} to {max(gates):.2f}"))
     rows += [("Time", f"{result['seconds']:,.0f} s"), ("Tokens per second", f"{result['tokens_per_second']:,.0f}")]
     peaks = {"peak_rss_mib": "Peak memory", "peak_cuda_mib": "Peak memory of the GPU"}
     rows += [(label, f"{result[name]:,.0f} MiB") for name, label in peaks.items() if name in result]
@@ -50,7 +50,7 @@ def training_section(run: Run) -> str:
     parts = ["## Training", fence(shorten_command(result["command"]), "bash"), markdown_table(["", ""], rows, left=2)]
     parts[-1] += run.show("training")
     if gates:
-        text = "The gates of each head at the end, sigmoid(gate): the share of the memory in its output."
+        text = f"The gates of each head at the end, sigmoid(gate): {GATES_ARE}."
         parts.append(f"### Gates\n\n{text}\n\n{gates_table(result['gates'])}")
     return "\n\n".join(parts + ([stages_section(run)] if run.earlier else []))
 

@@ -8,6 +8,7 @@ OPTIONS = (
     "n_segments",
     "update_rule",
     "feature_map",
+    "normaliser",
     "local_segments",
     "gate_init",
     "memory_init",
@@ -19,6 +20,7 @@ OPTIONS = (
 CHOICES = {
     "update_rule": ("linear", "delta"),
     "feature_map": ("elu", "exp"),
+    "normaliser": ("separate", "shared"),
     "memory_init": ("zeros", "learned", "noise"),
     "positions": ("absolute", "segment"),
 }
@@ -38,10 +40,16 @@ class InfiniGPT2Config(GPT2Config):
         feature_map (`str`, *optional*, defaults to `"elu"`):
             What makes positive features of the memory's queries and keys: `"elu"`, ELU + 1, as in the paper; or `"exp"`,
             with which one token can stand out against many more.
+        normaliser (`str`, *optional*, defaults to `"separate"`):
+            `"separate"`: window and memory each have their own, and the gate alone sets the memory's share, as in the
+            paper; `"shared"`: one softmax over both, in which each token of the memory weighs e^β σ(q)·σ(k) / head_dim, so
+            that the share also depends on what a token finds. The window's softmax is then written out, without a fused
+            kernel.
         local_segments (`int`, *optional*, defaults to 0):
             Earlier segments that the softmax attention still sees in full; 0 is the paper.
         gate_init (`float`, *optional*, defaults to 0.0):
-            First value of every head's gate logit β; the memory's share of the output is sigmoid(β).
+            First value of every head's gate logit β; the memory's share of the output is sigmoid(β), unless window and
+            memory share a normaliser.
         memory_init (`str`, *optional*, defaults to `"zeros"`):
             What a document's memory starts from: `"zeros"` (local attention alone until the first segment is written),
             `"learned"` (parameters of each layer), or `"noise"` (a normaliser of 1e-10 times uniform noise: the study).
@@ -70,6 +78,7 @@ class InfiniGPT2Config(GPT2Config):
     n_segments: int | None = None
     update_rule: str = "linear"
     feature_map: str = "elu"
+    normaliser: str = "separate"
     local_segments: int = 0
     gate_init: float | int = 0.0
     memory_init: str = "zeros"

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .local import eager_attention
-from .memory import delta_states, linear_states
+from .memory import delta_states, linear_states, shared_share
 from .state import InfiniState
 from .steps import StepLayout
 
@@ -23,6 +23,7 @@ def attend_step(
     *,
     update_rule: str,
     features: Callable[[Tensor], Tensor],
+    shared: bool,
     memory_query: Tensor,
     memory_key: Tensor,
     scaling: float,
@@ -33,7 +34,7 @@ def attend_step(
     in_place: bool,
 ) -> tuple[Tensor, InfiniState, Tensor | None]:
     """Equations 2 to 5 for one token per row; arguments as in [`attend`], tensors `[batch, heads, 1, head_dim]`;
-    `features` is the feature map itself.
+    `features` is the feature map itself, `shared` whether window and memory have one normaliser.
 
     `in_place` overwrites the window of the given state instead of copying it.
     """
@@ -43,13 +44,12 @@ def attend_step(
     memory_keys = _put(state.local_memory_key, memory_key, layout, in_place) if separate else keys
     seen_keys, seen_values = (tensor[:, :, layout.begin : layout.end] for tensor in (keys, values))
     group = query.shape[1] // key.shape[1]
-    weights = None
-    if eager:
+    weights = log_sum = None
+    if eager or shared:
         seen_keys, seen_values = (t.repeat_interleave(group, 1) for t in (seen_keys, seen_values))
-        output, weights = eager_attention(
-            query, seen_keys, seen_values, layout.visible, scaling=scaling, dropout=dropout, upcast=upcast
-        )
-        weights = F.pad(weights, (layout.begin, keys.shape[2] - layout.end))
+        options = {"scaling": scaling, "dropout": dropout, "return_log_sum": shared, "upcast": upcast}
+        output, weights, log_sum = eager_attention(query, seen_keys, seen_values, layout.visible, **options)
+        weights = F.pad(weights, (layout.begin, keys.shape[2] - layout.end)) if eager else None
     else:
         output = F.scaled_dot_product_attention(
             query, seen_keys, seen_values, layout.visible, dropout, scale=scaling, enable_gqa=group > 1
@@ -60,7 +60,12 @@ def attend_step(
         numerator = queries @ state.memory
         denominator = (queries * state.normaliser.unsqueeze(2)).sum(-1, keepdim=True)
         read = (numerator / (denominator + eps)).flatten(1, 2).unsqueeze(2)
-        share = torch.sigmoid(gate.to(dtype))[None, :, None, None]
+        gate = gate.to(dtype)[None, :, None, None]
+        if shared:
+            mass = denominator.flatten(1, 2).unsqueeze(2)
+            share = shared_share(gate, mass, log_sum.unsqueeze(-1).to(dtype), key.shape[-1], eps)
+        else:
+            share = torch.sigmoid(gate)
         if state.start_memory is None:
             share = share * layout.filled.unsqueeze(-1)
         output = torch.lerp(output.to(dtype), read, share.expand_as(read)).to(output.dtype)

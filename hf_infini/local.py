@@ -3,11 +3,21 @@
 Shapes: `B` batch, `S` segments, `C` slots in a segment, `H` query heads, `K` key/value heads, `D` head dimension.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from .segments import SegmentLayout
+
+
+class LocalAttention(NamedTuple):
+    """What [`local_attention`] and [`eager_attention`] return; their docstrings give the shapes."""
+
+    output: Tensor
+    weights: Tensor | None
+    log_sum: Tensor | None
 
 
 def local_attention(
@@ -19,8 +29,9 @@ def local_attention(
     scaling: float,
     dropout: float = 0.0,
     return_weights: bool = False,
+    return_log_sum: bool = False,
     upcast: bool = False,
-) -> tuple[Tensor, Tensor | None]:
+) -> LocalAttention:
     """Softmax attention inside the local window, for all segments in one call.
 
     Args:
@@ -28,10 +39,11 @@ def local_attention(
         scaling: factor of the dot products.
         dropout: probability with which a weight is dropped.
         return_weights: go through the written-out softmax instead of the fused kernel, and return its weights.
-        upcast: softmax in float32 (GPT-2's `reorder_and_upcast_attn`), with `return_weights` only.
+        return_log_sum: likewise, and return the logarithm of the softmax's denominator.
+        upcast: softmax in float32 (GPT-2's `reorder_and_upcast_attn`), where it is written out only.
 
     Returns:
-        `[B, S, C, H, D]`, and the weights `[B, S, H, C, (w + 1) * C]` or `None`.
+        The output `[B, S, C, H, D]`; the weights `[B, S, H, C, (w + 1) * C]` or `None`; log Σ e^s `[B, S, C, H]` or `None`.
     """
     batch, segments, slots = query.shape[:3]
     key, value = (_windows(tensor, layout.local_segments) for tensor in (key, value))
@@ -40,7 +52,7 @@ def local_attention(
     if mask is not None:
         mask = mask.expand(batch, -1, -1, -1).flatten(0, 1).unsqueeze(1)
     grouped = query.shape[1] != key.shape[1]
-    if not return_weights:
+    if not (return_weights or return_log_sum):
         output = F.scaled_dot_product_attention(
             query,
             key,
@@ -51,19 +63,35 @@ def local_attention(
             scale=scaling,
             enable_gqa=grouped,
         )
-        return output.transpose(1, 2).unflatten(0, (batch, segments)), None
+        return LocalAttention(output.transpose(1, 2).unflatten(0, (batch, segments)), None, None)
     if grouped:
         key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], 1) for t in (key, value))
     if mask is None:
         mask = torch.ones(slots, slots, dtype=torch.bool, device=query.device).tril()
-    output, weights = eager_attention(query, key, value, mask, scaling=scaling, dropout=dropout, upcast=upcast)
-    return output.transpose(1, 2).unflatten(0, (batch, segments)), weights.unflatten(0, (batch, segments))
+    options = {"scaling": scaling, "dropout": dropout, "return_log_sum": return_log_sum, "upcast": upcast}
+    output, weights, log_sum = eager_attention(query, key, value, mask, **options)
+    return LocalAttention(
+        output.transpose(1, 2).unflatten(0, (batch, segments)),
+        weights.unflatten(0, (batch, segments)) if return_weights else None,
+        log_sum.transpose(1, 2).unflatten(0, (batch, segments)) if return_log_sum else None,
+    )
 
 
 def eager_attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, scaling: float, dropout: float, upcast: bool
-) -> tuple[Tensor, Tensor]:
-    """softmax(scaling · Q Kᵀ) V written out, `[…, tokens, D]`; mask: bool, True = visible. Returns output and weights."""
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    *,
+    scaling: float,
+    dropout: float,
+    return_log_sum: bool = False,
+    upcast: bool = False,
+) -> LocalAttention:
+    """softmax(scaling · Q Kᵀ) V written out, `[…, tokens, D]`; mask: bool, True = visible.
+
+    Returns output, weights `[…, tokens, keys]` and, if asked for, log Σ e^s `[…, tokens]`, in float32 or wider.
+    """
     if upcast:
         with torch.autocast(query.device.type, enabled=False):
             scores = query.float() @ key.float().transpose(-1, -2) * scaling
@@ -71,8 +99,9 @@ def eager_attention(
         scores = query @ key.transpose(-1, -2) * scaling
     if mask is not None:
         scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+    log_sum = scores.to(torch.promote_types(scores.dtype, torch.float32)).logsumexp(-1) if return_log_sum else None
     weights = F.dropout(scores.softmax(-1).to(value.dtype), dropout)
-    return weights @ value, weights
+    return LocalAttention(weights @ value, weights, log_sum)
 
 
 def weights_per_token(weights: Tensor, layout: SegmentLayout) -> Tensor:

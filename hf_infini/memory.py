@@ -7,6 +7,7 @@ Shapes: `B` batch, `N` steps (segments, or blocks of short segments), `C` tokens
 `G` query heads for each of them, `D` head dimension, `E` value dimension.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -56,6 +57,20 @@ def read_memory(features: Tensor, memory: Tensor, normaliser: Tensor) -> tuple[T
     numerator = torch.einsum("bnchgd,bnhde->bnchge", features, memory)
     denominator = torch.einsum("bnchgd,bnhd->bnchg", features, normaliser)
     return numerator, denominator
+
+
+def shared_share(gate: Tensor, mass: Tensor, log_sum: Tensor, width: int, eps: float) -> Tensor:
+    """The memory's share of the output where window and memory have one normaliser, any shape that broadcasts.
+
+    The window's tokens weigh e^s each, as in its softmax; the memory's weigh e^β σ(q)·σ(k) / D, so that one like all others
+    weighs e^β. A query that finds nothing in the memory then leaves it alone, which a constant share cannot (after LoLCATs,
+    arXiv 2410.10254, section 3.2).
+
+    Args:
+        gate: β; mass: σ(q) z, the sum of σ(q)·σ(k) over the memory's tokens; log_sum: log Σ e^s over the window's.
+        width: D.
+    """
+    return torch.sigmoid(gate + (mass + eps).log() - math.log(width) - log_sum)
 
 
 def read_within_step(

@@ -33,6 +33,10 @@ class ModelOptions:
     feature_map: Literal["elu", "exp"] | None = option(
         None, "gpt2 infini: positive features of the memory's queries and keys; default: elu (ELU + 1, the paper)."
     )
+    normaliser: Literal["separate", "shared"] | None = option(
+        None, "gpt2 infini: separate for window and memory, the gate alone sets the memory's share (the paper); or shared, "
+        "the share depends on what a token finds; default: separate."
+    )
     gate_init: float | None = option(None, "infini: start of the gates, a logit; default: 0 (half memory).")
     n_segments: int | None = option(None, "gpt2 infini: segments per context; this or segment_length.")
     memory_init: Literal["zeros", "learned", "noise"] | None = option(None, "gpt2 infini: empty memory; default: zeros.")
@@ -81,6 +85,7 @@ INFINI = ("segment_length", "update_rule", "local_segments", "gate_init")
 GPT2_INFINI = (
     *INFINI,
     "feature_map",
+    "normaliser",
     "n_segments",
     "memory_init",
     "layers",

@@ -142,6 +142,7 @@ class GPT2InfiniAttention(GPT2Attention):
             layout,
             update_rule=self.config.update_rule,
             feature_map=self.config.feature_map,
+            normaliser=self.config.normaliser,
             state=state,
             return_state=cached is not None,
             scaling=self.scaling,

@@ -16,6 +16,7 @@ def naive_infini_attention(
     *,
     update_rule: str = "linear",
     feature_map: str = "elu",
+    normaliser: str = "separate",
     local_segments: int = 0,
     attention_mask: Tensor | None = None,
     position_ids: Tensor | None = None,
@@ -38,7 +39,7 @@ def naive_infini_attention(
     rows = []
     states = []
     for row in range(query.shape[0]):
-        rule = (update_rule, FEATURE_MAPS[feature_map])
+        rule = (update_rule, FEATURE_MAPS[feature_map], normaliser)
         reader = _Row(state, row, query.shape[1], segment_length, local_segments, rule, scaling, dropout, eps)
         outputs = []
         for token in range(query.shape[2]):
@@ -67,7 +68,8 @@ class _Row:
     """One row of the batch: its memory, and the segments (lists of tokens) that are still in the local window."""
 
     def __init__(self, state, row, heads, segment_length, local_segments, rule, scaling, dropout, eps):
-        self.length, self.kept, (self.rule, self.feature_map) = segment_length, local_segments, rule
+        self.length, self.kept = segment_length, local_segments
+        self.rule, self.feature_map, self.normalisers = rule
         self.scaling, self.dropout, self.eps = scaling, dropout, eps
         self.memory, self.normaliser = state.memory[row], state.normaliser[row]
         self.start, self.heads, self.initial = (state.start_memory, state.start_normaliser), heads, state
@@ -108,7 +110,8 @@ class _Row:
         columns = list(zip(*sum(self.window, []), strict=True))
         keys, values = (torch.stack(column, 1) for column in columns[:2])  # [kv_heads, tokens, dim]
         keys, values = (tensor.repeat_interleave(group, 0) for tensor in (keys, values))
-        weights = torch.softmax((keys @ q.unsqueeze(-1)).squeeze(-1) * self.scaling, -1)
+        scores = (keys @ q.unsqueeze(-1)).squeeze(-1) * self.scaling
+        weights = torch.softmax(scores, -1)
         weights = torch.nn.functional.dropout(weights, self.dropout)
         output = (weights.unsqueeze(1) @ values).squeeze(1)
         compressed = self.seen // self.length - self.kept  # segments that left the window
@@ -116,7 +119,11 @@ class _Row:
             features = self.feature_map(memory_query).unsqueeze(1)  # [heads, 1, head_dim]
             numerator = (features @ self.memory.repeat_interleave(group, 0)).squeeze(1)
             denominator = (features.squeeze(1) * self.normaliser.repeat_interleave(group, 0)).sum(-1, keepdim=True)
-            share = torch.sigmoid(gate).unsqueeze(-1)
+            if self.normalisers == "separate":
+                share = torch.sigmoid(gate).unsqueeze(-1)
+            else:
+                of_memory = gate.exp().unsqueeze(-1) * (denominator + self.eps) / memory_query.shape[-1]
+                share = of_memory / (of_memory + scores.exp().sum(-1, keepdim=True))
             output = share * numerator / (denominator + self.eps) + (1 - share) * output
         self.seen += 1
         if self.seen % self.length == 0:

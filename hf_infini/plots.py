@@ -35,7 +35,7 @@ def plot_gates(lines: list[dict], file: Path) -> None:
     Args:
         lines: of a run's `metrics.jsonl`: those with `gates`, `{layer: [a value per head]}`, are drawn.
     """
-    figure, axes = figure_with_axes("Gates: the memory's share of each head's output", "tokens", "sigmoid(gate)")
+    figure, axes = figure_with_axes("Gates of the memory, a line for each head", "tokens", "sigmoid(gate)")
     lines = [line for line in lines if "gates" in line]
     tokens = [line["tokens"] for line in lines]
     for number, layer in enumerate(lines[0]["gates"] if lines else ()):

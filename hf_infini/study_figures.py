@@ -54,7 +54,7 @@ def plot_differences(variants: list[dict]):
 def plot_gate_distribution(variant: dict):
     """sigmoid(gate) of every head, a column for each layer; several seeds lie on top of each other."""
     title = f"{variant['name']}: gates at the end of training, a point for each head"
-    figure, axes = figure_with_axes(title, "layer", "sigmoid(gate): the memory's share")
+    figure, axes = figure_with_axes(title, "layer", "sigmoid(gate)")
     for number, layers in enumerate(variant["gates"].values()):
         for place, values in enumerate(layers.values()):
             offsets = [place + 0.5 * ((head + 0.5) / len(values) - 0.5) for head in range(len(values))]

@@ -2,6 +2,7 @@
 
 
 from .bootstrap import Interval
+from .cards_model import GATES_ARE
 from .markdown import fence, markdown_table
 from .study import BASE, BASELINE
 from .study_results import groups_of, interval_of, same_training, turning_points
@@ -198,7 +199,7 @@ def _gates(content: dict) -> list[str]:
         figures += [f"![Gates of {variant['name']}](figures/{name})"] if name in content["figures"] else []
     if not rows:
         return []
-    text = "sigmoid(gate) at the end of training: the share of the memory in a head's output."
+    text = f"sigmoid(gate) at the end of training: {GATES_ARE}."
     return ["## Gates", text, markdown_table(("run", "layer", "lowest", "mean", "highest"), rows, left=2), *figures]
 
 

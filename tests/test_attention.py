@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 import hf_infini.attention
 from hf_infini import InfiniState, infini_attention, naive_infini_attention
-from hf_infini.memory import elu_features, exp_features
+from hf_infini.memory import FEATURE_MAPS, elu_features, exp_features
 
 RULES = ("linear", "delta")
 # Both sides round every step in float32 and add in different orders.
@@ -196,6 +196,21 @@ def test_exp_features_pick_one_token_out_of_many():
     assert bool((exp_features(torch.tensor([-1.0, 2.0])) == torch.tensor([-1.0, 2.0]).exp()).all())
 
 
+@pytest.mark.parametrize("feature_map", ["elu", "exp"])
+def test_a_shared_normaliser_is_one_mean_over_window_and_memory(feature_map):
+    """Window tokens weigh e^s, tokens of the memory e^β σ(q)·σ(k) / D; before there is a memory the window is alone."""
+    case = plain_case(batch=1, tokens=21, width=4, segment_length=10, normaliser="shared", feature_map=feature_map)
+    output = case.call(infini_attention)[0]
+    features = FEATURE_MAPS[feature_map]
+    query, key = case.query[:, :, 20:], case.key
+    of_memory = case.gate.exp()[:, None, None] * features(query) @ features(key[:, :, :20]).mT / 4
+    weights = torch.cat([of_memory, (query @ key[:, :, 20:].mT / 4**0.5).exp()], -1)
+    wanted = weights @ case.value[:, :, :21] / weights.sum(-1, keepdim=True)
+    torch.testing.assert_close(output[:, :, 20:], wanted, rtol=1e-6, atol=1e-6)  # ε of the memory's denominator
+    case.options["normaliser"] = "separate"
+    torch.testing.assert_close(output[:, :, :10], case.call(infini_attention)[0][:, :, :10], rtol=FLOAT64, atol=FLOAT64)
+
+
 def test_dropout_drops_local_weights_alone():
     case = plain_case(tokens=400, segment_length=200, dtype=torch.float32)
     torch.manual_seed(0)
@@ -222,6 +237,7 @@ def test_state_is_constant_in_size_and_left_alone():
         ({"segment_length": 0}, "segment_length must be ≥ 1"),
         ({"update_rule": "sum"}, "linear, delta, got 'sum'"),
         ({"feature_map": "relu"}, "feature_map must be one of elu, exp, got 'relu'"),
+        ({"normaliser": "one"}, "normaliser must be one of separate, shared, got 'one'"),
         ({"local_segments": -1}, "local_segments ≥ 0"),
         ({"gate": torch.zeros(3)}, r"gate must be \[heads\] = \[2\], got \[3\]"),
         ({"key": torch.zeros(2, 2, 23, 4)}, "must agree with query"),

@@ -235,7 +235,7 @@ def test_options_that_did_nothing_are_not_shown():
     result = RESULT | {"gates": {"0": [0.25, 0.75], "1": [0.5, 0.125]}, "peak_cuda_mib": 321.0}
     gated = options_of(run_of(INFINI, result=result))
     assert gated["Peak learning rate of the gates"] == "0.01" and gated["Peak memory of the GPU"] == "321 MiB"
-    assert gated["Gates at the end (the memory's share)"] == "0.12 to 0.75"
+    assert gated["Gates at the end, sigmoid(gate)"] == "0.12 to 0.75"
 
 
 def test_notes_take_the_place_of_the_general_limits():

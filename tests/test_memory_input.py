@@ -69,8 +69,8 @@ def test_the_convolution_is_its_formula_document_by_document(taps):
 @pytest.mark.parametrize("local_segments", [0, 1])
 @pytest.mark.parametrize("taps", [1, 2, 4])
 def test_convolution_with_padding_packing_and_cached_calls(local_segments, taps):
-    feature_map = "exp" if taps == 4 else "elu"
-    model = convolved(memory_conv=taps, local_segments=local_segments, feature_map=feature_map)
+    ours = {"feature_map": "exp", "normaliser": "shared"} if taps == 4 else {}
+    model = convolved(memory_conv=taps, local_segments=local_segments, **ours)
     ids = token_ids(2, 50)
     wanted = model(ids).logits
     tolerance = {"rtol": FLOAT64, "atol": FLOAT64}

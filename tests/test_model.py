@@ -30,6 +30,7 @@ def naive_attend(query, key, value, gate, layout, **options):
         local_segments=layout.local_segments,
         update_rule=options["update_rule"],
         feature_map=options["feature_map"],
+        normaliser=options["normaliser"],
         state=options["state"],
         scaling=options["scaling"],
         return_state=True,
@@ -84,13 +85,15 @@ def test_attention_dropout_matches_gpt2_in_distribution(implementation):
     assert float(output.std(0)[2:].mean()) > 0.05
 
 
-@pytest.mark.parametrize(("rule", "feature_map"), [("linear", "elu"), ("delta", "elu"), ("linear", "exp")])
+@pytest.mark.parametrize(
+    ("rule", "feature_map", "normaliser"),
+    [("linear", "elu", "separate"), ("delta", "elu", "separate"), ("linear", "exp", "shared")],
+)
 @pytest.mark.parametrize("memory_init", ["zeros", "learned", "noise"])
 @pytest.mark.parametrize("local_segments", [0, 1])
-def test_equals_the_naive_function_inside_the_model(rule, feature_map, memory_init, local_segments, monkeypatch):
-    model = infini_gpt2(
-        update_rule=rule, feature_map=feature_map, memory_init=memory_init, local_segments=local_segments
-    )
+def test_equals_the_naive_function_inside_the_model(rule, feature_map, normaliser, memory_init, local_segments, monkeypatch):
+    options = {"update_rule": rule, "feature_map": feature_map, "normaliser": normaliser}
+    model = infini_gpt2(**options, memory_init=memory_init, local_segments=local_segments)
     ids = token_ids(2, 37)
     output = model(ids, labels=ids, use_cache=False)
     output.loss.backward()
