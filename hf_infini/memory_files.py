@@ -87,11 +87,15 @@ def write_memory_file(path: str | Path, tensors: dict[str, Tensor], record: dict
     record["sha256"] = _checksum(record, tensors)
     path.parent.mkdir(parents=True, exist_ok=True)
     # Not save_file: it goes by a temporary file of another name each time, and a killed process would leave them behind
-    with open(_part(path), "wb") as file:
-        file.write(save(tensors, {METADATA_KEY: json.dumps(record, sort_keys=True)}))
-        file.flush()
-        os.fsync(file.fileno())  # the content reaches the disk before the name does
-    os.replace(_part(path), path)
+    part = _part(path)
+    try:
+        with open(part, "wb") as file:
+            file.write(save(tensors, {METADATA_KEY: json.dumps(record, sort_keys=True)}))
+            file.flush()
+            os.fsync(file.fileno())  # the content reaches the disk before the name does
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def delete_memory_file(path: str | Path) -> None:

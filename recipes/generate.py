@@ -4,17 +4,23 @@
     python recipes/generate.py --model runs/infini --prompt_file livro.txt --max_new_tokens 200
     python recipes/generate.py --model runs/infini --prompt_file perguntas.txt --lines true --batch_size 8 --json true
     cat livro.txt | python recipes/generate.py --model runs/infini --num_beams 4
+    python recipes/generate.py --model runs/infini --memory livro.safetensors --prompt " O autor" " No fim"
 
 Standard output receives the text alone (with --json one object per continuation), standard error everything else. A
 single continuation appears as it is made. A prompt longer than --chunk is read in pieces into the model's cache; how long
 it may be is the model's affair: models with segment positions, and causal_mha models with other than learned positions,
 have no limit.
+
+With --memory, a file that recipes/memorize.py wrote, every prompt goes on from that text, with the logits that text and
+prompt together would give. The two are tokenised apart: begin the prompt with the space or line break that belongs between.
 """
 
+import copy
 import json
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from hf_infini.cli import UserError, exit_on_user_error, option, parse_options
 
@@ -24,6 +30,7 @@ class Options:
     model: str = field(metadata={"help": "Model folder or name on the Hub."})
     prompt: list[str] | None = option(None, "One or more prompts; without --prompt_file too, standard input is read.")
     prompt_file: str | None = option(None, "UTF-8 file with the prompt.")
+    memory: str | None = option(None, "Memory file by recipes/memorize.py: the text that the prompts go on from.")
     lines: bool = option(False, "The file or standard input holds one prompt per line; empty lines are passed over.")
     max_new_tokens: int = option(100, "Tokens to add at most; an end-of-text token ends a text before that.")
     do_sample: bool = option(False, "Draw each token by its probability; default: take the likeliest.")
@@ -32,11 +39,12 @@ class Options:
     top_p: float | None = option(None, "Sampling: among the likeliest that have this probability together; default: 1.")
     num_beams: int = option(1, "Beams of a beam search; 1 is none.")
     num_return_sequences: int = option(1, "Continuations of each prompt; needs --do_sample or as many beams.")
-    repetition_penalty: float = option(1.0, "Above 1, tokens already there become less likely.")
+    repetition_penalty: float = option(1.0, "Above 1, tokens already in prompt or continuation become less likely.")
     seed: int = option(0, "Seed of sampling.")
     chunk: int = option(4096, "Tokens of the prompt per call of the model.")
     batch_size: int = option(8, "Prompts per call of the model.")
     device: str = option("auto", "cpu, cuda, cuda:1, …; auto: a GPU where there is one.")
+    dtype: Literal["float32", "bfloat16"] = option("float32", "Of weights and cache; with --memory, the memory's.")
     echo: bool = option(False, "Print the prompt before its continuation.")
     json: bool = option(False, "Print objects with prompt, text and the number of new tokens, one per line.")
 
@@ -53,6 +61,8 @@ def main(argv: list[str] | None = None) -> None:
     from hf_infini import inference
 
     model, tokenizer = inference.load_model(options.model, options.device)
+    model = model.to(getattr(torch, options.dtype))
+    memory = None if options.memory is None else load_memory(options.memory, model)
     tokenizer.padding_side = "left"
     if inference.context_limit(model.config) is None:
         logging.set_verbosity_error()  # transformers warns of lengths beyond n_positions, which limits nothing here
@@ -70,12 +80,17 @@ def main(argv: list[str] | None = None) -> None:
     for start in range(0, len(prompts), options.batch_size):
         batch = prompts[start : start + options.batch_size]
         tokens = [tokenizer(prompt, add_special_tokens=False)["input_ids"] for prompt in batch]
-        # A model goes on from at least one token: an empty prompt is the beginning of a text, after the end of another
-        tokens = [ids or [tokenizer.eos_token_id] for ids in tokens]
-        inference.check_length(model.config, max(map(len, tokens)) + options.max_new_tokens)
-        inputs = tokenizer.pad({"input_ids": tokens}, return_tensors="pt").to(model.device)
+        if memory is None:
+            # A model goes on from at least one token: an empty prompt is the beginning of a text, after the end of another
+            tokens = [ids or [tokenizer.eos_token_id] for ids in tokens]
+        elif not all(tokens):
+            raise UserError("with --memory a prompt needs at least one token: the memory has read its text to the end")
+        inputs, cache = tokenizer.pad({"input_ids": tokens}, return_tensors="pt").to(model.device), None
+        if memory is not None:
+            inputs, cache = behind_memory(inputs, memory)
+        inference.check_length(model.config, inputs["input_ids"].shape[1] + options.max_new_tokens)
         copies = max(options.num_beams, options.num_return_sequences)
-        cache = read_in_chunks(model, inputs["input_ids"], inputs["attention_mask"], options.chunk, copies)
+        cache = read_in_chunks(model, inputs["input_ids"], inputs["attention_mask"], options.chunk, copies, cache)
         if options.echo and not options.json:
             print(batch[0] if streaming else "", end="", flush=True)
         with torch.no_grad():
@@ -128,19 +143,50 @@ def read_prompts(options: Options) -> list[str]:
     return prompts
 
 
-def read_in_chunks(model, input_ids, attention_mask, chunk: int, copies: int):
-    """The model's cache after all but the end of long prompts, each row repeated `copies` times; None for short ones.
+def load_memory(file: str, model):
+    """The cache of a memory file of one text."""
+    from hf_infini import InfiniCache
+
+    try:
+        memory = InfiniCache.from_pretrained(file, model)
+    except (OSError, ValueError) as error:
+        raise UserError(f"--memory: {error}") from error
+    rows = len(memory.state.tokens_seen)
+    if rows > 1:
+        raise UserError(f"--memory: {file} holds {rows} texts; keep one of them with InfiniCache.batch_select_indices")
+    return memory
+
+
+def behind_memory(inputs: dict, memory):
+    """The inputs of a batch with the memory's columns before them, and a cache with a copy of the memory for each row.
+
+    `generate` takes the ids of all that a cache has read, and passes over them. Here they are gone, and the prompt's last
+    token stands in for each: the repetition penalty, which looks at all ids, sees no others than the prompt's.
+    """
+    import torch
+
+    cache, ids = copy.deepcopy(memory), inputs["input_ids"]
+    cache.batch_repeat_interleave(len(ids))
+    columns = ids[:, -1:].expand(-1, cache.get_seq_length())
+    mask = cache.attention_mask(inputs["attention_mask"])
+    return {"input_ids": torch.cat([columns, ids], 1), "attention_mask": mask}, cache
+
+
+def read_in_chunks(model, input_ids, attention_mask, chunk: int, copies: int, cache=None):
+    """The model's cache after all but the end of long prompts, each row repeated `copies` times; None for short ones that
+    begin without a cache.
 
     Args:
         input_ids, attention_mask: [B, T], left-padded. `generate` reads what the cache has not seen: at most `chunk`.
+        cache: of the first columns, or None.
     """
     import torch
     from tqdm import tqdm
 
-    cache, length = None, input_ids.shape[1]
+    begin, length = 0 if cache is None else cache.get_seq_length(), input_ids.shape[1]
     positions = (attention_mask.cumsum(-1) - 1).clamp(min=0)
-    stops = range(chunk, length, chunk)
-    for stop in tqdm(stops, desc=f"reading {length:,} tokens", unit="chunk", disable=not stops):
+    stops = range(begin + chunk, length, chunk)
+    for stop in tqdm(stops, desc=f"reading {length - begin:,} tokens", unit="chunk", disable=not stops):
         piece = slice(stop - chunk, stop)
         with torch.no_grad():
             cache = model(

@@ -149,6 +149,6 @@ def test_missing_files(tmp_path, capsys):
 
 def test_the_commands_of_the_docstring_are_parsed():
     lines = [line.split("| ")[-1].strip() for line in generate.__doc__.splitlines() if line.startswith("    ")]
-    assert len(lines) == 4
+    assert len(lines) == 5
     for line in lines:
         parse_options(generate.Options, description="", argv=shlex.split(line)[2:])

@@ -181,6 +181,23 @@ def test_going_on_changes_neither_the_file_nor_what_was_loaded_before(tmp_path):
     torch.testing.assert_close(steps, wanted[:, :6], rtol=FLOAT32, atol=FLOAT32)
 
 
+def test_a_write_that_fails_leaves_the_old_file(tmp_path):
+    """No room for the whole file: the system stops the write in the middle."""
+    resource = pytest.importorskip("resource")
+    model, file = infini_gpt2(), tmp_path / "memory.safetensors"
+    cache = read(model, input_ids=token_ids(1, 20))
+    cache.save_pretrained(file, model)
+    before, (soft, hard) = file.read_bytes(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    calls(model, cache, token_ids(1, 3), (0, 3))
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) // 2, hard))
+        with pytest.raises(OSError, match="File too large"):
+            cache.save_pretrained(file, model)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert file.read_bytes() == before and list(tmp_path.iterdir()) == [file]
+
+
 def test_the_same_memory_is_the_same_bytes(tmp_path):
     for name in ("one", "other"):
         model = infini_gpt2(layers=[0, 2])

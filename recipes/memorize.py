@@ -1,0 +1,163 @@
+"""Reads texts of any length with a trained model and keeps what it remembers: one memory file a text, small and of a size
+that does not depend on the text.
+
+    python recipes/memorize.py --model runs/infini --text livro.txt --out livro.safetensors
+    python recipes/memorize.py --model runs/infini --text capitulos/01.txt capitulos/02.txt --out memories
+    python recipes/generate.py --model runs/infini --memory livro.safetensors --prompt " O autor" --max_new_tokens 200
+
+With one text, --out is the file; with several it is a folder, and each text's file there has the text's name. What this
+needs of the machine's memory does not grow with the text. While it reads, FILE.partial keeps the memory so far: the same
+command after a kill goes on from there and ends with the same bytes; after the end it does nothing.
+
+The model needs Infini-attention; with absolute (learned) positions it takes texts up to its context. The text is taken as
+it is, its last line break included, without special tokens. Text and prompt are tokenised apart: where a BPE would join the
+last characters of the text and the first of the prompt, it cannot. End the text with a line break, or begin the prompt with
+the space that belongs there.
+"""
+
+import hashlib
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from hf_infini.cli import UserError, exit_on_user_error, option, parse_options
+
+
+@dataclass
+class Options:
+    model: str = field(metadata={"help": "Model folder or name on the Hub."})
+    text: list[str] = field(metadata={"help": "UTF-8 text files, a memory of its own for each."})
+    out: str = field(metadata={"help": "Memory file to write; for several texts, the folder of their files."})
+    chunk_tokens: int = option(4096, "Tokens per call of the model; memory use grows with it.")
+    checkpoint_tokens: int = option(65536, "Keep the memory so far at least every so many tokens.")
+    device: str = option("auto", "cpu, cuda, cuda:1, …; auto: a GPU where there is one.")
+    dtype: Literal["float32", "bfloat16"] = option("float32", "Of weights and memory; generate.py then needs the same.")
+
+
+@exit_on_user_error
+def main(argv: list[str] | None = None) -> None:
+    (options,) = parse_options(Options, description=__doc__, argv=argv)
+    files = memory_files_of(options)
+
+    import torch
+
+    from hf_infini import inference
+    from hf_infini.memory_files import describe_model
+
+    model, tokenizer = inference.load_model(options.model, options.device)
+    model = model.to(getattr(torch, options.dtype))
+    try:
+        description = describe_model(model)
+    except ValueError as error:
+        raise UserError(f"--model {options.model}: {error}") from error
+    for text, file in files.items():
+        try:
+            memorize(options, model, tokenizer, description, text, file)
+        except OSError as error:
+            raise UserError(f"{file}: {error}") from error
+
+
+def memory_files_of(options: Options) -> dict[Path, Path]:
+    """The memory file of each text; UserError for options that cannot work."""
+    for name in ("chunk_tokens", "checkpoint_tokens"):
+        if getattr(options, name) < 1:
+            raise UserError(f"--{name} must be at least 1, got {getattr(options, name)}")
+    texts, out = [Path(text) for text in options.text], Path(options.out)
+    for text in texts:
+        if not text.is_file():
+            raise UserError(f"--text: there is no file {text}")
+    if len(texts) == 1 and out.is_dir():
+        raise UserError(f"--out {out} is a folder: with one text it is the file, such as {out / texts[0].stem}.safetensors")
+    if len(texts) > 1 and out.is_file():
+        raise UserError(f"--out {out} is a file: with several texts it is the folder of their memory files")
+    files = {text: out if len(texts) == 1 else out / f"{text.stem}.safetensors" for text in texts}
+    if len(set(files.values())) < len(options.text):
+        raise UserError("--text: two texts of the same name would have one memory file: read them one by one")
+    return files
+
+
+def memorize(options: Options, model, tokenizer, description: dict, text: Path, file: Path) -> None:
+    """Reads one text, from where an earlier start was stopped, writes its memory file and prints what it comes to."""
+    import torch
+    from tqdm import tqdm
+
+    from hf_infini import inference
+    from hf_infini.long_texts import tokens_of_file
+    from hf_infini.memory_files import delete_memory_file
+
+    file.parent.mkdir(parents=True, exist_ok=True)  # now, if it cannot be made, and not after hours
+    with text.open("rb") as source:
+        text_sha256 = [hashlib.file_digest(source, "sha256").hexdigest()]
+    partial = file.with_name(f"{file.name}.partial")
+    if is_finished(file, model, text_sha256):
+        delete_memory_file(partial)
+        print(f"{file} is there already", file=sys.stderr)
+        return
+    with tempfile.TemporaryFile() as store, torch.inference_mode():
+        tokens = tokens_of_file(text, tokenizer, store)
+        inference.check_length(model.config, len(tokens))
+        cache = memory_so_far(partial, model, text_sha256)
+        begin, start = cache.get_seq_length(), time.perf_counter()
+        bar = tqdm(total=len(tokens), initial=begin, desc=f"reading {text.name}", unit="token", unit_scale=True)
+        for place in range(begin, len(tokens), options.chunk_tokens):
+            ids = torch.tensor(tokens[place : place + options.chunk_tokens], dtype=torch.long, device=model.device)
+            model.base_model(ids.unsqueeze(0), past_key_values=cache, use_cache=True)
+            bar.update(len(ids))
+            end = place + len(ids)
+            if end < len(tokens) and end // options.checkpoint_tokens > place // options.checkpoint_tokens:
+                cache.save_pretrained(partial, description, text_sha256=text_sha256)
+        bar.close()
+        cache.save_pretrained(file, description, text_sha256=text_sha256)
+        seconds = time.perf_counter() - start
+    delete_memory_file(partial)
+    print(summary(file, text, model, len(tokens), (len(tokens) - begin) / seconds))
+
+
+def is_finished(file: Path, model, text_sha256: list[str]) -> bool:
+    """Whether the memory file is there; UserError when something else has its name."""
+    from hf_infini.memory_files import MemoryFileError, check_model, read_memory_file
+
+    if not file.exists():
+        return False
+    try:
+        record, _ = read_memory_file(file)
+        check_model(file, record, model)
+    except MemoryFileError as error:
+        raise UserError(f"--out: {error} It is left alone: choose another name, or delete it") from error
+    if record["text_sha256"] != text_sha256:
+        raise UserError(f"--out: {file} is the memory of another text: choose another name, or delete it")
+    return True
+
+
+def memory_so_far(partial: Path, model, text_sha256: list[str]):
+    """What an earlier start has read, or an empty cache."""
+    from hf_infini import InfiniCache
+    from hf_infini.memory_files import MemoryFileError, read_record
+
+    if not partial.exists():
+        return InfiniCache(model.config)
+    try:
+        record, cache = read_record(partial), InfiniCache.from_pretrained(partial, model)
+    except MemoryFileError as error:
+        raise UserError(f"{error} To begin anew, delete {partial}") from error
+    if record["text_sha256"] != text_sha256:
+        raise UserError(f"{partial} is from an earlier start with another text: delete it to begin anew")
+    print(f"going on after {cache.get_seq_length():,} tokens", file=sys.stderr)
+    return cache
+
+
+def summary(file: Path, text: Path, model, tokens: int, speed: float) -> str:
+    """What the memory file comes to, beside the keys and values that full attention would keep in every layer."""
+    size = file.stat().st_size
+    full = 2 * model.config.n_layer * model.config.n_embd * model.dtype.itemsize * tokens
+    return (
+        f"{file}: {size:,} bytes for {tokens:,} tokens of {text.name}, read at {speed:,.0f} tokens/s; a full key/value "
+        f"cache would take {full:,} bytes, {full / size:,.1f} times as many"
+    )
+
+
+if __name__ == "__main__":
+    main()
