@@ -11,10 +11,24 @@ from pathlib import Path
 
 import torch
 from transformers import Trainer, TrainingArguments
+from transformers.integrations import get_available_reporting_integrations
 
 from .cli import UserError
 from .metrics import evaluate_rows
 from .rows import RowReader
+
+# The trackers that a run can report to, and what pip calls their packages.
+TRACKERS = {
+    "tensorboard": "tensorboard",
+    "trackio": "trackio",
+    "wandb": "wandb",
+    "mlflow": "mlflow",
+    "comet_ml": "comet-ml",
+    "clearml": "clearml",
+    "codecarbon": "codecarbon",
+    "dvclive": "dvclive",
+    "swanlab": "swanlab",
+}
 
 # --- data, ends and processes -----------------------------------------------------------------------------------------
 
@@ -112,6 +126,22 @@ def check_processes(arguments: TrainingArguments, expected: int | None) -> None:
         )
 
 
+def check_trackers(names: list[str]) -> list[str]:
+    """The names that TrainingArguments' `report_to` takes; "none" stands for no tracker at all.
+
+    Raises UserError when one of them is unknown or its package is not installed.
+    """
+    if names == ["none"]:
+        return []
+    installed = get_available_reporting_integrations()
+    for name in names:
+        if name not in TRACKERS:
+            raise UserError(f"--report_to {name}: choose none, or any of {', '.join(TRACKERS)}")
+        if name not in installed:
+            raise UserError(f"--report_to {name} needs a package that is not installed: pip install {TRACKERS[name]}")
+    return names
+
+
 def checkpointing_name() -> str:
     """TrainingArguments' name for gradient checkpointing, which changed between the supported versions."""
     names = {entry.name for entry in dataclasses.fields(TrainingArguments)}
@@ -188,13 +218,20 @@ class PerplexityTrainer(Trainer):
         return total / (len(targets) if num_items_in_batch is None else num_items_in_batch)
 
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix: str = "eval") -> dict[str, float]:
-        """Cross-entropy of the validation rows, in the precision of training; every process reads its share."""
+        """Cross-entropy of the validation rows, in the precision of training; every process reads its share.
+
+        Trackers (`report_to`) also get each head's sigmoid(gate).
+        """
         rows = self.eval_dataset if eval_dataset is None else eval_dataset
         rows = rows if self.eval_rows is None else rows.select(range(min(self.eval_rows, len(rows))))
         with self.accelerator.autocast():
             total = evaluate_rows(self.model, rows, self.args.per_device_eval_batch_size, self.eval_reader)
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in total.items()}
         metrics[f"{metric_key_prefix}_loss"] = total["cross_entropy"]
+        if self.args.report_to:  # otherwise they are in metrics.jsonl alone, and not among what is printed
+            for layer, heads in gate_values(self.model).items():
+                for head, value in enumerate(heads):
+                    metrics[f"{metric_key_prefix}_gates/layer_{layer}_head_{head}"] = value
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics

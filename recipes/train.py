@@ -36,7 +36,8 @@ class RunOptions:
     num_processes: int | None = option(None, "Processes that must have been started; default: any number.")
     use_cpu: bool = option(False, "Train on the CPU even where there is a GPU.")
     seed: int = option(0, "Seed of the weights, the order of the rows and dropout.")
-    report_to: str = option("none", "Where the Trainer reports to: none, tensorboard, wandb, trackio, …")
+    report_to: list[str] = option(["none"], "Trackers that receive losses, learning rate and gates: none, or any of "
+                                  "tensorboard (files in OUT/runs), trackio, wandb, mlflow, …")  # fmt: skip
 
 
 @dataclass
@@ -73,6 +74,7 @@ def main(argv: list[str] | None = None) -> None:
     training.check_positive(run, "epochs", "max_tokens", "max_steps", "num_processes")
     intervals = ("eval_steps", "save_steps", "logging_steps")
     training.check_positive(optimizer, "batch_size", "gradient_accumulation", "eval_rows", *intervals)
+    run.report_to = training.check_trackers(run.report_to)
     arguments = training_arguments(run, optimizer)
     fingerprint = training.data_fingerprint(manifest)
     rows_per_step = optimizer.batch_size * optimizer.gradient_accumulation * arguments.world_size
@@ -191,6 +193,7 @@ def training_arguments(run: RunOptions, optimizer: OptimizerOptions):
         logging_steps=optimizer.logging_steps,
         logging_nan_inf_filter=False,  # it hides divergence, and costs a synchronisation per step
         report_to=run.report_to,
+        run_name=Path(run.out).resolve().name,
         **{training.checkpointing_name(): optimizer.gradient_checkpointing},
     )
     training.say(f"{arguments.world_size} process(es) on {arguments.device}, {'bf16' if bf16 else 'float32'}")
