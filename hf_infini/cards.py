@@ -8,7 +8,7 @@ cards_data, cards_training, cards_results, cards_study; this one has the metadat
 
 from .cards_data import citation_section, data_section, is_recall, licenses_section, uses_carolina
 from .cards_model import head_dim, kind_of, limit_of, model_section, segment_length
-from .cards_results import measurements, results_section
+from .cards_results import measurements, recall_shares, results_section
 from .cards_run import Run, Stage, corpus_of
 from .cards_text import bullets, shorten_path
 from .cards_training import compute_section, training_section
@@ -42,7 +42,8 @@ def write_card(run: Run) -> str:
 
 
 def metadata(run: Run):
-    """The Hub's `ModelCardData`: a model-index with the perplexity and cross-entropy of every measurement of the model."""
+    """The Hub's `ModelCardData`: a model-index with the perplexity and cross-entropy of every measurement of the model, and
+    with the share of right answers in every cell of its recall tasks."""
     from huggingface_hub import EvalResult, ModelCardData
 
     results, manifest = [], run.manifest
@@ -56,6 +57,10 @@ def metadata(run: Run):
         common |= {"dataset_split": row["split"], "dataset_config": row["how"] or None}
         for metric, name in (("perplexity", "Perplexity"), ("cross_entropy", "Loss (cross-entropy, nats per token)")):
             results.append(EvalResult(**common, metric_type=metric, metric_name=name, metric_value=row[metric]))
+    for row in recall_shares(run):
+        common = {"task_type": "text-generation", "dataset_type": row["data"], "dataset_name": row["data"]}
+        common |= {"dataset_split": row["split"], "dataset_config": row["how"], "metric_type": "accuracy"}
+        results.append(EvalResult(**common, metric_name=row["name"], metric_value=row["accuracy"]))
     kind = kind_of(run.config)
     return ModelCardData(
         model_name=run.name,
@@ -137,7 +142,11 @@ def loading_section(run: Run) -> str:
         lines += [f"set_seed({first['seed']})"] if seeded else []
         lines.append(f"output = model.generate(**inputs{arguments})  # {first['method']}, as above")
         lines.append("print(tokenizer.decode(output[0], skip_special_tokens=True))")
-    return "## Loading\n\n" + fence("\n".join(lines), "python")
+    text = "## Loading\n\n" + fence("\n".join(lines), "python")
+    if run.config.get("auto_map"):
+        text += "\n\nThe model's code lies beside its weights: where hf_infini is not installed, leave its import out, and "
+        text += "load the model with `trust_remote_code=True`, which runs that code."
+    return text
 
 
 def general_limits(run: Run) -> str:

@@ -17,6 +17,8 @@ KINDS_OF_ROWS = {  # recipes/prepare_recall.py
     "echo": "real text in which short passages come again",
     "text": "the text as it is",
 }
+NOT_STATED = "not stated"  # of a licence
+NO_MANIFEST = "The folder of the data was not at hand when this card was written: more is not known here."
 WIKI_LICENSES = "documents CC BY-SA 3.0, those of Wikinews CC BY 2.5; headers, which no model here reads, CC BY 4.0"
 PAPER = """\
 @misc{munkhdalai2024leave,
@@ -74,8 +76,7 @@ def data_section(run: Run) -> str:
     manifest, result = run.manifest, run.result
     rows = [("Data", f"{run.data}, fingerprint `{result['data_fingerprint']}`")]
     if manifest is None:
-        note = "The folder of the data was not at hand when this card was written: more is not known here."
-        return f"## Data\n\n{markdown_table(['', ''], rows, left=2)}\n\n{note}"
+        return f"## Data\n\n{markdown_table(['', ''], rows, left=2)}\n\n{NO_MANIFEST}"
     options, splits = manifest["options"], manifest["splits"]
     rows.append(("Source", f"{shorten_path(options['source'])}, {manifest['source']['documents']:,} document(s)"))
     rows += [("Filters", words)] if (words := describe_filters(options)) else []
@@ -155,7 +156,7 @@ def text_licenses(stage: Stage, stated: str | None) -> list[tuple[str, str]]:
     """What text a stage was trained on, and its licence: that of a corpus that is known, or as the user stated it."""
     manifest = stage.manifest
     if manifest is None:
-        return [(f"text of {stage.data}", stated or "not stated")]
+        return [(f"text of {stage.data}", stated or NOT_STATED)]
     corpus = corpus_of(manifest)
     if corpus == "biographies":
         rows = [("text: generated biographies", "none")]
@@ -163,7 +164,7 @@ def text_licenses(stage: Stage, stated: str | None) -> list[tuple[str, str]]:
         licenses = [WIKI_LICENSES if code == "wik" else "as each document's header says" for code in taxonomies(manifest)]
         rows = [(f"text: Carolina, `{c}`", words) for c, words in zip(taxonomies(manifest), licenses, strict=True)]
     else:
-        rows = [(f"text of {last_part(manifest['options']['source'])}", stated or "not stated")]
+        rows = [(f"text of {last_part(manifest['options']['source'])}", stated or NOT_STATED)]
     if is_recall(manifest) and corpus != "biographies":
         rows.append(("text: generated sentences of recall", "none"))
     return rows

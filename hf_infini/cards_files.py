@@ -13,10 +13,12 @@ from .cards_run import Run, Stage, corpus_of, data_folder
 from .cards_text import last_part, shorten_path
 from .carolina import CAROLINA_REPOSITORY
 from .cli import UserError
+from .stages import write_json
 from .study import corpus_share
 from .study_evaluation import choose_prompt, validation_documents
 from .training import data_fingerprint
 
+SETTINGS = "card.json"
 CAPTIONS = {"loss_curve": "Loss over the tokens trained on", "gates": "Gates over the tokens trained on"}
 TASK_CAPTIONS = {"perplexity": "Perplexity by position", "passkey": "Passkeys found", "facts": "Facts recalled"}
 STUDY_CAPTIONS = {
@@ -51,6 +53,24 @@ def check_run(folder: Path, also: list[str]) -> None:
             f"--run: {folder} has no {', '.join(missing)}: it is no run of recipes/train.py, or not finished; the same "
             "train.py command finishes it"
         )
+
+
+# --- what the card was told -------------------------------------------------------------------------------------------
+
+
+def keep_settings(folder: Path, options: dict) -> None:
+    """Writes what decides the words of a run's card into card.json, so that the same card can be written again."""
+    kept = {name: value for name, value in options.items() if name not in ("out", "run", "figures", "repo_id", "device")}
+    for name in ("study", "data", "notes"):  # which are then found from any folder
+        kept[name] = kept[name] and os.path.abspath(kept[name])
+    for name in ("evaluation", "baseline"):
+        kept[name] = kept[name] and list(map(os.path.abspath, kept[name]))
+    write_json(folder / SETTINGS, kept)
+
+
+def kept_settings(folder: Path) -> dict:
+    """What [`keep_settings`] wrote; empty where no card was written yet."""
+    return read_json(folder / SETTINGS) if (folder / SETTINGS).is_file() else {}
 
 
 # --- data and the runs before -----------------------------------------------------------------------------------------

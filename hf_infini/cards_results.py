@@ -127,6 +127,27 @@ _TASKS = {
 }
 
 
+def recall_shares(run: Run) -> list[dict[str, Any]]:
+    """The share of right answers in each cell of the recall tasks, of the model as it is: `data`, `split`, `how` (what was
+    asked), `name` and `accuracy`."""
+    shares = []
+    for evaluation in run.of_task("passkey"):
+        for cell in _answered(evaluation):
+            how = f"{cell['length']:,} tokens, depth {cell['depth']:g}"
+            found = {"how": how, "name": "Passkeys found", "accuracy": cell["accuracy"]}
+            shares.append(_text_of(run, evaluation) | found)
+    for evaluation in run.of_task("facts"):
+        for cell in _answered(evaluation):
+            found = {"how": f"{cell['distance']} segments between", "name": "Facts recalled", "accuracy": cell["accuracy"]}
+            shares.append({"data": "generated biographies", "split": None} | found)
+    return shares
+
+
+def _answered(evaluation: dict) -> list[dict]:
+    """The cells of an evaluation with the memory on that were possible."""
+    return [cell for cell in evaluation["cells"] if "accuracy" in cell] if evaluation["memory"] == "on" else []
+
+
 def _asked(evaluation: dict) -> tuple:
     """What two evaluations must share for their cells to ask the same."""
     options = evaluation["options"]
