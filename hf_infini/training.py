@@ -235,3 +235,11 @@ class PerplexityTrainer(Trainer):
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
+
+    def create_model_card(self, *args, **kwargs) -> None:
+        """The Trainer's draft of a card, which `push_to_hub` asks for; a card of recipes/write_card.py stays as it is."""
+        from huggingface_hub import ModelCard
+
+        file = Path(self.args.output_dir) / "README.md"
+        if not file.is_file() or "generated_from_trainer" in (ModelCard.load(file).data.tags or []):
+            super().create_model_card(*args, **kwargs)
