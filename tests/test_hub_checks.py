@@ -9,10 +9,12 @@ import sys
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from test_cards import INFINI, run_of
+from test_cards_sections import cell, recall
 from test_push import NAME, push, run_with_card
 from test_train import result
 
-from hf_infini import hub_checks, hub_files
+from hf_infini import cards, cards_files, hub_checks, hub_files
 from hf_infini.cli import parse_options
 
 
@@ -117,6 +119,27 @@ def test_cards_that_are_not_complete(folder, tmp_path, capsys):
     (folder / "card.json").write_text(json.dumps(settings | {"of": "another version"}))
     messages = errors()
     assert "README.md: the card cannot be written" in messages and "Write the card with recipes/write_card.py" in messages
+
+
+def test_the_metadata_say_what_a_model_recalls():
+    asked = [cell(48, length=64, depth=0.5), {"length": 256, "depth": 0.5, "not_possible": "too long"}]
+    facts, off = recall("facts", [cell(12, distance=3)]), recall("facts", [cell(6, distance=3)], "off")
+    run = run_of(INFINI, evaluations=[recall("passkey", asked, data="d"), facts, off])
+    found = [entry for entry in cards.metadata(run).eval_results if entry.metric_type == "accuracy"]
+    assert [(e.metric_name, e.dataset_name, e.dataset_split, e.dataset_config, e.metric_value) for e in found] == [
+        ("Passkeys found", "plays", "validation", "64 tokens, depth 0.5", 1.0),
+        ("Facts recalled", "generated biographies", None, "3 segments between", 0.25),
+    ]
+
+
+def test_a_card_is_told_the_same_from_any_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    given = {"data": "data/x", "study": None, "notes": "n.md", "evaluation": None, "baseline": ["b.json"], "name": "n"}
+    not_kept = {"out": "c.md", "run": "r", "figures": "f", "repo_id": "a/b", "device": "cpu"}
+    cards_files.keep_settings(tmp_path, given | not_kept)
+    paths = {"data": str(tmp_path / "data/x"), "notes": str(tmp_path / "n.md"), "baseline": [str(tmp_path / "b.json")]}
+    assert cards_files.kept_settings(tmp_path) == given | paths
+    assert cards_files.kept_settings(tmp_path / "nowhere") == {}
 
 
 def test_code_beside_the_configuration_goes_along(tmp_path):
