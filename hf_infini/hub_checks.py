@@ -46,12 +46,20 @@ def check_model(folder: Path) -> list[Finding]:
     return findings
 
 
-def check_card(folder: Path) -> list[Finding]:
-    """Whether the card's metadata are complete, its figures numbers and there, and its data and licences stated."""
+def check_card(folder: Path, result: dict) -> list[Finding]:
+    """Whether the card is of this training, its metadata complete, its figures numbers, its images there, and its data and
+    licences stated.
+
+    Args:
+        result: the content of the result.json that the card was written from: that of a study has its own folder.
+    """
     from huggingface_hub import ModelCard
 
     text = (folder / CARD).read_text(encoding="utf-8")
     data, findings = ModelCard(text).data, []
+    if result != read_json(folder / "result.json"):
+        fix = "Publish the folder that the study made, or write the card with --run"
+        findings.append(Finding(CARD, None, "the study that the card is written from holds another training", fix))
     for name in REQUIRED_METADATA:
         if not getattr(data, name, None):
             findings.append(Finding(CARD, 1, f"the metadata have no {name}", "Write the card with recipes/write_card.py"))

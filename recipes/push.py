@@ -70,10 +70,10 @@ def renew_card(options: Options) -> list:
         settings = cards_files.kept_settings(folder)
         where = {"run": None if settings.get("study") else options.run, "out": str(folder / hub_files.CARD)}
         where |= {"figures": str(folder / hub_files.FIGURES), "repo_id": options.repo_id, "device": options.device}
-        write_card.write(write_card.Options(**settings | where))
+        run = write_card.write(write_card.Options(**settings | where))
     except (UserError, TypeError) as error:  # TypeError: settings of another version
         return [hub_checks.Finding(hub_files.CARD, None, f"the card cannot be written: {error}", fix)]
-    return hub_checks.check_card(folder)
+    return hub_checks.check_card(folder, run.result)
 
 
 def listing(files: list, left_out: dict[str, str]) -> str:

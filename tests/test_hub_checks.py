@@ -108,6 +108,7 @@ def test_cards_that_are_not_complete(folder, tmp_path, capsys):
     numbers = result(folder)
     (folder / "result.json").write_text(json.dumps(numbers | {"perplexity": float("inf")}))
     messages = errors()
+    assert "holds another training" in str(hub_checks.check_card(folder, numbers)[0])  # as that of a study may
     assert re.search(r"README.md:\d+: the licence of the text is not stated. --data_license says it", messages)
     assert "README.md:1: Perplexity is inf, no number" in messages and "4 finding(s)" in messages
     assert "the image figures/none.png is not in the folder" in messages and "../x.png" in messages
