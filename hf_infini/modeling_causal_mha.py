@@ -161,7 +161,9 @@ class CausalMHAModel(CausalMHAPreTrainedModel):
             past_key_values = DynamicCache(config=self.config)
         past = 0 if given is None else given.get_seq_length()
         reach = self._reach(embeddings, attention_mask, position_ids, past, given, past_key_values, input_ids)
-        if position_ids is None:
+        if position_ids is None and "layout" in reach:
+            position_ids = reach["layout"].positions
+        elif position_ids is None:
             position_ids = self._positions(embeddings, attention_mask, past)
         hidden_states = self.drop(self._with_positions(embeddings, position_ids))
         all_hidden_states, all_weights = (hidden_states,), ()

@@ -80,6 +80,19 @@ def test_left_padded_chunks_are_single_rows(kind):
     torch.testing.assert_close(chunked[1, 9:], model(ids[1:, 9:]).logits[0], **FLOAT32)
 
 
+@pytest.mark.parametrize("position", ["learned", "rope"])
+@torch.no_grad()
+def test_a_memory_counts_on_from_its_cache(position):
+    """A mask of the new tokens alone says nothing of the past: their places are counted in the cache."""
+    model = causal_mha(attention="infini", segment_length=8, position_encoding=position)
+    ids, real = token_ids(2, 30), torch.ones(2, 30, dtype=torch.long)
+    real[0, :5], real[1, 20:23] = 0, 0
+    wanted = model(ids, attention_mask=real).logits[:, 17:]
+    cache = model(ids[:, :17], attention_mask=real[:, :17], use_cache=True).past_key_values
+    logits = model(ids[:, 17:], attention_mask=real[:, 17:], past_key_values=cache).logits
+    torch.testing.assert_close(logits[real[:, 17:] == 1], wanted[real[:, 17:] == 1], **FLOAT32)
+
+
 @every_kind
 def test_packed_documents_do_not_see_each_other(kind):
     model, ids = causal_mha(**kind), token_ids(1, 30)
