@@ -21,7 +21,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from .cli import UserError, exit_on_user_error, option, parse_options
+from hf_infini_cli import UserError, exit_on_user_error, option, parse_options
+
 from .stages import peak_memory_bytes
 
 TOO_MUCH = 17  # exit status of a process that would need more than the budget or the machine has
@@ -155,8 +156,9 @@ def train_step(options: Options, on_gpu: bool) -> None:
     from accelerate import Accelerator
     from transformers import AutoConfig
 
+    from hf_infini_cli.model_options import build_model
+
     from . import training
-    from .model_options import build_model
 
     try:
         config = AutoConfig.from_pretrained(options.model)

@@ -8,11 +8,12 @@ import shutil
 from pathlib import Path
 from urllib.parse import quote
 
+from hf_infini_cli import UserError
+
 from .cards_model import limit_of
 from .cards_run import Run, Stage, corpus_of, data_folder
 from .cards_text import last_part, shorten_path
 from .carolina import CAROLINA_REPOSITORY
-from .cli import UserError
 from .stages import write_json
 from .study import corpus_share
 from .study_evaluation import choose_prompt, validation_documents

@@ -2,9 +2,10 @@
 
 from types import SimpleNamespace
 
+from hf_infini_cli.model_options import attention_of, context_limit
+
 from .cards_run import Run
 from .markdown import markdown_table
-from .model_options import attention_of, context_limit
 
 SCORES = {
     "scaled_dot": "scaled dot product, qᵀk / √d",

@@ -9,7 +9,8 @@ import io
 from collections.abc import Sequence
 from pathlib import Path
 
-from .cli import UserError
+from hf_infini_cli import UserError
+
 from .documents import Document, decode, decompress, one_line
 
 CAROLINA_REPOSITORY = "carolina-c4ai/corpus-carolina"  # on the Hub, a dataset

@@ -10,9 +10,10 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from hf_infini_cli import UserError
+
 from .biographies import biography_documents
 from .carolina import CAROLINA_REPOSITORY, carolina_shards, download_carolina, listed_checksum, read_carolina_shard
-from .cli import UserError
 from .documents import Document, ReadingLog, decode, decompress, inner_suffix, one_line, source_files
 
 SOURCE_TYPES = ("auto", "carolina", "text", "jsonl", "dataset", "biographies")

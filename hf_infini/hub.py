@@ -10,7 +10,8 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from .cli import UserError
+from hf_infini_cli import UserError
+
 from .hub_files import Published, is_replaced
 
 TOKENS = "https://huggingface.co/settings/tokens"

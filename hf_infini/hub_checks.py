@@ -8,9 +8,10 @@ from pathlib import Path
 
 import torch
 
+from hf_infini_cli import UserError
+
 from .cards_data import NO_MANIFEST, NOT_STATED
 from .cards_files import read_json
-from .cli import UserError
 from .hub_files import CARD, CONFIG, VOCABULARIES, WEIGHTS, Published, card_images, code_files, is_binary
 from .hub_text import local_names, scan
 

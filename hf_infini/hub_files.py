@@ -8,8 +8,9 @@ from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 from urllib.parse import unquote
 
+from hf_infini_cli import UserError
+
 from .cards_files import read_json
-from .cli import UserError
 
 CARD, CONFIG, FIGURES = "README.md", "config.json", "figures"
 WEIGHTS = "model*.safetensors"

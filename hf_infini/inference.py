@@ -3,9 +3,10 @@
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from .cli import UserError
+from hf_infini_cli import UserError
+from hf_infini_cli.model_options import context_limit
+
 from .measurement import keep_freed_memory
-from .model_options import context_limit
 
 
 def load_model(name: str, device: str = "auto"):

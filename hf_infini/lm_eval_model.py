@@ -11,9 +11,10 @@ import sys
 
 import torch
 
-from .cli import UserError, exit_on_user_error
+from hf_infini_cli import UserError, exit_on_user_error
+from hf_infini_cli.model_options import context_limit
+
 from .inference import check_length
-from .model_options import context_limit
 from .recall import Example, Question
 from .recall_tasks import score_answers
 

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, TextIO
 
-from .cli import UserError
+from hf_infini_cli import UserError
+
 from .tokenization import encode_texts
 
 if TYPE_CHECKING:

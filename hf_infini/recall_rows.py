@@ -8,8 +8,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hf_infini_cli import UserError
+
 from .blocks import save_rows
-from .cli import UserError
 from .filler import Filler, TokenStream
 from .recall import DoesNotFit, Example, facts_row, passkey_example
 from .recall_drills import codes_row, echo_row

@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .cli import UserError
+from hf_infini_cli import UserError
+
 from .filler import Filler, TokenStream
 from .inference import check_length
 from .markdown import markdown_table

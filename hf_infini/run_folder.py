@@ -14,7 +14,8 @@ from pathlib import Path
 import torch
 from transformers import TrainerCallback
 
-from .cli import UserError
+from hf_infini_cli import UserError
+
 from .stages import write_json
 from .training import gate_values
 

@@ -11,8 +11,9 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from hf_infini_cli import UserError
+
 from . import __version__
-from .cli import UserError
 from .documents import source_files
 
 _STAGE_FILE = "stage.json"

@@ -14,7 +14,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from .cli import UserError
+from hf_infini_cli import UserError
+
 from .documents import source_files
 from .stages import write_text
 

@@ -10,12 +10,13 @@ from pathlib import Path
 
 import numpy as np
 
+from hf_infini_cli import UserError
+from hf_infini_cli.model_options import context_limit
+
 from . import batch_probe
 from .blocks import DocumentStore
-from .cli import UserError
 from .inference import load_model
 from .metrics import stream_losses, summarize
-from .model_options import context_limit
 from .perplexity_task import measure_perplexity, text_rows
 from .rows import RowReader
 from .stages import write_json

@@ -4,7 +4,8 @@ import json
 import shutil
 from pathlib import Path
 
-from .cli import UserError
+from hf_infini_cli import UserError
+
 from .processes import Task, run_tasks
 from .stages import write_json
 from .study import (

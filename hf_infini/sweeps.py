@@ -6,9 +6,10 @@ import re
 import statistics
 from dataclasses import dataclass, field
 
-from .cli import UserError
+from hf_infini_cli import UserError
+from hf_infini_cli.model_options import NOT_POSSIBLE
+
 from .markdown import markdown_table
-from .model_options import NOT_POSSIBLE
 
 RESERVED = ("data", "out", "config", "seed")  # the sweep's own options
 FINISHED, IMPOSSIBLE, FAILED = "finished", "not possible", "failed"

@@ -8,7 +8,7 @@ All three come back as fast `transformers` tokenizers with an end-of-text token 
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from .cli import UserError
+from hf_infini_cli import UserError
 
 if TYPE_CHECKING:
     import numpy as np

@@ -13,7 +13,8 @@ import torch
 from transformers import Trainer, TrainingArguments
 from transformers.integrations import get_available_reporting_integrations
 
-from .cli import UserError
+from hf_infini_cli import UserError
+
 from .metrics import evaluate_rows
 from .rows import RowReader
 

@@ -12,8 +12,7 @@ import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hf_infini.cli import UserError, exit_on_user_error, parse_options
-from hf_infini.markdown import markdown_table
+from hf_infini_cli import UserError, exit_on_user_error, parse_options
 
 COLUMNS = ("run", "attention", "parameters", "tokens", "cross-entropy", "perplexity", "tokens/s", "peak MiB")
 
@@ -37,6 +36,7 @@ def main(argv: list[str] | None = None) -> None:
     ngrams = [ngram for file in options.baselines or () for ngram in read_baseline(Path(file), *fingerprints)]
 
     from hf_infini import plots
+    from hf_infini.markdown import markdown_table
 
     rows = [row(Path(folder), result) for folder, result in results.items()] + [ngram_row(ngram) for ngram in ngrams]
     table = markdown_table(list(COLUMNS), rows, left=2)

@@ -28,8 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from hf_infini.cli import UserError, exit_on_user_error, option, parse_options
-from hf_infini.stages import read_manifest
+from hf_infini_cli import UserError, exit_on_user_error, option, parse_options
 
 
 @dataclass
@@ -194,6 +193,8 @@ def read_texts(options: Options) -> list[str]:
 
 def check_options(options: Options) -> dict | None:
     """A UserError for options that cannot work or say nothing about the task; the manifest of --data where it is given."""
+    from hf_infini.stages import read_manifest
+
     defaults = Options(model="")
     for names, tasks in TASKS.items():
         for name in names if options.task not in tasks else ():

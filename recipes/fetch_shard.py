@@ -3,6 +3,7 @@
 Ends with status 1 and a note when the Hugging Face Hub does not answer within 5 seconds.
 """
 
+import argparse
 import sys
 from urllib.request import urlopen
 
@@ -11,6 +12,7 @@ FILES = ("corpus/wikis/checksum.sha256", "corpus/wikis/pt/WIKd.xml.gz")
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__).parse_args()
     from huggingface_hub import constants, hf_hub_download
 
     try:

@@ -16,7 +16,7 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hf_infini.cli import UserError, exit_on_user_error, option, parse_options
+from hf_infini_cli import UserError, exit_on_user_error, option, parse_options
 
 LARGEST_PAGE = 100e6  # bytes; browsers take long over more
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from hf_infini.cli import UserError, exit_on_user_error, option, parse_options
+from hf_infini_cli import UserError, exit_on_user_error, option, parse_options
 
 
 @dataclass

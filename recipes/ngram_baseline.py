@@ -18,8 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from hf_infini.cli import UserError, exit_on_user_error, parse_options
-from hf_infini.stages import read_manifest
+from hf_infini_cli import UserError, exit_on_user_error, parse_options
 
 HIGHEST = 5  # beyond that a window is mostly seen once, and its code may not fit into an integer
 
@@ -88,6 +87,8 @@ def main(argv: list[str] | None = None) -> None:
 
 def check(options: Options) -> dict:
     """The manifest of --data; a UserError for options that cannot work."""
+    from hf_infini.stages import read_manifest
+
     if not options.out.endswith(".json"):
         raise UserError(f"--out {options.out}: give a file that ends in .json")
     if not options.orders or not all(0 <= order <= HIGHEST for order in options.orders):

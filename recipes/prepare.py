@@ -20,9 +20,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hf_infini.cli import UserError, exit_on_user_error, option, parse_options
-from hf_infini.corpora import iterate_documents
-from hf_infini.documents import ReadingLog
+from hf_infini_cli import UserError, exit_on_user_error, option, parse_options
 
 JOINERS = {"newline": "\n", "space": " ", "blank_line": "\n\n"}
 SELECTION = ("prose_filter", "prose_host", "prose_min_characters", "deduplicate", "fraction")
@@ -193,6 +191,8 @@ def prepare(corpus: CorpusOptions, tokens: TokenizerOptions, blocks: BlockOption
 def collect(corpus: CorpusOptions, folder: Path) -> dict:
     """Reads the corpus into `folder` and returns what was read, left out and why."""
     from hf_infini import blocks, selection
+    from hf_infini.corpora import iterate_documents
+    from hf_infini.documents import ReadingLog
 
     log = ReadingLog()
     settings = dataclasses.asdict(corpus) | {"joiner": JOINERS[corpus.joiner]}

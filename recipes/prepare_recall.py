@@ -32,8 +32,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hf_infini.cli import UserError, exit_on_user_error, option, parse_options
-from hf_infini.stages import read_manifest
+from hf_infini_cli import UserError, exit_on_user_error, option, parse_options
 
 
 @dataclass
@@ -74,6 +73,8 @@ def main() -> None:
 
 def read_source(data: Path) -> dict:
     """The manifest of --data; a UserError where it is missing or its rows are no running text."""
+    from hf_infini.stages import read_manifest
+
     manifest = read_manifest(data)
     if manifest["options"]["split_by"] != "document" or manifest["splits"]["validation"]["blocks"] == 0:
         raise UserError(f"--data: {data} has no validation documents; prepare it with --split_by document and --validation")

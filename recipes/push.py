@@ -13,7 +13,7 @@ that was interrupted goes on with the same command. `hf auth login` or HF_TOKEN 
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hf_infini.cli import UserError, exit_on_user_error, option, parse_options
+from hf_infini_cli import UserError, exit_on_user_error, option, parse_options
 
 
 @dataclass

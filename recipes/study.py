@@ -23,11 +23,13 @@ import signal
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from hf_infini import study
-from hf_infini.cli import UserError, exit_on_user_error, option, parse_options
-from hf_infini.model_options import ModelOptions
+from hf_infini_cli import UserError, exit_on_user_error, option, parse_options
+from hf_infini_cli.model_options import ModelOptions
+
+if TYPE_CHECKING:
+    from hf_infini import study
 
 RECIPES = Path(__file__).parent
 SEED = 0  # of the resampling and of the samples; the runs' own are options
@@ -38,7 +40,7 @@ class Options:
     scale: Literal["mini", "small", "full"] = field(metadata={"help": "Sizes, length and data of all variants."})
     source: str = field(metadata={"help": "The corpus: --source of prepare.py."})
     out: str = field(metadata={"help": "Folder of the study."})
-    variants: list[str] = option(list(study.VARIANTS), "Names (s1 i1 i2 best) or .yaml files of your own.")
+    variants: list[str] | None = option(None, "Names, or .yaml files of your own; default: s1 i1 i2 best.")
     seeds: list[int] | None = option(None, "Seeds to train every variant with; default: the scale's, 0.")
     tokens: int | None = option(None, "Tokens to train each variant on; default: the scale's length.")
     max_steps: int | None = option(None, "Stop every run after so many steps, to see that a scale runs; the report says so.")
@@ -77,9 +79,9 @@ def main(argv: list[str] | None = None) -> None:
         raise SystemExit(130) from None
 
 
-def run(plan: study.Plan, options: Options) -> None:
+def run(plan: "study.Plan", options: Options) -> None:
     """The study, from the data to the report."""
-    from hf_infini import measurement, study_figures, study_report, study_results, study_runs
+    from hf_infini import measurement, study, study_figures, study_report, study_results, study_runs
     from hf_infini.stages import locked_folder, write_json, write_text
     from hf_infini.sweeps import FAILED
 
@@ -107,18 +109,21 @@ def run(plan: study.Plan, options: Options) -> None:
         raise UserError("not all was done; the same command tries it again:\n  " + "\n  ".join(failed))
 
 
-def make_plan(options: Options, passed: list[str]) -> study.Plan:
+def make_plan(options: Options, passed: list[str]) -> "study.Plan":
     """The plan of the study, with every option of prepare.py and train.py checked before anything runs."""
+    from hf_infini import study
+
     for name in ("tokens", "max_steps", "jobs", "threads", "memory_budget_gib", "prompt_words", "new_tokens"):
         if getattr(options, name) is not None and getattr(options, name) <= 0:
             raise UserError(f"--{name} must be greater than 0, got {getattr(options, name)}")
     if options.long_length < 2 or min(options.state_tokens) < 1:
         raise UserError("--long_length must be at least 2, and each of --state_tokens at least 1")
-    given = ("scale", "source", "variants", "seeds", "tokens", "max_steps", "ready_tokenizer", "launcher")
+    given = ("scale", "source", "seeds", "tokens", "max_steps", "ready_tokenizer", "launcher")
     plan = study.make_plan(
         out=Path(options.out),
         configs=RECIPES / "configs",
         flags=study.read_flags(passed),
+        variants=options.variants or list(study.VARIANTS),
         **{name: getattr(options, name) for name in given},
     )
     of_prepare, of_train = (runpy.run_path(str(RECIPES / f"{name}.py")) for name in ("prepare", "train"))
@@ -133,11 +138,12 @@ def make_plan(options: Options, passed: list[str]) -> study.Plan:
     return plan
 
 
-def measure(plan: study.Plan, options: Options, record: dict) -> tuple[dict, list[str]]:
+def measure(plan: "study.Plan", options: Options, record: dict) -> tuple[dict, list[str]]:
     """Measures the finished runs. Returns what the report says about the measurements, and what went wrong."""
     import torch
     from tqdm import tqdm
 
+    from hf_infini import study
     from hf_infini import study_evaluation as evaluation
     from hf_infini.study_runs import finished_runs
     from hf_infini.sweeps import FAILED

@@ -20,10 +20,12 @@ import signal
 import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from hf_infini import sweeps
-from hf_infini.cli import UserError, exit_on_user_error, option
-from hf_infini.stages import read_manifest
+from hf_infini_cli import UserError, exit_on_user_error, option
+
+if TYPE_CHECKING:
+    from hf_infini import sweeps
 
 
 @dataclass
@@ -40,13 +42,13 @@ class Options:
 @exit_on_user_error
 def main(argv: list[str] | None = None) -> None:
     options, passed = parse(sys.argv[1:] if argv is None else argv)
+
+    from hf_infini import measurement, plots_runs, sweeps
+    from hf_infini.stages import locked_folder, write_json
+
     grid = sweeps.parse_grid(options.grid)
     runs = sweeps.combinations(grid, options.seeds)
     check(options, passed, grid)
-
-    from hf_infini import measurement, plots_runs
-    from hf_infini.stages import locked_folder, write_json
-
     out = Path(options.out)
     with locked_folder(out):
         (out / "logs").mkdir(exist_ok=True)
@@ -89,6 +91,8 @@ def parse(argv: list[str]) -> tuple[Options, list[str]]:
 
 def check(options: Options, passed: list[str], grid: dict) -> None:
     """UserError for files that are missing and options that are given twice."""
+    from hf_infini.stages import read_manifest
+
     read_manifest(Path(options.data))
     if options.config is not None and not Path(options.config).is_file():
         raise UserError(f"--config: there is no file {options.config}")
@@ -101,11 +105,11 @@ def check(options: Options, passed: list[str], grid: dict) -> None:
         raise UserError(f"--{twice[0]} is set by the sweep: leave it out behind --")
 
 
-def log_file(out: Path, run: sweeps.Run) -> Path:
+def log_file(out: Path, run: "sweeps.Run") -> Path:
     return out / "logs" / f"{run.name}.log"
 
 
-def run_all(runs: list[sweeps.Run], options: Options, passed: list[str]) -> None:
+def run_all(runs: "list[sweeps.Run]", options: Options, passed: list[str]) -> None:
     """Runs train.py for every run, `--jobs` at a time, and notes what became of it. Stopped, it stops its children."""
     from hf_infini.processes import Task, run_tasks
 
@@ -121,15 +125,17 @@ def run_all(runs: list[sweeps.Run], options: Options, passed: list[str]) -> None
         run.status, run.reason = task.status, task.reason
 
 
-def command_of(run: sweeps.Run, options: Options, passed: list[str]) -> list[str]:
+def command_of(run: "sweeps.Run", options: Options, passed: list[str]) -> list[str]:
     words = [sys.executable, str(Path(__file__).with_name("train.py")), "--data", options.data]
     words += [] if options.config is None else ["--config", options.config]
     words += [*passed, *(f"--{name}={value}" for name, value in run.options.items())]
     return [*words, "--out", str(Path(options.out) / run.name)]
 
 
-def report(rows: list[sweeps.Row], grid: dict) -> str:
+def report(rows: "list[sweeps.Row]", grid: dict) -> str:
     """The tables, and under them the combinations that did not finish."""
+    from hf_infini import sweeps
+
     parts = ["Validation cross-entropy, nats per token"]
     parts += [sweeps.pivot_table(rows, grid)] if len(grid) == 2 else []
     parts.append(sweeps.ranking_table(rows, grid))

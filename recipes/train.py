@@ -19,9 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from hf_infini.cli import exit_on_user_error, option, parse_options
-from hf_infini.model_options import ModelOptions, attention_of, build_config, build_model
-from hf_infini.stages import read_manifest
+from hf_infini_cli import exit_on_user_error, option, parse_options
+from hf_infini_cli.model_options import ModelOptions, attention_of, build_config, build_model
 
 
 @dataclass
@@ -62,15 +61,16 @@ class OptimizerOptions:
 @exit_on_user_error
 def main(argv: list[str] | None = None) -> None:
     run, shape, optimizer = parse_options(RunOptions, ModelOptions, OptimizerOptions, description=__doc__, argv=argv)
-    data, out = Path(run.data), Path(run.out)
-    manifest = read_manifest(data)
 
     import torch
     from transformers import AutoTokenizer, set_seed
 
     from hf_infini import measurement, metrics, plots, run_folder, training
     from hf_infini.rows import RowReader
+    from hf_infini.stages import read_manifest
 
+    data, out = Path(run.data), Path(run.out)
+    manifest = read_manifest(data)
     training.check_positive(run, "epochs", "max_tokens", "max_steps", "num_processes")
     intervals = ("eval_steps", "save_steps", "logging_steps")
     training.check_positive(optimizer, "batch_size", "gradient_accumulation", "eval_rows", *intervals)

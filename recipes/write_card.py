@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from hf_infini.cli import UserError, exit_on_user_error, option, parse_options
+from hf_infini_cli import UserError, exit_on_user_error, option, parse_options
 
 NEUTRAL = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}  # whatever the checkpoint's own generation config says
 METHODS = {

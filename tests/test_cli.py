@@ -1,10 +1,13 @@
 """parse_options: one parser for flags and YAML files, with errors that name what is wrong."""
 
+import subprocess
+import sys
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 
-from hf_infini.cli import UserError, exit_on_user_error, parse_options
+from hf_infini_cli import UserError, exit_on_user_error, parse_options
 
 
 @dataclass
@@ -66,3 +69,23 @@ def test_user_errors_are_one_line_and_status_1(capsys):
         main()
     assert stop.value.code == 1
     assert capsys.readouterr().err == "error: there is no corpus in x: give --source\n"
+
+
+HELP = """
+import runpy, sys
+for recipe in sys.argv[1:]:
+    sys.argv = [recipe, "--help"]
+    try:
+        runpy.run_path(recipe, run_name="__main__")
+    except SystemExit as end:
+        assert end.code == 0, recipe
+    assert not {"torch", "hf_infini"} & sys.modules.keys(), recipe
+"""
+
+
+def test_help_waits_for_no_library():
+    """torch and the models take seconds to import; the options of every recipe are told without them."""
+    recipes = sorted(map(str, (Path(__file__).parents[1] / "recipes").glob("*.py")))
+    done = subprocess.run([sys.executable, "-c", HELP, *recipes], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("usage: ") == len(recipes)

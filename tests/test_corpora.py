@@ -15,9 +15,9 @@ import pytest
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 from hf_infini import carolina, corpora, selection
-from hf_infini.cli import UserError
 from hf_infini.corpora import detect_source_type, iterate_documents
 from hf_infini.documents import Document, ReadingLog
+from hf_infini_cli import UserError
 
 DATA = Path(os.environ.get("HF_INFINI_DATA", Path(__file__).parents[2] / "shared" / "data"))
 real_carolina = pytest.mark.skipif(

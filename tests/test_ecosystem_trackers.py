@@ -9,7 +9,7 @@ import pytest
 from test_train import SIZES, prepared_data, recipe, run, train
 
 from hf_infini import training
-from hf_infini.cli import UserError
+from hf_infini_cli import UserError
 
 pytest.importorskip("tensorboard", reason="pip install tensorboard")
 pytest.importorskip("trackio", reason="pip install trackio")

@@ -15,7 +15,7 @@ from test_push import NAME, push, run_with_card
 from test_train import result
 
 from hf_infini import cards, cards_files, hub_checks, hub_files
-from hf_infini.cli import parse_options
+from hf_infini_cli import parse_options
 
 
 @pytest.fixture

@@ -13,10 +13,10 @@ from tokenizers import Tokenizer, normalizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from hf_infini import InfiniCache
-from hf_infini.cli import parse_options
 from hf_infini.long_texts import pieces_of_text, tokens_of_file
 from hf_infini.memory_files import read_record
 from hf_infini.tokenization import build_character_tokenizer, encode_texts, train_bpe
+from hf_infini_cli import parse_options
 
 memorize = load_recipe("memorize")
 TOKENS = 700  # of a short text; one token is one character

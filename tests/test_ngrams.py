@@ -15,7 +15,7 @@ import pytest
 from test_train import load_recipe
 
 from hf_infini import ngrams
-from hf_infini.cli import parse_options
+from hf_infini_cli import parse_options
 
 ROOT = Path(__file__).parents[1]
 ngram_baseline = load_recipe("ngram_baseline")

@@ -23,7 +23,7 @@ from filelock import FileLock
 from transformers import AutoTokenizer, default_data_collator
 
 from hf_infini.biographies import biography_documents
-from hf_infini.cli import parse_options
+from hf_infini_cli import parse_options
 
 ROOT = Path(__file__).parents[1]
 DATA = Path(os.environ.get("HF_INFINI_DATA", ROOT.parent / "shared" / "data"))

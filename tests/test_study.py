@@ -15,10 +15,10 @@ from test_train import ROOT, load_recipe, recipe, result, sample_text
 from transformers import AutoTokenizer
 
 from hf_infini import study, study_results, study_runs
-from hf_infini.cli import UserError
 from hf_infini.processes import Task
 from hf_infini.study_evaluation import trained_on, validation_documents
 from hf_infini.sweeps import FINISHED
+from hf_infini_cli import UserError
 
 STEPS = 40
 FLAGS = ["--n_layer", 2, "--n_embd", 32, "--n_head", 2, "--segment_length", 16, "--eval_steps", 10, "--save_steps", 4]

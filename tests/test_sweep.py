@@ -12,8 +12,8 @@ import pytest
 from test_train import ROOT, SIZES, load_recipe, prepared_data, recipe, run
 
 from hf_infini import sweeps
-from hf_infini.cli import UserError
-from hf_infini.model_options import NOT_POSSIBLE
+from hf_infini_cli import UserError
+from hf_infini_cli.model_options import NOT_POSSIBLE
 
 sweep = load_recipe("sweep")
 TINY = [*SIZES, "--model", "causal_mha", "--batch_size", "8", "--max_steps", "2", "--eval_rows", "8"]

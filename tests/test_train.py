@@ -21,8 +21,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2LMHeadModel
 
 from hf_infini import InfiniGPT2Config, InfiniGPT2LMHeadModel, run_folder, training
-from hf_infini.cli import UserError, parse_options
-from hf_infini.model_options import ModelOptions, build_config, build_model
+from hf_infini_cli import UserError, parse_options
+from hf_infini_cli.model_options import ModelOptions, build_config, build_model
 
 ROOT = Path(__file__).parents[1]
 DATA = Path(os.environ.get("HF_INFINI_DATA", ROOT.parent / "shared" / "data"))

@@ -12,12 +12,12 @@ from test_train import CONTEXT, ROOT, SIZES, losses, prepared_data, recipe, resu
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_infini import CausalMHAForCausalLM, run_folder, training
-from hf_infini.cli import UserError, parse_options
 from hf_infini.configuration_causal_mha import CHOICES, CausalMHAConfig
 from hf_infini.inference import check_length, context_limit
 from hf_infini.metrics import evaluate_rows
-from hf_infini.model_options import ATTENTIONS, CAUSAL_MHA, NOT_POSSIBLE, ModelOptions, build_config, build_model
 from hf_infini.rows import RowReader
+from hf_infini_cli import UserError, parse_options
+from hf_infini_cli.model_options import ATTENTIONS, CAUSAL_MHA, NOT_POSSIBLE, ModelOptions, build_config, build_model
 
 KINDS = {
     "global": ["--score", "additive", "--position_encoding", "t5", "--num_buckets", "8", "--max_distance", "20"],

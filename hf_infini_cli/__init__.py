@@ -1,5 +1,8 @@
 """The recipes' command lines: dataclass fields are the options, a YAML file sits under them, flags go above it.
 
+A package of its own beside hf_infini, whose import takes seconds: with it come torch and transformers, whose Auto classes
+have to know its models. What a recipe needs before its options are read stands here, and `--help` answers at once.
+
 Every recipe calls [`parse_options`] and wraps its `main` in [`exit_on_user_error`], so all of them read the same kind of
 file, fail the same way, and say what was given, what is allowed and how to fix it.
 """

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from .cli import UserError, option
+from . import UserError, option
 
 # What --attention may be; the first is the default. Every other check is the configuration's own.
 ATTENTIONS = {"gpt2": ("infini", "self"), "causal_mha": ("global", "local", "infini", "none")}
@@ -212,7 +212,7 @@ def _gpt2(options: ModelOptions, values: dict, context: int) -> tuple[type, dict
     """The configuration class and its entries of `--model gpt2`."""
     from transformers import GPT2Config
 
-    from .configuration_infini_gpt2 import InfiniGPT2Config
+    from hf_infini.configuration_infini_gpt2 import InfiniGPT2Config
 
     values |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), options.dropout)
     if options.attention == "self":
@@ -227,7 +227,7 @@ def _gpt2(options: ModelOptions, values: dict, context: int) -> tuple[type, dict
 
 def _causal_mha(options: ModelOptions, values: dict, context: int) -> tuple[type, dict]:
     """The configuration class and its entries of `--model causal_mha`."""
-    from .configuration_causal_mha import CausalMHAConfig
+    from hf_infini.configuration_causal_mha import CausalMHAConfig
 
     given = _given(options, ("attention", *CAUSAL_MHA))
     values = {"attention": "global", "position_encoding": "learned"} | values | given | {"dropout": options.dropout}
