@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from .decoding import attend_step
 from .local import local_attention, weights_per_token
-from .memory import FEATURE_MAPS, delta_states, linear_states, read_memory, read_within_step, shared_share
+from .memory import FEATURE_MAPS, delta_states, linear_states, memory_weight, read_memory, read_within_step
 from .segments import SegmentLayout, segment_layout
 from .state import InfiniState
 from .steps import StepLayout
@@ -60,7 +60,7 @@ def infini_attention(
         update_rule: "linear" or "delta".
         feature_map: what makes positive features of the memory's queries and keys: "elu", ELU + 1 (the paper), or "exp".
         normaliser: "separate", one for the window and one for the memory, so that the gate alone sets the memory's share
-            (the paper); or "shared", one for both, so that it also depends on what the token finds: [`shared_share`].
+            (the paper); or "shared", one for both, so that it also depends on what the token finds: [`memory_weight`].
         local_segments: earlier segments that the softmax sees, 0 in the paper.
         attention_mask: `[batch, tokens]`, 1 for real tokens; padding may stand anywhere, is in no segment, and its output
             is zero.
@@ -240,7 +240,6 @@ def _mix_memory(local, log_sum, gate, query, key, value, layout, state, update_r
     else:
         start = (state.start_memory.to(dtype), state.start_normaliser.to(dtype))
     gate = gate.to(dtype)
-    share = torch.sigmoid(gate)  # [heads]
     filled = None if state.start_memory is not None else layout.segment_numbers() > layout.local_segments
     written = layout.written()
     step, group = _group_sizes(layout, key, update_rule)
@@ -269,9 +268,8 @@ def _mix_memory(local, log_sum, gate, query, key, value, layout, state, update_r
                 within = read_within_step(query_part, key_part, value_part, visible)
                 numerator, denominator = numerator + within[0], denominator + within[1]
             read = _split(numerator / (denominator + eps).unsqueeze(-1), count, layout.slots)
-            if log_sums[number] is not None:
-                mass = _split(denominator, count, layout.slots)
-                share = shared_share(gate, mass, log_sums[number].to(dtype), key.shape[-1], eps)
+            mass = None if log_sum is None else _split(denominator, count, layout.slots)
+            share = memory_weight(gate, mass, log_sums[number], key.shape[-1], eps)  # [heads] or [B, S, C, heads]
             weight = share if filled is None else share * filled[:, begin : begin + count, None, None]
             outputs.append(torch.lerp(local_part.to(dtype), read, weight.unsqueeze(-1).expand_as(read)).to(local.dtype))
     return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)), memory, normaliser

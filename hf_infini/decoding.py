@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .local import eager_attention
-from .memory import delta_states, linear_states, shared_share
+from .memory import delta_states, linear_states, memory_weight
 from .state import InfiniState
 from .steps import StepLayout
 
@@ -60,12 +60,8 @@ def attend_step(
         numerator = queries @ state.memory
         denominator = (queries * state.normaliser.unsqueeze(2)).sum(-1, keepdim=True)
         read = (numerator / (denominator + eps)).flatten(1, 2).unsqueeze(2)
-        gate = gate.to(dtype)[None, :, None, None]
-        if shared:
-            mass = denominator.flatten(1, 2).unsqueeze(2)
-            share = shared_share(gate, mass, log_sum.unsqueeze(-1).to(dtype), key.shape[-1], eps)
-        else:
-            share = torch.sigmoid(gate)
+        mass, log_sum = (denominator.flatten(1, 2).unsqueeze(2), log_sum.unsqueeze(-1)) if shared else (None, None)
+        share = memory_weight(gate.to(dtype)[None, :, None, None], mass, log_sum, key.shape[-1], eps)
         if state.start_memory is None:
             share = share * layout.filled.unsqueeze(-1)
         output = torch.lerp(output.to(dtype), read, share.expand_as(read)).to(output.dtype)

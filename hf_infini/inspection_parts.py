@@ -15,7 +15,7 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
 
 from .attention import EPS
 from .causal_mha import CausalMultiHeadAttention
-from .memory import FEATURE_MAPS, delta_states, linear_states, read_memory, shared_share
+from .memory import FEATURE_MAPS, delta_states, linear_states, memory_weight, read_memory
 from .modeling_infini_gpt2 import GPT2InfiniAttention
 from .scores import visible_softmax
 from .segments import SegmentLayout
@@ -27,7 +27,7 @@ class Parts:
 
     With A_mem the heads' memory reads (equation 3), A_local their softmax attention (equation 2), and g = sigmoid(β) where
     the document has a memory, 0 before: heads = g · A_mem + (1 − g) · A_local (equation 5). Where window and memory share a
-    normaliser, g is another for each token: [`shared_share`].
+    normaliser, g is another for each token: [`memory_weight`].
     """
 
     scores: Tensor  # [B, H, T, T], before the softmax, −inf where a key is not visible
@@ -152,7 +152,7 @@ def _infini_parts(
     share = gate[:, None, None]
     if getattr(module.config, "normaliser", "separate") == "shared":
         mass, log_sum = layout.from_grid(denominator.flatten(3).unsqueeze(-1)), scores.logsumexp(-1, keepdim=True)
-        share = shared_share(_widen(module.gate)[:, None, None], mass, log_sum, width, EPS)
+        share = memory_weight(_widen(module.gate)[:, None, None], mass, log_sum, width, EPS)
     share = share * layout.from_grid(has_memory[..., None, None, None].expand(batch, -1, layout.slots, heads, 1))
     from_memory, from_local = share * memory, (1 - share) * local
     sizes = from_memory.norm(dim=-1), from_local.norm(dim=-1)

@@ -59,17 +59,22 @@ def read_memory(features: Tensor, memory: Tensor, normaliser: Tensor) -> tuple[T
     return numerator, denominator
 
 
-def shared_share(gate: Tensor, mass: Tensor, log_sum: Tensor, width: int, eps: float) -> Tensor:
-    """The memory's share of the output where window and memory have one normaliser, any shape that broadcasts.
+def memory_weight(gate: Tensor, mass: Tensor | None, log_sum: Tensor | None, width: int, eps: float) -> Tensor:
+    """The memory's share of the output, of any shape that broadcasts: sigmoid(β), equation 5, without a `log_sum`.
 
-    The window's tokens weigh e^s each, as in its softmax; the memory's weigh e^β σ(q)·σ(k) / D, so that one like all others
-    weighs e^β. A query that finds nothing in the memory then leaves it alone, which a constant share cannot (after LoLCATs,
-    arXiv 2410.10254, section 3.2).
+    With it, window and memory have one normaliser: the window's tokens weigh e^s each, as in its softmax, and the memory's
+    e^β σ(q)·σ(k) / D, so that one like all others weighs e^β. A query that finds nothing in the memory then leaves it alone,
+    which a constant share cannot (after LoLCATs, arXiv 2410.10254, section 3.2).
 
     Args:
-        gate: β; mass: σ(q) z, the sum of σ(q)·σ(k) over the memory's tokens; log_sum: log Σ e^s over the window's.
+        gate: β.
+        mass: σ(q) z, the sum of σ(q)·σ(k) over the memory's tokens; `None` without a `log_sum`.
+        log_sum: log Σ e^s over the window's tokens, or `None`.
         width: D.
+        eps: of equation 3.
     """
+    if log_sum is None:
+        return torch.sigmoid(gate)
     return torch.sigmoid(gate + (mass + eps).log() - math.log(width) - log_sum)
 
 
