@@ -8,7 +8,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -124,6 +124,31 @@ def save_tokenizer(
     }
 
 
+def encode_documents(texts: Iterable[str], tokenizer) -> "Iterator[list[np.ndarray]]":
+    """Yields the token ids of the documents, a batch of them at a time, each followed by the end-of-text token."""
+    import numpy as np
+
+    for batch in _batches(texts):
+        yield [np.append(array, tokenizer.eos_token_id) for array in encode_texts(tokenizer, batch)]
+
+
+def cut_blocks(arrays: "Iterable[np.ndarray]", context: int) -> "Iterator[np.ndarray]":
+    """Yields the blocks (int32, `[context]`) of a token stream that comes in pieces of any lengths, as [`write_blocks`]
+    cuts them from a whole one: a tail shorter than a block is left out."""
+    import numpy as np
+
+    waiting, size = [], 0
+    for array in arrays:
+        waiting.append(array)
+        size += len(array)
+        if size >= context:
+            tokens = np.concatenate(waiting).astype(np.int32)
+            end = size // context * context
+            for start in range(0, end, context):
+                yield tokens[start : start + context].copy()  # a view would keep the whole piece in memory
+            waiting, size = [tokens[end:].copy()], size - end
+
+
 def write_tokens(
     store: DocumentStore, positions: Sequence[int], tokenizer, path: Path, *, max_tokens: int | None = None
 ) -> dict:
@@ -143,20 +168,17 @@ def write_tokens(
 
     dtype = "uint16" if max(tokenizer.get_vocab().values()) < 2**16 else "uint32"
     documents = tokens = 0
-    end_of_text = np.asarray([tokenizer.eos_token_id])
     with open(path, "wb") as file, tqdm(total=len(positions), desc=f"tokenising {path.stem}", unit="doc") as progress:
-        for batch in _batches(store.texts(positions)):
-            arrays = encode_texts(tokenizer, batch)
-            pieces = [piece for array in arrays for piece in (array, end_of_text)]
-            stream = np.concatenate(pieces).astype(dtype)
+        for arrays in encode_documents(store.texts(positions), tokenizer):
+            stream = np.concatenate(arrays).astype(dtype)
             room = len(stream) if max_tokens is None else max_tokens - tokens
             if room < len(stream):
-                ends = np.cumsum([len(array) + 1 for array in arrays])
-                stream, batch = stream[:room], batch[: int(np.searchsorted(ends, room)) + 1]
+                ends = np.cumsum([len(array) for array in arrays])
+                stream, arrays = stream[:room], arrays[: int(np.searchsorted(ends, room)) + 1]
             stream.tofile(file)
-            documents += len(batch)
+            documents += len(arrays)
             tokens += len(stream)
-            progress.update(len(batch))
+            progress.update(len(arrays))
             if tokens == max_tokens:
                 break
     characters = store.characters(sorted(positions)[:documents])

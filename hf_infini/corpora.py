@@ -1,20 +1,24 @@
 """Corpora: Carolina, plain text, JSONL, any `datasets` dataset and generated biographies, as a stream of documents.
 
-[`iterate_documents`] is the door. A damaged file is a [`UserError`] that names it; no document of a file is handed out
-before the whole file has been read and verified, so leaving a bad file out never loses half of it in silence.
+[`iterate_documents`] is the door, [`corpus_documents`] the one that a recipe's options open. A damaged file is a
+[`UserError`] that names it; no document of a file is handed out before the whole file has been read and verified, so leaving
+a bad file out never loses half of it in silence.
 """
 
+import dataclasses
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from hf_infini_cli import UserError
+from hf_infini_cli.corpus_options import JOINERS, SELECTION, CorpusOptions
 
 from .biographies import biography_documents
 from .carolina import CAROLINA_REPOSITORY, carolina_shards, download_carolina, listed_checksum, read_carolina_shard
 from .documents import Document, ReadingLog, decode, decompress, inner_suffix, one_line, source_files
+from .selection import select_documents
 
 SOURCE_TYPES = ("auto", "carolina", "text", "jsonl", "dataset", "biographies")
 TEXT_UNITS = {"file": None, "line": "\n", "paragraph": "\n\n"}
@@ -62,11 +66,27 @@ def detect_source_type(source: str) -> str:
     return "dataset"
 
 
+def corpus_documents(
+    options: CorpusOptions,
+    log: ReadingLog,
+    *,
+    checksums: bool = True,
+    compared_with: Iterable[str] | None = None,
+) -> Iterable[Document]:
+    """The documents that a recipe's options ask for: read ([`iterate_documents`], with its `checksums`), filtered and
+    sampled ([`select_documents`], with its `compared_with`); `max_documents` is the caller's to see to."""
+    settings = dataclasses.asdict(options) | {"joiner": JOINERS[options.joiner], "checksums": checksums}
+    choice = {name: settings.pop(name) for name in SELECTION} | {"compared_with": compared_with}
+    del settings["max_documents"]
+    return select_documents(iterate_documents(**settings, log=log), log, seed=options.seed, **choice)
+
+
 def iterate_documents(
     source: str,
     source_type: str = "auto",
     *,
     log: ReadingLog | None = None,
+    checksums: bool = True,
     skip_bad: bool = False,
     taxonomy: Sequence[str] = (),
     joiner: str = "\n",
@@ -85,6 +105,7 @@ def iterate_documents(
         source: a path, the name of a dataset on the Hub, or "biographies".
         source_type: one of `SOURCE_TYPES`; "auto" decides by [`detect_source_type`].
         log: filled while the documents are read.
+        checksums: whether the log holds the sha256 of each file, for which the file is read once more.
         skip_bad: leave a damaged file out as a whole, listed in `log.skipped`, instead of raising.
         taxonomy: Carolina codes (`CAROLINA_FOLDERS`); empty takes all.
         joiner: stands between two paragraphs of a Carolina document. The corpus's own loading script uses a space.
@@ -103,21 +124,23 @@ def iterate_documents(
     if kind == "biographies":
         documents = biography_documents(biographies, seed, biography_distance)
     elif kind == "dataset":
-        documents = _dataset_documents(source, text_field, dataset_config, dataset_split, revision, log)
+        documents = _dataset_documents(source, text_field, dataset_config, dataset_split, revision, log, checksums)
     elif kind == "carolina":
         if source == CAROLINA_REPOSITORY and not Path(source).exists():
             source = download_carolina(taxonomy, revision)
         shards = carolina_shards(source, taxonomy)
-        documents = _read_files(shards, Path(source), lambda path: read_carolina_shard(path, joiner), skip_bad, log)
+        documents = _read_files(
+            shards, Path(source), lambda path: read_carolina_shard(path, joiner), skip_bad, log, checksums
+        )
     elif kind == "text":
         paths = _find_files(source, (".txt",), "text")
         documents = _read_files(
-            paths, Path(source), lambda path: _text_documents(path, source, text_unit), skip_bad, log
+            paths, Path(source), lambda path: _text_documents(path, source, text_unit), skip_bad, log, checksums
         )
     elif kind == "jsonl":
         paths = _find_files(source, _JSONL_SUFFIXES, "JSONL")
         documents = _read_files(
-            paths, Path(source), lambda path: _jsonl_documents(path, source, text_field), skip_bad, log
+            paths, Path(source), lambda path: _jsonl_documents(path, source, text_field), skip_bad, log, checksums
         )
     else:
         raise UserError(f"--source_type is {source_type!r}; choose one of {', '.join(SOURCE_TYPES)}")
@@ -132,7 +155,7 @@ def iterate_documents(
 
 
 def _read_files(
-    paths: Sequence[Path], root: Path, read: Callable, skip_bad: bool, log: ReadingLog
+    paths: Sequence[Path], root: Path, read: Callable, skip_bad: bool, log: ReadingLog, checksums: bool
 ) -> Iterator[Document]:
     from tqdm.auto import tqdm
 
@@ -141,14 +164,13 @@ def _read_files(
         try:
             documents = iter(read(path))
             first = next(documents, None)  # a reader hands out its first document after the whole file was verified
-            with open(path, "rb") as file:
-                digest = hashlib.file_digest(file, "sha256").hexdigest()
+            entry = _log_entry(path, name, checksums)
         except (UserError, OSError) as error:
             if not skip_bad:
                 raise UserError(f"{one_line(error)}. Replace the file, or pass --skip_bad to leave it out") from error
             log.skipped.append({"file": name, "reason": one_line(error)})
             continue
-        log.files.append({"file": name, "bytes": path.stat().st_size, "sha256": digest})
+        log.files.append(entry)
         if path.name.endswith(".xml.gz"):
                 log.files[-1]["checksum_verified"] = listed_checksum(path) is not None
         if first is not None:
@@ -203,7 +225,7 @@ def _row_document(row, text_field: str, fallback_id: str, place: str) -> Documen
 
 
 def _dataset_documents(
-    source: str, text_field: str, config: str | None, split: str, revision: str | None, log: ReadingLog
+    source: str, text_field: str, config: str | None, split: str, revision: str | None, log: ReadingLog, checksums: bool
 ) -> Iterator[Document]:
     import datasets
     from tqdm.auto import tqdm
@@ -231,13 +253,19 @@ def _dataset_documents(
         raise UserError(f"--source {source}: the dataset cannot be read ({one_line(error)})") from error
     if path.exists():
         for file in _files_with_suffix(path, _DATASET_SUFFIXES):
-            with open(file, "rb") as opened:
-                digest = hashlib.file_digest(opened, "sha256").hexdigest()
-            log.files.append({"file": _name(file, source), "bytes": file.stat().st_size, "sha256": digest})
+            log.files.append(_log_entry(file, _name(file, source), checksums))
     else:
         log.notes.append(
             f"dataset {source} (config {config}, split {split}, revision {revision}) streamed from the Hub"
         )
+
+
+def _log_entry(path: Path, name: str, checksums: bool) -> dict:
+    entry = {"file": name, "bytes": path.stat().st_size}
+    if checksums:
+        with open(path, "rb") as file:
+            entry["sha256"] = hashlib.file_digest(file, "sha256").hexdigest()
+    return entry
 
 
 def _find_files(source: str, suffixes: tuple[str, ...], kind: str) -> list[Path]:

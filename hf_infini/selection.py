@@ -31,16 +31,18 @@ def select_documents(
     deduplicate: bool = False,
     fraction: float = 1.0,
     seed: int = 0,
+    compared_with: Iterable[str] | None = None,
 ) -> Iterable[Document]:
     """Applies [`keep_prose`] (`prose_host` "any" takes all), [`drop_near_duplicates`] and [`keep_fraction`], as asked.
 
-    The prose filter removes near-duplicates too. The fraction is taken of what the filters leave.
+    The prose filter removes near-duplicates too: of each other, or of the texts in `compared_with` alone. The fraction is
+    taken of what the filters leave.
     """
     if prose_filter:
         host = None if prose_host == "any" else prose_host
         documents = keep_prose(documents, log, host=host, min_characters=prose_min_characters)
     if prose_filter or deduplicate:
-        documents = drop_near_duplicates(documents, log)
+        documents = drop_near_duplicates(documents, log, compared_with)
     return documents if fraction >= 1 else keep_fraction(documents, fraction, seed, log)
 
 
@@ -70,10 +72,14 @@ def keep_prose(
             yield document
 
 
-def drop_near_duplicates(documents: Iterable[Document], log: ReadingLog) -> Iterator[Document]:
+def drop_near_duplicates(
+    documents: Iterable[Document], log: ReadingLog, compared_with: Iterable[str] | None = None
+) -> Iterator[Document]:
     """Yields each document that no earlier one nearly equals: MinHash over five-word shingles, Jaccard of 0.7 or more.
 
-    Holds 64 hashes per kept document (0.25 kB, and about 1.5 kB of index), never the texts.
+    Holds 64 hashes per kept document (0.25 kB, and about 1.5 kB of index), never the texts. With the texts of
+    `compared_with` it holds those of these alone, however many documents there are, and yields each that nearly equals
+    none of them.
     """
     import numpy as np
 
@@ -83,8 +89,9 @@ def drop_near_duplicates(documents: Iterable[Document], log: ReadingLog) -> Iter
     mixers = rng.integers(1, 2**63, size=_SHINGLE_WORDS, dtype=np.uint64) * np.uint64(2) + np.uint64(1)
     signatures: list = []
     index: dict[bytes, list[int]] = {}
-    for document in documents:
-        words = np.fromiter((zlib.crc32(word.encode()) for word in document.text.lower().split()), dtype=np.uint64)
+
+    def signature_of(text: str) -> tuple:
+        words = np.fromiter((zlib.crc32(word.encode()) for word in text.lower().split()), dtype=np.uint64)
         if len(words) < _SHINGLE_WORDS:
             words = np.pad(words, (0, _SHINGLE_WORDS - len(words)))
         length = len(words) - _SHINGLE_WORDS + 1
@@ -92,13 +99,23 @@ def drop_near_duplicates(documents: Iterable[Document], log: ReadingLog) -> Iter
         shingles ^= shingles >> np.uint64(29)
         signature = ((shingles[None, :] * factors) >> np.uint64(32)).min(axis=1).astype(np.uint32)
         keys = [bytes([band]) + signature[band * _ROWS : (band + 1) * _ROWS].tobytes() for band in range(_BANDS)]
+        return signature, keys
+
+    def remember(signature, keys: list[bytes]) -> None:
+        for key in keys:
+            index.setdefault(key, []).append(len(signatures))
+        signatures.append(signature)
+
+    for text in compared_with or ():
+        remember(*signature_of(text))
+    for document in documents:
+        signature, keys = signature_of(document.text)
         candidates = {number for key in keys for number in index.get(key, ())}
         if any((signatures[number] == signature).mean() >= _NEAR_DUPLICATE for number in candidates):
             log.dropped["near-duplicate"] += 1
             continue
-        for key in keys:
-            index.setdefault(key, []).append(len(signatures))
-        signatures.append(signature)
+        if compared_with is None:
+            remember(signature, keys)
         yield document
 
 

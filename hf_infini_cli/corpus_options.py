@@ -1,0 +1,38 @@
+"""The options that say which documents a recipe reads, and which of them it keeps."""
+
+from dataclasses import dataclass, field
+
+from . import option
+
+JOINERS = {"newline": "\n", "space": " ", "blank_line": "\n\n"}
+# The options of `selection.select_documents`; the others are those of `corpora.iterate_documents`.
+SELECTION = ("prose_filter", "prose_host", "prose_min_characters", "deduplicate", "fraction")
+
+
+@dataclass
+class CorpusOptions:
+    source: str = field(metadata={"help": "A path (Carolina tree, text, JSONL, parquet, CSV, saved dataset), a name on "
+                        "the Hub ('carolina-c4ai/corpus-carolina' or a dataset), or 'biographies' (makes them)."})
+    source_type: str = option("auto", "What the source is. auto: a folder with *.xml.gz is carolina, other files go by "
+                              "suffix (.jsonl; .parquet .csv .arrow; else text), a name that is no path is a dataset.",
+                              choices=["auto", "carolina", "text", "jsonl", "dataset", "biographies"])
+    taxonomy: list[str] = option([], "Carolina: parts to read, of wik dat leg jud uni soc pub; none: all present.")
+    joiner: str = option("newline", "Carolina: stands between two paragraphs (the corpus's own script uses a space).",
+                         choices=list(JOINERS))
+    text_unit: str = option("file", "Text files: what one document is.", choices=["file", "line", "paragraph"])
+    text_field: str = option("text", "JSONL and datasets: the field that holds the text.")
+    dataset_config: str | None = option(None, "Datasets on the Hub: the configuration's name.")
+    dataset_split: str = option("train", "Datasets: the split to read.")
+    revision: str | None = option(None, "Sources on the Hub: branch, tag or commit.")
+    biographies: int = option(1000, "Generated biographies: how many.")
+    biography_distance: int = option(6000, "Generated biographies: characters between a fact and its return, at least.")
+    prose_filter: bool = option(False, "Keep running prose only: from --prose_host, --prose_min_characters long, half "
+                                "of it in paragraphs of 80 characters or more; near-duplicates are removed.")
+    prose_host: str = option("pt.wikipedia.org", "Prose filter: the host to keep, or 'any'; without a URL all pass.")
+    prose_min_characters: int = option(1000, "Prose filter: the shortest document, in characters.")
+    deduplicate: bool = option(False, "Remove near-duplicates also without --prose_filter.")
+    fraction: float = option(1.0, "Share of the documents to use, 0 to 1; a smaller one is a part of a larger.")
+    max_documents: int = option(-1, "Stop reading after so many documents, in the corpus's order; -1 = no limit.")
+    skip_bad: bool = option(False, "Leave a damaged shard, text or JSONL file out as a whole, listed in the manifest, "
+                            "instead of stopping.")
+    seed: int = option(0, "Seed of every choice by chance.")
