@@ -10,6 +10,7 @@ from transformers.cache_utils import Cache
 
 from .attention import attend
 from .configuration_causal_mha import ATTENTION_OPTIONS, IN_EMBEDDING, RELATIVE, CausalMHAConfig
+from .gate import Gate
 from .positions import alibi_bias, relative_key_bias, relative_keys, rotate, t5_buckets
 from .scores import (
     additive_scores,
@@ -92,7 +93,7 @@ class CausalMultiHeadAttention(nn.Module):
         elif config.position_encoding == "t5":
             self.relative_bias = nn.Parameter(torch.empty(config.num_buckets, heads))
         if config.attention == "infini":
-            self.gate = nn.Parameter(torch.empty(heads))
+            self.gate = Gate(heads)
         self.init_head_parameters()
 
     @torch.no_grad()
@@ -111,7 +112,7 @@ class CausalMultiHeadAttention(nn.Module):
             if hasattr(self, name):
                 init.normal_(getattr(self, name), 0.0, self.config.initializer_range)
         if hasattr(self, "gate"):
-            init.constant_(self.gate, self.config.gate_init)
+            init.constant_(self.gate.weight, self.config.gate_init)
 
     def forward(
         self,
@@ -262,7 +263,7 @@ class CausalMultiHeadAttention(nn.Module):
             )
         heads, state, weights = attend(
             **arguments,
-            gate=self.gate,
+            gate=self.gate(),
             layout=layout,
             update_rule=self.config.update_rule,
             state=state,

@@ -6,6 +6,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from hf_infini_cli import UserError
 from hf_infini_cli.model_options import context_limit
 
+from .gate import gates_of
 from .measurement import keep_freed_memory
 
 
@@ -49,7 +50,7 @@ def switch_memory_off(model) -> None:
 
     Raises UserError when the model has no gates.
     """
-    gates = [parameter for name, parameter in model.named_parameters() if name.endswith(".attn.gate")]
+    gates = [parameter for gate in gates_of(model).values() for parameter in gate.parameters()]
     if not gates:
         raise UserError("--memory off: this model has no memory to switch off")
     with torch.no_grad():

@@ -148,11 +148,12 @@ def _infini_parts(
     numerator, denominator = read_memory(feature_map(query_grid).unsqueeze(4), memories[:, :-1], normalisers[:, :-1])
     memory = layout.from_grid((numerator / (denominator + EPS).unsqueeze(-1)).squeeze(4))
 
-    gate = torch.sigmoid(_widen(module.gate))
+    logits = _widen(module.gate())
+    gate = torch.sigmoid(logits)
     share = gate[:, None, None]
     if getattr(module.config, "normaliser", "separate") == "shared":
         mass, log_sum = layout.from_grid(denominator.flatten(3).unsqueeze(-1)), scores.logsumexp(-1, keepdim=True)
-        share = memory_weight(_widen(module.gate)[:, None, None], mass, log_sum, width, EPS)
+        share = memory_weight(logits[:, None, None], mass, log_sum, width, EPS)
     share = share * layout.from_grid(has_memory[..., None, None, None].expand(batch, -1, layout.slots, heads, 1))
     from_memory, from_local = share * memory, (1 - share) * local
     sizes = from_memory.norm(dim=-1), from_local.norm(dim=-1)

@@ -16,6 +16,7 @@ from .attention import attend
 from .cache import InfiniCache, full_attention_mask
 from .configuration_infini_gpt2 import InfiniGPT2Config
 from .convolution import short_convolution
+from .gate import Gate
 from .modeling_common import (
     HubCodeMixin,
     InitializationMixin,
@@ -37,7 +38,7 @@ NOISE = 1e-10  # the study's start
 class GPT2InfiniAttention(GPT2Attention):
     """GPT-2's attention over segments, with a memory of everything before the local window.
 
-    The projections are GPT-2's own. New are `gate` `[heads]`, the logit β of the memory's share of each head; with
+    The projections are GPT-2's own. New are `gate`, a [`Gate`] with the logit β of the memory's share of each head; with
     `memory_init="learned"` also `start_memory` `[heads, head_dim, head_dim]` and `start_normaliser` `[heads, head_dim]`
     (the logarithmic size: z_0 is its softplus); with `"noise"` a buffer `start_normaliser` (z_0 itself); with
     `memory_conv` the convolution's weights `memory_conv` `[taps, width]`.
@@ -54,7 +55,7 @@ class GPT2InfiniAttention(GPT2Attention):
         """Makes the gate and the start of the memory, uninitialised, on the device and with the dtype of `like`."""
         options = {} if like is None else {"device": like.device, "dtype": like.dtype}
         heads, width = self.num_heads, self.head_dim
-        self.gate = nn.Parameter(torch.empty(heads, **options))
+        self.gate = Gate(heads, **options)
         if self.config.memory_init == "learned":
             self.start_memory = nn.Parameter(torch.empty(heads, width, width, **options))
             self.start_normaliser = nn.Parameter(torch.empty(heads, width, **options))
@@ -71,7 +72,7 @@ class GPT2InfiniAttention(GPT2Attention):
 
     @torch.no_grad()
     def init_memory_parameters(self) -> None:
-        init.constant_(self.gate, self.config.gate_init)
+        init.constant_(self.gate.weight, self.config.gate_init)
         if self.config.memory_init == "learned":
             init.zeros_(self.start_memory)
             init.constant_(self.start_normaliser, LEARNED_NORMALISER)
@@ -138,7 +139,7 @@ class GPT2InfiniAttention(GPT2Attention):
             query,
             key,
             value,
-            self.gate,
+            self.gate(),
             layout,
             update_rule=self.config.update_rule,
             feature_map=self.config.feature_map,

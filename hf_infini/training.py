@@ -15,6 +15,7 @@ from transformers.integrations import get_available_reporting_integrations
 
 from hf_infini_cli import UserError
 
+from .gate import gates_of
 from .metrics import evaluate_rows
 from .rows import RowReader
 
@@ -170,8 +171,9 @@ def parameter_groups(model, learning_rate: float, gate_learning_rate: float, wei
         "vectors": {"params": [], "lr": learning_rate, "weight_decay": 0.0},
         "gates": {"params": [], "lr": gate_learning_rate, "weight_decay": 0.0},
     }
+    gates = {parameter for gate in gates_of(model).values() for parameter in gate.parameters()}
     for name, parameter in model.named_parameters():
-        if name.endswith(".attn.gate"):
+        if parameter in gates:
             kind = "gates"
         elif parameter.ndim < 2 or ".attn." in name and not name.endswith(".weight"):
             kind = "vectors"  # biases, layer norms, and what an attention layer owns beside its projections
@@ -184,9 +186,8 @@ def parameter_groups(model, learning_rate: float, gate_learning_rate: float, wei
 def gate_values(model) -> dict[str, list[float]]:
     """sigmoid(gate) of each head, by layer: the share of the memory in that head's output; empty without gates."""
     return {
-        name.split(".h.")[1].split(".")[0]: [round(value, 5) for value in torch.sigmoid(gate.detach().float()).tolist()]
-        for name, gate in model.named_parameters()
-        if name.endswith(".attn.gate")
+        name.split(".h.")[1].split(".")[0]: [round(value, 5) for value in torch.sigmoid(gate().detach().float()).tolist()]
+        for name, gate in gates_of(model).items()
     }
 
 

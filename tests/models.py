@@ -21,7 +21,7 @@ def infini_gpt2(seed=0, **options) -> InfiniGPT2LMHeadModel:
         options = {"segment_length": 8} | options
     model = InfiniGPT2LMHeadModel(InfiniGPT2Config(**SIZES | {"initializer_range": 0.2} | options)).eval()
     for layer in model.config.infini_layers:
-        model.transformer.h[layer].attn.gate.data.copy_(torch.linspace(-1, 1, 4))
+        model.transformer.h[layer].attn.gate.weight.data.copy_(torch.linspace(-1, 1, 4))
     return model
 
 
@@ -31,8 +31,8 @@ def causal_mha(seed=0, **options) -> CausalMHAForCausalLM:
     options = {"initializer_range": 0.2, "max_distance": 12, "num_buckets": 8} | options
     model = CausalMHAForCausalLM(CausalMHAConfig(**SIZES | options)).eval()
     for block in model.transformer.h:
-        for name, parameter in getattr(block, "attn", model.lm_head).named_parameters(recurse=False):
-            if name in ("gate", "score_weight", "score_vector"):
+        for name, parameter in getattr(block, "attn", model.lm_head).named_parameters():
+            if name in ("gate.weight", "score_weight", "score_vector"):
                 parameter.data.normal_()
     return model
 

@@ -21,7 +21,7 @@ def attention(seed=0, **options) -> CausalMultiHeadAttention:
         options = {"max_distance": 6, "num_buckets": 4} | options
     module = CausalMultiHeadAttention(10, 12, 3, 0.0, True, **options).double().eval()
     for name, parameter in module.named_parameters():
-        if name in ("score_weight", "score_vector", "relative_table", "relative_bias", "gate"):
+        if name in ("score_weight", "score_vector", "relative_table", "relative_bias", "gate.weight"):
             parameter.data.normal_()
     return module
 
@@ -191,7 +191,7 @@ def test_infini_is_the_naive_function(score, position, kept, rule):
     def by_tokens(x):
         arguments = module.infini_arguments(x, None)
         heads = naive_infini_attention(
-            **arguments, gate=module.gate, segment_length=4, local_segments=kept, update_rule=rule
+            **arguments, gate=module.gate(), segment_length=4, local_segments=kept, update_rule=rule
         )
         return module.out_proj(heads.transpose(1, 2).flatten(2))
 
@@ -199,7 +199,7 @@ def test_infini_is_the_naive_function(score, position, kept, rule):
         torch.testing.assert_close(ours, naive)
     # What the window compares is the score of the other kinds: inside the first segment nothing else counts
     other = attention(score=score, position_encoding=position)
-    other.load_state_dict({k: v for k, v in module.state_dict().items() if k != "gate"})
+    other.load_state_dict({k: v for k, v in module.state_dict().items() if k != "gate.weight"})
     torch.testing.assert_close(module(x)[:, :4], other(x[:, :4]))
 
 

@@ -340,7 +340,7 @@ def test_what_a_checkpoint_lacks_is_initialised(tmp_path):
     config = AutoConfig.from_pretrained(tmp_path, attention="infini", segment_length=8, gate_init=-3.0)
     model = CausalMHAForCausalLM.from_pretrained(tmp_path, config=config)
     for block in model.transformer.h:
-        assert torch.equal(block.attn.gate, torch.full((4,), -3.0))
+        assert torch.equal(block.attn.gate(), torch.full((4,), -3.0))
 
 
 @pytest.mark.parametrize(

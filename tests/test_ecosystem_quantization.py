@@ -10,7 +10,7 @@ from transformers.pytorch_utils import Conv1D
 torchao = pytest.importorskip("torchao.quantization", reason="pip install torchao")
 
 INT8 = torchao.Int8WeightOnlyConfig()
-MEMORY = ("gate", "start_memory", "start_normaliser", "memory_conv")
+MEMORY = ("gate.weight", "start_memory", "start_normaliser", "memory_conv")
 
 
 def with_linear_projections(model):

@@ -185,7 +185,7 @@ def test_memory_is_used_and_bounded(name, saved):
     assert (wanted["bytes_4"] == wanted["bytes_24"]) == (name != "trained")  # layer 1 of that one keeps full attention
     model = AutoModelForCausalLM.from_pretrained(saved[name][0])
     for layer in model.config.infini_layers:
-        model.transformer.h[layer].attn.gate.data.fill_(-100.0)
+        model.transformer.h[layer].attn.gate.weight.data.fill_(-100.0)
     with torch.no_grad():
         assert not torch.allclose(model(token_ids(2, 40)).logits, wanted["logits"], atol=1e-2)
 

@@ -144,10 +144,10 @@ def test_memory_and_local_attention_are_the_naive_function_s(rule, kept, start):
 
         for begin in range(0, 45, 8):  # segment by segment, each from the state after the one before
             pieces = [tensor[:, :, begin : begin + 8] for tensor in tensors]
-            states.append(naive(pieces, attention.gate, states[-1])[1])
+            states.append(naive(pieces, attention.gate(), states[-1])[1])
         # sigmoid is 1 and 0 in float32
         memory, local = (naive(tensors, torch.full((4,), gate), states[0])[0] for gate in (100.0, -100.0))
-        mixed = naive(tensors, attention.gate, states[0])[0]
+        mixed = naive(tensors, attention.gate(), states[0])[0]
     # Sums of up to 45 outer products, relative to their size
     norms = torch.stack([state.memory.flatten(2).norm(dim=-1) for state in states], -1)
     torch.testing.assert_close(layer.memory_norm.values, norms, rtol=1e-4, atol=1e-6)
@@ -160,7 +160,7 @@ def test_memory_and_local_attention_are_the_naive_function_s(rule, kept, start):
     for found, wanted in ((layer.memory_heads, memory), (layer.local_heads, local), (layer.heads, mixed)):
         torch.testing.assert_close(found.values, wanted, rtol=1e-4, atol=1e-5 * max(1.0, scale))
 
-    gate = torch.sigmoid(attention.gate.detach())
+    gate = torch.sigmoid(attention.gate().detach())
     assert_close(layer.gate.values, gate)
     gate = gate[:, None] * has_memory  # [heads, tokens]
     from_memory, from_local = gate * memory.norm(dim=-1), (1 - gate) * local.norm(dim=-1)

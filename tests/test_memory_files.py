@@ -292,7 +292,7 @@ def test_what_changes_nothing_in_a_memory_is_not_asked_for(kept, tmp_path):
         model.lm_head.weight.zero_()
     InfiniCache.from_pretrained(tmp_path / "m", model)
     InfiniCache.from_pretrained(tmp_path / "m", model.transformer)
-    weight = model.transformer.h[0].attn.gate.data
+    weight = model.transformer.h[0].attn.gate.weight.data
     weight[0] = torch.nextafter(weight[0], torch.tensor(9.0))
     with pytest.raises(MemoryFileError, match="the weights are not the same"):
         InfiniCache.from_pretrained(tmp_path / "m", model)

@@ -142,7 +142,7 @@ def test_loads_a_plain_gpt2_checkpoint(memory_init, tmp_path):
     for name, tensor in stock.state_dict().items():
         assert torch.equal(model.state_dict()[name], tensor), name
     for block in model.transformer.h:
-        assert torch.equal(block.attn.gate, torch.full((4,), -1.5))
+        assert torch.equal(block.attn.gate(), torch.full((4,), -1.5))
         if memory_init == "learned":
             assert not block.attn.start_memory.any()
             torch.testing.assert_close(block.attn.start()["start_normaliser"], torch.ones(4, 8), rtol=1e-3, atol=0)
@@ -166,13 +166,13 @@ def test_new_models_start_as_gpt2_does():
         ours, theirs = starts.pop(name).std().item(), parameter.std().item()
         # Both are drawn: 11,392 numbers and more, whose standard deviations are off by 0.7 % each (one standard error)
         assert ours == pytest.approx(theirs, rel=0.04), name
-    assert set(starts) == {f"transformer.h.{layer}.attn.gate" for layer in (0, 3)}
+    assert set(starts) == {f"transformer.h.{layer}.attn.gate.weight" for layer in (0, 3)}
 
 
 def test_new_models_have_initialised_gates():
     model = InfiniGPT2LMHeadModel(InfiniGPT2Config(**SIZES, segment_length=8, gate_init=0.25, memory_init="learned"))
     for block in model.transformer.h:
-        assert torch.equal(block.attn.gate, torch.full((4,), 0.25)) and not block.attn.start_memory.any()
+        assert torch.equal(block.attn.gate(), torch.full((4,), 0.25)) and not block.attn.start_memory.any()
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])

@@ -35,9 +35,9 @@ def test_swaps_in_place_and_keeps_the_tensors():
     assert all(isinstance(block.attn, GPT2InfiniAttention) for block in model.transformer.h)
     after = {name: tensor.data_ptr() for name, tensor in model.named_parameters()}
     assert {name: after[name] for name in tensors} == tensors
-    assert set(after) - set(tensors) == {f"transformer.h.{layer}.attn.gate" for layer in range(3)}
+    assert set(after) - set(tensors) == {f"transformer.h.{layer}.attn.gate.weight" for layer in range(3)}
     known = {id(parameter) for group in optimiser.param_groups for parameter in group["params"]}
-    assert all(id(p) in known for name, p in model.named_parameters() if not name.endswith("gate"))
+    assert all(id(p) in known for name, p in model.named_parameters() if not name.endswith("gate.weight"))
 
 
 def test_the_patched_layer_computes_infini_attention():
@@ -107,7 +107,7 @@ def test_trained_weights_stay_after_unpatching():
     before = model.transformer.h[0].attn.c_attn.weight.clone()
     optimiser = torch.optim.SGD(model.parameters(), lr=0.1)
     model(ids, labels=ids).loss.backward()
-    assert all(block.attn.gate.grad.abs().min() > 0 for block in model.transformer.h)
+    assert all(block.attn.gate.weight.grad.abs().min() > 0 for block in model.transformer.h)
     optimiser.step()
     trained = model.transformer.h[0].attn.c_attn.weight.clone()
     unpatch_model(model)

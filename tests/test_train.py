@@ -268,7 +268,7 @@ def test_infini_starts_from_plain_gpt2(base, self_run, tmp_path, capsys):
     weights = dict(infini.named_parameters())
     for name, weight in plain.named_parameters():
         torch.testing.assert_close(weights[name], weight, rtol=0, atol=1e-6)  # two steps at a rate of 1e-9
-    assert not torch.equal(infini.transformer.h[0].attn.gate, torch.zeros(2))  # whose own rate is 0.01
+    assert not torch.equal(infini.transformer.h[0].attn.gate(), torch.zeros(2))  # whose own rate is 0.01
 
 
 def test_what_a_start_cannot_be(base, self_run, tmp_path):
@@ -305,7 +305,7 @@ def test_parameter_groups():
     groups = {group["name"]: group for group in training.parameter_groups(model, 1e-3, 0.01, 0.1)}
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     members = {kind: {names[id(parameter)] for parameter in group["params"]} for kind, group in groups.items()}
-    assert members["gates"] == {f"transformer.h.{layer}.attn.gate" for layer in range(2)}
+    assert members["gates"] == {f"transformer.h.{layer}.attn.gate.weight" for layer in range(2)}
     assert groups["gates"]["lr"] == 0.01 and groups["gates"]["weight_decay"] == 0.0
     assert groups["vectors"]["lr"] == 1e-3 and groups["vectors"]["weight_decay"] == 0.0
     assert groups["matrices"]["weight_decay"] == 0.1

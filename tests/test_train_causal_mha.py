@@ -113,7 +113,7 @@ def test_a_trained_model_gets_a_memory(base, tmp_path):
     weights = dict(after.named_parameters())
     for name, weight in before.named_parameters():
         torch.testing.assert_close(weights.pop(name), weight, rtol=0, atol=1e-6)  # two steps at a rate of 1e-9
-    assert sorted(weights) == [f"transformer.h.{layer}.attn.gate" for layer in (0, 1)]
+    assert sorted(weights) == [f"transformer.h.{layer}.attn.gate.weight" for layer in (0, 1)]
     assert all(gate.abs().min() > 1e-3 for gate in weights.values())  # their own rate is 0.01
 
 
@@ -228,7 +228,7 @@ def test_scores_tables_and_gates_do_not_decay(tokenizer, kind, options, vectors)
     assert members["matrices"] >= {f"transformer.h.0.attn.{name}.weight" for name in ("W_query", "W_value", "out_proj")}
     assert members["matrices"] >= {"lm_head.weight", "transformer.wte.weight", "transformer.h.0.mlp.fc_in.weight"}
     assert groups["vectors"]["weight_decay"] == 0.0 and groups["matrices"]["weight_decay"] == 0.1
-    assert members.get("gates", set()) == ({"transformer.h.0.attn.gate"} if kind == "infini" else set())
+    assert members.get("gates", set()) == ({"transformer.h.0.attn.gate.weight"} if kind == "infini" else set())
     assert sum(map(len, members.values())) == len(names)  # each in one group
 
 
