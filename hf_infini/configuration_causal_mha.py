@@ -87,8 +87,9 @@ class CausalMHAConfig(PreTrainedConfig):
             Whether the output head is the token embedding.
 
     Raises:
-        `StrictDataclassClassValidationError`, `StrictDataclassFieldValidationError`: naming the option, what was given and
-        what is allowed.
+        StrictDataclassFieldValidationError: a value of the wrong type, naming the option.
+        StrictDataclassClassValidationError: a value that is not allowed, or options that do not go together: the message says
+            what was given and what is allowed.
     """
 
     model_type = "causal_mha"

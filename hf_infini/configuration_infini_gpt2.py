@@ -67,8 +67,9 @@ class InfiniGPT2Config(GPT2Config):
             Tokens with the configuration's bos, eos or pad id are seen inside the window but not written into the memory.
 
     Raises:
-        `StrictDataclassClassValidationError`, `StrictDataclassFieldValidationError`: naming the option, what was given and
-        what is allowed.
+        StrictDataclassFieldValidationError: a value of the wrong type, naming the option.
+        StrictDataclassClassValidationError: a value that is not allowed, or options that do not go together: the message says
+            what was given and what is allowed.
     """
 
     model_type = "infini_gpt2"
