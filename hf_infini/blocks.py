@@ -124,7 +124,7 @@ def save_tokenizer(
     }
 
 
-def encode_documents(texts: Iterable[str], tokenizer) -> "Iterator[list[np.ndarray]]":
+def token_batches(texts: Iterable[str], tokenizer) -> "Iterator[list[np.ndarray]]":
     """Yields the token ids of the documents, a batch of them at a time, each followed by the end-of-text token."""
     import numpy as np
 
@@ -169,7 +169,7 @@ def write_tokens(
     dtype = "uint16" if max(tokenizer.get_vocab().values()) < 2**16 else "uint32"
     documents = tokens = 0
     with open(path, "wb") as file, tqdm(total=len(positions), desc=f"tokenising {path.stem}", unit="doc") as progress:
-        for arrays in encode_documents(store.texts(positions), tokenizer):
+        for arrays in token_batches(store.texts(positions), tokenizer):
             stream = np.concatenate(arrays).astype(dtype)
             room = len(stream) if max_tokens is None else max_tokens - tokens
             if room < len(stream):

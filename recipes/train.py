@@ -7,6 +7,7 @@
         --position_encoding rope
     torchrun --nproc_per_node 2 recipes/train.py --num_processes 2 --config … --data … --out …
     accelerate launch --multi_gpu --num_processes 8 recipes/train.py --num_processes 8 --config … --data … --out …
+    python recipes/train.py --config … --data data/a_share --streaming CORPUS --max_tokens 1000000000 --out …
 
 Stopped at any point and started again with the same command, it goes on from its last complete checkpoint and ends as
 if it had never been stopped. The out folder receives the model and tokenizer (`AutoModelForCausalLM.from_pretrained`
@@ -32,6 +33,14 @@ class RunOptions:
     max_steps: int | None = option(None, "Optimiser steps. The first end reached counts.")
     separate_documents: bool = option(False, "Keep the documents of a row apart: positions begin again behind each "
                                       "end-of-text token, which neither attention nor memory crosses.")  # fmt: skip
+    streaming: str | None = option(None, "Train on this corpus (what prepare.py takes as --source) instead of --data's "
+                                   "training rows: read as prepare.py read --data, tokenised and packed on the way, again "
+                                   "from its start after its end. --data, made from a share of it, gives tokenizer, context "
+                                   "and validation rows; its held-out documents are left out, and as large a share of the "
+                                   "others by chance. Needs --max_tokens or --max_steps. A run that goes on from a "
+                                   "checkpoint reads everything up to there again.")  # fmt: skip
+    shuffle_buffer: int | None = option(None, "--streaming: rows in memory that the next ones are drawn from; 1: the "
+                                        "corpus's order; default: 1000.")  # fmt: skip
     num_processes: int | None = option(None, "Processes that must have been started; default: any number.")
     use_cpu: bool = option(False, "Train on the CPU even where there is a GPU.")
     seed: int = option(0, "Seed of the weights, the order of the rows and dropout.")
@@ -65,20 +74,21 @@ def main(argv: list[str] | None = None) -> None:
     import torch
     from transformers import AutoTokenizer, set_seed
 
-    from hf_infini import measurement, metrics, plots, run_folder, training
+    from hf_infini import measurement, metrics, plots, run_folder, streaming, training
     from hf_infini.rows import RowReader
     from hf_infini.stages import read_manifest
 
     data, out = Path(run.data), Path(run.out)
     manifest = read_manifest(data)
-    training.check_positive(run, "epochs", "max_tokens", "max_steps", "num_processes")
+    training.check_positive(run, "epochs", "max_tokens", "max_steps", "num_processes", "shuffle_buffer")
+    streaming.check_options(run)
     intervals = ("eval_steps", "save_steps", "logging_steps")
     training.check_positive(optimizer, "batch_size", "gradient_accumulation", "eval_rows", *intervals)
     run.report_to = training.check_trackers(run.report_to)
     arguments = training_arguments(run, optimizer)
     fingerprint = training.data_fingerprint(manifest)
     rows_per_step = optimizer.batch_size * optimizer.gradient_accumulation * arguments.world_size
-    train, validation = training.load_rows(data, rows_per_step)
+    train, validation = training.load_rows(data, 1 if run.streaming else rows_per_step)
     context = len(train[0]["input_ids"])
     tokens_per_step = rows_per_step * context
     arguments.max_steps = training.number_of_steps(run, len(train) // rows_per_step, tokens_per_step)
@@ -87,6 +97,9 @@ def main(argv: list[str] | None = None) -> None:
     config = build_config(shape, tokenizer, context)
     options = {**vars(shape), "attention": attention_of(config), **vars(optimizer), **vars(run), "data": fingerprint}
     options |= {"precision": "bf16" if arguments.bf16 else "float32", "num_processes": arguments.world_size}
+    stream = streaming.RowStream(run.streaming, data, tokenizer, context) if run.streaming else None
+    if stream:
+        train, options["streaming"] = stream.dataset(run.seed, run.shuffle_buffer), stream.identity
     for name in ("out", "report_to"):  # these may change between two starts of a run
         del options[name]
     with arguments.main_process_first():  # what the first process writes must not look like another run to the others
@@ -118,7 +131,7 @@ def main(argv: list[str] | None = None) -> None:
         data_collator=learned.collate,
         processing_class=tokenizer,
         optimizers=(torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True), None),
-        callbacks=[recorder],
+        callbacks=[*([streaming.StreamRecorder(stream)] if stream else []), recorder],
         eval_rows=optimizer.eval_rows,
         eval_reader=judged,
     )
@@ -158,6 +171,8 @@ def main(argv: list[str] | None = None) -> None:
         "command": shlex.join([Path(sys.executable).name, *sys.argv]),
         **measurement.environment(),
     }
+    if stream:
+        result["stream"] = streaming.recorded(out / f"checkpoint-{arguments.max_steps}")
     run_folder.write_json(out / "result.json", result)  # the last file: it says that the run is finished
     print(f"cross-entropy {result['cross_entropy']:.4f}, perplexity {result['perplexity']:.2f}, {out / 'result.json'}")
 
