@@ -88,8 +88,8 @@ class CausalMHAConfig(PreTrainedConfig):
 
     Raises:
         StrictDataclassFieldValidationError: a value of the wrong type, naming the option.
-        StrictDataclassClassValidationError: a value that is not allowed, or options that do not go together: the message says
-            what was given and what is allowed.
+        StrictDataclassClassValidationError: a value that is not allowed, or options that do not go together; the message
+            says what was given and what is allowed.
     """
 
     model_type = "causal_mha"

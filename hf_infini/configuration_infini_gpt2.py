@@ -68,8 +68,8 @@ class InfiniGPT2Config(GPT2Config):
 
     Raises:
         StrictDataclassFieldValidationError: a value of the wrong type, naming the option.
-        StrictDataclassClassValidationError: a value that is not allowed, or options that do not go together: the message says
-            what was given and what is allowed.
+        StrictDataclassClassValidationError: a value that is not allowed, or options that do not go together; the message
+            says what was given and what is allowed.
     """
 
     model_type = "infini_gpt2"
