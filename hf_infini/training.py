@@ -194,7 +194,8 @@ def gate_values(model) -> dict[str, list[float]]:
 class PerplexityTrainer(Trainer):
     """A Trainer whose evaluation is token-weighted and keeps one batch of logits at a time.
 
-    Args, beside Trainer's:
+    Args:
+        *args, **kwargs: the Trainer's own.
         eval_rows: how many of the validation rows `evaluate()` reads; None reads all.
         eval_reader: makes the inputs of an evaluation from these rows.
     """
