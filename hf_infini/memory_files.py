@@ -50,9 +50,9 @@ def describe_model(model) -> dict:
     one model, call it once and give the result to [`InfiniCache.save_pretrained`].
 
     Returns:
-        `config`: the options that decide what a memory means. `dtype`: of the weights. `weights_sha256`: of all parameters
-        and buffers of the base model, the language-model head left out; the few behind the last layer's memory are hashed
-        with the rest.
+        `config`, the options that decide what a memory means; `dtype`, of the weights; and `weights_sha256`, of all
+        parameters and buffers of the base model, the language-model head left out; the few behind the last layer's memory
+        are hashed with the rest.
 
     Raises:
         ValueError: the model has no layer with a memory.
