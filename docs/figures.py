@@ -1,0 +1,212 @@
+"""The site's figures and tables, made from the package at every build and so never of an older one: a hook of mkdocs.
+
+A page shows a figure as `![…](figures/NAME.png)`; a line `<!-- table: NAME -->` becomes a table. Nothing here depends on the
+speed of the machine: what is measured are bytes, parameters, operations and what depends on what.
+"""
+
+import functools
+import io
+import re
+
+PLACE = re.compile(r"^<!-- table: (\w+) -->$", re.MULTILINE)
+SIZES = dict(vocab_size=256, n_positions=1024, n_embd=128, n_layer=4, n_head=2, bos_token_id=None, eos_token_id=None)
+SEGMENT = dict(segment_length=128, positions="segment")
+SEEN, BY_MEMORY = "#1f77b4", "#ff9f40"
+
+
+def png(figure) -> bytes:
+    import matplotlib.pyplot as plt
+
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=110, bbox_inches="tight")
+    plt.close(figure)
+    return buffer.getvalue()
+
+
+def model(**options):
+    """GPT-2 of `SIZES`, with random weights; with options, the same with Infini-attention."""
+    import torch
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    from hf_infini import patch_model
+
+    torch.manual_seed(0)
+    plain = GPT2LMHeadModel(GPT2Config(**SIZES | {"initializer_range": 0.2})).eval()
+    return patch_model(plain, **options) if options else plain
+
+
+def cache_sizes(reader, contexts: list[int]) -> list[int]:
+    """Bytes of the cache after each of these numbers of tokens, which the model reads one after the other."""
+    import torch
+
+    cache, sizes = None, []
+    with torch.inference_mode():
+        for begin, end in zip([0, *contexts], contexts, strict=False):
+            ids = torch.randint(SIZES["vocab_size"], (1, end - begin))
+            cache = reader(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).past_key_values
+            if hasattr(cache, "nbytes"):
+                sizes.append(cache.nbytes())
+            else:
+                sizes.append(sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers))
+    return sizes
+
+
+# --- figures ----------------------------------------------------------------------------------------------------------
+
+
+def reach(tokens: int = 24) -> bytes:
+    """Which tokens a token sees by softmax, from the inspected weights, and which through the memory: those on which the
+    attention's output depends without such a weight."""
+    import matplotlib.pyplot as plt
+    import torch
+    from matplotlib.colors import ListedColormap
+    from matplotlib.patches import Patch
+
+    from hf_infini import inspect_attention
+
+    kinds = {
+        "GPT-2": {},
+        "segments of 8": dict(segment_length=8),
+        "segments of 8, local_segments=1": dict(segment_length=8, local_segments=1),
+    }
+    figure, panels = plt.subplots(1, 3, figsize=(12, 4), layout="constrained")
+    for axes, (name, options) in zip(panels, kinds.items(), strict=True):
+        reader = model(**options)
+        softmax = inspect_attention(reader, torch.arange(tokens)[None]).layers[0].weights.values[0].sum(0) > 0
+        attention, inputs = reader.transformer.h[0].attn, torch.randn(1, tokens, SIZES["n_embd"])
+        jacobian = torch.autograd.functional.jacobian(lambda x, f=attention: f(x)[0].sum((0, 2)), inputs)
+        depends = jacobian[:, 0].abs().amax(-1) > 0  # [output token, input token]
+        shown = torch.where(softmax, 1, torch.where(depends, 2, 0))
+        axes.imshow(shown.numpy(), cmap=ListedColormap(["white", SEEN, BY_MEMORY]), vmin=0, vmax=2)
+        axes.set(title=name, xlabel="token that is seen", xticks=range(0, tokens, 8), yticks=range(0, tokens, 8))
+    panels[0].set_ylabel("token that looks")
+    patches = [Patch(color=SEEN, label="by softmax"), Patch(color=BY_MEMORY, label="through the memory")]
+    panels[0].legend(handles=patches, loc="upper right")
+    return png(figure)
+
+
+def growth() -> bytes:
+    """The cache's size over the context; GPT-2 stops at its `n_positions`."""
+    import matplotlib.pyplot as plt
+
+    contexts = [64, 128, 256, 512, 1024]
+    kinds = {
+        "GPT-2, dynamic cache": {},
+        "Infini-attention, segments of 128": SEGMENT,
+        "the same, local_segments=1": SEGMENT | dict(local_segments=1),
+        "the same, in layers 0 and 2 alone": SEGMENT | dict(layers=[0, 2]),
+    }
+    figure, axes = plt.subplots(figsize=(7.5, 4), layout="constrained")
+    for (name, options), style in zip(kinds.items(), ("o-", "s-", "^-", "v--"), strict=True):
+        reader, lengths = model(**options), contexts + ([2048, 4096] if options else [])
+        axes.plot(lengths, [size / 2**20 for size in cache_sizes(reader, lengths)], style, label=name)
+    axes.set(xlabel="context, tokens", ylabel="cache of one row, MiB", xscale="log", yscale="log")
+    axes.set_xticks([64, 256, 1024, 4096], ["64", "256", "1,024", "4,096"])
+    axes.set_yticks([0.25, 0.5, 1, 2, 4, 8], ["0.25", "0.5", "1", "2", "4", "8"])
+    axes.minorticks_off()
+    axes.legend()
+    axes.grid(alpha=0.3)
+    return png(figure)
+
+
+def memory(segments: int = 6) -> bytes:
+    """What the inspection shows of a memory: its norm before each segment, and its share of the tokens' outputs."""
+    import matplotlib.pyplot as plt
+    import torch
+
+    from hf_infini import inspect_attention
+
+    reader = model(segment_length=8)
+    layer = inspect_attention(reader, torch.randint(SIZES["vocab_size"], (1, 8 * segments))).layers[0]
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 3.4), layout="constrained")
+    for head in range(SIZES["n_head"]):
+        left.plot(layer.memory_norm.values[0, head], "o-", label=f"head {head}")
+        right.plot(layer.memory_share.values[0, head], ".-", label=f"head {head}")
+    left.set(xlabel="segments written", ylabel="norm of the memory")
+    right.set(xlabel="token", ylabel="share of the memory", ylim=(0, 1), xticks=range(0, 8 * segments + 1, 8))
+    right.grid(axis="x")
+    left.legend()
+    return png(figure)
+
+
+# --- tables -----------------------------------------------------------------------------------------------------------
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    lines = [head, ["---"] + ["---:"] * (len(head) - 1), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def options_cost() -> str:
+    """Parameters and cache of one change each, beside those of the model without it."""
+    changes = {
+        "GPT-2, without memory": None,
+        '`segment_length=128, positions="segment"`': {},
+        "… `segment_length=32`": dict(segment_length=32),
+        '… `update_rule="delta"`': dict(update_rule="delta"),
+        '… `feature_map="exp"`': dict(feature_map="exp"),
+        '… `normaliser="shared"`': dict(normaliser="shared"),
+        "… `local_segments=1`": dict(local_segments=1),
+        '… `memory_init="learned"`': dict(memory_init="learned"),
+        "… `memory_conv=3`": dict(memory_conv=3),
+        "… `layers=[0, 2]`": dict(layers=[0, 2]),
+    }
+    rows = []
+    for name, change in changes.items():
+        reader = model(**({} if change is None else SEGMENT | change))
+        sizes = [f"{size / 1024:,.1f}" for size in cache_sizes(reader, [256, 1024])]
+        rows.append([name, f"{reader.num_parameters():,}", *sizes])
+    return table(["model", "parameters", "cache after 256 tokens, KiB", "after 1,024"], rows)
+
+
+def segments_cost(tokens: int = 2048, width: int = 64) -> str:
+    """Operations of one head's attention over a row, and its state, by segment length."""
+    import torch
+    from torch.nn.functional import scaled_dot_product_attention
+    from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
+
+    from hf_infini import infini_attention
+
+    def operations(function) -> float:
+        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        count = lambda q, k, v, *args, out_shape=None, **kwargs: sdpa_flop_count(q, k, v)  # noqa: E731
+        with torch.inference_mode(), FlopCounterMode(display=False, custom_mapping={kernel: count}) as counter:
+            function()
+        return counter.get_total_flops() / tokens / 1000
+
+    query, key, value = torch.randn(3, 1, 1, tokens, width)
+    full = operations(lambda: scaled_dot_product_attention(query, key, value, is_causal=True))
+    rows = []
+    for length in (16, 32, 64, 128, 256, 512, 1024):
+        call = functools.partial(infini_attention, query, key, value, torch.zeros(1), length)
+        state = call(return_state=True)[1]
+        rows.append([str(length), str(tokens // length), f"{operations(call):,.0f}", f"{state.nbytes() / 1024:,.1f}"])
+    rows.append(["full attention", "1", f"{full:,.0f}", f"{(key.nbytes + value.nbytes) / 1024:,.1f}"])
+    return table(["segment length", "segments", "thousand operations a token", "state, KiB"], rows)
+
+
+# --- the hook ---------------------------------------------------------------------------------------------------------
+
+FIGURES = {"reach": reach, "growth": growth, "memory": memory}
+TABLES = {"options_cost": options_cost, "segments_cost": segments_cost}
+
+
+@functools.cache
+def made(name: str) -> bytes | str:
+    """A figure or table, made once in a process however often `mkdocs serve` builds."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    return (FIGURES | TABLES)[name]()
+
+
+def on_files(files, config):
+    from mkdocs.structure.files import File
+
+    for name in FIGURES:
+        files.append(File.generated(config, f"figures/{name}.png", content=made(name)))
+    return files
+
+
+def on_page_markdown(markdown, page, config, files):
+    return PLACE.sub(lambda place: made(place[1]), markdown)
