@@ -38,6 +38,7 @@ def infini_attention(
     memory_mask: Tensor | None = None,
     state: InfiniState | None = None,
     return_state: bool = False,
+    max_documents: int | None = None,
     memory_query: Tensor | None = None,
     memory_key: Tensor | None = None,
     scaling: float | None = None,
@@ -69,6 +70,7 @@ def infini_attention(
         memory_mask: `[batch, tokens]`, 0 for tokens that are seen inside the window but never written into the memory.
         state: continues an earlier call; see [`InfiniState`].
         return_state: also return the state after the last token.
+        max_documents: how many documents a row holds at most, where sizes must not depend on the data: [`segment_layout`].
         memory_query, memory_key: what the memory reads and writes, shaped like query and key; by default those (rotary
             models give the un-rotated ones).
         scaling: of the local dot products; by default `head_dim ** -0.5`.
@@ -94,6 +96,7 @@ def infini_attention(
         position_ids=position_ids,
         memory_mask=memory_mask,
         state=state,
+        max_documents=max_documents,
         device=query.device,
     )
     output, new_state, _ = attend(

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -10,7 +11,7 @@ from torch.nn import functional as F
 from .local import eager_attention
 from .memory import delta_states, linear_states, memory_weight
 from .state import InfiniState
-from .steps import StepLayout
+from .steps import StepLayout, TensorStep
 
 
 def attend_step(
@@ -39,9 +40,11 @@ def attend_step(
     `in_place` overwrites the window of the given state instead of copying it.
     """
     separate = state.local_memory_key is not None
-    keys = _put(state.local_key, key, layout, in_place)
-    values = _put(state.local_value, value, layout, in_place)
-    memory_keys = _put(state.local_memory_key, memory_key, layout, in_place) if separate else keys
+    if isinstance(layout, TensorStep):
+        state = layout.opened(state)
+    keys = layout.put(state.local_key, key, in_place)
+    values = layout.put(state.local_value, value, in_place)
+    memory_keys = layout.put(state.local_memory_key, memory_key, in_place) if separate else keys
     seen_keys, seen_values = (tensor[:, :, layout.begin : layout.end] for tensor in (keys, values))
     group = query.shape[1] // key.shape[1]
     weights = log_sum = None
@@ -66,6 +69,8 @@ def attend_step(
             share = share * layout.filled.unsqueeze(-1)
         output = torch.lerp(output.to(dtype), read, share.expand_as(read)).to(output.dtype)
         memory, normaliser = _compress(features, memory_keys, values, layout, state, update_rule, eps)
+    if getattr(layout, "real", None) is not None:
+        output = output.masked_fill(~layout.real[:, :, None, None], 0)
     new_state = replace(
         state,
         memory=memory,
@@ -80,32 +85,51 @@ def attend_step(
     return output, new_state, weights
 
 
-def _put(window: Tensor, new: Tensor, layout: StepLayout, in_place: bool) -> Tensor:
-    # The window of an initial state is one zero seen many times; one made in inference mode may be written only there.
-    in_place = in_place and window.is_contiguous() and (torch.is_inference_mode_enabled() or not window.is_inference())
-    window = window if in_place else window.clone(memory_format=torch.contiguous_format)
-    window[layout.rows, :, layout.slots] = new[:, :, 0].to(window.dtype)
-    return window
-
-
 def _compress(features, keys, values, layout, state, update_rule, eps):
     """Writes the oldest segment of the rows that lose one into their memory."""
+    length, memory, normaliser = layout.segment_length, state.memory, state.normaliser
+    write = partial(_written, features=features, update_rule=update_rule, eps=eps)
+    if isinstance(layout, TensorStep):
+        return _compress_in_graph(write, keys[:, :, :length], values[:, :, :length], layout, memory, normaliser)
     if not layout.compressing:
-        return state.memory, state.normaliser
+        return memory, normaliser
     everyone = len(layout.compressing) == len(layout.rows)
     rows = slice(None) if everyone else torch.tensor(layout.compressing, device=keys.device)
-    dtype = state.memory.dtype
-    key = features(keys[rows, :, : layout.segment_length].to(dtype)).transpose(1, 2).unsqueeze(1)  # [B, 1, L, K, D]
-    if layout.skipped is not None:
-        key = key * ~layout.skipped[rows, None, : layout.segment_length, None, None]
-    value = values[rows, :, : layout.segment_length].to(dtype).transpose(1, 2).unsqueeze(1)
-    old = (state.memory[rows], state.normaliser[rows])
-    start = (old[0][0], old[1][0])  # not reached: no document begins here
-    if update_rule == "linear":
-        memory, normaliser = linear_states(key, value, *old, start, None)
-    else:
-        memory, normaliser = delta_states(key, value, *old, start, None, eps)
+    skipped = None if layout.skipped is None else layout.skipped[rows, :length]
+    new = write(keys[rows, :, :length], values[rows, :, :length], skipped, memory[rows], normaliser[rows])
     if everyone:
-        return memory[:, -1], normaliser[:, -1]
-    return state.memory.index_copy(0, rows, memory[:, -1]), state.normaliser.index_copy(0, rows, normaliser[:, -1])
+        return new
+    return memory.index_copy(0, rows, new[0]), normaliser.index_copy(0, rows, new[1])
 
+
+def _compress_in_graph(write, keys, values, layout, memory, normaliser):
+    """The same where the rows are not known: computed for all of them, and in those calls alone in which one needs it."""
+    skipped = torch.zeros_like(layout.here[:, 0, :, 0]) if layout.skipped is None else layout.skipped
+
+    def compress(keys, values, skipped, rows, memory, normaliser):
+        new = write(keys, values, skipped, memory, normaliser)
+        return torch.where(rows[:, None, None, None], new[0], memory), torch.where(rows[:, None, None], new[1], normaliser)
+
+    def keep(keys, values, skipped, rows, memory, normaliser):
+        return memory.clone(), normaliser.clone()
+
+    anyone = layout.compressing.any()
+    operands = (keys, values, skipped[:, : layout.segment_length], layout.compressing, memory, normaliser)
+    if torch.compiler.is_compiling():
+        return torch.cond(anyone, compress, keep, operands)
+    return (compress if anyone else keep)(*operands)
+
+
+def _written(keys, values, skipped, memory, normaliser, *, features, update_rule, eps):
+    """Memory and normaliser after a segment, keys and values `[batch, kv_heads, L, dim]`, skipped `[batch, L]` or `None`."""
+    dtype = memory.dtype
+    key = features(keys.to(dtype)).transpose(1, 2).unsqueeze(1)  # [B, 1, L, K, D]
+    if skipped is not None:
+        key = key * ~skipped[:, None, :, None, None]
+    value = values.to(dtype).transpose(1, 2).unsqueeze(1)
+    start = (memory[0], normaliser[0])  # not reached: no document begins here
+    if update_rule == "linear":
+        memory, normaliser = linear_states(key, value, memory, normaliser, start, None)
+    else:
+        memory, normaliser = delta_states(key, value, memory, normaliser, start, None, eps)
+    return memory[:, -1], normaliser[:, -1]

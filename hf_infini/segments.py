@@ -1,180 +1,20 @@
 """The segment layout: which token of a call lies in which segment and slot, built once per forward and shared by the layers.
 
-The *grid* of a row is its list of segments in order, each with `slots` places. Tokens fill the slots of a segment from the
-first on, so a causal mask inside the segment is all that padding needs. A call that continues a state begins its grid with
-the segments of the window. Two forms hold the same thing: *plain*, where the rows agree and hold one document each, is a
-reshape; *indexed*, for padding, packed documents and rows of different lengths, is a gather.
+What a layout looks like depends on the data where rows are padded, packed or of different lengths. Outside of a graph the
+device is asked, and the layout is no larger than it must be. Inside of one (torch.compile, torch.export) nothing can be asked:
+there the sizes are upper bounds that follow from the shapes of the arguments.
 """
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .gather import gather
-from .memory import Borders
+from .grid import SegmentLayout
 from .state import InfiniState
-from .steps import StepLayout, step_layout
-
-
-@dataclass(frozen=True)
-class SegmentLayout:
-    """Where each token of `[batch, tokens]` goes. Build it with [`segment_layout`].
-
-    Attributes:
-        batch, tokens: of the call. segment_length: `L`; local_segments: `w`.
-        segments: segments in the grid; slots: places in each (L, or fewer where no segment has more tokens).
-        carried: tokens taken from the window of the state: in plain form the count that every row has, in indexed form all
-            its slots (0 without a state).
-        first: plain form: number, within the document, of the grid's first segment.
-        seen: plain form: tokens of the document before this call.
-        positions: `[batch, tokens]` number of each token within its document, or `[1, tokens]` in plain form.
-        source: indexed form: `[batch, segments * slots]`, which row of (window, new tokens) fills the slot; −1: none.
-        target: indexed form: `[batch, tokens]`, in which slot of the grid the token lies; −1: padding.
-        document: indexed form: `[batch, segments + 1]`: grid index where the document of each segment begins (that of a
-            continued one may be negative); the last column is that of the row's next token.
-        window: indexed form: `[batch, (w + 1) * L]`, which row of (window, new tokens) the next state keeps; −1: none.
-        tokens_seen: `[batch]`, after this call; last_position: likewise.
-        packed: indexed form: whether a row holds more than one document.
-        real, restart: indexed form: `[batch, tokens]` bool, which tokens are no padding, and which begin a document.
-        skipped: `[batch, segments, slots]` bool, which tokens never reach the memory; `None`: all do.
-        next_skipped: `[batch, (w + 1) * L]` bool, the same for the window of the next state.
-    """
-
-    batch: int
-    tokens: int
-    segment_length: int
-    local_segments: int
-    segments: int
-    slots: int
-    carried: int
-    positions: Tensor
-    tokens_seen: Tensor
-    last_position: Tensor
-    first: int = 0
-    seen: int = 0
-    source: Tensor | None = None
-    target: Tensor | None = None
-    document: Tensor | None = None
-    window: Tensor | None = None
-    packed: bool = False
-    real: Tensor | None = None
-    restart: Tensor | None = None
-    skipped: Tensor | None = None
-    next_skipped: Tensor | None = None
-
-    def to_grid(self, new: Tensor, window: Tensor | None) -> Tensor:
-        """`new [batch, heads, tokens, dim]` and the state's window `[batch, heads, (w + 1) * L, dim]` (`None` for queries:
-        zeros) as `[batch, segments, slots, heads, dim]`."""
-        tokens = new.transpose(1, 2)
-        if self.source is None:
-            if self.carried:
-                begin = (self.local_segments - self.seen // self.segment_length + self.first) * self.segment_length
-                old = (
-                    tokens.new_zeros(self.batch, self.carried, *tokens.shape[2:])
-                    if window is None
-                    else window[:, :, begin : begin + self.carried].transpose(1, 2)
-                )
-                tokens = torch.cat([old, tokens], 1)
-            missing = self.segments * self.slots - tokens.shape[1]
-            if missing:
-                tokens = F.pad(tokens, (0, 0, 0, 0, 0, missing))
-            return tokens.unflatten(1, (self.segments, self.slots))
-        if self.carried and window is not None:
-            tokens = torch.cat([window.transpose(1, 2), tokens], 1)
-            target = torch.cat([self._window_target(), self.target], 1)
-            return gather(tokens, self.source, target).unflatten(1, (self.segments, self.slots))
-        source = torch.where(self.source >= self.carried, self.source - self.carried, -1)
-        return gather(tokens, source, self.target).unflatten(1, (self.segments, self.slots))
-
-    def from_grid(self, grid: Tensor) -> Tensor:
-        """`[batch, segments, slots, heads, dim]` back to the new tokens, `[batch, heads, tokens, dim]`; padding is zero."""
-        grid = grid.flatten(1, 2)
-        if self.source is None:
-            return grid[:, self.carried : self.carried + self.tokens].transpose(1, 2)
-        source = torch.where(self.source >= self.carried, self.source - self.carried, -1)
-        return gather(grid, self.target, source).transpose(1, 2)
-
-    def next_window(self, new: Tensor, window: Tensor) -> Tensor:
-        """The window of the next state from this call's tokens and the state's window, both `[batch, heads, …, dim]`."""
-        length, kept = self.segment_length, self.local_segments
-        if self.source is None:
-            end = self.seen + self.tokens
-            first = max(0, end // length - kept) * length  # first token that stays, counted in the document
-            old = window[:, :, (kept - self.seen // length) * length + first :] if first < self.seen else window[:, :, :0]
-            old = old[:, :, : max(0, self.seen - first)]
-            tokens = torch.cat([old, new[:, :, max(0, first - self.seen) :]], 2)
-            before = max(0, kept - end // length) * length
-            return F.pad(tokens, (0, 0, before, window.shape[2] - before - tokens.shape[2]))
-        tokens = torch.cat([window, new], 2) if self.carried else new
-        index = self.window.clamp(min=0)[:, None, :, None].expand(-1, tokens.shape[1], -1, tokens.shape[3])
-        return tokens.gather(2, index).masked_fill((self.window < 0)[:, None, :, None], 0)
-
-    def segment_numbers(self) -> Tensor:
-        """Number of each grid segment within its document, `[batch or 1, segments]`."""
-        places = torch.arange(self.segments, device=self.tokens_seen.device)
-        return places.unsqueeze(0) + self.first if self.document is None else places - self.document[:, :-1]
-
-    def delay(self, grid: Tensor) -> Tensor:
-        """The grid as the memory takes it in: `w` segments later, so that a read sees every step before its own."""
-        kept = self.local_segments
-        return F.pad(grid[:, : max(0, self.segments - kept)], (0,) * 6 + (min(kept, self.segments), 0)) if kept else grid
-
-    def written(self) -> Tensor | None:
-        """Which slots of the delayed grid reach the memory, `[batch or 1, segments, slots]` bool; `None`: all of them.
-
-        Left out are empty slots, what the memory mask leaves out, and the segments that the next token still sees: they are
-        in the next state's window.
-        """
-        written = self._complete()
-        if self.skipped is None:
-            return written
-        wanted = ~self.delay(self.skipped[..., None, None])[..., 0, 0]
-        return wanted if written is None else written & wanted
-
-    def _complete(self) -> Tensor | None:
-        places = torch.arange(self.segments, device=self.tokens_seen.device)
-        if self.source is None:
-            stop = min(self.segments, (self.seen + self.tokens) // self.segment_length - self.first)
-            if stop == self.segments and not self.local_segments:
-                return None
-            kept = (places >= self.local_segments) & (places < stop)
-            return kept[None, :, None].expand(1, self.segments, self.slots)
-        last = self.document[:, -1:]
-        current = self.tokens_seen.unsqueeze(1) // self.segment_length + last  # grid index of the next token's segment
-        complete = (self.document[:, :-1] != last) | (places < current - self.local_segments)
-        filled = (self.source >= 0).unflatten(1, (self.segments, self.slots)) & complete.unsqueeze(-1)
-        return self.delay(filled[..., None, None])[..., 0, 0]
-
-    def borders(self, start: int, stop: int) -> Borders | None:
-        """Where the memory starts anew among the delayed grid's steps `start … stop`; `None` without packed documents."""
-        if not self.packed:
-            return None
-        kept = self.local_segments
-        reading = self.document[:, start : stop + 1]
-        steps = torch.arange(start, stop + 1, device=reading.device)
-        writing = self.document[:, (steps[:-1] - kept).clamp(min=0)]
-        inside = (writing.unsqueeze(1) == reading.unsqueeze(2)) & (steps[:-1] < steps[:, None]) & (steps[:-1] >= kept)
-        continued = (reading == reading[:, :1]).unsqueeze(-1)
-        return Borders(torch.cat([continued, ~continued, inside], -1), reading[:, 1:] == reading[:, :-1])
-
-    @functools.cached_property
-    def order(self) -> tuple[Tensor, Tensor]:
-        """Indexed form: `[batch, tokens]`, which of its row's real tokens each is (that of padding means nothing, but lies
-        in range), and `[batch, tokens]`, in which column the row's r-th real token stands (0 where there are fewer)."""
-        rank = (self.real.cumsum(1) - 1).clamp(min=0)
-        columns = torch.arange(self.tokens, device=self.real.device).expand(self.batch, self.tokens)
-        place = torch.zeros(self.batch, self.tokens + 1, dtype=torch.long, device=self.real.device)
-        # One place more takes the padding, cut off again
-        place = place.scatter(1, torch.where(self.real, rank, self.tokens), columns)
-        return rank, place[:, : self.tokens]
-
-    def _window_target(self) -> Tensor:
-        """In which slot of the grid each slot of the carried window lies: its own place, −1 where it is empty."""
-        places = torch.arange(self.carried, device=self.source.device)
-        return torch.where(self.source[:, : self.carried] >= 0, places, -1)
+from .steps import StepLayout, step_layout, tensor_step
 
 
 def segment_layout(
@@ -187,6 +27,7 @@ def segment_layout(
     position_ids: Tensor | None = None,
     memory_mask: Tensor | None = None,
     state: InfiniState | None = None,
+    max_documents: int | None = None,
     device: torch.device | None = None,
 ) -> SegmentLayout | StepLayout:
     """Lays out a call of `[batch, tokens]`.
@@ -198,21 +39,41 @@ def segment_layout(
         position_ids: `[batch, tokens]` (or `[1, tokens]`); a real token whose position is not beyond that of the real token
             before it starts a new document. `None`: none does.
         state: the state that the call continues, or `None`.
+        max_documents: how many documents a row of the call holds at most, the continued one counted in. The sizes then follow
+            from the arguments' shapes alone; a row with more raises a RuntimeError (on a GPU, a device-side assertion).
 
-    On an accelerator this waits for the device a few times, however many layers share the layout.
+    On an accelerator this waits for the device a few times, however many layers share the layout. With `max_documents` it
+    does not, and neither in a graph of torch.compile or torch.export; there, positions without `max_documents` could begin
+    any number of documents, and the layout is made outside of the graph.
     """
     real = None if attention_mask is None else attention_mask.to(torch.bool)
+    memory_mask = None if memory_mask is None else memory_mask.to(torch.bool)
+    compiling = torch.compiler.is_compiling()
+    if compiling and tokens == 1 and state is not None:
+        restart = None if position_ids is None else restarts(position_ids.expand(batch, 1), real, state)
+        return tensor_step(state, real, restart, position_ids, memory_mask, segment_length, local_segments)
+    if max_documents is not None or (compiling and position_ids is None):
+        bound = 1 if max_documents is None else max_documents
+        make = functools.partial(_bounded_layout, max_documents=bound)
+    else:
+        make = _layout_outside if compiling else _asked_layout
+    return make(batch, tokens, segment_length, local_segments, real, position_ids, memory_mask, state, device)
+
+
+def _asked_layout(
+    batch, tokens, segment_length, local_segments, real, position_ids, memory_mask, state, device
+) -> SegmentLayout | StepLayout:
+    """The smallest layout, whose form and sizes follow from what the device says of the arguments."""
     seen = [0] * batch if state is None else state.tokens_seen.tolist()
     restart = None
     questions = []  # asked of the device all at once
     if memory_mask is not None:
-        memory_mask = memory_mask.to(torch.bool)
         questions.append(memory_mask.all())
     if real is not None:
         questions.append(~real.all())
     if position_ids is not None:
         position_ids = position_ids.expand(batch, tokens)
-        restart = _restarts(position_ids, real, state)
+        restart = restarts(position_ids, real, state)
         questions.append(restart.any())
     answers = torch.stack(questions).tolist() if questions else []
     if memory_mask is not None and answers.pop(0):
@@ -224,9 +85,54 @@ def segment_layout(
         shape = (batch, tokens)
         real = torch.ones(shape, dtype=torch.bool, device=device) if real is None else real
         restart = torch.zeros(shape, dtype=torch.bool, device=device) if restart is None else restart
-        layout = _indexed_layout(real, restart, position_ids, segment_length, local_segments, state, seen)
+        carried = (local_segments + 1) * segment_length if any(seen) else 0
+        begin = torch.tensor(seen, device=device)
+        layout = _indexed_layout(real, restart, position_ids, segment_length, local_segments, state, begin, carried)
     else:
         layout = _plain_layout(batch, tokens, position_ids, segment_length, local_segments, state, seen[0], device)
+    return _with_skipped(layout, memory_mask, state)
+
+
+_layout_outside = torch.compiler.disable(
+    _asked_layout,
+    reason="position_ids can begin any number of documents: the layout of the segments is made outside of the graph. Say "
+    "with max_documents how many a row holds at most, or leave position_ids out.",
+)
+
+
+def _bounded_layout(
+    batch, tokens, segment_length, local_segments, real, position_ids, memory_mask, state, device, max_documents
+) -> SegmentLayout:
+    """A layout that any arguments fit into which begin at most `max_documents` documents in a row."""
+    if max_documents < 1:
+        raise ValueError(f"max_documents must be ≥ 1, the document of a row's first token counted in; got {max_documents}.")
+    shape = (batch, tokens)
+    restart = None
+    if position_ids is not None:
+        position_ids = position_ids.expand(shape)
+        restart = restarts(position_ids, real, state)
+        torch._assert_async(
+            (restart.sum(1) < max_documents).all(),
+            f"position_ids begin more than the {max_documents} documents in a row that max_documents allows.",
+        )
+    if state is None and real is None and max_documents == 1:
+        layout = _plain_layout(batch, tokens, position_ids, segment_length, local_segments, state, 0, device)
+        return _with_skipped(layout, memory_mask, state)
+    real = torch.ones(shape, dtype=torch.bool, device=device) if real is None else real
+    restart = torch.zeros(shape, dtype=torch.bool, device=device) if restart is None else restart
+    documents = min(max_documents, tokens + 1)
+    if state is None:
+        carried, seen = 0, torch.zeros(batch, dtype=torch.long, device=device)
+        # A document of n tokens takes 1 + (n − 1) // L segments, of which one is there without any token
+        segments, slots = documents + max(0, tokens - documents) // segment_length, min(segment_length, tokens)
+    else:
+        carried, seen = (local_segments + 1) * segment_length, state.tokens_seen
+        # The continued one may fill its segment with its first new token
+        segments = local_segments + documents + (tokens + segment_length - documents) // segment_length
+        slots = segment_length
+    layout = _indexed_layout(
+        real, restart, position_ids, segment_length, local_segments, state, seen, carried, (segments, slots, documents > 1)
+    )
     return _with_skipped(layout, memory_mask, state)
 
 
@@ -269,7 +175,7 @@ def _plain_layout(batch, tokens, position_ids, segment_length, local_segments, s
     )
 
 
-def _restarts(position_ids: Tensor, real: Tensor | None, state: InfiniState | None) -> Tensor:
+def restarts(position_ids: Tensor, real: Tensor | None, state: InfiniState | None) -> Tensor:
     """Which real tokens start a new document, `[batch, tokens]` bool."""
     columns = torch.arange(position_ids.shape[1], device=position_ids.device).expand_as(position_ids)
     latest = columns if real is None else torch.where(real, columns, -1).cummax(1).values
@@ -283,11 +189,14 @@ def _restarts(position_ids: Tensor, real: Tensor | None, state: InfiniState | No
     return goes_back if real is None else goes_back & real
 
 
-def _indexed_layout(real, restart, position_ids, segment_length, local_segments, state, seen) -> SegmentLayout:
+def _indexed_layout(
+    real, restart, position_ids, segment_length, local_segments, state, seen, carried, sizes=None
+) -> SegmentLayout:
+    """`seen [batch]`: tokens of each row's document before this call; `sizes`: segments, slots and whether the rows are
+    packed; `None`: as the arguments need, asked of the device."""
     (batch, tokens), device = real.shape, real.device
-    carried = (local_segments + 1) * segment_length if any(seen) else 0
     base = local_segments if carried else 0  # grid segment that the next token of a continued document falls into
-    begin = torch.tensor(seen, device=device).unsqueeze(1)
+    begin = seen.unsqueeze(1)
 
     counted = real.cumsum(1)
     counted_at_restart = torch.where(restart, counted, 0).cummax(1).values
@@ -295,8 +204,10 @@ def _indexed_layout(real, restart, position_ids, segment_length, local_segments,
     slot = number % segment_length
     opens = real & (slot == 0) & ((number != begin) | (counted_at_restart > 0))
     segment = base + opens.cumsum(1)
-    limits = torch.stack([segment.amax(), torch.where(real, slot, 0).amax(), restart.any().long()]).tolist()
-    segments, slots = limits[0] + 1, segment_length if carried else limits[1] + 1
+    if sizes is None:
+        limits = torch.stack([segment.amax(), torch.where(real, slot, 0).amax(), restart.any().long()]).tolist()
+        sizes = (limits[0] + 1, segment_length if carried else limits[1] + 1, bool(limits[2]))
+    segments, slots, packed = sizes
 
     target = torch.where(real, segment * slots + slot, -1)
     columns = torch.arange(tokens, device=device).expand(batch, tokens) + carried
@@ -344,7 +255,7 @@ def _indexed_layout(real, restart, position_ids, segment_length, local_segments,
         target=target,
         document=document,
         window=window,
-        packed=bool(limits[2]),
+        packed=packed,
         real=real,
         restart=restart,
     )

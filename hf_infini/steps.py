@@ -42,6 +42,15 @@ class StepLayout:
     skipped: Tensor | None = None
     next_skipped: Tensor | None = None
 
+    def put(self, window: Tensor, new: Tensor, in_place: bool) -> Tensor:
+        """The window, `[batch, heads, (w + 1) * L, dim]`, with the new tokens `[batch, heads, 1, dim]` in their slots;
+        `in_place`: written into the given one where that may be."""
+        # The window of an initial state is one zero seen many times; one made in inference mode may be written only there.
+        in_place = in_place and window.is_contiguous() and (torch.is_inference_mode_enabled() or not window.is_inference())
+        window = window if in_place else window.clone(memory_format=torch.contiguous_format)
+        window[self.rows, :, self.slots] = new[:, :, 0].to(window.dtype)
+        return window
+
     def shift(self, window: Tensor) -> Tensor:
         """Moves the window, `[batch, heads, (w + 1) * L, dim]`, of the rows that completed a segment one segment on."""
         if not self.leaving:
@@ -50,6 +59,60 @@ class StepLayout:
             return F.pad(window[:, :, self.segment_length :], (0, 0, 0, self.segment_length))
         rows = torch.tensor(self.leaving, device=window.device)
         return window.index_copy(0, rows, F.pad(window[rows, :, self.segment_length :], (0, 0, 0, self.segment_length)))
+
+
+@dataclass(frozen=True)
+class TensorStep(StepLayout):
+    """The step in a graph of torch.compile, where nothing can be asked of the device: one graph does for every token.
+
+    What [`StepLayout`] knows as numbers are tensors here, and rows that are padding or begin a document belong to it, too.
+
+    Attributes:
+        leaving, compressing: `[batch]` bool. begin, end: all of the window; visible always says what is seen.
+        here: `[batch, 1, (w + 1) * L, 1]` bool, the slot that the row's token takes; none for padding.
+        real, restart: `[batch, 1]` bool, whether the token is no padding, and whether it begins a document; `None`: every
+            token is real, none begins one.
+    """
+
+    here: Tensor | None = None
+    real: Tensor | None = None
+    restart: Tensor | None = None
+
+    @property
+    def order(self) -> tuple[Tensor, Tensor]:
+        """As [`SegmentLayout.order`], for one token in each row."""
+        first = torch.zeros_like(self.positions)
+        return first, first
+
+    def opened(self, state: InfiniState) -> InfiniState:
+        """The state with an empty window, and the memory that documents start from, in the rows that begin one."""
+        if self.restart is None:
+            return state
+        begins = self.restart[:, :, None, None]
+
+        def emptied(window):
+            return None if window is None else window.masked_fill(begins, 0)
+
+        if state.start_memory is None:
+            memory, normaliser = emptied(state.memory), state.normaliser.masked_fill(begins[..., 0], 0)
+        else:
+            memory = torch.where(begins, state.start_memory.to(state.memory.dtype), state.memory)
+            normaliser = torch.where(begins[..., 0], state.start_normaliser.to(state.memory.dtype), state.normaliser)
+        return replace(
+            state,
+            memory=memory,
+            normaliser=normaliser,
+            local_key=emptied(state.local_key),
+            local_value=emptied(state.local_value),
+            local_memory_key=emptied(state.local_memory_key),
+        )
+
+    def put(self, window: Tensor, new: Tensor, in_place: bool) -> Tensor:
+        return torch.where(self.here, new.to(window.dtype), window)
+
+    def shift(self, window: Tensor) -> Tensor:
+        moved = F.pad(window[:, :, self.segment_length :], (0, 0, 0, self.segment_length))
+        return torch.where(self.leaving[:, None, None, None], moved, window)
 
 
 def step_layout(
@@ -94,4 +157,56 @@ def step_layout(
     else:
         skipped = state.local_skipped.clone()
     skipped[layout.rows, slot] = False if memory_mask is None else ~memory_mask[:, 0]
+    return replace(layout, skipped=skipped, next_skipped=layout.shift(skipped[:, None, :, None])[:, 0, :, 0])
+
+
+def tensor_step(
+    state: InfiniState,
+    real: Tensor | None,
+    restart: Tensor | None,
+    position_ids: Tensor | None,
+    memory_mask: Tensor | None,
+    length: int,
+    kept: int,
+) -> TensorStep:
+    """The layout of one token per row for a graph; `real`, `restart` and `memory_mask`: `[batch, 1]` bool or `None`."""
+    seen = state.tokens_seen
+    if restart is not None:
+        seen = seen.masked_fill(restart[:, 0], 0)
+    segment, slot = seen // length, kept * length + seen % length
+    places = torch.arange((kept + 1) * length, device=seen.device)
+    here = places == slot[:, None]
+    visible = (places >= (kept - segment).clamp(min=0)[:, None] * length) & (places <= slot[:, None])
+    after = seen + 1
+    leaving = after % length == 0
+    last_position = state.last_position + 1 if position_ids is None else position_ids[:, 0].expand(len(seen)).long()
+    if real is not None:
+        here, leaving = here & real, leaving & real[:, 0]
+        after = torch.where(real[:, 0], after, seen)
+        last_position = torch.where(real[:, 0], last_position, state.last_position)
+    layout = TensorStep(
+        segment_length=length,
+        local_segments=kept,
+        rows=torch.arange(len(seen), device=seen.device),
+        slots=slot,
+        begin=0,
+        end=len(places),
+        visible=visible[:, None, None],
+        filled=(segment > kept)[:, None, None],
+        leaving=leaving,
+        compressing=leaving & (segment >= kept),
+        positions=seen.unsqueeze(1),
+        tokens_seen=after,
+        last_position=last_position,
+        here=here[:, None, :, None],
+        real=real,
+        restart=restart,
+    )
+    if memory_mask is None and state.local_skipped is None:
+        return layout
+    skipped = torch.zeros_like(here) if state.local_skipped is None else state.local_skipped
+    if restart is not None:
+        skipped = skipped.masked_fill(restart, False)
+    new = torch.zeros_like(here) if memory_mask is None else ~memory_mask.expand_as(here)
+    skipped = torch.where(here, new, skipped)
     return replace(layout, skipped=skipped, next_skipped=layout.shift(skipped[:, None, :, None])[:, 0, :, 0])
