@@ -1,8 +1,8 @@
 """The segment layout: which token of a call lies in which segment and slot, built once per forward and shared by the layers.
 
 What a layout looks like depends on the data where rows are padded, packed or of different lengths. Outside of a graph the
-device is asked, and the layout is no larger than it must be. Inside of one (torch.compile, torch.export) nothing can be asked:
-there the sizes are upper bounds that follow from the shapes of the arguments.
+device is asked, and the layout is no larger than it must be. Inside of one (torch.compile, torch.export) nothing can be
+asked: there the sizes are upper bounds that follow from the shapes of the arguments.
 """
 
 import functools
@@ -39,8 +39,9 @@ def segment_layout(
         position_ids: `[batch, tokens]` (or `[1, tokens]`); a real token whose position is not beyond that of the real token
             before it starts a new document. `None`: none does.
         state: the state that the call continues, or `None`.
-        max_documents: how many documents a row of the call holds at most, the continued one counted in. The sizes then follow
-            from the arguments' shapes alone; a row with more raises a RuntimeError (on a GPU, a device-side assertion).
+        max_documents: how many documents a row of the call holds at most, the continued one counted in. The sizes then
+            follow from the arguments' shapes alone; a row with more raises a RuntimeError (on a GPU, a device-side
+            assertion).
 
     On an accelerator this waits for the device a few times, however many layers share the layout. With `max_documents` it
     does not, and neither in a graph of torch.compile or torch.export; there, positions without `max_documents` could begin

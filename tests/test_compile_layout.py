@@ -1,4 +1,4 @@
-"""Layouts for graphs, in which sizes do not depend on the data, run without compiling: the same numbers as the naive reference.
+"""Layouts for graphs, whose sizes do not depend on the data, run without compiling: the naive reference's numbers.
 
 tests/test_compile.py compiles models that use them.
 """
@@ -17,7 +17,7 @@ FLOAT64 = 1e-9
 
 
 def bounded_attention(query, key, value, gate, segment_length, *, state=None, local_segments=0, **options):
-    """`infini_attention` as a graph computes it: one token that continues a state is a step of tensors, all else is bounded."""
+    """`infini_attention` as a graph computes it: a token that continues a state is a step of tensors, all else bounded."""
     masks = {name: options.pop(name, None) for name in ("attention_mask", "position_ids", "memory_mask")}
     batch, tokens = query.shape[::2]
     if tokens > 1 or state is None:
@@ -48,7 +48,7 @@ def test_equals_the_naive_reference_however_it_is_cut(seed):
 @pytest.mark.parametrize("length", [1, 2, 5, 8])
 @pytest.mark.parametrize("kept", [0, 1])
 def test_the_bound_holds_all_that_it_promises(length, kept):
-    """Documents of the lengths that need most segments, 1 + a multiple of L, and of one token, after any part of a segment."""
+    """Documents of lengths that need most segments, 1 + a multiple of L, and of one token, after any part of a segment."""
     for lengths in ([length + 1] * 3, [1] * 7, [2 * length + 1, 1, 1], [1, 3 * length + 1]):
         positions = torch.cat([torch.arange(n) for n in lengths])[None]
         tokens = positions.shape[1]
