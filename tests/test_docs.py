@@ -1,0 +1,154 @@
+"""The documentation's site builds without a warning and without a network, its links lead somewhere, it has every option and
+recipe, and its figures and commands are no others than the README's and the recipes'."""
+
+import html.parser
+import importlib.util
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from urllib.parse import unquote, urldefrag
+
+import pytest
+from mkdocs.commands.build import build
+from mkdocs.config import load_config
+from mkdocs.exceptions import Abort
+
+from hf_infini.configuration_infini_gpt2 import OPTIONS
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
+NO_NETWORK = dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:9")
+CODE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+
+
+class Page(html.parser.HTMLParser):
+    """A page's anchors, its links, and what a browser loads with it."""
+
+    def __init__(self, file: Path):
+        super().__init__()
+        self.anchors, self.links, self.loaded = set(), [], []
+        self.feed(file.read_text(encoding="utf-8"))
+
+    def handle_starttag(self, tag, attributes):
+        attributes = dict(attributes)
+        self.anchors |= {attributes[name] for name in ("id", "name") if attributes.get(name)}
+        if tag == "a" and "href" in attributes:
+            self.links.append(attributes["href"])
+        elif tag == "link" or "src" in attributes:
+            self.loaded.append(attributes.get("src") or attributes["href"])
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
+    environment = {**os.environ, **NO_NETWORK, "NO_MKDOCS_2_WARNING": "1"}
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert not re.search(r"^(WARNING|ERROR)", run.stderr, re.MULTILINE), run.stderr
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pages(site) -> dict[Path, Page]:
+    return {file: Page(file) for file in sorted(site.rglob("*.html"))}
+
+
+def test_every_link_resolves_and_nothing_comes_from_elsewhere(site, pages):
+    assert len(pages) == len(PAGES) + 1  # and 404.html
+    lost, foreign, followed = [], [], 0
+    for file, page in pages.items():
+        foreign += [(file.name, address) for address in page.loaded if re.match(r"(https?:)?//", address)]
+        for address in page.links + page.loaded:
+            if re.match(r"[a-z]+:", address):
+                continue
+            path, anchor = urldefrag(unquote(address))
+            start = site if path.startswith("/") else file.parent
+            target = (start / path.lstrip("/")).resolve() if path else file
+            target = target / "index.html" if target.is_dir() else target
+            followed += 1
+            if not target.is_file() or (anchor and target.suffix == ".html" and anchor not in pages[target].anchors):
+                lost.append((file.name, address))
+    assert not foreign and not lost and followed > 1000
+
+
+def test_every_option_has_its_section():
+    text = (ROOT / "docs" / "options.md").read_text(encoding="utf-8")
+    headings = re.findall(r"^## `(\w+)`$", text, re.MULTILINE)
+    assert sorted(headings) == sorted(OPTIONS)
+    for section in re.split(r"^## ", text, flags=re.MULTILINE)[1:]:
+        if section.startswith("`"):
+            assert "*Cost*" in section or "costs" in section or "Choosing the segment length" in section, section
+
+
+def test_every_recipe_is_on_its_page(site):
+    text = (site / "recipes.html").read_text(encoding="utf-8")
+    missing = [recipe.name for recipe in sorted((ROOT / "recipes").glob("*.py")) if f"<code>{recipe.name}" not in text]
+    missing = [name for name in missing if f"<code>recipes/{name}" not in text]
+    assert not missing
+
+
+def test_every_public_name_is_on_an_api_page(pages):
+    import hf_infini
+
+    anchors = set().union(*(page.anchors for page in pages.values()))
+    assert not [name for name in hf_infini.__all__ if f"hf_infini.{name}" not in anchors]
+
+
+def test_figures_and_tables_are_made_from_the_package(site):
+    assert {file.stem for file in (site / "figures").glob("*.png")} == {"reach", "growth", "memory"}
+    text = re.sub(r"<[^>]+>", " ", (site / "options.html").read_text(encoding="utf-8"))
+    # float32; 4 layers of 128 keys and values, a memory of 64 × 64 + 64 a head, and 16 bytes of counters
+    size = 4 * (2 * 128 * 128 + 2 * (64 * 64 + 64)) * 4 + 4 * 16
+    assert f"{size / 1024:,.1f}" in text and "<!-- table" not in text and "readme:" not in text
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_figures_in_the_text_are_the_readmes(page):
+    """A decimal number that the README does not have is one that nobody keeps up."""
+    known = set(re.findall(r"\d+\.\d+", (ROOT / "README.md").read_text(encoding="utf-8")))
+    text = CODE.sub("", page.read_text(encoding="utf-8"))
+    unknown = set(re.findall(r"(?<![\w.])\d+\.\d+(?![\w.]*`)", text)) - known
+    assert not unknown
+
+
+def commands() -> dict[str, set[str]]:
+    """Recipe → the flags that README and pages give it."""
+    found = {}
+    for file in (ROOT / "README.md", *PAGES):
+        for block in re.findall(r"^```bash\n(.*?)^```$", file.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL):
+            for line in block.replace("\\\n", " ").splitlines():
+                for recipe, rest in re.findall(r"recipes/(\w+)\.py( .*)?", line):
+                    own, _, handed_on = rest.partition(" -- ")
+                    for name, words in ((recipe, own), ("train", handed_on)):  # what sweep.py and study.py hand on
+                        flags = [word for word in shlex.split(words, comments=True) if word.startswith("--")]
+                        found.setdefault(name, set()).update(flags)
+    return found
+
+
+@pytest.mark.parametrize(("recipe", "flags"), commands().items(), ids=lambda value: value if isinstance(value, str) else "")
+def test_commands_have_flags_that_exist(recipe, flags, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", [recipe, "--help"])
+    specification = importlib.util.spec_from_file_location(recipe, ROOT / "recipes" / f"{recipe}.py")
+    module = importlib.util.module_from_spec(specification)
+    sys.modules[recipe] = module  # dataclasses look their module up
+    try:
+        specification.loader.exec_module(module)
+        with pytest.raises(SystemExit):
+            module.main()
+    finally:
+        del sys.modules[recipe]
+    assert not flags - set(re.findall(r"--\w+", capsys.readouterr().out))
+
+
+def test_a_section_that_the_readme_lost_stops_the_build(tmp_path, caplog):
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "index.md").write_text("# A\n\n<!-- readme: Nothing of the kind -->\n", encoding="utf-8")
+    settings = f"site_name: a\nhooks: [{ROOT / 'docs' / 'readme.py'}]\n"
+    (tmp_path / "mkdocs.yml").write_text(settings, encoding="utf-8")
+    with pytest.raises(Abort):
+        build(load_config(str(tmp_path / "mkdocs.yml"), site_dir=str(tmp_path / "site")))
+    assert "asks for the README's section 'Nothing of the kind', but it has: Two commands, How it works" in caplog.text
