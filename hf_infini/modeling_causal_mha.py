@@ -20,6 +20,7 @@ from .modeling_common import (
     InitializationMixin,
     MemoryGenerationMixin,
     carry_code,
+    check_positions,
     columns_of_call,
     memory_cache,
     memory_mask_of,
@@ -136,6 +137,7 @@ class CausalMHAModel(CausalMHAPreTrainedModel):
         use_cache: bool | None = None,
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
+        max_documents: int | None = None,
         **kwargs,
     ) -> BaseModelOutputWithPast:
         """
@@ -145,6 +147,8 @@ class CausalMHAModel(CausalMHAPreTrainedModel):
             position_ids: `[batch, tokens]`; without them a row's real tokens are counted. Without mask and cache, positions
                 that go back begin a new document that sees nothing of the one before (packing).
             past_key_values: a cache to continue; made if `use_cache` is set and none is given.
+            max_documents: how many documents a row holds at most, so that packed rows of a model with a memory compile into
+                one graph: [`segment_layout`].
 
         Raises:
             ValueError: a position beyond `n_positions` with learned positions; a cache or mask of another kind.
@@ -160,7 +164,7 @@ class CausalMHAModel(CausalMHAPreTrainedModel):
         elif use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
         past = 0 if given is None else given.get_seq_length()
-        reach = self._reach(embeddings, attention_mask, position_ids, past, given, past_key_values, input_ids)
+        reach = self._reach(embeddings, attention_mask, position_ids, past, given, past_key_values, input_ids, max_documents)
         if position_ids is None and "layout" in reach:
             position_ids = reach["layout"].positions
         elif position_ids is None:
@@ -201,15 +205,14 @@ class CausalMHAModel(CausalMHAPreTrainedModel):
             return embeddings * self.config.n_embd**0.5 + encoding.to(embeddings.dtype)
         if self.config.position_encoding != "learned":
             return embeddings
-        furthest, limit = int(position_ids.max()), self.config.n_positions
-        if furthest >= limit:
-            raise ValueError(
-                f"position {furthest} is beyond this model's {limit} learned positions (n_positions). Shorten the input, or "
-                "train a model with another position_encoding: all but 'learned' go on beyond the trained length."
-            )
+        remedy = (
+            "Shorten the input, or train a model with another position_encoding: all but 'learned' go on beyond the trained "
+            "length."
+        )
+        check_positions(position_ids, self.config.n_positions, "learned", remedy)
         return embeddings + self.wpe(position_ids)
 
-    def _reach(self, embeddings, attention_mask, position_ids, past, given, cache, input_ids) -> dict:
+    def _reach(self, embeddings, attention_mask, position_ids, past, given, cache, input_ids, max_documents) -> dict:
         """What the tokens of this call can see, worked out once for all layers: the attention's arguments by name."""
         batch, tokens = embeddings.shape[:2]
         if self.config.attention == "none":
@@ -225,6 +228,7 @@ class CausalMHAModel(CausalMHAPreTrainedModel):
                     position_ids=position_ids,
                     memory_mask=memory_mask_of(self.config, input_ids),
                     state=None if cache is None else cache.state,
+                    max_documents=max_documents,
                     device=embeddings.device,
                 )
             }
@@ -262,6 +266,7 @@ class CausalMHAForCausalLM(CausalMHAPreTrainedModel, MemoryGenerationMixin, Gene
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
+        max_documents: int | None = None,
         **kwargs,
     ) -> CausalLMOutputWithPast:
         """As [`CausalMHAModel`], and
@@ -278,6 +283,7 @@ class CausalMHAForCausalLM(CausalMHAPreTrainedModel, MemoryGenerationMixin, Gene
             past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
+            max_documents=max_documents,
             return_dict=True,
             **{name: kwargs.pop(name, None) for name in ("output_attentions", "output_hidden_states")},
         )

@@ -95,6 +95,22 @@ def columns_of_call(attention_mask, tokens: int, past: int):
     return attention_mask[:, -tokens:]
 
 
+def check_positions(positions, limit: int, kind: str, remedy: str) -> None:
+    """Refuses positions beyond a table of `limit` rows; in a graph of torch.compile the check is part of the graph.
+
+    Raises:
+        ValueError: there is one; the message has its number, the `kind` of positions and the remedy.
+        RuntimeError: likewise, in a graph.
+    """
+    if torch.compiler.is_compiling():
+        message = f"a position is beyond this model's {limit} {kind} positions (n_positions). {remedy}"
+        torch._assert_async((positions < limit).all(), message)
+        return
+    furthest = int(positions.max())
+    if furthest >= limit:
+        raise ValueError(f"position {furthest} is beyond this model's {limit} {kind} positions (n_positions). {remedy}")
+
+
 def memory_mask_of(config, input_ids):
     """`[batch, tokens]` bool, False for the configuration's special tokens, which are not written into a memory; `None`
     where there are none to look for."""

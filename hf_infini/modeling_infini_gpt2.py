@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import initialization as init
 from transformers.cache_utils import Cache
+from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 from transformers.models.gpt2.modeling_gpt2 import GPT2Attention, GPT2LMHeadModel, GPT2Model, GPT2PreTrainedModel
 from transformers.utils.generic import merge_with_config_defaults
@@ -22,6 +23,7 @@ from .modeling_common import (
     InitializationMixin,
     MemoryGenerationMixin,
     carry_code,
+    check_positions,
     columns_of_call,
     memory_cache,
     memory_mask_of,
@@ -212,6 +214,7 @@ class InfiniGPT2Model(InfiniGPT2PreTrainedModel, GPT2Model):
         encoder_hidden_states: Tensor | None = None,
         encoder_attention_mask: Tensor | None = None,
         use_cache: bool | None = None,
+        max_documents: int | None = None,
         **kwargs,
     ) -> BaseModelOutputWithPastAndCrossAttentions:
         """As `GPT2Model.forward`, with the same shapes, and these differences:
@@ -222,6 +225,8 @@ class InfiniGPT2Model(InfiniGPT2PreTrainedModel, GPT2Model):
                 memory, wherever it stands.
             position_ids: `[batch, tokens]`; where they go back, a new document begins with an empty memory. Without them a
                 row's real tokens are counted.
+            max_documents: how many documents a row holds at most, so that packed rows compile into one graph:
+                [`segment_layout`].
 
         Raises:
             ValueError: a position beyond `n_positions` with absolute positions; a cache or mask of another kind.
@@ -247,6 +252,7 @@ class InfiniGPT2Model(InfiniGPT2PreTrainedModel, GPT2Model):
             position_ids=position_ids,
             memory_mask=memory_mask_of(self.config, input_ids),
             state=None if past_key_values is None else past_key_values.state,
+            max_documents=max_documents,
             device=inputs_embeds.device,
         )
         hidden_states = inputs_embeds + self.wpe(self._embedded_positions(layout, position_ids))
@@ -276,13 +282,11 @@ class InfiniGPT2Model(InfiniGPT2PreTrainedModel, GPT2Model):
         if self.config.positions == "segment":
             return layout.positions % self.config.tokens_per_segment
         positions = layout.positions if position_ids is None else position_ids
-        furthest, limit = int(positions.max()), self.config.n_positions
-        if furthest >= limit:
-            raise ValueError(
-                f"position {furthest} is beyond this model's {limit} absolute positions (n_positions). For texts of any "
-                "length use a model with positions='segment': pass it to patch_model() or to from_pretrained() and "
-                "fine-tune briefly, or shorten the input."
-            )
+        remedy = (
+            "For texts of any length use a model with positions='segment': pass it to patch_model() or to from_pretrained() "
+            "and fine-tune briefly, or shorten the input."
+        )
+        check_positions(positions, self.config.n_positions, "absolute", remedy)
         return positions
 
     def _full_attention_mask(self, layout, tokens, past, cache, dtype) -> Tensor | None:
@@ -304,6 +308,9 @@ class InfiniGPT2LMHeadModel(InfiniGPT2PreTrainedModel, MemoryGenerationMixin, GP
     `from_pretrained` also takes a plain GPT-2 checkpoint with the memory's options, `segment_length=…` and so on: the gates
     are then initialised as `gate_init` says.
     """
+
+    # transformers looks for a loss by the class's name, finds none, and says so: a warning breaks a graph of torch.compile
+    _loss_function = staticmethod(ForCausalLMLoss)
 
     def __init__(self, config: InfiniGPT2Config):
         super(GPT2LMHeadModel, self).__init__(config)  # past GPT2LMHeadModel's, which would build a plain GPT2Model
