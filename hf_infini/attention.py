@@ -2,13 +2,11 @@
 
 from dataclasses import replace
 
-import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from .decoding import attend_step
-from .local import local_attention, weights_per_token
-from .memory import FEATURE_MAPS, delta_states, linear_states, memory_weight, read_memory, read_within_step
+from .features import FEATURE_MAPS
+from .groups import attend_grid, weights_per_token
 from .segments import SegmentLayout, segment_layout
 from .state import InfiniState
 from .steps import StepLayout
@@ -16,10 +14,6 @@ from .steps import StepLayout
 UPDATE_RULES = ("linear", "delta")
 NORMALISERS = ("separate", "shared")
 EPS = 1e-6
-
-# Elements of the keys that the memory works on at a time: large enough to keep the launches few, small enough that what
-# lies between two products stays in the cache (CPU) or is a small part of the device's memory.
-GROUP_ELEMENTS = {"cpu": 2**20, "cuda": 2**26}
 
 
 def infini_attention(
@@ -181,35 +175,26 @@ def attend(
             in_place=in_place,
         )
 
-    grids = [layout.to_grid(query, None)]
-    for new, window in zip((key, value), windows, strict=False):
-        grids.append(layout.to_grid(new, window))
-    grid_query, grid_key, grid_value = grids
-    local, weights, log_sum = local_attention(
+    grid_query, grid_key, grid_value = (
+        layout.to_grid(new, window) for new, window in zip((query, key, value), (None, *windows), strict=False)
+    )
+    output, memory, memory_normaliser, weights = attend_grid(
         grid_query,
         grid_key,
         grid_value,
-        layout,
-        scaling=scaling,
-        dropout=dropout,
-        return_weights=eager,
-        return_log_sum=shared,
-        upcast=upcast,
-    )
-    grid_memory_query = layout.to_grid(memory_query, None) if memory_query is not query else grid_query
-    grid_memory_key = layout.to_grid(memory_key, windows[2]) if separate else grid_key
-    output, memory, memory_normaliser = _mix_memory(
-        local,
-        log_sum,
         gate,
-        grid_memory_query,
-        grid_memory_key,
-        grid_value,
         layout,
         state,
-        update_rule,
-        FEATURE_MAPS[feature_map],
-        eps,
+        memory_query=None if memory_query is query else layout.to_grid(memory_query, None),
+        memory_key=layout.to_grid(memory_key, windows[2]) if separate else None,
+        update_rule=update_rule,
+        features=FEATURE_MAPS[feature_map],
+        shared=shared,
+        scaling=scaling,
+        dropout=dropout,
+        eps=eps,
+        return_weights=eager,
+        upcast=upcast,
     )
     output = layout.from_grid(output)
     weights = weights_per_token(weights, layout) if return_weights else None
@@ -227,89 +212,6 @@ def attend(
         last_position=layout.last_position,
     )
     return output, new_state, weights
-
-
-def _mix_memory(local, log_sum, gate, query, key, value, layout, state, update_rule, features, eps):
-    """Equations 3 to 5 over the grid: reads the memory for every segment and mixes it into the local attention.
-
-    Works through groups of segments, so that what lies between the products stays small; the state is handed on from group
-    to group. Returns the output `[batch, segments, slots, heads, value_dim]`, the memory and the normaliser at the end.
-    """
-    dtype = state.memory.dtype
-    kv_heads = key.shape[3]
-    memory, normaliser = state.memory, state.normaliser
-    if state.start_memory is None:
-        start = (memory.new_zeros(memory.shape[1:]), normaliser.new_zeros(normaliser.shape[1:]))
-    else:
-        start = (state.start_memory.to(dtype), state.start_normaliser.to(dtype))
-    gate = gate.to(dtype)
-    filled = None if state.start_memory is not None else layout.segment_numbers() > layout.local_segments
-    written = layout.written()
-    step, group = _group_sizes(layout, key, update_rule)
-    outputs = []
-    with torch.autocast(key.device.type, enabled=False):
-        key, late_value = layout.delay(key), layout.delay(value)
-        pieces = [tensor.split(group, 1) for tensor in (local, query, key, late_value)]
-        log_sums = log_sum.split(group, 1) if log_sum is not None else [None] * len(pieces[0])
-        for number, (local_part, query_part, key_part, value_part) in enumerate(zip(*pieces, strict=True)):
-            begin, count = number * group, local_part.shape[1]
-            key_part = features(key_part.to(dtype))
-            value_part = value_part.to(dtype)
-            query_part = features(query_part.to(dtype)).unflatten(3, (kv_heads, -1))
-            if written is not None:
-                key_part = key_part * written[:, begin : begin + count, :, None, None]
-            borders = layout.borders(begin, begin + count)
-            query_part, key_part, value_part = (_join(t, step) for t in (query_part, key_part, value_part))
-            if update_rule == "linear":
-                memories, normalisers = linear_states(key_part, value_part, memory, normaliser, start, borders)
-            else:
-                memories, normalisers = delta_states(key_part, value_part, memory, normaliser, start, borders, eps)
-            memory, normaliser = memories[:, -1], normalisers[:, -1]
-            numerator, denominator = read_memory(query_part, memories[:, :-1], normalisers[:, :-1])
-            if step > 1:
-                visible = _earlier_segments(step, layout.slots, key.device)
-                within = read_within_step(query_part, key_part, value_part, visible)
-                numerator, denominator = numerator + within[0], denominator + within[1]
-            read = _split(numerator / (denominator + eps).unsqueeze(-1), count, layout.slots)
-            mass = None if log_sum is None else _split(denominator, count, layout.slots)
-            share = memory_weight(gate, mass, log_sums[number], key.shape[-1], eps)  # [heads] or [B, S, C, heads]
-            weight = share if filled is None else share * filled[:, begin : begin + count, None, None]
-            outputs.append(torch.lerp(local_part.to(dtype), read, weight.unsqueeze(-1).expand_as(read)).to(local.dtype))
-    return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)), memory, normaliser
-
-
-def _group_sizes(layout: SegmentLayout, key: Tensor, update_rule: str) -> tuple[int, int]:
-    """Segments in a step (one state each) and in a group (worked on at a time), the second a multiple of the first.
-
-    Segments shorter than a head is wide are joined to steps of at least that many tokens, so that the states never hold
-    more than the tokens do. The delta rule, and rows whose documents may change inside a step, need a state per segment.
-    """
-    step = 1
-    if update_rule == "linear" and not layout.packed:
-        step = max(1, min(-(-key.shape[-1] // layout.slots), layout.segments))
-    elements = key[:, :1].numel() * step
-    return step, step * max(1, GROUP_ELEMENTS.get(key.device.type, GROUP_ELEMENTS["cuda"]) // elements)
-
-
-def _join(grid: Tensor, step: int) -> Tensor:
-    """`[B, S, C, …]` to `[B, S / step, step * C, …]`, with empty segments added at the end where S is no multiple."""
-    if step == 1:
-        return grid
-    missing = -grid.shape[1] % step
-    if missing:
-        grid = F.pad(grid, (0, 0) * (grid.dim() - 2) + (0, missing))
-    return grid.unflatten(1, (-1, step)).flatten(2, 3)
-
-
-def _split(steps: Tensor, segments: int, slots: int) -> Tensor:
-    """`[B, S / step, step * C, H, G, …]` to `[B, S, C, H * G, …]`: [`_join`] undone, for results of query heads."""
-    return steps.flatten(3, 4).flatten(1, 2)[:, : segments * slots].unflatten(1, (segments, slots))
-
-
-def _earlier_segments(step: int, slots: int, device: torch.device) -> Tensor:
-    """`[step * slots, step * slots]` bool: which tokens of a step lie in an earlier segment than the query's."""
-    segment = torch.arange(step, device=device).repeat_interleave(slots)
-    return segment[None, :] < segment[:, None]
 
 
 def _check_arguments(query, key, value, gate, segment_length, local_segments) -> None:

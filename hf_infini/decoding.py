@@ -123,10 +123,10 @@ def _compress_in_graph(write, keys, values, layout, memory, normaliser):
 def _written(keys, values, skipped, memory, normaliser, *, features, update_rule, eps):
     """Memory and normaliser after a segment, keys and values `[batch, kv_heads, L, dim]`, skipped `[batch, L]` or `None`."""
     dtype = memory.dtype
-    key = features(keys.to(dtype)).transpose(1, 2).unsqueeze(1)  # [B, 1, L, K, D]
+    key = features(keys.to(dtype)).unsqueeze(1)  # [B, 1, K, L, D]
     if skipped is not None:
-        key = key * ~skipped[:, None, :, None, None]
-    value = values.to(dtype).transpose(1, 2).unsqueeze(1)
+        key = key * ~skipped[:, None, None, :, None]
+    value = values.to(dtype).unsqueeze(1)
     start = (memory[0], normaliser[0])  # not reached: no document begins here
     if update_rule == "linear":
         memory, normaliser = linear_states(key, value, memory, normaliser, start, None)

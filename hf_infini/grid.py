@@ -132,6 +132,15 @@ class SegmentLayout:
         wanted = ~self.delay(self.skipped[..., None, None])[..., 0, 0]
         return wanted if written is None else written & wanted
 
+    def in_full(self, begin: int, end: int) -> bool:
+        """Whether the delayed grid's steps `begin … end` are written as a whole, and every query of them has a full window
+        and a memory that holds something, so that no mask is needed. What the device would have to be asked for counts as
+        no."""
+        if self.source is not None or self.skipped is not None:
+            return False
+        kept, complete = self.local_segments, (self.seen + self.tokens) // self.segment_length - self.first
+        return begin >= kept and begin + self.first > kept and end <= complete
+
     def _complete(self) -> Tensor | None:
         places = torch.arange(self.segments, device=self.tokens_seen.device)
         if self.source is None:

@@ -15,7 +15,8 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
 
 from .attention import EPS
 from .causal_mha import CausalMultiHeadAttention
-from .memory import FEATURE_MAPS, delta_states, linear_states, memory_weight, read_memory
+from .features import FEATURE_MAPS
+from .memory import delta_states, linear_states, memory_weight, read_memory
 from .modeling_infini_gpt2 import GPT2InfiniAttention
 from .scores import visible_softmax
 from .segments import SegmentLayout
@@ -136,24 +137,27 @@ def _infini_parts(
         start = (start_memory.to(value.dtype), start_normaliser.to(value.dtype))
         has_memory = torch.ones(1, layout.segments, dtype=torch.bool, device=value.device)
     feature_map = FEATURE_MAPS[getattr(module.config, "feature_map", "elu")]
-    keys, written = feature_map(layout.delay(key_grid)), layout.written()
+    keys, values = (layout.delay(grid).transpose(2, 3) for grid in (key_grid, value_grid))
+    keys, queries = feature_map(keys), feature_map(query_grid.transpose(2, 3))
+    written = layout.written()
     if written is not None:
-        keys = keys * written[..., None, None]
-    arguments = [keys, layout.delay(value_grid), *(first.expand(batch, *first.shape) for first in start), start]
+        keys = keys * written[:, :, None, :, None]
+    arguments = [keys, values, *(first.expand(batch, *first.shape) for first in start), start]
     arguments.append(layout.borders(0, layout.segments))
     if module.config.update_rule == "linear":
         memories, normalisers = linear_states(*arguments)
     else:
         memories, normalisers = delta_states(*arguments, EPS)
-    numerator, denominator = read_memory(feature_map(query_grid).unsqueeze(4), memories[:, :-1], normalisers[:, :-1])
-    memory = layout.from_grid((numerator / (denominator + EPS).unsqueeze(-1)).squeeze(4))
+    memory, mass = (
+        layout.from_grid(blocks.transpose(2, 3))
+        for blocks in read_memory(queries, memories[:, :-1], normalisers[:, :-1], EPS)
+    )
 
     logits = _widen(module.gate())
     gate = torch.sigmoid(logits)
     share = gate[:, None, None]
     if getattr(module.config, "normaliser", "separate") == "shared":
-        mass, log_sum = layout.from_grid(denominator.flatten(3).unsqueeze(-1)), scores.logsumexp(-1, keepdim=True)
-        share = memory_weight(logits[:, None, None], mass, log_sum, width, EPS)
+        share = memory_weight(logits[:, None, None], mass, scores.logsumexp(-1, keepdim=True), width, EPS)
     share = share * layout.from_grid(has_memory[..., None, None, None].expand(batch, -1, layout.slots, heads, 1))
     from_memory, from_local = share * memory, (1 - share) * local
     sizes = from_memory.norm(dim=-1), from_local.norm(dim=-1)

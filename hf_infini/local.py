@@ -1,15 +1,17 @@
 """Local attention: every query sees its own segment up to itself, and the whole of the `w` segments before it (equation 2).
 
-Shapes: `B` batch, `S` segments, `C` slots in a segment, `H` query heads, `K` key/value heads, `D` head dimension.
+Shapes: `B` batch, `N` steps of `T` segments, `C` slots in a segment, `W = (w + 1) · C` slots in its window, `H` query heads,
+`K` key/value heads, `D` head dimension. The segment of a query is the last of its window.
 """
 
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
 from torch.nn import functional as F
 
-from .segments import SegmentLayout
+TILE = 128  # queries of a segment at a time, so that half of the scores that no query sees are not computed
 
 
 class LocalAttention(NamedTuple):
@@ -24,7 +26,7 @@ def local_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    layout: SegmentLayout,
+    mask: Tensor | None,
     *,
     scaling: float,
     dropout: float = 0.0,
@@ -32,10 +34,11 @@ def local_attention(
     return_log_sum: bool = False,
     upcast: bool = False,
 ) -> LocalAttention:
-    """Softmax attention inside the local window, for all segments in one call.
+    """Softmax attention inside the local window, for many segments in one call.
 
     Args:
-        query: `[B, S, C, H, D]`; key and value: `[B, S, C, K, D]`; where a slot is empty the result means nothing.
+        query: `[B, N, H, T, C, D]`; key and value: `[B, N, K, T, W, D]`; where a slot is empty the result means nothing.
+        mask: bool, True = visible, `[B or 1, N, 1, T, C, W]`; `None`: every slot of a full window up to the query's own.
         scaling: factor of the dot products.
         dropout: probability with which a weight is dropped.
         return_weights: go through the written-out softmax instead of the fused kernel, and return its weights.
@@ -43,38 +46,97 @@ def local_attention(
         upcast: softmax in float32 (GPT-2's `reorder_and_upcast_attn`), where it is written out only.
 
     Returns:
-        The output `[B, S, C, H, D]`; the weights `[B, S, H, C, (w + 1) * C]` or `None`; log Σ e^s `[B, S, C, H]` or `None`.
+        The output `[B, N, H, T, C, D]`; the weights `[B, N, H, T, C, W]` or `None`; log Σ e^s `[B, N, H, T, C]` or `None`.
     """
-    batch, segments, slots = query.shape[:3]
-    key, value = (_windows(tensor, layout.local_segments) for tensor in (key, value))
-    mask = _window_mask(layout, slots, query.device)
-    query, key, value = (tensor.flatten(0, 1).transpose(1, 2) for tensor in (query, key, value))
-    if mask is not None:
-        mask = mask.expand(batch, -1, -1, -1).flatten(0, 1).unsqueeze(1)
-    grouped = query.shape[1] != key.shape[1]
-    if not (return_weights or return_log_sum):
-        output = F.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            attn_mask=mask,
-            dropout_p=dropout,
-            is_causal=mask is None,
-            scale=scaling,
-            enable_gqa=grouped,
-        )
-        return LocalAttention(output.transpose(1, 2).unflatten(0, (batch, segments)), None, None)
-    if grouped:
-        key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], 1) for t in (key, value))
-    if mask is None:
-        mask = torch.ones(slots, slots, dtype=torch.bool, device=query.device).tril()
-    options = {"scaling": scaling, "dropout": dropout, "return_log_sum": return_log_sum, "upcast": upcast}
-    output, weights, log_sum = eager_attention(query, key, value, mask, **options)
-    return LocalAttention(
-        output.transpose(1, 2).unflatten(0, (batch, segments)),
-        weights.unflatten(0, (batch, segments)) if return_weights else None,
-        log_sum.transpose(1, 2).unflatten(0, (batch, segments)) if return_log_sum else None,
+    groups = query.shape[2] // key.shape[2]
+    if groups > 1:
+        key, value = (tensor.repeat_interleave(groups, 2) for tensor in (key, value))
+    if return_weights or return_log_sum:
+        mask = _causal(query, key) if mask is None else mask
+        options = {"scaling": scaling, "dropout": dropout, "return_log_sum": return_log_sum, "upcast": upcast}
+        output, weights, log_sum = eager_attention(query, key, value, mask, **options)
+        return LocalAttention(output, weights if return_weights else None, log_sum)
+    if _rather_tiled(query, key, value) and not dropout:
+        if torch.is_autocast_enabled(query.device.type):
+            query, key, value = (t.to(torch.get_autocast_dtype(t.device.type)) for t in (query, key, value))
+        return LocalAttention(_Tiled.apply(query, key, value, mask, scaling), None, None)
+    return LocalAttention(_fused(query, key, value, mask, scaling, dropout), None, None)
+
+
+def _fused(query, key, value, mask, scaling, dropout=0.0) -> Tensor:
+    """[`local_attention`] by torch's own kernel."""
+    slots, width = query.shape[-2], key.shape[-2]
+    if mask is None and width != slots:
+        mask = _causal(query, key)
+    elif mask is not None:
+        mask = mask.expand(query.shape[0], -1, 1 if query.shape[3] == 1 else query.shape[2], -1, -1, -1)
+        mask = mask.flatten(0, 1).flatten(1, 2)
+    flat = (tensor.flatten(0, 1).flatten(1, 2) for tensor in (query, key, value))
+    output = F.scaled_dot_product_attention(
+        *flat, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, scale=scaling
     )
+    return output.view(*query.shape[:-1], value.shape[-1])
+
+
+def _causal(query: Tensor, key: Tensor) -> Tensor:
+    """`[C, W]` bool: a full window up to each query's own slot."""
+    slots, width = query.shape[-2], key.shape[-2]
+    return torch.ones(slots, width, dtype=torch.bool, device=query.device).tril(width - slots)
+
+
+def _rather_tiled(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether the fused kernel's gradient is the slower one: on a CPU, in half precision (three to nine times), and where a
+    segment has so many queries that leaving out what none of them sees saves more than the loop over them costs."""
+    if query.device.type != "cpu" or torch.compiler.is_compiling():
+        return False
+    wanted = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
+    return wanted and (query.dtype in (torch.bfloat16, torch.float16) or query.shape[-2] >= TILE)
+
+
+class _Tiled(Function):
+    """The fused kernel on some queries of every segment at a time, with a gradient that computes the weights again."""
+
+    @staticmethod
+    def forward(ctx, query, key, value, mask, scaling):
+        ctx.save_for_backward(query, key, value, mask)
+        ctx.scaling = scaling
+        outputs = []
+        for tile, seen in _tiles(query, key):
+            visible = None if mask is None else mask[..., tile, :seen]
+            outputs.append(_fused(query[..., tile, :], key[..., :seen, :], value[..., :seen, :], visible, scaling))
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -2)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        query, key, value, mask = ctx.saved_tensors
+        query = query * ctx.scaling
+        to_query = []
+        to_key, to_value = torch.zeros_like(key), torch.zeros_like(value)
+        for tile, seen in _tiles(query, key):
+            queries, gradients = query[..., tile, :], gradient[..., tile, :]
+            keys, values = key[..., :seen, :], value[..., :seen, :]
+            scores = queries @ keys.transpose(-1, -2)
+            lowest = torch.finfo(scores.dtype).min
+            if mask is None:  # all but the last of the slots that the tile sees lie before it
+                diagonal = slice(seen - scores.shape[-2], None)
+                scores[..., diagonal].masked_fill_(~_causal(queries, queries), lowest)
+            else:
+                scores.masked_fill_(~mask[..., tile, :seen], lowest)
+            weights = scores.softmax(-1)
+            to_value[..., :seen, :] += weights.transpose(-1, -2) @ gradients
+            to_weights = gradients @ values.transpose(-1, -2)
+            to_scores = torch._softmax_backward_data(to_weights, weights, -1, weights.dtype)
+            to_query.append(to_scores @ keys)
+            to_key[..., :seen, :] += to_scores.transpose(-1, -2) @ queries
+        return torch.cat(to_query, -2) * ctx.scaling, to_key, to_value, None, None
+
+
+def _tiles(query: Tensor, key: Tensor) -> list[tuple[slice, int]]:
+    """The queries of a segment in tiles, and how many slots of the window the last of each sees."""
+    slots, width = query.shape[-2], key.shape[-2]
+    size = slots if slots < TILE else min(TILE, -(-slots // 2))
+    ends = [min(begin + size, slots) for begin in range(0, slots, size)]
+    return [(slice(begin, end), width - slots + end) for begin, end in zip(range(0, slots, size), ends, strict=True)]
 
 
 def eager_attention(
@@ -102,30 +164,3 @@ def eager_attention(
     log_sum = scores.to(torch.promote_types(scores.dtype, torch.float32)).logsumexp(-1) if return_log_sum else None
     weights = F.dropout(scores.softmax(-1).to(value.dtype), dropout)
     return LocalAttention(weights @ value, weights, log_sum)
-
-
-def weights_per_token(weights: Tensor, layout: SegmentLayout) -> Tensor:
-    """`[B, S, H, C, (w + 1) * C]` as `[B, H, tokens, (w + 1) * L]`: column `c` is slot `c` of the query's local window."""
-    blocks = weights.unflatten(-1, (layout.local_segments + 1, layout.slots))
-    blocks = F.pad(blocks, (0, layout.segment_length - layout.slots)).flatten(-2)
-    return layout.from_grid(blocks.transpose(2, 3))
-
-
-def _windows(grid: Tensor, local_segments: int) -> Tensor:
-    """`[B, S, C, …]` to `[B, S, (w + 1) * C, …]`: each segment behind the `w` before it (zeros before the first)."""
-    if not local_segments:
-        return grid
-    segments = grid.shape[1]
-    padded = F.pad(grid, (0, 0) * (grid.dim() - 2) + (local_segments, 0))
-    return torch.cat([padded[:, shift : shift + segments] for shift in range(local_segments + 1)], 2)
-
-
-def _window_mask(layout: SegmentLayout, slots: int, device: torch.device) -> Tensor | None:
-    """`[batch or 1, S, C, (w + 1) * C]` bool, True = visible; `None` stands for the causal mask alone."""
-    if not layout.local_segments:
-        return None
-    ages = torch.arange(layout.local_segments, 0, -1, device=device)  # how many segments back, oldest first
-    earlier = (layout.segment_numbers().unsqueeze(-1) >= ages).repeat_interleave(slots, -1)
-    earlier = earlier.unsqueeze(2).expand(-1, -1, slots, -1)
-    own = torch.ones(slots, slots, dtype=torch.bool, device=device).tril()
-    return torch.cat([earlier, own.expand(*earlier.shape[:2], -1, -1)], -1)

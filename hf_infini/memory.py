@@ -3,8 +3,12 @@
 Pure functions on tensors, with nothing of segments' borders, padding or documents beyond the 0/1 masks that they are
 given. "The paper" is Munkhdalai, Faruqui and Gopal, "Leave No Context Behind" (arXiv 2404.07143).
 
-Shapes: `B` batch, `N` steps (segments, or blocks of short segments), `C` tokens in a step, `H` key/value heads,
-`G` query heads for each of them, `D` head dimension, `E` value dimension.
+Shapes: `B` batch, `N` steps (segments, or blocks of short segments), `P` tokens in a step, `K` key/value heads, `R` queries
+of a step that read a key/value head's memory, `D` head dimension, `E` value dimension. The heads come before the tokens, so
+that every product is one of contiguous matrices.
+
+Reading and adding up have gradients of their own: what autograd would keep or copy for them takes longer, where memory is
+slower than arithmetic, than the products.
 """
 
 import math
@@ -12,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
+from torch.autograd import Function
 
 
 class Borders(NamedTuple):
@@ -28,35 +32,72 @@ class Borders(NamedTuple):
     continues: Tensor
 
 
-def elu_features(x: Tensor) -> Tensor:
-    """σ(x) = ELU(x) + 1, positive (section 2.1.2 of the paper). Any shape."""
-    return F.elu(x) + 1
+class Within(NamedTuple):
+    """Tokens that later tokens of the same step read: for segments shorter than a head is wide, joined to steps.
 
+    σ(q) Σ σ(k)ᵀv = Σ (σ(q)·σ(k)) v: for these, products of tokens cost less than a state per segment.
 
-def exp_features(x: Tensor) -> Tensor:
-    """σ(x) = exp(x), positive, so that σ(q)·σ(k) = Σ_d exp(q_d + k_d). Any shape.
-
-    What a query looks for can outweigh tens of thousands of other tokens by a few units of x, where ELU(x) + 1 grows
-    linearly. x beyond 30 counts as 30: sums of a million products then still fit into float32.
+    Attributes:
+        key_features: σ(k), `[B, N, K, P, D]`; value: `[B, N, K, P, E]`.
+        visible: `[R, P]`, 1 where the query (row) reads the token (column), else 0, in the features' dtype.
     """
-    return torch.exp(x.clamp(max=30.0))
+
+    key_features: Tensor
+    value: Tensor
+    visible: Tensor
 
 
-FEATURE_MAPS = {"elu": elu_features, "exp": exp_features}
+class _Read(Function):
+    @staticmethod
+    def forward(ctx, features, memory, normaliser, eps, key_features, value, visible):
+        read = features @ memory
+        mass = (features * normaliser.unsqueeze(-2)).sum(-1, keepdim=True)
+        products = None
+        if visible is not None:
+            products = (features @ key_features.transpose(-1, -2)).mul_(visible)
+            read += products @ value
+            mass += products.sum(-1, keepdim=True)
+        inverse = (mass + eps).reciprocal_()
+        read *= inverse
+        ctx.save_for_backward(features, memory, normaliser, read, inverse, key_features, value, visible, products)
+        ctx.set_materialize_grads(False)
+        return read, mass
+
+    @staticmethod
+    def backward(ctx, read_gradient, mass_gradient):
+        features, memory, normaliser, read, inverse, key_features, value, visible, products = ctx.saved_tensors
+        # read = (σ(q) M) · inverse, and inverse = 1 / (mass + ε), so d inverse = −inverse² · d mass
+        read_gradient = torch.zeros_like(read) if read_gradient is None else read_gradient
+        numerator = read_gradient * inverse
+        denominator = (numerator * read).sum(-1, keepdim=True).neg()
+        if mass_gradient is not None:
+            denominator = denominator + mass_gradient
+        to_features = torch.addcmul(numerator @ memory.transpose(-1, -2), denominator, normaliser.unsqueeze(-2))
+        to_memory = features.transpose(-1, -2) @ numerator
+        to_normaliser = (features * denominator).sum(-2)
+        to_keys = to_value = None
+        if visible is not None:
+            to_products = (numerator @ value.transpose(-1, -2) + denominator) * visible
+            to_features = to_features + to_products @ key_features
+            to_keys = to_products.transpose(-1, -2) @ features
+            to_value = products.transpose(-1, -2) @ numerator
+        return to_features, to_memory, to_normaliser, None, to_keys, to_value, None
 
 
-def read_memory(features: Tensor, memory: Tensor, normaliser: Tensor) -> tuple[Tensor, Tensor]:
-    """Numerator σ(q) M and denominator σ(q) z of equation 3, for every step at once.
+def read_memory(
+    features: Tensor, memory: Tensor, normaliser: Tensor, eps: float, within: Within | None = None
+) -> tuple[Tensor, Tensor]:
+    """σ(q) M / (σ(q) z + ε), equation 3, for every step at once.
 
     Args:
-        features: σ(q), `[B, N, C, H, G, D]`; memory: `[B, N, H, D, E]`; normaliser: `[B, N, H, D]`.
+        features: σ(q), `[B, N, K, R, D]`; memory: `[B, N, K, D, E]`; normaliser: `[B, N, K, D]`.
+        eps: ε.
+        within: what is read beside the memory, or `None`.
 
     Returns:
-        `[B, N, C, H, G, E]` and `[B, N, C, H, G]`.
+        What was read, `[B, N, K, R, E]`, and σ(q) z, the sum of σ(q)·σ(k) over the memory's tokens, `[B, N, K, R, 1]`.
     """
-    numerator = torch.einsum("bnchgd,bnhde->bnchge", features, memory)
-    denominator = torch.einsum("bnchgd,bnhd->bnchg", features, normaliser)
-    return numerator, denominator
+    return _Read.apply(features, memory, normaliser, eps, *(within or (None, None, None)))
 
 
 def memory_weight(gate: Tensor, mass: Tensor | None, log_sum: Tensor | None, width: int, eps: float) -> Tensor:
@@ -78,26 +119,6 @@ def memory_weight(gate: Tensor, mass: Tensor | None, log_sum: Tensor | None, wid
     return torch.sigmoid(gate + (mass + eps).log() - math.log(width) - log_sum)
 
 
-def read_within_step(
-    query_features: Tensor, key_features: Tensor, value: Tensor, visible: Tensor
-) -> tuple[Tensor, Tensor]:
-    """What the tokens of a step add to equation 3's two sums for the later tokens of the same step.
-
-    σ(q) Σ σ(k)ᵀv = Σ (σ(q)·σ(k)) v: for segments shorter than a head is wide, products of tokens cost less than a
-    state per segment.
-
-    Args:
-        query_features: `[B, N, C, H, G, D]`; key_features: `[B, N, C, H, D]`; value: `[B, N, C, H, E]`.
-        visible: `[C, C]` bool, which token (column) each query (row) reads.
-
-    Returns:
-        `[B, N, C, H, G, E]` and `[B, N, C, H, G]`.
-    """
-    products = torch.einsum("bnchgd,bnkhd->bnhgck", query_features, key_features) * visible
-    numerator = torch.einsum("bnhgck,bnkhe->bnchge", products, value)
-    return numerator, products.sum(-1).permute(0, 1, 4, 2, 3)
-
-
 def linear_states(
     key_features: Tensor,
     value: Tensor,
@@ -109,16 +130,16 @@ def linear_states(
     """Memory and normaliser before each step, and after the last, by the linear rule M_s = M_{s-1} + σ(K)ᵀ V.
 
     Args:
-        key_features: σ(k), zero for tokens that are not to be written, `[B, N, C, H, D]`; value: `[B, N, C, H, E]`.
-        memory, normaliser: before the first step, `[B, H, D, E]` and `[B, H, D]`.
-        start: M_0 `[H, D, E]` and z_0 `[H, D]` of a new document.
+        key_features: σ(k), zero for tokens that are not to be written, `[B, N, K, P, D]`; value: `[B, N, K, P, E]`.
+        memory, normaliser: before the first step, `[B, K, D, E]` and `[B, K, D]`.
+        start: M_0 `[K, D, E]` and z_0 `[K, D]` of a new document.
         borders: [`Borders`] of packed documents, or `None`.
 
     Returns:
-        `[B, N + 1, H, D, E]` and `[B, N + 1, H, D]`.
+        `[B, N + 1, K, D, E]` and `[B, N + 1, K, D]`.
     """
-    written = torch.einsum("bnchd,bnche->bnhde", key_features, value)
-    return _scan(written, memory, start[0], borders), _scan(key_features.sum(2), normaliser, start[1], borders)
+    written = key_features.transpose(-1, -2) @ value
+    return _scan(written, memory, start[0], borders), _scan(key_features.sum(-2), normaliser, start[1], borders)
 
 
 def delta_states(
@@ -135,23 +156,18 @@ def delta_states(
     The rule is affine in M: its matrix and its constant are made for all steps at once, so that the loop over steps
     touches the state alone.
     """
-    normalisers = _scan(key_features.sum(2), normaliser, start[1], borders)
-    written = torch.einsum("bnchd,bnche->bnhde", key_features, value)
-    retrieved = torch.einsum("bnchd,bnhd->bnch", key_features, normalisers[:, :-1]) + eps
-    scaled = key_features / retrieved.unsqueeze(-1)
+    normalisers = _scan(key_features.sum(-2), normaliser, start[1], borders)
+    keys = key_features.transpose(-1, -2)
+    retrieved = (key_features * normalisers[:, :-1].unsqueeze(-2)).sum(-1, keepdim=True) + eps
+    scaled = key_features / retrieved
     # Segments shorter than a head is wide: two thin products a step cost less than one D × D matrix a step.
-    thin = key_features.shape[2] < key_features.shape[-1]
-    if thin:
-        factors = list(zip(key_features.unbind(1), scaled.unbind(1), strict=True))
-    else:
-        erased = torch.einsum("bnchd,bnchf->bnhdf", key_features, scaled).unbind(1)
+    thin = key_features.shape[-2] < key_features.shape[-1]
+    factors = (keys, scaled) if thin else (keys @ scaled,)
     states = [memory]
-    for step, addition in enumerate(written.unbind(1)):
-        if thin:
-            keys, scaled_keys = factors[step]
-            removal = torch.einsum("bchd,bche->bhde", keys, torch.einsum("bchd,bhde->bche", scaled_keys, memory))
-        else:
-            removal = erased[step] @ memory
+    for step, (addition, *factor) in enumerate(zip((keys @ value).unbind(1), *(f.unbind(1) for f in factors), strict=True)):
+        removal = memory
+        for matrix in reversed(factor):
+            removal = matrix @ removal
         change = addition - removal
         if borders is None:
             memory = memory + change
@@ -163,9 +179,33 @@ def delta_states(
     return torch.stack(states, 1), normalisers
 
 
+class _RunningSum(Function):
+    """`[B, N + 1, …]`: `incoming [B, …]`, and it with the first, the first two, … of `written [B, N, …]`.
+
+    A CPU adds whole states many times faster than it sums along a dimension that is not the last.
+    """
+
+    @staticmethod
+    def forward(ctx, written, incoming):
+        sums = written.new_empty(written.shape[0], written.shape[1] + 1, *written.shape[2:])
+        sums[:, 0] = incoming
+        for step in range(written.shape[1]):
+            torch.add(sums[:, step], written[:, step], out=sums[:, step + 1])
+        return sums
+
+    @staticmethod
+    def backward(ctx, gradient):
+        sums = gradient.clone(memory_format=torch.contiguous_format)
+        for step in range(gradient.shape[1] - 2, -1, -1):
+            sums[:, step] += sums[:, step + 1]
+        return sums[:, 1:], sums[:, 0]
+
+
 def _scan(written: Tensor, incoming: Tensor, start: Tensor, borders: Borders | None) -> Tensor:
     """Running sums before each step and after the last, `[B, N + 1, …]`, of what the steps wrote, `[B, N, …]`."""
     if borders is None:
+        if written.device.type == "cpu" and not torch.compiler.is_compiling():
+            return _RunningSum.apply(written, incoming)
         return torch.cat([incoming.unsqueeze(1), written], 1).cumsum(1)
     sources = torch.cat([incoming.unsqueeze(1), start.expand_as(incoming).unsqueeze(1), written], 1)
     return (borders.reach.to(written.dtype) @ sources.flatten(2)).unflatten(2, written.shape[2:])

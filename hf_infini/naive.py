@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from .memory import FEATURE_MAPS
+from .features import FEATURE_MAPS
 from .state import InfiniState
 
 

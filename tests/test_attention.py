@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 import hf_infini.attention
 from hf_infini import InfiniState, infini_attention, naive_infini_attention
-from hf_infini.memory import FEATURE_MAPS, elu_features, exp_features
+from hf_infini.features import FEATURE_MAPS, elu_features, exp_features
 
 RULES = ("linear", "delta")
 # Both sides round every step in float32 and add in different orders.
@@ -33,7 +33,7 @@ def plain_case(batch=2, heads=2, kv_heads=2, tokens=24, width=4, dtype=torch.flo
 
 @pytest.fixture(params=[1, 2**20], ids=["smallest groups", "one group"])
 def group_elements(request, monkeypatch):
-    monkeypatch.setitem(hf_infini.attention.GROUP_ELEMENTS, "cpu", request.param)
+    monkeypatch.setitem(hf_infini.groups.GROUP_ELEMENTS, "cpu", request.param)
 
 
 @pytest.mark.parametrize("seed", range(40))

@@ -1,0 +1,199 @@
+"""Local attention, memory and gate over the grid, one group of segments after the other (equations 2 to 5).
+
+A group is as large as what lies between two products may be without leaving the cache (CPU), or as it takes to keep the
+launches few (GPU). The state is handed on from group to group.
+
+Shapes: the grid of the layout, `[B, S, C, H, D]`, is cut into *blocks* `[B, N, H, T, C, D]`: `N` steps of `T` segments,
+heads before tokens, so that every product is one of contiguous matrices. `P = T · C` tokens make a step, with one state.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.nn import functional as F
+
+from .grid import SegmentLayout
+from .local import local_attention
+from .memory import Within, delta_states, linear_states, memory_weight, read_memory
+from .state import InfiniState
+
+GROUP_ELEMENTS = {"cpu": 2**20, "cuda": 2**26}  # of the keys
+
+
+def attend_grid(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    gate: Tensor,
+    layout: SegmentLayout,
+    state: InfiniState,
+    *,
+    memory_query: Tensor | None,
+    memory_key: Tensor | None,
+    update_rule: str,
+    features: Callable[[Tensor], Tensor],
+    shared: bool,
+    scaling: float,
+    dropout: float,
+    eps: float,
+    return_weights: bool,
+    upcast: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """[`infini_attention`] on grids `[B, S, C, heads, dim]`.
+
+    Args:
+        memory_query, memory_key: what the memory reads and writes; `None`: query and key.
+        features: the feature map; shared: whether window and memory have one normaliser.
+
+    Returns:
+        The output `[B, S, C, H, E]`, memory and normaliser after the last step, and, if asked for, the local weights
+        `[B, S, H, C, (w + 1) * C]`.
+    """
+    kept, segments, heads, kv_heads = layout.local_segments, layout.segments, query.shape[3], key.shape[3]
+    step, group = _group_sizes(layout, key, update_rule)
+    dtype = state.memory.dtype
+    memory, normaliser = state.memory, state.normaliser
+    if state.start_memory is None:
+        start = (memory.new_zeros(memory.shape[1:]), normaliser.new_zeros(normaliser.shape[1:]))
+    else:
+        start = (state.start_memory.to(dtype), state.start_normaliser.to(dtype))
+    gate = gate.to(dtype)[:, None, None]
+    numbers, written = layout.segment_numbers(), layout.written()
+    earlier_segments = None if step == 1 else _earlier_segments(step, layout.slots, heads // kv_heads, gate)
+
+    # The windows of a group begin w segments before it; what leaves them is what the memory takes in
+    keys, values, memory_keys = (
+        None if grid is None else F.pad(grid, (0,) * 6 + (kept, 0)) if kept else grid for grid in (key, value, memory_key)
+    )
+    pieces = [
+        [None] * -(-segments // group) if grid is None else list(grid.split(group, 1))
+        for grid in (query, memory_query, keys, values, memory_keys)
+    ]
+    outputs, weights = [], []
+    for number, begin in enumerate(range(0, segments, group)):
+        end = min(begin + group, segments)
+        count, steady = end - begin, layout.in_full(begin, end)
+        queries, memory_queries = (None if grids[number] is None else _blocks(grids[number], step) for grids in pieces[:2])
+        windows, leaving = [], []
+        for grids in pieces[2:]:
+            if grids[number] is None:
+                leaving[0] = leaving[0] if memory_key is None else None
+                continue
+            reach = grids[number]
+            if kept and reach.shape[1] < count + kept:
+                reach = torch.cat([reach, *(piece[:, :kept] for piece in grids[number + 1 : number + 2])], 1)
+            parts = [_views(reach[:, shift : shift + count], step) for shift in range(kept + 1)]
+            leaving.append(parts[0].contiguous())
+            windows.append(torch.cat(parts, 4) if kept else leaving[-1])
+        mask = None if steady or not kept else _window_mask(numbers[:, begin:end], layout, step)
+        local, local_weights, log_sum = local_attention(
+            queries,
+            *windows[:2],
+            mask,
+            scaling=scaling,
+            dropout=dropout,
+            return_weights=return_weights,
+            return_log_sum=shared,
+            upcast=upcast,
+        )
+        with torch.autocast(key.device.type, enabled=False):
+            local = local.flatten(3, 4)
+            key_features = features((leaving[2] if memory_key is not None else leaving[0]).flatten(3, 4).to(dtype))
+            step_values = leaving[1].flatten(3, 4).to(dtype)
+            query_features = features((queries if memory_queries is None else memory_queries).flatten(3, 4).to(dtype))
+            query_features = query_features.unflatten(2, (kv_heads, -1)).flatten(3, 4)
+            if written is not None and not steady:
+                key_features = key_features * _by_step(written[:, begin:end], step)
+            borders = layout.borders(begin, end)
+            if update_rule == "linear":
+                memories, normalisers = linear_states(key_features, step_values, memory, normaliser, start, borders)
+            else:
+                memories, normalisers = delta_states(key_features, step_values, memory, normaliser, start, borders, eps)
+            memory, normaliser = memories[:, -1], normalisers[:, -1]
+            within = None if step == 1 else Within(key_features, step_values, earlier_segments)
+            read, mass = (
+                tensor.unflatten(3, (heads // kv_heads, -1)).flatten(2, 3)
+                for tensor in read_memory(query_features, memories[:, :-1], normalisers[:, :-1], eps, within)
+            )
+            log_sum = log_sum.flatten(3, 4).unsqueeze(-1) if shared else None
+            weight = memory_weight(gate, mass, log_sum, key.shape[-1], eps)
+            if state.start_memory is None and not steady:
+                filled = (numbers[:, begin:end] > kept).unsqueeze(-1).expand(-1, -1, layout.slots)
+                weight = weight * _by_step(filled, step)
+            mixed = torch.lerp(local.to(dtype), read, weight.expand_as(read)).to(local.dtype)
+        outputs.append(_ContiguousGradient.apply(mixed).unflatten(3, (step, -1)).permute(0, 1, 3, 4, 2, 5))
+        if return_weights:
+            weights.append(local_weights.transpose(2, 3).flatten(1, 2)[:, :count])
+    output = (outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)).flatten(1, 2)[:, :segments]
+    return output, memory, normaliser, torch.cat(weights, 1) if return_weights else None
+
+
+def weights_per_token(weights: Tensor, layout: SegmentLayout) -> Tensor:
+    """`[B, S, H, C, (w + 1) * C]` as `[B, H, tokens, (w + 1) * L]`: column `c` is slot `c` of the query's local window."""
+    blocks = weights.unflatten(-1, (layout.local_segments + 1, layout.slots))
+    blocks = F.pad(blocks, (0, layout.segment_length - layout.slots)).flatten(-2)
+    return layout.from_grid(blocks.transpose(2, 3))
+
+
+class _ContiguousGradient(Function):
+    """The tensor itself. Its gradient comes from the grid, and every product of blocks would copy it again."""
+
+    @staticmethod
+    def forward(ctx, blocks):
+        return blocks.view_as(blocks)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.contiguous()
+
+
+def _group_sizes(layout: SegmentLayout, key: Tensor, update_rule: str) -> tuple[int, int]:
+    """Segments in a step (one state each) and in a group (worked on at a time), the second a multiple of the first.
+
+    Segments shorter than a head is wide are joined to steps of at least that many tokens, so that the states never hold
+    more than the tokens do. The delta rule, and rows whose documents may change inside a step, need a state per segment.
+    """
+    step = 1
+    if update_rule == "linear" and not layout.packed:
+        step = max(1, min(-(-key.shape[-1] // layout.slots), layout.segments))
+    elements = key[:, :1].numel() * step
+    fits = max(1, GROUP_ELEMENTS.get(key.device.type, GROUP_ELEMENTS["cuda"]) // elements)
+    return step, step * max(fits, -(-layout.local_segments // step))  # a window reaches into the group before at most
+
+
+def _views(part: Tensor, step: int) -> Tensor:
+    """`[B, s, C, H, D]` as `[B, N, H, T, C, D]`, T = step, with empty segments at the end where s is no multiple of it."""
+    missing = -part.shape[1] % step
+    if missing:
+        part = F.pad(part, (0,) * 6 + (0, missing))
+    return part.unflatten(1, (-1, step)).permute(0, 1, 4, 2, 3, 5)
+
+
+def _blocks(part: Tensor, step: int) -> Tensor:
+    return _views(part, step).contiguous()
+
+
+def _by_step(slots: Tensor, step: int) -> Tensor:
+    """`[B or 1, s, C]` as `[B or 1, N, 1, P, 1]`."""
+    return F.pad(slots, (0, 0, 0, -slots.shape[1] % step)).unflatten(1, (-1, step)).flatten(2, 3)[:, :, None, :, None]
+
+
+def _window_mask(numbers: Tensor, layout: SegmentLayout, step: int) -> Tensor:
+    """Which slots of its window each query sees, `[B or 1, N, 1, T, C, W]` bool; numbers of the segments: `[B or 1, s]`."""
+    kept, slots = layout.local_segments, layout.slots
+    ages = torch.arange(kept, 0, -1, device=numbers.device)  # how many segments back, oldest first
+    earlier = (numbers.unsqueeze(-1) >= ages).repeat_interleave(slots, -1)
+    earlier = earlier.unsqueeze(2).expand(-1, -1, slots, -1)
+    own = torch.ones(slots, slots, dtype=torch.bool, device=numbers.device).tril()
+    mask = torch.cat([earlier, own.expand(*earlier.shape[:2], -1, -1)], -1)
+    mask = F.pad(mask, (0,) * 4 + (0, -mask.shape[1] % step), value=True)
+    return mask.unflatten(1, (-1, step)).unsqueeze(2)
+
+
+def _earlier_segments(step: int, slots: int, groups: int, like: Tensor) -> Tensor:
+    """`[groups * P, P]` of 0 and 1, with dtype and device of `like`: which tokens of a step (columns) lie in an earlier
+    segment than the query (row)."""
+    segment = torch.arange(step, device=like.device).repeat_interleave(slots)
+    return (segment[None, :] < segment[:, None]).to(like.dtype).repeat(groups, 1)
