@@ -51,15 +51,16 @@ def local_attention(
     groups = query.shape[2] // key.shape[2]
     if groups > 1:
         key, value = (tensor.repeat_interleave(groups, 2) for tensor in (key, value))
+    if not (return_weights or dropout) and _rather_tiled(query, key, value, return_log_sum):
+        if torch.is_autocast_enabled(query.device.type):
+            query, key, value = (t.to(torch.get_autocast_dtype(t.device.type)) for t in (query, key, value))
+        output, log_sum = _Tiled.apply(query, key, value, mask, scaling, return_log_sum)
+        return LocalAttention(output, None, log_sum)
     if return_weights or return_log_sum:
         mask = _causal(query, key) if mask is None else mask
         options = {"scaling": scaling, "dropout": dropout, "return_log_sum": return_log_sum, "upcast": upcast}
         output, weights, log_sum = eager_attention(query, key, value, mask, **options)
         return LocalAttention(output, weights if return_weights else None, log_sum)
-    if _rather_tiled(query, key, value) and not dropout:
-        if torch.is_autocast_enabled(query.device.type):
-            query, key, value = (t.to(torch.get_autocast_dtype(t.device.type)) for t in (query, key, value))
-        return LocalAttention(_Tiled.apply(query, key, value, mask, scaling), None, None)
     return LocalAttention(_fused(query, key, value, mask, scaling, dropout), None, None)
 
 
@@ -84,31 +85,44 @@ def _causal(query: Tensor, key: Tensor) -> Tensor:
     return torch.ones(slots, width, dtype=torch.bool, device=query.device).tril(width - slots)
 
 
-def _rather_tiled(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether the fused kernel's gradient is the slower one: on a CPU, in half precision (three to nine times), and where a
-    segment has so many queries that leaving out what none of them sees saves more than the loop over them costs."""
+def _rather_tiled(query: Tensor, key: Tensor, value: Tensor, return_log_sum: bool) -> bool:
+    """Whether torch's gradient is the slower one. On a CPU that of the fused kernel is in half precision (three to nine
+    times), and where a segment has so many queries that leaving out what none of them sees saves more than the loop over
+    them costs; and that of a softmax written out keeps every score."""
     if query.device.type != "cpu" or torch.compiler.is_compiling():
         return False
     wanted = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
-    return wanted and (query.dtype in (torch.bfloat16, torch.float16) or query.shape[-2] >= TILE)
+    return wanted and (return_log_sum or query.dtype in (torch.bfloat16, torch.float16) or query.shape[-2] >= TILE)
 
 
 class _Tiled(Function):
-    """The fused kernel on some queries of every segment at a time, with a gradient that computes the weights again."""
+    """Output and, if asked for, log Σ e^s of [`local_attention`], some queries of every segment at a time, with a gradient
+    that computes the weights again."""
 
     @staticmethod
-    def forward(ctx, query, key, value, mask, scaling):
+    def forward(ctx, query, key, value, mask, scaling, return_log_sum):
         ctx.save_for_backward(query, key, value, mask)
         ctx.scaling = scaling
-        outputs = []
+        ctx.set_materialize_grads(False)
+        outputs, log_sums = [], []
         for tile, seen in _tiles(query, key):
+            queries, keys, values = query[..., tile, :], key[..., :seen, :], value[..., :seen, :]
             visible = None if mask is None else mask[..., tile, :seen]
-            outputs.append(_fused(query[..., tile, :], key[..., :seen, :], value[..., :seen, :], visible, scaling))
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -2)
+            if return_log_sum:
+                visible = _causal(queries, keys) if visible is None else visible
+                output, _, log_sum = eager_attention(
+                    queries, keys, values, visible, scaling=scaling, dropout=0.0, return_log_sum=True
+                )
+                log_sums.append(log_sum)
+            else:
+                output = _fused(queries, keys, values, visible, scaling)
+            outputs.append(output)
+        return torch.cat(outputs, -2), torch.cat(log_sums, -1) if return_log_sum else None
 
     @staticmethod
-    def backward(ctx, gradient):
+    def backward(ctx, gradient, log_sum_gradient):
         query, key, value, mask = ctx.saved_tensors
+        gradient = query.new_zeros(*query.shape[:-1], value.shape[-1]) if gradient is None else gradient
         query = query * ctx.scaling
         to_query = []
         to_key, to_value = torch.zeros_like(key), torch.zeros_like(value)
@@ -126,9 +140,11 @@ class _Tiled(Function):
             to_value[..., :seen, :] += weights.transpose(-1, -2) @ gradients
             to_weights = gradients @ values.transpose(-1, -2)
             to_scores = torch._softmax_backward_data(to_weights, weights, -1, weights.dtype)
+            if log_sum_gradient is not None:
+                to_scores += weights * log_sum_gradient[..., tile, None].to(weights.dtype)
             to_query.append(to_scores @ keys)
             to_key[..., :seen, :] += to_scores.transpose(-1, -2) @ queries
-        return torch.cat(to_query, -2) * ctx.scaling, to_key, to_value, None, None
+        return torch.cat(to_query, -2) * ctx.scaling, to_key, to_value, None, None, None
 
 
 def _tiles(query: Tensor, key: Tensor) -> list[tuple[slice, int]]:

@@ -31,13 +31,14 @@ def plain_case(batch=2, heads=2, kv_heads=2, tokens=24, width=4, dtype=torch.flo
     return Case(*tensors, segment_length, {"update_rule": "linear", "local_segments": 0} | options)
 
 
-@pytest.fixture(params=[1, 2**20], ids=["smallest groups", "one group"])
-def group_elements(request, monkeypatch):
-    monkeypatch.setitem(hf_infini.groups.GROUP_ELEMENTS, "cpu", request.param)
+@pytest.fixture(params=[(1, 2), (2**20, 128)], ids=["smallest groups and tiles", "one group"])
+def sizes(request, monkeypatch):
+    monkeypatch.setitem(hf_infini.groups.GROUP_ELEMENTS, "cpu", request.param[0])
+    monkeypatch.setattr(hf_infini.local, "TILE", request.param[1])
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_equals_the_naive_reference_in_float32(seed, group_elements):
+def test_equals_the_naive_reference_in_float32(seed, sizes):
     case = random_case(seed)
     output, state, slopes = gradients(case, infini_attention)
     wanted, wanted_state, wanted_slopes = gradients(case, naive_infini_attention)
@@ -47,7 +48,7 @@ def test_equals_the_naive_reference_in_float32(seed, group_elements):
 
 
 @pytest.mark.parametrize("seed", range(100, 140))
-def test_does_not_depend_on_how_the_input_is_cut(seed):
+def test_does_not_depend_on_how_the_input_is_cut(seed, sizes):
     case = random_case(seed, dtype=torch.float64)
     cuts = random_cuts(seed, case.query.shape[2]) if case.query.shape[2] > 1 else []
     output, state, slopes = gradients(case, infini_attention, cuts)
@@ -165,6 +166,19 @@ def test_grouped_heads_are_interleaved():
     )
     wanted = repeated.call(infini_attention)[0]
     torch.testing.assert_close(case.call(infini_attention)[0], wanted, rtol=FLOAT64, atol=FLOAT64)
+
+
+@pytest.mark.parametrize("seed", range(300, 312))
+def test_gradients_in_bfloat16(seed, sizes):
+    """The reference has the same rounded inputs in float64. What is left is the rounding of scores, weights and products to
+    8 bits, 0.4 % each time; gradients are sums of some ten of them."""
+    case = random_case(seed, dtype=torch.bfloat16)
+    _, _, slopes = gradients(case, infini_attention)
+    for name in ("query", "key", "value", "gate"):
+        setattr(case, name, getattr(case, name).double())
+    case.options |= {name: case.options[name].double() for name in ("memory_query", "memory_key") if name in case.options}
+    _, _, wanted = gradients(case, naive_infini_attention)
+    assert_same_gradients([slope.double() for slope in slopes], wanted, 0.04)
 
 
 @pytest.mark.parametrize("seed", range(300, 312))
