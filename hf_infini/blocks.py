@@ -124,11 +124,14 @@ def save_tokenizer(
     }
 
 
-def token_batches(texts: Iterable[str], tokenizer) -> "Iterator[list[np.ndarray]]":
-    """Yields the token ids of the documents, a batch of them at a time, each followed by the end-of-text token."""
+def token_batches(
+    texts: Iterable[str], tokenizer, batch_characters: int = _BATCH_CHARACTERS
+) -> "Iterator[list[np.ndarray]]":
+    """Yields the token ids of the documents, each followed by the end-of-text token, in lists of `batch_characters`
+    characters or a little more."""
     import numpy as np
 
-    for batch in _batches(texts):
+    for batch in _batches(texts, batch_characters):
         yield [np.append(array, tokenizer.eos_token_id) for array in encode_texts(tokenizer, batch)]
 
 
@@ -280,13 +283,13 @@ def _record_batch(rows: list[tuple], schema):
     return pa.record_batch([pa.array(column, pa.large_string()) for column in zip(*rows, strict=True)], schema=schema)
 
 
-def _batches(texts: Iterable[str]):
+def _batches(texts: Iterable[str], batch_characters: int):
     batch: list[str] = []
     size = 0
     for text in texts:
         batch.append(text)
         size += len(text)
-        if size >= _BATCH_CHARACTERS:
+        if size >= batch_characters:
             yield batch
             batch, size = [], 0
     if batch:

@@ -11,6 +11,7 @@ from .memory_files import check_model, describe_model, read_memory_file, write_m
 from .segments import SegmentLayout
 from .state import InfiniState
 from .steps import StepLayout
+from .text_hash import extend_hash
 
 
 class InfiniLayer(CacheLayerMixin):
@@ -92,6 +93,7 @@ class InfiniCache(Cache):
         bounded = set(config.infini_layers)
         super().__init__(layers=[InfiniLayer() if i in bounded else DynamicLayer() for i in range(config.n_layer)])
         self.documents: Tensor | None = None  # see full_attention_mask
+        self.text_hash: Tensor | None = None  # [batch] int64, see remember
 
     @property
     def state(self) -> InfiniState | None:
@@ -113,7 +115,8 @@ class InfiniCache(Cache):
         cache has read are gone: `generate(ids, attention_mask=cache.attention_mask(mask), past_key_values=cache)`.
 
         By the width of the mask `generate()` tells new ids from a whole text, and in it positions are counted. With beams or
-        several sequences for each row, repeat the cache (`batch_repeat_interleave`) after this.
+        several sequences for each row, repeat the cache (`batch_repeat_interleave`) after this. Without it, `generate()`
+        takes ids that are no more than the cache has read for new, and knows a whole text by its beginning.
 
         Args:
             attention_mask: `[batch, tokens]` of the new tokens, 1 = real, 0 = padding.
@@ -126,12 +129,71 @@ class InfiniCache(Cache):
         """
         if self.state is None:
             return attention_mask
-        columns, seen = self.get_seq_length(), self.state.last_position + 1
-        if len(attention_mask) != len(seen):
+        rows = len(self.state.last_position)
+        if len(attention_mask) != rows:
             raise ValueError(
-                f"the mask has {len(attention_mask)} rows and the cache {len(seen)}: repeat the cache's rows with "
+                f"the mask has {len(attention_mask)} rows and the cache {rows}: repeat the cache's rows with "
                 "batch_repeat_interleave, or choose among them with batch_select_indices."
             )
+        return self._mask_behind_the_past(attention_mask)
+
+    def mask_of_ids(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """The mask with which `generate()` reads of these ids what is new, where nobody has said what is.
+
+        It takes ids and a mask of the same width for a whole text and reads the end of it alone, as much as goes beyond the
+        cache. So new ids need a wider mask, and which ids are new is seen by what the cache has read.
+
+        Args:
+            input_ids: `[batch, tokens]`, of which the cache may have several rows each (beams).
+            attention_mask: `[batch, tokens]`; a wider one says what is new, and is returned as it is.
+
+        Returns:
+            The mask itself for a whole text; for ids that are all new, no more of them than the cache has read,
+            [`InfiniCache.attention_mask`] of it.
+
+        Raises:
+            ValueError: nothing is new in a whole text, or the ids are more than the cache has read and begin otherwise.
+        """
+        columns, tokens = self.get_seq_length(), input_ids.shape[1]
+        if self.state is None or attention_mask.shape[1] != tokens:
+            return attention_mask
+        known = tokens >= columns and self._begins(input_ids[:, :columns])
+        if known and tokens == columns:
+            raise ValueError(
+                f"the cache has read all of these {tokens} ids, and there is nothing to go on from: pass the text with new "
+                "ids behind it, or a copy of the cache from before the last of them. If the same ids come a second time, "
+                "pass attention_mask=cache.attention_mask(mask), mask being [batch, tokens] with 1 for real tokens."
+            )
+        if not known and tokens > columns:
+            raise ValueError(
+                f"these {tokens} ids do not begin with the {columns} that the cache has read, and generate() would take "
+                f"them for the whole text and read the last {tokens - columns} alone. If all of them are new, pass "
+                "attention_mask=cache.attention_mask(mask), mask being [batch, tokens] with 1 for real tokens; a whole text "
+                "must be that of the cache token by token, padding included."
+            )
+        return attention_mask if known else self._mask_behind_the_past(attention_mask)
+
+    def remember(self, input_ids: Tensor | None) -> None:
+        """Takes the ids `[batch, tokens]` of the call that has just gone through the layers into the hash of the text; ids
+        for all columns stand for the whole text. After a call without ids (embeddings) nothing is known of it."""
+        if input_ids is None:
+            self.text_hash = None
+        elif self.get_seq_length() == input_ids.shape[1]:
+            self.text_hash = extend_hash(torch.zeros_like(input_ids[:, 0]), input_ids)
+        elif self.text_hash is not None:
+            self.text_hash = extend_hash(self.text_hash, input_ids)
+
+    def _begins(self, input_ids: Tensor) -> bool:
+        """Whether these ids, one for each column of the cache, are what it has read."""
+        if self.text_hash is None:
+            return False
+        repeats = max(1, len(self.text_hash) // len(input_ids))
+        read = self.text_hash.to(input_ids.device)
+        return torch.equal(read, extend_hash(torch.zeros_like(input_ids[:, 0]), input_ids).repeat_interleave(repeats))
+
+    def _mask_behind_the_past(self, attention_mask: Tensor) -> Tensor:
+        columns, seen = self.get_seq_length(), self.state.last_position + 1
+        seen = seen[:: max(1, len(seen) // len(attention_mask))]  # beams: equal rows for each of the mask
         if int(seen.max()) > columns:
             raise ValueError(
                 f"the last position is {int(seen.max()) - 1} after {columns} tokens: generate() counts positions in the "
@@ -161,6 +223,7 @@ class InfiniCache(Cache):
         if text_sha256 is not None and (isinstance(text_sha256, str) or len(text_sha256) != len(tokens_seen)):
             raise ValueError(f"text_sha256 must be a list with one for each of the {len(tokens_seen)} rows.")
         tensors = {} if self.documents is None else {"documents": self.documents}
+        tensors |= {} if self.text_hash is None else {"text_hash": self.text_hash}
         for number, layer in enumerate(self.layers):
             bounded = isinstance(layer, InfiniLayer)
             own = layer.state.tensors() if bounded else {"keys": layer.keys, "values": layer.values}
@@ -199,8 +262,8 @@ class InfiniCache(Cache):
                 layer.advance(InfiniState.from_tensors(own), record["columns"])
             else:
                 layer.update(own["keys"], own["values"])
-        documents = tensors.get("documents")
-        cache.documents = None if documents is None else documents.to(model.device)
+        for name in ("documents", "text_hash"):
+            setattr(cache, name, tensors[name].to(model.device) if name in tensors else None)
         count = len(record["tokens_seen"])
         if rows is not None:
             if not all(0 <= row < count for row in rows):
@@ -219,23 +282,25 @@ class InfiniCache(Cache):
     def reset(self) -> None:
         for layer in self.layers:
             layer.reset() if isinstance(layer, InfiniLayer) else layer.__init__()
-        self.documents = None
+        self.documents = self.text_hash = None
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         super().reorder_cache(beam_idx)
-        self._map_documents(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
+        self._map_own(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         super().batch_repeat_interleave(repeats)
-        self._map_documents(lambda tensor: tensor.repeat_interleave(repeats, 0))
+        self._map_own(lambda tensor: tensor.repeat_interleave(repeats, 0))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         super().batch_select_indices(indices)
-        self._map_documents(lambda tensor: tensor[indices])
+        self._map_own(lambda tensor: tensor[indices])
 
-    def _map_documents(self, function) -> None:
-        if self.documents is not None:
-            self.documents = function(self.documents)
+    def _map_own(self, function) -> None:
+        """Applies a function of rows to what the cache has beside its layers."""
+        for name in ("documents", "text_hash"):
+            if getattr(self, name) is not None:
+                setattr(self, name, function(getattr(self, name)))
 
 
 def full_attention_mask(

@@ -9,7 +9,7 @@ cards_data, cards_training, cards_results, cards_study; this one has the metadat
 from .cards_data import citation_section, data_section, is_recall, licenses_section, uses_carolina
 from .cards_model import head_dim, kind_of, limit_of, model_section, segment_length
 from .cards_results import measurements, recall_shares, results_section
-from .cards_run import Run, Stage, corpus_of
+from .cards_run import Run, Stage, corpus_of, trained_on
 from .cards_text import bullets, shorten_path
 from .cards_training import compute_section, training_section
 from .carolina import CAROLINA_REPOSITORY
@@ -78,7 +78,7 @@ def metadata(run: Run):
 def introduction(run: Run) -> str:
     start, result = run.result["options"].get("init_from"), run.result
     origin = f"from the weights of `{shorten_path(start)}`" if start else "from random weights"
-    text = f"{result['tokens']:,} tokens of {LANGUAGES[run.language]} text ({run.data})"
+    text = f"{result['tokens']:,} tokens of {LANGUAGES[run.language]} text ({trained_on(result, run.manifest)})"
     return f"A causal language model of {result['parameters']:,} parameters, trained {origin} on {text} with hf_infini."
 
 

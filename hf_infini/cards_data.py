@@ -77,9 +77,16 @@ def data_section(run: Run) -> str:
     rows = [("Data", f"{run.data}, fingerprint `{result['data_fingerprint']}`")]
     if manifest is None:
         return f"## Data\n\n{markdown_table(['', ''], rows, left=2)}\n\n{NO_MANIFEST}"
-    options, splits = manifest["options"], manifest["splits"]
-    rows.append(("Source", f"{shorten_path(options['source'])}, {manifest['source']['documents']:,} document(s)"))
-    rows += [("Filters", words)] if (words := describe_filters(options)) else []
+    options, splits, stream = manifest["options"], manifest["splits"], result.get("stream")
+    read = f"{shorten_path(options['source'])}, {manifest['source']['documents']:,} document(s)"
+    if stream is None:
+        rows.append(("Source", read))
+    else:
+        rows[0] = ("Tokenizer and held-out rows", rows[0][1])
+        read += f" of {stream['tokens']:,} tokens, {stream['passes']:,} time(s) read to its end"
+        packed = f"{result['tokens'] // run.context:,} of {run.context:,} tokens, packed on the way and not stored"
+        rows += [("Trained on a stream of", read), ("Rows, train", packed)]
+    rows += [("Filters", words)] if (words := describe_filters(options, stream is not None)) else []
     dropped = manifest["source"].get("dropped")
     rows += [("Left out", ", ".join(f"{count:,} {reason}" for reason, count in dropped.items()))] if dropped else []
     rows.append(("Tokenizer", f"{shorten_path(options['tokenizer'])}, {manifest['tokenizer']['vocabulary']:,} entries"))
@@ -89,7 +96,8 @@ def data_section(run: Run) -> str:
         rows.append((f"Rows, {name}", f"{split['blocks']:,} of {options['context']:,} tokens{documents}"))
     rows.append(("Held out", "whole documents" if by_document else "rows of the same documents"))
     rows += [("Seed of what is drawn", str(options["seed"]))] if "seed" in options else []
-    rows.append(("Passes over the training rows", f"{result['tokens'] / splits['train']['tokens']:.2f}"))
+    if stream is None:
+        rows.append(("Passes over the training rows", f"{result['tokens'] / splits['train']['tokens']:.2f}"))
     parts = ["## Data", describe_corpus(manifest, run.share), recall_rows(manifest) if is_recall(manifest) else ""]
     return "\n\n".join(filter(None, [*parts, markdown_table(["", ""], rows, left=2)]))
 
@@ -113,8 +121,9 @@ def _share(share: str | None) -> str:
     return words if all(read == there for read, there in counts) else f"{words}, not a random sample of them"
 
 
-def describe_filters(options: dict) -> str:
-    """The documents that stayed, after the options of recipes/prepare.py."""
+def describe_filters(options: dict, streamed: bool = False) -> str:
+    """The documents that stayed, after the options of recipes/prepare.py; of a stream, which knows no earlier documents,
+    only near-duplicates of held-out ones are gone."""
     words = []
     if options.get("prose_filter"):
         host = "" if options["prose_host"] == "any" else f"from {options['prose_host']}, "
@@ -123,7 +132,7 @@ def describe_filters(options: dict) -> str:
             f"{100 * PROSE_SHARE:g} % of them in paragraphs of {PARAGRAPH_CHARACTERS} characters and more"
         )
     if options.get("prose_filter") or options.get("deduplicate"):
-        words.append("no near-duplicates")
+        words.append("no near-duplicates" + " of held-out documents" * streamed)
     words += [f"{100 * options['fraction']:g} % of the documents, drawn at random"] if options.get("fraction", 1) < 1 else []
     limits = {"max_documents": "the first {:,} documents", "max_tokens": "the first {:,} training tokens"}
     return "; ".join(words + [text.format(options[name]) for name, text in limits.items() if options.get(name, -1) > 0])

@@ -11,7 +11,7 @@ from urllib.parse import quote
 from hf_infini_cli import UserError
 
 from .cards_model import limit_of
-from .cards_run import Run, Stage, corpus_of, data_folder
+from .cards_run import Run, Stage, corpus_of, data_folder, of_stream
 from .cards_text import last_part, shorten_path
 from .carolina import CAROLINA_REPOSITORY
 from .stages import write_json
@@ -108,7 +108,7 @@ def share_of(manifest: dict) -> str | None:
 
 
 def stage_of(name: str, result: dict, data: Path | None) -> Stage:
-    manifest = None if data is None else read_json(data / "manifest.json")
+    manifest = None if data is None else of_stream(read_json(data / "manifest.json"), result)
     return Stage(name, result, manifest, None if manifest is None else share_of(manifest))
 
 

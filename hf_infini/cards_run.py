@@ -13,7 +13,7 @@ class Stage:
     Attributes:
         name: of its folder, as shown to the reader.
         result: the content of its result.json, None where the folder is no longer there.
-        manifest: of the data that it read, None where that is not there.
+        manifest: of the data that it read (see [`of_stream`]), None where that is not there.
         share: how much of its corpus that is, as [`study.corpus_share`] says it; None where there is no manifest.
     """
 
@@ -24,8 +24,8 @@ class Stage:
 
     @property
     def data(self) -> str:
-        """The name of its data, as far as it is known."""
-        return f"the data of {self.name}" if self.result is None else data_name(self.result, self.manifest)
+        """The name of what it was trained on, as far as it is known."""
+        return f"the data of {self.name}" if self.result is None else trained_on(self.result, self.manifest)
 
 
 @dataclass
@@ -72,6 +72,7 @@ class Run:
 
     @property
     def data(self) -> str:
+        """The name of the folder that holds its validation rows and, unless it trained on a stream, its training rows."""
         return data_name(self.result, self.manifest)
 
     @property
@@ -101,6 +102,25 @@ def data_name(result: dict, manifest: dict | None = None) -> str:
     name = f"data {result['data_fingerprint']}" if folder is None else last_part(folder)
     corpus = {"carolina": "Carolina", "biographies": "biographies"}.get("other" if manifest is None else corpus_of(manifest))
     return name if corpus is None or corpus.lower() in name.lower() else f"{corpus}, {name}"
+
+
+def trained_on(result: dict, manifest: dict | None = None) -> str:
+    """The name of what a run was trained on: its data, or the corpus that it read as a stream."""
+    if "stream" not in result:
+        return data_name(result, manifest)
+    return f"{last_part(result['stream']['source'])}, streamed"
+
+
+def of_stream(manifest: dict, result: dict) -> dict:
+    """The manifest of a run's data; where the run trained on a stream, with what was streamed in place of the training rows,
+    and of the small share of the corpus, that recipes/prepare.py made."""
+    if "stream" not in result:
+        return manifest
+    stream = result["stream"]
+    whole = {"source": stream["source"], "source_type": stream["source_type"]}
+    whole |= {"fraction": 1.0, "max_documents": -1, "max_tokens": -1}
+    held_out = {name: split for name, split in manifest["splits"].items() if name != "train"}
+    return manifest | {"options": manifest["options"] | whole, "source": stream, "splits": held_out}
 
 
 def corpus_of(manifest: dict) -> str:

@@ -12,6 +12,7 @@ OPTIONS = {
     "epochs": "Passes asked for",
     "max_tokens": "Tokens asked for",
     "max_steps": "Steps asked for",
+    "shuffle_buffer": "Rows in memory that the next were drawn from",
     "separate_documents": "Documents of a row kept apart",
     "batch_size": "Rows per process and forward pass",
     "gradient_accumulation": "Forward passes per step",

@@ -167,10 +167,18 @@ class SegmentLayout:
         continued = (reading == reading[:, :1]).unsqueeze(-1)
         return Borders(torch.cat([continued, ~continued, inside], -1), reading[:, 1:] == reading[:, :-1])
 
-    @functools.cached_property
+    @property
     def order(self) -> tuple[Tensor, Tensor]:
         """Indexed form: `[batch, tokens]`, which of its row's real tokens each is (that of padding means nothing, but lies
         in range), and `[batch, tokens]`, in which column the row's r-th real token stands (0 where there are fewer)."""
+        # A graph cannot take the lock of Python 3.11's cached_property, and finds by itself what was computed before
+        return self._new_order() if torch.compiler.is_compiling() else self._kept_order
+
+    @functools.cached_property
+    def _kept_order(self) -> tuple[Tensor, Tensor]:
+        return self._new_order()
+
+    def _new_order(self) -> tuple[Tensor, Tensor]:
         rank = (self.real.cumsum(1) - 1).clamp(min=0)
         columns = torch.arange(self.tokens, device=self.real.device).expand(self.batch, self.tokens)
         place = torch.zeros(self.batch, self.tokens + 1, dtype=torch.long, device=self.real.device)

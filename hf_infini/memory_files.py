@@ -1,7 +1,8 @@
 """Memory files: what a model remembers of a text, in one safetensors file that the same weights go on from.
 
 [`InfiniCache.save_pretrained`] and `from_pretrained` are the way in and out; here is what lies in the file. The tensors are
-those of the cache, by name (`layers.0.memory`, …) and with their dtypes. The metadata hold one JSON object, the record:
+those of the cache, by name (`layers.0.memory`, …, `text_hash`) and with their dtypes. The metadata hold one JSON
+object, the record:
 
 | entry | |
 | --- | --- |

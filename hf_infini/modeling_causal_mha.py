@@ -181,6 +181,8 @@ class CausalMHAModel(CausalMHAPreTrainedModel):
             )
             all_hidden_states += (hidden_states,)
             all_weights += (weights,)
+        if "layout" in reach and past_key_values is not None:
+            past_key_values.remember(input_ids)
         hidden_states = self.ln_f(hidden_states)
         return BaseModelOutputWithPast(
             last_hidden_state=hidden_states,

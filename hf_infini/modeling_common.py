@@ -52,7 +52,25 @@ def carry_code(**classes: type[HubCodeMixin]) -> None:
 
 
 class MemoryGenerationMixin:
-    """Gives `generate` an [`InfiniCache`] for a model with infini layers; stands before `GenerationMixin`."""
+    """Gives `generate` an [`InfiniCache`] for a model with infini layers, and the mask that says which ids a cache from
+    before has not read; stands before `GenerationMixin`."""
+
+    def _prepare_model_inputs(self, inputs, bos_token_id, model_kwargs):
+        ids, name, model_kwargs = super()._prepare_model_inputs(inputs, bos_token_id, model_kwargs)
+        mask = model_kwargs.get("attention_mask")
+        if mask is not None:
+            model_kwargs = {**model_kwargs, "attention_mask": self._mask_of_cache(ids, mask, model_kwargs)}
+        return ids, name, model_kwargs
+
+    def _prepare_attention_mask_for_generation(self, inputs_tensor, generation_config, model_kwargs):
+        mask = super()._prepare_attention_mask_for_generation(inputs_tensor, generation_config, model_kwargs)
+        return self._mask_of_cache(inputs_tensor, mask, model_kwargs)
+
+    def _mask_of_cache(self, input_ids, attention_mask, model_kwargs):
+        cache = model_kwargs.get("past_key_values")
+        if isinstance(cache, InfiniCache) and input_ids.dim() == attention_mask.dim() == 2:  # 3: embeddings
+            return cache.mask_of_ids(input_ids, attention_mask)
+        return attention_mask
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
         if not self.config.infini_layers:

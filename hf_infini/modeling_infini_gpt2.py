@@ -272,6 +272,8 @@ class InfiniGPT2Model(InfiniGPT2PreTrainedModel, GPT2Model):
                 output_attentions=output_attentions,
                 **kwargs,
             )
+        if past_key_values is not None:
+            past_key_values.remember(input_ids)
         return BaseModelOutputWithPastAndCrossAttentions(
             last_hidden_state=self.ln_f(hidden_states),
             past_key_values=past_key_values if use_cache else None,

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     import datasets
 
 BUFFER = 1000  # rows, 4 MB of them at a context of 1,024
+BATCH_CHARACTERS = 1_000_000  # of text that is tokenised at a time, for which training waits
 RECORD = "stream.json"
 
 
@@ -177,7 +178,7 @@ class RowStream:
         }
 
     def _arrays(self) -> Iterator:
-        for arrays in token_batches(self._texts(), self.tokenizer):
+        for arrays in token_batches(self._texts(), self.tokenizer, BATCH_CHARACTERS):
             for array in arrays:  # counted as they go into rows: what is read ahead is not learned from yet
                 self.documents, self.tokens = self.documents + 1, self.tokens + len(array)
                 yield array

@@ -1,170 +1,155 @@
-"""What one more token costs after a long context: cache bytes and seconds, with Infini-attention and with GPT-2's cache.
+"""Speed and memory of this package beside what else one could use, on this machine, by one command.
 
     python recipes/benchmark.py --out runs/benchmark
-    python recipes/benchmark.py --contexts 1024 8192 --segment_length 128 --update_rule delta --out runs/benchmark_delta
+    python recipes/benchmark.py --parts attention --shapes 4096x256 16384x64 --dtypes bfloat16 --out runs/attention
+    python recipes/benchmark.py --parts decoding --contexts 1024 8192 --update_rule delta --out runs/decoding
 
-Both models have the same random weights (by default of GPT-2 small's size). The model with Infini-attention really reads
-the context, in chunks. Stock GPT-2 gets as many positions as it needs and a dynamic cache filled with random keys and
-values: what a step costs does not depend on them, and reading 65,536 tokens with full attention takes hours on a CPU.
-Steps of the two are timed alternately; the figures are medians over the rounds, with the fastest and slowest beside them.
-Writes OUT.json and OUT.png, and prints a table.
+Parts:
+    attention  one layer, forward and backward, beside full causal attention, loops over segments, sliding windows and
+               packages from PyPI (pip install ".[benchmark]"); hf_infini/benchmarks/contestants.py says what each is
+    scaling    the layer over lengths that double, and its memory over the segment length
+    model      training steps beside stock GPT-2; memory while a long prompt is read; new tokens of a padded batch
+    decoding   cache bytes and seconds of a new token after long contexts, beside stock GPT-2's growing cache
+Always measured are the machine's own peaks, products of matrices and a copy. The attention's tables give the share of them
+that is reached, in the operations and bytes that the work needs (hf_infini/benchmarks/work.py), not those that are spent.
+
+Contestants take turns in one process, in a new random order every round; figures are medians of the rounds with the
+extremes, and ratios are taken within the rounds. Memory is the real peak: of a fresh process's resident set on a CPU, of
+torch.cuda.max_memory_allocated on a GPU. What takes too long or too much memory is skipped, and the table says why. Models
+have random weights. For figures of record let nothing else run, and pin the processors (taskset -c 0).
+
+Prints tables and writes OUT.json and OUT_PART.png. Killed and started again, it measures only what OUT.json does not hold.
 """
 
-import statistics
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from hf_infini_cli import UserError, exit_on_user_error, parse_options
+from hf_infini_cli import UserError, exit_on_user_error, option, parse_options
+
+PARTS = ["attention", "scaling", "model", "decoding"]
 
 
 @dataclass
 class Options:
     out: str = field(metadata={"help": "Files to write, without suffix."})
-    contexts: list[int] = field(
-        default_factory=lambda: [1024, 8192, 65536], metadata={"help": "Tokens read before the timed steps."}
+    parts: list[str] = option(PARTS, "What to measure.", choices=PARTS)
+    device: str = option("cpu", "cpu, cuda, …")
+    threads: int | None = option(None, "CPU threads; default: torch's own choice.")
+    rounds: int = option(5, "Rounds, each timing every contestant once.")
+    once_above: float = option(10.0, "Seconds; a contestant of the layer that takes more runs once, not in every round.")
+    skip_above: float = option(60.0, "Seconds; one that takes more in a process of its own is not timed (CPU).")
+    again: bool = option(False, "Measure anew what OUT.json holds.")
+    seed: int = option(0, "Of weights, inputs and the order of contestants.")
+    machine_size: int | None = option(None, "Rows of the matrices of the machine's peak; default: 2048, on a GPU 8192.")
+
+
+@dataclass
+class LayerOptions:
+    shapes: list[str] = option(
+        ["1024x64", "1024x256", "4096x256", "16384x256", "16384x64", "16384x16"],
+        "attention: TOKENSxSEGMENT, the number of tokens and of tokens in a segment (or a window).",
     )
-    segment_length: int = field(default=256, metadata={"help": "Tokens per segment."})
-    local_segments: int = field(default=0, metadata={"help": "Earlier segments in the local window."})
-    update_rule: Literal["linear", "delta"] = field(default="linear", metadata={"help": "How memory is written."})
-    n_layer: int = field(default=12, metadata={"help": "Layers."})
-    n_embd: int = field(default=768, metadata={"help": "Width."})
-    n_head: int = field(default=12, metadata={"help": "Heads."})
-    chunk: int = field(default=4096, metadata={"help": "Tokens per call while the context is read."})
-    steps: int = field(default=8, metadata={"help": "New tokens timed together."})
-    rounds: int = field(default=7, metadata={"help": "Rounds, each timing both models once."})
-    stock_limit: int = field(default=65536, metadata={"help": "Longest context for stock GPT-2; its cache grows with it."})
-    device: str = field(default="cpu", metadata={"help": "cpu, cuda, …"})
-    dtype: Literal["float32", "bfloat16"] = field(default="float32", metadata={"help": "Of weights and caches."})
-    threads: int | None = field(default=None, metadata={"help": "CPU threads; default: torch's own choice."})
-    seed: int = field(default=0, metadata={"help": "Of the weights and tokens."})
+    dtypes: list[str] = option(["float32", "bfloat16"], "Of the layer's inputs.", choices=["float32", "bfloat16"])
+    heads: int = option(12, "Heads of the layer.")
+    head_dim: int = option(64, "Width of a head.")
+    batch: int = option(1, "Rows of the layer.")
+    contestants: list[str] | None = option(None, "attention: names of contestants; default: all.")
+    scaling_tokens: list[int] = option([8192, 16384, 32768, 65536, 131072], "scaling: lengths, each twice the one before.")
+    scaling_segment: int = option(256, "scaling: tokens in a segment while the length grows.")
+    memory_segments: list[int] = option([16, 32, 64, 128, 256, 512, 1024, 2048], "scaling: segment lengths for the memory.")
+    memory_tokens: int = option(16384, "scaling: tokens while the segment length grows.")
+
+
+@dataclass
+class ModelOptions:
+    n_layer: int = option(12, "Layers.")
+    n_embd: int = option(768, "Width.")
+    n_head: int = option(12, "Heads of the models.")
+    vocab_size: int = option(50257, "Vocabulary.")
+    segment_length: int = option(256, "Tokens per segment.")
+    local_segments: int = option(0, "Earlier segments in the local window.")
+    update_rule: Literal["linear", "delta"] = option("linear", "How the models' memory is written.")
+    dtype: Literal["float32", "bfloat16"] = option("float32", "Of weights and caches where nothing is trained.")
+    training_contexts: list[int] = option([1024, 8192], "model: tokens in a row of a training step.")
+    training_rows: int = option(1, "model: rows of a training step.")
+    precisions: list[str] = option(["float32", "bf16"], "model: float32, bf16 autocast.", choices=["float32", "bf16"])
+    prompts: list[int] = option([4096, 16384, 65536], "model: tokens of a prompt that is read.")
+    stock_prompt_limit: int = option(16384, "model: longest prompt for stock GPT-2, which takes quadratic time.")
+    padded_batch: int = option(16, "model: rows of the padded batch.")
+    padded_context: int = option(512, "model: longest prompt of the padded batch.")
+    contexts: list[int] = option([1024, 8192, 65536], "decoding: tokens read before the timed steps.")
+    stock_limit: int = option(65536, "decoding: longest context for stock GPT-2; its cache grows with it.")
+    chunk: int = option(4096, "Tokens per call while a text is read.")
+    steps: int = option(8, "New tokens timed together.")
 
 
 @exit_on_user_error
 def main(argv: list[str] | None = None) -> None:
-    (options,) = parse_options(Options, description=__doc__, argv=argv)
-    smallest = min(options.segment_length, options.steps, options.rounds, options.chunk, *options.contexts)
-    if smallest < 1:
-        raise UserError(f"lengths, steps and rounds must be at least 1, got {smallest}")
+    options, layers, models = parse_options(Options, LayerOptions, ModelOptions, description=__doc__, argv=argv)
+    check(options, layers, models)
 
     import torch
-    from tqdm import tqdm
 
-    from hf_infini import measurement, plots, run_folder
+    from hf_infini import measurement
+    from hf_infini.benchmarks import machine, parts, report
+    from hf_infini.benchmarks.layer import How
+    from hf_infini.benchmarks.store import Results
 
+    parts.check_contestants(layers.contestants)
+    if options.device.startswith("cuda") and not torch.cuda.is_available():
+        raise UserError(f"--device {options.device}: torch finds no GPU here; leave the option out for the CPU")
     if options.threads:
         torch.set_num_threads(options.threads)
-    torch.manual_seed(options.seed)
-    infini, stock = build_models(options)
     if options.device == "cpu":
         measurement.keep_freed_memory()
-    rows = []
-    for context in tqdm(options.contexts, desc="contexts"):
-        caches = {"infini": read_context(infini, context, options)}
-        if context <= options.stock_limit:
-            caches["gpt2"] = random_cache(stock, context, options)
-        models = {"infini": infini, "gpt2": stock}
-        seconds = {name: [] for name in caches}
-        for number in range(options.rounds + 1):
-            for name, cache in caches.items():
-                elapsed = time_steps(models[name], cache, options)
-                if number:  # the first round warms up
-                    seconds[name].append(elapsed / options.steps)
-        for name, cache in caches.items():
-            times = seconds[name]
-            rows.append(
-                {
-                    "context": context,
-                    "model": name,
-                    "cache_bytes": cache_bytes(cache),
-                    "seconds_per_token": statistics.median(times),
-                    "fastest": min(times),
-                    "slowest": max(times),
-                }
-            )
-        del caches
     out = Path(options.out)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    run_folder.write_json(out.with_suffix(".json"), {"options": vars(options), "rows": rows, **measurement.environment()})
-    plots.plot_decoding(rows, out.with_suffix(".png"))
-    print_table(rows)
-    print(f"{out.with_suffix('.json')}, {out.with_suffix('.png')}")
+    setting = {**measurement.environment(), "device": options.device, "threads": torch.get_num_threads()}
+    everything = {**vars(options), **vars(layers), **vars(models)}
+    results = Results(out.with_name(out.name + ".json"), setting, everything, options.again)
+    how = How(
+        device=options.device,
+        rounds=options.rounds,
+        once_above=options.once_above,
+        skip_above=options.skip_above,
+        threads=options.threads,
+        seed=options.seed,
+    )
+
+    rows = parts.machine_rows(results, how, options.machine_size)
+    print(report.machine_table(rows), flush=True)
+    for part in options.parts:
+        picture = out.with_name(f"{out.name}_{part}.png")
+        if part == "attention":
+            text = parts.attention(results, how, layers, shapes_of(layers), machine.peaks(rows), picture)
+        elif part == "scaling":
+            text = parts.scaling(results, how, layers, picture)
+        elif part == "model":
+            text = parts.model(results, how, models, picture)
+        else:
+            text = parts.decoding(results, how, models, picture)
+        print(f"\n{text}\n\n{picture}", flush=True)
+    print(results.file)
 
 
-def build_models(options: Options):
-    """A model with Infini-attention and segment positions, and stock GPT-2 with the same weights and more positions."""
-    import torch
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    from hf_infini import patch_model
-
-    sizes = {name: getattr(options, name) for name in ("n_layer", "n_embd", "n_head")}
-    longest = max([context for context in options.contexts if context <= options.stock_limit] or [1])
-    new_tokens = options.steps * (options.rounds + 1)
-    stock = GPT2LMHeadModel(GPT2Config(**sizes, n_positions=longest + new_tokens)).eval()
-    infini = GPT2LMHeadModel(GPT2Config(**sizes, n_positions=max(1024, options.segment_length))).eval()
-    weights = {name: tensor for name, tensor in stock.state_dict().items() if "wpe" not in name}
-    infini.load_state_dict(weights, strict=False)
-    kept = {name: getattr(options, name) for name in ("segment_length", "local_segments", "update_rule")}
-    patch_model(infini, positions="segment", **kept)
-    return (model.to(options.device, getattr(torch, options.dtype)) for model in (infini, stock))
+def check(options: Options, layers: LayerOptions, models: ModelOptions) -> None:
+    """Refuses sizes below 1, and shapes of another form, before the libraries are loaded."""
+    shapes_of(layers)
+    for name, value in [item for group in (options, layers, models) for item in vars(group).items()]:
+        for number in value if isinstance(value, list) else [value]:
+            if name not in ("seed", "local_segments", "again") and isinstance(number, int | float) and number <= 0:
+                raise UserError(f"--{name} must be greater than 0, got {number}")
 
 
-def read_context(model, context: int, options: Options):
-    """The cache after `context` random tokens, read in chunks."""
-    import torch
-
-    from hf_infini import InfiniCache
-
-    cache = InfiniCache(model.config)
-    with torch.inference_mode():
-        for begin in range(0, context, options.chunk):
-            ids = torch.randint(model.config.vocab_size, (1, min(options.chunk, context - begin)), device=options.device)
-            model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-    return cache
-
-
-def random_cache(model, context: int, options: Options):
-    """A dynamic cache that holds `context` tokens of random keys and values."""
-    import torch
-    from transformers import DynamicCache
-
-    cache = DynamicCache(config=model.config)
-    shape = (1, options.n_head, context, options.n_embd // options.n_head)
-    for layer in range(options.n_layer):
-        keys, values = (torch.randn(shape, device=options.device, dtype=model.dtype) for _ in range(2))
-        cache.update(keys, values, layer)
-    return cache
-
-
-def time_steps(model, cache, options: Options) -> float:
-    """Seconds for `steps` new tokens, one call each; the cache goes on."""
-    import torch
-
-    ids = torch.zeros(1, 1, dtype=torch.long, device=options.device)
-    with torch.inference_mode():
-        begin = time.perf_counter()
-        for _ in range(options.steps):
-            token = model(ids, past_key_values=cache, use_cache=True).logits[:, -1].argmax(-1)
-        token.item()  # waits for the device
-        return time.perf_counter() - begin
-
-
-def cache_bytes(cache) -> int:
-    if hasattr(cache, "nbytes"):
-        return cache.nbytes()
-    return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
-
-
-def print_table(rows: list[dict]) -> None:
-    print("| context | model | cache, MiB | ms per new token (fastest – slowest) |\n| ---: | --- | ---: | ---: |")
-    for row in rows:
-        times = " – ".join(f"{row[name] * 1e3:.1f}" for name in ("fastest", "slowest"))
-        print(
-            f"| {row['context']:,} | {row['model']} | {row['cache_bytes'] / 2**20:.1f} "
-            f"| {row['seconds_per_token'] * 1e3:.1f} ({times}) |"
-        )
+def shapes_of(layers: LayerOptions) -> list[tuple[int, int]]:
+    """--shapes as pairs of tokens and segment length."""
+    shapes = []
+    for shape in layers.shapes:
+        tokens, cross, segment = shape.partition("x")
+        if not (tokens.isdecimal() and cross and segment.isdecimal() and int(tokens) and int(segment)):
+            raise UserError(f"--shapes {shape}: give TOKENSxSEGMENT, such as 4096x256")
+        shapes.append((int(tokens), int(segment)))
+    return shapes
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""recipes/compare.py and recipes/benchmark.py, run as a user runs them."""
+"""recipes/compare.py, run as a user runs it."""
 
 import json
 import subprocess
@@ -103,16 +103,3 @@ def test_baselines_that_say_nothing_about_the_runs_are_refused(tmp_path, baselin
             compare.main(["--runs", str(one), "--baselines", str(file), "--out", str(tmp_path / "comparison")])
         assert stopped.value.code == 1 and message in capsys.readouterr().err
     assert not (tmp_path / "comparison.md").exists()
-
-
-def test_benchmark_of_small_models(tmp_path):
-    sizes = ("--n_layer", 2, "--n_embd", 32, "--n_head", 2, "--segment_length", 16, "--chunk", 70)
-    timing = ("--contexts", 50, 400, "--stock_limit", 100, "--steps", 2, "--rounds", 2)
-    done = run("benchmark.py", *sizes, *timing, "--out", tmp_path / "benchmark")
-    assert done.returncode == 0, done.stderr
-    rows = json.loads((tmp_path / "benchmark.json").read_text())["rows"]
-    assert [(row["context"], row["model"]) for row in rows] == [(50, "infini"), (50, "gpt2"), (400, "infini")]
-    assert rows[0]["cache_bytes"] == rows[2]["cache_bytes"]
-    assert rows[1]["cache_bytes"] == (50 + 2 * 3) * 2 * 2 * 32 * 4  # tokens, layers, keys and values, width, float32
-    assert all(row["fastest"] <= row["seconds_per_token"] <= row["slowest"] for row in rows)
-    assert (tmp_path / "benchmark.png").read_bytes().startswith(b"\x89PNG")

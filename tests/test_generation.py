@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from models import gpt2, infini_gpt2, token_ids
+from models import causal_mha, gpt2, infini_gpt2, token_ids
 from transformers import DynamicCache, GenerationConfig
 
 from hf_infini import InfiniCache
@@ -176,3 +176,88 @@ def test_what_a_memory_cannot_do_is_refused_clearly():
         cache.crop(2)
     with pytest.raises(ValueError, match="position 64 is beyond.*n_positions.*positions='segment'"):
         generate(model, 60, input_ids=ids)
+
+
+# --- which of the ids are new -----------------------------------------------------------------------------------------
+
+
+def read(model, **inputs) -> InfiniCache:
+    with torch.no_grad():
+        return model(**inputs, past_key_values=InfiniCache(model.config), use_cache=True).past_key_values
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["without a mask", "with the mask of the new ids"])
+def test_new_ids_alone_go_on_behind_the_cache(model, given):
+    """No more of them than the cache has read: a whole text would be longer."""
+    text, prompts = token_ids(1, 21), [token_ids(1, tokens, seed=tokens) for tokens in (1, 5, 20, 21)]
+    for prompt in prompts:
+        call = {"attention_mask": torch.ones_like(prompt)} if given else {}
+        found = generate(model, 6, input_ids=prompt, past_key_values=read(model, input_ids=text), **call)
+        whole = generate(model, 6, input_ids=torch.cat([text, prompt], 1))
+        assert torch.equal(found[:, -6:], whole[:, -6:])
+        beams = read(model, input_ids=text)
+        beams.batch_repeat_interleave(3)
+        found = generate(model, 6, input_ids=prompt, past_key_values=beams, num_beams=3, **call)
+        whole = generate(model, 6, input_ids=torch.cat([text, prompt], 1), num_beams=3)
+        assert torch.equal(found[:, -6:], whole[:, -6:])
+
+
+def test_new_ids_behind_a_padded_batch(model):
+    texts, prompts = ([token_ids(1, tokens, seed=tokens) for tokens in lengths] for lengths in ((17, 11), (4, 9)))
+    cache = read(model, **left_padded(texts))
+    found = generate(model, 6, **left_padded(prompts), past_key_values=cache)
+    whole = left_padded([torch.cat(pair, 1) for pair in zip(texts, prompts, strict=True)])
+    assert torch.equal(found[:, -6:], generate(model, 6, **whole)[:, -6:])
+
+
+@pytest.mark.parametrize("how", [{}, {"num_beams": 3}, {"prefill_chunk_size": 4}], ids=str)
+def test_a_whole_text_goes_on_where_the_cache_stands(model, how):
+    """The usual way of transformers: the ids that the cache has read, and more behind them."""
+    ids, width = token_ids(2, 30), how.get("num_beams", 1)
+    cache = read(model, input_ids=ids[:, :13])
+    with torch.no_grad():  # in which pieces it was read does not matter
+        model(ids[:, 13:14], past_key_values=cache, use_cache=True)
+        model(ids[:, 14:21], past_key_values=cache, use_cache=True)
+    cache.batch_repeat_interleave(width)
+    found = generate(model, 6, input_ids=ids, past_key_values=cache, **how, return_dict_in_generate=True)
+    assert torch.equal(found.sequences, generate(model, 6, input_ids=ids, **how))
+    assert found.past_key_values.get_seq_length() == 35
+
+
+def test_both_ways_with_a_model_from_scratch():
+    model, ids = causal_mha(attention="infini", segment_length=8, position_encoding="rope"), token_ids(1, 30)
+    whole = generate(model, 6, input_ids=ids)
+    for given in (ids, ids[:, 21:]):
+        found = generate(model, 6, input_ids=given, past_key_values=read(model, input_ids=ids[:, :21]))
+        assert torch.equal(found[:, -6:], whole[:, -6:])
+
+
+def test_ids_that_may_be_either_are_refused(model, tmp_path):
+    text, other = token_ids(1, 10), token_ids(1, 14, seed=5)
+    cache = read(model, input_ids=text)
+    cache.save_pretrained(tmp_path / "memory", model)
+    embedded = read(model, inputs_embeds=model.transformer.wte(text))
+    for kept in (cache, InfiniCache.from_pretrained(tmp_path / "memory", model), embedded):
+        for call in ({}, {"attention_mask": torch.ones_like(other)}):
+            with pytest.raises(ValueError, match="14 ids do not begin with the 10.*attention_mask=cache.attention_mask"):
+                generate(model, input_ids=other, past_key_values=kept, **call)
+    with pytest.raises(ValueError, match="has read all of these 10 ids, and there is nothing to go on from"):
+        generate(model, input_ids=text, past_key_values=cache)
+    assert cache.get_seq_length() == 10  # as it was
+    mask = cache.attention_mask(torch.ones_like(other))
+    found = generate(model, 6, input_ids=other, attention_mask=mask, past_key_values=cache)
+    assert torch.equal(found[:, -6:], generate(model, 6, input_ids=torch.cat([text, other], 1))[:, -6:])
+
+
+def test_the_text_is_known_row_by_row(model):
+    """Rows that were reordered, chosen or repeated take their text along; a cache that was reset has none."""
+    ids = token_ids(3, 12)
+    cache = read(model, input_ids=ids[:, :9])
+    cache.reorder_cache(torch.tensor([2, 0, 1]))
+    cache.batch_select_indices(torch.tensor([0, 1]))
+    whole = generate(model, 4, input_ids=ids[[2, 0]])
+    assert torch.equal(generate(model, 4, input_ids=ids[[2, 0]], past_key_values=copy.deepcopy(cache)), whole)
+    with pytest.raises(ValueError, match="do not begin with"):
+        generate(model, 4, input_ids=ids[[0, 1]], past_key_values=cache)
+    cache.reset()
+    assert torch.equal(generate(model, 4, input_ids=ids[[2, 0]], past_key_values=cache), whole)

@@ -1,0 +1,186 @@
+"""recipes/benchmark.py, run as a user runs it: all parts on tiny sizes, killed and started again, refused; and its peaks."""
+
+import json
+import os
+import re
+import sys
+from functools import partial
+
+import pytest
+from test_train import kill_when, load_recipe, run
+
+from hf_infini.benchmarks import probe
+from hf_infini.benchmarks.store import Results
+from hf_infini_cli import UserError
+
+benchmark = load_recipe("benchmark")
+LAYER = ["--heads", 2, "--head_dim", 8, "--dtypes", "float32", "--machine_size", 64, "--rounds", 2, "--threads", 1]
+SCALING = ["--scaling_tokens", 64, 128, "--scaling_segment", 16, "--memory_segments", 8, "--memory_tokens", 64]
+SIZES = ["--n_layer", 2, "--n_embd", 32, "--n_head", 2, "--vocab_size", 97, "--segment_length", 16, "--chunk", 70]
+TRAINING = ["--training_contexts", 40, "--precisions", "bf16", "--prompts", 90, 200, "--stock_prompt_limit", 100]
+DECODING = ["--contexts", 50, 400, "--stock_limit", 100, "--steps", 2, "--padded_batch", 3, "--padded_context", 20]
+RECIPE = [sys.executable, "recipes/benchmark.py"]
+
+
+def rows_of(file, part):
+    return [row for cell in json.loads(file.read_text())["parts"][part] for row in cell["rows"]]
+
+
+@pytest.fixture(scope="module")
+def everything(tmp_path_factory):
+    """One run of all parts on tiny sizes: what it printed, and its --out."""
+    out = tmp_path_factory.mktemp("benchmark") / "deep" / "all"
+    names = ["infini", "loop-split", "causal-eager"]
+    done = run(
+        *RECIPE, *LAYER, "--shapes", "64x8", *SCALING, *SIZES, *TRAINING, *DECODING, "--contestants", *names, "--out", out
+    )
+    return done.stdout, out
+
+
+def test_the_layer_beside_others(everything):
+    printed, out = everything
+    rows = rows_of(out.with_name("all.json"), "attention")
+    assert [row["contestant"] for row in rows] == ["infini", "loop-split", "causal-eager"]
+    for row in rows:
+        assert len(row["samples"]) == 2 and row["seconds_lowest"] <= row["seconds"] <= row["seconds_highest"]
+        assert row["bytes"] == 8 * 64 * 2 * 8 * 4 and row["ratio"] > 0 and row["peak_bytes"] >= 0
+    assert rows[0]["ratio"] == 1 and rows[0]["operations"] == rows[1]["operations"] < rows[2]["operations"]
+    assert {row["what"]: row["size"] for row in rows_of(out.with_name("all.json"), "machine")} == {
+        "float32": 64,
+        "bfloat16": 64,
+        "copy": 2**28,
+    }
+    assert "**n = 64, L = 8, float32**" in printed and "share of products" in printed
+
+
+def test_lengths_that_double_and_memory_over_segments(everything):
+    printed, out = everything
+    rows = rows_of(out.with_name("all.json"), "scaling")
+    assert [(row["contestant"], row["tokens"], "ratio" in row) for row in rows] == [
+        ("infini", 64, False),
+        ("infini", 128, True),
+        ("infini-delta", 64, False),
+        ("infini-delta", 128, True),
+    ]
+    memory = rows_of(out.with_name("all.json"), "segment_memory")
+    assert [(row["contestant"], row["segment"]) for row in memory] == [("infini", 8), ("infini-delta", 8)]
+    assert all(row["extra"] == pytest.approx(row["peak_bytes"] / (8 * 64 * 16 * 4) - 1) for row in memory)
+
+
+def test_whole_models(everything):
+    printed, out = everything
+    file = out.with_name("all.json")
+    for row in rows_of(file, "training"):
+        assert row["peak_bytes"] > 30_000 * 16  # weights, gradients and two moments of 30,000 parameters
+        assert row["tokens_per_second"] == pytest.approx(40 / row["seconds"], rel=0.5)
+    prompts = rows_of(file, "prefill")
+    assert [(row["model"], row["context"]) for row in prompts] == [("infini", 90), ("infini", 200), ("gpt2", 90)]
+    padded = rows_of(file, "padded_batch")
+    assert [row["model"] for row in padded] == ["infini", "gpt2"] and padded[1]["ratio"] > 0
+    assert padded[1]["cache_bytes"] == 3 * (20 + 2 * 3) * 2 * 2 * 32 * 4  # rows, tokens, layers, keys and values, …
+    assert printed.count("tokens/s") == 2
+
+
+def test_a_new_token_after_long_contexts(everything):
+    _, out = everything
+    rows = rows_of(out.with_name("all.json"), "decoding")
+    assert [(row["context"], row["model"]) for row in rows] == [(50, "infini"), (50, "gpt2"), (400, "infini")]
+    assert rows[0]["cache_bytes"] == rows[2]["cache_bytes"]
+    assert rows[1]["cache_bytes"] == (50 + 2 * 3) * 2 * 2 * 32 * 4  # tokens, layers, keys and values, width, float32
+    names = ("seconds_per_token_lowest", "seconds_per_token", "seconds_per_token_highest")
+    assert all(0 < row[names[0]] <= row[names[1]] <= row[names[2]] for row in rows)
+
+
+def test_files_of_a_run(everything):
+    printed, out = everything
+    content = json.loads(out.with_name("all.json").read_text())
+    assert content["options"]["heads"] == 2 and {"date", "hardware", "versions", "threads"} <= content.keys()
+    for part in benchmark.PARTS:
+        picture = out.with_name(f"all_{part}.png")
+        assert picture.read_bytes().startswith(b"\x89PNG") and str(picture) in printed
+    widths = [len({line.count("|") for line in table.splitlines() if "|" in line}) for table in printed.split("\n\n")]
+    assert max(widths) == 1 and sum(widths) == 8  # machine, attention, scaling 2, model 3, decoding
+
+
+def test_killed_and_started_again(tmp_path):
+    """What was measured before the kill is not measured again: its values are the same, digit for digit."""
+    file = tmp_path / "killed.json"
+    names = ["--parts", "attention", "--contestants", "infini", "--out", tmp_path / "killed"]
+    command = [*RECIPE, *LAYER, "--shapes", "64x8", "2048x8", "512x16", *names]
+    kill_when(lambda: file.is_file() and json.loads(file.read_text())["parts"].get("attention"), *command)
+    before = rows_of(file, "attention")
+    assert 1 <= len(before) < 3
+    printed = run(*command).stdout
+    after = rows_of(file, "attention")
+    assert after[: len(before)] == before and [row["tokens"] for row in after] == [64, 2048, 512]
+    assert re.findall(r"n = ([\d,]+)", printed) == ["64", "2,048", "512"]
+    more = rows_of(file, "machine")
+    run(*command, "--again")
+    assert rows_of(file, "machine") != more and len(rows_of(file, "attention")) == 3
+
+
+def test_cells_are_kept_and_other_machines_refused(tmp_path):
+    file, setting = tmp_path / "x.json", {"hardware": "a", "versions": {"torch": "1"}, "device": "cpu", "threads": 1}
+    calls = []
+
+    def measure():
+        calls.append(1)
+        return [{"value": len(calls)}]
+
+    first = Results(file, setting, {"rounds": 1})
+    assert first.rows("part", {"n": 1}, measure) == [{"value": 1}] == first.rows("part", {"n": 1}, measure)
+    second = Results(file, setting, {"rounds": 1})
+    assert second.rows("part", {"n": 1}, measure) == [{"value": 1}]
+    assert second.rows("part", {"n": 2}, measure) == [{"value": 2}] and len(calls) == 2
+    assert Results(file, setting, {}, again=True).rows("part", {"n": 1}, measure) == [{"value": 3}]
+    assert len(json.loads(file.read_text())["parts"]["part"]) == 2
+    with pytest.raises(UserError, match="measured with threads 1, now 2: choose another --out"):
+        Results(file, setting | {"threads": 2}, {})
+    file.write_text("[]")
+    with pytest.raises(UserError, match="not written by this recipe"):
+        Results(file, setting, {})
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--shapes", "64"], "--shapes 64: give TOKENSxSEGMENT"),
+        (["--shapes", "64x0"], "--shapes 64x0: give TOKENSxSEGMENT"),
+        (["--rounds", "0"], "--rounds must be greater than 0, got 0"),
+        (["--contexts", "5", "-1"], "--contexts must be greater than 0, got -1"),
+        (["--contestants", "infini", "loops"], "there is no loops; allowed are infini, infini-delta, "),
+        (["--device", "cuda"], "torch finds no GPU here"),
+    ],
+)
+def test_refused_options(tmp_path, capsys, monkeypatch, argv, message):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(SystemExit) as stopped:
+        benchmark.main([*argv, "--out", str(tmp_path / "x")])
+    assert stopped.value.code == 1 and message in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def layer(contestant, tokens):
+    shape = {"tokens": tokens, "segment": 64, "heads": 2, "head_dim": 16}
+    return {"kind": "layer", "contestant": contestant, "shape": shape, "device": "cpu"}
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="peaks cannot be set back here")
+def test_peaks_of_fresh_processes():
+    """Full attention written out holds squares of n, this package a multiple of its inputs; a second measurement in a new
+    process finds nothing left of the first."""
+    measure = partial(probe.measure, device="cpu", threads=1, limit_seconds=300)
+    square = 2 * 2048 * 2048 * 4
+    large = measure(layer("causal-eager", 2048))["peak_bytes"]
+    assert 2 * square < large < 6 * square  # weights, a gradient, and what was not freed before
+    tensor = 2 * 16 * 2048 * 4
+    small = measure(layer("infini", 2048))["peak_bytes"]
+    assert 6 * tensor < small < square
+
+
+def test_processes_that_do_not_end_well():
+    measure = partial(probe.measure, device="cpu", threads=1)
+    assert measure(layer("infini", 2**16), limit_seconds=0.01) == {"failed": "more than 0.01 s"}
+    wrong = layer("infini", 64)
+    wrong["shape"]["dtype"] = "float16x"
+    assert "float16x" in measure(wrong, limit_seconds=60)["failed"]

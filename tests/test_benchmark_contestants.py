@@ -1,0 +1,164 @@
+"""hf_infini.benchmarks: contestants that claim the same equations compute them, operations are counted as by hand."""
+
+import math
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from hf_infini import infini_attention, naive_infini_attention
+from hf_infini.benchmarks import contestants, timing, work
+from hf_infini.benchmarks.contestants import CONTESTANTS, Problem
+from hf_infini.benchmarks.work import Shape
+
+LINEAR = ["infini", "loop-sliced", "loop-split", "parallel"]
+DELTA = ["infini-delta", "loop-split-delta"]
+SHAPES = [Shape(24, 8, 3, 4), Shape(19, 8, 2, 4, batch=2), Shape(5, 8, 2, 4), Shape(7, 1, 2, 4)]
+
+
+def output_and_gradients(function, problem):
+    output = function()
+    leaves = [problem.query, problem.key, problem.value, problem.gate]
+    gradients = torch.autograd.grad(output, leaves, problem.upstream.transpose(1, 2), allow_unused=True)
+    return output, [torch.zeros_like(x) if g is None else g for x, g in zip(leaves, gradients, strict=True)]
+
+
+def reference(problem, **options):
+    return lambda: naive_infini_attention(*problem.views(), problem.gate, problem.shape.segment, **options)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("name", "rule"), [(n, "linear") for n in LINEAR] + [(n, "delta") for n in DELTA])
+def test_the_same_equations(name, rule, shape):
+    problem = Problem.random(shape)
+    forward, parameters = CONTESTANTS[name].make(problem)
+    output, gradients = output_and_gradients(forward, problem)
+    expected, expected_gradients = output_and_gradients(reference(problem, update_rule=rule), problem)
+    assert parameters == [] and output.shape == expected.shape
+    assert_close(output, expected, rtol=1e-4, atol=1e-5)
+    for one, other in zip(gradients, expected_gradients, strict=True):
+        assert_close(one, other, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", LINEAR + DELTA)
+def test_bfloat16_inputs_with_a_memory_in_float32(name):
+    problem = Problem.random(Shape(24, 8, 3, 4, dtype="bfloat16"))
+    output = CONTESTANTS[name].make(problem)[0]()
+    rule = "delta" if name in DELTA else "linear"
+    assert output.dtype == torch.bfloat16
+    assert_close(output, reference(problem, update_rule=rule)(), rtol=0.02, atol=0.02)
+
+
+def visible(problem, name):
+    """`[tokens, tokens]` bool: on which inputs the output of each token depends, by the gradients."""
+    forward, _ = CONTESTANTS[name].make(problem)
+    output, rows = forward(), []
+    for token in range(problem.shape.tokens):
+        leaves = [problem.query, problem.key, problem.value]
+        found = torch.autograd.grad(output[:, :, token].sum(), leaves, retain_graph=True, allow_unused=True)
+        rows.append(sum(g.abs().sum((0, 2, 3)) for g in found if g is not None) > 0)
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [
+        ("causal-sdpa", lambda s: work.causal_pairs(s.tokens)),
+        ("causal-eager", lambda s: work.causal_pairs(s.tokens)),
+        ("sliding-window", lambda s: work.window_pairs(s.tokens, s.segment)),
+        ("local-attention", lambda s: work.segment_pairs(s.tokens, s.segment, 1)),
+        ("infini-transformer-pytorch", lambda s: work.causal_pairs(s.tokens)),
+    ],
+)
+def test_what_the_others_see(name, count):
+    """Each sees as many pairs as are counted for it, and none of the future. Through a memory all that is older is seen."""
+    package = CONTESTANTS[name].package
+    if package:
+        pytest.importorskip(package.replace("-", "_"))
+    problem = Problem.random(Shape(12, 4, 2, 8))
+    seen = visible(problem, name)
+    assert not seen.triu(1).any()
+    assert int(seen.sum()) == count(problem.shape)
+
+
+def test_attention_of_others_is_attention():
+    problem = Problem.random(Shape(12, 4, 2, 8))
+    query, key, value = problem.views()
+    scores = (query @ key.transpose(-1, -2)) / math.sqrt(8)
+    distance = torch.arange(12)[:, None] - torch.arange(12)
+    for name, window in (("causal-sdpa", 12), ("causal-eager", 12), ("sliding-window", 4)):
+        allowed = (distance >= 0) & (distance < window)
+        expected = scores.masked_fill(~allowed, -math.inf).softmax(-1) @ value
+        assert_close(CONTESTANTS[name].make(problem)[0](), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_local_attention_is_this_package_without_its_memory():
+    pytest.importorskip("local_attention")
+    problem = Problem.random(Shape(12, 4, 2, 8))
+    expected = infini_attention(*problem.views(), torch.full((2,), -100.0), 4, local_segments=1)
+    assert_close(CONTESTANTS["local-attention"].make(problem)[0](), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", list(CONTESTANTS))
+def test_every_contestant_goes_forward_and_backward_in_both_dtypes(name):
+    if contestants.missing(name):
+        pytest.skip(contestants.missing(name))
+    for dtype in ("float32", "bfloat16"):
+        contestants.run_of(name, Problem.random(Shape(40, 16, 2, 8, dtype=dtype)))()
+
+
+def test_operations_and_bytes_of_a_case_by_hand():
+    """4 tokens in segments of 2, one head of width 3. A segment has pairs 1-1, 2-1, 2-2; the second reads what the first
+    wrote."""
+    shape = Shape(4, 2, heads=1, head_dim=3)
+    local = 2 * 3 * (2 * 3 + 2 * 3)  # segments, pairs, two products of width 3
+    read = 2 * (2 * 3 * 3 + 2 * 3)  # tokens, σ(q) M and σ(q) z
+    written = 2 * (2 * 3 * 3 + 3)  # tokens, σ(k)ᵀ v and Σ σ(k)
+    assert work.infini_operations(shape) == 3 * (local + read + written)
+    assert work.infini_operations(shape, "delta") == 3 * (local + read + written)  # nothing to retrieve for segment 1
+    three = Shape(6, 2, heads=1, head_dim=3)
+    retrieved = read  # by the second segment, when it is written
+    assert work.infini_operations(three, "delta") == work.infini_operations(three) + 3 * retrieved
+    assert work.infini_operations(Shape(2, 4, 1, 3)) == 3 * 3 * 12  # one segment: no memory at all
+    assert work.softmax_operations(shape, work.causal_pairs(4)) == 3 * 10 * 12
+    assert work.window_pairs(4, 2) == 1 + 2 + 2 + 2
+    assert work.segment_pairs(5, 2, local_segments=1) == 3 + (3 + 4) + (1 + 2)
+    assert work.projection_operations(shape) == 3 * 4 * 4 * 2 * 9
+    assert work.bytes_moved(shape) == 8 * 4 * 3 * 4
+    assert work.bytes_moved(Shape(4, 2, 2, 3, 5, "bfloat16")) == 8 * 5 * 4 * 2 * 3 * 2
+
+
+def test_operations_counted_by_torch():
+    """torch counts the products that run: of `parallel` the memory's, and whole squares, as its math way runs them."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.utils.flop_counter import FlopCounterMode
+
+    shape = Shape(32, 8, 2, 16)
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        contestants.run_of("parallel", Problem.random(shape))()
+    needed = work.infini_operations(shape)
+    squares = work.softmax_operations(shape, 4 * 8 * 8) - work.softmax_operations(shape, work.segment_pairs(32, 8))
+    width, heads = shape.head_dim, shape.heads
+    first_reads = 3 * heads * 8 * (2 * width * width + 2 * width)  # of an empty memory
+    last_writes = 3 * heads * 8 * 2 * width * width  # which nobody reads
+    sums = 3 * heads * 24 * width  # Σ σ(k) is no product
+    assert counter.get_total_flops() == needed + squares + first_reads + last_writes - sums
+
+
+def test_rounds_and_ratios():
+    calls = []
+    runs = {name: (lambda name=name: calls.append(name)) for name in "abc"}
+    times = timing.alternate(runs, rounds=20, device="cpu", seed=1)
+    assert all(len(values) == 20 for values in times.values())
+    orders = {tuple(calls[begin : begin + 3]) for begin in range(3, 63, 3)}
+    assert calls[:3] == ["a", "b", "c"] and len(orders) > 2 and all(set(order) == set("abc") for order in orders)
+    calls.clear()
+    assert len(timing.alternate(runs, rounds=3, device="cpu", once_above=-1)["a"]) == 1 and len(calls) == 3
+    calls.clear()
+    timing.alternate({"a": runs["a"]}, rounds=1, device="cpu", sample_seconds=0.5)
+    assert len(calls) > 2
+    rows = timing.summary({"a": [1.0, 2.0, 4.0], "b": [3.0, 2.0, 4.0], "once": [6.0]}, "a")
+    assert rows["b"]["seconds"] == 3 and (rows["b"]["seconds_lowest"], rows["b"]["seconds_highest"]) == (2, 4)
+    assert (rows["b"]["ratio"], rows["b"]["ratio_lowest"], rows["b"]["ratio_highest"]) == (1, 1, 3)
+    assert rows["once"]["ratio"] == 3 and rows["a"]["ratio"] == 1
+    assert "ratio" not in timing.summary({"b": [1.0]}, "a")["b"]
