@@ -104,8 +104,9 @@ def attend_grid(
             step_values = leaving[1].flatten(3, 4).to(dtype)
             query_features = features((queries if memory_queries is None else memory_queries).flatten(3, 4).to(dtype))
             query_features = query_features.unflatten(2, (kv_heads, -1)).flatten(3, 4)
-            if written is not None and not steady:
-                key_features = key_features * _by_step(written[:, begin:end], step)
+            if count % step or (written is not None and not steady):  # σ(0) is not zero
+                real = key_features.new_ones(1, count, layout.slots) if written is None else written[:, begin:end]
+                key_features = key_features * _by_step(real, step)
             borders = layout.borders(begin, end)
             if update_rule == "linear":
                 memories, normalisers = linear_states(key_features, step_values, memory, normaliser, start, borders)

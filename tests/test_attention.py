@@ -69,6 +69,17 @@ def test_start_state_and_its_gradient(seed):
     assert_same_gradients(slopes, wanted_slopes, FLOAT64)
 
 
+@pytest.mark.parametrize("tokens", [15, 18, 20])
+def test_short_segments_joined_to_steps(tokens, sizes):
+    """Segments of 3 and heads 8 wide: steps of three segments, of which the last is full or not."""
+    case = plain_case(tokens=tokens, width=8, segment_length=3)
+    output, state, slopes = gradients(case, infini_attention)
+    wanted, wanted_state, wanted_slopes = gradients(case, naive_infini_attention)
+    torch.testing.assert_close(output, wanted, rtol=FLOAT64, atol=FLOAT64)
+    assert_same_state(state, wanted_state, FLOAT64)
+    assert_same_gradients(slopes, wanted_slopes, FLOAT64)
+
+
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("length", [3, 4, 16])
 def test_equals_a_loop_over_segments(rule, length):
