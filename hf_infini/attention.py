@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from .decoding import attend_step
+from .grid import pad_to
 from .local import local_attention, weights_per_token
 from .memory import FEATURE_MAPS, delta_states, linear_states, memory_weight, read_memory, read_within_step
 from .segments import SegmentLayout, segment_layout
@@ -249,8 +249,8 @@ def _mix_memory(local, log_sum, gate, query, key, value, layout, state, update_r
     outputs = []
     with torch.autocast(key.device.type, enabled=False):
         key, late_value = layout.delay(key), layout.delay(value)
-        pieces = [tensor.split(group, 1) for tensor in (local, query, key, late_value)]
-        log_sums = log_sum.split(group, 1) if log_sum is not None else [None] * len(pieces[0])
+        pieces = [_groups(tensor, group) for tensor in (local, query, key, late_value)]
+        log_sums = [None] * len(pieces[0]) if log_sum is None else _groups(log_sum, group)
         for number, (local_part, query_part, key_part, value_part) in enumerate(zip(*pieces, strict=True)):
             begin, count = number * group, local_part.shape[1]
             key_part = features(key_part.to(dtype))
@@ -279,26 +279,33 @@ def _mix_memory(local, log_sum, gate, query, key, value, layout, state, update_r
 
 
 def _group_sizes(layout: SegmentLayout, key: Tensor, update_rule: str) -> tuple[int, int]:
-    """Segments in a step (one state each) and in a group (worked on at a time), the second a multiple of the first.
+    """Segments in a step (one state each) and in a group (worked on at a time), the second a multiple of the first; 0: all
+    in one group, as in a graph, where the compiler sees to it that what lies between the products stays small.
 
     Segments shorter than a head is wide are joined to steps of at least that many tokens, so that the states never hold
     more than the tokens do. The delta rule, and rows whose documents may change inside a step, need a state per segment.
     """
     step = 1
     if update_rule == "linear" and not layout.packed:
-        step = max(1, min(-(-key.shape[-1] // layout.slots), layout.segments))
+        step = -(-key.shape[-1] // layout.slots)
+        if isinstance(layout.segments, int):  # not where torch.export leaves it open
+            step = max(1, min(step, layout.segments))
+    if torch.compiler.is_compiling():
+        return step, 0
     elements = key[:, :1].numel() * step
     return step, step * max(1, GROUP_ELEMENTS.get(key.device.type, GROUP_ELEMENTS["cuda"]) // elements)
+
+
+def _groups(grid: Tensor, group: int) -> tuple[Tensor, ...]:
+    return grid.split(group, 1) if group else (grid,)
 
 
 def _join(grid: Tensor, step: int) -> Tensor:
     """`[B, S, C, …]` to `[B, S / step, step * C, …]`, with empty segments added at the end where S is no multiple."""
     if step == 1:
         return grid
-    missing = -grid.shape[1] % step
-    if missing:
-        grid = F.pad(grid, (0, 0) * (grid.dim() - 2) + (0, missing))
-    return grid.unflatten(1, (-1, step)).flatten(2, 3)
+    steps = -(-grid.shape[1] // step)
+    return pad_to(grid, steps * step).unflatten(1, (steps, step)).flatten(2, 3)
 
 
 def _split(steps: Tensor, segments: int, slots: int) -> Tensor:

@@ -98,8 +98,10 @@ def memory_cache(config, given, use_cache: bool | None):
     """The [`InfiniCache`] of one call of a model with infini layers, or `None`: the given one, checked, or a new one.
 
     Raises:
-        ValueError: `given` is a cache of another kind.
+        ValueError: `given` is a cache of another kind, or the call is to be exported.
     """
+    if use_cache and torch.compiler.is_exporting():
+        raise ValueError("torch.export cannot hold the cache of a memory: pass use_cache=False among the example inputs.")
     if given is not None and not isinstance(given, InfiniCache):
         raise ValueError(
             f"past_key_values must be an InfiniCache, got {type(given).__name__}: a memory does not fit into other caches. "
