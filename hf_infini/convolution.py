@@ -43,7 +43,7 @@ def short_convolution(
         return output, everything[:, everything.shape[1] - (taps - 1) :]
     rank, column = layout.order
     carried = torch.arange(taps - 1, device=real.device)
-    place = torch.cat([carried.expand(len(inputs), -1), column + taps - 1], 1)  # of the carried, then of the real inputs
+    place = torch.cat([carried.expand(inputs.shape[0], -1), column + taps - 1], 1)  # of the carried, then of the real inputs
     for tap in range(1, taps):
         index = place.gather(1, rank + taps - 1 - tap)
         inside = layout.positions >= tap

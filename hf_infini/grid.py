@@ -38,7 +38,8 @@ class SegmentLayout:
         packed: indexed form: whether a row holds more than one document.
         real, restart: indexed form: `[batch, tokens]` bool, which tokens are no padding, and which begin a document.
         skipped: `[batch, segments, slots]` bool, which tokens never reach the memory; `None`: all do.
-        next_skipped: `[batch, (w + 1) * L]` bool, the same for the window of the next state.
+        kept_out: the same as `skipped` before it was laid out: of the new tokens, `[batch, 1, tokens, 1]`, and of the
+            state's window, `[batch, 1, (w + 1) * L, 1]`.
     """
 
     batch: int
@@ -61,7 +62,7 @@ class SegmentLayout:
     real: Tensor | None = None
     restart: Tensor | None = None
     skipped: Tensor | None = None
-    next_skipped: Tensor | None = None
+    kept_out: tuple[Tensor, Tensor] | None = None
 
     def to_grid(self, new: Tensor, window: Tensor | None) -> Tensor:
         """`new [batch, heads, tokens, dim]` and the state's window `[batch, heads, (w + 1) * L, dim]` (`None` for queries:
@@ -76,10 +77,7 @@ class SegmentLayout:
                     else window[:, :, begin : begin + self.carried].transpose(1, 2)
                 )
                 tokens = torch.cat([old, tokens], 1)
-            missing = self.segments * self.slots - tokens.shape[1]
-            if missing:
-                tokens = F.pad(tokens, (0, 0, 0, 0, 0, missing))
-            return tokens.unflatten(1, (self.segments, self.slots))
+            return pad_to(tokens, self.segments * self.slots).unflatten(1, (self.segments, self.slots))
         if self.carried and window is not None:
             tokens = torch.cat([window.transpose(1, 2), tokens], 1)
             target = torch.cat([self._window_target(), self.target], 1)
@@ -110,6 +108,11 @@ class SegmentLayout:
         index = self.window.clamp(min=0)[:, None, :, None].expand(-1, tokens.shape[1], -1, tokens.shape[3])
         return tokens.gather(2, index).masked_fill((self.window < 0)[:, None, :, None], 0)
 
+    @property
+    def next_skipped(self) -> Tensor | None:
+        """`[batch, (w + 1) * L]` bool, which tokens of the next state's window never reach the memory; `None`: all do."""
+        return None if self.kept_out is None else self.next_window(*self.kept_out)[:, 0, :, 0]
+
     def segment_numbers(self) -> Tensor:
         """Number of each grid segment within its document, `[batch or 1, segments]`."""
         places = torch.arange(self.segments, device=self.tokens_seen.device)
@@ -117,8 +120,7 @@ class SegmentLayout:
 
     def delay(self, grid: Tensor) -> Tensor:
         """The grid as the memory takes it in: `w` segments later, so that a read sees every step before its own."""
-        kept = self.local_segments
-        return F.pad(grid[:, : max(0, self.segments - kept)], (0,) * 6 + (min(kept, self.segments), 0)) if kept else grid
+        return F.pad(grid, (0,) * 6 + (self.local_segments, 0))[:, : self.segments] if self.local_segments else grid
 
     def written(self) -> Tensor | None:
         """Which slots of the delayed grid reach the memory, `[batch or 1, segments, slots]` bool; `None`: all of them.
@@ -134,9 +136,9 @@ class SegmentLayout:
 
     def in_full(self, begin: int, end: int) -> bool:
         """Whether the delayed grid's steps `begin … end` are written as a whole, and every query of them has a full window
-        and a memory that holds something, so that no mask is needed. What the device would have to be asked for counts as
-        no."""
-        if self.source is not None or self.skipped is not None:
+        and a memory that holds something, so that no mask is needed. Where the device, or the shapes of a graph, would
+        have to be asked, the answer is no."""
+        if self.source is not None or self.skipped is not None or torch.compiler.is_compiling():
             return False
         kept, complete = self.local_segments, (self.seen + self.tokens) // self.segment_length - self.first
         return begin >= kept and begin + self.first > kept and end <= complete
@@ -144,8 +146,8 @@ class SegmentLayout:
     def _complete(self) -> Tensor | None:
         places = torch.arange(self.segments, device=self.tokens_seen.device)
         if self.source is None:
-            stop = min(self.segments, (self.seen + self.tokens) // self.segment_length - self.first)
-            if stop == self.segments and not self.local_segments:
+            stop = (self.seen + self.tokens) // self.segment_length - self.first
+            if isinstance(stop, int) and stop == self.segments and not self.local_segments:
                 return None
             kept = (places >= self.local_segments) & (places < stop)
             return kept[None, :, None].expand(1, self.segments, self.slots)
@@ -190,3 +192,11 @@ class SegmentLayout:
         """In which slot of the grid each slot of the carried window lies: its own place, −1 where it is empty."""
         places = torch.arange(self.carried, device=self.source.device)
         return torch.where(self.source[:, : self.carried] >= 0, places, -1)
+
+
+def pad_to(grid: Tensor, rows: int) -> Tensor:
+    """`[batch, rows given, …]` with zeros behind, to so many rows."""
+    missing = rows - grid.shape[1]
+    if isinstance(missing, int) and missing == 0:  # where torch.export leaves the length open, it has to be padded anyhow
+        return grid
+    return F.pad(grid, (0, 0) * (grid.dim() - 2) + (0, missing))

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional as F
 
-from .grid import SegmentLayout
+from .grid import SegmentLayout, pad_to
 from .local import local_attention
 from .memory import Within, delta_states, linear_states, memory_weight, read_memory
 from .state import InfiniState
@@ -67,13 +67,15 @@ def attend_grid(
     keys, values, memory_keys = (
         None if grid is None else F.pad(grid, (0,) * 6 + (kept, 0)) if kept else grid for grid in (key, value, memory_key)
     )
+    limits = [(0, segments)]
+    if group:
+        limits = [(begin, min(begin + group, segments)) for begin in range(0, segments, group)]
     pieces = [
-        [None] * -(-segments // group) if grid is None else list(grid.split(group, 1))
+        [None] * len(limits) if grid is None else list(grid.split(group, 1)) if group else [grid]
         for grid in (query, memory_query, keys, values, memory_keys)
     ]
     outputs, weights = [], []
-    for number, begin in enumerate(range(0, segments, group)):
-        end = min(begin + group, segments)
+    for number, (begin, end) in enumerate(limits):
         count, steady = end - begin, layout.in_full(begin, end)
         queries, memory_queries = (None if grids[number] is None else _blocks(grids[number], step) for grids in pieces[:2])
         windows, leaving = [], []
@@ -104,7 +106,7 @@ def attend_grid(
             step_values = leaving[1].flatten(3, 4).to(dtype)
             query_features = features((queries if memory_queries is None else memory_queries).flatten(3, 4).to(dtype))
             query_features = query_features.unflatten(2, (kv_heads, -1)).flatten(3, 4)
-            if count % step or (written is not None and not steady):  # σ(0) is not zero
+            if _is_padded(count, step) or (written is not None and not steady):  # σ(0) is not zero
                 real = key_features.new_ones(1, count, layout.slots) if written is None else written[:, begin:end]
                 key_features = key_features * _by_step(real, step)
             borders = layout.borders(begin, end)
@@ -151,25 +153,38 @@ class _ContiguousGradient(Function):
 
 
 def _group_sizes(layout: SegmentLayout, key: Tensor, update_rule: str) -> tuple[int, int]:
-    """Segments in a step (one state each) and in a group (worked on at a time), the second a multiple of the first.
+    """Segments in a step (one state each) and in a group (worked on at a time), the second a multiple of the first; 0: all
+    in one group, as in a graph, where the compiler sees to it that what lies between the products stays small.
 
     Segments shorter than a head is wide are joined to steps of at least that many tokens, so that the states never hold
     more than the tokens do. The delta rule, and rows whose documents may change inside a step, need a state per segment.
     """
     step = 1
     if update_rule == "linear" and not layout.packed:
-        step = max(1, min(-(-key.shape[-1] // layout.slots), layout.segments))
+        step = -(-key.shape[-1] // layout.slots)
+        if isinstance(layout.segments, int):  # not where torch.export leaves it open
+            step = max(1, min(step, layout.segments))
+    if torch.compiler.is_compiling():
+        return step, 0
     elements = key[:, :1].numel() * step
     fits = max(1, GROUP_ELEMENTS.get(key.device.type, GROUP_ELEMENTS["cuda"]) // elements)
     return step, step * max(fits, -(-layout.local_segments // step))  # a window reaches into the group before at most
 
 
+def _is_padded(count: int, step: int) -> bool:
+    """Whether so many segments leave the last step with empty ones; where torch.export leaves the number open: yes."""
+    return step > 1 and not (isinstance(count, int) and count % step == 0)
+
+
+def _steps(part: Tensor, step: int) -> Tensor:
+    """`[B, s, …]` as `[B, N, T, …]`, T = step, with empty segments at the end where s is no multiple of it."""
+    steps = -(-part.shape[1] // step)
+    return pad_to(part, steps * step).unflatten(1, (steps, step))
+
+
 def _views(part: Tensor, step: int) -> Tensor:
-    """`[B, s, C, H, D]` as `[B, N, H, T, C, D]`, T = step, with empty segments at the end where s is no multiple of it."""
-    missing = -part.shape[1] % step
-    if missing:
-        part = F.pad(part, (0,) * 6 + (0, missing))
-    return part.unflatten(1, (-1, step)).permute(0, 1, 4, 2, 3, 5)
+    """`[B, s, C, H, D]` as `[B, N, H, T, C, D]`."""
+    return _steps(part, step).permute(0, 1, 4, 2, 3, 5)
 
 
 def _blocks(part: Tensor, step: int) -> Tensor:
@@ -178,7 +193,7 @@ def _blocks(part: Tensor, step: int) -> Tensor:
 
 def _by_step(slots: Tensor, step: int) -> Tensor:
     """`[B or 1, s, C]` as `[B or 1, N, 1, P, 1]`."""
-    return F.pad(slots, (0, 0, 0, -slots.shape[1] % step)).unflatten(1, (-1, step)).flatten(2, 3)[:, :, None, :, None]
+    return _steps(slots, step).flatten(2, 3)[:, :, None, :, None]
 
 
 def _window_mask(numbers: Tensor, layout: SegmentLayout, step: int) -> Tensor:
@@ -189,8 +204,8 @@ def _window_mask(numbers: Tensor, layout: SegmentLayout, step: int) -> Tensor:
     earlier = earlier.unsqueeze(2).expand(-1, -1, slots, -1)
     own = torch.ones(slots, slots, dtype=torch.bool, device=numbers.device).tril()
     mask = torch.cat([earlier, own.expand(*earlier.shape[:2], -1, -1)], -1)
-    mask = F.pad(mask, (0,) * 4 + (0, -mask.shape[1] % step), value=True)
-    return mask.unflatten(1, (-1, step)).unsqueeze(2)
+    hidden = _steps(~mask, step)  # the empty segments at the end hide nothing: a softmax over nothing is no number
+    return ~hidden.unsqueeze(2)
 
 
 def _earlier_segments(step: int, slots: int, groups: int, like: Tensor) -> Tensor:

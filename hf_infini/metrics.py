@@ -122,7 +122,7 @@ class LossByPosition:
         ]
 
 
-def evaluate_rows(model, rows, batch_size: int, reader=None) -> dict[str, float]:
+def evaluate_rows(model, rows, batch_size: int, reader=None, together: bool = False) -> dict[str, float]:
     """Token-weighted cross-entropy, perplexity and token count of rows of one length, shared among all processes.
 
     Args:
@@ -130,6 +130,8 @@ def evaluate_rows(model, rows, batch_size: int, reader=None) -> dict[str, float]
         rows: a dataset whose column `input_ids` has rows of one length.
         batch_size: rows per call of the model.
         reader: a [`RowReader`] that makes inputs of them; `None` counts every token.
+        together: whether every process has to call the model equally often, as a sharded model wants it: one without rows of
+            its own left then reads rows of the first's once more, and does not count them.
     """
     import torch
 
@@ -140,10 +142,15 @@ def evaluate_rows(model, rows, batch_size: int, reader=None) -> dict[str, float]
     was_training = model.training
     model.eval()
     loss_sum, tokens = 0.0, 0
-    for start in range(rank * batch_size, len(rows), world * batch_size):
+    for first in range(0, len(rows), world * batch_size):
+        start = first + rank * batch_size
+        own = start < len(rows)
+        if not (own or together):
+            break
+        start = start if own else first
         for _, losses, targets in stream_losses(model, **reader(rows[start : start + batch_size])):
-            loss_sum += losses.sum(dtype=torch.float64).item()
-            tokens += int((targets != -100).sum())
+            loss_sum += own * losses.sum(dtype=torch.float64).item()
+            tokens += own * int((targets != -100).sum())
     model.train(was_training)
     loss_sum, tokens = reduce_sums(loss_sum, tokens)
     return summarize([loss_sum], [int(tokens)])

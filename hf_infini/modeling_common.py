@@ -2,6 +2,7 @@
 memory."""
 
 import torch
+from transformers.dynamic_module_utils import custom_object_save
 
 from .cache import InfiniCache
 
@@ -20,21 +21,27 @@ class InitializationMixin:
 
 class HubCodeMixin:
     """Saves a model's code beside its weights, so that it loads where this package is not installed; stands before
-    `PreTrainedModel`. It acts in the classes that [`carry_code`] names, not in their subclasses.
+    `PreTrainedModel`. It acts in the classes that [`carry_code`] names, not in their subclasses, but for those that torch
+    makes of them to shard a model (FSDP2).
     """
 
     auto_entries: dict[str, str] = {}
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
-        # What defines a subclass is another file: torch's own, where FSDP makes one of a model's class to shard it
-        cls._auto_class, cls.auto_entries = None, {}
+        cls._auto_class, cls.auto_entries = None, {}  # what defines a subclass is another file
 
-    def save_pretrained(self, save_directory, *args, **kwargs):
-        if self.auto_entries:
+    def save_pretrained(self, save_directory, is_main_process: bool = True, *args, **kwargs):
+        defined = type(self)
+        while defined.__module__.startswith("torch."):
+            defined = next(base for base in defined.__bases__ if issubclass(base, HubCodeMixin))
+        if defined.auto_entries:
             # transformers adds the class that is saved alone: a language model is to load as a base model, too
-            self.config.auto_map = {**(getattr(self.config, "auto_map", None) or {}), **self.auto_entries}
-        return super().save_pretrained(save_directory, *args, **kwargs)
+            self.config.auto_map = {**(getattr(self.config, "auto_map", None) or {}), **defined.auto_entries}
+        result = super().save_pretrained(save_directory, is_main_process, *args, **kwargs)
+        if defined is not type(self) and defined.auto_entries and is_main_process:
+            custom_object_save(defined.__new__(defined), save_directory)  # copies the files that define the object's class
+        return result
 
 
 def carry_code(**classes: type[HubCodeMixin]) -> None:
@@ -91,8 +98,10 @@ def memory_cache(config, given, use_cache: bool | None):
     """The [`InfiniCache`] of one call of a model with infini layers, or `None`: the given one, checked, or a new one.
 
     Raises:
-        ValueError: `given` is a cache of another kind.
+        ValueError: `given` is a cache of another kind, or the call is to be exported.
     """
+    if use_cache and torch.compiler.is_exporting():
+        raise ValueError("torch.export cannot hold the cache of a memory: pass use_cache=False among the example inputs.")
     if given is not None and not isinstance(given, InfiniCache):
         raise ValueError(
             f"past_key_values must be an InfiniCache, got {type(given).__name__}: a memory does not fit into other caches. "

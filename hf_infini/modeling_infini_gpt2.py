@@ -166,7 +166,7 @@ class GPT2InfiniAttention(GPT2Attention):
         convolution needs of these tokens in the next call (`recent`, `None` before the first)."""
         if self.config.memory_conv:
             if recent is None:
-                recent = hidden_states.new_zeros(len(hidden_states), self.config.memory_conv - 1, self.embed_dim)
+                recent = hidden_states.new_zeros(hidden_states.shape[0], self.config.memory_conv - 1, self.embed_dim)
             added, recent = short_convolution(hidden_states, self.memory_conv, layout, recent)
             hidden_states = hidden_states + added
         parts = self.c_attn(hidden_states).split(self.split_size, dim=2)

@@ -16,6 +16,11 @@ from .grid import SegmentLayout
 from .state import InfiniState
 from .steps import StepLayout, step_layout, tensor_step
 
+UNBOUNDED = (
+    "position_ids can begin any number of documents, and the layout of their segments is made outside of the graph. "
+    "Say with max_documents how many a row holds at most, or leave position_ids out."
+)
+
 
 def segment_layout(
     batch: int,
@@ -56,6 +61,8 @@ def segment_layout(
     if max_documents is not None or (compiling and position_ids is None):
         bound = 1 if max_documents is None else max_documents
         make = functools.partial(_bounded_layout, max_documents=bound)
+    elif torch.compiler.is_exporting():
+        raise ValueError(UNBOUNDED)
     else:
         make = _layout_outside if compiling else _asked_layout
     return make(batch, tokens, segment_length, local_segments, real, position_ids, memory_mask, state, device)
@@ -94,11 +101,7 @@ def _asked_layout(
     return _with_skipped(layout, memory_mask, state)
 
 
-_layout_outside = torch.compiler.disable(
-    _asked_layout,
-    reason="position_ids can begin any number of documents: the layout of the segments is made outside of the graph. Say "
-    "with max_documents how many a row holds at most, or leave position_ids out.",
-)
+_layout_outside = torch.compiler.disable(_asked_layout, reason=UNBOUNDED)
 
 
 def _bounded_layout(
@@ -121,11 +124,12 @@ def _bounded_layout(
         return _with_skipped(layout, memory_mask, state)
     real = torch.ones(shape, dtype=torch.bool, device=device) if real is None else real
     restart = torch.zeros(shape, dtype=torch.bool, device=device) if restart is None else restart
-    documents = min(max_documents, tokens + 1)
+    documents = 1 if max_documents == 1 else min(max_documents, tokens + 1)
     if state is None:
         carried, seen = 0, torch.zeros(batch, dtype=torch.long, device=device)
         # A document of n tokens takes 1 + (n − 1) // L segments, of which one is there without any token
-        segments, slots = documents + max(0, tokens - documents) // segment_length, min(segment_length, tokens)
+        segments = documents + (tokens - documents) // segment_length
+        slots = segment_length if tokens >= segment_length else tokens
     else:
         carried, seen = (local_segments + 1) * segment_length, state.tokens_seen
         # The continued one may fill its segment with its first new token
@@ -148,11 +152,7 @@ def _with_skipped(layout: SegmentLayout, memory_mask: Tensor | None, state: Infi
         slots = (layout.local_segments + 1) * layout.segment_length
         window = torch.zeros(layout.batch, slots, dtype=torch.bool, device=device)
     new, window = (skipped[:, None, :, None] for skipped in (new, window))
-    return replace(
-        layout,
-        skipped=layout.to_grid(new, window)[..., 0, 0],
-        next_skipped=layout.next_window(new, window)[:, 0, :, 0],
-    )
+    return replace(layout, skipped=layout.to_grid(new, window)[..., 0, 0], kept_out=(new, window))
 
 
 def _plain_layout(batch, tokens, position_ids, segment_length, local_segments, state, begin, device) -> SegmentLayout:
@@ -166,7 +166,7 @@ def _plain_layout(batch, tokens, position_ids, segment_length, local_segments, s
         segment_length=segment_length,
         local_segments=local_segments,
         segments=-(-total // segment_length),
-        slots=min(segment_length, total),
+        slots=segment_length if total >= segment_length else total,
         carried=carried,
         first=first,
         seen=begin,

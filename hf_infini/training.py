@@ -7,9 +7,11 @@ import json
 import math
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from torch.distributed.tensor import DTensor
 from transformers import Trainer, TrainingArguments
 from transformers.integrations import get_available_reporting_integrations
 
@@ -64,10 +66,11 @@ def train_to_end(trainer: Trainer, checkpoint: Path | None):
     killed after its last step has nothing left to train.
     """
     last = Path(trainer.args.output_dir) / f"checkpoint-{trainer.args.max_steps}"
+    model_class = type(trainer.model)  # sharding makes another of it
     _teach_torch_cpu_zero()
     if checkpoint != last:  # otherwise the Trainer would take one step more
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-    return type(trainer.model).from_pretrained(last, dtype=torch.float32).to(trainer.args.device)
+    return model_class.from_pretrained(last, dtype=torch.float32).to(trainer.args.device)
 
 
 @functools.cache  # torch cannot take the same registration twice
@@ -128,6 +131,19 @@ def check_processes(arguments: TrainingArguments, expected: int | None) -> None:
         )
 
 
+def check_sharding(trainer: Trainer) -> None:
+    """UserError when `accelerate launch` was told to shard the model and does not."""
+    for name, variable, on in (
+        ("FSDP", "ACCELERATE_USE_FSDP", trainer.is_fsdp_enabled),
+        ("DeepSpeed", "ACCELERATE_USE_DEEPSPEED", trainer.is_deepspeed_enabled),
+    ):
+        if os.environ.get(variable, "").lower() == "true" and not on:
+            raise UserError(
+                f"accelerate's configuration asks for {name}, which accelerate has for GPUs alone, and this process is on "
+                f"{trainer.args.device}: start it without that configuration, or on GPUs and without --use_cpu"
+            )
+
+
 def check_trackers(names: list[str]) -> list[str]:
     """The names that TrainingArguments' `report_to` takes; "none" stands for no tracker at all.
 
@@ -185,10 +201,11 @@ def parameter_groups(model, learning_rate: float, gate_learning_rate: float, wei
 
 def gate_values(model) -> dict[str, list[float]]:
     """sigmoid(gate) of each head, by layer: the share of the memory in that head's output; empty without gates."""
-    return {
-        name.split(".h.")[1].split(".")[0]: [round(value, 5) for value in torch.sigmoid(gate().detach().float()).tolist()]
-        for name, gate in gates_of(model).items()
-    }
+    logits = {name.split(".h.")[1].split(".")[0]: gate().detach() for name, gate in gates_of(model).items()}
+    for layer, shard in logits.items():
+        if isinstance(shard, DTensor):
+            logits[layer] = shard.full_tensor()  # from all processes, which all come here
+    return {layer: [round(value, 5) for value in torch.sigmoid(gate.float()).tolist()] for layer, gate in logits.items()}
 
 
 class PerplexityTrainer(Trainer):
@@ -198,18 +215,35 @@ class PerplexityTrainer(Trainer):
         *args, **kwargs: the Trainer's own.
         eval_rows: how many of the validation rows `evaluate()` reads; None reads all.
         eval_reader: makes the inputs of an evaluation from these rows.
+        optimizer_of: makes the optimiser of a model; None leaves it to the Trainer. Where a model is to be sharded, none can
+            be given ready-made (`optimizers`).
     """
 
-    def __init__(self, *args, eval_rows: int | None = None, eval_reader: RowReader | None = None, **kwargs):
+    def __init__(
+        self,
+        *args,
+        eval_rows: int | None = None,
+        eval_reader: RowReader | None = None,
+        optimizer_of: Callable[[torch.nn.Module], torch.optim.Optimizer] | None = None,
+        **kwargs,
+    ):
         super().__init__(*args, **kwargs)
         self.eval_rows = eval_rows
         self.eval_reader = eval_reader
+        self.optimizer_of = optimizer_of
+        # Each call of a model whose weights lie in pieces in all processes is one of all processes
+        self.is_sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
+
+    def create_optimizer(self, model=None) -> torch.optim.Optimizer:
+        if self.optimizer is None and self.optimizer_of is not None:
+            self.optimizer = self.optimizer_of(self.model if model is None else model)
+        return super().create_optimizer(model)
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """As the Trainer's. Where most labels are −100, logits are made of the other places alone: the head over a whole
         vocabulary is much of a small model's work."""
         learned = inputs["labels"][:, 1:] != -100
-        one_process = model is self.model  # a distributed wrapper must see the whole call
+        one_process = model is self.model and not self.is_sharded  # a distributed wrapper must see the whole call
         if return_outputs or not one_process or bool(learned.float().mean() > 0.5):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         positions = {name: inputs[name] for name in ("position_ids",) if name in inputs}
@@ -228,7 +262,8 @@ class PerplexityTrainer(Trainer):
         rows = self.eval_dataset if eval_dataset is None else eval_dataset
         rows = rows if self.eval_rows is None else rows.select(range(min(self.eval_rows, len(rows))))
         with self.accelerator.autocast():
-            total = evaluate_rows(self.model, rows, self.args.per_device_eval_batch_size, self.eval_reader)
+            size, reader = self.args.per_device_eval_batch_size, self.eval_reader
+            total = evaluate_rows(self.model, rows, size, reader, together=self.is_sharded)
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in total.items()}
         metrics[f"{metric_key_prefix}_loss"] = total["cross_entropy"]
         if self.args.report_to:  # otherwise they are in metrics.jsonl alone, and not among what is printed

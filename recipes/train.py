@@ -121,7 +121,6 @@ def main(argv: list[str] | None = None) -> None:
     set_seed(run.seed)
     model = build_model(config, shape.init_from)
     rates = (optimizer.learning_rate, optimizer.gate_learning_rate, optimizer.weight_decay)
-    groups = training.parameter_groups(model, *rates)
     recorder = run_folder.RunRecorder(out, tokens_per_step, checkpoint)
     trainer = training.PerplexityTrainer(
         model=model,
@@ -130,11 +129,14 @@ def main(argv: list[str] | None = None) -> None:
         eval_dataset=validation,
         data_collator=learned.collate,
         processing_class=tokenizer,
-        optimizers=(torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True), None),
         callbacks=[*([streaming.StreamRecorder(stream)] if stream else []), recorder],
         eval_rows=optimizer.eval_rows,
         eval_reader=judged,
+        optimizer_of=lambda model: torch.optim.AdamW(
+            training.parameter_groups(model, *rates), betas=(0.9, 0.95), fused=True
+        ),
     )
+    training.check_sharding(trainer)
     note = f"from step {run_folder.checkpoint_step(checkpoint)}" if checkpoint else "from the start"
     length = f"{arguments.max_steps:,} steps of {tokens_per_step:,} tokens"
     training.say(f"{model.num_parameters():,} parameters, {length}, {note}")

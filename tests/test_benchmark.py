@@ -1,5 +1,7 @@
 """recipes/benchmark.py, run as a user runs it: all parts on tiny sizes, killed and started again, refused; and its peaks."""
 
+import contextlib
+import io
 import json
 import os
 import re
@@ -7,7 +9,7 @@ import sys
 from functools import partial
 
 import pytest
-from test_train import kill_when, load_recipe, run
+from test_train import ROOT, kill_when, load_recipe
 
 from hf_infini.benchmarks import probe
 from hf_infini.benchmarks.store import Results
@@ -19,22 +21,25 @@ SCALING = ["--scaling_tokens", 64, 128, "--scaling_segment", 16, "--memory_segme
 SIZES = ["--n_layer", 2, "--n_embd", 32, "--n_head", 2, "--vocab_size", 97, "--segment_length", 16, "--chunk", 70]
 TRAINING = ["--training_contexts", 40, "--precisions", "bf16", "--prompts", 90, 200, "--stock_prompt_limit", 100]
 DECODING = ["--contexts", 50, 400, "--stock_limit", 100, "--steps", 2, "--padded_batch", 3, "--padded_context", 20]
-RECIPE = [sys.executable, "recipes/benchmark.py"]
 
 
 def rows_of(file, part):
     return [row for cell in json.loads(file.read_text())["parts"][part] for row in cell["rows"]]
 
 
+def measure(*argv) -> str:
+    """Runs the recipe in this process, and returns what it printed."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        benchmark.main([*map(str, argv)])
+    return printed.getvalue()
+
+
 @pytest.fixture(scope="module")
 def everything(tmp_path_factory):
     """One run of all parts on tiny sizes: what it printed, and its --out."""
     out = tmp_path_factory.mktemp("benchmark") / "deep" / "all"
-    names = ["infini", "loop-split", "causal-eager"]
-    done = run(
-        *RECIPE, *LAYER, "--shapes", "64x8", *SCALING, *SIZES, *TRAINING, *DECODING, "--contestants", *names, "--out", out
-    )
-    return done.stdout, out
+    layer = [*LAYER, "--shapes", "64x8", *SCALING, "--contestants", "infini", "loop-split", "causal-eager"]
+    return measure(*layer, *SIZES, *TRAINING, *DECODING, "--out", out), out
 
 
 def test_the_layer_beside_others(everything):
@@ -105,34 +110,36 @@ def test_files_of_a_run(everything):
 def test_killed_and_started_again(tmp_path):
     """What was measured before the kill is not measured again: its values are the same, digit for digit."""
     file = tmp_path / "killed.json"
-    names = ["--parts", "attention", "--contestants", "infini", "--out", tmp_path / "killed"]
-    command = [*RECIPE, *LAYER, "--shapes", "64x8", "2048x8", "512x16", *names]
-    kill_when(lambda: file.is_file() and json.loads(file.read_text())["parts"].get("attention"), *command)
-    before = rows_of(file, "attention")
-    assert 1 <= len(before) < 3
-    printed = run(*command).stdout
-    after = rows_of(file, "attention")
-    assert after[: len(before)] == before and [row["tokens"] for row in after] == [64, 2048, 512]
-    assert re.findall(r"n = ([\d,]+)", printed) == ["64", "2,048", "512"]
-    more = rows_of(file, "machine")
-    run(*command, "--again")
-    assert rows_of(file, "machine") != more and len(rows_of(file, "attention")) == 3
+    options = [*LAYER, *SIZES, "--parts", "decoding", "--contexts", 50, 20000, "--stock_limit", 100, "--steps", 2]
+    options += ["--out", tmp_path / "killed"]
+    ready = lambda: file.is_file() and json.loads(file.read_text())["parts"].get("decoding")  # noqa: E731
+    kill_when(ready, sys.executable, "recipes/benchmark.py", *options, seconds=400)
+    before = rows_of(file, "decoding")
+    assert [row["context"] for row in before] == [50, 50]
+    printed = measure(*options)
+    after = rows_of(file, "decoding")
+    assert after[:2] == before and after[2]["context"] == 20000
+    assert re.findall(r"^\| ([\d,]+) +\| (\w+)", printed, re.MULTILINE)[-3:] == [
+        ("50", "infini"),
+        ("50", "gpt2"),
+        ("20,000", "infini"),
+    ]
 
 
 def test_cells_are_kept_and_other_machines_refused(tmp_path):
     file, setting = tmp_path / "x.json", {"hardware": "a", "versions": {"torch": "1"}, "device": "cpu", "threads": 1}
     calls = []
 
-    def measure():
+    def counted():
         calls.append(1)
         return [{"value": len(calls)}]
 
     first = Results(file, setting, {"rounds": 1})
-    assert first.rows("part", {"n": 1}, measure) == [{"value": 1}] == first.rows("part", {"n": 1}, measure)
+    assert first.rows("part", {"n": 1}, counted) == [{"value": 1}] == first.rows("part", {"n": 1}, counted)
     second = Results(file, setting, {"rounds": 1})
-    assert second.rows("part", {"n": 1}, measure) == [{"value": 1}]
-    assert second.rows("part", {"n": 2}, measure) == [{"value": 2}] and len(calls) == 2
-    assert Results(file, setting, {}, again=True).rows("part", {"n": 1}, measure) == [{"value": 3}]
+    assert second.rows("part", {"n": 1}, counted) == [{"value": 1}]
+    assert second.rows("part", {"n": 2}, counted) == [{"value": 2}] and len(calls) == 2
+    assert Results(file, setting, {}, again=True).rows("part", {"n": 1}, counted) == [{"value": 3}]
     assert len(json.loads(file.read_text())["parts"]["part"]) == 2
     with pytest.raises(UserError, match="measured with threads 1, now 2: choose another --out"):
         Results(file, setting | {"threads": 2}, {})
@@ -165,22 +172,29 @@ def layer(contestant, tokens):
     return {"kind": "layer", "contestant": contestant, "shape": shape, "device": "cpu"}
 
 
+def test_nothing_else_imports_the_benchmarks():
+    """Whoever imports hf_infini waits for none of it."""
+    files = [file for folder in ("hf_infini", "hf_infini_cli") for file in (ROOT / folder).glob("*.py")]
+    found = [file.name for file in files if re.search(r"^\s*(from|import) .*benchmark", file.read_text(), re.MULTILINE)]
+    assert len(files) > 50 and not found
+
+
 @pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="peaks cannot be set back here")
 def test_peaks_of_fresh_processes():
     """Full attention written out holds squares of n, this package a multiple of its inputs; a second measurement in a new
     process finds nothing left of the first."""
-    measure = partial(probe.measure, device="cpu", threads=1, limit_seconds=300)
+    peak = partial(probe.measure, device="cpu", threads=1, limit_seconds=300)
     square = 2 * 2048 * 2048 * 4
-    large = measure(layer("causal-eager", 2048))["peak_bytes"]
+    large = peak(layer("causal-eager", 2048))["peak_bytes"]
     assert 2 * square < large < 6 * square  # weights, a gradient, and what was not freed before
     tensor = 2 * 16 * 2048 * 4
-    small = measure(layer("infini", 2048))["peak_bytes"]
+    small = peak(layer("infini", 2048))["peak_bytes"]
     assert 6 * tensor < small < square
 
 
 def test_processes_that_do_not_end_well():
-    measure = partial(probe.measure, device="cpu", threads=1)
-    assert measure(layer("infini", 2**16), limit_seconds=0.01) == {"failed": "more than 0.01 s"}
+    peak = partial(probe.measure, device="cpu", threads=1)
+    assert peak(layer("infini", 2**16), limit_seconds=0.01) == {"failed": "more than 0.01 s"}
     wrong = layer("infini", 64)
     wrong["shape"]["dtype"] = "float16x"
-    assert "float16x" in measure(wrong, limit_seconds=60)["failed"]
+    assert "float16x" in peak(wrong, limit_seconds=60)["failed"]

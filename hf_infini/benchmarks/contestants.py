@@ -92,13 +92,16 @@ def run_of(name: str, problem: Problem) -> Callable[[], None]:
 
 
 def probe(spec: dict, peak_of: Callable[[Callable[[], object]], dict]) -> dict:
-    """Peak of inputs, forward and backward of `spec["contestant"]`, for [`probe.measure`]; two segments warm it up."""
+    """Peak of inputs, forward and backward of `spec["contestant"]`, for [`probe.measure`].
+
+    Two segments warm up a process on the CPU. On a GPU it is the whole: what is compiled, is compiled for its shape.
+    """
     shape = Shape(**spec["shape"])
 
     def once(shape: Shape) -> None:
         run_of(spec["contestant"], Problem.random(shape, spec["device"]))()
 
-    once(replace(shape, tokens=min(shape.tokens, 2 * shape.segment)))
+    once(shape if spec["device"].startswith("cuda") else replace(shape, tokens=min(shape.tokens, 2 * shape.segment)))
     return peak_of(lambda: once(shape))
 
 
@@ -196,22 +199,18 @@ def _make_sliding_window(problem: Problem) -> Forward:
             return (query >= key) & (query - key < window)
 
         mask = create_block_mask(visible, None, None, tokens, tokens, device=device)
-        return (lambda: _compiled_flex_attention()(*problem.views(), block_mask=mask)), []
+        compiled = _compiled_flex_attention()
+        return (lambda: compiled(*problem.views(), block_mask=mask)), []
     band = torch.ones(tokens, tokens, dtype=torch.bool, device=device).tril_().triu_(1 - window)
     return (lambda: F.scaled_dot_product_attention(*problem.views(), attn_mask=band)), []
 
 
 def _compiled_flex_attention():
-    """Compiled once for all shapes that it will see: without being compiled it is no fair contestant."""
-    global _flex_attention
-    if _flex_attention is None:
-        from torch.nn.attention.flex_attention import flex_attention
+    """Compiled for each shape that it will see: without being compiled it is no fair contestant."""
+    from torch.nn.attention.flex_attention import flex_attention
 
-        _flex_attention = torch.compile(flex_attention)
-    return _flex_attention
-
-
-_flex_attention = None
+    torch._dynamo.config.recompile_limit = 128  # beyond the default, 8 shapes, it would silently run as it is
+    return torch.compile(flex_attention, dynamic=False)
 
 
 def _make_local_attention(problem: Problem) -> Forward:

@@ -19,7 +19,7 @@ from ..stages import peak_memory_bytes
 from . import contestants, models
 from .timing import give_back_memory
 
-START_SECONDS = 120  # for the server's imports, on a busy machine
+START_SECONDS = 600  # for the server's imports, on a busy machine
 # kind → function of a spec and of [`peak_of`] bound to the device; the keys are what a spec's "kind" may be
 KINDS = {"layer": contestants.probe, "training": models.probe_training, "prefill": models.probe_prefill}
 
