@@ -1,6 +1,5 @@
 """Training from a stream: its rows are prepare.py's, held-out documents never are among them, a kill changes nothing."""
 
-import dataclasses
 import functools
 import gzip
 import itertools
@@ -189,33 +188,22 @@ def test_a_share_that_holds_out_no_whole_documents_is_refused(corpus, small, tmp
 # --- kinds of corpora -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["parquet", "saved dataset", "gzip", "text"])
+@pytest.mark.parametrize("kind", ["parquet", "saved dataset", "gzip"])
 def test_every_kind_of_source(corpus, small, tmp_path, kind):
     import datasets
 
     expected = tokens(stream_of(corpus, small).one_pass())
     table = datasets.Dataset.from_list([{"id": d.id, "text": d.text} for d in biographies()])
-    source, data = tmp_path / "corpus", small
+    source = tmp_path / "corpus"
     if kind == "parquet":
         source = tmp_path / "corpus.parquet"
         table.to_parquet(str(source))
     elif kind == "saved dataset":
         table.save_to_disk(str(source))
-    elif kind == "gzip":
+    else:
         source = tmp_path / "corpus.jsonl.gz"
         source.write_bytes(gzip.compress(b"".join(file.read_bytes() for file in sorted(corpus.iterdir()))))
-    else:
-        source.mkdir()
-        for number, document in enumerate(biographies()):
-            (source / f"{number:02}.txt").write_text(document.text, encoding="utf-8")
-        names = {f"{number:02}.txt": document.id for number, document in enumerate(biographies())}
-        stream = stream_of(source, data)
-        texts = whole_texts(stream, stream.one_pass())
-        kept = [name for name in names if min(chance(0, split, name) for split in ("validation", "test")) >= 0.1]
-        wanted = [d.text for d in biographies() if d.id in {names[n] for n in kept} - held_out(data).keys()]
-        assert texts == wanted[: len(texts)] and len(texts) >= len(wanted) - 1
-        return
-    assert tokens(stream_of(source, data).one_pass()) == expected
+    assert tokens(stream_of(source, small).one_pass()) == expected
 
 
 @pytest.mark.skipif(not (DATA / "carolina").is_dir(), reason=f"no Carolina shards under {DATA}")
@@ -238,16 +226,12 @@ def options_of(data: Path, corpus: Path) -> list:
     sizes = ["--n_layer", 1, "--n_embd", 16, "--n_head", 2, "--segment_length", 16, "--positions", "segment"]
     ends = ["--max_steps", 24, "--save_steps", 4, "--eval_steps", 12, "--eval_rows", 8, "--logging_steps", 2]
     return ["--data", data, "--streaming", corpus, "--shuffle_buffer", 100, *sizes, *ends, "--use_cpu", "true",
-            "--batch_size", 16, "--learning_rate", 0.005, "--precision", "float32"]  # fmt: skip
+            "--batch_size", 16, "--learning_rate", 0.005, "--schedule", "constant_with_warmup", "--warmup", 2,
+            "--precision", "float32"]  # fmt: skip
 
 
-def same_numbers(folder: Path, other: Path, rel: float) -> bool:
-    """Whether two runs have the same steps, losses and gates up to rounding."""
-    left, right = (
-        [number for step, *pair, gates in losses(run) for number in (step, *pair, *itertools.chain(*(gates or {}).values()))]
-        for run in (folder, other)
-    )
-    return left == [None if number is None else pytest.approx(number, rel=rel) for number in right]
+def training_losses(folder: Path, last: int = 24) -> dict[int, float]:
+    return {step: loss for step, loss, *_ in losses(folder) if loss is not None and step <= last}
 
 
 @pytest.fixture(scope="module")
@@ -283,7 +267,8 @@ def test_killed_and_started_again_it_ends_as_if_it_had_run_through(straight, cor
     assert f"streaming was '{corpus.name} (" in capsys.readouterr().err
     train.main([*map(str, options)])
     assert f"from step {resumes_at}" in capsys.readouterr().err and resumes_at < 24
-    assert same_numbers(folder, straight, rel=1e-5)  # another number of threads sums in another order
+    # Another number of threads sums in another order
+    assert training_losses(folder) == pytest.approx(training_losses(straight), rel=1e-5)
     assert result(folder)["cross_entropy"] == pytest.approx(result(straight)["cross_entropy"], rel=1e-5)
     assert result(folder)["stream"] == result(straight)["stream"]
 
@@ -291,18 +276,17 @@ def test_killed_and_started_again_it_ends_as_if_it_had_run_through(straight, cor
 def test_two_processes_train_what_one_does(straight, corpus, small, tmp_path):
     """The first reads for both: each row goes to one of them, in the order in which one process would take them."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", 2]
-    options = [*options_of(small, corpus), "--gradient_accumulation", 2, "--num_processes", 2, "--out", tmp_path / "two"]
-    command = [*torchrun, *recipe("train")[1:], *options]
+    options = [*options_of(small, corpus), "--max_steps", 8, "--gradient_accumulation", 2, "--num_processes", 2]
+    command, folder = [*torchrun, *recipe("train")[1:], *options, "--out", tmp_path / "two"], tmp_path / "two"
     assert "2 process(es)" in run(*command).stderr
-    assert same_numbers(tmp_path / "two", straight, rel=1e-3)  # 24 steps let another order of sums grow a little
-    one, two = result(straight)["stream"], result(tmp_path / "two")["stream"]
-    assert (one["source"], one["passes"]) == (two["source"], two["passes"])
-    assert abs(one["tokens"] - two["tokens"]) < 20_000  # it has read another batch ahead, which may be of a new document
-    shutil.copy(tmp_path / "two" / "metrics.jsonl", tmp_path / "metrics.jsonl")
-    (tmp_path / "two" / "result.json").unlink()
-    (tmp_path / "two" / "checkpoint-24" / "complete.json").unlink()
-    assert "from step 20" in run(*command).stderr
-    assert losses(tmp_path / "two") == losses(tmp_path) and result(tmp_path / "two")["stream"] == two
+    # The gradients of 64 rows are summed in another order; the steps of AdamW let that grow a little
+    assert training_losses(folder) == pytest.approx(training_losses(straight, last=8), rel=1e-4)
+    assert len(training_losses(folder)) == 4
+    before, stream = losses(folder), result(folder)["stream"]
+    (folder / "result.json").unlink()
+    (folder / "checkpoint-8" / "complete.json").unlink()
+    assert "from step 4" in run(*command).stderr
+    assert losses(folder) == before and result(folder)["stream"] == stream
 
 
 def test_the_card_tells_of_the_stream(straight, corpus, small):
@@ -316,7 +300,7 @@ def test_the_card_tells_of_the_stream(straight, corpus, small):
     assert f"{corpus.name}, {read}" in text and "1,536 of 64 tokens, packed on the way and not stored" in text
     assert f"{stream['dropped']['held out']} held out" in text and "Passes over the training rows" not in text
     assert "the first 30 documents" not in text and "Rows, validation" in text and "Rows, test" in text
-    whole = cards.write_card(dataclasses.replace(run_of_card))
+    whole = cards.write_card(run_of_card)
     assert f"({corpus.name}, streamed)" in whole and "Rows in memory that the next were drawn from" in whole
 
 
