@@ -7,7 +7,7 @@ Shapes: the grid of the layout, `[B, S, C, H, D]`, is cut into *blocks* `[B, N, 
 heads before tokens, so that every product is one of contiguous matrices. `P = T · C` tokens make a step, with one state.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -70,29 +70,25 @@ def attend_grid(
     limits = [(0, segments)]
     if group:
         limits = [(begin, min(begin + group, segments)) for begin in range(0, segments, group)]
-    pieces = [
-        [None] * len(limits) if grid is None else list(grid.split(group, 1)) if group else [grid]
-        for grid in (query, memory_query, keys, values, memory_keys)
-    ]
+    query, keys, values, memory_query, memory_keys = (
+        grid if grid is None else grid.split(group, 1) if group else (grid,)
+        for grid in (query, keys, values, memory_query, memory_keys)
+    )
     outputs, weights = [], []
     for number, (begin, end) in enumerate(limits):
         count, steady = end - begin, layout.in_full(begin, end)
-        queries, memory_queries = (None if grids[number] is None else _blocks(grids[number], step) for grids in pieces[:2])
-        windows, leaving = [], []
-        for grids in pieces[2:]:
-            if grids[number] is None:
-                leaving[0] = leaving[0] if memory_key is None else None
-                continue
-            reach = grids[number]
-            if kept and reach.shape[1] < count + kept:
-                reach = torch.cat([reach, *(piece[:, :kept] for piece in grids[number + 1 : number + 2])], 1)
-            parts = [_views(reach[:, shift : shift + count], step) for shift in range(kept + 1)]
-            leaving.append(parts[0].contiguous())
-            windows.append(torch.cat(parts, 4) if kept else leaving[-1])
+        queries = _blocks(query[number], step).contiguous()
+        (leaving_keys, key_window), (leaving_values, value_window) = (
+            _window(grids[number : number + 2], count, kept, step) for grids in (keys, values)
+        )
+        memory_queries = queries if memory_query is None else _blocks(memory_query[number], step)
+        if memory_keys is not None:
+            leaving_keys, _ = _window(memory_keys[number : number + 2], count, kept, step)
         mask = None if steady or not kept else _window_mask(numbers[:, begin:end], layout, step)
         local, local_weights, log_sum = local_attention(
             queries,
-            *windows[:2],
+            key_window,
+            value_window,
             mask,
             scaling=scaling,
             dropout=dropout,
@@ -102,9 +98,9 @@ def attend_grid(
         )
         with torch.autocast(key.device.type, enabled=False):
             local = local.flatten(3, 4)
-            key_features = features((leaving[2] if memory_key is not None else leaving[0]).flatten(3, 4).to(dtype))
-            step_values = leaving[1].flatten(3, 4).to(dtype)
-            query_features = features((queries if memory_queries is None else memory_queries).flatten(3, 4).to(dtype))
+            key_features = features(leaving_keys.flatten(3, 4).to(dtype))
+            step_values = leaving_values.flatten(3, 4).to(dtype)
+            query_features = features(memory_queries.flatten(3, 4).to(dtype))
             query_features = query_features.unflatten(2, (kv_heads, -1)).flatten(3, 4)
             if _is_padded(count, step) or (written is not None and not steady):  # σ(0) is not zero
                 real = key_features.new_ones(1, count, layout.slots) if written is None else written[:, begin:end]
@@ -182,13 +178,22 @@ def _steps(part: Tensor, step: int) -> Tensor:
     return pad_to(part, steps * step).unflatten(1, (steps, step))
 
 
-def _views(part: Tensor, step: int) -> Tensor:
+def _blocks(part: Tensor, step: int) -> Tensor:
     """`[B, s, C, H, D]` as `[B, N, H, T, C, D]`."""
     return _steps(part, step).permute(0, 1, 4, 2, 3, 5)
 
 
-def _blocks(part: Tensor, step: int) -> Tensor:
-    return _views(part, step).contiguous()
+def _window(groups: Sequence[Tensor], count: int, kept: int, step: int) -> tuple[Tensor, Tensor]:
+    """The blocks that leave the windows of a group's `count` segments, and those windows, `[B, N, K, T, W, D]`.
+
+    Args:
+        groups: a group of the grid that begins w = `kept` segments early, and the next if there is one, which the last
+            windows reach into.
+    """
+    reach = groups[0] if groups[0].shape[1] >= count + kept else torch.cat([groups[0], groups[1][:, :kept]], 1)
+    parts = [_blocks(reach[:, shift : shift + count], step) for shift in range(kept + 1)]
+    leaving = parts[0].contiguous()
+    return leaving, torch.cat(parts, 4) if kept else leaving
 
 
 def _by_step(slots: Tensor, step: int) -> Tensor:
