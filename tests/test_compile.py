@@ -110,7 +110,8 @@ def test_decoding_is_one_graph_for_all_tokens(name, backend):
         model(ids[:, :14], attention_mask=mask[:, :14], past_key_values=cache, use_cache=True)
         step = torch.compile(model, fullgraph=True, backend=backend)
         for column in range(14, 40):
-            inputs = {"attention_mask": mask[:, : column + 1], "past_key_values": cache, "use_cache": True}
+            seen = mask[:, : column + 1].contiguous()  # as generate() makes it
+            inputs = {"attention_mask": seen, "past_key_values": cache, "use_cache": True}
             with torch._dynamo.config.patch(error_on_recompile=column > 15):
                 logits = step(ids[:, column : column + 1], **inputs).logits
             torch.testing.assert_close(logits[:, 0], wanted[:, column], rtol=TOLERANCE, atol=TOLERANCE)
