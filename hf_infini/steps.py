@@ -70,8 +70,8 @@ class TensorStep(StepLayout):
     Attributes:
         leaving, compressing: `[batch]` bool. begin, end: all of the window; visible always says what is seen.
         here: `[batch, 1, (w + 1) * L, 1]` bool, the slot that the row's token takes; none for padding.
-        real, restart: `[batch, 1]` bool, whether the token is no padding, and whether it begins a document; `None`: every
-            token is real, none begins one.
+        real, restart: `[batch, 1]` bool, whether the token is no padding, and whether it begins a document; both `None`:
+            every token is real, none begins one.
     """
 
     here: Tensor | None = None
@@ -171,7 +171,9 @@ def tensor_step(
 ) -> TensorStep:
     """The layout of one token per row for a graph; `real`, `restart` and `memory_mask`: `[batch, 1]` bool or `None`."""
     seen = state.tokens_seen
-    if restart is not None:
+    if real is not None or restart is not None:  # whoever reads one of them reads both
+        real = torch.ones_like(restart) if real is None else real
+        restart = torch.zeros_like(real) if restart is None else restart
         seen = seen.masked_fill(restart[:, 0], 0)
     segment, slot = seen // length, kept * length + seen % length
     places = torch.arange((kept + 1) * length, device=seen.device)

@@ -20,7 +20,10 @@ class UserError(Exception):
 
 
 def option(default, help_text: str, **metadata):
-    """A field of an options dataclass: its default and its help text (with the unit); `choices` may be among the rest."""
+    """A field of an options dataclass: its default and its help text (with the unit).
+
+    Among the rest may be `choices`, and `group`, the heading in `--help` under which this option and those behind it stand.
+    """
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata={"help": help_text, **metadata})
     return field(default=default, metadata={"help": help_text, **metadata})
@@ -39,10 +42,10 @@ def parse_options(*option_classes: type, description: str, argv: Sequence[str] |
 
     Exits with status 2 and a message on standard error when an option is unknown, missing or malformed.
     """
-    from transformers import HfArgumentParser
+    from .parser import GENERAL, OptionParser
 
-    parser = HfArgumentParser(option_classes, description=description, allow_abbrev=False)
-    parser.add_argument("--config", metavar="FILE.yaml", help="YAML file of options; flags override its entries.")
+    parser = OptionParser(option_classes, description)
+    parser.add_to(GENERAL, "--config", metavar="FILE.yaml", help="YAML file of options; flags override its entries.")
     argv = list(sys.argv[1:] if argv is None else argv)
     file_name = _config_file(argv)
     if file_name is not None:

@@ -12,7 +12,8 @@ SELECTION = ("prose_filter", "prose_host", "prose_min_characters", "deduplicate"
 @dataclass
 class CorpusOptions:
     source: str = field(metadata={"help": "A path (Carolina tree, text, JSONL, parquet, CSV, saved dataset), a name on "
-                        "the Hub ('carolina-c4ai/corpus-carolina' or a dataset), or 'biographies' (makes them)."})
+                        "the Hub ('carolina-c4ai/corpus-carolina' or a dataset), or 'biographies' (makes them).",
+                        "group": "corpus"})
     source_type: str = option("auto", "What the source is. auto: a folder with *.xml.gz is carolina, other files go by "
                               "suffix (.jsonl; .parquet .csv .arrow; else text), a name that is no path is a dataset.",
                               choices=["auto", "carolina", "text", "jsonl", "dataset", "biographies"])
@@ -24,10 +25,11 @@ class CorpusOptions:
     dataset_config: str | None = option(None, "Datasets on the Hub: the configuration's name.")
     dataset_split: str = option("train", "Datasets: the split to read.")
     revision: str | None = option(None, "Sources on the Hub: branch, tag or commit.")
-    biographies: int = option(1000, "Generated biographies: how many.")
+    biographies: int = option(1000, "Generated biographies: how many.", group="generated biographies")
     biography_distance: int = option(6000, "Generated biographies: characters between a fact and its return, at least.")
     prose_filter: bool = option(False, "Keep running prose only: from --prose_host, --prose_min_characters long, half "
-                                "of it in paragraphs of 80 characters or more; near-duplicates are removed.")
+                                "of it in paragraphs of 80 characters or more; near-duplicates are removed.",
+                                group="choice of documents")
     prose_host: str = option("pt.wikipedia.org", "Prose filter: the host to keep, or 'any'; without a URL all pass.")
     prose_min_characters: int = option(1000, "Prose filter: the shortest document, in characters.")
     deduplicate: bool = option(False, "Remove near-duplicates also without --prose_filter.")

@@ -15,7 +15,7 @@ NOT_POSSIBLE = "these model options do not go together: "  # how a refusal begin
 class ModelOptions:
     """What was given; `None` is the default that the help text names or, with `--init_from`, what that model has."""
 
-    model: Literal["gpt2", "causal_mha"] = option("gpt2", "Model family.")
+    model: Literal["gpt2", "causal_mha"] = option("gpt2", "Model family.", group="model")
     attention: Literal["self", "infini", "global", "local", "none"] | None = option(
         None, "gpt2: self or infini, default infini. causal_mha: global, local, infini or none, default global."
     )
@@ -27,7 +27,9 @@ class ModelOptions:
     n_embd: int | None = option(None, "Width; default: 256.")
     n_head: int | None = option(None, "Heads per layer; default: 4.")
     dropout: float = option(0.0, "Dropout of the embeddings, the residual stream and the attention, 0 to 1.")
-    segment_length: int | None = option(None, "infini: tokens per segment; default: context / 8.")
+    segment_length: int | None = option(
+        None, "infini: tokens per segment; default: context / 8.", group="segments and memory (--attention infini)"
+    )
     update_rule: Literal["linear", "delta"] | None = option(None, "infini: how memory is written; default: linear.")
     local_segments: int | None = option(None, "infini: earlier segments that local attention sees too; default: 0.")
     feature_map: Literal["elu", "exp"] | None = option(
@@ -49,10 +51,11 @@ class ModelOptions:
     )
     mask_special_tokens: bool | None = option(
         None, "Special tokens (end of text, padding) are not learned to be predicted, nor written into a memory; default: "
-        "true."
+        "true.", group="model"
     )
     sliding_window: int | None = option(
-        None, "causal_mha local: tokens that a token sees, itself included; default: context / 8."
+        None, "causal_mha local: tokens that a token sees, itself included; default: context / 8.",
+        group="model from scratch (--model causal_mha)"
     )
     score: Literal["scaled_dot", "dot", "general", "additive"] | None = option(
         None, "causal_mha: how a query and a key are compared; default: scaled_dot."

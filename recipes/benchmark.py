@@ -32,11 +32,11 @@ PARTS = ["attention", "scaling", "model", "decoding"]
 
 @dataclass
 class Options:
-    out: str = field(metadata={"help": "Files to write, without suffix."})
-    parts: list[str] = option(PARTS, "What to measure.", choices=PARTS)
-    device: str = option("cpu", "cpu, cuda, …")
+    out: str = field(metadata={"help": "Files to write, without suffix.", "group": "output"})
+    parts: list[str] = option(PARTS, "What to measure.", choices=PARTS, group="measurement")
+    device: str = option("cpu", "cpu, cuda, …", group="machine")
     threads: int | None = option(None, "CPU threads; default: torch's own choice.")
-    rounds: int = option(5, "Rounds, each timing every contestant once.")
+    rounds: int = option(5, "Rounds, each timing every contestant once.", group="measurement")
     once_above: float = option(10.0, "Seconds; a contestant of the layer that takes more runs once, not in every round.")
     skip_above: float = option(60.0, "Seconds; one that takes more in a process of its own is not timed (CPU).")
     again: bool = option(False, "Measure anew what OUT.json holds.")
@@ -49,13 +49,16 @@ class LayerOptions:
     shapes: list[str] = option(
         ["1024x64", "1024x256", "4096x256", "16384x256", "16384x64", "16384x16"],
         "attention: TOKENSxSEGMENT, the number of tokens and of tokens in a segment (or a window).",
+        group="one layer",
     )
     dtypes: list[str] = option(["float32", "bfloat16"], "Of the layer's inputs.", choices=["float32", "bfloat16"])
     heads: int = option(12, "Heads of the layer.")
     head_dim: int = option(64, "Width of a head.")
     batch: int = option(1, "Rows of the layer.")
     contestants: list[str] | None = option(None, "attention: names of contestants; default: all.")
-    scaling_tokens: list[int] = option([8192, 16384, 32768, 65536, 131072], "scaling: lengths, each twice the one before.")
+    scaling_tokens: list[int] = option(
+        [8192, 16384, 32768, 65536, 131072], "scaling: lengths, each twice the one before.", group="scaling"
+    )
     scaling_segment: int = option(256, "scaling: tokens in a segment while the length grows.")
     memory_segments: list[int] = option([16, 32, 64, 128, 256, 512, 1024, 2048], "scaling: segment lengths for the memory.")
     memory_tokens: int = option(16384, "scaling: tokens while the segment length grows.")
@@ -63,7 +66,7 @@ class LayerOptions:
 
 @dataclass
 class ModelOptions:
-    n_layer: int = option(12, "Layers.")
+    n_layer: int = option(12, "Layers.", group="models")
     n_embd: int = option(768, "Width.")
     n_head: int = option(12, "Heads of the models.")
     vocab_size: int = option(50257, "Vocabulary.")
@@ -71,14 +74,16 @@ class ModelOptions:
     local_segments: int = option(0, "Earlier segments in the local window.")
     update_rule: Literal["linear", "delta"] = option("linear", "How the models' memory is written.")
     dtype: Literal["float32", "bfloat16"] = option("float32", "Of weights and caches where nothing is trained.")
-    training_contexts: list[int] = option([1024, 8192], "model: tokens in a row of a training step.")
+    training_contexts: list[int] = option(
+        [1024, 8192], "model: tokens in a row of a training step.", group="training and prompts"
+    )
     training_rows: int = option(1, "model: rows of a training step.")
     precisions: list[str] = option(["float32", "bf16"], "model: float32, bf16 autocast.", choices=["float32", "bf16"])
     prompts: list[int] = option([4096, 16384, 65536], "model: tokens of a prompt that is read.")
     stock_prompt_limit: int = option(16384, "model: longest prompt for stock GPT-2, which takes quadratic time.")
     padded_batch: int = option(16, "model: rows of the padded batch.")
     padded_context: int = option(512, "model: longest prompt of the padded batch.")
-    contexts: list[int] = option([1024, 8192, 65536], "decoding: tokens read before the timed steps.")
+    contexts: list[int] = option([1024, 8192, 65536], "decoding: tokens read before the timed steps.", group="decoding")
     stock_limit: int = option(65536, "decoding: longest context for stock GPT-2; its cache grows with it.")
     chunk: int = option(4096, "Tokens per call while a text is read.")
     steps: int = option(8, "New tokens timed together.")

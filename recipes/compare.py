@@ -19,10 +19,11 @@ COLUMNS = ("run", "attention", "parameters", "tokens", "cross-entropy", "perplex
 
 @dataclass
 class Options:
-    runs: list[str] = field(metadata={"help": "Out folders of finished runs."})
-    out: str = field(metadata={"help": "Files to write, without suffix."})
+    runs: list[str] = field(metadata={"help": "Out folders of finished runs.", "group": "runs"})
+    out: str = field(metadata={"help": "Files to write, without suffix.", "group": "output"})
     baselines: list[str] | None = field(
-        default=None, metadata={"help": "Files by ngram_baseline.py, of the runs' data and its validation rows."}
+        default=None,
+        metadata={"help": "Files by ngram_baseline.py, of the runs' data and its validation rows.", "group": "runs"},
     )
 
 

@@ -33,15 +33,17 @@ from hf_infini_cli import UserError, exit_on_user_error, option, parse_options
 
 @dataclass
 class Options:
-    model: str = field(metadata={"help": "Model folder or name on the Hub."})
-    task: Literal["perplexity", "passkey", "facts"] = option("perplexity", "What to measure.")
-    memory: Literal["on", "off"] = option("on", "off: the same model with its memory switched off.")
-    data: str | None = option(None, "Folder made by recipes/prepare.py. Or --text.")
+    model: str = field(metadata={"help": "Model folder or name on the Hub.", "group": "model"})
+    task: Literal["perplexity", "passkey", "facts"] = option("perplexity", "What to measure.", group="measurement")
+    memory: Literal["on", "off"] = option("on", "off: the same model with its memory switched off.", group="model")
+    data: str | None = option(None, "Folder made by recipes/prepare.py. Or --text.", group="data")
     split: Literal["validation", "test"] = option("validation", "--data: the held-out rows or documents to read.")
     text: str | None = option(None, "Text file (one document) or .jsonl file (one document per line). Or --data.")
     text_field: str = option("text", "The field of a .jsonl file that holds the text.")
     length: int | None = option(None, "Tokens per row; default: the rows of --data, or the model's n_positions.")
-    lengths: list[int] = option([1024, 2048, 4096, 8192], "passkey: lengths of the examples in tokens.")
+    lengths: list[int] = option(
+        [1024, 2048, 4096, 8192], "passkey: lengths of the examples in tokens.", group="passkeys and facts"
+    )
     depths: list[float] = option([5], "passkey: shares of the text in front of the number, 0 to 1; one number from 2 on: so "
                                  "many, evenly spaced.")  # fmt: skip
     distances: list[int] = option([0, 1, 2, 4, 8, 16, 32, 64], "facts: segments between a fact and its question.")
@@ -49,16 +51,19 @@ class Options:
     samples: int = option(48, "passkey, facts: examples per cell.")
     seed: int = option(0, "passkey, facts: seed of the examples.")
     join: bool = option(True, "Put the documents one after the other, an end-of-text token between, and cut rows of "
-                        "--length; false: a row per document, its first --length tokens.")  # fmt: skip
+                        "--length; false: a row per document, its first --length tokens.", group="data")  # fmt: skip
     separate_documents: bool = option(False, "Keep the documents of a row apart, as train.py's option of this name does.")
     min_characters: int = option(0, "Leave out documents shorter than this.")
     max_tokens: int | None = option(None, "Stop after the row in which so many tokens are reached; default: read all.")
-    chunk: int = option(1024, "Tokens per call of the model in rows longer than this: memory grows with it.")
+    chunk: int = option(
+        1024, "Tokens per call of the model in rows longer than this: memory grows with it.", group="machine"
+    )
     batch_size: int = option(4, "Rows per call of the model.")
     precision: Literal["float32", "bf16"] = option("float32", "bf16: autocast.")
     device: str = option("auto", "cpu, cuda, cuda:1, …; auto: a GPU where there is one.")
     out: str | None = option(None, "Files to write, without suffix; default: evaluation in the model's folder (other tasks, "
-                           "and with the memory off: the task's name), with _test and _memory_off behind it.")  # fmt: skip
+                           "and with the memory off: the task's name), with _test and _memory_off behind it.",
+                           group="output")  # fmt: skip
 
 
 # Options that say nothing about the other tasks

@@ -27,12 +27,16 @@ from hf_infini_cli import UserError, exit_on_user_error, option, parse_options
 
 @dataclass
 class Options:
-    model: str = field(metadata={"help": "Model folder or name on the Hub."})
-    prompt: list[str] | None = option(None, "One or more prompts; without --prompt_file too, standard input is read.")
+    model: str = field(metadata={"help": "Model folder or name on the Hub.", "group": "model"})
+    prompt: list[str] | None = option(
+        None, "One or more prompts; without --prompt_file too, standard input is read.", group="prompt"
+    )
     prompt_file: str | None = option(None, "UTF-8 file with the prompt.")
     memory: str | None = option(None, "Memory file by recipes/memorize.py: the text that the prompts go on from.")
     lines: bool = option(False, "The file or standard input holds one prompt per line; empty lines are passed over.")
-    max_new_tokens: int = option(100, "Tokens to add at most; an end-of-text token ends a text before that.")
+    max_new_tokens: int = option(
+        100, "Tokens to add at most; an end-of-text token ends a text before that.", group="continuation"
+    )
     do_sample: bool = option(False, "Draw each token by its probability; default: take the likeliest.")
     temperature: float | None = option(None, "Sampling: below 1 likelier tokens, above 1 rarer ones; default: 1.")
     top_k: int | None = option(None, "Sampling: among so many of the likeliest tokens; default: all.")
@@ -41,11 +45,11 @@ class Options:
     num_return_sequences: int = option(1, "Continuations of each prompt; needs --do_sample or as many beams.")
     repetition_penalty: float = option(1.0, "Above 1, tokens already in prompt or continuation become less likely.")
     seed: int = option(0, "Seed of sampling.")
-    chunk: int = option(4096, "Tokens of the prompt per call of the model.")
+    chunk: int = option(4096, "Tokens of the prompt per call of the model.", group="machine")
     batch_size: int = option(8, "Prompts per call of the model.")
     device: str = option("auto", "cpu, cuda, cuda:1, …; auto: a GPU where there is one.")
     dtype: Literal["float32", "bfloat16"] = option("float32", "Of weights and cache; with --memory, the memory's.")
-    echo: bool = option(False, "Print the prompt before its continuation.")
+    echo: bool = option(False, "Print the prompt before its continuation.", group="output")
     json: bool = option(False, "Print objects with prompt, text and the number of new tokens, one per line.")
 
 

@@ -23,13 +23,13 @@ LARGEST_PAGE = 100e6  # bytes; browsers take long over more
 
 @dataclass
 class Options:
-    model: str = field(metadata={"help": "Model folder or name on the Hub."})
-    text: str | None = option(None, "The text. Or --text_file.")
+    model: str = field(metadata={"help": "Model folder or name on the Hub.", "group": "model"})
+    text: str | None = option(None, "The text. Or --text_file.", group="text")
     text_file: str | None = option(None, "UTF-8 file with the text. Or --text.")
     max_tokens: int = option(200, "Read so many tokens at most, from the beginning of the text.")
-    layers: list[int] | None = option(None, "The layers to look into, from 0; default: all.")
-    device: str = option("auto", "cpu, cuda, cuda:1, …; auto: a GPU where there is one.")
-    out: str | None = option(None, "Folder to write into; default: heads, in the model's folder.")
+    layers: list[int] | None = option(None, "The layers to look into, from 0; default: all.", group="model")
+    device: str = option("auto", "cpu, cuda, cuda:1, …; auto: a GPU where there is one.", group="machine")
+    out: str | None = option(None, "Folder to write into; default: heads, in the model's folder.", group="output")
 
 
 @exit_on_user_error

@@ -28,12 +28,14 @@ from hf_infini_cli import UserError, exit_on_user_error, option, parse_options
 
 @dataclass
 class Options:
-    model: str = field(metadata={"help": "Model folder or name on the Hub."})
-    text: list[str] = field(metadata={"help": "UTF-8 text files, a memory of its own for each."})
-    out: str = field(metadata={"help": "Memory file to write; for several texts, the folder of their files."})
-    chunk_tokens: int = option(4096, "Tokens per call of the model; memory use grows with it.")
-    checkpoint_tokens: int = option(65536, "Keep the memory so far at least every so many tokens.")
-    device: str = option("auto", "cpu, cuda, cuda:1, …; auto: a GPU where there is one.")
+    model: str = field(metadata={"help": "Model folder or name on the Hub.", "group": "model"})
+    text: list[str] = field(metadata={"help": "UTF-8 text files, a memory of its own for each.", "group": "text"})
+    out: str = field(
+        metadata={"help": "Memory file to write; for several texts, the folder of their files.", "group": "output"}
+    )
+    chunk_tokens: int = option(4096, "Tokens per call of the model; memory use grows with it.", group="machine")
+    checkpoint_tokens: int = option(65536, "Keep the memory so far at least every so many tokens.", group="output")
+    device: str = option("auto", "cpu, cuda, cuda:1, …; auto: a GPU where there is one.", group="machine")
     dtype: Literal["float32", "bfloat16"] = option("float32", "Of weights and memory; generate.py then needs the same.")
 
 

@@ -25,11 +25,14 @@ HIGHEST = 5  # beyond that a window is mostly seen once, and its code may not fi
 
 @dataclass
 class Options:
-    data: str = field(metadata={"help": "Folder made by recipes/prepare.py."})
-    out: str = field(metadata={"help": "The .json file to write."})
-    split: Literal["validation", "test"] = field(default="validation", metadata={"help": "The held-out rows to predict."})
+    data: str = field(metadata={"help": "Folder made by recipes/prepare.py.", "group": "data"})
+    out: str = field(metadata={"help": "The .json file to write.", "group": "output"})
+    split: Literal["validation", "test"] = field(
+        default="validation", metadata={"help": "The held-out rows to predict.", "group": "data"}
+    )
     orders: list[int] = field(
-        default_factory=lambda: [0, 1, 2], metadata={"help": f"Earlier tokens to predict from, each 0 to {HIGHEST}."}
+        default_factory=lambda: [0, 1, 2],
+        metadata={"help": f"Earlier tokens to predict from, each 0 to {HIGHEST}.", "group": "n-grams"},
     )
 
 

@@ -26,7 +26,8 @@ from hf_infini_cli.corpus_options import CorpusOptions
 
 @dataclass
 class TokenizerOptions:
-    tokenizer: str = option("bpe", "bpe (byte-level, trained here), characters, or a ready one: name (gpt2) or folder.")
+    tokenizer: str = option("bpe", "bpe (byte-level, trained here), characters, or a ready one: name (gpt2) or folder.",
+                            group="tokenizer")
     vocab_size: int = option(8000, "bpe: entries of the vocabulary, 256 bytes and 2 special tokens among them.")
     tokenizer_sample: float = option(0.35, "bpe: share of the training documents that it is trained on, 0 to 1.")
     eos_token: str = option("<|endoftext|>", "bpe, characters: the end-of-text token.")
@@ -36,8 +37,8 @@ class TokenizerOptions:
 
 @dataclass
 class BlockOptions:
-    out: str = field(metadata={"help": "The folder to write."})
-    context: int = option(1024, "Tokens per block.")
+    out: str = field(metadata={"help": "The folder to write.", "group": "output"})
+    context: int = option(1024, "Tokens per block.", group="blocks and splits")
     validation: float = option(0.02, "Share of the documents (or blocks) held out for validation, 0 to 1.")
     test: float = option(0.0, "Share of the documents (or blocks) held out for a test split of their own, 0 to 1.")
     split_by: str = option("document", "document: no document is in two splits; block: all documents are concatenated, "

@@ -37,9 +37,9 @@ from hf_infini_cli import UserError, exit_on_user_error, option, parse_options
 
 @dataclass
 class Options:
-    data: str = field(metadata={"help": "Folder made by recipes/prepare.py, split by document."})
-    out: str = field(metadata={"help": "The folder to write."})
-    context: int = option(1024, "Tokens per row.")
+    data: str = field(metadata={"help": "Folder made by recipes/prepare.py, split by document.", "group": "data"})
+    out: str = field(metadata={"help": "The folder to write.", "group": "output"})
+    context: int = option(1024, "Tokens per row.", group="rows")
     rows: int = option(20_000, "Training rows.")
     validation_rows: int = option(200, "Validation rows.")
     mix: list[str] = option(["passkey=0.3", "facts=0.4", "text=0.3"], "Shares of the rows by kind (passkey, facts, codes, "

@@ -18,16 +18,22 @@ from hf_infini_cli import UserError, exit_on_user_error, option, parse_options
 
 @dataclass
 class Options:
-    run: str = field(metadata={"help": "Out folder of a finished run of recipes/train.py."})
-    repo_id: str = field(metadata={"help": "Where to publish on the Hub: user/name or organisation/name."})
+    run: str = field(metadata={"help": "Out folder of a finished run of recipes/train.py.", "group": "run"})
+    repo_id: str = field(
+        metadata={"help": "Where to publish on the Hub: user/name or organisation/name.", "group": "repository"}
+    )
     private: bool = option(False, "Make the new repository private.")
     tag: str | None = option(None, "Tag for the commit, such as v1.0; one that exists is never moved.")
     revision: str = option("main", "Branch to commit to; made from main where it is not there.")
     update: bool = option(False, "Publish a new version in a repository that exists; files of its model that the run has no "
                           "more are deleted from the branch.")  # fmt: skip
-    allow: list[str] = option([], "Texts that may go up although they look like secrets, local paths or names.")
+    allow: list[str] = option(
+        [], "Texts that may go up although they look like secrets, local paths or names.", group="card and checks"
+    )
     device: str = option("auto", "To generate the card's samples on. cpu, cuda, cuda:1, …; auto: a GPU where there is one.")
-    dry_run: bool = option(False, "Write the card, check, and list what would go up; nothing is sent or asked.")
+    dry_run: bool = option(
+        False, "Write the card, check, and list what would go up; nothing is sent or asked.", group="repository"
+    )
 
 
 @exit_on_user_error

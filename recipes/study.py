@@ -1,4 +1,4 @@
-"""The comparison of self-attention and Infini-attention in one command: data, training, evaluation, one report.
+r"""The comparison of self-attention and Infini-attention in one command: data, training, evaluation, one report.
 
     python recipes/study.py --scale mini --source CAROLINA --out runs/study --jobs 2
     python recipes/study.py --scale mini --source CAROLINA --out runs/study --variants s1 best my_variant.yaml --seeds 0 1 2
@@ -37,25 +37,31 @@ SEED = 0  # of the resampling and of the samples; the runs' own are options
 
 @dataclass
 class Options:
-    scale: Literal["mini", "small", "full"] = field(metadata={"help": "Sizes, length and data of all variants."})
-    source: str = field(metadata={"help": "The corpus: --source of prepare.py."})
-    out: str = field(metadata={"help": "Folder of the study."})
-    variants: list[str] | None = option(None, "Names, or .yaml files of your own; default: s1 i1 i2 best.")
+    scale: Literal["mini", "small", "full"] = field(
+        metadata={"help": "Sizes, length and data of all variants.", "group": "study"}
+    )
+    source: str = field(metadata={"help": "The corpus: --source of prepare.py.", "group": "data"})
+    out: str = field(metadata={"help": "Folder of the study.", "group": "output"})
+    variants: list[str] | None = option(None, "Names, or .yaml files of your own; default: s1 i1 i2 best.", group="training")
     seeds: list[int] | None = option(None, "Seeds to train every variant with; default: the scale's, 0.")
     tokens: int | None = option(None, "Tokens to train each variant on; default: the scale's length.")
     max_steps: int | None = option(None, "Stop every run after so many steps, to see that a scale runs; the report says so.")
     ready_tokenizer: str | None = option(None, "Name or folder to use for the ready tokenizer of a variant (i2: gpt2).")
-    launcher: str = option("", "What starts train.py on several devices, such as 'accelerate launch --multi_gpu …'.")
+    launcher: str = option(
+        "", "What starts train.py on several devices, such as 'accelerate launch --multi_gpu …'.", group="machine"
+    )
     jobs: int = option(1, "Runs at the same time.")
     threads: int = option(1, "CPU threads of each run, and of the measurements.")
-    largest_batch: bool = option(True, "Search the largest batch of each variant within --memory_budget_gib.")
+    largest_batch: bool = option(
+        True, "Search the largest batch of each variant within --memory_budget_gib.", group="measurements"
+    )
     memory_budget_gib: float | None = option(None, "GiB for the largest batch; default: 8 on a CPU, 40 on a GPU.")
     long_length: int = option(8192, "Tokens per row beyond the trained context, for models without a limit.")
     long_characters: int = option(16000, "Validation documents of at least so many characters are read in such rows.")
     state_tokens: list[int] = option([1024, 8192], "Tokens after which the bytes of the cache are measured.")
     prompt_words: int = option(60, "Words of the prompt of the samples.")
     new_tokens: int = option(150, "Tokens of each sample.")
-    dry_run: bool = option(False, "Print the files of options and the commands, and do nothing.")
+    dry_run: bool = option(False, "Print the files of options and the commands, and do nothing.", group="output")
 
 
 @exit_on_user_error

@@ -1,4 +1,4 @@
-"""Runs recipes/train.py over a grid of its options and puts the losses into one table.
+r"""Runs recipes/train.py over a grid of its options and puts the losses into one table.
 
     python recipes/sweep.py --config recipes/configs/shakespeare_published.yaml --data data/shakespeare --out runs/sweep \
         --grid score=scaled_dot,dot,general,additive position_encoding=learned,rope,alibi,none --jobs 2
@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 
 @dataclass
 class Options:
-    data: str = field(metadata={"help": "Folder made by recipes/prepare.py, the same for all runs."})
-    out: str = field(metadata={"help": "Folder for the runs, their logs and the tables."})
-    grid: list[str] = field(metadata={"help": "OPTION=VALUE,VALUE,… for one or more options of train.py."})
+    data: str = field(metadata={"help": "Folder made by recipes/prepare.py, the same for all runs.", "group": "data"})
+    out: str = field(metadata={"help": "Folder for the runs, their logs and the tables.", "group": "output"})
+    grid: list[str] = field(metadata={"help": "OPTION=VALUE,VALUE,… for one or more options of train.py.", "group": "runs"})
     config: str | None = option(None, "YAML file with the other options of train.py.")
     seeds: list[int] | None = option(None, "Seeds to run every combination with; default: one run, with train.py's seed.")
-    jobs: int = option(1, "Runs at the same time.")
+    jobs: int = option(1, "Runs at the same time.", group="machine")
     threads: int = option(1, "CPU threads of each run (OMP_NUM_THREADS).")
 
 
@@ -79,13 +79,12 @@ def main(argv: list[str] | None = None) -> None:
 
 def parse(argv: list[str]) -> tuple[Options, list[str]]:
     """The sweep's own options, and what stands behind `--`. `--config` is train.py's, and not read here."""
-    from transformers import HfArgumentParser
+    from hf_infini_cli.parser import OptionParser
 
     own, passed = argv, []
     if "--" in argv:
         own, passed = argv[: argv.index("--")], argv[argv.index("--") + 1 :]
-    parser = HfArgumentParser(Options, description=__doc__, allow_abbrev=False)
-    (options,) = parser.parse_args_into_dataclasses(own)
+    (options,) = OptionParser([Options], __doc__).parse_args_into_dataclasses(own)
     return options, passed
 
 

@@ -1,4 +1,4 @@
-"""Trains a GPT-2 (self- or Infini-attention) or a causal_mha model on a folder that recipes/prepare.py made.
+r"""Trains a GPT-2 (self- or Infini-attention) or a causal_mha model on a folder that recipes/prepare.py made.
 
     python recipes/train.py --config recipes/configs/quickstart_infini.yaml --data data/quickstart --out runs/infini
     python recipes/train.py --config recipes/configs/quickstart_infini.yaml --data data/quickstart --out runs/self \
@@ -26,13 +26,18 @@ from hf_infini_cli.model_options import ModelOptions, attention_of, build_config
 
 @dataclass
 class RunOptions:
-    data: str = field(metadata={"help": "Folder made by recipes/prepare.py; its rows set the context."})
-    out: str = field(metadata={"help": "Folder for the checkpoints and results; continued when it holds this run."})
-    epochs: float | None = option(None, "Passes over the training rows; default: 1 if no other end is set.")
+    data: str = field(metadata={"help": "Folder made by recipes/prepare.py; its rows set the context.", "group": "data"})
+    out: str = field(
+        metadata={"help": "Folder for the checkpoints and results; continued when it holds this run.", "group": "output"}
+    )
+    epochs: float | None = option(
+        None, "Passes over the training rows; default: 1 if no other end is set.", group="length of training"
+    )
     max_tokens: int | None = option(None, "Tokens to train on; rows repeat if need be. The first end reached counts.")
     max_steps: int | None = option(None, "Optimiser steps. The first end reached counts.")
     separate_documents: bool = option(False, "Keep the documents of a row apart: positions begin again behind each "
-                                      "end-of-text token, which neither attention nor memory crosses.")  # fmt: skip
+                                      "end-of-text token, which neither attention nor memory crosses.",
+                                      group="data")  # fmt: skip
     streaming: str | None = option(None, "Train on this corpus (what prepare.py takes as --source) instead of --data's "
                                    "training rows: read as prepare.py read --data, tokenised and packed on the way, again "
                                    "from its start after its end. --data, made from a share of it, gives tokenizer, context "
@@ -41,16 +46,16 @@ class RunOptions:
                                    "checkpoint reads everything up to there again.")  # fmt: skip
     shuffle_buffer: int | None = option(None, "--streaming: rows in memory that the next ones are drawn from; 1: the "
                                         "corpus's order; default: 1000.")  # fmt: skip
-    num_processes: int | None = option(None, "Processes that must have been started; default: any number.")
+    num_processes: int | None = option(None, "Processes that must have been started; default: any number.", group="machine")
     use_cpu: bool = option(False, "Train on the CPU even where there is a GPU.")
-    seed: int = option(0, "Seed of the weights, the order of the rows and dropout.")
+    seed: int = option(0, "Seed of the weights, the order of the rows and dropout.", group="optimisation")
     report_to: list[str] = option(["none"], "Trackers that receive losses, learning rate and gates: none, or any of "
-                                  "tensorboard (files in OUT/runs), trackio, wandb, mlflow, …")  # fmt: skip
+                                  "tensorboard (files in OUT/runs), trackio, wandb, mlflow, …", group="output")  # fmt: skip
 
 
 @dataclass
 class OptimizerOptions:
-    batch_size: int = option(4, "Rows per device and forward pass.")
+    batch_size: int = option(4, "Rows per device and forward pass.", group="optimisation")
     gradient_accumulation: int = option(4, "Forward passes per optimiser step.")
     learning_rate: float = option(1e-3, "Peak learning rate (AdamW, betas 0.9 and 0.95).")
     gate_learning_rate: float = option(0.01, "infini: peak learning rate of the gates, which have no weight decay.")
@@ -58,12 +63,14 @@ class OptimizerOptions:
     warmup: float = option(0.05, "Linear warm-up: a share of the steps below 1, a number of steps from 1 on.")
     weight_decay: float = option(0.1, "Weight decay of the matrices.")
     max_grad_norm: float = option(1.0, "Gradients are scaled down to this norm.")
-    precision: Literal["auto", "bf16", "float32"] = option("auto", "bf16 autocast; auto: where it is native.")
+    precision: Literal["auto", "bf16", "float32"] = option(
+        "auto", "bf16 autocast; auto: where it is native.", group="machine"
+    )
     gradient_checkpointing: bool = option(False, "Compute activations twice to save memory.")
     torch_compile: bool = option(False, "Compile the model with torch.compile.")
-    eval_steps: int = option(100, "Steps between evaluations.")
+    eval_steps: int = option(100, "Steps between evaluations.", group="evaluation")
     eval_rows: int | None = option(None, "Validation rows of these evaluations; default: all. The last one takes all.")
-    save_steps: int = option(100, "Steps between checkpoints; the last two are kept.")
+    save_steps: int = option(100, "Steps between checkpoints; the last two are kept.", group="output")
     logging_steps: int = option(10, "Steps between lines of training loss.")
 
 

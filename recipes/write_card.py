@@ -1,4 +1,4 @@
-"""Writes the model card of a finished run: what it is and is for, data, training, what was measured, samples, licences.
+r"""Writes the model card of a finished run: what it is and is for, data, training, what was measured, samples, licences.
 
     python recipes/write_card.py --run runs/infini --out model_cards/infini.md --figures model_cards/figures
     python recipes/write_card.py --run runs/mha --out model_cards/mha.md --prompt "To be" --data data/shakespeare \
@@ -36,11 +36,13 @@ PROMPT = "The king"  # of an English model whose data hold no documents
 
 @dataclass
 class Options:
-    out: str = field(metadata={"help": "The .md file to write."})
-    run: str | None = option(None, "Out folder of a finished run of recipes/train.py. Or --study.")
+    out: str = field(metadata={"help": "The .md file to write.", "group": "output"})
+    run: str | None = option(None, "Out folder of a finished run of recipes/train.py. Or --study.", group="run")
     study: str | None = option(None, "Folder of a finished study of recipes/study.py, with --variant. Or --run.")
     variant: str | None = option(None, "--study: the variant (s1, i1, …) that the card is of.")
-    name: str | None = option(None, "Name of the model; default: the run folder's, with --study that of --out.")
+    name: str | None = option(
+        None, "Name of the model; default: the run folder's, with --study that of --out.", group="card"
+    )
     language: Literal["en", "pt"] | None = option(
         None, "Language of the text that the model was trained on; default: pt for Carolina and biographies, en for others."
     )
@@ -49,11 +51,16 @@ class Options:
     base_model: str | None = option(None, "Name on the Hub of the model that the run started from.")
     repo_id: str | None = option(None, "Name on the Hub that the example loads the model from; default: the run's folder.")
     prompt: list[str] | None = option(None, "Prompts of the samples; default: the beginning of a validation document, or "
-                                      "'The king' where English data hold none; --study: the study's.")  # fmt: skip
+                                      "'The king' where English data hold none; --study: the study's.",
+                                      group="samples")  # fmt: skip
     max_new_tokens: int = option(200, "Tokens of a generated sample at most; fewer where the model's positions end before.")
     seed: int = option(0, "Seed of each generated sample.")
     device: str = option("auto", "To generate the samples on. cpu, cuda, cuda:1, …; auto: a GPU where there is one.")
-    data: str | None = option(None, "Folder that the run was trained on; default: that of its command, where it still is.")
+    data: str | None = option(
+        None,
+        "Folder that the run was trained on; default: that of its command, where it still is.",
+        group="what the card shows",
+    )
     evaluation: list[str] | None = option(None, "Files of recipes/evaluate_model.py that are not in the run's folder.")
     baseline: list[str] | None = option(None, "Files of recipes/ngram_baseline.py on the same data.")
     figures: str | None = option(None, "Folder for copies of the plots, which the card then shows.")

@@ -1,5 +1,6 @@
 """parse_options: one parser for flags and YAML files, with errors that name what is wrong."""
 
+import ast
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -7,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from hf_infini_cli import UserError, exit_on_user_error, parse_options
+from hf_infini_cli import UserError, exit_on_user_error, option, parse_options
+from hf_infini_cli.parser import OptionParser
 
 
 @dataclass
@@ -83,9 +85,70 @@ for recipe in sys.argv[1:]:
 """
 
 
-def test_help_waits_for_no_library():
-    """torch and the models take seconds to import; the options of every recipe are told without them."""
-    recipes = sorted(map(str, (Path(__file__).parents[1] / "recipes").glob("*.py")))
-    done = subprocess.run([sys.executable, "-c", HELP, *recipes], capture_output=True, text=True, timeout=300)
+RECIPES = sorted((Path(__file__).parents[1] / "recipes").glob("*.py"))
+with_options = pytest.mark.parametrize(
+    "recipe", [recipe for recipe in RECIPES if recipe.stem != "fetch_shard"], ids=lambda recipe: recipe.stem
+)
+
+
+@pytest.fixture(scope="module")
+def helps() -> dict[str, list[str]]:
+    """The lines of each recipe's --help."""
+    command = [sys.executable, "-c", HELP, *map(str, RECIPES)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("usage: ") == len(recipes)
+    texts = done.stdout.split("usage: ")[1:]
+    return {recipe.name: text.splitlines() for recipe, text in zip(RECIPES, texts, strict=True)}
+
+
+def test_help_waits_for_no_library(helps):
+    """torch and the models take seconds to import; the options of every recipe are told without them."""
+    assert [lines[0].split()[0] for lines in helps.values()] == [recipe.name for recipe in RECIPES]
+
+
+@with_options
+def test_help_shows_the_docstring_as_it_is_written(recipe, helps):
+    written = recipe.read_text(encoding="utf-8").split('"""')[1].splitlines()
+    assert any(line.startswith("    python recipes/") for line in written)
+    begin = helps[recipe.name].index(written[0])
+    assert helps[recipe.name][begin : begin + len(written)] == written
+
+
+@with_options
+def test_every_option_stands_in_a_group(recipe, helps):
+    groups = {}
+    for line in helps[recipe.name]:
+        if line.endswith(":") and line[0].islower() and not line.startswith(" "):
+            groups[line[:-1]] = options = []
+        elif line.startswith("  -"):
+            options.append(line.split()[0])
+    assert "options" not in groups and "optional arguments" not in groups and all(groups.values())
+    assert groups["general"][0] == "-h," and len(groups) >= 3
+    found = [name for options in groups.values() for name in options]
+    assert len(found) == len(set(found))
+    written = ast.parse(recipe.read_text(encoding="utf-8")).body
+    own = [cls for cls in written if isinstance(cls, ast.ClassDef) and cls.name.endswith("Options")]
+    assert {f"--{field.target.id}" for cls in own for field in cls.body if isinstance(field, ast.AnnAssign)} <= set(found)
+
+
+def test_groups_of_one_name_are_one():
+    @dataclass
+    class First:
+        out: str = option("o", "Where to.", group="output")
+        rate: float = option(0.1, "Rate.", group="optimisation")
+        steps: int = option(3, "Steps.")
+
+    @dataclass
+    class Second:
+        shuffle: bool = option(True, "Shuffle.")
+        every: int | None = option(None, "Between two lines.", group="output")
+
+    parser = OptionParser([First, Second], "What it does.\n\n    an   example \\\n        of two lines\n")
+    shown = parser.format_help()
+    assert "\n    an   example \\\n        of two lines\n" in shown
+    headings = ["output:", "  --out OUT", "  --every EVERY", "optimisation:", "  --rate RATE", "  --steps STEPS", "options:"]
+    headings += ["  --shuffle [SHUFFLE]", "  --no_shuffle", "general:"]
+    places = [shown.index(f"\n{heading}") for heading in headings]
+    assert places == sorted(places)
+    assert "Rate. (default: 0.1)" in shown and "Between two lines.\n" in shown
+    assert parser.parse_args_into_dataclasses(["--no-shuffle"]) == (First(), Second(shuffle=False))

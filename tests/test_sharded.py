@@ -1,12 +1,14 @@
-"""Models in pieces: FSDP2 by `accelerate launch` trains, saves and resumes as one process does, what is saved of a sharded
-model has its code, and a launch that would shard nothing is refused."""
+"""Models in pieces: FSDP2 and DeepSpeed by `accelerate launch` train, save and resume as one process does, what is saved of
+a sharded model has its code, and a launch that would shard nothing is refused."""
 
 import json
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
+from accelerate.utils.deepspeed import HfDeepSpeedConfig
 from models import causal_mha, infini_gpt2, token_ids
 from test_train import ROOT, SIZES, losses, prepared_data, recipe, result, run, train
 from torch import distributed
@@ -16,8 +18,12 @@ from transformers import AutoModelForCausalLM
 
 from hf_infini import InfiniGPT2LMHeadModel, training
 
-CONFIG = ROOT / "recipes" / "configs" / "accelerate_fsdp2.yaml"
-LAUNCH = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", CONFIG, "--num_processes", 2]
+CONFIGS = ROOT / "recipes" / "configs"
+ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", 2]
+LAUNCH = {
+    "fsdp2": ["--config_file", CONFIGS / "accelerate_fsdp2.yaml"],
+    "deepspeed": ["--use_deepspeed", "--deepspeed_config_file", CONFIGS / "deepspeed_zero2.json"],
+}
 
 
 def options(base: Path) -> list:
@@ -42,31 +48,39 @@ def base(tmp_path_factory) -> Path:
     return tmp_path_factory.getbasetemp()
 
 
-@pytest.fixture(scope="module")
-def sharded(base) -> tuple[Path, list]:
+@pytest.fixture(scope="module", params=LAUNCH)
+def sharded(base, request) -> tuple[Path, list]:
     """A run of two processes, and its command."""
-    script = [Path(__file__).with_name("fsdp_on_cpu.py"), *recipe("train")[1:]]
-    command = [*LAUNCH, *script, *options(base), "--gradient_accumulation", 2, "--num_processes", 2, "--out", base / "fsdp2"]
+    if request.param == "deepspeed" and find_spec("deepspeed") is None:
+        pytest.skip("pip install deepspeed; the first run then compiles its CPU operators for some minutes")
+    script = [Path(__file__).with_name("sharded_on_cpu.py"), *recipe("train")[1:]]
+    more = ["--gradient_accumulation", 2, "--num_processes", 2, "--out", base / request.param]
+    command = [*ACCELERATE, *LAUNCH[request.param], *script, *options(base), *more]
     run(*command)
-    return base / "fsdp2", command
+    return base / request.param, command
+
+
+@pytest.fixture(scope="module")
+def alone(base) -> Path:
+    """The same run of one process."""
+    train.main([*map(str, options(base)), "--gradient_accumulation", "4", "--out", str(base / "not_sharded")])
+    return base / "not_sharded"
 
 
 def code_of(folder: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in folder.glob("*.py")}
 
 
-def test_two_sharded_processes_train_what_one_does(base, sharded):
+def test_two_sharded_processes_train_what_one_does(sharded, alone):
     folder, command = sharded
-    one = base / "not_sharded"
-    train.main([*map(str, options(base)), "--gradient_accumulation", "4", "--out", str(one)])
-    assert len(losses(one)) == 5  # 3 steps, 2 evaluations
-    for of_one, of_two in zip(losses(one), losses(folder), strict=True):
+    assert len(losses(alone)) == 5  # 3 steps, 2 evaluations
+    for of_one, of_two in zip(losses(alone), losses(folder), strict=True):
         assert of_one[0] == of_two[0]
         for wanted, found in zip(of_one[1:3], of_two[1:3], strict=True):
             assert found == (None if wanted is None else pytest.approx(wanted, rel=1e-4))
         for layer, heads in (of_one[3] or {}).items():
             assert of_two[3][layer] == pytest.approx(heads, abs=1e-4)
-    assert result(folder)["cross_entropy"] == pytest.approx(result(one)["cross_entropy"], rel=1e-4)
+    assert result(folder)["cross_entropy"] == pytest.approx(result(alone)["cross_entropy"], rel=1e-4)
     assert result(folder)["gates"] != {"0": [0.5, 0.5], "1": [0.5, 0.5]}
     (folder / "result.json").unlink()
     (folder / "checkpoint-3" / "complete.json").unlink()
@@ -82,9 +96,19 @@ def test_what_a_sharded_run_saves_is_whole_and_has_its_code(sharded):
     weights = found.state_dict()
     assert all(torch.equal(weights[name], weight) for name, weight in checkpoint.state_dict().items())
     assert training.gate_values(found) == result(folder)["gates"]
-    assert code_of(folder / "checkpoint-3") == code_of(folder) and "modeling_infini_gpt2.py" in code_of(folder)
+    assert code_of(folder).items() <= code_of(folder / "checkpoint-3").items()  # where DeepSpeed puts scripts of its own
+    assert "modeling_infini_gpt2.py" in code_of(folder)
     configs = [json.loads((path / "config.json").read_text()) for path in (folder, folder / "checkpoint-3")]
     assert configs[0]["auto_map"] == configs[1]["auto_map"] and configs[1]["architectures"] == ["InfiniGPT2LMHeadModel"]
+
+
+def test_the_deepspeed_file_leaves_to_the_trainer_what_train_py_is_told():
+    """What accelerate reads of it, with or without DeepSpeed."""
+    config = HfDeepSpeedConfig(str(CONFIGS / "deepspeed_zero2.json"))
+    assert config.is_zero2() and not config.is_zero3() and not config.is_offload()
+    assert config.get_value("optimizer") is None and config.get_value("scheduler") is None  # train.py's, the gates' own rate
+    trainer_s = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
+    assert all(config.get_value(name) == "auto" for name in (*trainer_s, "bf16.enabled"))
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
-"""Runs a script as accelerate's FSDP2 on CPU processes: `torchrun … fsdp_on_cpu.py SCRIPT ARGUMENTS`.
+"""Runs a script as accelerate's FSDP2 or DeepSpeed on CPU processes: `accelerate launch … sharded_on_cpu.py SCRIPT …`.
 
-torch shards on CPUs as well, over gloo; accelerate asks for FSDP by the name of the distributed type, and knows the name of
-several CPU processes for DDP alone. Under the name of several GPUs it does all that it does there, on the device it has.
+torch and DeepSpeed shard on CPUs as well, over gloo; accelerate does not ask them to where it was told of a CPU, or knows
+its processes by the name of several CPUs. Under the name of several GPUs it does all that it does there, on its device.
 """
 
 import runpy
@@ -17,7 +17,7 @@ def sharded(self, *args, cpu: bool = False, **kwargs):
     if not self._shared_state:  # the first of many that share it
         PartialState(cpu)
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
-    initialise(self, *args, cpu=cpu, **kwargs)
+    initialise(self, *args, cpu=False, **kwargs)
 
 
 if __name__ == "__main__":
