@@ -38,7 +38,7 @@ MHAS = [
     {"score": "general", "attention": "infini", "segment_length": 8, "update_rule": "delta", "local_segments": 1},
 ]
 MODELS = [(gpt2, o) for o in GPT2S] + [(infini_gpt2, o) for o in INFINIS] + [(causal_mha, o) for o in MHAS]
-all_models = pytest.mark.parametrize(("make", "options"), MODELS, ids=str)
+all_models = pytest.mark.parametrize(("make", "options"), MODELS, ids=lambda value: getattr(value, "__name__", str(value)))
 
 
 def learned_start(model):
