@@ -45,7 +45,7 @@ class HubCodeMixin:
 
 
 def carry_code(**classes: type[HubCodeMixin]) -> None:
-    """Has models saved with the module that defines them and all that it imports with one dot (15 files or so).
+    """Has models saved with the module that defines them and all that it imports with one dot (20 files or so).
 
     The module itself calls it: the saved copy has no package whose `__init__` could.
 
