@@ -202,8 +202,8 @@ def attend(
         return output, None, weights
     new_state = replace(
         state,
-        memory=memory,
-        normaliser=memory_normaliser,
+        memory=memory.clone(),  # as it is, one of many states that the call made, and kept in memory with all of them
+        normaliser=memory_normaliser.clone(),
         local_key=layout.next_window(key, state.local_key),
         local_value=layout.next_window(value, state.local_value),
         local_memory_key=layout.next_window(memory_key, state.local_memory_key) if separate else None,

@@ -253,6 +253,8 @@ def test_state_is_constant_in_size_and_left_alone():
     before = early.map_rows(torch.clone)
     sizes = {case.call(infini_attention, cuts=[cut], state=early)[1].nbytes() for cut in (1, 2, 39)}
     assert sizes == {early.nbytes()}
+    for tensor in (early.memory, early.normaliser, early.local_key):  # no view that keeps a larger one
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes
     assert_same_state(early, before, 0)
 
 
