@@ -11,4 +11,4 @@ trap 'rm -rf "$environment"' EXIT
 bash "$root/recipes/setup.sh" "$environment" test
 cd "$root"
 "$environment/bin/ruff" check .
-"$environment/bin/pytest" "$@"
+"$environment/bin/pytest" -n 2 --dist worksteal "$@"

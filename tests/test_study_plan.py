@@ -1,11 +1,8 @@
 """What a study is asked for: options, files of scales and variants, refusals; its processes, texts and curves."""
 
-import os
-import signal
+import subprocess
 import sys
-import threading
 
-import psutil
 import pytest
 from test_train import ROOT, load_recipe
 
@@ -180,12 +177,18 @@ def test_processes_end_with_what_became_of_them(tmp_path):
 
 
 def test_interrupted_the_processes_end_too(tmp_path):
-    tasks = [Task(name, ["sleep", "600"], tmp_path / name) for name in ("a", "b")]
-    interrupt = threading.Timer(1, lambda: os.kill(os.getpid(), signal.SIGINT))
-    interrupt.start()
-    with pytest.raises(KeyboardInterrupt):
-        run_tasks(tasks, "test", jobs=2)
-    assert not [child for child in psutil.Process().children() if "sleep" in child.cmdline()]
+    """In a process of its own: it is the main thread that an interrupt reaches."""
+    code = """
+import os, pathlib, psutil, signal, sys, threading
+from hf_infini.processes import Task, run_tasks
+tasks = [Task(name, ["sleep", "600"], pathlib.Path(sys.argv[1]) / name) for name in ("a", "b")]
+threading.Timer(1, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+try:
+    run_tasks(tasks, "test", jobs=2)
+except KeyboardInterrupt:
+    sys.exit(42 if not [child for child in psutil.Process().children() if "sleep" in child.cmdline()] else 1)
+"""
+    assert subprocess.run([sys.executable, "-c", code, str(tmp_path)], timeout=120).returncode == 42
 
 
 def test_a_yaml_file_that_is_none(tmp_path):
