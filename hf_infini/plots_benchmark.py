@@ -56,6 +56,24 @@ def plot_scaling(rows: list[dict], memory_rows: list[dict], file: Path) -> None:
     figure.savefig(file)
 
 
+def plot_options(rows: list[dict], file: Path) -> None:
+    """How much longer a training step takes with one option changed: a bar each, a panel for each precision and context.
+
+    Args:
+        rows: of `hf_infini.benchmarks.whole_models.option_rows`.
+    """
+    kinds = list(dict.fromkeys((row["precision"], row["context"]) for row in rows))
+    figure, panels = _panels(1, len(kinds))
+    for axes, kind in zip(panels[0], kinds, strict=True):
+        own = [row for row in rows if (row["precision"], row["context"]) == kind]
+        errors = [[abs(row["ratio"] - row["ratio" + end]) for row in own] for end in ("_lowest", "_highest")]
+        axes.barh([row["change"] for row in own], [row["ratio"] for row in own], xerr=errors)
+        axes.axvline(1, color="grey", linewidth=0.8)
+        axes.invert_yaxis()
+        axes.set(xlabel="training step, × none changed", title=f"{kind[0]}, context {kind[1]:,}")
+    figure.savefig(file)
+
+
 def plot_models(training_rows: list[dict], prefill_rows: list[dict], file: Path) -> None:
     """Tokens a second and memory of a training step over the context, and memory of reading a prompt over its length.
 

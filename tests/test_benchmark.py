@@ -9,10 +9,13 @@ import sys
 from functools import partial
 
 import pytest
+import torch
 from test_train import ROOT, kill_when, load_recipe
 
-from hf_infini.benchmarks import probe
+from hf_infini.benchmarks import models, probe
+from hf_infini.benchmarks.models import ModelSpec
 from hf_infini.benchmarks.store import Results
+from hf_infini.benchmarks.whole_models import CHANGES, UNCHANGED
 from hf_infini_cli import UserError
 
 benchmark = load_recipe("benchmark")
@@ -86,6 +89,26 @@ def test_whole_models(everything):
     assert printed.count("tokens/s") == 2
 
 
+def test_options_one_by_one(everything):
+    printed, out = everything
+    rows = rows_of(out.with_name("all.json"), "options")
+    assert [row["change"] for row in rows] == [*CHANGES, "gpt2"] and rows[0]["ratio"] == 1
+    assert all(row["ratio_lowest"] <= row["ratio"] <= row["ratio_highest"] for row in rows)
+    assert "| memory_conv=3 " in printed and out.with_name("all_options.png").is_file()
+
+
+def test_every_change_changes_what_is_computed():
+    """A step of a name that did nothing would be timed as well."""
+    spec = ModelSpec(n_layer=1, n_embd=16, n_head=2, vocab_size=31, segment_length=8)
+    ids = models.random_ids(spec, 1, 40)
+    found = {name: models.build("infini", spec, 40, changes=changes) for name, changes in CHANGES.items()}
+    for name, model in found.items():
+        if name == "memory_conv=3":  # starts at zero
+            torch.nn.init.ones_(model.transformer.h[0].attn.memory_conv)
+    logits = {name: model(ids).logits for name, model in found.items()}
+    assert all(not torch.allclose(logits[name], logits[UNCHANGED]) for name in CHANGES if name != UNCHANGED)
+
+
 def test_a_new_token_after_long_contexts(everything):
     _, out = everything
     rows = rows_of(out.with_name("all.json"), "decoding")
@@ -104,7 +127,7 @@ def test_files_of_a_run(everything):
         picture = out.with_name(f"all_{part}.png")
         assert picture.read_bytes().startswith(b"\x89PNG") and str(picture) in printed
     widths = [len({line.count("|") for line in table.splitlines() if "|" in line}) for table in printed.split("\n\n")]
-    assert max(widths) == 1 and sum(widths) == 8  # machine, attention, scaling 2, model 3, decoding
+    assert max(widths) == 1 and sum(widths) == 9  # machine, attention, scaling 2, model 3, decoding, options
 
 
 def test_killed_and_started_again(tmp_path):

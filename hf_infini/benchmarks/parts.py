@@ -109,6 +109,18 @@ def model(results: Results, how: How, options, picture: Path) -> str:
     return "\n\n".join(tables)
 
 
+def options(results: Results, how: How, options, picture: Path) -> str:
+    """Training steps with one option of the memory changed."""
+    settings = [
+        {"context": context, "rows": options.training_rows, "precision": precision}
+        for precision in options.precisions
+        for context in options.training_contexts
+    ]
+    rows = measured(results, how, "options", _cells(whole_models.option_rows, _model_spec(options, how), settings))
+    plots_benchmark.plot_options(rows, picture)
+    return report.options_table(rows)
+
+
 def decoding(results: Results, how: How, options, picture: Path) -> str:
     """New tokens after every context."""
     same = {name: getattr(options, name) for name in ("chunk", "steps", "stock_limit", "dtype")}

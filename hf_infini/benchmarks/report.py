@@ -84,6 +84,16 @@ def training_table(rows: list[dict]) -> str:
     return markdown_table(header, lines, 2)
 
 
+def options_table(rows: list[dict]) -> str:
+    """Rows of [`whole_models.option_rows`]."""
+    header = ("changed option", "precision", "context", "rows", "ms per training step", "× none changed")
+    lines = []
+    for row in rows:
+        start = [row["change"], row["precision"], f"{row['context']:,}", row["rows"]]
+        lines.append([*start, milliseconds(row), ratio(row)])
+    return markdown_table(header, lines, 2)
+
+
 def prefill_table(rows: list[dict]) -> str:
     """Rows of [`whole_models.prefill_rows`]."""
     header = ("prompt read in chunks", "dtype", "tokens", "chunk", "peak over weights, MiB")

@@ -10,6 +10,17 @@ from .layer import How, free_bytes
 from .models import KINDS, ModelSpec
 
 BASE = "infini"
+UNCHANGED = "none"
+CHANGES = {
+    UNCHANGED: {},
+    "update_rule=delta": {"update_rule": "delta"},
+    "feature_map=exp": {"feature_map": "exp"},
+    "normaliser=shared": {"normaliser": "shared"},
+    "local_segments=1": {"local_segments": 1},
+    "memory_conv=3": {"memory_conv": 3},
+    "memory_init=learned": {"memory_init": "learned"},
+    "positions=absolute": {"positions": "absolute"},
+}
 
 
 def training_rows(how: How, spec: ModelSpec, context: int, rows: int, precision: str) -> list[dict]:
@@ -50,6 +61,21 @@ def training_rows(how: How, spec: ModelSpec, context: int, rows: int, precision:
             row["skipped"] = message
         results.append(row)
     return results
+
+
+def option_rows(how: How, spec: ModelSpec, context: int, rows: int, precision: str) -> list[dict]:
+    """Seconds of a training step with one option of the memory changed, for each of [`CHANGES`], and of stock GPT-2.
+
+    `ratio` is to the model in which none is.
+    """
+    ids = models.random_ids(spec, rows, context)
+    steps = {}
+    for name, changes in CHANGES.items():
+        steps[name] = models.training_step(models.build("infini", spec, context, changes=changes), ids, precision)
+    steps["gpt2"] = models.training_step(models.build("gpt2", spec, context), ids, precision)
+    timed = timing.summary(how.alternate(steps), UNCHANGED)
+    same = {"context": context, "rows": rows, "precision": precision}
+    return [{"change": name, **same, **timed[name]} for name in steps]
 
 
 def prefill_rows(how: How, spec: ModelSpec, kind: str, context: int, chunk: int, dtype: str) -> list[dict]:
