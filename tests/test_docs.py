@@ -134,13 +134,10 @@ def test_commands_have_flags_that_exist(recipe, flags, capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", [recipe, "--help"])
     specification = importlib.util.spec_from_file_location(recipe, ROOT / "recipes" / f"{recipe}.py")
     module = importlib.util.module_from_spec(specification)
-    sys.modules[recipe] = module  # dataclasses look their module up
-    try:
-        specification.loader.exec_module(module)
-        with pytest.raises(SystemExit):
-            module.main()
-    finally:
-        del sys.modules[recipe]
+    monkeypatch.setitem(sys.modules, recipe, module)  # dataclasses look their module up; others may have loaded their own
+    specification.loader.exec_module(module)
+    with pytest.raises(SystemExit):
+        module.main()
     assert not flags - set(re.findall(r"--\w+", capsys.readouterr().out))
 
 
