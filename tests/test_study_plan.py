@@ -181,6 +181,7 @@ def test_interrupted_the_processes_end_too(tmp_path):
     code = """
 import os, pathlib, psutil, signal, sys, threading
 from hf_infini.processes import Task, run_tasks
+signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell starts behind itself ignores interrupts
 tasks = [Task(name, ["sleep", "600"], pathlib.Path(sys.argv[1]) / name) for name in ("a", "b")]
 threading.Timer(1, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
 try:

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import time
+from functools import partial
 
 import psutil
 import pytest
@@ -89,7 +90,9 @@ def test_interrupted_it_stops_its_children(data, tmp_path):
     command = [*recipe("sweep"), "--data", data, "--out", tmp_path, "--grid", "n_inner=16,24,32", "--jobs", 2, "--", *TINY]
     command += ["--max_steps", 1_000_000]
     with open(tmp_path / "output", "w") as output:
-        process = subprocess.Popen(list(map(str, command)), cwd=ROOT, stdout=output, stderr=output)
+        # What a shell starts behind itself ignores interrupts
+        listens = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+        process = subprocess.Popen(list(map(str, command)), cwd=ROOT, stdout=output, stderr=output, preexec_fn=listens)
     try:
         deadline = time.monotonic() + 120
         while len(list(tmp_path.glob("*/metrics.jsonl"))) < 2:
