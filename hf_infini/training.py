@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
 from transformers import Trainer, TrainingArguments
 from transformers.integrations import get_available_reporting_integrations
 
@@ -35,6 +36,8 @@ TRACKERS = {
 }
 
 # --- data, ends and processes -----------------------------------------------------------------------------------------
+
+ROWS_OF_THE_HEAD = 256  # logits of few places are made of a multiple of so many
 
 
 def data_fingerprint(manifest: dict) -> str:
@@ -249,10 +252,15 @@ class PerplexityTrainer(Trainer):
         positions = {name: inputs[name] for name in ("position_ids",) if name in inputs}
         with self.accelerator.autocast():
             hidden = model.base_model(inputs["input_ids"], use_cache=False, **positions).last_hidden_state
-            logits = model.get_output_embeddings()(hidden[:, :-1][learned])
-        targets = inputs["labels"][:, 1:][learned]
-        total = torch.nn.functional.cross_entropy(logits.float(), targets, reduction="sum")
-        return total / (len(targets) if num_items_in_batch is None else num_items_in_batch)
+            places, targets = hidden[:, :-1][learned], inputs["labels"][:, 1:][learned]
+            count = len(targets)
+            # In half precision torch keeps what it has prepared for every number of rows that a product ever had on a CPU:
+            # gigabytes after some hundred steps, unless there are few such numbers
+            places = F.pad(places, (0, 0, 0, -count % ROWS_OF_THE_HEAD))
+            targets = F.pad(targets, (0, -count % ROWS_OF_THE_HEAD), value=-100)
+            logits = model.get_output_embeddings()(places)
+        total = F.cross_entropy(logits.float(), targets, reduction="sum")
+        return total / (count if num_items_in_batch is None else num_items_in_batch)
 
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix: str = "eval") -> dict[str, float]:
         """Cross-entropy of the validation rows, in the precision of training; every process reads its share.
