@@ -39,15 +39,14 @@ def cache_sizes(reader, contexts: list[int]) -> list[int]:
     """Bytes of the cache after each of these numbers of tokens, which the model reads one after the other."""
     import torch
 
+    from hf_infini.measurement import cache_bytes
+
     cache, sizes = None, []
     with torch.inference_mode():
         for begin, end in zip([0, *contexts], contexts, strict=False):
             ids = torch.randint(SIZES["vocab_size"], (1, end - begin))
             cache = reader(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).past_key_values
-            if hasattr(cache, "nbytes"):
-                sizes.append(cache.nbytes())
-            else:
-                sizes.append(sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers))
+            sizes.append(cache_bytes(cache))
     return sizes
 
 
@@ -132,13 +131,10 @@ def memory(segments: int = 6) -> bytes:
 # --- tables -----------------------------------------------------------------------------------------------------------
 
 
-def table(head: list[str], rows: list[list[str]]) -> str:
-    lines = [head, ["---"] + ["---:"] * (len(head) - 1), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
 def options_cost() -> str:
     """Parameters and cache of one change each, beside those of the model without it."""
+    from hf_infini.markdown import markdown_table
+
     changes = {
         "GPT-2, without memory": None,
         '`segment_length=128, positions="segment"`': {},
@@ -149,6 +145,7 @@ def options_cost() -> str:
         "… `local_segments=1`": dict(local_segments=1),
         '… `memory_init="learned"`': dict(memory_init="learned"),
         "… `memory_conv=3`": dict(memory_conv=3),
+        '… `feature_map="exp", memory_write="learned"`': dict(feature_map="exp", memory_write="learned"),
         "… `layers=[0, 2]`": dict(layers=[0, 2]),
     }
     rows = []
@@ -156,7 +153,7 @@ def options_cost() -> str:
         reader = model(**({} if change is None else SEGMENT | change))
         sizes = [f"{size / 1024:,.1f}" for size in cache_sizes(reader, [256, 1024])]
         rows.append([name, f"{reader.num_parameters():,}", *sizes])
-    return table(["model", "parameters", "cache after 256 tokens, KiB", "after 1,024"], rows)
+    return markdown_table(["model", "parameters", "cache after 256 tokens, KiB", "after 1,024"], rows, 1)
 
 
 def segments_cost(tokens: int = 2048, width: int = 64) -> str:
@@ -166,6 +163,7 @@ def segments_cost(tokens: int = 2048, width: int = 64) -> str:
     from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
     from hf_infini import infini_attention
+    from hf_infini.markdown import markdown_table
 
     def operations(function) -> float:
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -182,7 +180,7 @@ def segments_cost(tokens: int = 2048, width: int = 64) -> str:
         state = call(return_state=True)[1]
         rows.append([str(length), str(tokens // length), f"{operations(call):,.0f}", f"{state.nbytes() / 1024:,.1f}"])
     rows.append(["full attention", "1", f"{full:,.0f}", f"{(key.nbytes + value.nbytes) / 1024:,.1f}"])
-    return table(["segment length", "segments", "thousand operations a token", "state, KiB"], rows)
+    return markdown_table(["segment length", "segments", "thousand operations a token", "state, KiB"], rows, 1)
 
 
 # --- the hook ---------------------------------------------------------------------------------------------------------

@@ -317,7 +317,7 @@ def full_attention_mask(
         same; and the documents with the new columns.
     """
     device = layout.tokens_seen.device
-    real, restart = getattr(layout, "real", None), getattr(layout, "restart", None)
+    real, restart = layout.real, layout.restart
     columns = torch.arange(past + tokens, device=device)
     causal = columns <= torch.arange(past, past + tokens, device=device)[:, None]
     if documents is None and real is None:

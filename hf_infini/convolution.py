@@ -36,7 +36,7 @@ def short_convolution(
     if taps == 1:
         return output, before
     everything = torch.cat([before.to(inputs.dtype), inputs], 1)
-    real = getattr(layout, "real", None)
+    real = layout.real
     if real is None:  # every row goes on with its document, without padding
         for tap in range(1, taps):
             output = output + everything[:, taps - 1 - tap : everything.shape[1] - tap] * weight[tap]

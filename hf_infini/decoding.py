@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .local import eager_attention
-from .memory import delta_states, linear_states, memory_weight
+from .memory import delta_states, linear_states, memory_weight, read_memory
 from .state import InfiniState
 from .steps import StepLayout, TensorStep
 
@@ -40,8 +40,7 @@ def attend_step(
     `in_place` overwrites the window of the given state instead of copying it.
     """
     separate = state.local_memory_key is not None
-    if isinstance(layout, TensorStep):
-        state = layout.opened(state)
+    state = layout.opened(state)
     keys = layout.put(state.local_key, key, in_place)
     values = layout.put(state.local_value, value, in_place)
     memory_keys = layout.put(state.local_memory_key, memory_key, in_place) if separate else keys
@@ -60,16 +59,15 @@ def attend_step(
     dtype = state.memory.dtype
     with torch.autocast(query.device.type, enabled=False):
         queries = features(memory_query.to(dtype)).unflatten(1, (key.shape[1], group)).squeeze(3)  # [B, K, G, D]
-        numerator = queries @ state.memory
-        denominator = (queries * state.normaliser.unsqueeze(2)).sum(-1, keepdim=True)
-        read = (numerator / (denominator + eps)).flatten(1, 2).unsqueeze(2)
-        mass, log_sum = (denominator.flatten(1, 2).unsqueeze(2), log_sum.unsqueeze(-1)) if shared else (None, None)
+        one_step = (tensor.unsqueeze(1) for tensor in (queries, state.memory, state.normaliser))
+        read, mass = (tensor.flatten(1, 3).unsqueeze(2) for tensor in read_memory(*one_step, eps))  # [B, H, 1, E or 1]
+        log_sum = log_sum.unsqueeze(-1) if shared else None
         share = memory_weight(gate.to(dtype)[None, :, None, None], mass, log_sum, key.shape[-1], eps)
         if state.start_memory is None:
             share = share * layout.filled.unsqueeze(-1)
         output = torch.lerp(output.to(dtype), read, share.expand_as(read)).to(output.dtype)
         memory, normaliser = _compress(features, memory_keys, values, layout, state, update_rule, eps)
-    if getattr(layout, "real", None) is not None:
+    if layout.real is not None:
         output = output.masked_fill(~layout.real[:, :, None, None], 0)
     new_state = replace(
         state,

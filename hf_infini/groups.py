@@ -78,12 +78,13 @@ def attend_grid(
     for number, (begin, end) in enumerate(limits):
         count, steady = end - begin, layout.in_full(begin, end)
         queries = _blocks(query[number], step).contiguous()
-        (leaving_keys, key_window), (leaving_values, value_window) = (
-            _window(grids[number : number + 2], count, kept, step) for grids in (keys, values)
-        )
+        leaving_keys, leaving_values = (_blocks(grids[number][:, :count], step).contiguous() for grids in (keys, values))
+        key_window, value_window = leaving_keys, leaving_values
+        if kept:
+            key_window, value_window = (_window(grids[number : number + 2], count, kept, step) for grids in (keys, values))
         memory_queries = queries if memory_query is None else _blocks(memory_query[number], step)
         if memory_keys is not None:
-            leaving_keys, _ = _window(memory_keys[number : number + 2], count, kept, step)
+            leaving_keys = _blocks(memory_keys[number][:, :count], step).contiguous()
         mask = None if steady or not kept else _window_mask(numbers[:, begin:end], layout, step)
         local, local_weights, log_sum = local_attention(
             queries,
@@ -183,17 +184,15 @@ def _blocks(part: Tensor, step: int) -> Tensor:
     return _steps(part, step).permute(0, 1, 4, 2, 3, 5)
 
 
-def _window(groups: Sequence[Tensor], count: int, kept: int, step: int) -> tuple[Tensor, Tensor]:
-    """The blocks that leave the windows of a group's `count` segments, and those windows, `[B, N, K, T, W, D]`.
+def _window(groups: Sequence[Tensor], count: int, kept: int, step: int) -> Tensor:
+    """The windows of a group's `count` segments, `[B, N, K, T, W, D]`.
 
     Args:
         groups: a group of the grid that begins w = `kept` segments early, and the next if there is one, which the last
             windows reach into.
     """
     reach = groups[0] if groups[0].shape[1] >= count + kept else torch.cat([groups[0], groups[1][:, :kept]], 1)
-    parts = [_blocks(reach[:, shift : shift + count], step) for shift in range(kept + 1)]
-    leaving = parts[0].contiguous()
-    return leaving, torch.cat(parts, 4) if kept else leaving
+    return torch.cat([_blocks(reach[:, shift : shift + count], step) for shift in range(kept + 1)], 4)
 
 
 def _by_step(slots: Tensor, step: int) -> Tensor:

@@ -56,12 +56,17 @@ def local_attention(
             query, key, value = (t.to(torch.get_autocast_dtype(t.device.type)) for t in (query, key, value))
         output, log_sum = _Tiled.apply(query, key, value, mask, scaling, return_log_sum)
         return LocalAttention(output, None, log_sum)
-    if return_weights or return_log_sum:
-        mask = _causal(query, key) if mask is None else mask
-        options = {"scaling": scaling, "dropout": dropout, "return_log_sum": return_log_sum, "upcast": upcast}
-        output, weights, log_sum = eager_attention(query, key, value, mask, **options)
-        return LocalAttention(output, weights if return_weights else None, log_sum)
-    return LocalAttention(_fused(query, key, value, mask, scaling, dropout), None, None)
+    options = {"scaling": scaling, "dropout": dropout, "return_log_sum": return_log_sum, "upcast": upcast}
+    output, weights, log_sum = _at_once(query, key, value, mask, return_weights or return_log_sum, **options)
+    return LocalAttention(output, weights if return_weights else None, log_sum)
+
+
+def _at_once(query, key, value, mask, written_out: bool, *, scaling, dropout=0.0, **options) -> LocalAttention:
+    """[`local_attention`] without tiles: the softmax written out, with the options of that, or torch's own kernel."""
+    if not written_out:
+        return LocalAttention(_fused(query, key, value, mask, scaling, dropout), None, None)
+    mask = _causal(query, key) if mask is None else mask
+    return eager_attention(query, key, value, mask, scaling=scaling, dropout=dropout, **options)
 
 
 def _fused(query, key, value, mask, scaling, dropout=0.0) -> Tensor:
@@ -108,15 +113,10 @@ class _Tiled(Function):
         for tile, seen in _tiles(query, key):
             queries, keys, values = query[..., tile, :], key[..., :seen, :], value[..., :seen, :]
             visible = None if mask is None else mask[..., tile, :seen]
-            if return_log_sum:
-                visible = _causal(queries, keys) if visible is None else visible
-                output, _, log_sum = eager_attention(
-                    queries, keys, values, visible, scaling=scaling, dropout=0.0, return_log_sum=True
-                )
-                log_sums.append(log_sum)
-            else:
-                output = _fused(queries, keys, values, visible, scaling)
+            options = {"scaling": scaling, "return_log_sum": return_log_sum}
+            output, _, log_sum = _at_once(queries, keys, values, visible, return_log_sum, **options)
             outputs.append(output)
+            log_sums.append(log_sum)
         return torch.cat(outputs, -2), torch.cat(log_sums, -1) if return_log_sum else None
 
     @staticmethod

@@ -34,6 +34,20 @@ def keep_freed_memory() -> None:
         libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
 
 
+def give_back_freed_memory() -> None:
+    """The opposite of [`keep_freed_memory`]: blocks of 1 MB and more go back as soon as they are freed, as on a GPU. By
+    default glibc raises that limit as it goes."""
+    if platform.libc_ver()[0] == "glibc":
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1_000_000)
+
+
+def cache_bytes(cache) -> int:
+    """Bytes of the keys, values and memories that a cache holds after the tokens read so far, bounded or dynamic."""
+    if hasattr(cache, "nbytes"):
+        return cache.nbytes()
+    return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+
+
 def peak_memory() -> dict[str, float]:
     """Peak memory of this process in MiB: resident memory, and the GPU's allocated memory where there is one."""
     peak = {"peak_rss_mib": round(peak_memory_bytes() / 2**20, 1)}

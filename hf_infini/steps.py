@@ -24,6 +24,8 @@ class StepLayout:
         skipped: `[batch, (w + 1) * L]` bool, which tokens of the window, this one among them, never reach the memory;
             `None`: all do. next_skipped: the same for the next state's window.
         positions: `[batch, 1]`; tokens_seen, last_position: `[batch]`, after this token.
+        real, restart: `[batch, 1]` bool, whether the token is no padding, and whether it begins a document; both `None`:
+            every token is real, none begins one.
     """
 
     segment_length: int
@@ -41,6 +43,12 @@ class StepLayout:
     last_position: Tensor
     skipped: Tensor | None = None
     next_skipped: Tensor | None = None
+    real: Tensor | None = None
+    restart: Tensor | None = None
+
+    def opened(self, state: InfiniState) -> InfiniState:
+        """The state that the rows' tokens go on from: no row begins a document here."""
+        return state
 
     def put(self, window: Tensor, new: Tensor, in_place: bool) -> Tensor:
         """The window, `[batch, heads, (w + 1) * L, dim]`, with the new tokens `[batch, heads, 1, dim]` in their slots;
@@ -70,13 +78,9 @@ class TensorStep(StepLayout):
     Attributes:
         leaving, compressing: `[batch]` bool. begin, end: all of the window; visible always says what is seen.
         here: `[batch, 1, (w + 1) * L, 1]` bool, the slot that the row's token takes; none for padding.
-        real, restart: `[batch, 1]` bool, whether the token is no padding, and whether it begins a document; both `None`:
-            every token is real, none begins one.
     """
 
     here: Tensor | None = None
-    real: Tensor | None = None
-    restart: Tensor | None = None
 
     @property
     def order(self) -> tuple[Tensor, Tensor]:

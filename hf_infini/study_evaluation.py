@@ -16,6 +16,7 @@ from hf_infini_cli.model_options import context_limit
 from . import batch_probe
 from .blocks import DocumentStore
 from .inference import load_model
+from .measurement import cache_bytes
 from .metrics import stream_losses, summarize
 from .perplexity_task import measure_perplexity, text_rows
 from .rows import RowReader
@@ -230,12 +231,6 @@ def measure_state(model, tokenizer, text: str, lengths: list[int]) -> dict:
             read += piece.shape[1]
         found[str(length)] = cache_bytes(cache)
     return {"bytes": found}
-
-
-def cache_bytes(cache) -> int:
-    if hasattr(cache, "nbytes"):
-        return cache.nbytes()
-    return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
 
 
 def choose_prompt(documents: list[dict], words: int, host: str = "pt.wikipedia.org", characters: int = 2000) -> dict:

@@ -115,13 +115,6 @@ def random_cache(model, context: int) -> DynamicCache:
     return cache
 
 
-def cache_bytes(cache) -> int:
-    """Of keys, values and memories, after all tokens read so far."""
-    if hasattr(cache, "nbytes"):
-        return cache.nbytes()
-    return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
-
-
 @torch.inference_mode()
 def read(model, ids: torch.Tensor, chunk: int, mask: torch.Tensor | None = None):
     """The cache after `[batch, tokens]`, read in chunks; `mask` of the same shape is 0 for padding."""

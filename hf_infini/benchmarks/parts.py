@@ -88,11 +88,6 @@ def scaling(results: Results, how: How, options, picture: Path) -> str:
 def model(results: Results, how: How, options, picture: Path) -> str:
     """Training steps, prompts and padded batches of both models."""
     spec = _model_spec(options, how)
-    trained = [
-        {"context": context, "rows": options.training_rows, "precision": precision}
-        for precision in options.precisions
-        for context in options.training_contexts
-    ]
     prompts = [
         {"kind": kind, "context": tokens, "chunk": options.chunk, "dtype": options.dtype}
         for kind in KINDS
@@ -101,7 +96,7 @@ def model(results: Results, how: How, options, picture: Path) -> str:
     ]
     batch = {"batch": options.padded_batch, "context": options.padded_context}
     batch |= {"steps": options.steps, "dtype": options.dtype}
-    training_rows = measured(results, how, "training", _cells(whole_models.training_rows, spec, trained))
+    training_rows = measured(results, how, "training", _cells(whole_models.training_rows, spec, _steps(options)))
     prefill_rows = measured(results, how, "prefill", _cells(whole_models.prefill_rows, spec, prompts))
     batch_rows = measured(results, how, "padded_batch", _cells(whole_models.batch_rows, spec, [batch]))
     plots_benchmark.plot_models(training_rows, prefill_rows, picture)
@@ -111,12 +106,8 @@ def model(results: Results, how: How, options, picture: Path) -> str:
 
 def options(results: Results, how: How, options, picture: Path) -> str:
     """Training steps with one option of the memory changed."""
-    settings = [
-        {"context": context, "rows": options.training_rows, "precision": precision}
-        for precision in options.precisions
-        for context in options.training_contexts
-    ]
-    rows = measured(results, how, "options", _cells(whole_models.option_rows, _model_spec(options, how), settings))
+    cells = _cells(whole_models.option_rows, _model_spec(options, how), _steps(options))
+    rows = measured(results, how, "options", cells)
     plots_benchmark.plot_options(rows, picture)
     return report.options_table(rows)
 
@@ -133,6 +124,15 @@ def decoding(results: Results, how: How, options, picture: Path) -> str:
 def _cells(measure: Callable, spec: ModelSpec, settings: list[dict]) -> list[Cell]:
     """A cell for each of the `settings`, which are arguments of `measure`."""
     return [({**setting, **vars(spec)}, partial(measure, spec=spec, **setting)) for setting in settings]
+
+
+def _steps(options) -> list[dict]:
+    """The training steps that the options ask for."""
+    return [
+        {"context": context, "rows": options.training_rows, "precision": precision}
+        for precision in options.precisions
+        for context in options.training_contexts
+    ]
 
 
 def _shape(options, tokens: int, segment: int, dtype: str) -> Shape:

@@ -6,7 +6,6 @@ with it. They are forked from a server that has imported the libraries and compu
 
 import ctypes
 import multiprocessing
-import platform
 import signal
 import sys
 import time
@@ -15,6 +14,7 @@ from collections.abc import Callable
 import psutil
 import torch
 
+from ..measurement import give_back_freed_memory
 from ..stages import peak_memory_bytes
 from . import contestants, models
 from .timing import give_back_memory
@@ -103,11 +103,9 @@ def _measure_in_process(spec: dict, threads: int | None, limit_seconds: float) -
 
 def _child(sender, spec: dict, threads: int | None) -> None:
     """What runs in a process of its own: one spec."""
-    if platform.libc_ver()[0] == "glibc":
-        libc = ctypes.CDLL(None)
-        libc.mallopt(-3, 1_000_000)  # M_MMAP_THRESHOLD: large blocks go back when they are freed, as on a GPU
-        if sys.platform == "linux":
-            libc.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: ends with the server, which ends with the benchmark
+    give_back_freed_memory()
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: ends with the server, which ends with the benchmark
     if threads:
         torch.set_num_threads(threads)
     sender.send("started")
