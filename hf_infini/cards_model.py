@@ -81,6 +81,8 @@ def _infini_attention(config: dict) -> str:
         words.append(f"{config['feature_map']} features")
     if config.get("normaliser", "separate") == "shared":
         words.append("one normaliser for window and memory")
+    if config.get("memory_write", "equal") == "learned":
+        words.append("learned weights of what is written")
     if config.get("memory_init", "zeros") != "zeros":
         words.append(f"{config['memory_init']} start of the memory")
     if config.get("layers") is not None:

@@ -15,6 +15,7 @@ OPTIONS = (
     "layers",
     "positions",
     "memory_conv",
+    "memory_write",
     "mask_special_tokens",
 )
 CHOICES = {
@@ -23,6 +24,7 @@ CHOICES = {
     "normaliser": ("separate", "shared"),
     "memory_init": ("zeros", "learned", "noise"),
     "positions": ("absolute", "segment"),
+    "memory_write": ("equal", "learned"),
 }
 
 
@@ -63,6 +65,11 @@ class InfiniGPT2Config(GPT2Config):
             Taps (the token itself and those before it) of a depthwise causal convolution, added to the input of the layer's
             projections: what followed a token can then be recalled by that token. 0 is none. It starts at zero, so that a
             swapped model is unchanged.
+        memory_write (`str`, *optional*, defaults to `"equal"`):
+            What a token weighs in the memory: `"equal"`, all alike; or `"learned"`, σ(k) is multiplied by e^(w·x), with x
+            the input of the layer's projections and a w for each head that starts at zero. Text that nobody will ask for
+            can then stay out, so that what counts is still found among much of it. Needs `feature_map="exp"`, and a
+            second window of keys in the cache.
         mask_special_tokens (`bool`, *optional*, defaults to `True`):
             Tokens with the configuration's bos, eos or pad id are seen inside the window but not written into the memory.
 
@@ -86,6 +93,7 @@ class InfiniGPT2Config(GPT2Config):
     layers: list[int] | None = None
     positions: str = "absolute"
     memory_conv: int = 0
+    memory_write: str = "equal"
     mask_special_tokens: bool = True
 
     @classmethod
@@ -124,6 +132,11 @@ class InfiniGPT2Config(GPT2Config):
             raise ValueError(f"local_segments must be 0 or more; got {self.local_segments}.")
         if self.memory_conv < 0:
             raise ValueError(f"memory_conv must be 0 (none) or a number of taps; got {self.memory_conv}.")
+        if self.memory_write == "learned" and self.feature_map != "exp":
+            raise ValueError(
+                "memory_write='learned' multiplies features by adding to their exponents: give feature_map='exp' with it; "
+                f"got feature_map={self.feature_map!r}."
+            )
         if self.positions == "segment" and self.tokens_per_segment > self.n_positions:
             raise ValueError(
                 f"positions='segment' needs an embedding for every place in a segment: segment_length="

@@ -43,7 +43,8 @@ class GPT2InfiniAttention(GPT2Attention):
     The projections are GPT-2's own. New are `gate`, a [`Gate`] with the logit β of the memory's share of each head; with
     `memory_init="learned"` also `start_memory` `[heads, head_dim, head_dim]` and `start_normaliser` `[heads, head_dim]`
     (the logarithmic size: z_0 is its softplus); with `"noise"` a buffer `start_normaliser` (z_0 itself); with
-    `memory_conv` the convolution's weights `memory_conv` `[taps, width]`.
+    `memory_conv` the convolution's weights `memory_conv` `[taps, width]`; with `memory_write="learned"` the logarithm of a
+    token's weight in the memory, per head, `memory_write` `[heads, width]`.
 
     GPT-2 adds its positions to the hidden state, so that what the memory holds does carry them.
     """
@@ -65,10 +66,12 @@ class GPT2InfiniAttention(GPT2Attention):
             self.register_buffer("start_normaliser", torch.empty(heads, width, **options))
         if self.config.memory_conv:
             self.memory_conv = nn.Parameter(torch.empty(self.config.memory_conv, self.embed_dim, **options))
+        if self.config.memory_write == "learned":
+            self.memory_write = nn.Parameter(torch.empty(heads, self.embed_dim, **options))
 
     def drop_memory_parameters(self) -> None:
         """Leaves GPT-2's attention alone: the inverse of `add_memory_parameters`."""
-        for name in ("gate", "start_memory", "start_normaliser", "memory_conv"):
+        for name in ("gate", "start_memory", "start_normaliser", "memory_conv", "memory_write"):
             if hasattr(self, name):
                 delattr(self, name)
 
@@ -82,6 +85,8 @@ class GPT2InfiniAttention(GPT2Attention):
             init.uniform_(self.start_normaliser, 0.0, NOISE)
         if self.config.memory_conv:
             init.zeros_(self.memory_conv)
+        if self.config.memory_write == "learned":
+            init.zeros_(self.memory_write)
 
     def start(self) -> dict[str, Tensor]:
         """M_0 and z_0 as [`InfiniState.initial`] takes them; empty for a memory that starts empty."""
@@ -133,9 +138,10 @@ class GPT2InfiniAttention(GPT2Attention):
                 device=hidden_states.device,
             )
         recent = None if state is None else state.recent_inputs
-        query, key, value, recent = self.project(hidden_states, layout, recent)
+        query, key, value, memory_key, recent = self.project(hidden_states, layout, recent)
         if state is None:
-            state = InfiniState.initial(key, value, length, kept, **self.start())
+            separate = memory_key is not None
+            state = InfiniState.initial(key, value, length, kept, separate_memory_key=separate, **self.start())
         eager = self.config._attn_implementation == "eager"
         output, state, weights = attend(
             query,
@@ -148,6 +154,7 @@ class GPT2InfiniAttention(GPT2Attention):
             normaliser=self.config.normaliser,
             state=state,
             return_state=cached is not None,
+            memory_key=memory_key,
             scaling=self.scaling,
             dropout=self.attn_dropout.p if self.training else 0.0,
             return_weights=bool(output_attentions) or eager,
@@ -161,9 +168,10 @@ class GPT2InfiniAttention(GPT2Attention):
 
     def project(
         self, hidden_states: Tensor, layout: SegmentLayout | StepLayout, recent: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Query, key and value of `[batch, tokens, width]`, `[batch, heads, tokens, head_dim]` each, and what the
-        convolution needs of these tokens in the next call (`recent`, `None` before the first)."""
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+        """Query, key, value and the memory's key (`None`: the key) of `[batch, tokens, width]`, `[batch, heads, tokens,
+        head_dim]` each, and what the convolution needs of these tokens in the next call (`recent`, `None` before the
+        first)."""
         if self.config.memory_conv:
             if recent is None:
                 recent = hidden_states.new_zeros(hidden_states.shape[0], self.config.memory_conv - 1, self.embed_dim)
@@ -171,7 +179,10 @@ class GPT2InfiniAttention(GPT2Attention):
             hidden_states = hidden_states + added
         parts = self.c_attn(hidden_states).split(self.split_size, dim=2)
         query, key, value = (part.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2) for part in parts)
-        return query, key, value, recent
+        memory_key = None
+        if self.config.memory_write == "learned":  # e^(k + w) = e^w e^k: the features of a token, its weight times as large
+            memory_key = key + F.linear(hidden_states, self.memory_write).transpose(1, 2).unsqueeze(-1)
+        return query, key, value, memory_key, recent
 
 
 class InfiniGPT2PreTrainedModel(HubCodeMixin, InitializationMixin, GPT2PreTrainedModel):

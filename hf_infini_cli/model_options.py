@@ -49,6 +49,10 @@ class ModelOptions:
     memory_conv: int | None = option(
         None, "gpt2 infini: taps of a short causal convolution of the layer's input, 0 for none; default: 0."
     )
+    memory_write: Literal["equal", "learned"] | None = option(
+        None, "gpt2 infini: what a token weighs in the memory, all alike or as learned (needs feature_map exp); default: "
+        "equal."
+    )
     mask_special_tokens: bool | None = option(
         None, "Special tokens (end of text, padding) are not learned to be predicted, nor written into a memory; default: "
         "true.", group="model"
@@ -94,6 +98,7 @@ GPT2_INFINI = (
     "layers",
     "positions",
     "memory_conv",
+    "memory_write",
     "mask_special_tokens",
 )
 # The other options of causal_mha: what each of them needs, without which it does nothing.

@@ -125,7 +125,8 @@ def describe_attention(options: dict) -> str:
     else:
         words = [f"infini, segments of {options['segment_length']}" if options["segment_length"] else "infini, 8 segments"]
     defaults = {"update_rule": "linear", "feature_map": "elu", "normaliser": "separate", "local_segments": 0}
-    for name, default in (defaults | {"memory_conv": 0, "memory_init": "zeros", "layers": None}).items():
+    defaults |= {"memory_conv": 0, "memory_write": "equal", "memory_init": "zeros", "layers": None}
+    for name, default in defaults.items():
         if options.get(name) not in (None, default):
             words.append(f"{name.replace('_', ' ')} {options[name]}")
     return ", ".join(words + (["segment positions"] if options["positions"] == "segment" else []))

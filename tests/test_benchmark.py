@@ -105,6 +105,8 @@ def test_every_change_changes_what_is_computed():
     for name, model in found.items():
         if name == "memory_conv=3":  # starts at zero
             torch.nn.init.ones_(model.transformer.h[0].attn.memory_conv)
+        if name == "memory_write=learned":
+            torch.nn.init.normal_(model.transformer.h[0].attn.memory_write)
     logits = {name: model(ids).logits for name, model in found.items()}
     assert all(not torch.allclose(logits[name], logits[UNCHANGED]) for name in CHANGES if name != UNCHANGED)
 

@@ -35,7 +35,7 @@ from hf_infini import (
 )
 
 PACKAGE = Path(hf_infini.__file__).parent
-MEMORY = {"memory_conv": 3, "update_rule": "delta", "feature_map": "exp", "local_segments": 1}
+MEMORY = {"memory_conv": 3, "memory_write": "learned", "update_rule": "delta", "feature_map": "exp", "local_segments": 1}
 REPOSITORY = "somebody/infini-gpt2.small"  # neither - nor . may stand in the name of a module
 SOURCES = ("infini_gpt2", "inner", "trained", "causal_mha_infini", "causal_mha_relative", "repository")
 

@@ -27,6 +27,7 @@ INFINIS = [
     {"local_segments": 2, "memory_init": "learned", "segment_length": 4},
     {"update_rule": "delta", "memory_init": "noise", "segment_length": 5},
     {"layers": [0, 2], "attn_implementation": "eager"},
+    {"feature_map": "exp", "memory_write": "learned", "memory_conv": 2, "normaliser": "shared"},
     {"layers": [1], "memory_init": "learned", "update_rule": "delta", "scale_attn_by_inverse_layer_idx": True},
 ]
 MHAS = [
@@ -42,9 +43,9 @@ all_models = pytest.mark.parametrize(("make", "options"), MODELS, ids=lambda val
 
 
 def learned_start(model):
-    """Starts of the memory that are not the same for all heads and places."""
+    """Starts of the memory, convolutions and weights of what is written that are not the same for all heads and places."""
     for name, parameter in model.named_parameters():
-        if "start_memory" in name or "start_normaliser" in name:
+        if name.rsplit(".")[-1] in ("start_memory", "start_normaliser", "memory_conv", "memory_write"):
             parameter.data.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
     return model
 

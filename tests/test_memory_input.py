@@ -1,4 +1,4 @@
-"""What goes into the memory: the short convolution in front of it, and the tokens that are kept out of it."""
+"""What goes into the memory: the short convolution in front of it, what tokens weigh, and those that are kept out."""
 
 import pytest
 import torch
@@ -16,11 +16,13 @@ CUTS = (0, 1, 2, 13, 14, 40, 50)
 
 
 def convolved(seed=0, **options):
-    """A float64 model whose convolution is far from its start at zero."""
+    """A float64 model whose convolution, and what tokens weigh if that is learned, are far from their starts at zero."""
     model = infini_gpt2(seed, **{"memory_conv": 3} | options).double()
     for block in model.transformer.h:
         if hasattr(block.attn, "memory_conv"):
             block.attn.memory_conv.data.normal_()
+        if hasattr(block.attn, "memory_write"):
+            block.attn.memory_write.data.normal_(std=0.3)
     return model
 
 
@@ -69,7 +71,7 @@ def test_the_convolution_is_its_formula_document_by_document(taps):
 @pytest.mark.parametrize("local_segments", [0, 1])
 @pytest.mark.parametrize("taps", [1, 2, 4])
 def test_convolution_with_padding_packing_and_cached_calls(local_segments, taps):
-    ours = {"feature_map": "exp", "normaliser": "shared"} if taps == 4 else {}
+    ours = {"feature_map": "exp", "normaliser": "shared", "memory_write": "learned"} if taps == 4 else {}
     model = convolved(memory_conv=taps, local_segments=local_segments, **ours)
     ids = token_ids(2, 50)
     wanted = model(ids).logits
@@ -89,8 +91,9 @@ def test_convolution_with_padding_packing_and_cached_calls(local_segments, taps)
     torch.testing.assert_close(in_calls(model, ids, cuts, position_ids=positions), separate, **tolerance)
 
 
-def test_generation_with_a_convolution_and_left_padding():
-    model = convolved()
+@pytest.mark.parametrize("options", [{}, {"feature_map": "exp", "memory_write": "learned", "update_rule": "delta"}])
+def test_generation_with_a_convolution_and_left_padding(options):
+    model = convolved(**options)
     ids = token_ids(1, 21)
     alone = model.generate(ids, max_new_tokens=20, do_sample=False)[0, 21:]
     padded = torch.cat([torch.zeros(1, 9, dtype=torch.long), ids], 1)
@@ -123,6 +126,55 @@ def test_a_convolution_starts_as_none_learns_and_comes_back(tmp_path):
 def test_a_convolution_needs_taps():
     with pytest.raises(Exception, match="memory_conv must be 0 .none. or a number of taps; got -1"):
         InfiniGPT2Config(segment_length=8, memory_conv=-1)
+
+
+# --- what tokens weigh ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("update_rule", ["linear", "delta"])
+def test_a_token_weighs_what_its_input_says(update_rule):
+    """Against the naive reference, whose features are multiplied by the weights one by one."""
+    model = convolved(feature_map="exp", memory_write="learned", local_segments=1, update_rule=update_rule)
+    attention, inputs = model.transformer.h[0].attn, torch.randn(2, 50, 32, dtype=torch.float64)
+    layout = segment_layout(2, 50, 8, 1)
+    query, key, value, memory_key, _ = attention.project(inputs, layout)
+    added, _ = short_convolution(inputs, attention.memory_conv, layout, inputs.new_zeros(2, 2, 32))
+    weights = torch.einsum("btc,hc->bht", inputs + added, attention.memory_write).exp()
+    torch.testing.assert_close(memory_key.exp(), key.exp() * weights.unsqueeze(-1), rtol=FLOAT64, atol=0)
+    wanted = naive_infini_attention(
+        query,
+        key,
+        value,
+        attention.gate(),
+        8,
+        local_segments=1,
+        update_rule=update_rule,
+        feature_map="exp",
+        memory_key=memory_key,
+    )
+    wanted = attention.c_proj(wanted.transpose(1, 2).flatten(2))
+    torch.testing.assert_close(attention(inputs)[0], wanted, rtol=FLOAT64, atol=FLOAT64)
+
+
+def test_weights_start_equal_are_learned_and_come_back(tmp_path):
+    ids = token_ids(2, 50)
+    options = {"segment_length": 8, "feature_map": "exp"}
+    plain = patch_model(gpt2(), **options)(ids).logits
+    model = patch_model(gpt2(), **options, memory_write="learned")
+    assert torch.equal(model(ids).logits, plain)
+    model(ids, labels=ids).loss.backward()
+    for block in model.transformer.h:
+        assert bool((block.attn.memory_write.grad != 0).any())
+        block.attn.memory_write.data.normal_()
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(loaded(ids).logits, model(ids).logits) and not torch.allclose(model(ids).logits, plain)
+    assert torch.equal(unpatch_model(model)(ids).logits, gpt2()(ids).logits)
+
+
+def test_learned_weights_need_exponents():
+    with pytest.raises(Exception, match="give feature_map='exp' with it; got feature_map='elu'"):
+        InfiniGPT2Config(segment_length=8, memory_write="learned")
 
 
 # --- tokens that are kept out -----------------------------------------------------------------------------------------

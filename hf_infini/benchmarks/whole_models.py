@@ -5,6 +5,7 @@ Cells and rows as in [`layer`].
 
 import torch
 
+from ..measurement import cache_bytes
 from . import models, timing
 from .layer import How, free_bytes
 from .models import KINDS, ModelSpec
@@ -18,6 +19,7 @@ CHANGES = {
     "normaliser=shared": {"normaliser": "shared"},
     "local_segments=1": {"local_segments": 1},
     "memory_conv=3": {"memory_conv": 3},
+    "memory_write=learned": {"feature_map": "exp", "memory_write": "learned"},
     "memory_init=learned": {"memory_init": "learned"},
     "positions=absolute": {"positions": "absolute"},
 }
@@ -101,7 +103,7 @@ def batch_rows(how: How, spec: ModelSpec, batch: int, context: int, steps: int, 
     timed, results = timing.summary(times, BASE), []
     for kind in KINDS:
         row = {"model": kind, "batch": batch, "context": context, "dtype": dtype, **timed[kind]}
-        row["cache_bytes"] = models.cache_bytes(caches[kind])
+        row["cache_bytes"] = cache_bytes(caches[kind])
         row |= timing.spread([batch * steps / seconds for seconds in times[kind]], "tokens_per_second")
         results.append(row)
     return results
@@ -127,7 +129,7 @@ def decoding_rows(
     per_token = {kind: [seconds / steps for seconds in values] for kind, values in times.items()}
     timed, rows = timing.summary(per_token, BASE), []
     for kind in kinds:
-        row = {"context": context, "model": kind, "cache_bytes": models.cache_bytes(caches[kind])}
+        row = {"context": context, "model": kind, "cache_bytes": cache_bytes(caches[kind])}
         values = {name.replace("seconds", "seconds_per_token"): value for name, value in timed[kind].items()}
         rows.append(row | values)
     return rows
