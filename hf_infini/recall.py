@@ -207,7 +207,9 @@ def fact_example(rng: random.Random, encode: Encode, names, fact: str, distance:
 def facts_row(rng: random.Random, encode: Encode, names, filler: Filler, length: int) -> Example:
     """A row to learn from: exactly `length` tokens of a biography that asks for every fact it states.
 
-    Each question stands on a line of its own at a place drawn at random between its statement and the end of the row.
+    Each question stands on a line of its own at a place drawn at random between its statement and the end of the row: all
+    places alike for one half of them, all orders of magnitude of the distance alike for the other, so that what lies inside
+    the window is asked for in long rows too.
     Between them, behind the opening, invented paragraphs alternate by chance with pieces of real text. Where the opening
     and its questions fill more than three quarters of the row, paragraphs of the opening are left out, then sentences.
 
@@ -263,7 +265,8 @@ def _ask_anywhere(
     ends = list(itertools.accumulate(map(len, statements), initial=opening_at))[1:]
     places = []
     for end, statement in zip(ends, statements, strict=True):
-        target = rng.randint(end, len(text))
+        far = len(text) - end
+        target = end + (rng.randint(0, far) if rng.random() < 0.5 else int((far + 1) ** rng.random()) - 1)
         target = next((border for border in ends if border >= target), target)
         places.append((target, rng.random(), end, statement))
     document, done, stated, spans = Document(), 0, {}, []
