@@ -18,6 +18,7 @@ from transformers.integrations import get_available_reporting_integrations
 
 from hf_infini_cli import UserError
 
+from .dilution import Dilution
 from .gate import gates_of
 from .metrics import evaluate_rows
 from .rows import RowReader
@@ -220,6 +221,7 @@ class PerplexityTrainer(Trainer):
         eval_reader: makes the inputs of an evaluation from these rows.
         optimizer_of: makes the optimiser of a model; None leaves it to the Trainer. Where a model is to be sharded, none can
             be given ready-made (`optimizers`).
+        dilution: makes the past that training rows begin with; None: they begin with nothing.
     """
 
     def __init__(
@@ -228,9 +230,11 @@ class PerplexityTrainer(Trainer):
         eval_rows: int | None = None,
         eval_reader: RowReader | None = None,
         optimizer_of: Callable[[torch.nn.Module], torch.optim.Optimizer] | None = None,
+        dilution: Dilution | None = None,
         **kwargs,
     ):
         super().__init__(*args, **kwargs)
+        self.dilution = dilution
         self.eval_rows = eval_rows
         self.eval_reader = eval_reader
         self.optimizer_of = optimizer_of
@@ -245,13 +249,17 @@ class PerplexityTrainer(Trainer):
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """As the Trainer's. Where most labels are −100, logits are made of the other places alone: the head over a whole
         vocabulary is much of a small model's work."""
+        context = {"use_cache": False}
+        if self.dilution is not None:
+            ids = inputs["input_ids"]
+            context = {"use_cache": True, "past_key_values": self.dilution.past(model, len(ids), ids.device)}
         learned = inputs["labels"][:, 1:] != -100
         one_process = model is self.model and not self.is_sharded  # a distributed wrapper must see the whole call
         if return_outputs or not one_process or bool(learned.float().mean() > 0.5):
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        positions = {name: inputs[name] for name in ("position_ids",) if name in inputs}
+            return super().compute_loss(model, inputs | context, return_outputs, num_items_in_batch)
+        context |= {name: inputs[name] for name in ("position_ids",) if name in inputs}
         with self.accelerator.autocast():
-            hidden = model.base_model(inputs["input_ids"], use_cache=False, **positions).last_hidden_state
+            hidden = model.base_model(inputs["input_ids"], **context).last_hidden_state
             places, targets = hidden[:, :-1][learned], inputs["labels"][:, 1:][learned]
             count = len(targets)
             # In half precision torch keeps what it has prepared for every number of rows that a product ever had on a CPU:

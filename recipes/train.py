@@ -46,6 +46,12 @@ class RunOptions:
                                    "checkpoint reads everything up to there again.")  # fmt: skip
     shuffle_buffer: int | None = option(None, "--streaming: rows in memory that the next ones are drawn from; 1: the "
                                         "corpus's order; default: 1000.")  # fmt: skip
+    dilute_with: str | None = option(None, "infini, linear rule: a folder of plain text made by recipes/prepare.py with "
+                                     "the same tokenizer. Each training row begins with the memory of one of its rows, "
+                                     "up to --dilute_up_to times as heavy, so that short rows train what long texts "
+                                     "need.")  # fmt: skip
+    dilute_up_to: float | None = option(None, "--dilute_with: the largest factor; each row's is drawn log-uniformly from "
+                                        "1 to it; default: 32.")  # fmt: skip
     num_processes: int | None = option(None, "Processes that must have been started; default: any number.", group="machine")
     use_cpu: bool = option(False, "Train on the CPU even where there is a GPU.")
     seed: int = option(0, "Seed of the weights, the order of the rows and dropout.", group="optimisation")
@@ -81,7 +87,7 @@ def main(argv: list[str] | None = None) -> None:
     import torch
     from transformers import AutoTokenizer, set_seed
 
-    from hf_infini import measurement, metrics, plots, run_folder, streaming, training
+    from hf_infini import dilution, measurement, metrics, plots, run_folder, streaming, training
     from hf_infini.rows import RowReader
     from hf_infini.stages import read_manifest
 
@@ -102,11 +108,14 @@ def main(argv: list[str] | None = None) -> None:
 
     tokenizer = AutoTokenizer.from_pretrained(data / "tokenizer")
     config = build_config(shape, tokenizer, context)
+    dilution.check_options(run, optimizer, config)
     options = {**vars(shape), "attention": attention_of(config), **vars(optimizer), **vars(run), "data": fingerprint}
     options |= {"precision": "bf16" if arguments.bf16 else "float32", "num_processes": arguments.world_size}
     stream = streaming.RowStream(run.streaming, data, tokenizer, context) if run.streaming else None
     if stream:
         train, options["streaming"] = stream.dataset(run.seed, run.shuffle_buffer), stream.identity
+    if run.dilute_with:
+        options["dilute_with"] = training.data_fingerprint(read_manifest(Path(run.dilute_with)))
     for name in ("out", "report_to"):  # these may change between two starts of a run
         del options[name]
     with arguments.main_process_first():  # what the first process writes must not look like another run to the others
@@ -129,6 +138,7 @@ def main(argv: list[str] | None = None) -> None:
     model = build_model(config, shape.init_from)
     rates = (optimizer.learning_rate, optimizer.gate_learning_rate, optimizer.weight_decay)
     recorder = run_folder.RunRecorder(out, tokens_per_step, checkpoint)
+    diluted = dilution.Dilution.from_folder(Path(run.dilute_with), run.dilute_up_to, data) if run.dilute_with else None
     trainer = training.PerplexityTrainer(
         model=model,
         args=arguments,
@@ -142,6 +152,7 @@ def main(argv: list[str] | None = None) -> None:
         optimizer_of=lambda model: torch.optim.AdamW(
             training.parameter_groups(model, *rates), betas=(0.9, 0.95), fused=True
         ),
+        dilution=diluted,
     )
     training.check_sharding(trainer)
     note = f"from step {run_folder.checkpoint_step(checkpoint)}" if checkpoint else "from the start"
