@@ -2,8 +2,10 @@
 
 What a linear memory gives back is an average over all that was written. A model that finds a token in rows of 2,048 has no
 reason to let it outweigh more than those; in a text sixteen times as long it is lost. Where the memory already holds other
-text when the row begins, and counts it many times over, the loss asks for that margin, at the cost of reading a short row
-without gradients.
+text when the row begins, and counts it many times over, the loss asks for that margin, at the cost of one more short row.
+
+Gradients reach that text as well. Were it a constant, the row would gain by making all that it writes itself heavier, which
+makes the next row's past heavier in turn: weights that only grow (`memory_write` then ran into the limit of the exponents).
 """
 
 import math
@@ -44,11 +46,10 @@ class Dilution:
             )
         return cls(load_from_disk(str(Path(folder) / "train")).with_format("torch"), most)
 
-    @torch.no_grad()
     def past(self, model, batch: int, device: torch.device) -> InfiniCache:
         """The cache of `model` after one row of text for each of `batch` rows, M and z multiplied by the row's factor.
 
-        The window keeps the end of the text as it is.
+        The window keeps the end of the text as it is. Gradients go through all of it.
         """
         numbers = torch.randint(len(self.rows), (batch,)).tolist()
         ids = torch.stack([torch.as_tensor(self.rows[number]["input_ids"]).long() for number in numbers]).to(device)

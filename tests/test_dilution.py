@@ -40,19 +40,25 @@ def test_a_memory_weighs_what_the_text_read_so_often_would(model):
     assert not torch.allclose(output, model(torch.cat([text, ids], 1)).logits[:, -30:], atol=1e-3)
 
 
-def test_with_a_factor_of_one_the_past_is_the_text():
+def test_with_a_factor_of_one_the_past_is_the_text_and_learns_as_it():
     model, ids = infini_gpt2(positions="segment", local_segments=1, **EXP).double(), token_ids(3, 30)
     rows = RowsOf(token_ids(1, 21, seed=1))
     past = Dilution(rows, most=1).past(model, 3, ids.device)
     output = model(ids, past_key_values=past, use_cache=True).logits
     whole = torch.cat([rows.rows.expand(3, -1), ids], 1)
-    torch.testing.assert_close(output, model(whole).logits[:, 21:], rtol=FLOAT64, atol=FLOAT64)
+    wanted = model(whole).logits[:, 21:]
+    torch.testing.assert_close(output, wanted, rtol=FLOAT64, atol=FLOAT64)
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    found, asked = (torch.autograd.grad((logits * weights).sum(), parameters) for logits in (output, wanted))
+    torch.testing.assert_close(found, asked, rtol=FLOAT64, atol=FLOAT64)
 
 
 def test_factors_are_drawn_between_one_and_the_most_and_come_again_with_the_seed():
     model, rows = infini_gpt2(positions="segment", n_layer=1), RowsOf(token_ids(1, 16))
-    before = Dilution(rows, most=1).past(model, 1, torch.device("cpu")).state.normaliser
     found = []
+    model.requires_grad_(False)
+    before = Dilution(rows, most=1).past(model, 1, torch.device("cpu")).state.normaliser
     for _ in range(2):
         torch.manual_seed(0)
         normaliser = Dilution(rows, most=100).past(model, 400, torch.device("cpu")).state.normaliser
