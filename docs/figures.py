@@ -39,7 +39,7 @@ def cache_sizes(reader, contexts: list[int]) -> list[int]:
     """Bytes of the cache after each of these numbers of tokens, which the model reads one after the other."""
     import torch
 
-    from hf_infini.measurement import cache_bytes
+    from hf_infini.support.measurement import cache_bytes
 
     cache, sizes = None, []
     with torch.inference_mode():
@@ -133,7 +133,7 @@ def memory(segments: int = 6) -> bytes:
 
 def options_cost() -> str:
     """Parameters and cache of one change each, beside those of the model without it."""
-    from hf_infini.markdown import markdown_table
+    from hf_infini.support.markdown import markdown_table
 
     changes = {
         "GPT-2, without memory": None,
@@ -163,7 +163,7 @@ def segments_cost(tokens: int = 2048, width: int = 64) -> str:
     from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
     from hf_infini import infini_attention
-    from hf_infini.markdown import markdown_table
+    from hf_infini.support.markdown import markdown_table
 
     def operations(function) -> float:
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu

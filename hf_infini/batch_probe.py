@@ -23,7 +23,7 @@ from typing import Literal
 
 from hf_infini_cli import UserError, exit_on_user_error, option, parse_options
 
-from .stages import peak_memory_bytes
+from .support.stages import peak_memory_bytes
 
 TOO_MUCH = 17  # exit status of a process that would need more than the budget or the machine has
 GIB = 2**30

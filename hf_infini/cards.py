@@ -13,7 +13,7 @@ from .cards_run import Run, Stage, corpus_of, trained_on
 from .cards_text import bullets, shorten_path
 from .cards_training import compute_section, training_section
 from .carolina import CAROLINA_REPOSITORY
-from .markdown import fence
+from .support.markdown import fence
 
 __all__ = ["Run", "Stage", "metadata", "write_card"]
 

@@ -7,8 +7,8 @@ from .cards_model import kind_of
 from .cards_run import Run, Stage, corpus_of
 from .cards_text import last_part, shorten_path
 from .carolina import CAROLINA_FOLDERS, CAROLINA_REPOSITORY
-from .markdown import fence, markdown_table
 from .selection import PARAGRAPH_CHARACTERS, PROSE_SHARE
+from .support.markdown import fence, markdown_table
 
 KINDS_OF_ROWS = {  # recipes/prepare_recall.py
     "passkey": "real text with a five-digit number that is asked for behind it",

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 from hf_infini_cli.model_options import attention_of, context_limit
 
 from .cards_run import Run
-from .markdown import markdown_table
+from .support.markdown import markdown_table
 
 SCORES = {
     "scaled_dot": "scaled dot product, qᵀk / √d",

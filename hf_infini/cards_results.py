@@ -8,8 +8,8 @@ from .cards_data import is_recall
 from .cards_run import Run
 from .cards_study import study_section
 from .cards_text import measured_on, percent, plain, position_cells
-from .markdown import markdown_table
 from .study_report import MISSING
+from .support.markdown import markdown_table
 
 EVALUATION_DEFAULTS = {"join": True, "min_characters": 0, "max_tokens": None, "precision": "float32"}
 

@@ -2,10 +2,10 @@
 
 from .cards_run import Run
 from .cards_text import measured_on, position_cells
-from .markdown import markdown_table
 from .study import BASE, BASELINE
 from .study_report import MISSING, with_interval
 from .study_results import interval_of
+from .support.markdown import markdown_table
 
 
 def study_section(run: Run) -> str:

@@ -6,7 +6,7 @@ from .cards_data import is_recall
 from .cards_model import GATES_ARE, gates_table
 from .cards_run import Run, Stage
 from .cards_text import plain, shorten_command
-from .markdown import fence, markdown_table
+from .support.markdown import fence, markdown_table
 
 OPTIONS = {
     "epochs": "Passes asked for",

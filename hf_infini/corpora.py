@@ -17,8 +17,9 @@ from hf_infini_cli.corpus_options import JOINERS, SELECTION, CorpusOptions
 
 from .biographies import biography_documents
 from .carolina import CAROLINA_REPOSITORY, carolina_shards, download_carolina, listed_checksum, read_carolina_shard
-from .documents import Document, ReadingLog, decode, decompress, inner_suffix, one_line, source_files
+from .documents import Document, ReadingLog, decode, decompress, inner_suffix, one_line
 from .selection import select_documents
+from .support.stages import source_files
 
 SOURCE_TYPES = ("auto", "carolina", "text", "jsonl", "dataset", "biographies")
 TEXT_UNITS = {"file": None, "line": "\n", "paragraph": "\n\n"}

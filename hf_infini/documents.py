@@ -45,12 +45,6 @@ class ReadingLog:
     notes: list[str] = field(default_factory=list)
 
 
-def source_files(source: str) -> list[Path]:
-    """The file `source`, or all files under the folder `source`, sorted; empty where it is a name and not a path."""
-    path = Path(source)
-    return [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
-
-
 def inner_suffix(path: Path) -> str:
     """The suffix that tells a file's format: of `a.txt.xz`, `.txt`."""
     return (Path(path.stem) if path.suffix in _COMPRESSED else path).suffix.lower()

@@ -15,9 +15,9 @@ from hf_infini_cli import UserError
 
 from .filler import Filler, TokenStream
 from .inference import check_length
-from .markdown import markdown_table
 from .recall import FACT_NAMES, DoesNotFit, Example, fact_example, passkey_example
-from .stages import write_json
+from .support.markdown import markdown_table
+from .support.stages import write_json
 
 _TRIES = 20  # examples drawn for each one wanted, before a distance is called impossible
 _GUESSED_FROM = 2000  # invented people

@@ -16,7 +16,7 @@ from transformers import TrainerCallback
 
 from hf_infini_cli import UserError
 
-from .stages import write_json
+from .support.stages import write_json
 from .training import gate_values
 
 COMPLETE = "complete.json"

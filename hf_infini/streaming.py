@@ -20,9 +20,9 @@ from hf_infini_cli.corpus_options import CorpusOptions
 
 from .blocks import cut_blocks, token_batches
 from .corpora import corpus_documents, detect_source_type
-from .documents import Document, ReadingLog, source_files
+from .documents import Document, ReadingLog
 from .selection import chance
-from .stages import read_manifest, write_json
+from .support.stages import read_manifest, source_files, write_json
 
 if TYPE_CHECKING:
     import datasets

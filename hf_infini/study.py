@@ -16,8 +16,7 @@ from pathlib import Path
 
 from hf_infini_cli import UserError
 
-from .documents import source_files
-from .stages import write_text
+from .support.stages import source_files, write_text
 
 SCALES = ("mini", "small", "full")
 VARIANTS = ("s1", "i1", "i2", "best")

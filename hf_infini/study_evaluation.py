@@ -16,12 +16,12 @@ from hf_infini_cli.model_options import context_limit
 from . import batch_probe
 from .blocks import DocumentStore
 from .inference import load_model
-from .measurement import cache_bytes
 from .metrics import stream_losses, summarize
 from .perplexity_task import measure_perplexity, text_rows
 from .rows import RowReader
-from .stages import write_json
 from .study import BASE, Run
+from .support.measurement import cache_bytes
+from .support.stages import write_json
 
 CHUNK = 1024  # tokens per call of the model in long texts
 BATCH_ROWS = 4  # rows per call while losses are measured

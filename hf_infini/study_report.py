@@ -3,9 +3,9 @@
 
 from .bootstrap import Interval
 from .cards_model import GATES_ARE
-from .markdown import fence, markdown_table
 from .study import BASE, BASELINE
 from .study_results import groups_of, interval_of, same_training, turning_points
+from .support.markdown import fence, markdown_table
 
 MISSING = "–"
 MAIN_COLUMNS = (

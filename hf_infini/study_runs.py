@@ -7,7 +7,6 @@ from pathlib import Path
 from hf_infini_cli import UserError
 
 from .processes import Task, run_tasks
-from .stages import write_json
 from .study import (
     BASE,
     STUDY_FILE,
@@ -20,6 +19,7 @@ from .study import (
     shown,
     train_command,
 )
+from .support.stages import write_json
 from .sweeps import FINISHED, IMPOSSIBLE
 
 

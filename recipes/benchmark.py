@@ -99,10 +99,10 @@ def main(argv: list[str] | None = None) -> None:
 
     import torch
 
-    from hf_infini import measurement
     from hf_infini.benchmarks import machine, parts, report
     from hf_infini.benchmarks.layer import How
     from hf_infini.benchmarks.store import Results
+    from hf_infini.support import measurement
 
     parts.check_contestants(layers.contestants)
     if options.device.startswith("cuda") and not torch.cuda.is_available():

@@ -38,7 +38,7 @@ def main(argv: list[str] | None = None) -> None:
     ngrams = [ngram for file in options.baselines or () for ngram in read_baseline(Path(file), *fingerprints)]
 
     from hf_infini import plots
-    from hf_infini.markdown import markdown_table
+    from hf_infini.support.markdown import markdown_table
 
     rows = [row(Path(folder), result) for folder, result in results.items()] + [ngram_row(ngram) for ngram in ngrams]
     table = markdown_table(list(COLUMNS), rows, left=2)

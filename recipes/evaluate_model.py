@@ -81,7 +81,8 @@ def main(argv: list[str] | None = None) -> None:
     (options,) = parse_options(Options, description=__doc__, argv=argv)
     manifest = check_options(options)
 
-    from hf_infini import inference, measurement, plots, plots_recall, run_folder, training
+    from hf_infini import inference, plots, plots_recall, run_folder, training
+    from hf_infini.support import measurement
 
     model, tokenizer = inference.load_model(options.model, options.device)
     if options.memory == "off":
@@ -166,7 +167,7 @@ def facts(options: Options, model, tokenizer, name: str) -> dict:
 def runner(options: Options, model, tokenizer, name: str):
     """What the cells of a recall task share; they go on from NAME.cells.json when model, text and options are the same."""
     from hf_infini.recall_tasks import Runner
-    from hf_infini.stages import state_of_files
+    from hf_infini.support.stages import state_of_files
 
     files = [file for pattern in ("config.json", "*.safetensors") for file in sorted(Path(options.model).glob(pattern))]
     files += [source_file(options)] if options.task == "passkey" else []
@@ -198,7 +199,7 @@ def read_texts(options: Options) -> list[str]:
 
 def check_options(options: Options) -> dict | None:
     """A UserError for options that cannot work or say nothing about the task; the manifest of --data where it is given."""
-    from hf_infini.stages import read_manifest
+    from hf_infini.support.stages import read_manifest
 
     defaults = Options(model="")
     for names, tasks in TASKS.items():

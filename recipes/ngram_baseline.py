@@ -44,8 +44,9 @@ def main(argv: list[str] | None = None) -> None:
     from tqdm import tqdm
     from transformers import AutoTokenizer
 
-    from hf_infini import measurement, metrics, ngrams, training
-    from hf_infini.stages import write_json
+    from hf_infini import metrics, ngrams, training
+    from hf_infini.support import measurement
+    from hf_infini.support.stages import write_json
 
     started = time.perf_counter()
     vocabulary = manifest["tokenizer"]["vocabulary"]
@@ -90,7 +91,7 @@ def main(argv: list[str] | None = None) -> None:
 
 def check(options: Options) -> dict:
     """The manifest of --data; a UserError for options that cannot work."""
-    from hf_infini.stages import read_manifest
+    from hf_infini.support.stages import read_manifest
 
     if not options.out.endswith(".json"):
         raise UserError(f"--out {options.out}: give a file that ends in .json")

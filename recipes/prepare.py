@@ -50,7 +50,7 @@ class BlockOptions:
 def main() -> None:
     corpus, tokens, blocks = parse_options(CorpusOptions, TokenizerOptions, BlockOptions, description=__doc__)
     check_options(corpus, tokens, blocks)
-    from hf_infini.stages import locked_folder
+    from hf_infini.support.stages import locked_folder
 
     with locked_folder(Path(blocks.out)) as out:
         manifest = prepare(corpus, tokens, blocks, out)
@@ -86,7 +86,8 @@ def prepare(corpus: CorpusOptions, tokens: TokenizerOptions, blocks: BlockOption
     from transformers import AutoTokenizer
 
     from hf_infini import blocks as blocking
-    from hf_infini import selection, stages
+    from hf_infini import selection
+    from hf_infini.support import stages
 
     start, hidden, record = time.perf_counter(), out / ".stages", {}
     # 1. Documents: read, filter, sample.

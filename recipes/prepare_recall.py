@@ -53,7 +53,7 @@ class Options:
 def main() -> None:
     (options,) = parse_options(Options, description=__doc__)
     from hf_infini.recall_rows import read_mix
-    from hf_infini.stages import locked_folder
+    from hf_infini.support.stages import locked_folder
 
     shares = read_mix(options.mix)
     for name, least in (("context", 2), ("rows", 1), ("validation_rows", 1), ("questions", 1)):
@@ -73,7 +73,7 @@ def main() -> None:
 
 def read_source(data: Path) -> dict:
     """The manifest of --data; a UserError where it is missing or its rows are no running text."""
-    from hf_infini.stages import read_manifest
+    from hf_infini.support.stages import read_manifest
 
     manifest = read_manifest(data)
     if manifest["options"]["split_by"] != "document" or manifest["splits"]["validation"]["blocks"] == 0:
@@ -87,9 +87,10 @@ def prepare(options: Options, shares: dict[str, float], source: dict, out: Path)
     """Runs the stages; each is redone only when its options or --data changed."""
     from transformers import AutoTokenizer
 
-    from hf_infini import __version__, stages
+    from hf_infini import __version__
     from hf_infini.filler import TokenStream
     from hf_infini.recall_rows import RowMaker, write_rows
+    from hf_infini.support import stages
 
     start, data, record = time.perf_counter(), Path(options.data), {}
     (out / "manifest.json").unlink(missing_ok=True)  # from here to the end the folder is between two states

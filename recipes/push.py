@@ -84,7 +84,7 @@ def renew_card(options: Options) -> list:
 
 def listing(files: list, left_out: dict[str, str]) -> str:
     """Two tables: what goes up, and what stays and why."""
-    from hf_infini.markdown import markdown_table
+    from hf_infini.support.markdown import markdown_table
 
     rows = [[file.path, "LFS" if file.lfs else "regular", file.sha256[:12], f"{file.size:,}"] for file in files]
     parts = [markdown_table(["goes up", "stored as", "sha256", "bytes"], rows, left=3)]

@@ -87,8 +87,9 @@ def main(argv: list[str] | None = None) -> None:
 
 def run(plan: "study.Plan", options: Options) -> None:
     """The study, from the data to the report."""
-    from hf_infini import measurement, study, study_figures, study_report, study_results, study_runs
-    from hf_infini.stages import locked_folder, write_json, write_text
+    from hf_infini import study, study_figures, study_report, study_results, study_runs
+    from hf_infini.support import measurement
+    from hf_infini.support.stages import locked_folder, write_json, write_text
     from hf_infini.sweeps import FAILED
 
     study_runs.check_launcher(plan)

@@ -43,8 +43,9 @@ class Options:
 def main(argv: list[str] | None = None) -> None:
     options, passed = parse(sys.argv[1:] if argv is None else argv)
 
-    from hf_infini import measurement, plots_runs, sweeps
-    from hf_infini.stages import locked_folder, write_json
+    from hf_infini import plots_runs, sweeps
+    from hf_infini.support import measurement
+    from hf_infini.support.stages import locked_folder, write_json
 
     grid = sweeps.parse_grid(options.grid)
     runs = sweeps.combinations(grid, options.seeds)
@@ -90,7 +91,7 @@ def parse(argv: list[str]) -> tuple[Options, list[str]]:
 
 def check(options: Options, passed: list[str], grid: dict) -> None:
     """UserError for files that are missing and options that are given twice."""
-    from hf_infini.stages import read_manifest
+    from hf_infini.support.stages import read_manifest
 
     read_manifest(Path(options.data))
     if options.config is not None and not Path(options.config).is_file():

@@ -87,9 +87,10 @@ def main(argv: list[str] | None = None) -> None:
     import torch
     from transformers import AutoTokenizer, set_seed
 
-    from hf_infini import dilution, measurement, metrics, plots, run_folder, streaming, training
+    from hf_infini import dilution, metrics, plots, run_folder, streaming, training
     from hf_infini.rows import RowReader
-    from hf_infini.stages import read_manifest
+    from hf_infini.support import measurement
+    from hf_infini.support.stages import read_manifest
 
     data, out = Path(run.data), Path(run.out)
     manifest = read_manifest(data)
@@ -202,7 +203,8 @@ def training_arguments(run: RunOptions, optimizer: OptimizerOptions):
     import torch
     from transformers import TrainingArguments
 
-    from hf_infini import measurement, training
+    from hf_infini import training
+    from hf_infini.support import measurement
 
     use_cpu = run.use_cpu or not torch.accelerator.is_available()
     bf16 = optimizer.precision == "bf16" or optimizer.precision == "auto" and measurement.supports_bfloat16(use_cpu)

@@ -79,7 +79,8 @@ def write(options: Options):
     """Writes the card, and returns the `cards.Run` that it says."""
     check_options(options)
 
-    from hf_infini import cards, stages
+    from hf_infini import cards
+    from hf_infini.support import stages
 
     run = read_run(options, Path(options.out))
     try:
@@ -160,7 +161,7 @@ def samples_of(options: Options, folder: Path, data: Path | None, language: str)
     """The contents of RUN/samples.json, made anew unless it has these settings and weights, and where the prompts are from
     that are taken from the data."""
     from hf_infini.cards_files import data_prompt, read_json
-    from hf_infini.stages import write_json
+    from hf_infini.support.stages import write_json
 
     digest = hashlib.sha256()
     for file in sorted(folder.glob("model*.safetensors")):

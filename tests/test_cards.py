@@ -8,8 +8,9 @@ import shlex
 import pytest
 from huggingface_hub import ModelCard
 
-from hf_infini import cards, cards_model, cards_results, cards_text, cards_training, markdown
+from hf_infini import cards, cards_model, cards_results, cards_text, cards_training
 from hf_infini.configuration_causal_mha import CHOICES, INFINI_POSITIONS, INFINI_SCORES, CausalMHAConfig
+from hf_infini.support import markdown
 
 GPT2 = {"model_type": "gpt2", "n_layer": 3, "n_embd": 96, "n_head": 6, "n_inner": None, "vocab_size": 517}
 GPT2 |= {"activation_function": "gelu_new", "n_positions": 40, "tie_word_embeddings": True}

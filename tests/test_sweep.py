@@ -137,7 +137,7 @@ def test_user_errors(data, tmp_path, capsys, options, message):
 
 
 def test_two_sweeps_do_not_share_a_folder(data, tmp_path, capsys):
-    from hf_infini.stages import locked_folder
+    from hf_infini.support.stages import locked_folder
 
     with locked_folder(tmp_path), pytest.raises(SystemExit):
         sweep.main(["--data", str(data), "--out", str(tmp_path), "--grid", "score=dot"])

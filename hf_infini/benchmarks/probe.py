@@ -14,8 +14,8 @@ from collections.abc import Callable
 import psutil
 import torch
 
-from ..measurement import give_back_freed_memory
-from ..stages import peak_memory_bytes
+from ..support.measurement import give_back_freed_memory
+from ..support.stages import peak_memory_bytes
 from . import contestants, models
 from .timing import give_back_memory
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from itertools import groupby
 
-from ..markdown import markdown_table
+from ..support.markdown import markdown_table
 from . import layer
 
 MIB = 2**20

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from hf_infini_cli import UserError
 
-from ..stages import write_json
+from ..support.stages import write_json
 
 SAME = ("hardware", "versions", "device", "threads")
 

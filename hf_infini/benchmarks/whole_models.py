@@ -5,7 +5,7 @@ Cells and rows as in [`layer`].
 
 import torch
 
-from ..measurement import cache_bytes
+from ..support.measurement import cache_bytes
 from . import models, timing
 from .layer import How, free_bytes
 from .models import KINDS, ModelSpec

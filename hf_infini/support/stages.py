@@ -13,8 +13,7 @@ from pathlib import Path
 
 from hf_infini_cli import UserError
 
-from . import __version__
-from .documents import source_files
+from .. import __version__
 
 _STAGE_FILE = "stage.json"
 
@@ -42,6 +41,12 @@ def locked_folder(path: Path) -> Iterator[Path]:
         yield path
     finally:
         lock.release()
+
+
+def source_files(source: str) -> list[Path]:
+    """The file `source`, or all files under the folder `source`, sorted; empty where it is a name and not a path."""
+    path = Path(source)
+    return [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
 
 
 def state_of_files(source: str) -> list[tuple[str, int, int]]:

@@ -58,7 +58,7 @@ def peak_memory() -> dict[str, float]:
 
 def environment() -> dict:
     """Date, library versions and hardware, for `result.json`."""
-    from . import __version__
+    from .. import __version__
 
     if torch.cuda.is_available():
         hardware = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
