@@ -12,7 +12,7 @@ from .cards_results import measurements, recall_shares, results_section
 from .cards_run import Run, Stage, corpus_of, trained_on
 from .cards_text import bullets, shorten_path
 from .cards_training import compute_section, training_section
-from .carolina import CAROLINA_REPOSITORY
+from .corpora.carolina import CAROLINA_REPOSITORY
 from .support.markdown import fence
 
 __all__ = ["Run", "Stage", "metadata", "write_card"]

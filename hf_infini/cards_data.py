@@ -6,8 +6,8 @@ from pathlib import PurePath
 from .cards_model import kind_of
 from .cards_run import Run, Stage, corpus_of
 from .cards_text import last_part, shorten_path
-from .carolina import CAROLINA_FOLDERS, CAROLINA_REPOSITORY
-from .selection import PARAGRAPH_CHARACTERS, PROSE_SHARE
+from .corpora.carolina import CAROLINA_FOLDERS, CAROLINA_REPOSITORY
+from .corpora.selection import PARAGRAPH_CHARACTERS, PROSE_SHARE
 from .support.markdown import fence, markdown_table
 
 KINDS_OF_ROWS = {  # recipes/prepare_recall.py

@@ -13,7 +13,7 @@ from hf_infini_cli import UserError
 from .cards_model import limit_of
 from .cards_run import Run, Stage, corpus_of, data_folder, of_stream
 from .cards_text import last_part, shorten_path
-from .carolina import CAROLINA_REPOSITORY
+from .corpora.carolina import CAROLINA_REPOSITORY
 from .study import corpus_share
 from .study_evaluation import choose_prompt, validation_documents
 from .support.stages import write_json

@@ -29,7 +29,7 @@ def text_rows(
     """Rows of up to `length` tokens of documents, an end-of-text token behind each: joined and cut, or one per document."""
     import numpy as np
 
-    from .tokenization import encode_texts
+    from .corpora.tokenization import encode_texts
 
     end = np.array([tokenizer.eos_token_id])
     documents = [np.concatenate([tokens, end]) for tokens in encode_texts(tokenizer, texts)]

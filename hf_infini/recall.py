@@ -15,8 +15,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .biographies import Person, Sentence, fact_prompt, forbid_answers, invent_person, write_opening, write_paragraphs
-from .biography_sentences import FACTS
+from .corpora.biographies import (
+    Person,
+    Sentence,
+    fact_prompt,
+    forbid_answers,
+    invent_person,
+    write_opening,
+    write_paragraphs,
+)
+from .corpora.biography_sentences import FACTS
 from .filler import Filler
 
 if TYPE_CHECKING:

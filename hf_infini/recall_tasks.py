@@ -60,7 +60,7 @@ class Runner:
     identity: dict
 
     def __post_init__(self):
-        from .tokenization import encode_texts
+        from .corpora.tokenization import encode_texts
 
         self.identity = json.loads(json.dumps(self.identity))  # as it comes back from the file
         self.encode = functools.partial(encode_texts, self.tokenizer)
@@ -174,7 +174,7 @@ def run_facts(runner: Runner, distances: Sequence[int], segment_length: int) -> 
 
     All kinds of facts come in turn. Examples that do not fit are passed over and counted, by fact, as `skipped`.
     """
-    from .biographies import portuguese_names
+    from .corpora.biographies import portuguese_names
 
     names, guesses = portuguese_names(), constant_guesses(runner.seed)
 
@@ -224,7 +224,7 @@ def constant_guesses(seed: int) -> dict[str, dict]:
     A model that recalls nothing can know this by heart. Among the examples themselves, often only a few of a kind, the most
     frequent answer would have a larger share by chance.
     """
-    from .biographies import invent_person, portuguese_names
+    from .corpora.biographies import invent_person, portuguese_names
 
     names, rng = portuguese_names(), random.Random(f"guesses/{seed}")
     names.seed_instance(rng.getrandbits(64))

@@ -323,7 +323,7 @@ def fingerprint_of(folder: Path) -> str | None:
 def corpus_share(manifest: dict, source: str) -> str:
     """How much of Carolina a prepared folder was made of, as its files and the corpus's own list of them say: `15 of 193
     wik shards`. Of another source, how many files, or its name."""
-    from .carolina import CAROLINA_FOLDERS, CAROLINA_REPOSITORY, download_carolina
+    from .corpora.carolina import CAROLINA_FOLDERS, CAROLINA_REPOSITORY, download_carolina
 
     options, names = manifest["options"], [entry["file"] for entry in manifest["source"]["files"]]
     if source == CAROLINA_REPOSITORY:  # in the Hub's cache by now

@@ -14,7 +14,7 @@ from hf_infini_cli import UserError
 from hf_infini_cli.model_options import context_limit
 
 from . import batch_probe
-from .blocks import DocumentStore
+from .corpora.blocks import DocumentStore
 from .inference import load_model
 from .metrics import stream_losses, summarize
 from .perplexity_task import measure_perplexity, text_rows

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from . import option
 
 JOINERS = {"newline": "\n", "space": " ", "blank_line": "\n\n"}
-# The options of `selection.select_documents`; the others are those of `corpora.iterate_documents`.
+# The options of `corpora.selection.select_documents`; the others are those of `corpora.sources.iterate_documents`.
 SELECTION = ("prose_filter", "prose_host", "prose_min_characters", "deduplicate", "fraction")
 
 

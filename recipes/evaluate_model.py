@@ -184,7 +184,7 @@ def source_file(options: Options) -> str:
 
 def read_texts(options: Options) -> list[str]:
     """The documents of --text or --data that are long enough; a UserError where there are none."""
-    from hf_infini.corpora import iterate_documents
+    from hf_infini.corpora.sources import iterate_documents
 
     file = source_file(options)
     if options.data is not None and Path(file).stat().st_size == 0:

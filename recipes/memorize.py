@@ -87,7 +87,7 @@ def memorize(options: Options, model, tokenizer, description: dict, text: Path, 
     from tqdm import tqdm
 
     from hf_infini import inference
-    from hf_infini.long_texts import tokens_of_file
+    from hf_infini.corpora.long_texts import tokens_of_file
     from hf_infini.memory_files import delete_memory_file
 
     file.parent.mkdir(parents=True, exist_ok=True)  # now, if it cannot be made, and not after hours

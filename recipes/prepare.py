@@ -85,8 +85,8 @@ def prepare(corpus: CorpusOptions, tokens: TokenizerOptions, blocks: BlockOption
     """Runs the stages; each is redone only when its options, its input files or an earlier stage changed."""
     from transformers import AutoTokenizer
 
-    from hf_infini import blocks as blocking
-    from hf_infini import selection
+    from hf_infini.corpora import blocks as blocking
+    from hf_infini.corpora import selection
     from hf_infini.support import stages
 
     start, hidden, record = time.perf_counter(), out / ".stages", {}
@@ -161,9 +161,9 @@ def prepare(corpus: CorpusOptions, tokens: TokenizerOptions, blocks: BlockOption
 
 def collect(corpus: CorpusOptions, folder: Path) -> dict:
     """Reads the corpus into `folder` and returns what was read, left out and why."""
-    from hf_infini import blocks
-    from hf_infini.corpora import corpus_documents
-    from hf_infini.documents import ReadingLog
+    from hf_infini.corpora import blocks
+    from hf_infini.corpora.documents import ReadingLog
+    from hf_infini.corpora.sources import corpus_documents
 
     log, limit = ReadingLog(), corpus.max_documents
     documents = corpus_documents(corpus, log)

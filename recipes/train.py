@@ -87,7 +87,8 @@ def main(argv: list[str] | None = None) -> None:
     import torch
     from transformers import AutoTokenizer, set_seed
 
-    from hf_infini import dilution, metrics, plots, run_folder, streaming, training
+    from hf_infini import dilution, metrics, plots, run_folder, training
+    from hf_infini.corpora import streaming
     from hf_infini.rows import RowReader
     from hf_infini.support import measurement
     from hf_infini.support.stages import read_manifest

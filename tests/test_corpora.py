@@ -14,9 +14,9 @@ import pytest
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
-from hf_infini import carolina, corpora, selection
-from hf_infini.corpora import detect_source_type, iterate_documents
-from hf_infini.documents import Document, ReadingLog
+from hf_infini.corpora import carolina, selection
+from hf_infini.corpora.documents import Document, ReadingLog
+from hf_infini.corpora.sources import SOURCE_TYPES, detect_source_type, iterate_documents
 from hf_infini_cli import UserError
 
 DATA = Path(os.environ.get("HF_INFINI_DATA", Path(__file__).parents[2] / "shared" / "data"))
@@ -351,4 +351,4 @@ def test_fractions_are_nested_and_do_not_depend_on_order():
 def test_unknown_source_type_is_refused():
     with pytest.raises(UserError, match="--source_type is 'xml'; choose one of auto"):
         list(iterate_documents("biographies", "xml"))
-    assert set(corpora.SOURCE_TYPES) == {"auto", "carolina", "text", "jsonl", "dataset", "biographies"}
+    assert set(SOURCE_TYPES) == {"auto", "carolina", "text", "jsonl", "dataset", "biographies"}

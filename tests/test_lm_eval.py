@@ -13,8 +13,8 @@ from lm_eval.api.instance import Instance
 from models import gpt2, infini_gpt2
 from test_train import ROOT, sample_text
 
+from hf_infini.corpora.tokenization import train_bpe
 from hf_infini.lm_eval_model import UNLIMITED, InfiniLM
-from hf_infini.tokenization import train_bpe
 from hf_infini_cli import UserError
 
 POSITIONS = 64  # of the models, n_positions

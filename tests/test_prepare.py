@@ -22,7 +22,7 @@ import torch
 from filelock import FileLock
 from transformers import AutoTokenizer, default_data_collator
 
-from hf_infini.biographies import biography_documents
+from hf_infini.corpora.biographies import biography_documents
 from hf_infini_cli import parse_options
 
 ROOT = Path(__file__).parents[1]

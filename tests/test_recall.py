@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from hf_infini import recall
-from hf_infini.biographies import generate_biographies, portuguese_names
+from hf_infini.corpora.biographies import generate_biographies, portuguese_names
+from hf_infini.corpora.tokenization import build_character_tokenizer, encode_texts, train_bpe
 from hf_infini.filler import Filler, TokenStream
 from hf_infini.recall import FACT_NAMES, DoesNotFit, fact_example, facts_row, passkey_example
-from hf_infini.tokenization import build_character_tokenizer, encode_texts, train_bpe
 
 NAMES = portuguese_names()
 TEXTS = [biography.text for biography in generate_biographies(30, seed=5, distance=2000)]

@@ -14,9 +14,9 @@ from test_train import DATA, kill_when, load_recipe, losses, recipe, result, run
 from transformers import AutoTokenizer
 
 from hf_infini import cards, cards_data, cards_files, run_folder
-from hf_infini.biographies import biography_documents
-from hf_infini.selection import chance
-from hf_infini.streaming import BATCH_CHARACTERS, HeldOut, RowStream
+from hf_infini.corpora.biographies import biography_documents
+from hf_infini.corpora.selection import chance
+from hf_infini.corpora.streaming import BATCH_CHARACTERS, HeldOut, RowStream
 from hf_infini_cli import UserError
 
 CONTEXT = 64

@@ -7,9 +7,9 @@ import pytest
 from test_train import ROOT, load_recipe
 
 from hf_infini import study, study_results
+from hf_infini.corpora.tokenization import train_bpe
 from hf_infini.processes import Task, run_tasks
 from hf_infini.study_evaluation import choose_prompt, encode_documents
-from hf_infini.tokenization import train_bpe
 from hf_infini_cli import UserError
 
 recipe_study = load_recipe("study")

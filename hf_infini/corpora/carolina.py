@@ -1,7 +1,7 @@
 """The Carolina corpus: finding, downloading and reading its shards of TEI XML (https://sites.usp.br/corpuscarolina).
 
 A shard is read whole, checked, and only then turned into documents. A bad one is always a [`UserError`] here; leaving
-it out is the choice of `corpora.iterate_documents`' caller.
+it out is the choice of `sources.iterate_documents`' caller.
 """
 
 import hashlib

@@ -15,11 +15,11 @@ from pathlib import Path
 from hf_infini_cli import UserError
 from hf_infini_cli.corpus_options import JOINERS, SELECTION, CorpusOptions
 
+from ..support.stages import source_files
 from .biographies import biography_documents
 from .carolina import CAROLINA_REPOSITORY, carolina_shards, download_carolina, listed_checksum, read_carolina_shard
 from .documents import Document, ReadingLog, decode, decompress, inner_suffix, one_line
 from .selection import select_documents
-from .support.stages import source_files
 
 SOURCE_TYPES = ("auto", "carolina", "text", "jsonl", "dataset", "biographies")
 TEXT_UNITS = {"file": None, "line": "\n", "paragraph": "\n\n"}

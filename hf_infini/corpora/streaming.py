@@ -18,11 +18,11 @@ from transformers import TrainerCallback
 from hf_infini_cli import UserError
 from hf_infini_cli.corpus_options import CorpusOptions
 
+from ..support.stages import read_manifest, source_files, write_json
 from .blocks import cut_blocks, token_batches
-from .corpora import corpus_documents, detect_source_type
 from .documents import Document, ReadingLog
 from .selection import chance
-from .support.stages import read_manifest, source_files, write_json
+from .sources import corpus_documents, detect_source_type
 
 if TYPE_CHECKING:
     import datasets
