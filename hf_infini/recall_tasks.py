@@ -13,8 +13,8 @@ from pathlib import Path
 
 from hf_infini_cli import UserError
 
+from .evaluation.inference import check_length
 from .filler import Filler, TokenStream
-from .inference import check_length
 from .recall import FACT_NAMES, DoesNotFit, Example, fact_example, passkey_example
 from .support.markdown import markdown_table
 from .support.stages import write_json

@@ -15,9 +15,9 @@ from hf_infini_cli.model_options import context_limit
 
 from . import batch_probe
 from .corpora.blocks import DocumentStore
-from .inference import load_model
+from .evaluation.inference import load_model
+from .evaluation.perplexity import measure_perplexity, text_rows
 from .metrics import stream_losses, summarize
-from .perplexity_task import measure_perplexity, text_rows
 from .rows import RowReader
 from .study import BASE, Run
 from .support.measurement import cache_bytes

@@ -1,8 +1,8 @@
 """The report of a study as Markdown, from the content of its report.json alone."""
 
 
-from .bootstrap import Interval
 from .cards_model import GATES_ARE
+from .evaluation.bootstrap import Interval
 from .study import BASE, BASELINE
 from .study_results import groups_of, interval_of, same_training, turning_points
 from .support.markdown import fence, markdown_table

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from .bootstrap import RESAMPLES, Interval, difference_interval, mean_interval
+from .evaluation.bootstrap import RESAMPLES, Interval, difference_interval, mean_interval
 from .metrics import perplexity
 from .run_folder import read_jsonl
 from .study import BASE, BASELINE, Plan, Run

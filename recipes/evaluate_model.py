@@ -81,7 +81,8 @@ def main(argv: list[str] | None = None) -> None:
     (options,) = parse_options(Options, description=__doc__, argv=argv)
     manifest = check_options(options)
 
-    from hf_infini import inference, plots, plots_recall, run_folder, training
+    from hf_infini import plots, plots_recall, run_folder, training
+    from hf_infini.evaluation import inference
     from hf_infini.support import measurement
 
     model, tokenizer = inference.load_model(options.model, options.device)
@@ -119,17 +120,17 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def perplexity(options: Options, model, tokenizer, name: str) -> dict:
-    from hf_infini import perplexity_task
-    from hf_infini.inference import check_length
+    from hf_infini.evaluation.inference import check_length
+    from hf_infini.evaluation.perplexity import measure_perplexity, positions_table, prepared_rows, text_rows
     from hf_infini.rows import RowReader
 
     if options.data is not None and options.length is None:
-        rows = perplexity_task.prepared_rows(Path(options.data) / options.split, options.max_tokens)
+        rows = prepared_rows(Path(options.data) / options.split, options.max_tokens)
     else:
         length = options.length or model.config.n_positions
         check_length(model.config, length)
         how = {"join": options.join, "max_tokens": options.max_tokens}
-        rows = perplexity_task.text_rows(tokenizer, read_texts(options), length, **how)
+        rows = text_rows(tokenizer, read_texts(options), length, **how)
     length = options.length or max(len(tokens) for tokens, _ in rows)
     check_length(model.config, length)
     complete = sum(len(tokens) == length for tokens, _ in rows)
@@ -137,8 +138,8 @@ def perplexity(options: Options, model, tokenizer, name: str) -> dict:
     how = {"chunk": options.chunk, "batch_size": options.batch_size, "precision": options.precision}
     # Special tokens do not count, as in train.py's own evaluations
     reader = RowReader(tokenizer.all_special_ids, tokenizer.eos_token_id if options.separate_documents else None)
-    found = perplexity_task.measure_perplexity(model, rows, reader, **how)
-    print(perplexity_task.positions_table(found))
+    found = measure_perplexity(model, rows, reader, **how)
+    print(positions_table(found))
     return {**found, "rows": len(rows), "complete_rows": complete, "length": length}
 
 

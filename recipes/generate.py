@@ -62,7 +62,7 @@ def main(argv: list[str] | None = None) -> None:
     import torch
     from transformers import TextStreamer, logging, set_seed
 
-    from hf_infini import inference
+    from hf_infini.evaluation import inference
 
     model, tokenizer = inference.load_model(options.model, options.device)
     model = model.to(getattr(torch, options.dtype))

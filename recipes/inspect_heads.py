@@ -45,7 +45,8 @@ def main(argv: list[str] | None = None) -> None:
     import torch
     from tqdm import tqdm
 
-    from hf_infini import inference, plots
+    from hf_infini import plots
+    from hf_infini.evaluation import inference
     from hf_infini.inspection import inspect_attention
     from hf_infini.inspection_labels import unique_labels
     from hf_infini.inspection_page import inspection_page

@@ -7,8 +7,8 @@ Order k predicts a token from the k tokens before it: 0 from none (unigram), 1 f
 (trigram). A model without attention sees one token, as the bigram does. `entropy` is that of the training rows' counts:
 from k tokens alone nothing predicts these rows better. `cross_entropy` is of the tokens that train.py and
 evaluate_model.py count in the same rows (special tokens are not), and stands beside their number; its smoothing
-(hf_infini/ngrams.py gives formula and sources) is chosen on the training rows. Prints a table and writes --out, which
-recipes/write_card.py takes too.
+(hf_infini/evaluation/ngrams.py gives formula and sources) is chosen on the training rows. Prints a table and writes
+--out, which recipes/write_card.py takes too.
 """
 
 import shlex
@@ -44,7 +44,8 @@ def main(argv: list[str] | None = None) -> None:
     from tqdm import tqdm
     from transformers import AutoTokenizer
 
-    from hf_infini import metrics, ngrams, training
+    from hf_infini import metrics, training
+    from hf_infini.evaluation import ngrams
     from hf_infini.support import measurement
     from hf_infini.support.stages import write_json
 

@@ -188,7 +188,7 @@ def generate(options: Options, folder: Path, prompts: list[str]) -> list[dict]:
     from tqdm import tqdm
     from transformers import logging, set_seed
 
-    from hf_infini import inference
+    from hf_infini.evaluation import inference
 
     model, tokenizer = inference.load_model(str(folder), options.device)
     logging.set_verbosity_error()  # transformers warns of lengths beyond n_positions, which are checked here

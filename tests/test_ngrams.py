@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from test_train import load_recipe
 
-from hf_infini import ngrams
+from hf_infini.evaluation import ngrams
 from hf_infini_cli import parse_options
 
 ROOT = Path(__file__).parents[1]

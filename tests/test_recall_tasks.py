@@ -13,7 +13,7 @@ from test_train import kill_when, load_recipe, recipe
 from hf_infini.corpora.biographies import biography_documents
 from hf_infini.corpora.biography_sentences import NUMBERS
 from hf_infini.corpora.tokenization import train_bpe
-from hf_infini.inference import switch_memory_off
+from hf_infini.evaluation.inference import switch_memory_off
 from hf_infini.recall import FACT_NAMES, NEEDLES, QUESTIONS, Example, Question
 from hf_infini.recall_tasks import constant_guesses, score_answers, wilson_interval
 from hf_infini_cli import UserError

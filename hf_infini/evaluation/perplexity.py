@@ -29,7 +29,7 @@ def text_rows(
     """Rows of up to `length` tokens of documents, an end-of-text token behind each: joined and cut, or one per document."""
     import numpy as np
 
-    from .corpora.tokenization import encode_texts
+    from ..corpora.tokenization import encode_texts
 
     end = np.array([tokenizer.eos_token_id])
     documents = [np.concatenate([tokens, end]) for tokens in encode_texts(tokenizer, texts)]
@@ -58,8 +58,8 @@ def measure_perplexity(
     from torch.nn.utils.rnn import pad_sequence
     from tqdm import tqdm
 
-    from .metrics import LossByPosition, stream_losses
-    from .perplexity_metric import TokenPerplexity
+    from ..metrics import LossByPosition, stream_losses
+    from ..perplexity_metric import TokenPerplexity
 
     positions, metric = LossByPosition(), TokenPerplexity()
     # A batch's rows are then about as long, and too little memory shows at once

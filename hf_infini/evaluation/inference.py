@@ -6,8 +6,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from hf_infini_cli import UserError
 from hf_infini_cli.model_options import context_limit
 
-from .gate import gates_of
-from .support.measurement import keep_freed_memory
+from ..gate import gates_of
+from ..support.measurement import keep_freed_memory
 
 
 def load_model(name: str, device: str = "auto"):
