@@ -2,9 +2,8 @@
 
 from types import SimpleNamespace
 
-from hf_infini_cli.model_options import attention_of, context_limit
-
 from .cards_run import Run
+from .configurations import attention_of, context_limit
 from .support.markdown import markdown_table
 
 SCORES = {

@@ -12,8 +12,8 @@ import sys
 import torch
 
 from hf_infini_cli import UserError, exit_on_user_error
-from hf_infini_cli.model_options import context_limit
 
+from .configurations import context_limit
 from .evaluation.inference import check_length
 from .recall import Example, Question
 from .recall_tasks import score_answers

@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 
 from hf_infini_cli import UserError
-from hf_infini_cli.model_options import context_limit
 
 from . import batch_probe
+from .configurations import context_limit
 from .corpora.blocks import DocumentStore
 from .evaluation.inference import load_model
 from .evaluation.perplexity import measure_perplexity, text_rows

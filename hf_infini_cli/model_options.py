@@ -159,19 +159,6 @@ def build_model(config, init_from: str | None):
     return model
 
 
-def attention_of(config) -> str:
-    """The `--attention` of a model, from its configuration."""
-    return {"gpt2": "self", "infini_gpt2": "infini"}.get(config.model_type) or config.attention
-
-
-def context_limit(config) -> int | None:
-    """The most tokens that a model's positions reach; None where they have no end: positions in the segment (infini_gpt2),
-    and all but learned ones (causal_mha)."""
-    if getattr(config, "positions", "absolute") == "segment" or getattr(config, "position_encoding", "learned") != "learned":
-        return None
-    return getattr(config, "n_positions", None)
-
-
 def _given(options: ModelOptions, names) -> dict:
     return {name: getattr(options, name) for name in names if getattr(options, name) is not None}
 
@@ -257,6 +244,8 @@ def _causal_mha(options: ModelOptions, values: dict, context: int) -> tuple[type
 
 def _check_reach(options: ModelOptions, config, context: int) -> None:
     """UserError when the model that training starts from has too few positions for the data's rows."""
+    from hf_infini.configurations import context_limit
+
     limit = context_limit(config)
     if limit is not None and limit < context:
         other = "--attention infini --positions segment" if options.model == "gpt2" else "--position_encoding rope"

@@ -62,13 +62,14 @@ def main(argv: list[str] | None = None) -> None:
     import torch
     from transformers import TextStreamer, logging, set_seed
 
+    from hf_infini.configurations import context_limit
     from hf_infini.evaluation import inference
 
     model, tokenizer = inference.load_model(options.model, options.device)
     model = model.to(getattr(torch, options.dtype))
     memory = None if options.memory is None else load_memory(options.memory, model)
     tokenizer.padding_side = "left"
-    if inference.context_limit(model.config) is None:
+    if context_limit(model.config) is None:
         logging.set_verbosity_error()  # transformers warns of lengths beyond n_positions, which limits nothing here
     set_seed(options.seed)
     sampling = {name: getattr(options, name) for name in ("temperature", "top_k", "top_p")}

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Literal
 
 from hf_infini_cli import exit_on_user_error, option, parse_options
-from hf_infini_cli.model_options import ModelOptions, attention_of, build_config, build_model
+from hf_infini_cli.model_options import ModelOptions, build_config, build_model
 
 
 @dataclass
@@ -88,6 +88,7 @@ def main(argv: list[str] | None = None) -> None:
     from transformers import AutoTokenizer, set_seed
 
     from hf_infini import dilution, metrics, plots, run_folder, training
+    from hf_infini.configurations import attention_of
     from hf_infini.corpora import streaming
     from hf_infini.rows import RowReader
     from hf_infini.support import measurement

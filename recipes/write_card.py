@@ -188,11 +188,12 @@ def generate(options: Options, folder: Path, prompts: list[str]) -> list[dict]:
     from tqdm import tqdm
     from transformers import logging, set_seed
 
+    from hf_infini.configurations import context_limit
     from hf_infini.evaluation import inference
 
     model, tokenizer = inference.load_model(str(folder), options.device)
     logging.set_verbosity_error()  # transformers warns of lengths beyond n_positions, which are checked here
-    limit = inference.context_limit(model.config)
+    limit = context_limit(model.config)
     samples = []
     for prompt, method in tqdm([(p, m) for p in prompts for m in METHODS], desc="samples", unit="sample"):
         ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]

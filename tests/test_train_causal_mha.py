@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_infini import CausalMHAForCausalLM, run_folder, training
 from hf_infini.configuration_causal_mha import CHOICES, CausalMHAConfig
-from hf_infini.evaluation.inference import check_length, context_limit
+from hf_infini.configurations import context_limit
+from hf_infini.evaluation.inference import check_length
 from hf_infini.metrics import evaluate_rows
 from hf_infini.rows import RowReader
 from hf_infini_cli import UserError, parse_options

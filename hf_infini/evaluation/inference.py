@@ -4,8 +4,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_infini_cli import UserError
-from hf_infini_cli.model_options import context_limit
 
+from ..configurations import context_limit
 from ..gate import gates_of
 from ..support.measurement import keep_freed_memory
 

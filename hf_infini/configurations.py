@@ -1,0 +1,14 @@
+"""What a configuration says of its model, whichever family the model belongs to."""
+
+
+def attention_of(config) -> str:
+    """The `--attention` of a model, from its configuration."""
+    return {"gpt2": "self", "infini_gpt2": "infini"}.get(config.model_type) or config.attention
+
+
+def context_limit(config) -> int | None:
+    """The most tokens that a model's positions reach; None where they have no end: positions in the segment (infini_gpt2),
+    and all but learned ones (causal_mha)."""
+    if getattr(config, "positions", "absolute") == "segment" or getattr(config, "position_encoding", "learned") != "learned":
+        return None
+    return getattr(config, "n_positions", None)
