@@ -17,7 +17,7 @@ from .corpora.carolina import CAROLINA_REPOSITORY
 from .study import corpus_share
 from .study_evaluation import choose_prompt, validation_documents
 from .support.stages import write_json
-from .training import data_fingerprint
+from .training.setup import data_fingerprint
 
 SETTINGS = "card.json"
 CAPTIONS = {"loss_curve": "Loss over the tokens trained on", "gates": "Gates over the tokens trained on"}

@@ -314,7 +314,7 @@ def write_settings(plan: Plan, recipes: Path) -> None:
 
 def fingerprint_of(folder: Path) -> str | None:
     """The fingerprint of a prepared folder, None while it is not finished."""
-    from .training import data_fingerprint
+    from .training.setup import data_fingerprint
 
     file = folder / "manifest.json"
     return data_fingerprint(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else None

@@ -12,7 +12,6 @@ import numpy as np
 
 from hf_infini_cli import UserError
 
-from . import batch_probe
 from .configurations import context_limit
 from .corpora.blocks import DocumentStore
 from .evaluation.inference import load_model
@@ -22,6 +21,7 @@ from .rows import RowReader
 from .study import BASE, Run
 from .support.measurement import cache_bytes
 from .support.stages import write_json
+from .training import batch_probe
 
 CHUNK = 1024  # tokens per call of the model in long texts
 BATCH_ROWS = 4  # rows per call while losses are measured

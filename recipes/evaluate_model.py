@@ -81,9 +81,10 @@ def main(argv: list[str] | None = None) -> None:
     (options,) = parse_options(Options, description=__doc__, argv=argv)
     manifest = check_options(options)
 
-    from hf_infini import plots, plots_recall, run_folder, training
+    from hf_infini import plots, plots_recall
     from hf_infini.evaluation import inference
     from hf_infini.support import measurement
+    from hf_infini.training import run_folder, setup
 
     model, tokenizer = inference.load_model(options.model, options.device)
     if options.memory == "off":
@@ -104,7 +105,7 @@ def main(argv: list[str] | None = None) -> None:
         "memory": options.memory,
         "source": source,
         "split": options.split if manifest else None,
-        "data_fingerprint": training.data_fingerprint(manifest) if manifest else None,
+        "data_fingerprint": setup.data_fingerprint(manifest) if manifest else None,
         **measurement.peak_memory(),
         "options": vars(options),
         "command": shlex.join([Path(sys.executable).name, *sys.argv]),

@@ -44,10 +44,11 @@ def main(argv: list[str] | None = None) -> None:
     from tqdm import tqdm
     from transformers import AutoTokenizer
 
-    from hf_infini import metrics, training
+    from hf_infini import metrics
     from hf_infini.evaluation import ngrams
     from hf_infini.support import measurement
     from hf_infini.support.stages import write_json
+    from hf_infini.training import setup
 
     started = time.perf_counter()
     vocabulary = manifest["tokenizer"]["vocabulary"]
@@ -74,7 +75,7 @@ def main(argv: list[str] | None = None) -> None:
         "vocabulary": vocabulary,
         "smoothing": "p_k(x|h) = (c(h,x) + alpha_k p_(k-1)(x|h')) / (c(h) + alpha_k); alpha_k by leaving-one-out on train",
         "seconds": round(time.perf_counter() - started, 2),
-        "data_fingerprint": training.data_fingerprint(manifest),
+        "data_fingerprint": setup.data_fingerprint(manifest),
         "options": vars(options),
         "command": shlex.join([Path(sys.executable).name, *sys.argv]),
         **measurement.peak_memory(),

@@ -87,27 +87,28 @@ def main(argv: list[str] | None = None) -> None:
     import torch
     from transformers import AutoTokenizer, set_seed
 
-    from hf_infini import dilution, metrics, plots, run_folder, training
+    from hf_infini import metrics, plots, training
     from hf_infini.configurations import attention_of
     from hf_infini.corpora import streaming
     from hf_infini.rows import RowReader
     from hf_infini.support import measurement
     from hf_infini.support.stages import read_manifest
+    from hf_infini.training import dilution, run_folder, setup
 
     data, out = Path(run.data), Path(run.out)
     manifest = read_manifest(data)
-    training.check_positive(run, "epochs", "max_tokens", "max_steps", "num_processes", "shuffle_buffer")
+    setup.check_positive(run, "epochs", "max_tokens", "max_steps", "num_processes", "shuffle_buffer")
     streaming.check_options(run)
     intervals = ("eval_steps", "save_steps", "logging_steps")
-    training.check_positive(optimizer, "batch_size", "gradient_accumulation", "eval_rows", *intervals)
-    run.report_to = training.check_trackers(run.report_to)
+    setup.check_positive(optimizer, "batch_size", "gradient_accumulation", "eval_rows", *intervals)
+    run.report_to = setup.check_trackers(run.report_to)
     arguments = training_arguments(run, optimizer)
-    fingerprint = training.data_fingerprint(manifest)
+    fingerprint = setup.data_fingerprint(manifest)
     rows_per_step = optimizer.batch_size * optimizer.gradient_accumulation * arguments.world_size
-    train, validation = training.load_rows(data, 1 if run.streaming else rows_per_step)
+    train, validation = setup.load_rows(data, 1 if run.streaming else rows_per_step)
     context = len(train[0]["input_ids"])
     tokens_per_step = rows_per_step * context
-    arguments.max_steps = training.number_of_steps(run, len(train) // rows_per_step, tokens_per_step)
+    arguments.max_steps = setup.number_of_steps(run, len(train) // rows_per_step, tokens_per_step)
 
     tokenizer = AutoTokenizer.from_pretrained(data / "tokenizer")
     config = build_config(shape, tokenizer, context)
@@ -118,7 +119,7 @@ def main(argv: list[str] | None = None) -> None:
     if stream:
         train, options["streaming"] = stream.dataset(run.seed, run.shuffle_buffer), stream.identity
     if run.dilute_with:
-        options["dilute_with"] = training.data_fingerprint(read_manifest(Path(run.dilute_with)))
+        options["dilute_with"] = setup.data_fingerprint(read_manifest(Path(run.dilute_with)))
     for name in ("out", "report_to"):  # these may change between two starts of a run
         del options[name]
     with arguments.main_process_first():  # what the first process writes must not look like another run to the others
@@ -157,15 +158,15 @@ def main(argv: list[str] | None = None) -> None:
         ),
         dilution=diluted,
     )
-    training.check_sharding(trainer)
+    setup.check_sharding(trainer)
     note = f"from step {run_folder.checkpoint_step(checkpoint)}" if checkpoint else "from the start"
     length = f"{arguments.max_steps:,} steps of {tokens_per_step:,} tokens"
-    training.say(f"{model.num_parameters():,} parameters, {length}, {note}")
-    model = training.train_to_end(trainer, checkpoint)
+    setup.say(f"{model.num_parameters():,} parameters, {length}, {note}")
+    model = setup.train_to_end(trainer, checkpoint)
 
     # Always in float32, so that recipes/evaluate_model.py finds the same number
     validation_total = metrics.evaluate_rows(model, validation, optimizer.batch_size, judged)
-    training.leave_process_group(trainer)
+    setup.leave_process_group(trainer)
     if not arguments.should_save:
         return
     model.config.use_cache = model.generation_config.use_cache = True  # the Trainer switched it off for training
@@ -205,8 +206,8 @@ def training_arguments(run: RunOptions, optimizer: OptimizerOptions):
     import torch
     from transformers import TrainingArguments
 
-    from hf_infini import training
     from hf_infini.support import measurement
+    from hf_infini.training import setup
 
     use_cpu = run.use_cpu or not torch.accelerator.is_available()
     bf16 = optimizer.precision == "bf16" or optimizer.precision == "auto" and measurement.supports_bfloat16(use_cpu)
@@ -233,12 +234,12 @@ def training_arguments(run: RunOptions, optimizer: OptimizerOptions):
         logging_nan_inf_filter=False,  # it hides divergence, and costs a synchronisation per step
         report_to=run.report_to,
         run_name=Path(run.out).resolve().name,
-        **{training.checkpointing_name(): optimizer.gradient_checkpointing},
+        **{setup.checkpointing_name(): optimizer.gradient_checkpointing},
     )
-    training.say(f"{arguments.world_size} process(es) on {arguments.device}, {'bf16' if bf16 else 'float32'}")
+    setup.say(f"{arguments.world_size} process(es) on {arguments.device}, {'bf16' if bf16 else 'float32'}")
     if use_cpu:
         measurement.keep_freed_memory()
-    training.check_processes(arguments, run.num_processes)
+    setup.check_processes(arguments, run.num_processes)
     return arguments
 
 

@@ -6,7 +6,8 @@ import threading
 import pytest
 import torch
 
-from hf_infini import InfiniGPT2Config, batch_probe
+from hf_infini import InfiniGPT2Config
+from hf_infini.training import batch_probe
 
 
 @pytest.mark.parametrize("limit", [*range(0, 20), 63, 64, 65, 1000])

@@ -12,8 +12,8 @@ from test_train import base, infini_options, losses, prepared_data, recipe, resu
 from torch.nn import functional as F
 from transformers import TrainingArguments
 
-from hf_infini.dilution import Dilution, weigh_memories
 from hf_infini.training import PerplexityTrainer
+from hf_infini.training.dilution import Dilution, weigh_memories
 
 FLOAT64 = 1e-9  # logits of size 1 to 10; thousands of tokens added up in another order
 EXP = dict(feature_map="exp", memory_write="learned", memory_conv=2, normaliser="shared")

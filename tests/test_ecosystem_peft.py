@@ -8,6 +8,7 @@ from models import causal_mha, gpt2, infini_gpt2, token_ids
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, default_data_collator
 
 from hf_infini import CausalMHAForCausalLM, InfiniGPT2LMHeadModel, patch_model, training
+from hf_infini.gate import gates_of
 
 peft = pytest.importorskip("peft", reason="pip install peft")
 from safetensors.torch import load_file  # noqa: E402
@@ -60,7 +61,7 @@ def logits(model):
 
 def gates(model) -> torch.Tensor:
     """`[layers, heads]`: those that the forward pass takes."""
-    return torch.stack([gate().detach() for gate in training.gates_of(model).values()])
+    return torch.stack([gate().detach() for gate in gates_of(model).values()])
 
 
 def test_adapter_and_gates_train_and_the_rest_stays(family, base, trained):
@@ -116,7 +117,7 @@ def test_the_optimiser_s_groups_and_the_gates_to_show_know_an_adapter_s_gates():
     model = peft.get_peft_model(model, config)
     assert training.gate_values(model) == start
     groups = {group["name"]: group for group in training.parameter_groups(model, 1e-3, 0.01, 0.1)}
-    own = {parameter for gate in training.gates_of(model).values() for parameter in gate.modules_to_save.parameters()}
+    own = {parameter for gate in gates_of(model).values() for parameter in gate.modules_to_save.parameters()}
     assert len(own) == 3 and own <= set(groups["gates"]["params"])
     for parameter in own:
         parameter.data.fill_(-100.0)

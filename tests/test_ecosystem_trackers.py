@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from test_train import SIZES, prepared_data, recipe, run, train
 
-from hf_infini import training
+from hf_infini.training import setup
 from hf_infini_cli import UserError
 
 pytest.importorskip("tensorboard", reason="pip install tensorboard")
@@ -69,19 +69,19 @@ def test_trackio_holds_losses_and_gates_without_a_network(folder):
 
 def test_no_tracker_is_the_default():
     defaults = {entry.name: entry for entry in train.RunOptions.__dataclass_fields__.values()}
-    assert training.check_trackers(defaults["report_to"].default_factory()) == []
+    assert setup.check_trackers(defaults["report_to"].default_factory()) == []
 
 
 def test_an_unknown_tracker_is_refused_with_the_list():
     with pytest.raises(UserError, match="--report_to tensorbord: choose none, or any of tensorboard, trackio, wandb"):
-        training.check_trackers(["trackio", "tensorbord"])
+        setup.check_trackers(["trackio", "tensorbord"])
     with pytest.raises(UserError, match="--report_to none"):
-        training.check_trackers(["none", "trackio"])
+        setup.check_trackers(["none", "trackio"])
 
 
 def test_a_missing_package_is_named_with_the_command(tmp_path, tmp_path_factory, capsys):
-    installed = training.get_available_reporting_integrations()
-    name, package = next(entry for entry in training.TRACKERS.items() if entry[0] not in installed)
+    installed = setup.get_available_reporting_integrations()
+    name, package = next(entry for entry in setup.TRACKERS.items() if entry[0] not in installed)
     data = prepared_data(tmp_path_factory.getbasetemp())
     with pytest.raises(SystemExit, match="1"):
         train.main(["--data", str(data), "--out", str(tmp_path / "run"), "--report_to", name])

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
 
 from hf_infini.metrics import evaluate_rows, stream_losses
 from hf_infini.rows import RowReader, document_positions
-from hf_infini.training import ROWS_OF_THE_HEAD, PerplexityTrainer
+from hf_infini.training.trainer import ROWS_OF_THE_HEAD, PerplexityTrainer
 
 ROOT = Path(__file__).parents[1]
 FLOAT32 = 1e-4  # of logits of size 1 to 10, added up in another order

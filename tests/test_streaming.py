@@ -13,10 +13,11 @@ import pytest
 from test_train import DATA, kill_when, load_recipe, losses, recipe, result, run, train
 from transformers import AutoTokenizer
 
-from hf_infini import cards, cards_data, cards_files, run_folder
+from hf_infini import cards, cards_data, cards_files
 from hf_infini.corpora.biographies import biography_documents
 from hf_infini.corpora.selection import chance
 from hf_infini.corpora.streaming import BATCH_CHARACTERS, HeldOut, RowStream
+from hf_infini.training import run_folder
 from hf_infini_cli import UserError
 
 CONTEXT = 64

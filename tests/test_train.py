@@ -20,7 +20,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2LMHeadModel
 
-from hf_infini import InfiniGPT2Config, InfiniGPT2LMHeadModel, run_folder, training
+from hf_infini import InfiniGPT2Config, InfiniGPT2LMHeadModel, training
+from hf_infini.training import run_folder, setup
 from hf_infini_cli import UserError, parse_options
 from hf_infini_cli.model_options import ModelOptions, build_config, build_model
 
@@ -317,7 +318,7 @@ def test_parameter_groups():
 
 def test_the_first_end_reached_counts():
     def steps(**ends):
-        return training.number_of_steps(train.RunOptions(data="", out="", **ends), 10, tokens_per_step=100)
+        return setup.number_of_steps(train.RunOptions(data="", out="", **ends), 10, tokens_per_step=100)
 
     assert (steps(), steps(epochs=2.5), steps(max_steps=3), steps(max_tokens=1201)) == (10, 25, 3, 13)
     assert (steps(epochs=1.0, max_tokens=5000), steps(max_steps=40, max_tokens=5000)) == (10, 40)

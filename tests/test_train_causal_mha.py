@@ -11,12 +11,13 @@ import torch
 from test_train import CONTEXT, ROOT, SIZES, losses, prepared_data, recipe, result, run, straight_run, train
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_infini import CausalMHAForCausalLM, run_folder, training
+from hf_infini import CausalMHAForCausalLM, training
 from hf_infini.configuration_causal_mha import CHOICES, CausalMHAConfig
 from hf_infini.configurations import context_limit
 from hf_infini.evaluation.inference import check_length
 from hf_infini.metrics import evaluate_rows
 from hf_infini.rows import RowReader
+from hf_infini.training import run_folder
 from hf_infini_cli import UserError, parse_options
 from hf_infini_cli.model_options import ATTENTIONS, CAUSAL_MHA, NOT_POSSIBLE, ModelOptions, build_config, build_model
 

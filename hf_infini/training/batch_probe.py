@@ -1,7 +1,7 @@
 """The largest batch that a training step of a model has memory for, by the real peak of fresh processes.
 
-    python -m hf_infini.batch_probe --model runs/infini --context 1024 --budget_gib 8
-    python -m hf_infini.batch_probe --model runs/infini --context 1024 --budget_gib 8 --rows 16
+    python -m hf_infini.training.batch_probe --model runs/infini --context 1024 --budget_gib 8
+    python -m hf_infini.training.batch_probe --model runs/infini --context 1024 --budget_gib 8 --rows 16
 
 A process takes one step of --rows rows, as recipes/train.py takes it (forward, backward, AdamW whose state is already
 there, bf16 autocast or float32), of a model with the configuration in --model and random weights. Its peak is all that it
@@ -23,7 +23,7 @@ from typing import Literal
 
 from hf_infini_cli import UserError, exit_on_user_error, option, parse_options
 
-from .support.stages import peak_memory_bytes
+from ..support.stages import peak_memory_bytes
 
 TOO_MUCH = 17  # exit status of a process that would need more than the budget or the machine has
 GIB = 2**30
@@ -116,7 +116,7 @@ def search(measure: Callable[[int], int | None], budget: float) -> dict:
 
 def measure_in_process(options: Options, rows: int) -> int | None:
     """The peak of a step of so many rows in a process of its own; None where memory was not enough."""
-    command = [sys.executable, "-m", "hf_infini.batch_probe", "--rows", str(rows)]
+    command = [sys.executable, "-m", "hf_infini.training.batch_probe", "--rows", str(rows)]
     for name, value in vars(options).items():
         command += [] if name == "rows" else [f"--{name}", str(value)]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -158,7 +158,7 @@ def train_step(options: Options, on_gpu: bool) -> None:
 
     from hf_infini_cli.model_options import build_model
 
-    from . import training
+    from .trainer import parameter_groups
 
     try:
         config = AutoConfig.from_pretrained(options.model)
@@ -168,7 +168,7 @@ def train_step(options: Options, on_gpu: bool) -> None:
     model = build_model(config, None)
     if options.gradient_checkpointing:
         model.gradient_checkpointing_enable()
-    optimizer = torch.optim.AdamW(training.parameter_groups(model, 1e-3, 1e-3, 0.1), fused=True)
+    optimizer = torch.optim.AdamW(parameter_groups(model, 1e-3, 1e-3, 0.1), fused=True)
     model, optimizer = accelerator.prepare(model.train(), optimizer)
     for rows in (1, options.rows):
         ids = torch.randint(config.vocab_size, (rows, options.context), device=accelerator.device)

@@ -16,8 +16,8 @@ from transformers import TrainerCallback
 
 from hf_infini_cli import UserError
 
-from .support.stages import write_json
-from .training import gate_values
+from ..support.stages import write_json
+from .trainer import gate_values
 
 COMPLETE = "complete.json"
 # What a run did whose run.json is older than the option. Those whose default is None need no entry.

@@ -16,7 +16,7 @@ import torch
 
 from hf_infini_cli import UserError
 
-from .cache import InfiniCache, InfiniLayer
+from ..cache import InfiniCache, InfiniLayer
 
 DILUTE_UP_TO = 32.0
 

@@ -1,0 +1,136 @@
+"""How `recipes/train.py` optimises: the groups of parameters, the gates, and the Trainer."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+from transformers import Trainer
+
+from ..gate import gates_of
+from ..metrics import evaluate_rows
+from ..rows import RowReader
+from .dilution import Dilution
+
+ROWS_OF_THE_HEAD = 256  # logits of few places are made of a multiple of so many
+
+
+def parameter_groups(model, learning_rate: float, gate_learning_rate: float, weight_decay: float) -> list[dict]:
+    """The optimiser's groups: matrices; vectors, and what an attention layer owns beside its projections (scores, tables of
+    distances, learned memory starts), without decay; gates with their own rate.
+
+    At a usual learning rate the gates hardly leave their start, and weight decay pulls them back to sigmoid = 0.5;
+    a memory start has no reason to be small either.
+    """
+    groups = {
+        "matrices": {"params": [], "lr": learning_rate, "weight_decay": weight_decay},
+        "vectors": {"params": [], "lr": learning_rate, "weight_decay": 0.0},
+        "gates": {"params": [], "lr": gate_learning_rate, "weight_decay": 0.0},
+    }
+    gates = {parameter for gate in gates_of(model).values() for parameter in gate.parameters()}
+    for name, parameter in model.named_parameters():
+        if parameter in gates:
+            kind = "gates"
+        elif parameter.ndim < 2 or ".attn." in name and not name.endswith(".weight"):
+            kind = "vectors"  # biases, layer norms, and what an attention layer owns beside its projections
+        else:
+            kind = "matrices"
+        groups[kind]["params"].append(parameter)
+    return [{"name": name, **group} for name, group in groups.items() if group["params"]]
+
+
+def gate_values(model) -> dict[str, list[float]]:
+    """sigmoid(gate) of each head, by layer: the share of the memory in that head's output; empty without gates."""
+    logits = {name.split(".h.")[1].split(".")[0]: gate().detach() for name, gate in gates_of(model).items()}
+    for layer, shard in logits.items():
+        if isinstance(shard, DTensor):
+            logits[layer] = shard.full_tensor()  # from all processes, which all come here
+    return {layer: [round(value, 5) for value in torch.sigmoid(gate.float()).tolist()] for layer, gate in logits.items()}
+
+
+class PerplexityTrainer(Trainer):
+    """A Trainer whose evaluation is token-weighted and keeps one batch of logits at a time.
+
+    Args:
+        *args, **kwargs: the Trainer's own.
+        eval_rows: how many of the validation rows `evaluate()` reads; None reads all.
+        eval_reader: makes the inputs of an evaluation from these rows.
+        optimizer_of: makes the optimiser of a model; None leaves it to the Trainer. Where a model is to be sharded, none can
+            be given ready-made (`optimizers`).
+        dilution: makes the past that training rows begin with; None: they begin with nothing.
+    """
+
+    def __init__(
+        self,
+        *args,
+        eval_rows: int | None = None,
+        eval_reader: RowReader | None = None,
+        optimizer_of: Callable[[torch.nn.Module], torch.optim.Optimizer] | None = None,
+        dilution: Dilution | None = None,
+        **kwargs,
+    ):
+        super().__init__(*args, **kwargs)
+        self.dilution = dilution
+        self.eval_rows = eval_rows
+        self.eval_reader = eval_reader
+        self.optimizer_of = optimizer_of
+        # Each call of a model whose weights lie in pieces in all processes is one of all processes
+        self.is_sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
+
+    def create_optimizer(self, model=None) -> torch.optim.Optimizer:
+        if self.optimizer is None and self.optimizer_of is not None:
+            self.optimizer = self.optimizer_of(self.model if model is None else model)
+        return super().create_optimizer(model)
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        """As the Trainer's. Where most labels are −100, logits are made of the other places alone: the head over a whole
+        vocabulary is much of a small model's work."""
+        context = {"use_cache": False}
+        if self.dilution is not None:
+            ids = inputs["input_ids"]
+            context = {"use_cache": True, "past_key_values": self.dilution.past(model, len(ids), ids.device)}
+        learned = inputs["labels"][:, 1:] != -100
+        one_process = model is self.model and not self.is_sharded  # a distributed wrapper must see the whole call
+        if return_outputs or not one_process or bool(learned.float().mean() > 0.5):
+            return super().compute_loss(model, inputs | context, return_outputs, num_items_in_batch)
+        context |= {name: inputs[name] for name in ("position_ids",) if name in inputs}
+        with self.accelerator.autocast():
+            hidden = model.base_model(inputs["input_ids"], **context).last_hidden_state
+            places, targets = hidden[:, :-1][learned], inputs["labels"][:, 1:][learned]
+            count = len(targets)
+            # In half precision torch keeps what it has prepared for every number of rows that a product ever had on a CPU:
+            # gigabytes after some hundred steps, unless there are few such numbers
+            places = F.pad(places, (0, 0, 0, -count % ROWS_OF_THE_HEAD))
+            targets = F.pad(targets, (0, -count % ROWS_OF_THE_HEAD), value=-100)
+            logits = model.get_output_embeddings()(places)
+        total = F.cross_entropy(logits.float(), targets, reduction="sum")
+        return total / (count if num_items_in_batch is None else num_items_in_batch)
+
+    def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix: str = "eval") -> dict[str, float]:
+        """Cross-entropy of the validation rows, in the precision of training; every process reads its share.
+
+        Trackers (`report_to`) also get each head's sigmoid(gate).
+        """
+        rows = self.eval_dataset if eval_dataset is None else eval_dataset
+        rows = rows if self.eval_rows is None else rows.select(range(min(self.eval_rows, len(rows))))
+        with self.accelerator.autocast():
+            size, reader = self.args.per_device_eval_batch_size, self.eval_reader
+            total = evaluate_rows(self.model, rows, size, reader, together=self.is_sharded)
+        metrics = {f"{metric_key_prefix}_{name}": value for name, value in total.items()}
+        metrics[f"{metric_key_prefix}_loss"] = total["cross_entropy"]
+        if self.args.report_to:  # otherwise they are in metrics.jsonl alone, and not among what is printed
+            for layer, heads in gate_values(self.model).items():
+                for head, value in enumerate(heads):
+                    metrics[f"{metric_key_prefix}_gates/layer_{layer}_head_{head}"] = value
+        self.log(metrics)
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
+    def create_model_card(self, *args, **kwargs) -> None:
+        """The Trainer's draft of a card, which `push_to_hub` asks for; a card of recipes/write_card.py stays as it is."""
+        from huggingface_hub import ModelCard
+
+        file = Path(self.args.output_dir) / "README.md"
+        if not file.is_file() or "generated_from_trainer" in (ModelCard.load(file).data.tags or []):
+            super().create_model_card(*args, **kwargs)
