@@ -15,8 +15,8 @@ from hf_infini_cli import UserError, exit_on_user_error
 
 from .configurations import context_limit
 from .evaluation.inference import check_length
-from .recall import Example, Question
-from .recall_tasks import score_answers
+from .recall.examples import Example, Question
+from .recall.tasks import score_answers
 
 try:
     from lm_eval.api.registry import register_model

@@ -145,7 +145,7 @@ def perplexity(options: Options, model, tokenizer, name: str) -> dict:
 
 
 def passkey(options: Options, model, tokenizer, name: str) -> dict:
-    from hf_infini.recall_tasks import passkey_table, run_passkey
+    from hf_infini.recall.tasks import passkey_table, run_passkey
 
     depths, count = options.depths, int(options.depths[0])
     if len(depths) == 1 and count >= 2:
@@ -156,7 +156,7 @@ def passkey(options: Options, model, tokenizer, name: str) -> dict:
 
 
 def facts(options: Options, model, tokenizer, name: str) -> dict:
-    from hf_infini.recall_tasks import facts_table, run_facts
+    from hf_infini.recall.tasks import facts_table, run_facts
 
     segment_length = options.segment_length or getattr(model.config, "tokens_per_segment", None)
     if segment_length is None:
@@ -168,7 +168,7 @@ def facts(options: Options, model, tokenizer, name: str) -> dict:
 
 def runner(options: Options, model, tokenizer, name: str):
     """What the cells of a recall task share; they go on from NAME.cells.json when model, text and options are the same."""
-    from hf_infini.recall_tasks import Runner
+    from hf_infini.recall.tasks import Runner
     from hf_infini.support.stages import state_of_files
 
     files = [file for pattern in ("config.json", "*.safetensors") for file in sorted(Path(options.model).glob(pattern))]

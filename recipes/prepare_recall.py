@@ -52,7 +52,7 @@ class Options:
 @exit_on_user_error
 def main() -> None:
     (options,) = parse_options(Options, description=__doc__)
-    from hf_infini.recall_rows import read_mix
+    from hf_infini.recall.rows import read_mix
     from hf_infini.support.stages import locked_folder
 
     shares = read_mix(options.mix)
@@ -88,8 +88,8 @@ def prepare(options: Options, shares: dict[str, float], source: dict, out: Path)
     from transformers import AutoTokenizer
 
     from hf_infini import __version__
-    from hf_infini.filler import TokenStream
-    from hf_infini.recall_rows import RowMaker, write_rows
+    from hf_infini.recall.filler import TokenStream
+    from hf_infini.recall.rows import RowMaker, write_rows
     from hf_infini.support import stages
 
     start, data, record = time.perf_counter(), Path(options.data), {}

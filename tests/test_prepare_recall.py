@@ -16,7 +16,7 @@ from test_train import SIZES, kill_when, load_recipe, recipe, run
 from transformers import AutoTokenizer
 
 from hf_infini.corpora.biographies import biography_documents
-from hf_infini.recall_rows import deal_kinds, read_mix
+from hf_infini.recall.rows import deal_kinds, read_mix
 from hf_infini_cli import parse_options
 
 prepare_recall = load_recipe("prepare_recall")

@@ -9,11 +9,11 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from hf_infini import recall
 from hf_infini.corpora.biographies import generate_biographies, portuguese_names
 from hf_infini.corpora.tokenization import build_character_tokenizer, encode_texts, train_bpe
-from hf_infini.filler import Filler, TokenStream
-from hf_infini.recall import FACT_NAMES, DoesNotFit, fact_example, facts_row, passkey_example
+from hf_infini.recall import examples
+from hf_infini.recall.examples import FACT_NAMES, DoesNotFit, fact_example, facts_row, passkey_example
+from hf_infini.recall.filler import Filler, TokenStream
 
 NAMES = portuguese_names()
 TEXTS = [biography.text for biography in generate_biographies(30, seed=5, distance=2000)]
@@ -21,7 +21,7 @@ TEXTS = [biography.text for biography in generate_biographies(30, seed=5, distan
 
 @functools.cache
 def tokenizer(kind: str):
-    texts = [*TEXTS, *recall.NEEDLES, *recall.QUESTIONS, "0123456789 ÁÂÃÉÊÍÓÔÕÚÇ áâãàéêíóôõúüç"]
+    texts = [*TEXTS, *examples.NEEDLES, *examples.QUESTIONS, "0123456789 ÁÂÃÉÊÍÓÔÕÚÇ áâãàéêíóôõúüç"]
     return train_bpe(texts, 600) if kind == "bpe" else build_character_tokenizer(texts)
 
 
@@ -105,8 +105,8 @@ def test_several_questions_stand_behind_the_number():
 def test_a_passkey_that_does_not_fit():
     with pytest.raises(DoesNotFit, match="the number and 1 question"):
         passkey_example(random.Random(0), encoder("bpe"), filler("bpe"), 30, 0.5)
-    sizes = [len(encoder("characters")([text])[0]) for text in (recall.NEEDLES[0], recall.QUESTIONS[0])]
-    assert sizes == [len(recall.NEEDLES[0]), len(recall.QUESTIONS[0])]
+    sizes = [len(encoder("characters")([text])[0]) for text in (examples.NEEDLES[0], examples.QUESTIONS[0])]
+    assert sizes == [len(examples.NEEDLES[0]), len(examples.QUESTIONS[0])]
 
 
 # --- facts ------------------------------------------------------------------------------------------------------------
@@ -166,7 +166,8 @@ def test_places_are_drawn_from_all_that_are_possible(distance, width, least, sta
 
     expected = {pair for pair in itertools.product(range(length), repeat=2) if possible(*pair)}
     rng = random.Random(0)
-    found = Counter(recall._draw_places(rng, distance, length, width, least, stated_at) for _ in range(100 * len(expected)))
+    drawn = (examples._draw_places(rng, distance, length, width, least, stated_at) for _ in range(100 * len(expected)))
+    found = Counter(drawn)
     assert set(found) == expected
     # Each is drawn 100 times on average with a standard deviation of 10: 45 are out of reach for some 100 pairs
     assert max(abs(count - 100) for count in found.values()) < 45

@@ -14,8 +14,8 @@ from hf_infini.corpora.biographies import biography_documents
 from hf_infini.corpora.biography_sentences import NUMBERS
 from hf_infini.corpora.tokenization import train_bpe
 from hf_infini.evaluation.inference import switch_memory_off
-from hf_infini.recall import FACT_NAMES, NEEDLES, QUESTIONS, Example, Question
-from hf_infini.recall_tasks import constant_guesses, score_answers, wilson_interval
+from hf_infini.recall.examples import FACT_NAMES, NEEDLES, QUESTIONS, Example, Question
+from hf_infini.recall.tasks import constant_guesses, score_answers, wilson_interval
 from hf_infini_cli import UserError
 
 evaluate_model = load_recipe("evaluate_model")

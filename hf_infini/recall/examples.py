@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .corpora.biographies import (
+from ..corpora.biographies import (
     Person,
     Sentence,
     fact_prompt,
@@ -24,7 +24,7 @@ from .corpora.biographies import (
     write_opening,
     write_paragraphs,
 )
-from .corpora.biography_sentences import FACTS
+from ..corpora.biography_sentences import FACTS
 from .filler import Filler
 
 if TYPE_CHECKING:

@@ -2,14 +2,14 @@
 
 Passkeys and facts ask for one thing in many tokens; a model that starts from nothing finds no gradient in them. These
 rows teach the step before: that what followed something once will follow it again (an induction head, or its like in a
-memory). Shapes and positions as in [`recall`].
+memory). Shapes and positions as in [`examples`].
 """
 
 import random
 from collections.abc import Callable
 
+from .examples import Document, DoesNotFit, Encode, Example, Question
 from .filler import Filler
-from .recall import Document, DoesNotFit, Encode, Example, Question
 
 CODE = "\nO código de {name} é"
 TOKENS_PER_CODE = 64  # a row of 1,024 tokens has up to 16 people

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 from hf_infini_cli import UserError
 
-from .corpora.blocks import save_rows
+from ..corpora.blocks import save_rows
+from .drills import codes_row, echo_row
+from .examples import DoesNotFit, Example, facts_row, passkey_example
 from .filler import Filler, TokenStream
-from .recall import DoesNotFit, Example, facts_row, passkey_example
-from .recall_drills import codes_row, echo_row
 
 if TYPE_CHECKING:
     import numpy as np
@@ -77,8 +77,8 @@ class RowMaker:
         answers_only: bool,
         seed: int,
     ):
-        from .corpora.biographies import portuguese_names
-        from .corpora.tokenization import encode_texts
+        from ..corpora.biographies import portuguese_names
+        from ..corpora.tokenization import encode_texts
 
         self.encode = functools.partial(encode_texts, tokenizer)
         self.decode = tokenizer.decode

@@ -1,4 +1,4 @@
-"""How often a model recalls: exact answers in examples of [`recall`], by length and depth or by distance in segments."""
+"""How often a model recalls: exact answers in [`examples`], by length and depth or by distance in segments."""
 
 import functools
 import itertools
@@ -13,11 +13,11 @@ from pathlib import Path
 
 from hf_infini_cli import UserError
 
-from .evaluation.inference import check_length
+from ..evaluation.inference import check_length
+from ..support.markdown import markdown_table
+from ..support.stages import write_json
+from .examples import FACT_NAMES, DoesNotFit, Example, fact_example, passkey_example
 from .filler import Filler, TokenStream
-from .recall import FACT_NAMES, DoesNotFit, Example, fact_example, passkey_example
-from .support.markdown import markdown_table
-from .support.stages import write_json
 
 _TRIES = 20  # examples drawn for each one wanted, before a distance is called impossible
 _GUESSED_FROM = 2000  # invented people
@@ -60,7 +60,7 @@ class Runner:
     identity: dict
 
     def __post_init__(self):
-        from .corpora.tokenization import encode_texts
+        from ..corpora.tokenization import encode_texts
 
         self.identity = json.loads(json.dumps(self.identity))  # as it comes back from the file
         self.encode = functools.partial(encode_texts, self.tokenizer)
@@ -174,7 +174,7 @@ def run_facts(runner: Runner, distances: Sequence[int], segment_length: int) -> 
 
     All kinds of facts come in turn. Examples that do not fit are passed over and counted, by fact, as `skipped`.
     """
-    from .corpora.biographies import portuguese_names
+    from ..corpora.biographies import portuguese_names
 
     names, guesses = portuguese_names(), constant_guesses(runner.seed)
 
@@ -224,7 +224,7 @@ def constant_guesses(seed: int) -> dict[str, dict]:
     A model that recalls nothing can know this by heart. Among the examples themselves, often only a few of a kind, the most
     frequent answer would have a larger share by chance.
     """
-    from .corpora.biographies import invent_person, portuguese_names
+    from ..corpora.biographies import invent_person, portuguese_names
 
     names, rng = portuguese_names(), random.Random(f"guesses/{seed}")
     names.seed_instance(rng.getrandbits(64))
