@@ -48,8 +48,8 @@ def main(argv: list[str] | None = None) -> None:
     from hf_infini import plots
     from hf_infini.evaluation import inference
     from hf_infini.inspection import inspect_attention
-    from hf_infini.inspection_labels import unique_labels
-    from hf_infini.inspection_page import inspection_page
+    from hf_infini.inspection.labels import unique_labels
+    from hf_infini.inspection.page import inspection_page
 
     model, tokenizer = inference.load_model(options.model, options.device)
     ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]

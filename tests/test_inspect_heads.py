@@ -19,8 +19,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from hf_infini import plots
 from hf_infini.corpora.tokenization import build_character_tokenizer, train_bpe
 from hf_infini.inspection import inspect_attention
-from hf_infini.inspection_page import LAST_LEVEL, LEVELS_PER_NAT, inspection_page, page_data
-from hf_infini.inspection_script import SCRIPT
+from hf_infini.inspection.page import LAST_LEVEL, LEVELS_PER_NAT, inspection_page, page_data
+from hf_infini.inspection.script import SCRIPT
 from hf_infini_cli import parse_options
 
 inspect_heads = load_recipe("inspect_heads")

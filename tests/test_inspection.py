@@ -7,8 +7,9 @@ from transformers import BertConfig, BertModel
 
 from hf_infini import InfiniCache, InfiniState, naive_infini_attention, patch_model
 from hf_infini.corpora.tokenization import build_character_tokenizer, train_bpe
-from hf_infini.inspection import DIMENSIONS, inspect_attention
-from hf_infini.inspection_labels import token_texts, unique_labels
+from hf_infini.inspection import inspect_attention
+from hf_infini.inspection.heads import DIMENSIONS
+from hf_infini.inspection.labels import token_texts, unique_labels
 
 # Heads' numbers are of size 1 to 10: the same float32 sums in another order.
 FLOAT32 = 1e-5

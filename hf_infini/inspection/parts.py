@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
 
-from .attention import EPS
-from .causal_mha import CausalMultiHeadAttention
-from .features import FEATURE_MAPS
-from .memory import delta_states, linear_states, memory_weight, read_memory
-from .modeling_infini_gpt2 import GPT2InfiniAttention
-from .scores import visible_softmax
-from .segments import SegmentLayout
+from ..attention import EPS
+from ..causal_mha import CausalMultiHeadAttention
+from ..features import FEATURE_MAPS
+from ..memory import delta_states, linear_states, memory_weight, read_memory
+from ..modeling_infini_gpt2 import GPT2InfiniAttention
+from ..scores import visible_softmax
+from ..segments import SegmentLayout
 
 
 @dataclass

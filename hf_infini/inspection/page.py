@@ -13,10 +13,10 @@ import math
 import torch
 from torch import Tensor
 
-from .inspection import Inspection, LayerInspection
-from .inspection_charts import CHARTS
-from .inspection_script import SCRIPT
-from .inspection_style import BODY, STYLE
+from .charts import CHARTS
+from .heads import Inspection, LayerInspection
+from .script import SCRIPT
+from .style import BODY, STYLE
 
 LEVELS_PER_NAT = 1000
 LAST_LEVEL = 65534  # exp(−65.5) = 4e-29: what is smaller is shown as this

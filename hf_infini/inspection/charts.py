@@ -1,4 +1,4 @@
-"""The end of the page's script ([`hf_infini.inspection_script`]): the memory's charts and tables, events, and the start."""
+"""The end of the page's script ([`hf_infini.inspection.script`]): the memory's charts and tables, events, and the start."""
 
 CHARTS = r"""
 // --- the memory ------------------------------------------------------------------------------------------------------

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from transformers import GPT2Model
 
-from .inspection_labels import token_texts, unique_labels
-from .inspection_parts import kind_of, parts_of
-from .modeling_causal_mha import CausalMHAModel
+from ..modeling_causal_mha import CausalMHAModel
+from .labels import token_texts, unique_labels
+from .parts import kind_of, parts_of
 
 SUPPORTED = "GPT-2 (model_type 'gpt2'), GPT-2 with Infini-attention ('infini_gpt2') and 'causal_mha'"
 

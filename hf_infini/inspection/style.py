@@ -1,4 +1,4 @@
-"""The fixed HTML and the style of the page that [`hf_infini.inspection_page.inspection_page`] writes."""
+"""The fixed HTML and the style of the page that [`hf_infini.inspection.page.inspection_page`] writes."""
 
 BODY = """<header>
   <div>

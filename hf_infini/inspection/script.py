@@ -1,6 +1,6 @@
-"""The script of the page that [`hf_infini.inspection_page.inspection_page`] writes: plain JavaScript, no library.
+"""The script of the page that [`hf_infini.inspection.page.inspection_page`] writes: plain JavaScript, no library.
 
-The charts and tables of the memory, and what starts the page, follow in [`hf_infini.inspection_charts`].
+The charts and tables of the memory, and what starts the page, follow in [`hf_infini.inspection.charts`].
 """
 
 SCRIPT = r""""use strict";

@@ -1,0 +1,5 @@
+"""Inside a model: what each head did with a text, as named tensors and tables, and as a page of HTML."""
+
+from .heads import Inspection, LayerInspection, NamedTensor, inspect_attention
+
+__all__ = ["Inspection", "LayerInspection", "NamedTensor", "inspect_attention"]
