@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from .plots import figure_with_axes
+from .plots.run import figure_with_axes
 from .study import BASE, BASELINE
 
 

@@ -37,7 +37,7 @@ def main(argv: list[str] | None = None) -> None:
         raise UserError(f"--runs: {', '.join(results)} were trained on different data; compare runs on the same")
     ngrams = [ngram for file in options.baselines or () for ngram in read_baseline(Path(file), *fingerprints)]
 
-    from hf_infini import plots
+    from hf_infini.plots.run import plot_comparison
     from hf_infini.support.markdown import markdown_table
 
     rows = [row(Path(folder), result) for folder, result in results.items()] + [ngram_row(ngram) for ngram in ngrams]
@@ -47,7 +47,7 @@ def main(argv: list[str] | None = None) -> None:
     out.with_suffix(".md").write_text(table + "\n", encoding="utf-8")
     lines = {Path(folder).name: read_lines(Path(folder) / "metrics.jsonl") for folder in results}
     levels = {ngram["name"]: ngram["cross_entropy"] for ngram in ngrams}
-    plots.plot_comparison(lines, out.with_suffix(".png"), levels)
+    plot_comparison(lines, out.with_suffix(".png"), levels)
     print(table)
     print(f"plot: {out.with_suffix('.png')}")
 

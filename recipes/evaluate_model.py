@@ -81,8 +81,9 @@ def main(argv: list[str] | None = None) -> None:
     (options,) = parse_options(Options, description=__doc__, argv=argv)
     manifest = check_options(options)
 
-    from hf_infini import plots, plots_recall
     from hf_infini.evaluation import inference
+    from hf_infini.plots.recall import plot_facts, plot_passkey
+    from hf_infini.plots.run import plot_positions
     from hf_infini.support import measurement
     from hf_infini.training import run_folder, setup
 
@@ -114,7 +115,7 @@ def main(argv: list[str] | None = None) -> None:
     run_folder.write_json(Path(f"{name}.json"), result)
     title = Path(options.model).name + (" without its memory" if options.memory == "off" else "")
     title += f" on {Path(source).name}" if source else ""
-    draw = {"perplexity": plots.plot_positions, "passkey": plots_recall.plot_passkey, "facts": plots_recall.plot_facts}
+    draw = {"perplexity": plot_positions, "passkey": plot_passkey, "facts": plot_facts}
     draw[options.task](found["by_position" if options.task == "perplexity" else "cells"], Path(f"{name}.png"), title)
     Path(f"{name}.cells.json").unlink(missing_ok=True)
     print(f"{name}.json, {name}.png", file=sys.stderr)

@@ -45,11 +45,11 @@ def main(argv: list[str] | None = None) -> None:
     import torch
     from tqdm import tqdm
 
-    from hf_infini import plots
     from hf_infini.evaluation import inference
     from hf_infini.inspection import inspect_attention
     from hf_infini.inspection.labels import unique_labels
     from hf_infini.inspection.page import inspection_page
+    from hf_infini.plots.heads import plot_heads, plot_memory
 
     model, tokenizer = inference.load_model(options.model, options.device)
     ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
@@ -78,10 +78,10 @@ def main(argv: list[str] | None = None) -> None:
         hidden = layer.scores.values[0] == float("-inf")
         weights = layer.weights.values[0].masked_fill(hidden, float("nan")).numpy()
         title = f"{Path(options.model).name}: layer {number}, {layer.kind}"
-        plots.plot_heads(weights, labels, out / f"layer_{number:02}.png", title)
+        plot_heads(weights, labels, out / f"layer_{number:02}.png", title)
     memories = {number: layer for number, layer in layers.items() if layer.gate is not None}
     if memories:
-        plots.plot_memory(
+        plot_memory(
             {number: layer.gate.values.numpy() for number, layer in memories.items()},
             {number: layer.memory_share.values[0].numpy() for number, layer in memories.items()},
             {number: layer.memory_norm.values[0].numpy() for number, layer in memories.items()},

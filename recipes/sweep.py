@@ -43,7 +43,8 @@ class Options:
 def main(argv: list[str] | None = None) -> None:
     options, passed = parse(sys.argv[1:] if argv is None else argv)
 
-    from hf_infini import plots_runs, sweeps
+    from hf_infini import sweeps
+    from hf_infini.plots.sweep import plot_heat_map, plot_ranking
     from hf_infini.support import measurement
     from hf_infini.support.stages import locked_folder, write_json
 
@@ -66,9 +67,9 @@ def main(argv: list[str] | None = None) -> None:
         print(text)
         finished = any(row.finished for row in rows)
         if finished and len(grid) == 2:
-            plots_runs.plot_heat_map(rows, grid, out / "sweep.png")
+            plot_heat_map(rows, grid, out / "sweep.png")
         elif finished:
-            plots_runs.plot_ranking(rows, grid, out / "sweep.png")
+            plot_ranking(rows, grid, out / "sweep.png")
     print(f"{out}: sweep.md, sweep.json{', sweep.png' * finished}", file=sys.stderr)
     if all(run.status == sweeps.IMPOSSIBLE for run in runs):
         raise UserError("none of these combinations is possible")

@@ -87,9 +87,10 @@ def main(argv: list[str] | None = None) -> None:
     import torch
     from transformers import AutoTokenizer, set_seed
 
-    from hf_infini import metrics, plots, training
+    from hf_infini import metrics, training
     from hf_infini.configurations import attention_of
     from hf_infini.corpora import streaming
+    from hf_infini.plots.run import plot_gates, plot_loss_curve
     from hf_infini.rows import RowReader
     from hf_infini.support import measurement
     from hf_infini.support.stages import read_manifest
@@ -175,8 +176,8 @@ def main(argv: list[str] | None = None) -> None:
     gates = training.gate_values(model)
     if gates:
         run_folder.write_json(out / "gates.json", gates)
-        plots.plot_gates(recorder.lines, out / "gates.png")
-    plots.plot_loss_curve(recorder.lines, out / "loss_curve.png")
+        plot_gates(recorder.lines, out / "gates.png")
+    plot_loss_curve(recorder.lines, out / "loss_curve.png")
     tokens = arguments.max_steps * tokens_per_step
     result = {
         "cross_entropy": validation_total["cross_entropy"],

@@ -16,11 +16,11 @@ from models import causal_mha, gpt2, infini_gpt2
 from test_train import load_recipe, recipe, run
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hf_infini import plots
 from hf_infini.corpora.tokenization import build_character_tokenizer, train_bpe
 from hf_infini.inspection import inspect_attention
 from hf_infini.inspection.page import LAST_LEVEL, LEVELS_PER_NAT, inspection_page, page_data
 from hf_infini.inspection.script import SCRIPT
+from hf_infini.plots.heads import plot_heads, plot_memory
 from hf_infini_cli import parse_options
 
 inspect_heads = load_recipe("inspect_heads")
@@ -187,12 +187,12 @@ def test_pictures_of_any_size(heads, tokens, tmp_path):
     weights = np.tril(np.ones((heads, tokens, tokens))) / np.arange(1, tokens + 1)[:, None]
     weights[:, np.triu(np.ones((tokens, tokens), bool), 1)] = np.nan
     labels = ["$x_$", "漢", "\\frac", "a$b$c", *map(str, range(tokens))][:tokens]
-    plots.plot_heads(weights, labels, tmp_path / "heads.png", "a $title_$")
+    plot_heads(weights, labels, tmp_path / "heads.png", "a $title_$")
     width, height = size_of_png(tmp_path / "heads.png")
     assert width > height if heads == 2 else width > 300
     shares = {3: np.zeros((heads, tokens)), 5: np.full((heads, tokens), 0.5)}
     norms = {3: np.zeros((heads, 2)), 5: np.ones((heads, 4))}
-    plots.plot_memory({3: np.full(heads, 0.5), 5: np.ones(heads)}, shares, norms, tmp_path / "memory.png")
+    plot_memory({3: np.full(heads, 0.5), 5: np.ones(heads)}, shares, norms, tmp_path / "memory.png")
     size_of_png(tmp_path / "memory.png")
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from hf_infini_cli import UserError
 
-from .. import plots, plots_benchmark
+from ..plots.benchmark import plot_attention, plot_decoding, plot_models, plot_options, plot_scaling
 from . import layer, machine, report, whole_models
 from .contestants import CONTESTANTS
 from .layer import How
@@ -62,7 +62,7 @@ def attention(
         for shape in (_shape(options, tokens, segment, dtype) for tokens, segment in shapes)
     ]
     rows = measured(results, how, "attention", cells)
-    plots_benchmark.plot_attention(rows, picture)
+    plot_attention(rows, picture)
     return report.attention_tables(rows, peaks)
 
 
@@ -81,7 +81,7 @@ def scaling(results: Results, how: How, options, picture: Path) -> str:
                 )
     rows = measured(results, how, "scaling", cells)
     memory_rows = measured(results, how, "segment_memory", memory_cells)
-    plots_benchmark.plot_scaling(rows, memory_rows, picture)
+    plot_scaling(rows, memory_rows, picture)
     return f"{report.scaling_table(rows)}\n\n{report.memory_table(memory_rows)}"
 
 
@@ -99,7 +99,7 @@ def model(results: Results, how: How, options, picture: Path) -> str:
     training_rows = measured(results, how, "training", _cells(whole_models.training_rows, spec, _steps(options)))
     prefill_rows = measured(results, how, "prefill", _cells(whole_models.prefill_rows, spec, prompts))
     batch_rows = measured(results, how, "padded_batch", _cells(whole_models.batch_rows, spec, [batch]))
-    plots_benchmark.plot_models(training_rows, prefill_rows, picture)
+    plot_models(training_rows, prefill_rows, picture)
     tables = (report.training_table(training_rows), report.prefill_table(prefill_rows), report.batch_table(batch_rows))
     return "\n\n".join(tables)
 
@@ -108,7 +108,7 @@ def options(results: Results, how: How, options, picture: Path) -> str:
     """Training steps with one option of the memory changed."""
     cells = _cells(whole_models.option_rows, _model_spec(options, how), _steps(options))
     rows = measured(results, how, "options", cells)
-    plots_benchmark.plot_options(rows, picture)
+    plot_options(rows, picture)
     return report.options_table(rows)
 
 
@@ -117,7 +117,7 @@ def decoding(results: Results, how: How, options, picture: Path) -> str:
     same = {name: getattr(options, name) for name in ("chunk", "steps", "stock_limit", "dtype")}
     contexts = [{"context": context, **same} for context in options.contexts]
     rows = measured(results, how, "decoding", _cells(whole_models.decoding_rows, _model_spec(options, how), contexts))
-    plots.plot_decoding(rows, picture)
+    plot_decoding(rows, picture)
     return report.decoding_table(rows)
 
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from .plots import figure_with_axes
+from .run import figure_with_axes
 
 
 def plot_passkey(cells: list[dict], file: Path, title: str) -> None:

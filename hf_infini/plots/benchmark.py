@@ -98,6 +98,28 @@ def plot_models(training_rows: list[dict], prefill_rows: list[dict], file: Path)
     figure.savefig(file)
 
 
+def plot_decoding(rows: list[dict], file: Path) -> None:
+    """Cache size and time per new token over the context, both axes logarithmic.
+
+    Args:
+        rows: with `context`, `model`, `cache_bytes` and `seconds_per_token`.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 4.5), dpi=120, layout="constrained")
+    panels = (("cache (MiB)", "cache_bytes", 2**-20), ("ms per new token", "seconds_per_token", 1e3))
+    for axes, (label, name, unit) in zip(figure.subplots(1, 2), panels, strict=True):
+        for model in dict.fromkeys(row["model"] for row in rows):
+            points = [(row["context"], row[name] * unit) for row in rows if row["model"] == model]
+            axes.plot(*zip(*points, strict=True), marker="o", label=model)
+        axes.set(xlabel="context (tokens)", ylabel=label)
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.grid(alpha=0.3)
+        axes.legend()
+    figure.savefig(file)
+
+
 def _panels(rows: int, columns: int):
     """A figure with logarithmic panels, `[rows, columns]`."""
     from matplotlib.figure import Figure

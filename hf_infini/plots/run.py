@@ -1,0 +1,82 @@
+"""Plots of a run: the loss curve, the gates, perplexity by position. All are PNG files drawn without a display."""
+
+from pathlib import Path
+
+
+def figure_with_axes(title: str, x_label: str, y_label: str):
+    """An empty figure of the size and style that the plots share, and its axes."""
+    from matplotlib.figure import Figure  # without pyplot: no global state, and Agg is the only backend it can meet
+
+    figure = Figure(figsize=(8, 5), dpi=120, layout="constrained")
+    axes = figure.add_subplot()
+    axes.set(title=title, xlabel=x_label, ylabel=y_label)
+    axes.grid(alpha=0.3)
+    return figure, axes
+
+
+def plot_loss_curve(lines: list[dict], file: Path) -> None:
+    """Training and validation loss over the tokens trained on.
+
+    Args:
+        lines: of a run's `metrics.jsonl`: `tokens` with `train_loss` or `eval_loss`, nats per token.
+    """
+    figure, axes = figure_with_axes("Loss", "tokens", "cross-entropy (nats per token)")
+    for name, label, style in (("train_loss", "training", {"alpha": 0.7}), ("eval_loss", "validation", {"marker": "o"})):
+        points = [(line["tokens"], line[name]) for line in lines if name in line]
+        if points:
+            axes.plot(*zip(*points, strict=True), label=label, **style)
+    axes.legend()
+    figure.savefig(file)
+
+
+def plot_gates(lines: list[dict], file: Path) -> None:
+    """sigmoid(gate) of every head over the tokens trained on, one colour per layer.
+
+    Args:
+        lines: of a run's `metrics.jsonl`: those with `gates`, `{layer: [a value per head]}`, are drawn.
+    """
+    figure, axes = figure_with_axes("Gates of the memory, a line for each head", "tokens", "sigmoid(gate)")
+    lines = [line for line in lines if "gates" in line]
+    tokens = [line["tokens"] for line in lines]
+    for number, layer in enumerate(lines[0]["gates"] if lines else ()):
+        for head in range(len(lines[0]["gates"][layer])):
+            values = [line["gates"][layer][head] for line in lines]
+            label = f"layer {layer}" if head == 0 else None
+            axes.plot(tokens, values, color=f"C{number % 10}", marker=".", alpha=0.8, label=label)
+    axes.set_ylim(0, 1)
+    if lines:
+        axes.legend()
+    figure.savefig(file)
+
+
+def plot_positions(table: list[dict], file: Path, title: str) -> None:
+    """Perplexity by position in the context, in log-2 buckets.
+
+    Args:
+        table: `LossByPosition.table()`: rows with `first`, `last` and `perplexity`.
+    """
+    figure, axes = figure_with_axes(title, "position in the context (tokens before the predicted one)", "perplexity")
+    middles = [(row["first"] * row["last"]) ** 0.5 for row in table]
+    axes.plot(middles, [row["perplexity"] for row in table], marker="o")
+    axes.set_xscale("log", base=2)
+    axes.set_ylim(bottom=0)
+    figure.savefig(file)
+
+
+def plot_comparison(runs: dict[str, list[dict]], file: Path, levels: dict[str, float] | None = None) -> None:
+    """Validation loss of several runs over the tokens trained on.
+
+    Args:
+        runs: name → lines of its `metrics.jsonl`.
+        levels: name → cross-entropy of what is not trained in steps, drawn as a horizontal line with its name beside it.
+    """
+    figure, axes = figure_with_axes("Validation loss", "tokens", "cross-entropy (nats per token)")
+    for name, lines in runs.items():
+        points = [(line["tokens"], line["eval_loss"]) for line in lines if "eval_loss" in line]
+        axes.plot(*zip(*points, strict=True), marker=".", label=name)
+    for name, loss in (levels or {}).items():
+        axes.axhline(loss, color="0.4", linestyle="--", linewidth=1)
+        place = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points", "xytext": (4, 0)}
+        axes.annotate(f"{name} {loss:.3f}", (1, loss), va="center", color="0.3", fontsize=9, **place)
+    axes.legend()
+    figure.savefig(file)
