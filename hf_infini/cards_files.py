@@ -14,8 +14,8 @@ from .cards_model import limit_of
 from .cards_run import Run, Stage, corpus_of, data_folder, of_stream
 from .cards_text import last_part, shorten_path
 from .corpora.carolina import CAROLINA_REPOSITORY
-from .study import corpus_share
-from .study_evaluation import choose_prompt, validation_documents
+from .study.evaluation import choose_prompt, validation_documents
+from .study.planning import corpus_share
 from .support.stages import write_json
 from .training.setup import data_fingerprint
 

@@ -100,12 +100,6 @@ def _memory(config: dict) -> list[tuple[str, str]]:
     return rows
 
 
-GATES_ARE = (
-    "the memory's share of a head's output or, where window and memory share a normaliser, the share that a token of the "
-    "memory has beside one of the window that fits as well"
-)
-
-
 def gates_table(gates: dict[str, list[float]]) -> str:
     """sigmoid(gate), a line for each layer and a column for each head."""
     heads = max(map(len, gates.values()))

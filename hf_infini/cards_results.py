@@ -8,7 +8,7 @@ from .cards_data import is_recall
 from .cards_run import Run
 from .cards_study import study_section
 from .cards_text import measured_on, percent, plain, position_cells
-from .study_report import MISSING
+from .study.report import MISSING
 from .support.markdown import markdown_table
 
 EVALUATION_DEFAULTS = {"join": True, "min_characters": 0, "max_tokens": None, "precision": "float32"}

@@ -14,7 +14,7 @@ class Stage:
         name: of its folder, as shown to the reader.
         result: the content of its result.json, None where the folder is no longer there.
         manifest: of the data that it read (see [`of_stream`]), None where that is not there.
-        share: how much of its corpus that is, as [`study.corpus_share`] says it; None where there is no manifest.
+        share: how much of its corpus that is, as [`study.planning.corpus_share`] says it; None where there is no manifest.
     """
 
     name: str

@@ -2,9 +2,9 @@
 
 from .cards_run import Run
 from .cards_text import measured_on, position_cells
-from .study import BASE, BASELINE
-from .study_report import MISSING, with_interval
-from .study_results import interval_of
+from .study.planning import BASE, BASELINE
+from .study.report import MISSING, with_interval
+from .study.results import interval_of
 from .support.markdown import markdown_table
 
 

@@ -3,9 +3,10 @@
 import math
 
 from .cards_data import is_recall
-from .cards_model import GATES_ARE, gates_table
+from .cards_model import gates_table
 from .cards_run import Run, Stage
 from .cards_text import plain, shorten_command
+from .study.report import GATES_ARE
 from .support.markdown import fence, markdown_table
 
 OPTIONS = {

@@ -29,7 +29,7 @@ from hf_infini_cli import UserError, exit_on_user_error, option, parse_options
 from hf_infini_cli.model_options import ModelOptions
 
 if TYPE_CHECKING:
-    from hf_infini import study
+    from hf_infini.study import planning
 
 RECIPES = Path(__file__).parent
 SEED = 0  # of the resampling and of the samples; the runs' own are options
@@ -71,7 +71,7 @@ def main(argv: list[str] | None = None) -> None:
     (options,) = parse_options(Options, description=__doc__, argv=own)
     plan = make_plan(options, passed)
     if options.dry_run:
-        from hf_infini.study_runs import commands_text
+        from hf_infini.study.runs import commands_text
 
         print(commands_text(plan, RECIPES), end="")
         return
@@ -85,40 +85,41 @@ def main(argv: list[str] | None = None) -> None:
         raise SystemExit(130) from None
 
 
-def run(plan: "study.Plan", options: Options) -> None:
+def run(plan: "planning.Plan", options: Options) -> None:
     """The study, from the data to the report."""
-    from hf_infini import study, study_figures, study_report, study_results, study_runs
+    from hf_infini.study import figures, planning, report, results
+    from hf_infini.study import runs as study_runs
+    from hf_infini.study.sweeps import FAILED
     from hf_infini.support import measurement
     from hf_infini.support.stages import locked_folder, write_json, write_text
-    from hf_infini.sweeps import FAILED
 
     study_runs.check_launcher(plan)
     with locked_folder(plan.out):
-        record = study.check_same_study(plan)
-        write_json(plan.out / study.STUDY_FILE, record)
-        study.write_settings(plan, RECIPES)
+        record = planning.check_same_study(plan)
+        write_json(plan.out / planning.STUDY_FILE, record)
+        planning.write_settings(plan, RECIPES)
         study_runs.prepare_data(plan, record, RECIPES, options.jobs)
         commands = study_runs.train_runs(plan, record, RECIPES, options.jobs, options.threads)
         study_runs.finished_runs(plan)
         measured, problems = measure(plan, options, record)
         content = {name: getattr(options, name) for name in ("scale", "source", "max_steps", "jobs", "threads")}
-        content |= study_results.collect(plan, record["fingerprints"], seed=SEED)
+        content |= results.collect(plan, record["fingerprints"], seed=SEED)
         content |= {"context": plan.context, "corpus": record["corpus"], "seed": SEED, **measured, "problems": problems}
-        content["not_asked_for"] = sorted(set(study.VARIANTS) - {run.variant for run in plan.runs})
+        content["not_asked_for"] = sorted(set(planning.VARIANTS) - {run.variant for run in plan.runs})
         content["commands"] = [shlex.join([Path(sys.executable).name, *sys.argv]), *commands]
         content |= measurement.environment()
-        content["figures"] = study_figures.draw(content, plan.out / "figures")
+        content["figures"] = figures.draw(content, plan.out / "figures")
         write_json(plan.out / "report.json", content)
-        write_text(plan.out / "report.md", study_report.write_report(content))
+        write_text(plan.out / "report.md", report.write_report(content))
     print(f"{plan.out / 'report.md'}, {plan.out / 'report.json'}")
     failed = [f"{run.name}: {run.reason} ({plan.log(run.name)})" for run in plan.runs if run.status == FAILED] + problems
     if failed:
         raise UserError("not all was done; the same command tries it again:\n  " + "\n  ".join(failed))
 
 
-def make_plan(options: Options, passed: list[str]) -> "study.Plan":
+def make_plan(options: Options, passed: list[str]) -> "planning.Plan":
     """The plan of the study, with every option of prepare.py and train.py checked before anything runs."""
-    from hf_infini import study
+    from hf_infini.study import planning
 
     for name in ("tokens", "max_steps", "jobs", "threads", "memory_budget_gib", "prompt_words", "new_tokens"):
         if getattr(options, name) is not None and getattr(options, name) <= 0:
@@ -126,37 +127,36 @@ def make_plan(options: Options, passed: list[str]) -> "study.Plan":
     if options.long_length < 2 or min(options.state_tokens) < 1:
         raise UserError("--long_length must be at least 2, and each of --state_tokens at least 1")
     given = ("scale", "source", "seeds", "tokens", "max_steps", "ready_tokenizer", "launcher")
-    plan = study.make_plan(
+    plan = planning.make_plan(
         out=Path(options.out),
         configs=RECIPES / "configs",
-        flags=study.read_flags(passed),
-        variants=options.variants or list(study.VARIANTS),
+        flags=planning.read_flags(passed),
+        variants=options.variants or list(planning.VARIANTS),
         **{name: getattr(options, name) for name in given},
     )
     of_prepare, of_train = (runpy.run_path(str(RECIPES / f"{name}.py")) for name in ("prepare", "train"))
     for name, settings in plan.data.items():
-        words = ["--source", plan.source, "--out", str(plan.data_folder(name)), *study.words_of(settings)]
+        words = ["--source", plan.source, "--out", str(plan.data_folder(name)), *planning.words_of(settings)]
         kinds = [of_prepare[kind] for kind in ("CorpusOptions", "TokenizerOptions", "BlockOptions")]
         of_prepare["check_options"](*parse_options(*kinds, description=__doc__, argv=words))
     for run in plan.runs:
-        words = ["--data", str(plan.data_folder(run.data)), "--out", str(run.trained), *study.words_of(run.options)]
+        words = ["--data", str(plan.data_folder(run.data)), "--out", str(run.trained), *planning.words_of(run.options)]
         kinds = [of_train["RunOptions"], ModelOptions, of_train["OptimizerOptions"]]
         parse_options(*kinds, description=__doc__, argv=words)
     return plan
 
 
-def measure(plan: "study.Plan", options: Options, record: dict) -> tuple[dict, list[str]]:
+def measure(plan: "planning.Plan", options: Options, record: dict) -> tuple[dict, list[str]]:
     """Measures the finished runs. Returns what the report says about the measurements, and what went wrong."""
     import torch
     from tqdm import tqdm
 
-    from hf_infini import study
-    from hf_infini import study_evaluation as evaluation
-    from hf_infini.study_runs import finished_runs
-    from hf_infini.sweeps import FAILED
+    from hf_infini.study import evaluation, planning
+    from hf_infini.study.runs import finished_runs
+    from hf_infini.study.sweeps import FAILED
 
     torch.set_num_threads(options.threads)
-    documents = evaluation.validation_documents(plan.data_folder(study.BASE))
+    documents = evaluation.validation_documents(plan.data_folder(planning.BASE))
     for run in tqdm(finished_runs(plan), desc="losses", unit="run"):
         folder, fingerprint = plan.data_folder(run.data), record["fingerprints"][run.data]
         try:
@@ -165,7 +165,7 @@ def measure(plan: "study.Plan", options: Options, record: dict) -> tuple[dict, l
             run.status, run.reason = FAILED, f"trained, but not measured: {error}"
     runs = finished_runs(plan)
 
-    others = {run.data for run in runs} - {study.BASE}
+    others = {run.data for run in runs} - {planning.BASE}
     seen = set().union(*(evaluation.trained_on(plan.data_folder(name)) for name in others))
     unseen = [document for document in documents if document["id"] not in seen]
     prompt = evaluation.choose_prompt(unseen or documents, options.prompt_words)

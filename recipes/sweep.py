@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 from hf_infini_cli import UserError, exit_on_user_error, option
 
 if TYPE_CHECKING:
-    from hf_infini import sweeps
+    from hf_infini.study import sweeps
 
 
 @dataclass
@@ -43,8 +43,8 @@ class Options:
 def main(argv: list[str] | None = None) -> None:
     options, passed = parse(sys.argv[1:] if argv is None else argv)
 
-    from hf_infini import sweeps
     from hf_infini.plots.sweep import plot_heat_map, plot_ranking
+    from hf_infini.study import sweeps
     from hf_infini.support import measurement
     from hf_infini.support.stages import locked_folder, write_json
 
@@ -112,7 +112,7 @@ def log_file(out: Path, run: "sweeps.Run") -> Path:
 
 def run_all(runs: "list[sweeps.Run]", options: Options, passed: list[str]) -> None:
     """Runs train.py for every run, `--jobs` at a time, and notes what became of it. Stopped, it stops its children."""
-    from hf_infini.processes import Task, run_tasks
+    from hf_infini.study.processes import Task, run_tasks
 
     out = Path(options.out)
     tasks = [Task(run.name, command_of(run, options, passed), log_file(out, run)) for run in runs]
@@ -135,7 +135,7 @@ def command_of(run: "sweeps.Run", options: Options, passed: list[str]) -> list[s
 
 def report(rows: "list[sweeps.Row]", grid: dict) -> str:
     """The tables, and under them the combinations that did not finish."""
-    from hf_infini import sweeps
+    from hf_infini.study import sweeps
 
     parts = ["Validation cross-entropy, nats per token"]
     parts += [sweeps.pivot_table(rows, grid)] if len(grid) == 2 else []

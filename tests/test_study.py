@@ -14,10 +14,10 @@ from test_study_plan import recipe_study, refused
 from test_train import ROOT, load_recipe, recipe, result, sample_text
 from transformers import AutoTokenizer
 
-from hf_infini import study, study_results, study_runs
-from hf_infini.processes import Task
-from hf_infini.study_evaluation import trained_on, validation_documents
-from hf_infini.sweeps import FINISHED
+from hf_infini.study import planning, results, runs
+from hf_infini.study.evaluation import trained_on, validation_documents
+from hf_infini.study.processes import Task
+from hf_infini.study.sweeps import FINISHED
 from hf_infini_cli import UserError
 
 STEPS = 40
@@ -166,7 +166,7 @@ def test_what_is_measured_beside_the_losses(base, content):
     # Keys and values of 2 layers of 32 in float32; and of a window of 2 segments of 16, with 2 heads of 16 x 16 and 16
     assert s1["state_bytes"]["bytes"] == {"32": 32 * 2 * 2 * 32 * 4, "256": None}
     memory = 2 * (32 * 2 * 32 + 2 * 16 * 16 + 2 * 16) * 4
-    taps = study.read_settings(ROOT / "recipes" / "configs" / "study_best.yaml")["memory_conv"]
+    taps = planning.read_settings(ROOT / "recipes" / "configs" / "study_best.yaml")["memory_conv"]
     memory += 2 * (taps - 1) * 32 * 4  # what the convolution still needs
     assert memory <= best["state_bytes"]["bytes"]["32"] == best["state_bytes"]["bytes"]["256"] < memory + 200
     assert s1["positions"]["long"] is None and s1["positions"]["context"]["length"] == 64
@@ -209,7 +209,7 @@ def test_the_commands_run_by_hand(base, finished):
 def test_seeds_are_averaged_row_by_row(base, content, tmp_path):
     plan = recipe_study.make_plan(recipe_study.Options("mini", str(base / "text.jsonl"), str(base / "out"), ["s1"]), [])
     run = plan.runs[0]
-    other = study.Run("s1", 1, tmp_path / "s1-seed1", run.options, run.data)
+    other = planning.Run("s1", 1, tmp_path / "s1-seed1", run.options, run.data)
     shutil.copytree(run.folder, other.folder)
     losses = json.loads((run.folder / "row_losses.json").read_text(encoding="utf-8"))
     for name in ("rows", "documents"):
@@ -217,7 +217,7 @@ def test_seeds_are_averaged_row_by_row(base, content, tmp_path):
     (other.folder / "row_losses.json").write_text(json.dumps(losses), encoding="utf-8")
     plan.runs.append(other)
     run.status = other.status = FINISHED
-    (found,) = study_results.collect(plan, {"base": "f"}, seed=0)["variants"]
+    (found,) = results.collect(plan, {"base": "f"}, seed=0)["variants"]
     alone = variant(content, "s1")["cross_entropy"]
     # Half a nat more on every token of one of two seeds is a quarter in their mean, and nothing in its spread
     assert found["cross_entropy"] == {name: pytest.approx(value + 0.25) for name, value in alone.items()}
@@ -255,7 +255,7 @@ def test_runs_and_folders_of_other_data_are_refused(base, finished, tmp_path, ca
     plan = recipe_study.make_plan(recipe_study.Options("mini", str(base / "text.jsonl"), str(out), ["s1"]), [])
     task = Task("data base", [], out / "log", FINISHED)
     with pytest.raises(UserError, match="came out different .* from when the study began \\(0123456789abcdef\\)"):
-        study_runs.note_data(plan, {"fingerprints": {"base": "0123456789abcdef"}}, "base", task)
+        runs.note_data(plan, {"fingerprints": {"base": "0123456789abcdef"}}, "base", task)
 
 
 def test_a_launcher_that_is_not_there(base, finished, capsys):

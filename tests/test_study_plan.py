@@ -6,10 +6,10 @@ import sys
 import pytest
 from test_train import ROOT, load_recipe
 
-from hf_infini import study, study_results
 from hf_infini.corpora.tokenization import train_bpe
-from hf_infini.processes import Task, run_tasks
-from hf_infini.study_evaluation import choose_prompt, encode_documents
+from hf_infini.study import planning, results
+from hf_infini.study.evaluation import choose_prompt, encode_documents
+from hf_infini.study.processes import Task, run_tasks
 from hf_infini_cli import UserError
 
 recipe_study = load_recipe("study")
@@ -65,23 +65,23 @@ def test_a_dry_run_prints_and_writes_nothing(tmp_path, capsys):
 # --- parts ------------------------------------------------------------------------------------------------------------
 
 
-def plan_of(tmp_path, **settings) -> study.Plan:
+def plan_of(tmp_path, **settings) -> planning.Plan:
     settings = {"scale": "mini", "source": "x", "variants": ["s1", "i1", "i2", "best"], "flags": {}} | settings
-    return study.make_plan(out=tmp_path / "out", configs=CONFIGS, **settings)
+    return planning.make_plan(out=tmp_path / "out", configs=CONFIGS, **settings)
 
 
 def test_flags_go_above_variants_and_variants_above_the_scale(tmp_path):
     (tmp_path / "own.yaml").write_text("learning_rate: 0.5\nn_layer: 3\ndata_fraction: 0.25\ndata_context: 512\n")
     words = ["--n_layer=7", "--data_context", "256", "--layers", "0", "2", "--use_cpu", "--gate_init", "-4"]
-    flags = study.read_flags(words)
+    flags = planning.read_flags(words)
     plan = plan_of(tmp_path, variants=["s1", str(tmp_path / "own.yaml")], flags=flags)
     s1, own = (run.options for run in plan.runs)
-    assert s1["learning_rate"] == study.read_settings(CONFIGS / "study_scale_mini.yaml")["learning_rate"] != 0.5
+    assert s1["learning_rate"] == planning.read_settings(CONFIGS / "study_scale_mini.yaml")["learning_rate"] != 0.5
     assert (own["learning_rate"], own["n_layer"], own["n_embd"]) == (0.5, 7, 256)
     assert own["layers"] == [0, 2] and own["use_cpu"] is True and own["gate_init"] == -4
     assert plan.data["fraction=0.25"] == plan.data["base"] | {"fraction": 0.25} and plan.data["base"]["context"] == 256
     assert [run.data for run in plan.runs] == ["base", "fraction=0.25"]
-    assert study.read_flags(study.words_of(flags | {"use_cpu": "true"})) == flags
+    assert planning.read_flags(planning.words_of(flags | {"use_cpu": "true"})) == flags
 
 
 def test_one_length_of_segments_replaces_the_other(tmp_path):
@@ -102,12 +102,12 @@ def test_lengths_seeds_and_tokenizers(tmp_path):
     assert cut["max_steps"] == 3 and cut["epochs"] == 1 and cut["num_processes"] == 2
 
 
-@pytest.mark.parametrize("scale", study.SCALES)
+@pytest.mark.parametrize("scale", planning.SCALES)
 def test_every_scale_and_variant_is_taken_by_the_recipes(scale, tmp_path):
     """Building the plan parses all options with the parsers of prepare.py and train.py."""
     options = recipe_study.Options(scale, "CAROLINA", str(tmp_path / "out"))
     plan = recipe_study.make_plan(options, [])
-    assert [run.name for run in plan.runs] == list(study.VARIANTS) and len(plan.data) == 2
+    assert [run.name for run in plan.runs] == list(planning.VARIANTS) and len(plan.data) == 2
     assert {run.options["n_layer"] for run in plan.runs} == {"mini": {4}, "small": {12, 4}, "full": {12, 4}}[scale]
 
 
@@ -116,7 +116,7 @@ def test_configs_name_their_command():
         words = file.read_text(encoding="utf-8").splitlines()[0].removeprefix("# ").split()
         assert words[:2] == ["python", "recipes/study.py"], file
         scale = words[words.index("--scale") + 1]
-        assert scale in study.SCALES and (file.stem.split("_")[-1] in words)
+        assert scale in planning.SCALES and (file.stem.split("_")[-1] in words)
 
 
 def test_shards_are_counted_against_the_corpus_s_own_list(tmp_path):
@@ -126,13 +126,13 @@ def test_shards_are_counted_against_the_corpus_s_own_list(tmp_path):
     (wikis / "checksum.sha256").write_text("".join(f"{'0' * 64}\t{name}\n" for name in names), encoding="utf-8")
     manifest = {"options": {"taxonomy": ["wik"], "revision": None}, "source": {"files": []}}
     manifest["source"]["files"] = [{"file": f"corpus/wikis/{name}.gz"} for name in names[:2]]
-    assert study.corpus_share(manifest, str(tmp_path)) == "2 of 5 `wik` shards"
+    assert planning.corpus_share(manifest, str(tmp_path)) == "2 of 5 `wik` shards"
     manifest["source"]["files"] = [{"file": f"{name}.gz"} for name in names[:3]]
-    assert study.corpus_share(manifest, str(wikis)) == "3 of 5 `wik` shards"
+    assert planning.corpus_share(manifest, str(wikis)) == "3 of 5 `wik` shards"
     (wikis / "checksum.sha256").unlink()
-    assert study.corpus_share(manifest, str(wikis)) == "3 files"
+    assert planning.corpus_share(manifest, str(wikis)) == "3 files"
     manifest["source"]["files"] = []
-    assert study.corpus_share(manifest, "biographies") == "`biographies`"
+    assert planning.corpus_share(manifest, "biographies") == "`biographies`"
 
 
 def test_characters_of_tokens_add_up_to_the_text():
@@ -162,9 +162,9 @@ def test_the_prompt_is_of_the_first_long_article():
 def test_curves_and_their_turns():
     runs = [[{"tokens": 4, "eval_loss": 2.0}, {"tokens": 8, "train_loss": 1.0}, {"tokens": 8, "eval_loss": 1.0}],
             [{"tokens": 4, "eval_loss": 4.0}, {"tokens": 6, "eval_loss": 9.0}, {"tokens": 8, "eval_loss": 2.0}]]  # fmt: skip
-    assert study_results.curve(runs) == [(4, 3.0), (8, 1.5)]
-    assert study_results.turning_points([(1, 0.3), (2, 0.1), (3, -0.1), (4, -0.2), (5, 0.0)]) == [3, 5]
-    assert study_results.turning_points([(1, -0.3), (2, -0.1)]) == []
+    assert results.curve(runs) == [(4, 3.0), (8, 1.5)]
+    assert results.turning_points([(1, 0.3), (2, 0.1), (3, -0.1), (4, -0.2), (5, 0.0)]) == [3, 5]
+    assert results.turning_points([(1, -0.3), (2, -0.1)]) == []
 
 
 def test_processes_end_with_what_became_of_them(tmp_path):
@@ -180,7 +180,7 @@ def test_interrupted_the_processes_end_too(tmp_path):
     """In a process of its own: it is the main thread that an interrupt reaches."""
     code = """
 import os, pathlib, psutil, signal, sys, threading
-from hf_infini.processes import Task, run_tasks
+from hf_infini.study.processes import Task, run_tasks
 signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell starts behind itself ignores interrupts
 tasks = [Task(name, ["sleep", "600"], pathlib.Path(sys.argv[1]) / name) for name in ("a", "b")]
 threading.Timer(1, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
@@ -195,4 +195,4 @@ except KeyboardInterrupt:
 def test_a_yaml_file_that_is_none(tmp_path):
     (tmp_path / "list.yaml").write_text("- 1\n- 2\n")
     with pytest.raises(UserError, match="must hold `option: value` lines"):
-        study.read_settings(tmp_path / "list.yaml")
+        planning.read_settings(tmp_path / "list.yaml")

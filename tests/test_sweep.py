@@ -12,7 +12,7 @@ import psutil
 import pytest
 from test_train import ROOT, SIZES, load_recipe, prepared_data, recipe, run
 
-from hf_infini import sweeps
+from hf_infini.study import sweeps
 from hf_infini_cli import UserError
 from hf_infini_cli.model_options import NOT_POSSIBLE
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from ..sweeps import Row, best_of, loss_text
+from ..study.sweeps import Row, best_of, loss_text
 
 LOSS = "validation cross-entropy (nats per token)"
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import numpy as np
 
-from .evaluation.bootstrap import RESAMPLES, Interval, difference_interval, mean_interval
-from .metrics import perplexity
-from .study import BASE, BASELINE, Plan, Run
+from ..evaluation.bootstrap import RESAMPLES, Interval, difference_interval, mean_interval
+from ..metrics import perplexity
+from ..training.run_folder import read_jsonl
+from .planning import BASE, BASELINE, Plan, Run
 from .sweeps import FINISHED
-from .training.run_folder import read_jsonl
 
 
 def read_json(file: Path) -> dict | None:

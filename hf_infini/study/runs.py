@@ -6,8 +6,8 @@ from pathlib import Path
 
 from hf_infini_cli import UserError
 
-from .processes import Task, run_tasks
-from .study import (
+from ..support.stages import write_json
+from .planning import (
     BASE,
     STUDY_FILE,
     Plan,
@@ -19,7 +19,7 @@ from .study import (
     shown,
     train_command,
 )
-from .support.stages import write_json
+from .processes import Task, run_tasks
 from .sweeps import FINISHED, IMPOSSIBLE
 
 

@@ -12,16 +12,16 @@ import numpy as np
 
 from hf_infini_cli import UserError
 
-from .configurations import context_limit
-from .corpora.blocks import DocumentStore
-from .evaluation.inference import load_model
-from .evaluation.perplexity import measure_perplexity, text_rows
-from .metrics import stream_losses, summarize
-from .rows import RowReader
-from .study import BASE, Run
-from .support.measurement import cache_bytes
-from .support.stages import write_json
-from .training import batch_probe
+from ..configurations import context_limit
+from ..corpora.blocks import DocumentStore
+from ..evaluation.inference import load_model
+from ..evaluation.perplexity import measure_perplexity, text_rows
+from ..metrics import stream_losses, summarize
+from ..rows import RowReader
+from ..support.measurement import cache_bytes
+from ..support.stages import write_json
+from ..training import batch_probe
+from .planning import BASE, Run
 
 CHUNK = 1024  # tokens per call of the model in long texts
 BATCH_ROWS = 4  # rows per call while losses are measured

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from hf_infini_cli import UserError
 
-from .support.stages import source_files, write_text
+from ..support.stages import source_files, write_text
 
 SCALES = ("mini", "small", "full")
 VARIANTS = ("s1", "i1", "i2", "best")
@@ -314,7 +314,7 @@ def write_settings(plan: Plan, recipes: Path) -> None:
 
 def fingerprint_of(folder: Path) -> str | None:
     """The fingerprint of a prepared folder, None while it is not finished."""
-    from .training.setup import data_fingerprint
+    from ..training.setup import data_fingerprint
 
     file = folder / "manifest.json"
     return data_fingerprint(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else None
@@ -323,7 +323,7 @@ def fingerprint_of(folder: Path) -> str | None:
 def corpus_share(manifest: dict, source: str) -> str:
     """How much of Carolina a prepared folder was made of, as its files and the corpus's own list of them say: `15 of 193
     wik shards`. Of another source, how many files, or its name."""
-    from .corpora.carolina import CAROLINA_FOLDERS, CAROLINA_REPOSITORY, download_carolina
+    from ..corpora.carolina import CAROLINA_FOLDERS, CAROLINA_REPOSITORY, download_carolina
 
     options, names = manifest["options"], [entry["file"] for entry in manifest["source"]["files"]]
     if source == CAROLINA_REPOSITORY:  # in the Hub's cache by now

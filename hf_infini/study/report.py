@@ -1,13 +1,16 @@
 """The report of a study as Markdown, from the content of its report.json alone."""
 
 
-from .cards_model import GATES_ARE
-from .evaluation.bootstrap import Interval
-from .study import BASE, BASELINE
-from .study_results import groups_of, interval_of, same_training, turning_points
-from .support.markdown import fence, markdown_table
+from ..evaluation.bootstrap import Interval
+from ..support.markdown import fence, markdown_table
+from .planning import BASE, BASELINE
+from .results import groups_of, interval_of, same_training, turning_points
 
 MISSING = "–"
+GATES_ARE = (
+    "the memory's share of a head's output or, where window and memory share a normaliser, the share that a token of the "
+    "memory has beside one of the window that fits as well"
+)
 MAIN_COLUMNS = (
     "variant",
     "perplexity",
@@ -21,7 +24,7 @@ MAIN_COLUMNS = (
 
 
 def write_report(content: dict) -> str:
-    """The Markdown of a report.json (see [`study_results.collect`] and recipes/study.py)."""
+    """The Markdown of a report.json (see [`results.collect`] and recipes/study.py)."""
     parts = [f"# Self-attention and Infini-attention: the {content['scale']} study", *_warnings(content), _setting(content)]
     parts += _ranking(content) + _characters(content) + _curves(content) + _memory(content) + _gates(content)
     parts += _long_texts(content) + _samples(content) + _not_run(content) + _origin(content)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from hf_infini_cli import UserError
 from hf_infini_cli.model_options import NOT_POSSIBLE
 
-from .support.markdown import markdown_table
+from ..support.markdown import markdown_table
 
 RESERVED = ("data", "out", "config", "seed")  # the sweep's own options
 FINISHED, IMPOSSIBLE, FAILED = "finished", "not possible", "failed"

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from .plots.run import figure_with_axes
-from .study import BASE, BASELINE
+from ..plots.run import figure_with_axes
+from .planning import BASE, BASELINE
 
 
 def draw(content: dict, folder: Path) -> list[str]:
