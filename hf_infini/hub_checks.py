@@ -10,8 +10,8 @@ import torch
 
 from hf_infini_cli import UserError
 
-from .cards_data import NO_MANIFEST, NOT_STATED
-from .cards_files import read_json
+from .cards.data import NO_MANIFEST, NOT_STATED
+from .cards.files import read_json
 from .hub_files import CARD, CONFIG, VOCABULARIES, WEIGHTS, Published, card_images, code_files, is_binary
 from .hub_text import local_names, scan
 

@@ -68,12 +68,13 @@ def renew_card(options: Options) -> list:
     """Writes RUN/README.md as recipes/write_card.py does, and returns what is missing in it."""
     import write_card
 
-    from hf_infini import cards_files, hub_checks, hub_files
+    from hf_infini import hub_checks, hub_files
+    from hf_infini.cards.files import kept_settings
 
     folder = Path(options.run)
     fix = "Write the card with recipes/write_card.py and the options that it asks for: the next push keeps to them"
     try:
-        settings = cards_files.kept_settings(folder)
+        settings = kept_settings(folder)
         where = {"run": None if settings.get("study") else options.run, "out": str(folder / hub_files.CARD)}
         where |= {"figures": str(folder / hub_files.FIGURES), "repo_id": options.repo_id, "device": options.device}
         run = write_card.write(write_card.Options(**settings | where))

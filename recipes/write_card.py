@@ -107,13 +107,17 @@ def check_options(options: Options) -> None:
 
 def read_run(options: Options, out: Path):
     """All that the card says, read and checked; the samples are made where they are not there yet."""
-    from hf_infini import cards, cards_data, cards_files, cards_model, cards_text
+    from hf_infini import cards
+    from hf_infini.cards import files as cards_files
+    from hf_infini.cards.data import language_of
+    from hf_infini.cards.model import limit_of
+    from hf_infini.cards.text import shorten_path
 
     study = content = variant = None
     published = options.repo_id and options.repo_id.split("/")[-1]
     if options.study is None:
         folder = Path(options.run)
-        name, shown = folder.resolve().name, cards_text.shorten_path(str(folder.resolve()))
+        name, shown = folder.resolve().name, shorten_path(str(folder.resolve()))
     else:
         study = Path(options.study)
         content, variant = cards_files.read_study(study, options.variant)
@@ -134,7 +138,7 @@ def read_run(options: Options, out: Path):
         folder=shown,
         config=config,
         result=result,
-        language=options.language or cards_data.language_of(stage.manifest),
+        language=options.language or language_of(stage.manifest),
         license=options.license,
         base_model=options.base_model,
         evaluations=cards_files.read_evaluations(files, folder, result),
@@ -148,7 +152,7 @@ def read_run(options: Options, out: Path):
         limits=None if options.notes is None else cards_files.read_text(Path(options.notes)),
     )
     if variant is not None and options.prompt is None:
-        run.samples, run.prompts = cards_files.study_samples(content, variant, cards_model.limit_of(config))
+        run.samples, run.prompts = cards_files.study_samples(content, variant, limit_of(config))
     else:
         run.samples, run.prompts = samples_of(options, folder, data, run.language)
     if options.figures:
@@ -160,7 +164,7 @@ def read_run(options: Options, out: Path):
 def samples_of(options: Options, folder: Path, data: Path | None, language: str) -> tuple[dict, dict]:
     """The contents of RUN/samples.json, made anew unless it has these settings and weights, and where the prompts are from
     that are taken from the data."""
-    from hf_infini.cards_files import data_prompt, read_json
+    from hf_infini.cards.files import data_prompt, read_json
     from hf_infini.support.stages import write_json
 
     digest = hashlib.sha256()

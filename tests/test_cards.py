@@ -8,7 +8,11 @@ import shlex
 import pytest
 from huggingface_hub import ModelCard
 
-from hf_infini import cards, cards_model, cards_results, cards_text, cards_training
+from hf_infini import cards
+from hf_infini.cards import model as cards_model
+from hf_infini.cards import results as cards_results
+from hf_infini.cards import text as cards_text
+from hf_infini.cards import training as cards_training
 from hf_infini.configuration_causal_mha import CHOICES, INFINI_POSITIONS, INFINI_SCORES, CausalMHAConfig
 from hf_infini.support import markdown
 

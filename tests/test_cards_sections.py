@@ -6,7 +6,11 @@ import re
 import pytest
 from test_cards import GPT2, INFINI, MEASURED, RESULT, cells, evaluation, load, options_of, run_of
 
-from hf_infini import cards, cards_data, cards_files, cards_results, cards_training
+from hf_infini import cards
+from hf_infini.cards import data as cards_data
+from hf_infini.cards import files as cards_files
+from hf_infini.cards import results as cards_results
+from hf_infini.cards import training as cards_training
 
 # --- gates, stages, computing -----------------------------------------------------------------------------------------
 

@@ -14,7 +14,9 @@ from test_cards_sections import cell, recall
 from test_push import NAME, push, run_with_card
 from test_train import result
 
-from hf_infini import cards, cards_files, hub_checks, hub_files
+from hf_infini import hub_checks, hub_files
+from hf_infini.cards import files as cards_files
+from hf_infini.cards.card import metadata
 from hf_infini_cli import parse_options
 
 
@@ -126,7 +128,7 @@ def test_the_metadata_say_what_a_model_recalls():
     asked = [cell(48, length=64, depth=0.5), {"length": 256, "depth": 0.5, "not_possible": "too long"}]
     facts, off = recall("facts", [cell(12, distance=3)]), recall("facts", [cell(6, distance=3)], "off")
     run = run_of(INFINI, evaluations=[recall("passkey", asked, data="d"), facts, off])
-    found = [entry for entry in cards.metadata(run).eval_results if entry.metric_type == "accuracy"]
+    found = [entry for entry in metadata(run).eval_results if entry.metric_type == "accuracy"]
     assert [(e.metric_name, e.dataset_name, e.dataset_split, e.dataset_config, e.metric_value) for e in found] == [
         ("Passkeys found", "plays", "validation", "64 tokens, depth 0.5", 1.0),
         ("Facts recalled", "generated biographies", None, "3 segments between", 0.25),

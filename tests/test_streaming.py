@@ -13,7 +13,9 @@ import pytest
 from test_train import DATA, kill_when, load_recipe, losses, recipe, result, run, train
 from transformers import AutoTokenizer
 
-from hf_infini import cards, cards_data, cards_files
+from hf_infini import cards
+from hf_infini.cards import data as cards_data
+from hf_infini.cards import files as cards_files
 from hf_infini.corpora.biographies import biography_documents
 from hf_infini.corpora.selection import chance
 from hf_infini.corpora.streaming import BATCH_CHARACTERS, HeldOut, RowStream

@@ -1,21 +1,19 @@
-"""Model cards: a run's JSON as Markdown with the Hub's metadata, text from dicts; [`cards_files`] reads the files.
+"""Model cards: a run's JSON as Markdown with the Hub's metadata, text from dicts; [`files`] reads the files.
 
 Every number in a card is one that a recipe wrote: result.json and config.json (train.py), evaluation*.json, passkey*.json
 and facts*.json (evaluate_model.py), n-gram baselines (ngram_baseline.py), manifest.json (prepare.py, prepare_recall.py),
-report.json (study.py), samples.json (write_card.py). The sections stand in modules by their subject: cards_model,
-cards_data, cards_training, cards_results, cards_study; this one has the metadata and the words around them.
+report.json (study.py), samples.json (write_card.py). The sections stand in modules by their subject: model, data, training,
+results, study; this one has the metadata and the words around them.
 """
 
-from .cards_data import citation_section, data_section, is_recall, licenses_section, uses_carolina
-from .cards_model import head_dim, kind_of, limit_of, model_section, segment_length
-from .cards_results import measurements, recall_shares, results_section
-from .cards_run import Run, Stage, corpus_of, trained_on
-from .cards_text import bullets, shorten_path
-from .cards_training import compute_section, training_section
-from .corpora.carolina import CAROLINA_REPOSITORY
-from .support.markdown import fence
-
-__all__ = ["Run", "Stage", "metadata", "write_card"]
+from ..corpora.carolina import CAROLINA_REPOSITORY
+from ..support.markdown import fence
+from .data import citation_section, data_section, is_recall, licenses_section, uses_carolina
+from .model import head_dim, kind_of, limit_of, model_section, segment_length
+from .results import measurements, recall_shares, results_section
+from .run import Run, corpus_of, trained_on
+from .text import bullets, shorten_path
+from .training import compute_section, training_section
 
 LANGUAGES = {"en": "English", "pt": "Portuguese"}
 TOKENS_PER_PARAMETER = 20  # of compute-optimal training: Hoffmann et al. 2022, arXiv 2203.15556

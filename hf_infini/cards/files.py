@@ -10,14 +10,14 @@ from urllib.parse import quote
 
 from hf_infini_cli import UserError
 
-from .cards_model import limit_of
-from .cards_run import Run, Stage, corpus_of, data_folder, of_stream
-from .cards_text import last_part, shorten_path
-from .corpora.carolina import CAROLINA_REPOSITORY
-from .study.evaluation import choose_prompt, validation_documents
-from .study.planning import corpus_share
-from .support.stages import write_json
-from .training.setup import data_fingerprint
+from ..corpora.carolina import CAROLINA_REPOSITORY
+from ..study.evaluation import choose_prompt, validation_documents
+from ..study.planning import corpus_share
+from ..support.stages import write_json
+from ..training.setup import data_fingerprint
+from .model import limit_of
+from .run import Run, Stage, corpus_of, data_folder, of_stream
+from .text import last_part, shorten_path
 
 SETTINGS = "card.json"
 CAPTIONS = {"loss_curve": "Loss over the tokens trained on", "gates": "Gates over the tokens trained on"}

@@ -4,12 +4,12 @@ import math
 from pathlib import PurePath
 from typing import Any
 
-from .cards_data import is_recall
-from .cards_run import Run
-from .cards_study import study_section
-from .cards_text import measured_on, percent, plain, position_cells
-from .study.report import MISSING
-from .support.markdown import markdown_table
+from ..study.report import MISSING
+from ..support.markdown import markdown_table
+from .data import is_recall
+from .run import Run
+from .study import study_section
+from .text import measured_on, percent, plain, position_cells
 
 EVALUATION_DEFAULTS = {"join": True, "min_characters": 0, "max_tokens": None, "precision": "float32"}
 

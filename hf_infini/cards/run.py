@@ -3,7 +3,7 @@
 import shlex
 from dataclasses import dataclass, field
 
-from .cards_text import last_part
+from .text import last_part
 
 
 @dataclass
@@ -35,7 +35,7 @@ class Run:
     Attributes:
         name, language, license, base_model: of the metadata; `base_model` is a name on the Hub or None.
         folder: where to load the model from, as shown to the reader.
-        config, result, manifest, evaluations, baselines, samples: contents of the files that [`cards`] names.
+        config, result, manifest, evaluations, baselines, samples: contents of the files that [`card`] names.
         share: as in [`Stage`].
         data_license: the licence of the text, where the user stated it.
         earlier: the runs that this one was continued from, the first one first.

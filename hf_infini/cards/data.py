@@ -3,12 +3,12 @@
 import re
 from pathlib import PurePath
 
-from .cards_model import kind_of
-from .cards_run import Run, Stage, corpus_of
-from .cards_text import last_part, shorten_path
-from .corpora.carolina import CAROLINA_FOLDERS, CAROLINA_REPOSITORY
-from .corpora.selection import PARAGRAPH_CHARACTERS, PROSE_SHARE
-from .support.markdown import fence, markdown_table
+from ..corpora.carolina import CAROLINA_FOLDERS, CAROLINA_REPOSITORY
+from ..corpora.selection import PARAGRAPH_CHARACTERS, PROSE_SHARE
+from ..support.markdown import fence, markdown_table
+from .model import kind_of
+from .run import Run, Stage, corpus_of
+from .text import last_part, shorten_path
 
 KINDS_OF_ROWS = {  # recipes/prepare_recall.py
     "passkey": "real text with a five-digit number that is asked for behind it",

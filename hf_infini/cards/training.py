@@ -2,12 +2,12 @@
 
 import math
 
-from .cards_data import is_recall
-from .cards_model import gates_table
-from .cards_run import Run, Stage
-from .cards_text import plain, shorten_command
-from .study.report import GATES_ARE
-from .support.markdown import fence, markdown_table
+from ..study.report import GATES_ARE
+from ..support.markdown import fence, markdown_table
+from .data import is_recall
+from .model import gates_table
+from .run import Run, Stage
+from .text import plain, shorten_command
 
 OPTIONS = {
     "epochs": "Passes asked for",

@@ -2,9 +2,9 @@
 
 from types import SimpleNamespace
 
-from .cards_run import Run
-from .configurations import attention_of, context_limit
-from .support.markdown import markdown_table
+from ..configurations import attention_of, context_limit
+from ..support.markdown import markdown_table
+from .run import Run
 
 SCORES = {
     "scaled_dot": "scaled dot product, qᵀk / √d",

@@ -1,11 +1,11 @@
 """A model's place in its study, in a model card: intervals, the difference to the baseline, characters, long texts."""
 
-from .cards_run import Run
-from .cards_text import measured_on, position_cells
-from .study.planning import BASE, BASELINE
-from .study.report import MISSING, with_interval
-from .study.results import interval_of
-from .support.markdown import markdown_table
+from ..study.planning import BASE, BASELINE
+from ..study.report import MISSING, with_interval
+from ..study.results import interval_of
+from ..support.markdown import markdown_table
+from .run import Run
+from .text import measured_on, position_cells
 
 
 def study_section(run: Run) -> str:
