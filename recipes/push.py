@@ -41,26 +41,28 @@ def main(argv: list[str] | None = None) -> None:
     (options,) = parse_options(Options, description=__doc__, argv=argv)
     folder = Path(options.run)
 
-    from hf_infini import __version__, hub, hub_checks, hub_files
+    from hf_infini import __version__
+    from hf_infini.hub import checks, upload
+    from hf_infini.hub.files import plan
 
-    target = hub.Target(options.repo_id, options.private, options.revision, options.tag, options.update)
-    hub.check_target(target)
+    target = upload.Target(options.repo_id, options.private, options.revision, options.tag, options.update)
+    upload.check_target(target)
     if not folder.is_dir():
         raise UserError(f"--run: there is no folder {folder}")
     if not options.dry_run:
-        hub.check_login()
-    findings = hub_checks.check_model(folder)
+        upload.check_login()
+    findings = checks.check_model(folder)
     findings += [] if findings else renew_card(options)
-    files, left_out = hub_files.plan(folder)
-    findings += hub_checks.check_files(folder, files, options.repo_id, options.allow)
+    files, left_out = plan(folder)
+    findings += checks.check_files(folder, files, options.repo_id, options.allow)
     print(listing(files, left_out))
     if findings:
-        raise hub_checks.list_findings(folder, findings)
+        raise checks.list_findings(folder, findings)
     if options.dry_run:
         size = sum(file.size for file in files)
         print(f"\n{len(files)} files, {size:,} bytes would go to {options.repo_id}; nothing was sent")
         return
-    address = hub.publish(files, target, f"Publish {options.tag or 'a run'} with hf_infini {__version__}")
+    address = upload.publish(files, target, f"Publish {options.tag or 'a run'} with hf_infini {__version__}")
     print(f"\n{len(files)} files are on the Hub: {address}{f', tag {options.tag}' if options.tag else ''}")
 
 
@@ -68,19 +70,20 @@ def renew_card(options: Options) -> list:
     """Writes RUN/README.md as recipes/write_card.py does, and returns what is missing in it."""
     import write_card
 
-    from hf_infini import hub_checks, hub_files
     from hf_infini.cards.files import kept_settings
+    from hf_infini.hub import checks
+    from hf_infini.hub.files import CARD, FIGURES
 
     folder = Path(options.run)
     fix = "Write the card with recipes/write_card.py and the options that it asks for: the next push keeps to them"
     try:
         settings = kept_settings(folder)
-        where = {"run": None if settings.get("study") else options.run, "out": str(folder / hub_files.CARD)}
-        where |= {"figures": str(folder / hub_files.FIGURES), "repo_id": options.repo_id, "device": options.device}
+        where = {"run": None if settings.get("study") else options.run, "out": str(folder / CARD)}
+        where |= {"figures": str(folder / FIGURES), "repo_id": options.repo_id, "device": options.device}
         run = write_card.write(write_card.Options(**settings | where))
     except (UserError, TypeError) as error:  # TypeError: settings of another version
-        return [hub_checks.Finding(hub_files.CARD, None, f"the card cannot be written: {error}", fix)]
-    return hub_checks.check_card(folder, run.result)
+        return [checks.Finding(CARD, None, f"the card cannot be written: {error}", fix)]
+    return checks.check_card(folder, run.result)
 
 
 def listing(files: list, left_out: dict[str, str]) -> str:

@@ -14,9 +14,10 @@ from test_cards_sections import cell, recall
 from test_push import NAME, push, run_with_card
 from test_train import result
 
-from hf_infini import hub_checks, hub_files
 from hf_infini.cards import files as cards_files
 from hf_infini.cards.card import metadata
+from hf_infini.hub import checks
+from hf_infini.hub.files import plan
 from hf_infini_cli import parse_options
 
 
@@ -26,7 +27,7 @@ def folder(tmp_path_factory, tmp_path):
 
 
 def found(folder, *allowed) -> list[str]:
-    return [*map(str, hub_checks.check_files(folder, hub_files.plan(folder)[0], NAME, allowed))]
+    return [*map(str, checks.check_files(folder, plan(folder)[0], NAME, allowed))]
 
 
 @pytest.mark.parametrize(
@@ -61,13 +62,13 @@ def test_words_of_a_vocabulary_are_no_names(tmp_path, monkeypatch):
     (tmp_path / "vocab.txt").write_text("mariana\n")
     assert found(tmp_path) == []
     (tmp_path / "config.json").write_text("mariana/name")
-    assert hub_checks.check_files(tmp_path, hub_files.plan(tmp_path)[0], "mariana/name") == []
+    assert checks.check_files(tmp_path, plan(tmp_path)[0], "mariana/name") == []
 
 
 def test_files_that_are_not_as_they_should_be(tmp_path):
     (tmp_path / "config.json").write_bytes(b'{"a": "\xe9"}')
     with (tmp_path / "tokenizer.json").open("wb") as file:
-        file.truncate(hub_checks.LARGEST_FILE + 1)
+        file.truncate(checks.LARGEST_FILE + 1)
     messages = found(tmp_path)
     assert messages[0].startswith("config.json: it is no UTF-8 text (byte 7)") and len(messages) == 2
     assert messages[1].startswith("tokenizer.json: it has 50 MB, more than 50")
@@ -75,7 +76,7 @@ def test_files_that_are_not_as_they_should_be(tmp_path):
 
 def test_models_that_are_not_whole(folder):
     def messages() -> str:
-        return "\n".join(map(str, hub_checks.check_model(folder)))
+        return "\n".join(map(str, checks.check_model(folder)))
 
     assert messages() == ""
     weights = load_file(folder / "model.safetensors")
@@ -110,7 +111,7 @@ def test_cards_that_are_not_complete(folder, tmp_path, capsys):
     numbers = result(folder)
     (folder / "result.json").write_text(json.dumps(numbers | {"perplexity": float("inf")}))
     messages = errors()
-    assert "holds another training" in str(hub_checks.check_card(folder, numbers)[0])  # as that of a study may
+    assert "holds another training" in str(checks.check_card(folder, numbers)[0])  # as that of a study may
     assert re.search(r"README.md:\d+: the licence of the text is not stated. --data_license says it", messages)
     assert "README.md:1: Perplexity is inf, no number" in messages and "4 finding(s)" in messages
     assert "the image figures/none.png is not in the folder" in messages and "../x.png" in messages
@@ -151,11 +152,11 @@ def test_code_beside_the_configuration_goes_along(tmp_path):
     for name, text in sources.items():
         (tmp_path / f"{name}.py").write_text(text)
     (tmp_path / "config.json").write_text("{}")
-    files, left_out = hub_files.plan(tmp_path)
+    files, left_out = plan(tmp_path)
     assert [file.path for file in files] == ["config.json"] and "unused.py" in left_out
     maps = {"AutoConfig": "configuration_x.X", "AutoModel": ["modeling_x.X", None], "AutoTokenizer": "user/other--gone.X"}
     (tmp_path / "config.json").write_text(json.dumps({"auto_map": maps}))
-    files, left_out = hub_files.plan(tmp_path)
+    files, left_out = plan(tmp_path)
     code = ["config.json", "configuration_x.py", "memory.py", "modeling_x.py", "state.py"]
     assert [file.path for file in files] == code and [*left_out] == ["unused.py"]
 

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from test_train import ROOT, load_recipe, prepared_data, recipe, result, straight_run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_infini import hub_files
+from hf_infini.hub.files import plan
 
 write_card, push = load_recipe("write_card"), load_recipe("push")
 NAME = "user/infini"
@@ -169,7 +169,7 @@ def test_a_dry_run_lists_what_a_push_commits(folder, hub, publish):
     assert [row[0] for row in rows] == sorted(committed)
     assert {"README.md", "config.json", "model.safetensors", "tokenizer.json", *FIGURES} <= committed.keys()
     for path, stored, digest, size in rows:
-        published = next(file for file in hub_files.plan(folder)[0] if file.path == path)
+        published = next(file for file in plan(folder)[0] if file.path == path)
         assert (stored == "LFS") == committed[path]["lfs"] and size == f"{committed[path]['size']:,}"
         assert published.sha256.startswith(digest) and repository.read(path) == (folder / path).read_bytes()
     left = {*os.listdir(folder)} - {path.split("/")[0] for path in committed}

@@ -10,10 +10,10 @@ import torch
 
 from hf_infini_cli import UserError
 
-from .cards.data import NO_MANIFEST, NOT_STATED
-from .cards.files import read_json
-from .hub_files import CARD, CONFIG, VOCABULARIES, WEIGHTS, Published, card_images, code_files, is_binary
-from .hub_text import local_names, scan
+from ..cards.data import NO_MANIFEST, NOT_STATED
+from ..cards.files import read_json
+from .files import CARD, CONFIG, VOCABULARIES, WEIGHTS, Published, card_images, code_files, is_binary
+from .text import local_names, scan
 
 LARGEST_FILE = 50_000_000  # bytes of a file that holds no weights
 SLACK = 1_000_000  # bytes that weight files may have beyond their float32 numbers: names and shapes

@@ -10,7 +10,7 @@ from urllib.parse import unquote
 
 from hf_infini_cli import UserError
 
-from .cards.files import read_json
+from ..cards.files import read_json
 
 CARD, CONFIG, FIGURES = "README.md", "config.json", "figures"
 WEIGHTS = "model*.safetensors"

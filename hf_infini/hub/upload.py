@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from hf_infini_cli import UserError
 
-from .hub_files import Published, is_replaced
+from .files import Published, is_replaced
 
 TOKENS = "https://huggingface.co/settings/tokens"
 MAIN, ATTRIBUTES = "main", ".gitattributes"  # what a new repository has
