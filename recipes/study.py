@@ -87,7 +87,8 @@ def main(argv: list[str] | None = None) -> None:
 
 def run(plan: "planning.Plan", options: Options) -> None:
     """The study, from the data to the report."""
-    from hf_infini.study import figures, planning, report, results
+    from hf_infini.plots import study as figures
+    from hf_infini.study import planning, report, results
     from hf_infini.study import runs as study_runs
     from hf_infini.study.sweeps import FAILED
     from hf_infini.support import measurement

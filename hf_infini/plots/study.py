@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from ..plots.run import figure_with_axes
-from .planning import BASE, BASELINE
+from ..study.planning import BASE, BASELINE
+from .run import figure_with_axes
 
 
 def draw(content: dict, folder: Path) -> list[str]:
