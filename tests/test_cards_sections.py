@@ -215,6 +215,14 @@ def test_facts_stand_beside_the_same_questions_without_memory_alone():
     assert "memory off" not in before and cells(after)[2][:3] == ["1", "6 of 48", "12.5 %"]
 
 
+def test_the_metadata_counts_passkeys_by_length():
+    places = ((1024, 0, 48), (1024, 1, 24), (2048, 0, 12))
+    found = [cell(right, length=length, depth=depth) for length, depth, right in places]
+    run = run_of(INFINI, evaluations=[recall("passkey", found), recall("passkey", found, "off")])
+    shares = [(row["how"], row["accuracy"]) for row in cards_results.recall_shares(run)]
+    assert shares == [("1,024 tokens, depths 0, 1", 0.75), ("2,048 tokens, depths 0", 0.25)]
+
+
 def test_perplexity_without_memory_is_no_figure_of_the_model(tmp_path):
     off = evaluation("validation", 1.75, 31_111) | {"memory": "off"}
     text = cards.write_card(run_of(INFINI, evaluations=[off, evaluation("test", 1.5, 30_000)]))

@@ -1,6 +1,7 @@
 """What was measured, in a model card: losses beside n-grams, perplexity by position, passkeys and facts with intervals."""
 
 import math
+from itertools import groupby
 from pathlib import PurePath
 from typing import Any
 
@@ -128,14 +129,15 @@ _TASKS = {
 
 
 def recall_shares(run: Run) -> list[dict[str, Any]]:
-    """The share of right answers in each cell of the recall tasks, of the model as it is: `data`, `split`, `how` (what was
-    asked), `name` and `accuracy`."""
+    """The share of right answers at each length, all depths together, or distance of the recall tasks, of the model as it
+    is: `data`, `split`, `how` (what was asked), `name` and `accuracy`."""
     shares = []
     for evaluation in run.of_task("passkey"):
-        for cell in _answered(evaluation):
-            how = f"{cell['length']:,} tokens, depth {cell['depth']:g}"
-            found = {"how": how, "name": "Passkeys found", "accuracy": cell["accuracy"]}
-            shares.append(_text_of(run, evaluation) | found)
+        for length, of_length in groupby(_answered(evaluation), key=lambda cell: cell["length"]):
+            cells = list(of_length)
+            how = f"{length:,} tokens, depths {', '.join(format(cell['depth'], 'g') for cell in cells)}"
+            accuracy = sum(cell["correct"] for cell in cells) / sum(cell["samples"] for cell in cells)
+            shares.append(_text_of(run, evaluation) | {"how": how, "name": "Passkeys found", "accuracy": accuracy})
     for evaluation in run.of_task("facts"):
         for cell in _answered(evaluation):
             found = {"how": f"{cell['distance']} segments between", "name": "Facts recalled", "accuracy": cell["accuracy"]}

@@ -15,6 +15,7 @@ OPTIONS = {
     "max_steps": "Steps asked for",
     "shuffle_buffer": "Rows in memory that the next were drawn from",
     "separate_documents": "Documents of a row kept apart",
+    "dilute_up_to": "Rows begin with the memory of another text, so many times as heavy at most",
     "batch_size": "Rows per process and forward pass",
     "gradient_accumulation": "Forward passes per step",
     "num_processes": "Processes",
