@@ -220,7 +220,7 @@ def test_the_metadata_counts_passkeys_by_length():
     found = [cell(right, length=length, depth=depth) for length, depth, right in places]
     run = run_of(INFINI, evaluations=[recall("passkey", found), recall("passkey", found, "off")])
     shares = [(row["how"], row["accuracy"]) for row in cards_results.recall_shares(run)]
-    assert shares == [("1,024 tokens, depths 0, 1", 0.75), ("2,048 tokens, depths 0", 0.25)]
+    assert shares == [("1,024 tokens, depths 0, 1", 0.75), ("2,048 tokens, depth 0", 0.25)]
 
 
 def test_perplexity_without_memory_is_no_figure_of_the_model(tmp_path):

@@ -124,8 +124,10 @@ def commands() -> dict[str, set[str]]:
                 for recipe, rest in re.findall(r"recipes/(\w+)\.py( .*)?", line):
                     own, _, handed_on = rest.partition(" -- ")
                     for name, words in ((recipe, own), ("train", handed_on)):  # what sweep.py and study.py hand on
-                        flags = [word for word in shlex.split(words, comments=True) if word.startswith("--")]
-                        found.setdefault(name, set()).update(flags)
+                        for flag in (word for word in shlex.split(words, comments=True) if word.startswith("--")):
+                            of_data = recipe == "study" and flag.startswith("--data_")  # prepare.py's, by another name
+                            of, flag = ("prepare", f"--{flag.removeprefix('--data_')}") if of_data else (name, flag)
+                            found.setdefault(of, set()).add(flag)
     return found
 
 

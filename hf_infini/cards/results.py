@@ -135,7 +135,8 @@ def recall_shares(run: Run) -> list[dict[str, Any]]:
     for evaluation in run.of_task("passkey"):
         for length, of_length in groupby(_answered(evaluation), key=lambda cell: cell["length"]):
             cells = list(of_length)
-            how = f"{length:,} tokens, depths {', '.join(format(cell['depth'], 'g') for cell in cells)}"
+            depths = ", ".join(f"{cell['depth']:g}" for cell in cells)
+            how = f"{length:,} tokens, depth{'s' if len(cells) > 1 else ''} {depths}"
             accuracy = sum(cell["correct"] for cell in cells) / sum(cell["samples"] for cell in cells)
             shares.append(_text_of(run, evaluation) | {"how": how, "name": "Passkeys found", "accuracy": accuracy})
     for evaluation in run.of_task("facts"):
