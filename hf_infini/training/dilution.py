@@ -17,6 +17,7 @@ import torch
 from hf_infini_cli import UserError
 
 from ..cache import InfiniCache, InfiniLayer
+from ..configurations import attention_of, context_limit
 
 DILUTE_UP_TO = 32.0
 
@@ -52,7 +53,7 @@ class Dilution:
         The window keeps the end of the text as it is. Gradients go through all of it.
         """
         numbers = torch.randint(len(self.rows), (batch,)).tolist()
-        ids = torch.stack([torch.as_tensor(self.rows[number]["input_ids"]).long() for number in numbers]).to(device)
+        ids = torch.as_tensor(self.rows[numbers]["input_ids"]).long().to(device)
         factors = self.most ** torch.rand(batch).to(device)
         cache = model(ids, use_cache=True, logits_to_keep=1).past_key_values
         return weigh_memories(cache, factors)
@@ -80,11 +81,11 @@ def check_options(run, optimizer, config) -> None:
         if run.dilute_up_to is not None:
             raise UserError("--dilute_up_to is of no use without --dilute_with FOLDER")
         return
-    if getattr(config, "update_rule", None) != "linear" or getattr(config, "attention", "infini") != "infini":
+    if attention_of(config) != "infini" or config.update_rule != "linear":
         raise UserError(
             "--dilute_with multiplies what the linear rule has written: it needs --attention infini and --update_rule linear"
         )
-    if getattr(config, "positions", "") == "absolute" or getattr(config, "position_encoding", "") == "learned":
+    if context_limit(config) is not None:
         raise UserError(
             "--dilute_with puts text in front of rows that take all positions: give --positions segment, or for causal_mha "
             "another --position_encoding than learned"
