@@ -23,7 +23,7 @@ CHOICES = {
     "feature_map": ("elu", "exp"),
     "normaliser": ("separate", "shared"),
     "memory_init": ("zeros", "learned", "noise"),
-    "positions": ("absolute", "segment"),
+    "positions": ("absolute", "segment", "rope"),
     "memory_write": ("equal", "learned"),
 }
 
@@ -59,8 +59,11 @@ class InfiniGPT2Config(GPT2Config):
             Layers, counted from 0, that get Infini-attention; the others keep full attention, and their cache grows with the
             context. `None` is all of them.
         positions (`str`, *optional*, defaults to `"absolute"`):
-            What the position embedding is told: `"absolute"`, the position in the document, up to `n_positions`, as GPT-2;
-            or `"segment"`, the position within the segment, so that contexts have no limit.
+            How tokens know where they stand. `"absolute"`: an embedding of the position in the document, up to
+            `n_positions`, as GPT-2. `"segment"`: an embedding of the position within the segment, so that contexts have no
+            limit. `"rope"`: no embedding; what the window compares is turned by the position (Su et al. 2021), so that
+            distances count, contexts have no limit, and the memory carries no position. The last is for models trained with
+            it: a pretrained GPT-2 loses its position embedding. The head width must be even.
         memory_conv (`int`, *optional*, defaults to 0):
             Taps (the token itself and those before it) of a depthwise causal convolution, added to the input of the layer's
             projections: what followed a token can then be recalled by that token. 0 is none. It starts at zero, so that a
@@ -136,6 +139,11 @@ class InfiniGPT2Config(GPT2Config):
             raise ValueError(
                 "memory_write='learned' multiplies features by adding to their exponents: give feature_map='exp' with it; "
                 f"got feature_map={self.feature_map!r}."
+            )
+        if self.positions == "rope" and self.n_embd // self.n_head % 2:
+            raise ValueError(
+                f"positions='rope' turns pairs of numbers: the head width n_embd / n_head must be even; got "
+                f"{self.n_embd} / {self.n_head} = {self.n_embd // self.n_head}."
             )
         if self.positions == "segment" and self.tokens_per_segment > self.n_positions:
             raise ValueError(

@@ -52,7 +52,7 @@ def token_losses(logits, targets):
 def stream_losses(model, input_ids, chunk: int | None = None, labels=None, position_ids=None) -> Iterator[tuple]:
     """Reads rows of any length in chunks through the model's cache and yields the losses of each chunk.
 
-    The model needs memory for one chunk and its cache only: constant for Infini-attention with segment positions,
+    The model needs memory for one chunk and its cache only: constant for Infini-attention in every layer,
     growing with the length for a model that keeps all keys and values.
 
     Args:

@@ -28,6 +28,7 @@ from .modeling_common import (
     memory_cache,
     memory_mask_of,
 )
+from .positions import rotate
 from .segments import SegmentLayout, segment_layout
 from .state import InfiniState
 from .steps import StepLayout
@@ -46,7 +47,8 @@ class GPT2InfiniAttention(GPT2Attention):
     `memory_conv` the convolution's weights `memory_conv` `[taps, width]`; with `memory_write="learned"` the logarithm of a
     token's weight in the memory, per head, `memory_write` `[heads, width]`.
 
-    GPT-2 adds its positions to the hidden state, so that what the memory holds does carry them.
+    GPT-2 adds its positions to the hidden state, so that what the memory holds does carry them; with `positions="rope"` the
+    window alone knows of them.
     """
 
     def __init__(self, config: InfiniGPT2Config, layer_idx: int | None = None):
@@ -138,23 +140,21 @@ class GPT2InfiniAttention(GPT2Attention):
                 device=hidden_states.device,
             )
         recent = None if state is None else state.recent_inputs
-        query, key, value, memory_key, recent = self.project(hidden_states, layout, recent)
+        arguments, recent = self.project(hidden_states, layout, recent)
         if state is None:
-            separate = memory_key is not None
-            state = InfiniState.initial(key, value, length, kept, separate_memory_key=separate, **self.start())
+            separate = arguments["memory_key"] is not None
+            kind = {"separate_memory_key": separate, **self.start()}
+            state = InfiniState.initial(arguments["key"], arguments["value"], length, kept, **kind)
         eager = self.config._attn_implementation == "eager"
         output, state, weights = attend(
-            query,
-            key,
-            value,
-            self.gate(),
-            layout,
+            **arguments,
+            gate=self.gate(),
+            layout=layout,
             update_rule=self.config.update_rule,
             feature_map=self.config.feature_map,
             normaliser=self.config.normaliser,
             state=state,
             return_state=cached is not None,
-            memory_key=memory_key,
             scaling=self.scaling,
             dropout=self.attn_dropout.p if self.training else 0.0,
             return_weights=bool(output_attentions) or eager,
@@ -168,10 +168,10 @@ class GPT2InfiniAttention(GPT2Attention):
 
     def project(
         self, hidden_states: Tensor, layout: SegmentLayout | StepLayout, recent: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-        """Query, key, value and the memory's key (`None`: the key) of `[batch, tokens, width]`, `[batch, heads, tokens,
-        head_dim]` each, and what the convolution needs of these tokens in the next call (`recent`, `None` before the
-        first)."""
+    ) -> tuple[dict[str, Tensor | None], Tensor | None]:
+        """What [`attend`] takes of `[batch, tokens, width]`: `query`, `key`, `value`, and the memory's `memory_query` and
+        `memory_key` (`None`: the same), `[batch, heads, tokens, head_dim]` each; and what the convolution needs of these
+        tokens in the next call (`recent`, `None` before the first)."""
         if self.config.memory_conv:
             if recent is None:
                 recent = hidden_states.new_zeros(hidden_states.shape[0], self.config.memory_conv - 1, self.embed_dim)
@@ -179,10 +179,15 @@ class GPT2InfiniAttention(GPT2Attention):
             hidden_states = hidden_states + added
         parts = self.c_attn(hidden_states).split(self.split_size, dim=2)
         query, key, value = (part.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2) for part in parts)
-        memory_key = None
+        memory_query = memory_key = None
+        if self.config.positions == "rope":
+            memory_query, memory_key = query, key
+            query, key = (rotate(states, layout.positions) for states in (query, key))
         if self.config.memory_write == "learned":  # e^(k + w) = e^w e^k: the features of a token, its weight times as large
-            memory_key = key + F.linear(hidden_states, self.memory_write).transpose(1, 2).unsqueeze(-1)
-        return query, key, value, memory_key, recent
+            weights = F.linear(hidden_states, self.memory_write).transpose(1, 2).unsqueeze(-1)
+            memory_key = (key if memory_key is None else memory_key) + weights
+        tensors = {"query": query, "key": key, "value": value, "memory_query": memory_query, "memory_key": memory_key}
+        return tensors, recent
 
 
 class InfiniGPT2PreTrainedModel(HubCodeMixin, InitializationMixin, GPT2PreTrainedModel):
@@ -210,6 +215,8 @@ class InfiniGPT2Model(InfiniGPT2PreTrainedModel, GPT2Model):
         super().__init__(config)
         for layer in config.infini_layers:
             self.h[layer].attn = GPT2InfiniAttention(config, layer_idx=layer)
+        if config.positions == "rope":
+            self.wpe = None
         self.post_init()
 
     @merge_with_config_defaults
@@ -266,7 +273,9 @@ class InfiniGPT2Model(InfiniGPT2PreTrainedModel, GPT2Model):
             max_documents=max_documents,
             device=inputs_embeds.device,
         )
-        hidden_states = inputs_embeds + self.wpe(self._embedded_positions(layout, position_ids))
+        hidden_states = inputs_embeds
+        if self.wpe is not None:
+            hidden_states = hidden_states + self.wpe(self._embedded_positions(layout, position_ids))
         if token_type_ids is not None:
             hidden_states = hidden_states + self.wte(token_type_ids)
         hidden_states = self.drop(hidden_states)
@@ -296,8 +305,8 @@ class InfiniGPT2Model(InfiniGPT2PreTrainedModel, GPT2Model):
             return layout.positions % self.config.tokens_per_segment
         positions = layout.positions if position_ids is None else position_ids
         remedy = (
-            "For texts of any length use a model with positions='segment': pass it to patch_model() or to from_pretrained() "
-            "and fine-tune briefly, or shorten the input."
+            "For texts of any length train a model with positions='rope', or pass positions='segment' to patch_model() or "
+            "from_pretrained() and fine-tune briefly; or shorten the input."
         )
         check_positions(positions, self.config.n_positions, "absolute", remedy)
         return positions

@@ -22,8 +22,9 @@ def patch_model(model, **options):
     """Gives a loaded GPT-2 Infini-attention, in place.
 
     Modules and weights stay the same objects (optimisers, PEFT adapters and forward hooks keep working on them); new are
-    the gates and, with `memory_init="learned"`, the memory's start. Class and configuration change too, so that the model
-    saves as an `infini_gpt2` and `AutoModelForCausalLM.from_pretrained` gives it back patched.
+    the gates and, with `memory_init="learned"`, the memory's start; with `positions="rope"` the position embedding is set
+    aside. Class and configuration change too, so that the model saves as an `infini_gpt2` and
+    `AutoModelForCausalLM.from_pretrained` gives it back patched.
 
     Args:
         model: a `GPT2LMHeadModel` or `GPT2Model`.
@@ -58,6 +59,9 @@ def patch_model(model, **options):
         attention.__class__ = GPT2InfiniAttention
         attention.add_memory_parameters(like=attention.c_attn.bias)
         attention.init_memory_parameters()
+    if config.positions == "rope":
+        model.__dict__["_unpatched_embedding"] = base.wpe  # not a module of the model any more: neither trained nor saved
+        base.wpe = None
     return model
 
 
@@ -71,7 +75,7 @@ def unpatch_model(model):
         The same model.
 
     Raises:
-        ValueError: the model has no Infini-attention.
+        ValueError: the model has no Infini-attention, or no position embedding to go back to.
     """
     plain = {infini: cls for cls, infini in SUPPORTED.items()}
     if type(model) not in plain:
@@ -80,9 +84,15 @@ def unpatch_model(model):
             + " and ".join(cls.__name__ for cls in plain)
             + "."
         )
+    base = _base(model)
+    if base.wpe is None:
+        if "_unpatched_embedding" not in model.__dict__:
+            raise ValueError(
+                "this model was built with positions='rope': it has no position embedding, which a plain GPT-2 needs."
+            )
+        base.wpe = model.__dict__.pop("_unpatched_embedding").to(model.device, model.dtype)
     config = model.__dict__.pop("_unpatched_config", None) or _convert(model.config, GPT2Config)
     config._attn_implementation = model.config._attn_implementation
-    base = _base(model)
     for block in base.h:
         if isinstance(block.attn, GPT2InfiniAttention):
             block.attn.drop_memory_parameters()

@@ -29,7 +29,7 @@ def sinusoidal_encoding(positions: Tensor, width: int) -> Tensor:
     Returns `[…, width]` float32, sines at the even places, cosines at the odd ones.
     """
     angles = _angles(positions, width, 10_000.0)
-    return torch.stack([angles.sin(), angles.cos()], -1).flatten(-2)
+    return torch.stack([angles.sin(), angles.cos()], -1).flatten(-2).float()
 
 
 def relative_keys(table: Tensor, distance: Tensor) -> Tensor:
@@ -111,6 +111,8 @@ def rotate(states: Tensor, positions: Tensor, theta: float = 10_000.0) -> Tensor
 
 
 def _angles(positions: Tensor, width: int, theta: float) -> Tensor:
-    """position · θ^(−2i/width) for i = 0 … width/2 − 1: `[…, width / 2]` float32."""
-    exponents = torch.arange(0, width, 2, device=positions.device, dtype=torch.float32) / width
-    return positions.unsqueeze(-1).float() * theta**-exponents
+    """position · θ^(−2i/width) for i = 0 … width/2 − 1: `[…, width / 2]` float64, for after ten million tokens float32 would
+    round an angle by half a radian; float32 where a device has nothing wider."""
+    dtype = torch.float32 if positions.device.type == "mps" else torch.float64
+    exponents = torch.arange(0, width, 2, device=positions.device, dtype=dtype) / width
+    return positions.unsqueeze(-1).to(dtype) * theta**-exponents

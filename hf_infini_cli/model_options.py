@@ -43,8 +43,10 @@ class ModelOptions:
     n_segments: int | None = option(None, "gpt2 infini: segments per context; this or segment_length.")
     memory_init: Literal["zeros", "learned", "noise"] | None = option(None, "gpt2 infini: empty memory; default: zeros.")
     layers: list[int] | None = option(None, "gpt2 infini: the layers that have a memory, from 0; default: all.")
-    positions: Literal["absolute", "segment"] | None = option(
-        None, "gpt2 infini: positions from the text's start, or from the segment's (any length); default: absolute."
+    positions: Literal["absolute", "segment", "rope"] | None = option(
+        None,
+        "gpt2 infini: embedded places in the text or in the segment (any length), or rotary ones (rope; any length, best from "
+        "scratch); default: absolute.",
     )
     memory_conv: int | None = option(
         None, "gpt2 infini: taps of a short causal convolution of the layer's input, 0 for none; default: 0."

@@ -16,8 +16,8 @@ passkey: five digits stand somewhere in real text (the documents of --data or --
 every length and depth. facts: a generated biography states a fact and asks for it --distances segments later. Both count
 the answers that greedy decoding gives exactly, with 95 % intervals. A started task that was killed goes on where it was.
 
-Everything is read in chunks through the model's cache: a model with segment positions (`positions: segment`) takes any
-length in constant memory; one with absolute or learned positions stops at its `n_positions`. --memory off leaves a model
+Everything is read in chunks through the model's cache: a model with `positions: rope` or `segment` takes any length in
+constant memory; one with absolute or learned positions stops at its `n_positions`. --memory off leaves a model
 with Infini-attention its local attention alone.
 Writes OUT.json, OUT.png, and the same table on standard output.
 """

@@ -8,8 +8,8 @@
 
 Standard output receives the text alone (with --json one object per continuation), standard error everything else. A
 single continuation appears as it is made. A prompt longer than --chunk is read in pieces into the model's cache; how long
-it may be is the model's affair: models with segment positions, and causal_mha models with other than learned positions,
-have no limit.
+it may be is the model's affair: models with `positions: rope` or `segment`, and causal_mha models with other than
+learned positions, have no limit.
 
 With --memory, a file that recipes/memorize.py wrote, every prompt goes on from that text, with the logits that text and
 prompt together would give. The two are tokenised apart: begin the prompt with the space or line break that belongs between.

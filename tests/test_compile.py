@@ -19,7 +19,7 @@ TOLERANCE, GRADIENT_TOLERANCE = 1e-4, 1e-3
 MODELS = {
     "gpt2": lambda: infini_gpt2(n_layer=1, positions="segment"),
     "delta": lambda: infini_gpt2(n_layer=2, layers=[1], update_rule="delta", memory_init="learned"),
-    "convolution": lambda: infini_gpt2(n_layer=1, memory_conv=2, local_segments=1, normaliser="shared"),
+    "convolution": lambda: infini_gpt2(n_layer=1, memory_conv=2, local_segments=1, normaliser="shared", positions="rope"),
     "causal_mha": lambda: causal_mha(n_layer=1, attention="infini", segment_length=8, position_encoding="rope"),
 }
 

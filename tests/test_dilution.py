@@ -23,7 +23,7 @@ EXP = dict(feature_map="exp", memory_write="learned", memory_conv=2, normaliser=
     "model",
     [
         lambda: infini_gpt2(positions="segment", n_layer=1),
-        lambda: infini_gpt2(positions="segment", n_layer=1, feature_map="exp", normaliser="shared"),
+        lambda: infini_gpt2(positions="rope", n_layer=1, feature_map="exp", normaliser="shared"),
         lambda: causal_mha(attention="infini", segment_length=8, position_encoding="none", n_layer=1),
     ],
     ids=["elu", "exp", "causal_mha"],
@@ -112,7 +112,7 @@ def test_a_diluted_run_resumes_as_if_it_had_never_stopped(base, tmp_path):  # no
         (["--dilute_up_to", 8], "--dilute_up_to is of no use without --dilute_with"),
         (["--dilute_with", "DATA", "--update_rule", "delta"], "--update_rule linear"),
         (["--dilute_with", "DATA", "--attention", "self"], "needs --attention infini"),
-        (["--dilute_with", "DATA", "--positions", "absolute"], "give --positions segment"),
+        (["--dilute_with", "DATA", "--positions", "absolute"], "give --positions rope or segment"),
         (["--dilute_with", "DATA", "--separate_documents", "true"], "--separate_documents do not go together"),
         (["--dilute_with", "DATA", "--dilute_up_to", 0.5], "must be a factor from 1 on, got 0.5"),
         (["--dilute_with", "nowhere"], "nowhere has no manifest.json"),

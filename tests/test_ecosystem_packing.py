@@ -14,6 +14,7 @@ NO_DROPOUT = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
 KINDS = {
     "absolute": dict(positions="absolute", **NO_DROPOUT),
     "segment": dict(positions="segment", **NO_DROPOUT),
+    "rope": dict(positions="rope", local_segments=1, **NO_DROPOUT),
     "delta": dict(update_rule="delta", local_segments=1, memory_conv=3, **NO_DROPOUT),
     "mixed": dict(layers=[1], **NO_DROPOUT),  # full attention in the other layers
     "causal_mha": dict(attention="infini", segment_length=8, dropout=0.0),

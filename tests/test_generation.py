@@ -16,6 +16,7 @@ VARIANTS = [
     {"update_rule": "delta"},
     {"local_segments": 1, "memory_init": "learned"},
     {"layers": [1], "positions": "segment"},
+    {"positions": "rope", "local_segments": 1},
     {"segment_length": 3, "update_rule": "delta", "local_segments": 2, "attn_implementation": "eager"},
 ]
 

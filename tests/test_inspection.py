@@ -28,6 +28,7 @@ INFINIS = [
     {"local_segments": 2, "memory_init": "learned", "segment_length": 4},
     {"update_rule": "delta", "memory_init": "noise", "segment_length": 5},
     {"layers": [0, 2], "attn_implementation": "eager"},
+    {"positions": "rope", "local_segments": 1, "layers": [0, 2]},
     {"feature_map": "exp", "memory_write": "learned", "memory_conv": 2, "normaliser": "shared"},
     {"layers": [1], "memory_init": "learned", "update_rule": "delta", "scale_attn_by_inverse_layer_idx": True},
 ]

@@ -32,7 +32,7 @@ VARIANTS = [
     (infini_gpt2, {"memory_init": "noise", "segment_length": 3, "attn_implementation": "eager"}),
     (infini_gpt2, {"layers": [1], "positions": "segment"}),
     (convolved, {"memory_conv": 3, "positions": "segment", "update_rule": "delta"}),
-    (convolved, {"memory_conv": 1, "mask_special_tokens": False}),
+    (convolved, {"memory_conv": 1, "mask_special_tokens": False, "positions": "rope"}),
     (mha, {"position_encoding": "rope", "local_segments": 1, "score": "general"}),
     (mha, {"position_encoding": "learned", "update_rule": "delta"}),
 ]

@@ -68,11 +68,13 @@ def test_the_convolution_is_its_formula_document_by_document(taps):
     assert torch.equal(latest, inputs[:, 50 - (taps - 1) :])
 
 
+OURS = {"feature_map": "exp", "normaliser": "shared", "memory_write": "learned", "positions": "rope"}
+
+
 @pytest.mark.parametrize("local_segments", [0, 1])
-@pytest.mark.parametrize("taps", [1, 2, 4])
-def test_convolution_with_padding_packing_and_cached_calls(local_segments, taps):
-    ours = {"feature_map": "exp", "normaliser": "shared", "memory_write": "learned"} if taps == 4 else {}
-    model = convolved(memory_conv=taps, local_segments=local_segments, **ours)
+@pytest.mark.parametrize(("taps", "options"), [(1, {}), (2, {}), (4, OURS), (0, {"positions": "rope"})])
+def test_padding_packing_and_cached_calls(local_segments, taps, options):
+    model = convolved(memory_conv=taps, local_segments=local_segments, **options)
     ids = token_ids(2, 50)
     wanted = model(ids).logits
     tolerance = {"rtol": FLOAT64, "atol": FLOAT64}
@@ -91,7 +93,7 @@ def test_convolution_with_padding_packing_and_cached_calls(local_segments, taps)
     torch.testing.assert_close(in_calls(model, ids, cuts, position_ids=positions), separate, **tolerance)
 
 
-@pytest.mark.parametrize("options", [{}, {"feature_map": "exp", "memory_write": "learned", "update_rule": "delta"}])
+@pytest.mark.parametrize("options", [{}, {"feature_map": "exp", "memory_write": "learned", "update_rule": "delta"}, OURS])
 def test_generation_with_a_convolution_and_left_padding(options):
     model = convolved(**options)
     ids = token_ids(1, 21)
@@ -131,27 +133,23 @@ def test_a_convolution_needs_taps():
 # --- what tokens weigh ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("positions", ["absolute", "rope"])
 @pytest.mark.parametrize("update_rule", ["linear", "delta"])
-def test_a_token_weighs_what_its_input_says(update_rule):
-    """Against the naive reference, whose features are multiplied by the weights one by one."""
-    model = convolved(feature_map="exp", memory_write="learned", local_segments=1, update_rule=update_rule)
+def test_a_token_weighs_what_its_input_says(update_rule, positions):
+    """Against the naive reference, whose features are multiplied by the weights one by one; rope does not touch them."""
+    options = {"memory_write": "learned", "local_segments": 1, "update_rule": update_rule, "positions": positions}
+    model = convolved(feature_map="exp", **options)
     attention, inputs = model.transformer.h[0].attn, torch.randn(2, 50, 32, dtype=torch.float64)
     layout = segment_layout(2, 50, 8, 1)
-    query, key, value, memory_key, _ = attention.project(inputs, layout)
+    tensors, _ = attention.project(inputs, layout)
     added, _ = short_convolution(inputs, attention.memory_conv, layout, inputs.new_zeros(2, 2, 32))
     weights = torch.einsum("btc,hc->bht", inputs + added, attention.memory_write).exp()
-    torch.testing.assert_close(memory_key.exp(), key.exp() * weights.unsqueeze(-1), rtol=FLOAT64, atol=0)
-    wanted = naive_infini_attention(
-        query,
-        key,
-        value,
-        attention.gate(),
-        8,
-        local_segments=1,
-        update_rule=update_rule,
-        feature_map="exp",
-        memory_key=memory_key,
-    )
+    unturned = attention.c_attn(inputs + added)[..., 32:64].unflatten(-1, (4, 8)).transpose(1, 2)
+    wanted = unturned.exp() * weights.unsqueeze(-1)
+    torch.testing.assert_close(tensors["memory_key"].exp(), wanted, rtol=FLOAT64, atol=0)
+    query, key, value = (tensors.pop(name) for name in ("query", "key", "value"))
+    options = {"local_segments": 1, "update_rule": update_rule, "feature_map": "exp", **tensors}
+    wanted = naive_infini_attention(query, key, value, attention.gate(), 8, **options)
     wanted = attention.c_proj(wanted.transpose(1, 2).flatten(2))
     torch.testing.assert_close(attention(inputs)[0], wanted, rtol=FLOAT64, atol=FLOAT64)
 

@@ -32,6 +32,8 @@ def naive_attend(query, key, value, gate, layout, **options):
         feature_map=options["feature_map"],
         normaliser=options["normaliser"],
         state=options["state"],
+        memory_query=options["memory_query"],
+        memory_key=options["memory_key"],
         scaling=options["scaling"],
         return_state=True,
     )
@@ -90,9 +92,11 @@ def test_attention_dropout_matches_gpt2_in_distribution(implementation):
     [("linear", "elu", "separate"), ("delta", "elu", "separate"), ("linear", "exp", "shared")],
 )
 @pytest.mark.parametrize("memory_init", ["zeros", "learned", "noise"])
-@pytest.mark.parametrize("local_segments", [0, 1])
-def test_equals_the_naive_function_inside_the_model(rule, feature_map, normaliser, memory_init, local_segments, monkeypatch):
-    options = {"update_rule": rule, "feature_map": feature_map, "normaliser": normaliser}
+@pytest.mark.parametrize(("local_segments", "positions"), [(0, "absolute"), (1, "absolute"), (1, "rope")])
+def test_equals_the_naive_function_inside_the_model(
+    rule, feature_map, normaliser, memory_init, local_segments, positions, monkeypatch
+):
+    options = {"update_rule": rule, "feature_map": feature_map, "normaliser": normaliser, "positions": positions}
     model = infini_gpt2(**options, memory_init=memory_init, local_segments=local_segments)
     ids = token_ids(2, 37)
     output = model(ids, labels=ids, use_cache=False)
@@ -121,6 +125,7 @@ def test_registered_with_the_auto_classes():
     [
         {"memory_init": "noise", "update_rule": "delta"},
         {"memory_init": "learned", "positions": "segment", "local_segments": 1},
+        {"positions": "rope", "memory_conv": 2, "feature_map": "exp", "memory_write": "learned"},
         {"n_segments": 8, "layers": [1]},
     ],
 )

@@ -67,6 +67,24 @@ def test_unpatching_restores_the_original(layers):
     patch_model(model, **OPTIONS)  # and again
 
 
+def test_rope_sets_the_position_embedding_aside(tmp_path):
+    model, ids = gpt2(), token_ids(2, 40)
+    wanted, names = model(ids).logits, set(model.state_dict())
+    patch_model(model, **OPTIONS, positions="rope")
+    assert names - set(model.state_dict()) == {"transformer.wpe.weight"}
+    model(token_ids(1, 100), labels=token_ids(1, 100)).loss.backward()  # more than the 64 positions that it had
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(loaded(ids).logits, model(ids).logits)
+    with pytest.raises(ValueError, match="built with positions='rope': it has no position embedding"):
+        unpatch_model(loaded)
+    assert isinstance(loaded, InfiniGPT2LMHeadModel)  # as it was
+    unpatch_model(model.double())
+    torch.testing.assert_close(model(ids).logits, wanted.double(), rtol=1e-4, atol=1e-4)  # of logits of size 10
+    assert set(model.state_dict()) == names and not any("unpatched" in name for name in model.__dict__)
+
+
 def test_base_model_and_training_mode():
     torch.manual_seed(0)
     model = GPT2Model(GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=64, vocab_size=89)).train()

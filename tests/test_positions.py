@@ -138,4 +138,6 @@ def test_rotated_products_depend_on_the_distance_alone():
         return float((turned[0] * turned[1]).sum())
 
     assert product(9, 4) == pytest.approx(product(105, 100), abs=100 * ANGLES)  # 16 products of entries up to 3
+    far = 100_000_000
+    assert product(9, 4) == pytest.approx(product(far + 9, far + 4), abs=100 * ANGLES)  # also there
     assert abs(product(9, 4) - product(9, 5)) > 0.01

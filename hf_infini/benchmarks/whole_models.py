@@ -22,6 +22,7 @@ CHANGES = {
     "memory_write=learned": {"feature_map": "exp", "memory_write": "learned"},
     "memory_init=learned": {"memory_init": "learned"},
     "positions=absolute": {"positions": "absolute"},
+    "positions=rope": {"positions": "rope"},
 }
 
 

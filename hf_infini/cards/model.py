@@ -51,8 +51,9 @@ def describe_model(config: dict, result: dict, context: int) -> list[tuple[str, 
         rows += [] if kind == "none" else [("Score", SCORES[c["score"]])]
         rows.append(("Position encoding", POSITIONS[c["position_encoding"]].format(**c)))
     else:
-        place = "the place in the segment" if c.get("positions") == "segment" else "the place in the text"
-        rows += [("Score", SCORES["scaled_dot"]), ("Position encoding", f"learned, {place}")]
+        places = {"segment": "learned, the place in the segment", "rope": POSITIONS["rope"].format(rope_theta=10_000)}
+        encoding = places.get(c.get("positions"), "learned, the place in the text")
+        rows += [("Score", SCORES["scaled_dot"]), ("Position encoding", encoding)]
     any_length = limit_of(c) is None
     return rows + [
         ("Layers × width × heads", f"{c['n_layer']} × {c['n_embd']} × {c['n_head']}"),

@@ -39,7 +39,7 @@ def check_length(config, tokens: int) -> None:
     if limit is not None and tokens > limit:
         raise UserError(
             f"{tokens:,} tokens, but this model has {limit:,} absolute positions: ask for fewer, or train one that takes "
-            "any length: `--attention infini --positions segment`, or `--model causal_mha --position_encoding rope`"
+            "any length: `--attention infini --positions rope`, or `--model causal_mha --position_encoding rope`"
         )
 
 

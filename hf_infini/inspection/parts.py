@@ -57,9 +57,8 @@ def gpt2_parts(module: GPT2Attention, hidden_states: Tensor, given: dict) -> Par
 
 def infini_gpt2_parts(module: GPT2InfiniAttention, hidden_states: Tensor, given: dict) -> Parts:
     """GPT-2's attention with a memory."""
-    query, key, value, memory_key, _ = module.project(hidden_states, given["layout"])
-    arguments = {"query": query, "key": key, "value": value, "memory_key": memory_key, "scaling": module.scaling}
-    return _infini_parts(module, given["layout"], **arguments, **module.start())
+    arguments, _ = module.project(hidden_states, given["layout"])
+    return _infini_parts(module, given["layout"], **arguments, scaling=module.scaling, **module.start())
 
 
 def causal_mha_parts(module: CausalMultiHeadAttention, hidden_states: Tensor, given: dict) -> Parts:
