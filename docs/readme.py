@@ -1,7 +1,7 @@
 """Sections of README.md inside the site's pages, so that one text is kept up: a hook of mkdocs.
 
-A line `<!-- readme: Options -->` in a page becomes the text under `## Options`. Pictures go with it. A link to a file of the
-repository becomes the file's path, because the site does not hold the repository.
+A line `<!-- readme: Options -->` in a page becomes the text under `## Options`. Pictures of the repository go with the pages
+that show them. A link to a file of the repository becomes the file's path, because the site does not hold the repository.
 """
 
 import re
@@ -11,6 +11,7 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parents[1]
+PAGES = ROOT / "docs"
 PLACE = re.compile(r"^<!-- readme: (.+) -->$", re.MULTILINE)
 HEADING = re.compile(r"^## (.+)\n", re.MULTILINE)
 FENCE = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
@@ -24,25 +25,30 @@ def sections(text: str) -> dict[str, str]:
     return {heading: body.replace("\0", "").strip() for heading, body in zip(parts[::2], parts[1::2], strict=True)}
 
 
-def for_the_site(text: str) -> str:
-    """Relative links turned into what a page of the site can show; code blocks stay as they are."""
+def for_the_site(text: str, folder: Path = ROOT) -> str:
+    """Relative links out of the site, seen from `folder`, turned into what a page can show; code blocks stay as they are."""
 
     def rewrite(link: re.Match) -> str:
         picture, label, path = link.groups()
+        file = (folder / path).resolve()
+        if file.is_relative_to(PAGES):
+            return link[0] if folder != ROOT else f"{picture}[{label}]({file.relative_to(PAGES)})"
         if picture:
-            return f"![{label}]({PICTURES}/{Path(path).name})"
-        return f"`{path}`" if Path(path).name in label else f"{label} (`{path}`)"
+            return f"![{label}]({PICTURES}/{file.name})"
+        return f"`{file.relative_to(ROOT)}`" if file.name in label else f"{label} (`{file.relative_to(ROOT)}`)"
 
     parts = FENCE.split(text)
     return "".join(part if number % 2 else RELATIVE_LINK.sub(rewrite, part) for number, part in enumerate(parts))
 
 
 def on_files(files, config):
-    """Adds the README's pictures to the site."""
-    for picture, _, path in RELATIVE_LINK.findall((ROOT / "README.md").read_text(encoding="utf-8")):
-        if picture:
-            name = f"{PICTURES}/{Path(path).name}"
-            files.append(File.generated(config, name, abs_src_path=str(ROOT / path)))
+    """Adds the pictures of README and pages that lie elsewhere in the repository to the site."""
+    pictures = set()
+    for text in (ROOT / "README.md", *PAGES.glob("*.md")):
+        links = RELATIVE_LINK.findall(text.read_text(encoding="utf-8"))
+        pictures |= {(text.parent / path).resolve() for picture, _, path in links if picture}
+    for picture in sorted(picture for picture in pictures if not picture.is_relative_to(PAGES)):
+        files.append(File.generated(config, f"{PICTURES}/{picture.name}", abs_src_path=str(picture)))
     return files
 
 
@@ -55,4 +61,4 @@ def on_page_markdown(markdown, page, config, files):
             raise PluginError(f"{page.file.src_uri} asks for the README's section {place[1]!r}, but it has: {known}")
         return for_the_site(found[place[1]])
 
-    return PLACE.sub(section, markdown)
+    return PLACE.sub(section, for_the_site(markdown, PAGES / Path(page.file.src_uri).parent))
