@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from .decoding import attend_step
@@ -202,8 +203,8 @@ def attend(
         return output, None, weights
     new_state = replace(
         state,
-        memory=memory.clone(),  # as it is, one of many states that the call made, and kept in memory with all of them
-        normaliser=memory_normaliser.clone(),
+        memory=_alone(memory),
+        normaliser=_alone(memory_normaliser),
         local_key=layout.next_window(key, state.local_key),
         local_value=layout.next_window(value, state.local_value),
         local_memory_key=layout.next_window(memory_key, state.local_memory_key) if separate else None,
@@ -212,6 +213,12 @@ def attend(
         last_position=layout.last_position,
     )
     return output, new_state, weights
+
+
+def _alone(tensor: Tensor) -> Tensor:
+    """A copy: the tensor is one of many states that the call made, and would keep all of them in memory. Its strides are
+    those of a new tensor also in a batch of one, for torch.cond compares them."""
+    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def _check_arguments(query, key, value, gate, segment_length, local_segments) -> None:

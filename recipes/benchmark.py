@@ -11,6 +11,7 @@ Parts:
     model      training steps beside stock GPT-2; memory while a long prompt is read; new tokens of a padded batch
     decoding   cache bytes and seconds of a new token after long contexts, beside stock GPT-2's growing cache
     options    a training step with one option of the memory changed at a time
+    compiled   a training step and new tokens as they are and under torch.compile
 Always measured are the machine's own peaks, products of matrices and a copy. The attention's tables give the share of them
 that is reached, in the operations and bytes that the work needs (hf_infini/benchmarks/work.py), not those that are spent.
 
@@ -28,7 +29,7 @@ from typing import Literal
 
 from hf_infini_cli import UserError, exit_on_user_error, option, parse_options
 
-PARTS = ["attention", "scaling", "model", "decoding", "options"]
+PARTS = ["attention", "scaling", "model", "decoding", "options", "compiled"]
 
 
 @dataclass
@@ -76,11 +77,11 @@ class ModelOptions:
     update_rule: Literal["linear", "delta"] = option("linear", "How the models' memory is written.")
     dtype: Literal["float32", "bfloat16"] = option("float32", "Of weights and caches where nothing is trained.")
     training_contexts: list[int] = option(
-        [1024, 8192], "model, options: tokens in a row of a training step.", group="training and prompts"
+        [1024, 8192], "model, options, compiled: tokens in a row of a training step.", group="training and prompts"
     )
-    training_rows: int = option(1, "model, options: rows of a training step.")
+    training_rows: int = option(1, "model, options, compiled: rows of a training step.")
     precisions: list[str] = option(
-        ["float32", "bf16"], "model, options: float32, bf16 autocast.", choices=["float32", "bf16"]
+        ["float32", "bf16"], "model, options, compiled: float32, bf16 autocast.", choices=["float32", "bf16"]
     )
     prompts: list[int] = option([4096, 16384, 65536], "model: tokens of a prompt that is read.")
     stock_prompt_limit: int = option(16384, "model: longest prompt for stock GPT-2, which takes quadratic time.")
@@ -136,6 +137,8 @@ def main(argv: list[str] | None = None) -> None:
             text = parts.model(results, how, models, picture)
         elif part == "decoding":
             text = parts.decoding(results, how, models, picture)
+        elif part == "compiled":
+            text = parts.compiled(results, how, models, picture)
         else:
             text = parts.options(results, how, models, picture)
         print(f"\n{text}\n\n{picture}", flush=True)

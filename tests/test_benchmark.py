@@ -97,6 +97,16 @@ def test_options_one_by_one(everything):
     assert "| memory_conv=3 " in printed and out.with_name("all_options.png").is_file()
 
 
+def test_compiled(everything):
+    printed, out = everything
+    rows = rows_of(out.with_name("all.json"), "compiled")
+    found = [tuple(row[name] for name in ("work", "compiled", "precision")) for row in rows]
+    kinds = (("training step", "bf16"), ("new token", "float32"))
+    assert found == [(work, compiled, precision) for work, precision in kinds for compiled in ("no", "yes")]
+    assert rows[0]["ratio"] == rows[2]["ratio"] == 1 and len(rows[3]["samples"]) == 2
+    assert "| training step | yes " in printed
+
+
 def test_every_change_changes_what_is_computed():
     """A step of a name that did nothing would be timed as well."""
     spec = ModelSpec(n_layer=1, n_embd=16, n_head=2, vocab_size=31, segment_length=8)
@@ -129,7 +139,7 @@ def test_files_of_a_run(everything):
         picture = out.with_name(f"all_{part}.png")
         assert picture.read_bytes().startswith(b"\x89PNG") and str(picture) in printed
     widths = [len({line.count("|") for line in table.splitlines() if "|" in line}) for table in printed.split("\n\n")]
-    assert max(widths) == 1 and sum(widths) == 9  # machine, attention, scaling 2, model 3, decoding, options
+    assert max(widths) == 1 and sum(widths) == 10  # machine, attention, scaling 2, model 3, decoding, options, compiled
 
 
 def test_killed_and_started_again(tmp_path):

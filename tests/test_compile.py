@@ -97,11 +97,14 @@ def test_positions_beyond_the_table_stop_the_graph():
         torch.compile(model, fullgraph=True, backend="eager")(token_ids(1, 65), use_cache=False)
 
 
-@pytest.mark.parametrize("name, backend", [("gpt2", "inductor"), ("delta", "eager"), ("causal_mha", "eager")])
-def test_decoding_is_one_graph_for_all_tokens(name, backend):
+@pytest.mark.parametrize(
+    "name, batch, backend",
+    [("gpt2", 2, "inductor"), ("delta", 2, "eager"), ("causal_mha", 2, "eager"), ("gpt2", 1, "eager"), ("convolution", 1, "eager")],
+)
+def test_decoding_is_one_graph_for_all_tokens(name, batch, backend):
     """Over three borders of segments, with rows at different places; the second call may still compile, no later one."""
     model = MODELS[name]()
-    ids = token_ids(2, 40)
+    ids = token_ids(batch, 40)
     mask = torch.ones_like(ids)
     mask[0, :3] = 0
     with torch.no_grad():

@@ -65,10 +65,11 @@ def random_ids(spec: ModelSpec, batch: int, tokens: int) -> torch.Tensor:
 # --- training ---------------------------------------------------------------------------------------------------------
 
 
-def training_step(model, ids: torch.Tensor, precision: str) -> Callable[[], None]:
+def training_step(model, ids: torch.Tensor, precision: str, compiled: bool = False) -> Callable[[], None]:
     """A step on `[batch, tokens]`: forward, backward and AdamW, as recipes/train.py takes it, without clipping."""
     model.train()
     optimizer = torch.optim.AdamW(training.parameter_groups(model, 1e-4, 1e-3, 0.1), fused=True)
+    model = torch.compile(model) if compiled else model
 
     def step() -> None:
         with torch.autocast(ids.device.type, torch.bfloat16, enabled=precision == "bf16"):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from hf_infini_cli import UserError
 
-from ..plots.benchmark import plot_attention, plot_decoding, plot_models, plot_options, plot_scaling
+from ..plots.benchmark import plot_attention, plot_compiled, plot_decoding, plot_models, plot_options, plot_scaling
 from . import layer, machine, report, whole_models
 from .contestants import CONTESTANTS
 from .layer import How
@@ -111,6 +111,17 @@ def options(results: Results, how: How, options, picture: Path) -> str:
     rows = measured(results, how, "options", [({**cell, "changes": changes}, measure) for cell, measure in cells])
     plot_options(rows, picture)
     return report.options_table(rows)
+
+
+def compiled(results: Results, how: How, options, picture: Path) -> str:
+    """Training steps and new tokens of the model with Infini-attention, as it is and compiled."""
+    spec, same = _model_spec(options, how), {"steps": options.steps, "dtype": options.dtype}
+    contexts = [{"context": context, **same} for context in options.training_contexts]
+    cells = _cells(whole_models.compiled_training_rows, spec, _steps(options))
+    cells += _cells(whole_models.compiled_decoding_rows, spec, contexts)
+    rows = measured(results, how, "compiled", cells)
+    plot_compiled(rows, picture)
+    return report.compiled_table(rows)
 
 
 def decoding(results: Results, how: How, options, picture: Path) -> str:

@@ -94,6 +94,16 @@ def options_table(rows: list[dict]) -> str:
     return markdown_table(header, lines, 2)
 
 
+def compiled_table(rows: list[dict]) -> str:
+    """Rows of [`whole_models.compiled_training_rows`] and [`whole_models.compiled_decoding_rows`]."""
+    header = ("infini", "torch.compile", "precision", "context", "rows", "ms (fastest – slowest)", "× as it is (spread)")
+    lines = []
+    for row in rows:
+        start = [row["work"], row["compiled"], row["precision"], f"{row['context']:,}", row["rows"]]
+        lines.append([*start, milliseconds(row), ratio(row)])
+    return markdown_table(header, lines, 2)
+
+
 def prefill_table(rows: list[dict]) -> str:
     """Rows of [`whole_models.prefill_rows`]."""
     header = ("prompt read in chunks", "dtype", "tokens", "chunk", "peak over weights, MiB")

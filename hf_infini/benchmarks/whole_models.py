@@ -1,4 +1,4 @@
-"""The parts `model` and `decoding`: training steps, prompts and new tokens of whole models, beside stock GPT-2.
+"""Training steps, prompts and new tokens of whole models, beside stock GPT-2, with other options, and compiled.
 
 Cells and rows as in [`layer`].
 """
@@ -11,6 +11,7 @@ from .layer import How, free_bytes
 from .models import KINDS, ModelSpec
 
 BASE = "infini"
+COMPILED = ("no", "yes")
 UNCHANGED = "none"
 CHANGES = {
     UNCHANGED: {},
@@ -79,6 +80,34 @@ def option_rows(how: How, spec: ModelSpec, context: int, rows: int, precision: s
     timed = timing.summary(how.alternate(steps), UNCHANGED)
     same = {"context": context, "rows": rows, "precision": precision}
     return [{"change": name, **same, **timed[name]} for name in steps]
+
+
+def compiled_training_rows(how: How, spec: ModelSpec, context: int, rows: int, precision: str) -> list[dict]:
+    """Seconds of a training step of the model with Infini-attention as it is and under torch.compile; `ratio` is to the
+    first. Compiling is not counted: the warm-up does it.
+    """
+    torch._dynamo.reset()  # or the sizes of the cell before would make this one's graphs dynamic
+    ids = models.random_ids(spec, rows, context)
+    built = {compiled: models.build("infini", spec, context) for compiled in COMPILED}
+    steps = {compiled: models.training_step(model, ids, precision, compiled == "yes") for compiled, model in built.items()}
+    timed = timing.summary(how.alternate(steps), "no")
+    same = {"work": "training step", "context": context, "rows": rows, "precision": precision}
+    return [{"compiled": compiled, **same, **timed[compiled]} for compiled in COMPILED]
+
+
+def compiled_decoding_rows(how: How, spec: ModelSpec, context: int, steps: int, dtype: str) -> list[dict]:
+    """Seconds of a new token after `context` tokens, likewise."""
+    torch._dynamo.reset()
+    model = models.build("infini", spec, context, dtype)
+    forward = {"no": model, "yes": torch.compile(model)}
+    runs = {}
+    for compiled in COMPILED:
+        cache = models.read(model, models.random_ids(spec, 1, context), context)
+        runs[compiled] = models.new_tokens(forward[compiled], cache, steps)
+    times = {compiled: [seconds / steps for seconds in values] for compiled, values in how.alternate(runs).items()}
+    timed = timing.summary(times, "no")
+    same = {"work": "new token", "context": context, "rows": 1, "precision": dtype}
+    return [{"compiled": compiled, **same, **timed[compiled]} for compiled in COMPILED]
 
 
 def prefill_rows(how: How, spec: ModelSpec, kind: str, context: int, chunk: int, dtype: str) -> list[dict]:

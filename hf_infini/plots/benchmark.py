@@ -62,15 +62,28 @@ def plot_options(rows: list[dict], file: Path) -> None:
     Args:
         rows: of `hf_infini.benchmarks.whole_models.option_rows`.
     """
+    _plot_ratios(rows, "change", "training step, × none changed", file)
+
+
+def plot_compiled(rows: list[dict], file: Path) -> None:
+    """How long training steps and new tokens take under torch.compile: a bar each, a panel for each precision and context.
+
+    Args:
+        rows: of `compiled_training_rows` and `compiled_decoding_rows` there.
+    """
+    _plot_ratios([row for row in rows if row["compiled"] == "yes"], "work", "compiled, × as it is", file)
+
+
+def _plot_ratios(rows: list[dict], label: str, unit: str, file: Path) -> None:
     kinds = list(dict.fromkeys((row["precision"], row["context"]) for row in rows))
     figure, panels = _panels(1, len(kinds))
     for axes, kind in zip(panels[0], kinds, strict=True):
         own = [row for row in rows if (row["precision"], row["context"]) == kind]
         errors = [[abs(row["ratio"] - row["ratio" + end]) for row in own] for end in ("_lowest", "_highest")]
-        axes.barh([row["change"] for row in own], [row["ratio"] for row in own], xerr=errors)
+        axes.barh([row[label] for row in own], [row["ratio"] for row in own], xerr=errors)
         axes.axvline(1, color="grey", linewidth=0.8)
         axes.invert_yaxis()
-        axes.set(xlabel="training step, × none changed", title=f"{kind[0]}, context {kind[1]:,}")
+        axes.set(xlabel=unit, title=f"{kind[0]}, context {kind[1]:,}")
     figure.savefig(file)
 
 

@@ -72,8 +72,8 @@ def start(command: list[str], **settings) -> subprocess.Popen:
 
 
 def _progress(log: Path) -> str:
-    """` 30/200` after the last progress bar in a log; empty without one."""
+    """` 30/200` after the last progress bar in a log, but for the one of a checkpoint's single file; empty without one."""
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - 1000))
-        found = re.findall(rb"(\d+/\d+) \[", file.read())
+        found = re.findall(rb"(\d+/(?!1 )\d+) \[", file.read())
     return f" {found[-1].decode()}" if found else ""
