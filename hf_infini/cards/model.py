@@ -76,7 +76,8 @@ def head_dim(config: dict) -> int:
 def _infini_attention(config: dict) -> str:
     words = [f"Infini-attention: segments of {segment_length(config):,} tokens", f"{config['update_rule']} update"]
     if config["local_segments"]:
-        words.append(f"the local window holds {config['local_segments']} earlier segments")
+        more = "s" if config["local_segments"] > 1 else ""
+        words.append(f"the local window holds {config['local_segments']} earlier segment{more}")
     if config.get("feature_map", "elu") != "elu":
         words.append(f"{config['feature_map']} features")
     if config.get("normaliser", "separate") == "shared":
