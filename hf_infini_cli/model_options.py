@@ -45,7 +45,7 @@ class ModelOptions:
     layers: list[int] | None = option(None, "gpt2 infini: the layers that have a memory, from 0; default: all.")
     positions: Literal["absolute", "segment", "rope"] | None = option(
         None,
-        "gpt2 infini: embedded places in the text or in the segment (any length), or rotary ones (rope; any length, best from "
+        "gpt2 infini: embedded places in the text or in the segment (any length), or rotary ones (any length, best from "
         "scratch); default: absolute.",
     )
     memory_conv: int | None = option(

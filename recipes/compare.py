@@ -129,7 +129,9 @@ def describe_attention(options: dict) -> str:
     for name, default in defaults.items():
         if options.get(name) not in (None, default):
             words.append(f"{name.replace('_', ' ')} {options[name]}")
-    return ", ".join(words + ([f"{options['positions']} positions"] if options["positions"] not in (None, "absolute") else []))
+    if options["positions"] not in (None, "absolute"):
+        words.append(f"{options['positions']} positions")
+    return ", ".join(words)
 
 
 if __name__ == "__main__":

@@ -99,7 +99,13 @@ def test_positions_beyond_the_table_stop_the_graph():
 
 @pytest.mark.parametrize(
     "name, batch, backend",
-    [("gpt2", 2, "inductor"), ("delta", 2, "eager"), ("causal_mha", 2, "eager"), ("gpt2", 1, "eager"), ("convolution", 1, "eager")],
+    [
+        ("gpt2", 2, "inductor"),
+        ("delta", 2, "eager"),
+        ("causal_mha", 2, "eager"),
+        ("gpt2", 1, "eager"),
+        ("convolution", 1, "eager"),
+    ],
 )
 def test_decoding_is_one_graph_for_all_tokens(name, batch, backend):
     """Over three borders of segments, with rows at different places; the second call may still compile, no later one."""
