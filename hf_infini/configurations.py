@@ -9,5 +9,6 @@ def attention_of(config) -> str:
 def context_limit(config) -> int | None:
     """The most tokens that a model's positions reach; None where they have no end: all but absolute ones (infini_gpt2), and
     all but learned ones (causal_mha)."""
-    tables = getattr(config, "positions", "absolute") == "absolute", getattr(config, "position_encoding", "learned") == "learned"
-    return getattr(config, "n_positions", None) if all(tables) else None
+    if getattr(config, "positions", "absolute") != "absolute":
+        return None
+    return getattr(config, "n_positions", None) if getattr(config, "position_encoding", "learned") == "learned" else None

@@ -117,7 +117,7 @@ def test_figures_in_the_text_are_those_of_the_results(page):
 
 
 def test_the_readmes_figures_are_those_of_the_results():
-    """Those of its last sections, which it draws from the pages; what installing and the quickstart gave stands there alone."""
+    """Those of its last sections, which it draws from the pages; what installing and the quickstart gave it has alone."""
     readme, *pages = (file.read_text(encoding="utf-8") for file in RESULTS)
     measured = readme[readme.index("\n## Measured\n") : readme.index("\n## Sources\n")]
     known = set(re.findall(r"\d+\.\d+", "\n".join(pages)))
