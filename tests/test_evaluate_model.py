@@ -111,7 +111,7 @@ def test_absolute_positions_end_with_a_remedy(base, tmp_path, capsys):
         evaluate(tmp_path, "--model", out, "--data", data, "--length", CONTEXT + 1)
     error = capsys.readouterr().err
     assert stopped.value.code == 1 and f"{CONTEXT + 1} tokens, but this model has {CONTEXT}" in error
-    assert "--positions segment" in error and not (tmp_path / "evaluation.json").exists()
+    assert "--positions rope" in error and not (tmp_path / "evaluation.json").exists()
     assert evaluate(tmp_path, "--model", out, "--data", data, "--length", CONTEXT)["length"] == CONTEXT
 
 

@@ -116,7 +116,8 @@ def test_configs_name_their_command():
         words = file.read_text(encoding="utf-8").splitlines()[0].removeprefix("# ").split()
         assert words[:2] == ["python", "recipes/study.py"], file
         scale = words[words.index("--scale") + 1]
-        assert scale in planning.SCALES and (file.stem.split("_")[-1] in words)
+        name = file.stem.removeprefix("study_").removeprefix("scale_").removeprefix("data_")
+        assert scale in planning.SCALES and name in words, file
 
 
 def test_shards_are_counted_against_the_corpus_s_own_list(tmp_path):

@@ -31,7 +31,7 @@ def keep_freed_memory() -> None:
     if platform.libc_ver()[0] == "glibc":
         libc = ctypes.CDLL(None)
         libc.mallopt(_M_MMAP_THRESHOLD, 2**30)
-        libc.mallopt(_M_TRIM_THRESHOLD, -1)  # never: with a limit, long float32 contexts met it at every call
+        libc.mallopt(_M_TRIM_THRESHOLD, -1)  # never: work that frees more than any limit would meet it every time
 
 
 def give_back_freed_memory() -> None:
