@@ -11,7 +11,7 @@ from transformers.cache_utils import Cache
 from .attention import attend
 from .configuration_causal_mha import ATTENTION_OPTIONS, IN_EMBEDDING, RELATIVE, CausalMHAConfig
 from .gate import Gate
-from .positions import alibi_bias, relative_key_bias, relative_keys, rotate, t5_buckets
+from .positions import alibi_bias, relative_key_bias, relative_keys, rotate, rotation, t5_buckets
 from .scores import (
     additive_scores,
     as_dot_product,
@@ -224,7 +224,8 @@ class CausalMultiHeadAttention(nn.Module):
             return query, key
         if position_ids is None:
             position_ids = torch.arange(query.shape[2], device=query.device).unsqueeze(0)
-        return tuple(rotate(states, position_ids, self.config.rope_theta) for states in (query, key))
+        turns = rotation(position_ids, self.head_dim, query.dtype, self.config.rope_theta)
+        return rotate(query, turns), rotate(key, turns)
 
     def _project(self, hidden_states, position_ids, past_key_values) -> tuple[Tensor, Tensor, Tensor]:
         """Queries of the new tokens; keys and values of these and of the cached ones."""

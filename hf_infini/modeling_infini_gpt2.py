@@ -28,7 +28,7 @@ from .modeling_common import (
     memory_cache,
     memory_mask_of,
 )
-from .positions import rotate
+from .positions import rotate, rotation
 from .segments import SegmentLayout, segment_layout
 from .state import InfiniState
 from .steps import StepLayout
@@ -109,6 +109,7 @@ class GPT2InfiniAttention(GPT2Attention):
         output_attentions: bool | None = False,
         layout: SegmentLayout | StepLayout | None = None,
         position_ids: Tensor | None = None,
+        turns: Tensor | None = None,
         **kwargs,
     ) -> tuple[Tensor, Tensor | None]:
         """As GPT-2's attention.
@@ -118,6 +119,7 @@ class GPT2InfiniAttention(GPT2Attention):
             past_key_values: an [`InfiniCache`] to continue, or `None`.
             layout: what the model made for all layers; without it, one is made from `attention_mask` `[batch, tokens]` and
                 `position_ids` `[batch, tokens]`, which are not looked at otherwise.
+            turns: likewise the [`rotation`] of the layout's positions, with `positions="rope"`.
 
         Returns:
             The output `[batch, tokens, width]`, and, with `output_attentions` or the eager implementation, the local weights
@@ -140,7 +142,7 @@ class GPT2InfiniAttention(GPT2Attention):
                 device=hidden_states.device,
             )
         recent = None if state is None else state.recent_inputs
-        arguments, recent = self.project(hidden_states, layout, recent)
+        arguments, recent = self.project(hidden_states, layout, recent, turns)
         if state is None:
             separate = arguments["memory_key"] is not None
             kind = {"separate_memory_key": separate, **self.start()}
@@ -167,7 +169,11 @@ class GPT2InfiniAttention(GPT2Attention):
         return self.resid_dropout(self.c_proj(merged)), weights
 
     def project(
-        self, hidden_states: Tensor, layout: SegmentLayout | StepLayout, recent: Tensor | None = None
+        self,
+        hidden_states: Tensor,
+        layout: SegmentLayout | StepLayout,
+        recent: Tensor | None = None,
+        turns: Tensor | None = None,
     ) -> tuple[dict[str, Tensor | None], Tensor | None]:
         """What [`attend`] takes of `[batch, tokens, width]`: `query`, `key`, `value`, and the memory's `memory_query` and
         `memory_key` (`None`: the same), `[batch, heads, tokens, head_dim]` each; and what the convolution needs of these
@@ -182,7 +188,8 @@ class GPT2InfiniAttention(GPT2Attention):
         memory_query = memory_key = None
         if self.config.positions == "rope":
             memory_query, memory_key = query, key
-            query, key = (rotate(states, layout.positions) for states in (query, key))
+            turns = rotation(layout.positions, self.head_dim, query.dtype) if turns is None else turns
+            query, key = rotate(query, turns), rotate(key, turns)
         if self.config.memory_write == "learned":  # e^(k + w) = e^w e^k: the features of a token, its weight times as large
             weights = F.linear(hidden_states, self.memory_write).transpose(1, 2).unsqueeze(-1)
             memory_key = (key if memory_key is None else memory_key) + weights
@@ -279,6 +286,9 @@ class InfiniGPT2Model(InfiniGPT2PreTrainedModel, GPT2Model):
         if token_type_ids is not None:
             hidden_states = hidden_states + self.wte(token_type_ids)
         hidden_states = self.drop(hidden_states)
+        turns = None
+        if self.config.positions == "rope":
+            turns = rotation(layout.positions, self.config.n_embd // self.config.n_head, hidden_states.dtype)
         full_mask = None
         if len(self.config.infini_layers) < self.config.n_layer:
             full_mask = self._full_attention_mask(layout, tokens, past, past_key_values, hidden_states.dtype)
@@ -289,6 +299,7 @@ class InfiniGPT2Model(InfiniGPT2PreTrainedModel, GPT2Model):
                 full_mask,
                 use_cache=use_cache,
                 layout=layout,
+                turns=turns,
                 output_attentions=output_attentions,
                 **kwargs,
             )

@@ -91,23 +91,35 @@ def alibi_bias(distance: Tensor, heads: int) -> Tensor:
     return -slopes[:, None, None] * distance
 
 
-def rotate(states: Tensor, positions: Tensor, theta: float = 10_000.0) -> Tensor:
+def rotation(positions: Tensor, width: int, dtype: torch.dtype, theta: float = 10_000.0) -> Tensor:
+    """The cosines and sines by which [`rotate`] turns heads of `width` numbers, which must be even.
+
+    Args:
+        positions: `[batch or 1, tokens]`.
+        dtype: of the result; angles are worked out in float64.
+        theta: base of the wavelengths.
+
+    Returns `[2, batch or 1, 1, tokens, width]`: what a number is multiplied by, and its partner in the pair.
+    """
+    angles = _angles(positions, width, theta).unsqueeze(1)
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    return torch.stack([torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)])
+
+
+def rotate(states: Tensor, rotation: Tensor) -> Tensor:
     """Turns the pair (x_i, x_{i + d/2}) of every head by its token's position times θ^(−2i/d).
 
     The products of two turned vectors depend on the distance of their positions alone. Pairing the halves instead of
     neighbours is Llama's convention: the same up to the order of the numbers in a head.
 
     Args:
-        states: `[batch, heads, tokens, head_dim]`, queries or keys; head_dim even.
-        positions: `[batch or 1, tokens]`.
-        theta: base of the wavelengths.
+        states: `[batch, heads, tokens, head_dim]`, queries or keys.
+        rotation: that of the tokens' positions.
 
     Returns a tensor like `states`.
     """
-    angles = _angles(positions, states.shape[-1], theta).unsqueeze(1)  # [batch or 1, 1, tokens, head_dim / 2]
-    cos, sin = angles.cos().to(states.dtype), angles.sin().to(states.dtype)
-    first, second = states.chunk(2, -1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+    cos, sin = rotation.to(states.dtype)
+    return torch.addcmul(states * cos, states.roll(states.shape[-1] // 2, -1), sin)
 
 
 def _angles(positions: Tensor, width: int, theta: float) -> Tensor:

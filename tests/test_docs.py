@@ -25,6 +25,11 @@ RESULTS = [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("stud
 CODE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 
 
+def decimals(text: str) -> set[str]:
+    """The decimal numbers outside of code and of versions, that is what a reader takes for a measurement."""
+    return set(re.findall(r"(?<![\w.])\d+\.\d+(?![\w.]*`)", CODE.sub("", text)))
+
+
 class Page(html.parser.HTMLParser):
     """A page's anchors, its links, and what a browser loads with it."""
 
@@ -111,9 +116,7 @@ def test_figures_and_tables_are_made_from_the_package(site):
 def test_figures_in_the_text_are_those_of_the_results(page):
     """A decimal number that no page of results has is one that nobody keeps up."""
     known = set(re.findall(r"\d+\.\d+", "\n".join(file.read_text(encoding="utf-8") for file in RESULTS)))
-    text = CODE.sub("", page.read_text(encoding="utf-8"))
-    unknown = set(re.findall(r"(?<![\w.])\d+\.\d+(?![\w.]*`)", text)) - known
-    assert not unknown
+    assert not decimals(page.read_text(encoding="utf-8")) - known
 
 
 def test_the_readmes_figures_are_those_of_the_results():
@@ -121,7 +124,7 @@ def test_the_readmes_figures_are_those_of_the_results():
     readme, *pages = (file.read_text(encoding="utf-8") for file in RESULTS)
     measured = readme[readme.index("\n## Measured\n") : readme.index("\n## Sources\n")]
     known = set(re.findall(r"\d+\.\d+", "\n".join(pages)))
-    assert not set(re.findall(r"(?<![\w.])\d+\.\d+(?![\w.]*`)", CODE.sub("", measured))) - known
+    assert not decimals(measured) - known
 
 
 def commands() -> dict[str, set[str]]:

@@ -21,6 +21,7 @@ from hf_infini.positions import (
     relative_key_bias,
     relative_keys,
     rotate,
+    rotation,
     sinusoidal_encoding,
     t5_buckets,
 )
@@ -112,7 +113,7 @@ def test_rotate_is_llamas_and_the_complex_product(theta):
     batch, heads, tokens, width = 2, 3, 6, 8
     positions = torch.stack([torch.arange(6), torch.tensor([0, 0, 3, 40, 41, 199])])
     states = torch.randn(batch, heads, tokens, width, generator=generator)
-    turned = rotate(states, positions, theta)
+    turned = rotate(states, rotation(positions, width, torch.float32, theta))
     config = LlamaConfig(
         hidden_size=heads * width,
         num_attention_heads=heads,
@@ -134,7 +135,7 @@ def test_rotated_products_depend_on_the_distance_alone():
     query, key = (torch.randn(1, 1, 1, 16, generator=generator) for _ in range(2))
 
     def product(query_position, key_position):
-        turned = [rotate(t, torch.tensor([[p]])) for t, p in ((query, query_position), (key, key_position))]
+        turned = [rotate(t, rotation(torch.tensor([[p]]), 16, torch.float32)) for t, p in ((query, query_position), (key, key_position))]
         return float((turned[0] * turned[1]).sum())
 
     assert product(9, 4) == pytest.approx(product(105, 100), abs=100 * ANGLES)  # 16 products of entries up to 3
