@@ -135,8 +135,10 @@ def test_rotated_products_depend_on_the_distance_alone():
     query, key = (torch.randn(1, 1, 1, 16, generator=generator) for _ in range(2))
 
     def product(query_position, key_position):
-        turned = [rotate(t, rotation(torch.tensor([[p]]), 16, torch.float32)) for t, p in ((query, query_position), (key, key_position))]
-        return float((turned[0] * turned[1]).sum())
+        def turned(states, position):
+            return rotate(states, rotation(torch.tensor([[position]]), 16, torch.float32))
+
+        return float((turned(query, query_position) * turned(key, key_position)).sum())
 
     assert product(9, 4) == pytest.approx(product(105, 100), abs=100 * ANGLES)  # 16 products of entries up to 3
     far = 100_000_000
