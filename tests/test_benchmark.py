@@ -21,7 +21,7 @@ from hf_infini_cli import UserError
 benchmark = load_recipe("benchmark")
 LAYER = ["--heads", 2, "--head_dim", 8, "--dtypes", "float32", "--machine_size", 64, "--rounds", 2, "--threads", 1]
 SCALING = ["--scaling_tokens", 64, 128, "--scaling_segment", 16, "--memory_segments", 8, "--memory_tokens", 64]
-SIZES = ["--n_layer", 2, "--n_embd", 32, "--n_head", 2, "--vocab_size", 97, "--segment_length", 16, "--chunk", 70]
+SIZES = ["--n_layer", 1, "--n_embd", 32, "--n_head", 2, "--vocab_size", 97, "--segment_length", 16, "--chunk", 70]
 TRAINING = ["--training_contexts", 40, "--precisions", "bf16", "--prompts", 90, 200, "--stock_prompt_limit", 100]
 DECODING = ["--contexts", 50, 400, "--stock_limit", 100, "--steps", 2, "--padded_batch", 3, "--padded_context", 20]
 
@@ -85,7 +85,7 @@ def test_whole_models(everything):
     assert [(row["model"], row["context"]) for row in prompts] == [("infini", 90), ("infini", 200), ("gpt2", 90)]
     padded = rows_of(file, "padded_batch")
     assert [row["model"] for row in padded] == ["infini", "gpt2"] and padded[1]["ratio"] > 0
-    assert padded[1]["cache_bytes"] == 3 * (20 + 2 * 3) * 2 * 2 * 32 * 4  # rows, tokens, layers, keys and values, …
+    assert padded[1]["cache_bytes"] == 3 * (20 + 2 * 3) * 2 * 32 * 4  # rows, tokens, keys and values, …
     assert printed.count("tokens/s") == 2
 
 
@@ -126,7 +126,7 @@ def test_a_new_token_after_long_contexts(everything):
     rows = rows_of(out.with_name("all.json"), "decoding")
     assert [(row["context"], row["model"]) for row in rows] == [(50, "infini"), (50, "gpt2"), (400, "infini")]
     assert rows[0]["cache_bytes"] == rows[2]["cache_bytes"]
-    assert rows[1]["cache_bytes"] == (50 + 2 * 3) * 2 * 2 * 32 * 4  # tokens, layers, keys and values, width, float32
+    assert rows[1]["cache_bytes"] == (50 + 2 * 3) * 2 * 32 * 4  # tokens, keys and values, width, float32; one layer
     names = ("seconds_per_token_lowest", "seconds_per_token", "seconds_per_token_highest")
     assert all(0 < row[names[0]] <= row[names[1]] <= row[names[2]] for row in rows)
 
