@@ -106,7 +106,7 @@ def rotation(positions: Tensor, width: int, dtype: torch.dtype, theta: float = 1
     return torch.stack([torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)])
 
 
-def rotate(states: Tensor, rotation: Tensor) -> Tensor:
+def rotate(states: Tensor, turns: Tensor) -> Tensor:
     """Turns the pair (x_i, x_{i + d/2}) of every head by its token's position times θ^(−2i/d).
 
     The products of two turned vectors depend on the distance of their positions alone. Pairing the halves instead of
@@ -114,11 +114,11 @@ def rotate(states: Tensor, rotation: Tensor) -> Tensor:
 
     Args:
         states: `[batch, heads, tokens, head_dim]`, queries or keys.
-        rotation: that of the tokens' positions.
+        turns: the [`rotation`] of the tokens' positions.
 
     Returns a tensor like `states`.
     """
-    cos, sin = rotation.to(states.dtype)
+    cos, sin = turns.to(states.dtype)
     return torch.addcmul(states * cos, states.roll(states.shape[-1] // 2, -1), sin)
 
 
