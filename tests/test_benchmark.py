@@ -12,7 +12,7 @@ import pytest
 import torch
 from test_train import ROOT, kill_when, load_recipe
 
-from hf_infini.benchmarks import models, probe
+from hf_infini.benchmarks import machine, models, probe
 from hf_infini.benchmarks.models import ModelSpec
 from hf_infini.benchmarks.store import Results
 from hf_infini.benchmarks.whole_models import CHANGES, UNCHANGED
@@ -59,6 +59,13 @@ def test_the_layer_beside_others(everything):
         "copy": 2**28,
     }
     assert "**n = 64, L = 8, float32**" in printed and "share of products" in printed
+
+
+def test_a_machine_that_emulates_a_dtype_is_measured_by_smaller_products():
+    # A product of 2,048 rows is 512 of those of 256, one of 1,024 is 64
+    sizes = [machine.affordable(2048, seconds) for seconds in (1e-3, 1 / 500, 1 / 60, 10.0)]
+    assert sizes == [2048, 1024, 512, 256] and machine.affordable(128, 10.0) == 128
+    assert machine.probed_seconds("bfloat16") > 0
 
 
 def test_lengths_that_double_and_memory_over_segments(everything):

@@ -62,6 +62,15 @@ def test_a_dry_run_prints_and_writes_nothing(tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
+def test_the_files_of_all_variants_are_taken(tmp_path, capsys):
+    variants = sorted(path.stem.removeprefix("study_") for path in CONFIGS.glob("study_*.yaml"))
+    variants = [name for name in variants if not name.startswith(("scale_", "data_"))]
+    argv = ["--scale", "mini", "--source", "biographies", "--out", str(tmp_path / "out"), "--dry_run", "true"]
+    recipe_study.main([*argv, "--variants", *variants])
+    said = capsys.readouterr().out
+    assert len(variants) == 6 and said.count("recipes/train.py --config ") == 6
+
+
 # --- parts ------------------------------------------------------------------------------------------------------------
 
 

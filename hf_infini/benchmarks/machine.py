@@ -1,27 +1,31 @@
 """What the machine itself reaches: products of matrices, and copies, as a scale for what the attention reaches."""
 
+from collections.abc import Callable
+
 import torch
 
 from . import timing
 
 COPY_BYTES = 2**28
+PROBE_SIZE = 256
+PRODUCT_SECONDS = 1.0
 
 
 def measure(device: str, size: int | None, rounds: int, seed: int = 0) -> list[dict]:
     """Rows of `{"what", "unit", "rate", "rate_lowest", "rate_highest"}`: products in operations/s, the copy in bytes/s.
 
     Args:
-        size: of the square matrices; `None`: 2,048 on a CPU, 8,192 on a GPU.
+        size: of the square matrices; `None`: 8,192 on a GPU, and on a CPU 2,048, or less where a product would take too
+            long, as those of bfloat16 do on a CPU that only emulates it.
         rounds: the three are measured in turn; the highest rate is the peak.
     """
     on_gpu = device.startswith("cuda")
-    size = size or (8192 if on_gpu else 2048)
+    sizes = {"copy": COPY_BYTES}
     runs, amounts = {}, {}
     for dtype in ("float32", "bfloat16"):
-        left, right = (torch.randn(size, size, device=device).to(getattr(torch, dtype)) for _ in range(2))
-        out = torch.empty_like(left)
-        runs[dtype] = lambda left=left, right=right, out=out: torch.mm(left, right, out=out)
-        amounts[dtype] = 2 * size**3
+        sizes[dtype] = rows = size or (8192 if on_gpu else affordable(2048, probed_seconds(dtype)))
+        runs[dtype] = product(rows, device, dtype)
+        amounts[dtype] = 2 * rows**3
     source = torch.ones(COPY_BYTES // 4, device=device)
     target = torch.empty_like(source)
     runs["copy"], amounts["copy"] = lambda: target.copy_(source), 2 * COPY_BYTES  # read and written
@@ -30,11 +34,36 @@ def measure(device: str, size: int | None, rounds: int, seed: int = 0) -> list[d
         {
             "what": what,
             "unit": "bytes/s" if what == "copy" else "operations/s",
-            "size": COPY_BYTES if what == "copy" else size,
+            "size": sizes[what],
             **timing.spread([amounts[what] / seconds for seconds in times[what]], "rate"),
         }
         for what in runs
     ]
+
+
+def product(size: int, device: str, dtype: str) -> Callable[[], object]:
+    """A product of two random square matrices, ready to run."""
+    left, right = (torch.randn(size, size, device=device).to(getattr(torch, dtype)) for _ in range(2))
+    out = torch.empty_like(left)
+    return lambda: torch.mm(left, right, out=out)
+
+
+def probed_seconds(dtype: str) -> float:
+    """Seconds that a product of `PROBE_SIZE` rows takes on the CPU."""
+    probe = product(PROBE_SIZE, "cpu", dtype)
+    probe()
+    return timing.seconds_of(probe, "cpu")
+
+
+def affordable(size: int, seconds: float) -> int:
+    """`size` or its first half, quarter, … (`PROBE_SIZE` at least) whose product takes less than `PRODUCT_SECONDS`.
+
+    Args:
+        seconds: what a product of `PROBE_SIZE` rows takes; at more rows the rate is no lower.
+    """
+    while size > PROBE_SIZE and seconds * (size / PROBE_SIZE) ** 3 > PRODUCT_SECONDS:
+        size //= 2
+    return size
 
 
 def peaks(rows: list[dict]) -> dict[str, float]:
