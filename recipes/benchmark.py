@@ -43,7 +43,7 @@ class Options:
     skip_above: float = option(60.0, "Seconds; one that takes more in a process of its own is not timed (CPU).")
     again: bool = option(False, "Measure anew what OUT.json holds.")
     seed: int = option(0, "Of weights, inputs and the order of contestants.")
-    machine_size: int | None = option(None, "Rows of the matrices of the machine's peak; default: 2048, on a GPU 8192.")
+    machine_size: int | None = option(None, "Rows of the peak's matrices; default: 2048 (fewer if slow), on a GPU 8192.")
 
 
 @dataclass
