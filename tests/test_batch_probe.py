@@ -65,13 +65,13 @@ def test_a_budget_is_kept_and_used(model):
 
 
 def test_less_than_the_libraries_take_ends_the_process(model):
-    options = batch_probe.Options(model=str(model), budget_gib=0.1, device="cpu")
+    options = batch_probe.Options(model=str(model), budget_gib=0.1, context=64, device="cpu")
     assert batch_probe.measure_in_process(options, 1) is None
 
 
 def test_errors_name_what_is_wrong(model, tmp_path, capsys):
     for options, message in (
-        (["--model", str(tmp_path), "--budget_gib", "1", "--rows", "1"], "--model: cannot read"),
+        (["--model", str(tmp_path), "--budget_gib", "1000", "--rows", "1"], "--model: cannot read"),
         (["--model", str(model), "--budget_gib", "0"], "--budget_gib must be greater than 0"),
         (["--model", str(model), "--budget_gib", "1e6"], "a budget of 1e+06 GiB, but"),
     ):

@@ -181,6 +181,8 @@ def train_step(options: Options, on_gpu: bool) -> None:
 @contextlib.contextmanager
 def _ended_beyond(budget: float) -> Iterator[None]:
     """Inside, this process ends as soon as its resident set has grown beyond so many bytes: more cannot be learned."""
+    if peak_memory_bytes() > budget:  # a step that fails at once would be quicker than the watch
+        raise SystemExit(TOO_MUCH)
     done = threading.Event()
 
     def watch() -> None:
