@@ -7,8 +7,8 @@ import torch
 from . import timing
 
 COPY_BYTES = 2**28
-PROBE_SIZE = 256
-PRODUCT_SECONDS = 1.0
+PROBE_SIZE = 256  # rows
+PRODUCT_SECONDS = 1.0  # that a product may take on a CPU
 
 
 def measure(device: str, size: int | None, rounds: int, seed: int = 0) -> list[dict]:
