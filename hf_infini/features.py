@@ -14,27 +14,27 @@ EXP_LIMIT = 30.0
 class _EluFeatures(Function):
     @staticmethod
     def forward(ctx, x: Tensor) -> Tensor:
-        features = F.elu(x) + 1
+        features = F.elu(x).add_(1)
         ctx.save_for_backward(features)
         return features
 
     @staticmethod
     def backward(ctx, gradient: Tensor) -> Tensor:
         (features,) = ctx.saved_tensors
-        return gradient * features.clamp(max=1)  # e^x = σ(x) below zero, 1 above
+        return features.clamp(max=1).mul_(gradient)  # e^x = σ(x) below zero, 1 above
 
 
 class _ExpFeatures(Function):
     @staticmethod
     def forward(ctx, x: Tensor) -> Tensor:
-        features = x.clamp(max=EXP_LIMIT).exp()
+        features = x.clamp(max=EXP_LIMIT).exp_()
         ctx.save_for_backward(x, features)
         return features
 
     @staticmethod
     def backward(ctx, gradient: Tensor) -> Tensor:
         x, features = ctx.saved_tensors
-        return (gradient * features).masked_fill(x > EXP_LIMIT, 0)
+        return (gradient * features).masked_fill_(x > EXP_LIMIT, 0)
 
 
 def elu_features(x: Tensor) -> Tensor:

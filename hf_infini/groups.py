@@ -11,12 +11,11 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 from torch.nn import functional as F
 
 from .grid import SegmentLayout, pad_to
 from .local import local_attention
-from .memory import Within, delta_states, linear_states, memory_weight, read_memory
+from .memory import Within, delta_states, linear_states, memory_weight, mix, read_memory
 from .state import InfiniState
 
 GROUP_ELEMENTS = {"cpu": 2**20, "cuda": 2**26}  # of the keys
@@ -122,8 +121,8 @@ def attend_grid(
             if state.start_memory is None and not steady:
                 filled = (numbers[:, begin:end] > kept).unsqueeze(-1).expand(-1, -1, layout.slots)
                 weight = weight * _by_step(filled, step)
-            mixed = torch.lerp(local.to(dtype), read, weight.expand_as(read)).to(local.dtype)
-        outputs.append(_ContiguousGradient.apply(mixed).unflatten(3, (step, -1)).permute(0, 1, 3, 4, 2, 5))
+            mixed = mix(local, read, weight)
+        outputs.append(mixed.unflatten(3, (step, -1)).permute(0, 1, 3, 4, 2, 5))
         if return_weights:
             weights.append(local_weights.transpose(2, 3).flatten(1, 2)[:, :count])
     output = (outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)).flatten(1, 2)[:, :segments]
@@ -135,18 +134,6 @@ def weights_per_token(weights: Tensor, layout: SegmentLayout) -> Tensor:
     blocks = weights.unflatten(-1, (layout.local_segments + 1, layout.slots))
     blocks = F.pad(blocks, (0, layout.segment_length - layout.slots)).flatten(-2)
     return layout.from_grid(blocks.transpose(2, 3))
-
-
-class _ContiguousGradient(Function):
-    """The tensor itself. Its gradient comes from the grid, and every product of blocks would copy it again."""
-
-    @staticmethod
-    def forward(ctx, blocks):
-        return blocks.view_as(blocks)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient.contiguous()
 
 
 def _group_sizes(layout: SegmentLayout, key: Tensor, update_rule: str) -> tuple[int, int]:

@@ -123,28 +123,38 @@ class _Tiled(Function):
     def backward(ctx, gradient, log_sum_gradient):
         query, key, value, mask = ctx.saved_tensors
         gradient = query.new_zeros(*query.shape[:-1], value.shape[-1]) if gradient is None else gradient
-        query = query * ctx.scaling
-        to_query = []
-        to_key, to_value = torch.zeros_like(key), torch.zeros_like(value)
-        for tile, seen in _tiles(query, key):
-            queries, gradients = query[..., tile, :], gradient[..., tile, :]
-            keys, values = key[..., :seen, :], value[..., :seen, :]
-            scores = queries @ keys.transpose(-1, -2)
+        shape, key_shape, value_shape = query.shape, key.shape, value.shape
+        query, key, value, gradient = (tensor.flatten(0, -3) for tensor in (query, key, value, gradient))
+        to_query, to_key = torch.empty_like(query), None
+        # The last tile sees all of the window: what the others add goes into its products, not into zeros
+        for tile, seen in reversed(_tiles(query, key)):
+            queries, gradients, keys, values = query[:, tile], gradient[:, tile], key[:, :seen], value[:, :seen]
+            scores = _scaled_product(queries, keys.mT, ctx.scaling)
             lowest = torch.finfo(scores.dtype).min
             if mask is None:  # all but the last of the slots that the tile sees lie before it
                 diagonal = slice(seen - scores.shape[-2], None)
                 scores[..., diagonal].masked_fill_(~_causal(queries, queries), lowest)
             else:
-                scores.masked_fill_(~mask[..., tile, :seen], lowest)
+                scores.view(*shape[:-2], *scores.shape[1:]).masked_fill_(~mask[..., tile, :seen], lowest)
             weights = scores.softmax(-1)
-            to_value[..., :seen, :] += weights.transpose(-1, -2) @ gradients
-            to_weights = gradients @ values.transpose(-1, -2)
+            to_weights = gradients @ values.mT
             to_scores = torch._softmax_backward_data(to_weights, weights, -1, weights.dtype)
             if log_sum_gradient is not None:
-                to_scores += weights * log_sum_gradient[..., tile, None].to(weights.dtype)
-            to_query.append(to_scores @ keys)
-            to_key[..., :seen, :] += to_scores.transpose(-1, -2) @ queries
-        return torch.cat(to_query, -2) * ctx.scaling, to_key, to_value, None, None, None
+                to_scores += weights * log_sum_gradient.flatten(0, -2)[:, tile, None].to(weights.dtype)
+            to_query[:, tile] = _scaled_product(to_scores, keys, ctx.scaling)
+            to_keys, to_values = _scaled_product(to_scores.mT, queries, ctx.scaling), weights.mT @ gradients
+            if to_key is None:
+                to_key, to_value = to_keys, to_values
+            else:
+                to_key[:, :seen] += to_keys
+                to_value[:, :seen] += to_values
+        to_query, to_key, to_value = to_query.view(shape), to_key.view(key_shape), to_value.view(value_shape)
+        return to_query, to_key, to_value, None, None, None
+
+
+def _scaled_product(left: Tensor, right: Tensor, scaling: float) -> Tensor:
+    """`scaling · left @ right` of batches of matrices, without a pass for the factor."""
+    return torch.baddbmm(left.new_empty(1, 1, 1), left, right, beta=0, alpha=scaling)  # beta 0: the first is not read
 
 
 def _tiles(query: Tensor, key: Tensor) -> list[tuple[slice, int]]:

@@ -51,7 +51,7 @@ class _Read(Function):
     @staticmethod
     def forward(ctx, features, memory, normaliser, eps, key_features, value, visible):
         read = features @ memory
-        mass = (features * normaliser.unsqueeze(-2)).sum(-1, keepdim=True)
+        mass = features @ normaliser.unsqueeze(-1)
         products = None
         if visible is not None:
             products = (features @ key_features.transpose(-1, -2)).mul_(visible)
@@ -72,9 +72,9 @@ class _Read(Function):
         denominator = (numerator * read).sum(-1, keepdim=True).neg()
         if mass_gradient is not None:
             denominator = denominator + mass_gradient
-        to_features = torch.addcmul(numerator @ memory.transpose(-1, -2), denominator, normaliser.unsqueeze(-2))
+        to_features = (numerator @ memory.transpose(-1, -2)).addcmul_(denominator, normaliser.unsqueeze(-2))
         to_memory = features.transpose(-1, -2) @ numerator
-        to_normaliser = (features * denominator).sum(-2)
+        to_normaliser = (denominator.transpose(-1, -2) @ features).squeeze(-2)
         to_keys = to_value = None
         if visible is not None:
             to_products = (numerator @ value.transpose(-1, -2) + denominator) * visible
@@ -117,6 +117,35 @@ def memory_weight(gate: Tensor, mass: Tensor | None, log_sum: Tensor | None, wid
     if log_sum is None:
         return torch.sigmoid(gate)
     return torch.sigmoid(gate + (mass + eps).log() - math.log(width) - log_sum)
+
+
+class _Mix(Function):
+    @staticmethod
+    def forward(ctx, local, read, weight):
+        ctx.save_for_backward(local, read, weight)
+        return torch.lerp(local.to(read.dtype), read, weight.expand_as(read)).to(local.dtype)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        local, read, weight = ctx.saved_tensors
+        # It comes from the grid, with the tokens before the heads, and every product of blocks would copy it again
+        gradient = gradient.to(read.dtype, memory_format=torch.contiguous_format)
+        to_read = gradient * weight
+        to_weight = (read - local).mul_(gradient).sum_to_size(weight.shape)
+        return (gradient - to_read).to(local.dtype), to_read, to_weight
+
+
+def mix(local: Tensor, read: Tensor, weight: Tensor) -> Tensor:
+    """(1 − weight) · local + weight · read, equation 5, worked out in the dtype of `read`.
+
+    Args:
+        local: what local attention found, and read: what the memory did, both `[B, N, H, P, E]`.
+        weight: [`memory_weight`], of a shape that broadcasts to theirs.
+
+    Returns:
+        `[B, N, H, P, E]` in the dtype of `local`.
+    """
+    return _Mix.apply(local, read, weight)
 
 
 def linear_states(
