@@ -127,7 +127,7 @@ def _written(keys, values, skipped, memory, normaliser, *, features, update_rule
     value = values.to(dtype).unsqueeze(1)
     start = (memory[0], normaliser[0])  # not reached: no document begins here
     if update_rule == "linear":
-        memory, normaliser = linear_states(key, value, memory, normaliser, start, None)
+        states = linear_states(key, value, memory, normaliser, start, None)
     else:
-        memory, normaliser = delta_states(key, value, memory, normaliser, start, None, eps)
-    return memory[:, -1], normaliser[:, -1]
+        states = delta_states(key, value, memory, normaliser, start, None, eps)
+    return states.last_memory, states.last_normaliser

@@ -107,14 +107,14 @@ def attend_grid(
                 key_features = key_features * _by_step(real, step)
             borders = layout.borders(begin, end)
             if update_rule == "linear":
-                memories, normalisers = linear_states(key_features, step_values, memory, normaliser, start, borders)
+                states = linear_states(key_features, step_values, memory, normaliser, start, borders)
             else:
-                memories, normalisers = delta_states(key_features, step_values, memory, normaliser, start, borders, eps)
-            memory, normaliser = memories[:, -1], normalisers[:, -1]
+                states = delta_states(key_features, step_values, memory, normaliser, start, borders, eps)
+            memory, normaliser = states.last_memory, states.last_normaliser
             within = None if step == 1 else Within(key_features, step_values, earlier_segments)
             read, mass = (
                 tensor.unflatten(3, (heads // kv_heads, -1)).flatten(2, 3)
-                for tensor in read_memory(query_features, memories[:, :-1], normalisers[:, :-1], eps, within)
+                for tensor in read_memory(query_features, states.memory, states.normaliser, eps, within)
             )
             log_sum = log_sum.flatten(3, 4).unsqueeze(-1) if shared else None
             weight = memory_weight(gate, mass, log_sum, key.shape[-1], eps)

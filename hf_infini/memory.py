@@ -47,6 +47,20 @@ class Within(NamedTuple):
     visible: Tensor
 
 
+class States(NamedTuple):
+    """Memory and normaliser over the steps of a call.
+
+    Attributes:
+        memory, normaliser: before each step, `[B, N, K, D, E]` and `[B, N, K, D]`.
+        last_memory, last_normaliser: after the last step, `[B, K, D, E]` and `[B, K, D]`.
+    """
+
+    memory: Tensor
+    normaliser: Tensor
+    last_memory: Tensor
+    last_normaliser: Tensor
+
+
 class _Read(Function):
     @staticmethod
     def forward(ctx, features, memory, normaliser, eps, key_features, value, visible):
@@ -155,20 +169,18 @@ def linear_states(
     normaliser: Tensor,
     start: tuple[Tensor, Tensor],
     borders: Borders | None,
-) -> tuple[Tensor, Tensor]:
-    """Memory and normaliser before each step, and after the last, by the linear rule M_s = M_{s-1} + σ(K)ᵀ V.
+) -> States:
+    """The states by the linear rule M_s = M_{s-1} + σ(K)ᵀ V.
 
     Args:
         key_features: σ(k), zero for tokens that are not to be written, `[B, N, K, P, D]`; value: `[B, N, K, P, E]`.
         memory, normaliser: before the first step, `[B, K, D, E]` and `[B, K, D]`.
         start: M_0 `[K, D, E]` and z_0 `[K, D]` of a new document.
         borders: [`Borders`] of packed documents, or `None`.
-
-    Returns:
-        `[B, N + 1, K, D, E]` and `[B, N + 1, K, D]`.
     """
-    written = key_features.transpose(-1, -2) @ value
-    return _scan(written, memory, start[0], borders), _scan(key_features.sum(-2), normaliser, start[1], borders)
+    memories, last_memory = _scan(key_features.transpose(-1, -2) @ value, memory, start[0], borders)
+    normalisers, last_normaliser = _scan(key_features.sum(-2), normaliser, start[1], borders)
+    return States(memories, normalisers, last_memory, last_normaliser)
 
 
 def delta_states(
@@ -179,21 +191,22 @@ def delta_states(
     start: tuple[Tensor, Tensor],
     borders: Borders | None,
     eps: float,
-) -> tuple[Tensor, Tensor]:
+) -> States:
     """As [`linear_states`], by the delta rule M_s = M_{s-1} + σ(K)ᵀ (V − σ(K) M_{s-1} / (σ(K) z_{s-1} + ε)).
 
     The rule is affine in M: its matrix and its constant are made for all steps at once, so that the loop over steps
     touches the state alone.
     """
-    normalisers = _scan(key_features.sum(-2), normaliser, start[1], borders)
+    normalisers, last_normaliser = _scan(key_features.sum(-2), normaliser, start[1], borders)
     keys = key_features.transpose(-1, -2)
-    retrieved = (key_features * normalisers[:, :-1].unsqueeze(-2)).sum(-1, keepdim=True) + eps
+    retrieved = (key_features * normalisers.unsqueeze(-2)).sum(-1, keepdim=True) + eps
     scaled = key_features / retrieved
     # Segments shorter than a head is wide: two thin products a step cost less than one D × D matrix a step.
     thin = key_features.shape[-2] < key_features.shape[-1]
     factors = (keys, scaled) if thin else (keys @ scaled,)
-    states = [memory]
+    states = []
     for step, (addition, *factor) in enumerate(zip((keys @ value).unbind(1), *(f.unbind(1) for f in factors), strict=True)):
+        states.append(memory)
         removal = memory
         for matrix in reversed(factor):
             removal = matrix @ removal
@@ -204,37 +217,39 @@ def delta_states(
             wrote = borders.reach[:, step + 1, 2 + step, None, None, None]
             continues = borders.continues[:, step, None, None, None]
             memory = torch.where(continues, memory + change * wrote, start[0])
-        states.append(memory)
-    return torch.stack(states, 1), normalisers
+    return States(torch.stack(states, 1), normalisers, memory, last_normaliser)
 
 
 class _RunningSum(Function):
-    """`[B, N + 1, …]`: `incoming [B, …]`, and it with the first, the first two, … of `written [B, N, …]`.
+    """`incoming [B, …]` with none, the first, the first two, … but the last of `written [B, N, …]`; and with all of them.
 
     A CPU adds whole states many times faster than it sums along a dimension that is not the last.
     """
 
     @staticmethod
     def forward(ctx, written, incoming):
-        sums = written.new_empty(written.shape[0], written.shape[1] + 1, *written.shape[2:])
+        sums = torch.empty_like(written)
         sums[:, 0] = incoming
-        for step in range(written.shape[1]):
-            torch.add(sums[:, step], written[:, step], out=sums[:, step + 1])
-        return sums
+        for step in range(1, written.shape[1]):
+            torch.add(sums[:, step - 1], written[:, step - 1], out=sums[:, step])
+        return sums, sums[:, -1] + written[:, -1]
 
     @staticmethod
-    def backward(ctx, gradient):
-        sums = gradient.clone(memory_format=torch.contiguous_format)
-        for step in range(gradient.shape[1] - 2, -1, -1):
-            sums[:, step] += sums[:, step + 1]
-        return sums[:, 1:], sums[:, 0]
+    def backward(ctx, gradient, last_gradient):
+        to_written = torch.empty_like(gradient)
+        to_written[:, -1] = last_gradient
+        for step in range(gradient.shape[1] - 1, 0, -1):
+            torch.add(to_written[:, step], gradient[:, step], out=to_written[:, step - 1])
+        return to_written, to_written[:, 0] + gradient[:, 0]
 
 
-def _scan(written: Tensor, incoming: Tensor, start: Tensor, borders: Borders | None) -> Tensor:
-    """Running sums before each step and after the last, `[B, N + 1, …]`, of what the steps wrote, `[B, N, …]`."""
+def _scan(written: Tensor, incoming: Tensor, start: Tensor, borders: Borders | None) -> tuple[Tensor, Tensor]:
+    """Running sums of what the steps wrote, `[B, N, …]`: before each step, `[B, N, …]`, and after the last, `[B, …]`."""
     if borders is None:
         if written.device.type == "cpu" and not torch.compiler.is_compiling():
             return _RunningSum.apply(written, incoming)
-        return torch.cat([incoming.unsqueeze(1), written], 1).cumsum(1)
-    sources = torch.cat([incoming.unsqueeze(1), start.expand_as(incoming).unsqueeze(1), written], 1)
-    return (borders.reach.to(written.dtype) @ sources.flatten(2)).unflatten(2, written.shape[2:])
+        sums = torch.cat([incoming.unsqueeze(1), written], 1).cumsum(1)
+    else:
+        sources = torch.cat([incoming.unsqueeze(1), start.expand_as(incoming).unsqueeze(1), written], 1)
+        sums = (borders.reach.to(written.dtype) @ sources.flatten(2)).unflatten(2, written.shape[2:])
+    return sums[:, :-1], sums[:, -1]

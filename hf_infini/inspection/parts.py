@@ -144,12 +144,12 @@ def _infini_parts(
     arguments = [keys, values, *(first.expand(batch, *first.shape) for first in start), start]
     arguments.append(layout.borders(0, layout.segments))
     if module.config.update_rule == "linear":
-        memories, normalisers = linear_states(*arguments)
+        states = linear_states(*arguments)
     else:
-        memories, normalisers = delta_states(*arguments, EPS)
+        states = delta_states(*arguments, EPS)
     memory, mass = (
         layout.from_grid(blocks.transpose(2, 3))
-        for blocks in read_memory(queries, memories[:, :-1], normalisers[:, :-1], EPS)
+        for blocks in read_memory(queries, states.memory, states.normaliser, EPS)
     )
 
     logits = _widen(module.gate())
@@ -168,8 +168,8 @@ def _infini_parts(
         memory_heads=memory,
         gate=gate,
         memory_share=torch.where(sizes[0] > 0, sizes[0] / (sizes[0] + sizes[1]), 0),
-        memory_norm=memories.flatten(3).norm(dim=-1).transpose(1, 2),
-        normaliser_norm=normalisers.norm(dim=-1).transpose(1, 2),
+        memory_norm=torch.cat([states.memory, states.last_memory.unsqueeze(1)], 1).flatten(3).norm(dim=-1).transpose(1, 2),
+        normaliser_norm=torch.cat([states.normaliser, states.last_normaliser.unsqueeze(1)], 1).norm(dim=-1).transpose(1, 2),
         segments=segments,
     )
 
