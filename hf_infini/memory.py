@@ -194,30 +194,64 @@ def delta_states(
 ) -> States:
     """As [`linear_states`], by the delta rule M_s = M_{s-1} + σ(K)ᵀ (V − σ(K) M_{s-1} / (σ(K) z_{s-1} + ε)).
 
-    The rule is affine in M: its matrix and its constant are made for all steps at once, so that the loop over steps
-    touches the state alone.
+    The rule is affine in M. Where a segment has as many tokens as a head is wide, its matrix and its constant are made for
+    all steps at once, so that the loop over steps touches the state alone.
     """
     normalisers, last_normaliser = _scan(key_features.sum(-2), normaliser, start[1], borders)
+    scaled = key_features / (key_features @ normalisers.unsqueeze(-1) + eps)
+    continues = first = None
+    if borders is not None:
+        wrote = borders.reach[:, 1:, 2:].diagonal(dim1=1, dim2=2)  # whether the state after a step has its tokens
+        key_features = key_features * wrote[:, :, None, None, None]
+        continues, first = borders.continues, start[0]
     keys = key_features.transpose(-1, -2)
-    retrieved = (key_features * normalisers.unsqueeze(-2)).sum(-1, keepdim=True) + eps
-    scaled = key_features / retrieved
-    # Segments shorter than a head is wide: two thin products a step cost less than one D × D matrix a step.
+    # In shorter segments two thin products a step cost less than one D × D matrix a step
     thin = key_features.shape[-2] < key_features.shape[-1]
-    factors = (keys, scaled) if thin else (keys @ scaled,)
-    states = []
-    for step, (addition, *factor) in enumerate(zip((keys @ value).unbind(1), *(f.unbind(1) for f in factors), strict=True)):
-        states.append(memory)
-        removal = memory
-        for matrix in reversed(factor):
-            removal = matrix @ removal
-        change = addition - removal
-        if borders is None:
-            memory = memory + change
-        else:
-            wrote = borders.reach[:, step + 1, 2 + step, None, None, None]
-            continues = borders.continues[:, step, None, None, None]
-            memory = torch.where(continues, memory + change * wrote, start[0])
-    return States(torch.stack(states, 1), normalisers, memory, last_normaliser)
+    factors = (value, keys, scaled) if thin else (keys @ value, None, keys @ scaled)
+    memories, last_memory = _DeltaScan.apply(*factors, memory, continues, first)
+    return States(memories, normalisers, last_memory, last_normaliser)
+
+
+class _DeltaScan(Function):
+    """`incoming [B, K, D, E]` before each step, `[B, N, K, D, E]`, and after the last of M ← M + left (target − right M).
+
+    Left `None`: the identity. Where `continues` `[B, N]` is False, M begins again as `start` `[K, D, E]`. The gradient's
+    loop touches the states' gradient alone as well; what is owed to the factors is worked out for all steps at once.
+    """
+
+    @staticmethod
+    def forward(ctx, target, left, right, incoming, continues, start):
+        memory, memories = incoming, []
+        for step in range(target.shape[1]):
+            memories.append(memory)
+            change = target[:, step] - right[:, step] @ memory
+            memory = memory + (change if left is None else left[:, step] @ change)
+            if continues is not None:
+                memory = torch.where(continues[:, step, None, None, None], memory, start)
+        memories = torch.stack(memories, 1)
+        ctx.save_for_backward(target, left, right, continues, memories)
+        return memories, memory
+
+    @staticmethod
+    def backward(ctx, memories_gradient, gradient):
+        target, left, right, continues, memories = ctx.saved_tensors
+        to_start = None if continues is None else torch.zeros_like(gradient[0])
+        to_states, to_changes = [], []
+        for step in range(target.shape[1] - 1, -1, -1):
+            if continues is not None:
+                on = continues[:, step, None, None, None]
+                to_start = to_start + gradient.masked_fill(on, 0).sum(0)
+                gradient = gradient * on
+            to_change = gradient if left is None else left[:, step].transpose(-1, -2) @ gradient
+            to_states.append(gradient)
+            to_changes.append(to_change)
+            gradient = gradient - right[:, step].transpose(-1, -2) @ to_change + memories_gradient[:, step]
+        to_target = torch.stack(to_changes[::-1], 1)
+        to_right = -(to_target @ memories.transpose(-1, -2))
+        to_left = None
+        if left is not None:
+            to_left = torch.stack(to_states[::-1], 1) @ (target - right @ memories).transpose(-1, -2)
+        return to_target, to_left, to_right, gradient, None, to_start
 
 
 class _RunningSum(Function):

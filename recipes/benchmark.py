@@ -39,7 +39,7 @@ class Options:
     device: str = option("cpu", "cpu, cuda, …", group="machine")
     threads: int | None = option(None, "CPU threads; default: torch's own choice.")
     rounds: int = option(5, "Rounds, each timing every contestant once.", group="measurement")
-    once_above: float = option(10.0, "Seconds; a contestant of the layer that takes more runs once, not in every round.")
+    once_above: float = option(10.0, "Seconds; a contestant of the layer that takes more is timed once, not in every round.")
     skip_above: float = option(60.0, "Seconds; one that takes more in a process of its own is not timed (CPU).")
     again: bool = option(False, "Measure anew what OUT.json holds.")
     seed: int = option(0, "Of weights, inputs and the order of contestants.")

@@ -153,7 +153,7 @@ def test_rounds_and_ratios():
     orders = {tuple(calls[begin : begin + 3]) for begin in range(3, 63, 3)}
     assert calls[:3] == ["a", "b", "c"] and len(orders) > 2 and all(set(order) == set("abc") for order in orders)
     calls.clear()
-    assert len(timing.alternate(runs, rounds=3, device="cpu", once_above=-1)["a"]) == 1 and len(calls) == 3
+    assert len(timing.alternate(runs, rounds=3, device="cpu", once_above=-1)["a"]) == 1 and len(calls) == 6
     calls.clear()
     timing.alternate({"a": runs["a"]}, rounds=1, device="cpu", sample_seconds=0.5)
     assert len(calls) > 2

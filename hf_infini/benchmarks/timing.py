@@ -49,7 +49,7 @@ def alternate(
     Args:
         runs: name → one run.
         rounds: at least 1.
-        once_above: a contestant whose warm-up takes more seconds is not run again: that is its one value.
+        once_above: a contestant whose warm-up takes more seconds runs once more, and that is its one value.
         sample_seconds: quick runs are repeated until a value stands for about so much time (0: never repeated).
         say: is told the name of what runs next.
     """
@@ -59,7 +59,7 @@ def alternate(
         say(name)
         seconds = seconds_of(run, device)
         if seconds > once_above:
-            times[name] = [seconds]
+            times[name] = [seconds_of(run, device)]  # the first run takes new memory, which can cost more than the work
         else:
             repeats[name] = 1 if sample_seconds <= 0 else max(1, min(1000, math.ceil(sample_seconds / max(seconds, 1e-6))))
     order = list(repeats)
