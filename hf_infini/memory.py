@@ -198,7 +198,7 @@ def delta_states(
     all steps at once, so that the loop over steps touches the state alone.
     """
     normalisers, last_normaliser = _scan(key_features.sum(-2), normaliser, start[1], borders)
-    scaled = key_features / (key_features @ normalisers.unsqueeze(-1) + eps)
+    scaled = key_features / ((key_features * normalisers.unsqueeze(-2)).sum(-1, keepdim=True) + eps)
     continues = first = None
     if borders is not None:
         wrote = borders.reach[:, 1:, 2:].diagonal(dim1=1, dim2=2)  # whether the state after a step has its tokens
@@ -247,7 +247,7 @@ class _DeltaScan(Function):
             to_changes.append(to_change)
             gradient = gradient - right[:, step].transpose(-1, -2) @ to_change + memories_gradient[:, step]
         to_target = torch.stack(to_changes[::-1], 1)
-        to_right = -(to_target @ memories.transpose(-1, -2))
+        to_right = (to_target @ memories.transpose(-1, -2)).neg_()
         to_left = None
         if left is not None:
             to_left = torch.stack(to_states[::-1], 1) @ (target - right @ memories).transpose(-1, -2)
