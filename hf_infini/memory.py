@@ -7,8 +7,8 @@ Shapes: `B` batch, `N` steps (segments, or blocks of short segments), `P` tokens
 of a step that read a key/value head's memory, `D` head dimension, `E` value dimension. The heads come before the tokens, so
 that every product is one of contiguous matrices.
 
-Reading and adding up have gradients of their own: what autograd would keep or copy for them takes longer, where memory is
-slower than arithmetic, than the products.
+Reading, mixing and the steps' states have gradients of their own: what autograd would keep or copy for them takes longer,
+where memory is slower than arithmetic, than the products.
 """
 
 import math
@@ -216,7 +216,7 @@ class _DeltaScan(Function):
     """`incoming [B, K, D, E]` before each step, `[B, N, K, D, E]`, and after the last of M ← M + left (target − right M).
 
     Left `None`: the identity. Where `continues` `[B, N]` is False, M begins again as `start` `[K, D, E]`. The gradient's
-    loop touches the states' gradient alone as well; what is owed to the factors is worked out for all steps at once.
+    loop touches the states' gradient alone; what is owed to the factors is worked out for all steps at once.
     """
 
     @staticmethod
