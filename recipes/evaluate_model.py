@@ -7,14 +7,16 @@
     python recipes/evaluate_model.py --model runs/infini --text documents.jsonl --length 4096 --join false
     python recipes/evaluate_model.py --model runs/recall --task passkey --data data/carolina --lengths 1024 8192 131072
     python recipes/evaluate_model.py --model runs/recall --task facts --distances 0 1 4 16 64 --memory off
+    python recipes/evaluate_model.py --model runs/recall --task facts --data data/carolina
 
 perplexity: overall and by position in the context. Without --length, --data is evaluated on its validation rows as they
 are, which is the number in train.py's result.json. --split test reads the test rows instead, for the one model that the
 validation rows chose. With --length, texts are read in rows of that length.
 
 passkey: five digits stand somewhere in real text (the documents of --data or --text) and are asked for at its end, for
-every length and depth. facts: a generated biography states a fact and asks for it --distances segments later. Both count
-the answers that greedy decoding gives exactly, with 95 % intervals. A started task that was killed goes on where it was.
+every length and depth. facts: a generated biography states a fact and asks for it --distances segments later; between them
+stand invented paragraphs, full of other people and years, or with --data or --text lines of these documents. Both count the
+answers that greedy decoding gives exactly, with 95 % intervals. A started task that was killed goes on where it was.
 
 Everything is read in chunks through the model's cache: a model with `positions: rope` or `segment` takes any length in
 constant memory; one with absolute or learned positions stops at its `n_positions`. --memory off leaves a model
@@ -62,13 +64,13 @@ class Options:
     precision: Literal["float32", "bf16"] = option("float32", "bf16: autocast.")
     device: str = option("auto", "cpu, cuda, cuda:1, …; auto: a GPU where there is one.")
     out: str | None = option(None, "Files to write, without suffix; default: evaluation in the model's folder (other tasks, "
-                           "and with the memory off: the task's name), with _test and _memory_off behind it.",
+                           "and with the memory off: the task's name), with _text (facts among lines of text), _test and "
+                           "_memory_off behind it.",
                            group="output")  # fmt: skip
 
 
 # Options that say nothing about the other tasks
 TASKS = {
-    ("data", "text", "split", "text_field", "min_characters"): ("perplexity", "passkey"),
     ("length", "join", "separate_documents", "max_tokens"): ("perplexity",),
     ("lengths", "depths"): ("passkey",),
     ("distances", "segment_length"): ("facts",),
@@ -94,12 +96,12 @@ def main(argv: list[str] | None = None) -> None:
         raise UserError(f"--out is needed, as --model {options.model} is no folder here")
     # write_card.py takes every evaluation*.json for a perplexity of the model as it is
     plain = options.task == "perplexity" and options.memory == "on"
-    parts = ["evaluation" if plain else options.task, options.split, f"memory_{options.memory}"]
-    name = "_".join(part for part in parts if part not in ("validation", "memory_on"))
-    name = options.out or str(Path(options.model) / name)
+    source = options.text or options.data
+    parts = ["evaluation" if plain else options.task, "text" if options.task == "facts" and source else None]
+    parts += [options.split if options.split == "test" else None, "memory_off" if options.memory == "off" else None]
+    name = options.out or str(Path(options.model) / "_".join(filter(None, parts)))
     Path(name).parent.mkdir(parents=True, exist_ok=True)
     found = {"perplexity": perplexity, "passkey": passkey, "facts": facts}[options.task](options, model, tokenizer, name)
-    source = options.text or options.data
     result = {
         **found,
         "model": options.model,
@@ -162,7 +164,8 @@ def facts(options: Options, model, tokenizer, name: str) -> dict:
     segment_length = options.segment_length or getattr(model.config, "tokens_per_segment", None)
     if segment_length is None:
         raise UserError("--segment_length is needed: this model has no segments of its own to count distances in")
-    found = run_facts(runner(options, model, tokenizer, name), options.distances, segment_length)
+    texts = read_texts(options) if options.text or options.data else None
+    found = run_facts(runner(options, model, tokenizer, name), options.distances, segment_length, texts)
     print(facts_table(found["cells"]))
     return found
 
@@ -173,7 +176,7 @@ def runner(options: Options, model, tokenizer, name: str):
     from hf_infini.support.stages import state_of_files
 
     files = [file for pattern in ("config.json", "*.safetensors") for file in sorted(Path(options.model).glob(pattern))]
-    files += [source_file(options)] if options.task == "passkey" else []
+    files += [source_file(options)] if options.text or options.data else []
     identity = {key: value for key, value in vars(options).items() if key != "out"}
     identity["files"] = [state_of_files(str(file)) for file in files]
     how = {key: getattr(options, key) for key in ("chunk", "batch_size", "precision", "samples", "seed")}
@@ -219,10 +222,13 @@ def check_options(options: Options) -> dict | None:
     one, depths = len(options.depths) == 1, options.depths
     if not all(0 <= depth <= 1 or (one and depth >= 2 and depth % 1 == 0) for depth in depths):
         raise UserError(f"--depths {' '.join(map(str, depths))}: give shares from 0 to 1, or one number of depths from 2 on")
-    if options.task == "facts":
+    if options.data is None and options.text is None and options.task == "facts":
+        for name in ("split", "text_field", "min_characters"):
+            if getattr(options, name) != getattr(defaults, name):
+                raise UserError(f"--{name} chooses among the texts of --data or --text: give one of them, or leave it out")
         return None
     if (options.data is None) == (options.text is None):
-        raise UserError("give exactly one of --data and --text")
+        raise UserError(f"give {'at most' if options.task == 'facts' else 'exactly'} one of --data and --text")
     if options.text is not None:
         if options.split != "validation":
             raise UserError(f"--split {options.split} chooses among the rows of --data, and --text has none: leave it out")

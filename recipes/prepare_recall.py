@@ -14,6 +14,7 @@ facts: the opening of a generated biography, then invented paragraphs and real t
     question for every fact of the opening;
 codes: people in real text are given codes, all of which are asked for until the row is full;
 echo: real text in which short passages come again, each learned from its third token on;
+paragraphs: the invented paragraphs alone, full of people and years that nobody asks for;
 text: a block of the text of --data, as it is.
 
 A model that starts from nothing learns recall from codes and echo in short rows first (--context 256), where it is asked
@@ -43,7 +44,7 @@ class Options:
     rows: int = option(20_000, "Training rows.")
     validation_rows: int = option(200, "Validation rows.")
     mix: list[str] = option(["passkey=0.3", "facts=0.4", "text=0.3"], "Shares of the rows by kind (passkey, facts, codes, "
-                            "echo, text), 1 together.")  # fmt: skip
+                            "echo, paragraphs, text), 1 together.")  # fmt: skip
     questions: int = option(4, "passkey: how often a row asks for its number.")
     answers_only: bool = option(True, "Where rows ask, only the answers are learned; false: every token.")
     seed: int = option(0, "Seed of every choice by chance.")

@@ -209,6 +209,13 @@ def test_facts_stand_beside_the_same_questions_without_memory_alone():
     text = cards_results.recall_section(run, "facts")
     assert cells(text)[0][-2:] == ["most frequent answers", "memory off"] and "segments of 8 tokens" in text
     assert [row[-2:] for row in cells(text)[2:]] == [["12.5 %", "–"], ["12.5 %", "6/48 (6.0–13.5 %)"]]
+    among = recall("facts", found, data="d") | {"source": "data/plays", "data_fingerprint": RESULT["data_fingerprint"]}
+    run.evaluations.append(among | {"split": "validation"})
+    *_, last = cards_results.recall_section(run, "facts").splitlines()
+    assert "segments of 8 tokens; lines of text between (plays, validation);" in last
+    shares = [row["how"] for row in cards_results.recall_shares(run)]
+    assert shares[1:3] == ["1 segments between", "0 segments of lines of text between (plays, validation)"]
+    run.evaluations.pop()
     # Another seed asks about other people: two tables
     run.evaluations[0]["options"]["seed"] = 4
     before, after = cards_results.recall_section(run, "facts").split("With the memory switched off:")

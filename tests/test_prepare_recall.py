@@ -146,6 +146,13 @@ def test_text_rows_come_again_only_after_all_others(base, tmp_path):
     assert manifest["splits"]["validation"]["rows_by_kind"] == {"text": 3}
 
 
+def test_invented_paragraphs_are_learned_as_a_whole(base, tmp_path):
+    manifest = prepare(tmp_path / "p", base, "--context", 200, "--rows", 9, "--validation_rows", 3, "--mix", "paragraphs=1")
+    assert manifest["splits"]["train"]["counted_tokens"] == {"paragraphs": 9 * 200}
+    ids, labels = rows_of(tmp_path / "p", "train")
+    assert (ids == labels).all() and len(np.unique(ids, axis=0)) == 9
+
+
 def test_drills_make_rows_of_any_length(base, tmp_path):
     options = ["--context", 256, "--rows", 30, "--validation_rows", 4, "--mix", "codes=0.5", "echo=0.5"]
     record = prepare(tmp_path / "drills", base, *options)["splits"]["train"]
@@ -181,7 +188,10 @@ def test_train_reads_the_folder(base, tmp_path):
     ("options", "message"),
     [
         (["--mix", "facts=0.5"], "the shares sum to 0.5"),
-        (["--mix", "facts=0.5", "poems=0.5"], "--mix poems=0.5: give a kind (passkey, facts, codes, echo, text)"),
+        (
+            ["--mix", "facts=0.5", "poems=0.5"],
+            "--mix poems=0.5: give a kind (passkey, facts, codes, echo, paragraphs, text)",
+        ),
         (["--mix", "facts=much"], "--mix facts=much"),
         (["--mix", "facts=1", "--context", 48], "rows of 48 tokens have no room for a fact"),
         (["--mix", "passkey=1", "--context", 48], "give a longer --context"),
@@ -216,7 +226,7 @@ def test_data_that_cannot_be_used(base, tmp_path, capsys):
 
 def test_every_row_is_dealt():
     shares = read_mix(["passkey=0.3", "text=0.7"])
-    assert shares == {"passkey": 0.3, "facts": 0.0, "codes": 0.0, "echo": 0.0, "text": 0.7}
+    assert shares == {"passkey": 0.3, "facts": 0.0, "codes": 0.0, "echo": 0.0, "paragraphs": 0.0, "text": 0.7}
     for rows in (1, 2, 3, 7, 10):
         kinds = deal_kinds(rows, shares, random.Random(0))
         assert len(kinds) == rows and abs(kinds.count("passkey") - 0.3 * rows) < 1 and "facts" not in kinds

@@ -12,7 +12,7 @@ import pytest
 from hf_infini.corpora.biographies import generate_biographies, portuguese_names
 from hf_infini.corpora.tokenization import build_character_tokenizer, encode_texts, train_bpe
 from hf_infini.recall import examples
-from hf_infini.recall.examples import FACT_NAMES, DoesNotFit, fact_example, facts_row, passkey_example
+from hf_infini.recall.examples import FACT_NAMES, DoesNotFit, fact_example, facts_row, paragraphs_row, passkey_example
 from hf_infini.recall.filler import Filler, TokenStream
 
 NAMES = portuguese_names()
@@ -138,6 +138,30 @@ def test_facts_come_back_exactly_so_many_segments_later(kind, segment_length, di
             start = tokenizer(kind).decode(example.tokens[first[0] * segment_length :])
             assert start.count(name) >= 2  # the title and the question
     assert set(made) == set(FACT_NAMES)
+
+
+def test_lines_of_text_stand_between_a_fact_and_its_question_but_none_that_answers_it():
+    make = functools.partial(fact_example, encode=encoder("bpe"), names=NAMES, distance=6, segment_length=128)
+    for number in range(24):
+        fact = FACT_NAMES[number % 12]
+        invented = make(random.Random(number), fact=fact).questions[0]
+        lines = [f"O verso {verse} é o de {'outro' if verse % 3 else invented.answer}." for verse in range(30)]
+        example = make(random.Random(number), fact=fact, lines=lines)
+        # The same person is asked about at the same places
+        assert example.questions[0] == invented
+        text = tokenizer("bpe").decode(example.tokens)
+        between = text[text.index(invented.answer) + len(invented.answer) : text.rindex("\n")]
+        assert invented.answer not in between
+        assert set(re.findall(r"O verso (\d+) é", between)) == {str(verse) for verse in range(30) if verse % 3}
+    with pytest.raises(DoesNotFit, match=r"each of the 1 line\(s\)"):
+        make(random.Random(0), fact=fact, lines=[f"Aqui está {make(random.Random(0), fact=fact).questions[0].answer}."])
+
+
+def test_invented_paragraphs_alone_fill_a_row():
+    rows = [paragraphs_row(random.Random(seed), encoder("bpe"), NAMES, 500) for seed in (0, 0, 1)]
+    assert [len(row) for row in rows] == [500] * 3 and np.array_equal(rows[0], rows[1])
+    texts = [tokenizer("bpe").decode(row) for row in rows]
+    assert texts[0] != texts[2] and all(text.startswith("\n") and "secreto" not in text for text in texts)
 
 
 def test_what_does_not_fit_is_said():

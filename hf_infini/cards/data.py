@@ -15,6 +15,7 @@ KINDS_OF_ROWS = {  # recipes/prepare_recall.py
     "facts": "the opening of a generated biography, and questions for its facts among invented and real text",
     "codes": "real text in which people are given codes, all of which are asked for",
     "echo": "real text in which short passages come again",
+    "paragraphs": "invented paragraphs full of people and years that nobody asks for",
     "text": "the text as it is",
 }
 NOT_STATED = "not stated"  # of a licence

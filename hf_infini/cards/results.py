@@ -140,10 +140,16 @@ def recall_shares(run: Run) -> list[dict[str, Any]]:
             accuracy = sum(cell["correct"] for cell in cells) / sum(cell["samples"] for cell in cells)
             shares.append(_text_of(run, evaluation) | {"how": how, "name": "Passkeys found", "accuracy": accuracy})
     for evaluation in run.of_task("facts"):
+        between = f"segments of {_lines_of(run, evaluation)}" if evaluation.get("source") else "segments between"
         for cell in _answered(evaluation):
-            found = {"how": f"{cell['distance']} segments between", "name": "Facts recalled", "accuracy": cell["accuracy"]}
+            found = {"how": f"{cell['distance']} {between}", "name": "Facts recalled", "accuracy": cell["accuracy"]}
             shares.append({"data": "generated biographies", "split": None} | found)
     return shares
+
+
+def _lines_of(run: Run, evaluation: dict) -> str:
+    """What stands between facts and questions that were asked among the lines of real text."""
+    return "lines of text between (" + ", ".join(filter(None, _text_of(run, evaluation).values())) + ")"
 
 
 def _answered(evaluation: dict) -> list[dict]:
@@ -167,6 +173,7 @@ def _recall_table(run: Run, task: str, evaluation: dict, off: dict | None) -> li
         words.append("text: " + ", ".join(filter(None, _text_of(run, evaluation).values())))
     else:
         words.append(f"segments of {evaluation['segment_length']:,} tokens")
+        words += [_lines_of(run, evaluation)] if evaluation.get("source") else []
     words += [] if options["precision"] == "float32" else [options["precision"]]
     reasons = dict.fromkeys(cell["not_possible"] for cell in evaluation["cells"] if "not_possible" in cell)
     notes = f"{'; '.join(words)}; {measured_on([evaluation] + [off] * (off is not None))}."

@@ -165,7 +165,15 @@ def _occurs_once(answer: str, text: str) -> bool:
     return len(re.findall(rf"\b{re.escape(answer)}\b", text, re.IGNORECASE)) == 1
 
 
-def fact_example(rng: random.Random, encode: Encode, names, fact: str, distance: int, segment_length: int) -> Example:
+def fact_example(
+    rng: random.Random,
+    encode: Encode,
+    names,
+    fact: str,
+    distance: int,
+    segment_length: int,
+    lines: Sequence[str] | None = None,
+) -> Example:
     """A biography that asks for a fact in the segment that comes `distance` segments after the one that stated it.
 
     The document: other text, so that the statement stands where it shall; the name and the opening up to the end of
@@ -179,6 +187,7 @@ def fact_example(rng: random.Random, encode: Encode, names, fact: str, distance:
         fact: one of `FACT_NAMES`.
         distance: in segments, 0 or more.
         segment_length: tokens per segment.
+        lines: of real text, to stand in front and between; `None`: invented paragraphs, full of other names and years.
 
     Raises [`DoesNotFit`] when the text between the two places is longer than the distance.
     """
@@ -200,14 +209,18 @@ def fact_example(rng: random.Random, encode: Encode, names, fact: str, distance:
 
     other = invent_person(rng, names)
     forbidden = forbid_answers(person)
+
+    def write(about: Person) -> Iterator[str]:
+        return write_paragraphs(rng, names, about, forbidden) if lines is None else _take_lines(rng, lines, forbidden)
+
     document = Document()
     front = (start - stated_at) % segment_length
-    text = _encode_enough(encode, write_paragraphs(rng, names, other, forbidden), front)
+    text = _encode_enough(encode, write(other), front)
     document.add(text[len(text) - front :], title)
     for statement in statements:
         stated = document.add(statement.before, statement.answer)
         document.add(statement.after)
-    text = _encode_enough(encode, write_paragraphs(rng, names, person, forbidden), gap)
+    text = _encode_enough(encode, write(person), gap)
     asked = document.add(text[:gap], prompt, answer)
     return Example(document.tokens(), (Question(fact, person.answers[fact], stated, asked),))
 
@@ -250,6 +263,14 @@ def facts_row(rng: random.Random, encode: Encode, names, filler: Filler, length:
         gap -= len(parts[-1])
     tokens, spans = _ask_anywhere(rng, np.concatenate(parts), len(title), statements, asks, stop)
     return Example(tokens, tuple(Question(name, person.answers[name], *places) for name, *places in spans))
+
+
+def paragraphs_row(rng: random.Random, encode: Encode, names, length: int) -> "np.ndarray":
+    """Exactly `length` tokens of the invented paragraphs that stand between the facts and the questions of [`fact_example`]:
+    other people, places and years without end, none of which is ever asked for."""
+    names.seed_instance(rng.getrandbits(64))
+    person = invent_person(rng, names)
+    return _encode_enough(encode, write_paragraphs(rng, names, person, forbid_answers(person)), length)[:length]
 
 
 def _ask_anywhere(
@@ -332,6 +353,19 @@ def _draw_places(
         )
     (number,) = rng.choices(range(len(starts)), choices)
     return starts[number], rng.randint(first_ends[number], last)
+
+
+def _take_lines(rng: random.Random, lines: Sequence[str], forbidden: re.Pattern) -> Iterator[str]:
+    """Yields lines from one drawn at random on, behind the last the first again, without those that `forbidden` is in."""
+    first, found = rng.randrange(len(lines)), False
+    for number in itertools.count(first):
+        if found or number < first + len(lines):
+            line = lines[number % len(lines)]
+            if not forbidden.search(line):
+                found = True
+                yield line
+        else:
+            raise DoesNotFit(f"each of the {len(lines)} line(s) of text holds one of a person's answers")
 
 
 def _encode_lines(encode: Encode, paragraphs: Iterator[str]) -> "Iterator[np.ndarray]":

@@ -12,13 +12,13 @@ from hf_infini_cli import UserError
 
 from ..corpora.blocks import save_rows
 from .drills import codes_row, echo_row
-from .examples import DoesNotFit, Example, facts_row, passkey_example
+from .examples import DoesNotFit, Example, facts_row, paragraphs_row, passkey_example
 from .filler import Filler, TokenStream
 
 if TYPE_CHECKING:
     import numpy as np
 
-KINDS = ("passkey", "facts", "codes", "echo", "text")
+KINDS = ("passkey", "facts", "codes", "echo", "paragraphs", "text")
 NOT_COUNTED = -100  # a label that adds nothing to the loss
 _ROWS_IN_MEMORY = 512
 
@@ -61,7 +61,7 @@ class RowMaker:
         context: tokens per row.
         shares: of `KINDS`, summing to 1.
         questions: how often a passkey row asks for its number.
-        answers_only: only the answers are learned where a row asks; text rows always are learned as a whole.
+        answers_only: only the answers are learned where a row asks; rows that ask nothing always are learned as a whole.
     """
 
     def __init__(
@@ -103,6 +103,9 @@ class RowMaker:
                 tokens = self.stream.read(self.blocks[texts % len(self.blocks)] * self.context, self.context)
                 labels = tokens
                 texts += 1
+            elif kind == "paragraphs":
+                rng = random.Random(f"{self.key}/{number}")
+                tokens = labels = paragraphs_row(rng, self.encode, self.names, self.context)
             else:
                 example = self._example(kind, random.Random(f"{self.key}/{number}"))
                 tokens = example.tokens

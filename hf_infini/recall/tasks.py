@@ -169,14 +169,18 @@ def run_passkey(runner: Runner, texts: Sequence[str], lengths: Sequence[int], de
     return {"cells": _run_cells(runner, cells, run_cell), "filler_tokens": len(stream)}
 
 
-def run_facts(runner: Runner, distances: Sequence[int], segment_length: int) -> dict:
+def run_facts(runner: Runner, distances: Sequence[int], segment_length: int, texts: Sequence[str] | None = None) -> dict:
     """Facts of invented people: `cells` by `distance` (segments), and the `constant_guesses` to compare them with.
 
     All kinds of facts come in turn. Examples that do not fit are passed over and counted, by fact, as `skipped`.
+
+    Args:
+        texts: articles whose lines stand between a fact and its question; `None`: invented paragraphs.
     """
     from ..corpora.biographies import portuguese_names
 
     names, guesses = portuguese_names(), constant_guesses(runner.seed)
+    lines = None if texts is None else [line for text in texts for line in text.splitlines() if line.strip()]
 
     def run_cell(cell: dict, progress: Callable[[int], None]) -> dict:
         skipped, lengths, reasons = Counter(), [0], []
@@ -186,7 +190,7 @@ def run_facts(runner: Runner, distances: Sequence[int], segment_length: int) -> 
             for number in range(_TRIES * runner.samples):
                 fact, rng = FACT_NAMES[number % len(FACT_NAMES)], runner.random(number)
                 try:
-                    example = fact_example(rng, runner.encode, names, fact, cell["distance"], segment_length)
+                    example = fact_example(rng, runner.encode, names, fact, cell["distance"], segment_length, lines)
                 except DoesNotFit as error:
                     skipped[fact] += 1
                     reasons.append(error)
