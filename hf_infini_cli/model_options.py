@@ -49,7 +49,8 @@ class ModelOptions:
         "scratch); default: absolute.",
     )
     memory_conv: int | None = option(
-        None, "gpt2 infini: taps of a short causal convolution of the layer's input, 0 for none; default: 0."
+        None, "gpt2 infini: taps of a short causal convolution of the layer's input, 0 for none; more than --init_from has "
+        "start at zero; default: 0."
     )
     memory_write: Literal["equal", "learned"] | None = option(
         None, "gpt2 infini: what a token weighs in the memory, all alike or as learned (needs feature_map exp); default: "
@@ -149,14 +150,28 @@ def build_config(options: ModelOptions, tokenizer, context: int):
 
 
 def build_model(config, init_from: str | None):
-    """The model of a configuration: with random weights, or in float32 with those of a model folder."""
+    """The model of a configuration: with random weights, or in float32 with those of a model folder.
+
+    Where the folder's model has a shorter convolution, the taps that it does not have start at zero.
+    """
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     if init_from is None:
         model = AutoModelForCausalLM.from_config(config)
     else:
+        taps = getattr(config, "memory_conv", 0)
+        saved = getattr(AutoConfig.from_pretrained(init_from), "memory_conv", 0)
+        longer = 0 < saved < taps  # where there is none at all, transformers starts it
+        if longer:
+            config.memory_conv = saved
         model = AutoModelForCausalLM.from_pretrained(init_from, config=config, dtype=torch.float32)
+        if longer:
+            for module in model.modules():
+                if hasattr(module, "memory_conv"):
+                    padded = torch.nn.functional.pad(module.memory_conv.detach(), (0, 0, 0, taps - saved))
+                    module.memory_conv = torch.nn.Parameter(padded)
+            config.memory_conv = model.config.memory_conv = taps
     model.loss_type = "ForCausalLM"  # what transformers falls back to, with a warning
     return model
 
@@ -199,6 +214,9 @@ def _config_of(options: ModelOptions, tokenizer) -> dict:
         has = 4 * config.n_embd if name == "n_inner" and config.n_inner is None else getattr(config, name)
         if value != has:
             raise UserError(f"--{name} {value}, but {folder} has {has}: leave --{name} out")
+    taps = getattr(config, "memory_conv", 0)
+    if options.memory_conv is not None and options.memory_conv < taps:
+        raise UserError(f"--memory_conv {options.memory_conv}, but {folder} has {taps} taps: give as many, or more")
     if config.vocab_size < len(tokenizer):
         raise UserError(f"--init_from: {folder} knows {config.vocab_size} tokens, the data has {len(tokenizer)}")
     own = ("model_type", "architectures", "auto_map", "use_cache")  # of the folder's class and its last use
