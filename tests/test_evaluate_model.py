@@ -190,6 +190,6 @@ def test_documents_too_short(model_and_data, tmp_path, capsys):
 
 def test_the_commands_of_the_docstring_are_parsed():
     commands = [line.split() for line in evaluate_model.__doc__.splitlines() if line.startswith("    python ")]
-    assert len(commands) == 7
+    assert len(commands) == 8
     for command in commands:
         parse_options(evaluate_model.Options, description="", argv=command[2:])
