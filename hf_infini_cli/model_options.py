@@ -1,5 +1,6 @@
 """The options that say which model a recipe trains, and the configuration and model that they make."""
 
+import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -162,18 +163,27 @@ def build_model(config, init_from: str | None):
     else:
         taps = getattr(config, "memory_conv", 0)
         saved = getattr(AutoConfig.from_pretrained(init_from), "memory_conv", 0)
-        longer = 0 < saved < taps  # where there is none at all, transformers starts it
-        if longer:
+        grows = 0 < saved < taps  # where there is none at all, transformers starts it
+        if grows:
+            config = copy.deepcopy(config)
             config.memory_conv = saved
         model = AutoModelForCausalLM.from_pretrained(init_from, config=config, dtype=torch.float32)
-        if longer:
-            for module in model.modules():
-                if hasattr(module, "memory_conv"):
-                    padded = torch.nn.functional.pad(module.memory_conv.detach(), (0, 0, 0, taps - saved))
-                    module.memory_conv = torch.nn.Parameter(padded)
-            config.memory_conv = model.config.memory_conv = taps
+        if grows:
+            _grow_convolutions(model, taps)
     model.loss_type = "ForCausalLM"  # what transformers falls back to, with a warning
     return model
+
+
+def _grow_convolutions(model, taps: int) -> None:
+    """Gives every layer's convolution so many taps, the new ones zero: the model computes what it did."""
+    import torch
+
+    for module in model.modules():
+        if hasattr(module, "memory_conv"):
+            longer = module.memory_conv.new_zeros(taps, module.memory_conv.shape[1])
+            longer[: len(module.memory_conv)] = module.memory_conv.detach()
+            module.memory_conv = torch.nn.Parameter(longer)
+    model.config.memory_conv = taps
 
 
 def _given(options: ModelOptions, names) -> dict:

@@ -68,6 +68,10 @@ class Options:
                            "_memory_off behind it.",
                            group="output")  # fmt: skip
 
+    @property
+    def source(self) -> str | None:
+        return self.text or self.data
+
 
 # Options that say nothing about the other tasks
 TASKS = {
@@ -96,8 +100,7 @@ def main(argv: list[str] | None = None) -> None:
         raise UserError(f"--out is needed, as --model {options.model} is no folder here")
     # write_card.py takes every evaluation*.json for a perplexity of the model as it is
     plain = options.task == "perplexity" and options.memory == "on"
-    source = options.text or options.data
-    parts = ["evaluation" if plain else options.task, "text" if options.task == "facts" and source else None]
+    parts = ["evaluation" if plain else options.task, "text" if options.task == "facts" and options.source else None]
     parts += [options.split if options.split == "test" else None, "memory_off" if options.memory == "off" else None]
     name = options.out or str(Path(options.model) / "_".join(filter(None, parts)))
     Path(name).parent.mkdir(parents=True, exist_ok=True)
@@ -106,7 +109,7 @@ def main(argv: list[str] | None = None) -> None:
         **found,
         "model": options.model,
         "memory": options.memory,
-        "source": source,
+        "source": options.source,
         "split": options.split if manifest else None,
         "data_fingerprint": setup.data_fingerprint(manifest) if manifest else None,
         **measurement.peak_memory(),
@@ -116,7 +119,7 @@ def main(argv: list[str] | None = None) -> None:
     }
     run_folder.write_json(Path(f"{name}.json"), result)
     title = Path(options.model).name + (" without its memory" if options.memory == "off" else "")
-    title += f" on {Path(source).name}" if source else ""
+    title += f" on {Path(options.source).name}" if options.source else ""
     draw = {"perplexity": plot_positions, "passkey": plot_passkey, "facts": plot_facts}
     draw[options.task](found["by_position" if options.task == "perplexity" else "cells"], Path(f"{name}.png"), title)
     Path(f"{name}.cells.json").unlink(missing_ok=True)
@@ -164,7 +167,7 @@ def facts(options: Options, model, tokenizer, name: str) -> dict:
     segment_length = options.segment_length or getattr(model.config, "tokens_per_segment", None)
     if segment_length is None:
         raise UserError("--segment_length is needed: this model has no segments of its own to count distances in")
-    texts = read_texts(options) if options.text or options.data else None
+    texts = read_texts(options) if options.source else None
     found = run_facts(runner(options, model, tokenizer, name), options.distances, segment_length, texts)
     print(facts_table(found["cells"]))
     return found
@@ -176,7 +179,7 @@ def runner(options: Options, model, tokenizer, name: str):
     from hf_infini.support.stages import state_of_files
 
     files = [file for pattern in ("config.json", "*.safetensors") for file in sorted(Path(options.model).glob(pattern))]
-    files += [source_file(options)] if options.text or options.data else []
+    files += [source_file(options)] if options.source else []
     identity = {key: value for key, value in vars(options).items() if key != "out"}
     identity["files"] = [state_of_files(str(file)) for file in files]
     how = {key: getattr(options, key) for key in ("chunk", "batch_size", "precision", "samples", "seed")}
@@ -222,7 +225,7 @@ def check_options(options: Options) -> dict | None:
     one, depths = len(options.depths) == 1, options.depths
     if not all(0 <= depth <= 1 or (one and depth >= 2 and depth % 1 == 0) for depth in depths):
         raise UserError(f"--depths {' '.join(map(str, depths))}: give shares from 0 to 1, or one number of depths from 2 on")
-    if options.data is None and options.text is None and options.task == "facts":
+    if options.source is None and options.task == "facts":
         for name in ("split", "text_field", "min_characters"):
             if getattr(options, name) != getattr(defaults, name):
                 raise UserError(f"--{name} chooses among the texts of --data or --text: give one of them, or leave it out")

@@ -272,30 +272,6 @@ def test_infini_starts_from_plain_gpt2(base, self_run, tmp_path, capsys):
     assert not torch.equal(infini.transformer.h[0].attn.gate(), torch.zeros(2))  # whose own rate is 0.01
 
 
-@pytest.mark.parametrize("taps", [0, 2])
-def test_a_convolution_grows_by_taps_that_do_nothing_yet(base, self_run, taps, tmp_path):
-    tokenizer = AutoTokenizer.from_pretrained(self_run)
-    options = ModelOptions(n_layer=2, n_embd=16, n_head=2, segment_length=8, positions="rope", memory_conv=taps)
-    short = build_model(build_config(options, tokenizer, CONTEXT), None).eval()
-    for block in short.transformer.h:
-        if taps:
-            block.attn.memory_conv.data.normal_()
-    short.save_pretrained(tmp_path / "short")
-    grown = build_config(ModelOptions(init_from=str(tmp_path / "short"), memory_conv=5), tokenizer, CONTEXT)
-    model = build_model(grown, str(tmp_path / "short"))
-    assert model.transformer.h[0].attn.memory_conv.shape == (5, 16) and model.transformer.h[0].attn.memory_conv.requires_grad
-    model.save_pretrained(tmp_path / "long")
-    ids = torch.arange(2 * 40).reshape(2, 40) % len(tokenizer)
-    with torch.no_grad():
-        expected = short(ids).logits
-        for other in (model.eval(), AutoModelForCausalLM.from_pretrained(tmp_path / "long").eval()):
-            assert other.config.memory_conv == 5 and torch.equal(other(ids).logits, expected)
-            # In pieces, too: what the convolution carries over is as long as it
-            first = other(ids[:, :11], use_cache=True)
-            last = other(ids[:, 11:], past_key_values=first.past_key_values).logits
-            torch.testing.assert_close(last, expected[:, 11:], rtol=1e-4, atol=1e-5)  # float32 sums in another order
-
-
 def test_what_a_start_cannot_be(base, self_run, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(self_run)
 
@@ -314,10 +290,6 @@ def test_what_a_start_cannot_be(base, self_run, tmp_path):
         config(n_segments=7)
     with pytest.raises(UserError, match="--n_head 3 does not divide --n_embd 256"):
         config(attention="self", n_head=3)
-    with pytest.raises(UserError, match="--memory_conv 1, but .* has 2 taps: give as many, or more"):
-        saved = tmp_path / "convolved"
-        build_model(config(memory_conv=2, n_layer=1, n_embd=8, n_head=1), None).save_pretrained(saved)
-        config(init_from=str(saved), memory_conv=1)
     longer = config(10 * CONTEXT, init_from=str(straight_run(base)))
     assert longer.positions == "segment" and longer.segment_length == 16
     assert build_model(longer, str(straight_run(base))).config.positions == "segment"

@@ -80,6 +80,11 @@ def _text_of(run: Run, evaluation: dict) -> dict:
     return {"data": run.data if same_data else PurePath(evaluation["source"]).name, "split": split}
 
 
+def _text_named(run: Run, evaluation: dict) -> str:
+    """The same in words: `plays, validation`."""
+    return ", ".join(filter(None, _text_of(run, evaluation).values()))
+
+
 def ngram_rows(run: Run) -> list[dict[str, Any]]:
     """The baselines in the form of [`measurements`], with `order` and `entropy`; they are of the run's data."""
     common = {"data": run.data, "how": ""}
@@ -91,7 +96,7 @@ def long_evaluations(run: Run) -> list[tuple[str, list[dict]]]:
     found = []
     for evaluation in run.of_task("perplexity"):
         if evaluation["options"].get("length") and evaluation.get("memory", "on") == "on":
-            text = ", ".join(filter(None, _text_of(run, evaluation).values()))
+            text = _text_named(run, evaluation)
             title = f"By position in rows of {evaluation['options']['length']:,} tokens ({text})"
             found.append((title, evaluation["by_position"]))
     return found
@@ -149,7 +154,7 @@ def recall_shares(run: Run) -> list[dict[str, Any]]:
 
 def _lines_of(run: Run, evaluation: dict) -> str:
     """What stands between facts and questions that were asked among the lines of real text."""
-    return "lines of text between (" + ", ".join(filter(None, _text_of(run, evaluation).values())) + ")"
+    return f"lines of text between ({_text_named(run, evaluation)})"
 
 
 def _answered(evaluation: dict) -> list[dict]:
@@ -170,7 +175,7 @@ def _recall_table(run: Run, task: str, evaluation: dict, off: dict | None) -> li
     parts, options = table(evaluation["cells"], None if off is None else off["cells"]), evaluation["options"]
     words = [f"Seed {options['seed']}, {options['samples']:,} examples for each cell"]
     if task == "passkey":
-        words.append("text: " + ", ".join(filter(None, _text_of(run, evaluation).values())))
+        words.append(f"text: {_text_named(run, evaluation)}")
     else:
         words.append(f"segments of {evaluation['segment_length']:,} tokens")
         words += [_lines_of(run, evaluation)] if evaluation.get("source") else []

@@ -358,13 +358,12 @@ def _draw_places(
 def _take_lines(rng: random.Random, lines: Sequence[str], forbidden: re.Pattern) -> Iterator[str]:
     """Yields lines from one drawn at random on, behind the last the first again, without those that `forbidden` is in."""
     first, found = rng.randrange(len(lines)), False
-    for number in itertools.count(first):
-        if found or number < first + len(lines):
-            line = lines[number % len(lines)]
+    while True:
+        for line in itertools.chain(lines[first:], lines[:first]):
             if not forbidden.search(line):
                 found = True
                 yield line
-        else:
+        if not found:
             raise DoesNotFit(f"each of the {len(lines)} line(s) of text holds one of a person's answers")
 
 

@@ -99,15 +99,15 @@ class RowMaker:
         """Yields kind, tokens and labels of each row, the arrays int64 of `context` tokens."""
         texts = 0
         for number, kind in enumerate(self.kinds):
+            rng = random.Random(f"{self.key}/{number}")
             if kind == "text":
                 tokens = self.stream.read(self.blocks[texts % len(self.blocks)] * self.context, self.context)
                 labels = tokens
                 texts += 1
             elif kind == "paragraphs":
-                rng = random.Random(f"{self.key}/{number}")
                 tokens = labels = paragraphs_row(rng, self.encode, self.names, self.context)
             else:
-                example = self._example(kind, random.Random(f"{self.key}/{number}"))
+                example = self._example(kind, rng)
                 tokens = example.tokens
                 labels = answer_labels(example) if self.answers_only else tokens
             yield kind, tokens, labels

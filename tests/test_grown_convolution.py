@@ -1,0 +1,47 @@
+"""Training that starts from a model with a shorter convolution, or none: the taps that it does not have do nothing yet."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from hf_infini.corpora.tokenization import build_character_tokenizer
+from hf_infini_cli import UserError
+from hf_infini_cli.model_options import ModelOptions, build_config, build_model
+
+CONTEXT = 64
+TOKENIZER = build_character_tokenizer(["O rato roeu a roupa do rei de Roma."])
+
+
+def saved(folder, taps: int):
+    """A small model with random taps, which also lies in the folder."""
+    options = ModelOptions(n_layer=2, n_embd=16, n_head=2, segment_length=8, positions="rope", memory_conv=taps)
+    model = build_model(build_config(options, TOKENIZER, CONTEXT), None).eval()
+    for block in model.transformer.h:
+        if taps:
+            block.attn.memory_conv.data.normal_()
+    model.save_pretrained(folder)
+    return model
+
+
+@pytest.mark.parametrize("taps", [0, 2])
+def test_a_convolution_grows_by_taps_that_do_nothing_yet(taps, tmp_path):
+    short = saved(tmp_path / "short", taps)
+    grown = build_config(ModelOptions(init_from=str(tmp_path / "short"), memory_conv=5), TOKENIZER, CONTEXT)
+    model = build_model(grown, str(tmp_path / "short"))
+    assert model.transformer.h[0].attn.memory_conv.shape == (5, 16) and model.transformer.h[0].attn.memory_conv.requires_grad
+    model.save_pretrained(tmp_path / "long")
+    ids = torch.arange(2 * 40).reshape(2, 40) % len(TOKENIZER)
+    with torch.no_grad():
+        expected = short(ids).logits
+        for other in (model.eval(), AutoModelForCausalLM.from_pretrained(tmp_path / "long").eval()):
+            assert other.config.memory_conv == 5 and torch.equal(other(ids).logits, expected)
+            # In pieces, too: what the convolution carries over is as long as it
+            first = other(ids[:, :11], use_cache=True)
+            last = other(ids[:, 11:], past_key_values=first.past_key_values).logits
+            torch.testing.assert_close(last, expected[:, 11:], rtol=1e-4, atol=1e-5)  # float32 sums in another order
+
+
+def test_no_tap_is_taken_away(tmp_path):
+    saved(tmp_path, 2)
+    with pytest.raises(UserError, match="--memory_conv 1, but .* has 2 taps: give as many, or more"):
+        build_config(ModelOptions(init_from=str(tmp_path), memory_conv=1), TOKENIZER, CONTEXT)
