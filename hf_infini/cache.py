@@ -1,5 +1,6 @@
 """The cache of `generate()`: one [`InfiniState`] for each layer with memory, so its bytes do not grow with the context."""
 
+import copy
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -8,30 +9,50 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
 from .memory_files import check_model, describe_model, read_memory_file, write_memory_file
+from .read_text import ReadText
 from .segments import SegmentLayout
 from .state import InfiniState
 from .steps import StepLayout
-from .text_hash import extend_hash
 
 
 class InfiniLayer(CacheLayerMixin):
     """One layer's state between two calls.
 
     Attributes:
-        state: [`InfiniState`], or `None` before the first call.
+        state: [`InfiniState`], or `None` before the first call. Whoever has looked at it may keep it: the next token is then
+            written into a copy of its window, and no longer in place.
         columns: tokens passed so far, padding included (what `generate` counts in).
     """
 
     def __init__(self):
         super().__init__()
-        self.state: InfiniState | None = None
+        self._state: InfiniState | None = None
+        self._kept_elsewhere = False
         self.columns = 0
+
+    @property
+    def state(self) -> InfiniState | None:
+        self._kept_elsewhere = True
+        return self._state
+
+    @state.setter
+    def state(self, state: InfiniState | None) -> None:
+        self._state, self._kept_elsewhere = state, True
 
     def advance(self, state: InfiniState, columns: int) -> None:
         """Takes the state after a call of `columns` tokens."""
-        self.state = state
+        if self._state is None or state.local_key is not self._state.local_key:
+            self._kept_elsewhere = False
+        self._state = state
         self.columns += columns
         self.is_initialized = True
+
+    def __copy__(self) -> "InfiniLayer":
+        """Shares the state; what either goes on to read leaves the other as it is."""
+        self._kept_elsewhere = True
+        other = type(self)()
+        other.__dict__.update(self.__dict__)
+        return other
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing to do: the state is made by the first call."""
@@ -52,8 +73,8 @@ class InfiniLayer(CacheLayerMixin):
         self.__init__()
 
     def _map(self, function) -> None:
-        if self.state is not None:
-            self.state = self.state.map_rows(function)
+        if self._state is not None:
+            self._state = self._state.map_rows(function)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self._map(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
@@ -71,19 +92,51 @@ class InfiniLayer(CacheLayerMixin):
         )
 
     def offload(self) -> None:
-        if self.state is not None:
-            self.device = self.state.memory.device
+        if self._state is not None:
+            self.device = self._state.memory.device
             self._map(lambda tensor: tensor.to("cpu"))
 
     def prefetch(self) -> None:
-        if self.state is not None:
+        if self._state is not None:
             self._map(lambda tensor: tensor.to(getattr(self, "device", tensor.device)))
+
+
+class StatesOfCall:
+    """The states of the layers with memory before and after one call of the model.
+
+    Every layer takes its state from here and leaves the next one here; [`InfiniCache.advance`] takes these over when all
+    layers are through. So a call that fails changes nothing in the cache, nor does a layer that gradient checkpointing runs
+    a second time.
+    """
+
+    def __init__(self, layers: Sequence):
+        self._layers = {number: layer for number, layer in enumerate(layers) if isinstance(layer, InfiniLayer)}
+        self._before = {number: layer._state for number, layer in self._layers.items()}
+        self._after: dict[int, InfiniState] = {}
+
+    def before(self, layer: int) -> InfiniState | None:
+        """The state that the layer goes on from."""
+        return self._before[layer]
+
+    def may_overwrite(self, layer: int) -> bool:
+        """Whether a token may be written into the state's own window: nobody has kept it, and no gradient needs it."""
+        return not (torch.is_grad_enabled() or self._layers[layer]._kept_elsewhere)
+
+    def leave(self, layer: int, state: InfiniState) -> None:
+        """Hands over the state after the call."""
+        self._after[layer] = state
+
+    def advance_layers(self, tokens: int) -> None:
+        """Gives the layers that have been called their new states."""
+        for number, state in self._after.items():
+            self._layers[number].advance(state, tokens)
 
 
 class InfiniCache(Cache):
     """The cache of an [`InfiniGPT2LMHeadModel`]: bounded for layers with memory, growing for those with full attention.
 
     `generate()` and `model(..., use_cache=True)` make it by themselves; pass it back to go on reading where it stands.
+    `copy.copy` gives a second one to go on with from the same place.
 
     Args:
         config: the model's [`InfiniGPT2Config`].
@@ -93,19 +146,43 @@ class InfiniCache(Cache):
         bounded = set(config.infini_layers)
         super().__init__(layers=[InfiniLayer() if i in bounded else DynamicLayer() for i in range(config.n_layer)])
         self.documents: Tensor | None = None  # see full_attention_mask
-        self.text_hash: Tensor | None = None  # [batch] int64, see remember
+        self.text = ReadText()
+
+    def __copy__(self) -> "InfiniCache":
+        other = object.__new__(type(self))
+        other.__dict__.update(self.__dict__, layers=[copy.copy(layer) for layer in self.layers], text=copy.copy(self.text))
+        return other
 
     @property
     def state(self) -> InfiniState | None:
         """The state of the first layer with memory: its tokens_seen and positions hold for all."""
-        return next(layer.state for layer in self.layers if isinstance(layer, InfiniLayer))
+        return self._first_layer.state
+
+    @property
+    def _first_layer(self) -> InfiniLayer:
+        return next(layer for layer in self.layers if isinstance(layer, InfiniLayer))
+
+    def states(self) -> StatesOfCall:
+        """The states for a call of the model."""
+        return StatesOfCall(self.layers)
+
+    def first_state(self) -> InfiniState | None:
+        """As `state`, for a call that keeps nothing of it."""
+        return self._first_layer._state
+
+    def advance(
+        self, states: StatesOfCall, input_ids: Tensor | None, layout: SegmentLayout | StepLayout, tokens: int
+    ) -> None:
+        """Takes over what a call of `tokens` columns has left; `input_ids` `[batch, tokens]`, or `None` for embeddings."""
+        states.advance_layers(tokens)
+        self.text.extend(input_ids, layout.real, len(layout.tokens_seen), tokens, layout.tokens_seen.device)
 
     def nbytes(self) -> int:
         """Bytes that the cache holds now."""
         total = 0
         for layer in self.layers:
             if isinstance(layer, InfiniLayer):
-                total += layer.state.nbytes() if layer.state is not None else 0
+                total += layer._state.nbytes() if layer._state is not None else 0
             elif layer.is_initialized:
                 total += layer.keys.nbytes + layer.values.nbytes
         return total
@@ -114,9 +191,9 @@ class InfiniCache(Cache):
         """The mask with which `generate()` goes on from here with new tokens alone, as it must where the ids of what the
         cache has read are gone: `generate(ids, attention_mask=cache.attention_mask(mask), past_key_values=cache)`.
 
-        By the width of the mask `generate()` tells new ids from a whole text, and in it positions are counted. With beams or
-        several sequences for each row, repeat the cache (`batch_repeat_interleave`) after this. Without it, `generate()`
-        takes ids that are no more than the cache has read for new, and knows a whole text by its beginning.
+        By the width of the mask `generate()` tells new ids from a whole text. With beams or several sequences for each row,
+        repeat the cache (`batch_repeat_interleave`) after this. Without it, `generate()` takes ids that are no more than the
+        cache has read for new, and knows a whole text by its beginning.
 
         Args:
             attention_mask: `[batch, tokens]` of the new tokens, 1 = real, 0 = padding.
@@ -125,17 +202,17 @@ class InfiniCache(Cache):
             `[batch, columns + tokens]`, the columns being those that the cache has passed.
 
         Raises:
-            ValueError: another number of rows than the cache has, or positions that left some numbers out.
+            ValueError: another number of rows than the cache has.
         """
-        if self.state is None:
+        if self.text.real is None:
             return attention_mask
-        rows = len(self.state.last_position)
+        rows = len(self.text.real)
         if len(attention_mask) != rows:
             raise ValueError(
                 f"the mask has {len(attention_mask)} rows and the cache {rows}: repeat the cache's rows with "
                 "batch_repeat_interleave, or choose among them with batch_select_indices."
             )
-        return self._mask_behind_the_past(attention_mask)
+        return self.text.mask_before(attention_mask, self.get_seq_length())
 
     def mask_of_ids(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """The mask with which `generate()` reads of these ids what is new, where nobody has said what is.
@@ -152,12 +229,16 @@ class InfiniCache(Cache):
             [`InfiniCache.attention_mask`] of it.
 
         Raises:
-            ValueError: nothing is new in a whole text, or the ids are more than the cache has read and begin otherwise.
+            ValueError: nothing is new in a whole text, the ids are more than the cache has read and begin otherwise, or the
+                mask of what has been read is another.
         """
         columns, tokens = self.get_seq_length(), input_ids.shape[1]
-        if self.state is None or attention_mask.shape[1] != tokens:
+        if self.text.real is None:
             return attention_mask
-        known = tokens >= columns and self._begins(input_ids[:, :columns])
+        if attention_mask.shape[1] != tokens:
+            self.text.check_past(attention_mask[:, :columns])
+            return attention_mask
+        known = tokens >= columns and self.text.begins(input_ids[:, :columns])
         if known and tokens == columns:
             raise ValueError(
                 f"the cache has read all of these {tokens} ids, and there is nothing to go on from: pass the text with new "
@@ -171,37 +252,10 @@ class InfiniCache(Cache):
                 "attention_mask=cache.attention_mask(mask), mask being [batch, tokens] with 1 for real tokens; a whole text "
                 "must be that of the cache token by token, padding included."
             )
-        return attention_mask if known else self._mask_behind_the_past(attention_mask)
-
-    def remember(self, input_ids: Tensor | None) -> None:
-        """Takes the ids `[batch, tokens]` of the call that has just gone through the layers into the hash of the text; ids
-        for all columns stand for the whole text. After a call without ids (embeddings) nothing is known of it."""
-        if input_ids is None:
-            self.text_hash = None
-        elif self.get_seq_length() == input_ids.shape[1]:
-            self.text_hash = extend_hash(torch.zeros_like(input_ids[:, 0]), input_ids)
-        elif self.text_hash is not None:
-            self.text_hash = extend_hash(self.text_hash, input_ids)
-
-    def _begins(self, input_ids: Tensor) -> bool:
-        """Whether these ids, one for each column of the cache, are what it has read."""
-        if self.text_hash is None:
-            return False
-        repeats = max(1, len(self.text_hash) // len(input_ids))
-        read = self.text_hash.to(input_ids.device)
-        return torch.equal(read, extend_hash(torch.zeros_like(input_ids[:, 0]), input_ids).repeat_interleave(repeats))
-
-    def _mask_behind_the_past(self, attention_mask: Tensor) -> Tensor:
-        columns, seen = self.get_seq_length(), self.state.last_position + 1
-        seen = seen[:: max(1, len(seen) // len(attention_mask))]  # beams: equal rows for each of the mask
-        if int(seen.max()) > columns:
-            raise ValueError(
-                f"the last position is {int(seen.max()) - 1} after {columns} tokens: generate() counts positions in the "
-                "mask and cannot go on from position_ids that left some out."
-            )
-        # A row's real tokens are counted and not looked at, so they may stand together at the end
-        past = torch.arange(columns, device=seen.device) >= columns - seen.unsqueeze(1)
-        return torch.cat([past.to(attention_mask), attention_mask], 1)
+        if not known:
+            return self.text.mask_before(attention_mask, columns)
+        self.text.check_past(attention_mask[:, :columns])
+        return attention_mask
 
     def save_pretrained(self, path: str | Path, model, *, text_sha256: Sequence[str] | None = None) -> None:
         """Writes what has been read so far into a memory file (see memory_files.py): the whole state, bit for bit.
@@ -217,16 +271,16 @@ class InfiniCache(Cache):
             ValueError: nothing has been read yet, or `text_sha256` is not one for each row.
             OSError: the file cannot be written.
         """
-        if self.state is None:
+        if self.first_state() is None:
             raise ValueError("this cache has read nothing yet: give it to model(ids, past_key_values=cache) before saving.")
-        tokens_seen = self.state.tokens_seen.tolist()
+        tokens_seen = self.first_state().tokens_seen.tolist()
         if text_sha256 is not None and (isinstance(text_sha256, str) or len(text_sha256) != len(tokens_seen)):
             raise ValueError(f"text_sha256 must be a list with one for each of the {len(tokens_seen)} rows.")
         tensors = {} if self.documents is None else {"documents": self.documents}
-        tensors |= {} if self.text_hash is None else {"text_hash": self.text_hash}
+        tensors |= self.text.tensors()
         for number, layer in enumerate(self.layers):
             bounded = isinstance(layer, InfiniLayer)
-            own = layer.state.tensors() if bounded else {"keys": layer.keys, "values": layer.values}
+            own = layer._state.tensors() if bounded else {"keys": layer.keys, "values": layer.values}
             tensors |= {f"layers.{number}.{name}": tensor for name, tensor in own.items()}
         record = {
             "model": model if isinstance(model, dict) else describe_model(model),
@@ -262,8 +316,8 @@ class InfiniCache(Cache):
                 layer.advance(InfiniState.from_tensors(own), record["columns"])
             else:
                 layer.update(own["keys"], own["values"])
-        for name in ("documents", "text_hash"):
-            setattr(cache, name, tensors[name].to(model.device) if name in tensors else None)
+        cache.documents = tensors["documents"].to(model.device) if "documents" in tensors else None
+        cache.text = ReadText.from_tensors({name: tensor.to(model.device) for name, tensor in tensors.items()})
         count = len(record["tokens_seen"])
         if rows is not None:
             if not all(0 <= row < count for row in rows):
@@ -271,18 +325,13 @@ class InfiniCache(Cache):
             cache.batch_select_indices(torch.tensor(rows, dtype=torch.long, device=model.device))
         return cache
 
-    def full_attention_mask(self, layout: SegmentLayout | StepLayout, tokens: int, past: int) -> Tensor | None:
-        """See [`full_attention_mask`]; remembers the documents of the new columns."""
-        mask, self.documents = full_attention_mask(layout, tokens, past, self.documents)
-        return mask
-
     def crop(self, tokens_to_remove: int) -> None:
-        next(layer for layer in self.layers if isinstance(layer, InfiniLayer)).crop(tokens_to_remove)
+        self._first_layer.crop(tokens_to_remove)
 
     def reset(self) -> None:
         for layer in self.layers:
             layer.reset() if isinstance(layer, InfiniLayer) else layer.__init__()
-        self.documents = self.text_hash = None
+        self.documents, self.text = None, ReadText()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         super().reorder_cache(beam_idx)
@@ -298,36 +347,6 @@ class InfiniCache(Cache):
 
     def _map_own(self, function) -> None:
         """Applies a function of rows to what the cache has beside its layers."""
-        for name in ("documents", "text_hash"):
-            if getattr(self, name) is not None:
-                setattr(self, name, function(getattr(self, name)))
-
-
-def full_attention_mask(
-    layout: SegmentLayout | StepLayout, tokens: int, past: int, documents: Tensor | None
-) -> tuple[Tensor | None, Tensor | None]:
-    """The mask of the layers that keep full attention: causal, inside the document, without padding.
-
-    Args:
-        layout: of the new `tokens`; `past` columns came before.
-        documents: `[batch, past]`, number of each past column's document, −1 for padding; `None`: all one document.
-
-    Returns:
-        `[batch or 1, 1, tokens, past + tokens]` bool, True = visible, or `None` where the kernel's own causal mask says the
-        same; and the documents with the new columns.
-    """
-    device = layout.tokens_seen.device
-    real, restart = layout.real, layout.restart
-    columns = torch.arange(past + tokens, device=device)
-    causal = columns <= torch.arange(past, past + tokens, device=device)[:, None]
-    if documents is None and real is None:
-        return (None if past == 0 or tokens == 1 else causal[None, None]), None
-    batch = layout.tokens_seen.shape[0]
-    old = torch.zeros(batch, past, dtype=torch.long, device=device) if documents is None else documents
-    current = old.amax(1, keepdim=True).clamp(min=0) if past else old.new_zeros(batch, 1)
-    new = current.expand(batch, tokens) if real is None else torch.where(real, current + restart.cumsum(1), -1)
-    documents = torch.cat([old, new], 1)
-    mask = causal & (new.unsqueeze(2) == documents.unsqueeze(1))
-    # Padding sees itself, because a row of the softmax needs something to see.
-    own = columns == torch.arange(past, past + tokens, device=device)[:, None]
-    return (mask | own).unsqueeze(1), documents
+        self.text.map_rows(function)
+        if self.documents is not None:
+            self.documents = function(self.documents)

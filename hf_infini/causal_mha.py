@@ -9,6 +9,7 @@ from transformers import initialization as init
 from transformers.cache_utils import Cache
 
 from .attention import attend
+from .cache import StatesOfCall
 from .configuration_causal_mha import ATTENTION_OPTIONS, IN_EMBEDDING, RELATIVE, CausalMHAConfig
 from .gate import Gate
 from .positions import alibi_bias, relative_key_bias, relative_keys, rotate, rotation, t5_buckets
@@ -123,6 +124,7 @@ class CausalMultiHeadAttention(nn.Module):
         position_ids: Tensor | None = None,
         layout: SegmentLayout | StepLayout | None = None,
         past_key_values: Cache | None = None,
+        states: StatesOfCall | None = None,
         output_attentions: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """
@@ -133,6 +135,8 @@ class CausalMultiHeadAttention(nn.Module):
             position_ids: `[batch or 1, tokens]`, for rope; `None`: 0, 1, 2, ….
             layout: of the segments, for `attention="infini"`; `None`: one document a row, without padding.
             past_key_values: a cache to continue, or `None`.
+            states: for `attention="infini"`, the states of the model's call, from which the layer takes its own, and to
+                which it gives the next one; `None`: those of the cache.
             output_attentions: also return the weights, which goes through the written-out softmax.
 
         Returns:
@@ -145,7 +149,7 @@ class CausalMultiHeadAttention(nn.Module):
                 f"{list(hidden_states.shape)}."
             )
         if self.config.attention == "infini":
-            heads, weights = self._infini(hidden_states, position_ids, layout, past_key_values, output_attentions)
+            heads, weights = self._infini(hidden_states, position_ids, layout, past_key_values, states, output_attentions)
         elif output_attentions or self.config.score == "additive" or self.config._attn_implementation == "eager":
             _, weights, heads = self.parts(
                 hidden_states,
@@ -249,11 +253,12 @@ class CausalMultiHeadAttention(nn.Module):
         dropout = self.dropout.p if self.training else 0.0
         return F.scaled_dot_product_attention(query, key, value, mask, dropout, is_causal=causal, scale=scaling)
 
-    def _infini(self, hidden_states, position_ids, layout, past_key_values, output_attentions):
+    def _infini(self, hidden_states, position_ids, layout, past_key_values, states, output_attentions):
         """Context vectors and, with `output_attentions`, local weights of segmented attention with a memory."""
         arguments = self.infini_arguments(hidden_states, position_ids)
-        cached = None if past_key_values is None else past_key_values.layers[self.layer_idx]
-        state = None if cached is None else cached.state
+        by_itself = states is None and past_key_values is not None
+        states = past_key_values.states() if by_itself else states
+        state = None if states is None else states.before(self.layer_idx)
         length, kept = self.config.segment_length, self.config.local_segments
         if layout is None:
             layout = segment_layout(*hidden_states.shape[:2], length, kept, state=state, device=hidden_states.device)
@@ -268,14 +273,16 @@ class CausalMultiHeadAttention(nn.Module):
             layout=layout,
             update_rule=self.config.update_rule,
             state=state,
-            return_state=cached is not None,
+            return_state=states is not None,
             dropout=self.dropout.p if self.training else 0.0,
             return_weights=output_attentions,
             eager=self.config._attn_implementation == "eager",
-            in_place=not torch.is_grad_enabled(),
+            in_place=states is not None and states.may_overwrite(self.layer_idx),
         )
-        if cached is not None:
-            cached.advance(state, hidden_states.shape[1])
+        if states is not None:
+            states.leave(self.layer_idx, state)
+        if by_itself:
+            states.advance_layers(hidden_states.shape[1])
         return heads, weights
 
     def _distance(self, query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor | None:

@@ -91,7 +91,7 @@ def _compress(features, keys, values, layout, state, update_rule, eps):
         return _compress_in_graph(write, keys[:, :, :length], values[:, :, :length], layout, memory, normaliser)
     if not layout.compressing:
         return memory, normaliser
-    everyone = len(layout.compressing) == len(layout.rows)
+    everyone = len(layout.compressing) == len(memory)
     rows = slice(None) if everyone else torch.tensor(layout.compressing, device=keys.device)
     skipped = None if layout.skipped is None else layout.skipped[rows, :length]
     new = write(keys[rows, :, :length], values[rows, :, :length], skipped, memory[rows], normaliser[rows])

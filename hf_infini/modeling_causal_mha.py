@@ -7,11 +7,11 @@ from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel
 from transformers import initialization as init
 from transformers.activations import ACT2FN
-from transformers.cache_utils import Cache, DynamicCache
+from transformers.cache_utils import Cache
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
-from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
+from transformers.utils.generic import can_return_tuple
 
 from .causal_mha import CausalMultiHeadAttention
 from .configuration_causal_mha import RELATIVE, CausalMHAConfig
@@ -20,8 +20,12 @@ from .modeling_common import (
     InitializationMixin,
     MemoryGenerationMixin,
     carry_code,
+    check_continuation,
     check_positions,
-    columns_of_call,
+    checkpoints_gradients,
+    counted_positions,
+    growing_cache,
+    mask_of_call,
     memory_cache,
     memory_mask_of,
 )
@@ -126,7 +130,6 @@ class CausalMHAModel(CausalMHAPreTrainedModel):
         self.post_init()
 
     @can_return_tuple
-    @merge_with_config_defaults
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -146,7 +149,9 @@ class CausalMHAModel(CausalMHAPreTrainedModel):
             attention_mask: `[batch, past + tokens]`, 1 = real, 0 = padding.
             position_ids: `[batch, tokens]`; without them a row's real tokens are counted. Without mask and cache, positions
                 that go back begin a new document that sees nothing of the one before (packing).
-            past_key_values: a cache to continue; made if `use_cache` is set and none is given.
+            past_key_values: a cache to continue; made if `use_cache` is set and none is given. Gradients go through a
+                memory from call to call, also with gradient checkpointing.
+            use_cache: `None`: as the configuration says, but not in training with gradient checkpointing.
             max_documents: how many documents a row holds at most, so that packed rows of a model with a memory compile into
                 one graph: [`segment_layout`].
 
@@ -158,31 +163,36 @@ class CausalMHAModel(CausalMHAPreTrainedModel):
         output_attentions = self.config.output_attentions if output_attentions is None else output_attentions
         output_hidden_states = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         embeddings = self.wte(input_ids) if inputs_embeds is None else inputs_embeds
-        given = past_key_values
+        if use_cache is None:
+            use_cache = self.config.use_cache and not checkpoints_gradients(self)
+        states = None
         if self.config.attention == "infini":
-            past_key_values = memory_cache(self.config, past_key_values, use_cache)
-        elif use_cache and past_key_values is None:
-            past_key_values = DynamicCache(config=self.config)
-        past = 0 if given is None else given.get_seq_length()
-        reach = self._reach(embeddings, attention_mask, position_ids, past, given, past_key_values, input_ids, max_documents)
-        if position_ids is None and "layout" in reach:
-            position_ids = reach["layout"].positions
-        elif position_ids is None:
-            position_ids = self._positions(embeddings, attention_mask, past)
+            past_key_values = memory_cache(self, past_key_values, use_cache)
+            states = None if past_key_values is None else past_key_values.states()
+            reach = self._segments(embeddings, attention_mask, position_ids, past_key_values, input_ids, max_documents)
+            if position_ids is None:
+                position_ids = counted_positions(reach["layout"], past_key_values)
+        else:
+            given, past_key_values = past_key_values, growing_cache(self, past_key_values, use_cache)
+            past = 0 if given is None else given.get_seq_length()
+            reach = self._reach(embeddings, attention_mask, position_ids, past, given)
+            if position_ids is None:
+                position_ids = self._positions(embeddings, attention_mask, past)
         hidden_states = self.drop(self._with_positions(embeddings, position_ids))
         all_hidden_states, all_weights = (hidden_states,), ()
         for block in self.h:
             hidden_states, weights = block(
                 hidden_states,
-                past_key_values=past_key_values,
+                past_key_values,
                 output_attentions=output_attentions,
                 position_ids=position_ids,
+                states=states,
                 **reach,
             )
             all_hidden_states += (hidden_states,)
             all_weights += (weights,)
-        if "layout" in reach and past_key_values is not None:
-            past_key_values.remember(input_ids)
+        if states is not None:
+            past_key_values.advance(states, input_ids, reach["layout"], embeddings.shape[1])
         hidden_states = self.ln_f(hidden_states)
         return BaseModelOutputWithPast(
             last_hidden_state=hidden_states,
@@ -214,26 +224,31 @@ class CausalMHAModel(CausalMHAPreTrainedModel):
         check_positions(position_ids, self.config.n_positions, "learned", remedy)
         return embeddings + self.wpe(position_ids)
 
-    def _reach(self, embeddings, attention_mask, position_ids, past, given, cache, input_ids, max_documents) -> dict:
-        """What the tokens of this call can see, worked out once for all layers: the attention's arguments by name."""
+    def _segments(self, embeddings, attention_mask, position_ids, cache, input_ids, max_documents) -> dict:
+        """The layout of the tokens of this call, worked out once for all layers: the attention's arguments by name."""
         batch, tokens = embeddings.shape[:2]
+        state = None if cache is None else cache.first_state()
+        attention_mask = mask_of_call(attention_mask, batch, tokens, cache)
+        check_continuation(position_ids, attention_mask, state)
+        layout = segment_layout(
+            batch,
+            tokens,
+            self.config.segment_length,
+            self.config.local_segments,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            memory_mask=memory_mask_of(self.config, input_ids),
+            state=state,
+            max_documents=max_documents,
+            device=embeddings.device,
+        )
+        return {"layout": layout}
+
+    def _reach(self, embeddings, attention_mask, position_ids, past, given) -> dict:
+        """What the tokens of this call can see, worked out once for all layers: the attention's arguments by name."""
+        tokens = embeddings.shape[1]
         if self.config.attention == "none":
             return {}
-        if self.config.attention == "infini":
-            return {
-                "layout": segment_layout(
-                    batch,
-                    tokens,
-                    self.config.segment_length,
-                    self.config.local_segments,
-                    attention_mask=columns_of_call(attention_mask, tokens, past),
-                    position_ids=position_ids,
-                    memory_mask=memory_mask_of(self.config, input_ids),
-                    state=None if cache is None else cache.state,
-                    max_documents=max_documents,
-                    device=embeddings.device,
-                )
-            }
         make_mask = create_causal_mask if self.config.sliding_window is None else create_sliding_window_causal_mask
         # The cache that this call makes is empty: without it, the mask function knows packed documents by their positions
         mask = make_mask(self.config, embeddings, attention_mask, given, position_ids)

@@ -2,9 +2,15 @@
 memory."""
 
 import torch
+from torch import Tensor
+from transformers import DynamicCache, StoppingCriteriaList
 from transformers.dynamic_module_utils import custom_object_save
+from transformers.generation import GenerationMode
 
 from .cache import InfiniCache
+from .grid import SegmentLayout
+from .state import InfiniState
+from .steps import StepLayout
 
 
 class InitializationMixin:
@@ -59,8 +65,8 @@ def carry_code(**classes: type[HubCodeMixin]) -> None:
 
 
 class MemoryGenerationMixin:
-    """Gives `generate` an [`InfiniCache`] for a model with infini layers, and the mask that says which ids a cache from
-    before has not read; stands before `GenerationMixin`."""
+    """Gives `generate` an [`InfiniCache`] for a model with infini layers, the mask that says which ids a cache from before
+    has not read, and padding behind finished rows that no memory takes in; stands before `GenerationMixin`."""
 
     def _prepare_model_inputs(self, inputs, bos_token_id, model_kwargs):
         ids, name, model_kwargs = super()._prepare_model_inputs(inputs, bos_token_id, model_kwargs)
@@ -79,26 +85,86 @@ class MemoryGenerationMixin:
             return cache.mask_of_ids(input_ids, attention_mask)
         return attention_mask
 
-    def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
+    def _prepare_position_ids_for_generation(self, inputs_tensor, model_kwargs):
+        """None for a memory: a cache knows where its documents stand, and only a user's positions begin new ones."""
+        if self.config.infini_layers:
+            return None
+        return super()._prepare_position_ids_for_generation(inputs_tensor, model_kwargs)
+
+    def _prepare_cache_for_generation(self, generation_config, model_kwargs, generation_mode, *args, **kwargs):
         if not self.config.infini_layers:
-            return super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
+            return super()._prepare_cache_for_generation(
+                generation_config, model_kwargs, generation_mode, *args, **kwargs
+            )
         asked = generation_config.cache_implementation
         if asked not in (None, "dynamic"):
             raise ValueError(
                 f"cache_implementation={asked!r} is not for a model with a compressive memory: it makes its own cache, "
                 "already of constant size. Leave cache_implementation out."
             )
+        if generation_mode in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):  # no beam that goes on has ended
+            generation_config._finished_rows = model_kwargs["finished_rows"] = FinishedRows()
         if model_kwargs.get("past_key_values") is None and generation_config.use_cache is not False:
             model_kwargs["past_key_values"] = InfiniCache(self.config)
             return None
-        return super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
+        return super()._prepare_cache_for_generation(generation_config, model_kwargs, generation_mode, *args, **kwargs)
+
+    def _get_stopping_criteria(self, generation_config, *args, **kwargs):
+        criteria = super()._get_stopping_criteria(generation_config, *args, **kwargs)
+        finished = getattr(generation_config, "_finished_rows", None)
+        return criteria if finished is None else finished.watch(criteria)
+
+    def _update_model_kwargs_for_generation(self, outputs, model_kwargs, is_encoder_decoder=False, num_new_tokens=1):
+        model_kwargs = super()._update_model_kwargs_for_generation(
+            outputs, model_kwargs, is_encoder_decoder, num_new_tokens
+        )
+        finished, cache = model_kwargs.get("finished_rows"), model_kwargs.get("past_key_values")
+        if finished is not None and finished.rows is not None and cache is not None:
+            mask = model_kwargs.get("attention_mask")
+            if mask is None:  # transformers leaves out a mask of ones
+                mask = finished.rows.new_ones(len(finished.rows), cache.get_seq_length() + num_new_tokens, dtype=torch.long)
+            mask[:, -num_new_tokens:] *= ~finished.rows[:, None]
+            model_kwargs["attention_mask"] = mask
+        return model_kwargs
+
+    def prepare_inputs_for_generation(self, *args, finished_rows=None, **kwargs):
+        return super().prepare_inputs_for_generation(*args, **kwargs)
 
 
-def memory_cache(config, given, use_cache: bool | None):
+class FinishedRows:
+    """The rows of a batch that `generate` has finished: what it appends to them is padding.
+
+    Attributes:
+        rows: `[batch]` bool; `None` while no row is finished.
+    """
+
+    def __init__(self):
+        self.rows: Tensor | None = None
+
+    def watch(self, criteria: StoppingCriteriaList) -> StoppingCriteriaList:
+        """The same criteria, whose answers are noted; without an end-of-text token nothing is padded."""
+        pads = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
+        return _WatchedCriteria(criteria, self) if pads else criteria
+
+
+class _WatchedCriteria(StoppingCriteriaList):
+    def __init__(self, criteria, finished: FinishedRows):
+        super().__init__(criteria)
+        self.finished = finished
+
+    def __call__(self, input_ids, scores, **kwargs):
+        done = super().__call__(input_ids, scores, **kwargs)
+        if done.any():
+            self.finished.rows = done if self.finished.rows is None else self.finished.rows | done
+        return done
+
+
+def memory_cache(model, given, use_cache: bool | None):
     """The [`InfiniCache`] of one call of a model with infini layers, or `None`: the given one, checked, or a new one.
 
     Raises:
-        ValueError: `given` is a cache of another kind, or the call is to be exported.
+        ValueError: `given` is a cache of another kind, the call is to be exported, or gradient checkpointing would run
+            layers a second time that keep keys and values.
     """
     if use_cache and torch.compiler.is_exporting():
         raise ValueError("torch.export cannot hold the cache of a memory: pass use_cache=False among the example inputs.")
@@ -107,19 +173,99 @@ def memory_cache(config, given, use_cache: bool | None):
             f"past_key_values must be an InfiniCache, got {type(given).__name__}: a memory does not fit into other caches. "
             "Leave it out with use_cache=True, or pass InfiniCache(model.config)."
         )
-    return InfiniCache(config) if use_cache and given is None else given
+    cache = InfiniCache(model.config) if use_cache and given is None else given
+    if cache is not None and checkpoints_gradients(model):
+        grows = len(model.config.infini_layers) < model.config.n_layer
+        functions = (getattr(block, "_gradient_checkpointing_func", None) for block in model.h)
+        reentrant = any(getattr(function, "keywords", {}).get("use_reentrant") for function in functions)
+        if grows or reentrant:
+            reason = (
+                "layers of full attention would append their keys and values twice"
+                if grows
+                else "use_reentrant=True cuts the gradient through the memory"
+            )
+            remedy = "" if grows else ', call gradient_checkpointing_enable({"use_reentrant": False})'
+            raise ValueError(
+                f"gradient checkpointing in training does not go with this cache: {reason}. Pass use_cache=False and no "
+                f"past_key_values{remedy}, or call gradient_checkpointing_disable()."
+            )
+    return cache
 
 
-def columns_of_call(attention_mask, tokens: int, past: int):
-    """The part of the mask that covers this call's tokens: `generate` passes it for the past as well."""
+def growing_cache(model, given, use_cache: bool | None):
+    """The cache of keys and values of one call of a model without memory, or `None`: the given one, or a new one.
+
+    Raises:
+        ValueError: gradient checkpointing would run layers a second time.
+    """
+    cache = DynamicCache(config=model.config) if use_cache and given is None else given
+    if cache is not None and checkpoints_gradients(model):
+        raise ValueError(
+            "gradient checkpointing in training does not go with a cache: layers would append their keys and values twice. "
+            "Pass use_cache=False and no past_key_values, or call gradient_checkpointing_disable()."
+        )
+    return cache
+
+
+def checkpoints_gradients(model) -> bool:
+    """Whether blocks of the model are run a second time in the backward pass of this call."""
+    return torch.is_grad_enabled() and model.training and any(block.gradient_checkpointing for block in model.h)
+
+
+def counted_positions(layout: SegmentLayout | StepLayout, cache: InfiniCache | None) -> Tensor:
+    """`[batch or 1, tokens]`: positions that go on from the last one, where a call gives none. Given ones may have left some
+    out before."""
+    state = None if cache is None else cache.first_state()
+    if state is None:
+        return layout.positions
+    return layout.positions + (state.last_position + 1 - state.tokens_seen).unsqueeze(1)
+
+
+def mask_of_call(attention_mask, batch: int, tokens: int, cache: InfiniCache | None):
+    """The part of the mask that covers this call's tokens: `generate` passes it for the past as well, which is compared with
+    what the cache has read.
+
+    Raises:
+        ValueError: a mask of another shape, or another past.
+    """
     if attention_mask is None:
         return None
-    if attention_mask.dim() != 2 or attention_mask.shape[1] not in (tokens, past + tokens):
+    past = 0 if cache is None else cache.get_seq_length()
+    widths = (tokens, past + tokens)
+    if attention_mask.dim() != 2 or attention_mask.shape[0] != batch or attention_mask.shape[1] not in widths:
         raise ValueError(
-            f"attention_mask must be [batch, {tokens}] or [batch, {past + tokens}] (this call's tokens, or those of the "
-            f"{past} before as well), 1 for real tokens; got {list(attention_mask.shape)}."
+            f"attention_mask must be [batch, tokens] = [{batch}, {tokens}] or [{batch}, {past + tokens}] (this call's "
+            f"tokens, or those of the {past} before as well), 1 for real tokens; got {list(attention_mask.shape)}."
         )
+    if past and attention_mask.shape[1] != tokens:
+        cache.text.check_past(attention_mask[:, :past])
     return attention_mask[:, -tokens:]
+
+
+def check_continuation(position_ids, attention_mask, state: InfiniState | None) -> None:
+    """Refuses positions that neither go on from the state nor, with a 0, begin a new document.
+
+    Args:
+        position_ids: `[batch or 1, tokens]` of this call, or `None`; attention_mask: `[batch, tokens]` of it, or `None`.
+
+    Raises:
+        ValueError: there is a row of such positions. RuntimeError: likewise, in a graph of torch.compile.
+    """
+    if position_ids is None or state is None:
+        return
+    positions = position_ids.expand(len(state.tokens_seen), -1)
+    real = torch.ones_like(positions) if attention_mask is None else attention_mask.long()
+    position = positions.gather(1, real.argmax(1, keepdim=True)).squeeze(1)  # of the first real token
+    wrong = real.any(1) & (state.tokens_seen > 0) & (position <= state.last_position) & (position != 0)
+    if torch.compiler.is_compiling():
+        torch._assert_async(~wrong.any(), "position_ids go back behind what the cache has read, but not to 0.")
+    elif wrong.any():
+        row = int(wrong.nonzero()[0])
+        last = int(state.last_position[row])
+        raise ValueError(
+            f"position_ids of row {row} go on with {int(position[row])}, but the cache has read up to position {last}: give "
+            f"{last + 1} to go on, 0 to begin a new document, or leave position_ids out, and the tokens are counted."
+        )
 
 
 def check_positions(positions, limit: int, kind: str, remedy: str) -> None:
@@ -147,3 +293,34 @@ def memory_mask_of(config, input_ids):
     for given in (config.bos_token_id, config.eos_token_id, config.pad_token_id):
         ids |= set() if given is None else set(given) if isinstance(given, (list, tuple)) else {given}
     return ~torch.isin(input_ids, torch.tensor(sorted(ids), device=input_ids.device)) if ids else None
+
+
+def full_attention_mask(
+    layout: SegmentLayout | StepLayout, tokens: int, past: int, documents: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """The mask of the layers that keep full attention: causal, inside the document, without padding.
+
+    Args:
+        layout: of the new `tokens`; `past` columns came before.
+        documents: `[batch, past]`, number of each past column's document, −1 for padding; `None`: all one document.
+
+    Returns:
+        `[batch or 1, 1, tokens, past + tokens]` bool, True = visible, or `None` where the kernel's own causal mask says the
+        same; and the documents with the new columns.
+    """
+    device = layout.tokens_seen.device
+    real, restart = layout.real, layout.restart
+    columns = torch.arange(past + tokens, device=device)
+    causal = columns <= torch.arange(past, past + tokens, device=device)[:, None]
+    if documents is None and real is None:
+        return (None if past == 0 or tokens == 1 else causal[None, None]), None
+    batch = layout.tokens_seen.shape[0]
+    old = torch.zeros(batch, past, dtype=torch.long, device=device) if documents is None else documents
+    current = old.amax(1, keepdim=True).clamp(min=0) if past else old.new_zeros(batch, 1)
+    new = current.expand(batch, tokens) if restart is None else current + restart.cumsum(1)
+    new = new if real is None else torch.where(real, new, -1)
+    documents = torch.cat([old, new], 1)
+    mask = causal & (new.unsqueeze(2) == documents.unsqueeze(1))
+    # Padding sees itself, because a row of the softmax needs something to see.
+    own = columns == torch.arange(past, past + tokens, device=device)[:, None]
+    return (mask | own).unsqueeze(1), documents

@@ -10,11 +10,10 @@ from transformers.cache_utils import Cache
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 from transformers.models.gpt2.modeling_gpt2 import GPT2Attention, GPT2LMHeadModel, GPT2Model, GPT2PreTrainedModel
-from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from .attention import attend
-from .cache import InfiniCache, full_attention_mask
+from .cache import InfiniCache, StatesOfCall
 from .configuration_infini_gpt2 import InfiniGPT2Config
 from .convolution import short_convolution
 from .gate import Gate
@@ -23,8 +22,12 @@ from .modeling_common import (
     InitializationMixin,
     MemoryGenerationMixin,
     carry_code,
+    check_continuation,
     check_positions,
-    columns_of_call,
+    checkpoints_gradients,
+    counted_positions,
+    full_attention_mask,
+    mask_of_call,
     memory_cache,
     memory_mask_of,
 )
@@ -110,13 +113,16 @@ class GPT2InfiniAttention(GPT2Attention):
         layout: SegmentLayout | StepLayout | None = None,
         position_ids: Tensor | None = None,
         turns: Tensor | None = None,
+        states: StatesOfCall | None = None,
         **kwargs,
     ) -> tuple[Tensor, Tensor | None]:
         """As GPT-2's attention.
 
         Args:
             hidden_states: `[batch, tokens, width]`.
-            past_key_values: an [`InfiniCache`] to continue, or `None`.
+            past_key_values: an [`InfiniCache`] to continue, or `None`, where the attention is called by itself.
+            states: the states of the model's call, from which the layer takes its own, and to which it gives the next one;
+                `None`: those of the cache.
             layout: what the model made for all layers; without it, one is made from `attention_mask` `[batch, tokens]` and
                 `position_ids` `[batch, tokens]`, which are not looked at otherwise.
             turns: likewise the [`rotation`] of the layout's positions, with `positions="rope"`.
@@ -128,8 +134,9 @@ class GPT2InfiniAttention(GPT2Attention):
         """
         if encoder_hidden_states is not None:
             raise ValueError("GPT2InfiniAttention is causal self-attention; cross-attention is not supported.")
-        cached = None if past_key_values is None else past_key_values.layers[self.layer_idx]
-        state = None if cached is None else cached.state
+        by_itself = states is None and past_key_values is not None
+        states = past_key_values.states() if by_itself else states
+        state = None if states is None else states.before(self.layer_idx)
         length, kept = self.config.tokens_per_segment, self.config.local_segments
         if layout is None:
             layout = segment_layout(
@@ -156,15 +163,17 @@ class GPT2InfiniAttention(GPT2Attention):
             feature_map=self.config.feature_map,
             normaliser=self.config.normaliser,
             state=state,
-            return_state=cached is not None,
+            return_state=states is not None,
             scaling=self.scaling,
             dropout=self.attn_dropout.p if self.training else 0.0,
             return_weights=bool(output_attentions) or eager,
             upcast=eager and self.reorder_and_upcast_attn,
-            in_place=not torch.is_grad_enabled(),
+            in_place=states is not None and states.may_overwrite(self.layer_idx),
         )
-        if cached is not None:
-            cached.advance(replace(state, recent_inputs=recent), hidden_states.shape[1])
+        if states is not None:
+            states.leave(self.layer_idx, replace(state, recent_inputs=recent))
+        if by_itself:
+            states.advance_layers(hidden_states.shape[1])
         merged = output.transpose(1, 2).flatten(2).contiguous()
         return self.resid_dropout(self.c_proj(merged)), weights
 
@@ -226,7 +235,6 @@ class InfiniGPT2Model(InfiniGPT2PreTrainedModel, GPT2Model):
             self.wpe = None
         self.post_init()
 
-    @merge_with_config_defaults
     @capture_outputs
     def forward(
         self,
@@ -245,7 +253,9 @@ class InfiniGPT2Model(InfiniGPT2PreTrainedModel, GPT2Model):
         """As `GPT2Model.forward`, with the same shapes, and these differences:
 
         Args:
-            past_key_values: an [`InfiniCache`]; made if `use_cache` is set and none is given.
+            past_key_values: an [`InfiniCache`]; made if `use_cache` is set and none is given. Gradients go through it from
+                call to call, also with gradient checkpointing, unless some layers have full attention.
+            use_cache: `None`: as the configuration says, but not in training with gradient checkpointing.
             attention_mask: `[batch, tokens]` or `[batch, past + tokens]`, 1 = real. A padded token is in no segment and no
                 memory, wherever it stands.
             position_ids: `[batch, tokens]`; where they go back, a new document begins with an empty memory. Without them a
@@ -266,23 +276,28 @@ class InfiniGPT2Model(InfiniGPT2PreTrainedModel, GPT2Model):
             self.warn_if_padding_and_no_attention_mask(input_ids, attention_mask)
             inputs_embeds = self.wte(input_ids)
         batch, tokens = inputs_embeds.shape[:2]
-        past_key_values = memory_cache(self.config, past_key_values, use_cache)
-        past = 0 if past_key_values is None else past_key_values.get_seq_length()
+        if use_cache is None:
+            use_cache = self.config.use_cache and not checkpoints_gradients(self)
+        past_key_values = memory_cache(self, past_key_values, use_cache)
+        states = None if past_key_values is None else past_key_values.states()
+        state = None if past_key_values is None else past_key_values.first_state()
+        attention_mask = mask_of_call(attention_mask, batch, tokens, past_key_values)
+        check_continuation(position_ids, attention_mask, state)
         layout = segment_layout(
             batch,
             tokens,
             self.config.tokens_per_segment,
             self.config.local_segments,
-            attention_mask=columns_of_call(attention_mask, tokens, past),
+            attention_mask=attention_mask,
             position_ids=position_ids,
             memory_mask=memory_mask_of(self.config, input_ids),
-            state=None if past_key_values is None else past_key_values.state,
+            state=state,
             max_documents=max_documents,
             device=inputs_embeds.device,
         )
         hidden_states = inputs_embeds
         if self.wpe is not None:
-            hidden_states = hidden_states + self.wpe(self._embedded_positions(layout, position_ids))
+            hidden_states = hidden_states + self.wpe(self._embedded_positions(layout, position_ids, past_key_values))
         if token_type_ids is not None:
             hidden_states = hidden_states + self.wte(token_type_ids)
         hidden_states = self.drop(hidden_states)
@@ -291,30 +306,30 @@ class InfiniGPT2Model(InfiniGPT2PreTrainedModel, GPT2Model):
             turns = rotation(layout.positions, self.config.n_embd // self.config.n_head, hidden_states.dtype)
         full_mask = None
         if len(self.config.infini_layers) < self.config.n_layer:
-            full_mask = self._full_attention_mask(layout, tokens, past, past_key_values, hidden_states.dtype)
+            full_mask = self._full_attention_mask(layout, tokens, past_key_values, hidden_states.dtype)
         for block in self.h:
             hidden_states = block(
                 hidden_states,
-                past_key_values if not (self.gradient_checkpointing and self.training) else None,
+                past_key_values,
                 full_mask,
-                use_cache=use_cache,
                 layout=layout,
                 turns=turns,
+                states=states,
                 output_attentions=output_attentions,
                 **kwargs,
             )
         if past_key_values is not None:
-            past_key_values.remember(input_ids)
+            past_key_values.advance(states, input_ids, layout, tokens)
         return BaseModelOutputWithPastAndCrossAttentions(
             last_hidden_state=self.ln_f(hidden_states),
             past_key_values=past_key_values if use_cache else None,
         )
 
-    def _embedded_positions(self, layout: SegmentLayout | StepLayout, position_ids: Tensor | None) -> Tensor:
+    def _embedded_positions(self, layout, position_ids: Tensor | None, cache: InfiniCache | None) -> Tensor:
         """Which rows of the position embedding the tokens take, `[batch or 1, tokens]`."""
         if self.config.positions == "segment":
             return layout.positions % self.config.tokens_per_segment
-        positions = layout.positions if position_ids is None else position_ids
+        positions = counted_positions(layout, cache) if position_ids is None else position_ids
         remedy = (
             "For texts of any length train a model with positions='rope', or pass positions='segment' to patch_model() or "
             "from_pretrained() and fine-tune briefly; or shorten the input."
@@ -322,11 +337,11 @@ class InfiniGPT2Model(InfiniGPT2PreTrainedModel, GPT2Model):
         check_positions(positions, self.config.n_positions, "absolute", remedy)
         return positions
 
-    def _full_attention_mask(self, layout, tokens, past, cache, dtype) -> Tensor | None:
-        if cache is None:
-            mask, _ = full_attention_mask(layout, tokens, past, None)
-        else:
-            mask = cache.full_attention_mask(layout, tokens, past)
+    def _full_attention_mask(self, layout, tokens, cache, dtype) -> Tensor | None:
+        past = 0 if cache is None else cache.get_seq_length()
+        mask, documents = full_attention_mask(layout, tokens, past, None if cache is None else cache.documents)
+        if cache is not None:
+            cache.documents = documents
         if self.config._attn_implementation != "eager":
             return mask
         if mask is None:

@@ -38,7 +38,7 @@ def segment_layout(
     """Lays out a call of `[batch, tokens]`.
 
     Args:
-        attention_mask: `[batch, tokens]`, 1 = real; `None`: all are.
+        attention_mask: `[batch, tokens]`, 1 = real, 0 = padding; `None`: all are real.
         memory_mask: `[batch, tokens]`, 0 = the token is attended to locally but not written into the memory; `None`: all are
             written.
         position_ids: `[batch, tokens]` (or `[1, tokens]`); a real token whose position is not beyond that of the real token
@@ -51,10 +51,14 @@ def segment_layout(
     On an accelerator this waits for the device a few times, however many layers share the layout. With `max_documents` it
     does not, and neither in a graph of torch.compile or torch.export; there, positions without `max_documents` could begin
     any number of documents, and the layout is made outside of the graph.
+
+    Raises:
+        ValueError: a mask with other values than 0 and 1; where the device is not to be asked, a RuntimeError.
     """
-    real = None if attention_mask is None else attention_mask.to(torch.bool)
-    memory_mask = None if memory_mask is None else memory_mask.to(torch.bool)
     compiling = torch.compiler.is_compiling()
+    ask = not compiling and max_documents is None
+    real = _bool_mask("attention_mask", attention_mask, ask)
+    memory_mask = _bool_mask("memory_mask", memory_mask, ask)
     if compiling and tokens == 1 and state is not None:
         restart = None if position_ids is None else restarts(position_ids.expand(batch, 1), real, state)
         return tensor_step(state, real, restart, position_ids, memory_mask, segment_length, local_segments)
@@ -86,10 +90,12 @@ def _asked_layout(
     answers = torch.stack(questions).tolist() if questions else []
     if memory_mask is not None and answers.pop(0):
         memory_mask = None
-    complete = not any(answers)
-    if tokens == 1 and complete and state is not None:
-        return step_layout(state, seen, position_ids, memory_mask, segment_length, local_segments)
-    if not complete or len(set(seen)) > 1:
+    if real is not None and not answers.pop(0):
+        real = None
+    restarting = position_ids is not None and answers.pop(0)
+    if tokens == 1 and not restarting and state is not None:
+        return step_layout(state, seen, real, position_ids, memory_mask, segment_length, local_segments)
+    if real is not None or restarting or len(set(seen)) > 1:
         shape = (batch, tokens)
         real = torch.ones(shape, dtype=torch.bool, device=device) if real is None else real
         restart = torch.zeros(shape, dtype=torch.bool, device=device) if restart is None else restart
@@ -99,6 +105,24 @@ def _asked_layout(
     else:
         layout = _plain_layout(batch, tokens, position_ids, segment_length, local_segments, state, seen[0], device)
     return _with_skipped(layout, memory_mask, state)
+
+
+def _bool_mask(name: str, mask: Tensor | None, ask: bool) -> Tensor | None:
+    """A mask of 0 and 1 as bool; ask: whether the device may be asked for its values now."""
+    if mask is None or mask.dtype == torch.bool:
+        return mask
+    wrong = ((mask != 0) & (mask != 1)).any()
+    if mask.is_floating_point():  # nothing but zeros: what is added to scores has them where nothing is masked
+        wrong = wrong | ~(mask == 1).any()
+    message = (
+        f"{name} must hold 1 for tokens that count and 0 for those that do not; this one of dtype {mask.dtype} has other "
+        "values. A mask that is added to scores (0 and -inf) is not taken: pass mask == 0."
+    )
+    if not ask:
+        torch._assert_async(~wrong, message)
+    elif wrong:
+        raise ValueError(message)
+    return mask.to(torch.bool)
 
 
 _layout_outside = torch.compiler.disable(_asked_layout, reason=UNBOUNDED)

@@ -15,7 +15,7 @@ class StepLayout:
 
     Attributes:
         segment_length: `L`; local_segments: `w`.
-        rows: `[batch]`, 0 … batch − 1; slots: `[batch]`, the window slot of each row's token.
+        rows: numbers of the rows whose token is no padding; slots: for each of them, the window slot of its token.
         begin, end: the part of the window that any row sees.
         visible: `[batch, 1, 1, end - begin]` bool, what each row sees of it; `None`: all of it.
         filled: `[batch, 1, 1]` bool, whether anything has reached the memory yet.
@@ -24,8 +24,8 @@ class StepLayout:
         skipped: `[batch, (w + 1) * L]` bool, which tokens of the window, this one among them, never reach the memory;
             `None`: all do. next_skipped: the same for the next state's window.
         positions: `[batch, 1]`; tokens_seen, last_position: `[batch]`, after this token.
-        real, restart: `[batch, 1]` bool, whether the token is no padding, and whether it begins a document; both `None`:
-            every token is real, none begins one.
+        real: `[batch, 1]` bool, whether the token is no padding; `None`: every token is real.
+        restart: `[batch, 1]` bool, whether the token begins a document; `None`: none does.
     """
 
     segment_length: int
@@ -46,6 +46,12 @@ class StepLayout:
     real: Tensor | None = None
     restart: Tensor | None = None
 
+    @property
+    def order(self) -> tuple[Tensor, Tensor]:
+        """As [`SegmentLayout.order`], for one token in each row."""
+        first = torch.zeros_like(self.positions)
+        return first, first
+
     def opened(self, state: InfiniState) -> InfiniState:
         """The state that the rows' tokens go on from: no row begins a document here."""
         return state
@@ -56,14 +62,15 @@ class StepLayout:
         # The window of an initial state is one zero seen many times; one made in inference mode may be written only there.
         in_place = in_place and window.is_contiguous() and (torch.is_inference_mode_enabled() or not window.is_inference())
         window = window if in_place else window.clone(memory_format=torch.contiguous_format)
-        window[self.rows, :, self.slots] = new[:, :, 0].to(window.dtype)
+        new = new[:, :, 0] if self.real is None else new[self.rows, :, 0]
+        window[self.rows, :, self.slots] = new.to(window.dtype)
         return window
 
     def shift(self, window: Tensor) -> Tensor:
         """Moves the window, `[batch, heads, (w + 1) * L, dim]`, of the rows that completed a segment one segment on."""
         if not self.leaving:
             return window
-        if len(self.leaving) == len(self.rows):
+        if len(self.leaving) == len(window):
             return F.pad(window[:, :, self.segment_length :], (0, 0, 0, self.segment_length))
         rows = torch.tensor(self.leaving, device=window.device)
         return window.index_copy(0, rows, F.pad(window[rows, :, self.segment_length :], (0, 0, 0, self.segment_length)))
@@ -81,12 +88,6 @@ class TensorStep(StepLayout):
     """
 
     here: Tensor | None = None
-
-    @property
-    def order(self) -> tuple[Tensor, Tensor]:
-        """As [`SegmentLayout.order`], for one token in each row."""
-        first = torch.zeros_like(self.positions)
-        return first, first
 
     def opened(self, state: InfiniState) -> InfiniState:
         """The state with an empty window, and the memory that documents start from, in the rows that begin one."""
@@ -122,13 +123,17 @@ class TensorStep(StepLayout):
 def step_layout(
     state: InfiniState,
     seen: list[int],
+    real: Tensor | None,
     position_ids: Tensor | None,
     memory_mask: Tensor | None,
     length: int,
     kept: int,
 ) -> StepLayout:
-    """The layout of one real token per row that goes on with the row's document; `seen` is `state.tokens_seen` as a list."""
+    """The layout of one token per row that goes on with the row's document, or is padding (`real` `[batch, 1]` bool; `None`:
+    none is); `seen` is `state.tokens_seen` as a list."""
     device = state.tokens_seen.device
+    rows = list(range(len(seen))) if real is None else real[:, 0].nonzero()[:, 0].tolist()
+    added = 1 if real is None else real[:, 0].long()
     slots = [kept * length + count % length for count in seen]
     begins = [max(0, kept - count // length) * length for count in seen]
     begin, end = min(begins), max(slots) + 1
@@ -138,12 +143,14 @@ def step_layout(
         places = torch.arange(begin, end, device=device)
         visible = (places >= torch.tensor(begins, device=device)[:, None]) & (places <= slot[:, None])
         visible = visible[:, None, None]
-    leaving = [row for row, count in enumerate(seen) if (count + 1) % length == 0]
+    leaving = [row for row in rows if (seen[row] + 1) % length == 0]
+    last_position = state.last_position + 1 if position_ids is None else position_ids[:, 0].expand(len(seen)).long()
+    rows = torch.tensor(rows, dtype=torch.long, device=device)
     layout = StepLayout(
         segment_length=length,
         local_segments=kept,
-        rows=torch.arange(len(seen), device=device),
-        slots=slot,
+        rows=rows,
+        slots=slot[rows],
         begin=begin,
         end=end,
         visible=visible,
@@ -151,8 +158,9 @@ def step_layout(
         leaving=leaving,
         compressing=[row for row in leaving if seen[row] // length >= kept],
         positions=state.tokens_seen.unsqueeze(1),
-        tokens_seen=state.tokens_seen + 1,
-        last_position=state.last_position + 1 if position_ids is None else position_ids[:, 0].expand(len(seen)).long(),
+        tokens_seen=state.tokens_seen + added,
+        last_position=last_position if real is None else torch.where(real[:, 0], last_position, state.last_position),
+        real=real,
     )
     if memory_mask is None and state.local_skipped is None:
         return layout
@@ -160,7 +168,7 @@ def step_layout(
         skipped = torch.zeros(len(seen), (kept + 1) * length, dtype=torch.bool, device=device)
     else:
         skipped = state.local_skipped.clone()
-    skipped[layout.rows, slot] = False if memory_mask is None else ~memory_mask[:, 0]
+    skipped[rows, layout.slots] = torch.zeros_like(rows, dtype=torch.bool) if memory_mask is None else ~memory_mask[rows, 0]
     return replace(layout, skipped=skipped, next_skipped=layout.shift(skipped[:, None, :, None])[:, 0, :, 0])
 
 

@@ -286,7 +286,7 @@ def test_errors():
         from transformers import DynamicCache
 
         model(ids, past_key_values=DynamicCache(config=model.config))
-    with pytest.raises(ValueError, match=r"attention_mask must be \[batch, 10\].*got \[2, 12\]"):
+    with pytest.raises(ValueError, match=r"attention_mask must be \[batch, tokens\] = \[2, 10\].*got \[2, 12\]"):
         model(ids, attention_mask=torch.ones(2, 12))
     with pytest.raises(ValueError, match="no cross-attention"):
         model(ids, encoder_hidden_states=torch.zeros(2, 3, 32))

@@ -1,0 +1,129 @@
+"""What a bounded cache knows of the text that it has read, whose ids are gone: how many of its tokens were real, and a
+fingerprint of the ids. Masks and ids that disagree with it are refused.
+"""
+
+import torch
+from torch import Tensor
+
+# Two moduli below 2^31, so that every product fits into 64 bits, and a base for each
+PRIMES = (2_147_483_647, 2_147_483_629)
+BASES = (1_103_515_245, 1_664_525_069)
+
+
+class ReadText:
+    """What has been read of all rows, in the columns that a cache has passed.
+
+    Attributes:
+        real: `[batch]` int64, how many of the columns were no padding; `None` before the first call.
+        fingerprint: `[batch, 2]` int64, see [`extend_fingerprint`]; `None` before the first call, and after one without ids.
+    """
+
+    def __init__(self):
+        self.real: Tensor | None = None
+        self.fingerprint: Tensor | None = None
+
+    def extend(self, input_ids: Tensor | None, real: Tensor | None, batch: int, tokens: int, device) -> None:
+        """Takes in a call of `[batch, tokens]`.
+
+        Args:
+            input_ids: of the call; `None`: embeddings, after which nothing is known of the text's ids.
+            real: `[batch, tokens]` bool, which tokens are no padding; `None`: all.
+        """
+        count = torch.full((batch,), tokens, device=device) if real is None else real.sum(1)
+        if input_ids is None or (self.real is not None and self.fingerprint is None):
+            self.fingerprint = None
+        else:
+            self.fingerprint = extend_fingerprint(self.fingerprint, input_ids)
+        self.real = count if self.real is None else self.real + count
+
+    def know(self, input_ids: Tensor) -> None:
+        """Takes `[batch, columns]` for the ids of what has been read: those of a memory file's text are gone."""
+        self.fingerprint = extend_fingerprint(None, input_ids)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What is known, by name, as a memory file has it."""
+        known = {"text_real": self.real, "text_fingerprint": self.fingerprint}
+        return {name: tensor for name, tensor in known.items() if tensor is not None}
+
+    @classmethod
+    def from_tensors(cls, tensors: dict[str, Tensor]) -> "ReadText":
+        """The inverse of `tensors`; others are passed over."""
+        text = cls()
+        text.real, text.fingerprint = tensors.get("text_real"), tensors.get("text_fingerprint")
+        return text
+
+    def map_rows(self, function) -> None:
+        """Applies a function of rows, such as a choice among them."""
+        for name in ("real", "fingerprint"):
+            if getattr(self, name) is not None:
+                setattr(self, name, function(getattr(self, name)))
+
+    def begins(self, input_ids: Tensor) -> bool:
+        """Whether these ids, `[rows, columns]`, are what has been read; several rows of the cache (beams) may share one."""
+        if self.fingerprint is None:
+            return False
+        repeats = max(1, len(self.fingerprint) // len(input_ids))
+        given = extend_fingerprint(None, input_ids).repeat_interleave(repeats, 0)
+        return torch.equal(self.fingerprint.to(given.device), given)
+
+    def check_past(self, attention_mask: Tensor) -> None:
+        """Refuses a mask `[rows, columns]` of what has been read that has another number of real tokens.
+
+        Raises:
+            ValueError: likewise; the message has the first row's numbers.
+            RuntimeError: likewise, in a graph of torch.compile.
+        """
+        given = (attention_mask != 0).sum(1)
+        counted = self._rows(len(attention_mask)).to(given.device)
+        if torch.compiler.is_compiling():
+            torch._assert_async((given == counted).all(), "the attention_mask disagrees with what the cache has read.")
+        elif not torch.equal(given, counted):
+            row = int((given != counted).nonzero()[0])
+            raise ValueError(
+                f"row {row} of attention_mask has {int(given[row])} real tokens (1) among the {attention_mask.shape[1]} "
+                f"columns that the cache has passed, but the cache has read {int(counted[row])} of them as real. Give every "
+                "call the mask of its tokens: 1 for text, 0 for padding, also behind the end of a row that generate() "
+                "finished early. The token that ended such a row is text."
+            )
+
+    def mask_before(self, attention_mask: Tensor, columns: int) -> Tensor:
+        """`[rows, tokens]` of new tokens, with a mask of what has been read before them: `[rows, columns + tokens]`.
+
+        A row's real tokens are counted and not looked at, so they are put together at the end.
+        """
+        real = self._rows(len(attention_mask)).to(attention_mask.device)
+        past = torch.arange(columns, device=real.device) >= columns - real.unsqueeze(1)
+        return torch.cat([past.to(attention_mask), attention_mask], 1)
+
+    def _rows(self, rows: int) -> Tensor:
+        """`real` for so many rows, of which each may have several equal ones here (beams)."""
+        return self.real[:: max(1, len(self.real) // rows)]
+
+
+def extend_fingerprint(before: Tensor | None, input_ids: Tensor) -> Tensor:
+    """The fingerprint of a longer text: h ← (h · base + id + 1) mod prime for each further id, for two primes.
+
+    In which pieces a text is read does not matter. Two texts of n tokens that were not made for it have the same one with
+    a probability of about n · 2^−62.
+
+    Args:
+        before: `[batch, 2]` int64, of the text so far; `None`: of none.
+        input_ids: `[batch, tokens]`, what comes behind it, padding included.
+    """
+    ids = (input_ids + 1).unsqueeze(-1)
+    primes = torch.tensor(PRIMES, device=ids.device)
+    tokens = input_ids.shape[1]
+    powers = _powers(tokens + 1, primes)
+    text = (ids % primes * powers[:tokens].flip(0) % primes).sum(1)
+    return text % primes if before is None else (before.to(ids.device) * powers[tokens] + text) % primes
+
+
+def _powers(count: int, primes: Tensor) -> Tensor:
+    """base^0 … base^(count − 1) mod prime, `[count, 2]`, by squaring."""
+    exponents = torch.arange(count, device=primes.device).unsqueeze(1)
+    powers, square = torch.ones_like(exponents).expand(-1, len(PRIMES)), torch.tensor(BASES, device=primes.device)
+    # Where a graph leaves the number of tokens open, as many bits as it may have
+    for bit in range((count - 1).bit_length() if isinstance(count, int) else 31):
+        powers = torch.where(exponents >> bit & 1 == 1, powers * square % primes, powers)
+        square = square * square % primes
+    return powers
