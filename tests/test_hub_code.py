@@ -237,7 +237,7 @@ def test_only_what_the_model_needs_is_copied(name, other, saved):
     folder = saved[name][0]
     assert set(folder.glob("*.safetensors")) == {folder / "model.safetensors"} and not list(folder.glob("*.bin"))
     code = code_of(folder)
-    assert "cache.py" in code and len(code) <= 24 and sum(map(len, code.values())) < 200_000
+    assert "cache.py" in code and len(code) <= 24 and sum(map(len, code.values())) < 220_000
     assert not [file for file in code if other in file]
     assert code.keys().isdisjoint({"__init__.py", "naive.py", "patching.py", "heads.py"})
     imports = {module for file in code for module in get_imports(folder / file)}
