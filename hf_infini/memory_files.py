@@ -13,6 +13,8 @@ object, the record:
 | `text_sha256` | for each row, the hash of its text as the caller gave it; or null |
 | `sha256` | of the record without this entry, and of the tensors: a damaged file is known by it |
 
+A file that is whole is not yet one that a cache can be made of: memory_contents.py has those checks.
+
 This module travels to the Hub with a model: it imports torch, transformers and safetensors alone.
 """
 
@@ -280,7 +282,7 @@ def _read(path: str | Path, whole: bool) -> tuple[dict, dict[str, Tensor]]:
         ) from None
     if version != FORMAT_VERSION:
         raise MemoryFileError(
-            f"{path} has format version {version}, and this version of hf_infini reads {FORMAT_VERSION}: update hf_infini."
+            f"{path} has format version {version!r}, and this version of hf_infini reads {FORMAT_VERSION}: update hf_infini."
         )
     if wrong := _wrong_entries(record):
         raise MemoryFileError(f"{path} is damaged, or was not written by hf_infini: in its record {wrong}.")
