@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
+from .adapters import without_wrappers
 from .memory_contents import fill_with_one_token, find_problem
 from .memory_files import MemoryFileError, check_model, describe_model, read_memory_file, write_memory_file
 from .segments import SegmentLayout
@@ -263,6 +264,7 @@ class InfiniCache(Cache):
         """
         record, tensors = read_memory_file(path)
         check_model(path, record, model)
+        model = without_wrappers(model)
         cache, example = cls(model.config), cls(model.config)
         fill_with_one_token(model, example)
         if problem := find_problem(record, tensors, example._tensors(), model):

@@ -7,7 +7,7 @@ object, the record:
 | entry | |
 | --- | --- |
 | `format_version` | of this table |
-| `model` | what [`describe_model`] says of the model: configuration, dtype, hash of the weights |
+| `model` | what [`describe_model`] says of the model: configuration, dtype, adapters, hash of the weights |
 | `columns` | tokens that the cache has passed, padding included |
 | `tokens_seen` | for each row, real tokens of its document |
 | `text_sha256` | for each row, the hash of its text as the caller gave it; or null |
@@ -39,6 +39,8 @@ try:
 except ImportError:  # Windows
     fcntl = None
 
+from .adapters import acting, adapter_layers, settings, without_wrappers
+
 FORMAT_VERSION = 1
 # The only key of the metadata: several would be written in an order that differs from process to process.
 METADATA_KEY = "hf_infini_memory"
@@ -69,6 +71,7 @@ def _is_text(value) -> bool:
 
 def _is_description(value) -> bool:
     texts = isinstance(value, dict) and all(_is_text(value.get(name)) for name in ("dtype", "weights_sha256"))
+    texts = texts and _is_list(value.get("adapters", []), _is_text)
     return texts and isinstance(value.get("config"), dict) and _is_text(value["config"].get("model_type"))
 
 
@@ -83,29 +86,40 @@ ENTRIES = {
 
 
 def describe_model(model) -> dict:
-    """What a memory of this model is bound to, JSON-safe.
+    """What a memory of this model is bound to, JSON-safe: the model as it is set now.
 
     Reads every weight once to hash it: about a second for 124 million parameters in float32 on one core. For many files of
     one model, call it once and give the result to [`InfiniCache.save_pretrained`].
 
+    Args:
+        model: a model with a memory, or a `PeftModel` around one.
+
     Returns:
-        `config`, the options that decide what a memory means; `dtype`, of the weights; and `weights_sha256`, of all
-        parameters and buffers of the base model, the language-model head left out; the few behind the last layer's memory
-        are hashed with the rest.
+        `config`, the options that decide what a memory means; `dtype`, of the weights; `adapters`, the names of those of
+        PEFT that act; and `weights_sha256`, of the parameters and buffers that the base model saves, the language-model
+        head left out, and of how adapters are set: active, merged, scaled. The few parameters behind the last layer's
+        memory are hashed with the rest.
 
     Raises:
-        ValueError: the model has no layer with a memory.
+        ValueError: the model has no layer with a memory, or an adapter that is not inside of layers.
     """
+    model = without_wrappers(model)
     if not getattr(model.config, "infini_layers", None):
         raise ValueError(
             f"a {type(model).__name__} without Infini-attention has no memory to keep: patch_model() gives a GPT-2 one, "
             "attention='infini' a CausalMHAConfig."
         )
     digest = hashlib.sha256()
-    _add_tensors(digest, model.base_model.state_dict())
+    layers = adapter_layers(model.base_model)
+    # Buffers that are not saved as well: some adapters draw theirs from a seed
+    buffers = {f"{name}.{own}": buffer for name, layer in layers.items() for own, buffer in layer.named_buffers()}
+    _add_tensors(digest, model.base_model.state_dict() | buffers)
+    if layers:
+        digest.update(settings(layers).encode())
     return {
         "config": _meaning(model.config),
         "dtype": str(model.dtype).removeprefix("torch."),
+        "adapters": acting(layers),
         "weights_sha256": digest.hexdigest(),
     }
 
@@ -187,12 +201,17 @@ def read_memory_file(path: str | Path) -> tuple[dict, dict[str, Tensor]]:
 def check_model(path: str | Path, record: dict, model) -> None:
     """MemoryFileError, naming all that differs, unless the record is of a memory of this model's weights and options."""
     written, given = record["model"], describe_model(model)
-    differences = _differences(written["config"], given["config"], model.config)
+    differences = _differences(written["config"], given["config"], without_wrappers(model).config)
     if not differences and written["dtype"] != given["dtype"]:
         differences = [f"dtype is {written['dtype']} in the file and {given['dtype']} in the model"]
+    adapters = [side.get("adapters", []) for side in (written, given)]  # files of before have none
+    if not differences and adapters[0] != adapters[1]:
+        before, now = (", ".join(names) or "none" for names in adapters)
+        differences = [f"the adapters that act are {before} in the file and {now} in the model"]
     if not differences and written["weights_sha256"] != given["weights_sha256"]:
         hashes = " and ".join(f"{side['weights_sha256'][:12]}…" for side in (written, given))
-        differences = [f"the weights are not the same (sha256 {hashes})"]
+        kind = "the weights, or how adapters are set," if given["adapters"] else "the weights"
+        differences = [f"{kind} are not the same (sha256 {hashes})"]
     if differences:
         raise MemoryFileError(
             f"{path} holds the memory of another model: {'; '.join(differences)}. A memory means nothing to other weights: "
