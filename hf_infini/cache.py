@@ -208,7 +208,8 @@ class InfiniCache(Cache):
     def save_pretrained(self, path: str | Path, model, *, text_sha256: Sequence[str] | None = None) -> None:
         """Writes what has been read so far into a memory file (see memory_files.py): the whole state, bit for bit.
 
-        Whoever reads the file finds the one that was there before or this one, never half of it.
+        Whoever reads the file finds the one that was there before or this one, whole, also while several processes write it
+        (see [`write_memory_file`]).
 
         Args:
             path: the file, by custom `NAME.safetensors`.
@@ -217,7 +218,7 @@ class InfiniCache(Cache):
 
         Raises:
             ValueError: nothing has been read yet, `text_sha256` is not one for each row, or the state is not finite.
-            OSError: the file cannot be written.
+            OSError: the file cannot be written, or is a folder.
         """
         if self.state is None:
             raise ValueError("this cache has read nothing yet: give it to model(ids, past_key_values=cache) before saving.")
