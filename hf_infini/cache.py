@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
-from .memory_files import check_model, describe_model, read_memory_file, write_memory_file
+from .adapters import without_wrappers
+from .memory_contents import fill_with_one_token, find_problem
+from .memory_files import MemoryFileError, check_model, describe_model, read_memory_file, write_memory_file
 from .read_text import ReadText
 from .segments import SegmentLayout
 from .state import InfiniState
@@ -260,7 +262,8 @@ class InfiniCache(Cache):
     def save_pretrained(self, path: str | Path, model, *, text_sha256: Sequence[str] | None = None) -> None:
         """Writes what has been read so far into a memory file (see memory_files.py): the whole state, bit for bit.
 
-        Whoever reads the file finds the one that was there before or this one, never half of it.
+        Whoever reads the file finds the one that was there before or this one, whole, also while several processes write it
+        (see [`write_memory_file`]).
 
         Args:
             path: the file, by custom `NAME.safetensors`.
@@ -268,20 +271,18 @@ class InfiniCache(Cache):
             text_sha256: for each row, the sha256 of the text that it has read.
 
         Raises:
-            ValueError: nothing has been read yet, or `text_sha256` is not one for each row.
-            OSError: the file cannot be written.
+            ValueError: nothing has been read yet, `text_sha256` is not one for each row, or the state is not finite.
+            OSError: the file cannot be written, or is a folder.
         """
         if self.first_state() is None:
             raise ValueError("this cache has read nothing yet: give it to model(ids, past_key_values=cache) before saving.")
         tokens_seen = self.first_state().tokens_seen.tolist()
         if text_sha256 is not None and (isinstance(text_sha256, str) or len(text_sha256) != len(tokens_seen)):
             raise ValueError(f"text_sha256 must be a list with one for each of the {len(tokens_seen)} rows.")
-        tensors = {} if self.documents is None else {"documents": self.documents}
-        tensors |= self.text.tensors()
-        for number, layer in enumerate(self.layers):
-            bounded = isinstance(layer, InfiniLayer)
-            own = layer._state.tensors() if bounded else {"keys": layer.keys, "values": layer.values}
-            tensors |= {f"layers.{number}.{name}": tensor for name, tensor in own.items()}
+        tensors = self._tensors()
+        for name, tensor in tensors.items():
+            if tensor.is_floating_point() and not tensor.isfinite().all():
+                raise ValueError(f"{name} of this cache holds NaN or infinity: nothing could go on from its file.")
         record = {
             "model": model if isinstance(model, dict) else describe_model(model),
             "columns": self.get_seq_length(),
@@ -289,6 +290,15 @@ class InfiniCache(Cache):
             "text_sha256": None if text_sha256 is None else list(text_sha256),
         }
         write_memory_file(path, tensors, record)
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """All tensors, by their names in a memory file."""
+        tensors = self.text.tensors() | ({} if self.documents is None else {"documents": self.documents})
+        for number, layer in enumerate(self.layers):
+            bounded = isinstance(layer, InfiniLayer)
+            own = layer._state.tensors() if bounded else {"keys": layer.keys, "values": layer.values}
+            tensors |= {f"layers.{number}.{name}": tensor for name, tensor in own.items()}
+        return tensors
 
     @classmethod
     def from_pretrained(cls, path: str | Path, model, *, rows: Sequence[int] | None = None) -> "InfiniCache":
@@ -302,13 +312,18 @@ class InfiniCache(Cache):
             rows: which rows of the batch to take, in this order; `None`: all.
 
         Raises:
-            MemoryFileError: the file is damaged, no memory file, or of another model: the message says what differs.
+            MemoryFileError: the file is damaged, no memory file, of another model, or holds what no cache of this model
+                can hold: the message says what is wrong.
             ValueError: there is no such row.
-            OSError: there is no such file.
+            OSError: there is no such file, or it may not be read.
         """
         record, tensors = read_memory_file(path)
         check_model(path, record, model)
-        cache = cls(model.config)
+        model = without_wrappers(model)
+        cache, example = cls(model.config), cls(model.config)
+        fill_with_one_token(model, example)
+        if problem := find_problem(record, tensors, example._tensors(), model):
+            raise MemoryFileError(f"{path} is of this model, but was not written by save_pretrained: {problem}.")
         for number, layer in enumerate(cache.layers):
             prefix = f"layers.{number}."
             own = {n.removeprefix(prefix): t.to(model.device) for n, t in tensors.items() if n.startswith(prefix)}

@@ -81,6 +81,8 @@ class MemoryGenerationMixin:
 
     def _mask_of_cache(self, input_ids, attention_mask, model_kwargs):
         cache = model_kwargs.get("past_key_values")
+        if self.config.infini_layers:
+            check_cache(cache)
         if isinstance(cache, InfiniCache) and input_ids.dim() == attention_mask.dim() == 2:  # 3: embeddings
             return cache.mask_of_ids(input_ids, attention_mask)
         return attention_mask
@@ -168,11 +170,7 @@ def memory_cache(model, given, use_cache: bool | None):
     """
     if use_cache and torch.compiler.is_exporting():
         raise ValueError("torch.export cannot hold the cache of a memory: pass use_cache=False among the example inputs.")
-    if given is not None and not isinstance(given, InfiniCache):
-        raise ValueError(
-            f"past_key_values must be an InfiniCache, got {type(given).__name__}: a memory does not fit into other caches. "
-            "Leave it out with use_cache=True, or pass InfiniCache(model.config)."
-        )
+    check_cache(given)
     cache = InfiniCache(model.config) if use_cache and given is None else given
     if cache is not None and checkpoints_gradients(model):
         grows = len(model.config.infini_layers) < model.config.n_layer
@@ -190,6 +188,29 @@ def memory_cache(model, given, use_cache: bool | None):
                 f"past_key_values{remedy}, or call gradient_checkpointing_disable()."
             )
     return cache
+
+
+def check_cache(given) -> None:
+    """Refuses what a model with infini layers cannot go on from.
+
+    Raises:
+        ValueError: `given` is neither `None` nor an [`InfiniCache`] of this copy of the code.
+    """
+    if given is None or isinstance(given, InfiniCache):
+        return
+    copies = [base for base in type(given).__mro__ if base.__name__ == InfiniCache.__name__]
+    if copies:
+        raise ValueError(
+            "past_key_values is an InfiniCache of another copy of the code, which may be another version: the cache's class "
+            f"is of {copies[0].__module__}, this model's of {InfiniCache.__module__}. Leave it out with use_cache=True and "
+            "go on with the output's past_key_values; or make or load it by the model's class, "
+            f"sys.modules[{InfiniCache.__module__!r}].InfiniCache. Where hf_infini is imported before a model is loaded "
+            "from the Hub, there is only one copy."
+        )
+    raise ValueError(
+        f"past_key_values must be an InfiniCache, got {type(given).__name__}: a memory does not fit into other caches. "
+        "Leave it out with use_cache=True, or pass InfiniCache(model.config)."
+    )
 
 
 def growing_cache(model, given, use_cache: bool | None):

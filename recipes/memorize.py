@@ -120,13 +120,13 @@ def memorize(options: Options, model, tokenizer, description: dict, text: Path, 
 
 def is_finished(file: Path, model, text_sha256: list[str]) -> bool:
     """Whether the memory file is there; UserError when something else has its name."""
-    from hf_infini.memory_files import MemoryFileError, check_model, read_memory_file
+    from hf_infini import InfiniCache
+    from hf_infini.memory_files import MemoryFileError, read_record
 
     if not file.exists():
         return False
     try:
-        record, _ = read_memory_file(file)
-        check_model(file, record, model)
+        record, _ = read_record(file), InfiniCache.from_pretrained(file, model)
     except MemoryFileError as error:
         raise UserError(f"--out: {error} It is left alone: choose another name, or delete it") from error
     if record["text_sha256"] != text_sha256:

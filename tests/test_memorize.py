@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from hf_infini import InfiniCache
 from hf_infini.corpora.long_texts import pieces_of_text, tokens_of_file
 from hf_infini.corpora.tokenization import build_character_tokenizer, encode_texts, train_bpe
-from hf_infini.memory_files import read_record
+from hf_infini.memory_files import read_memory_file, read_record, write_memory_file
 from hf_infini_cli import parse_options
 
 memorize = load_recipe("memorize")
@@ -154,10 +154,11 @@ def test_killed_while_it_writes_it_goes_on_and_ends_with_the_same_bytes(tmp_path
     text.write_text(sample_text()[:tokens], encoding="utf-8")
     options = ["--model", model, "--text", text, "--chunk_tokens", 24, "--checkpoint_tokens", 50, "--device", "cpu"]
     remember(*options, "--out", tmp_path / "straight")
-    partial, part = tmp_path / f"{file.name}.partial", tmp_path / f"{file.name}.partial.part"
+    partial = tmp_path / f"{file.name}.partial"
 
     def ready() -> bool:
-        return partial.exists() and (part.exists() or read_record(partial)["columns"] > tokens / 2)
+        writing = any(tmp_path.glob(f"{partial.name}.*.part"))
+        return partial.exists() and (writing or read_record(partial)["columns"] > tokens / 2)
 
     kill_when(ready, *recipe("memorize"), *options, "--out", file)
     done = read_record(partial)["columns"]
@@ -202,6 +203,13 @@ def test_several_texts_and_a_second_start(model, text, memory, tmp_path, capsys)
     assert "sonnet.safetensors is the memory of another text: choose another name" in refused(capsys, *options)
     assert "dtype is float32 in the file and bfloat16 in" in refused(capsys, *options, "--dtype", "bfloat16")
     assert times == [file.stat().st_mtime_ns for file in sorted(folder.iterdir())]
+
+
+def test_what_generate_would_refuse_is_not_there_already(model, text, memory, tmp_path, capsys):
+    record, tensors = read_memory_file(memory)
+    write_memory_file(tmp_path / "m", tensors | {"layers.0.normaliser": -tensors["layers.0.normaliser"]}, record)
+    message = refused(capsys, "--model", model, "--text", text, "--out", tmp_path / "m")
+    assert "layers.0.normaliser is negative" in message and "It is left alone" in message
 
 
 def test_user_errors(model, text, tmp_path, capsys):
