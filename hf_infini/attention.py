@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .decoding import attend_step
 from .features import FEATURE_MAPS
-from .groups import attend_grid, weights_per_token
+from .groups import attend_grid
 from .segments import SegmentLayout, segment_layout
 from .state import InfiniState
 from .steps import StepLayout
@@ -140,8 +140,8 @@ def attend(
 
     Beyond its arguments: `eager` writes the local softmax out, `return_weights` returns its weights
     `[batch, heads, tokens, (local_segments + 1) * segment_length]` (column `c` is slot `c` of the query's window, which
-    begins `local_segments` segments before its own), `upcast` runs it in float32; `in_place` allows a step of one token
-    to overwrite the given state.
+    begins `local_segments` segments before its own; the output is computed from this very tensor, so that a gradient
+    reaches it), `upcast` runs it in float32; `in_place` allows a step of one token to overwrite the given state.
     """
     separate = memory_key is not None
     if state is None:
@@ -194,11 +194,11 @@ def attend(
         scaling=scaling,
         dropout=dropout,
         eps=eps,
-        return_weights=eager,
+        eager=eager,
+        return_weights=return_weights,
         upcast=upcast,
     )
     output = layout.from_grid(output)
-    weights = weights_per_token(weights, layout) if return_weights else None
     if not return_state:
         return output, None, weights
     new_state = replace(
