@@ -86,11 +86,20 @@ class InfiniCache(Cache):
     `generate()` and `model(..., use_cache=True)` make it by themselves; pass it back to go on reading where it stands.
 
     Args:
-        config: the model's [`InfiniGPT2Config`].
+        config: of the model, which has layers with memory: an [`InfiniGPT2Config`], or a [`CausalMHAConfig`] with
+            `attention="infini"`.
+
+    Raises:
+        ValueError: the configuration names no layers with memory.
     """
 
     def __init__(self, config):
-        bounded = set(config.infini_layers)
+        bounded = set(getattr(config, "infini_layers", ()))
+        if not bounded:
+            raise ValueError(
+                f"an InfiniCache is for layers with a compressive memory, and this {type(config).__name__} has none: leave "
+                "past_key_values out, or pass transformers.DynamicCache(config=model.config)."
+            )
         super().__init__(layers=[InfiniLayer() if i in bounded else DynamicLayer() for i in range(config.n_layer)])
         self.documents: Tensor | None = None  # see full_attention_mask
         self.text_hash: Tensor | None = None  # [batch] int64, see remember

@@ -13,6 +13,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 
+from .cache import InfiniCache
 from .causal_mha import CausalMultiHeadAttention
 from .configuration_causal_mha import RELATIVE, CausalMHAConfig
 from .modeling_common import (
@@ -161,8 +162,8 @@ class CausalMHAModel(CausalMHAPreTrainedModel):
         given = past_key_values
         if self.config.attention == "infini":
             past_key_values = memory_cache(self.config, past_key_values, use_cache)
-        elif use_cache and past_key_values is None:
-            past_key_values = DynamicCache(config=self.config)
+        else:
+            past_key_values = key_value_cache(self.config, past_key_values, use_cache)
         past = 0 if given is None else given.get_seq_length()
         reach = self._reach(embeddings, attention_mask, position_ids, past, given, past_key_values, input_ids, max_documents)
         if position_ids is None and "layout" in reach:
@@ -244,6 +245,28 @@ class CausalMHAModel(CausalMHAPreTrainedModel):
             return {"mask": mask, "distance": None}  # a square of the context that nobody would look at
         places = torch.arange(past, past + tokens, device=embeddings.device)
         return {"mask": mask, "distance": places[:, None] - torch.arange(offset, offset + keys, device=embeddings.device)}
+
+
+def key_value_cache(config: CausalMHAConfig, given: Cache | None, use_cache: bool | None) -> Cache | None:
+    """The cache of one call of a model without memory, or `None`: the given one, checked, or a new one.
+
+    Raises:
+        ValueError: `given` is no cache of keys and values, or keeps fewer of them than this model's heads see.
+    """
+    if given is None:
+        return DynamicCache(config=config) if use_cache else None
+    remedy = "Leave it out with use_cache=True, or pass DynamicCache(config=model.config)."
+    if not isinstance(given, Cache) or isinstance(given, InfiniCache):
+        raise ValueError(
+            f"past_key_values must be a transformers cache of keys and values, got {type(given).__name__}: this model has "
+            f"no memory. {remedy}"
+        )
+    for layer in given.layers:
+        kept = getattr(layer, "sliding_window", None)
+        if kept is not None and (config.sliding_window is None or kept < config.sliding_window):
+            seen = "everything before" if config.sliding_window is None else f"{config.sliding_window} tokens"
+            raise ValueError(f"this cache keeps a window of {kept} tokens, and this model's tokens see {seen}. {remedy}")
+    return given
 
 
 class CausalMHAForCausalLM(CausalMHAPreTrainedModel, MemoryGenerationMixin, GenerationMixin):

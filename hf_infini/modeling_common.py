@@ -4,7 +4,7 @@ memory."""
 import torch
 from transformers.dynamic_module_utils import custom_object_save
 
-from .cache import InfiniCache
+from .cache import InfiniCache, InfiniLayer
 
 
 class InitializationMixin:
@@ -98,7 +98,7 @@ def memory_cache(config, given, use_cache: bool | None):
     """The [`InfiniCache`] of one call of a model with infini layers, or `None`: the given one, checked, or a new one.
 
     Raises:
-        ValueError: `given` is a cache of another kind, or the call is to be exported.
+        ValueError: `given` is a cache of another kind or of other layers, or the call is to be exported.
     """
     if use_cache and torch.compiler.is_exporting():
         raise ValueError("torch.export cannot hold the cache of a memory: pass use_cache=False among the example inputs.")
@@ -106,6 +106,12 @@ def memory_cache(config, given, use_cache: bool | None):
         raise ValueError(
             f"past_key_values must be an InfiniCache, got {type(given).__name__}: a memory does not fit into other caches. "
             "Leave it out with use_cache=True, or pass InfiniCache(model.config)."
+        )
+    wanted = [layer in config.infini_layers for layer in range(config.n_layer)]
+    if given is not None and [isinstance(layer, InfiniLayer) for layer in given.layers] != wanted:
+        raise ValueError(
+            f"past_key_values is the cache of a model with other layers: this one has {config.n_layer}, with memory in "
+            f"{config.infini_layers}. Pass InfiniCache(model.config)."
         )
     return InfiniCache(config) if use_cache and given is None else given
 

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from models import causal_mha, token_ids
+from models import causal_mha, infini_gpt2, token_ids
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, DynamicCache
 
 from hf_infini import CausalMHAConfig, CausalMHAForCausalLM, CausalMHAModel, InfiniCache
@@ -290,6 +290,27 @@ def test_what_a_memory_cannot_do_is_refused():
     plain = other.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0)
     assisted = other.generate(ids, max_new_tokens=8, do_sample=False, prompt_lookup_num_tokens=2, pad_token_id=0)
     assert torch.equal(plain, assisted)
+
+
+def test_a_wrong_cache_is_refused():
+    ids, infini = token_ids(1, 10), causal_mha(**REACHES["infini"])
+    for reach in ("global", "local", "none"):
+        model = causal_mha(**REACHES[reach])
+        with pytest.raises(ValueError, match="is for layers with a compressive memory, and this CausalMHAConfig"):
+            InfiniCache(model.config)
+        for wrong in (InfiniCache(infini.config), ((torch.zeros(1, 4, 3, 8),) * 2,) * 3):
+            with pytest.raises(ValueError, match=f"must be a .* cache of keys and values, got {type(wrong).__name__}"):
+                model(ids, past_key_values=wrong)
+        with pytest.raises(ValueError, match="got InfiniCache: this model has no memory"):
+            model.generate(ids, past_key_values=InfiniCache(infini.config), max_new_tokens=2)
+    local = causal_mha(attention="local", sliding_window=5)
+    for model, seen in ((causal_mha(), "everything before"), (causal_mha(**REACHES["local"]), "7 tokens")):
+        with pytest.raises(ValueError, match=f"keeps a window of 5 tokens, and this model's tokens see {seen}"):
+            model(ids, past_key_values=DynamicCache(config=local.config))
+    with pytest.raises(ValueError, match=r"other layers: this one has 3, with memory in \[0, 1, 2\]"):
+        infini(ids, past_key_values=InfiniCache(causal_mha(**REACHES["infini"], n_layer=2).config))
+    with pytest.raises(ValueError, match=r"other layers: this one has 3, with memory in \[1\]"):
+        infini_gpt2(layers=[1])(ids, past_key_values=InfiniCache(infini.config))
 
 
 # --- sizes and options ------------------------------------------------------------------------------------------------
