@@ -79,6 +79,13 @@ class MemoryGenerationMixin:
             return cache.mask_of_ids(input_ids, attention_mask)
         return attention_mask
 
+    def init_continuous_batching(self, *args, **kwargs):
+        """Every way into continuous batching goes through this one; refused before it allocates pages of keys and values."""
+        raise ValueError(
+            f"continuous batching keeps keys and values in pages, which the attention of a {type(self).__name__} does not "
+            "read. Use generate() with a left-padded batch of prompts."
+        )
+
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
         if not self.config.infini_layers:
             return super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from models import causal_mha, gpt2, infini_gpt2, token_ids
 from transformers import DynamicCache, GenerationConfig
+from transformers.generation.continuous_batching import ContinuousBatchingManager
 
 from hf_infini import InfiniCache
 
@@ -177,6 +178,19 @@ def test_what_a_memory_cannot_do_is_refused_clearly():
         cache.crop(2)
     with pytest.raises(ValueError, match="position 64 is beyond.*n_positions.*positions='segment'"):
         generate(model, 60, input_ids=ids)
+
+
+@pytest.mark.parametrize("make", [infini_gpt2, causal_mha])
+def test_continuous_batching_is_refused_at_once(make, monkeypatch):
+    """Before anything is allocated: without sizes, the pages would take most of the memory that is free."""
+    model = make()
+    monkeypatch.setattr(ContinuousBatchingManager, "__init__", lambda *args, **kwargs: pytest.fail("allocates"))
+    with pytest.raises(ValueError, match="continuous batching keeps keys and values in pages.*left-padded batch"):
+        model.generate_batch([[3, 4, 5]])
+    with pytest.raises(ValueError, match="continuous batching"):
+        model.init_continuous_batching()
+    with pytest.raises(ValueError, match="continuous batching"), model.continuous_batching_context_manager():
+        pass
 
 
 # --- which of the ids are new -----------------------------------------------------------------------------------------
