@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .decoding import attend_step
 from .features import FEATURE_MAPS
-from .groups import attend_grid, weights_per_token
+from .groups import attend_grid
 from .segments import SegmentLayout, segment_layout
 from .state import InfiniState
 from .steps import StepLayout
@@ -140,8 +140,8 @@ def attend(
 
     Beyond its arguments: `eager` writes the local softmax out, `return_weights` returns its weights
     `[batch, heads, tokens, (local_segments + 1) * segment_length]` (column `c` is slot `c` of the query's window, which
-    begins `local_segments` segments before its own), `upcast` runs it in float32; `in_place` allows a step of one token
-    to overwrite the given state.
+    begins `local_segments` segments before its own; the output is computed from this very tensor, so that a gradient
+    reaches it), `upcast` runs it in float32; `in_place` allows a step of one token to overwrite the given state.
     """
     separate = memory_key is not None
     if state is None:
@@ -149,6 +149,7 @@ def attend(
             key, value, layout.segment_length, layout.local_segments, separate_memory_key=separate
         )
     _check_state(state, key, value, layout, separate)
+    state = _as_wide_as(state, local_key=key, local_value=value, local_memory_key=memory_key)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     windows = (state.local_key, state.local_value, state.local_memory_key if separate else state.local_key)
     memory_query = query if memory_query is None else memory_query
@@ -194,11 +195,11 @@ def attend(
         scaling=scaling,
         dropout=dropout,
         eps=eps,
-        return_weights=eager,
+        eager=eager,
+        return_weights=return_weights,
         upcast=upcast,
     )
     output = layout.from_grid(output)
-    weights = weights_per_token(weights, layout) if return_weights else None
     if not return_state:
         return output, None, weights
     new_state = replace(
@@ -213,6 +214,14 @@ def attend(
         last_position=layout.last_position,
     )
     return output, new_state, weights
+
+
+def _as_wide_as(state: InfiniState, **new: Tensor | None) -> InfiniState:
+    """The state with windows no narrower than the new tokens, as keys and values grow in a stock cache: a text may be read
+    under autocast, and gone on with outside of it, or the other way round."""
+    windows = {name: getattr(state, name) for name, tensor in new.items() if tensor is not None}
+    wide = {n: window.to(torch.promote_types(window.dtype, new[n].dtype)) for n, window in windows.items()}
+    return state if all(wide[name] is windows[name] for name in wide) else replace(state, **wide)
 
 
 def _alone(tensor: Tensor) -> Tensor:

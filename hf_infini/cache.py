@@ -141,11 +141,20 @@ class InfiniCache(Cache):
     `copy.copy` gives a second one to go on with from the same place.
 
     Args:
-        config: the model's [`InfiniGPT2Config`].
+        config: of the model, which has layers with memory: an [`InfiniGPT2Config`], or a [`CausalMHAConfig`] with
+            `attention="infini"`.
+
+    Raises:
+        ValueError: the configuration names no layers with memory.
     """
 
     def __init__(self, config):
-        bounded = set(config.infini_layers)
+        bounded = set(getattr(config, "infini_layers", ()))
+        if not bounded:
+            raise ValueError(
+                f"an InfiniCache is for layers with a compressive memory, and this {type(config).__name__} has none: leave "
+                "past_key_values out, or pass transformers.DynamicCache(config=model.config)."
+            )
         super().__init__(layers=[InfiniLayer() if i in bounded else DynamicLayer() for i in range(config.n_layer)])
         self.documents: Tensor | None = None  # see full_attention_mask
         self.text = ReadText()

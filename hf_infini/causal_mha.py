@@ -236,7 +236,10 @@ class CausalMultiHeadAttention(nn.Module):
         query, key, value = self._split(hidden_states)
         query, key = self._rotated(query, key, position_ids)
         if past_key_values is not None:
-            key, value = past_key_values.update(key, value, self.layer_idx)
+            # As many as the mask was made for: of a window of one token, caches keep everything and say that it is nothing
+            keys, _ = past_key_values.get_mask_sizes(query.shape[2], self.layer_idx)
+            cached = past_key_values.update(key, value, self.layer_idx)
+            key, value = (tensor[:, :, -keys:] for tensor in cached)
         return query, key, value
 
     def _fused(self, hidden_states, mask, distance, position_ids, past_key_values) -> Tensor:

@@ -4,6 +4,8 @@ from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 
+from .configuration_common import OptionsMixin
+
 CHOICES = {
     "attention": ("global", "local", "infini", "none"),
     "score": ("scaled_dot", "dot", "general", "additive"),
@@ -32,7 +34,7 @@ INFINI_POSITIONS = ("learned", "sinusoidal", "rope", "none")
 
 
 @strict
-class CausalMHAConfig(PreTrainedConfig):
+class CausalMHAConfig(OptionsMixin, PreTrainedConfig):
     """Configuration of [`CausalMHAForCausalLM`]. Sizes are named as GPT-2's; `hidden_size` and so on work too.
 
     Args:
@@ -90,6 +92,8 @@ class CausalMHAConfig(PreTrainedConfig):
         StrictDataclassFieldValidationError: a value of the wrong type, naming the option.
         StrictDataclassClassValidationError: a value that is not allowed, or options that do not go together; the message
             says what was given and what is allowed.
+        ValueError: an attribute that would be ignored though it looks like an option: one of stock decoders that this model
+            has not (`rope_scaling`), or nearly the name of one of these. Attributes of other names are kept.
     """
 
     model_type = "causal_mha"

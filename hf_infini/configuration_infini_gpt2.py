@@ -3,6 +3,8 @@
 from huggingface_hub.dataclasses import strict
 from transformers import GPT2Config
 
+from .configuration_common import OptionsMixin
+
 OPTIONS = (
     "segment_length",
     "n_segments",
@@ -29,7 +31,7 @@ CHOICES = {
 
 
 @strict
-class InfiniGPT2Config(GPT2Config):
+class InfiniGPT2Config(OptionsMixin, GPT2Config):
     """Configuration of [`InfiniGPT2LMHeadModel`]: all of `GPT2Config`, and
 
     Args:
@@ -80,6 +82,8 @@ class InfiniGPT2Config(GPT2Config):
         StrictDataclassFieldValidationError: a value of the wrong type, naming the option.
         StrictDataclassClassValidationError: a value that is not allowed, or options that do not go together; the message
             says what was given and what is allowed.
+        ValueError: an attribute that would be ignored though it looks like an option: one of stock decoders that this model
+            has not (`rope_scaling`), or nearly the name of one of these. Attributes of other names are kept.
     """
 
     model_type = "infini_gpt2"
@@ -101,11 +105,10 @@ class InfiniGPT2Config(GPT2Config):
 
     @classmethod
     def from_dict(cls, config_dict, **kwargs):
-        """As usual, but the memory's options in `kwargs` count before the check: a GPT-2 config.json has none of them."""
-        own = {name: kwargs.pop(name) for name in OPTIONS if name in kwargs}
-        if "segment_length" in own or "n_segments" in own:
+        """As usual, but a segment's length in `kwargs` takes the place of that in the file, whichever way it is given."""
+        if "segment_length" in kwargs or "n_segments" in kwargs:
             config_dict = {k: v for k, v in config_dict.items() if k not in ("segment_length", "n_segments")}
-        return super().from_dict({**config_dict, **own}, **kwargs)
+        return super().from_dict(config_dict, **kwargs)
 
     @property
     def tokens_per_segment(self) -> int:

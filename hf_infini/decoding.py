@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .local import eager_attention
+from .local import softmax_weights
 from .memory import delta_states, linear_states, memory_weight, read_memory
 from .state import InfiniState
 from .steps import StepLayout, TensorStep
@@ -50,8 +50,9 @@ def attend_step(
     if eager or shared:
         seen_keys, seen_values = (t.repeat_interleave(group, 1) for t in (seen_keys, seen_values))
         options = {"scaling": scaling, "dropout": dropout, "return_log_sum": shared, "upcast": upcast}
-        output, weights, log_sum = eager_attention(query, seen_keys, seen_values, layout.visible, **options)
-        weights = F.pad(weights, (layout.begin, keys.shape[2] - layout.end)) if eager else None
+        weights, log_sum = softmax_weights(query, seen_keys, layout.visible, dtype=values.dtype, **options)
+        weights = F.pad(weights, (layout.begin, keys.shape[2] - layout.end))  # as they are returned: in the output's graph
+        output = weights[..., layout.begin : layout.end] @ seen_values
     else:
         output = F.scaled_dot_product_attention(
             query, seen_keys, seen_values, layout.visible, dropout, scale=scaling, enable_gqa=group > 1

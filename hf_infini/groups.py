@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .grid import SegmentLayout, pad_to
-from .local import local_attention
+from .local import for_every_head, local_attention, local_weights
 from .memory import Within, delta_states, linear_states, memory_weight, mix, read_memory
 from .state import InfiniState
 
@@ -37,6 +37,7 @@ def attend_grid(
     scaling: float,
     dropout: float,
     eps: float,
+    eager: bool,
     return_weights: bool,
     upcast: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
@@ -45,13 +46,17 @@ def attend_grid(
     Args:
         memory_query, memory_key: what the memory reads and writes; `None`: query and key.
         features: the feature map; shared: whether window and memory have one normaliser.
+        eager: write the local softmax out.
+        return_weights: likewise, all segments at a time, and compute the output from the weights as they are returned, so
+            that a gradient reaches them.
 
     Returns:
         The output `[B, S, C, H, E]`, memory and normaliser after the last step, and, if asked for, the local weights
-        `[B, S, H, C, (w + 1) * C]`.
+        `[B, H, tokens, (w + 1) * L]`: column `c` is slot `c` of the query's local window.
     """
     kept, segments, heads, kv_heads = layout.local_segments, layout.segments, query.shape[3], key.shape[3]
     step, group = _group_sizes(layout, key, update_rule)
+    group = 0 if return_weights else group
     dtype = state.memory.dtype
     memory, normaliser = state.memory, state.normaliser
     if state.start_memory is None:
@@ -73,7 +78,7 @@ def attend_grid(
         grid if grid is None else grid.split(group, 1) if group else (grid,)
         for grid in (query, keys, values, memory_query, memory_keys)
     )
-    outputs, weights = [], []
+    outputs, weights = [], None
     for number, (begin, end) in enumerate(limits):
         count, steady = end - begin, layout.in_full(begin, end)
         queries = _blocks(query[number], step).contiguous()
@@ -85,17 +90,13 @@ def attend_grid(
         if memory_keys is not None:
             leaving_keys = _blocks(memory_keys[number][:, :count], step).contiguous()
         mask = None if steady or not kept else _window_mask(numbers[:, begin:end], layout, step)
-        local, local_weights, log_sum = local_attention(
-            queries,
-            key_window,
-            value_window,
-            mask,
-            scaling=scaling,
-            dropout=dropout,
-            return_weights=return_weights,
-            return_log_sum=shared,
-            upcast=upcast,
-        )
+        options = {"scaling": scaling, "dropout": dropout, "return_log_sum": shared, "upcast": upcast}
+        if return_weights:
+            weights, log_sum = local_weights(queries, key_window, mask, dtype=value.dtype, **options)
+            weights = _weights_per_token(weights, layout)
+            local = _weights_in_blocks(weights, layout, step) @ for_every_head(value_window, queries)
+        else:
+            local, log_sum = local_attention(queries, key_window, value_window, mask, eager=eager, **options)
         with torch.autocast(key.device.type, enabled=False):
             local = local.flatten(3, 4)
             key_features = features(leaving_keys.flatten(3, 4).to(dtype))
@@ -123,17 +124,21 @@ def attend_grid(
                 weight = weight * _by_step(filled, step)
             mixed = mix(local, read, weight)
         outputs.append(mixed.unflatten(3, (step, -1)).permute(0, 1, 3, 4, 2, 5))
-        if return_weights:
-            weights.append(local_weights.transpose(2, 3).flatten(1, 2)[:, :count])
     output = (outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)).flatten(1, 2)[:, :segments]
-    return output, memory, normaliser, torch.cat(weights, 1) if return_weights else None
+    return output, memory, normaliser, weights
 
 
-def weights_per_token(weights: Tensor, layout: SegmentLayout) -> Tensor:
-    """`[B, S, H, C, (w + 1) * C]` as `[B, H, tokens, (w + 1) * L]`: column `c` is slot `c` of the query's local window."""
-    blocks = weights.unflatten(-1, (layout.local_segments + 1, layout.slots))
-    blocks = F.pad(blocks, (0, layout.segment_length - layout.slots)).flatten(-2)
-    return layout.from_grid(blocks.transpose(2, 3))
+def _weights_per_token(weights: Tensor, layout: SegmentLayout) -> Tensor:
+    """`[B, N, H, T, C, (w + 1) * C]` as `[B, H, tokens, (w + 1) * L]`, zero for padding."""
+    grid = weights.permute(0, 1, 3, 4, 2, 5).flatten(1, 2)[:, : layout.segments]
+    grid = grid.unflatten(-1, (layout.local_segments + 1, layout.slots))
+    return layout.from_grid(F.pad(grid, (0, layout.segment_length - layout.slots)).flatten(-2))
+
+
+def _weights_in_blocks(weights: Tensor, layout: SegmentLayout, step: int) -> Tensor:
+    """The way back of [`_weights_per_token`], zero for slots without a new token."""
+    grid = layout.to_grid(weights, None).unflatten(-1, (layout.local_segments + 1, layout.segment_length))
+    return _blocks(grid[..., : layout.slots].flatten(-2), step)
 
 
 def _group_sizes(layout: SegmentLayout, key: Tensor, update_rule: str) -> tuple[int, int]:

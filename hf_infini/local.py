@@ -15,10 +15,9 @@ TILE = 128  # queries of a segment at a time, so that half of the scores that no
 
 
 class LocalAttention(NamedTuple):
-    """What [`local_attention`] and [`eager_attention`] return; their docstrings give the shapes."""
+    """What [`local_attention`] returns; its docstring gives the shapes."""
 
     output: Tensor
-    weights: Tensor | None
     log_sum: Tensor | None
 
 
@@ -30,7 +29,7 @@ def local_attention(
     *,
     scaling: float,
     dropout: float = 0.0,
-    return_weights: bool = False,
+    eager: bool = False,
     return_log_sum: bool = False,
     upcast: bool = False,
 ) -> LocalAttention:
@@ -41,32 +40,41 @@ def local_attention(
         mask: bool, True = visible, `[B or 1, N, 1, T, C, W]`; `None`: every slot of a full window up to the query's own.
         scaling: factor of the dot products.
         dropout: probability with which a weight is dropped.
-        return_weights: go through the written-out softmax instead of the fused kernel, and return its weights.
+        eager: go through the written-out softmax instead of the fused kernel.
         return_log_sum: likewise, and return the logarithm of the softmax's denominator.
         upcast: softmax in float32 (GPT-2's `reorder_and_upcast_attn`), where it is written out only.
 
     Returns:
-        The output `[B, N, H, T, C, D]`; the weights `[B, N, H, T, C, W]` or `None`; log Σ e^s `[B, N, H, T, C]` or `None`.
+        The output `[B, N, H, T, C, D]`; log Σ e^s `[B, N, H, T, C]` or `None`.
     """
-    groups = query.shape[2] // key.shape[2]
-    if groups > 1:
-        key, value = (tensor.repeat_interleave(groups, 2) for tensor in (key, value))
-    if not (return_weights or dropout) and _rather_tiled(query, key, value, return_log_sum):
+    key, value = (for_every_head(tensor, query) for tensor in (key, value))
+    if not (eager or dropout) and _rather_tiled(query, key, value, return_log_sum):
         if torch.is_autocast_enabled(query.device.type):
             query, key, value = (t.to(torch.get_autocast_dtype(t.device.type)) for t in (query, key, value))
         output, log_sum = _Tiled.apply(query, key, value, mask, scaling, return_log_sum)
-        return LocalAttention(output, None, log_sum)
+        return LocalAttention(output, log_sum)
     options = {"scaling": scaling, "dropout": dropout, "return_log_sum": return_log_sum, "upcast": upcast}
-    output, weights, log_sum = _at_once(query, key, value, mask, return_weights or return_log_sum, **options)
-    return LocalAttention(output, weights if return_weights else None, log_sum)
+    return _at_once(query, key, value, mask, eager or return_log_sum, **options)
 
 
 def _at_once(query, key, value, mask, written_out: bool, *, scaling, dropout=0.0, **options) -> LocalAttention:
     """[`local_attention`] without tiles: the softmax written out, with the options of that, or torch's own kernel."""
     if not written_out:
-        return LocalAttention(_fused(query, key, value, mask, scaling, dropout), None, None)
+        return LocalAttention(_fused(query, key, value, mask, scaling, dropout), None)
+    weights, log_sum = local_weights(query, key, mask, dtype=value.dtype, scaling=scaling, dropout=dropout, **options)
+    return LocalAttention(weights @ value, log_sum)
+
+
+def local_weights(query: Tensor, key: Tensor, mask: Tensor | None, **options) -> tuple[Tensor, Tensor | None]:
+    """The weights `[B, N, H, T, C, W]` of [`local_attention`], and its log Σ e^s; options as of [`softmax_weights`]."""
     mask = _causal(query, key) if mask is None else mask
-    return eager_attention(query, key, value, mask, scaling=scaling, dropout=dropout, **options)
+    return softmax_weights(query, for_every_head(key, query), mask, **options)
+
+
+def for_every_head(tensor: Tensor, query: Tensor) -> Tensor:
+    """Keys or values `[B, N, K, …]` as `[B, N, H, …]`, once for each head of the query."""
+    groups = query.shape[2] // tensor.shape[2]
+    return tensor if groups == 1 else tensor.repeat_interleave(groups, 2)
 
 
 def _fused(query, key, value, mask, scaling, dropout=0.0) -> Tensor:
@@ -114,7 +122,7 @@ class _Tiled(Function):
             queries, keys, values = query[..., tile, :], key[..., :seen, :], value[..., :seen, :]
             visible = None if mask is None else mask[..., tile, :seen]
             options = {"scaling": scaling, "return_log_sum": return_log_sum}
-            output, _, log_sum = _at_once(queries, keys, values, visible, return_log_sum, **options)
+            output, log_sum = _at_once(queries, keys, values, visible, return_log_sum, **options)
             outputs.append(output)
             log_sums.append(log_sum)
         return torch.cat(outputs, -2), torch.cat(log_sums, -1) if return_log_sum else None
@@ -165,20 +173,20 @@ def _tiles(query: Tensor, key: Tensor) -> list[tuple[slice, int]]:
     return [(slice(begin, end), width - slots + end) for begin, end in zip(range(0, slots, size), ends, strict=True)]
 
 
-def eager_attention(
+def softmax_weights(
     query: Tensor,
     key: Tensor,
-    value: Tensor,
     mask: Tensor | None,
     *,
+    dtype: torch.dtype,
     scaling: float,
     dropout: float,
     return_log_sum: bool = False,
     upcast: bool = False,
-) -> LocalAttention:
-    """softmax(scaling · Q Kᵀ) V written out, `[…, tokens, D]`; mask: bool, True = visible.
+) -> tuple[Tensor, Tensor | None]:
+    """softmax(scaling · Q Kᵀ) written out, `[…, tokens, D]`; mask: bool, True = visible.
 
-    Returns output, weights `[…, tokens, keys]` and, if asked for, log Σ e^s `[…, tokens]`, in float32 or wider.
+    Returns the weights `[…, tokens, keys]` in `dtype` and, if asked for, log Σ e^s `[…, tokens]`, in float32 or wider.
     """
     if upcast:
         with torch.autocast(query.device.type, enabled=False):
@@ -188,5 +196,4 @@ def eager_attention(
     if mask is not None:
         scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
     log_sum = scores.to(torch.promote_types(scores.dtype, torch.float32)).logsumexp(-1) if return_log_sum else None
-    weights = F.dropout(scores.softmax(-1).to(value.dtype), dropout)
-    return LocalAttention(weights @ value, weights, log_sum)
+    return F.dropout(scores.softmax(-1).to(dtype), dropout), log_sum

@@ -15,16 +15,16 @@ from transformers.utils.generic import can_return_tuple
 
 from .causal_mha import CausalMultiHeadAttention
 from .configuration_causal_mha import RELATIVE, CausalMHAConfig
+from .generation import MemoryGenerationMixin
 from .modeling_common import (
     HubCodeMixin,
     InitializationMixin,
-    MemoryGenerationMixin,
     carry_code,
     check_continuation,
     check_positions,
     checkpoints_gradients,
     counted_positions,
-    growing_cache,
+    key_value_cache,
     mask_of_call,
     memory_cache,
     memory_mask_of,
@@ -173,7 +173,7 @@ class CausalMHAModel(CausalMHAPreTrainedModel):
             if position_ids is None:
                 position_ids = counted_positions(reach["layout"], past_key_values)
         else:
-            given, past_key_values = past_key_values, growing_cache(self, past_key_values, use_cache)
+            given, past_key_values = past_key_values, key_value_cache(self, past_key_values, use_cache)
             past = 0 if given is None else given.get_seq_length()
             reach = self._reach(embeddings, attention_mask, position_ids, past, given)
             if position_ids is None:

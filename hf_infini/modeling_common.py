@@ -3,11 +3,11 @@ memory."""
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, StoppingCriteriaList
+from transformers import Cache, DynamicCache
 from transformers.dynamic_module_utils import custom_object_save
-from transformers.generation import GenerationMode
 
-from .cache import InfiniCache
+from .cache import InfiniCache, InfiniLayer
+from .generation import check_cache
 from .grid import SegmentLayout
 from .state import InfiniState
 from .steps import StepLayout
@@ -64,113 +64,22 @@ def carry_code(**classes: type[HubCodeMixin]) -> None:
         cls.auto_entries = entries
 
 
-class MemoryGenerationMixin:
-    """Gives `generate` an [`InfiniCache`] for a model with infini layers, the mask that says which ids a cache from before
-    has not read, and padding behind finished rows that no memory takes in; stands before `GenerationMixin`."""
-
-    def _prepare_model_inputs(self, inputs, bos_token_id, model_kwargs):
-        ids, name, model_kwargs = super()._prepare_model_inputs(inputs, bos_token_id, model_kwargs)
-        mask = model_kwargs.get("attention_mask")
-        if mask is not None:
-            model_kwargs = {**model_kwargs, "attention_mask": self._mask_of_cache(ids, mask, model_kwargs)}
-        return ids, name, model_kwargs
-
-    def _prepare_attention_mask_for_generation(self, inputs_tensor, generation_config, model_kwargs):
-        mask = super()._prepare_attention_mask_for_generation(inputs_tensor, generation_config, model_kwargs)
-        return self._mask_of_cache(inputs_tensor, mask, model_kwargs)
-
-    def _mask_of_cache(self, input_ids, attention_mask, model_kwargs):
-        cache = model_kwargs.get("past_key_values")
-        if self.config.infini_layers:
-            check_cache(cache)
-        if isinstance(cache, InfiniCache) and input_ids.dim() == attention_mask.dim() == 2:  # 3: embeddings
-            return cache.mask_of_ids(input_ids, attention_mask)
-        return attention_mask
-
-    def _prepare_position_ids_for_generation(self, inputs_tensor, model_kwargs):
-        """None for a memory: a cache knows where its documents stand, and only a user's positions begin new ones."""
-        if self.config.infini_layers:
-            return None
-        return super()._prepare_position_ids_for_generation(inputs_tensor, model_kwargs)
-
-    def _prepare_cache_for_generation(self, generation_config, model_kwargs, generation_mode, *args, **kwargs):
-        if not self.config.infini_layers:
-            return super()._prepare_cache_for_generation(
-                generation_config, model_kwargs, generation_mode, *args, **kwargs
-            )
-        asked = generation_config.cache_implementation
-        if asked not in (None, "dynamic"):
-            raise ValueError(
-                f"cache_implementation={asked!r} is not for a model with a compressive memory: it makes its own cache, "
-                "already of constant size. Leave cache_implementation out."
-            )
-        if generation_mode in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):  # no beam that goes on has ended
-            generation_config._finished_rows = model_kwargs["finished_rows"] = FinishedRows()
-        if model_kwargs.get("past_key_values") is None and generation_config.use_cache is not False:
-            model_kwargs["past_key_values"] = InfiniCache(self.config)
-            return None
-        return super()._prepare_cache_for_generation(generation_config, model_kwargs, generation_mode, *args, **kwargs)
-
-    def _get_stopping_criteria(self, generation_config, *args, **kwargs):
-        criteria = super()._get_stopping_criteria(generation_config, *args, **kwargs)
-        finished = getattr(generation_config, "_finished_rows", None)
-        return criteria if finished is None else finished.watch(criteria)
-
-    def _update_model_kwargs_for_generation(self, outputs, model_kwargs, is_encoder_decoder=False, num_new_tokens=1):
-        model_kwargs = super()._update_model_kwargs_for_generation(
-            outputs, model_kwargs, is_encoder_decoder, num_new_tokens
-        )
-        finished, cache = model_kwargs.get("finished_rows"), model_kwargs.get("past_key_values")
-        if finished is not None and finished.rows is not None and cache is not None:
-            mask = model_kwargs.get("attention_mask")
-            if mask is None:  # transformers leaves out a mask of ones
-                mask = finished.rows.new_ones(len(finished.rows), cache.get_seq_length() + num_new_tokens, dtype=torch.long)
-            mask[:, -num_new_tokens:] *= ~finished.rows[:, None]
-            model_kwargs["attention_mask"] = mask
-        return model_kwargs
-
-    def prepare_inputs_for_generation(self, *args, finished_rows=None, **kwargs):
-        return super().prepare_inputs_for_generation(*args, **kwargs)
-
-
-class FinishedRows:
-    """The rows of a batch that `generate` has finished: what it appends to them is padding.
-
-    Attributes:
-        rows: `[batch]` bool; `None` while no row is finished.
-    """
-
-    def __init__(self):
-        self.rows: Tensor | None = None
-
-    def watch(self, criteria: StoppingCriteriaList) -> StoppingCriteriaList:
-        """The same criteria, whose answers are noted; without an end-of-text token nothing is padded."""
-        pads = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
-        return _WatchedCriteria(criteria, self) if pads else criteria
-
-
-class _WatchedCriteria(StoppingCriteriaList):
-    def __init__(self, criteria, finished: FinishedRows):
-        super().__init__(criteria)
-        self.finished = finished
-
-    def __call__(self, input_ids, scores, **kwargs):
-        done = super().__call__(input_ids, scores, **kwargs)
-        if done.any():
-            self.finished.rows = done if self.finished.rows is None else self.finished.rows | done
-        return done
-
-
 def memory_cache(model, given, use_cache: bool | None):
     """The [`InfiniCache`] of one call of a model with infini layers, or `None`: the given one, checked, or a new one.
 
     Raises:
-        ValueError: `given` is a cache of another kind, the call is to be exported, or gradient checkpointing would run
-            layers a second time that keep keys and values.
+        ValueError: `given` is a cache of another kind or of other layers, the call is to be exported, or gradient
+            checkpointing would run layers a second time that keep keys and values.
     """
     if use_cache and torch.compiler.is_exporting():
         raise ValueError("torch.export cannot hold the cache of a memory: pass use_cache=False among the example inputs.")
     check_cache(given)
+    wanted = [layer in model.config.infini_layers for layer in range(model.config.n_layer)]
+    if given is not None and [isinstance(layer, InfiniLayer) for layer in given.layers] != wanted:
+        raise ValueError(
+            f"past_key_values is the cache of a model with other layers: this one has {model.config.n_layer}, with memory "
+            f"in {model.config.infini_layers}. Pass InfiniCache(model.config)."
+        )
     cache = InfiniCache(model.config) if use_cache and given is None else given
     if cache is not None and checkpoints_gradients(model):
         grows = len(model.config.infini_layers) < model.config.n_layer
@@ -190,36 +99,26 @@ def memory_cache(model, given, use_cache: bool | None):
     return cache
 
 
-def check_cache(given) -> None:
-    """Refuses what a model with infini layers cannot go on from.
+def key_value_cache(model, given, use_cache: bool | None):
+    """The cache of one call of a model without memory, or `None`: the given one, checked, or a new one.
 
     Raises:
-        ValueError: `given` is neither `None` nor an [`InfiniCache`] of this copy of the code.
+        ValueError: `given` is no cache of keys and values, or keeps fewer of them than this model's heads see; or gradient
+            checkpointing would run layers a second time.
     """
-    if given is None or isinstance(given, InfiniCache):
-        return
-    copies = [base for base in type(given).__mro__ if base.__name__ == InfiniCache.__name__]
-    if copies:
+    config = model.config
+    cache = DynamicCache(config=config) if use_cache and given is None else given
+    remedy = "Leave it out with use_cache=True, or pass DynamicCache(config=model.config)."
+    if cache is not None and (not isinstance(cache, Cache) or isinstance(cache, InfiniCache)):
         raise ValueError(
-            "past_key_values is an InfiniCache of another copy of the code, which may be another version: the cache's class "
-            f"is of {copies[0].__module__}, this model's of {InfiniCache.__module__}. Leave it out with use_cache=True and "
-            "go on with the output's past_key_values; or make or load it by the model's class, "
-            f"sys.modules[{InfiniCache.__module__!r}].InfiniCache. Where hf_infini is imported before a model is loaded "
-            "from the Hub, there is only one copy."
+            f"past_key_values must be a transformers cache of keys and values, got {type(given).__name__}: this model has "
+            f"no memory. {remedy}"
         )
-    raise ValueError(
-        f"past_key_values must be an InfiniCache, got {type(given).__name__}: a memory does not fit into other caches. "
-        "Leave it out with use_cache=True, or pass InfiniCache(model.config)."
-    )
-
-
-def growing_cache(model, given, use_cache: bool | None):
-    """The cache of keys and values of one call of a model without memory, or `None`: the given one, or a new one.
-
-    Raises:
-        ValueError: gradient checkpointing would run layers a second time.
-    """
-    cache = DynamicCache(config=model.config) if use_cache and given is None else given
+    for layer in () if cache is None else cache.layers:
+        kept = getattr(layer, "sliding_window", None)
+        if kept is not None and (config.sliding_window is None or kept < config.sliding_window):
+            seen = "everything before" if config.sliding_window is None else f"{config.sliding_window} tokens"
+            raise ValueError(f"this cache keeps a window of {kept} tokens, and this model's tokens see {seen}. {remedy}")
     if cache is not None and checkpoints_gradients(model):
         raise ValueError(
             "gradient checkpointing in training does not go with a cache: layers would append their keys and values twice. "

@@ -17,10 +17,10 @@ from .cache import InfiniCache, StatesOfCall
 from .configuration_infini_gpt2 import InfiniGPT2Config
 from .convolution import short_convolution
 from .gate import Gate
+from .generation import MemoryGenerationMixin
 from .modeling_common import (
     HubCodeMixin,
     InitializationMixin,
-    MemoryGenerationMixin,
     carry_code,
     check_continuation,
     check_positions,
@@ -264,10 +264,18 @@ class InfiniGPT2Model(InfiniGPT2PreTrainedModel, GPT2Model):
                 [`segment_layout`].
 
         Raises:
-            ValueError: a position beyond `n_positions` with absolute positions; a cache or mask of another kind.
+            ValueError: a position beyond `n_positions` with absolute positions; a cache or mask of another kind;
+                `output_attentions` of layers with full attention that are not computed by the eager implementation.
         """
         output_attentions = kwargs.pop("output_attentions", None)
         kwargs.pop("output_hidden_states", None)
+        full_layers = self.config.n_layer - len(self.config.infini_layers)
+        if output_attentions and full_layers and self.config._attn_implementation != "eager":
+            raise ValueError(
+                f"output_attentions=True needs the eager implementation for this model's {full_layers} layers of full "
+                f"attention: {self.config._attn_implementation} computes no weights there. Load the model with "
+                "attn_implementation='eager', or call model.set_attn_implementation('eager')."
+            )
         if encoder_hidden_states is not None or encoder_attention_mask is not None:
             raise ValueError("an infini_gpt2 model has no cross-attention: encoder inputs are not supported.")
         if (input_ids is None) == (inputs_embeds is None):
@@ -305,7 +313,7 @@ class InfiniGPT2Model(InfiniGPT2PreTrainedModel, GPT2Model):
         if self.config.positions == "rope":
             turns = rotation(layout.positions, self.config.n_embd // self.config.n_head, hidden_states.dtype)
         full_mask = None
-        if len(self.config.infini_layers) < self.config.n_layer:
+        if full_layers:
             full_mask = self._full_attention_mask(layout, tokens, past_key_values, hidden_states.dtype)
         for block in self.h:
             hidden_states = block(

@@ -107,7 +107,7 @@ def _base(model):
 
 def _convert(config, config_class, **options):
     """The options that the two configuration classes share, carried over, with `options` on top."""
-    values = config.to_dict()
+    values = InfiniGPT2Config.without_ignored(config.to_dict())
     own = {"model_type", "transformers_version", "architectures", "auto_map", *OPTIONS}
     converted = config_class(**{name: value for name, value in values.items() if name not in own}, **options)
     converted._attn_implementation = config._attn_implementation

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from models import causal_mha, token_ids
+from models import causal_mha, infini_gpt2, token_ids
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, DynamicCache
 
 from hf_infini import CausalMHAConfig, CausalMHAForCausalLM, CausalMHAModel, InfiniCache
@@ -25,18 +25,26 @@ KINDS += [reach | {"position_encoding": "learned"} for reach in REACHES.values()
 KINDS += [REACHES["local"] | {"position_encoding": p} for p in ("relative_key", "t5", "alibi", "rope")]
 KINDS += [REACHES["infini"] | {"position_encoding": "rope", "score": "general", "local_segments": 1}]
 KINDS += [REACHES["infini"] | {"position_encoding": "sinusoidal", "update_rule": "delta"}]
+# Windows of one token, whose queries and keys do nothing, and of two: what is left of a cache is nothing and one token
+SMALL_WINDOWS = [
+    {"attention": "local", "sliding_window": window, "position_encoding": position}
+    for window, position in ((1, "rope"), (1, "t5"), (2, "none"))
+]
 # Three layers in float32 whose logits reach 10: sums in another order differ by a few units in the last place, 1e-6
 FLOAT32 = {"rtol": 1e-4, "atol": 1e-4}
 
 
-def every_kind(function):
-    return pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(map(str, kind.values())))(function)
+def each_of(kinds):
+    return pytest.mark.parametrize("kind", kinds, ids=lambda kind: "-".join(map(str, kind.values())))
+
+
+every_kind, every_cached_kind = each_of(KINDS), each_of(KINDS + SMALL_WINDOWS)
 
 
 # --- what a causal language model of transformers does ----------------------------------------------------------------
 
 
-@every_kind
+@every_cached_kind
 def test_cached_chunks_are_the_uncached_forward(kind):
     model, ids = causal_mha(**kind), token_ids(2, 31)
     wanted = model(ids, use_cache=False)
@@ -64,7 +72,7 @@ def test_padding_changes_nothing(kind):
             torch.testing.assert_close(padded[row, real], model(ids[row : row + 1, real]).logits[0], **FLOAT32)
 
 
-@every_kind
+@every_cached_kind
 def test_left_padded_chunks_are_single_rows(kind):
     model, ids = causal_mha(**kind), token_ids(2, 25)
     mask = torch.ones(2, 25, dtype=torch.long)
@@ -103,7 +111,7 @@ def test_packed_documents_do_not_see_each_other(kind):
             torch.testing.assert_close(packed[:, document], model(ids[:, document]).logits, **FLOAT32)
 
 
-@every_kind
+@every_cached_kind
 def test_generation_is_the_same_with_cache_without_and_in_a_padded_batch(kind):
     model, ids = causal_mha(**kind), token_ids(2, 17)
     mask = torch.ones(2, 17, dtype=torch.long)
@@ -282,6 +290,27 @@ def test_what_a_memory_cannot_do_is_refused():
     plain = other.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0)
     assisted = other.generate(ids, max_new_tokens=8, do_sample=False, prompt_lookup_num_tokens=2, pad_token_id=0)
     assert torch.equal(plain, assisted)
+
+
+def test_a_wrong_cache_is_refused():
+    ids, infini = token_ids(1, 10), causal_mha(**REACHES["infini"])
+    for reach in ("global", "local", "none"):
+        model = causal_mha(**REACHES[reach])
+        with pytest.raises(ValueError, match="is for layers with a compressive memory, and this CausalMHAConfig"):
+            InfiniCache(model.config)
+        for wrong in (InfiniCache(infini.config), ((torch.zeros(1, 4, 3, 8),) * 2,) * 3):
+            with pytest.raises(ValueError, match=f"must be a .* cache of keys and values, got {type(wrong).__name__}"):
+                model(ids, past_key_values=wrong)
+        with pytest.raises(ValueError, match="got InfiniCache: this model has no memory"):
+            model.generate(ids, past_key_values=InfiniCache(infini.config), max_new_tokens=2)
+    local = causal_mha(attention="local", sliding_window=5)
+    for model, seen in ((causal_mha(), "everything before"), (causal_mha(**REACHES["local"]), "7 tokens")):
+        with pytest.raises(ValueError, match=f"keeps a window of 5 tokens, and this model's tokens see {seen}"):
+            model(ids, past_key_values=DynamicCache(config=local.config))
+    with pytest.raises(ValueError, match=r"other layers: this one has 3, with memory in \[0, 1, 2\]"):
+        infini(ids, past_key_values=InfiniCache(causal_mha(**REACHES["infini"], n_layer=2).config))
+    with pytest.raises(ValueError, match=r"other layers: this one has 3, with memory in \[1\]"):
+        infini_gpt2(layers=[1])(ids, past_key_values=InfiniCache(infini.config))
 
 
 # --- sizes and options ------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import pytest
 import torch
 from models import causal_mha, gpt2, infini_gpt2, token_ids
 from transformers import DynamicCache, GenerationConfig
+from transformers.generation.continuous_batching import ContinuousBatchingManager
 
 from hf_infini import InfiniCache
 
@@ -177,6 +178,45 @@ def test_what_a_memory_cannot_do_is_refused_clearly():
         cache.crop(2)
     with pytest.raises(ValueError, match="position 64 is beyond.*n_positions.*positions='segment'"):
         generate(model, 60, input_ids=ids)
+
+
+@pytest.mark.parametrize("make", [infini_gpt2, causal_mha])
+def test_continuous_batching_is_refused_at_once(make, monkeypatch):
+    """Before anything is allocated: without sizes, the pages would take most of the memory that is free."""
+    model = make()
+    monkeypatch.setattr(ContinuousBatchingManager, "__init__", lambda *args, **kwargs: pytest.fail("allocates"))
+    with pytest.raises(ValueError, match="continuous batching keeps keys and values in pages.*left-padded batch"):
+        model.generate_batch([[3, 4, 5]])
+    with pytest.raises(ValueError, match="continuous batching"):
+        model.init_continuous_batching()
+    with pytest.raises(ValueError, match="continuous batching"), model.continuous_batching_context_manager():
+        pass
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["first under autocast", "first without"])
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        *((infini_gpt2, variant) for variant in VARIANTS),
+        (infini_gpt2, {"memory_conv": 2, "feature_map": "exp", "memory_write": "learned", "normaliser": "shared"}),
+        (causal_mha, {"attention": "infini", "segment_length": 8, "position_encoding": "rope", "score": "general"}),
+        (causal_mha, {"attention": "local", "sliding_window": 5, "position_encoding": "alibi"}),
+        (causal_mha, {"position_encoding": "relative_key", "attn_implementation": "eager"}),
+    ],
+)
+def test_a_cache_goes_on_from_autocast_and_back(make, options, first):
+    model, ids = make(**options), token_ids(2, 30)
+    with torch.no_grad():
+        wanted, cache, parts = model(ids).logits, None, []
+        for number, (begin, end) in enumerate([(0, 13), (13, 14), (14, 15), (15, 16), (16, 27), (27, 28), (28, 30)]):
+            with torch.autocast("cpu", torch.bfloat16, enabled=first == (number % 2 == 0)):
+                output = model(ids[:, begin:end], past_key_values=cache, use_cache=True)
+            cache = output.past_key_values
+            parts.append(output.logits.float())
+    # bfloat16 has 8 bits; three layers add up their errors: 10 % of the spread of the logits is ample
+    assert (torch.cat(parts, 1) - wanted).abs().mean() < 0.1 * wanted.std()
+    if isinstance(cache, InfiniCache):  # the wider of both is kept
+        assert cache.state.local_key.dtype == cache.state.local_value.dtype == torch.float32
 
 
 # --- which of the ids are new -----------------------------------------------------------------------------------------

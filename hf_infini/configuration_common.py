@@ -1,0 +1,73 @@
+"""What the configurations share: no option of a model's computation is kept and ignored."""
+
+import difflib
+import functools
+
+import transformers
+from transformers import PreTrainedConfig
+
+# Stock models whose options are the vocabulary in which people describe a decoder, and names that are no fields of theirs
+STOCK = "GPT2 Llama Mistral Mixtral Qwen2 Gemma2 GPTNeoX GPTJ Phi Falcon Bloom OPT T5 Granite Cohere GptOss".split()
+UNDECLARED = ("rope_theta", "rope_scaling", "partial_rotary_factor", "per_layer_config")
+ALIKE = 0.9  # of 1: one letter too many or too few, or two that changed places
+
+
+class OptionsMixin:
+    """Refuses options that a configuration would keep and its model ignore; stands before the configuration's base.
+
+    An extra attribute may have any name but that of an option of stock decoders (`rope_scaling`, `num_key_value_heads`, …),
+    which would change their computation and not this model's, and any that is nearly the name of an option of this one.
+    `None` says that an option is not used, and may stay.
+    """
+
+    @classmethod
+    def from_dict(cls, config_dict, **kwargs):
+        """As usual, but options in `kwargs` count before the check, and what is unknown is refused there, too."""
+        if config_dict.get("model_type", cls.model_type) != cls.model_type:
+            config_dict = cls.without_ignored(config_dict)  # as the other model ignored them
+        refuse_ignored(cls, kwargs)
+        own = {name: kwargs.pop(name) for name in own_options(cls) & kwargs.keys()}
+        return super().from_dict({**config_dict, **own}, **kwargs)
+
+    @classmethod
+    def without_ignored(cls, values: dict) -> dict:
+        """Another model's `values` by name, without those that would be refused here."""
+        return {name: value for name, value in values.items() if objection(cls, name, value) is None}
+
+    def __post_init__(self, **kwargs):
+        """Takes what is no declared option, after a look at the names."""
+        refuse_ignored(type(self), kwargs)
+        super().__post_init__(**kwargs)
+
+
+def own_options(config_class: type[PreTrainedConfig]) -> set[str]:
+    """The options that a configuration has beyond those of every configuration."""
+    declared = config_class.__dataclass_fields__.keys() - PreTrainedConfig.__dataclass_fields__.keys()
+    return declared | config_class.attribute_map.keys()
+
+
+@functools.cache
+def stock_options() -> set[str]:
+    """The names by which stock decoders are told what to compute."""
+    return set(UNDECLARED).union(*(own_options(getattr(transformers, f"{name}Config")) for name in STOCK))
+
+
+def objection(config_class: type[PreTrainedConfig], name: str, value) -> str | None:
+    """Why an attribute would be refused: it looks like an option, and is none of this configuration."""
+    own = own_options(config_class)
+    if value is None or name.startswith("_") or name in own or name in PreTrainedConfig.__dataclass_fields__:
+        return None
+    alike = difflib.get_close_matches(name, sorted(own), 1, ALIKE)
+    if not alike and name not in stock_options():
+        return None
+    hint = f"Did you mean {alike[0]}?" if alike else f"Its options are {', '.join(sorted(own))}."
+    name = f"{config_class.model_type} has no option {name}"
+    return f"{name}: {value!r} would be kept and change nothing. Leave it out. {hint}"
+
+
+def refuse_ignored(config_class: type[PreTrainedConfig], values: dict) -> None:
+    """Raises a ValueError for the first [`objection`] to `values`, by name."""
+    for name, value in values.items():
+        message = objection(config_class, name, value)
+        if message is not None:
+            raise ValueError(message)
