@@ -3,6 +3,7 @@ memory."""
 
 import torch
 from transformers.dynamic_module_utils import custom_object_save
+from transformers.models.auto import modeling_auto
 
 from .cache import InfiniCache
 
@@ -45,7 +46,9 @@ class HubCodeMixin:
 
 
 def carry_code(**classes: type[HubCodeMixin]) -> None:
-    """Has models saved with the module that defines them and all that it imports with one dot (20 files or so).
+    """Has models saved with the module that defines them and all that it imports with one dot (20 files or so), and adds
+    their names to transformers' tables of model types, by which it knows what a class is for: for one, `Trainer` shifts
+    smoothed labels of causal language models only. Registering with an Auto class leaves those tables as they are.
 
     The module itself calls it: the saved copy has no package whose `__init__` could.
 
@@ -56,6 +59,8 @@ def carry_code(**classes: type[HubCodeMixin]) -> None:
     for auto_class, cls in classes.items():
         cls.register_for_auto_class(auto_class)
         cls.auto_entries = entries
+        names = getattr(modeling_auto, auto_class)._model_mapping._model_mapping  # MODEL_FOR_CAUSAL_LM_MAPPING_NAMES etc.
+        names[cls.config_class.model_type] = cls.__name__
 
 
 class MemoryGenerationMixin:
