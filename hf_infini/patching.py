@@ -3,7 +3,7 @@
 import functools
 
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, GPT2Model
+from transformers import GPT2Config, GPT2LMHeadModel, GPT2Model, PreTrainedModel
 from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
 
 from .configuration_infini_gpt2 import OPTIONS, InfiniGPT2Config
@@ -51,7 +51,7 @@ def patch_model(model, **options):
     if model.config.add_cross_attention:
         raise ValueError("cross-attention has no segments: a GPT-2 with add_cross_attention=True cannot be patched.")
     config = _convert(model.config, InfiniGPT2Config, **options)
-    model._unpatched_config = model.config
+    model._unpatched_config_class = type(model.config)
     base = _base(model)
     _adopt(model, base, SUPPORTED[type(model)], InfiniGPT2Model, config)
     for layer in config.infini_layers:
@@ -91,8 +91,7 @@ def unpatch_model(model):
                 "this model was built with positions='rope': it has no position embedding, which a plain GPT-2 needs."
             )
         base.wpe = model.__dict__.pop("_unpatched_embedding").to(model.device, model.dtype)
-    config = model.__dict__.pop("_unpatched_config", None) or _convert(model.config, GPT2Config)
-    config._attn_implementation = model.config._attn_implementation
+    config = _convert(model.config, model.__dict__.pop("_unpatched_config_class", GPT2Config))
     for block in base.h:
         if isinstance(block.attn, GPT2InfiniAttention):
             block.attn.drop_memory_parameters()
@@ -106,12 +105,16 @@ def _base(model):
 
 
 def _convert(config, config_class, **options):
-    """The options that the two configuration classes share, carried over, with `options` on top."""
+    """The options that the two configuration classes share, as they are now, with `options` on top."""
     values = config.to_dict()
     own = {"model_type", "transformers_version", "architectures", "auto_map", *OPTIONS}
     converted = config_class(**{name: value for name, value in values.items() if name not in own}, **options)
     converted._attn_implementation = config._attn_implementation
     converted._name_or_path = config._name_or_path
+    if config.architectures:
+        names = {plain.__name__: infini.__name__ for plain, infini in SUPPORTED.items()}
+        names |= {infini: plain for plain, infini in names.items()}
+        converted.architectures = [names.get(name, name) for name in config.architectures]
     return converted
 
 
@@ -120,9 +123,18 @@ def _adopt(model, base, model_class: type, base_class: type, config) -> None:
     _construct_once(model_class)
     model.__class__ = model_class
     base.__class__ = base_class
-    for module in model.modules():
-        if hasattr(module, "config"):
+    for module in (model, *_modules_of(base)):
+        if isinstance(getattr(module, "config", None), GPT2Config):
             module.config = config
+
+
+def _modules_of(base):
+    """The base model and the modules inside it, but for other models that hang on it: they keep their configuration."""
+    waiting = [base]
+    while waiting:
+        module = waiting.pop()
+        yield module
+        waiting += [child for child in module.children() if not isinstance(child, PreTrainedModel)]
 
 
 @functools.cache
