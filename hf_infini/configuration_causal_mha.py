@@ -4,6 +4,8 @@ from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 
+from .hub_code import HubConfigMixin, carry_code
+
 CHOICES = {
     "attention": ("global", "local", "infini", "none"),
     "score": ("scaled_dot", "dot", "general", "additive"),
@@ -32,7 +34,7 @@ INFINI_POSITIONS = ("learned", "sinusoidal", "rope", "none")
 
 
 @strict
-class CausalMHAConfig(PreTrainedConfig):
+class CausalMHAConfig(HubConfigMixin, PreTrainedConfig):
     """Configuration of [`CausalMHAForCausalLM`]. Sizes are named as GPT-2's; `hidden_size` and so on work too.
 
     Args:
@@ -204,4 +206,4 @@ class CausalMHAConfig(PreTrainedConfig):
             )
 
 
-CausalMHAConfig.register_for_auto_class()  # its code is saved with it: see modeling_common.carry_code
+carry_code("modeling_causal_mha", AutoConfig=CausalMHAConfig)

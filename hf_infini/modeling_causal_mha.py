@@ -15,11 +15,10 @@ from transformers.utils.generic import can_return_tuple, merge_with_config_defau
 
 from .causal_mha import CausalMultiHeadAttention
 from .configuration_causal_mha import RELATIVE, CausalMHAConfig
+from .hub_code import HubModelMixin, carry_code
 from .modeling_common import (
-    HubCodeMixin,
     InitializationMixin,
     MemoryGenerationMixin,
-    carry_code,
     check_positions,
     columns_of_call,
     memory_cache,
@@ -85,7 +84,7 @@ class CausalMHABlock(GradientCheckpointingLayer):
         return hidden_states + self.dropout(self.mlp(self.ln_2(hidden_states))), weights
 
 
-class CausalMHAPreTrainedModel(HubCodeMixin, InitializationMixin, PreTrainedModel):
+class CausalMHAPreTrainedModel(HubModelMixin, InitializationMixin, PreTrainedModel):
     """What both models share: the configuration, and the first values of the weights."""
 
     config: CausalMHAConfig
@@ -303,4 +302,5 @@ class CausalMHAForCausalLM(CausalMHAPreTrainedModel, MemoryGenerationMixin, Gene
         )
 
 
-carry_code(AutoModel=CausalMHAModel, AutoModelForCausalLM=CausalMHAForCausalLM)
+AUTO_CLASSES = {"AutoModel": CausalMHAModel, "AutoModelForCausalLM": CausalMHAForCausalLM}
+carry_code("modeling_causal_mha", **AUTO_CLASSES)

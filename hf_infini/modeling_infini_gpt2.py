@@ -18,11 +18,10 @@ from .cache import InfiniCache, full_attention_mask
 from .configuration_infini_gpt2 import InfiniGPT2Config
 from .convolution import short_convolution
 from .gate import Gate
+from .hub_code import HubModelMixin
 from .modeling_common import (
-    HubCodeMixin,
     InitializationMixin,
     MemoryGenerationMixin,
-    carry_code,
     check_positions,
     columns_of_call,
     memory_cache,
@@ -197,7 +196,7 @@ class GPT2InfiniAttention(GPT2Attention):
         return tensors, recent
 
 
-class InfiniGPT2PreTrainedModel(HubCodeMixin, InitializationMixin, GPT2PreTrainedModel):
+class InfiniGPT2PreTrainedModel(HubModelMixin, InitializationMixin, GPT2PreTrainedModel):
     """What both models share: configuration, initialisation, and what generation may not do with a memory."""
 
     config: InfiniGPT2Config
@@ -350,6 +349,3 @@ class InfiniGPT2LMHeadModel(InfiniGPT2PreTrainedModel, MemoryGenerationMixin, GP
         self.transformer = InfiniGPT2Model(config)
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         self.post_init()
-
-
-carry_code(AutoModel=InfiniGPT2Model, AutoModelForCausalLM=InfiniGPT2LMHeadModel)
