@@ -3,7 +3,7 @@
 Importing it registers the model types with `AutoConfig`, `AutoModel`, `AutoModelForCausalLM` and what else loads a GPT-2.
 
 In this folder stands what models consist of, from `memory` (equations 3 and 4) over `segments` and `attention` to the
-`modeling_…` modules. A saved model carries these as they are, so they stay side by side and import each other with one dot.
+`modeling_…` modules. A saved model carries copies of these (`hub_code`), so they stay side by side and import each other with one dot.
 Beside them are the `naive` reference, `patching`, `configurations`, and what programs import by name: `rows`, `metrics`,
 `perplexity_metric`, `lm_eval_model`. What the recipes are made of stands in rooms:
 

@@ -71,7 +71,7 @@ class GPT2InfiniAttention(GPT2Attention):
             self.memory_write = nn.Parameter(torch.empty(heads, self.embed_dim, **options))
 
     def drop_memory_parameters(self) -> None:
-        """Leaves GPT-2's attention alone: the inverse of `add_memory_parameters`."""
+        """Drops what `add_memory_parameters` made, whatever it has learned; GPT-2's own weights stay as they are."""
         for name in ("gate", "start_memory", "start_normaliser", "memory_conv", "memory_write"):
             if hasattr(self, name):
                 delattr(self, name)
@@ -261,6 +261,11 @@ class InfiniGPT2Model(InfiniGPT2PreTrainedModel, GPT2Model):
             raise ValueError("an infini_gpt2 model has no cross-attention: encoder inputs are not supported.")
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give exactly one of input_ids and inputs_embeds.")
+        rows = None
+        if input_ids is not None and input_ids.dim() == 3:  # [batch, choices, tokens], of a GPT2DoubleHeadsModel
+            rows = input_ids.shape[:2]
+            tensors = (input_ids, attention_mask, token_type_ids, position_ids)
+            input_ids, attention_mask, token_type_ids, position_ids = (x if x is None else x.flatten(0, 1) for x in tensors)
         if inputs_embeds is None:
             self.warn_if_padding_and_no_attention_mask(input_ids, attention_mask)
             inputs_embeds = self.wte(input_ids)
@@ -304,8 +309,9 @@ class InfiniGPT2Model(InfiniGPT2PreTrainedModel, GPT2Model):
             )
         if past_key_values is not None:
             past_key_values.remember(input_ids)
+        hidden_states = self.ln_f(hidden_states)
         return BaseModelOutputWithPastAndCrossAttentions(
-            last_hidden_state=self.ln_f(hidden_states),
+            last_hidden_state=hidden_states if rows is None else hidden_states.unflatten(0, rows),
             past_key_values=past_key_values if use_cache else None,
         )
 

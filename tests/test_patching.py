@@ -116,9 +116,26 @@ def test_rope_sets_the_position_embedding_aside(tmp_path):
 def test_base_model_and_training_mode():
     torch.manual_seed(0)
     model = GPT2Model(GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=64, vocab_size=89)).train()
-    patch_model(model, segment_length=8)
+    patch_model(model, segment_length=8, base_only=True)
     assert type(model) is InfiniGPT2Model and all(module.training for module in model.modules())
-    assert type(unpatch_model(model)) is GPT2Model and all(module.training for module in model.modules())
+    assert type(unpatch_model(model, base_only=True)) is GPT2Model and all(module.training for module in model.modules())
+
+
+def test_a_base_model_that_may_be_part_of_another_is_not_touched():
+    """The larger model would save itself as a GPT-2, and lose the memory without an error."""
+    model, ids = gpt2(), token_ids(2, 40)
+    wanted = model(ids).logits
+    with pytest.raises(ValueError, match="GPT2Model can be part of a larger model.*Give the whole model.*base_only=True"):
+        patch_model(model.transformer, **OPTIONS)
+    assert type(model.transformer) is GPT2Model and torch.equal(model(ids).logits, wanted)
+    with pytest.raises(ValueError, match="base_only=True is for a base model; a GPT2LMHeadModel is a whole model"):
+        patch_model(model, **OPTIONS, base_only=True)
+    wanted = patch_model(model, **OPTIONS)(ids).logits
+    with pytest.raises(ValueError, match="InfiniGPT2Model can be part of a larger model"):
+        unpatch_model(model.transformer)
+    with pytest.raises(ValueError, match="a InfiniGPT2LMHeadModel is a whole model"):
+        unpatch_model(model, base_only=True)
+    assert torch.equal(model(ids).logits, wanted)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -211,7 +228,7 @@ def test_errors_name_what_is_supported():
     with pytest.raises(ValueError, match="unknown options segments; patch_model takes segment_length"):
         patch_model(gpt2(), segments=8)
     sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=8)
-    with pytest.raises(ValueError, match=r"LlamaForCausalLM \(model_type 'llama'\). Supported: GPT2LMHeadModel"):
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM \(model_type 'llama'\). Supported: GPT2Model .*GPT2LMHeadModel"):
         patch_model(LlamaForCausalLM(LlamaConfig(**sizes)), **OPTIONS)
     broken = gpt2()
     with pytest.raises(Exception, match="exactly one of segment_length"):
