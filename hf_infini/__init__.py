@@ -3,7 +3,7 @@
 Importing it registers the model types with `AutoConfig`, `AutoModel`, `AutoModelForCausalLM` and what else loads a GPT-2.
 
 In this folder stands what models consist of, from `memory` (equations 3 and 4) over `segments` and `attention` to the
-`modeling_…` modules. A saved model carries copies of these (`hub_code`), so they stay side by side and import each other with one dot.
+`modeling_…` modules. A saved model carries copies of these, so they stay side by side and import each other with one dot.
 Beside them are the `naive` reference, `patching`, `configurations`, and what programs import by name: `rows`, `metrics`,
 `perplexity_metric`, `lm_eval_model`. What the recipes are made of stands in rooms:
 
@@ -42,6 +42,8 @@ for config, models in (
     transformers.AutoConfig.register(config.model_type, config, exist_ok=True)
     for auto_class, model in models.items():
         getattr(transformers, auto_class).register(config, model, exist_ok=True)
+# GPT-2's vocab.json and merges.txt say of themselves that they are a GPT-2 tokenizer only beside a GPT-2's config.json
+transformers.AutoTokenizer.register(InfiniGPT2Config, tokenizer_class=transformers.GPT2Tokenizer, exist_ok=True)
 
 __version__ = "0.1.0"
 __all__ = [
