@@ -1,9 +1,9 @@
 """hf_infini: Infini-attention for Hugging Face causal language models.
 
-Importing it registers the model types with `AutoConfig`, `AutoModel` and `AutoModelForCausalLM`.
+Importing it registers the model types with `AutoConfig`, `AutoModel`, `AutoModelForCausalLM` and what else loads a GPT-2.
 
 In this folder stands what models consist of, from `memory` (equations 3 and 4) over `segments` and `attention` to the
-`modeling_…` modules. A saved model carries these as they are, so they stay side by side and import each other with one dot.
+`modeling_…` modules. A saved model carries copies of these, so they stay side by side and import each other with one dot.
 Beside them are the `naive` reference, `patching`, `configurations`, and what programs import by name: `rows`, `metrics`,
 `perplexity_metric`, `lm_eval_model`. What the recipes are made of stands in rooms:
 
@@ -14,8 +14,9 @@ Beside them are the `naive` reference, `patching`, `configurations`, and what pr
     plots        figures as PNG files                       support      what recipes stand on and no model needs
 """
 
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+import transformers
 
+from . import modeling_causal_mha, modeling_infini_gpt2_heads
 from .attention import infini_attention
 from .cache import InfiniCache
 from .causal_mha import CausalMultiHeadAttention
@@ -24,17 +25,25 @@ from .configuration_infini_gpt2 import InfiniGPT2Config
 from .inspection import inspect_attention
 from .modeling_causal_mha import CausalMHAForCausalLM, CausalMHAModel
 from .modeling_infini_gpt2 import GPT2InfiniAttention, InfiniGPT2LMHeadModel, InfiniGPT2Model
+from .modeling_infini_gpt2_heads import (
+    InfiniGPT2DoubleHeadsModel,
+    InfiniGPT2ForQuestionAnswering,
+    InfiniGPT2ForSequenceClassification,
+    InfiniGPT2ForTokenClassification,
+)
 from .naive import naive_infini_attention
 from .patching import patch_model, unpatch_model
 from .state import InfiniState
 
-for config, model, language_model in (
-    (InfiniGPT2Config, InfiniGPT2Model, InfiniGPT2LMHeadModel),
-    (CausalMHAConfig, CausalMHAModel, CausalMHAForCausalLM),
+for config, models in (
+    (InfiniGPT2Config, modeling_infini_gpt2_heads.AUTO_CLASSES),
+    (CausalMHAConfig, modeling_causal_mha.AUTO_CLASSES),
 ):
-    AutoConfig.register(config.model_type, config, exist_ok=True)
-    AutoModel.register(config, model, exist_ok=True)
-    AutoModelForCausalLM.register(config, language_model, exist_ok=True)
+    transformers.AutoConfig.register(config.model_type, config, exist_ok=True)
+    for auto_class, model in models.items():
+        getattr(transformers, auto_class).register(config, model, exist_ok=True)
+# GPT-2's vocab.json and merges.txt say of themselves that they are a GPT-2 tokenizer only beside a GPT-2's config.json
+transformers.AutoTokenizer.register(InfiniGPT2Config, tokenizer_class=transformers.GPT2Tokenizer, exist_ok=True)
 
 __version__ = "0.1.0"
 __all__ = [
@@ -45,6 +54,10 @@ __all__ = [
     "GPT2InfiniAttention",
     "InfiniCache",
     "InfiniGPT2Config",
+    "InfiniGPT2DoubleHeadsModel",
+    "InfiniGPT2ForQuestionAnswering",
+    "InfiniGPT2ForSequenceClassification",
+    "InfiniGPT2ForTokenClassification",
     "InfiniGPT2LMHeadModel",
     "InfiniGPT2Model",
     "InfiniState",

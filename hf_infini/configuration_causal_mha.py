@@ -5,6 +5,7 @@ from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 
 from .configuration_common import OptionsMixin
+from .hub_code import HubConfigMixin, carry_code
 
 CHOICES = {
     "attention": ("global", "local", "infini", "none"),
@@ -34,7 +35,7 @@ INFINI_POSITIONS = ("learned", "sinusoidal", "rope", "none")
 
 
 @strict
-class CausalMHAConfig(OptionsMixin, PreTrainedConfig):
+class CausalMHAConfig(OptionsMixin, HubConfigMixin, PreTrainedConfig):
     """Configuration of [`CausalMHAForCausalLM`]. Sizes are named as GPT-2's; `hidden_size` and so on work too.
 
     Args:
@@ -208,4 +209,4 @@ class CausalMHAConfig(OptionsMixin, PreTrainedConfig):
             )
 
 
-CausalMHAConfig.register_for_auto_class()  # its code is saved with it: see modeling_common.carry_code
+carry_code("modeling_causal_mha", AutoConfig=CausalMHAConfig)

@@ -4,6 +4,7 @@ from huggingface_hub.dataclasses import strict
 from transformers import GPT2Config
 
 from .configuration_common import OptionsMixin
+from .hub_code import HubConfigMixin, carry_code
 
 OPTIONS = (
     "segment_length",
@@ -31,7 +32,7 @@ CHOICES = {
 
 
 @strict
-class InfiniGPT2Config(OptionsMixin, GPT2Config):
+class InfiniGPT2Config(OptionsMixin, HubConfigMixin, GPT2Config):
     """Configuration of [`InfiniGPT2LMHeadModel`]: all of `GPT2Config`, and
 
     Args:
@@ -166,4 +167,4 @@ class InfiniGPT2Config(OptionsMixin, GPT2Config):
             raise ValueError("cross-attention has no segments: add_cross_attention=True is not supported.")
 
 
-InfiniGPT2Config.register_for_auto_class()  # its code is saved with it: see modeling_common.carry_code
+carry_code("modeling_infini_gpt2_heads", AutoConfig=InfiniGPT2Config)

@@ -51,6 +51,8 @@ def attend_step(
         seen_keys, seen_values = (t.repeat_interleave(group, 1) for t in (seen_keys, seen_values))
         options = {"scaling": scaling, "dropout": dropout, "return_log_sum": shared, "upcast": upcast}
         weights, log_sum = softmax_weights(query, seen_keys, layout.visible, dtype=values.dtype, **options)
+        if layout.real is not None:
+            weights = weights.masked_fill(~layout.real[:, :, None, None], 0)
         weights = F.pad(weights, (layout.begin, keys.shape[2] - layout.end))  # as they are returned: in the output's graph
         output = weights[..., layout.begin : layout.end] @ seen_values
     else:

@@ -16,10 +16,9 @@ from transformers.utils.generic import can_return_tuple
 from .causal_mha import CausalMultiHeadAttention
 from .configuration_causal_mha import RELATIVE, CausalMHAConfig
 from .generation import MemoryGenerationMixin
+from .hub_code import HubModelMixin, carry_code
 from .modeling_common import (
-    HubCodeMixin,
     InitializationMixin,
-    carry_code,
     check_continuation,
     check_positions,
     checkpoints_gradients,
@@ -89,7 +88,7 @@ class CausalMHABlock(GradientCheckpointingLayer):
         return hidden_states + self.dropout(self.mlp(self.ln_2(hidden_states))), weights
 
 
-class CausalMHAPreTrainedModel(HubCodeMixin, InitializationMixin, PreTrainedModel):
+class CausalMHAPreTrainedModel(HubModelMixin, InitializationMixin, PreTrainedModel):
     """What both models share: the configuration, and the first values of the weights."""
 
     config: CausalMHAConfig
@@ -318,4 +317,5 @@ class CausalMHAForCausalLM(CausalMHAPreTrainedModel, MemoryGenerationMixin, Gene
         )
 
 
-carry_code(AutoModel=CausalMHAModel, AutoModelForCausalLM=CausalMHAForCausalLM)
+AUTO_CLASSES = {"AutoModel": CausalMHAModel, "AutoModelForCausalLM": CausalMHAForCausalLM}
+carry_code("modeling_causal_mha", **AUTO_CLASSES)

@@ -1,10 +1,8 @@
-"""What the model families share: initialisation of every module, code on the Hub, and caches and masks of layers with a
-memory."""
+"""What the model families share: initialisation of every module, and caches and masks of layers with a memory."""
 
 import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache
-from transformers.dynamic_module_utils import custom_object_save
 
 from .cache import InfiniCache, InfiniLayer
 from .generation import check_cache
@@ -23,45 +21,6 @@ class InitializationMixin:
 
     def _initialize_weights(self, module, is_custom_code: bool = False):
         super()._initialize_weights(module, False)
-
-
-class HubCodeMixin:
-    """Saves a model's code beside its weights, so that it loads where this package is not installed; stands before
-    `PreTrainedModel`. It acts in the classes that [`carry_code`] names, not in their subclasses, but for those that torch
-    makes of them to shard a model (FSDP2).
-    """
-
-    auto_entries: dict[str, str] = {}
-
-    def __init_subclass__(cls, **kwargs):
-        super().__init_subclass__(**kwargs)
-        cls._auto_class, cls.auto_entries = None, {}  # what defines a subclass is another file
-
-    def save_pretrained(self, save_directory, is_main_process: bool = True, *args, **kwargs):
-        defined = type(self)
-        while defined.__module__.startswith("torch."):
-            defined = next(base for base in defined.__bases__ if issubclass(base, HubCodeMixin))
-        if defined.auto_entries:
-            # transformers adds the class that is saved alone: a language model is to load as a base model, too
-            self.config.auto_map = {**(getattr(self.config, "auto_map", None) or {}), **defined.auto_entries}
-        result = super().save_pretrained(save_directory, is_main_process, *args, **kwargs)
-        if defined is not type(self) and defined.auto_entries and is_main_process:
-            custom_object_save(defined.__new__(defined), save_directory)  # copies the files that define the object's class
-        return result
-
-
-def carry_code(**classes: type[HubCodeMixin]) -> None:
-    """Has models saved with the module that defines them and all that it imports with one dot (20 files or so).
-
-    The module itself calls it: the saved copy has no package whose `__init__` could.
-
-    Args:
-        classes: the model classes of the module, by the name of the Auto class that loads them.
-    """
-    entries = {auto_class: f"{cls.__module__.rpartition('.')[2]}.{cls.__name__}" for auto_class, cls in classes.items()}
-    for auto_class, cls in classes.items():
-        cls.register_for_auto_class(auto_class)
-        cls.auto_entries = entries
 
 
 def memory_cache(model, given, use_cache: bool | None):

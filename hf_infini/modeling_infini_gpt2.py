@@ -18,10 +18,9 @@ from .configuration_infini_gpt2 import InfiniGPT2Config
 from .convolution import short_convolution
 from .gate import Gate
 from .generation import MemoryGenerationMixin
+from .hub_code import HubModelMixin
 from .modeling_common import (
-    HubCodeMixin,
     InitializationMixin,
-    carry_code,
     check_continuation,
     check_positions,
     checkpoints_gradients,
@@ -75,7 +74,7 @@ class GPT2InfiniAttention(GPT2Attention):
             self.memory_write = nn.Parameter(torch.empty(heads, self.embed_dim, **options))
 
     def drop_memory_parameters(self) -> None:
-        """Leaves GPT-2's attention alone: the inverse of `add_memory_parameters`."""
+        """Drops what `add_memory_parameters` made, whatever it has learned; GPT-2's own weights stay as they are."""
         for name in ("gate", "start_memory", "start_normaliser", "memory_conv", "memory_write"):
             if hasattr(self, name):
                 delattr(self, name)
@@ -206,7 +205,7 @@ class GPT2InfiniAttention(GPT2Attention):
         return tensors, recent
 
 
-class InfiniGPT2PreTrainedModel(HubCodeMixin, InitializationMixin, GPT2PreTrainedModel):
+class InfiniGPT2PreTrainedModel(HubModelMixin, InitializationMixin, GPT2PreTrainedModel):
     """What both models share: configuration, initialisation, and what generation may not do with a memory."""
 
     config: InfiniGPT2Config
@@ -280,6 +279,11 @@ class InfiniGPT2Model(InfiniGPT2PreTrainedModel, GPT2Model):
             raise ValueError("an infini_gpt2 model has no cross-attention: encoder inputs are not supported.")
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give exactly one of input_ids and inputs_embeds.")
+        rows = None
+        if input_ids is not None and input_ids.dim() == 3:  # [batch, choices, tokens], of a GPT2DoubleHeadsModel
+            rows = input_ids.shape[:2]
+            tensors = (input_ids, attention_mask, token_type_ids, position_ids)
+            input_ids, attention_mask, token_type_ids, position_ids = (x if x is None else x.flatten(0, 1) for x in tensors)
         if inputs_embeds is None:
             self.warn_if_padding_and_no_attention_mask(input_ids, attention_mask)
             inputs_embeds = self.wte(input_ids)
@@ -328,8 +332,9 @@ class InfiniGPT2Model(InfiniGPT2PreTrainedModel, GPT2Model):
             )
         if past_key_values is not None:
             past_key_values.advance(states, input_ids, layout, tokens)
+        hidden_states = self.ln_f(hidden_states)
         return BaseModelOutputWithPastAndCrossAttentions(
-            last_hidden_state=self.ln_f(hidden_states),
+            last_hidden_state=hidden_states if rows is None else hidden_states.unflatten(0, rows),
             past_key_values=past_key_values if use_cache else None,
         )
 
@@ -373,6 +378,3 @@ class InfiniGPT2LMHeadModel(InfiniGPT2PreTrainedModel, MemoryGenerationMixin, GP
         self.transformer = InfiniGPT2Model(config)
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         self.post_init()
-
-
-carry_code(AutoModel=InfiniGPT2Model, AutoModelForCausalLM=InfiniGPT2LMHeadModel)

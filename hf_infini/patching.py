@@ -3,57 +3,66 @@
 import functools
 
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, GPT2Model
-from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
+from transformers import GPT2Config, PreTrainedModel
+from transformers.models.gpt2 import modeling_gpt2 as stock
 
+from . import modeling_infini_gpt2_heads as memory
 from .configuration_infini_gpt2 import OPTIONS, InfiniGPT2Config
-from .modeling_infini_gpt2 import (
-    GPT2InfiniAttention,
-    InfiniGPT2LMHeadModel,
-    InfiniGPT2Model,
-    InfiniGPT2PreTrainedModel,
-)
+from .modeling_infini_gpt2 import GPT2InfiniAttention, InfiniGPT2PreTrainedModel
 
-# The support table: class of the loaded model → class with memory.
-SUPPORTED = {GPT2LMHeadModel: InfiniGPT2LMHeadModel, GPT2Model: InfiniGPT2Model}
+# The support table: class of the loaded model → class with memory. Base models are among them.
+SUPPORTED = {
+    stock.GPT2Model: memory.InfiniGPT2Model,
+    stock.GPT2LMHeadModel: memory.InfiniGPT2LMHeadModel,
+    stock.GPT2DoubleHeadsModel: memory.InfiniGPT2DoubleHeadsModel,
+    stock.GPT2ForSequenceClassification: memory.InfiniGPT2ForSequenceClassification,
+    stock.GPT2ForTokenClassification: memory.InfiniGPT2ForTokenClassification,
+    stock.GPT2ForQuestionAnswering: memory.InfiniGPT2ForQuestionAnswering,
+}
+PLAIN = {infini: plain for plain, infini in SUPPORTED.items()}
 
 
-def patch_model(model, **options):
+def patch_model(model, *, base_only: bool = False, **options):
     """Gives a loaded GPT-2 Infini-attention, in place.
 
     Modules and weights stay the same objects (optimisers, PEFT adapters and forward hooks keep working on them); new are
     the gates and, with `memory_init="learned"`, the memory's start; with `positions="rope"` the position embedding is set
-    aside. Class and configuration change too, so that the model saves as an `infini_gpt2` and
-    `AutoModelForCausalLM.from_pretrained` gives it back patched.
+    aside. Class and configuration change too, so that the model saves as an `infini_gpt2` and the Auto class that gave the
+    model gives it back patched. Other models that hang on this one stay as they are.
 
     Args:
-        model: a `GPT2LMHeadModel` or `GPT2Model`.
+        model: a whole GPT-2, with any of the heads that transformers has for it.
+        base_only: that `model` is a base model, a `GPT2Model`, and no part of another: one that is belongs to a model that
+            goes on taking itself for a plain GPT-2, saves no memory and generates without. A module does not know what it
+            is part of, so this has to be said.
         options: those of [`InfiniGPT2Config`], such as `segment_length=256`.
 
     Returns:
         The same model.
 
     Raises:
-        ValueError: a model of another kind, one that is patched already, or one with cross-attention.
+        ValueError: a model of another kind, one that is patched already, or one with cross-attention; a base model without
+            `base_only`, and the other way round.
     """
     if isinstance(model, InfiniGPT2PreTrainedModel):
         raise ValueError("this model has Infini-attention already; unpatch_model() it first to change its options.")
-    if type(model) not in SUPPORTED:
+    if type(model) not in SUPPORTED or type(model.base_model) not in SUPPORTED:
         kind = getattr(getattr(model, "config", None), "model_type", None)
         raise ValueError(
             f"cannot patch a {type(model).__name__} (model_type {kind!r}). Supported: "
             + ", ".join(f"{cls.__name__} (model_type {cls.config_class.model_type!r})" for cls in SUPPORTED)
             + "."
         )
+    _check_whole(model, base_only)
     unknown = set(options) - set(OPTIONS)
     if unknown:
         raise ValueError(f"unknown options {', '.join(sorted(unknown))}; patch_model takes {', '.join(OPTIONS)}.")
     if model.config.add_cross_attention:
         raise ValueError("cross-attention has no segments: a GPT-2 with add_cross_attention=True cannot be patched.")
     config = _convert(model.config, InfiniGPT2Config, **options)
-    model._unpatched_config = model.config
-    base = _base(model)
-    _adopt(model, base, SUPPORTED[type(model)], InfiniGPT2Model, config)
+    model._unpatched_config_class = type(model.config)
+    base = model.base_model
+    _adopt(model, SUPPORTED, config)
     for layer in config.infini_layers:
         attention = base.h[layer].attn
         attention.__class__ = GPT2InfiniAttention
@@ -65,64 +74,91 @@ def patch_model(model, **options):
     return model
 
 
-def unpatch_model(model):
-    """Takes Infini-attention out again, in place: the inverse of [`patch_model`].
+def unpatch_model(model, *, base_only: bool = False):
+    """Takes Infini-attention out again, in place, and nothing else.
 
-    Weights that were trained in between stay trained; the gates and the memory's start are dropped. A model that was loaded
-    or built as `infini_gpt2` becomes the plain GPT-2 with the same weights.
+    What [`patch_model`] added is dropped, trained or not: the gates, the memory's start, its convolution and its weights of
+    tokens. The GPT-2's own weights, and what else was changed in the model or its configuration, stay as they are now; the
+    position embedding that `positions="rope"` had set aside comes back as it was. So the original model is what comes back
+    only where nothing was trained or changed in between. A model that was loaded or built as `infini_gpt2` becomes the plain
+    GPT-2 with the same weights.
+
+    Args:
+        base_only: that `model` is a base model and no part of another, as for [`patch_model`].
 
     Returns:
         The same model.
 
     Raises:
-        ValueError: the model has no Infini-attention, or no position embedding to go back to.
+        ValueError: the model has no Infini-attention, or no position embedding to go back to; a base model without
+            `base_only`, and the other way round.
     """
-    plain = {infini: cls for cls, infini in SUPPORTED.items()}
-    if type(model) not in plain:
+    if type(model) not in PLAIN or type(model.base_model) not in PLAIN:
         raise ValueError(
             f"a {type(model).__name__} has no Infini-attention to take out; unpatch_model is for "
-            + " and ".join(cls.__name__ for cls in plain)
+            + ", ".join(cls.__name__ for cls in PLAIN)
             + "."
         )
-    base = _base(model)
+    _check_whole(model, base_only)
+    base = model.base_model
     if base.wpe is None:
         if "_unpatched_embedding" not in model.__dict__:
             raise ValueError(
                 "this model was built with positions='rope': it has no position embedding, which a plain GPT-2 needs."
             )
         base.wpe = model.__dict__.pop("_unpatched_embedding").to(model.device, model.dtype)
-    config = model.__dict__.pop("_unpatched_config", None) or _convert(model.config, GPT2Config)
-    config._attn_implementation = model.config._attn_implementation
+    config = _convert(model.config, model.__dict__.pop("_unpatched_config_class", GPT2Config))
     for block in base.h:
         if isinstance(block.attn, GPT2InfiniAttention):
             block.attn.drop_memory_parameters()
-            block.attn.__class__ = GPT2Attention
-    _adopt(model, base, plain[type(model)], GPT2Model, config)
+            block.attn.__class__ = stock.GPT2Attention
+    _adopt(model, PLAIN, config)
     return model
 
 
-def _base(model):
-    return model.transformer if hasattr(model, "transformer") else model
+def _check_whole(model, base_only: bool) -> None:
+    """Refuses a base model that may be part of another, which would not learn of the change."""
+    name, is_base = type(model).__name__, model.base_model is model
+    if is_base and not base_only:
+        raise ValueError(
+            f"a {name} can be part of a larger model, which would not learn of the change: saved and loaded again, it would "
+            f"compute something else. Give the whole model, or, if this {name} is no part of another, base_only=True."
+        )
+    if base_only and not is_base:
+        raise ValueError(f"base_only=True is for a base model; a {name} is a whole model: leave it out.")
 
 
 def _convert(config, config_class, **options):
-    """The options that the two configuration classes share, carried over, with `options` on top."""
+    """The options that the two configuration classes share, as they are now, with `options` on top."""
     values = InfiniGPT2Config.without_ignored(config.to_dict())
     own = {"model_type", "transformers_version", "architectures", "auto_map", *OPTIONS}
     converted = config_class(**{name: value for name, value in values.items() if name not in own}, **options)
     converted._attn_implementation = config._attn_implementation
     converted._name_or_path = config._name_or_path
+    if config.architectures:
+        names = {cls.__name__: other.__name__ for cls, other in (SUPPORTED | PLAIN).items()}
+        converted.architectures = [names.get(name, name) for name in config.architectures]
     return converted
 
 
-def _adopt(model, base, model_class: type, base_class: type, config) -> None:
-    """Makes `model` (and the `base` inside it) instances of the other classes, with the other configuration."""
-    _construct_once(model_class)
-    model.__class__ = model_class
-    base.__class__ = base_class
-    for module in model.modules():
-        if hasattr(module, "config"):
+def _adopt(model, classes: dict[type, type], config) -> None:
+    """Makes `model`, and the base model inside it, instances of their other classes, with the other configuration."""
+    base = model.base_model
+    _construct_once(classes[type(model)])
+    for part in {model, base}:
+        part.__class__ = classes[type(part)]
+    for module in (model, *_modules_of(base)):
+        if isinstance(getattr(module, "config", None), GPT2Config):
             module.config = config
+
+
+def _modules_of(base):
+    """The base model and the modules inside it, but for other models that hang on it: they keep their configuration."""
+    waiting = [base]
+    while waiting:
+        module = waiting.pop()
+        yield module
+        waiting += [child for child in module.children() if not isinstance(child, PreTrainedModel)]
 
 
 @functools.cache

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from hub_files import code_of, config_of, modules_of
 from load_with_code import numbers
 from models import causal_mha, gpt2, infini_gpt2, token_ids
 from packaging.requirements import Requirement
@@ -29,7 +30,6 @@ from hf_infini import (
     CausalMHAForCausalLM,
     InfiniGPT2Config,
     InfiniGPT2LMHeadModel,
-    InfiniGPT2Model,
     patch_model,
     unpatch_model,
 )
@@ -148,14 +148,6 @@ def assert_same_numbers(folder: Path, wanted: dict) -> None:
     assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
 
 
-def code_of(folder: Path) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in folder.glob("*.py")}
-
-
-def config_of(folder: Path) -> dict:
-    return json.loads((folder / "config.json").read_text())
-
-
 def test_the_environment_holds_torch_and_transformers_alone(python, tmp_path):
     say = "import importlib.metadata as m, json; print(json.dumps([d.name for d in m.distributions()]))"
     listed = json.loads(subprocess.run([python, "-I", "-c", say], cwd=tmp_path, check=True, capture_output=True).stdout)
@@ -174,7 +166,7 @@ def test_the_same_without_the_package(name, saved, loaded):
 def test_saved_without_the_package_and_loaded_again(name, saved, loaded, loaded_again):
     again = loaded[name] / "again"
     family = "infini_gpt2" if name in ("inner", "trained", "repository") else name
-    assert code_of(again) == code_of(saved[family][0]) == {file: (PACKAGE / file).read_bytes() for file in code_of(again)}
+    assert code_of(again) == code_of(saved[family][0])
     assert config_of(again)["auto_map"] == config_of(saved[family][0])["auto_map"]
     assert_same_numbers(loaded_again[name], saved[name][1])
 
@@ -236,10 +228,13 @@ def test_importing_the_package_is_enough(first, second, saved, tmp_path):
 def test_only_what_the_model_needs_is_copied(name, other, saved):
     folder = saved[name][0]
     assert set(folder.glob("*.safetensors")) == {folder / "model.safetensors"} and not list(folder.glob("*.bin"))
-    code = code_of(folder)
-    assert "cache.py" in code and len(code) <= 24 and sum(map(len, code.values())) < 220_000
-    assert not [file for file in code if other in file]
-    assert code.keys().isdisjoint({"__init__.py", "naive.py", "patching.py", "heads.py"})
+    code, modules = code_of(folder), modules_of(folder)
+    assert "cache.py" in modules and len(code) <= 28 and sum(map(len, code.values())) < 240_000
+    assert not [module for module in modules if other in module]
+    assert set(modules).isdisjoint({"__init__.py", "naive.py", "patching.py", "heads.py"})
+    for file, text in code.items():  # the same but for the names that it imports
+        prefix = file[: len("hf_infini_12345678_")]
+        assert text.replace(f"from .{prefix}".encode(), b"from .") == (PACKAGE / file.removeprefix(prefix)).read_bytes()
     imports = {module for file in code for module in get_imports(folder / file)}
     assert imports - sys.stdlib_module_names <= {"torch", "transformers", "huggingface_hub", "safetensors"}
 
@@ -272,20 +267,7 @@ def test_an_unpatched_model_carries_no_code(tmp_path):
 def test_a_configuration_alone_carries_its_own_modules(config, tmp_path):
     config.save_pretrained(tmp_path)
     module = f"configuration_{config.model_type}"
-    assert config_of(tmp_path)["auto_map"] == {"AutoConfig": f"{module}.{type(config).__name__}"}
-    assert sorted(code_of(tmp_path)) == ["configuration_common.py", f"{module}.py"]
+    assert {"hub_code.py", "configuration_common.py", f"{module}.py"} == set(modules_of(tmp_path))
+    prefix = next(iter(code_of(tmp_path)))[: len("hf_infini_12345678_")]
+    assert config_of(tmp_path)["auto_map"] == {"AutoConfig": f"{prefix}{module}.{type(config).__name__}"}
     assert type(AutoConfig.from_pretrained(tmp_path)) is type(config)
-
-
-def test_a_subclass_is_not_taken_for_the_class(tmp_path):
-    """Its code is in another file, which needs not be fit to be copied."""
-
-    class Other(InfiniGPT2LMHeadModel):
-        pass
-
-    model = infini_gpt2()
-    model.__class__ = Other
-    model.save_pretrained(tmp_path)
-    assert sorted(code_of(tmp_path)) == ["configuration_common.py", "configuration_infini_gpt2.py"]
-    assert config_of(tmp_path)["auto_map"].keys() == {"AutoConfig"}
-    assert InfiniGPT2Model.is_remote_code() and not Other.is_remote_code()

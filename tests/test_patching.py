@@ -6,6 +6,8 @@ from models import gpt2, infini_gpt2, token_ids
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
+    BertConfig,
+    BertModel,
     GPT2Config,
     GPT2LMHeadModel,
     GPT2Model,
@@ -60,11 +62,37 @@ def test_unpatching_restores_the_original(layers):
     assert unpatch_model(model) is model and type(model) is GPT2LMHeadModel and type(model.transformer) is GPT2Model
     assert torch.equal(model(ids).logits, wanted)
     assert list(model.state_dict()) == names
-    assert model.config is config and config.to_dict() == saved
+    assert type(model.config) is GPT2Config and model.config.to_dict() == config.to_dict() == saved
     for block, original in zip(model.transformer.h, modules, strict=True):
         assert block.attn is original and type(original) is GPT2Attention and not hasattr(original, "gate")
-        assert block.attn.config is config
+        assert block.attn.config is model.transformer.config is model.config
     patch_model(model, **OPTIONS)  # and again
+
+
+def test_what_was_changed_in_between_stays_changed(tmp_path):
+    model = gpt2(architectures=["GPT2LMHeadModel"], my_note="mine")
+    patch_model(model, **OPTIONS)
+    assert model.config.architectures == ["InfiniGPT2LMHeadModel"]
+    model.resize_token_embeddings(100)
+    model.config.pad_token_id, model.config.id2label, model.config.my_note = 7, {0: "no", 1: "yes"}, "changed"
+    model.set_attn_implementation("eager")
+    config = unpatch_model(model).config
+    assert (config.vocab_size, config.pad_token_id, config.my_note) == (100, 7, "changed")
+    assert config.id2label == {0: "no", 1: "yes"}
+    assert config.architectures == ["GPT2LMHeadModel"] and config._attn_implementation == "eager"
+    model.save_pretrained(tmp_path)
+    loaded, ids = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager"), token_ids(2, 40)
+    assert torch.equal(loaded(ids).logits, model(ids).logits)
+
+
+class OwnConfig(GPT2Config):
+    """A user's own."""
+
+
+def test_a_configuration_of_another_class_comes_back_as_one():
+    model = gpt2()
+    model.config.__class__ = OwnConfig
+    assert type(unpatch_model(patch_model(model, **OPTIONS)).config) is OwnConfig
 
 
 def test_rope_sets_the_position_embedding_aside(tmp_path):
@@ -88,9 +116,26 @@ def test_rope_sets_the_position_embedding_aside(tmp_path):
 def test_base_model_and_training_mode():
     torch.manual_seed(0)
     model = GPT2Model(GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=64, vocab_size=89)).train()
-    patch_model(model, segment_length=8)
+    patch_model(model, segment_length=8, base_only=True)
     assert type(model) is InfiniGPT2Model and all(module.training for module in model.modules())
-    assert type(unpatch_model(model)) is GPT2Model and all(module.training for module in model.modules())
+    assert type(unpatch_model(model, base_only=True)) is GPT2Model and all(module.training for module in model.modules())
+
+
+def test_a_base_model_that_may_be_part_of_another_is_not_touched():
+    """The larger model would save itself as a GPT-2, and lose the memory without an error."""
+    model, ids = gpt2(), token_ids(2, 40)
+    wanted = model(ids).logits
+    with pytest.raises(ValueError, match="GPT2Model can be part of a larger model.*Give the whole model.*base_only=True"):
+        patch_model(model.transformer, **OPTIONS)
+    assert type(model.transformer) is GPT2Model and torch.equal(model(ids).logits, wanted)
+    with pytest.raises(ValueError, match="base_only=True is for a base model; a GPT2LMHeadModel is a whole model"):
+        patch_model(model, **OPTIONS, base_only=True)
+    wanted = patch_model(model, **OPTIONS)(ids).logits
+    with pytest.raises(ValueError, match="InfiniGPT2Model can be part of a larger model"):
+        unpatch_model(model.transformer)
+    with pytest.raises(ValueError, match="a InfiniGPT2LMHeadModel is a whole model"):
+        unpatch_model(model, base_only=True)
+    assert torch.equal(model(ids).logits, wanted)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -155,6 +200,21 @@ def test_forward_hooks_stay():
     assert len(calls) == 2
 
 
+def test_other_models_that_hang_on_it_keep_their_configuration():
+    sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=89)
+    model, ids = gpt2(), token_ids(2, 20)
+    torch.manual_seed(1)
+    model.reader, model.transformer.reader = BertModel(BertConfig(**sizes)).eval(), BertModel(BertConfig(**sizes)).eval()
+    model.teacher = GPT2LMHeadModel(model.config).eval()  # shares the configuration
+    others = (model.reader, model.transformer.reader, model.teacher)
+    configs, wanted = [other.config for other in others], [other(ids)[0] for other in others]
+    for change in (lambda: patch_model(model, **OPTIONS), lambda: unpatch_model(model)):
+        change()
+        for other, config, output in zip(others, configs, wanted, strict=True):
+            assert all(module.config is config for module in other.modules() if hasattr(module, "config"))
+            assert torch.equal(other(ids)[0], output)
+
+
 def test_errors_name_what_is_supported():
     model = patch_model(gpt2(), **OPTIONS)
     with pytest.raises(ValueError, match="has Infini-attention already; unpatch_model"):
@@ -168,7 +228,7 @@ def test_errors_name_what_is_supported():
     with pytest.raises(ValueError, match="unknown options segments; patch_model takes segment_length"):
         patch_model(gpt2(), segments=8)
     sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=8)
-    with pytest.raises(ValueError, match=r"LlamaForCausalLM \(model_type 'llama'\). Supported: GPT2LMHeadModel"):
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM \(model_type 'llama'\). Supported: GPT2Model .*GPT2LMHeadModel"):
         patch_model(LlamaForCausalLM(LlamaConfig(**sizes)), **OPTIONS)
     broken = gpt2()
     with pytest.raises(Exception, match="exactly one of segment_length"):

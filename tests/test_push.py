@@ -195,12 +195,13 @@ def test_an_interrupted_push_goes_on(folder, hub, publish):
 def test_a_new_version(folder, hub, publish):
     assert publish(folder, "--tag", "v1")[0] == 0
     repository, first = hub.repository(NAME), hub.repository(NAME).files()
-    extra = {name: repository.keep(b"x") for name in ("LICENSE", "model-00002-of-00002.safetensors", "figures/old.png")}
+    old = ("model-00002-of-00002.safetensors", "figures/old.png", "hf_infini_0123abcd_cache.py")
+    extra = {name: repository.keep(b"x") for name in ("LICENSE", "cache.py", *old)}
     repository.commit("main", "by hand", first | extra)
     hub.reset()
     assert publish(folder, "--tag", "v2", "--update")[0] == 0
     repository = hub.repository(NAME)
-    assert repository.files() == first | {"LICENSE": extra["LICENSE"]}  # what is no part of a model stays
+    assert repository.files() == first | {name: extra[name] for name in ("LICENSE", "cache.py")}  # no part of a model
     assert repository.files("v1") == first and hub.uploads == []
     assert publish(folder, "--tag", "v3", "--update")[0] == 0  # nothing new, but for the tag
     assert hub.repository(NAME).state["tags"]["v3"] == hub.repository(NAME).find("v2")

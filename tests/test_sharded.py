@@ -97,7 +97,7 @@ def test_what_a_sharded_run_saves_is_whole_and_has_its_code(sharded):
     assert all(torch.equal(weights[name], weight) for name, weight in checkpoint.state_dict().items())
     assert training.gate_values(found) == result(folder)["gates"]
     assert code_of(folder).items() <= code_of(folder / "checkpoint-3").items()  # where DeepSpeed puts scripts of its own
-    assert "modeling_infini_gpt2.py" in code_of(folder)
+    assert any(name.endswith("_modeling_infini_gpt2.py") for name in code_of(folder))
     configs = [json.loads((path / "config.json").read_text()) for path in (folder, folder / "checkpoint-3")]
     assert configs[0]["auto_map"] == configs[1]["auto_map"] and configs[1]["architectures"] == ["InfiniGPT2LMHeadModel"]
 

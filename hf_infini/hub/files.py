@@ -14,6 +14,7 @@ from ..cards.files import read_json
 
 CARD, CONFIG, FIGURES = "README.md", "config.json", "figures"
 WEIGHTS = "model*.safetensors"
+CODE = f"hf_infini_{'[0-9a-f]' * 8}_*.py"  # that a model was saved with
 VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "merges.txt", "added_tokens.json", "tokenizer.model")
 MODEL = (CARD, CONFIG, "generation_config.json", WEIGHTS, "model.safetensors.index.json", "tokenizer_config.json")
 MODEL += ("special_tokens_map.json", "chat_template.jinja", *VOCABULARIES)
@@ -81,7 +82,9 @@ def plan(folder: Path) -> tuple[list[Published], dict[str, str]]:
 
 def is_replaced(path: str) -> bool:
     """Whether a file of the repository is one of those that only a push writes, to go where a new version has it no more."""
-    return "/" not in path and any(fnmatchcase(path, pattern) for pattern in MODEL) or fnmatchcase(path, f"{FIGURES}/*.png")
+    if "/" in path:
+        return fnmatchcase(path, f"{FIGURES}/*.png")
+    return any(fnmatchcase(path, pattern) for pattern in (*MODEL, CODE))
 
 
 def is_binary(file: Path) -> bool:
