@@ -8,8 +8,8 @@ from transformers.models.gpt2.modeling_gpt2 import (
 )
 
 from .configuration_infini_gpt2 import InfiniGPT2Config
+from .generation import MemoryGenerationMixin
 from .hub_code import carry_code
-from .modeling_common import MemoryGenerationMixin
 from .modeling_infini_gpt2 import InfiniGPT2LMHeadModel, InfiniGPT2Model, InfiniGPT2PreTrainedModel
 
 
