@@ -88,6 +88,7 @@ class InfiniGPT2Config(OptionsMixin, HubConfigMixin, GPT2Config):
     """
 
     model_type = "infini_gpt2"
+    undeclared_options = ("classifier_dropout", "hidden_dropout")  # which GPT2ForTokenClassification looks for
     has_no_defaults_at_init = True  # transformers 5.17 would otherwise build one without options to compare with
 
     segment_length: int | None = None

@@ -59,8 +59,11 @@ def patch_model(model, *, base_only: bool = False, **options):
         raise ValueError(f"unknown options {', '.join(sorted(unknown))}; patch_model takes {', '.join(OPTIONS)}.")
     if model.config.add_cross_attention:
         raise ValueError("cross-attention has no segments: a GPT-2 with add_cross_attention=True cannot be patched.")
-    config = _convert(model.config, InfiniGPT2Config, **options)
+    values = model.config.to_dict()
+    accepted = InfiniGPT2Config.without_ignored(values)
+    config = _convert(model.config, InfiniGPT2Config, accepted, **options)
     model._unpatched_config_class = type(model.config)
+    model.__dict__["_unpatched_ignored"] = {name: values[name] for name in values.keys() - accepted.keys()}
     base = model.base_model
     _adopt(model, SUPPORTED, config)
     for layer in config.infini_layers:
@@ -107,7 +110,8 @@ def unpatch_model(model, *, base_only: bool = False):
                 "this model was built with positions='rope': it has no position embedding, which a plain GPT-2 needs."
             )
         base.wpe = model.__dict__.pop("_unpatched_embedding").to(model.device, model.dtype)
-    config = _convert(model.config, model.__dict__.pop("_unpatched_config_class", GPT2Config))
+    config_class, ignored = (model.__dict__.pop(f"_unpatched_{name}", None) for name in ("config_class", "ignored"))
+    config = _convert(model.config, config_class or GPT2Config, model.config.to_dict(), **(ignored or {}))
     for block in base.h:
         if isinstance(block.attn, GPT2InfiniAttention):
             block.attn.drop_memory_parameters()
@@ -128,9 +132,8 @@ def _check_whole(model, base_only: bool) -> None:
         raise ValueError(f"base_only=True is for a base model; a {name} is a whole model: leave it out.")
 
 
-def _convert(config, config_class, **options):
-    """The options that the two configuration classes share, as they are now, with `options` on top."""
-    values = InfiniGPT2Config.without_ignored(config.to_dict())
+def _convert(config, config_class, values: dict, **options):
+    """`values` of `config` that the two configuration classes share, with `options` on top."""
     own = {"model_type", "transformers_version", "architectures", "auto_map", *OPTIONS}
     converted = config_class(**{name: value for name, value in values.items() if name not in own}, **options)
     converted._attn_implementation = config._attn_implementation
