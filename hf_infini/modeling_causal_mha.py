@@ -21,6 +21,7 @@ from .modeling_common import (
     InitializationMixin,
     MemoryGenerationMixin,
     carry_code,
+    check_inputs,
     check_positions,
     columns_of_call,
     memory_cache,
@@ -154,8 +155,7 @@ class CausalMHAModel(CausalMHAPreTrainedModel):
         Raises:
             ValueError: a position beyond `n_positions` with learned positions; a cache or mask of another kind.
         """
-        if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("give exactly one of input_ids and inputs_embeds.")
+        check_inputs(input_ids, inputs_embeds)
         output_attentions = self.config.output_attentions if output_attentions is None else output_attentions
         output_hidden_states = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         embeddings = self.wte(input_ids) if inputs_embeds is None else inputs_embeds

@@ -123,6 +123,15 @@ def memory_cache(config, given, use_cache: bool | None):
     return InfiniCache(config) if use_cache and given is None else given
 
 
+def check_inputs(input_ids, inputs_embeds) -> None:
+    """Raises a ValueError unless one of the two is given, with a token in it."""
+    if (input_ids is None) == (inputs_embeds is None):
+        raise ValueError("give exactly one of input_ids and inputs_embeds.")
+    shape = list((inputs_embeds if input_ids is None else input_ids).shape[:2])
+    if not torch.compiler.is_compiling() and 0 in shape:
+        raise ValueError(f"the input must be [batch, tokens] with a row and a token at least; got {shape}.")
+
+
 def columns_of_call(attention_mask, tokens: int, past: int):
     """The part of the mask that covers this call's tokens: `generate` passes it for the past as well."""
     if attention_mask is None:

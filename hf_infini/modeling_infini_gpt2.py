@@ -23,6 +23,7 @@ from .modeling_common import (
     InitializationMixin,
     MemoryGenerationMixin,
     carry_code,
+    check_inputs,
     check_positions,
     columns_of_call,
     memory_cache,
@@ -268,8 +269,7 @@ class InfiniGPT2Model(InfiniGPT2PreTrainedModel, GPT2Model):
             )
         if encoder_hidden_states is not None or encoder_attention_mask is not None:
             raise ValueError("an infini_gpt2 model has no cross-attention: encoder inputs are not supported.")
-        if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("give exactly one of input_ids and inputs_embeds.")
+        check_inputs(input_ids, inputs_embeds)
         if inputs_embeds is None:
             self.warn_if_padding_and_no_attention_mask(input_ids, attention_mask)
             inputs_embeds = self.wte(input_ids)
