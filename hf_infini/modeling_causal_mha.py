@@ -140,6 +140,7 @@ class CausalMHAModel(CausalMHAPreTrainedModel):
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
         max_documents: int | None = None,
+        memory_mask: Tensor | None = None,
         **kwargs,
     ) -> BaseModelOutputWithPast:
         """
@@ -151,9 +152,14 @@ class CausalMHAModel(CausalMHAPreTrainedModel):
             past_key_values: a cache to continue; made if `use_cache` is set and none is given.
             max_documents: how many documents a row holds at most, so that packed rows of a model with a memory compile into
                 one graph: [`segment_layout`].
+            memory_mask: with `attention="infini"`, `[batch, tokens]` of this call, 0 = the token is seen inside the window
+                but not written into the memory. With `mask_special_tokens`, special tokens are left out besides, where there
+                are input_ids: with inputs_embeds nothing else says which tokens are special, and without a memory_mask all
+                are written.
 
         Raises:
-            ValueError: a position beyond `n_positions` with learned positions; a cache or mask of another kind.
+            ValueError: a position beyond `n_positions` with learned positions; a cache or mask of another kind; a
+                memory_mask for a model without memory.
         """
         check_inputs(input_ids, inputs_embeds)
         output_attentions = self.config.output_attentions if output_attentions is None else output_attentions
@@ -165,7 +171,10 @@ class CausalMHAModel(CausalMHAPreTrainedModel):
         else:
             past_key_values = key_value_cache(self.config, past_key_values, use_cache)
         past = 0 if given is None else given.get_seq_length()
-        reach = self._reach(embeddings, attention_mask, position_ids, past, given, past_key_values, input_ids, max_documents)
+        memory_mask = memory_mask_of(self.config, input_ids, inputs_embeds, memory_mask)
+        reach = self._reach(
+            embeddings, attention_mask, position_ids, past, given, past_key_values, memory_mask, max_documents
+        )
         if position_ids is None and "layout" in reach:
             position_ids = reach["layout"].positions
         elif position_ids is None:
@@ -215,7 +224,7 @@ class CausalMHAModel(CausalMHAPreTrainedModel):
         check_positions(position_ids, self.config.n_positions, "learned", remedy)
         return embeddings + self.wpe(position_ids)
 
-    def _reach(self, embeddings, attention_mask, position_ids, past, given, cache, input_ids, max_documents) -> dict:
+    def _reach(self, embeddings, attention_mask, position_ids, past, given, cache, memory_mask, max_documents) -> dict:
         """What the tokens of this call can see, worked out once for all layers: the attention's arguments by name."""
         batch, tokens = embeddings.shape[:2]
         if self.config.attention == "none":
@@ -229,7 +238,7 @@ class CausalMHAModel(CausalMHAPreTrainedModel):
                     self.config.local_segments,
                     attention_mask=columns_of_call(attention_mask, tokens, past),
                     position_ids=position_ids,
-                    memory_mask=memory_mask_of(self.config, input_ids),
+                    memory_mask=memory_mask,
                     state=None if cache is None else cache.state,
                     max_documents=max_documents,
                     device=embeddings.device,
@@ -292,6 +301,7 @@ class CausalMHAForCausalLM(CausalMHAPreTrainedModel, MemoryGenerationMixin, Gene
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         max_documents: int | None = None,
+        memory_mask: Tensor | None = None,
         **kwargs,
     ) -> CausalLMOutputWithPast:
         """As [`CausalMHAModel`], and
@@ -309,6 +319,7 @@ class CausalMHAForCausalLM(CausalMHAPreTrainedModel, MemoryGenerationMixin, Gene
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
             max_documents=max_documents,
+            memory_mask=memory_mask,
             return_dict=True,
             **{name: kwargs.pop(name, None) for name in ("output_attentions", "output_hidden_states")},
         )

@@ -241,6 +241,7 @@ class InfiniGPT2Model(InfiniGPT2PreTrainedModel, GPT2Model):
         encoder_attention_mask: Tensor | None = None,
         use_cache: bool | None = None,
         max_documents: int | None = None,
+        memory_mask: Tensor | None = None,
         **kwargs,
     ) -> BaseModelOutputWithPastAndCrossAttentions:
         """As `GPT2Model.forward`, with the same shapes, and these differences:
@@ -253,6 +254,9 @@ class InfiniGPT2Model(InfiniGPT2PreTrainedModel, GPT2Model):
                 row's real tokens are counted.
             max_documents: how many documents a row holds at most, so that packed rows compile into one graph:
                 [`segment_layout`].
+            memory_mask: `[batch, tokens]` of this call, 0 = the token is seen inside the window but not written into the
+                memory. With `mask_special_tokens`, special tokens are left out besides, where there are input_ids: with
+                inputs_embeds nothing else says which tokens are special, and without a memory_mask all are written.
 
         Raises:
             ValueError: a position beyond `n_positions` with absolute positions; a cache or mask of another kind;
@@ -270,6 +274,7 @@ class InfiniGPT2Model(InfiniGPT2PreTrainedModel, GPT2Model):
         if encoder_hidden_states is not None or encoder_attention_mask is not None:
             raise ValueError("an infini_gpt2 model has no cross-attention: encoder inputs are not supported.")
         check_inputs(input_ids, inputs_embeds)
+        memory_mask = memory_mask_of(self.config, input_ids, inputs_embeds, memory_mask)
         if inputs_embeds is None:
             self.warn_if_padding_and_no_attention_mask(input_ids, attention_mask)
             inputs_embeds = self.wte(input_ids)
@@ -283,7 +288,7 @@ class InfiniGPT2Model(InfiniGPT2PreTrainedModel, GPT2Model):
             self.config.local_segments,
             attention_mask=columns_of_call(attention_mask, tokens, past),
             position_ids=position_ids,
-            memory_mask=memory_mask_of(self.config, input_ids),
+            memory_mask=memory_mask,
             state=None if past_key_values is None else past_key_values.state,
             max_documents=max_documents,
             device=inputs_embeds.device,
