@@ -20,6 +20,7 @@ from .hub_code import HubModelMixin, carry_code
 from .modeling_common import (
     InitializationMixin,
     check_continuation,
+    check_inputs,
     check_positions,
     checkpoints_gradients,
     counted_positions,
@@ -140,6 +141,7 @@ class CausalMHAModel(CausalMHAPreTrainedModel):
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
         max_documents: int | None = None,
+        memory_mask: Tensor | None = None,
         **kwargs,
     ) -> BaseModelOutputWithPast:
         """
@@ -153,22 +155,27 @@ class CausalMHAModel(CausalMHAPreTrainedModel):
             use_cache: `None`: as the configuration says, but not in training with gradient checkpointing.
             max_documents: how many documents a row holds at most, so that packed rows of a model with a memory compile into
                 one graph: [`segment_layout`].
+            memory_mask: with `attention="infini"`, `[batch, tokens]` of this call, 0 = the token is seen inside the window
+                but not written into the memory. With `mask_special_tokens`, special tokens are left out besides, where there
+                are input_ids: with inputs_embeds nothing else says which tokens are special, and without a memory_mask all
+                are written.
 
         Raises:
-            ValueError: a position beyond `n_positions` with learned positions; a cache or mask of another kind.
+            ValueError: a position beyond `n_positions` with learned positions; a cache or mask of another kind; a
+                memory_mask for a model without memory.
         """
-        if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("give exactly one of input_ids and inputs_embeds.")
+        check_inputs(input_ids, inputs_embeds)
         output_attentions = self.config.output_attentions if output_attentions is None else output_attentions
         output_hidden_states = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         embeddings = self.wte(input_ids) if inputs_embeds is None else inputs_embeds
         if use_cache is None:
             use_cache = self.config.use_cache and not checkpoints_gradients(self)
         states = None
+        memory_mask = memory_mask_of(self.config, input_ids, inputs_embeds, memory_mask)
         if self.config.attention == "infini":
             past_key_values = memory_cache(self, past_key_values, use_cache)
             states = None if past_key_values is None else past_key_values.states()
-            reach = self._segments(embeddings, attention_mask, position_ids, past_key_values, input_ids, max_documents)
+            reach = self._segments(embeddings, attention_mask, position_ids, past_key_values, memory_mask, max_documents)
             if position_ids is None:
                 position_ids = counted_positions(reach["layout"], past_key_values)
         else:
@@ -223,7 +230,7 @@ class CausalMHAModel(CausalMHAPreTrainedModel):
         check_positions(position_ids, self.config.n_positions, "learned", remedy)
         return embeddings + self.wpe(position_ids)
 
-    def _segments(self, embeddings, attention_mask, position_ids, cache, input_ids, max_documents) -> dict:
+    def _segments(self, embeddings, attention_mask, position_ids, cache, memory_mask, max_documents) -> dict:
         """The layout of the tokens of this call, worked out once for all layers: the attention's arguments by name."""
         batch, tokens = embeddings.shape[:2]
         state = None if cache is None else cache.first_state()
@@ -236,7 +243,7 @@ class CausalMHAModel(CausalMHAPreTrainedModel):
             self.config.local_segments,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            memory_mask=memory_mask_of(self.config, input_ids),
+            memory_mask=memory_mask,
             state=state,
             max_documents=max_documents,
             device=embeddings.device,
@@ -283,6 +290,7 @@ class CausalMHAForCausalLM(CausalMHAPreTrainedModel, MemoryGenerationMixin, Gene
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         max_documents: int | None = None,
+        memory_mask: Tensor | None = None,
         **kwargs,
     ) -> CausalLMOutputWithPast:
         """As [`CausalMHAModel`], and
@@ -300,6 +308,7 @@ class CausalMHAForCausalLM(CausalMHAPreTrainedModel, MemoryGenerationMixin, Gene
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
             max_documents=max_documents,
+            memory_mask=memory_mask,
             return_dict=True,
             **{name: kwargs.pop(name, None) for name in ("output_attentions", "output_hidden_states")},
         )

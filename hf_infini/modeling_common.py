@@ -3,12 +3,16 @@
 import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache
+from transformers.utils import logging
 
 from .cache import InfiniCache, InfiniLayer
 from .generation import check_cache
 from .grid import SegmentLayout
+from .segments import bool_mask
 from .state import InfiniState
 from .steps import StepLayout
+
+logger = logging.get_logger(__name__)
 
 
 class InitializationMixin:
@@ -100,6 +104,15 @@ def counted_positions(layout: SegmentLayout | StepLayout, cache: InfiniCache | N
     return layout.positions + (state.last_position + 1 - state.tokens_seen).unsqueeze(1)
 
 
+def check_inputs(input_ids, inputs_embeds) -> None:
+    """Raises a ValueError unless one of the two is given, with a token in it."""
+    if (input_ids is None) == (inputs_embeds is None):
+        raise ValueError("give exactly one of input_ids and inputs_embeds.")
+    shape = list((inputs_embeds if input_ids is None else input_ids).shape[:2])
+    if not torch.compiler.is_compiling() and 0 in shape:
+        raise ValueError(f"the input must be [batch, tokens] with a row and a token at least; got {shape}.")
+
+
 def mask_of_call(attention_mask, batch: int, tokens: int, cache: InfiniCache | None):
     """The part of the mask that covers this call's tokens: `generate` passes it for the past as well, which is compared with
     what the cache has read.
@@ -163,15 +176,39 @@ def check_positions(positions, limit: int, kind: str, remedy: str) -> None:
         raise ValueError(f"position {furthest} is beyond this model's {limit} {kind} positions (n_positions). {remedy}")
 
 
-def memory_mask_of(config, input_ids):
-    """`[batch, tokens]` bool, False for the configuration's special tokens, which are not written into a memory; `None`
-    where there are none to look for."""
-    if not config.mask_special_tokens or input_ids is None:
+def memory_mask_of(config, input_ids, inputs_embeds, given=None):
+    """Which tokens of a call are written into a memory, `[batch, tokens]` bool: those that `given` names (`None`: all),
+    without the configuration's special tokens where there are ids to know them by; `None`: all are.
+
+    Raises:
+        ValueError: `given` is of another shape, or the model has no memory.
+    """
+    if not config.infini_layers:
+        if given is not None:
+            raise ValueError("memory_mask says what is written into a memory, and this model has none: leave it out.")
         return None
+    batch, tokens = (inputs_embeds if input_ids is None else input_ids).shape[:2]
+    if given is not None and tuple(given.shape) != (batch, tokens):
+        raise ValueError(
+            f"memory_mask must be [batch, tokens] = [{batch}, {tokens}], 1 for tokens that are written into the memory; got "
+            f"{list(given.shape)}. It covers the tokens of one call: for generate(), read the text with "
+            "model(ids, memory_mask=…, past_key_values=cache) and go on from the cache."
+        )
+    given = bool_mask("memory_mask", given, ask=not torch.compiler.is_compiling())
     ids = set()
-    for given in (config.bos_token_id, config.eos_token_id, config.pad_token_id):
-        ids |= set() if given is None else set(given) if isinstance(given, (list, tuple)) else {given}
-    return ~torch.isin(input_ids, torch.tensor(sorted(ids), device=input_ids.device)) if ids else None
+    for special in (config.bos_token_id, config.eos_token_id, config.pad_token_id):
+        ids |= set() if special is None else set(special) if isinstance(special, (list, tuple)) else {special}
+    if not config.mask_special_tokens or not ids:
+        return given
+    if input_ids is None:
+        if given is None and not torch.compiler.is_compiling():
+            logger.warning_once(
+                "inputs_embeds do not tell which tokens are special: mask_special_tokens does nothing, and all of them are "
+                "written into the memory. Say with memory_mask, [batch, tokens], which are to be."
+            )
+        return given
+    ordinary = ~torch.isin(input_ids, torch.tensor(sorted(ids), device=input_ids.device))
+    return ordinary if given is None else ordinary & given
 
 
 def full_attention_mask(

@@ -22,6 +22,7 @@ from .hub_code import HubModelMixin
 from .modeling_common import (
     InitializationMixin,
     check_continuation,
+    check_inputs,
     check_positions,
     checkpoints_gradients,
     counted_positions,
@@ -247,6 +248,7 @@ class InfiniGPT2Model(InfiniGPT2PreTrainedModel, GPT2Model):
         encoder_attention_mask: Tensor | None = None,
         use_cache: bool | None = None,
         max_documents: int | None = None,
+        memory_mask: Tensor | None = None,
         **kwargs,
     ) -> BaseModelOutputWithPastAndCrossAttentions:
         """As `GPT2Model.forward`, with the same shapes, and these differences:
@@ -261,6 +263,9 @@ class InfiniGPT2Model(InfiniGPT2PreTrainedModel, GPT2Model):
                 row's real tokens are counted.
             max_documents: how many documents a row holds at most, so that packed rows compile into one graph:
                 [`segment_layout`].
+            memory_mask: `[batch, tokens]` of this call, 0 = the token is seen inside the window but not written into the
+                memory. With `mask_special_tokens`, special tokens are left out besides, where there are input_ids: with
+                inputs_embeds nothing else says which tokens are special, and without a memory_mask all are written.
 
         Raises:
             ValueError: a position beyond `n_positions` with absolute positions; a cache or mask of another kind;
@@ -277,13 +282,16 @@ class InfiniGPT2Model(InfiniGPT2PreTrainedModel, GPT2Model):
             )
         if encoder_hidden_states is not None or encoder_attention_mask is not None:
             raise ValueError("an infini_gpt2 model has no cross-attention: encoder inputs are not supported.")
-        if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("give exactly one of input_ids and inputs_embeds.")
+        check_inputs(input_ids, inputs_embeds)
         rows = None
         if input_ids is not None and input_ids.dim() == 3:  # [batch, choices, tokens], of a GPT2DoubleHeadsModel
             rows = input_ids.shape[:2]
-            tensors = (input_ids, attention_mask, token_type_ids, position_ids)
-            input_ids, attention_mask, token_type_ids, position_ids = (x if x is None else x.flatten(0, 1) for x in tensors)
+            flat = (
+                x if x is None else x.flatten(0, 1)
+                for x in (input_ids, attention_mask, token_type_ids, position_ids, memory_mask)
+            )
+            input_ids, attention_mask, token_type_ids, position_ids, memory_mask = flat
+        memory_mask = memory_mask_of(self.config, input_ids, inputs_embeds, memory_mask)
         if inputs_embeds is None:
             self.warn_if_padding_and_no_attention_mask(input_ids, attention_mask)
             inputs_embeds = self.wte(input_ids)
@@ -302,7 +310,7 @@ class InfiniGPT2Model(InfiniGPT2PreTrainedModel, GPT2Model):
             self.config.local_segments,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            memory_mask=memory_mask_of(self.config, input_ids),
+            memory_mask=memory_mask,
             state=state,
             max_documents=max_documents,
             device=inputs_embeds.device,

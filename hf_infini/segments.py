@@ -57,8 +57,8 @@ def segment_layout(
     """
     compiling = torch.compiler.is_compiling()
     ask = not compiling and max_documents is None
-    real = _bool_mask("attention_mask", attention_mask, ask)
-    memory_mask = _bool_mask("memory_mask", memory_mask, ask)
+    real = bool_mask("attention_mask", attention_mask, ask)
+    memory_mask = bool_mask("memory_mask", memory_mask, ask)
     if compiling and tokens == 1 and state is not None:
         restart = None if position_ids is None else restarts(position_ids.expand(batch, 1), real, state)
         return tensor_step(state, real, restart, position_ids, memory_mask, segment_length, local_segments)
@@ -107,7 +107,7 @@ def _asked_layout(
     return _with_skipped(layout, memory_mask, state)
 
 
-def _bool_mask(name: str, mask: Tensor | None, ask: bool) -> Tensor | None:
+def bool_mask(name: str, mask: Tensor | None, ask: bool) -> Tensor | None:
     """A mask of 0 and 1 as bool; ask: whether the device may be asked for its values now."""
     if mask is None or mask.dtype == torch.bool:
         return mask

@@ -398,9 +398,24 @@ def test_configuration_errors(options, message):
         CausalMHAConfig(**{"n_embd": 32, "n_head": 4} | options)
 
 
-def test_inputs_are_checked():
-    model = causal_mha()
+@pytest.mark.parametrize(
+    ("make", "options"), [(infini_gpt2, {}), (infini_gpt2, {"layers": [1], "positions": "rope"})]
+    + [(causal_mha, reach) for reach in REACHES.values()],
+)
+def test_inputs_are_checked(make, options):
+    model, ids = make(**options), token_ids(2, 3)
     with pytest.raises(ValueError, match="exactly one of input_ids and inputs_embeds"):
         model()
     with pytest.raises(ValueError, match="exactly one of input_ids and inputs_embeds"):
-        model(token_ids(1, 3), inputs_embeds=torch.zeros(1, 3, 32))
+        model(ids, inputs_embeds=torch.zeros(2, 3, 32))
+    cache = model(ids, use_cache=True).past_key_values
+    for empty in (ids[:, :0], ids[:0]):
+        message = rf"with a row and a token at least; got \[{empty.shape[0]}, {empty.shape[1]}\]"
+        mask = torch.ones_like(empty)
+        for call in ({"input_ids": empty}, {"inputs_embeds": torch.zeros(*empty.shape, 32)}):
+            for more in ({}, {"attention_mask": mask}, {"past_key_values": cache}):
+                with pytest.raises(ValueError, match=message):
+                    model(**call, **more)
+    assert cache.get_seq_length() == 3
+    with pytest.raises(ValueError, match=r"got \[0, 3\]"):
+        model.generate(ids[:0], attention_mask=mask, max_new_tokens=2, pad_token_id=0)

@@ -180,6 +180,20 @@ def test_what_a_memory_cannot_do_is_refused_clearly():
         generate(model, 60, input_ids=ids)
 
 
+@pytest.mark.parametrize("returned", [1, 2])
+def test_returned_beams_go_on_without_the_cache(returned):
+    """It holds the beams that were running, in their order: here no returned text is in its own rows."""
+    model, ids = infini_gpt2(), token_ids(2, 14)
+    beams = {"num_beams": 3, "num_return_sequences": returned, "return_dict_in_generate": True}
+    first = generate(model, 9, input_ids=ids, **beams)
+    assert len(first.past_key_values.state.tokens_seen) == 6 and len(first.sequences) == 2 * returned
+    for width in (1, 3):
+        call = {"input_ids": first.sequences, "num_beams": width}
+        with pytest.raises(ValueError, match="23 ids do not begin with the 22 that the cache has read"):
+            generate(model, 5, **call, past_key_values=first.past_key_values)
+        assert generate(model, 5, **call).shape == (2 * returned, 28)
+
+
 @pytest.mark.parametrize("make", [infini_gpt2, causal_mha])
 def test_continuous_batching_is_refused_at_once(make, monkeypatch):
     """Before anything is allocated: without sizes, the pages would take most of the memory that is free."""
