@@ -74,7 +74,8 @@ def infini_attention(
 
     Returns:
         `[batch, heads, tokens, value_dim]` in the value's dtype, and the state if asked for. Memory, normaliser and the
-        division are float32 (float64 for float64 inputs) whatever the inputs are.
+        division are float32 (float64 for float64 inputs) whatever the inputs are. Second derivatives need
+        `torch.nn.attention.sdpa_kernel(SDPBackend.MATH)` around the call: torch's fused kernels have none.
 
     Raises:
         ValueError: shapes, options or the state do not fit together; the message names them.
