@@ -53,7 +53,7 @@ def infini_attention(
             to key/value head `h // (heads // kv_heads)`.
         gate: `[heads]`, the logit β.
         segment_length: tokens in a segment, L ≥ 1.
-        update_rule: "linear" or "delta".
+        update_rule: "linear" or "delta", which writes values less what the memory already answers to their keys.
         feature_map: what makes positive features of the memory's queries and keys: "elu", ELU + 1 (the paper), or "exp".
         normaliser: "separate", one for the window and one for the memory, so that the gate alone sets the memory's share
             (the paper); or "shared", one for both, so that it also depends on what the token finds: [`memory_weight`].
@@ -74,7 +74,8 @@ def infini_attention(
 
     Returns:
         `[batch, heads, tokens, value_dim]` in the value's dtype, and the state if asked for. Memory, normaliser and the
-        division are float32 (float64 for float64 inputs) whatever the inputs are.
+        division are float32 (float64 for float64 inputs) whatever the inputs are. Second derivatives need
+        `torch.nn.attention.sdpa_kernel(SDPBackend.MATH)` around the call: torch's fused kernels have none.
 
     Raises:
         ValueError: shapes, options or the state do not fit together; the message names them.

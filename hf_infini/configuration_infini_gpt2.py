@@ -41,7 +41,8 @@ class InfiniGPT2Config(OptionsMixin, HubConfigMixin, GPT2Config):
         n_segments (`int`, *optional*):
             Segments in a context of `n_positions` tokens, which it must divide: L = n_positions / n_segments.
         update_rule (`str`, *optional*, defaults to `"linear"`):
-            How a segment is written into the memory: `"linear"` adds, `"delta"` first subtracts what is already there.
+            How a segment is written into the memory: `"linear"` adds its values, `"delta"` its values less what the memory
+            already answers to their keys (which does not overwrite: a key that comes again and again reads half its value).
         feature_map (`str`, *optional*, defaults to `"elu"`):
             What makes positive features of the memory's queries and keys: `"elu"`, ELU + 1, as in the paper; or `"exp"`,
             with which one token can stand out against many more.

@@ -1,7 +1,10 @@
-"""Moving rows of a tensor to other places, with a gradient that is such a move as well."""
+"""Moving rows of a tensor to other places, with a gradient that is such a move as well, and zeros beside them."""
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 
 class _Gather(torch.autograd.Function):
@@ -27,3 +30,9 @@ class _Gather(torch.autograd.Function):
 def gather(rows: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
     """Rows of `[batch, rows, …]` at `index` `[batch, places]`, zero at −1; `inverse` `[batch, rows]` is the way back."""
     return _Gather.apply(rows, index, inverse)
+
+
+def pad(tensor: Tensor, widths: Sequence[int]) -> Tensor:
+    """`torch.nn.functional.pad` with zeros. Booleans are padded as numbers: of booleans that are compared and padded,
+    torch.compile writes C++ that is none where it has AVX2 to write for."""
+    return F.pad(tensor.to(torch.uint8), widths).to(torch.bool) if tensor.dtype == torch.bool else F.pad(tensor, widths)

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from .gather import gather
+from .gather import gather, pad
 from .memory import Borders
 
 
@@ -103,7 +102,7 @@ class SegmentLayout:
             old = old[:, :, : max(0, self.seen - first)]
             tokens = torch.cat([old, new[:, :, max(0, first - self.seen) :]], 2)
             before = max(0, kept - end // length) * length
-            return F.pad(tokens, (0, 0, before, window.shape[2] - before - tokens.shape[2]))
+            return pad(tokens, (0, 0, before, window.shape[2] - before - tokens.shape[2]))
         tokens = torch.cat([window, new], 2) if self.carried else new
         index = self.window.clamp(min=0)[:, None, :, None].expand(-1, tokens.shape[1], -1, tokens.shape[3])
         return tokens.gather(2, index).masked_fill((self.window < 0)[:, None, :, None], 0)
@@ -120,7 +119,7 @@ class SegmentLayout:
 
     def delay(self, grid: Tensor) -> Tensor:
         """The grid as the memory takes it in: `w` segments later, so that a read sees every step before its own."""
-        return F.pad(grid, (0,) * 6 + (self.local_segments, 0))[:, : self.segments] if self.local_segments else grid
+        return pad(grid, (0,) * 6 + (self.local_segments, 0))[:, : self.segments] if self.local_segments else grid
 
     def written(self) -> Tensor | None:
         """Which slots of the delayed grid reach the memory, `[batch or 1, segments, slots]` bool; `None`: all of them.
@@ -199,4 +198,4 @@ def pad_to(grid: Tensor, rows: int) -> Tensor:
     missing = rows - grid.shape[1]
     if isinstance(missing, int) and missing == 0:  # where torch.export leaves the length open, it has to be padded anyhow
         return grid
-    return F.pad(grid, (0, 0) * (grid.dim() - 2) + (0, missing))
+    return pad(grid, (0, 0) * (grid.dim() - 2) + (0, missing))

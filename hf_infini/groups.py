@@ -195,11 +195,9 @@ def _by_step(slots: Tensor, step: int) -> Tensor:
 def _window_mask(numbers: Tensor, layout: SegmentLayout, step: int) -> Tensor:
     """Which slots of its window each query sees, `[B or 1, N, 1, T, C, W]` bool; numbers of the segments: `[B or 1, s]`."""
     kept, slots = layout.local_segments, layout.slots
-    ages = torch.arange(kept, 0, -1, device=numbers.device)  # how many segments back, oldest first
-    earlier = (numbers.unsqueeze(-1) >= ages).repeat_interleave(slots, -1)
-    earlier = earlier.unsqueeze(2).expand(-1, -1, slots, -1)
-    own = torch.ones(slots, slots, dtype=torch.bool, device=numbers.device).tril()
-    mask = torch.cat([earlier, own.expand(*earlier.shape[:2], -1, -1)], -1)
+    places = torch.arange((kept + 1) * slots, device=numbers.device)
+    begun = numbers[..., None, None] >= kept - places // slots  # the document has a segment so many before its own
+    mask = begun & (places <= places[kept * slots :, None])
     hidden = _steps(~mask, step)  # the empty segments at the end hide nothing: a softmax over nothing is no number
     return ~hidden.unsqueeze(2)
 

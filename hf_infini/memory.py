@@ -8,7 +8,8 @@ of a step that read a key/value head's memory, `D` head dimension, `E` value dim
 that every product is one of contiguous matrices.
 
 Reading, mixing and the steps' states have gradients of their own: what autograd would keep or copy for them takes longer,
-where memory is slower than arithmetic, than the products.
+where memory is slower than arithmetic, than the products. Second derivatives go through these gradients: whatever depends
+on the inputs is there an input or an output of the function, never a result on the way, which would count as constant.
 """
 
 import math
@@ -62,6 +63,8 @@ class States(NamedTuple):
 
 
 class _Read(Function):
+    """What was read, its mass and, for the gradient, the tokens' masked products (`None` without `visible`)."""
+
     @staticmethod
     def forward(ctx, features, memory, normaliser, eps, key_features, value, visible):
         read = features @ memory
@@ -73,13 +76,15 @@ class _Read(Function):
             mass += products.sum(-1, keepdim=True)
         inverse = (mass + eps).reciprocal_()
         read *= inverse
-        ctx.save_for_backward(features, memory, normaliser, read, inverse, key_features, value, visible, products)
+        ctx.save_for_backward(features, memory, normaliser, read, mass, key_features, value, visible, products)
+        ctx.eps = eps
         ctx.set_materialize_grads(False)
-        return read, mass
+        return read, mass, products
 
     @staticmethod
-    def backward(ctx, read_gradient, mass_gradient):
-        features, memory, normaliser, read, inverse, key_features, value, visible, products = ctx.saved_tensors
+    def backward(ctx, read_gradient, mass_gradient, products_gradient):
+        features, memory, normaliser, read, mass, key_features, value, visible, products = ctx.saved_tensors
+        inverse = (mass + ctx.eps).reciprocal()
         # read = (σ(q) M) · inverse, and inverse = 1 / (mass + ε), so d inverse = −inverse² · d mass
         read_gradient = torch.zeros_like(read) if read_gradient is None else read_gradient
         numerator = read_gradient * inverse
@@ -91,7 +96,10 @@ class _Read(Function):
         to_normaliser = (denominator.transpose(-1, -2) @ features).squeeze(-2)
         to_keys = to_value = None
         if visible is not None:
-            to_products = (numerator @ value.transpose(-1, -2) + denominator) * visible
+            to_products = numerator @ value.transpose(-1, -2) + denominator
+            if products_gradient is not None:  # of a second derivative
+                to_products = to_products + products_gradient
+            to_products = to_products * visible
             to_features = to_features + to_products @ key_features
             to_keys = to_products.transpose(-1, -2) @ features
             to_value = products.transpose(-1, -2) @ numerator
@@ -111,7 +119,7 @@ def read_memory(
     Returns:
         What was read, `[B, N, K, R, E]`, and σ(q) z, the sum of σ(q)·σ(k) over the memory's tokens, `[B, N, K, R, 1]`.
     """
-    return _Read.apply(features, memory, normaliser, eps, *(within or (None, None, None)))
+    return _Read.apply(features, memory, normaliser, eps, *(within or (None, None, None)))[:2]
 
 
 def memory_weight(gate: Tensor, mass: Tensor | None, log_sum: Tensor | None, width: int, eps: float) -> Tensor:
@@ -256,32 +264,33 @@ class _DeltaScan(Function):
 
 class _RunningSum(Function):
     """`incoming [B, …]` with none, the first, the first two, … but the last of `written [B, N, …]`; and with all of them.
+    `backwards`: with the last, the last two, … instead, which is the gradient of the other direction.
 
     A CPU adds whole states many times faster than it sums along a dimension that is not the last.
     """
 
     @staticmethod
-    def forward(ctx, written, incoming):
+    def forward(ctx, written, incoming, backwards):
+        ctx.backwards = backwards
+        first, *others = range(written.shape[1])[:: -1 if backwards else 1]
         sums = torch.empty_like(written)
-        sums[:, 0] = incoming
-        for step in range(1, written.shape[1]):
-            torch.add(sums[:, step - 1], written[:, step - 1], out=sums[:, step])
-        return sums, sums[:, -1] + written[:, -1]
+        sums[:, first] = incoming
+        last = first
+        for step in others:
+            torch.add(sums[:, last], written[:, last], out=sums[:, step])
+            last = step
+        return sums, sums[:, last] + written[:, last]
 
     @staticmethod
     def backward(ctx, gradient, last_gradient):
-        to_written = torch.empty_like(gradient)
-        to_written[:, -1] = last_gradient
-        for step in range(gradient.shape[1] - 1, 0, -1):
-            torch.add(to_written[:, step], gradient[:, step], out=to_written[:, step - 1])
-        return to_written, to_written[:, 0] + gradient[:, 0]
+        return *_RunningSum.apply(gradient, last_gradient, not ctx.backwards), None
 
 
 def _scan(written: Tensor, incoming: Tensor, start: Tensor, borders: Borders | None) -> tuple[Tensor, Tensor]:
     """Running sums of what the steps wrote, `[B, N, …]`: before each step, `[B, N, …]`, and after the last, `[B, …]`."""
     if borders is None:
         if written.device.type == "cpu" and not torch.compiler.is_compiling():
-            return _RunningSum.apply(written, incoming)
+            return _RunningSum.apply(written, incoming, False)
         sums = torch.cat([incoming.unsqueeze(1), written], 1).cumsum(1)
     else:
         sources = torch.cat([incoming.unsqueeze(1), start.expand_as(incoming).unsqueeze(1), written], 1)

@@ -4,8 +4,8 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
+from .gather import pad
 from .state import InfiniState
 
 
@@ -71,9 +71,9 @@ class StepLayout:
         if not self.leaving:
             return window
         if len(self.leaving) == len(window):
-            return F.pad(window[:, :, self.segment_length :], (0, 0, 0, self.segment_length))
+            return pad(window[:, :, self.segment_length :], (0, 0, 0, self.segment_length))
         rows = torch.tensor(self.leaving, device=window.device)
-        return window.index_copy(0, rows, F.pad(window[rows, :, self.segment_length :], (0, 0, 0, self.segment_length)))
+        return window.index_copy(0, rows, pad(window[rows, :, self.segment_length :], (0, 0, 0, self.segment_length)))
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class TensorStep(StepLayout):
         return torch.where(self.here, new.to(window.dtype), window)
 
     def shift(self, window: Tensor) -> Tensor:
-        moved = F.pad(window[:, :, self.segment_length :], (0, 0, 0, self.segment_length))
+        moved = pad(window[:, :, self.segment_length :], (0, 0, 0, self.segment_length))
         return torch.where(self.leaving[:, None, None, None], moved, window)
 
 

@@ -102,6 +102,18 @@ def test_equals_a_loop_over_segments(rule, length):
     torch.testing.assert_close(case.call(infini_attention)[0], torch.cat(outputs, 2), rtol=FLOAT64, atol=FLOAT64)
 
 
+@pytest.mark.parametrize(("rule", "answers"), [("linear", (1.0, 3.0)), ("delta", (0.5, 2.0))])
+def test_neither_rule_overwrites(rule, answers):
+    """The figures of docs/options.md: one key written 4,096 times with the value 1, and 4,096 times more with 5."""
+    same = torch.zeros(1, 1, 8193, 4, dtype=torch.float64)
+    value = torch.ones(1, 1, 8193, 1, dtype=torch.float64)
+    value[:, :, 4096:] = 5
+    gate = torch.full((1,), 40.0, dtype=torch.float64)  # the output is what the memory answers
+    output = infini_attention(same, same, value, gate, 16, update_rule=rule)[0, 0, :, 0]
+    # In the limit of many short segments the delta rule's second answer is 2: with 512 segments it is 0.0005 more
+    torch.testing.assert_close(output[[4096, 8192]], torch.tensor(answers, dtype=torch.float64), rtol=0, atol=1e-3)
+
+
 @pytest.mark.parametrize("function", [infini_attention, naive_infini_attention])
 @pytest.mark.parametrize("local_segments", [0, 2])
 def test_one_segment_is_causal_attention(function, local_segments):

@@ -54,8 +54,9 @@ def loss_and_gradients(model, call, inputs) -> tuple[torch.Tensor, dict]:
 @pytest.mark.parametrize(
     "name, padded, packed, backend",
     [
-        ("gpt2", True, True, "inductor"),  # rows of one document, by "inductor": test_the_trainer_compiles
+        ("gpt2", True, True, "eager"),  # rows of one document, by "inductor": test_the_trainer_compiles
         ("delta", True, True, "eager"),
+        ("convolution", True, True, "inductor"),
         ("convolution", True, False, "eager"),
         ("causal_mha", False, True, "eager"),
         ("causal_mha", False, False, "eager"),
@@ -72,6 +73,29 @@ def test_a_training_step_is_one_graph_with_eagers_loss_and_gradients(name, padde
     for key, gradient in gradients.items():
         difference = float((gradient - wanted_gradients[key]).abs().max())
         assert difference <= GRADIENT_TOLERANCE * float(wanted_gradients[key].abs().max()), key
+
+
+def test_any_padding_is_the_same_graph_and_a_batch_of_another_size_is_not():
+    compiled = torch.compile(MODELS["gpt2"](), backend="eager")
+    graphs = []
+    for batch, tokens, padded in ((3, 30, slice(0)), (3, 30, slice(0, 9)), (3, 30, slice(25, 30)), (2, 17, slice(0))):
+        inputs = {name: tensor[:batch, :tokens] for name, tensor in rows(padded=False, packed=False).items()}
+        inputs["attention_mask"] = torch.ones(batch, tokens, dtype=torch.long)
+        inputs["attention_mask"][0, padded] = 0
+        compiled(**inputs, use_cache=False).loss.backward()
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert graphs == [1, 1, 1, 2] and not counters["graph_break"]
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_rows_with_positions_and_without_a_bound_are_several_graphs(packed):
+    """Positions that begin no document count like those that do."""
+    inputs = rows(padded=True, packed=True)
+    if not packed:
+        inputs["position_ids"] = torch.arange(30).expand(3, -1).contiguous()
+    model = MODELS["gpt2"]()
+    assert torch._dynamo.explain(model)(**inputs, use_cache=False).graph_count > 1
+    assert torch._dynamo.explain(model)(**inputs, use_cache=False, max_documents=3).graph_count == 1
 
 
 def test_packed_rows_without_a_bound_leave_the_graph_for_the_layout_alone():

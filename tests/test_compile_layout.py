@@ -1,10 +1,11 @@
-"""Layouts for graphs, whose sizes do not depend on the data, run without compiling: the naive reference's numbers.
+"""Layouts for graphs, whose sizes do not depend on the data, mostly run without compiling: the naive reference's numbers.
 
 tests/test_compile.py compiles models that use them.
 """
 
 import pytest
 import torch
+import torch._inductor.config
 from cases import assert_same_gradients, assert_same_state, gradients, random_case, random_cuts, random_state
 
 from hf_infini import infini_attention, naive_infini_attention
@@ -75,3 +76,17 @@ def test_more_documents_than_were_promised_are_an_error():
         segment_layout(2, 6, 4, position_ids=positions, max_documents=2)
     with pytest.raises(ValueError, match="max_documents must be ≥ 1"):
         segment_layout(2, 6, 4, max_documents=0)
+
+
+def test_padded_masks_compile_for_avx2():
+    """Of booleans that it pads, torch.compile wrote C++ that is none; other machines are made to write for AVX2."""
+    attention_mask, memory_mask = torch.ones(3, 30, dtype=torch.long), torch.arange(90).view(3, 30) % 7 != 0
+    attention_mask[0, :7] = attention_mask[1, 20:] = 0
+
+    def written(attention_mask, memory_mask):
+        return segment_layout(3, 30, 8, 1, attention_mask=attention_mask, memory_mask=memory_mask).written()
+
+    torch._dynamo.reset()
+    with torch._inductor.config.patch({"cpp.simdlen": 256}):
+        compiled = torch.compile(written, fullgraph=True)(attention_mask, memory_mask)
+    assert torch.equal(compiled, written(attention_mask, memory_mask))
