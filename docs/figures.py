@@ -10,8 +10,7 @@ import re
 import sys
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).parents[1] / "recipes"))  # for the few functions that the recipes have as well
-
+RECIPES = str(Path(__file__).parents[1] / "recipes")  # of which a few functions are taken
 PLACE = re.compile(r"^<!-- table: (\w+) -->$", re.MULTILINE)
 SIZES = dict(vocab_size=256, n_positions=1024, n_embd=128, n_layer=4, n_head=2, bos_token_id=None, eos_token_id=None)
 SEGMENT = dict(segment_length=128, positions="segment")
@@ -199,6 +198,8 @@ def made(name: str) -> bytes | str:
     import matplotlib
 
     matplotlib.use("agg")
+    if RECIPES not in sys.path:  # mkdocs takes back what a hook adds while it is loaded
+        sys.path.append(RECIPES)
     return (FIGURES | TABLES)[name]()
 
 
