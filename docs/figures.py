@@ -7,7 +7,10 @@ speed of the machine: what is measured are bytes, parameters, operations and wha
 import functools
 import io
 import re
+import sys
+from pathlib import Path
 
+RECIPES = str(Path(__file__).parents[1] / "recipes")  # of which a few functions are taken
 PLACE = re.compile(r"^<!-- table: (\w+) -->$", re.MULTILINE)
 SIZES = dict(vocab_size=256, n_positions=1024, n_embd=128, n_layer=4, n_head=2, bos_token_id=None, eos_token_id=None)
 SEGMENT = dict(segment_length=128, positions="segment")
@@ -39,7 +42,7 @@ def cache_sizes(reader, contexts: list[int]) -> list[int]:
     """Bytes of the cache after each of these numbers of tokens, which the model reads one after the other."""
     import torch
 
-    from hf_infini.support.measurement import cache_bytes
+    from support.measurement import cache_bytes
 
     cache, sizes = None, []
     with torch.inference_mode():
@@ -133,7 +136,7 @@ def memory(segments: int = 6) -> bytes:
 
 def options_cost() -> str:
     """Parameters and cache of one change each, beside those of the model without it."""
-    from hf_infini.support.markdown import markdown_table
+    from support.markdown import markdown_table
 
     changes = {
         "GPT-2, without memory": None,
@@ -163,7 +166,7 @@ def segments_cost(tokens: int = 2048, width: int = 64) -> str:
     from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
     from hf_infini import infini_attention
-    from hf_infini.support.markdown import markdown_table
+    from support.markdown import markdown_table
 
     def operations(function) -> float:
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -195,6 +198,8 @@ def made(name: str) -> bytes | str:
     import matplotlib
 
     matplotlib.use("agg")
+    if RECIPES not in sys.path:  # mkdocs takes back what a hook adds while it is loaded
+        sys.path.append(RECIPES)
     return (FIGURES | TABLES)[name]()
 
 

@@ -2,16 +2,11 @@
 
 Importing it registers the model types with `AutoConfig`, `AutoModel`, `AutoModelForCausalLM` and what else loads a GPT-2.
 
-In this folder stands what models consist of, from `memory` (equations 3 and 4) over `segments` and `attention` to the
+This folder holds what models consist of, from `memory` (equations 3 and 4) over `segments` and `attention` to the
 `modeling_…` modules. A saved model carries copies of these, so they stay side by side and import each other with one dot.
-Beside them are the `naive` reference, `patching`, `configurations`, and what programs import by name: `rows`, `metrics`,
-`perplexity_metric`, `lm_eval_model`. What the recipes are made of stands in rooms:
-
-    corpora      texts on their way to training rows        recall       whether a model recalls what it has read
-    training     the Trainer, and a run around it           study        many runs: studies and sweeps
-    evaluation   how good a trained model is                cards, hub   model cards, and the way to the Hub
-    inspection   what each head did with a text             benchmarks   how fast, and how much memory
-    plots        figures as PNG files                       support      what recipes stand on and no model needs
+Beside them are the `naive` reference, `patching`, `configurations`, `inspection` (what each head did with a text), and what
+programs import by name: `training` (the Trainer and its groups of parameters), `rows`, `metrics`, `perplexity_metric`,
+`lm_eval_model`. Nothing here knows of a command line: what the scripts in recipes/ are made of is beside them.
 """
 
 import transformers

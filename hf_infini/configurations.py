@@ -2,7 +2,7 @@
 
 
 def attention_of(config) -> str:
-    """The `--attention` of a model, from its configuration."""
+    """A model's kind of attention: "self" or "infini" of a GPT-2, the configuration's own word for it otherwise."""
     return {"gpt2": "self", "infini_gpt2": "infini"}.get(config.model_type) or config.attention
 
 

@@ -11,26 +11,25 @@ import sys
 
 import torch
 
-from hf_infini_cli import UserError, exit_on_user_error
-
 from .configurations import context_limit
-from .evaluation.inference import check_length
-from .recall.examples import Example, Question
-from .recall.tasks import score_answers
+from .extras import needs
+from .metrics import score_spans
 
 try:
-    from lm_eval.api.registry import register_model
-    from lm_eval.models.huggingface import HFLM
+    with needs("lm-eval", "lm_eval"):
+        from lm_eval.api.registry import register_model
+        from lm_eval.models.huggingface import HFLM
 except ModuleNotFoundError as error:
-    if (error.name or "").partition(".")[0] != "lm_eval":
-        raise
-    message = "lm-eval is not installed: pip install 'hf-infini[lm-eval]' (or pip install lm-eval)"
     if __name__ == "__main__":
-        sys.exit(f"error: {message}")
-    raise ModuleNotFoundError(message, name="lm_eval") from error
+        sys.exit(f"error: {error}")
+    raise
 
 UNLIMITED = 2**31 - 1  # tokens; lm-eval reckons with an integer, and writes it into its results
 _WITHOUT_EFFECT = ("backend", "logits_cache", "softmax_dtype")
+
+
+class RequestError(ValueError):
+    """What this model cannot be asked for; the command shows it without a traceback."""
 
 
 @register_model("hf_infini")
@@ -47,22 +46,25 @@ class InfiniLM(HFLM):
         chunk_tokens: tokens per call of the model, of each row of a batch. Memory grows with it.
         options: as `hf` takes them (`dtype`, `device`, `tokenizer`, `revision`, …).
 
-    Raises UserError for a `max_length` beyond the model's positions, and for options of `hf` that mean nothing here.
+    Raises RequestError (a ValueError) for a `max_length` beyond the model's positions, and for options of `hf` that mean
+    nothing here.
     """
 
     def __init__(self, pretrained, *, max_length: int | None = None, chunk_tokens: int = 1024, **options):
         for name in _WITHOUT_EFFECT:
             if name in options:
-                raise UserError(f"--model_args {name}: hf_infini has no such option, leave it out")
+                raise RequestError(f"{name}: hf_infini has no such option, leave it out")
         for name, value in (("max_length", max_length), ("chunk_tokens", chunk_tokens)):
             if value is not None and value < 1:
-                raise UserError(f"--model_args {name}={value}: give a positive number of tokens")
+                raise RequestError(f"{name}={value}: give a positive number of tokens")
         super().__init__(pretrained, backend="causal", max_length=max_length, **options)
         self.chunk_tokens = chunk_tokens
+        limit = context_limit(self.config)
         if max_length is not None:
-            check_length(self.config, max_length)
+            if limit is not None and max_length > limit:
+                raise RequestError(f"max_length={max_length}: the model has {limit} absolute positions, give no more")
         elif hasattr(self.config, "n_positions"):  # of other models lm-eval finds out by itself
-            self._max_length = context_limit(self.config) or UNLIMITED
+            self._max_length = limit or UNLIMITED
 
     def _loglikelihood_tokens(
         self, requests, disable_tqdm: bool = False, override_bs: int | None = None
@@ -76,15 +78,12 @@ class InfiniLM(HFLM):
         cut = sum(len(context) + len(continuation) > self.max_length + 1 for _, context, continuation in requests)
         if cut:
             print(f"warning: {cut} inputs lose their beginning: longer than {self.max_length:,} tokens", file=sys.stderr)
-        examples = []
         for row, (_, _, continuation) in zip(rows, requests, strict=True):
             if not 0 < len(continuation) < len(row):
-                raise UserError(
+                raise RequestError(
                     f"a continuation of {len(continuation):,} tokens cannot be scored: it must have from 1 to max_length = "
                     f"{self.max_length:,}, and a context"
                 )
-            asked = (len(row) - len(continuation), len(row) - 1)
-            examples.append(Example(row, (Question("continuation", "", (0, 0), asked),)))
 
         batch_size = override_bs or self.batch_size
         if batch_size == "auto":
@@ -94,10 +93,13 @@ class InfiniLM(HFLM):
         with tqdm(total=len(rows), disable=disable_tqdm or self.rank != 0, desc="loglikelihood", unit="request") as bar:
             for start in range(0, len(rows), batch_size):
                 numbers = order[start : start + batch_size]
+                batch = [rows[number] for number in numbers]
+                widths = [len(requests[number][2]) for number in numbers]
+                spans = [(place, len(row) - widths[place], len(row)) for place, row in enumerate(batch)]
                 with torch.autocast(self.device.type, self.mixed_precision_dtype, self.mixed_precision_dtype is not None):
-                    answers = score_answers(self.model, [examples[number] for number in numbers], self.chunk_tokens)
-                for number, answer in zip(numbers, answers, strict=True):
-                    found[number] = (-answer.loss, answer.correct)
+                    scores = score_spans(self.model, batch, spans, self.chunk_tokens)
+                for number, (loss, is_greedy) in zip(numbers, scores, strict=True):
+                    found[number] = (-loss, is_greedy)
                     strings = requests[number][0]
                     if strings is not None:  # of a part of a rolling log-likelihood there are none
                         self.cache_hook.add_partial("loglikelihood", strings, found[number])
@@ -116,12 +118,14 @@ class InfiniLM(HFLM):
         return super()._detect_batch_size([(None, [0], [0] * tokens)])
 
 
-@exit_on_user_error
 def main() -> None:
     """lm-eval's command line, with the model type `hf_infini`."""
     from lm_eval.__main__ import cli_evaluate
 
-    cli_evaluate()
+    try:
+        cli_evaluate()
+    except RequestError as error:
+        sys.exit(f"error: {error}")
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ division; averages are never averaged. `perplexity_metric.py` offers the same as
 
 import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 
 def summarize(loss_sums: Iterable[float], token_counts: Iterable[int]) -> dict[str, float]:
@@ -82,6 +82,53 @@ def stream_losses(model, input_ids, chunk: int | None = None, labels=None, posit
         cache = output.past_key_values
         targets = labels[:, start + 1 : start + chunk + 1].to(device)  # the row's last token predicts nothing
         yield start + 1, token_losses(output.logits[:, : targets.shape[1]], targets), targets
+
+
+def score_spans(model, rows: Sequence, spans: Sequence[tuple[int, int, int]], chunk: int) -> list[tuple[float, bool]]:
+    """How a model predicts parts of rows: the loss of each, and whether greedy decoding gives exactly this part.
+
+    The rows are read in chunks through the model's cache, and logits are computed only where a token is asked for.
+
+    Args:
+        model: a causal language model in evaluation mode.
+        rows: the token numbers of each row, 1-D arrays of any lengths.
+        spans: `(row, first, end)`: the part `rows[row][first:end]`, not empty; `first` is at least 1, as nothing predicts a
+            row's first token.
+        chunk: tokens per call of the model.
+
+    Returns, of each span, the sum of its tokens' negative log-likelihoods in nats, and whether each of its tokens is the
+    arg-max behind the true tokens before it.
+    Raises ValueError for a span that is empty, begins at a row's first token or ends beyond the row.
+    """
+    import torch
+
+    for row, first, end in spans:
+        if not 0 < first < end <= len(rows[row]):
+            raise ValueError(f"the span {first}:{end} of row {row} must hold a token, and lie within 1:{len(rows[row])}")
+    device = next(model.parameters()).device
+    # Padding stands on the right, where a causal model's other tokens do not see it
+    tokens = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.long)
+    for number, row in enumerate(rows):
+        tokens[number, : len(row)] = torch.as_tensor(row)
+    places = torch.tensor([(row, at) for row, first, end in spans for at in range(first, end)])
+    found = torch.empty(len(places), 2, dtype=torch.float64)  # of each token asked for: whether it is the arg-max, its loss
+    last, cache = int(places[:, 1].max()), None
+    for start in range(0, last, chunk):
+        piece = tokens[:, start : min(start + chunk, last)].to(device)
+        here = (places[:, 1] > start) & (places[:, 1] <= start + piece.shape[1])
+        kept = (places[here, 1] - 1 - start).unique()  # the logits at a place predict the next
+        kwargs = {"use_cache": False} if chunk >= last else {"past_key_values": cache, "use_cache": True}
+        with torch.no_grad():
+            output = model(input_ids=piece, logits_to_keep=kept.to(device) if len(kept) else 1, **kwargs)
+        cache = output.past_key_values
+        if len(kept):
+            numbers, columns = places[here, 0], torch.searchsorted(kept, places[here, 1] - 1 - start)
+            logits = output.logits[numbers.to(device), columns.to(device)].float()
+            targets = tokens[numbers, places[here, 1]].to(device)
+            losses = torch.nn.functional.cross_entropy(logits, targets, reduction="none")
+            found[here] = torch.stack([(logits.argmax(-1) == targets).double(), losses.double()], -1).cpu()
+    parts = found.split([end - first for _, first, end in spans])
+    return [(float(part[:, 1].sum()), bool(part[:, 0].all())) for part in parts]
 
 
 class LossByPosition:

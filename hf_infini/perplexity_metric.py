@@ -4,10 +4,12 @@
 model's losses summed to and over how many tokens, so that one long batch weighs what its tokens weigh.
 """
 
-import datasets
-import evaluate
-
+from .extras import needs
 from .metrics import summarize
+
+with needs("metrics", "datasets", "evaluate"):
+    import datasets
+    import evaluate
 
 _DESCRIPTION = "Cross-entropy in nats per token and perplexity over all tokens, weighted by the tokens of each batch."
 _INPUTS = """

@@ -6,14 +6,14 @@
 
 Parts:
     attention  one layer, forward and backward, beside full causal attention, loops over segments, sliding windows and
-               packages from PyPI (pip install ".[benchmark]"); hf_infini/benchmarks/contestants.py says what each is
+               packages from PyPI (pip install ".[benchmark]"); recipes/benchmarks/contestants.py says what each is
     scaling    the layer over lengths that double, and its memory over the segment length
     model      training steps beside stock GPT-2; memory while a long prompt is read; new tokens of a padded batch
     decoding   cache bytes and seconds of a new token after long contexts, beside stock GPT-2's growing cache
     options    a training step with one option of the memory changed at a time
     compiled   a training step and new tokens as they are and under torch.compile
 Always measured are the machine's own peaks, products of matrices and a copy. The attention's tables give the share of them
-that is reached, in the operations and bytes that the work needs (hf_infini/benchmarks/work.py), not those that are spent.
+that is reached, in the operations and bytes that the work needs (recipes/benchmarks/work.py), not those that are spent.
 
 Contestants take turns in one process, in a new random order every round; figures are medians of the rounds with the
 extremes, and ratios are taken within the rounds. Memory is the real peak: of a fresh process's resident set on a CPU, of
@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from hf_infini_cli import UserError, exit_on_user_error, option, parse_options
+from cli import UserError, exit_on_user_error, option, parse_options
 
 PARTS = ["attention", "scaling", "model", "decoding", "options", "compiled"]
 
@@ -100,10 +100,10 @@ def main(argv: list[str] | None = None) -> None:
 
     import torch
 
-    from hf_infini.benchmarks import machine, parts, report
-    from hf_infini.benchmarks.layer import How
-    from hf_infini.benchmarks.store import Results
-    from hf_infini.support import measurement
+    from benchmarks import machine, parts, report
+    from benchmarks.layer import How
+    from benchmarks.store import Results
+    from support import measurement
 
     parts.check_contestants(layers.contestants)
     if options.device.startswith("cuda") and not torch.cuda.is_available():

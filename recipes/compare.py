@@ -12,7 +12,7 @@ import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hf_infini_cli import UserError, exit_on_user_error, parse_options
+from cli import UserError, exit_on_user_error, parse_options
 
 COLUMNS = ("run", "attention", "parameters", "tokens", "cross-entropy", "perplexity", "tokens/s", "peak MiB")
 
@@ -37,8 +37,8 @@ def main(argv: list[str] | None = None) -> None:
         raise UserError(f"--runs: {', '.join(results)} were trained on different data; compare runs on the same")
     ngrams = [ngram for file in options.baselines or () for ngram in read_baseline(Path(file), *fingerprints)]
 
-    from hf_infini.plots.run import plot_comparison
-    from hf_infini.support.markdown import markdown_table
+    from plots.run import plot_comparison
+    from support.markdown import markdown_table
 
     rows = [row(Path(folder), result) for folder, result in results.items()] + [ngram_row(ngram) for ngram in ngrams]
     table = markdown_table(list(COLUMNS), rows, left=2)

@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from hf_infini_cli import UserError, exit_on_user_error, option, parse_options
+from cli import UserError, exit_on_user_error, option, parse_options
 
 
 @dataclass
@@ -87,11 +87,11 @@ def main(argv: list[str] | None = None) -> None:
     (options,) = parse_options(Options, description=__doc__, argv=argv)
     manifest = check_options(options)
 
-    from hf_infini.evaluation import inference
-    from hf_infini.plots.recall import plot_facts, plot_passkey
-    from hf_infini.plots.run import plot_positions
-    from hf_infini.support import measurement
-    from hf_infini.training import run_folder, setup
+    from evaluation import inference
+    from plots.recall import plot_facts, plot_passkey
+    from plots.run import plot_positions
+    from support import measurement
+    from training import run_folder, setup
 
     model, tokenizer = inference.load_model(options.model, options.device)
     if options.memory == "off":
@@ -127,8 +127,8 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def perplexity(options: Options, model, tokenizer, name: str) -> dict:
-    from hf_infini.evaluation.inference import check_length
-    from hf_infini.evaluation.perplexity import measure_perplexity, positions_table, prepared_rows, text_rows
+    from evaluation.inference import check_length
+    from evaluation.perplexity import measure_perplexity, positions_table, prepared_rows, text_rows
     from hf_infini.rows import RowReader
 
     if options.data is not None and options.length is None:
@@ -151,7 +151,7 @@ def perplexity(options: Options, model, tokenizer, name: str) -> dict:
 
 
 def passkey(options: Options, model, tokenizer, name: str) -> dict:
-    from hf_infini.recall.tasks import passkey_table, run_passkey
+    from recall.tasks import passkey_table, run_passkey
 
     depths, count = options.depths, int(options.depths[0])
     if len(depths) == 1 and count >= 2:
@@ -162,7 +162,7 @@ def passkey(options: Options, model, tokenizer, name: str) -> dict:
 
 
 def facts(options: Options, model, tokenizer, name: str) -> dict:
-    from hf_infini.recall.tasks import facts_table, run_facts
+    from recall.tasks import facts_table, run_facts
 
     segment_length = options.segment_length or getattr(model.config, "tokens_per_segment", None)
     if segment_length is None:
@@ -175,8 +175,8 @@ def facts(options: Options, model, tokenizer, name: str) -> dict:
 
 def runner(options: Options, model, tokenizer, name: str):
     """What the cells of a recall task share; they go on from NAME.cells.json when model, text and options are the same."""
-    from hf_infini.recall.tasks import Runner
-    from hf_infini.support.stages import state_of_files
+    from recall.tasks import Runner
+    from support.stages import state_of_files
 
     files = [file for pattern in ("config.json", "*.safetensors") for file in sorted(Path(options.model).glob(pattern))]
     files += [source_file(options)] if options.source else []
@@ -193,7 +193,7 @@ def source_file(options: Options) -> str:
 
 def read_texts(options: Options) -> list[str]:
     """The documents of --text or --data that are long enough; a UserError where there are none."""
-    from hf_infini.corpora.sources import iterate_documents
+    from corpora.sources import iterate_documents
 
     file = source_file(options)
     if options.data is not None and Path(file).stat().st_size == 0:
@@ -208,7 +208,7 @@ def read_texts(options: Options) -> list[str]:
 
 def check_options(options: Options) -> dict | None:
     """A UserError for options that cannot work or say nothing about the task; the manifest of --data where it is given."""
-    from hf_infini.support.stages import read_manifest
+    from support.stages import read_manifest
 
     defaults = Options(model="")
     for names, tasks in TASKS.items():

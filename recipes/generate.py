@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from hf_infini_cli import UserError, exit_on_user_error, option, parse_options
+from cli import UserError, exit_on_user_error, option, parse_options
 
 
 @dataclass
@@ -62,8 +62,8 @@ def main(argv: list[str] | None = None) -> None:
     import torch
     from transformers import TextStreamer, logging, set_seed
 
+    from evaluation import inference
     from hf_infini.configurations import context_limit
-    from hf_infini.evaluation import inference
 
     model, tokenizer = inference.load_model(options.model, options.device)
     model = model.to(getattr(torch, options.dtype))

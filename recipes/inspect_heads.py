@@ -16,7 +16,7 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hf_infini_cli import UserError, exit_on_user_error, option, parse_options
+from cli import UserError, exit_on_user_error, option, parse_options
 
 LARGEST_PAGE = 100e6  # bytes; browsers take long over more
 
@@ -45,11 +45,11 @@ def main(argv: list[str] | None = None) -> None:
     import torch
     from tqdm import tqdm
 
-    from hf_infini.evaluation import inference
+    from evaluation import inference
     from hf_infini.inspection import inspect_attention
     from hf_infini.inspection.labels import unique_labels
     from hf_infini.inspection.page import inspection_page
-    from hf_infini.plots.heads import plot_heads, plot_memory
+    from plots.heads import plot_heads, plot_memory
 
     model, tokenizer = inference.load_model(options.model, options.device)
     ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]

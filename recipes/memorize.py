@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from hf_infini_cli import UserError, exit_on_user_error, option, parse_options
+from cli import UserError, exit_on_user_error, option, parse_options
 
 
 @dataclass
@@ -46,7 +46,7 @@ def main(argv: list[str] | None = None) -> None:
 
     import torch
 
-    from hf_infini.evaluation import inference
+    from evaluation import inference
     from hf_infini.memory_files import describe_model
 
     model, tokenizer = inference.load_model(options.model, options.device)
@@ -86,8 +86,8 @@ def memorize(options: Options, model, tokenizer, description: dict, text: Path, 
     import torch
     from tqdm import tqdm
 
-    from hf_infini.corpora.long_texts import tokens_of_file
-    from hf_infini.evaluation import inference
+    from corpora.long_texts import tokens_of_file
+    from evaluation import inference
     from hf_infini.memory_files import delete_memory_file
 
     file.parent.mkdir(parents=True, exist_ok=True)  # now, if it cannot be made, and not after hours

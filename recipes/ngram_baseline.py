@@ -7,7 +7,7 @@ Order k predicts a token from the k tokens before it: 0 from none (unigram), 1 f
 (trigram). A model without attention sees one token, as the bigram does. `entropy` is that of the training rows' counts:
 from k tokens alone nothing predicts these rows better. `cross_entropy` is of the tokens that train.py and
 evaluate_model.py count in the same rows (special tokens are not), and stands beside their number; its smoothing
-(hf_infini/evaluation/ngrams.py gives formula and sources) is chosen on the training rows. Prints a table and writes
+(recipes/evaluation/ngrams.py gives formula and sources) is chosen on the training rows. Prints a table and writes
 --out, which recipes/write_card.py takes too.
 """
 
@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from hf_infini_cli import UserError, exit_on_user_error, parse_options
+from cli import UserError, exit_on_user_error, parse_options
 
 HIGHEST = 5  # beyond that a window is mostly seen once, and its code may not fit into an integer
 
@@ -44,11 +44,11 @@ def main(argv: list[str] | None = None) -> None:
     from tqdm import tqdm
     from transformers import AutoTokenizer
 
+    from evaluation import ngrams
     from hf_infini import metrics
-    from hf_infini.evaluation import ngrams
-    from hf_infini.support import measurement
-    from hf_infini.support.stages import write_json
-    from hf_infini.training import setup
+    from support import measurement
+    from support.stages import write_json
+    from training import setup
 
     started = time.perf_counter()
     vocabulary = manifest["tokenizer"]["vocabulary"]
@@ -93,7 +93,7 @@ def main(argv: list[str] | None = None) -> None:
 
 def check(options: Options) -> dict:
     """The manifest of --data; a UserError for options that cannot work."""
-    from hf_infini.support.stages import read_manifest
+    from support.stages import read_manifest
 
     if not options.out.endswith(".json"):
         raise UserError(f"--out {options.out}: give a file that ends in .json")

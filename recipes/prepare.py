@@ -20,8 +20,8 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hf_infini_cli import UserError, exit_on_user_error, option, parse_options
-from hf_infini_cli.corpus_options import CorpusOptions
+from cli import UserError, exit_on_user_error, option, parse_options
+from cli.corpus_options import CorpusOptions
 
 
 @dataclass
@@ -50,7 +50,7 @@ class BlockOptions:
 def main() -> None:
     corpus, tokens, blocks = parse_options(CorpusOptions, TokenizerOptions, BlockOptions, description=__doc__)
     check_options(corpus, tokens, blocks)
-    from hf_infini.support.stages import locked_folder
+    from support.stages import locked_folder
 
     with locked_folder(Path(blocks.out)) as out:
         manifest = prepare(corpus, tokens, blocks, out)
@@ -85,9 +85,9 @@ def prepare(corpus: CorpusOptions, tokens: TokenizerOptions, blocks: BlockOption
     """Runs the stages; each is redone only when its options, its input files or an earlier stage changed."""
     from transformers import AutoTokenizer
 
-    from hf_infini.corpora import blocks as blocking
-    from hf_infini.corpora import selection
-    from hf_infini.support import stages
+    from corpora import blocks as blocking
+    from corpora import selection
+    from support import stages
 
     start, hidden, record = time.perf_counter(), out / ".stages", {}
     # 1. Documents: read, filter, sample.
@@ -161,9 +161,9 @@ def prepare(corpus: CorpusOptions, tokens: TokenizerOptions, blocks: BlockOption
 
 def collect(corpus: CorpusOptions, folder: Path) -> dict:
     """Reads the corpus into `folder` and returns what was read, left out and why."""
-    from hf_infini.corpora import blocks
-    from hf_infini.corpora.documents import ReadingLog
-    from hf_infini.corpora.sources import corpus_documents
+    from corpora import blocks
+    from corpora.documents import ReadingLog
+    from corpora.sources import corpus_documents
 
     log, limit = ReadingLog(), corpus.max_documents
     documents = corpus_documents(corpus, log)

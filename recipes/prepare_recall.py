@@ -33,7 +33,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hf_infini_cli import UserError, exit_on_user_error, option, parse_options
+from cli import UserError, exit_on_user_error, option, parse_options
 
 
 @dataclass
@@ -53,8 +53,8 @@ class Options:
 @exit_on_user_error
 def main() -> None:
     (options,) = parse_options(Options, description=__doc__)
-    from hf_infini.recall.rows import read_mix
-    from hf_infini.support.stages import locked_folder
+    from recall.rows import read_mix
+    from support.stages import locked_folder
 
     shares = read_mix(options.mix)
     for name, least in (("context", 2), ("rows", 1), ("validation_rows", 1), ("questions", 1)):
@@ -74,7 +74,7 @@ def main() -> None:
 
 def read_source(data: Path) -> dict:
     """The manifest of --data; a UserError where it is missing or its rows are no running text."""
-    from hf_infini.support.stages import read_manifest
+    from support.stages import read_manifest
 
     manifest = read_manifest(data)
     if manifest["options"]["split_by"] != "document" or manifest["splits"]["validation"]["blocks"] == 0:
@@ -89,9 +89,9 @@ def prepare(options: Options, shares: dict[str, float], source: dict, out: Path)
     from transformers import AutoTokenizer
 
     from hf_infini import __version__
-    from hf_infini.recall.filler import TokenStream
-    from hf_infini.recall.rows import RowMaker, write_rows
-    from hf_infini.support import stages
+    from recall.filler import TokenStream
+    from recall.rows import RowMaker, write_rows
+    from support import stages
 
     start, data, record = time.perf_counter(), Path(options.data), {}
     (out / "manifest.json").unlink(missing_ok=True)  # from here to the end the folder is between two states

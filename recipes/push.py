@@ -13,7 +13,7 @@ that was interrupted goes on with the same command. `hf auth login` or HF_TOKEN 
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hf_infini_cli import UserError, exit_on_user_error, option, parse_options
+from cli import UserError, exit_on_user_error, option, parse_options
 
 
 @dataclass
@@ -42,8 +42,8 @@ def main(argv: list[str] | None = None) -> None:
     folder = Path(options.run)
 
     from hf_infini import __version__
-    from hf_infini.hub import checks, upload
-    from hf_infini.hub.files import plan
+    from hub import checks, upload
+    from hub.files import plan
 
     target = upload.Target(options.repo_id, options.private, options.revision, options.tag, options.update)
     upload.check_target(target)
@@ -69,10 +69,9 @@ def main(argv: list[str] | None = None) -> None:
 def renew_card(options: Options) -> list:
     """Writes RUN/README.md as recipes/write_card.py does, and returns what is missing in it."""
     import write_card
-
-    from hf_infini.cards.files import kept_settings
-    from hf_infini.hub import checks
-    from hf_infini.hub.files import CARD, FIGURES
+    from cards.files import kept_settings
+    from hub import checks
+    from hub.files import CARD, FIGURES
 
     folder = Path(options.run)
     fix = "Write the card with recipes/write_card.py and the options that it asks for: the next push keeps to them"
@@ -83,12 +82,12 @@ def renew_card(options: Options) -> list:
         run = write_card.write(write_card.Options(**settings | where))
     except (UserError, TypeError) as error:  # TypeError: settings of another version
         return [checks.Finding(CARD, None, f"the card cannot be written: {error}", fix)]
-    return checks.check_card(folder, run.result)
+    return checks.check_card(folder, run)
 
 
 def listing(files: list, left_out: dict[str, str]) -> str:
     """Two tables: what goes up, and what stays and why."""
-    from hf_infini.support.markdown import markdown_table
+    from support.markdown import markdown_table
 
     rows = [[file.path, "LFS" if file.lfs else "regular", file.sha256[:12], f"{file.size:,}"] for file in files]
     parts = [markdown_table(["goes up", "stored as", "sha256", "bytes"], rows, left=3)]

@@ -25,11 +25,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from hf_infini_cli import UserError, exit_on_user_error, option, parse_options
-from hf_infini_cli.model_options import ModelOptions
+from cli import UserError, exit_on_user_error, option, parse_options
+from cli.model_options import ModelOptions
 
 if TYPE_CHECKING:
-    from hf_infini.study import planning
+    from studies import planning
 
 RECIPES = Path(__file__).parent
 SEED = 0  # of the resampling and of the samples; the runs' own are options
@@ -71,7 +71,7 @@ def main(argv: list[str] | None = None) -> None:
     (options,) = parse_options(Options, description=__doc__, argv=own)
     plan = make_plan(options, passed)
     if options.dry_run:
-        from hf_infini.study.runs import commands_text
+        from studies.runs import commands_text
 
         print(commands_text(plan, RECIPES), end="")
         return
@@ -87,12 +87,12 @@ def main(argv: list[str] | None = None) -> None:
 
 def run(plan: "planning.Plan", options: Options) -> None:
     """The study, from the data to the report."""
-    from hf_infini.plots import study as figures
-    from hf_infini.study import planning, report, results
-    from hf_infini.study import runs as study_runs
-    from hf_infini.study.sweeps import FAILED
-    from hf_infini.support import measurement
-    from hf_infini.support.stages import locked_folder, write_json, write_text
+    from plots import study as figures
+    from studies import planning, report, results
+    from studies import runs as study_runs
+    from studies.sweeps import FAILED
+    from support import measurement
+    from support.stages import locked_folder, write_json, write_text
 
     study_runs.check_launcher(plan)
     with locked_folder(plan.out):
@@ -120,7 +120,7 @@ def run(plan: "planning.Plan", options: Options) -> None:
 
 def make_plan(options: Options, passed: list[str]) -> "planning.Plan":
     """The plan of the study, with every option of prepare.py and train.py checked before anything runs."""
-    from hf_infini.study import planning
+    from studies import planning
 
     for name in ("tokens", "max_steps", "jobs", "threads", "memory_budget_gib", "prompt_words", "new_tokens"):
         if getattr(options, name) is not None and getattr(options, name) <= 0:
@@ -152,9 +152,9 @@ def measure(plan: "planning.Plan", options: Options, record: dict) -> tuple[dict
     import torch
     from tqdm import tqdm
 
-    from hf_infini.study import evaluation, planning
-    from hf_infini.study.runs import finished_runs
-    from hf_infini.study.sweeps import FAILED
+    from studies import evaluation, planning
+    from studies.runs import finished_runs
+    from studies.sweeps import FAILED
 
     torch.set_num_threads(options.threads)
     documents = evaluation.validation_documents(plan.data_folder(planning.BASE))

@@ -22,10 +22,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hf_infini_cli import UserError, exit_on_user_error, option
+from cli import UserError, exit_on_user_error, option
 
 if TYPE_CHECKING:
-    from hf_infini.study import sweeps
+    from studies import sweeps
 
 
 @dataclass
@@ -43,10 +43,10 @@ class Options:
 def main(argv: list[str] | None = None) -> None:
     options, passed = parse(sys.argv[1:] if argv is None else argv)
 
-    from hf_infini.plots.sweep import plot_heat_map, plot_ranking
-    from hf_infini.study import sweeps
-    from hf_infini.support import measurement
-    from hf_infini.support.stages import locked_folder, write_json
+    from plots.sweep import plot_heat_map, plot_ranking
+    from studies import sweeps
+    from support import measurement
+    from support.stages import locked_folder, write_json
 
     grid = sweeps.parse_grid(options.grid)
     runs = sweeps.combinations(grid, options.seeds)
@@ -81,7 +81,7 @@ def main(argv: list[str] | None = None) -> None:
 
 def parse(argv: list[str]) -> tuple[Options, list[str]]:
     """The sweep's own options, and what stands behind `--`. `--config` is train.py's, and not read here."""
-    from hf_infini_cli.parser import OptionParser
+    from cli.parser import OptionParser
 
     own, passed = argv, []
     if "--" in argv:
@@ -92,7 +92,7 @@ def parse(argv: list[str]) -> tuple[Options, list[str]]:
 
 def check(options: Options, passed: list[str], grid: dict) -> None:
     """UserError for files that are missing and options that are given twice."""
-    from hf_infini.support.stages import read_manifest
+    from support.stages import read_manifest
 
     read_manifest(Path(options.data))
     if options.config is not None and not Path(options.config).is_file():
@@ -112,7 +112,7 @@ def log_file(out: Path, run: "sweeps.Run") -> Path:
 
 def run_all(runs: "list[sweeps.Run]", options: Options, passed: list[str]) -> None:
     """Runs train.py for every run, `--jobs` at a time, and notes what became of it. Stopped, it stops its children."""
-    from hf_infini.study.processes import Task, run_tasks
+    from studies.processes import Task, run_tasks
 
     out = Path(options.out)
     tasks = [Task(run.name, command_of(run, options, passed), log_file(out, run)) for run in runs]
@@ -135,7 +135,7 @@ def command_of(run: "sweeps.Run", options: Options, passed: list[str]) -> list[s
 
 def report(rows: "list[sweeps.Row]", grid: dict) -> str:
     """The tables, and under them the combinations that did not finish."""
-    from hf_infini.study import sweeps
+    from studies import sweeps
 
     parts = ["Validation cross-entropy, nats per token"]
     parts += [sweeps.pivot_table(rows, grid)] if len(grid) == 2 else []

@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from hf_infini_cli import exit_on_user_error, option, parse_options
-from hf_infini_cli.model_options import ModelOptions, build_config, build_model
+from cli import exit_on_user_error, option, parse_options
+from cli.model_options import ModelOptions, build_config, build_model
 
 
 @dataclass
@@ -87,14 +87,15 @@ def main(argv: list[str] | None = None) -> None:
     import torch
     from transformers import AutoTokenizer, set_seed
 
-    from hf_infini import metrics, training
+    from corpora import streaming
+    from hf_infini import metrics
     from hf_infini.configurations import attention_of
-    from hf_infini.corpora import streaming
-    from hf_infini.plots.run import plot_gates, plot_loss_curve
     from hf_infini.rows import RowReader
-    from hf_infini.support import measurement
-    from hf_infini.support.stages import read_manifest
-    from hf_infini.training import dilution, run_folder, setup
+    from hf_infini.training import PerplexityTrainer, gate_values, parameter_groups
+    from plots.run import plot_gates, plot_loss_curve
+    from support import measurement
+    from support.stages import read_manifest
+    from training import dilution, run_folder, setup
 
     data, out = Path(run.data), Path(run.out)
     manifest = read_manifest(data)
@@ -144,7 +145,7 @@ def main(argv: list[str] | None = None) -> None:
     rates = (optimizer.learning_rate, optimizer.gate_learning_rate, optimizer.weight_decay)
     recorder = run_folder.RunRecorder(out, tokens_per_step, checkpoint)
     diluted = dilution.Dilution.from_folder(Path(run.dilute_with), run.dilute_up_to, data) if run.dilute_with else None
-    trainer = training.PerplexityTrainer(
+    trainer = PerplexityTrainer(
         model=model,
         args=arguments,
         train_dataset=train,
@@ -155,9 +156,9 @@ def main(argv: list[str] | None = None) -> None:
         eval_rows=optimizer.eval_rows,
         eval_reader=judged,
         optimizer_of=lambda model: torch.optim.AdamW(
-            training.parameter_groups(model, *rates), betas=(0.9, 0.95), fused=True
+            parameter_groups(model, *rates), betas=(0.9, 0.95), fused=True
         ),
-        dilution=diluted,
+        past_of=diluted and diluted.past,
     )
     setup.check_sharding(trainer)
     note = f"from step {run_folder.checkpoint_step(checkpoint)}" if checkpoint else "from the start"
@@ -173,7 +174,7 @@ def main(argv: list[str] | None = None) -> None:
     model.config.use_cache = model.generation_config.use_cache = True  # the Trainer switched it off for training
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)
-    gates = training.gate_values(model)
+    gates = gate_values(model)
     if gates:
         run_folder.write_json(out / "gates.json", gates)
         plot_gates(recorder.lines, out / "gates.png")
@@ -207,8 +208,8 @@ def training_arguments(run: RunOptions, optimizer: OptimizerOptions):
     import torch
     from transformers import TrainingArguments
 
-    from hf_infini.support import measurement
-    from hf_infini.training import setup
+    from support import measurement
+    from training import setup
 
     use_cpu = run.use_cpu or not torch.accelerator.is_available()
     bf16 = optimizer.precision == "bf16" or optimizer.precision == "auto" and measurement.supports_bfloat16(use_cpu)

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from hf_infini_cli import UserError, exit_on_user_error, option, parse_options
+from cli import UserError, exit_on_user_error, option, parse_options
 
 NEUTRAL = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}  # whatever the checkpoint's own generation config says
 METHODS = {
@@ -79,8 +79,8 @@ def write(options: Options):
     """Writes the card, and returns the `cards.Run` that it says."""
     check_options(options)
 
-    from hf_infini import cards
-    from hf_infini.support import stages
+    import cards
+    from support import stages
 
     run = read_run(options, Path(options.out))
     try:
@@ -107,11 +107,11 @@ def check_options(options: Options) -> None:
 
 def read_run(options: Options, out: Path):
     """All that the card says, read and checked; the samples are made where they are not there yet."""
-    from hf_infini import cards
-    from hf_infini.cards import files as cards_files
-    from hf_infini.cards.data import language_of
-    from hf_infini.cards.model import limit_of
-    from hf_infini.cards.text import shorten_path
+    import cards
+    from cards import files as cards_files
+    from cards.data import language_of
+    from cards.model import limit_of
+    from cards.text import shorten_path
 
     study = content = variant = None
     published = options.repo_id and options.repo_id.split("/")[-1]
@@ -164,8 +164,8 @@ def read_run(options: Options, out: Path):
 def samples_of(options: Options, folder: Path, data: Path | None, language: str) -> tuple[dict, dict]:
     """The contents of RUN/samples.json, made anew unless it has these settings and weights, and where the prompts are from
     that are taken from the data."""
-    from hf_infini.cards.files import data_prompt, read_json
-    from hf_infini.support.stages import write_json
+    from cards.files import data_prompt, read_json
+    from support.stages import write_json
 
     digest = hashlib.sha256()
     for file in sorted(folder.glob("model*.safetensors")):
@@ -192,8 +192,8 @@ def generate(options: Options, folder: Path, prompts: list[str]) -> list[dict]:
     from tqdm import tqdm
     from transformers import logging, set_seed
 
+    from evaluation import inference
     from hf_infini.configurations import context_limit
-    from hf_infini.evaluation import inference
 
     model, tokenizer = inference.load_model(str(folder), options.device)
     logging.set_verbosity_error()  # transformers warns of lengths beyond n_positions, which are checked here

@@ -4,6 +4,7 @@ torch and DeepSpeed shard on CPUs as well, over gloo; accelerate does not ask th
 its processes by the name of several CPUs. Under the name of several GPUs it does all that it does there, on its device.
 """
 
+import os
 import runpy
 import sys
 
@@ -23,4 +24,5 @@ def sharded(self, *args, cpu: bool = False, **kwargs):
 if __name__ == "__main__":
     AcceleratorState.__init__ = sharded
     sys.argv = sys.argv[1:]
+    sys.path.insert(0, os.path.dirname(sys.argv[0]))
     runpy.run_path(sys.argv[0], run_name="__main__")

@@ -5,9 +5,12 @@ import threading
 
 import pytest
 import torch
+from test_train import load_recipe
 
 from hf_infini import InfiniGPT2Config
-from hf_infini.training import batch_probe
+from training import batch_probe
+
+recipe = load_recipe("batch_probe")
 
 
 @pytest.mark.parametrize("limit", [*range(0, 20), 63, 64, 65, 1000])
@@ -76,7 +79,7 @@ def test_errors_name_what_is_wrong(model, tmp_path, capsys):
         (["--model", str(model), "--budget_gib", "1e6"], "a budget of 1e+06 GiB, but"),
     ):
         with pytest.raises(SystemExit) as stopped:
-            batch_probe.main([*options, "--device", "cpu"])
+            recipe.main([*options, "--device", "cpu"])
         assert stopped.value.code == 1 and message in capsys.readouterr().err
     # The watch that ends a process ends with the step that it watched, whatever became of that
     assert "memory watch" not in [thread.name for thread in threading.enumerate()]

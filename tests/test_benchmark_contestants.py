@@ -1,4 +1,4 @@
-"""hf_infini.benchmarks: contestants that claim the same equations compute them, operations are counted as by hand."""
+"""benchmarks: contestants that claim the same equations compute them, operations are counted as by hand."""
 
 import math
 
@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+from benchmarks import contestants, timing, work
+from benchmarks.contestants import CONTESTANTS, Problem
+from benchmarks.work import Shape
 from hf_infini import infini_attention, naive_infini_attention
-from hf_infini.benchmarks import contestants, timing, work
-from hf_infini.benchmarks.contestants import CONTESTANTS, Problem
-from hf_infini.benchmarks.work import Shape
 
 LINEAR = ["infini", "loop-sliced", "loop-split", "parallel"]
 DELTA = ["infini-delta", "loop-split-delta"]

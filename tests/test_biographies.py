@@ -8,8 +8,8 @@ import string
 
 import pytest
 
-from hf_infini.corpora import biography_sentences as sentences
-from hf_infini.corpora.biographies import (
+from corpora import biography_sentences as sentences
+from corpora.biographies import (
     biography_documents,
     fact_prompt,
     forbid_answers,

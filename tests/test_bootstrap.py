@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from hf_infini.evaluation.bootstrap import Interval, difference_interval, mean_interval
+from evaluation.bootstrap import Interval, difference_interval, mean_interval
 
 
 def blocks(generator, count: int = 100):
@@ -59,7 +59,7 @@ def test_it_repeats_and_does_not_depend_on_the_size_of_its_chunks(monkeypatch):
     first = mean_interval(losses, counts, seed=7)
     assert first == mean_interval(losses.tolist(), counts.tolist(), seed=7)
     assert first != mean_interval(losses, counts, seed=8)
-    monkeypatch.setattr("hf_infini.evaluation.bootstrap._CHUNK_NUMBERS", 700)  # 7 resamples at a time
+    monkeypatch.setattr("evaluation.bootstrap._CHUNK_NUMBERS", 700)  # 7 resamples at a time
     chunked = mean_interval(losses, counts, seed=7)
     assert (chunked.low, chunked.high) == pytest.approx((first.low, first.high), rel=1e-12)  # sums in another order
 

@@ -8,13 +8,13 @@ import shlex
 import pytest
 from huggingface_hub import ModelCard
 
-from hf_infini import cards
-from hf_infini.cards import model as cards_model
-from hf_infini.cards import results as cards_results
-from hf_infini.cards import text as cards_text
-from hf_infini.cards import training as cards_training
+import cards
+from cards import model as cards_model
+from cards import results as cards_results
+from cards import text as cards_text
+from cards import training as cards_training
 from hf_infini.configuration_causal_mha import CHOICES, INFINI_POSITIONS, INFINI_SCORES, CausalMHAConfig
-from hf_infini.support import markdown
+from support import markdown
 
 GPT2 = {"model_type": "gpt2", "n_layer": 3, "n_embd": 96, "n_head": 6, "n_inner": None, "vocab_size": 517}
 GPT2 |= {"activation_function": "gelu_new", "n_positions": 40, "tie_word_embeddings": True}

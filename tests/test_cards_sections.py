@@ -6,11 +6,11 @@ import re
 import pytest
 from test_cards import GPT2, INFINI, MEASURED, RESULT, cells, evaluation, load, options_of, run_of
 
-from hf_infini import cards
-from hf_infini.cards import data as cards_data
-from hf_infini.cards import files as cards_files
-from hf_infini.cards import results as cards_results
-from hf_infini.cards import training as cards_training
+import cards
+from cards import data as cards_data
+from cards import files as cards_files
+from cards import results as cards_results
+from cards import training as cards_training
 
 # --- gates, stages, computing -----------------------------------------------------------------------------------------
 

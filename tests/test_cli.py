@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from hf_infini_cli import UserError, exit_on_user_error, option, parse_options
-from hf_infini_cli.parser import OptionParser
+from cli import UserError, exit_on_user_error, option, parse_options
+from cli.parser import OptionParser
 
 
 @dataclass
@@ -74,7 +74,8 @@ def test_user_errors_are_one_line_and_status_1(capsys):
 
 
 HELP = """
-import runpy, sys
+import pathlib, runpy, sys
+sys.path.insert(0, str(pathlib.Path(sys.argv[1]).parent))  # as for a script
 for recipe in sys.argv[1:]:
     sys.argv = [recipe, "--help"]
     try:

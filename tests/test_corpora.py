@@ -14,10 +14,10 @@ import pytest
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
-from hf_infini.corpora import carolina, selection
-from hf_infini.corpora.documents import Document, ReadingLog
-from hf_infini.corpora.sources import SOURCE_TYPES, detect_source_type, iterate_documents
-from hf_infini_cli import UserError
+from cli import UserError
+from corpora import carolina, selection
+from corpora.documents import Document, ReadingLog
+from corpora.sources import SOURCE_TYPES, detect_source_type, iterate_documents
 
 DATA = Path(os.environ.get("HF_INFINI_DATA", Path(__file__).parents[2] / "shared" / "data"))
 real_carolina = pytest.mark.skipif(

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from transformers import TrainingArguments
 
 from hf_infini.training import PerplexityTrainer
-from hf_infini.training.dilution import Dilution, weigh_memories
+from training.dilution import Dilution, weigh_memories
 
 FLOAT64 = 1e-9  # logits of size 1 to 10; thousands of tokens added up in another order
 EXP = dict(feature_map="exp", memory_write="learned", memory_conv=2, normaliser="shared")
@@ -79,7 +79,7 @@ def test_a_step_with_a_past_has_its_loss_and_moves_every_parameter(tmp_path, fir
     rows = [{name: column[number] for name, column in row.items()} for number in range(2)]
     options = {"max_steps": 1, "per_device_train_batch_size": 2, "logging_steps": 1, "learning_rate": 1e-3, "bf16": bf16}
     arguments = TrainingArguments(output_dir=tmp_path, use_cpu=True, report_to=[], save_strategy="no", **options)
-    trainer = PerplexityTrainer(model, arguments, dilution=Dilution(RowsOf(text), most=1), train_dataset=rows)
+    trainer = PerplexityTrainer(model, arguments, past_of=Dilution(RowsOf(text), most=1).past, train_dataset=rows)
     trainer.train()
     whole = torch.cat([text.expand(2, -1), ids], 1)
     logits = before(whole).logits[:, 24:-1]

@@ -4,7 +4,7 @@ import pytest
 import torch
 from models import causal_mha, infini_gpt2
 
-from hf_infini.corpora.tokenization import build_character_tokenizer
+from corpora.tokenization import build_character_tokenizer
 
 trl = pytest.importorskip("trl", reason="pip install trl")
 from datasets import Dataset  # noqa: E402

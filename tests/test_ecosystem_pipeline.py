@@ -7,8 +7,8 @@ import torch
 from models import causal_mha, infini_gpt2
 from transformers import AutoModelForCausalLM, AutoTokenizer, TextIteratorStreamer, pipeline
 
-from hf_infini.corpora.biographies import biography_documents
-from hf_infini.corpora.tokenization import train_bpe
+from corpora.biographies import biography_documents
+from corpora.tokenization import train_bpe
 
 TEXTS = [document.text for document in biography_documents(10)]
 PROMPTS = [TEXTS[0][:60], TEXTS[1][:9], TEXTS[2][:110]]  # within one segment, less than one, several

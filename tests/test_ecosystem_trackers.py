@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from test_train import SIZES, prepared_data, recipe, run, train
 
-from hf_infini.training import setup
-from hf_infini_cli import UserError
+from cli import UserError
+from training import setup
 
 pytest.importorskip("tensorboard", reason="pip install tensorboard")
 pytest.importorskip("trackio", reason="pip install trackio")

@@ -10,7 +10,7 @@ from datasets import load_from_disk
 from test_train import CONTEXT, infini_options, load_recipe, prepared_data, recipe, result, run, self_options, straight_run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_infini_cli import parse_options
+from cli import parse_options
 
 evaluate_model = load_recipe("evaluate_model")
 

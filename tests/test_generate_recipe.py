@@ -11,7 +11,7 @@ from test_train import load_recipe, recipe, run, sample_text, straight_run
 from test_train_causal_mha import trained
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_infini_cli import parse_options
+from cli import parse_options
 
 generate = load_recipe("generate")
 

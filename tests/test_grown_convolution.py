@@ -4,9 +4,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from hf_infini.corpora.tokenization import build_character_tokenizer
-from hf_infini_cli import UserError
-from hf_infini_cli.model_options import ModelOptions, build_config, build_model
+from cli import UserError
+from cli.model_options import ModelOptions, build_config, build_model
+from corpora.tokenization import build_character_tokenizer
 
 CONTEXT = 64
 TOKENIZER = build_character_tokenizer(["O rato roeu a roupa do rei de Roma."])

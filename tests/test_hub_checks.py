@@ -14,11 +14,11 @@ from test_cards_sections import cell, recall
 from test_push import NAME, push, run_with_card
 from test_train import result
 
-from hf_infini.cards import files as cards_files
-from hf_infini.cards.card import metadata
-from hf_infini.hub import checks
-from hf_infini.hub.files import plan
-from hf_infini_cli import parse_options
+from cards import files as cards_files
+from cards.card import metadata
+from cli import parse_options
+from hub import checks
+from hub.files import plan
 
 
 @pytest.fixture
@@ -111,7 +111,7 @@ def test_cards_that_are_not_complete(folder, tmp_path, capsys):
     numbers = result(folder)
     (folder / "result.json").write_text(json.dumps(numbers | {"perplexity": float("inf")}))
     messages = errors()
-    assert "holds another training" in str(checks.check_card(folder, numbers)[0])  # as that of a study may
+    assert "holds another training" in str(checks.check_card(folder, run_of(result=numbers))[0])  # as that of a study may
     assert re.search(r"README.md:\d+: the licence of the text is not stated. --data_license says it", messages)
     assert "README.md:1: Perplexity is inf, no number" in messages and "4 finding(s)" in messages
     assert "the image figures/none.png is not in the folder" in messages and "../x.png" in messages

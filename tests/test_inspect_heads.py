@@ -16,12 +16,12 @@ from models import causal_mha, gpt2, infini_gpt2
 from test_train import load_recipe, recipe, run
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hf_infini.corpora.tokenization import build_character_tokenizer, train_bpe
+from cli import parse_options
+from corpora.tokenization import build_character_tokenizer, train_bpe
 from hf_infini.inspection import inspect_attention
 from hf_infini.inspection.page import LAST_LEVEL, LEVELS_PER_NAT, inspection_page, page_data
 from hf_infini.inspection.script import SCRIPT
-from hf_infini.plots.heads import plot_heads, plot_memory
-from hf_infini_cli import parse_options
+from plots.heads import plot_heads, plot_memory
 
 inspect_heads = load_recipe("inspect_heads")
 TEXT = "A ação do coração é a razão da canção. Não há pão; há mãos, e a ação é ü."

@@ -5,8 +5,8 @@ import torch
 from models import causal_mha, gpt2, infini_gpt2, token_ids
 from transformers import BertConfig, BertModel
 
+from corpora.tokenization import build_character_tokenizer, train_bpe
 from hf_infini import InfiniCache, InfiniState, naive_infini_attention, patch_model
-from hf_infini.corpora.tokenization import build_character_tokenizer, train_bpe
 from hf_infini.inspection import inspect_attention
 from hf_infini.inspection.heads import DIMENSIONS
 from hf_infini.inspection.labels import token_texts, unique_labels

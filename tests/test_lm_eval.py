@@ -13,9 +13,8 @@ from lm_eval.api.instance import Instance
 from models import gpt2, infini_gpt2
 from test_train import ROOT, sample_text
 
-from hf_infini.corpora.tokenization import train_bpe
+from corpora.tokenization import train_bpe
 from hf_infini.lm_eval_model import UNLIMITED, InfiniLM
-from hf_infini_cli import UserError
 
 POSITIONS = 64  # of the models, n_positions
 TEXT = sample_text()
@@ -189,7 +188,7 @@ def test_max_length(infini, tokenizer, capsys):
         rest = tokenizer.encode(CONTEXTS[1] + " crown")[len(ids) :]
         assert found == pytest.approx(direct(network, ids[len(rest) - limit - 1 :], rest)[0], rel=1e-4)
     assert abs(found - direct_pair(infini, tokenizer, CONTEXTS[1], " crown")[0]) > 1e-3  # the whole context counts
-    with pytest.raises(UserError, match="absolute positions"):
+    with pytest.raises(ValueError, match="absolute positions"):
         InfiniLM(gpt2(**sizes(tokenizer)), tokenizer=tokenizer, max_length=POSITIONS + 1)
 
 
@@ -237,5 +236,5 @@ def test_a_batch_size_that_is_looked_for(infini, tokenizer):
     ],
 )
 def test_options_refused(infini, tokenizer, options, message):
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(ValueError, match=message):
         InfiniLM(infini, tokenizer=tokenizer, **options)

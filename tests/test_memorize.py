@@ -12,11 +12,11 @@ from test_train import kill_when, load_recipe, recipe, run, sample_text
 from tokenizers import Tokenizer, normalizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
+from cli import parse_options
+from corpora.long_texts import pieces_of_text, tokens_of_file
+from corpora.tokenization import build_character_tokenizer, encode_texts, train_bpe
 from hf_infini import InfiniCache
-from hf_infini.corpora.long_texts import pieces_of_text, tokens_of_file
-from hf_infini.corpora.tokenization import build_character_tokenizer, encode_texts, train_bpe
 from hf_infini.memory_files import read_memory_file, read_record, write_memory_file
-from hf_infini_cli import parse_options
 
 memorize = load_recipe("memorize")
 TOKENS = 700  # of a short text; one token is one character
@@ -264,7 +264,7 @@ def test_a_text_in_pieces_has_the_tokens_of_the_whole(kind, bpe):
 
 def test_tokens_of_a_file(bpe, tmp_path, monkeypatch):
     """Line breaks stay as they are, a byte-order mark is dropped, special tokens that are spelt out are text."""
-    monkeypatch.setattr("hf_infini.corpora.long_texts.PIECE", 500)
+    monkeypatch.setattr("corpora.long_texts.PIECE", 500)
     text = sample_text()[:5000] + "\r\nfim<|endoftext|> não\n"
     (tmp_path / "text").write_bytes(b"\xef\xbb\xbf" + text.encode())
     with (tmp_path / "store").open("w+b") as store:

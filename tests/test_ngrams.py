@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from test_train import load_recipe
 
-from hf_infini.evaluation import ngrams
-from hf_infini_cli import parse_options
+from cli import parse_options
+from evaluation import ngrams
 
 ROOT = Path(__file__).parents[1]
 ngram_baseline = load_recipe("ngram_baseline")

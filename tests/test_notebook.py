@@ -16,12 +16,15 @@ def printed(notebook) -> list[str]:
     return [text for text in texts if text.strip()]
 
 
-@pytest.mark.parametrize(("name", "prints", "pictures"), [("attention_step_by_step", 3, 4), ("quickstart", 4, 1)])
-def test_notebook_runs_and_prints_what_it_shows(name, prints, pictures, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "prints", "pictures", "beside"), [("attention_step_by_step", 3, 4, False), ("quickstart", 4, 1, True)]
+)
+def test_notebook_runs_and_prints_what_it_shows(name, prints, pictures, beside, tmp_path, monkeypatch):
+    """The first needs no file of the repository, the second what is beside it, where Jupyter starts it."""
     monkeypatch.setenv("HF_HOME", str(tmp_path))  # neither the Hub nor what somebody kept of it
     monkeypatch.delenv("HF_HUB_CACHE", raising=False)
     stored, fresh = (nbformat.read(RECIPES / f"{name}.ipynb", as_version=4) for _ in range(2))
-    resources = {"metadata": {"path": str(tmp_path)}}  # it needs no file of the repository
+    resources = {"metadata": {"path": str(RECIPES if beside else tmp_path)}}
     NotebookClient(fresh, timeout=300, kernel_name="python3", resources=resources).execute()
     assert len(printed(stored)) == prints and printed(fresh) == printed(stored)
     assert sum("image/png" in o.get("data", {}) for cell in fresh.cells for o in cell.get("outputs", [])) == pictures

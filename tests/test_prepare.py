@@ -22,8 +22,8 @@ import torch
 from filelock import FileLock
 from transformers import AutoTokenizer, default_data_collator
 
-from hf_infini.corpora.biographies import biography_documents
-from hf_infini_cli import parse_options
+from cli import parse_options
+from corpora.biographies import biography_documents
 
 ROOT = Path(__file__).parents[1]
 DATA = Path(os.environ.get("HF_INFINI_DATA", ROOT.parent / "shared" / "data"))

@@ -15,9 +15,9 @@ from datasets import Features, List, Value, load_from_disk
 from test_train import SIZES, kill_when, load_recipe, recipe, run
 from transformers import AutoTokenizer
 
-from hf_infini.corpora.biographies import biography_documents
-from hf_infini.recall.rows import deal_kinds, read_mix
-from hf_infini_cli import parse_options
+from cli import parse_options
+from corpora.biographies import biography_documents
+from recall.rows import deal_kinds, read_mix
 
 prepare_recall = load_recipe("prepare_recall")
 CONTEXT = 512

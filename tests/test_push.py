@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from test_train import ROOT, load_recipe, prepared_data, recipe, result, straight_run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_infini.hub.files import plan
+from hub.files import plan
 
 write_card, push = load_recipe("write_card"), load_recipe("push")
 NAME = "user/infini"

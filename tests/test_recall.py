@@ -9,11 +9,11 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from hf_infini.corpora.biographies import generate_biographies, portuguese_names
-from hf_infini.corpora.tokenization import build_character_tokenizer, encode_texts, train_bpe
-from hf_infini.recall import examples
-from hf_infini.recall.examples import FACT_NAMES, DoesNotFit, fact_example, facts_row, paragraphs_row, passkey_example
-from hf_infini.recall.filler import Filler, TokenStream
+from corpora.biographies import generate_biographies, portuguese_names
+from corpora.tokenization import build_character_tokenizer, encode_texts, train_bpe
+from recall import examples
+from recall.examples import FACT_NAMES, DoesNotFit, fact_example, facts_row, paragraphs_row, passkey_example
+from recall.filler import Filler, TokenStream
 
 NAMES = portuguese_names()
 TEXTS = [biography.text for biography in generate_biographies(30, seed=5, distance=2000)]

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from test_recall import NAMES, assert_answered, encoder, filler, tokenizer
 
-from hf_infini.recall.drills import KNOWN_FROM, codes_row, echo_row
-from hf_infini.recall.examples import DoesNotFit
+from recall.drills import KNOWN_FROM, codes_row, echo_row
+from recall.examples import DoesNotFit
 
 
 @pytest.mark.parametrize(("kind", "length"), [("bpe", 256), ("bpe", 1024), ("characters", 600)])

@@ -10,13 +10,13 @@ import torch
 from models import causal_mha, gpt2, infini_gpt2, token_ids
 from test_train import kill_when, load_recipe, recipe
 
-from hf_infini.corpora.biographies import biography_documents
-from hf_infini.corpora.biography_sentences import NUMBERS
-from hf_infini.corpora.tokenization import train_bpe
-from hf_infini.evaluation.inference import switch_memory_off
-from hf_infini.recall.examples import FACT_NAMES, NEEDLES, QUESTIONS, Example, Question
-from hf_infini.recall.tasks import constant_guesses, score_answers, wilson_interval
-from hf_infini_cli import UserError
+from cli import UserError
+from corpora.biographies import biography_documents
+from corpora.biography_sentences import NUMBERS
+from corpora.tokenization import train_bpe
+from evaluation.inference import switch_memory_off
+from recall.examples import FACT_NAMES, NEEDLES, QUESTIONS, Example, Question
+from recall.tasks import constant_guesses, score_answers, wilson_interval
 
 evaluate_model = load_recipe("evaluate_model")
 

@@ -13,14 +13,14 @@ import pytest
 from test_train import DATA, kill_when, load_recipe, losses, recipe, result, run, train
 from transformers import AutoTokenizer
 
-from hf_infini import cards
-from hf_infini.cards import data as cards_data
-from hf_infini.cards import files as cards_files
-from hf_infini.corpora.biographies import biography_documents
-from hf_infini.corpora.selection import chance
-from hf_infini.corpora.streaming import BATCH_CHARACTERS, HeldOut, RowStream
-from hf_infini.training import run_folder
-from hf_infini_cli import UserError
+import cards
+from cards import data as cards_data
+from cards import files as cards_files
+from cli import UserError
+from corpora.biographies import biography_documents
+from corpora.selection import chance
+from corpora.streaming import BATCH_CHARACTERS, HeldOut, RowStream
+from training import run_folder
 
 CONTEXT = 64
 SMALL = ["--tokenizer", "bpe", "--vocab_size", 300, "--context", CONTEXT, "--validation", 0.1, "--test", 0.1]

@@ -14,11 +14,11 @@ from test_study_plan import recipe_study, refused
 from test_train import ROOT, load_recipe, recipe, result, sample_text
 from transformers import AutoTokenizer
 
-from hf_infini.study import planning, results, runs
-from hf_infini.study.evaluation import trained_on, validation_documents
-from hf_infini.study.processes import Task
-from hf_infini.study.sweeps import FINISHED
-from hf_infini_cli import UserError
+from cli import UserError
+from studies import planning, results, runs
+from studies.evaluation import trained_on, validation_documents
+from studies.processes import Task
+from studies.sweeps import FINISHED
 
 STEPS = 40
 FLAGS = ["--n_layer", 2, "--n_embd", 32, "--n_head", 2, "--segment_length", 16, "--eval_steps", 10, "--save_steps", 4]

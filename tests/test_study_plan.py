@@ -6,11 +6,11 @@ import sys
 import pytest
 from test_train import ROOT, load_recipe
 
-from hf_infini.corpora.tokenization import train_bpe
-from hf_infini.study import planning, results
-from hf_infini.study.evaluation import choose_prompt, encode_documents
-from hf_infini.study.processes import Task, run_tasks
-from hf_infini_cli import UserError
+from cli import UserError
+from corpora.tokenization import train_bpe
+from studies import planning, results
+from studies.evaluation import choose_prompt, encode_documents
+from studies.processes import Task, run_tasks
 
 recipe_study = load_recipe("study")
 CONFIGS = ROOT / "recipes" / "configs"
@@ -178,11 +178,11 @@ def test_curves_and_their_turns():
 
 
 def test_processes_end_with_what_became_of_them(tmp_path):
-    say = "import os, sys; print(os.environ['OMP_NUM_THREADS']); sys.exit('error: no luck' if len(sys.argv) > 1 else 0)"
+    say = "import os, sys; print(os.environ['OMP_NUM_THREADS']); sys.exit('no luck' if len(sys.argv) > 1 else 0)"
     commands = {"a": [sys.executable, "-c", say], "b": [sys.executable, "-c", say, "x"]}
     tasks = [Task(name, command, tmp_path / "logs" / name) for name, command in commands.items()]
     run_tasks(tasks, "test", jobs=2, threads=3)
-    assert [(task.status, task.reason) for task in tasks] == [("finished", ""), ("failed", "no luck")]
+    assert [(task.status, task.reason) for task in tasks] == [("finished", ""), ("failed", "exit status 1: no luck")]
     assert tasks[0].log.read_text() == "3\n"
 
 
@@ -190,7 +190,7 @@ def test_interrupted_the_processes_end_too(tmp_path):
     """In a process of its own: it is the main thread that an interrupt reaches."""
     code = """
 import os, pathlib, psutil, signal, sys, threading
-from hf_infini.study.processes import Task, run_tasks
+from studies.processes import Task, run_tasks
 signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell starts behind itself ignores interrupts
 tasks = [Task(name, ["sleep", "600"], pathlib.Path(sys.argv[1]) / name) for name in ("a", "b")]
 threading.Timer(1, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
@@ -199,7 +199,7 @@ try:
 except KeyboardInterrupt:
     sys.exit(42 if not [child for child in psutil.Process().children() if "sleep" in child.cmdline()] else 1)
 """
-    assert subprocess.run([sys.executable, "-c", code, str(tmp_path)], timeout=120).returncode == 42
+    assert subprocess.run([sys.executable, "-c", code, str(tmp_path)], timeout=120, cwd=ROOT / "recipes").returncode == 42
 
 
 def test_a_yaml_file_that_is_none(tmp_path):

@@ -5,6 +5,7 @@ import math
 import os
 import signal
 import subprocess
+import sys
 import time
 from functools import partial
 
@@ -12,9 +13,9 @@ import psutil
 import pytest
 from test_train import ROOT, SIZES, load_recipe, prepared_data, recipe, run
 
-from hf_infini.study import sweeps
-from hf_infini_cli import UserError
-from hf_infini_cli.model_options import NOT_POSSIBLE
+from cli import UserError
+from studies import sweeps
+from studies.processes import Task, run_tasks
 
 sweep = load_recipe("sweep")
 TINY = [*SIZES, "--model", "causal_mha", "--batch_size", "8", "--max_steps", "2", "--eval_rows", "8"]
@@ -137,7 +138,7 @@ def test_user_errors(data, tmp_path, capsys, options, message):
 
 
 def test_two_sweeps_do_not_share_a_folder(data, tmp_path, capsys):
-    from hf_infini.support.stages import locked_folder
+    from support.stages import locked_folder
 
     with locked_folder(tmp_path), pytest.raises(SystemExit):
         sweep.main(["--data", str(data), "--out", str(tmp_path), "--grid", "score=dot"])
@@ -161,18 +162,63 @@ def test_names_of_combinations():
 
 
 @pytest.mark.parametrize(
-    ("status", "log", "expected"),
+    ("status", "failure", "log", "expected"),
     [
-        (0, "error: of an earlier start", ("finished", "")),
-        (1, f"10%|\r20%|\nerror: {NOT_POSSIBLE}n_head=3\n", ("not possible", "n_head=3")),
-        (1, "error: the training loss is nan\n", ("failed", "the training loss is nan")),
-        (2, "usage: train.py\ntrain.py: error: argument --score: invalid", ("failed", "argument --score: invalid")),
-        (1, "Traceback\n  raise\nValueError: no\n", ("failed", "exit status 1: ValueError: no")),
-        (-9, "", ("failed", "exit status -9: no output")),
+        (0, None, "error: of an earlier start", ("finished", "")),
+        (1, ("not possible", "n_head=3"), "10%|\r20%|\nerror: no\n", ("not possible", "n_head=3")),
+        (1, ("failed", "the training loss is nan"), "error: no\n", ("failed", "the training loss is nan")),
+        (1, None, "Traceback\n  raise\nValueError: no\n", ("failed", "exit status 1: ValueError: no")),
+        (-9, None, "", ("failed", "exit status -9: no output")),
     ],
 )
-def test_outcomes(status, log, expected):
-    assert sweeps.outcome(status, log) == expected
+def test_outcomes(status, failure, log, expected):
+    failure = failure and dict(zip(("status", "reason"), failure, strict=True))
+    assert sweeps.outcome(status, failure, log) == expected
+
+
+REFUSALS = """
+import sys
+from dataclasses import dataclass
+from cli import NotPossible, UserError, exit_on_user_error, parse_options
+
+@dataclass
+class Options:
+    score: float = 1.0
+
+@exit_on_user_error
+def main():
+    parse_options(Options, description="", argv=sys.argv[2:])
+    if sys.argv[1] == "package":
+        import no_such_package
+    raise {"failed": UserError, "impossible": NotPossible}[sys.argv[1]]("n_head=3")
+
+main()
+"""
+
+
+def test_a_recipe_tells_why_it_failed_without_words_to_be_matched(tmp_path, monkeypatch):
+    """In a file of JSON, through a launcher as well, whose exit status is its own."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (ROOT / "recipes", ROOT))))
+    (tmp_path / "refuses.py").write_text(REFUSALS)
+    (tmp_path / "launcher.py").write_text("import subprocess, sys; sys.exit(9 * bool(subprocess.call(sys.argv[1:])))")
+    command = [sys.executable, str(tmp_path / "refuses.py")]
+    launched = [sys.executable, str(tmp_path / "launcher.py"), *command]
+    tasks = [
+        Task("a", [*command, "failed"], tmp_path / "logs" / "a.log"),
+        Task("b", [*launched, "impossible"], tmp_path / "logs" / "b.log"),
+        Task("c", [*command, "failed", "--score", "high"], tmp_path / "logs" / "c.log"),
+        Task("d", [*launched, "package"], tmp_path / "logs" / "d.log"),
+    ]
+    run_tasks(tasks, "test", jobs=2)
+    assert [(task.status, task.reason) for task in tasks] == [
+        ("failed", "n_head=3"),
+        ("not possible", "n_head=3"),
+        ("failed", "argument --score: invalid float value: 'high'"),
+        ("failed", "no_such_package is not installed: pip install 'hf-infini[recipes]'"),
+    ]
+    assert "error: these model options do not go together: n_head=3" in tasks[1].log.read_text()
+    assert "usage:" in tasks[2].log.read_text()
+    assert sorted(file.name for file in (tmp_path / "logs").iterdir()) == ["a.log", "b.log", "c.log", "d.log"]
 
 
 def test_seeds_are_summed_up_and_the_best_mean_is_marked():

@@ -9,10 +9,10 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 from transformers import AutoTokenizer
 
-from hf_infini.corpora.biographies import biography_documents
-from hf_infini.corpora.sources import iterate_documents
-from hf_infini.corpora.tokenization import build_character_tokenizer, encode_texts, load_tokenizer, make_tokenizer, train_bpe
-from hf_infini_cli import UserError
+from cli import UserError
+from corpora.biographies import biography_documents
+from corpora.sources import iterate_documents
+from corpora.tokenization import build_character_tokenizer, encode_texts, load_tokenizer, make_tokenizer, train_bpe
 
 DATA = Path(os.environ.get("HF_INFINI_DATA", Path(__file__).parents[2] / "shared" / "data"))
 TEXTS = [document.text for document in biography_documents(20)]

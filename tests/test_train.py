@@ -20,10 +20,10 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2LMHeadModel
 
+from cli import UserError, parse_options
+from cli.model_options import ModelOptions, build_config, build_model
 from hf_infini import InfiniGPT2Config, InfiniGPT2LMHeadModel, training
-from hf_infini.training import run_folder, setup
-from hf_infini_cli import UserError, parse_options
-from hf_infini_cli.model_options import ModelOptions, build_config, build_model
+from training import run_folder, setup
 
 ROOT = Path(__file__).parents[1]
 DATA = Path(os.environ.get("HF_INFINI_DATA", ROOT.parent / "shared" / "data"))

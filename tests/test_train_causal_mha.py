@@ -11,15 +11,15 @@ import torch
 from test_train import CONTEXT, ROOT, SIZES, losses, prepared_data, recipe, result, run, straight_run, train
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from cli import NotPossible, UserError, parse_options
+from cli.model_options import ATTENTIONS, CAUSAL_MHA, ModelOptions, build_config, build_model
+from evaluation.inference import check_length
 from hf_infini import CausalMHAForCausalLM, training
 from hf_infini.configuration_causal_mha import CHOICES, CausalMHAConfig
 from hf_infini.configurations import context_limit
-from hf_infini.evaluation.inference import check_length
 from hf_infini.metrics import evaluate_rows
 from hf_infini.rows import RowReader
-from hf_infini.training import run_folder
-from hf_infini_cli import UserError, parse_options
-from hf_infini_cli.model_options import ATTENTIONS, CAUSAL_MHA, NOT_POSSIBLE, ModelOptions, build_config, build_model
+from training import run_folder
 
 KINDS = {
     "global": ["--score", "additive", "--position_encoding", "t5", "--num_buckets", "8", "--max_distance", "20"],
@@ -196,14 +196,14 @@ def test_defaults_are_the_configurations_own(tokenizer):
 def test_options_that_do_not_go_together(tokenizer, options, message):
     with pytest.raises(UserError, match=message) as error:
         build_config(ModelOptions(**{"model": "causal_mha"} | options), tokenizer, CONTEXT)
-    assert str(error.value).startswith(NOT_POSSIBLE) and "\n" not in str(error.value)
+    assert str(error.value).startswith(NotPossible.prefix) and "\n" not in str(error.value)
 
 
 def test_a_refused_model_leaves_no_folder(base, tmp_path):
     shared = ["--data", prepared_data(base), "--use_cpu", "true", "--out", tmp_path / "out"]
     done = run(*recipe("train"), *shared, "--model", "causal_mha", "--rope_theta", 10, check=False)
     assert done.returncode == 1 and "Traceback" not in done.stderr
-    assert done.stderr.splitlines()[-1].startswith(f"error: {NOT_POSSIBLE}--rope_theta belongs to")
+    assert done.stderr.splitlines()[-1].startswith(f"error: {NotPossible.prefix}--rope_theta belongs to")
     assert not (tmp_path / "out").exists()
 
 

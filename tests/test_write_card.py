@@ -12,7 +12,7 @@ from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
 from test_train import CONTEXT, SIZES, load_recipe, prepared_data, recipe, result, run, straight_run
 
-from hf_infini_cli import parse_options
+from cli import parse_options
 
 write_card, generate = load_recipe("write_card"), load_recipe("generate")
 PROMPT = "To be"

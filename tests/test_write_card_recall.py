@@ -12,7 +12,7 @@ from test_study import arguments
 from test_train import SIZES, load_recipe, recipe, result, run, sample_text
 from transformers import AutoTokenizer
 
-from hf_infini.study.evaluation import validation_documents
+from studies.evaluation import validation_documents
 
 write_card, evaluate_model = load_recipe("write_card"), load_recipe("evaluate_model")
 COMMON = [*SIZES, "--eval_steps", 2, "--eval_rows", 4, "--batch_size", 2, "--gradient_accumulation", 1]

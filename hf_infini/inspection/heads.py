@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from transformers import GPT2Model
 
+from ..extras import needs
 from ..modeling_causal_mha import CausalMHAModel
 from .labels import token_texts, unique_labels
 from .parts import kind_of, parts_of
@@ -115,8 +116,10 @@ class Inspection:
 
         Raises:
             ValueError: there is no such layer, head, row or tensor.
+            ModuleNotFoundError: pandas is not installed (the extra "inspection").
         """
-        import pandas
+        with needs("inspection", "pandas"):
+            import pandas
 
         if layer not in self.layers:
             raise ValueError(f"layer must be one of {', '.join(map(str, self.layers))}; got {layer}.")

@@ -1,4 +1,4 @@
-"""What `recipes/train.py` is made of: the Trainer and its options, the run's folder, and the largest batch that fits."""
+"""Training: the Trainer, the optimiser's groups of parameters, and the gates. Its data collator is `rows.RowReader`."""
 
 from .trainer import PerplexityTrainer, gate_values, parameter_groups
 

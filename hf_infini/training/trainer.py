@@ -1,4 +1,4 @@
-"""How `recipes/train.py` optimises: the groups of parameters, the gates, and the Trainer."""
+"""How models with a memory are optimised: the groups of parameters, the gates, and the Trainer."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -6,12 +6,11 @@ from pathlib import Path
 import torch
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
-from transformers import Trainer
+from transformers import Cache, Trainer
 
 from ..gate import gates_of
 from ..metrics import evaluate_rows
 from ..rows import RowReader
-from .dilution import Dilution
 
 ROWS_OF_THE_HEAD = 256  # logits of few places are made of a multiple of so many
 
@@ -58,7 +57,8 @@ class PerplexityTrainer(Trainer):
         eval_reader: makes the inputs of an evaluation from these rows.
         optimizer_of: makes the optimiser of a model; None leaves it to the Trainer. Where a model is to be sharded, none can
             be given ready-made (`optimizers`).
-        dilution: makes the past that training rows begin with; None: they begin with nothing.
+        past_of: makes the cache that training rows begin with, of a model, the number of rows and a device; None: they begin
+            with nothing.
     """
 
     def __init__(
@@ -67,11 +67,11 @@ class PerplexityTrainer(Trainer):
         eval_rows: int | None = None,
         eval_reader: RowReader | None = None,
         optimizer_of: Callable[[torch.nn.Module], torch.optim.Optimizer] | None = None,
-        dilution: Dilution | None = None,
+        past_of: Callable[[torch.nn.Module, int, torch.device], Cache] | None = None,
         **kwargs,
     ):
         super().__init__(*args, **kwargs)
-        self.dilution = dilution
+        self.past_of = past_of
         self.eval_rows = eval_rows
         self.eval_reader = eval_reader
         self.optimizer_of = optimizer_of
@@ -87,9 +87,9 @@ class PerplexityTrainer(Trainer):
         """As the Trainer's. Where most labels are −100, logits are made of the other places alone: the head over a whole
         vocabulary is much of a small model's work."""
         context = {"use_cache": False}
-        if self.dilution is not None:
+        if self.past_of is not None:
             ids = inputs["input_ids"]
-            context = {"use_cache": True, "past_key_values": self.dilution.past(model, len(ids), ids.device)}
+            context = {"use_cache": True, "past_key_values": self.past_of(model, len(ids), ids.device)}
         learned = inputs["labels"][:, 1:] != -100
         one_process = model is self.model and not self.is_sharded  # a distributed wrapper must see the whole call
         if return_outputs or not one_process or bool(learned.float().mean() > 0.5):
@@ -128,7 +128,7 @@ class PerplexityTrainer(Trainer):
         return metrics
 
     def create_model_card(self, *args, **kwargs) -> None:
-        """The Trainer's draft of a card, which `push_to_hub` asks for; a card of recipes/write_card.py stays as it is."""
+        """The Trainer's draft of a card, which `push_to_hub` asks for; a card that was written otherwise stays as it is."""
         from huggingface_hub import ModelCard
 
         file = Path(self.args.output_dir) / "README.md"

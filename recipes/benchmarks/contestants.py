@@ -1,0 +1,295 @@
+"""What one attention layer can be made of: this package's function, plain loops, and what else looks at near tokens.
+
+Every contestant gets the same query, key and value, views `[batch, heads, tokens, head_dim]` of contiguous `[batch, tokens,
+heads, head_dim]` as a model's projections give them, and goes forward and backward. Those that follow the same equations
+(tests/test_benchmark_contestants.py holds them against the naive reference) are:
+
+- `infini`, `infini-delta`: `hf_infini.infini_attention`, linear and delta rule.
+- `loop-sliced`: a Python loop that slices each segment out of the whole. The backward pass of every slice writes a gradient
+  as long as the whole, so it takes quadratic time.
+- `loop-split`, `loop-split-delta`: the same loop over pieces that one `split` made.
+- `parallel`: all segments at once by plain operations: sdpa over batch × segments, memories by a cumulative sum.
+
+And those that compute something else on the same tensors:
+
+- `causal-sdpa`, `causal-eager`: full causal attention, by torch's own kernel and written out.
+- `sliding-window`: each token sees itself and the L - 1 before it; flex_attention, compiled, on a GPU, sdpa with a mask of
+  tokens × tokens elsewhere (the mask counts as memory, its making not as time).
+- `local-attention` (PyPI): its default for causal models: a token's own window of L up to itself, and the whole one before.
+- `infini-transformer-pytorch` (PyPI): `CausalAttention`, given its input in segments with the memories handed on. It has
+  projections, a norm and rotary positions of its own, which the others do not; its gate is the local attention's share, its
+  memory is of the inputs' dtype, and its ε a lower bound of the denominator. Its width is heads × head_dim.
+"""
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from hf_infini import infini_attention
+
+from . import work
+from .work import Shape
+
+EPS = 1e-6
+BASE = "infini"  # whose time and memory are 1 in the ratios
+
+
+@dataclass
+class Problem:
+    """Inputs of one layer, leaves of the graph, and the gradient of the output, all `[batch, tokens, heads, head_dim]`."""
+
+    shape: Shape
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    gate: Tensor
+    upstream: Tensor
+
+    @classmethod
+    def random(cls, shape: Shape, device: str = "cpu", seed: int = 0) -> "Problem":
+        draw = torch.Generator(device).manual_seed(seed)
+        size = (shape.batch, shape.tokens, shape.heads, shape.head_dim)
+        dtype = getattr(torch, shape.dtype)
+        query, key, value, upstream = (torch.randn(size, generator=draw, device=device, dtype=dtype) for _ in range(4))
+        gate = torch.linspace(-1, 1, shape.heads, device=device)
+        return cls(shape, *(leaf.requires_grad_() for leaf in (query, key, value, gate)), upstream)
+
+    def views(self) -> list[Tensor]:
+        """Query, key and value as attention functions take them, `[batch, heads, tokens, head_dim]`."""
+        return [tensor.transpose(1, 2) for tensor in (self.query, self.key, self.value)]
+
+
+Forward = tuple[Callable[[], Tensor], list[Tensor]]
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """
+    Attributes:
+        make: problem → a function that computes the output, `[batch, heads, tokens, head_dim]`, and parameters of its own.
+        operations: shape → the operations that the work needs ([`work`]).
+        package: what must be installed for it.
+    """
+
+    make: Callable[[Problem], Forward]
+    operations: Callable[[Shape], int]
+    package: str | None = None
+
+
+def run_of(name: str, problem: Problem) -> Callable[[], None]:
+    """Forward and backward of one contestant, for [`timing.alternate`]."""
+    forward, parameters = CONTESTANTS[name].make(problem)
+    leaves = [problem.query, problem.key, problem.value, problem.gate, *parameters]
+    upstream = problem.upstream.transpose(1, 2)
+
+    def run() -> None:
+        torch.autograd.grad(forward(), leaves, upstream, allow_unused=True)
+
+    return run
+
+
+def probe(spec: dict, peak_of: Callable[[Callable[[], object]], dict]) -> dict:
+    """Peak of inputs, forward and backward of `spec["contestant"]`, for [`probe.measure`].
+
+    Two segments warm up a process on the CPU. On a GPU it is the whole: what is compiled, is compiled for its shape.
+    """
+    shape = Shape(**spec["shape"])
+
+    def once(shape: Shape) -> None:
+        run_of(spec["contestant"], Problem.random(shape, spec["device"]))()
+
+    once(shape if spec["device"].startswith("cuda") else replace(shape, tokens=min(shape.tokens, 2 * shape.segment)))
+    return peak_of(lambda: once(shape))
+
+
+def missing(name: str) -> str | None:
+    """Why a contestant cannot run here, or `None`."""
+    package = CONTESTANTS[name].package
+    if package and importlib.util.find_spec(package.replace("-", "_")) is None:
+        return f"not installed: pip install {package}"
+    return None
+
+
+def bytes_needed(name: str, shape: Shape, device: str) -> int:
+    """What forward and backward will take at least, roughly: where it is more than there is, trying would only harm."""
+    square = shape.tokens * shape.tokens
+    if name == "causal-eager":  # scores, weights, and a gradient of each, with softmax in float32
+        return 4 * 4 * shape.batch * shape.heads * square
+    if name == "sliding-window" and not device.startswith("cuda"):
+        return 5 * square + 12 * shape.tensor_bytes()  # the mask as booleans, and as what is added to the scores
+    return 16 * shape.tensor_bytes()
+
+
+# --- the same equations -----------------------------------------------------------------------------------------------
+
+
+def loop(
+    query: Tensor, key: Tensor, value: Tensor, gate: Tensor, segment: int, *, split: bool, delta: bool = False
+) -> Tensor:
+    """Equations 2 to 5 segment after segment, as one would write them first; tensors as in [`infini_attention`]."""
+    tensors = (query, key, value)
+    if split:
+        pieces = zip(*(tensor.split(segment, 2) for tensor in tensors), strict=True)
+    else:
+        begins = range(0, query.shape[2], segment)
+        pieces = (tuple(tensor[:, :, begin : begin + segment] for tensor in tensors) for begin in begins)
+    share = torch.sigmoid(gate.float())[:, None, None]
+    memory, normaliser, outputs = None, None, []
+    for q, k, v in pieces:
+        output = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        features, written = F.elu(k.float()) + 1, v.float()
+        if memory is None:
+            memory, normaliser = 0.0, 0.0
+        else:
+            output = torch.lerp(output.float(), _read(F.elu(q.float()) + 1, memory, normaliser), share).to(q.dtype)
+            if delta:
+                written = written - _read(features, memory, normaliser)
+        outputs.append(output)
+        memory = memory + features.transpose(-1, -2) @ written
+        normaliser = normaliser + features.sum(-2).unsqueeze(-1)
+    return torch.cat(outputs, 2)
+
+
+def parallel(query: Tensor, key: Tensor, value: Tensor, gate: Tensor, segment: int) -> Tensor:
+    """The same with the linear rule, for all segments at once: a state for each, `[batch, segments, heads, d, d]`."""
+    batch, tokens = query.shape[0], query.shape[2]
+    missing_tokens = -tokens % segment  # at the end of the last segment, where no real token sees them
+    q, k, v = (
+        F.pad(tensor, (0, 0, 0, missing_tokens)).unflatten(2, (-1, segment)).transpose(1, 2)
+        for tensor in (query, key, value)
+    )  # [batch, segments, heads, segment, head_dim]
+    rows = (tensor.flatten(0, 1) for tensor in (q, k, v))
+    local = F.scaled_dot_product_attention(*rows, is_causal=True).unflatten(0, (batch, -1))
+    features = F.elu(k.float()) + 1
+    written = (features.transpose(-1, -2) @ v.float(), features.sum(-2).unsqueeze(-1))
+    memory, normaliser = (F.pad(t[:, :-1], (0, 0, 0, 0, 0, 0, 1, 0)).cumsum(1) for t in written)
+    read = _read(F.elu(q.float()) + 1, memory, normaliser)
+    share = torch.sigmoid(gate.float())[:, None, None].expand(q.shape[1], -1, -1, -1).clone()
+    share[0] = 0.0  # nothing is older than the first segment
+    mixed = torch.lerp(local.float(), read, share.expand_as(read)).to(query.dtype)
+    return mixed.transpose(1, 2).flatten(2, 3)[:, :, :tokens]
+
+
+def _read(features: Tensor, memory: Tensor, normaliser: Tensor) -> Tensor:
+    """Equation 3; features `[…, tokens, d]`, memory `[…, d, e]`, normaliser `[…, d, 1]`."""
+    return features @ memory / (features @ normaliser + EPS)
+
+
+# --- something else on the same tensors -------------------------------------------------------------------------------
+
+
+def eager(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Full causal attention written out, its softmax in float32, as transformers' eager models do it."""
+    tokens = query.shape[2]
+    later = torch.ones(tokens, tokens, dtype=torch.bool, device=query.device).triu(1)
+    scores = (query * query.shape[-1] ** -0.5) @ key.transpose(-1, -2)
+    weights = scores.masked_fill_(later, float("-inf")).softmax(-1, dtype=torch.float32)
+    return weights.to(value.dtype) @ value
+
+
+def _make_sliding_window(problem: Problem) -> Forward:
+    tokens, window, device = problem.shape.tokens, problem.shape.segment, problem.query.device
+    if device.type == "cuda":
+        from torch.nn.attention.flex_attention import create_block_mask
+
+        def visible(batch, head, query, key):
+            return (query >= key) & (query - key < window)
+
+        mask = create_block_mask(visible, None, None, tokens, tokens, device=device)
+        compiled = _compiled_flex_attention()
+        return (lambda: compiled(*problem.views(), block_mask=mask)), []
+    band = torch.ones(tokens, tokens, dtype=torch.bool, device=device).tril_().triu_(1 - window)
+    return (lambda: F.scaled_dot_product_attention(*problem.views(), attn_mask=band)), []
+
+
+def _compiled_flex_attention():
+    """Compiled for each shape that it will see: without being compiled it is no fair contestant."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    torch._dynamo.config.recompile_limit = 128  # beyond the default, 8 shapes, it would silently run as it is
+    return torch.compile(flex_attention, dynamic=False)
+
+
+def _make_local_attention(problem: Problem) -> Forward:
+    from local_attention import LocalAttention
+
+    attention = LocalAttention(problem.shape.segment, causal=True, look_backward=1, autopad=True, use_rotary_pos_emb=False)
+    return (lambda: attention(*problem.views())), []
+
+
+def _make_infini_transformer(problem: Problem) -> Forward:
+    from infini_transformer_pytorch.infini_transformer import CausalAttention
+
+    shape = problem.shape
+    attention = CausalAttention(shape.heads * shape.head_dim, dim_head=shape.head_dim, heads=shape.heads)
+    attention.fastweight_mem.head_gates.data.zero_()  # at their start, 10, hardly any gradient reaches the memory
+    attention.to(problem.query.device, problem.query.dtype)
+
+    def forward() -> Tensor:
+        outputs, memories = [], None
+        for piece in problem.query.flatten(2).split(shape.segment, 1):
+            output, _, memories = attention(piece, past_memories=memories, return_new_memories=True)
+            outputs.append(output)
+        return torch.cat(outputs, 1).unflatten(-1, (shape.heads, shape.head_dim)).transpose(1, 2)
+
+    return forward, [parameter for parameter in attention.parameters() if parameter.requires_grad]
+
+
+# --- the table --------------------------------------------------------------------------------------------------------
+
+
+def _same(function: Callable, **options) -> Callable[[Problem], Forward]:
+    """A function of query, key, value, gate and segment length, as a contestant."""
+
+    def make(problem: Problem) -> Forward:
+        return (lambda: function(*problem.views(), problem.gate, problem.shape.segment, **options)), []
+
+    return make
+
+
+def _causal(function: Callable, **options) -> Callable[[Problem], Forward]:
+    """A function of query, key and value, as a contestant."""
+    return lambda problem: ((lambda: function(*problem.views(), **options)), [])
+
+
+def _full(shape: Shape) -> int:
+    return work.softmax_operations(shape, work.causal_pairs(shape.tokens))
+
+
+def _sliding(shape: Shape) -> int:
+    return work.softmax_operations(shape, work.window_pairs(shape.tokens, shape.segment))
+
+
+def _two_windows(shape: Shape) -> int:
+    return work.softmax_operations(shape, work.segment_pairs(shape.tokens, shape.segment, local_segments=1))
+
+
+def _linear(shape: Shape) -> int:
+    return work.infini_operations(shape)
+
+
+def _delta(shape: Shape) -> int:
+    return work.infini_operations(shape, "delta")
+
+
+def _projected(shape: Shape) -> int:
+    return work.infini_operations(shape) + work.projection_operations(shape)
+
+
+CONTESTANTS = {
+    BASE: Contestant(_same(infini_attention), _linear),
+    "infini-delta": Contestant(_same(infini_attention, update_rule="delta"), _delta),
+    "causal-sdpa": Contestant(_causal(F.scaled_dot_product_attention, is_causal=True), _full),
+    "causal-eager": Contestant(_causal(eager), _full),
+    "loop-sliced": Contestant(_same(loop, split=False), _linear),
+    "loop-split": Contestant(_same(loop, split=True), _linear),
+    "loop-split-delta": Contestant(_same(loop, split=True, delta=True), _delta),
+    "parallel": Contestant(_same(parallel), _linear),
+    "sliding-window": Contestant(_make_sliding_window, _sliding),
+    "local-attention": Contestant(_make_local_attention, _two_windows, "local-attention"),
+    "infini-transformer-pytorch": Contestant(_make_infini_transformer, _projected, "infini-transformer-pytorch"),
+}

@@ -1,0 +1,167 @@
+"""Whole models with random weights, and what is done with them: a training step, reading a prompt, new tokens.
+
+Two kinds: "infini", a GPT-2 with Infini-attention and segment positions, and "gpt2", stock GPT-2 with torch's sdpa and as
+many positions as it needs. Neither drops anything out: with dropout torch's attention on a CPU falls back to a slow way.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel
+
+from hf_infini import InfiniCache, patch_model
+from hf_infini.training import parameter_groups
+
+KINDS = ("infini", "gpt2")
+PRECISIONS = ("float32", "bf16")  # of training: bf16 autocast, or float32
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """Sizes of both models, and the memory's options of the one that has one."""
+
+    n_layer: int = 12
+    n_embd: int = 768
+    n_head: int = 12
+    vocab_size: int = 50257
+    segment_length: int = 256
+    local_segments: int = 0
+    update_rule: str = "linear"
+    device: str = "cpu"
+    seed: int = 0
+
+
+def build(kind: str, spec: ModelSpec, positions: int, dtype: str = "float32", changes: dict | None = None):
+    """One of the two in evaluation mode; stock GPT-2 has so many `positions`, the other needs them only where `changes`,
+    options of [`patch_model`], make its positions absolute."""
+    torch.manual_seed(spec.seed)
+    sizes = {name: getattr(spec, name) for name in ("n_layer", "n_embd", "n_head", "vocab_size")}
+    special = dict.fromkeys(("bos_token_id", "eos_token_id"), spec.vocab_size - 1)
+    nothing = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    if kind == "infini" and (changes or {}).get("positions") != "absolute":
+        positions = max(1024, spec.segment_length)
+    model = GPT2LMHeadModel(GPT2Config(**sizes, **special, **nothing, n_positions=positions)).eval()
+    if kind == "infini":
+        kept = {name: getattr(spec, name) for name in ("segment_length", "local_segments", "update_rule")}
+        patch_model(model, **{"positions": "segment", **kept, **(changes or {})})
+    model.loss_type = "ForCausalLM"  # what it is anyway; unset, every process warns of it
+    return model.to(spec.device, getattr(torch, dtype))
+
+
+def build_both(spec: ModelSpec, positions: int, dtype: str = "float32") -> dict:
+    """Both kinds with the same weights, but for the positions and the gates; by kind."""
+    models = {kind: build(kind, spec, positions, dtype) for kind in KINDS}
+    weights = {name: tensor for name, tensor in models["gpt2"].state_dict().items() if "wpe" not in name}
+    models["infini"].load_state_dict(weights, strict=False)
+    return models
+
+
+def random_ids(spec: ModelSpec, batch: int, tokens: int) -> torch.Tensor:
+    """`[batch, tokens]`, without the last id, which ends a text."""
+    draw = torch.Generator().manual_seed(spec.seed)
+    return torch.randint(spec.vocab_size - 1, (batch, tokens), generator=draw).to(spec.device)
+
+
+# --- training ---------------------------------------------------------------------------------------------------------
+
+
+def training_step(model, ids: torch.Tensor, precision: str, compiled: bool = False) -> Callable[[], None]:
+    """A step on `[batch, tokens]`: forward, backward and AdamW, as recipes/train.py takes it, without clipping."""
+    model.train()
+    optimizer = torch.optim.AdamW(parameter_groups(model, 1e-4, 1e-3, 0.1), fused=True)
+    model = torch.compile(model) if compiled else model
+
+    def step() -> None:
+        with torch.autocast(ids.device.type, torch.bfloat16, enabled=precision == "bf16"):
+            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def probe_training(spec: dict, peak_of: Callable[[Callable[[], object]], dict]) -> dict:
+    """Peak of all that training holds: weights, gradients, the optimiser's state and what the second step computes.
+
+    Args:
+        spec: `model` (a kind), `sizes` (of a [`ModelSpec`]), `context`, `rows` and `precision`.
+    """
+    sizes = ModelSpec(**spec["sizes"])
+    ids = random_ids(sizes, spec["rows"], spec["context"])
+
+    def train() -> None:
+        step = training_step(build(spec["model"], sizes, spec["context"]), ids, spec["precision"])
+        step()
+        step()
+
+    return peak_of(train)
+
+
+# --- reading and writing text -----------------------------------------------------------------------------------------
+
+
+def empty_cache(model):
+    """An [`InfiniCache`] for a model with a memory, a `DynamicCache` for stock GPT-2."""
+    return DynamicCache(config=model.config) if model.config.model_type == "gpt2" else InfiniCache(model.config)
+
+
+def random_cache(model, context: int) -> DynamicCache:
+    """Stock GPT-2's cache after `context` tokens, of random keys and values: what a step costs does not depend on them."""
+    cache, config = DynamicCache(config=model.config), model.config
+    shape = (1, config.n_head, context, config.n_embd // config.n_head)
+    for layer in range(config.n_layer):
+        keys, values = (torch.randn(shape, device=model.device, dtype=model.dtype) for _ in range(2))
+        cache.update(keys, values, layer)
+    return cache
+
+
+@torch.inference_mode()
+def read(model, ids: torch.Tensor, chunk: int, mask: torch.Tensor | None = None):
+    """The cache after `[batch, tokens]`, read in chunks; `mask` of the same shape is 0 for padding."""
+    cache = empty_cache(model)
+    for begin in range(0, ids.shape[1], chunk):
+        end = min(ids.shape[1], begin + chunk)
+        padding = {}
+        if mask is not None:
+            padding["attention_mask"] = mask[:, :end]
+            padding["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)[:, begin:end]
+        model(ids[:, begin:end], past_key_values=cache, use_cache=True, logits_to_keep=1, **padding)
+    return cache
+
+
+def new_tokens(model, cache, steps: int, mask: torch.Tensor | None = None) -> Callable[[], None]:
+    """A run of `steps` new tokens for each row, one call each; the cache goes on from run to run.
+
+    Args:
+        mask: `[batch, tokens read]` of a padded batch; without it there is one row, without padding.
+    """
+    batch = 1 if mask is None else len(mask)
+    token = torch.zeros(batch, 1, dtype=torch.long, device=model.device)
+
+    @torch.inference_mode()
+    def run() -> None:
+        nonlocal mask
+        for _ in range(steps):
+            padding = {}
+            if mask is not None:
+                mask = torch.cat([mask, mask.new_ones(batch, 1)], 1)
+                padding = {"attention_mask": mask, "position_ids": mask.sum(-1, keepdim=True) - 1}
+            found = model(token, past_key_values=cache, use_cache=True, **padding).logits[:, -1].argmax(-1)
+        found.tolist()  # as a sampler has to see it
+
+    return run
+
+
+def probe_prefill(spec: dict, peak_of: Callable[[Callable[[], object]], dict]) -> dict:
+    """Peak while a prompt is read, its cache included, beyond the weights.
+
+    Args:
+        spec: `model`, `sizes` as in [`probe_training`], `context`, `chunk` and `dtype`.
+    """
+    sizes = ModelSpec(**spec["sizes"])
+    model = build(spec["model"], sizes, spec["context"], spec["dtype"])
+    ids = random_ids(sizes, 1, spec["context"])
+    read(model, ids[:, : min(spec["context"], 64)], spec["chunk"])  # libraries and thread pools
+    return peak_of(lambda: read(model, ids, spec["chunk"]))

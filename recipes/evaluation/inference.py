@@ -1,0 +1,57 @@
+"""Loading a trained model for evaluation and generation, and how long its inputs may be."""
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from cli import UserError
+from hf_infini.configurations import context_limit
+from hf_infini.gate import gates_of
+from support.measurement import keep_freed_memory
+
+
+def load_model(name: str, device: str = "auto"):
+    """The float32 causal language model of a folder or Hub name, in evaluation mode, and its tokenizer.
+
+    Args:
+        device: a torch device, or "auto" for the GPU where there is one.
+
+    Raises UserError when there is no such model or device.
+    """
+    if device == "auto":
+        device = str(torch.accelerator.current_accelerator() or "cpu") if torch.accelerator.is_available() else "cpu"
+    try:
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise UserError(f"--model: cannot load {name}: {str(error).splitlines()[0]}") from error
+    if device == "cpu":
+        keep_freed_memory()
+    try:
+        return model.eval().to(device), tokenizer
+    except (RuntimeError, AssertionError) as error:
+        raise UserError(f"--device: cannot use {device}: {str(error).splitlines()[0]}") from error
+
+
+def check_length(config, tokens: int) -> None:
+    """UserError, with the remedy, when an input of so many tokens is longer than the model's positions reach."""
+    limit = context_limit(config)
+    if limit is not None and tokens > limit:
+        raise UserError(
+            f"{tokens:,} tokens, but this model has {limit:,} absolute positions: ask for fewer, or train one that takes "
+            "any length: `--attention infini --positions rope`, or `--model causal_mha --position_encoding rope`"
+        )
+
+
+def switch_memory_off(model) -> None:
+    """Closes every gate of a model's memories for good: what is left is its local attention alone.
+
+    sigmoid(−∞) is exactly 0, so the memory's share of every head's output is none. Layers with full attention stay.
+
+    Raises UserError when the model has no gates.
+    """
+    gates = [parameter for gate in gates_of(model).values() for parameter in gate.parameters()]
+    if not gates:
+        raise UserError("--memory off: this model has no memory to switch off")
+    with torch.no_grad():
+        for gate in gates:
+            gate.fill_(-torch.inf)

@@ -1,0 +1,103 @@
+"""The perplexity of rows of tokens, overall and by position: what `evaluate_model.py --task perplexity` reads and measures.
+
+A row is `(tokens, labels)`, two integer arrays of one length: the labels are the tokens, or −100 where one is not counted.
+"""
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    Row = tuple[np.ndarray, np.ndarray]
+
+
+def prepared_rows(folder: Path, max_tokens: int | None = None) -> "list[Row]":
+    """The rows of a prepared split as train.py reads them, up to the one with which `max_tokens` are reached."""
+    from datasets import load_from_disk
+
+    rows = load_from_disk(str(folder)).with_format("numpy")
+    labels = rows["labels" if "labels" in rows.column_names else "input_ids"]
+    return _enough(list(zip(rows["input_ids"][:], labels[:], strict=True)), max_tokens)
+
+
+def text_rows(
+    tokenizer, texts: Sequence[str], length: int, *, join: bool = True, max_tokens: int | None = None
+) -> "list[Row]":
+    """Rows of up to `length` tokens of documents, an end-of-text token behind each: joined and cut, or one per document."""
+    import numpy as np
+
+    from corpora.tokenization import encode_texts
+
+    end = np.array([tokenizer.eos_token_id])
+    documents = [np.concatenate([tokens, end]) for tokens in encode_texts(tokenizer, texts)]
+    if join:
+        stream = np.concatenate(documents)
+        rows = [stream[start : start + length] for start in range(0, len(stream), length)]
+    else:
+        rows = [tokens[:length] for tokens in documents]
+    rows = [(row, row) for row in rows if len(row) >= 2]  # one token alone predicts nothing
+    return _enough(rows, max_tokens)
+
+
+def measure_perplexity(
+    model, rows: "Sequence[Row]", reader, *, chunk: int, batch_size: int, precision: str = "float32"
+) -> dict:
+    """`cross_entropy`, `perplexity`, `tokens`, `by_position` and `tokens_per_second` of rows of any lengths.
+
+    Args:
+        model: a causal language model in evaluation mode.
+        reader: the [`rows.RowReader`] that makes inputs of them.
+        chunk: tokens per call of the model in rows longer than this.
+        batch_size: rows per call.
+        precision: "float32", or "bf16" for autocast.
+    """
+    import torch
+    from torch.nn.utils.rnn import pad_sequence
+    from tqdm import tqdm
+
+    from hf_infini.metrics import LossByPosition, stream_losses
+    from hf_infini.perplexity_metric import TokenPerplexity
+
+    positions, metric = LossByPosition(), TokenPerplexity()
+    # A batch's rows are then about as long, and too little memory shows at once
+    rows = sorted(rows, key=lambda row: len(row[0]), reverse=True)
+    batches = [rows[start : start + batch_size] for start in range(0, len(rows), batch_size)]
+    started = time.perf_counter()
+    with tqdm(total=sum(len(batch) * len(batch[0][0]) for batch in batches), unit="token", unit_scale=True) as bar:
+        for batch in batches:
+            # Padding stands on the right, where a causal model's other tokens do not see it
+            columns = {
+                name: pad_sequence([torch.as_tensor(row[place]).long() for row in batch], True, padding)
+                for place, (name, padding) in enumerate((("input_ids", 0), ("labels", -100)))
+            }
+            with torch.autocast(model.device.type, torch.bfloat16, enabled=precision == "bf16"):
+                for first, losses, targets in stream_losses(model, **reader(columns), chunk=chunk):
+                    positions.add(first, losses, targets)
+                    loss_sum, tokens = losses.sum(dtype=torch.float64).item(), int((targets != -100).sum())
+                    metric.add_batch(loss_sums=[loss_sum], token_counts=[tokens])
+                    bar.update(targets.numel())
+    seconds = time.perf_counter() - started
+    speed = round(sum(len(row[0]) for row in rows) / seconds, 1)
+    return {**metric.compute(), "by_position": positions.table(), "tokens_per_second": speed}
+
+
+def positions_table(found: dict) -> str:
+    """What [`measure_perplexity`] returned, by position and overall."""
+    lines = [f"{'positions':>17}  {'tokens':>10}  {'nats':>7}  {'perplexity':>10}"]
+    for row in (*found["by_position"], found):
+        place = f"{row['first']}–{row['last']}" if "last" in row else "all"
+        lines.append(f"{place:>17}  {row['tokens']:>10,}  {row['cross_entropy']:7.4f}  {row['perplexity']:10.2f}")
+    return "\n".join(lines)
+
+
+def _enough(rows: "list[Row]", max_tokens: int | None) -> "list[Row]":
+    if max_tokens is not None:
+        total = 0
+        for number, (tokens, _) in enumerate(rows, start=1):
+            total += len(tokens)
+            if total >= max_tokens:
+                return rows[:number]
+    return rows

@@ -1,0 +1,290 @@
+"""How often a model recalls: exact answers in [`examples`], by length and depth or by distance in segments."""
+
+import functools
+import itertools
+import json
+import math
+import random
+import statistics
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from cli import UserError
+from evaluation.inference import check_length
+from hf_infini.metrics import score_spans
+from support.markdown import markdown_table
+from support.stages import write_json
+
+from .examples import FACT_NAMES, DoesNotFit, Example, fact_example, passkey_example
+from .filler import Filler, TokenStream
+
+_TRIES = 20  # examples drawn for each one wanted, before a distance is called impossible
+_GUESSED_FROM = 2000  # invented people
+
+
+@dataclass(frozen=True)
+class Answer:
+    """How a model answered a question: whether every token is its first choice, and their loss in nats."""
+
+    fact: str
+    correct: bool
+    loss: float
+    tokens: int
+
+
+@dataclass
+class Runner:
+    """What all cells of a task share.
+
+    Args:
+        model: a causal language model in evaluation mode.
+        tokenizer: its tokenizer.
+        chunk: tokens per call of the model.
+        batch_size: examples per call.
+        precision: "float32", or "bf16" for autocast.
+        samples: examples per cell.
+        seed: of the examples; the same for all cells, so that they ask about the same numbers and people.
+        file: keeps the finished cells, so that a task that was killed goes on where it was; delete it in the end.
+        identity: JSON-safe; cells that were kept under another identity are not used.
+    """
+
+    model: object
+    tokenizer: object
+    chunk: int
+    batch_size: int
+    precision: str
+    samples: int
+    seed: int
+    file: Path
+    identity: dict
+
+    def __post_init__(self):
+        from corpora.tokenization import encode_texts
+
+        self.identity = json.loads(json.dumps(self.identity))  # as it comes back from the file
+        self.encode = functools.partial(encode_texts, self.tokenizer)
+
+    def random(self, number: int) -> random.Random:
+        """The source of example `number`: other people and numbers than prepare_recall.py's rows have."""
+        return random.Random(f"evaluation/{self.seed}/{number}")
+
+
+# --- scoring ----------------------------------------------------------------------------------------------------------
+
+
+def score_answers(model, examples: Sequence[Example], chunk: int) -> list[Answer]:
+    """Asks a model every question of the examples: one [`Answer`] each, in their order.
+
+    An answer is correct when each of its tokens is the arg-max behind the true tokens before it, which is when greedy
+    decoding gives exactly this answer. The examples are read in chunks of `chunk` tokens.
+    """
+    asked = [(row, question) for row, example in enumerate(examples) for question in example.questions]
+    spans = [(row, question.asked[0], question.asked[1] + 1) for row, question in asked]
+    found = score_spans(model, [example.tokens for example in examples], spans, chunk)
+    return [
+        Answer(question.fact, correct, loss, end - first)
+        for (_, question), (_, first, end), (loss, correct) in zip(asked, spans, found, strict=True)
+    ]
+
+
+def wilson_interval(successes: int, trials: int, z: float = 1.959964) -> tuple[float, float]:
+    """The Wilson score interval of a share, of 95 % for the default z (the normal distribution's 97.5 % quantile).
+
+    E. B. Wilson, "Probable Inference, the Law of Succession, and Statistical Inference", 1927. Unlike the usual
+    p ± z √(p (1 − p) / n), it is of use for shares of 0 and 1 and for few trials.
+    """
+    share, square = successes / trials, z * z / trials
+    middle = (share + square / 2) / (1 + square)
+    half = z / (1 + square) * math.sqrt(share * (1 - share) / trials + square / (4 * trials))
+    return max(0.0, min(share, middle - half)), min(1.0, max(share, middle + half))  # not a rounding beyond them
+
+
+def summarize_answers(answers: Sequence[Answer]) -> dict:
+    """`samples`, `correct`, `accuracy`, its 95 % interval `low` to `high`, and `cross_entropy` (nats per answer token)."""
+    correct = sum(answer.correct for answer in answers)
+    low, high = wilson_interval(correct, len(answers))
+    return {
+        "samples": len(answers),
+        "correct": correct,
+        "accuracy": correct / len(answers),
+        "low": low,
+        "high": high,
+        "cross_entropy": math.fsum(answer.loss for answer in answers) / sum(answer.tokens for answer in answers),
+    }
+
+
+# --- the tasks --------------------------------------------------------------------------------------------------------
+
+
+def run_passkey(runner: Runner, texts: Sequence[str], lengths: Sequence[int], depths: Sequence[float]) -> dict:
+    """A number hidden in real text: `cells` by `length` (tokens) and `depth`, and `filler_tokens`, how much text there is.
+
+    Args:
+        texts: the articles; the filler begins anywhere in them and goes on from the first when it needs more.
+    """
+    import numpy as np
+
+    end, *documents = runner.encode(["\n\n", *texts])
+    end_of_text = np.array([runner.tokenizer.eos_token_id])
+    stream = TokenStream([np.concatenate([document, end_of_text]) for document in documents])
+    filler = Filler(stream, runner.tokenizer.eos_token_id, end)
+
+    def run_cell(cell: dict, progress: Callable[[int], None]) -> dict:
+        def draw() -> Iterator[Example]:
+            for number in range(runner.samples):
+                yield passkey_example(runner.random(number), runner.encode, filler, cell["length"], cell["depth"])
+
+        check_length(runner.model.config, cell["length"])
+        return summarize_answers(_ask(runner, draw(), progress))
+
+    cells = [{"length": length, "depth": depth} for length in lengths for depth in depths]
+    return {"cells": _run_cells(runner, cells, run_cell), "filler_tokens": len(stream)}
+
+
+def run_facts(runner: Runner, distances: Sequence[int], segment_length: int, texts: Sequence[str] | None = None) -> dict:
+    """Facts of invented people: `cells` by `distance` (segments), and the `constant_guesses` to compare them with.
+
+    All kinds of facts come in turn. Examples that do not fit are passed over and counted, by fact, as `skipped`.
+
+    Args:
+        texts: articles whose lines stand between a fact and its question; `None`: invented paragraphs.
+    """
+    from corpora.biographies import portuguese_names
+
+    names, guesses = portuguese_names(), constant_guesses(runner.seed)
+    lines = None if texts is None else [line for text in texts for line in text.splitlines() if line.strip()]
+
+    def run_cell(cell: dict, progress: Callable[[int], None]) -> dict:
+        skipped, lengths, reasons = Counter(), [0], []
+
+        def draw() -> Iterator[Example]:
+            made = 0
+            for number in range(_TRIES * runner.samples):
+                fact, rng = FACT_NAMES[number % len(FACT_NAMES)], runner.random(number)
+                try:
+                    example = fact_example(rng, runner.encode, names, fact, cell["distance"], segment_length, lines)
+                except DoesNotFit as error:
+                    skipped[fact] += 1
+                    reasons.append(error)
+                    continue
+                lengths.append(len(example.tokens))
+                yield example
+                made += 1
+                if made == runner.samples:
+                    return
+            if made == 0:
+                raise reasons[-1]
+
+        check_length(runner.model.config, cell["distance"] * segment_length + 1)
+        answers = _ask(runner, draw(), progress)
+        by_fact = {
+            fact: {"samples": len(own), "correct": sum(answer.correct for answer in own)}
+            for fact in FACT_NAMES
+            if (own := [answer for answer in answers if answer.fact == fact])
+        }
+        return {
+            **summarize_answers(answers),
+            "chance": statistics.fmean(guesses[answer.fact]["share"] for answer in answers),
+            "by_fact": by_fact,
+            "skipped": dict(skipped),
+            "longest": max(lengths),
+        }
+
+    cells = _run_cells(runner, [{"distance": distance} for distance in distances], run_cell)
+    return {"cells": cells, "segment_length": segment_length, "constant_guesses": guesses}
+
+
+def constant_guesses(seed: int) -> dict[str, dict]:
+    """The most frequent answer to every kind of fact, and its share, among 2,000 people that no example is about.
+
+    A model that recalls nothing can know this by heart. Among the examples themselves, often only a few of a kind, the most
+    frequent answer would have a larger share by chance.
+    """
+    from corpora.biographies import invent_person, portuguese_names
+
+    names, rng = portuguese_names(), random.Random(f"guesses/{seed}")
+    names.seed_instance(rng.getrandbits(64))
+    people = [invent_person(rng, names) for _ in range(_GUESSED_FROM)]
+    guesses = {}
+    for fact in FACT_NAMES:
+        ((answer, count),) = Counter(person.answers[fact] for person in people).most_common(1)
+        guesses[fact] = {"answer": answer, "share": count / len(people)}
+    return guesses
+
+
+def _ask(runner: Runner, examples: Iterable[Example], progress: Callable[[int], None]) -> list[Answer]:
+    """The answers to examples, batch by batch; a UserError where one is longer than the model reaches."""
+    import torch
+
+    answers, examples = [], iter(examples)
+    while batch := list(itertools.islice(examples, runner.batch_size)):
+        check_length(runner.model.config, max(len(example.tokens) for example in batch))
+        device = next(runner.model.parameters()).device.type
+        with torch.autocast(device, torch.bfloat16, enabled=runner.precision == "bf16"):
+            answers += score_answers(runner.model, batch, runner.chunk)
+        progress(len(batch))
+    return answers
+
+
+# --- cells ------------------------------------------------------------------------------------------------------------
+
+
+def _run_cells(runner: Runner, cells: list[dict], run_cell: Callable[[dict, Callable[[int], None]], dict]) -> list[dict]:
+    """Runs the cells that the runner's file does not hold yet, and puts each there as soon as it is finished.
+
+    A cell that the model or the examples cannot do gets the reason as its `not_possible`; when that is every cell, the
+    first reason is raised as a UserError.
+    """
+    from tqdm import tqdm
+
+    kept = {"identity": runner.identity, "cells": []}
+    if runner.file.is_file():
+        found = json.loads(runner.file.read_text(encoding="utf-8"))
+        kept = found if found["identity"] == runner.identity else kept
+    done = kept["cells"]
+    with tqdm(total=len(cells) * runner.samples, initial=len(done) * runner.samples, unit="example") as bar:
+        for number, cell in enumerate(cells[len(done) :], start=len(done) + 1):
+            bar.set_description(", ".join(f"{name} {value:g}" for name, value in cell.items()))
+            try:
+                cell = {**cell, **run_cell(cell, bar.update)}
+            except (DoesNotFit, UserError) as error:
+                cell = {**cell, "not_possible": str(error)}
+            done.append(cell)
+            bar.update(number * runner.samples - bar.n)  # a cell that has fewer examples, or none
+            write_json(runner.file, kept)
+    if all("not_possible" in cell for cell in done):
+        runner.file.unlink()
+        raise UserError(done[0]["not_possible"])
+    return done
+
+
+# --- tables -----------------------------------------------------------------------------------------------------------
+
+
+def passkey_table(cells: Sequence[dict]) -> str:
+    """Accuracy by length (rows) and depth (columns)."""
+    depths = list(dict.fromkeys(cell["depth"] for cell in cells))
+    rows = []
+    for length in dict.fromkeys(cell["length"] for cell in cells):
+        own = {cell["depth"]: cell for cell in cells if cell["length"] == length}
+        rows.append([f"{length:,}", *(_percent(own[depth]) for depth in depths)])
+    return markdown_table(["tokens", *(f"depth {depth:g}" for depth in depths)], rows, left=0)
+
+
+def facts_table(cells: Sequence[dict]) -> str:
+    """Accuracy, its interval, the loss and the share of the most frequent answers by distance."""
+    rows = []
+    for cell in cells:
+        row = [str(cell["distance"]), _percent(cell)]
+        if "accuracy" in cell:
+            interval = f"{100 * cell['low']:.1f}–{100 * cell['high']:.1f} %"
+            row += [interval, f"{cell['cross_entropy']:.4f}", f"{100 * cell['chance']:.1f} %", f"{cell['samples']:,}"]
+        rows.append(row + [""] * (6 - len(row)))
+    header = ["segments between", "right", "95 % interval", "nats per token", "most frequent answer", "questions"]
+    return markdown_table(header, rows, left=0)
+
+
+def _percent(cell: dict) -> str:
+    return f"{100 * cell['accuracy']:.1f} %" if "accuracy" in cell else "not possible"

@@ -1,0 +1,158 @@
+"""Stages of a long preparation: reused when nothing they depend on changed, never half written, one run at a time."""
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from cli import UserError
+from hf_infini import __version__
+
+_STAGE_FILE = "stage.json"
+
+
+@contextlib.contextmanager
+def locked_folder(path: Path) -> Iterator[Path]:
+    """Makes the folder, holds a lock in it that dies with the process, and clears away what a killed run left.
+
+    Raises:
+        UserError: the folder cannot be made, or another process holds it.
+    """
+    from filelock import FileLock, Timeout
+
+    try:
+        (path / ".stages").mkdir(parents=True, exist_ok=True)
+        lock = FileLock(path / ".stages" / "lock", timeout=0)
+        lock.acquire()
+    except Timeout:
+        raise UserError(f"--out {path}: another run is writing there; wait for it or choose another folder") from None
+    except OSError as error:
+        raise UserError(f"--out {path}: the folder cannot be written ({error})") from error
+    for leftover in [*path.glob(".partial-*"), *path.glob(".stages/.partial-*")]:
+        shutil.rmtree(leftover)
+    try:
+        yield path
+    finally:
+        lock.release()
+
+
+def source_files(source: str) -> list[Path]:
+    """The file `source`, or all files under the folder `source`, sorted; empty where it is a name and not a path."""
+    path = Path(source)
+    return [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
+
+
+def state_of_files(source: str) -> list[tuple[str, int, int]]:
+    """Name, size in bytes and time of change of the files of [`source_files`]: whether a source has changed."""
+    return [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in source_files(source)]
+
+
+def run_stage(folder: Path, options: dict, build: Callable[[Path], dict]) -> dict:
+    """Makes `folder` unless it was made with the same options before, and returns its record.
+
+    `build(partial)` writes into a new folder beside it and returns a JSON-safe result; the folder gets its name only
+    when all is written, so a killed run leaves nothing that looks finished.
+
+    Returns:
+        `{"key", "options", "result", "seconds", "reused"}`; `key` is a hash of the options, for stages that
+        build on this one.
+
+    Raises:
+        UserError: `folder` exists and was not made by a stage (it is left alone).
+    """
+    identity = json.dumps({"version": __version__, "options": options}, sort_keys=True)
+    key = hashlib.sha256(identity.encode()).hexdigest()[:16]
+    if folder.exists():
+        try:
+            record = json.loads((folder / _STAGE_FILE).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            raise UserError(
+                f"{folder} exists and was not written by this program; move it away or choose another --out"
+            ) from None
+        if record["key"] == key:
+            return {**record, "reused": True}
+    partial = folder.with_name(f".partial-{folder.name}")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    start = time.perf_counter()
+    try:
+        result = build(partial)
+        record = {"key": key, "options": options, "result": result, "seconds": round(time.perf_counter() - start, 2)}
+        (partial / _STAGE_FILE).write_text(json.dumps(record, indent=1, ensure_ascii=False), encoding="utf-8")
+        if folder.exists():
+            shutil.rmtree(folder)
+        partial.rename(folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return {**record, "reused": False}
+
+
+def drop_stage(folder: Path, *files: Path) -> None:
+    """Deletes `files` and the folder of a stage that is no longer wanted; a folder that no stage made stays."""
+    if (folder / _STAGE_FILE).is_file():
+        for file in files:
+            file.unlink(missing_ok=True)
+        shutil.rmtree(folder)
+
+
+def write_manifest(path: Path, *, options: list, record: dict, splits: dict, start: float) -> dict:
+    """Writes `manifest.json` in one step and returns it.
+
+    Args:
+        path: the file.
+        options: the dataclasses of the options.
+        record: what [`run_stage`] returned, by stage; "documents" and "tokenizer" among them.
+        splits: the counts of each split.
+        start: `time.perf_counter()` at the beginning of the run.
+    """
+    manifest = {
+        "hf_infini": __version__,
+        "options": {name: value for group in options for name, value in dataclasses.asdict(group).items()},
+        "source": record["documents"]["result"],
+        "tokenizer": record["tokenizer"]["result"],
+        "splits": splits,
+        "stages": {name: {key: stage[key] for key in ("key", "seconds", "reused")} for name, stage in record.items()},
+        "wall_seconds": round(time.perf_counter() - start, 2),
+        "peak_memory_bytes": peak_memory_bytes(),
+    }
+    write_json(path, manifest)
+    return manifest
+
+
+def read_manifest(data: Path) -> dict:
+    """The `manifest.json` of a prepared folder, which is there once it is finished; a UserError where it is not."""
+    file = Path(data) / "manifest.json"
+    if not file.is_file():
+        raise UserError(f"--data: {data} has no manifest.json; make the folder with recipes/prepare.py")
+    return json.loads(file.read_text(encoding="utf-8"))
+
+
+def write_json(path: Path, content) -> None:
+    """Writes JSON so that a reader finds the old file or the new one, never half of it."""
+    write_text(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes UTF-8 text as [`write_json`] does."""
+    path = Path(path)
+    part = path.with_name(path.name + ".part")
+    part.write_text(text, encoding="utf-8")
+    os.replace(part, path)
+
+
+def peak_memory_bytes() -> int:
+    """The most memory (resident set) that this process has held so far."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        import psutil
+
+        return psutil.Process().memory_info().peak_wset
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, Linux KiB

@@ -1,0 +1,101 @@
+"""Training on short rows for long texts: a row begins with the memory of another text, as heavy as much more of it would be.
+
+What a linear memory gives back is an average over all that was written. A model that finds a token in rows of 2,048 has no
+reason to let it outweigh more than those; in a text sixteen times as long it is lost. Where the memory already holds other
+text when the row begins, and counts it many times over, the loss asks for that margin, at the cost of one more short row.
+
+Gradients reach that text as well. Were it a constant, the row would gain by making all that it writes itself heavier, which
+makes the next row's past heavier in turn: weights that only grow (`memory_write` then ran into the limit of the exponents).
+"""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from cli import UserError
+from hf_infini.cache import InfiniCache, InfiniLayer
+from hf_infini.configurations import attention_of, context_limit
+
+DILUTE_UP_TO = 32.0
+
+
+class Dilution:
+    """Makes the past of training rows: a cache that has read other text.
+
+    Args:
+        rows: a dataset in torch's format whose `input_ids` are rows of plain text, one of which is drawn for each training
+            row (by torch's own generator, whose state a checkpoint keeps).
+        most: the largest factor of a memory; factors are drawn log-uniformly from 1 on.
+    """
+
+    def __init__(self, rows, most: float):
+        self.rows, self.most = rows, most
+
+    @classmethod
+    def from_folder(cls, folder: Path, most: float, data: Path) -> "Dilution":
+        """With the training rows of a folder made by recipes/prepare.py; a UserError where its tokens are not `data`'s."""
+        from datasets import load_from_disk
+
+        files = (Path(place) / "tokenizer" / "tokenizer.json" for place in (folder, data))
+        if len({file.read_bytes() for file in files}) > 1:
+            raise UserError(
+                f"--dilute_with {folder} and --data {data} have different tokenizers: prepare one of them with the other's "
+                "(--tokenizer FOLDER/tokenizer)"
+            )
+        return cls(load_from_disk(str(Path(folder) / "train")).with_format("torch"), most)
+
+    def past(self, model, batch: int, device: torch.device) -> InfiniCache:
+        """The cache of `model` after one row of text for each of `batch` rows, M and z multiplied by the row's factor.
+
+        The window keeps the end of the text as it is. Gradients go through all of it.
+        """
+        numbers = torch.randint(len(self.rows), (batch,)).tolist()
+        ids = torch.as_tensor(self.rows[numbers]["input_ids"]).long().to(device)
+        factors = self.most ** torch.rand(batch).to(device)
+        cache = model(ids, use_cache=True, logits_to_keep=1).past_key_values
+        return weigh_memories(cache, factors)
+
+
+def weigh_memories(cache: InfiniCache, factors: torch.Tensor) -> InfiniCache:
+    """The cache itself, each row's memories and normalisers `factors` `[batch]` times as large: by the linear rule, what
+    they would be had all that is in them been written that often."""
+    for layer in cache.layers:
+        if isinstance(layer, InfiniLayer):
+            memory, normaliser = layer.state.memory, layer.state.normaliser
+            memory = memory * factors[:, None, None, None].to(memory.dtype)
+            normaliser = normaliser * factors[:, None, None].to(normaliser.dtype)
+            layer.state = replace(layer.state, memory=memory, normaliser=normaliser)
+    return cache
+
+
+def check_options(run, optimizer, config) -> None:
+    """UserError when `--dilute_with` cannot do what it is for.
+
+    Args:
+        run, optimizer: the options of recipes/train.py, of which `dilute_up_to` gets its default here; config: the model's.
+    """
+    if run.dilute_with is None:
+        if run.dilute_up_to is not None:
+            raise UserError("--dilute_up_to is of no use without --dilute_with FOLDER")
+        return
+    if attention_of(config) != "infini" or config.update_rule != "linear":
+        raise UserError(
+            "--dilute_with multiplies what the linear rule has written: it needs --attention infini and --update_rule linear"
+        )
+    if context_limit(config) is not None:
+        raise UserError(
+            "--dilute_with puts text in front of rows that take all positions: give --positions rope or segment, or for "
+            "causal_mha another --position_encoding than learned"
+        )
+    for name, given in (
+        ("separate_documents", run.separate_documents),
+        ("gradient_checkpointing", optimizer.gradient_checkpointing),
+        ("torch_compile", optimizer.torch_compile),
+    ):
+        if given:
+            raise UserError(f"--dilute_with and --{name} do not go together: leave one of them out")
+    run.dilute_up_to = DILUTE_UP_TO if run.dilute_up_to is None else run.dilute_up_to
+    if not 1 <= run.dilute_up_to < math.inf:
+        raise UserError(f"--dilute_up_to must be a factor from 1 on, got {run.dilute_up_to:g}")

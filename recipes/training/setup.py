@@ -1,0 +1,164 @@
+"""What stands around the Trainer of `recipes/train.py`: the data, how long a run is, its processes and trackers."""
+
+import dataclasses
+import functools
+import hashlib
+import json
+import math
+import os
+import sys
+from pathlib import Path
+
+import torch
+from transformers import Trainer, TrainingArguments
+from transformers.integrations import get_available_reporting_integrations
+
+from cli import UserError
+
+# The trackers that a run can report to, and what pip calls their packages.
+TRACKERS = {
+    "tensorboard": "tensorboard",
+    "trackio": "trackio",
+    "wandb": "wandb",
+    "mlflow": "mlflow",
+    "comet_ml": "comet-ml",
+    "clearml": "clearml",
+    "codecarbon": "codecarbon",
+    "dvclive": "dvclive",
+    "swanlab": "swanlab",
+}
+
+
+def data_fingerprint(manifest: dict) -> str:
+    """16 hexadecimal digits that change with the tokens of a prepared folder's rows; its name and place do not count."""
+    splits = {name: [split["sha256"], split["blocks"], split["tokens"]] for name, split in manifest["splits"].items()}
+    return hashlib.sha256(json.dumps(splits, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def load_rows(data: Path, rows_per_step: int) -> tuple:
+    """The training and validation rows of a prepared folder, of which training gets as many as make whole steps.
+
+    Raises UserError when there are too few.
+    """
+    from datasets import load_from_disk
+
+    train, validation = (load_from_disk(str(data / split)).with_format("torch") for split in ("train", "validation"))
+    if len(train) < rows_per_step or len(validation) == 0:
+        raise UserError(
+            f"{data} has {len(train)} training and {len(validation)} validation rows, but one step takes {rows_per_step} "
+            "and an evaluation at least 1: lower --batch_size, or prepare more text"
+        )
+    return train.select(range(len(train) // rows_per_step * rows_per_step)), validation
+
+
+def train_to_end(trainer: Trainer, checkpoint: Path | None):
+    """Trains from the start or from a complete checkpoint, and returns the model of the last step, in float32.
+
+    That model is read from the last checkpoint: the one in the Trainer keeps its autocast wrapper, and a run that was
+    killed after its last step has nothing left to train.
+    """
+    last = Path(trainer.args.output_dir) / f"checkpoint-{trainer.args.max_steps}"
+    model_class = type(trainer.model)  # sharding makes another of it
+    _teach_torch_cpu_zero()
+    if checkpoint != last:  # otherwise the Trainer would take one step more
+        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    return model_class.from_pretrained(last, dtype=torch.float32).to(trainer.args.device)
+
+
+@functools.cache  # torch cannot take the same registration twice
+def _teach_torch_cpu_zero() -> None:
+    """Of several CPU processes, transformers 5.17 reads the optimiser's state to "cpu:0", which torch.load does not know."""
+    torch.serialization.register_package(
+        priority=99, tagger=lambda storage: None, deserializer=lambda storage, place: storage if place == "cpu:0" else None
+    )
+
+
+def leave_process_group(trainer: Trainer) -> None:
+    """Ends the trainer's process group, when there is one; nothing is trained or exchanged afterwards.
+
+    The distributed wrapper of the model goes first. As the group's last owner it would end the group while it holds
+    Python's lock, for which the group's own thread waits if it is still putting away the last exchange: both for ever.
+    """
+    trainer.model_wrapped = trainer.model
+    trainer.accelerator.free_memory()
+    trainer.accelerator.end_training()
+
+
+def check_positive(options, *names: str) -> None:
+    """UserError when one of the named options is set and not greater than 0."""
+    for name in names:
+        value = getattr(options, name)
+        if value is not None and value <= 0:
+            raise UserError(f"--{name} must be greater than 0, got {value}")
+
+
+def number_of_steps(run, steps_per_epoch: int, tokens_per_step: int) -> int:
+    """Optimiser steps until the first of the ends that were set; one epoch when none was.
+
+    Args:
+        run: an object with `epochs`, `max_tokens` and `max_steps`, each a positive number or None.
+    """
+    ends = []
+    if run.max_steps is not None:
+        ends.append(run.max_steps)
+    if run.max_tokens is not None:
+        ends.append(math.ceil(run.max_tokens / tokens_per_step))
+    if run.epochs is not None or not ends:
+        ends.append(math.ceil((1.0 if run.epochs is None else run.epochs) * steps_per_epoch))
+    return min(ends)
+
+
+def check_processes(arguments: TrainingArguments, expected: int | None) -> None:
+    """UserError when other than the expected number of processes was started, or one process sees several GPUs."""
+    if expected not in (None, arguments.world_size):
+        raise UserError(
+            f"--num_processes {expected}, but {arguments.world_size} started. `accelerate launch --cpu` starts "
+            f"one whatever it is told: use `torchrun --nproc_per_node {expected}` or `accelerate launch "
+            f"--multi_gpu --num_processes {expected}` (which starts CPU processes where there is no GPU)"
+        )
+    if arguments.n_gpu > 1:
+        raise UserError(
+            f"one process sees {arguments.n_gpu} GPUs: start with `torchrun --nproc_per_node {arguments.n_gpu}`, or "
+            "choose one with CUDA_VISIBLE_DEVICES=0"
+        )
+
+
+def check_sharding(trainer: Trainer) -> None:
+    """UserError when `accelerate launch` was told to shard the model and does not."""
+    for name, variable, on in (
+        ("FSDP", "ACCELERATE_USE_FSDP", trainer.is_fsdp_enabled),
+        ("DeepSpeed", "ACCELERATE_USE_DEEPSPEED", trainer.is_deepspeed_enabled),
+    ):
+        if os.environ.get(variable, "").lower() == "true" and not on:
+            raise UserError(
+                f"accelerate's configuration asks for {name}, which accelerate has for GPUs alone, and this process is on "
+                f"{trainer.args.device}: start it without that configuration, or on GPUs and without --use_cpu"
+            )
+
+
+def check_trackers(names: list[str]) -> list[str]:
+    """The names that TrainingArguments' `report_to` takes; "none" stands for no tracker at all.
+
+    Raises UserError when one of them is unknown or its package is not installed.
+    """
+    if names == ["none"]:
+        return []
+    installed = get_available_reporting_integrations()
+    for name in names:
+        if name not in TRACKERS:
+            raise UserError(f"--report_to {name}: choose none, or any of {', '.join(TRACKERS)}")
+        if name not in installed:
+            raise UserError(f"--report_to {name} needs a package that is not installed: pip install {TRACKERS[name]}")
+    return names
+
+
+def checkpointing_name() -> str:
+    """TrainingArguments' name for gradient checkpointing, which changed between the supported versions."""
+    names = {entry.name for entry in dataclasses.fields(TrainingArguments)}
+    return "activation_checkpointing" if "activation_checkpointing" in names else "gradient_checkpointing"
+
+
+def say(text: str) -> None:
+    """A note on standard error, from the first process only."""
+    if int(os.environ.get("RANK", 0)) == 0:
+        print(text, file=sys.stderr, flush=True)
