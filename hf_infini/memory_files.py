@@ -28,7 +28,7 @@ from safetensors.torch import save
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2  # 1 did not say how many tokens a memory holds
 # The only key of the metadata: several would be written in an order that differs from process to process.
 METADATA_KEY = "hf_infini_memory"
 # Options that change nothing of what given weights write into a memory.
@@ -194,8 +194,9 @@ def _read(path: str | Path, wanted) -> tuple[dict, dict[str, Tensor]]:
             "recipes/memorize.py write."
         ) from None
     if version != FORMAT_VERSION:
+        remedy = "update hf_infini" if version > FORMAT_VERSION else "have the model read the text again (memorize.py)"
         raise MemoryFileError(
-            f"{path} has format version {version}, and this version of hf_infini reads {FORMAT_VERSION}: update hf_infini."
+            f"{path} has format version {version}, and this version of hf_infini reads {FORMAT_VERSION}: {remedy}."
         )
     return record, tensors
 
