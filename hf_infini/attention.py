@@ -45,7 +45,7 @@ def infini_attention(
     Token `t` of a document lies in segment `s = t // segment_length`. It sees its own segment and `local_segments` before it
     by softmax (equation 2), and reads everything older from the memory (equation 3), which takes in a segment when it
     leaves that window (equation 4 or the delta rule). Per head, `sigmoid(gate)` is the memory's share (equation 5); while
-    the memory is still empty, the output is the local attention alone.
+    the memory is still empty (or all that left the window was kept out of it), the output is the local attention alone.
 
     Args:
         query: `[batch, heads, tokens, head_dim]`.
@@ -213,6 +213,7 @@ def attend(
         local_skipped=layout.next_skipped,
         tokens_seen=layout.tokens_seen,
         last_position=layout.last_position,
+        memory_tokens=layout.memory_tokens,
     )
     return output, new_state, weights
 

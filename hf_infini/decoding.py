@@ -82,6 +82,7 @@ def attend_step(
         local_skipped=layout.next_skipped,
         tokens_seen=layout.tokens_seen,
         last_position=layout.last_position,
+        memory_tokens=layout.memory_tokens,
     )
     return output, new_state, weights
 

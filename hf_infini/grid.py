@@ -37,6 +37,9 @@ class SegmentLayout:
         packed: indexed form: whether a row holds more than one document.
         real, restart: indexed form: `[batch, tokens]` bool, which tokens are no padding, and which begin a document.
         skipped: `[batch, segments, slots]` bool, which tokens never reach the memory; `None`: all do.
+        held: `[batch, segments + 1]`, int64: how many tokens of its document the memory holds when each segment reads it and
+            when the row's next token does.
+        holding: plain form: whether the memory of every row held any before the call.
         kept_out: the same as `skipped` before it was laid out: of the new tokens, `[batch, 1, tokens, 1]`, and of the
             state's window, `[batch, 1, (w + 1) * L, 1]`.
     """
@@ -61,6 +64,8 @@ class SegmentLayout:
     real: Tensor | None = None
     restart: Tensor | None = None
     skipped: Tensor | None = None
+    held: Tensor | None = None
+    holding: bool = False
     kept_out: tuple[Tensor, Tensor] | None = None
 
     def to_grid(self, new: Tensor, window: Tensor | None) -> Tensor:
@@ -112,6 +117,11 @@ class SegmentLayout:
         """`[batch, (w + 1) * L]` bool, which tokens of the next state's window never reach the memory; `None`: all do."""
         return None if self.kept_out is None else self.next_window(*self.kept_out)[:, 0, :, 0]
 
+    @property
+    def memory_tokens(self) -> Tensor:
+        """`[batch]`, int64: tokens of each row's document that the memory holds after this call."""
+        return self.held[:, -1].clone(memory_format=torch.contiguous_format)
+
     def segment_numbers(self) -> Tensor:
         """Number of each grid segment within its document, `[batch or 1, segments]`."""
         places = torch.arange(self.segments, device=self.tokens_seen.device)
@@ -140,7 +150,7 @@ class SegmentLayout:
         if self.source is not None or self.skipped is not None or torch.compiler.is_compiling():
             return False
         kept, complete = self.local_segments, (self.seen + self.tokens) // self.segment_length - self.first
-        return begin >= kept and begin + self.first > kept and end <= complete
+        return begin >= kept and (begin > kept or self.holding) and end <= complete
 
     def _complete(self) -> Tensor | None:
         places = torch.arange(self.segments, device=self.tokens_seen.device)

@@ -120,7 +120,7 @@ def attend_grid(
             log_sum = log_sum.flatten(3, 4).unsqueeze(-1) if shared else None
             weight = memory_weight(gate, mass, log_sum, key.shape[-1], eps)
             if state.start_memory is None and not steady:
-                filled = (numbers[:, begin:end] > kept).unsqueeze(-1).expand(-1, -1, layout.slots)
+                filled = (layout.held[:, begin:end] > 0).unsqueeze(-1).expand(-1, -1, layout.slots)
                 weight = weight * _by_step(filled, step)
             mixed = mix(local, read, weight)
         outputs.append(mixed.unflatten(3, (step, -1)).permute(0, 1, 3, 4, 2, 5))

@@ -119,7 +119,7 @@ def _problems_of_counts(record, tensors) -> Iterator[str]:
         yield f"text_real is {real.tolist()}, with {seen.tolist()} tokens in the rows' last documents and {columns} columns"
     for name, tensor in sorted(tensors.items()):
         kind = name.rpartition(".")[2]
-        if kind in ("last_position", "local_skipped"):
+        if kind in ("last_position", "local_skipped", "memory_tokens"):
             other, first = shared.setdefault(kind, (name, tensor))
             if not torch.equal(tensor, first):
                 yield f"{name} is not {other}, and all layers have read the same tokens"
@@ -143,8 +143,11 @@ def _problems_of_windows(record, tensors, config) -> Iterator[str]:
     length, kept = config.tokens_per_segment, config.local_segments
     token = (seen // length - kept) * length + torch.arange((kept + 1) * length)
     empty = (token < 0) | (token >= seen)
-    unwritten = (seen[:, 0] // length <= kept).nonzero()[:, 0]
+    left = (seen[:, 0] // length - kept).clamp(min=0) * length  # tokens that have left the window
     starts = {name.rpartition(".")[0] for name in tensors if name.endswith(".start_memory")}
+    for name, tensor in sorted(tensors.items()):
+        if name.endswith(".memory_tokens") and ((tensor < 0) | (tensor > left)).any():
+            yield f"{name} is {tensor.tolist()}, and {left.tolist()} tokens have left the window"
     for name, tensor in sorted(tensors.items()):
         layer, _, kind = name.rpartition(".")
         holds = None
@@ -154,6 +157,6 @@ def _problems_of_windows(record, tensors, config) -> Iterator[str]:
         elif kind == "recent_inputs":
             holds = tensor[seen < tensor.shape[1] - torch.arange(tensor.shape[1])].any()
         elif kind in ("memory", "normaliser") and layer not in starts:
-            holds = tensor[unwritten].any()
+            holds = tensor[tensors[f"{layer}.memory_tokens"] == 0].any()
         if holds:
             yield f"{name} holds something where after {record['tokens_seen']} tokens there can be nothing yet"

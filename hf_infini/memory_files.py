@@ -41,7 +41,7 @@ except ImportError:  # Windows
 
 from .adapters import acting, adapter_layers, settings, without_wrappers
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 # The only key of the metadata: several would be written in an order that differs from process to process.
 METADATA_KEY = "hf_infini_memory"
 # Options that change nothing of what given weights write into a memory.
@@ -301,7 +301,8 @@ def _read(path: str | Path, whole: bool) -> tuple[dict, dict[str, Tensor]]:
         ) from None
     if version != FORMAT_VERSION:
         raise MemoryFileError(
-            f"{path} has format version {version!r}, and this version of hf_infini reads {FORMAT_VERSION}: update hf_infini."
+            f"{path} has format version {version!r}, and this version of hf_infini reads {FORMAT_VERSION}: have this one read "
+            "the text (recipes/memorize.py), or use the one that wrote the file."
         )
     if wrong := _wrong_entries(record):
         raise MemoryFileError(f"{path} is damaged, or was not written by hf_infini: in its record {wrong}.")

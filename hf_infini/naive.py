@@ -59,7 +59,7 @@ def naive_infini_attention(
     if not return_state:
         return output
     names = ("memory", "normaliser", "local_key", "local_value", "local_memory_key", "local_skipped")
-    names += ("tokens_seen", "last_position")
+    names += ("tokens_seen", "last_position", "memory_tokens")
     stacked = {n: None if states[0][n] is None else torch.stack([s[n] for s in states]) for n in names}
     return output, InfiniState(**stacked, start_memory=state.start_memory, start_normaliser=state.start_normaliser)
 
@@ -74,6 +74,7 @@ class _Row:
         self.memory, self.normaliser = state.memory[row], state.normaliser[row]
         self.start, self.heads, self.initial = (state.start_memory, state.start_normaliser), heads, state
         self.seen, self.last_position = int(state.tokens_seen[row]), int(state.last_position[row])
+        self.memory_tokens = int(state.memory_tokens[row])
         self.window = []  # segments, oldest first; a segment is a list of (key, value, memory key, skipped)
         current = self.seen // segment_length
         for place in range(local_segments + 1):
@@ -100,7 +101,7 @@ class _Row:
             memory, normaliser = self.start
             self.memory = torch.zeros_like(self.memory) if memory is None else self.widen(memory)
             self.normaliser = torch.zeros_like(self.normaliser) if memory is None else self.widen(normaliser)
-            self.window, self.seen = [[]], 0
+            self.window, self.seen, self.memory_tokens = [[]], 0, 0
         self.last_position = self.last_position + 1 if position is None else position
 
     def attend(self, q, k, v, memory_query, memory_key, gate, skipped):
@@ -114,8 +115,7 @@ class _Row:
         weights = torch.softmax(scores, -1)
         weights = torch.nn.functional.dropout(weights, self.dropout)
         output = (weights.unsqueeze(1) @ values).squeeze(1)
-        compressed = self.seen // self.length - self.kept  # segments that left the window
-        if compressed > 0 or self.start[0] is not None:
+        if self.memory_tokens or self.start[0] is not None:
             features = self.feature_map(memory_query).unsqueeze(1)  # [heads, 1, head_dim]
             numerator = (features @ self.memory.repeat_interleave(group, 0)).squeeze(1)
             denominator = (features.squeeze(1) * self.normaliser.repeat_interleave(group, 0)).sum(-1, keepdim=True)
@@ -144,6 +144,7 @@ class _Row:
             values = values - retrieved
         self.memory = self.memory + features.transpose(1, 2) @ values
         self.normaliser = self.normaliser + features.sum(1)
+        self.memory_tokens += len(segment)
 
     def state(self, key_dtype, value_dtype):
         """The row's share of an [`InfiniState`]."""
@@ -165,4 +166,5 @@ class _Row:
             "local_skipped": torch.tensor(skipped, device=self.memory.device),
             "tokens_seen": torch.tensor(self.seen, device=self.memory.device),
             "last_position": torch.tensor(self.last_position, device=self.memory.device),
+            "memory_tokens": torch.tensor(self.memory_tokens, device=self.memory.device),
         }

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .gather import pad
 from .grid import SegmentLayout
 from .state import InfiniState
 from .steps import StepLayout, step_layout, tensor_step
@@ -76,7 +77,7 @@ def _asked_layout(
     batch, tokens, segment_length, local_segments, real, position_ids, memory_mask, state, device
 ) -> SegmentLayout | StepLayout:
     """The smallest layout, whose form and sizes follow from what the device says of the arguments."""
-    seen = [0] * batch if state is None else state.tokens_seen.tolist()
+    seen, held = [[0] * batch] * 2 if state is None else torch.stack([state.tokens_seen, state.memory_tokens]).tolist()
     restart = None
     questions = []  # asked of the device all at once
     if memory_mask is not None:
@@ -104,7 +105,8 @@ def _asked_layout(
         layout = _indexed_layout(real, restart, position_ids, segment_length, local_segments, state, begin, carried)
     else:
         layout = _plain_layout(batch, tokens, position_ids, segment_length, local_segments, state, seen[0], device)
-    return _with_skipped(layout, memory_mask, state)
+        layout = replace(layout, holding=all(held))
+    return _with_memory(layout, memory_mask, state)
 
 
 def bool_mask(name: str, mask: Tensor | None, ask: bool) -> Tensor | None:
@@ -145,7 +147,7 @@ def _bounded_layout(
         )
     if state is None and real is None and max_documents == 1:
         layout = _plain_layout(batch, tokens, position_ids, segment_length, local_segments, state, 0, device)
-        return _with_skipped(layout, memory_mask, state)
+        return _with_memory(layout, memory_mask, state)
     real = torch.ones(shape, dtype=torch.bool, device=device) if real is None else real
     restart = torch.zeros(shape, dtype=torch.bool, device=device) if restart is None else restart
     documents = 1 if max_documents == 1 else min(max_documents, tokens + 1)
@@ -162,21 +164,38 @@ def _bounded_layout(
     layout = _indexed_layout(
         real, restart, position_ids, segment_length, local_segments, state, seen, carried, (segments, slots, documents > 1)
     )
-    return _with_skipped(layout, memory_mask, state)
+    return _with_memory(layout, memory_mask, state)
 
 
-def _with_skipped(layout: SegmentLayout, memory_mask: Tensor | None, state: InfiniState | None) -> SegmentLayout:
-    """The layout that knows which tokens of the call and of the state's window are kept out of the memory."""
+def _with_memory(layout: SegmentLayout, memory_mask: Tensor | None, state: InfiniState | None) -> SegmentLayout:
+    """The layout that knows which tokens of the call and of the state's window are kept out of the memory, and how many the
+    memory holds."""
     window = None if state is None else state.local_skipped
-    if memory_mask is None and window is None:
-        return layout
     device = layout.tokens_seen.device
-    new = torch.zeros(layout.batch, layout.tokens, dtype=torch.bool, device=device) if memory_mask is None else ~memory_mask
-    if window is None:
-        slots = (layout.local_segments + 1) * layout.segment_length
-        window = torch.zeros(layout.batch, slots, dtype=torch.bool, device=device)
-    new, window = (skipped[:, None, :, None] for skipped in (new, window))
-    return replace(layout, skipped=layout.to_grid(new, window)[..., 0, 0], kept_out=(new, window))
+    if memory_mask is not None or window is not None:
+        new = torch.zeros(layout.batch, layout.tokens, dtype=torch.bool, device=device)
+        new = new if memory_mask is None else ~memory_mask
+        if window is None:
+            slots = (layout.local_segments + 1) * layout.segment_length
+            window = torch.zeros(layout.batch, slots, dtype=torch.bool, device=device)
+        new, window = (skipped[:, None, :, None] for skipped in (new, window))
+        layout = replace(layout, skipped=layout.to_grid(new, window)[..., 0, 0], kept_out=(new, window))
+    before = torch.zeros(layout.batch, dtype=torch.long, device=device) if state is None else state.memory_tokens
+    return replace(layout, held=_held(layout, before.unsqueeze(1)))
+
+
+def _held(layout: SegmentLayout, before: Tensor) -> Tensor:
+    """[`SegmentLayout.held`]; `before` `[batch, 1]`: what the memory of each row held before the call."""
+    written, steps = layout.written(), torch.arange(layout.segments + 1, device=before.device)
+    if written is None:
+        total = steps.unsqueeze(0) * layout.slots
+    else:
+        total = pad(written.sum(-1), (1, 0)).cumsum(1)
+    if layout.document is None:
+        return before + total
+    first = (layout.document + layout.local_segments).clamp(min=0).minimum(steps)  # step that takes in a document's first
+    continued = layout.document == layout.document[:, :1]
+    return total - total.gather(1, first) + continued * before
 
 
 def _plain_layout(batch, tokens, position_ids, segment_length, local_segments, state, begin, device) -> SegmentLayout:

@@ -23,6 +23,8 @@ class InfiniState:
         local_skipped: `[batch, (w + 1) * L]` bool: which tokens of the window the memory will not take in; `None`: none.
         tokens_seen: `[batch]`, int64: real tokens of the row's current document.
         last_position: `[batch]`, int64: position id of the last real token, −1 before the first.
+        memory_tokens: `[batch]`, int64: tokens of the row's current document that the memory holds. Without any, and without
+            a start, it is empty and not read.
         recent_inputs: `[batch, taps − 1, channels]`, what a short convolution before the memory still needs of the row's
             document, oldest first and zero where there is none; `None` without a convolution.
         start_memory: `[kv_heads, head_dim, value_dim]` that every new document starts from; `None` is an empty memory.
@@ -36,6 +38,7 @@ class InfiniState:
     local_memory_key: Tensor | None
     tokens_seen: Tensor
     last_position: Tensor
+    memory_tokens: Tensor
     local_skipped: Tensor | None = None
     recent_inputs: Tensor | None = None
     start_memory: Tensor | None = None
@@ -86,6 +89,7 @@ class InfiniState:
             local_memory_key=local_key if separate_memory_key else None,
             tokens_seen=torch.zeros(batch, dtype=torch.long, device=key.device),
             last_position=torch.full((batch,), -1, dtype=torch.long, device=key.device),
+            memory_tokens=torch.zeros(batch, dtype=torch.long, device=key.device),
             start_memory=start_memory,
             start_normaliser=start_normaliser,
         )

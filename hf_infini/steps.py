@@ -18,12 +18,12 @@ class StepLayout:
         rows: numbers of the rows whose token is no padding; slots: for each of them, the window slot of its token.
         begin, end: the part of the window that any row sees.
         visible: `[batch, 1, 1, end - begin]` bool, what each row sees of it; `None`: all of it.
-        filled: `[batch, 1, 1]` bool, whether anything has reached the memory yet.
+        filled: `[batch, 1, 1]` bool, whether the memory holds any token of the row's document.
         leaving: rows whose segment is complete with this token; those of them that push a segment out of the window into
             the memory are `compressing`. Both are lists of row numbers.
         skipped: `[batch, (w + 1) * L]` bool, which tokens of the window, this one among them, never reach the memory;
             `None`: all do. next_skipped: the same for the next state's window.
-        positions: `[batch, 1]`; tokens_seen, last_position: `[batch]`, after this token.
+        positions: `[batch, 1]`; tokens_seen, last_position, memory_tokens: `[batch]`, after this token.
         real: `[batch, 1]` bool, whether the token is no padding; `None`: every token is real.
         restart: `[batch, 1]` bool, whether the token begins a document; `None`: none does.
     """
@@ -41,6 +41,7 @@ class StepLayout:
     positions: Tensor
     tokens_seen: Tensor
     last_position: Tensor
+    memory_tokens: Tensor
     skipped: Tensor | None = None
     next_skipped: Tensor | None = None
     real: Tensor | None = None
@@ -144,32 +145,40 @@ def step_layout(
         visible = (places >= torch.tensor(begins, device=device)[:, None]) & (places <= slot[:, None])
         visible = visible[:, None, None]
     leaving = [row for row in rows if (seen[row] + 1) % length == 0]
+    compressing = [row for row in leaving if seen[row] // length >= kept]
     last_position = state.last_position + 1 if position_ids is None else position_ids[:, 0].expand(len(seen)).long()
     rows = torch.tensor(rows, dtype=torch.long, device=device)
+    slot = slot[rows]
+    skipped = None
+    if memory_mask is not None or state.local_skipped is not None:
+        if state.local_skipped is None:
+            skipped = torch.zeros(len(seen), (kept + 1) * length, dtype=torch.bool, device=device)
+        else:
+            skipped = state.local_skipped.clone()
+        skipped[rows, slot] = torch.zeros_like(rows, dtype=torch.bool) if memory_mask is None else ~memory_mask[rows, 0]
+    memory_tokens = state.memory_tokens
+    if compressing:
+        compress = torch.tensor([row in compressing for row in range(len(seen))], device=device)
+        memory_tokens = _after_compressing(memory_tokens, compress, skipped, length)
     layout = StepLayout(
         segment_length=length,
         local_segments=kept,
         rows=rows,
-        slots=slot[rows],
+        slots=slot,
         begin=begin,
         end=end,
         visible=visible,
-        filled=torch.tensor([count // length > kept for count in seen], device=device)[:, None, None],
+        filled=(state.memory_tokens > 0)[:, None, None],
         leaving=leaving,
-        compressing=[row for row in leaving if seen[row] // length >= kept],
+        compressing=compressing,
         positions=state.tokens_seen.unsqueeze(1),
         tokens_seen=state.tokens_seen + added,
         last_position=last_position if real is None else torch.where(real[:, 0], last_position, state.last_position),
+        memory_tokens=memory_tokens,
+        skipped=skipped,
         real=real,
     )
-    if memory_mask is None and state.local_skipped is None:
-        return layout
-    if state.local_skipped is None:
-        skipped = torch.zeros(len(seen), (kept + 1) * length, dtype=torch.bool, device=device)
-    else:
-        skipped = state.local_skipped.clone()
-    skipped[rows, layout.slots] = torch.zeros_like(rows, dtype=torch.bool) if memory_mask is None else ~memory_mask[rows, 0]
-    return replace(layout, skipped=skipped, next_skipped=layout.shift(skipped[:, None, :, None])[:, 0, :, 0])
+    return _with_next_skipped(layout)
 
 
 def tensor_step(
@@ -182,11 +191,11 @@ def tensor_step(
     kept: int,
 ) -> TensorStep:
     """The layout of one token per row for a graph; `real`, `restart` and `memory_mask`: `[batch, 1]` bool or `None`."""
-    seen = state.tokens_seen
+    seen, held = state.tokens_seen, state.memory_tokens
     if real is not None or restart is not None:  # whoever reads one of them reads both
         real = torch.ones_like(restart) if real is None else real
         restart = torch.zeros_like(real) if restart is None else restart
-        seen = seen.masked_fill(restart[:, 0], 0)
+        seen, held = (count.masked_fill(restart[:, 0], 0) for count in (seen, held))
     segment, slot = seen // length, kept * length + seen % length
     places = torch.arange((kept + 1) * length, device=seen.device)
     here = places == slot[:, None]
@@ -198,6 +207,14 @@ def tensor_step(
         here, leaving = here & real, leaving & real[:, 0]
         after = torch.where(real[:, 0], after, seen)
         last_position = torch.where(real[:, 0], last_position, state.last_position)
+    compressing = leaving & (segment >= kept)
+    skipped = None
+    if memory_mask is not None or state.local_skipped is not None:
+        skipped = torch.zeros_like(here) if state.local_skipped is None else state.local_skipped
+        if restart is not None:
+            skipped = skipped.masked_fill(restart, False)
+        new = torch.zeros_like(here) if memory_mask is None else ~memory_mask.expand_as(here)
+        skipped = torch.where(here, new, skipped)
     layout = TensorStep(
         segment_length=length,
         local_segments=kept,
@@ -206,21 +223,28 @@ def tensor_step(
         begin=0,
         end=len(places),
         visible=visible[:, None, None],
-        filled=(segment > kept)[:, None, None],
+        filled=(held > 0)[:, None, None],
         leaving=leaving,
-        compressing=leaving & (segment >= kept),
+        compressing=compressing,
         positions=seen.unsqueeze(1),
         tokens_seen=after,
         last_position=last_position,
+        memory_tokens=_after_compressing(held, compressing, skipped, length),
+        skipped=skipped,
         here=here[:, None, :, None],
         real=real,
         restart=restart,
     )
-    if memory_mask is None and state.local_skipped is None:
+    return _with_next_skipped(layout)
+
+
+def _after_compressing(held: Tensor, compressing: Tensor, skipped: Tensor | None, length: int) -> Tensor:
+    """`[batch]`: how many tokens the memory holds, after `held` before, when the rows that are `compressing` `[batch]` bool
+    have written the oldest segment of their window, of which some tokens may be `skipped`."""
+    return held + compressing * (length if skipped is None else (~skipped[:, :length]).sum(1))
+
+
+def _with_next_skipped(layout: StepLayout) -> StepLayout:
+    if layout.skipped is None:
         return layout
-    skipped = torch.zeros_like(here) if state.local_skipped is None else state.local_skipped
-    if restart is not None:
-        skipped = skipped.masked_fill(restart, False)
-    new = torch.zeros_like(here) if memory_mask is None else ~memory_mask.expand_as(here)
-    skipped = torch.where(here, new, skipped)
-    return replace(layout, skipped=skipped, next_skipped=layout.shift(skipped[:, None, :, None])[:, 0, :, 0])
+    return replace(layout, next_skipped=layout.shift(layout.skipped[:, None, :, None])[:, 0, :, 0])

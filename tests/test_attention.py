@@ -123,6 +123,29 @@ def test_one_segment_is_causal_attention(function, local_segments):
 
 
 @pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("local_segments", [0, 1])
+@pytest.mark.parametrize("cuts", [(), (7, 9), tuple(range(1, 17))], ids=["one call", "chunks", "steps"])
+def test_a_memory_that_nothing_was_written_into_leaves_local_attention_alone(rule, local_segments, cuts):
+    """Not the number of segments says so: the mask kept them all out, in the second row up to the ninth token."""
+    case = plain_case(tokens=17, segment_length=4, update_rule=rule, local_segments=local_segments)
+    mask = torch.zeros(2, 17, dtype=torch.bool)
+    mask[1, 9:] = True
+    case.options["memory_mask"] = mask
+    output, state = case.call(infini_attention, cuts=cuts)
+    segment, token = torch.arange(17) // 4, torch.arange(17)
+    near = (segment[:, None] - segment <= local_segments) & (token[:, None] >= token)
+    wanted = F.scaled_dot_product_attention(case.query, case.key, case.value, near)
+    alone = torch.ones(2, 17, dtype=torch.bool)
+    alone[1] = segment <= 2 + local_segments  # then the third segment has left the window
+    alone = alone[:, None, :, None].expand_as(output)
+    torch.testing.assert_close(output[alone], wanted[alone], rtol=FLOAT64, atol=FLOAT64)
+    assert bool((output != wanted)[~alone].all())
+    assert state.memory_tokens.tolist() == [0, 7 if local_segments == 0 else 3]
+    learned = random_state(case, 0)  # a start is never empty
+    assert bool((case.call(infini_attention, cuts=cuts, state=learned)[0] - wanted).abs().amax((1, 3)).gt(1e-3).all())
+
+
+@pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("local_segments", [0, 1, 2])
 def test_padding_does_not_matter(rule, local_segments):
     """Left-padded, right-padded and padded in the middle: each real token's output is that of the unpadded row."""

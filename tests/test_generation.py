@@ -138,8 +138,8 @@ def test_cache_does_not_grow():
         output = generate(model, 3, input_ids=token_ids(1, tokens), return_dict_in_generate=True)
         assert output.past_key_values.get_seq_length() == tokens + 2
         sizes.add(output.past_key_values.nbytes())
-    # 3 layers × (4 heads × (8·8 memory + 8 normaliser + 2·8·8 window) float32 + 2 counters of 8 bytes)
-    assert sizes == {3 * (4 * (64 + 8 + 128) * 4 + 16)}
+    # 3 layers × (4 heads × (8·8 memory + 8 normaliser + 2·8·8 window) float32 + 3 counters of 8 bytes)
+    assert sizes == {3 * (4 * (64 + 8 + 128) * 4 + 24)}
     hybrid = infini_gpt2(layers=[0, 2])
     grown = [generate(hybrid, 3, input_ids=token_ids(1, n), return_dict_in_generate=True) for n in (10, 20)]
     assert grown[1].past_key_values.nbytes() - grown[0].past_key_values.nbytes() == 10 * 2 * 32 * 4

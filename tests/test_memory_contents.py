@@ -122,6 +122,12 @@ def test_counts_that_disagree(written, tmp_path):
         ):
             changed = tensors | {f"layers.{layer}.{kind}": torch.tensor(change)}
             refused(tmp_path, model, record, changed, f"layers.{'2' if kind == 'last_position' else layer}.{kind} {message}")
+    for count in (-1, 30):  # in all layers, after 30 tokens of which some are still in the window
+        changed = {n: torch.tensor([count, 0, 0]) for n in tensors if n.endswith("memory_tokens")}
+        refused(tmp_path, model, record, tensors | changed, "layers.0.memory_tokens is .* tokens have left the window")
+    changed = {n: torch.zeros_like(t) for n, t in tensors.items() if n.endswith("memory_tokens")}
+    if "layers.0.start_memory" not in tensors:
+        refused(tmp_path, model, record, tensors | changed, "layers.0.memory holds something where .* can be nothing yet")
     for real in ([29, 6, 2], [30, 6, 31]):
         refused(tmp_path, model, record, tensors | {"text_real": torch.tensor(real)}, "text_real is .* and 30 columns")
     skipped = tensors["layers.0.local_skipped"].roll(1, 1)
@@ -293,7 +299,7 @@ def test_records_of_wrong_types(written, tmp_path):
     ):
         save_file({"a": torch.ones(1)}, file, {"hf_infini_memory": text})
         unreadable(file)
-    good = {"format_version": 1, **record, "sha256": "0"}
+    good = {"format_version": 2, **record, "sha256": "0"}
     for entry, wrong in {
         "model": [None, [], {}, {"config": [], "dtype": "a", "weights_sha256": "a"}, {**record["model"], "dtype": 3}],
         "columns": [None, "3", -1, 1.0, True, 2**63, float("nan")],

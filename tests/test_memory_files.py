@@ -331,9 +331,11 @@ def test_foreign_files_are_refused(kept, tmp_path):
     with pytest.raises(MemoryFileError, match="text is damaged or no memory file"):
         read_record(tmp_path / "text")
     record, tensors = read_memory_file(kept)
-    write_memory_file(tmp_path / "later", tensors, record | {"format_version": 2})
-    with pytest.raises(MemoryFileError, match="later has format version 2, and this version of hf_infini reads 1: update"):
-        InfiniCache.from_pretrained(tmp_path / "later", infini_gpt2())
+    for name, version in (("later", 3), ("earlier", 1)):
+        write_memory_file(tmp_path / name, tensors, record | {"format_version": version})
+        message = f"{name} has format version {version}, and this version of hf_infini reads 2: have this one read the text"
+        with pytest.raises(MemoryFileError, match=message):
+            InfiniCache.from_pretrained(tmp_path / name, infini_gpt2())
     with pytest.raises(FileNotFoundError, match="there is no memory file"):
         InfiniCache.from_pretrained(tmp_path / "nowhere", infini_gpt2())
 

@@ -131,7 +131,7 @@ def _infini_parts(
     batch, heads, width = key.shape[0], key.shape[1], key.shape[-1]
     if start_memory is None:
         start = (value.new_zeros(heads, width, width), value.new_zeros(heads, width))
-        has_memory = layout.segment_numbers() > layout.local_segments
+        has_memory = layout.held[:, :-1] > 0
     else:
         start = (start_memory.to(value.dtype), start_normaliser.to(value.dtype))
         has_memory = torch.ones(1, layout.segments, dtype=torch.bool, device=value.device)
