@@ -301,8 +301,8 @@ def _read(path: str | Path, whole: bool) -> tuple[dict, dict[str, Tensor]]:
         ) from None
     if version != FORMAT_VERSION:
         raise MemoryFileError(
-            f"{path} has format version {version!r}, and this version of hf_infini reads {FORMAT_VERSION}: have this one read "
-            "the text (recipes/memorize.py), or use the one that wrote the file."
+            f"{path} has format version {version!r}, and this version of hf_infini reads {FORMAT_VERSION}: have this one "
+            "read the text (recipes/memorize.py), or use the one that wrote the file."
         )
     if wrong := _wrong_entries(record):
         raise MemoryFileError(f"{path} is damaged, or was not written by hf_infini: in its record {wrong}.")
