@@ -242,6 +242,31 @@ def test_half_precision(seed, dtype):
     assert_same_state(state, wanted_state, FLOAT32)
 
 
+@pytest.mark.parametrize("options", [{}, {"normaliser": "shared"}, {"dropout": 1e-9}], ids=["separate", "shared", "dropout"])
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("cuts", [(), tuple(range(1, 40))], ids=["one call", "steps"])
+def test_scores_beyond_the_range_of_float16(options, autocast, cuts, sizes):
+    """Products of queries and keys up to some 200,000, where float16 ends at 65,504: torch's fused attention is finite,
+    with its gradient, and so is everything else."""
+    dtype = torch.float32 if autocast else torch.float16
+    case = plain_case(tokens=40, width=64, segment_length=20, local_segments=1, **options)
+    # Rounded to float16, so that both sides have the same inputs
+    query, key, value = ((50 * case.query).half(), (50 * case.key).half(), case.value.half())
+    assert (query.float() @ key.float().mT).abs().max() > torch.finfo(torch.float16).max
+    case.query, case.key, case.value = (tensor.to(dtype) for tensor in (query, key, value))
+    leaves = case.leaves()
+    with torch.autocast("cpu", torch.float16, enabled=autocast):
+        output, _ = case.call(infini_attention, leaves, cuts)
+    slopes = torch.autograd.grad(output.float().sum(), leaves)
+    assert all(bool(slope.isfinite().all()) for slope in slopes)
+    case.query, case.key, case.value = (tensor.double() for tensor in (query, key, value))
+    case.options["dropout"] = 0.0
+    wanted, _ = case.call(naive_infini_attention)
+    # Four roundings of values up to 4, as in test_half_precision
+    tolerance = 4 * torch.finfo(torch.float16).eps * 4
+    torch.testing.assert_close(output.double(), wanted, rtol=0, atol=tolerance)
+
+
 def test_exp_features_pick_one_token_out_of_many():
     """The memory's answer is a weighted mean with weights Σ_d exp(q_d + k_d); beyond 30 nothing overflows."""
     case = plain_case(batch=1, tokens=21, segment_length=20, dtype=torch.float32, feature_map="exp")
