@@ -318,6 +318,27 @@ def test_state_is_constant_in_size_and_left_alone():
     assert_same_state(early, before, 0)
 
 
+@pytest.mark.parametrize("batch, tokens", [(2, 0), (0, 5), (0, 1), (0, 0)])
+@pytest.mark.parametrize("options", [{"update_rule": "delta", "local_segments": 1}, {"normaliser": "shared"}])
+@pytest.mark.parametrize("masks", [False, True])
+@pytest.mark.parametrize("max_documents", [None, 2])
+def test_no_tokens_give_no_output_and_leave_the_state_as_it_was(batch, tokens, options, masks, max_documents):
+    case = plain_case(batch=batch, heads=4, tokens=tokens, dtype=torch.float32, max_documents=max_documents, **options)
+    if masks:
+        ones = torch.ones(batch, tokens, dtype=torch.long)
+        case.options |= {"attention_mask": ones, "memory_mask": ones, "position_ids": ones}
+    leaves = case.leaves()
+    output, state = case.call(infini_attention, leaves)
+    wanted = F.scaled_dot_product_attention(*leaves[:3], enable_gqa=True)
+    assert output.shape == wanted.shape and output.dtype == wanted.dtype
+    assert all(bool((slope == 0).all()) for slope in torch.autograd.grad(output.sum(), leaves))
+    fresh = InfiniState.initial(case.key, case.value, 5, options.get("local_segments", 0))
+    assert_same_state(state, fresh, 0)
+    _, later = plain_case(batch=batch, heads=4, tokens=7, dtype=torch.float32, **options).call(infini_attention)
+    for given in (state, later):
+        assert_same_state(case.call(infini_attention, state=given)[1], given, 0)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
