@@ -4,10 +4,12 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from .decoding import attend_step
 from .features import FEATURE_MAPS
 from .groups import attend_grid
+from .memory import mix
 from .segments import SegmentLayout, segment_layout
 from .state import InfiniState
 from .steps import StepLayout
@@ -73,9 +75,9 @@ def infini_attention(
         eps: added to the denominator of equation 3.
 
     Returns:
-        `[batch, heads, tokens, value_dim]` in the value's dtype, and the state if asked for. Memory, normaliser and the
-        division are float32 (float64 for float64 inputs) whatever the inputs are. Second derivatives need
-        `torch.nn.attention.sdpa_kernel(SDPBackend.MATH)` around the call: torch's fused kernels have none.
+        `[batch, heads, tokens, value_dim]` in the value's dtype, and the state if asked for; no tokens leave it as it
+        was. Memory, normaliser and the division are float32 (float64 for float64 inputs) whatever the inputs are. Second
+        derivatives need `torch.nn.attention.sdpa_kernel(SDPBackend.MATH)` around the call: torch's fused kernels have none.
 
     Raises:
         ValueError: shapes, options or the state do not fit together; the message names them.
@@ -83,6 +85,9 @@ def infini_attention(
     _check_arguments(query, key, value, gate, segment_length, local_segments)
     _check_choices(update_rule, feature_map, normaliser)
     _check_token_arguments(*query.shape[::2], attention_mask, memory_mask, position_ids)
+    if 0 in query.shape[::2]:
+        output, state = _of_no_tokens(query, key, value, gate, segment_length, local_segments, state, memory_key is not None)
+        return (output, state) if return_state else output
     layout = segment_layout(
         query.shape[0],
         query.shape[2],
@@ -149,7 +154,7 @@ def attend(
         state = InfiniState.initial(
             key, value, layout.segment_length, layout.local_segments, separate_memory_key=separate
         )
-    _check_state(state, key, value, layout, separate)
+    _check_state(state, key, value, layout.segment_length, layout.local_segments, separate)
     state = _as_wide_as(state, local_key=key, local_value=value, local_memory_key=memory_key)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     windows = (state.local_key, state.local_value, state.local_memory_key if separate else state.local_key)
@@ -226,6 +231,18 @@ def _as_wide_as(state: InfiniState, **new: Tensor | None) -> InfiniState:
     return state if all(wide[name] is windows[name] for name in wide) else replace(state, **wide)
 
 
+def _of_no_tokens(
+    query, key, value, gate, segment_length, local_segments, state, separate
+) -> tuple[Tensor, InfiniState]:
+    """Output and state of a call of no rows or no tokens: an empty tensor that everything has a gradient from, and the state
+    as it was."""
+    if state is None:
+        state = InfiniState.initial(key, value, segment_length, local_segments, separate_memory_key=separate)
+    _check_state(state, key, value, segment_length, local_segments, separate)
+    local = F.scaled_dot_product_attention(query, key, value, enable_gqa=True)
+    return mix(local, local, gate[:, None, None]), state
+
+
 def _alone(tensor: Tensor) -> Tensor:
     """A copy: the tensor is one of many states that the call made, and would keep all of them in memory. Its strides are
     those of a new tensor also in a batch of one, for torch.cond compares them."""
@@ -275,8 +292,10 @@ def _check_token_arguments(batch, tokens, attention_mask, memory_mask, position_
         )
 
 
-def _check_state(state: InfiniState, key: Tensor, value: Tensor, layout: SegmentLayout, separate: bool) -> None:
-    slots = (layout.local_segments + 1) * layout.segment_length
+def _check_state(
+    state: InfiniState, key: Tensor, value: Tensor, segment_length: int, local_segments: int, separate: bool
+) -> None:
+    slots = (local_segments + 1) * segment_length
     wanted = (key.shape[0], key.shape[1], slots, key.shape[3])
     if tuple(state.local_key.shape) != wanted or state.local_value.shape[-1] != value.shape[-1]:
         raise ValueError(

@@ -131,8 +131,9 @@ class _Tiled(Function):
     def backward(ctx, gradient, log_sum_gradient):
         query, key, value, mask = ctx.saved_tensors
         gradient = query.new_zeros(*query.shape[:-1], value.shape[-1]) if gradient is None else gradient
-        shape, key_shape, value_shape = query.shape, key.shape, value.shape
-        query, key, value, gradient = (tensor.flatten(0, -3) for tensor in (query, key, value, gradient))
+        shape, key_shape, value_shape, dtype = query.shape, key.shape, value.shape, query.dtype
+        wide = torch.float32 if dtype == torch.float16 else dtype  # whose range scores can leave
+        query, key, value, gradient = (tensor.flatten(0, -3).to(wide) for tensor in (query, key, value, gradient))
         to_query, to_key = torch.empty_like(query), None
         # The last tile sees all of the window: what the others add goes into its products, not into zeros
         for tile, seen in reversed(_tiles(query, key)):
@@ -156,8 +157,8 @@ class _Tiled(Function):
             else:
                 to_key[:, :seen] += to_keys
                 to_value[:, :seen] += to_values
-        to_query, to_key, to_value = to_query.view(shape), to_key.view(key_shape), to_value.view(value_shape)
-        return to_query, to_key, to_value, None, None, None
+        slopes = to_query.view(shape), to_key.view(key_shape), to_value.view(value_shape)
+        return *(slope.to(dtype) for slope in slopes), None, None, None
 
 
 def _scaled_product(left: Tensor, right: Tensor, scaling: float) -> Tensor:
@@ -187,9 +188,12 @@ def softmax_weights(
     """softmax(scaling · Q Kᵀ) written out, `[…, tokens, D]`; mask: bool, True = visible.
 
     Returns the weights `[…, tokens, keys]` in `dtype` and, if asked for, log Σ e^s `[…, tokens]`, in float32 or wider.
+    Scores that would be float16 are float32, for they can leave its range; torch's own kernel has them in float32, too.
     """
-    if upcast:
-        with torch.autocast(query.device.type, enabled=False):
+    kind = query.device.type
+    given = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
+    if upcast or given == torch.float16:
+        with torch.autocast(kind, enabled=False):
             scores = query.float() @ key.float().transpose(-1, -2) * scaling
     else:
         scores = query @ key.transpose(-1, -2) * scaling

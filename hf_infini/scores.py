@@ -22,7 +22,7 @@ def dot_scores(query: Tensor, key: Tensor) -> Tensor:
 
 def scaled_dot_scores(query: Tensor, key: Tensor) -> Tensor:
     """qᵀk / √d: keeps the variance of the scores at 1, whatever the width, for entries of variance 1."""
-    return query @ key.mT / query.shape[-1] ** 0.5
+    return query * query.shape[-1] ** -0.5 @ key.mT  # in this order less can leave the range of float16
 
 
 def general_scores(query: Tensor, key: Tensor, weight: Tensor) -> Tensor:

@@ -242,6 +242,31 @@ def test_half_precision(seed, dtype):
     assert_same_state(state, wanted_state, FLOAT32)
 
 
+@pytest.mark.parametrize("options", [{}, {"normaliser": "shared"}, {"dropout": 1e-9}], ids=["separate", "shared", "dropout"])
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("cuts", [(), tuple(range(1, 40))], ids=["one call", "steps"])
+def test_scores_beyond_the_range_of_float16(options, autocast, cuts, sizes):
+    """Products of queries and keys up to some 200,000, where float16 ends at 65,504: torch's fused attention is finite,
+    with its gradient, and so is everything else."""
+    dtype = torch.float32 if autocast else torch.float16
+    case = plain_case(tokens=40, width=64, segment_length=20, local_segments=1, **options)
+    # Rounded to float16, so that both sides have the same inputs
+    query, key, value = ((50 * case.query).half(), (50 * case.key).half(), case.value.half())
+    assert (query.float() @ key.float().mT).abs().max() > torch.finfo(torch.float16).max
+    case.query, case.key, case.value = (tensor.to(dtype) for tensor in (query, key, value))
+    leaves = case.leaves()
+    with torch.autocast("cpu", torch.float16, enabled=autocast):
+        output, _ = case.call(infini_attention, leaves, cuts)
+    slopes = torch.autograd.grad(output.float().sum(), leaves)
+    assert all(bool(slope.isfinite().all()) for slope in slopes)
+    case.query, case.key, case.value = (tensor.double() for tensor in (query, key, value))
+    case.options["dropout"] = 0.0
+    wanted, _ = case.call(naive_infini_attention)
+    # Four roundings of values up to 4, as in test_half_precision
+    tolerance = 4 * torch.finfo(torch.float16).eps * 4
+    torch.testing.assert_close(output.double(), wanted, rtol=0, atol=tolerance)
+
+
 def test_exp_features_pick_one_token_out_of_many():
     """The memory's answer is a weighted mean with weights Σ_d exp(q_d + k_d); beyond 30 nothing overflows."""
     case = plain_case(batch=1, tokens=21, segment_length=20, dtype=torch.float32, feature_map="exp")
@@ -291,6 +316,27 @@ def test_state_is_constant_in_size_and_left_alone():
     for tensor in (early.memory, early.normaliser, early.local_key):  # no view that keeps a larger one
         assert tensor.untyped_storage().nbytes() == tensor.nbytes
     assert_same_state(early, before, 0)
+
+
+@pytest.mark.parametrize("batch, tokens", [(2, 0), (0, 5), (0, 1), (0, 0)])
+@pytest.mark.parametrize("options", [{"update_rule": "delta", "local_segments": 1}, {"normaliser": "shared"}])
+@pytest.mark.parametrize("masks", [False, True])
+@pytest.mark.parametrize("max_documents", [None, 2])
+def test_no_tokens_give_no_output_and_leave_the_state_as_it_was(batch, tokens, options, masks, max_documents):
+    case = plain_case(batch=batch, heads=4, tokens=tokens, dtype=torch.float32, max_documents=max_documents, **options)
+    if masks:
+        ones = torch.ones(batch, tokens, dtype=torch.long)
+        case.options |= {"attention_mask": ones, "memory_mask": ones, "position_ids": ones}
+    leaves = case.leaves()
+    output, state = case.call(infini_attention, leaves)
+    wanted = F.scaled_dot_product_attention(*leaves[:3], enable_gqa=True)
+    assert output.shape == wanted.shape and output.dtype == wanted.dtype
+    assert all(bool((slope == 0).all()) for slope in torch.autograd.grad(output.sum(), leaves))
+    fresh = InfiniState.initial(case.key, case.value, 5, options.get("local_segments", 0))
+    assert_same_state(state, fresh, 0)
+    _, later = plain_case(batch=batch, heads=4, tokens=7, dtype=torch.float32, **options).call(infini_attention)
+    for given in (state, later):
+        assert_same_state(case.call(infini_attention, state=given)[1], given, 0)
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,8 @@ def test_a_gradient_reaches_the_weights(seed):
     weights, found = torch.cat([w.detach() for w in weights], 2), torch.cat([w.grad for w in weights], 2)
     value = case.value.detach().repeat_interleave(case.query.shape[1] // case.key.shape[1], 1)
     length, kept = case.segment_length, case.options["local_segments"]
-    real, positions = (case.options.get(name) for name in ("attention_mask", "position_ids"))
+    names = ("attention_mask", "position_ids", "memory_mask")
+    real, positions, memory_mask = (case.options.get(name) for name in names)
     for row in range(len(value)):
         document, last = [], -1
         for token in range(value.shape[2]):
@@ -82,7 +83,8 @@ def test_a_gradient_reaches_the_weights(seed):
             seen = range(max(first, 0), number + 1)
             slots, keys = [place - first for place in seen], [document[place] for place in seen]
             torch.testing.assert_close(weights[row, :, token, slots].sum(-1), torch.ones(value.shape[1]).double())
-            share = torch.sigmoid(case.gate) if number // length > kept else torch.zeros_like(case.gate)
+            written = [token for token in document[: max(first, 0)] if memory_mask is None or memory_mask[row, token]]
+            share = torch.sigmoid(case.gate) if written else torch.zeros_like(case.gate)
             wanted = (1 - share)[:, None] * (value[row][:, keys] * slope[row, :, token, None]).sum(-1)
             # float64, sums of up to 9 products
             torch.testing.assert_close(found[row, :, token, slots], wanted, rtol=1e-9, atol=1e-9)

@@ -62,3 +62,9 @@ def test_what_fused_kernels_get_is_the_same_score():
     for score, scores in wanted.items():
         turned, factor = as_dot_product(score, query, weight)
         torch.testing.assert_close(factor * dot_scores(turned, key), scores)
+
+
+def test_scaled_products_within_float16_are_finite_there():
+    """The product before its scaling, 16 · 100 · 100 = 160,000, would not be; 40,000 is a number of float16."""
+    entries = torch.full((1, 1, 1, 16), 100.0, dtype=torch.float16)
+    assert scaled_dot_scores(entries, entries).item() == 40_000
