@@ -47,7 +47,7 @@ def infini_attention(
     Token `t` of a document lies in segment `s = t // segment_length`. It sees its own segment and `local_segments` before it
     by softmax (equation 2), and reads everything older from the memory (equation 3), which takes in a segment when it
     leaves that window (equation 4 or the delta rule). Per head, `sigmoid(gate)` is the memory's share (equation 5); while
-    the memory is still empty (or all that left the window was kept out of it), the output is the local attention alone.
+    the memory is still empty (or all that left the window was kept out of it), the output is only the local attention.
 
     Args:
         query: `[batch, heads, tokens, head_dim]`.
@@ -57,7 +57,7 @@ def infini_attention(
         segment_length: tokens in a segment, L ≥ 1.
         update_rule: "linear" or "delta", which writes values less what the memory already answers to their keys.
         feature_map: what makes positive features of the memory's queries and keys: "elu", ELU + 1 (the paper), or "exp".
-        normaliser: "separate", one for the window and one for the memory, so that the gate alone sets the memory's share
+        normaliser: "separate", one for the window and one for the memory, so that only the gate sets the memory's share
             (the paper); or "shared", one for both, so that it also depends on what the token finds: [`memory_weight`].
         local_segments: earlier segments that the softmax sees, 0 in the paper.
         attention_mask: `[batch, tokens]`, 1 for real tokens; padding may stand anywhere, is in no segment, and its output
@@ -210,8 +210,8 @@ def attend(
         return output, None, weights
     new_state = replace(
         state,
-        memory=_alone(memory),
-        normaliser=_alone(memory_normaliser),
+        memory=_own_copy(memory),
+        normaliser=_own_copy(memory_normaliser),
         local_key=layout.next_window(key, state.local_key),
         local_value=layout.next_window(value, state.local_value),
         local_memory_key=layout.next_window(memory_key, state.local_memory_key) if separate else None,
@@ -243,7 +243,7 @@ def _of_no_tokens(
     return mix(local, local, gate[:, None, None]), state
 
 
-def _alone(tensor: Tensor) -> Tensor:
+def _own_copy(tensor: Tensor) -> Tensor:
     """A copy: the tensor is one of many states that the call made, and would keep all of them in memory. Its strides are
     those of a new tensor also in a batch of one, for torch.cond compares them."""
     return tensor.clone(memory_format=torch.contiguous_format)
@@ -284,7 +284,7 @@ def _check_token_arguments(batch, tokens, attention_mask, memory_mask, position_
         if mask is not None and mask.shape != (batch, tokens):
             raise ValueError(
                 f"{name} must be [batch, tokens] = [{batch}, {tokens}], got {list(mask.shape)}. "
-                "With a state it covers the new tokens alone."
+                "With a state it covers only the new tokens."
             )
     if position_ids is not None and tuple(position_ids.shape) not in ((batch, tokens), (1, tokens)):
         raise ValueError(

@@ -137,7 +137,7 @@ class StatesOfCall:
 class InfiniCache(Cache):
     """The cache of an [`InfiniGPT2LMHeadModel`]: bounded for layers with memory, growing for those with full attention.
 
-    `generate()` and `model(..., use_cache=True)` make it by themselves; pass it back to go on reading where it stands.
+    `generate()` and `model(..., use_cache=True)` make it by themselves; pass it back to go on reading from there.
     `copy.copy` gives a second one to go on with from the same place.
 
     Args:
@@ -199,7 +199,7 @@ class InfiniCache(Cache):
         return total
 
     def attention_mask(self, attention_mask: Tensor) -> Tensor:
-        """The mask with which `generate()` goes on from here with new tokens alone, as it must where the ids of what the
+        """The mask with which `generate()` goes on from here with only new tokens, as it must where the ids of what the
         cache has read are gone: `generate(ids, attention_mask=cache.attention_mask(mask), past_key_values=cache)`.
 
         By the width of the mask `generate()` tells new ids from a whole text. With beams or several sequences for each row,
@@ -228,7 +228,7 @@ class InfiniCache(Cache):
     def mask_of_ids(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """The mask with which `generate()` reads of these ids what is new, where nobody has said what is.
 
-        It takes ids and a mask of the same width for a whole text and reads the end of it alone, as much as goes beyond the
+        It takes ids and a mask of the same width for a whole text and reads only the end of it, as much as goes beyond the
         cache. So new ids need a wider mask, and which ids are new is seen by what the cache has read.
 
         Args:
@@ -259,7 +259,7 @@ class InfiniCache(Cache):
         if not known and tokens > columns:
             raise ValueError(
                 f"these {tokens} ids do not begin with the {columns} that the cache has read, and generate() would take "
-                f"them for the whole text and read the last {tokens - columns} alone. If all of them are new, pass "
+                f"them for the whole text and read only the last {tokens - columns}. If all of them are new, pass "
                 "attention_mask=cache.attention_mask(mask), mask being [batch, tokens] with 1 for real tokens; a whole text "
                 "must be that of the cache token by token, padding included."
             )

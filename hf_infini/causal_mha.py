@@ -47,7 +47,7 @@ class CausalMultiHeadAttention(nn.Module):
         qkv_bias: whether `W_query`, `W_key` and `W_value` have a bias.
         layer_idx: which layer of a model it is; needed with a cache only.
         config: where the kind of attention, the score and the position encoding come from, inside a model.
-        options: the same by name, for an attention alone: those of [`CausalMHAConfig`], such as `score="additive"`,
+        options: the same by name, outside of a model: those of [`CausalMHAConfig`], such as `score="additive"`,
             `attention="local", sliding_window=16` or `position_encoding="rope"`. Without any: global, scaled dot product,
             no positions.
 
@@ -129,7 +129,7 @@ class CausalMultiHeadAttention(nn.Module):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """
         Args:
-            hidden_states: `[batch, tokens, d_in]`. Used alone, this is all it needs.
+            hidden_states: `[batch, tokens, d_in]`. Outside of a model, this is all it needs.
             mask: `[batch or 1, 1, tokens, keys]` bool, True where a key is visible; `None`: what causality leaves.
             distance: `[tokens, keys]`, place of the query minus place of the key; `None`: the tokens are the last keys.
             position_ids: `[batch or 1, tokens]`, for rope; `None`: 0, 1, 2, ….
@@ -301,7 +301,7 @@ class CausalMultiHeadAttention(nn.Module):
         return visible if self.config.sliding_window is None else visible & (distance < self.config.sliding_window)
 
     def _distance_bias(self, distance: Tensor | None) -> Tensor | None:
-        """What the distance alone adds to a score: `[heads, tokens, keys]`, or `None`."""
+        """What the distance by itself adds to a score: `[heads, tokens, keys]`, or `None`."""
         if self.config.position_encoding == "alibi":
             return alibi_bias(distance, self.num_heads)
         if self.config.position_encoding == "t5":
@@ -318,7 +318,7 @@ class CausalMultiHeadAttention(nn.Module):
 
 
 def _config_of_options(d_out: int, num_heads: int, options: dict) -> CausalMHAConfig:
-    """The configuration of an attention that is used alone."""
+    """The configuration of an attention outside of a model."""
     unknown = sorted(set(options) - set(ATTENTION_OPTIONS))
     if unknown:
         raise ValueError(f"unknown options {', '.join(unknown)}; an attention takes {', '.join(ATTENTION_OPTIONS)}.")

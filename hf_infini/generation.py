@@ -10,7 +10,7 @@ from .cache import InfiniCache
 
 class MemoryGenerationMixin:
     """Gives `generate` an [`InfiniCache`] for a model with infini layers, the mask that says which ids a cache from before
-    has not read, and padding behind finished rows that no memory takes in; stands before `GenerationMixin`."""
+    has not read, and padding behind finished rows that no memory takes in; comes before `GenerationMixin`."""
 
     def _prepare_model_inputs(self, inputs, bos_token_id, model_kwargs):
         ids, name, model_kwargs = super()._prepare_model_inputs(inputs, bos_token_id, model_kwargs)

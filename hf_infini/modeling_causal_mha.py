@@ -48,7 +48,7 @@ class FeedForward(nn.Module):
 
 
 class CausalMHABlock(GradientCheckpointingLayer):
-    """`Y = X + MHA(LN(X))`, `Z = Y + FFN(LN(Y))`; with `attention="none"` the second half alone."""
+    """`Y = X + MHA(LN(X))`, `Z = Y + FFN(LN(Y))`; with `attention="none"` only the second half."""
 
     def __init__(self, config: CausalMHAConfig, layer_idx: int):
         super().__init__()

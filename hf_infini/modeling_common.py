@@ -16,11 +16,11 @@ logger = logging.get_logger(__name__)
 
 
 class InitializationMixin:
-    """Has `_init_weights` called for every module; stands before `PreTrainedModel`.
+    """Has `_init_weights` called for every module; comes before `PreTrainedModel`.
 
     For classes outside of transformers, it passes over modules whose own parameters are all initialised, and takes a module
     without any (GPT-2's MLP) for one: the scaled start of the projections inside would be lost. What was loaded is safe
-    without that, because `_init_weights` writes through `transformers.initialization` alone.
+    without that, because `_init_weights` writes only through `transformers.initialization`.
     """
 
     def _initialize_weights(self, module, is_custom_code: bool = False):

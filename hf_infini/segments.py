@@ -46,7 +46,7 @@ def segment_layout(
             before it starts a new document. `None`: none does.
         state: the state that the call continues, or `None`.
         max_documents: how many documents a row of the call holds at most, the continued one counted in. The sizes then
-            follow from the arguments' shapes alone; a row with more raises a RuntimeError (on a GPU, a device-side
+            follow only from the arguments' shapes; a row with more raises a RuntimeError (on a GPU, a device-side
             assertion).
 
     On an accelerator this waits for the device a few times, however many layers share the layout. With `max_documents` it

@@ -12,7 +12,7 @@ class InfiniState:
 
     With `w` local segments of length `L`, the next token of a row lies in segment `s = tokens_seen // L`. The memory holds
     the segments up to `s - 1 - w`; the window holds the segments `s - w … s` in order, `L` slots each, and zeros where
-    there is no token. A state depends on the tokens alone, not on how they were cut into calls.
+    there is no token. A state depends only on the tokens, not on how they were cut into calls.
 
     Attributes:
         memory: `[batch, kv_heads, head_dim, value_dim]`, float32 (float64 for float64 inputs): M of equation 4.
@@ -64,7 +64,7 @@ class InfiniState:
             segment_length: `L`, in tokens.
             local_segments: `w`, the number of earlier segments that local attention sees.
             start_memory: `[kv_heads, head_dim, value_dim]` and start_normaliser `[kv_heads, head_dim]` (positive): M_0, z_0
-                of every document. `None`: empty, and then the first tokens use local attention alone.
+                of every document. `None`: empty, and then the first tokens use only local attention.
             separate_memory_key: keep a second set of local keys for the memory (rotary models).
         """
         if (start_memory is None) != (start_normaliser is None):
