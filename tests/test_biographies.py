@@ -8,8 +8,8 @@ import string
 
 import pytest
 
-from corpora import biography_sentences as sentences
 from corpora.biographies import (
+    SENTENCES,
     biography_documents,
     fact_prompt,
     forbid_answers,
@@ -25,7 +25,7 @@ BIOGRAPHIES = list(generate_biographies(60, seed=1))
 
 def test_positions_and_prefixes():
     for biography in BIOGRAPHIES:
-        assert sorted(fact.name for fact in biography.facts) == sorted(sentences.FACTS)
+        assert sorted(fact.name for fact in biography.facts) == sorted(SENTENCES["facts"])
         for fact in biography.facts:
             for position in (fact.stated_at, fact.recalled_at):
                 assert biography.text[position : position + len(fact.answer)] == fact.answer
@@ -60,7 +60,7 @@ def test_a_seed_gives_the_same_people_whatever_the_count():
 
 def test_answers_vary():
     """A model that has learned the most frequent answer by heart stays far from knowing it."""
-    for name in sentences.FACTS:
+    for name in SENTENCES["facts"]:
         answers = [fact.answer for biography in BIOGRAPHIES for fact in biography.facts if fact.name == name]
         most = max(map(answers.count, answers))
         # The fewest choices are the nine numbers of children: 60 draws give one 6.7 times, and 15 times hardly ever.
@@ -88,20 +88,38 @@ def test_the_text_is_tidy():
 
 def test_every_template_can_be_filled():
     """Slots are spelled as the generator knows them: a rare template must not fail in the middle of a long run."""
-    person = {*sentences.GENDER["m"], "first", "name", "made", "spouse", "so"}
+    gender, used = SENTENCES["gender"], set()
+    person = {*gender["m"], "first", "name", "made", "spouse", "so"}
     chance = {"man", "woman", "family", "city", "district", "year", "later", "born", "month", "count"}
-    assert sentences.GENDER["m"].keys() == sentences.GENDER["f"].keys()
+    assert gender["m"].keys() == gender["f"].keys()
 
     def slots(template):
-        return {name for _, name, _, _ in string.Formatter().parse(template) if name is not None}
+        found = {name for _, name, _, _ in string.Formatter().parse(template) if name is not None}
+        used.update(found)
+        return found
 
-    for topic in itertools.chain(*sentences.TOPICS):
+    for topic in itertools.chain(*SENTENCES["topics"].values()):
         assert {slot.rstrip("23") for slot in slots(topic)} <= person | chance, topic
-    for fact in sentences.FACTS.values():
-        for template in (*fact.statements, *fact.returns):
+    for fact in SENTENCES["facts"].values():
+        for template in (*fact["statements"], *fact["returns"]):
             assert template.count("{answer}") == 1 and slots(template) <= person | {"answer"}, template
-        assert slots(fact.prompt) == {"name"}
-    assert {name for _, group in sentences.OPENING for name in group} == set(sentences.FACTS)
+        assert slots(fact["prompt"]) == {"name"}
+    assert all(slots(closing) <= person for closing in SENTENCES["closings"])
+    assert gender["m"].keys() <= used  # no word that agrees with nothing
+    assert {name for paragraph in SENTENCES["opening"] for name in paragraph["facts"]} == set(SENTENCES["facts"])
+
+
+def test_the_data_file_is_read_as_text():
+    """YAML makes a number or a truth value of an unquoted word such as `1900` or `on`."""
+
+    def leaves(node):
+        if isinstance(node, str):
+            return [node]
+        return [leaf for child in (node.values() if isinstance(node, dict) else node) for leaf in leaves(child)]
+
+    assert len(leaves({**SENTENCES, "opening": []})) > 400  # what is no text has no children to look at: an error
+    assert all(isinstance(paragraph["fixed"], bool) and leaves(paragraph["facts"]) for paragraph in SENTENCES["opening"])
+    assert all(profession.keys() == {"m", "f", "made"} for profession in SENTENCES["professions"])
 
 
 def test_documents_carry_their_facts():

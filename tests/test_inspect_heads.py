@@ -8,6 +8,7 @@ import shutil
 import struct
 import subprocess
 from html.parser import HTMLParser
+from importlib import resources
 
 import numpy as np
 import pytest
@@ -20,7 +21,6 @@ from cli import parse_options
 from corpora.tokenization import build_character_tokenizer, train_bpe
 from hf_infini.inspection import inspect_attention
 from hf_infini.inspection.page import LAST_LEVEL, LEVELS_PER_NAT, inspection_page, page_data
-from hf_infini.inspection.script import SCRIPT
 from plots.heads import plot_heads, plot_memory
 
 inspect_heads = load_recipe("inspect_heads")
@@ -153,7 +153,8 @@ def test_the_page_needs_nothing_else(bpe):
 def test_the_script_is_valid(bpe, tmp_path):
     page = Page(inspection_page(inspect_attention(gpt2(), torch.ones(1, 3, dtype=torch.long)), title="m"))
     (tmp_path / "page.js").write_text(page.content["script", None], encoding="utf-8")
-    assert SCRIPT in page.content["script", None]
+    for name in ("page.js", "charts.js"):
+        assert resources.files("hf_infini.inspection").joinpath(name).read_text("utf-8") in page.content["script", None]
     done = subprocess.run(["node", "--check", tmp_path / "page.js"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 

@@ -11,8 +11,7 @@ from models import causal_mha, gpt2, infini_gpt2, token_ids
 from test_train import kill_when, load_recipe, recipe
 
 from cli import UserError
-from corpora.biographies import biography_documents
-from corpora.biography_sentences import NUMBERS
+from corpora.biographies import SENTENCES, biography_documents
 from corpora.tokenization import train_bpe
 from evaluation.inference import switch_memory_off
 from recall.examples import FACT_NAMES, NEEDLES, QUESTIONS, Example, Question
@@ -186,7 +185,7 @@ def test_facts_of_a_random_model(base, capsys):
     assert second["samples"] == 24 and sum(second["skipped"].values()) > 0
     guesses = found["constant_guesses"]
     # Nine numbers of children among 2,000 people: 222 each, 267 is three standard deviations of 15 more
-    assert guesses["children"]["answer"] in NUMBERS and 1 / 9 <= guesses["children"]["share"] < 267 / 2000
+    assert guesses["children"]["answer"] in SENTENCES["numbers"] and 1 / 9 <= guesses["children"]["share"] < 267 / 2000
     mean = sum(guess["share"] for guess in guesses.values()) / 12
     assert last["chance"] == pytest.approx(mean) and guesses == constant_guesses(0) != constant_guesses(1)
     assert "not possible" in capsys.readouterr().out and (base / "facts.png").read_bytes()[:4] == b"\x89PNG"

@@ -1,5 +1,8 @@
 """One HTML page of what [`hf_infini.inspection.inspect_attention`] found: no other file, nothing from a network.
 
+Its frame is `page.html`, which takes in the style `page.css` and the scripts, plain JavaScript without a library: `page.js`,
+and `charts.js` for the charts and tables of the memory, and to start the page.
+
 The weights travel compactly. The row of a query is stored from the first key that it sees to the query itself, each weight
 as a 16-bit level: weight = exp(−level / 1000), so 0.05 % exact, and score = −level / 1000 + s, with a number s per row, the
 logarithm of the sum of its exponentials. That is about 2.7 · tokens² bytes of base64 characters a head for full attention.
@@ -9,14 +12,12 @@ import base64
 import html
 import json
 import math
+from importlib import resources
 
 import torch
 from torch import Tensor
 
-from .charts import CHARTS
 from .heads import Inspection, LayerInspection
-from .script import SCRIPT
-from .style import BODY, STYLE
 
 LEVELS_PER_NAT = 1000
 LAST_LEVEL = 65534  # exp(−65.5) = 4e-29: what is smaller is shown as this
@@ -33,24 +34,14 @@ def inspection_page(inspection: Inspection, *, title: str, row: int = 0) -> str:
     content = json.dumps(page_data(inspection, title=title, row=row), ensure_ascii=False, allow_nan=False)
     # In a script element only "</script" and "<!--" end the data or change its reading: without "<" there is neither.
     content = content.replace("<", "\\u003c")
-    policy = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
-    return f"""<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy" content="{policy}">
-<title>Attention heads: {html.escape(title)}</title>
-<style>
-{STYLE}</style>
-</head>
-<body>
-{BODY}<script type="application/json" id="data">{content}</script>
-<script>
-{SCRIPT}{CHARTS}</script>
-</body>
-</html>
-"""
+    return _text("page.html").format(
+        policy="default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'",
+        title=html.escape(title),
+        style=_text("page.css"),
+        data=content,
+        script=_text("page.js"),
+        charts=_text("charts.js"),
+    )
 
 
 def page_data(inspection: Inspection, *, title: str, row: int = 0) -> dict:
@@ -88,6 +79,11 @@ def _layer_data(layer: LayerInspection, real: Tensor, row: int) -> dict:
         found["memory"] = _numbers(layer.memory_norm.values[row, :, :stop])
         found["normaliser"] = _numbers(layer.normaliser_norm.values[row, :, :stop])
     return found
+
+
+def _text(name: str) -> str:
+    """A file beside this module, such as the script: the wheel holds the kinds that pyproject.toml lists."""
+    return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
 
 
 def _base64(tensor: Tensor, dtype: str) -> str:

@@ -2,7 +2,7 @@
 
 Each biography states twelve facts about an invented person, goes on for several kilobytes about other people, places
 and years, and then states every fact again: only a model that still knows the beginning can predict the end. The
-sentences are in [`biography_sentences`]; names come from Faker's `pt_BR` provider.
+sentences are in `biography_sentences.yaml`; names come from Faker's `pt_BR` provider.
 """
 
 import dataclasses
@@ -10,9 +10,13 @@ import random
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
-from . import biography_sentences as sentences
+import yaml
+
 from .documents import Document
+
+SENTENCES = yaml.safe_load(Path(__file__).with_name("biography_sentences.yaml").read_text(encoding="utf-8"))
 
 
 @dataclass(frozen=True)
@@ -20,7 +24,7 @@ class Fact:
     """A fact of a biography, and where its text says it.
 
     Args:
-        name: what it is about, such as "birth_year" (the keys of `biography_sentences.FACTS`).
+        name: what it is about, such as "birth_year" (the keys of `SENTENCES["facts"]`).
         answer: the words that are the same at both places.
         stated_at, recalled_at: positions in characters: `text[stated_at : stated_at + len(answer)] == answer`.
         prefix: the beginning of the later sentence, up to the answer: `text[:recalled_at].endswith(prefix)`.
@@ -104,30 +108,30 @@ def invent_person(rng: random.Random, names) -> Person:
     """A person by chance, with an answer to every fact; `names` is [`portuguese_names`]."""
     gender = rng.choice("mf")
     first, last = _first_name(names, gender), f"{_surname(names)} {_surname(names)}"
-    profession = rng.choice(sentences.PROFESSIONS)
+    profession = rng.choice(SENTENCES["professions"])
     spouse_gender = "f" if gender == "m" else "m"
     words = {
-        **sentences.GENDER[gender],
+        **SENTENCES["gender"][gender],
         "first": first,
         "name": f"{first} {last}",
-        "made": profession.made,
-        "spouse": sentences.GENDER[spouse_gender]["spouse"],
-        "so": sentences.GENDER[spouse_gender]["o"],
+        "made": profession["made"],
+        "spouse": SENTENCES["gender"][spouse_gender]["spouse"],
+        "so": SENTENCES["gender"][spouse_gender]["o"],
     }
     birth_year = rng.randint(1870, 1950)
     answers = {
         "birth_year": str(birth_year),
-        "birth_city": rng.choice(sentences.CITIES),
-        "profession": profession.masculine if gender == "m" else profession.feminine,
+        "birth_city": rng.choice(SENTENCES["cities"]),
+        "profession": profession[gender],
         "mother": _person(names, "f"),
         "mentor": _person(names, rng.choice("mf")),
         "spouse": _person(names, spouse_gender),
-        "street": f"Rua {rng.choice(sentences.STREET_TITLES)} {_surname(names)}",
-        "work": f"{rng.choice(sentences.TITLE_HEADS)} {rng.choice(sentences.TITLE_TAILS)}",
+        "street": f"Rua {rng.choice(SENTENCES['street_titles'])} {_surname(names)}",
+        "work": f"{rng.choice(SENTENCES['title_heads'])} {rng.choice(SENTENCES['title_tails'])}",
         "work_year": str(birth_year + rng.randint(24, 48)),
         "prize": f"Prêmio {_surname(names)} {_surname(names)}",
-        "children": rng.choice(sentences.NUMBERS),
-        "collection": rng.choice(sentences.COLLECTIONS),
+        "children": rng.choice(SENTENCES["numbers"]),
+        "collection": rng.choice(SENTENCES["collections"]),
     }
     return Person(words["name"], answers, words, birth_year)
 
@@ -136,16 +140,16 @@ def write_opening(rng: random.Random, person: Person) -> list[list[Sentence]]:
     """The paragraphs that state all facts of a person for the first time, a list of sentences each."""
     return [
         [
-            _sentence(person, name, rng.choice(sentences.FACTS[name].statements))
-            for name in (group if fixed else rng.sample(group, len(group)))
+            _sentence(person, name, rng.choice(SENTENCES["facts"][name]["statements"]))
+            for name in (group["facts"] if group["fixed"] else rng.sample(group["facts"], len(group["facts"])))
         ]
-        for fixed, group in sentences.OPENING
+        for group in SENTENCES["opening"]
     ]
 
 
 def fact_prompt(person: Person, name: str) -> str:
     """The beginning of a sentence that asks for a fact wherever it stands; a space and the answer go behind it."""
-    return sentences.FACTS[name].prompt.format_map(person.words)
+    return SENTENCES["facts"][name]["prompt"].format_map(person.words)
 
 
 def forbid_answers(person: Person) -> re.Pattern:
@@ -155,13 +159,14 @@ def forbid_answers(person: Person) -> re.Pattern:
 
 def write_paragraphs(rng: random.Random, names, person: Person, forbidden: re.Pattern) -> Iterator[str]:
     """Yields paragraphs about everything else in a person's life, without end, in which `forbidden` is not found."""
-    turns: list[int] = []
-    unused: dict[int, list[str]] = {}
+    topics = SENTENCES["topics"]
+    turns: list[str] = []
+    unused: dict[str, list[str]] = {}
     while True:
-        turns = turns or rng.sample(range(len(sentences.TOPICS)), len(sentences.TOPICS))
+        turns = turns or rng.sample(list(topics), len(topics))
         topic = turns.pop()
         if len(unused.get(topic, ())) < 3:  # a sentence comes back only after most others of its topic
-            unused[topic] = rng.sample(sentences.TOPICS[topic], len(sentences.TOPICS[topic]))
+            unused[topic] = rng.sample(topics[topic], len(topics[topic]))
         paragraph = []
         for _ in range(min(rng.randint(3, 5), len(unused[topic]))):
             sentence = unused[topic].pop().format_map(_Slots(rng, names, person))
@@ -189,11 +194,11 @@ def _write(rng: random.Random, names, distance: int) -> Biography:
     while length < distance:
         parts.append(next(middle) + "\n")
         length += len(parts[-1])
-    parts.append(rng.choice(sentences.CLOSINGS).format_map(person.words) + " ")
+    parts.append(rng.choice(SENTENCES["closings"]).format_map(person.words) + " ")
     prefixes = {}
     order = rng.sample(list(person.answers), len(person.answers))
     for position, name in enumerate(order):
-        sentence = _sentence(person, name, rng.choice(sentences.FACTS[name].returns))
+        sentence = _sentence(person, name, rng.choice(SENTENCES["facts"][name]["returns"]))
         say(sentence, recalled)
         prefixes[name] = sentence.before
         if position % 4 == 3:
@@ -250,9 +255,9 @@ class _Slots(dict):
         elif kind == "count":
             value = str(self.rng.randint(11, 97))
         elif kind == "city":
-            value = self.rng.choice(sentences.CITIES)
+            value = self.rng.choice(SENTENCES["cities"])
         elif kind == "month":
-            value = self.rng.choice(sentences.MONTHS)
+            value = self.rng.choice(SENTENCES["months"])
         elif kind in ("man", "woman"):
             value = _person(self.names, "m" if kind == "man" else "f")
         elif kind == "family":

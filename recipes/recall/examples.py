@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from corpora.biographies import (
+    SENTENCES,
     Person,
     Sentence,
     fact_prompt,
@@ -24,7 +25,6 @@ from corpora.biographies import (
     write_opening,
     write_paragraphs,
 )
-from corpora.biography_sentences import FACTS
 
 from .filler import Filler
 
@@ -46,7 +46,7 @@ QUESTIONS = (
     "\nDiga agora qual é o número secreto. O número secreto é",
     "\nPergunta: qual é o número secreto? Resposta: o número secreto é",
 )
-FACT_NAMES = tuple(FACTS)
+FACT_NAMES = tuple(SENTENCES["facts"])
 REAL_TEXT = (32, 256)  # tokens of a piece of real text among the invented paragraphs of a training row
 
 

@@ -1,9 +1,4 @@
-"""The script of the page that [`hf_infini.inspection.page.inspection_page`] writes: plain JavaScript, no library.
-
-The charts and tables of the memory, and what starts the page, follow in [`hf_infini.inspection.charts`].
-"""
-
-SCRIPT = r""""use strict";
+"use strict";
 const data = JSON.parse(document.getElementById("data").textContent);
 const tokens = data.tokens, count = tokens.length;
 const LEVELS_PER_NAT = 1000, LAST_LEVEL = 65534, THUMB = 96;
@@ -289,4 +284,3 @@ function pressed(event) {
   tell(facts(), box.right, box.bottom);
   $("said").textContent = facts().map(fact => fact.join(" ")).join(", ");
 }
-"""

@@ -1,6 +1,3 @@
-"""The end of the page's script ([`hf_infini.inspection.script`]): the memory's charts and tables, events, and the start."""
-
-CHARTS = r"""
 // --- the memory ------------------------------------------------------------------------------------------------------
 
 let moveMarker = () => {};  // to another query, on the chart that has one
@@ -191,4 +188,3 @@ function start() {
 }
 
 start();
-"""
