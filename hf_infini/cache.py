@@ -109,9 +109,13 @@ class StatesOfCall:
     Every layer takes its state from here and leaves the next one here; [`InfiniCache.advance`] takes these over when all
     layers are through. So a call that fails changes nothing in the cache, nor does a layer that gradient checkpointing runs
     a second time.
+
+    Attributes:
+        documents: see [`full_attention_mask`], of all columns up to the last of this call.
     """
 
-    def __init__(self, layers: Sequence):
+    def __init__(self, layers: Sequence, documents: Tensor | None = None):
+        self.documents = documents
         self._layers = {number: layer for number, layer in enumerate(layers) if isinstance(layer, InfiniLayer)}
         self._before = {number: layer._state for number, layer in self._layers.items()}
         self._after: dict[int, InfiniState] = {}
@@ -175,7 +179,18 @@ class InfiniCache(Cache):
 
     def states(self) -> StatesOfCall:
         """The states for a call of the model."""
-        return StatesOfCall(self.layers)
+        return StatesOfCall(self.layers, self.documents)
+
+    def drop_unfinished(self) -> None:
+        """Removes the keys and values that a failed call has left in layers of full attention."""
+        columns = self.get_seq_length()
+        for layer in self.layers:
+            if not isinstance(layer, InfiniLayer) and layer.get_seq_length() > columns:
+                layer.keys, layer.values = layer.keys[:, :, :columns], layer.values[:, :, :columns]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Columns that all layers have read; layers of full attention may hold more, where a call has failed."""
+        return self._first_layer.columns
 
     def first_state(self) -> InfiniState | None:
         """As `state`, for a call that keeps nothing of it."""
@@ -186,6 +201,7 @@ class InfiniCache(Cache):
     ) -> None:
         """Takes over what a call of `tokens` columns has left; `input_ids` `[batch, tokens]`, or `None` for embeddings."""
         states.advance_layers(tokens)
+        self.documents = states.documents
         self.text.extend(input_ids, layout.real, len(layout.tokens_seen), tokens, layout.tokens_seen.device)
 
     def nbytes(self) -> int:
