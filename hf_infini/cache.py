@@ -13,7 +13,7 @@ from .memory_contents import fill_with_one_token, find_problem
 from .memory_files import MemoryFileError, check_model, describe_model, read_memory_file, write_memory_file
 from .read_text import ReadText
 from .segments import SegmentLayout
-from .state import InfiniState
+from .state import InfiniState, empty_places
 from .steps import StepLayout
 
 
@@ -160,6 +160,7 @@ class InfiniCache(Cache):
                 "past_key_values out, or pass transformers.DynamicCache(config=model.config)."
             )
         super().__init__(layers=[InfiniLayer() if i in bounded else DynamicLayer() for i in range(config.n_layer)])
+        self._window = (config.tokens_per_segment, config.local_segments)
         self.documents: Tensor | None = None  # see full_attention_mask
         self.text = ReadText()
 
@@ -304,7 +305,11 @@ class InfiniCache(Cache):
         tokens_seen = self.first_state().tokens_seen.tolist()
         if text_sha256 is not None and (isinstance(text_sha256, str) or len(text_sha256) != len(tokens_seen)):
             raise ValueError(f"text_sha256 must be a list with one for each of the {len(tokens_seen)} rows.")
+        self.drop_unfinished()
         tensors = self._tensors()
+        empty = empty_places(self.first_state().tokens_seen, *self._window)[:, None, :, None]
+        for name in [name for name in tensors if name.endswith((".local_key", ".local_value", ".local_memory_key"))]:
+            tensors[name] = tensors[name].masked_fill(empty, 0)  # a step that failed may have written its token there
         for name, tensor in tensors.items():
             if tensor.is_floating_point() and not tensor.isfinite().all():
                 raise ValueError(f"{name} of this cache holds NaN or infinity: nothing could go on from its file.")

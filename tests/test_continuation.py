@@ -280,6 +280,26 @@ def test_a_call_that_fails_changes_nothing_beside_layers_of_full_attention(layer
             torch.testing.assert_close(got, wanted[:, begin:end], rtol=FLOAT32, atol=FLOAT32)
 
 
+def test_a_memory_file_has_nothing_of_a_step_that_failed(model, tmp_path):
+    """Steps write into the window itself, layers of full attention append."""
+    ids = token_ids(2, 12)
+
+    def fails(*_):
+        raise RuntimeError("out of memory")
+
+    with torch.no_grad():
+        cache = model(ids[:, :10], use_cache=True).past_key_values
+        model(ids[:, 10:11], past_key_values=cache)
+        cache.save_pretrained(tmp_path / "before", model)
+        hook = model.transformer.h[1].register_forward_hook(fails)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            model(ids[:, 11:], past_key_values=cache)
+        hook.remove()
+    cache.save_pretrained(tmp_path / "after", model)
+    assert (tmp_path / "before").read_bytes() == (tmp_path / "after").read_bytes()
+    InfiniCache.from_pretrained(tmp_path / "after", model)
+
+
 @pytest.mark.parametrize("rows, batch", [(4, 1), (1, 4), (4, 2)])
 @pytest.mark.parametrize("tokens", [1, 5])
 def test_a_cache_with_other_rows_than_the_call_is_refused(model, rows, batch, tokens):
