@@ -216,7 +216,7 @@ class InfiniCache(Cache):
         return total
 
     def attention_mask(self, attention_mask: Tensor) -> Tensor:
-        """The mask with which `generate()` goes on from here with new tokens alone, as it must where the ids of what the
+        """The mask with which `generate()` goes on from here with only new tokens, as it must where the ids of what the
         cache has read are gone: `generate(ids, attention_mask=cache.attention_mask(mask), past_key_values=cache)`.
 
         By the width of the mask `generate()` tells new ids from a whole text. With beams or several sequences for each row,
@@ -245,7 +245,7 @@ class InfiniCache(Cache):
     def mask_of_ids(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """The mask with which `generate()` reads of these ids what is new, where nobody has said what is.
 
-        It takes ids and a mask of the same width for a whole text and reads the end of it alone, as much as goes beyond the
+        It takes ids and a mask of the same width for a whole text and reads only the end of it, what goes beyond the
         cache. So new ids need a wider mask, and which ids are new is seen by what the cache has read.
 
         Args:
@@ -257,7 +257,7 @@ class InfiniCache(Cache):
             [`InfiniCache.attention_mask`] of it.
 
         Raises:
-            ValueError: nothing is new in a whole text, the ids are more than the cache has read and begin otherwise, or the
+            ValueError: nothing is new in a whole text, the ids are more than the cache has read and begin differently, or the
                 mask of what has been read is another.
         """
         columns, tokens = self.get_seq_length(), input_ids.shape[1]

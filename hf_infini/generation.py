@@ -12,7 +12,7 @@ from .cache import InfiniCache
 
 class MemoryGenerationMixin:
     """Gives `generate` an [`InfiniCache`] for a model with infini layers, the mask that says which ids a cache from before
-    has not read, and padding behind finished rows that no memory takes in; stands before `GenerationMixin`."""
+    has not read, and padding behind finished rows that no memory takes in; comes before `GenerationMixin`."""
 
     def _prepare_model_inputs(self, inputs, bos_token_id, model_kwargs):
         ids, name, model_kwargs = super()._prepare_model_inputs(inputs, bos_token_id, model_kwargs)
@@ -41,7 +41,7 @@ class MemoryGenerationMixin:
         )
 
     def _prepare_position_ids_for_generation(self, inputs_tensor, model_kwargs):
-        """None for a memory: a cache knows where its documents stand, and only a user's positions begin new ones."""
+        """None for a memory: a cache knows how far its documents have come, and only a user's positions begin new ones."""
         if self.config.infini_layers:
             return None
         return super()._prepare_position_ids_for_generation(inputs_tensor, model_kwargs)
