@@ -257,8 +257,8 @@ class InfiniCache(Cache):
             [`InfiniCache.attention_mask`] of it.
 
         Raises:
-            ValueError: nothing is new in a whole text, the ids are more than the cache has read and begin differently, or the
-                mask of what has been read is another.
+            ValueError: nothing is new in a whole text, the ids are more than the cache has read and begin differently, or
+                the mask of what has been read is another.
         """
         columns, tokens = self.get_seq_length(), input_ids.shape[1]
         if self.text.real is None:

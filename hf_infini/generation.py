@@ -41,7 +41,7 @@ class MemoryGenerationMixin:
         )
 
     def _prepare_position_ids_for_generation(self, inputs_tensor, model_kwargs):
-        """None for a memory: a cache knows how far its documents have come, and only a user's positions begin new ones."""
+        """None for a memory: a cache knows where its documents are, and only a user's positions begin new ones."""
         if self.config.infini_layers:
             return None
         return super()._prepare_position_ids_for_generation(inputs_tensor, model_kwargs)
