@@ -13,7 +13,7 @@ from .memory_contents import fill_with_one_token, find_problem
 from .memory_files import MemoryFileError, check_model, describe_model, read_memory_file, write_memory_file
 from .read_text import ReadText
 from .segments import SegmentLayout
-from .state import InfiniState
+from .state import InfiniState, empty_places
 from .steps import StepLayout
 
 
@@ -109,9 +109,13 @@ class StatesOfCall:
     Every layer takes its state from here and leaves the next one here; [`InfiniCache.advance`] takes these over when all
     layers are through. So a call that fails changes nothing in the cache, nor does a layer that gradient checkpointing runs
     a second time.
+
+    Attributes:
+        documents: see [`full_attention_mask`], of all columns up to the last of this call.
     """
 
-    def __init__(self, layers: Sequence):
+    def __init__(self, layers: Sequence, documents: Tensor | None = None):
+        self.documents = documents
         self._layers = {number: layer for number, layer in enumerate(layers) if isinstance(layer, InfiniLayer)}
         self._before = {number: layer._state for number, layer in self._layers.items()}
         self._after: dict[int, InfiniState] = {}
@@ -156,6 +160,7 @@ class InfiniCache(Cache):
                 "past_key_values out, or pass transformers.DynamicCache(config=model.config)."
             )
         super().__init__(layers=[InfiniLayer() if i in bounded else DynamicLayer() for i in range(config.n_layer)])
+        self._window = (config.tokens_per_segment, config.local_segments)
         self.documents: Tensor | None = None  # see full_attention_mask
         self.text = ReadText()
 
@@ -175,7 +180,18 @@ class InfiniCache(Cache):
 
     def states(self) -> StatesOfCall:
         """The states for a call of the model."""
-        return StatesOfCall(self.layers)
+        return StatesOfCall(self.layers, self.documents)
+
+    def drop_unfinished(self) -> None:
+        """Removes the keys and values that a failed call has left in layers of full attention."""
+        columns = self.get_seq_length()
+        for layer in self.layers:
+            if not isinstance(layer, InfiniLayer) and layer.get_seq_length() > columns:
+                layer.keys, layer.values = layer.keys[:, :, :columns], layer.values[:, :, :columns]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Columns that all layers have read; layers of full attention may hold more, where a call has failed."""
+        return self._first_layer.columns
 
     def first_state(self) -> InfiniState | None:
         """As `state`, for a call that keeps nothing of it."""
@@ -186,6 +202,7 @@ class InfiniCache(Cache):
     ) -> None:
         """Takes over what a call of `tokens` columns has left; `input_ids` `[batch, tokens]`, or `None` for embeddings."""
         states.advance_layers(tokens)
+        self.documents = states.documents
         self.text.extend(input_ids, layout.real, len(layout.tokens_seen), tokens, layout.tokens_seen.device)
 
     def nbytes(self) -> int:
@@ -228,7 +245,7 @@ class InfiniCache(Cache):
     def mask_of_ids(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """The mask with which `generate()` reads of these ids what is new, where nobody has said what is.
 
-        It takes ids and a mask of the same width for a whole text and reads only the end of it, as much as goes beyond the
+        It takes ids and a mask of the same width for a whole text and reads only the end of it, what goes beyond the
         cache. So new ids need a wider mask, and which ids are new is seen by what the cache has read.
 
         Args:
@@ -240,8 +257,8 @@ class InfiniCache(Cache):
             [`InfiniCache.attention_mask`] of it.
 
         Raises:
-            ValueError: nothing is new in a whole text, the ids are more than the cache has read and begin otherwise, or the
-                mask of what has been read is another.
+            ValueError: nothing is new in a whole text, the ids are more than the cache has read and begin differently, or
+                the mask of what has been read is another.
         """
         columns, tokens = self.get_seq_length(), input_ids.shape[1]
         if self.text.real is None:
@@ -288,7 +305,11 @@ class InfiniCache(Cache):
         tokens_seen = self.first_state().tokens_seen.tolist()
         if text_sha256 is not None and (isinstance(text_sha256, str) or len(text_sha256) != len(tokens_seen)):
             raise ValueError(f"text_sha256 must be a list with one for each of the {len(tokens_seen)} rows.")
+        self.drop_unfinished()
         tensors = self._tensors()
+        empty = empty_places(self.first_state().tokens_seen, *self._window)[:, None, :, None]
+        for name in [name for name in tensors if name.endswith((".local_key", ".local_value", ".local_memory_key"))]:
+            tensors[name] = tensors[name].masked_fill(empty, 0)  # a step that failed may have written its token there
         for name, tensor in tensors.items():
             if tensor.is_floating_point() and not tensor.isfinite().all():
                 raise ValueError(f"{name} of this cache holds NaN or infinity: nothing could go on from its file.")

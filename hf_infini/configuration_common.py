@@ -13,7 +13,7 @@ ALIKE = 0.9  # of 1: one letter too many or too few, or two that changed places
 
 
 class OptionsMixin:
-    """Refuses options that a configuration would keep and its model ignore; stands before the configuration's base.
+    """Refuses options that a configuration would keep and its model ignore; comes before the configuration's base class.
 
     An extra attribute may have any name but that of an option of stock decoders (`rope_scaling`, `num_key_value_heads`, …),
     which would change their computation and not this model's, and any that is nearly the name of an option of this one.

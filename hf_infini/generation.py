@@ -1,8 +1,10 @@
 """What `generate` does with a memory: its cache, the masks of what it has read, and the padding behind finished rows."""
 
+import functools
+
 import torch
 from torch import Tensor
-from transformers import StoppingCriteriaList
+from transformers import GenerationMixin, StoppingCriteriaList
 from transformers.generation import GenerationMode
 
 from .cache import InfiniCache
@@ -39,7 +41,7 @@ class MemoryGenerationMixin:
         )
 
     def _prepare_position_ids_for_generation(self, inputs_tensor, model_kwargs):
-        """None for a memory: a cache knows where its documents stand, and only a user's positions begin new ones."""
+        """None for a memory: a cache knows where its documents are, and only a user's positions begin new ones."""
         if self.config.infini_layers:
             return None
         return super()._prepare_position_ids_for_generation(inputs_tensor, model_kwargs)
@@ -80,6 +82,7 @@ class MemoryGenerationMixin:
             model_kwargs["attention_mask"] = mask
         return model_kwargs
 
+    @functools.wraps(GenerationMixin.prepare_inputs_for_generation)  # generate() looks for inputs_embeds in the signature
     def prepare_inputs_for_generation(self, *args, finished_rows=None, **kwargs):
         return super().prepare_inputs_for_generation(*args, **kwargs)
 

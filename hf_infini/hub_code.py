@@ -42,7 +42,7 @@ class HubCodeMixin:
 
 
 class HubConfigMixin(HubCodeMixin):
-    """Saves a configuration with the code that it consists of; stands before `PreTrainedConfig`."""
+    """Saves a configuration with the code that it consists of; comes before `PreTrainedConfig`."""
 
     def save_pretrained(self, save_directory, *args, **kwargs):
         entries = {}

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from .state import empty_places
+
 # A window's tensors have one dtype, that of the keys and values; the memory's are wider.
 WINDOW = ("local_key", "local_value", "local_memory_key", "keys", "values")
 AUTOCAST = {torch.bfloat16, torch.float16}
@@ -141,8 +143,7 @@ def _problems_of_windows(record, tensors, config) -> Iterator[str]:
     """Whether the places for which no token has come yet are empty, as [`InfiniState`] says where they are."""
     seen = torch.tensor(record["tokens_seen"])[:, None]
     length, kept = config.tokens_per_segment, config.local_segments
-    token = (seen // length - kept) * length + torch.arange((kept + 1) * length)
-    empty = (token < 0) | (token >= seen)
+    empty = empty_places(seen[:, 0], length, kept)
     left = (seen[:, 0] // length - kept).clamp(min=0) * length  # tokens that have left the window
     starts = {name.rpartition(".")[0] for name in tensors if name.endswith(".start_memory")}
     for name, tensor in sorted(tensors.items()):

@@ -126,7 +126,7 @@ def describe_model(model) -> dict:
 
 def write_memory_file(path: str | Path, tensors: dict[str, Tensor], record: dict) -> None:
     """Writes tensors and a record (its entries `model` to `text_sha256`) so that a reader finds the old file or the new one,
-    also where several processes write the same file: each goes by a temporary file that no other has, `NAME.….part` in
+    also where several processes write the same file: each writes a temporary file that no other uses, `NAME.….part` in
     the same folder, and the last to finish wins. The same content gives the same bytes.
 
     Folders on the way are made. What killed writers of this file left is deleted (on Windows it stays). A symbolic link

@@ -106,7 +106,7 @@ def score_spans(model, rows: Sequence, spans: Sequence[tuple[int, int, int]], ch
         if not 0 < first < end <= len(rows[row]):
             raise ValueError(f"the span {first}:{end} of row {row} must hold a token, and lie within 1:{len(rows[row])}")
     device = next(model.parameters()).device
-    # Padding stands on the right, where a causal model's other tokens do not see it
+    # Padding is on the right, where a causal model's other tokens do not see it
     tokens = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.long)
     for number, row in enumerate(rows):
         tokens[number, : len(row)] = torch.as_tensor(row)

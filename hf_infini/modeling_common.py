@@ -27,12 +27,13 @@ class InitializationMixin:
         super()._initialize_weights(module, False)
 
 
-def memory_cache(model, given, use_cache: bool | None):
-    """The [`InfiniCache`] of one call of a model with infini layers, or `None`: the given one, checked, or a new one.
+def memory_cache(model, given, use_cache: bool | None, batch: int):
+    """The [`InfiniCache`] of one call of `batch` rows of a model with infini layers, or `None`: the given one, checked, or a
+    new one.
 
     Raises:
-        ValueError: `given` is a cache of another kind or of other layers, the call is to be exported, or gradient
-            checkpointing would run layers a second time that keep keys and values.
+        ValueError: `given` is a cache of another kind, of other layers or of another number of rows, the call is to be
+            exported, or gradient checkpointing would run layers a second time that keep keys and values.
     """
     if use_cache and torch.compiler.is_exporting():
         raise ValueError("torch.export cannot hold the cache of a memory: pass use_cache=False among the example inputs.")
@@ -43,6 +44,14 @@ def memory_cache(model, given, use_cache: bool | None):
             f"past_key_values is the cache of a model with other layers: this one has {model.config.n_layer}, with memory "
             f"in {model.config.infini_layers}. Pass InfiniCache(model.config)."
         )
+    state = None if given is None else given.first_state()
+    if state is not None and len(state.tokens_seen) != batch:
+        raise ValueError(
+            f"past_key_values has {len(state.tokens_seen)} rows, and this call has {batch}: repeat the cache's rows with "
+            "batch_repeat_interleave, or choose among them with batch_select_indices."
+        )
+    if given is not None:
+        given.drop_unfinished()
     cache = InfiniCache(model.config) if use_cache and given is None else given
     if cache is not None and checkpoints_gradients(model):
         grows = len(model.config.infini_layers) < model.config.n_layer

@@ -298,7 +298,7 @@ class InfiniGPT2Model(InfiniGPT2PreTrainedModel, GPT2Model):
         batch, tokens = inputs_embeds.shape[:2]
         if use_cache is None:
             use_cache = self.config.use_cache and not checkpoints_gradients(self)
-        past_key_values = memory_cache(self, past_key_values, use_cache)
+        past_key_values = memory_cache(self, past_key_values, use_cache, batch)
         states = None if past_key_values is None else past_key_values.states()
         state = None if past_key_values is None else past_key_values.first_state()
         attention_mask = mask_of_call(attention_mask, batch, tokens, past_key_values)
@@ -326,7 +326,7 @@ class InfiniGPT2Model(InfiniGPT2PreTrainedModel, GPT2Model):
             turns = rotation(layout.positions, self.config.n_embd // self.config.n_head, hidden_states.dtype)
         full_mask = None
         if full_layers:
-            full_mask = self._full_attention_mask(layout, tokens, past_key_values, hidden_states.dtype)
+            full_mask = self._full_attention_mask(layout, tokens, past_key_values, states, hidden_states.dtype)
         for block in self.h:
             hidden_states = block(
                 hidden_states,
@@ -358,11 +358,11 @@ class InfiniGPT2Model(InfiniGPT2PreTrainedModel, GPT2Model):
         check_positions(positions, self.config.n_positions, "absolute", remedy)
         return positions
 
-    def _full_attention_mask(self, layout, tokens, cache, dtype) -> Tensor | None:
+    def _full_attention_mask(self, layout, tokens, cache, states, dtype) -> Tensor | None:
         past = 0 if cache is None else cache.get_seq_length()
-        mask, documents = full_attention_mask(layout, tokens, past, None if cache is None else cache.documents)
-        if cache is not None:
-            cache.documents = documents
+        mask, documents = full_attention_mask(layout, tokens, past, None if states is None else states.documents)
+        if states is not None:
+            states.documents = documents
         if self.config._attn_implementation != "eager":
             return mask
         if mask is None:

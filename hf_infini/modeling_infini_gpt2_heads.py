@@ -14,7 +14,7 @@ from .modeling_infini_gpt2 import InfiniGPT2LMHeadModel, InfiniGPT2Model, Infini
 
 
 class MemoryBaseMixin:
-    """Puts an [`InfiniGPT2Model`] under the head of a GPT-2; stands before the stock class, which brings all else."""
+    """Puts an [`InfiniGPT2Model`] under the head of a GPT-2; comes before the stock class, which has everything else."""
 
     def __init__(self, config: InfiniGPT2Config):
         super().__init__(config)

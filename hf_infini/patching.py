@@ -28,7 +28,7 @@ def patch_model(model, *, base_only: bool = False, **options):
     Modules and weights stay the same objects (optimisers, PEFT adapters and forward hooks keep working on them); new are
     the gates and, with `memory_init="learned"`, the memory's start; with `positions="rope"` the position embedding is set
     aside. Class and configuration change too, so that the model saves as an `infini_gpt2` and the Auto class that gave the
-    model gives it back patched. Other models that hang on this one stay as they are.
+    model gives it back patched. Other models attached to this one stay as they are.
 
     Args:
         model: a whole GPT-2, with any of the heads that transformers has for it.
@@ -156,7 +156,7 @@ def _adopt(model, classes: dict[type, type], config) -> None:
 
 
 def _modules_of(base):
-    """The base model and the modules inside it, but for other models that hang on it: they keep their configuration."""
+    """The base model and the modules inside it, except other models attached to it: they keep their configuration."""
     waiting = [base]
     while waiting:
         module = waiting.pop()

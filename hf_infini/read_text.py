@@ -110,20 +110,21 @@ def extend_fingerprint(before: Tensor | None, input_ids: Tensor) -> Tensor:
         before: `[batch, 2]` int64, of the text so far; `None`: of none.
         input_ids: `[batch, tokens]`, what comes behind it, padding included.
     """
-    ids = (input_ids + 1).unsqueeze(-1)
-    primes = torch.tensor(PRIMES, device=ids.device)
-    tokens = input_ids.shape[1]
-    powers = _powers(tokens + 1, primes)
-    text = (ids % primes * powers[:tokens].flip(0) % primes).sum(1)
-    return text % primes if before is None else (before.to(ids.device) * powers[tokens] + text) % primes
+    ids, hashes = input_ids.long() + 1, []
+    for number, (base, prime) in enumerate(zip(BASES, PRIMES, strict=True)):
+        powers = _powers(input_ids.shape[1] + 1, base, prime, ids.device)
+        text = (ids % prime * powers[:-1].flip(0) % prime).sum(1)
+        hashes.append(text % prime if before is None else (before[:, number].to(ids.device) * powers[-1] + text) % prime)
+    return torch.stack(hashes, 1)
 
 
-def _powers(count: int, primes: Tensor) -> Tensor:
-    """base^0 … base^(count − 1) mod prime, `[count, 2]`, by squaring."""
-    exponents = torch.arange(count, device=primes.device).unsqueeze(1)
-    powers, square = torch.ones_like(exponents).expand(-1, len(PRIMES)), torch.tensor(BASES, device=primes.device)
+def _powers(count: int, base: int, prime: int, device) -> Tensor:
+    """base^0 … base^(count − 1) mod prime, `[count]`, by squaring. The squares are numbers of Python's: to bring them to an
+    accelerator as a tensor would wait for it."""
+    exponents = torch.arange(count, device=device)
+    powers = torch.ones_like(exponents)
     # Where a graph leaves the number of tokens open, as many bits as it may have
     for bit in range((count - 1).bit_length() if isinstance(count, int) else 31):
-        powers = torch.where(exponents >> bit & 1 == 1, powers * square % primes, powers)
-        square = square * square % primes
+        powers = torch.where(exponents >> bit & 1 == 1, powers * base % prime, powers)
+        base = base * base % prime
     return powers

@@ -112,3 +112,11 @@ class InfiniState:
         sizes: list[int] = []
         self.map_rows(lambda tensor: sizes.append(tensor.numel() * tensor.element_size()) or tensor)
         return sum(sizes)
+
+
+def empty_places(tokens_seen: Tensor, segment_length: int, local_segments: int) -> Tensor:
+    """`[batch, (w + 1) * L]` bool: the places of the windows for which no token has come yet; `tokens_seen` `[batch]`."""
+    seen = tokens_seen.unsqueeze(1)
+    places = torch.arange((local_segments + 1) * segment_length, device=seen.device)
+    token = (seen // segment_length - local_segments) * segment_length + places
+    return (token < 0) | (token >= seen)

@@ -253,6 +253,63 @@ def test_a_call_that_fails_changes_nothing():
     torch.testing.assert_close(got, wanted, rtol=FLOAT32, atol=FLOAT32)
 
 
+@pytest.mark.parametrize("layers", [[0], [1], [0, 2]])
+@pytest.mark.parametrize("fails_in", [0, 2])
+@pytest.mark.parametrize("padding", [0, 3])
+def test_a_call_that_fails_changes_nothing_beside_layers_of_full_attention(layers, fails_in, padding):
+    """Layers of full attention before the failure have appended their keys and values already."""
+    model, ids = infini_gpt2(layers=layers), token_ids(2, 20)
+    mask = torch.ones_like(ids)
+    mask[0, :padding] = 0
+
+    def fails(*_):
+        raise RuntimeError("out of memory")
+
+    with torch.no_grad():
+        cache = model(ids[:, :9], attention_mask=mask[:, :9], use_cache=True).past_key_values
+        wanted = model(ids, attention_mask=mask, use_cache=False).logits
+        for end in (10, 14):
+            hook = model.transformer.h[fails_in].register_forward_hook(fails)
+            for length in (2, 1):
+                begin = cache.get_seq_length()
+                with pytest.raises(RuntimeError, match="out of memory"):
+                    model(ids[:, begin : begin + length], past_key_values=cache)
+                assert cache.get_seq_length() == begin
+            hook.remove()
+            got = model(ids[:, begin:end], past_key_values=cache).logits
+            torch.testing.assert_close(got, wanted[:, begin:end], rtol=FLOAT32, atol=FLOAT32)
+
+
+def test_a_memory_file_has_nothing_of_a_step_that_failed(model, tmp_path):
+    """Steps write into the window itself, layers of full attention append."""
+    ids = token_ids(2, 12)
+
+    def fails(*_):
+        raise RuntimeError("out of memory")
+
+    with torch.no_grad():
+        cache = model(ids[:, :10], use_cache=True).past_key_values
+        model(ids[:, 10:11], past_key_values=cache)
+        cache.save_pretrained(tmp_path / "before", model)
+        hook = model.transformer.h[1].register_forward_hook(fails)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            model(ids[:, 11:], past_key_values=cache)
+        hook.remove()
+    cache.save_pretrained(tmp_path / "after", model)
+    assert (tmp_path / "before").read_bytes() == (tmp_path / "after").read_bytes()
+    InfiniCache.from_pretrained(tmp_path / "after", model)
+
+
+@pytest.mark.parametrize("rows, batch", [(4, 1), (1, 4), (4, 2)])
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_a_cache_with_other_rows_than_the_call_is_refused(model, rows, batch, tokens):
+    with torch.no_grad():
+        cache = model(token_ids(rows, 9), use_cache=True).past_key_values
+        message = f"past_key_values has {rows} rows, and this call has {batch}: repeat .* batch_repeat_interleave"
+        with pytest.raises(ValueError, match=message):
+            model(token_ids(batch, tokens), past_key_values=cache)
+
+
 def train_in_chunks(model, ids, cuts, checkpoint: bool):
     """Loss and gradients of a text that is read chunk by chunk, the memory carried over."""
     model.train()
