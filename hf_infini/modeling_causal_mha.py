@@ -173,7 +173,7 @@ class CausalMHAModel(CausalMHAPreTrainedModel):
         states = None
         memory_mask = memory_mask_of(self.config, input_ids, inputs_embeds, memory_mask)
         if self.config.attention == "infini":
-            past_key_values = memory_cache(self, past_key_values, use_cache, len(embeddings))
+            past_key_values = memory_cache(self, past_key_values, use_cache, embeddings.shape[0])
             states = None if past_key_values is None else past_key_values.states()
             reach = self._segments(embeddings, attention_mask, position_ids, past_key_values, memory_mask, max_documents)
             if position_ids is None:
