@@ -13,7 +13,7 @@ from pathlib import Path
 RECIPES = str(Path(__file__).parents[1] / "recipes")  # of which a few functions are taken
 PLACE = re.compile(r"^<!-- table: (\w+) -->$", re.MULTILINE)
 SIZES = dict(vocab_size=256, n_positions=1024, n_embd=128, n_layer=4, n_head=2, bos_token_id=None, eos_token_id=None)
-SEGMENT = dict(segment_length=128, positions="segment")
+SEGMENT = dict(segment_length=128, position_encoding="segment")
 SEEN, BY_MEMORY = "#1f77b4", "#ff9f40"
 
 
@@ -140,11 +140,11 @@ def options_cost() -> str:
 
     changes = {
         "GPT-2, without memory": None,
-        '`segment_length=128, positions="segment"`': {},
+        '`segment_length=128, position_encoding="segment"`': {},
         "… `segment_length=32`": dict(segment_length=32),
         '… `update_rule="delta"`': dict(update_rule="delta"),
         '… `feature_map="exp"`': dict(feature_map="exp"),
-        '… `normaliser="shared"`': dict(normaliser="shared"),
+        '… `denominator="shared"`': dict(denominator="shared"),
         "… `local_segments=1`": dict(local_segments=1),
         '… `memory_init="learned"`': dict(memory_init="learned"),
         "… `memory_conv=3`": dict(memory_conv=3),

@@ -15,7 +15,7 @@ from .state import InfiniState
 from .steps import StepLayout
 
 UPDATE_RULES = ("linear", "delta")
-NORMALISERS = ("separate", "shared")
+DENOMINATORS = ("separate", "shared")
 EPS = 1e-6
 
 
@@ -28,7 +28,7 @@ def infini_attention(
     *,
     update_rule: str = "linear",
     feature_map: str = "elu",
-    normaliser: str = "separate",
+    denominator: str = "separate",
     local_segments: int = 0,
     attention_mask: Tensor | None = None,
     position_ids: Tensor | None = None,
@@ -57,7 +57,7 @@ def infini_attention(
         segment_length: tokens in a segment, L ≥ 1.
         update_rule: "linear" or "delta", which writes values less what the memory already answers to their keys.
         feature_map: what makes positive features of the memory's queries and keys: "elu", ELU + 1 (the paper), or "exp".
-        normaliser: "separate", one for the window and one for the memory, so that only the gate sets the memory's share
+        denominator: "separate", one for the window and one for the memory, so that only the gate sets the memory's share
             (the paper); or "shared", one for both, so that it also depends on what the token finds: [`memory_weight`].
         local_segments: earlier segments that the softmax sees, 0 in the paper.
         attention_mask: `[batch, tokens]`, 1 for real tokens; padding may stand anywhere, is in no segment, and its output
@@ -83,7 +83,7 @@ def infini_attention(
         ValueError: shapes, options or the state do not fit together; the message names them.
     """
     _check_arguments(query, key, value, gate, segment_length, local_segments)
-    _check_choices(update_rule, feature_map, normaliser)
+    _check_choices(update_rule, feature_map, denominator)
     _check_token_arguments(*query.shape[::2], attention_mask, memory_mask, position_ids)
     if 0 in query.shape[::2]:
         output, state = _of_no_tokens(query, key, value, gate, segment_length, local_segments, state, memory_key is not None)
@@ -108,7 +108,7 @@ def infini_attention(
         layout,
         update_rule=update_rule,
         feature_map=feature_map,
-        normaliser=normaliser,
+        denominator=denominator,
         state=state,
         return_state=return_state,
         memory_query=memory_query,
@@ -129,7 +129,7 @@ def attend(
     *,
     update_rule: str = "linear",
     feature_map: str = "elu",
-    normaliser: str = "separate",
+    denominator: str = "separate",
     state: InfiniState | None = None,
     return_state: bool = False,
     memory_query: Tensor | None = None,
@@ -160,7 +160,7 @@ def attend(
     windows = (state.local_key, state.local_value, state.local_memory_key if separate else state.local_key)
     memory_query = query if memory_query is None else memory_query
     memory_key = key if memory_key is None else memory_key
-    shared = normaliser == "shared"
+    shared = denominator == "shared"
     eager = eager or return_weights or upcast
     if isinstance(layout, StepLayout):
         return attend_step(
@@ -269,11 +269,11 @@ def _check_arguments(query, key, value, gate, segment_length, local_segments) ->
         )
 
 
-def _check_choices(update_rule: str, feature_map: str, normaliser: str) -> None:
+def _check_choices(update_rule: str, feature_map: str, denominator: str) -> None:
     for name, given, allowed in (
         ("update_rule", update_rule, UPDATE_RULES),
         ("feature_map", feature_map, FEATURE_MAPS),
-        ("normaliser", normaliser, NORMALISERS),
+        ("denominator", denominator, DENOMINATORS),
     ):
         if given not in allowed:
             raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {given!r}.")

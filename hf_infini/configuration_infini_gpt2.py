@@ -11,12 +11,12 @@ OPTIONS = (
     "n_segments",
     "update_rule",
     "feature_map",
-    "normaliser",
+    "denominator",
     "local_segments",
     "gate_init",
     "memory_init",
     "layers",
-    "positions",
+    "position_encoding",
     "memory_conv",
     "memory_write",
     "mask_special_tokens",
@@ -24,9 +24,9 @@ OPTIONS = (
 CHOICES = {
     "update_rule": ("linear", "delta"),
     "feature_map": ("elu", "exp"),
-    "normaliser": ("separate", "shared"),
+    "denominator": ("separate", "shared"),
     "memory_init": ("zeros", "learned", "noise"),
-    "positions": ("absolute", "segment", "rope"),
+    "position_encoding": ("learned", "segment", "rope"),
     "memory_write": ("equal", "learned"),
 }
 
@@ -46,7 +46,7 @@ class InfiniGPT2Config(OptionsMixin, HubConfigMixin, GPT2Config):
         feature_map (`str`, *optional*, defaults to `"elu"`):
             What makes positive features of the memory's queries and keys: `"elu"`, ELU + 1, as in the paper; or `"exp"`,
             with which one token can stand out against many more.
-        normaliser (`str`, *optional*, defaults to `"separate"`):
+        denominator (`str`, *optional*, defaults to `"separate"`):
             `"separate"`: window and memory each have their own, and the gate alone sets the memory's share, as in the
             paper; `"shared"`: one softmax over both, in which each token of the memory weighs e^β σ(q)·σ(k) / head_dim, so
             that the share also depends on what a token finds. The window's softmax is then written out, without a fused
@@ -62,8 +62,8 @@ class InfiniGPT2Config(OptionsMixin, HubConfigMixin, GPT2Config):
         layers (`list[int]`, *optional*):
             Layers, counted from 0, that get Infini-attention; the others keep full attention, and their cache grows with the
             context. `None` is all of them.
-        positions (`str`, *optional*, defaults to `"absolute"`):
-            How tokens know where they stand. `"absolute"`: an embedding of the position in the document, up to
+        position_encoding (`str`, *optional*, defaults to `"learned"`):
+            How tokens know where they stand. `"learned"`: an embedding of the position in the document, up to
             `n_positions`, as GPT-2. `"segment"`: an embedding of the position within the segment, so that contexts have no
             limit. `"rope"`: no embedding; what the window compares is turned by the position (Su et al. 2021), so that
             distances count, contexts have no limit, and the memory carries no position. The last is for models trained with
@@ -96,12 +96,12 @@ class InfiniGPT2Config(OptionsMixin, HubConfigMixin, GPT2Config):
     n_segments: int | None = None
     update_rule: str = "linear"
     feature_map: str = "elu"
-    normaliser: str = "separate"
+    denominator: str = "separate"
     local_segments: int = 0
     gate_init: float | int = 0.0
     memory_init: str = "zeros"
     layers: list[int] | None = None
-    positions: str = "absolute"
+    position_encoding: str = "learned"
     memory_conv: int = 0
     memory_write: str = "equal"
     mask_special_tokens: bool = True
@@ -146,14 +146,14 @@ class InfiniGPT2Config(OptionsMixin, HubConfigMixin, GPT2Config):
                 "memory_write='learned' multiplies features by adding to their exponents: give feature_map='exp' with it; "
                 f"got feature_map={self.feature_map!r}."
             )
-        if self.positions == "rope" and self.n_embd // self.n_head % 2:
+        if self.position_encoding == "rope" and self.n_embd // self.n_head % 2:
             raise ValueError(
-                f"positions='rope' turns pairs of numbers: the head width n_embd / n_head must be even; got "
+                f"position_encoding='rope' turns pairs of numbers: the head width n_embd / n_head must be even; got "
                 f"{self.n_embd} / {self.n_head} = {self.n_embd // self.n_head}."
             )
-        if self.positions == "segment" and self.tokens_per_segment > self.n_positions:
+        if self.position_encoding == "segment" and self.tokens_per_segment > self.n_positions:
             raise ValueError(
-                f"positions='segment' needs an embedding for every place in a segment: segment_length="
+                f"position_encoding='segment' needs an embedding for every place in a segment: segment_length="
                 f"{self.tokens_per_segment} is more than n_positions={self.n_positions}."
             )
         if self.layers is not None and (

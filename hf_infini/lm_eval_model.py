@@ -42,7 +42,7 @@ class InfiniLM(HFLM):
     Args:
         pretrained: a model's folder or its name on the Hub; or a model.
         max_length: tokens of the longest input; longer ones lose their beginning, with a warning. Default: no limit for
-            positions that have none, `n_positions` for absolute ones.
+            positions that have none, `n_positions` for learned ones.
         chunk_tokens: tokens per call of the model, of each row of a batch. Memory grows with it.
         options: as `hf` takes them (`dtype`, `device`, `tokenizer`, `revision`, …).
 
@@ -62,7 +62,7 @@ class InfiniLM(HFLM):
         limit = context_limit(self.config)
         if max_length is not None:
             if limit is not None and max_length > limit:
-                raise RequestError(f"max_length={max_length}: the model has {limit} absolute positions, give no more")
+                raise RequestError(f"max_length={max_length}: the model has {limit} learned positions, give no more")
         elif hasattr(self.config, "n_positions"):  # of other models lm-eval finds out by itself
             self._max_length = limit or UNLIMITED
 

@@ -50,8 +50,8 @@ class GPT2InfiniAttention(GPT2Attention):
     `memory_conv` the convolution's weights `memory_conv` `[taps, width]`; with `memory_write="learned"` the logarithm of a
     token's weight in the memory, per head, `memory_write` `[heads, width]`.
 
-    GPT-2 adds its positions to the hidden state, so that what the memory holds does carry them; with `positions="rope"` the
-    window alone knows of them.
+    GPT-2 adds its positions to the hidden state, so that what the memory holds does carry them; with
+    `position_encoding="rope"` only the window knows of them.
     """
 
     def __init__(self, config: InfiniGPT2Config, layer_idx: int | None = None):
@@ -125,7 +125,7 @@ class GPT2InfiniAttention(GPT2Attention):
                 `None`: those of the cache.
             layout: what the model made for all layers; without it, one is made from `attention_mask` `[batch, tokens]` and
                 `position_ids` `[batch, tokens]`, which are not looked at otherwise.
-            turns: likewise the [`rotation`] of the layout's positions, with `positions="rope"`.
+            turns: likewise the [`rotation`] of the layout's positions, with `position_encoding="rope"`.
 
         Returns:
             The output `[batch, tokens, width]`, and, with `output_attentions` or the eager implementation, the local weights
@@ -161,7 +161,7 @@ class GPT2InfiniAttention(GPT2Attention):
             layout=layout,
             update_rule=self.config.update_rule,
             feature_map=self.config.feature_map,
-            normaliser=self.config.normaliser,
+            denominator=self.config.denominator,
             state=state,
             return_state=states is not None,
             scaling=self.scaling,
@@ -195,7 +195,7 @@ class GPT2InfiniAttention(GPT2Attention):
         parts = self.c_attn(hidden_states).split(self.split_size, dim=2)
         query, key, value = (part.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2) for part in parts)
         memory_query = memory_key = None
-        if self.config.positions == "rope":
+        if self.config.position_encoding == "rope":
             memory_query, memory_key = query, key
             turns = rotation(layout.positions, self.head_dim, query.dtype) if turns is None else turns
             query, key = rotate(query, turns), rotate(key, turns)
@@ -231,7 +231,7 @@ class InfiniGPT2Model(InfiniGPT2PreTrainedModel, GPT2Model):
         super().__init__(config)
         for layer in config.infini_layers:
             self.h[layer].attn = GPT2InfiniAttention(config, layer_idx=layer)
-        if config.positions == "rope":
+        if config.position_encoding == "rope":
             self.wpe = None
         self.post_init()
 
@@ -268,7 +268,7 @@ class InfiniGPT2Model(InfiniGPT2PreTrainedModel, GPT2Model):
                 inputs_embeds nothing else says which tokens are special, and without a memory_mask all are written.
 
         Raises:
-            ValueError: a position beyond `n_positions` with absolute positions; a cache or mask of another kind;
+            ValueError: a position beyond `n_positions` with learned positions; a cache or mask of another kind;
                 `output_attentions` of layers with full attention that are not computed by the eager implementation.
         """
         output_attentions = kwargs.pop("output_attentions", None)
@@ -322,7 +322,7 @@ class InfiniGPT2Model(InfiniGPT2PreTrainedModel, GPT2Model):
             hidden_states = hidden_states + self.wte(token_type_ids)
         hidden_states = self.drop(hidden_states)
         turns = None
-        if self.config.positions == "rope":
+        if self.config.position_encoding == "rope":
             turns = rotation(layout.positions, self.config.n_embd // self.config.n_head, hidden_states.dtype)
         full_mask = None
         if full_layers:
@@ -348,14 +348,14 @@ class InfiniGPT2Model(InfiniGPT2PreTrainedModel, GPT2Model):
 
     def _embedded_positions(self, layout, position_ids: Tensor | None, cache: InfiniCache | None) -> Tensor:
         """Which rows of the position embedding the tokens take, `[batch or 1, tokens]`."""
-        if self.config.positions == "segment":
+        if self.config.position_encoding == "segment":
             return layout.positions % self.config.tokens_per_segment
         positions = counted_positions(layout, cache) if position_ids is None else position_ids
         remedy = (
-            "For texts of any length train a model with positions='rope', or pass positions='segment' to patch_model() or "
-            "from_pretrained() and fine-tune briefly; or shorten the input."
+            "For texts of any length train a model with position_encoding='rope', or pass position_encoding='segment' to "
+            "patch_model() or from_pretrained() and fine-tune briefly; or shorten the input."
         )
-        check_positions(positions, self.config.n_positions, "absolute", remedy)
+        check_positions(positions, self.config.n_positions, "learned", remedy)
         return positions
 
     def _full_attention_mask(self, layout, tokens, cache, states, dtype) -> Tensor | None:

@@ -16,7 +16,7 @@ def naive_infini_attention(
     *,
     update_rule: str = "linear",
     feature_map: str = "elu",
-    normaliser: str = "separate",
+    denominator: str = "separate",
     local_segments: int = 0,
     attention_mask: Tensor | None = None,
     position_ids: Tensor | None = None,
@@ -39,7 +39,7 @@ def naive_infini_attention(
     rows = []
     states = []
     for row in range(query.shape[0]):
-        rule = (update_rule, FEATURE_MAPS[feature_map], normaliser)
+        rule = (update_rule, FEATURE_MAPS[feature_map], denominator)
         reader = _Row(state, row, query.shape[1], segment_length, local_segments, rule, scaling, dropout, eps)
         outputs = []
         for token in range(query.shape[2]):
@@ -69,7 +69,7 @@ class _Row:
 
     def __init__(self, state, row, heads, segment_length, local_segments, rule, scaling, dropout, eps):
         self.length, self.kept = segment_length, local_segments
-        self.rule, self.feature_map, self.normalisers = rule
+        self.rule, self.feature_map, self.denominator = rule
         self.scaling, self.dropout, self.eps = scaling, dropout, eps
         self.memory, self.normaliser = state.memory[row], state.normaliser[row]
         self.start, self.heads, self.initial = (state.start_memory, state.start_normaliser), heads, state
@@ -119,7 +119,7 @@ class _Row:
             features = self.feature_map(memory_query).unsqueeze(1)  # [heads, 1, head_dim]
             numerator = (features @ self.memory.repeat_interleave(group, 0)).squeeze(1)
             denominator = (features.squeeze(1) * self.normaliser.repeat_interleave(group, 0)).sum(-1, keepdim=True)
-            if self.normalisers == "separate":
+            if self.denominator == "separate":
                 share = torch.sigmoid(gate).unsqueeze(-1)
             else:
                 of_memory = gate.exp().unsqueeze(-1) * (denominator + self.eps) / memory_query.shape[-1]

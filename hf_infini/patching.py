@@ -26,9 +26,9 @@ def patch_model(model, *, base_only: bool = False, **options):
     """Gives a loaded GPT-2 Infini-attention, in place.
 
     Modules and weights stay the same objects (optimisers, PEFT adapters and forward hooks keep working on them); new are
-    the gates and, with `memory_init="learned"`, the memory's start; with `positions="rope"` the position embedding is set
-    aside. Class and configuration change too, so that the model saves as an `infini_gpt2` and the Auto class that gave the
-    model gives it back patched. Other models attached to this one stay as they are.
+    the gates and, with `memory_init="learned"`, the memory's start; with `position_encoding="rope"` the position embedding
+    is set aside. Class and configuration change too, so that the model saves as an `infini_gpt2` and the Auto class that
+    gave the model gives it back patched. Other models attached to this one stay as they are.
 
     Args:
         model: a whole GPT-2, with any of the heads that transformers has for it.
@@ -71,7 +71,7 @@ def patch_model(model, *, base_only: bool = False, **options):
         attention.__class__ = GPT2InfiniAttention
         attention.add_memory_parameters(like=attention.c_attn.bias)
         attention.init_memory_parameters()
-    if config.positions == "rope":
+    if config.position_encoding == "rope":
         model.__dict__["_unpatched_embedding"] = base.wpe  # not a module of the model any more: neither trained nor saved
         base.wpe = None
     return model
@@ -82,9 +82,9 @@ def unpatch_model(model, *, base_only: bool = False):
 
     What [`patch_model`] added is dropped, trained or not: the gates, the memory's start, its convolution and its weights of
     tokens. The GPT-2's own weights, and what else was changed in the model or its configuration, stay as they are now; the
-    position embedding that `positions="rope"` had set aside comes back as it was. So the original model is what comes back
-    only where nothing was trained or changed in between. A model that was loaded or built as `infini_gpt2` becomes the plain
-    GPT-2 with the same weights.
+    position embedding that `position_encoding="rope"` had set aside comes back as it was. So the original model is what
+    comes back only where nothing was trained or changed in between. A model that was loaded or built as `infini_gpt2` becomes
+    the plain GPT-2 with the same weights.
 
     Args:
         base_only: that `model` is a base model and no part of another, as for [`patch_model`].
@@ -107,7 +107,8 @@ def unpatch_model(model, *, base_only: bool = False):
     if base.wpe is None:
         if "_unpatched_embedding" not in model.__dict__:
             raise ValueError(
-                "this model was built with positions='rope': it has no position embedding, which a plain GPT-2 needs."
+                "this model was built with position_encoding='rope': it has no position embedding, and a plain GPT-2 "
+                "needs one."
             )
         base.wpe = model.__dict__.pop("_unpatched_embedding").to(model.device, model.dtype)
     config_class, ignored = (model.__dict__.pop(f"_unpatched_{name}", None) for name in ("config_class", "ignored"))

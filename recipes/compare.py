@@ -124,13 +124,13 @@ def describe_attention(options: dict) -> str:
         words = [f"infini, {options['n_segments']} segments"]
     else:
         words = [f"infini, segments of {options['segment_length']}" if options["segment_length"] else "infini, 8 segments"]
-    defaults = {"update_rule": "linear", "feature_map": "elu", "normaliser": "separate", "local_segments": 0}
+    defaults = {"update_rule": "linear", "feature_map": "elu", "denominator": "separate", "local_segments": 0}
     defaults |= {"memory_conv": 0, "memory_write": "equal", "memory_init": "zeros", "layers": None}
     for name, default in defaults.items():
         if options.get(name) not in (None, default):
             words.append(f"{name.replace('_', ' ')} {options[name]}")
-    if options["positions"] not in (None, "absolute"):
-        words.append(f"{options['positions']} positions")
+    if options["position_encoding"] not in (None, "learned"):
+        words.append(f"{options['position_encoding']} positions")
     return ", ".join(words)
 
 

@@ -19,7 +19,7 @@ stand invented paragraphs, full of other people and years, or with --data or --t
 answers that greedy decoding gives exactly, with 95 % intervals. A started task that was killed goes on where it was.
 
 Everything is read in chunks through the model's cache: a model with `positions: rope` or `segment` takes any length in
-constant memory; one with absolute or learned positions stops at its `n_positions`. --memory off leaves a model
+constant memory; one with learned or learned positions stops at its `n_positions`. --memory off leaves a model
 with Infini-attention its local attention alone.
 Writes OUT.json, OUT.png, and the same table on standard output.
 """

@@ -9,7 +9,7 @@ With one text, --out is the file; with several it is a folder, and each text's f
 needs of the machine's memory does not grow with the text. While it reads, FILE.partial keeps the memory so far: the same
 command after a kill goes on from there and ends with the same bytes; after the end it does nothing.
 
-The model needs Infini-attention; with absolute (learned) positions it takes texts up to its context. The text is taken as
+The model needs Infini-attention; with learned (learned) positions it takes texts up to its context. The text is taken as
 it is, its last line break included, without special tokens. Text and prompt are tokenised apart: where a BPE would join the
 last characters of the text and the first of the prompt, it cannot. End the text with a line break, or begin the prompt with
 the space that belongs there.

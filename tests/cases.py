@@ -58,7 +58,7 @@ def random_case(seed: int, dtype=torch.float32, **fixed) -> Case:
     value_width = pick.choice([width, width, width + 1])
     options = {"update_rule": pick.choice(["linear", "delta"]), "local_segments": pick.choice([0, 0, 1, 2])}
     options["feature_map"] = pick.choice(["elu", "elu", "exp"])
-    options["normaliser"] = pick.choice(["separate", "separate", "shared"])
+    options["denominator"] = pick.choice(["separate", "separate", "shared"])
     if pick.random() < 0.5:
         options["attention_mask"] = torch.rand(batch, tokens, generator=draw) < pick.choice([0.3, 0.8])
     if pick.random() < 0.5:

@@ -242,7 +242,9 @@ def test_half_precision(seed, dtype):
     assert_same_state(state, wanted_state, FLOAT32)
 
 
-@pytest.mark.parametrize("options", [{}, {"normaliser": "shared"}, {"dropout": 1e-9}], ids=["separate", "shared", "dropout"])
+@pytest.mark.parametrize(
+    "options", [{}, {"denominator": "shared"}, {"dropout": 1e-9}], ids=["separate", "shared", "dropout"]
+)
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("cuts", [(), tuple(range(1, 40))], ids=["one call", "steps"])
 def test_scores_beyond_the_range_of_float16(options, autocast, cuts, sizes):
@@ -284,7 +286,7 @@ def test_exp_features_pick_one_token_out_of_many():
 @pytest.mark.parametrize("feature_map", ["elu", "exp"])
 def test_a_shared_normaliser_is_one_mean_over_window_and_memory(feature_map):
     """Window tokens weigh e^s, tokens of the memory e^β σ(q)·σ(k) / D; before there is a memory the window is alone."""
-    case = plain_case(batch=1, tokens=21, width=4, segment_length=10, normaliser="shared", feature_map=feature_map)
+    case = plain_case(batch=1, tokens=21, width=4, segment_length=10, denominator="shared", feature_map=feature_map)
     output = case.call(infini_attention)[0]
     features = FEATURE_MAPS[feature_map]
     query, key = case.query[:, :, 20:], case.key
@@ -292,7 +294,7 @@ def test_a_shared_normaliser_is_one_mean_over_window_and_memory(feature_map):
     weights = torch.cat([of_memory, (query @ key[:, :, 20:].mT / 4**0.5).exp()], -1)
     wanted = weights @ case.value[:, :, :21] / weights.sum(-1, keepdim=True)
     torch.testing.assert_close(output[:, :, 20:], wanted, rtol=1e-6, atol=1e-6)  # ε of the memory's denominator
-    case.options["normaliser"] = "separate"
+    case.options["denominator"] = "separate"
     torch.testing.assert_close(output[:, :, :10], case.call(infini_attention)[0][:, :, :10], rtol=FLOAT64, atol=FLOAT64)
 
 
@@ -319,7 +321,7 @@ def test_state_is_constant_in_size_and_left_alone():
 
 
 @pytest.mark.parametrize("batch, tokens", [(2, 0), (0, 5), (0, 1), (0, 0)])
-@pytest.mark.parametrize("options", [{"update_rule": "delta", "local_segments": 1}, {"normaliser": "shared"}])
+@pytest.mark.parametrize("options", [{"update_rule": "delta", "local_segments": 1}, {"denominator": "shared"}])
 @pytest.mark.parametrize("masks", [False, True])
 @pytest.mark.parametrize("max_documents", [None, 2])
 def test_no_tokens_give_no_output_and_leave_the_state_as_it_was(batch, tokens, options, masks, max_documents):
@@ -345,7 +347,7 @@ def test_no_tokens_give_no_output_and_leave_the_state_as_it_was(batch, tokens, o
         ({"segment_length": 0}, "segment_length must be ≥ 1"),
         ({"update_rule": "sum"}, "linear, delta, got 'sum'"),
         ({"feature_map": "relu"}, "feature_map must be one of elu, exp, got 'relu'"),
-        ({"normaliser": "one"}, "normaliser must be one of separate, shared, got 'one'"),
+        ({"denominator": "one"}, "denominator must be one of separate, shared, got 'one'"),
         ({"local_segments": -1}, "local_segments ≥ 0"),
         ({"gate": torch.zeros(3)}, r"gate must be \[heads\] = \[2\], got \[3\]"),
         ({"key": torch.zeros(2, 2, 23, 4)}, "must agree with query"),

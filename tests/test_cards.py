@@ -19,7 +19,7 @@ from support import markdown
 GPT2 = {"model_type": "gpt2", "n_layer": 3, "n_embd": 96, "n_head": 6, "n_inner": None, "vocab_size": 517}
 GPT2 |= {"activation_function": "gelu_new", "n_positions": 40, "tie_word_embeddings": True}
 INFINI = GPT2 | {"model_type": "infini_gpt2", "segment_length": None, "n_segments": 5, "update_rule": "delta"}
-INFINI |= {"local_segments": 2, "memory_init": "learned", "layers": [0, 2], "positions": "segment", "gate_init": 0.0}
+INFINI |= {"local_segments": 2, "memory_init": "learned", "layers": [0, 2], "position_encoding": "segment", "gate_init": 0.0}
 RESULT = {
     "cross_entropy": 1.2345678,
     "perplexity": 3.4371,

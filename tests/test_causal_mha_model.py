@@ -399,7 +399,7 @@ def test_configuration_errors(options, message):
 
 
 @pytest.mark.parametrize(
-    ("make", "options"), [(infini_gpt2, {}), (infini_gpt2, {"layers": [1], "positions": "rope"})]
+    ("make", "options"), [(infini_gpt2, {}), (infini_gpt2, {"layers": [1], "position_encoding": "rope"})]
     + [(causal_mha, reach) for reach in REACHES.values()],
 )
 def test_inputs_are_checked(make, options):

@@ -33,7 +33,7 @@ def finished_run(folder: Path, perplexity: float, fingerprint: str, **options) -
 
 def test_table_and_plot_of_two_runs(tmp_path):
     one = finished_run(tmp_path / "one", 3.49, "same", attention="self")
-    infini = {"attention": "infini", "segment_length": 128, "update_rule": "delta", "positions": "segment"}
+    infini = {"attention": "infini", "segment_length": 128, "update_rule": "delta", "position_encoding": "segment"}
     two = finished_run(tmp_path / "two", 3.21, "same", **infini)
     done = run("compare.py", "--runs", one, two, "--out", tmp_path / "deep" / "comparison")
     assert done.returncode == 0, done.stderr

@@ -16,10 +16,11 @@ from hf_infini.training import PerplexityTrainer
 # Fused kernels round in float32 in other places, and add in another order.
 TOLERANCE, GRADIENT_TOLERANCE = 1e-4, 1e-3
 
+SHARED_ROPE = dict(denominator="shared", position_encoding="rope")
 MODELS = {
-    "gpt2": lambda: infini_gpt2(n_layer=1, positions="segment"),
+    "gpt2": lambda: infini_gpt2(n_layer=1, position_encoding="segment"),
     "delta": lambda: infini_gpt2(n_layer=2, layers=[1], update_rule="delta", memory_init="learned"),
-    "convolution": lambda: infini_gpt2(n_layer=1, memory_conv=2, local_segments=1, normaliser="shared", positions="rope"),
+    "convolution": lambda: infini_gpt2(n_layer=1, memory_conv=2, local_segments=1, **SHARED_ROPE),
     "causal_mha": lambda: causal_mha(n_layer=1, attention="infini", segment_length=8, position_encoding="rope"),
 }
 
@@ -117,7 +118,7 @@ def test_a_row_with_more_documents_than_promised_stops_the_graph():
 
 def test_positions_beyond_the_table_stop_the_graph():
     model = infini_gpt2(n_layer=1)
-    with pytest.raises(RuntimeError, match="beyond this model's 64 absolute positions"):
+    with pytest.raises(RuntimeError, match="beyond this model's 64 learned positions"):
         torch.compile(model, fullgraph=True, backend="eager")(token_ids(1, 65), use_cache=False)
 
 
@@ -170,7 +171,7 @@ def test_the_trainer_compiles(tmp_path):
     def losses(compiled: bool) -> list[float]:
         options = {"use_cpu": True, "max_steps": 3, "logging_steps": 1, "per_device_train_batch_size": 4, "seed": 1}
         options |= {"report_to": "none", "save_strategy": "no", "torch_compile": compiled, "disable_tqdm": True}
-        model = infini_gpt2(n_layer=1, positions="segment", **quiet)
+        model = infini_gpt2(n_layer=1, position_encoding="segment", **quiet)
         trainer = PerplexityTrainer(model, TrainingArguments(str(tmp_path), **options), train_dataset=data)
         trainer.train()
         return [line["loss"] for line in trainer.state.log_history if "loss" in line]

@@ -26,9 +26,9 @@ def test_segments_by_length_or_by_number():
         ({"segment_length": 4, "local_segments": -1}, "local_segments must be 0 or more; got -1"),
         ({"segment_length": 4, "update_rule": "sum"}, "update_rule must be one of linear, delta; got 'sum'"),
         ({"segment_length": 4, "memory_init": "ones"}, "memory_init must be one of zeros, learned, noise; got 'ones'"),
-        ({"segment_length": 4, "positions": "rotary"}, "positions must be one of absolute, segment, rope; got 'rotary'"),
-        ({"segment_length": 4, "positions": "rope", "n_embd": 36}, "must be even; got 36 / 12 = 3"),
-        ({"segment_length": 2048, "positions": "segment"}, "segment_length=2048 is more than n_positions=1024"),
+        ({"segment_length": 4, "position_encoding": "turn"}, "must be one of learned, segment, rope; got 'turn'"),
+        ({"segment_length": 4, "position_encoding": "rope", "n_embd": 36}, "must be even; got 36 / 12 = 3"),
+        ({"segment_length": 2048, "position_encoding": "segment"}, "segment_length=2048 is more than n_positions=1024"),
         ({"segment_length": 4, "layers": [12]}, r"0 to 11, each once, or be None for all; got \[12\]"),
         ({"segment_length": 4, "layers": [1, 1]}, r"got \[1, 1\]"),
         ({"segment_length": 4, "layers": []}, r"got \[\]"),
@@ -42,7 +42,7 @@ def test_errors_name_the_option_and_what_is_allowed(options, message):
 
 
 def test_round_trip(tmp_path):
-    config = InfiniGPT2Config(n_segments=8, update_rule="delta", layers=[1, 3], gate_init=-2, positions="segment")
+    config = InfiniGPT2Config(n_segments=8, update_rule="delta", layers=[1, 3], gate_init=-2, position_encoding="segment")
     config.save_pretrained(tmp_path)
     loaded = AutoConfig.from_pretrained(tmp_path)
     assert type(loaded) is InfiniGPT2Config
@@ -79,8 +79,8 @@ INFINI = {"segment_length": 8}
         (CausalMHAConfig, {}, "layer_types", ["full_attention"] * 12),
         (CausalMHAConfig, {}, "per_layer_config", {0: {"n_head": 2}}),
         (InfiniGPT2Config, INFINI, "sliding_window", 16),
-        (InfiniGPT2Config, INFINI | {"positions": "rope"}, "rope_theta", 500.0),
-        (InfiniGPT2Config, INFINI | {"positions": "rope"}, "rope_scaling", LINEAR),
+        (InfiniGPT2Config, INFINI | {"position_encoding": "rope"}, "rope_theta", 500.0),
+        (InfiniGPT2Config, INFINI | {"position_encoding": "rope"}, "rope_scaling", LINEAR),
         (InfiniGPT2Config, INFINI, "num_key_value_heads", 2),
         (InfiniGPT2Config, INFINI, "rms_norm_eps", 1e-6),
         (InfiniGPT2Config, INFINI, "hidden_act", "silu"),

@@ -16,10 +16,10 @@ END, PAD = 7, 0
 
 MODELS = {
     "plain": lambda: infini_gpt2(),
-    "absolute": lambda: infini_gpt2(n_positions=96, segment_length=5, update_rule="delta", local_segments=1),
-    "rope": lambda: infini_gpt2(positions="rope", memory_conv=3, segment_length=4, memory_init="learned"),
-    "mixed": lambda: infini_gpt2(layers=[1], positions="segment"),
-    "exp": lambda: infini_gpt2(feature_map="exp", memory_write="learned", normaliser="shared", segment_length=3),
+    "table": lambda: infini_gpt2(n_positions=96, segment_length=5, update_rule="delta", local_segments=1),
+    "rope": lambda: infini_gpt2(position_encoding="rope", memory_conv=3, segment_length=4, memory_init="learned"),
+    "mixed": lambda: infini_gpt2(layers=[1], position_encoding="segment"),
+    "exp": lambda: infini_gpt2(feature_map="exp", memory_write="learned", denominator="shared", segment_length=3),
     "causal_mha": lambda: causal_mha(attention="infini", segment_length=4, local_segments=1, position_encoding="rope"),
     "learned": lambda: causal_mha(attention="infini", segment_length=6, n_positions=96),
 }
@@ -325,7 +325,7 @@ def train_in_chunks(model, ids, cuts, checkpoint: bool):
 
 
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_")
-@pytest.mark.parametrize("name", ["plain", "absolute", "rope", "exp", "causal_mha", "learned"])
+@pytest.mark.parametrize("name", ["plain", "table", "rope", "exp", "causal_mha", "learned"])
 def test_gradient_checkpointing_carries_the_memory_from_chunk_to_chunk(name):
     model, ids = MODELS[name](), token_ids(2, 40)
     for module in model.modules():  # both runs are compared, so nothing may be drawn

@@ -16,14 +16,14 @@ from hf_infini.training import PerplexityTrainer
 from training.dilution import Dilution, weigh_memories
 
 FLOAT64 = 1e-9  # logits of size 1 to 10; thousands of tokens added up in another order
-EXP = dict(feature_map="exp", memory_write="learned", memory_conv=2, normaliser="shared")
+EXP = dict(feature_map="exp", memory_write="learned", memory_conv=2, denominator="shared")
 
 
 @pytest.mark.parametrize(
     "model",
     [
-        lambda: infini_gpt2(positions="segment", n_layer=1),
-        lambda: infini_gpt2(positions="rope", n_layer=1, feature_map="exp", normaliser="shared"),
+        lambda: infini_gpt2(position_encoding="segment", n_layer=1),
+        lambda: infini_gpt2(position_encoding="rope", n_layer=1, feature_map="exp", denominator="shared"),
         lambda: causal_mha(attention="infini", segment_length=8, position_encoding="none", n_layer=1),
     ],
     ids=["elu", "exp", "causal_mha"],
@@ -41,7 +41,7 @@ def test_a_memory_weighs_what_the_text_read_so_often_would(model):
 
 
 def test_with_a_factor_of_one_the_past_is_the_text_and_learns_as_it():
-    model, ids = infini_gpt2(positions="segment", local_segments=1, **EXP).double(), token_ids(3, 30)
+    model, ids = infini_gpt2(position_encoding="segment", local_segments=1, **EXP).double(), token_ids(3, 30)
     rows = RowsOf(token_ids(1, 21, seed=1))
     past = Dilution(rows, most=1).past(model, 3, ids.device)
     output = model(ids, past_key_values=past, use_cache=True).logits
@@ -55,7 +55,7 @@ def test_with_a_factor_of_one_the_past_is_the_text_and_learns_as_it():
 
 
 def test_factors_are_drawn_between_one_and_the_most_and_come_again_with_the_seed():
-    model, rows = infini_gpt2(positions="segment", n_layer=1), RowsOf(token_ids(1, 16))
+    model, rows = infini_gpt2(position_encoding="segment", n_layer=1), RowsOf(token_ids(1, 16))
     found = []
     model.requires_grad_(False)
     before = Dilution(rows, most=1).past(model, 1, torch.device("cpu")).state.normaliser
@@ -72,7 +72,7 @@ def test_factors_are_drawn_between_one_and_the_most_and_come_again_with_the_seed
 @pytest.mark.parametrize(("bf16", "tolerance"), [(False, 1e-4), (True, 0.05)], ids=["float32", "bf16"])
 @pytest.mark.parametrize("first_learned", [1, 35], ids=["all", "few"])
 def test_a_step_with_a_past_has_its_loss_and_moves_every_parameter(tmp_path, first_learned, bf16, tolerance):
-    model = infini_gpt2(positions="segment", local_segments=1, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, **EXP)
+    model = infini_gpt2(position_encoding="segment", local_segments=1, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, **EXP)
     before, text, ids = copy.deepcopy(model), token_ids(1, 24, seed=1), token_ids(2, 40)
     row = {"input_ids": ids, "labels": ids.clone()}
     row["labels"][:, :first_learned] = -100
@@ -112,7 +112,7 @@ def test_a_diluted_run_resumes_as_if_it_had_never_stopped(base, tmp_path):  # no
         (["--dilute_up_to", 8], "--dilute_up_to is of no use without --dilute_with"),
         (["--dilute_with", "DATA", "--update_rule", "delta"], "--update_rule linear"),
         (["--dilute_with", "DATA", "--attention", "self"], "needs --attention infini"),
-        (["--dilute_with", "DATA", "--positions", "absolute"], "give --positions rope or segment"),
+        (["--dilute_with", "DATA", "--position_encoding", "learned"], "give --position_encoding rope or segment"),
         (["--dilute_with", "DATA", "--separate_documents", "true"], "--separate_documents do not go together"),
         (["--dilute_with", "DATA", "--dilute_up_to", 0.5], "must be a factor from 1 on, got 0.5"),
         (["--dilute_with", "nowhere"], "nowhere has no manifest.json"),

@@ -12,9 +12,9 @@ from datasets import Dataset  # noqa: E402
 TEXTS = ["o gato sobe no tapete", "a casa", "x", "o rato roeu a roupa do rei de roma", "bem", "dias de sol"]
 NO_DROPOUT = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
 KINDS = {
-    "absolute": dict(positions="absolute", **NO_DROPOUT),
-    "segment": dict(positions="segment", **NO_DROPOUT),
-    "rope": dict(positions="rope", local_segments=1, **NO_DROPOUT),
+    "learned": dict(position_encoding="learned", **NO_DROPOUT),
+    "segment": dict(position_encoding="segment", **NO_DROPOUT),
+    "rope": dict(position_encoding="rope", local_segments=1, **NO_DROPOUT),
     "delta": dict(update_rule="delta", local_segments=1, memory_conv=3, **NO_DROPOUT),
     "mixed": dict(layers=[1], **NO_DROPOUT),  # full attention in the other layers
     "causal_mha": dict(attention="infini", segment_length=8, dropout=0.0),
@@ -59,7 +59,7 @@ def test_a_packed_rows_loss_is_that_of_its_documents_alone(kind, tmp_path):
     torch.testing.assert_close(trainer.state.log_history[0]["loss"], float(alone), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["absolute", "segment"])
+@pytest.mark.parametrize("kind", ["learned", "segment"])
 def test_the_text_before_changes_nothing(kind, tmp_path):
     logits = []
     for first in ("a casa de roma ", "x x x x x x x x"):

@@ -30,7 +30,7 @@ def base(family, tmp_path_factory) -> Path:
     """The folder of a model with a memory, which the adapter names as its base."""
     folder = tmp_path_factory.mktemp("base")
     if family == "gpt2":
-        model = patch_model(gpt2(), segment_length=8, positions="segment", gate_init=-1.0)
+        model = patch_model(gpt2(), segment_length=8, position_encoding="segment", gate_init=-1.0)
     else:
         model = causal_mha(attention="infini", segment_length=8, position_encoding="rope")
     model.save_pretrained(folder)

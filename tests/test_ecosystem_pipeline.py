@@ -13,8 +13,8 @@ from corpora.tokenization import train_bpe
 TEXTS = [document.text for document in biography_documents(10)]
 PROMPTS = [TEXTS[0][:60], TEXTS[1][:9], TEXTS[2][:110]]  # within one segment, less than one, several
 KINDS = {
-    "absolute": lambda **ids: infini_gpt2(positions="absolute", n_positions=128, **ids),
-    "segment": lambda **ids: infini_gpt2(positions="segment", memory_conv=3, **ids),
+    "learned": lambda **ids: infini_gpt2(position_encoding="learned", n_positions=128, **ids),
+    "segment": lambda **ids: infini_gpt2(position_encoding="segment", memory_conv=3, **ids),
     "causal_mha_infini": lambda **ids: causal_mha(attention="infini", segment_length=8, position_encoding="rope", **ids),
     "causal_mha_global": lambda **ids: causal_mha(position_encoding="alibi", **ids),
 }

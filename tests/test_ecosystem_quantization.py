@@ -25,7 +25,7 @@ def with_linear_projections(model):
 
 
 def quantized_gpt2(folder):
-    model = infini_gpt2(positions="segment", memory_conv=3, memory_init="learned")
+    model = infini_gpt2(position_encoding="segment", memory_conv=3, memory_init="learned")
     for name, parameter in model.named_parameters():
         if name.endswith(MEMORY[1:]):  # away from their starts at zero
             parameter.data.add_(torch.randn_like(parameter), alpha=0.3)

@@ -105,13 +105,13 @@ def test_a_text_file_and_max_tokens(model_and_data, tmp_path):
 
 def test_absolute_positions_end_with_a_remedy(base, tmp_path, capsys):
     data = prepared_data(base)
-    out = base / "absolute"
+    out = base / "learned"
     load_recipe("train").main([*map(str, self_options(data)), "--max_steps", "1", "--out", str(out)])
     with pytest.raises(SystemExit) as stopped:
         evaluate(tmp_path, "--model", out, "--data", data, "--length", CONTEXT + 1)
     error = capsys.readouterr().err
     assert stopped.value.code == 1 and f"{CONTEXT + 1} tokens, but this model has {CONTEXT}" in error
-    assert "--positions rope" in error and not (tmp_path / "evaluation.json").exists()
+    assert "--position_encoding rope" in error and not (tmp_path / "evaluation.json").exists()
     assert evaluate(tmp_path, "--model", out, "--data", data, "--length", CONTEXT)["length"] == CONTEXT
 
 

@@ -84,7 +84,7 @@ def test_learned_positions_end(tmp_path_factory, capsys, long_prompt):
     folder = trained(tmp_path_factory.getbasetemp(), "infini")
     with pytest.raises(SystemExit):
         continuations(capsys, "--model", folder, "--prompt", long_prompt[:60], "--max_new_tokens", 5)
-    assert "65 tokens, but this model has 64 absolute positions" in capsys.readouterr().err
+    assert "65 tokens, but this model has 64 learned positions" in capsys.readouterr().err
 
 
 def test_beams_and_samples_go_on_from_a_prompt_in_chunks(model, capsys, long_prompt):

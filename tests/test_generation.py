@@ -16,8 +16,8 @@ VARIANTS = [
     {},
     {"update_rule": "delta"},
     {"local_segments": 1, "memory_init": "learned"},
-    {"layers": [1], "positions": "segment"},
-    {"positions": "rope", "local_segments": 1},
+    {"layers": [1], "position_encoding": "segment"},
+    {"position_encoding": "rope", "local_segments": 1},
     {"segment_length": 3, "update_rule": "delta", "local_segments": 2, "attn_implementation": "eager"},
 ]
 
@@ -132,7 +132,7 @@ def test_a_cache_read_in_inference_mode_goes_on_outside_of_it(model):
 
 
 def test_cache_does_not_grow():
-    model = infini_gpt2(positions="segment")
+    model = infini_gpt2(position_encoding="segment")
     sizes = set()
     for tokens in (1, 7, 8, 100, 1000):
         output = generate(model, 3, input_ids=token_ids(1, tokens), return_dict_in_generate=True)
@@ -147,7 +147,7 @@ def test_cache_does_not_grow():
 
 def test_a_prompt_of_100000_tokens():
     """Read in chunks with flat memory, then continued exactly as the naive cut into other chunks continues."""
-    model = infini_gpt2(positions="segment", n_layer=2, segment_length=50)
+    model = infini_gpt2(position_encoding="segment", n_layer=2, segment_length=50)
     ids = token_ids(1, 100_000)
     output = generate(model, 5, input_ids=ids, prefill_chunk_size=10_000, return_dict_in_generate=True, output_logits=True)
     assert output.past_key_values.get_seq_length() == 100_004
@@ -176,7 +176,7 @@ def test_what_a_memory_cannot_do_is_refused_clearly():
     assert not cache.is_croppable
     with pytest.raises(ValueError, match="cannot be cropped"):
         cache.crop(2)
-    with pytest.raises(ValueError, match="position 64 is beyond.*n_positions.*positions='segment'"):
+    with pytest.raises(ValueError, match="position 64 is beyond.*n_positions.*position_encoding='segment'"):
         generate(model, 60, input_ids=ids)
 
 
@@ -212,7 +212,7 @@ def test_continuous_batching_is_refused_at_once(make, monkeypatch):
     ("make", "options"),
     [
         *((infini_gpt2, variant) for variant in VARIANTS),
-        (infini_gpt2, {"memory_conv": 2, "feature_map": "exp", "memory_write": "learned", "normaliser": "shared"}),
+        (infini_gpt2, {"memory_conv": 2, "feature_map": "exp", "memory_write": "learned", "denominator": "shared"}),
         (causal_mha, {"attention": "infini", "segment_length": 8, "position_encoding": "rope", "score": "general"}),
         (causal_mha, {"attention": "local", "sliding_window": 5, "position_encoding": "alibi"}),
         (causal_mha, {"position_encoding": "relative_key", "attn_implementation": "eager"}),

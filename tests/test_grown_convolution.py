@@ -14,7 +14,7 @@ TOKENIZER = build_character_tokenizer(["O rato roeu a roupa do rei de Roma."])
 
 def saved(folder, taps: int):
     """A small model with random taps, which also lies in the folder."""
-    options = ModelOptions(n_layer=2, n_embd=16, n_head=2, segment_length=8, positions="rope", memory_conv=taps)
+    options = ModelOptions(n_layer=2, n_embd=16, n_head=2, segment_length=8, position_encoding="rope", memory_conv=taps)
     model = build_model(build_config(options, TOKENIZER, CONTEXT), None).eval()
     for block in model.transformer.h:
         if taps:

@@ -206,7 +206,7 @@ def models(tmp_path_factory, bpe):
     base, sizes = tmp_path_factory.mktemp("models"), {"vocab_size": len(bpe), "pad_token_id": bpe.pad_token_id}
     llama = LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, **sizes)
     made = {
-        "hybrid": infini_gpt2(layers=[0, 2], positions="segment", **sizes),
+        "hybrid": infini_gpt2(layers=[0, 2], position_encoding="segment", **sizes),
         "gpt2": gpt2(**sizes),
         "mha": causal_mha(position_encoding="rope", **sizes),
         "none": causal_mha(attention="none", **sizes),
@@ -234,7 +234,7 @@ def test_a_checkpoint_and_a_text_become_a_page(models, bpe, tmp_path):
     data = Page((out / "heads.html").read_text(encoding="utf-8")).data()
     assert len(data["tokens"]) == 30 and [layer["kind"] for layer in data["layers"]] == ["infini", "global", "infini"]
     inspection = inspect_attention(
-        infini_gpt2(layers=[0, 2], positions="segment", vocab_size=len(bpe)), torch.tensor([ids[:30]])
+        infini_gpt2(layers=[0, 2], position_encoding="segment", vocab_size=len(bpe)), torch.tensor([ids[:30]])
     )
     weights, _ = decoded(data["layers"][2], 3)
     wanted = inspection.layers[2].weights.values[0, 3].numpy()
@@ -254,7 +254,7 @@ def test_chosen_layers_and_models_without_a_memory(models, tmp_path, name, layer
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("gpt2", ["--text", "a" * 65], "65 tokens, but this model has 64 absolute positions: ask for fewer"),
+        ("gpt2", ["--text", "a" * 65], "65 tokens, but this model has 64 learned positions: ask for fewer"),
         ("gpt2", ["--text", ""], "the text is empty"),
         ("gpt2", ["--text", "a", "--layers", "3"], "layers must be numbers from 0 to 2; got [3]"),
         ("gpt2", ["--text", "a", "--text_file", "b"], "exactly one of --text and --text_file"),

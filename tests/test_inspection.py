@@ -28,8 +28,8 @@ INFINIS = [
     {"local_segments": 2, "memory_init": "learned", "segment_length": 4},
     {"update_rule": "delta", "memory_init": "noise", "segment_length": 5},
     {"layers": [0, 2], "attn_implementation": "eager"},
-    {"positions": "rope", "local_segments": 1, "layers": [0, 2]},
-    {"feature_map": "exp", "memory_write": "learned", "memory_conv": 2, "normaliser": "shared"},
+    {"position_encoding": "rope", "local_segments": 1, "layers": [0, 2]},
+    {"feature_map": "exp", "memory_write": "learned", "memory_conv": 2, "denominator": "shared"},
     {"layers": [1], "memory_init": "learned", "update_rule": "delta", "scale_attn_by_inverse_layer_idx": True},
 ]
 MHAS = [
@@ -378,7 +378,7 @@ def test_refusals(bpe):
         ((model, {"input_ids": ids, "labels": ids}), "inputs by name are"),
         ((model, {"input_ids": ids, "attention_mask": torch.ones(1, 9)}), "attention_mask must be"),
         ((model, {"input_ids": ids, "attention_mask": torch.zeros(1, 8)}), "every row needs a token"),
-        ((model, token_ids(1, 65)), "position 64 is beyond this model's 64 absolute positions"),
+        ((model, token_ids(1, 65)), "position 64 is beyond this model's 64 learned positions"),
     ):
         with pytest.raises(ValueError, match=message):
             inspect_attention(*arguments)

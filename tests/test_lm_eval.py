@@ -44,7 +44,7 @@ def tokenizer():
 
 @pytest.fixture(scope="module")
 def infini(tokenizer):
-    return infini_gpt2(positions="segment", **sizes(tokenizer))
+    return infini_gpt2(position_encoding="segment", **sizes(tokenizer))
 
 
 def sizes(tokenizer) -> dict:
@@ -178,7 +178,7 @@ def test_log_likelihoods_of_any_chunks_and_batches(infini, tokenizer, batch_size
 
 
 def test_max_length(infini, tokenizer, capsys):
-    """The plain limit for absolute positions, the one that was given for others: the beginning is cut off, and said so."""
+    """The plain limit for learned positions, the one that was given for others: the beginning is cut off, and said so."""
     ids = tokenizer.encode(CONTEXTS[1])
     for network, options, limit in ((gpt2(**sizes(tokenizer)), {}, POSITIONS), (infini, {"max_length": 40}, 40)):
         model = InfiniLM(network, tokenizer=tokenizer, **options)
@@ -188,7 +188,7 @@ def test_max_length(infini, tokenizer, capsys):
         rest = tokenizer.encode(CONTEXTS[1] + " crown")[len(ids) :]
         assert found == pytest.approx(direct(network, ids[len(rest) - limit - 1 :], rest)[0], rel=1e-4)
     assert abs(found - direct_pair(infini, tokenizer, CONTEXTS[1], " crown")[0]) > 1e-3  # the whole context counts
-    with pytest.raises(ValueError, match="absolute positions"):
+    with pytest.raises(ValueError, match="learned positions"):
         InfiniLM(gpt2(**sizes(tokenizer)), tokenizer=tokenizer, max_length=POSITIONS + 1)
 
 

@@ -32,7 +32,7 @@ def saved(folder, make, **options):
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    options = {"positions": "segment", "update_rule": "delta", "memory_conv": 3, "layers": [0, 2]}
+    options = {"position_encoding": "segment", "update_rule": "delta", "memory_conv": 3, "layers": [0, 2]}
     return saved(tmp_path_factory.mktemp("model"), infini_gpt2, **options)
 
 
@@ -109,7 +109,7 @@ def test_what_generate_refuses_of_a_memory(model, memory, tmp_path, capsys):
         (["--model", model, "--memory", tmp_path / "none"], "--memory: there is no memory file"),
         (["--model", model, "--memory", tmp_path / "two"], "two holds 2 texts"),
         (["--model", model, "--memory", memory, "--dtype", "bfloat16"], "dtype is float32 in the file and bfloat16 in"),
-        (["--model", other, "--memory", memory], "positions is 'segment' in the file and 'absolute' in the model"),
+        (["--model", other, "--memory", memory], "position_encoding is 'segment' in the file and 'learned' in the model"),
         (["--model", plain, "--memory", memory], "a GPT2LMHeadModel without Infini-attention has no memory"),
     ):
         with pytest.raises(SystemExit) as stopped:
@@ -118,10 +118,10 @@ def test_what_generate_refuses_of_a_memory(model, memory, tmp_path, capsys):
 
 
 def test_absolute_positions_end_with_the_context(tmp_path, capsys):
-    folder, file = saved(tmp_path / "absolute", infini_gpt2), tmp_path / "text"
+    folder, file = saved(tmp_path / "learned", infini_gpt2), tmp_path / "text"
     file.write_text(sample_text()[:65], encoding="utf-8")
     common = ["--model", folder, "--text", file, "--out", tmp_path / "m"]
-    assert "65 tokens, but this model has 64 absolute positions" in refused(capsys, *common)
+    assert "65 tokens, but this model has 64 learned positions" in refused(capsys, *common)
     file.write_text(sample_text()[:55], encoding="utf-8")
     remember(*common)
     options = ["--model", folder, "--memory", tmp_path / "m", "--prompt", "four"]
@@ -129,7 +129,7 @@ def test_absolute_positions_end_with_the_context(tmp_path, capsys):
     assert found["text"] == greedy(folder, sample_text()[:55] + "four", 5)
     with pytest.raises(SystemExit):
         continuations(capsys, *options, "--max_new_tokens", 6)
-    assert "65 tokens, but this model has 64 absolute positions" in capsys.readouterr().err
+    assert "65 tokens, but this model has 64 learned positions" in capsys.readouterr().err
 
 
 def test_a_memory_in_bfloat16(model, text, tmp_path, capsys):
@@ -148,7 +148,7 @@ def test_a_memory_in_bfloat16(model, text, tmp_path, capsys):
 
 def test_killed_while_it_writes_it_goes_on_and_ends_with_the_same_bytes(tmp_path_factory, tmp_path, capsys):
     """Real processes from a text to its continuation, the first of them killed, most often in the middle of a checkpoint."""
-    options = {"positions": "segment", "update_rule": "delta", "memory_conv": 3, "memory_init": "learned"}
+    options = {"position_encoding": "segment", "update_rule": "delta", "memory_conv": 3, "memory_init": "learned"}
     model, tokens = saved(tmp_path_factory.mktemp("bounded"), infini_gpt2, **options), 6000
     text, file = tmp_path / "long.txt", tmp_path / "long.safetensors"
     text.write_text(sample_text()[:tokens], encoding="utf-8")

@@ -14,7 +14,7 @@ from hf_infini import InfiniCache
 from hf_infini.memory_files import MemoryFileError, read_memory_file, read_record, write_memory_file
 
 # Between them all kinds of tensors: full attention, a start, a convolution, keys for the memory, tokens kept out of it
-RICH = {"layers": [0, 2], "memory_conv": 4, "positions": "rope", "memory_init": "learned", "local_segments": 1}
+RICH = {"layers": [0, 2], "memory_conv": 4, "position_encoding": "rope", "memory_init": "learned", "local_segments": 1}
 PLAIN = {"local_segments": 1}  # segments of 8, the memory empty at first
 LENGTHS = [30, 6, 2]
 NOTHING_YET = r"holds something where after \[30, 6, 2\] tokens there can be nothing yet"

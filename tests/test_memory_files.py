@@ -30,9 +30,9 @@ VARIANTS = [
     (infini_gpt2, {"update_rule": "delta", "feature_map": "exp"}),
     (infini_gpt2, {"local_segments": 1, "memory_init": "learned"}),
     (infini_gpt2, {"memory_init": "noise", "segment_length": 3, "attn_implementation": "eager"}),
-    (infini_gpt2, {"layers": [1], "positions": "segment"}),
-    (convolved, {"memory_conv": 3, "positions": "segment", "update_rule": "delta"}),
-    (convolved, {"memory_conv": 1, "mask_special_tokens": False, "positions": "rope"}),
+    (infini_gpt2, {"layers": [1], "position_encoding": "segment"}),
+    (convolved, {"memory_conv": 3, "position_encoding": "segment", "update_rule": "delta"}),
+    (convolved, {"memory_conv": 1, "mask_special_tokens": False, "position_encoding": "rope"}),
     (mha, {"position_encoding": "rope", "local_segments": 1, "score": "general"}),
     (mha, {"position_encoding": "learned", "update_rule": "delta"}),
 ]
@@ -232,7 +232,7 @@ def test_dtypes_are_kept(tmp_path):
 
 
 def test_size_does_not_depend_on_the_text(tmp_path):
-    model = infini_gpt2(positions="segment")
+    model = infini_gpt2(position_encoding="segment")
     sizes = set()
     for tokens in (100, 900, 9000):
         cache = read(model, input_ids=token_ids(1, tokens))
@@ -261,7 +261,7 @@ def kept(tmp_path_factory):
         ({"feature_map": "exp"}, "feature_map is 'elu' in the file and 'exp' in the model"),
         ({"local_segments": 1}, "local_segments is 0 in the file and 1 in the model"),
         ({"layers": [0, 1]}, r"infini_layers is \[0, 1, 2\] in the file and \[0, 1\] in the model"),
-        ({"positions": "segment"}, "positions is 'absolute' in the file and 'segment' in the model"),
+        ({"position_encoding": "segment"}, "position_encoding is 'learned' in the file and 'segment' in the model"),
         ({"memory_conv": 2}, "memory_conv is 0 in the file and 2 in the model"),
         ({"memory_init": "learned"}, "memory_init is 'zeros' in the file and 'learned' in the model"),
         ({"mask_special_tokens": False}, r"tokens_kept_out is \[0, 0, None\] in the file and \[\] in the model"),

@@ -68,11 +68,11 @@ def test_the_convolution_is_its_formula_document_by_document(taps):
     assert torch.equal(latest, inputs[:, 50 - (taps - 1) :])
 
 
-OURS = {"feature_map": "exp", "normaliser": "shared", "memory_write": "learned", "positions": "rope"}
+OURS = {"feature_map": "exp", "denominator": "shared", "memory_write": "learned", "position_encoding": "rope"}
 
 
 @pytest.mark.parametrize("local_segments", [0, 1])
-@pytest.mark.parametrize(("taps", "options"), [(1, {}), (2, {}), (4, OURS), (0, {"positions": "rope"})])
+@pytest.mark.parametrize(("taps", "options"), [(1, {}), (2, {}), (4, OURS), (0, {"position_encoding": "rope"})])
 def test_padding_packing_and_cached_calls(local_segments, taps, options):
     model = convolved(memory_conv=taps, local_segments=local_segments, **options)
     ids = token_ids(2, 50)
@@ -133,11 +133,11 @@ def test_a_convolution_needs_taps():
 # --- what tokens weigh ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("positions", ["absolute", "rope"])
+@pytest.mark.parametrize("position_encoding", ["learned", "rope"])
 @pytest.mark.parametrize("update_rule", ["linear", "delta"])
 def test_a_token_weighs_what_its_input_says(update_rule, positions):
     """Against the naive reference, whose features are multiplied by the weights one by one; rope does not touch them."""
-    options = {"memory_write": "learned", "local_segments": 1, "update_rule": update_rule, "positions": positions}
+    options = {"memory_write": "learned", "local_segments": 1, "update_rule": update_rule, "position_encoding": positions}
     model = convolved(feature_map="exp", **options)
     attention, inputs = model.transformer.h[0].attn, torch.randn(2, 50, 32, dtype=torch.float64)
     layout = segment_layout(2, 50, 8, 1)

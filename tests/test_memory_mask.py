@@ -8,7 +8,7 @@ from hf_infini import InfiniCache, modeling_common
 
 MODELS = [
     (infini_gpt2, {}),
-    (infini_gpt2, {"layers": [1], "positions": "rope", "memory_conv": 2, "update_rule": "delta"}),
+    (infini_gpt2, {"layers": [1], "position_encoding": "rope", "memory_conv": 2, "update_rule": "delta"}),
     (causal_mha, {"attention": "infini", "segment_length": 8, "position_encoding": "rope", "local_segments": 1}),
 ]
 all_models = pytest.mark.parametrize(("make", "options"), MODELS)

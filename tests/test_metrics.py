@@ -26,7 +26,7 @@ def gpt2():
 @pytest.fixture(scope="module")
 def infini():
     torch.manual_seed(0)
-    config = InfiniGPT2Config(**SIZES, segment_length=8, positions="segment", initializer_range=0.3)
+    config = InfiniGPT2Config(**SIZES, segment_length=8, position_encoding="segment", initializer_range=0.3)
     return InfiniGPT2LMHeadModel(config).eval()
 
 

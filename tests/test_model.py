@@ -30,7 +30,7 @@ def naive_attend(query, key, value, gate, layout, **options):
         local_segments=layout.local_segments,
         update_rule=options["update_rule"],
         feature_map=options["feature_map"],
-        normaliser=options["normaliser"],
+        denominator=options["denominator"],
         state=options["state"],
         memory_query=options["memory_query"],
         memory_key=options["memory_key"],
@@ -88,15 +88,16 @@ def test_attention_dropout_matches_gpt2_in_distribution(implementation):
 
 
 @pytest.mark.parametrize(
-    ("rule", "feature_map", "normaliser"),
+    ("rule", "feature_map", "denominator"),
     [("linear", "elu", "separate"), ("delta", "elu", "separate"), ("linear", "exp", "shared")],
 )
 @pytest.mark.parametrize("memory_init", ["zeros", "learned", "noise"])
-@pytest.mark.parametrize(("local_segments", "positions"), [(0, "absolute"), (1, "absolute"), (1, "rope")])
+@pytest.mark.parametrize(("local_segments", "position_encoding"), [(0, "learned"), (1, "learned"), (1, "rope")])
 def test_equals_the_naive_function_inside_the_model(
-    rule, feature_map, normaliser, memory_init, local_segments, positions, monkeypatch
+    rule, feature_map, denominator, memory_init, local_segments, position_encoding, monkeypatch
 ):
-    options = {"update_rule": rule, "feature_map": feature_map, "normaliser": normaliser, "positions": positions}
+    options = {"update_rule": rule, "feature_map": feature_map, "denominator": denominator}
+    options["position_encoding"] = position_encoding
     model = infini_gpt2(**options, memory_init=memory_init, local_segments=local_segments)
     ids = token_ids(2, 37)
     output = model(ids, labels=ids, use_cache=False)
@@ -124,8 +125,8 @@ def test_registered_with_the_auto_classes():
     "options",
     [
         {"memory_init": "noise", "update_rule": "delta"},
-        {"memory_init": "learned", "positions": "segment", "local_segments": 1},
-        {"positions": "rope", "memory_conv": 2, "feature_map": "exp", "memory_write": "learned"},
+        {"memory_init": "learned", "position_encoding": "segment", "local_segments": 1},
+        {"position_encoding": "rope", "memory_conv": 2, "feature_map": "exp", "memory_write": "learned"},
         {"n_segments": 8, "layers": [1]},
     ],
 )
@@ -225,7 +226,7 @@ def test_gradient_checkpointing_gives_the_same_gradients():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("rule", ["linear", "delta"])
 def test_half_precision_stays_finite_over_100000_tokens(dtype, rule):
-    model = infini_gpt2(n_layer=2, update_rule=rule, positions="segment", segment_length=50, initializer_range=0.02)
+    model = infini_gpt2(n_layer=2, update_rule=rule, position_encoding="segment", segment_length=50, initializer_range=0.02)
     model = model.to(dtype)
     cache = InfiniCache(model.config)
     with torch.no_grad():
@@ -280,7 +281,7 @@ def test_attention_module_by_itself():
 def test_errors():
     model = infini_gpt2()
     ids = token_ids(2, 10)
-    with pytest.raises(ValueError, match="position 69 is beyond this model's 64 absolute positions.*positions='segment'"):
+    with pytest.raises(ValueError, match="position 69 is beyond this model's 64 .*position_encoding='segment'"):
         model(token_ids(1, 70))
     with pytest.raises(ValueError, match="must be an InfiniCache, got DynamicCache"):
         from transformers import DynamicCache

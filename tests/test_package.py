@@ -116,7 +116,7 @@ for name in ("configurations", "inspection.page", "metrics", "naive", "rows", "t
 for missing in ("accelerate", "datasets", "evaluate", "pandas"):
     assert importlib.util.find_spec(missing) is None, missing
 sizes = dict(vocab_size=9, n_positions=16, n_embd=8, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0)
-model = hf_infini.patch_model(GPT2LMHeadModel(GPT2Config(**sizes)), segment_length=4, positions="segment")
+model = hf_infini.patch_model(GPT2LMHeadModel(GPT2Config(**sizes)), segment_length=4, position_encoding="segment")
 ids = torch.arange(1, 9)[None]
 hf_infini.inspect_attention(model, ids)
 assert len(hf_infini.training.parameter_groups(model, 1e-3, 1e-2, 0.1)) == 3

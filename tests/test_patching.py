@@ -98,14 +98,14 @@ def test_a_configuration_of_another_class_comes_back_as_one():
 def test_rope_sets_the_position_embedding_aside(tmp_path):
     model, ids = gpt2(), token_ids(2, 40)
     wanted, names = model(ids).logits, set(model.state_dict())
-    patch_model(model, **OPTIONS, positions="rope")
+    patch_model(model, **OPTIONS, position_encoding="rope")
     assert names - set(model.state_dict()) == {"transformer.wpe.weight"}
     model(token_ids(1, 100), labels=token_ids(1, 100)).loss.backward()  # more than the 64 positions that it had
     assert all(parameter.grad is not None for parameter in model.parameters())
     model.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert torch.equal(loaded(ids).logits, model(ids).logits)
-    with pytest.raises(ValueError, match="built with positions='rope': it has no position embedding"):
+    with pytest.raises(ValueError, match="built with position_encoding='rope': it has no position embedding"):
         unpatch_model(loaded)
     assert isinstance(loaded, InfiniGPT2LMHeadModel)  # as it was
     unpatch_model(model.double())

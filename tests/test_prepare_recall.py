@@ -174,8 +174,9 @@ def test_a_killed_run_leaves_nothing_that_looks_finished(base, tmp_path):
 
 
 def test_train_reads_the_folder(base, tmp_path):
-    options = ["--data", prepared(base), *SIZES, "--attention", "infini", "--segment_length", 128, "--positions", "segment"]
-    options += ["--batch_size", 4, "--max_steps", 2, "--precision", "float32", "--out", tmp_path / "run"]
+    options = ["--data", prepared(base), *SIZES, "--attention", "infini", "--segment_length", 128]
+    options += ["--position_encoding", "segment", "--batch_size", 4, "--max_steps", 2]
+    options += ["--precision", "float32", "--out", tmp_path / "run"]
     run(*recipe("train"), *options)
     result = json.loads((tmp_path / "run" / "result.json").read_text(encoding="utf-8"))
     # What is judged: labels behind a row's first token (nothing predicts that one), end-of-text tokens not counted

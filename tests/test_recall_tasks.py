@@ -36,7 +36,7 @@ def texts(base: Path) -> Path:
 def saved(base: Path, kind: str) -> Path:
     """A model with random weights and a tokenizer of 600 entries."""
     if kind == "infini":
-        model = infini_gpt2(segment_length=32, positions="segment", vocab_size=600)
+        model = infini_gpt2(segment_length=32, position_encoding="segment", vocab_size=600)
     else:
         model = gpt2(vocab_size=600, n_positions=512)
     model.save_pretrained(base / kind)
@@ -64,7 +64,9 @@ def greedy_example(model, seed: int, length: int, width: int, wrong: int | None 
     return Example(tokens, (Question("work", "", (0, width - 1), (length, length + width - 1)),))
 
 
-@pytest.mark.parametrize("build", [infini_gpt2, functools.partial(infini_gpt2, positions="segment"), gpt2, causal_mha])
+@pytest.mark.parametrize(
+    "build", [infini_gpt2, functools.partial(infini_gpt2, position_encoding="segment"), gpt2, causal_mha]
+)
 @pytest.mark.parametrize("chunk", [5, 16, 1000])
 def test_an_answer_is_right_when_greedy_decoding_gives_it(build, chunk):
     model = build()
@@ -109,8 +111,8 @@ def test_wilson_interval():
 @pytest.mark.parametrize(
     "build",
     [
-        functools.partial(infini_gpt2, positions="segment"),
-        functools.partial(infini_gpt2, positions="segment", update_rule="delta", memory_init="learned"),
+        functools.partial(infini_gpt2, position_encoding="segment"),
+        functools.partial(infini_gpt2, position_encoding="segment", update_rule="delta", memory_init="learned"),
         functools.partial(causal_mha, attention="infini", segment_length=8, position_encoding="rope"),
     ],
 )
@@ -216,14 +218,14 @@ def test_cells_beyond_a_model_s_reach(base, capsys):
     found = evaluate(base / "reach", *options, "--lengths", 20, 400, 600)
     short, fits, long = found["cells"]
     assert "more than 20" in short["not_possible"] and fits["samples"] == 2
-    assert "600 tokens, but this model has 512 absolute positions" in long["not_possible"]
+    assert "600 tokens, but this model has 512 learned positions" in long["not_possible"]
     for beyond in (
         [*options, "--lengths", 600, 700],
         ["--model", saved(base, "gpt2"), "--task", "facts", "--segment_length", 256, "--distances", 2, 4],
     ):
         with pytest.raises(SystemExit) as stopped:
             evaluate(base / "too_long", *beyond)
-        assert stopped.value.code == 1 and "512 absolute positions" in capsys.readouterr().err
+        assert stopped.value.code == 1 and "512 learned positions" in capsys.readouterr().err
     assert not list(base.glob("too_long*"))
 
 

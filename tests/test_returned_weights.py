@@ -95,7 +95,7 @@ def test_a_gradient_reaches_the_weights(seed):
     ("make", "options"),
     [
         (infini_gpt2, {"local_segments": 1}),
-        (infini_gpt2, {"normaliser": "shared", "feature_map": "exp", "positions": "rope"}),
+        (infini_gpt2, {"denominator": "shared", "feature_map": "exp", "position_encoding": "rope"}),
         (causal_mha, {"attention": "infini", "segment_length": 8}),
         (causal_mha, {"attention": "local", "sliding_window": 5}),
         (causal_mha, {}),

@@ -35,7 +35,7 @@ def options(base: Path) -> list:
         "infini",
         "--segment_length",
         16,
-        "--positions",
+        "--position_encoding",
         "segment",
     ]
     found += ["--batch_size", 4, "--max_steps", 3, "--eval_steps", 2, "--logging_steps", 1, "--save_steps", 2]

@@ -226,7 +226,7 @@ def test_carolina(tmp_path):
 
 
 def options_of(data: Path, corpus: Path) -> list:
-    sizes = ["--n_layer", 1, "--n_embd", 16, "--n_head", 2, "--segment_length", 16, "--positions", "segment"]
+    sizes = ["--n_layer", 1, "--n_embd", 16, "--n_head", 2, "--segment_length", 16, "--position_encoding", "segment"]
     ends = ["--max_steps", 24, "--save_steps", 4, "--eval_steps", 12, "--eval_rows", 8, "--logging_steps", 2]
     return ["--data", data, "--streaming", corpus, "--shuffle_buffer", 100, *sizes, *ends, "--use_cpu", "true",
             "--batch_size", 16, "--learning_rate", 0.005, "--schedule", "constant_with_warmup", "--warmup", 2,

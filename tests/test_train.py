@@ -106,7 +106,7 @@ def straight_run(base: Path) -> Path:
 
 
 def infini_options(data: Path) -> list:
-    options = ["--data", data, *SIZES, "--attention", "infini", "--segment_length", 16, "--positions", "segment"]
+    options = ["--data", data, *SIZES, "--attention", "infini", "--segment_length", 16, "--position_encoding", "segment"]
     options += ["--dropout", 0.1, "--batch_size", 32, "--gradient_accumulation", 2, "--epochs", 2.5, "--save_steps", 3]
     return options + ["--eval_steps", 5, "--eval_rows", 16, "--logging_steps", 2, "--learning_rate", 0.005]
 
@@ -280,7 +280,7 @@ def test_what_a_start_cannot_be(base, self_run, tmp_path):
 
     with pytest.raises(UserError, match="--n_layer 3, but .* has 2"):
         config(attention="self", init_from=str(self_run), n_layer=3)
-    with pytest.raises(UserError, match="64 positions.*--positions segment"):
+    with pytest.raises(UserError, match="64 positions.*--position_encoding segment"):
         config(2 * CONTEXT, init_from=str(self_run))
     with pytest.raises(UserError, match="infini_gpt2 model"):
         config(attention="self", init_from=str(straight_run(base)))
@@ -292,7 +292,7 @@ def test_what_a_start_cannot_be(base, self_run, tmp_path):
         config(attention="self", n_head=3)
     longer = config(10 * CONTEXT, init_from=str(straight_run(base)))
     assert longer.positions == "segment" and longer.segment_length == 16
-    assert build_model(longer, str(straight_run(base))).config.positions == "segment"
+    assert build_model(longer, str(straight_run(base))).config.position_encoding == "segment"
 
 
 # --- parts ------------------------------------------------------------------------------------------------------------

@@ -154,7 +154,7 @@ def test_the_options_are_those_of_the_configuration():
     assert set(ATTENTIONS["causal_mha"]) == set(CHOICES["attention"])
     assert choices("attention") == {*ATTENTIONS["gpt2"], *ATTENTIONS["causal_mha"]}
     assert choices("score") == set(CHOICES["score"])
-    assert choices("position_encoding") == set(CHOICES["position_encoding"])
+    assert choices("position_encoding") == {*CHOICES["position_encoding"], "segment"}
     assert choices("update_rule") == set(CHOICES["update_rule"])
     assert set(CAUSAL_MHA) <= {field.name for field in dataclasses.fields(CausalMHAConfig)}
 
@@ -175,7 +175,7 @@ def test_defaults_are_the_configurations_own(tokenizer):
     ("options", "message"),
     [
         ({"n_segments": 4}, "--n_segments belongs to --model gpt2 and does nothing with --model causal_mha"),
-        ({"positions": "segment"}, "--positions belongs to --model gpt2"),
+        ({"position_encoding": "segment"}, "position_encoding must be one of learned, sinusoidal, .*; got 'segment'"),
         ({"attention": "self"}, "--attention self, but --model causal_mha has global, local, infini, none"),
         ({"model": "gpt2", "score": "dot"}, "--score belongs to --model causal_mha and does nothing with --model gpt2"),
         ({"model": "gpt2", "n_inner": 64}, "--n_inner belongs to --model causal_mha"),

@@ -168,7 +168,7 @@ def test_a_prompt_that_fills_the_context(attention_free, tmp_path, capsys):
     folder = finished(attention_free, tmp_path / "none")
     with pytest.raises(SystemExit):
         card_of(folder, tmp_path / "card.md", "--prompt", "a" * CONTEXT)
-    assert f"{CONTEXT + 1} tokens, but this model has {CONTEXT} absolute positions" in capsys.readouterr().err
+    assert f"{CONTEXT + 1} tokens, but this model has {CONTEXT} learned positions" in capsys.readouterr().err
 
 
 def test_the_commands_of_the_docstring_are_parsed():

@@ -31,7 +31,7 @@ def recalling(base):
     run(*recipe("prepare"), "--source", "biographies", *options, "--validation", 0.1, "--out", data)
     options = ["--context", 512, "--rows", 20, "--validation_rows", 4, "--mix", "passkey=0.5", "codes=0.25", "text=0.25"]
     run(*recipe("prepare_recall"), "--data", data, *options, "--out", recall)
-    infini = ["--segment_length", 32, "--positions", "segment", "--memory_conv", 2, "--gate_init", -1, *COMMON]
+    infini = ["--segment_length", 32, "--position_encoding", "segment", "--memory_conv", 2, "--gate_init", -1, *COMMON]
     run(*recipe("train"), "--data", data, "--max_steps", 3, *infini, "--out", base / "runs" / "first")
     start = ["--init_from", base / "runs" / "first", "--max_steps", 2]
     run(*recipe("train"), "--data", recall, *start, *COMMON, "--out", out)

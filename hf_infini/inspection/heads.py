@@ -312,6 +312,6 @@ def _check_positions(base, given: dict) -> None:
     furthest = given["input_ids"].shape[1] - 1 if positions is None else int(positions.max())
     if base.config.model_type == "gpt2" and furthest >= base.config.n_positions:
         raise ValueError(
-            f"position {furthest} is beyond this model's {base.config.n_positions} absolute positions (n_positions): "
+            f"position {furthest} is beyond this model's {base.config.n_positions} learned positions (n_positions): "
             "shorten the input."
         )

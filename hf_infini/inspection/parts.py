@@ -155,7 +155,7 @@ def _infini_parts(
     logits = _widen(module.gate())
     gate = torch.sigmoid(logits)
     share = gate[:, None, None]
-    if getattr(module.config, "normaliser", "separate") == "shared":
+    if getattr(module.config, "denominator", "separate") == "shared":
         share = memory_weight(logits[:, None, None], mass, scores.logsumexp(-1, keepdim=True), width, EPS)
     share = share * layout.from_grid(has_memory[..., None, None, None].expand(batch, -1, layout.slots, heads, 1))
     from_memory, from_local = share * memory, (1 - share) * local

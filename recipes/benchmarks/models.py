@@ -34,17 +34,17 @@ class ModelSpec:
 
 def build(kind: str, spec: ModelSpec, positions: int, dtype: str = "float32", changes: dict | None = None):
     """One of the two in evaluation mode; stock GPT-2 has so many `positions`, the other needs them only where `changes`,
-    options of [`patch_model`], make its positions absolute."""
+    options of [`patch_model`], make its positions learned."""
     torch.manual_seed(spec.seed)
     sizes = {name: getattr(spec, name) for name in ("n_layer", "n_embd", "n_head", "vocab_size")}
     special = dict.fromkeys(("bos_token_id", "eos_token_id"), spec.vocab_size - 1)
     nothing = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-    if kind == "infini" and (changes or {}).get("positions") != "absolute":
+    if kind == "infini" and (changes or {}).get("position_encoding") != "learned":
         positions = max(1024, spec.segment_length)
     model = GPT2LMHeadModel(GPT2Config(**sizes, **special, **nothing, n_positions=positions)).eval()
     if kind == "infini":
         kept = {name: getattr(spec, name) for name in ("segment_length", "local_segments", "update_rule")}
-        patch_model(model, **{"positions": "segment", **kept, **(changes or {})})
+        patch_model(model, **{"position_encoding": "segment", **kept, **(changes or {})})
     model.loss_type = "ForCausalLM"  # what it is anyway; unset, every process warns of it
     return model.to(spec.device, getattr(torch, dtype))
 

@@ -18,13 +18,13 @@ CHANGES = {
     UNCHANGED: {},
     "update_rule=delta": {"update_rule": "delta"},
     "feature_map=exp": {"feature_map": "exp"},
-    "normaliser=shared": {"normaliser": "shared"},
+    "denominator=shared": {"denominator": "shared"},
     "local_segments=1": {"local_segments": 1},
     "memory_conv=3": {"memory_conv": 3},
     "memory_write=learned": {"feature_map": "exp", "memory_write": "learned"},
     "memory_init=learned": {"memory_init": "learned"},
-    "positions=absolute": {"positions": "absolute"},
-    "positions=rope": {"positions": "rope"},
+    "position_encoding=learned": {"position_encoding": "learned"},
+    "position_encoding=rope": {"position_encoding": "rope"},
 }
 
 

@@ -189,7 +189,7 @@ def _memory_limits(config: dict) -> list[str]:
     size, length = head_dim(config), segment_length(config)
     points = [f"A memory of {size} × {size} numbers a head cannot hold a long text word for word; what lies more than a "
               "window back reaches a token through it alone."]  # fmt: skip
-    if config.get("positions") == "segment":
+    if config.get("position_encoding") == "segment":
         points.append(f"The same positions, 1 to {length:,}, come back in every segment: how far back something stands, the "
                       "model is not told.")  # fmt: skip
     elif limit_of(config) is not None:

@@ -53,7 +53,7 @@ def describe_model(config: dict, result: dict, context: int) -> list[tuple[str, 
         rows.append(("Position encoding", POSITIONS[c["position_encoding"]].format(**c)))
     else:
         places = {"segment": "learned, the place in the segment", "rope": POSITIONS["rope"].format(rope_theta=10_000)}
-        encoding = places.get(c.get("positions"), "learned, the place in the text")
+        encoding = places.get(c.get("position_encoding"), "learned, the place in the text")
         rows += [("Score", SCORES["scaled_dot"]), ("Position encoding", encoding)]
     any_length = limit_of(c) is None
     return rows + [
@@ -81,7 +81,7 @@ def _infini_attention(config: dict) -> str:
         words.append(f"the local window holds {config['local_segments']} earlier segment{more}")
     if config.get("feature_map", "elu") != "elu":
         words.append(f"{config['feature_map']} features")
-    if config.get("normaliser", "separate") == "shared":
+    if config.get("denominator", "separate") == "shared":
         words.append("one normaliser for window and memory")
     if config.get("memory_write", "equal") == "learned":
         words.append("learned weights of what is written")

@@ -35,7 +35,7 @@ class ModelOptions:
     feature_map: Literal["elu", "exp"] | None = option(
         None, "gpt2 infini: positive features of the memory's queries and keys; default: elu (ELU + 1, the paper)."
     )
-    normaliser: Literal["separate", "shared"] | None = option(
+    denominator: Literal["separate", "shared"] | None = option(
         None, "gpt2 infini: separate for window and memory, the gate alone sets the memory's share (the paper); or shared, "
         "the share depends on what a token finds; default: separate."
     )
@@ -43,11 +43,6 @@ class ModelOptions:
     n_segments: int | None = option(None, "gpt2 infini: segments per context; this or segment_length.")
     memory_init: Literal["zeros", "learned", "noise"] | None = option(None, "gpt2 infini: empty memory; default: zeros.")
     layers: list[int] | None = option(None, "gpt2 infini: the layers that have a memory, from 0; default: all.")
-    positions: Literal["absolute", "segment", "rope"] | None = option(
-        None,
-        "gpt2 infini: embedded places in the text or in the segment (any length), or rotary ones (any length, best from "
-        "scratch); default: absolute.",
-    )
     memory_conv: int | None = option(
         None, "gpt2 infini: taps of a short causal convolution of the layer's input, 0 for none; more than --init_from has "
         "start at zero; default: 0."
@@ -60,15 +55,19 @@ class ModelOptions:
         None, "Special tokens (end of text, padding) are not learned to be predicted, nor written into a memory; default: "
         "true.", group="model"
     )
+    position_encoding: Literal[
+        "learned", "segment", "rope", "sinusoidal", "relative_key", "t5", "alibi", "none"
+    ] | None = option(
+        None, "What tells positions apart. gpt2 infini: learned (of the place in the text, as GPT-2), segment (of "
+        "the place in the segment: any length) or rope (rotary: any length, best from scratch); causal_mha: all others. "
+        "Default: learned.", group="model"
+    )
     sliding_window: int | None = option(
         None, "causal_mha local: tokens that a token sees, itself included; default: context / 8.",
         group="model from scratch (--model causal_mha)"
     )
     score: Literal["scaled_dot", "dot", "general", "additive"] | None = option(
         None, "causal_mha: how a query and a key are compared; default: scaled_dot."
-    )
-    position_encoding: Literal["learned", "sinusoidal", "relative_key", "t5", "alibi", "rope", "none"] | None = option(
-        None, "causal_mha: what tells positions apart; default: learned."
     )
     max_distance: int | None = option(
         None, "causal_mha relative_key, t5: tokens of distance beyond which all are alike; default: 128."
@@ -95,11 +94,11 @@ INFINI = ("segment_length", "update_rule", "local_segments", "gate_init")
 GPT2_INFINI = (
     *INFINI,
     "feature_map",
-    "normaliser",
+    "denominator",
     "n_segments",
     "memory_init",
     "layers",
-    "positions",
+    "position_encoding",
     "memory_conv",
     "memory_write",
     "mask_special_tokens",
@@ -273,7 +272,7 @@ def _check_reach(options: ModelOptions, config, context: int) -> None:
 
     limit = context_limit(config)
     if limit is not None and limit < context:
-        other = "--attention infini --positions segment" if options.model == "gpt2" else "--position_encoding rope"
+        other = "--attention infini --position_encoding segment" if options.model == "gpt2" else "--position_encoding rope"
         raise UserError(
             f"--init_from: {options.init_from} has {limit} positions, the data's rows {context} tokens: prepare shorter "
             f"rows, or use {other}"

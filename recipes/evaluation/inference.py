@@ -37,8 +37,8 @@ def check_length(config, tokens: int) -> None:
     limit = context_limit(config)
     if limit is not None and tokens > limit:
         raise UserError(
-            f"{tokens:,} tokens, but this model has {limit:,} absolute positions: ask for fewer, or train one that takes "
-            "any length: `--attention infini --positions rope`, or `--model causal_mha --position_encoding rope`"
+            f"{tokens:,} tokens, but this model has {limit:,} learned positions: ask for fewer, or train one that takes "
+            "any length: `--attention infini --position_encoding rope`, or `--model causal_mha --position_encoding rope`"
         )
 
 

@@ -86,8 +86,8 @@ def check_options(run, optimizer, config) -> None:
         )
     if context_limit(config) is not None:
         raise UserError(
-            "--dilute_with puts text in front of rows that take all positions: give --positions rope or segment, or for "
-            "causal_mha another --position_encoding than learned"
+            "--dilute_with puts text in front of rows that take all positions: give --position_encoding rope or segment, or "
+            "for causal_mha another --position_encoding than learned"
         )
     for name, given in (
         ("separate_documents", run.separate_documents),
