@@ -82,9 +82,9 @@ def unpatch_model(model, *, base_only: bool = False):
 
     What [`patch_model`] added is dropped, trained or not: the gates, the memory's start, its convolution and its weights of
     tokens. The GPT-2's own weights, and what else was changed in the model or its configuration, stay as they are now; the
-    position embedding that `position_encoding="rope"` had set aside comes back as it was. So the original model is what
-    comes back only where nothing was trained or changed in between. A model that was loaded or built as `infini_gpt2` becomes
-    the plain GPT-2 with the same weights.
+    position embedding that `position_encoding="rope"` had set aside comes back as it was. So the original model comes back
+    only where nothing was trained or changed in between. A model that was loaded or built as `infini_gpt2` becomes the plain
+    GPT-2 with the same weights.
 
     Args:
         base_only: that `model` is a base model and no part of another, as for [`patch_model`].

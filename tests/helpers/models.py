@@ -1,0 +1,73 @@
+"""Small models with random weights, and the token ids they read."""
+
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from hf_infini import CausalMHAConfig, CausalMHAForCausalLM, InfiniGPT2Config, InfiniGPT2LMHeadModel
+
+FLOAT32 = 1e-4  # of logits up to about 30, through three layers
+SIZES = dict(vocab_size=89, n_positions=64, n_embd=32, n_layer=3, n_head=4, bos_token_id=0, eos_token_id=0)
+
+
+def gpt2(seed=0, **options) -> GPT2LMHeadModel:
+    """A GPT-2 in evaluation mode whose attention is far from uniform: ten times the usual scale of weights."""
+    torch.manual_seed(seed)
+    return GPT2LMHeadModel(GPT2Config(**SIZES | {"initializer_range": 0.2} | options)).eval()
+
+
+def infini_gpt2(seed=0, **options) -> InfiniGPT2LMHeadModel:
+    """The same with Infini-attention; gates spread from −1 to 1 so that local attention and memory both matter."""
+    torch.manual_seed(seed)
+    if "n_segments" not in options:
+        options = {"segment_length": 8} | options
+    model = InfiniGPT2LMHeadModel(InfiniGPT2Config(**SIZES | {"initializer_range": 0.2} | options)).eval()
+    for layer in model.config.infini_layers:
+        model.transformer.h[layer].attn.gate.weight.data.copy_(torch.linspace(-1, 1, 4))
+    return model
+
+
+def causal_mha(seed=0, **options) -> CausalMHAForCausalLM:
+    """A model from scratch of the same sizes, its tables of positions and score weights far from their small starts."""
+    torch.manual_seed(seed)
+    options = {"initializer_range": 0.2, "max_distance": 12, "num_buckets": 8} | options
+    model = CausalMHAForCausalLM(CausalMHAConfig(**SIZES | options)).eval()
+    for block in model.transformer.h:
+        for name, parameter in getattr(block, "attn", model.lm_head).named_parameters():
+            if name in ("gate.weight", "score_weight", "score_vector"):
+                parameter.data.normal_()
+    return model
+
+
+class RowsOf:
+    """The part of a dataset that `evaluate_rows` uses, around `[rows, tokens]`."""
+
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        return {"input_ids": self.rows[index]}
+
+
+def token_ids(batch: int, tokens: int, seed=0) -> torch.Tensor:
+    """`[batch, tokens]`, never 0, the end-of-text id."""
+    return torch.randint(1, 89, (batch, tokens), generator=torch.Generator().manual_seed(seed))
+
+
+def left_padded(rows: list[torch.Tensor]) -> dict:
+    width = max(row.shape[1] for row in rows)
+    ids = torch.zeros(len(rows), width, dtype=torch.long)
+    mask = torch.zeros(len(rows), width, dtype=torch.long)
+    for number, row in enumerate(rows):
+        ids[number, width - row.shape[1] :] = row[0]
+        mask[number, width - row.shape[1] :] = 1
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def generate(model, new=20, **options):
+    """Always `new` tokens: rows that ended early would be compared on padding."""
+    options = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False, "pad_token_id": 0} | options
+    with torch.no_grad():
+        return model.generate(**options)

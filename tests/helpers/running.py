@@ -1,0 +1,163 @@
+"""Runs the recipes: as programs and as modules, on a small text, with tiny models."""
+
+import functools
+import importlib.util
+import itertools
+import json
+import lzma
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from training import run_folder
+
+ROOT = Path(__file__).parents[2]
+DATA = Path(os.environ.get("HF_INFINI_DATA", ROOT.parent / "shared" / "data"))  # real text, where there is some
+CONTEXT = 64
+SIZES = ["--n_layer", "2", "--n_embd", "32", "--n_head", "2", "--use_cpu", "true"]
+
+
+@functools.cache
+def load_recipe(name: str):
+    """A file of recipes/ as a module, for the checks that need no process of their own."""
+    specification = importlib.util.spec_from_file_location(name, ROOT / "recipes" / f"{name}.py")
+    module = importlib.util.module_from_spec(specification)
+    sys.modules[name] = module
+    specification.loader.exec_module(module)
+    return module
+
+
+def run(*command, check: bool = True) -> subprocess.CompletedProcess:
+    """Runs a command in the repository; two threads in all, so that distributed runs do not crowd each other out."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*map(str, command)], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert not check or done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    return done
+
+
+def kill_when(ready, *command, seconds: int = 200) -> None:
+    """Starts a command in the repository and kills it, without a chance to clean up, as soon as `ready()` is true."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with tempfile.TemporaryFile("w+") as log:
+        process = subprocess.Popen([*map(str, command)], cwd=ROOT, env=environment, stdout=log, stderr=log)
+        try:
+            deadline = time.monotonic() + seconds
+            while not ready():
+                if process.poll() is not None:
+                    log.seek(0)
+                assert process.poll() is None, f"ended too early\n{log.read()}"
+                assert time.monotonic() < deadline, f"not ready after {seconds} s"
+                time.sleep(0.002)
+        finally:
+            process.kill()
+            process.wait()
+
+
+def recipe(name: str) -> list[str]:
+    return [sys.executable, str(ROOT / "recipes" / f"{name}.py")]
+
+
+@functools.cache
+def sample_text() -> str:
+    """40,000 characters of Shakespeare, or made-up sentences where the file is missing."""
+    file = DATA / "shakespeare" / "complete_works.txt.xz"
+    if file.is_file():
+        return lzma.open(file, "rt", encoding="utf-8").read()[300_000:340_000]
+    words = ["the", "king", "speaks", "of", "night", "and", "a", "crown", "falls", "while", "rivers", "turn"]
+    sentences = (" ".join(words[(i * k) % 12] for k in range(1, 9)) for i in itertools.count(1))
+    return "\n".join(itertools.islice(sentences, 1000))
+
+
+@functools.cache
+def prepared_data(base: Path) -> Path:
+    """A folder by recipes/prepare.py: characters, rows of CONTEXT tokens."""
+    base = base / "train_data"
+    base.mkdir()
+    lines = sample_text().splitlines()
+    documents = ["\n".join(lines[start : start + 30]) for start in range(0, len(lines), 30)]
+    rows = [json.dumps({"id": f"{number:03}", "text": text}) + "\n" for number, text in enumerate(documents)]
+    (base / "text.jsonl").write_text("".join(rows), encoding="utf-8")
+    options = ["--source", base / "text.jsonl", "--tokenizer", "characters", "--context", CONTEXT]
+    run(*recipe("prepare"), *options, "--validation", 0.1, "--out", base / "data")
+    return base / "data"
+
+
+@functools.cache
+def straight_run(base: Path) -> Path:
+    """An uninterrupted run of an infini model with segment positions, dropout and more than two epochs."""
+    run(*recipe("train"), *infini_options(prepared_data(base)), "--out", base / "straight")
+    return base / "straight"
+
+
+def infini_options(data: Path) -> list:
+    options = ["--data", data, *SIZES, "--attention", "infini", "--segment_length", 16, "--position_encoding", "segment"]
+    options += ["--dropout", 0.1, "--batch_size", 32, "--gradient_accumulation", 2, "--epochs", 2.5, "--save_steps", 3]
+    return options + ["--eval_steps", 5, "--eval_rows", 16, "--logging_steps", 2, "--learning_rate", 0.005]
+
+
+def self_options(data: Path) -> list:
+    options = ["--data", data, *SIZES, "--attention", "self", "--batch_size", 4, "--max_steps", 5, "--eval_steps", 2]
+    return options + ["--logging_steps", 1, "--save_steps", 2, "--precision", "float32"]
+
+
+def result(folder: Path) -> dict:
+    return json.loads((folder / "result.json").read_text(encoding="utf-8"))
+
+
+def losses(folder: Path) -> list[tuple]:
+    lines = run_folder.read_jsonl(folder / "metrics.jsonl")
+    return [(line["step"], line.get("train_loss"), line.get("eval_loss"), line.get("gates")) for line in lines]
+
+
+# --- the model from scratch ---
+
+KINDS = {
+    "global": ["--score", "additive", "--position_encoding", "t5", "--num_buckets", "8", "--max_distance", "20"],
+    "local": ["--sliding_window", "5", "--position_encoding", "rope", "--rope_theta", "100", "--n_inner", "48"],
+    "infini": ["--segment_length", "16", "--score", "general", "--gate_init", "-1", "--dropout", "0.1"],
+    "none": ["--position_encoding", "sinusoidal", "--tie_word_embeddings", "true", "--activation_function", "relu"],
+}
+STEPS = 9
+
+
+def causal_mha_options(base, kind: str) -> list[str]:
+    options = ["--model", "causal_mha", "--attention", kind, *KINDS[kind], "--data", str(prepared_data(base)), *SIZES]
+    options += ["--batch_size", "16", "--gradient_accumulation", "1", "--max_steps", str(STEPS), "--learning_rate", "0.01"]
+    return options + ["--eval_steps", "3", "--save_steps", "3", "--logging_steps", "1", "--precision", "float32"]
+
+
+def trained(base, kind: str):
+    """The folder of a finished run of one kind of attention; trained when it is first asked for."""
+    folder = base / f"causal_mha_{kind}"
+    if not (folder / "result.json").exists():
+        load_recipe("train").main([*causal_mha_options(base, kind), "--out", str(folder)])
+    return folder
+
+
+# --- generation ---
+
+
+def continuations(capsys, *options) -> list[dict]:
+    """Runs the recipe in this process with --json and returns its objects."""
+    capsys.readouterr()
+    load_recipe("generate").main([*map(str, options), "--device", "cpu", "--json", "true"])
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+def greedy(folder, prompt: str, count: int) -> str:
+    """The likeliest token again and again, each from a fresh pass over everything before it."""
+    net, tokenizer = AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
+    ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+    start = len(ids)
+    for _ in range(count):
+        with torch.no_grad():
+            ids.append(net(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].argmax().item())
+        if ids[-1] == tokenizer.eos_token_id:
+            break
+    return tokenizer.decode(ids[start:], skip_special_tokens=True)

@@ -1,0 +1,369 @@
+"""infini_attention against the naive reference, and the properties that must hold whatever the computation."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import hf_infini.attention
+from cases import (
+    Case,
+    assert_same_gradients,
+    assert_same_state,
+    gradients,
+    random_case,
+    random_cuts,
+    random_state,
+)
+from hf_infini import InfiniState, infini_attention, naive_infini_attention
+from hf_infini.features import FEATURE_MAPS, elu_features, exp_features
+
+RULES = ("linear", "delta")
+# Both sides round every step in float32 and add in different orders.
+FLOAT32, FLOAT32_GRADIENT = 1e-5, 1e-4
+# In float64 the same differences shrink by about 2e-9: what is left would be a mistake.
+FLOAT64 = 1e-9
+
+
+def plain_case(batch=2, heads=2, kv_heads=2, tokens=24, width=4, dtype=torch.float64, seed=0, segment_length=5, **options):
+    draw = torch.Generator().manual_seed(seed)
+    shapes = [(batch, heads, tokens, width), (batch, kv_heads, tokens, width), (batch, kv_heads, tokens, width), (heads,)]
+    tensors = [torch.randn(*shape, generator=draw, dtype=torch.float64).to(dtype) for shape in shapes]
+    return Case(*tensors, segment_length, {"update_rule": "linear", "local_segments": 0} | options)
+
+
+@pytest.fixture(params=[(1, 2), (2**20, 128)], ids=["smallest groups and tiles", "one group"])
+def sizes(request, monkeypatch):
+    monkeypatch.setitem(hf_infini.groups.GROUP_ELEMENTS, "cpu", request.param[0])
+    monkeypatch.setattr(hf_infini.local, "TILE", request.param[1])
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_equals_the_naive_reference_in_float32(seed, sizes):
+    case = random_case(seed)
+    output, state, slopes = gradients(case, infini_attention)
+    wanted, wanted_state, wanted_slopes = gradients(case, naive_infini_attention)
+    torch.testing.assert_close(output, wanted, rtol=FLOAT32, atol=FLOAT32)
+    assert_same_state(state, wanted_state, FLOAT32)
+    assert_same_gradients(slopes, wanted_slopes, FLOAT32_GRADIENT)
+
+
+@pytest.mark.parametrize("seed", range(100, 140))
+def test_does_not_depend_on_how_the_input_is_cut(seed, sizes):
+    case = random_case(seed, dtype=torch.float64)
+    cuts = random_cuts(seed, case.query.shape[2]) if case.query.shape[2] > 1 else []
+    output, state, slopes = gradients(case, infini_attention, cuts)
+    wanted, wanted_state, wanted_slopes = gradients(case, naive_infini_attention)
+    torch.testing.assert_close(output, wanted, rtol=FLOAT64, atol=FLOAT64)
+    assert_same_state(state, wanted_state, FLOAT64)
+    assert_same_gradients(slopes, wanted_slopes, FLOAT64)
+
+
+@pytest.mark.parametrize("seed", range(200, 224))
+def test_start_state_and_its_gradient(seed):
+    case = random_case(seed, dtype=torch.float64)
+    cuts = random_cuts(seed, case.query.shape[2]) if case.query.shape[2] > 1 else []
+    output, state, slopes = gradients(case, infini_attention, cuts, random_state(case, seed))
+    wanted, wanted_state, wanted_slopes = gradients(case, naive_infini_attention, (), random_state(case, seed))
+    torch.testing.assert_close(output, wanted, rtol=FLOAT64, atol=FLOAT64)
+    assert_same_state(state, wanted_state, FLOAT64)
+    assert_same_gradients(slopes, wanted_slopes, FLOAT64)
+
+
+@pytest.mark.parametrize("tokens", [15, 18, 20])
+def test_short_segments_joined_to_steps(tokens, sizes):
+    """Segments of 3 and heads 8 wide: steps of three segments, of which the last is full or not."""
+    case = plain_case(tokens=tokens, width=8, segment_length=3)
+    output, state, slopes = gradients(case, infini_attention)
+    wanted, wanted_state, wanted_slopes = gradients(case, naive_infini_attention)
+    torch.testing.assert_close(output, wanted, rtol=FLOAT64, atol=FLOAT64)
+    assert_same_state(state, wanted_state, FLOAT64)
+    assert_same_gradients(slopes, wanted_slopes, FLOAT64)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("length", [3, 4, 16])
+def test_equals_a_loop_over_segments(rule, length):
+    """A third way to compute it: the equations segment by segment, as papers print them."""
+    case = plain_case(tokens=21, segment_length=length, update_rule=rule)
+    memory = torch.zeros(2, 2, 4, 4, dtype=torch.float64)
+    normaliser = torch.zeros(2, 2, 4, dtype=torch.float64)
+    outputs = []
+    share = torch.sigmoid(case.gate)[:, None, None]
+    parts = [tensor.split(length, 2) for tensor in (case.query, case.key, case.value)]
+    for number, (query, key, value) in enumerate(zip(*parts, strict=True)):
+        local = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        read = elu_features(query) @ memory / (elu_features(query) @ normaliser.unsqueeze(-1) + 1e-6)
+        outputs.append(local if number == 0 else share * read + (1 - share) * local)
+        features = elu_features(key)
+        if rule == "delta":
+            value = value - features @ memory / (features @ normaliser.unsqueeze(-1) + 1e-6)
+        memory = memory + features.transpose(2, 3) @ value
+        normaliser = normaliser + features.sum(2)
+    torch.testing.assert_close(case.call(infini_attention)[0], torch.cat(outputs, 2), rtol=FLOAT64, atol=FLOAT64)
+
+
+@pytest.mark.parametrize(("rule", "answers"), [("linear", (1.0, 3.0)), ("delta", (0.5, 2.0))])
+def test_neither_rule_overwrites(rule, answers):
+    """The figures of docs/options.md: one key written 4,096 times with the value 1, and 4,096 times more with 5."""
+    same = torch.zeros(1, 1, 8193, 4, dtype=torch.float64)
+    value = torch.ones(1, 1, 8193, 1, dtype=torch.float64)
+    value[:, :, 4096:] = 5
+    gate = torch.full((1,), 40.0, dtype=torch.float64)  # the output is what the memory answers
+    output = infini_attention(same, same, value, gate, 16, update_rule=rule)[0, 0, :, 0]
+    # In the limit of many short segments the delta rule's second answer is 2: with 512 segments it is 0.0005 more
+    torch.testing.assert_close(output[[4096, 8192]], torch.tensor(answers, dtype=torch.float64), rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("function", [infini_attention, naive_infini_attention])
+@pytest.mark.parametrize("local_segments", [0, 2])
+def test_one_segment_is_causal_attention(function, local_segments):
+    case = plain_case(tokens=9, segment_length=9, local_segments=local_segments)
+    wanted = F.scaled_dot_product_attention(case.query, case.key, case.value, is_causal=True)
+    torch.testing.assert_close(case.call(function)[0], wanted, rtol=FLOAT64, atol=FLOAT64)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("local_segments", [0, 1])
+@pytest.mark.parametrize("cuts", [(), (7, 9), tuple(range(1, 17))], ids=["one call", "chunks", "steps"])
+def test_a_memory_that_nothing_was_written_into_leaves_local_attention_alone(rule, local_segments, cuts):
+    """Not the number of segments says so: the mask kept them all out, in the second row up to the ninth token."""
+    case = plain_case(tokens=17, segment_length=4, update_rule=rule, local_segments=local_segments)
+    mask = torch.zeros(2, 17, dtype=torch.bool)
+    mask[1, 9:] = True
+    case.options["memory_mask"] = mask
+    output, state = case.call(infini_attention, cuts=cuts)
+    segment, token = torch.arange(17) // 4, torch.arange(17)
+    near = (segment[:, None] - segment <= local_segments) & (token[:, None] >= token)
+    wanted = F.scaled_dot_product_attention(case.query, case.key, case.value, near)
+    alone = torch.ones(2, 17, dtype=torch.bool)
+    alone[1] = segment <= 2 + local_segments  # then the third segment has left the window
+    alone = alone[:, None, :, None].expand_as(output)
+    torch.testing.assert_close(output[alone], wanted[alone], rtol=FLOAT64, atol=FLOAT64)
+    assert bool((output != wanted)[~alone].all())
+    assert state.memory_tokens.tolist() == [0, 7 if local_segments == 0 else 3]
+    learned = random_state(case, 0)  # a start is never empty
+    assert bool((case.call(infini_attention, cuts=cuts, state=learned)[0] - wanted).abs().amax((1, 3)).gt(1e-3).all())
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("local_segments", [0, 1, 2])
+def test_padding_does_not_matter(rule, local_segments):
+    """Left-padded, right-padded and padded in the middle: each real token's output is that of the unpadded row."""
+    case = plain_case(batch=1, tokens=17, segment_length=4, update_rule=rule, local_segments=local_segments)
+    wanted = case.call(infini_attention)[0]
+    places = {
+        "left": list(range(6, 23)),
+        "right": list(range(17)),
+        "spread": [0, 1, 3, 4, 5, 9, 10, 11, 12, 13, 15, 16, 17, 18, 20, 21, 22],
+    }
+    batch = plain_case(batch=3, tokens=23, seed=1, segment_length=4)
+    mask = torch.zeros(3, 23, dtype=torch.long)
+    for row, columns in enumerate(places.values()):
+        mask[row, columns] = 1
+        for padded, tensor in zip((batch.query, batch.key, batch.value), (case.query, case.key, case.value), strict=True):
+            padded[row] = float("nan")  # not even this may leak out of the padding
+            padded[row, :, columns] = tensor[0]
+    padded = Case(batch.query, batch.key, batch.value, case.gate, 4, case.options | {"attention_mask": mask})
+    output = padded.call(infini_attention)[0]
+    for row, columns in enumerate(places.values()):
+        torch.testing.assert_close(output[row, :, columns], wanted[0], rtol=FLOAT64, atol=FLOAT64)
+    assert torch.equal(output[mask[:, None, :, None].expand_as(output) == 0], torch.zeros((mask == 0).sum() * 8).double())
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("local_segments", [0, 1])
+def test_packed_documents_are_rows_of_their_own(rule, local_segments):
+    case = plain_case(batch=1, tokens=29, segment_length=4, update_rule=rule, local_segments=local_segments)
+    lengths = [11, 1, 4, 13]
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    packed = Case(case.query, case.key, case.value, case.gate, 4, case.options | {"position_ids": positions})
+    leaves = packed.leaves()
+    output = packed.call(infini_attention, leaves)[0]
+    separate = []
+    edges = torch.tensor([0, *lengths]).cumsum(0).tolist()
+    own_leaves = packed.leaves()
+    for begin, end in zip(edges, edges[1:], strict=False):
+        parts = [tensor[:, :, begin:end] for tensor in own_leaves[:3]]
+        separate.append(infini_attention(*parts, own_leaves[3], 4, update_rule=rule, local_segments=local_segments))
+    wanted = torch.cat(separate, 2)
+    torch.testing.assert_close(output, wanted, rtol=FLOAT64, atol=FLOAT64)
+    slopes = torch.autograd.grad(output.sin().sum(), leaves)
+    assert_same_gradients(slopes, torch.autograd.grad(wanted.sin().sum(), own_leaves), FLOAT64)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("local_segments", [0, 1])
+def test_causal_and_not_detached(rule, local_segments):
+    """The last token's output depends on the first segment; no output depends on a later token."""
+    case = plain_case(batch=1, tokens=20, segment_length=4, update_rule=rule, local_segments=local_segments)
+    leaves = case.leaves()
+    output = case.call(infini_attention, leaves)[0]
+    for token in (0, 3, 4, 11, 19):
+        slopes = torch.autograd.grad(output[:, :, token].sum(), leaves[:3], retain_graph=True)
+        assert all(bool((slope[:, :, token + 1 :] == 0).all()) for slope in slopes)
+        first = slopes[2:] if token == 0 else slopes[1:]  # a softmax over one key does not depend on the key
+        assert all(bool((slope[:, :, 0] != 0).any()) for slope in first)
+
+
+def test_grouped_heads_are_interleaved():
+    case = plain_case(heads=6, kv_heads=2)
+    repeated = Case(
+        case.query, case.key.repeat_interleave(3, 1), case.value.repeat_interleave(3, 1), case.gate, 5, case.options
+    )
+    wanted = repeated.call(infini_attention)[0]
+    torch.testing.assert_close(case.call(infini_attention)[0], wanted, rtol=FLOAT64, atol=FLOAT64)
+
+
+@pytest.mark.parametrize("seed", range(300, 312))
+def test_gradients_in_bfloat16(seed, sizes):
+    """The reference has the same rounded inputs in float64. What is left is the rounding of scores, weights and products to
+    8 bits, 0.4 % each time; gradients are sums of some ten of them."""
+    case = random_case(seed, dtype=torch.bfloat16)
+    _, _, slopes = gradients(case, infini_attention)
+    for name in ("query", "key", "value", "gate"):
+        setattr(case, name, getattr(case, name).double())
+    case.options |= {name: case.options[name].double() for name in ("memory_query", "memory_key") if name in case.options}
+    _, _, wanted = gradients(case, naive_infini_attention)
+    assert_same_gradients([slope.double() for slope in slopes], wanted, 0.04)
+
+
+@pytest.mark.parametrize("seed", range(300, 312))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(seed, dtype):
+    """The local softmax and the output are rounded to the inputs' dtype; memory, normaliser and division are not."""
+    case = random_case(seed, dtype=dtype)
+    cuts = random_cuts(seed, case.query.shape[2]) if case.query.shape[2] > 1 else []
+    output, state = case.call(infini_attention, cuts=cuts)
+    wanted, wanted_state = case.call(naive_infini_attention)
+    assert output.dtype == dtype and state.memory.dtype == torch.float32
+    # Four roundings of values up to 4 (inputs are standard normal): weights, their sum, the mixture, the output.
+    tolerance = 4 * torch.finfo(dtype).eps * 4
+    torch.testing.assert_close(output.float(), wanted.float(), rtol=0, atol=tolerance)
+    assert_same_state(state, wanted_state, FLOAT32)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"denominator": "shared"}, {"dropout": 1e-9}], ids=["separate", "shared", "dropout"]
+)
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("cuts", [(), tuple(range(1, 40))], ids=["one call", "steps"])
+def test_scores_beyond_the_range_of_float16(options, autocast, cuts, sizes):
+    """Products of queries and keys up to some 200,000, where float16 ends at 65,504: torch's fused attention is finite,
+    with its gradient, and so is everything else."""
+    dtype = torch.float32 if autocast else torch.float16
+    case = plain_case(tokens=40, width=64, segment_length=20, local_segments=1, **options)
+    # Rounded to float16, so that both sides have the same inputs
+    query, key, value = ((50 * case.query).half(), (50 * case.key).half(), case.value.half())
+    assert (query.float() @ key.float().mT).abs().max() > torch.finfo(torch.float16).max
+    case.query, case.key, case.value = (tensor.to(dtype) for tensor in (query, key, value))
+    leaves = case.leaves()
+    with torch.autocast("cpu", torch.float16, enabled=autocast):
+        output, _ = case.call(infini_attention, leaves, cuts)
+    slopes = torch.autograd.grad(output.float().sum(), leaves)
+    assert all(bool(slope.isfinite().all()) for slope in slopes)
+    case.query, case.key, case.value = (tensor.double() for tensor in (query, key, value))
+    case.options["dropout"] = 0.0
+    wanted, _ = case.call(naive_infini_attention)
+    # Four roundings of values up to 4, as in test_half_precision
+    tolerance = 4 * torch.finfo(torch.float16).eps * 4
+    torch.testing.assert_close(output.double(), wanted, rtol=0, atol=tolerance)
+
+
+def test_exp_features_pick_one_token_out_of_many():
+    """The memory's answer is a weighted mean with weights Σ_d exp(q_d + k_d); beyond 30 nothing overflows."""
+    case = plain_case(batch=1, tokens=21, segment_length=20, dtype=torch.float32, feature_map="exp")
+    case.gate.fill_(40.0)  # sigmoid is 1 in float32: memory alone
+    output = case.call(infini_attention)[0][:, :, 20]
+    weights = (case.query[:, :, 20:] + case.key[:, :, :20]).exp().sum(-1, keepdim=True)
+    wanted = (weights * case.value[:, :, :20]).sum(2) / weights.sum(2)
+    torch.testing.assert_close(output, wanted, rtol=FLOAT32, atol=FLOAT32)
+    case.key[:, :, 7], case.query[:, :, 20] = 50.0, 50.0
+    output = case.call(infini_attention)[0][:, :, 20]
+    torch.testing.assert_close(output, case.value[:, :, 7], rtol=FLOAT32, atol=FLOAT32)
+    assert bool((exp_features(torch.tensor([-1.0, 2.0])) == torch.tensor([-1.0, 2.0]).exp()).all())
+
+
+@pytest.mark.parametrize("feature_map", ["elu", "exp"])
+def test_a_shared_normaliser_is_one_mean_over_window_and_memory(feature_map):
+    """Window tokens weigh e^s, tokens of the memory e^β σ(q)·σ(k) / D; before there is a memory the window is alone."""
+    case = plain_case(batch=1, tokens=21, width=4, segment_length=10, denominator="shared", feature_map=feature_map)
+    output = case.call(infini_attention)[0]
+    features = FEATURE_MAPS[feature_map]
+    query, key = case.query[:, :, 20:], case.key
+    of_memory = case.gate.exp()[:, None, None] * features(query) @ features(key[:, :, :20]).mT / 4
+    weights = torch.cat([of_memory, (query @ key[:, :, 20:].mT / 4**0.5).exp()], -1)
+    wanted = weights @ case.value[:, :, :21] / weights.sum(-1, keepdim=True)
+    torch.testing.assert_close(output[:, :, 20:], wanted, rtol=1e-6, atol=1e-6)  # ε of the memory's denominator
+    case.options["denominator"] = "separate"
+    torch.testing.assert_close(output[:, :, :10], case.call(infini_attention)[0][:, :, :10], rtol=FLOAT64, atol=FLOAT64)
+
+
+def test_dropout_drops_local_weights_alone():
+    case = plain_case(tokens=400, segment_length=200, dtype=torch.float32)
+    torch.manual_seed(0)
+    query, key, value = case.query, torch.zeros_like(case.key), torch.ones_like(case.value)
+    output = infini_attention(query, key, value, torch.full((2,), -30.0), 200, dropout=0.5)
+    last = output[:, :, 190:200]  # means of about 195 weights, each doubled or dropped
+    assert 0.5 < float(last.mean()) < 1.5 and float(last.std()) > 0
+    memory = infini_attention(query, key, value, torch.full((2,), 30.0), 200, dropout=0.5)[:, :, 200:]
+    torch.testing.assert_close(memory, torch.ones_like(memory), rtol=FLOAT32, atol=FLOAT32)
+
+
+def test_state_is_constant_in_size_and_left_alone():
+    case = plain_case(tokens=40, segment_length=5)
+    _, early = case.call(infini_attention)
+    before = early.map_rows(torch.clone)
+    sizes = {case.call(infini_attention, cuts=[cut], state=early)[1].nbytes() for cut in (1, 2, 39)}
+    assert sizes == {early.nbytes()}
+    for tensor in (early.memory, early.normaliser, early.local_key):  # no view that keeps a larger one
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes
+    assert_same_state(early, before, 0)
+
+
+@pytest.mark.parametrize("batch, tokens", [(2, 0), (0, 5), (0, 1), (0, 0)])
+@pytest.mark.parametrize("options", [{"update_rule": "delta", "local_segments": 1}, {"denominator": "shared"}])
+@pytest.mark.parametrize("masks", [False, True])
+@pytest.mark.parametrize("max_documents", [None, 2])
+def test_no_tokens_give_no_output_and_leave_the_state_as_it_was(batch, tokens, options, masks, max_documents):
+    case = plain_case(batch=batch, heads=4, tokens=tokens, dtype=torch.float32, max_documents=max_documents, **options)
+    if masks:
+        ones = torch.ones(batch, tokens, dtype=torch.long)
+        case.options |= {"attention_mask": ones, "memory_mask": ones, "position_ids": ones}
+    leaves = case.leaves()
+    output, state = case.call(infini_attention, leaves)
+    wanted = F.scaled_dot_product_attention(*leaves[:3], enable_gqa=True)
+    assert output.shape == wanted.shape and output.dtype == wanted.dtype
+    assert all(bool((slope == 0).all()) for slope in torch.autograd.grad(output.sum(), leaves))
+    fresh = InfiniState.initial(case.key, case.value, 5, options.get("local_segments", 0))
+    assert_same_state(state, fresh, 0)
+    _, later = plain_case(batch=batch, heads=4, tokens=7, dtype=torch.float32, **options).call(infini_attention)
+    for given in (state, later):
+        assert_same_state(case.call(infini_attention, state=given)[1], given, 0)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"segment_length": 0}, "segment_length must be ≥ 1"),
+        ({"update_rule": "sum"}, "linear, delta, got 'sum'"),
+        ({"feature_map": "relu"}, "feature_map must be one of elu, exp, got 'relu'"),
+        ({"denominator": "one"}, "denominator must be one of separate, shared, got 'one'"),
+        ({"local_segments": -1}, "local_segments ≥ 0"),
+        ({"gate": torch.zeros(3)}, r"gate must be \[heads\] = \[2\], got \[3\]"),
+        ({"key": torch.zeros(2, 2, 23, 4)}, "must agree with query"),
+        ({"key": torch.zeros(2, 3, 24, 4), "value": torch.zeros(2, 3, 24, 4)}, "3 key/value heads must divide the 2"),
+        ({"query": torch.zeros(2, 24, 8)}, r"must be \[batch, heads, tokens, head_dim\]"),
+        ({"attention_mask": torch.ones(2, 30)}, r"attention_mask must be \[batch, tokens\] = \[2, 24\], got \[2, 30\]"),
+        ({"position_ids": torch.ones(3, 24)}, "position_ids must be"),
+        ({"state": "of another length"}, "the state does not fit this call"),
+        ({"memory_key": torch.zeros(2, 2, 24, 4), "state": "of this length"}, "memory_key must be given in every call"),
+    ],
+)
+def test_errors_say_what_is_wrong(change, message):
+    case = plain_case(dtype=torch.float32)
+    arguments = {"query": case.query, "key": case.key, "value": case.value, "gate": case.gate, "segment_length": 5} | change
+    if "state" in change:
+        length = 5 if change["state"] == "of this length" else 6
+        arguments["state"] = InfiniState.initial(case.key, case.value, length)
+    with pytest.raises(ValueError, match=message):
+        infini_attention(**arguments)

@@ -1,0 +1,421 @@
+"""The from-scratch model as a transformers model: caches, padding, packing, generation, saving, training."""
+
+import copy
+import math
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, DynamicCache
+
+from hf_infini import CausalMHAConfig, CausalMHAForCausalLM, CausalMHAModel, InfiniCache
+from hf_infini.positions import sinusoidal_encoding
+from models import causal_mha, infini_gpt2, token_ids
+
+POSITIONS = ("learned", "sinusoidal", "relative_key", "t5", "alibi", "rope", "none")
+REACHES = {
+    "global": {},
+    "local": {"attention": "local", "sliding_window": 7},
+    "infini": {"attention": "infini", "segment_length": 8},
+    "none": {"attention": "none"},
+}
+# One of each, and each position encoding with global attention; the module's own tests have the full grid
+KINDS = [{"position_encoding": p} for p in POSITIONS]
+KINDS += [{"score": s} for s in ("dot", "general", "additive")]
+KINDS += [reach | {"position_encoding": "learned"} for reach in REACHES.values()]
+KINDS += [REACHES["local"] | {"position_encoding": p} for p in ("relative_key", "t5", "alibi", "rope")]
+KINDS += [REACHES["infini"] | {"position_encoding": "rope", "score": "general", "local_segments": 1}]
+KINDS += [REACHES["infini"] | {"position_encoding": "sinusoidal", "update_rule": "delta"}]
+# Windows of one token, whose queries and keys do nothing, and of two: what is left of a cache is nothing and one token
+SMALL_WINDOWS = [
+    {"attention": "local", "sliding_window": window, "position_encoding": position}
+    for window, position in ((1, "rope"), (1, "t5"), (2, "none"))
+]
+# Three layers in float32 whose logits reach 10: sums in another order differ by a few units in the last place, 1e-6
+FLOAT32 = {"rtol": 1e-4, "atol": 1e-4}
+
+
+def each_of(kinds):
+    return pytest.mark.parametrize("kind", kinds, ids=lambda kind: "-".join(map(str, kind.values())))
+
+
+every_kind, every_cached_kind = each_of(KINDS), each_of(KINDS + SMALL_WINDOWS)
+
+
+# --- what a causal language model of transformers does ----------------------------------------------------------------
+
+
+@every_cached_kind
+def test_cached_chunks_are_the_uncached_forward(kind):
+    model, ids = causal_mha(**kind), token_ids(2, 31)
+    wanted = model(ids, use_cache=False)
+    assert wanted.past_key_values is None
+    cache, parts = None, []
+    for begin, end in [(0, 5), (5, 6), (6, 20), (20, 21), (21, 31)]:
+        output = model(ids[:, begin:end], past_key_values=cache, use_cache=True)
+        cache = output.past_key_values
+        parts.append(output.logits)
+    torch.testing.assert_close(torch.cat(parts, 1), wanted.logits, **FLOAT32)
+    assert cache.get_seq_length() == 31
+
+
+@every_kind
+def test_padding_changes_nothing(kind):
+    model, ids = causal_mha(**kind), token_ids(3, 20)
+    mask = torch.ones(3, 20, dtype=torch.long)
+    mask[0, :6] = 0  # left
+    mask[1, 13:] = 0  # right
+    for implementation in ("sdpa", "eager"):
+        model.set_attn_implementation(implementation)
+        padded = model(ids, attention_mask=mask).logits
+        assert padded.isfinite().all()
+        for row, real in enumerate([slice(6, 20), slice(0, 13), slice(0, 20)]):
+            torch.testing.assert_close(padded[row, real], model(ids[row : row + 1, real]).logits[0], **FLOAT32)
+
+
+@every_cached_kind
+def test_left_padded_chunks_are_single_rows(kind):
+    model, ids = causal_mha(**kind), token_ids(2, 25)
+    mask = torch.ones(2, 25, dtype=torch.long)
+    mask[1, :9] = 0
+    cache, parts = None, []
+    for begin, end in [(0, 4), (4, 12), (12, 13), (13, 25)]:
+        call = {"attention_mask": mask[:, :end], "past_key_values": cache, "use_cache": True}
+        output = model(ids[:, begin:end], **call)
+        cache = output.past_key_values
+        parts.append(output.logits)
+    chunked = torch.cat(parts, 1)
+    torch.testing.assert_close(chunked[0], model(ids[:1]).logits[0], **FLOAT32)
+    torch.testing.assert_close(chunked[1, 9:], model(ids[1:, 9:]).logits[0], **FLOAT32)
+
+
+@pytest.mark.parametrize("position", ["learned", "rope"])
+@torch.no_grad()
+def test_a_memory_counts_on_from_its_cache(position):
+    """A mask of the new tokens alone says nothing of the past: their places are counted in the cache."""
+    model = causal_mha(attention="infini", segment_length=8, position_encoding=position)
+    ids, real = token_ids(2, 30), torch.ones(2, 30, dtype=torch.long)
+    real[0, :5], real[1, 20:23] = 0, 0
+    wanted = model(ids, attention_mask=real).logits[:, 17:]
+    cache = model(ids[:, :17], attention_mask=real[:, :17], use_cache=True).past_key_values
+    logits = model(ids[:, 17:], attention_mask=real[:, 17:], past_key_values=cache).logits
+    torch.testing.assert_close(logits[real[:, 17:] == 1], wanted[real[:, 17:] == 1], **FLOAT32)
+
+
+@every_kind
+def test_packed_documents_do_not_see_each_other(kind):
+    model, ids = causal_mha(**kind), token_ids(1, 30)
+    positions = torch.cat([torch.arange(11), torch.arange(19)]).unsqueeze(0)
+    for use_cache in (False, True):
+        packed = model(ids, position_ids=positions, use_cache=use_cache).logits
+        for document in (slice(0, 11), slice(11, 30)):
+            torch.testing.assert_close(packed[:, document], model(ids[:, document]).logits, **FLOAT32)
+
+
+@every_cached_kind
+def test_generation_is_the_same_with_cache_without_and_in_a_padded_batch(kind):
+    model, ids = causal_mha(**kind), token_ids(2, 17)
+    mask = torch.ones(2, 17, dtype=torch.long)
+    mask[1, :6] = 0
+    options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    cached = model.generate(ids, attention_mask=mask, **options)
+    assert torch.equal(cached, model.generate(ids, attention_mask=mask, use_cache=False, **options))
+    single = model.generate(ids[1:, 6:], **options)
+    assert torch.equal(cached[1, 17:], single[0, 11:])
+    torch.manual_seed(0)
+    beams = model.generate(ids, attention_mask=mask, num_beams=3, **options)
+    assert torch.equal(beams, model.generate(ids, attention_mask=mask, num_beams=3, use_cache=False, **options))
+
+
+@every_kind
+def test_saved_and_loaded_is_the_same_model(kind, tmp_path):
+    model, ids = causal_mha(**kind), token_ids(2, 20)
+    model.save_pretrained(tmp_path)
+    assert (tmp_path / "model.safetensors").is_file()
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(again) is CausalMHAForCausalLM
+    assert again.config.to_json_string() == model.config.to_json_string()
+    assert torch.equal(again(ids).logits, model(ids).logits)
+    base = AutoModel.from_pretrained(tmp_path)
+    assert type(base) is CausalMHAModel
+    assert torch.equal(base(ids).last_hidden_state, model.transformer(ids).last_hidden_state)
+
+
+@every_kind
+def test_gradient_checkpointing_gives_the_same_gradients(kind):
+    ids = token_ids(2, 20)
+
+    def gradients(checkpointing):
+        model = causal_mha(**kind).train()
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+        model(ids, labels=ids, use_cache=False).loss.backward()
+        return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+    wanted, got = gradients(False), gradients(True)
+    for name, gradient in wanted.items():
+        assert gradient is not None and gradient.abs().sum() > 0, f"{name} gets no gradient"
+        torch.testing.assert_close(got[name], gradient, rtol=1e-4, atol=1e-6)  # float32, sums in the same order
+
+
+@every_kind
+def test_fused_and_written_out_agree(kind):
+    model, ids = causal_mha(**kind), token_ids(2, 20)
+    fused = model(ids).logits
+    model.set_attn_implementation("eager")
+    torch.testing.assert_close(model(ids).logits, fused, **FLOAT32)
+    assert model.config._attn_implementation == "eager"
+
+
+@pytest.mark.parametrize("reach", REACHES, ids=str)
+def test_attentions_and_hidden_states(reach):
+    model, ids = causal_mha(**REACHES[reach]), token_ids(2, 20)
+    mask = torch.ones(2, 20, dtype=torch.long)
+    mask[1, :6] = 0
+    output = model(ids, attention_mask=mask, output_attentions=True, output_hidden_states=True)
+    torch.testing.assert_close(output.logits, model(ids, attention_mask=mask).logits, **FLOAT32)
+    assert len(output.hidden_states) == 4 and all(h.shape == (2, 20, 32) for h in output.hidden_states)
+    torch.testing.assert_close(model.lm_head(output.hidden_states[-1]), output.logits)
+    assert len(output.attentions) == 3
+    if reach == "none":
+        assert output.attentions == (None, None, None)
+        return
+    for weights in output.attentions:
+        assert weights.shape == (2, 4, 20, 8 if reach == "infini" else 20)
+        torch.testing.assert_close(weights.sum(-1), mask[:, None].expand(2, 4, 20).float())  # padding sees nothing
+        if reach != "infini":
+            assert not weights.triu(1).any()
+        if reach == "local":
+            assert not weights.tril(-7).any() and weights.tril(-6).any()
+    without = model(ids)
+    assert without.attentions is None and without.hidden_states is None
+
+
+def test_labels_give_the_loss_of_the_next_token():
+    model, ids = causal_mha(), token_ids(2, 20)
+    labels = ids.clone()
+    labels[0, :5] = -100
+    output = model(ids, labels=labels)
+    wanted = torch.nn.functional.cross_entropy(output.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+    torch.testing.assert_close(output.loss, wanted)
+    tuple_output = model(ids, labels=labels, return_dict=False, use_cache=False)
+    torch.testing.assert_close(tuple_output[0], wanted)
+    torch.testing.assert_close(model(ids, logits_to_keep=3).logits, output.logits[:, -3:])
+    embeddings = model.get_input_embeddings()(ids)
+    torch.testing.assert_close(model(inputs_embeds=embeddings).logits, output.logits)
+
+
+def test_bfloat16_is_near_float32():
+    for kind in ({"position_encoding": "alibi"}, {"score": "additive"}, REACHES["infini"]):
+        model, ids = causal_mha(**kind), token_ids(2, 20)
+        wanted = model(ids).logits
+        half = copy.deepcopy(model).bfloat16()(ids).logits
+        with torch.autocast("cpu", torch.bfloat16):
+            autocast = model(ids).logits
+        for logits in (half, autocast):
+            assert logits.dtype == torch.bfloat16
+            # bfloat16 has 8 bits; three layers add up their errors: 10 % of the spread of the logits is ample
+            assert (logits.float() - wanted).abs().mean() < 0.1 * wanted.std()
+
+
+def test_head_tied_or_not(tmp_path):
+    untied, tied = causal_mha(), causal_mha(tie_word_embeddings=True)
+    assert untied.lm_head.weight is not untied.transformer.wte.weight
+    assert tied.lm_head.weight is tied.transformer.wte.weight
+    assert untied.num_parameters() - tied.num_parameters() == 89 * 32
+    tied.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert again.lm_head.weight is again.transformer.wte.weight
+    again.resize_token_embeddings(95)
+    assert again(torch.tensor([[94]])).logits.shape == (1, 1, 95)
+
+
+def test_static_cache_gives_the_same_text():
+    for kind in ({"position_encoding": "rope"}, {"position_encoding": "t5"}, REACHES["local"], REACHES["none"]):
+        model, ids = causal_mha(**kind), token_ids(2, 10)
+        options = {"max_new_tokens": 10, "do_sample": False, "pad_token_id": 0, "disable_compile": True}
+        dynamic = model.generate(ids, **options)
+        assert torch.equal(model.generate(ids, cache_implementation="static", **options), dynamic)
+
+
+# --- lengths ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("position", [p for p in POSITIONS if p != "learned"])
+def test_encodings_without_a_limit_go_on_beyond_the_trained_length(position):
+    model = causal_mha(position_encoding=position)  # n_positions = 64
+    options = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    text = model.generate(token_ids(1, 60), max_new_tokens=40, **options)
+    assert text.shape == (1, 100)
+    torch.testing.assert_close(model(text[:, :99]).logits[0, 59:].argmax(-1), text[0, 60:])
+
+
+def test_what_positions_add_to_the_embeddings():
+    """Read off the first block's input."""
+    ids, positions = token_ids(2, 10), torch.arange(10)
+    for encoding in POSITIONS:
+        model = causal_mha(position_encoding=encoding).transformer
+        embeddings = model.wte(ids)
+        if encoding == "learned":
+            embeddings = embeddings + model.wpe.weight[:10]
+        elif encoding == "sinusoidal":
+            embeddings = embeddings * 32**0.5 + sinusoidal_encoding(positions, 32)
+        torch.testing.assert_close(model(ids, output_hidden_states=True).hidden_states[0], embeddings)
+
+
+def test_learned_positions_say_where_they_end():
+    model = causal_mha(position_encoding="learned")
+    assert model(token_ids(1, 64)).logits.shape == (1, 64, 89)
+    with pytest.raises(ValueError, match="position 64 is beyond this model's 64 learned positions.*all but 'learned'"):
+        model(token_ids(1, 65))
+
+
+def test_caches_of_a_window_and_of_a_memory_stay_as_they_are():
+    local, infini = causal_mha(**REACHES["local"]), causal_mha(**REACHES["infini"] | {"position_encoding": "rope"})
+    ids = token_ids(1, 40)
+    kept = [local(ids[:, :n], use_cache=True).past_key_values.layers[0].keys.shape[2] for n in (20, 40)]
+    assert kept == [6, 6]  # the window without the next token itself
+    caches = [infini(ids[:, :n], use_cache=True).past_key_values for n in (20, 40)]
+    assert isinstance(caches[0], InfiniCache) and caches[0].nbytes() == caches[1].nbytes()
+
+
+def test_what_a_memory_cannot_do_is_refused():
+    model, ids = causal_mha(**REACHES["infini"]), token_ids(1, 10)
+    with pytest.raises(ValueError, match="must be an InfiniCache, got DynamicCache"):
+        model(ids, past_key_values=DynamicCache(config=model.config))
+    with pytest.raises(ValueError, match="cache_implementation='static' is not for a model with a compressive memory"):
+        model.generate(ids, max_new_tokens=2, cache_implementation="static", pad_token_id=0)
+    with pytest.raises(ValueError, match="assisted generation is not supported with stateful models"):
+        model.generate(ids, max_new_tokens=2, prompt_lookup_num_tokens=2, pad_token_id=0)
+    other = causal_mha()  # keys and values can be taken back
+    plain = other.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0)
+    assisted = other.generate(ids, max_new_tokens=8, do_sample=False, prompt_lookup_num_tokens=2, pad_token_id=0)
+    assert torch.equal(plain, assisted)
+
+
+def test_a_wrong_cache_is_refused():
+    ids, infini = token_ids(1, 10), causal_mha(**REACHES["infini"])
+    for reach in ("global", "local", "none"):
+        model = causal_mha(**REACHES[reach])
+        with pytest.raises(ValueError, match="is for layers with a compressive memory, and this CausalMHAConfig"):
+            InfiniCache(model.config)
+        for wrong in (InfiniCache(infini.config), ((torch.zeros(1, 4, 3, 8),) * 2,) * 3):
+            with pytest.raises(ValueError, match=f"must be a .* cache of keys and values, got {type(wrong).__name__}"):
+                model(ids, past_key_values=wrong)
+        with pytest.raises(ValueError, match="got InfiniCache: this model has no memory"):
+            model.generate(ids, past_key_values=InfiniCache(infini.config), max_new_tokens=2)
+    local = causal_mha(attention="local", sliding_window=5)
+    for model, seen in ((causal_mha(), "everything before"), (causal_mha(**REACHES["local"]), "7 tokens")):
+        with pytest.raises(ValueError, match=f"keeps a window of 5 tokens, and this model's tokens see {seen}"):
+            model(ids, past_key_values=DynamicCache(config=local.config))
+    with pytest.raises(ValueError, match=r"other layers: this one has 3, with memory in \[0, 1, 2\]"):
+        infini(ids, past_key_values=InfiniCache(causal_mha(**REACHES["infini"], n_layer=2).config))
+    with pytest.raises(ValueError, match=r"other layers: this one has 3, with memory in \[1\]"):
+        infini_gpt2(layers=[1])(ids, past_key_values=InfiniCache(infini.config))
+
+
+# --- sizes and options ------------------------------------------------------------------------------------------------
+
+
+def test_parameter_table_of_the_shakespeare_model():
+    """The rows as published. Their sum is 431,104; the total printed under them, 418,866, is not."""
+    config = CausalMHAConfig(
+        vocab_size=109, n_positions=50, n_embd=128, n_layer=2, n_head=2, n_inner=512, qkv_bias=True
+    )
+    model = CausalMHAForCausalLM(config)
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+
+    def take(*names):
+        return sum(sizes.pop(name) for name in names)
+
+    assert take("transformer.wpe.weight") == 6_400
+    assert take("transformer.wte.weight") == 13_952
+    for layer in ("transformer.h.0", "transformer.h.1"):
+        projections = [f"{layer}.attn.W_{name}" for name in ("query", "key", "value")]
+        assert take(*(f"{name}.weight" for name in projections)) == 49_152
+        assert take(*(f"{name}.bias" for name in projections)) == 384
+        assert take(f"{layer}.attn.out_proj.weight") == 16_384
+        assert take(f"{layer}.attn.out_proj.bias") == 128
+        for norm in ("ln_1", "ln_2"):
+            assert take(f"{layer}.{norm}.weight", f"{layer}.{norm}.bias") == 256
+        assert take(f"{layer}.mlp.fc_in.weight") == 65_536
+        assert take(f"{layer}.mlp.fc_in.bias") == 512
+        assert take(f"{layer}.mlp.fc_out.weight") == 65_536
+        assert take(f"{layer}.mlp.fc_out.bias") == 128
+    assert take("transformer.ln_f.weight", "transformer.ln_f.bias") == 256
+    assert take("lm_head.weight") == 13_952
+    assert not sizes
+    assert model.num_parameters() == 431_104
+
+
+def test_first_values():
+    torch.manual_seed(0)
+    model = CausalMHAForCausalLM(CausalMHAConfig(vocab_size=89, n_embd=128, n_layer=8, n_head=4, score="general"))
+    attention = model.transformer.h[3].attn
+    # 16,384 draws: their standard deviation is off by 0.6 % (one standard error)
+    assert attention.W_query.weight.std().item() == pytest.approx(0.02, rel=0.03)
+    assert attention.out_proj.weight.std().item() == pytest.approx(0.02 / math.sqrt(16), rel=0.03)
+    assert model.transformer.h[3].mlp.fc_out.weight.std().item() == pytest.approx(0.02 / math.sqrt(16), rel=0.03)
+    assert not attention.out_proj.bias.any()
+    torch.testing.assert_close(attention.score_weight, torch.eye(32).expand(4, -1, -1) / 32**0.5)
+    # The general score starts as the scaled dot product
+    plain = CausalMHAForCausalLM(CausalMHAConfig(vocab_size=89, n_embd=128, n_layer=8, n_head=4))
+    plain.load_state_dict({k: v for k, v in model.state_dict().items() if not k.endswith("score_weight")})
+    ids = token_ids(1, 20)
+    torch.testing.assert_close(plain(ids).logits, model(ids).logits, **FLOAT32)
+
+
+def test_what_a_checkpoint_lacks_is_initialised(tmp_path):
+    causal_mha().save_pretrained(tmp_path)
+    config = AutoConfig.from_pretrained(tmp_path, attention="infini", segment_length=8, gate_init=-3.0)
+    model = CausalMHAForCausalLM.from_pretrained(tmp_path, config=config)
+    for block in model.transformer.h:
+        assert torch.equal(block.attn.gate(), torch.full((4,), -3.0))
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"score": "cosine"}, "score must be one of scaled_dot, dot, general, additive; got 'cosine'"),
+        ({"attention": "sparse"}, "attention must be one of global, local, infini, none; got 'sparse'"),
+        ({"position_encoding": "xpos"}, "position_encoding must be one of learned, .* got 'xpos'"),
+        ({"n_head": 5}, "n_head=5 must divide n_embd=32"),
+        ({"dropout": 1.0}, "dropout must be at least 0 and below 1; got 1.0"),
+        ({"activation_function": "sine"}, "activation_function must be one of .* got 'sine'"),
+        ({"attention": "local"}, "attention='local' needs a sliding_window of 1 token or more; got None"),
+        ({"attention": "infini"}, "attention='infini' needs a segment_length of 1 token or more; got None"),
+        ({"sliding_window": 5}, "sliding_window=5 belongs to attention='local' and does nothing with attention='global'"),
+        ({"segment_length": 5}, "segment_length=5 belongs to attention='infini'"),
+        (REACHES["infini"] | {"score": "additive"}, "attention='infini' goes with score scaled_dot, dot, general"),
+        (REACHES["infini"] | {"position_encoding": "t5"}, "attention='infini' goes with position_encoding learned, "),
+        ({"attention": "none", "position_encoding": "rope"}, "acts inside the attention, and attention='none' has none"),
+        ({"position_encoding": "rope", "n_embd": 12}, "must be even; got 12 / 4 = 3"),
+        ({"position_encoding": "t5", "num_buckets": 64, "max_distance": 20}, "num_buckets=64, max_distance=20"),
+        ({"n_layer": 0}, "n_layer must be at least 1; got 0"),
+    ],
+)
+def test_configuration_errors(options, message):
+    with pytest.raises(Exception, match=message):  # transformers wraps the ValueError in a class of its own
+        CausalMHAConfig(**{"n_embd": 32, "n_head": 4} | options)
+
+
+@pytest.mark.parametrize(
+    ("make", "options"), [(infini_gpt2, {}), (infini_gpt2, {"layers": [1], "position_encoding": "rope"})]
+    + [(causal_mha, reach) for reach in REACHES.values()],
+)
+def test_inputs_are_checked(make, options):
+    model, ids = make(**options), token_ids(2, 3)
+    with pytest.raises(ValueError, match="exactly one of input_ids and inputs_embeds"):
+        model()
+    with pytest.raises(ValueError, match="exactly one of input_ids and inputs_embeds"):
+        model(ids, inputs_embeds=torch.zeros(2, 3, 32))
+    cache = model(ids, use_cache=True).past_key_values
+    for empty in (ids[:, :0], ids[:0]):
+        message = rf"with a row and a token at least; got \[{empty.shape[0]}, {empty.shape[1]}\]"
+        mask = torch.ones_like(empty)
+        for call in ({"input_ids": empty}, {"inputs_embeds": torch.zeros(*empty.shape, 32)}):
+            for more in ({}, {"attention_mask": mask}, {"past_key_values": cache}):
+                with pytest.raises(ValueError, match=message):
+                    model(**call, **more)
+    assert cache.get_seq_length() == 3
+    with pytest.raises(ValueError, match=r"got \[0, 3\]"):
+        model.generate(ids[:0], attention_mask=mask, max_new_tokens=2, pad_token_id=0)

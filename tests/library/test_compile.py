@@ -1,0 +1,214 @@
+"""torch.compile and torch.export with the models: one graph, eager's numbers, no compiling again for every token.
+
+What takes most of the time is the generation of code, by "inductor". The backend "eager" runs the graphs as they are: there
+the numbers must be eager's, and whether there is one graph is seen as well.
+"""
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+from transformers import TrainingArguments
+
+from hf_infini import InfiniCache
+from hf_infini.training import PerplexityTrainer
+from models import causal_mha, infini_gpt2, token_ids
+
+# Fused kernels round in float32 in other places, and add in another order.
+TOLERANCE, GRADIENT_TOLERANCE = 1e-4, 1e-3
+
+SHARED_ROPE = dict(denominator="shared", position_encoding="rope")
+MODELS = {
+    "gpt2": lambda: infini_gpt2(n_layer=1, position_encoding="segment"),
+    "delta": lambda: infini_gpt2(n_layer=2, layers=[1], update_rule="delta", memory_init="learned"),
+    "convolution": lambda: infini_gpt2(n_layer=1, memory_conv=2, local_segments=1, **SHARED_ROPE),
+    "causal_mha": lambda: causal_mha(n_layer=1, attention="infini", segment_length=8, position_encoding="rope"),
+}
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled():
+    torch._dynamo.reset()
+    counters.clear()
+
+
+def rows(padded: bool, packed: bool) -> dict:
+    """Three rows of 30 tokens: padding at both ends, three documents in each, special tokens that no memory takes."""
+    ids = token_ids(3, 30)
+    ids[:, 4::9] = 0
+    inputs = {"input_ids": ids, "labels": ids}
+    if padded:
+        inputs["attention_mask"] = torch.ones(3, 30, dtype=torch.long)
+        inputs["attention_mask"][0, :7] = inputs["attention_mask"][1, 20:] = 0
+        inputs["labels"] = ids.masked_fill(inputs["attention_mask"] == 0, -100)
+    if packed:
+        inputs["position_ids"] = torch.cat([torch.arange(n) for n in (11, 5, 14)]).expand(3, -1).contiguous()
+    return inputs
+
+
+def loss_and_gradients(model, call, inputs) -> tuple[torch.Tensor, dict]:
+    model.zero_grad()
+    loss = call(**inputs, use_cache=False).loss
+    loss.backward()
+    return loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize(
+    "name, padded, packed, backend",
+    [
+        ("gpt2", True, True, "eager"),  # rows of one document, by "inductor": test_the_trainer_compiles
+        ("delta", True, True, "eager"),
+        ("convolution", True, True, "inductor"),
+        ("convolution", True, False, "eager"),
+        ("causal_mha", False, True, "eager"),
+        ("causal_mha", False, False, "eager"),
+    ],
+)
+def test_a_training_step_is_one_graph_with_eagers_loss_and_gradients(name, padded, packed, backend):
+    model, inputs = MODELS[name](), rows(padded, packed)
+    wanted, wanted_gradients = loss_and_gradients(model, model, inputs)
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    bound = {"max_documents": 3} if packed else {}
+    loss, gradients = loss_and_gradients(model, compiled, inputs | bound)
+    torch.testing.assert_close(loss, wanted, rtol=TOLERANCE, atol=TOLERANCE)
+    assert gradients.keys() == wanted_gradients.keys()
+    for key, gradient in gradients.items():
+        difference = float((gradient - wanted_gradients[key]).abs().max())
+        assert difference <= GRADIENT_TOLERANCE * float(wanted_gradients[key].abs().max()), key
+
+
+def test_any_padding_is_the_same_graph_and_a_batch_of_another_size_is_not():
+    compiled = torch.compile(MODELS["gpt2"](), backend="eager")
+    graphs = []
+    for batch, tokens, padded in ((3, 30, slice(0)), (3, 30, slice(0, 9)), (3, 30, slice(25, 30)), (2, 17, slice(0))):
+        inputs = {name: tensor[:batch, :tokens] for name, tensor in rows(padded=False, packed=False).items()}
+        inputs["attention_mask"] = torch.ones(batch, tokens, dtype=torch.long)
+        inputs["attention_mask"][0, padded] = 0
+        compiled(**inputs, use_cache=False).loss.backward()
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert graphs == [1, 1, 1, 2] and not counters["graph_break"]
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_rows_with_positions_and_without_a_bound_are_several_graphs(packed):
+    """Positions that begin no document count like those that do."""
+    inputs = rows(padded=True, packed=True)
+    if not packed:
+        inputs["position_ids"] = torch.arange(30).expand(3, -1).contiguous()
+    model = MODELS["gpt2"]()
+    assert torch._dynamo.explain(model)(**inputs, use_cache=False).graph_count > 1
+    assert torch._dynamo.explain(model)(**inputs, use_cache=False, max_documents=3).graph_count == 1
+
+
+def test_packed_rows_without_a_bound_leave_the_graph_for_the_layout_alone():
+    model, inputs = MODELS["gpt2"](), rows(padded=False, packed=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="Say with max_documents how many"):
+        torch.compile(model, fullgraph=True, backend="eager")(**inputs)
+    torch._dynamo.reset()
+    counters.clear()
+    compiled = torch.compile(model, backend="eager")
+    torch.testing.assert_close(compiled(**inputs, use_cache=False).loss, model(**inputs, use_cache=False).loss)
+    assert counters["graph_break"] and all("_asked_layout" in reason for reason in counters["graph_break"])
+
+
+def test_a_row_with_more_documents_than_promised_stops_the_graph():
+    compiled = torch.compile(MODELS["gpt2"](), fullgraph=True, backend="eager")
+    with pytest.raises(RuntimeError, match="more than the 2 documents"):
+        compiled(**rows(padded=False, packed=True), max_documents=2)
+
+
+def test_positions_beyond_the_table_stop_the_graph():
+    model = infini_gpt2(n_layer=1)
+    with pytest.raises(RuntimeError, match="beyond this model's 64 learned positions"):
+        torch.compile(model, fullgraph=True, backend="eager")(token_ids(1, 65), use_cache=False)
+
+
+@pytest.mark.parametrize(
+    "name, batch, backend",
+    [
+        ("gpt2", 2, "inductor"),
+        ("delta", 2, "eager"),
+        ("causal_mha", 2, "eager"),
+        ("gpt2", 1, "eager"),
+        ("convolution", 1, "eager"),
+    ],
+)
+def test_decoding_is_one_graph_for_all_tokens(name, batch, backend):
+    """Over three borders of segments, with rows at different places; the second call may still compile, no later one."""
+    model = MODELS[name]()
+    ids = token_ids(batch, 40)
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    with torch.no_grad():
+        wanted = model(ids, attention_mask=mask, use_cache=False).logits
+        cache = InfiniCache(model.config)
+        model(ids[:, :14], attention_mask=mask[:, :14], past_key_values=cache, use_cache=True)
+        step = torch.compile(model, fullgraph=True, backend=backend)
+        for column in range(14, 40):
+            seen = mask[:, : column + 1].contiguous()  # as generate() makes it
+            inputs = {"attention_mask": seen, "past_key_values": cache, "use_cache": True}
+            with torch._dynamo.config.patch(error_on_recompile=column > 15):
+                logits = step(ids[:, column : column + 1], **inputs).logits
+            torch.testing.assert_close(logits[:, 0], wanted[:, column], rtol=TOLERANCE, atol=TOLERANCE)
+    assert counters["stats"]["unique_graphs"] <= 2
+
+
+def test_generate_with_a_compiled_forward_finds_the_same_tokens():
+    model = MODELS["convolution"]()
+    ids = token_ids(2, 9)
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0
+    options = {"attention_mask": mask, "max_new_tokens": 20, "min_new_tokens": 20, "do_sample": False, "pad_token_id": 0}
+    wanted = model.generate(ids, **options)
+    model.forward = torch.compile(model.forward, backend="eager")
+    assert torch.equal(model.generate(ids, **options), wanted)
+    assert not counters["graph_break"]
+
+
+def test_the_trainer_compiles(tmp_path):
+    data = [{"input_ids": row, "labels": row} for row in token_ids(12, 24)]
+    quiet = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}  # compiled dropout draws other numbers
+
+    def losses(compiled: bool) -> list[float]:
+        options = {"use_cpu": True, "max_steps": 3, "logging_steps": 1, "per_device_train_batch_size": 4, "seed": 1}
+        options |= {"report_to": "none", "save_strategy": "no", "torch_compile": compiled, "disable_tqdm": True}
+        model = infini_gpt2(n_layer=1, position_encoding="segment", **quiet)
+        trainer = PerplexityTrainer(model, TrainingArguments(str(tmp_path), **options), train_dataset=data)
+        trainer.train()
+        return [line["loss"] for line in trainer.state.log_history if "loss" in line]
+
+    wanted = losses(False)
+    torch.testing.assert_close(losses(True), wanted, rtol=TOLERANCE, atol=TOLERANCE)
+    assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
+
+
+@pytest.mark.parametrize("name, padded", [("gpt2", True), ("delta", False), ("causal_mha", False)])
+def test_an_exported_forward_computes_the_same_logits_after_loading(name, padded, tmp_path):
+    """Any number of rows; with the linear rule also any multiple of the segment length."""
+    model = MODELS[name]()
+    inputs = {"input_ids": token_ids(2, 32)} | ({"attention_mask": rows_with_padding(2, 32)} if padded else {})
+    batch, segments = torch.export.Dim("batch", min=1, max=64), torch.export.Dim("segments", min=2, max=64)
+    dynamic = {0: batch} if name == "delta" else {0: batch, 1: 8 * segments}
+    shapes = dict.fromkeys(inputs, dynamic) | {"use_cache": None}
+    program = torch.export.export(model, (), inputs | {"use_cache": False}, dynamic_shapes=shapes)
+    torch.export.save(program, tmp_path / "model.pt2")
+    module = torch.export.load(tmp_path / "model.pt2").module()
+    for batch, tokens in ((1, 32), (5, 32)) + (() if name == "delta" else ((3, 16), (2, 64))):
+        inputs = {"input_ids": token_ids(batch, tokens, seed=3)}
+        inputs |= {"attention_mask": rows_with_padding(batch, tokens)} if padded else {}
+        logits = module(**inputs, use_cache=False).logits
+        torch.testing.assert_close(logits, model(**inputs, use_cache=False).logits, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def rows_with_padding(batch: int, tokens: int) -> torch.Tensor:
+    mask = torch.ones(batch, tokens, dtype=torch.long)
+    mask[0, :5] = mask[-1, -3:] = 0
+    return mask
+
+
+def test_export_says_what_it_cannot_hold():
+    model, inputs = MODELS["gpt2"](), {"input_ids": token_ids(2, 16)}
+    with pytest.raises(ValueError, match="use_cache=False"):
+        torch.export.export(model, (), inputs | {"use_cache": True})
+    positions = torch.arange(16).expand(2, -1).contiguous()
+    with pytest.raises(ValueError, match="Say with max_documents"):
+        torch.export.export(model, (), inputs | {"position_ids": positions, "use_cache": False})

@@ -1,0 +1,140 @@
+"""The options of InfiniGPT2Config: what they mean, how they are checked, that they survive saving; and what both
+configurations refuse to keep."""
+
+import pytest
+from huggingface_hub.errors import StrictDataclassError
+from transformers import AutoConfig, GPT2Config, GPT2LMHeadModel
+
+from hf_infini import CausalMHAConfig, InfiniGPT2Config, InfiniGPT2LMHeadModel, patch_model, unpatch_model
+from models import SIZES, gpt2
+
+
+def test_segments_by_length_or_by_number():
+    assert InfiniGPT2Config(segment_length=100).tokens_per_segment == 100
+    assert InfiniGPT2Config(n_segments=64, n_positions=1024).tokens_per_segment == 16
+    assert InfiniGPT2Config(segment_length=8, n_layer=3).infini_layers == [0, 1, 2]
+    assert InfiniGPT2Config(segment_length=8, n_layer=3, layers=[2, 0]).infini_layers == [0, 2]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "exactly one of segment_length"),
+        ({"segment_length": 4, "n_segments": 4}, "exactly one of segment_length"),
+        ({"n_segments": 100}, "n_segments must divide n_positions=1024; got 100"),
+        ({"segment_length": 0}, "at least 1 token; got 0"),
+        ({"segment_length": 4, "local_segments": -1}, "local_segments must be 0 or more; got -1"),
+        ({"segment_length": 4, "update_rule": "sum"}, "update_rule must be one of linear, delta; got 'sum'"),
+        ({"segment_length": 4, "memory_init": "ones"}, "memory_init must be one of zeros, learned, noise; got 'ones'"),
+        ({"segment_length": 4, "position_encoding": "turn"}, "must be one of learned, segment, rope; got 'turn'"),
+        ({"segment_length": 4, "position_encoding": "rope", "n_embd": 36}, "must be even; got 36 / 12 = 3"),
+        ({"segment_length": 2048, "position_encoding": "segment"}, "segment_length=2048 is more than n_positions=1024"),
+        ({"segment_length": 4, "layers": [12]}, r"0 to 11, each once, or be None for all; got \[12\]"),
+        ({"segment_length": 4, "layers": [1, 1]}, r"got \[1, 1\]"),
+        ({"segment_length": 4, "layers": []}, r"got \[\]"),
+        ({"segment_length": 4, "add_cross_attention": True}, "add_cross_attention=True is not supported"),
+        ({"segment_length": "four"}, "segment_length"),
+    ],
+)
+def test_errors_name_the_option_and_what_is_allowed(options, message):
+    with pytest.raises(StrictDataclassError, match=message):
+        InfiniGPT2Config(**options)
+
+
+def test_round_trip(tmp_path):
+    config = InfiniGPT2Config(n_segments=8, update_rule="delta", layers=[1, 3], gate_init=-2, position_encoding="segment")
+    config.save_pretrained(tmp_path)
+    loaded = AutoConfig.from_pretrained(tmp_path)
+    assert type(loaded) is InfiniGPT2Config
+    assert loaded.to_diff_dict() == config.to_diff_dict()
+
+
+def test_options_on_top_of_a_saved_config(tmp_path):
+    GPT2Config(n_layer=2).save_pretrained(tmp_path / "plain")
+    assert InfiniGPT2Config.from_pretrained(tmp_path / "plain", segment_length=32).segment_length == 32
+    with pytest.raises(StrictDataclassError, match="exactly one of segment_length"):
+        InfiniGPT2Config.from_pretrained(tmp_path / "plain")
+    InfiniGPT2Config(segment_length=32).save_pretrained(tmp_path / "infini")
+    changed = InfiniGPT2Config.from_pretrained(tmp_path / "infini", n_segments=4)
+    assert (changed.segment_length, changed.tokens_per_segment) == (None, 256)
+
+
+# --- what would be kept and ignored -----------------------------------------------------------------------------------
+
+LINEAR = {"rope_type": "linear", "factor": 2.0}
+INFINI = {"segment_length": 8}
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "name", "value"),
+    [
+        (CausalMHAConfig, {"position_encoding": "rope"}, "rope_scaling", LINEAR),
+        (CausalMHAConfig, {"position_encoding": "rope", "rope_theta": 500.0}, "rope_scaling", LINEAR),
+        (CausalMHAConfig, {"position_encoding": "rope"}, "rope_parameters", LINEAR | {"rope_theta": 500.0}),
+        (CausalMHAConfig, {"position_encoding": "rope"}, "partial_rotary_factor", 0.5),
+        (CausalMHAConfig, {}, "attn_logit_softcapping", 50.0),
+        (CausalMHAConfig, {}, "num_key_value_heads", 2),
+        (CausalMHAConfig, {}, "attn_pdrop", 0.1),
+        (CausalMHAConfig, {}, "scale_attn_weights", False),
+        (CausalMHAConfig, {}, "layer_types", ["full_attention"] * 12),
+        (CausalMHAConfig, {}, "per_layer_config", {0: {"n_head": 2}}),
+        (InfiniGPT2Config, INFINI, "sliding_window", 16),
+        (InfiniGPT2Config, INFINI | {"position_encoding": "rope"}, "rope_theta", 500.0),
+        (InfiniGPT2Config, INFINI | {"position_encoding": "rope"}, "rope_scaling", LINEAR),
+        (InfiniGPT2Config, INFINI, "num_key_value_heads", 2),
+        (InfiniGPT2Config, INFINI, "rms_norm_eps", 1e-6),
+        (InfiniGPT2Config, INFINI, "hidden_act", "silu"),
+    ],
+    ids=str,
+)
+def test_options_of_other_models_are_refused(config, options, name, value, tmp_path):
+    message = f"{config.model_type} has no option {name}: .* would be kept and change nothing"
+    with pytest.raises(ValueError, match=message):
+        config(**options, **{name: value})
+    config(**options, **{name: None}).save_pretrained(tmp_path)  # says that it is not used
+    with pytest.raises(ValueError, match=message):
+        AutoConfig.from_pretrained(tmp_path, **{name: value})
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [("segment_lenght", "segment_length"), ("local_segment", "local_segments"), ("n_layers", "n_layer")],
+)
+def test_slips_of_the_pen_are_refused(given, meant, tmp_path):
+    for config in (InfiniGPT2Config, CausalMHAConfig):
+        with pytest.raises(ValueError, match=f"has no option {given}: 16 .* Did you mean {meant}"):
+            config(**{given: 16})
+    InfiniGPT2Config(segment_length=8).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=f"Did you mean {meant}"):
+        AutoConfig.from_pretrained(tmp_path, **{given: 16})
+
+
+@pytest.mark.parametrize("config", [InfiniGPT2Config, CausalMHAConfig])
+def test_other_attributes_are_kept(config, tmp_path):
+    notes = {"trained_on": "Carolina", "corpus": {"documents": 3}, "seed": 1, "n_ctx": 64, "quantization_config": {"a": 1}}
+    options = INFINI if config is InfiniGPT2Config else {}
+    config(**options, **notes, task_specific_params={"text-generation": {"do_sample": True}}).save_pretrained(tmp_path)
+    loaded = AutoConfig.from_pretrained(tmp_path)
+    assert {name: getattr(loaded, name) for name in notes} == notes
+
+
+def test_options_given_on_loading_count_in_the_check(tmp_path):
+    CausalMHAConfig().save_pretrained(tmp_path)
+    loaded = AutoConfig.from_pretrained(tmp_path, attention="infini", segment_length=8)
+    assert (loaded.attention, loaded.segment_length) == ("infini", 8)
+    with pytest.raises(StrictDataclassError, match="attention='infini' needs a segment_length"):
+        AutoConfig.from_pretrained(tmp_path, attention="infini")
+
+
+def test_what_a_gpt2_ignored_does_not_keep_it_from_a_memory(tmp_path):
+    """Attributes that some checkpoints carry along; GPT-2 computed without them."""
+    config = GPT2Config(**SIZES, attention_dropout=0.1, n_layers=3, rope_scaling=LINEAR, note="kept")
+    GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    loaded = InfiniGPT2LMHeadModel.from_pretrained(tmp_path, segment_length=8).config
+    model = gpt2()
+    model.config = config
+    patched = patch_model(model, segment_length=8).config
+    for found in (loaded, patched):
+        assert found.note == "kept"
+        assert not {"attention_dropout", "n_layers", "rope_scaling", "rope_parameters"} & vars(found).keys()
+    assert unpatch_model(model).config.attention_dropout == 0.1

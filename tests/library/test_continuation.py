@@ -1,0 +1,389 @@
+"""A cache goes on from the text it has read, and from nothing else: finished rows, masks, positions, kept states, branches,
+training from chunk to chunk."""
+
+import copy
+
+import pytest
+import torch
+from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria
+
+from hf_infini import InfiniCache
+from hf_infini.read_text import BASES, PRIMES, ReadText, extend_fingerprint
+from models import causal_mha, infini_gpt2, token_ids
+
+FLOAT32 = 1e-4  # of logits up to about 30, through three layers
+END, PAD = 7, 0
+
+MODELS = {
+    "plain": lambda: infini_gpt2(),
+    "table": lambda: infini_gpt2(n_positions=96, segment_length=5, update_rule="delta", local_segments=1),
+    "rope": lambda: infini_gpt2(position_encoding="rope", memory_conv=3, segment_length=4, memory_init="learned"),
+    "mixed": lambda: infini_gpt2(layers=[1], position_encoding="segment"),
+    "exp": lambda: infini_gpt2(feature_map="exp", memory_write="learned", denominator="shared", segment_length=3),
+    "causal_mha": lambda: causal_mha(attention="infini", segment_length=4, local_segments=1, position_encoding="rope"),
+    "learned": lambda: causal_mha(attention="infini", segment_length=6, n_positions=96),
+}
+
+
+@pytest.fixture(params=MODELS)
+def model(request):
+    model = MODELS[request.param]()
+    # Special tokens enter these memories too: the state then shows every token that was taken for text
+    model.config.mask_special_tokens = False
+    return model
+
+
+class EndsAt(LogitsProcessor):
+    """Row r ends after `lengths[r]` tokens, and not before."""
+
+    def __init__(self, lengths):
+        self.lengths = torch.tensor(lengths)
+
+    def __call__(self, input_ids, scores):
+        scores = scores.clone()
+        ends = self.lengths == input_ids.shape[1] + 1
+        scores[:, END] = torch.where(ends, torch.inf, -torch.inf)
+        scores[:, PAD] = -torch.inf
+        return scores
+
+
+def generate(model, lengths, new, **options):
+    """Rows that end with `END` after `lengths` tokens, padding behind it."""
+    options = {"do_sample": False, "max_new_tokens": new, "eos_token_id": END, "pad_token_id": PAD} | options
+    processors = LogitsProcessorList([EndsAt(lengths)])
+    return model.generate(logits_processor=processors, return_dict_in_generate=True, **options)
+
+
+def mask_of_finished(sequences, lengths):
+    """1 up to the token that ends a row, 0 for the padding behind it."""
+    columns = torch.arange(sequences.shape[1])
+    return (columns < torch.tensor(lengths)[:, None]).long()
+
+
+def logits(model, ids, mask, **options):
+    with torch.no_grad():
+        return model(ids, attention_mask=mask, **options).logits
+
+
+def assert_goes_on(model, sequences, mask, cache):
+    """New text behind the rows: with the cache as without one."""
+    new = token_ids(len(sequences), 9, seed=5)
+    whole, whole_mask = torch.cat([sequences, new], 1), torch.cat([mask, torch.ones_like(new)], 1)
+    begin = cache.get_seq_length()
+    wanted = logits(model, whole, whole_mask, use_cache=False)
+    branch = copy.deepcopy(cache)
+    got = logits(model, whole[:, begin:], whole_mask, past_key_values=branch)
+    torch.testing.assert_close(got[:, -9:], wanted[:, -9:], rtol=FLOAT32, atol=FLOAT32)
+    assert branch.state.tokens_seen.tolist() == whole_mask.sum(1).tolist()
+    options = {"attention_mask": whole_mask, "max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
+    ended = model.generate(whole, past_key_values=cache, **options)
+    assert torch.equal(ended, model.generate(whole, use_cache=False, **options))
+
+
+@pytest.mark.parametrize("lengths", [(14, 40, 19, 40), (21, 22, 23, 24), (40, 16, 40, 40)])
+def test_rows_that_ended_early_go_on(model, lengths):
+    ids = token_ids(4, 13, seed=3).clamp(min=END + 1)
+    output = generate(model, lengths, new=20, input_ids=ids)
+    sequences = output.sequences
+    lengths = [min(length, sequences.shape[1]) for length in lengths]
+    mask = mask_of_finished(sequences, lengths)
+    assert (sequences[mask == 0] == PAD).all()
+    read = output.past_key_values.get_seq_length()
+    assert output.past_key_values.state.tokens_seen.tolist() == mask[:, :read].sum(1).tolist()
+    assert_goes_on(model, sequences, mask, output.past_key_values)
+
+
+def test_rows_that_ended_early_behind_a_padded_prompt(model):
+    """Twice: what is appended to the second turn's rows lies behind padding of both kinds."""
+    ids, mask = token_ids(3, 12, seed=3).clamp(min=END + 1), torch.ones(3, 12, dtype=torch.long)
+    mask[1, :5] = 0
+    first = generate(model, (15, 99, 13), new=9, input_ids=ids, attention_mask=mask)
+    sequences = torch.cat([first.sequences, token_ids(3, 4, seed=4).clamp(min=END + 1)], 1)
+    ended = mask_of_finished(first.sequences[:, 12:], (3, 9, 1))
+    mask = torch.cat([mask, ended, torch.ones(3, 4, dtype=torch.long)], 1)
+    second = generate(
+        model, (99, 27, 28), new=8, input_ids=sequences, attention_mask=mask, past_key_values=first.past_key_values
+    )
+    assert torch.equal(second.sequences[:, :25], sequences)
+    mask = torch.cat([mask, mask_of_finished(second.sequences[:, 25:], (8, 2, 3))], 1)
+    assert (second.sequences[:, 25:][mask[:, 25:] == 0] == PAD).all()
+    assert_goes_on(model, second.sequences, mask, second.past_key_values)
+
+
+class EvenRowsStop(StoppingCriteria):
+    def __call__(self, input_ids, scores, **kwargs):
+        return torch.tensor([input_ids.shape[1] > 15 and row % 2 == 0 for row in range(len(input_ids))])
+
+
+def test_rows_that_a_criterion_of_the_users_ended(model):
+    """With an end-of-text token what follows is padding; without one generate() goes on with text in every row."""
+    ids = token_ids(2, 13).clamp(min=END + 1)
+    output = generate(model, (99, 99), new=8, input_ids=ids, stopping_criteria=[EvenRowsStop()])
+    assert (output.sequences[0, 16:] == PAD).all()
+    assert output.past_key_values.state.tokens_seen.tolist() == [16, 20]
+    assert_goes_on(model, output.sequences, mask_of_finished(output.sequences, (16, 21)), output.past_key_values)
+    output = generate(model, (99, 99), new=8, input_ids=ids, stopping_criteria=[EvenRowsStop()], eos_token_id=None)
+    assert output.past_key_values.state.tokens_seen.tolist() == [20, 20]
+
+
+def test_a_mask_whose_past_disagrees_is_refused(model):
+    ids = token_ids(2, 14).clamp(min=END + 1)
+    mask = torch.ones(2, 14, dtype=torch.long)
+    mask[0, :4] = 0
+    more = torch.cat([mask, torch.ones(2, 1, dtype=torch.long)], 1)
+    whole = torch.cat([ids, token_ids(2, 1, seed=9)], 1)
+    message = "row 0 of attention_mask has 10 real tokens .* 14 columns .* the cache has read 14 of them as real"
+    with torch.no_grad():
+        unmasked = model(ids, use_cache=True).past_key_values
+        with pytest.raises(ValueError, match=message):
+            model(whole[:, 14:], attention_mask=more, past_key_values=unmasked)
+        with pytest.raises(ValueError, match=message):
+            model.generate(whole, attention_mask=more, past_key_values=unmasked, max_new_tokens=2)
+        masked = model(ids, attention_mask=mask, use_cache=True).past_key_values
+    with pytest.raises(ValueError, match="row 0 .* has 14 real tokens .* the cache has read 10"):
+        model.generate(whole, past_key_values=masked, max_new_tokens=2)
+    # Where the token that ended a row is taken for padding
+    output = generate(model, (15, 99), new=5, input_ids=ids)
+    sequences = torch.cat([output.sequences, token_ids(2, 3)], 1)
+    mask = mask_of_finished(sequences, (14, 19))
+    mask[:, 19:] = 1
+    with pytest.raises(ValueError, match="row 0 .* has 14 real tokens .* read 15 .*The token that ended such a row is text"):
+        model.generate(sequences, attention_mask=mask, past_key_values=output.past_key_values, max_new_tokens=2)
+
+
+def test_only_the_users_positions_begin_a_document(model):
+    """A 0 begins one, the next number goes on, and what goes back to another number is refused."""
+    ids = token_ids(2, 20)
+    with torch.no_grad():
+        cache = model(ids[:, :12], use_cache=True).past_key_values
+        for positions, wanted in ((torch.arange(8), ids[:, 12:]), (torch.arange(12, 20), ids), (None, ids)):
+            positions = None if positions is None else positions[None]
+            got = model(ids[:, 12:], position_ids=positions, past_key_values=copy.deepcopy(cache)).logits
+            wanted = model(wanted, use_cache=False).logits[:, -8:]
+            torch.testing.assert_close(got, wanted, rtol=FLOAT32, atol=FLOAT32)
+        for start in (1, 11):
+            with pytest.raises(ValueError, match=f"row 0 go on with {start}, but .* up to position 11: give 12 to go on, 0"):
+                model(ids[:, 12:], position_ids=torch.arange(start, start + 8)[None], past_key_values=cache)
+
+
+def test_positions_go_on_from_those_that_were_given(model):
+    """Positions that left some out: generate() and calls without positions go on from the last one."""
+    ids = token_ids(1, 24)
+    positions = torch.cat([torch.arange(12) * 2, torch.arange(23, 35)])[None]
+    with torch.no_grad():
+        cache = model(ids[:, :12], position_ids=positions[:, :12], use_cache=True).past_key_values
+        got = model(ids[:, 12:], past_key_values=copy.deepcopy(cache)).logits
+        wanted = model(ids, position_ids=positions, use_cache=False).logits[:, 12:]
+    torch.testing.assert_close(got, wanted, rtol=FLOAT32, atol=FLOAT32)
+    continued = model.generate(ids, past_key_values=cache, max_new_tokens=4, min_new_tokens=4, do_sample=False)
+    assert continued[0, 24] == wanted[0, -1].argmax()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
+def test_masks_hold_0_and_1_for_the_rows_of_the_call(model, dtype):
+    ids = token_ids(2, 10)
+    mask = torch.ones(2, 10)
+    mask[0, :4] = 0
+    wanted = logits(model, ids, mask.bool())
+    assert torch.equal(logits(model, ids, mask.to(dtype)), wanted)
+    additive = torch.zeros(2, 10).masked_fill(mask == 0, -torch.inf)
+    for wrong in (additive, additive.clamp(min=torch.finfo(torch.float32).min), torch.zeros(2, 10), mask.long() * 2):
+        with pytest.raises(ValueError, match="attention_mask must hold 1 .* 0 .*pass mask == 0"):
+            logits(model, ids, wrong)
+    for rows in (1, 3):
+        with pytest.raises(ValueError, match=rf"attention_mask must be \[batch, tokens\] = \[2, 10\].*got \[{rows}, 10\]"):
+            logits(model, ids, torch.ones(rows, 10, dtype=dtype))
+
+
+def test_a_state_that_somebody_kept_stays_as_it_was(model):
+    ids = token_ids(2, 30)
+    with torch.no_grad():
+        cache = model(ids[:, :9], use_cache=True).past_key_values
+        for token in range(9, 20):
+            layer = cache.layers[1]
+            kept = layer.state
+            before = {name: tensor.clone() for name, tensor in kept.tensors().items()}
+            for following in (token, token + 10):  # of which the second goes in place
+                model(ids[:, following : following + 1], past_key_values=cache)
+            assert all(torch.equal(tensor, before[name]) for name, tensor in kept.tensors().items())
+
+
+def test_steps_go_in_place_where_nobody_has_kept_the_state():
+    model = infini_gpt2()
+    with torch.no_grad():
+        cache = model(token_ids(1, 9), use_cache=True).past_key_values
+        place = cache.layers[0]._state.local_key.data_ptr()
+        for _ in range(3):
+            model(token_ids(1, 1), past_key_values=cache)
+        assert cache.layers[0]._state.local_key.data_ptr() == place
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
+def test_branches_of_a_copied_cache_do_not_meet(model, copied):
+    ids, (one, other) = token_ids(2, 11), (token_ids(2, 8, seed=1), token_ids(2, 8, seed=2))
+    with torch.no_grad():
+        cache = model(ids, use_cache=True).past_key_values
+        branch = copied(cache)
+        got = [[], []]
+        for token in range(8):
+            for number, (text, past) in enumerate(((one, cache), (other, branch))):
+                got[number].append(model(text[:, token : token + 1], past_key_values=past).logits)
+        for text, past, steps in ((one, cache, got[0]), (other, branch, got[1])):
+            wanted = model(torch.cat([ids, text], 1), use_cache=False).logits[:, 11:]
+            torch.testing.assert_close(torch.cat(steps, 1), wanted, rtol=FLOAT32, atol=FLOAT32)
+            assert past.get_seq_length() == 19 and past.text.begins(torch.cat([ids, text], 1))
+
+
+def test_a_call_that_fails_changes_nothing():
+    model = infini_gpt2()
+    ids = token_ids(1, 20)
+
+    def fails(*_):
+        raise RuntimeError("out of memory")
+
+    with torch.no_grad():
+        cache = model(ids[:, :9], use_cache=True).past_key_values
+        hook = model.transformer.h[1].register_forward_hook(fails)
+        for length in (11, 1):
+            with pytest.raises(RuntimeError, match="out of memory"):
+                model(ids[:, 9 : 9 + length], past_key_values=cache)
+        hook.remove()
+        got = model(ids[:, 9:], past_key_values=cache).logits
+        wanted = model(ids, use_cache=False).logits[:, 9:]
+    torch.testing.assert_close(got, wanted, rtol=FLOAT32, atol=FLOAT32)
+
+
+@pytest.mark.parametrize("layers", [[0], [1], [0, 2]])
+@pytest.mark.parametrize("fails_in", [0, 2])
+@pytest.mark.parametrize("padding", [0, 3])
+def test_a_call_that_fails_changes_nothing_beside_layers_of_full_attention(layers, fails_in, padding):
+    """Layers of full attention before the failure have appended their keys and values already."""
+    model, ids = infini_gpt2(layers=layers), token_ids(2, 20)
+    mask = torch.ones_like(ids)
+    mask[0, :padding] = 0
+
+    def fails(*_):
+        raise RuntimeError("out of memory")
+
+    with torch.no_grad():
+        cache = model(ids[:, :9], attention_mask=mask[:, :9], use_cache=True).past_key_values
+        wanted = model(ids, attention_mask=mask, use_cache=False).logits
+        for end in (10, 14):
+            hook = model.transformer.h[fails_in].register_forward_hook(fails)
+            for length in (2, 1):
+                begin = cache.get_seq_length()
+                with pytest.raises(RuntimeError, match="out of memory"):
+                    model(ids[:, begin : begin + length], past_key_values=cache)
+                assert cache.get_seq_length() == begin
+            hook.remove()
+            got = model(ids[:, begin:end], past_key_values=cache).logits
+            torch.testing.assert_close(got, wanted[:, begin:end], rtol=FLOAT32, atol=FLOAT32)
+
+
+def test_a_memory_file_has_nothing_of_a_step_that_failed(model, tmp_path):
+    """Steps write into the window itself, layers of full attention append."""
+    ids = token_ids(2, 12)
+
+    def fails(*_):
+        raise RuntimeError("out of memory")
+
+    with torch.no_grad():
+        cache = model(ids[:, :10], use_cache=True).past_key_values
+        model(ids[:, 10:11], past_key_values=cache)
+        cache.save_pretrained(tmp_path / "before", model)
+        hook = model.transformer.h[1].register_forward_hook(fails)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            model(ids[:, 11:], past_key_values=cache)
+        hook.remove()
+    cache.save_pretrained(tmp_path / "after", model)
+    assert (tmp_path / "before").read_bytes() == (tmp_path / "after").read_bytes()
+    InfiniCache.from_pretrained(tmp_path / "after", model)
+
+
+@pytest.mark.parametrize("rows, batch", [(4, 1), (1, 4), (4, 2)])
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_a_cache_with_other_rows_than_the_call_is_refused(model, rows, batch, tokens):
+    with torch.no_grad():
+        cache = model(token_ids(rows, 9), use_cache=True).past_key_values
+        message = f"past_key_values has {rows} rows, and this call has {batch}: repeat .* batch_repeat_interleave"
+        with pytest.raises(ValueError, match=message):
+            model(token_ids(batch, tokens), past_key_values=cache)
+
+
+def train_in_chunks(model, ids, cuts, checkpoint: bool):
+    """Loss and gradients of a text that is read chunk by chunk, the memory carried over."""
+    model.train()
+    model.zero_grad()
+    getattr(model, f"gradient_checkpointing_{'enable' if checkpoint else 'disable'}")()
+    cache, losses = None, []
+    for begin, end in zip((0, *cuts), (*cuts, ids.shape[1]), strict=True):
+        output = model(ids[:, begin:end], labels=ids[:, begin:end], past_key_values=cache, use_cache=True)
+        cache = output.past_key_values
+        losses.append(output.loss)
+    sum(losses).backward()
+    return torch.stack(losses).detach(), [p.grad.clone() for p in model.parameters()], cache
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_")
+@pytest.mark.parametrize("name", ["plain", "table", "rope", "exp", "causal_mha", "learned"])
+def test_gradient_checkpointing_carries_the_memory_from_chunk_to_chunk(name):
+    model, ids = MODELS[name](), token_ids(2, 40)
+    for module in model.modules():  # both runs are compared, so nothing may be drawn
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    losses, gradients, cache = train_in_chunks(model, ids, (13, 29), checkpoint=False)
+    again, others, other_cache = train_in_chunks(model, ids, (13, 29), checkpoint=True)
+    assert torch.equal(losses, again) and all(map(torch.equal, gradients, others))
+    assert other_cache.get_seq_length() == 40
+    assert torch.equal(cache.state.memory, other_cache.state.memory)
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_")
+def test_gradient_checkpointing_with_a_cache_that_grows_is_refused():
+    ids = token_ids(1, 12)
+    for model in (infini_gpt2(layers=[1]), causal_mha(), causal_mha(attention="local", sliding_window=4)):
+        model.train().gradient_checkpointing_enable()
+        with pytest.raises(ValueError, match="gradient checkpointing in training does not go with .*Pass use_cache=False"):
+            model(ids, use_cache=True)
+        assert model(ids, labels=ids).past_key_values is None  # what the configuration says does not count here
+        with torch.no_grad():  # nothing is run twice
+            assert model(ids, use_cache=True).past_key_values.get_seq_length() == 12
+    model = infini_gpt2().train()
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    with pytest.raises(ValueError, match='use_reentrant=True cuts .*gradient_checkpointing_enable.{"use_reentrant": False}'):
+        model(ids, use_cache=True)
+
+
+def test_the_fingerprint_is_what_its_equation_says():
+    ids = token_ids(3, 300)
+    wanted = []
+    for row in ids.tolist():
+        hashes = [0, 0]
+        for token in row:
+            hashes = [(h * base + token + 1) % prime for h, base, prime in zip(hashes, BASES, PRIMES, strict=True)]
+        wanted.append(hashes)
+    pieces = None
+    for begin, end in ((0, 1), (1, 130), (130, 300)):
+        pieces = extend_fingerprint(pieces, ids[:, begin:end])
+    assert pieces.tolist() == extend_fingerprint(None, ids).tolist() == wanted
+
+
+def test_thue_morse_texts_are_told_apart():
+    """Two texts of 4,096 tokens whose polynomial hashes modulo 2^64 agree for every odd base."""
+    word = torch.tensor([bin(place).count("1") % 2 for place in range(4096)])[None]
+    text = ReadText()
+    text.extend(word, None, 1, 4096, word.device)
+    assert text.begins(word) and not text.begins(1 - word)
+
+
+def test_a_memory_file_knows_what_it_has_read(model, tmp_path):
+    ids, mask = token_ids(2, 14), torch.ones(2, 14, dtype=torch.long)
+    mask[0, :4] = 0
+    with torch.no_grad():
+        model(ids, attention_mask=mask, use_cache=True).past_key_values.save_pretrained(tmp_path / "m", model)
+    cache = InfiniCache.from_pretrained(tmp_path / "m", model)
+    whole, longer = torch.cat([ids, ids[:, :3]], 1), torch.cat([mask, mask[:, -3:]], 1)
+    with pytest.raises(ValueError, match="row 0 .* has 14 real tokens .* the cache has read 10"):
+        model.generate(whole, past_key_values=cache, max_new_tokens=2)
+    options = {"attention_mask": longer, "max_new_tokens": 5, "do_sample": False}
+    assert torch.equal(model.generate(whole, past_key_values=cache, **options), model.generate(whole, **options))

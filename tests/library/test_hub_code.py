@@ -1,0 +1,273 @@
+"""Saved models carry their code: they load, in real processes, where nothing but torch, transformers and what these need is
+installed, and compute the same bit for bit; where hf_infini is installed, its own classes are used."""
+
+import json
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+import warnings
+from importlib.metadata import Distribution, PackageNotFoundError, distribution
+from pathlib import Path
+
+import pytest
+import torch
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GPT2LMHeadModel, Trainer, TrainingArguments
+from transformers.dynamic_module_utils import get_imports
+
+import hf_infini
+from hf_infini import (
+    CausalMHAConfig,
+    CausalMHAForCausalLM,
+    InfiniGPT2Config,
+    InfiniGPT2LMHeadModel,
+    patch_model,
+    unpatch_model,
+)
+from hub_files import code_of, config_of, modules_of
+from load_with_code import numbers
+from models import causal_mha, gpt2, infini_gpt2, token_ids
+
+PACKAGE = Path(hf_infini.__file__).parent
+MEMORY = {"memory_conv": 3, "memory_write": "learned", "update_rule": "delta", "feature_map": "exp", "local_segments": 1}
+REPOSITORY = "somebody/infini-gpt2.small"  # neither - nor . may stand in the name of a module
+SOURCES = ("infini_gpt2", "inner", "trained", "causal_mha_infini", "causal_mha_relative", "repository")
+
+
+def requirements(*names: str) -> dict[str, Distribution]:
+    """The installed distributions of these names and, recursively, of what they require, by canonical name."""
+    found, waiting, asked = {}, [Requirement(name) for name in names], set()
+    while waiting:
+        wanted = waiting.pop()
+        name = canonicalize_name(wanted.name)
+        if (name, *sorted(wanted.extras)) in asked:
+            continue
+        asked.add((name, *sorted(wanted.extras)))
+        try:
+            found[name] = distribution(wanted.name)
+        except PackageNotFoundError:
+            continue  # this environment does without it, and so can the other
+        for requirement in map(Requirement, found[name].requires or []):
+            marker = requirement.marker
+            if marker is None or any(marker.evaluate({"extra": extra}) for extra in ("", *wanted.extras)):
+                waiting.append(requirement)
+    return found
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory):
+    """The interpreter of a fresh virtual environment with torch, transformers and what they require: links to the same
+    distributions here, so that neither network nor another build of torch comes in."""
+    root = tmp_path_factory.mktemp("environment")
+    venv.EnvBuilder(symlinks=True).create(root)
+    site = Path(sysconfig.get_path("purelib", "venv", {"base": str(root)}))
+    for name, installed in requirements("torch", "transformers").items():
+        assert installed.files, f"{name} was installed without a list of its files"
+        for entry in {file.parts[0] for file in installed.files} - {"..", "__pycache__"}:
+            if not (site / entry).exists():  # several distributions share folders such as nvidia
+                (site / entry).symlink_to(installed.locate_file(entry))
+    return root / "bin" / "python"
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """The models, by source: where each is saved, and what it computes here."""
+    root, ids = tmp_path_factory.mktemp("models"), token_ids(2, 40)
+    infini = infini_gpt2(**MEMORY)
+    models = {
+        "infini_gpt2": infini,
+        "inner": infini,
+        "trained": patch_model(gpt2(), segment_length=8, memory_init="noise", layers=[0, 2]),
+        "causal_mha_infini": causal_mha(attention="infini", segment_length=8, position_encoding="rope"),
+        "causal_mha_relative": causal_mha(position_encoding="relative_key"),
+        "repository": infini,
+    }
+    for name in ("infini_gpt2", "causal_mha_infini", "causal_mha_relative"):
+        models[name].save_pretrained(root / name)
+    infini.transformer.save_pretrained(root / "inner")  # its embedding is the output head, too
+    train(models["trained"], root / "runs")
+    shutil.move(root / "runs" / "checkpoint-1", root / "trained")
+    commit = root / "hub" / f"models--{REPOSITORY.replace('/', '--')}"
+    shutil.copytree(root / "infini_gpt2", commit / "snapshots" / ("c" * 40))
+    (commit / "refs").mkdir()
+    (commit / "refs" / "main").write_text("c" * 40)
+    return {
+        name: (REPOSITORY if name == "repository" else root / name, numbers(model.eval(), model.transformer, ids))
+        for name, model in models.items()
+    }
+
+
+def train(model, folder) -> None:
+    """One step of the Trainer, which leaves checkpoint-1 in the folder."""
+    options = TrainingArguments(folder, max_steps=1, save_steps=1, use_cpu=True, disable_tqdm=True, report_to="none")
+    rows = [{"input_ids": row, "labels": row} for row in token_ids(8, 40)]
+    Trainer(model=model, args=options, train_dataset=rows).train()
+
+
+@pytest.fixture(scope="module")
+def load(python, saved, tmp_path_factory):
+    """Runs load_with_code.py in the environment; the folder it wrote for each source."""
+    home = tmp_path_factory.mktemp("home")
+    hub = saved["infini_gpt2"][0].parent / "hub"
+    save_file({"ids": token_ids(2, 40)}, home / "ids.safetensors")
+    settings = {"HF_HOME": str(home), "HF_MODULES_CACHE": str(home / "modules"), "HF_HUB_CACHE": str(hub)}
+
+    def run(sources) -> list[Path]:
+        out = tmp_path_factory.mktemp("loaded")
+        script = Path(__file__).parents[1] / "helpers" / "load_with_code.py"
+        # -I: no folder of this repository is on the path
+        command = [python, "-I", script, home / "ids.safetensors", out, *sources]
+        done = subprocess.run(command, env=os.environ | settings, cwd=out, stdin=subprocess.DEVNULL, capture_output=True)
+        assert done.returncode == 0, done.stderr.decode()
+        return [out / str(number) for number in range(len(sources))]
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def loaded(load, saved):
+    """By source, the folder with what the environment computed with it and saved again."""
+    return dict(zip(saved, load([source for source, _ in saved.values()]), strict=True))
+
+
+@pytest.fixture(scope="module")
+def loaded_again(load, loaded):
+    """The same, from what a new process computed with the models that the first had saved."""
+    return dict(zip(loaded, load([folder / "again" for folder in loaded.values()]), strict=True))
+
+
+def assert_same_numbers(folder: Path, wanted: dict) -> None:
+    found = load_file(folder / "numbers.safetensors")
+    assert found.keys() == wanted.keys()
+    assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
+
+
+def test_the_environment_holds_torch_and_transformers_alone(python, tmp_path):
+    say = "import importlib.metadata as m, json; print(json.dumps([d.name for d in m.distributions()]))"
+    listed = json.loads(subprocess.run([python, "-I", "-c", say], cwd=tmp_path, check=True, capture_output=True).stdout)
+    assert {canonicalize_name(name) for name in listed} == requirements("torch", "transformers").keys()
+    for name in ("hf_infini", "datasets", "faker"):
+        done = subprocess.run([python, "-I", "-c", f"import {name}"], cwd=tmp_path, capture_output=True, text=True)
+        assert f"No module named '{name}'" in done.stderr
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_the_same_without_the_package(name, saved, loaded):
+    assert_same_numbers(loaded[name], saved[name][1])
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_saved_without_the_package_and_loaded_again(name, saved, loaded, loaded_again):
+    again = loaded[name] / "again"
+    family = "infini_gpt2" if name in ("inner", "trained", "repository") else name
+    assert code_of(again) == code_of(saved[family][0])
+    assert config_of(again)["auto_map"] == config_of(saved[family][0])["auto_map"]
+    assert_same_numbers(loaded_again[name], saved[name][1])
+
+
+@pytest.mark.parametrize("name", ["infini_gpt2", "trained", "causal_mha_infini"])
+def test_memory_is_used_and_bounded(name, saved):
+    wanted = saved[name][1]
+    assert (wanted["bytes_4"] == wanted["bytes_24"]) == (name != "trained")  # layer 1 of that one keeps full attention
+    model = AutoModelForCausalLM.from_pretrained(saved[name][0])
+    for layer in model.config.infini_layers:
+        model.transformer.h[layer].attn.gate.weight.data.fill_(-100.0)
+    with torch.no_grad():
+        assert not torch.allclose(model(token_ids(2, 40)).logits, wanted["logits"], atol=1e-2)
+
+
+@pytest.mark.parametrize("name", [name for name in SOURCES if name != "repository"])
+@pytest.mark.parametrize("trust", [None, True])
+def test_the_installed_classes_come_first(name, trust, saved, loaded):
+    language_model = CausalMHAForCausalLM if name.startswith("causal") else InfiniGPT2LMHeadModel
+    records = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = records.append
+    logger = logging.getLogger("transformers")
+    logger.addHandler(handler)
+    try:
+        for folder in (saved[name][0], loaded[name] / "again"):
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=trust)  # stdin is closed to a prompt
+                config = AutoConfig.from_pretrained(folder, trust_remote_code=trust)
+            assert type(model) is language_model and type(model.config) is type(config) is language_model.config_class
+            assert type(AutoModelForCausalLM.from_config(config, trust_remote_code=trust)) is language_model
+            with torch.no_grad():
+                assert torch.equal(model(token_ids(2, 40)).logits, saved[name][1]["logits"])
+    finally:
+        logger.removeHandler(handler)
+    assert records == []
+    assert type(AutoModel.from_pretrained(folder, trust_remote_code=trust)) is type(model.transformer)
+    assert not any(module.startswith("transformers_modules") for module in sys.modules)
+
+
+@pytest.mark.parametrize("first, second", [("transformers", "hf_infini"), ("hf_infini", "transformers")])
+def test_importing_the_package_is_enough(first, second, saved, tmp_path):
+    """In a process that uses no other name of it."""
+    script = (
+        f"import {first}, {second}, sys\n"
+        "print([type(transformers.AutoModelForCausalLM.from_pretrained(folder)) for folder in sys.argv[1:]])"
+    )
+    folders = [saved["infini_gpt2"][0], saved["causal_mha_infini"][0]]
+    settings = {"PYTHONPATH": str(PACKAGE.parent), "HF_HOME": str(tmp_path)}
+    command = [sys.executable, "-c", script, *folders]
+    done = subprocess.run(
+        command, env=os.environ | settings, cwd=tmp_path, stdin=subprocess.DEVNULL, capture_output=True, text=True
+    )
+    assert done.stdout == f"{[InfiniGPT2LMHeadModel, CausalMHAForCausalLM]}\n", done.stderr
+
+
+@pytest.mark.parametrize("name, other", [("infini_gpt2", "causal_mha"), ("causal_mha_infini", "infini_gpt2")])
+def test_only_what_the_model_needs_is_copied(name, other, saved):
+    folder = saved[name][0]
+    assert set(folder.glob("*.safetensors")) == {folder / "model.safetensors"} and not list(folder.glob("*.bin"))
+    code, modules = code_of(folder), modules_of(folder)
+    assert "cache.py" in modules and len(code) <= 28 and sum(map(len, code.values())) < 256_000
+    assert not [module for module in modules if other in module]
+    assert set(modules).isdisjoint({"__init__.py", "naive.py", "patching.py", "heads.py"})
+    for file, text in code.items():  # the same but for the names that it imports
+        prefix = file[: len("hf_infini_12345678_")]
+        assert text.replace(f"from .{prefix}".encode(), b"from .") == (PACKAGE / file.removeprefix(prefix)).read_bytes()
+    imports = {module for file in code for module in get_imports(folder / file)}
+    assert imports - sys.stdlib_module_names <= {"torch", "transformers", "huggingface_hub", "safetensors"}
+
+
+def test_a_folder_without_code_still_loads_and_is_saved_with_it(saved, tmp_path):
+    source, wanted = saved["causal_mha_relative"]
+    old = tmp_path / "old"
+    shutil.copytree(source, old, ignore=shutil.ignore_patterns("*.py"))
+    (old / "config.json").write_text(json.dumps({k: v for k, v in config_of(source).items() if k != "auto_map"}))
+    model = AutoModelForCausalLM.from_pretrained(old)
+    assert type(model) is CausalMHAForCausalLM and not hasattr(model.config, "auto_map")
+    with torch.no_grad():
+        assert torch.equal(model(token_ids(2, 40)).logits, wanted["logits"])
+    model.save_pretrained(tmp_path / "new")
+    assert config_of(tmp_path / "new") == config_of(source) and code_of(tmp_path / "new") == code_of(source)
+
+
+def test_an_unpatched_model_carries_no_code(tmp_path):
+    model = patch_model(gpt2(), segment_length=8)
+    model.save_pretrained(tmp_path / "patched")
+    assert code_of(tmp_path / "patched")
+    unpatch_model(AutoModelForCausalLM.from_pretrained(tmp_path / "patched")).save_pretrained(tmp_path / "loaded")
+    unpatch_model(model).save_pretrained(tmp_path / "plain")
+    for folder in (tmp_path / "loaded", tmp_path / "plain"):
+        assert code_of(folder) == {} and "auto_map" not in config_of(folder)
+        assert type(AutoModelForCausalLM.from_pretrained(folder)) is GPT2LMHeadModel
+
+
+@pytest.mark.parametrize("config", [InfiniGPT2Config(segment_length=8), CausalMHAConfig()], ids=lambda c: c.model_type)
+def test_a_configuration_alone_carries_its_own_modules(config, tmp_path):
+    config.save_pretrained(tmp_path)
+    module = f"configuration_{config.model_type}"
+    assert {"hub_code.py", "configuration_common.py", f"{module}.py"} == set(modules_of(tmp_path))
+    prefix = next(iter(code_of(tmp_path)))[: len("hf_infini_12345678_")]
+    assert config_of(tmp_path)["auto_map"] == {"AutoConfig": f"{prefix}{module}.{type(config).__name__}"}
+    assert type(AutoConfig.from_pretrained(tmp_path)) is type(config)

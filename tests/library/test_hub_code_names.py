@@ -1,0 +1,112 @@
+"""The copies of the code that a model is saved with: whose names they have, and what happens to other files."""
+
+import importlib
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from transformers import AutoConfig
+
+import hf_infini
+from hf_infini import InfiniGPT2LMHeadModel
+from hub_files import code_of, config_of, modules_of
+from hub_repository import WRITE
+from hub_server import HubServer
+from models import infini_gpt2
+
+PACKAGE = Path(hf_infini.__file__).parent
+
+
+def test_a_subclass_is_not_taken_for_the_class(tmp_path):
+    """Its code is in another file, which needs not be fit to be copied."""
+
+    class Other(InfiniGPT2LMHeadModel):
+        pass
+
+    model = infini_gpt2()
+    model.__class__ = Other
+    model.save_pretrained(tmp_path)
+    assert "configuration_infini_gpt2.py" in modules_of(tmp_path) and "modeling_infini_gpt2.py" not in modules_of(tmp_path)
+    assert config_of(tmp_path)["auto_map"].keys() == {"AutoConfig"}
+
+
+def test_a_registered_subclass_is_saved_with_its_own_file(tmp_path, monkeypatch):
+    (tmp_path / "their_model.py").write_text(
+        "from hf_infini import InfiniGPT2LMHeadModel\n\n\nclass Their(InfiniGPT2LMHeadModel):\n    pass\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    their = importlib.import_module("their_model").Their
+    their.register_for_auto_class("AutoModelForCausalLM")
+    model = infini_gpt2()
+    model.__class__ = their
+    model.save_pretrained(tmp_path / "saved")
+    assert config_of(tmp_path / "saved")["auto_map"]["AutoModelForCausalLM"] == "their_model.Their"
+    assert "their_model.py" in code_of(tmp_path / "saved")
+
+
+def test_no_file_of_the_user_is_overwritten_and_older_code_goes(tmp_path):
+    infini_gpt2().save_pretrained(tmp_path)
+    code = code_of(tmp_path)
+    theirs = {name: b"# mine" for name in ("cache.py", "state.py", "hf_infini_notes.py", "hub_code.py")}
+    older = {f"hf_infini_00000000_{name}": b"# older" for name in ("cache.py", "gone.py")}
+    damaged = dict.fromkeys(list(code)[:2], b"# not finished")
+    for name, text in (theirs | older | damaged).items():
+        (tmp_path / name).write_bytes(text)
+    infini_gpt2().save_pretrained(tmp_path)
+    assert code_of(tmp_path) == code | theirs
+
+
+def test_a_configuration_names_no_code_that_is_not_saved_with_it(tmp_path):
+    """Nor what an older version saved under other names."""
+    old = {"AutoModel": "modeling_infini_gpt2.InfiniGPT2Model", "AutoTokenizer": ["mine.Tokenizer", None]}
+    infini_gpt2().save_pretrained(tmp_path / "model")
+    config = AutoConfig.from_pretrained(tmp_path / "model")
+    config.auto_map |= {"AutoModelForCausalLM": "a/b--hf_infini_00000000_modeling_infini_gpt2.X"} | old
+    config.save_pretrained(tmp_path)
+    assert config_of(tmp_path)["auto_map"].keys() == {"AutoConfig", "AutoTokenizer"}
+
+
+def test_two_versions_of_the_code_in_one_process(tmp_path):
+    """In folders of the same name, with the same configuration module: each model has its own version's classes."""
+    folders = [tmp_path / version / "model" for version in ("one", "two")]
+    infini_gpt2().save_pretrained(folders[0])
+    package = shutil.copytree(PACKAGE, tmp_path / "changed" / "hf_infini")
+    with (package / "gate.py").open("a") as file:
+        file.write("\n\nGate.version = 2\n")
+    save = "import sys, hf_infini, models; models.infini_gpt2().save_pretrained(sys.argv[1])"
+    path = os.pathsep.join([str(package.parent), str(Path(__file__).parents[1] / "helpers")])
+    run = dict(cwd=tmp_path, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    done = subprocess.run([sys.executable, "-c", save, folders[1]], env=os.environ | {"PYTHONPATH": path}, **run)
+    assert done.returncode == 0, done.stderr
+    load = (
+        "import sys, transformers\n"
+        "for folder in sys.argv[1:]:\n"
+        "    model = transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)\n"
+        "    print(getattr(model.transformer.h[0].attn.gate, 'version', 1))"
+    )
+    done = subprocess.run([sys.executable, "-I", "-c", load, *folders], env=os.environ | {"HF_HOME": str(tmp_path)}, **run)
+    assert done.stdout == "1\n2\n", done.stderr
+
+
+def test_pushed_while_saving_the_code_goes_along(tmp_path):
+    hub = HubServer(tmp_path / "hub")
+    try:
+        change = {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1", "HF_TOKEN": WRITE}
+        change |= {"HF_HOME": str(tmp_path / "home"), "PYTHONPATH": os.pathsep.join(sys.path)}
+        push = (
+            "import models; model = models.infini_gpt2()\n"
+            "model.save_pretrained('model', push_to_hub=True, repo_id='user/model')\n"
+            "model.config.save_pretrained('config', push_to_hub=True, repo_id='user/config')\n"
+            "model.push_to_hub('user/pushed')"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", push], env=os.environ | change, cwd=tmp_path, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        for name, folder in (("model", "model"), ("config", "config"), ("pushed", "model")):
+            files = hub.repository(f"user/{name}").files()
+            assert code_of(tmp_path / folder).keys() <= files.keys() and "config.json" in files
+    finally:
+        hub.stop()

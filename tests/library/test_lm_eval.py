@@ -1,0 +1,240 @@
+"""lm-eval on hf_infini's models: its command on local tasks, every number against the model's own logits."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import yaml
+from lm_eval.api.instance import Instance
+
+from corpora.tokenization import train_bpe
+from hf_infini.lm_eval_model import UNLIMITED, InfiniLM
+from models import gpt2, infini_gpt2
+from running import ROOT, sample_text
+
+POSITIONS = 64  # of the models, n_positions
+TEXT = sample_text()
+# Two of them are far longer than POSITIONS tokens. lm-eval moves white space at an end into the continuation: there is none
+CONTEXTS = [text.strip() for text in (TEXT[:40], TEXT[100:1300], TEXT[2000:2090], TEXT[3000:3900])]
+CHOICES = [[" the king", " and", "\nnight falls"], [" crown", " of the"], [" a", " b", " c"], [" rivers", " turn"]]
+TASKS = {
+    "tiny_choice": {
+        "output_type": "multiple_choice", "doc_to_text": "{{context}}", "doc_to_choice": "choices",
+        "doc_to_target": "label", "target_delimiter": "", "metric_list": [{"metric": "acc"}],
+    },
+    "tiny_text": {
+        "output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{context}}",
+        "metric_list": [{"metric": "byte_perplexity"}],
+    },
+    "tiny_answer": {
+        "output_type": "generate_until", "doc_to_text": "{{context}}", "doc_to_target": "{{choices[0]}}",
+        "generation_kwargs": {"until": ["\n\n"], "max_gen_toks": 6}, "metric_list": [{"metric": "exact_match"}],
+    },
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return train_bpe([TEXT], 300)
+
+
+@pytest.fixture(scope="module")
+def infini(tokenizer):
+    return infini_gpt2(position_encoding="segment", **sizes(tokenizer))
+
+
+def sizes(tokenizer) -> dict:
+    ids = dict(bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id)
+    return dict(vocab_size=len(tokenizer), n_positions=POSITIONS, **ids)
+
+
+def requests(kind: str, *arguments) -> list[Instance]:
+    return [Instance(kind, {}, args, number) for number, args in enumerate(arguments)]
+
+
+def direct(model, context: list[int], continuation: list[int]) -> tuple[float, bool]:
+    """The continuation's log-likelihood by one forward pass over everything, and whether it is the arg-max throughout."""
+    ids = torch.tensor([context + continuation])
+    with torch.no_grad():
+        logits = model(input_ids=ids[:, :-1], use_cache=False).logits[0, len(context) - 1 :].double()
+    targets = ids[0, len(context) :]
+    found = logits.log_softmax(-1).gather(-1, targets[:, None])
+    return found.sum().item(), bool((logits.argmax(-1) == targets).all())
+
+
+def direct_pair(model, tokenizer, context: str, continuation: str) -> tuple[float, bool]:
+    whole, first = tokenizer.encode(context + continuation), tokenizer.encode(context)
+    return direct(model, whole[: len(first)], whole[len(first) :])
+
+
+def direct_text(model, tokenizer, text: str) -> float:
+    return direct(model, [tokenizer.bos_token_id], tokenizer.encode(text))[0]
+
+
+def greedy_tokens(model, ids: list[int], tokens: int) -> list[int]:
+    """What greedy decoding appends, without a cache."""
+    whole = list(ids)
+    for _ in range(tokens):
+        with torch.no_grad():
+            whole.append(int(model(input_ids=torch.tensor([whole]), use_cache=False).logits[0, -1].argmax()))
+        if whole[-1] == model.config.eos_token_id:
+            break
+    return whole[len(ids) :]
+
+
+def direct_answer(model, tokenizer, context: str, tokens: int) -> str:
+    """Greedy decoding up to an empty line."""
+    found = greedy_tokens(model, tokenizer.encode(context), tokens)
+    return tokenizer.decode(found, skip_special_tokens=True).split("\n\n")[0]
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def command(*arguments) -> subprocess.CompletedProcess:
+    environment = os.environ | {"HF_DATASETS_OFFLINE": "1", "HF_HUB_OFFLINE": "1"}
+    line = [sys.executable, "-m", "hf_infini.lm_eval_model", *map(str, arguments)]
+    return subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True)
+
+
+def write_tasks(folder) -> None:
+    rows = [{"context": text, "choices": choices, "label": 1} for text, choices in zip(CONTEXTS, CHOICES, strict=True)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    for name, task in TASKS.items():
+        source = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(folder / "rows.jsonl")}}}
+        (folder / f"{name}.yaml").write_text(yaml.safe_dump({"task": name, "test_split": "test", **source, **task}))
+
+
+def test_the_command_on_three_tasks(infini, tokenizer, tmp_path):
+    infini.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    (tmp_path / "tasks").mkdir()
+    write_tasks(tmp_path / "tasks")
+    options = ["--model", "hf_infini", "--model_args", f"pretrained={tmp_path / 'model'},chunk_tokens=50", "--device", "cpu"]
+    options += ["--include_path", tmp_path / "tasks", "--tasks", ",".join(TASKS), "--batch_size", 3]
+    done = command(*options, "--log_samples", "--output_path", tmp_path / "out")
+    assert done.returncode == 0, done.stderr
+    [file] = (tmp_path / "out").rglob("results_*.json")
+    results = json.loads(file.read_text(encoding="utf-8"))["results"]
+    samples = {}
+    for name in TASKS:
+        [file] = (tmp_path / "out").rglob(f"samples_{name}_*.jsonl")
+        lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+        samples[name] = [line["filtered_resps"] for line in sorted(lines, key=lambda line: line["doc_id"])]
+
+    right = 0
+    for context, choices, found in zip(CONTEXTS, CHOICES, samples["tiny_choice"], strict=True):
+        expected = [direct_pair(infini, tokenizer, context, choice) for choice in choices]
+        assert [float(value) for value, _ in found] == pytest.approx([value for value, _ in expected], rel=1e-4, abs=1e-5)
+        assert [str(greedy) for _, greedy in found] == [str(greedy) for _, greedy in expected]
+        right += max(range(len(choices)), key=lambda number: expected[number][0]) == 1
+    assert results["tiny_choice"]["acc,none"] == right / len(CONTEXTS)
+
+    expected = [direct_text(infini, tokenizer, text) for text in CONTEXTS]
+    assert [float(found[0]) for found in samples["tiny_text"]] == pytest.approx(expected, rel=1e-5)
+    size = sum(len(text.encode()) for text in CONTEXTS)
+    assert results["tiny_text"]["byte_perplexity,none"] == pytest.approx(math.exp(-sum(expected) / size), rel=1e-5)
+
+    answers = [direct_answer(infini, tokenizer, text, 6) for text in CONTEXTS]
+    assert [found[0] for found in samples["tiny_answer"]] == answers and len(set(answers)) > 1
+
+
+def test_without_lm_eval():
+    blocked = "import runpy, sys; sys.modules['lm_eval'] = None; "
+    for line, message in (
+        ("runpy.run_module('hf_infini.lm_eval_model', run_name='__main__')", "error: lm-eval is not installed: pip install"),
+        ("import hf_infini.lm_eval_model", "ModuleNotFoundError: lm-eval is not installed: pip install"),
+    ):
+        done = subprocess.run([sys.executable, "-c", blocked + line], cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 1 and done.stderr.splitlines()[-1].startswith(message)
+
+
+# --- the class --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("batch_size", "chunk_tokens"), [(1, 1000), (3, 7), (8, 64)])
+def test_log_likelihoods_of_any_chunks_and_batches(infini, tokenizer, batch_size, chunk_tokens):
+    model = InfiniLM(infini, tokenizer=tokenizer, batch_size=batch_size, chunk_tokens=chunk_tokens)
+    assert model.max_length == UNLIMITED
+    pairs = [(text, choice) for text, choices in zip(CONTEXTS, CHOICES, strict=True) for choice in choices]
+    pairs += [("", " the king"), (CONTEXTS[0], TEXT[40:900])]
+    found = model.loglikelihood(requests("loglikelihood", *pairs), disable_tqdm=True)
+    for (context, continuation), (value, is_greedy) in zip(pairs, found, strict=True):
+        if context:
+            expected = direct_pair(infini, tokenizer, context, continuation)
+        else:
+            expected = direct(infini, [tokenizer.bos_token_id], tokenizer.encode(continuation))
+        assert value == pytest.approx(expected[0], rel=1e-4, abs=1e-5) and is_greedy is expected[1]
+    ids = tokenizer.encode(CONTEXTS[1])
+    best = greedy_tokens(infini, ids, 3)
+    found = model._loglikelihood_tokens([(None, ids, best), (None, ids, [*best[:-1], (best[-1] + 1) % len(tokenizer)])])
+    assert [is_greedy for _, is_greedy in found] == [True, False]
+    found = model.loglikelihood_rolling(requests("loglikelihood_rolling", *((text,) for text in CONTEXTS)))
+    assert found == pytest.approx([direct_text(infini, tokenizer, text) for text in CONTEXTS], rel=1e-5)
+
+
+def test_max_length(infini, tokenizer, capsys):
+    """The plain limit for learned positions, the one that was given for others: the beginning is cut off, and said so."""
+    ids = tokenizer.encode(CONTEXTS[1])
+    for network, options, limit in ((gpt2(**sizes(tokenizer)), {}, POSITIONS), (infini, {"max_length": 40}, 40)):
+        model = InfiniLM(network, tokenizer=tokenizer, **options)
+        assert model.max_length == limit
+        [(found, _)] = model.loglikelihood(requests("loglikelihood", (CONTEXTS[1], " crown")))
+        assert f"1 inputs lose their beginning: longer than {limit} tokens" in capsys.readouterr().err
+        rest = tokenizer.encode(CONTEXTS[1] + " crown")[len(ids) :]
+        assert found == pytest.approx(direct(network, ids[len(rest) - limit - 1 :], rest)[0], rel=1e-4)
+    assert abs(found - direct_pair(infini, tokenizer, CONTEXTS[1], " crown")[0]) > 1e-3  # the whole context counts
+    with pytest.raises(ValueError, match="learned positions"):
+        InfiniLM(gpt2(**sizes(tokenizer)), tokenizer=tokenizer, max_length=POSITIONS + 1)
+
+
+def test_a_long_context_needs_the_memory_of_a_chunk(infini, tokenizer):
+    """No call of the model reads more than a chunk, and logits are made of the continuation's places alone."""
+    model = InfiniLM(infini, tokenizer=tokenizer, chunk_tokens=128)
+    read, places = [], []
+    hooks = [
+        infini.transformer.wte.register_forward_hook(lambda module, given, out: read.append(out.shape[1])),
+        infini.lm_head.register_forward_hook(lambda module, given, out: places.append(out.shape[1])),
+    ]
+    text = TEXT[:12_000].strip()
+    model.loglikelihood(requests("loglikelihood", (text, " the king")))
+    length, answer = len(tokenizer.encode(text)), len(tokenizer.encode(" the king"))
+    assert length > 30 * 128 and sum(read) == length + answer - 1 and max(read) == 128
+    assert max(places) <= max(answer, 1)  # a chunk without one of them gives the logits of its last token
+    read.clear(), places.clear()
+    model.generate_until(requests("generate_until", (text, {"until": [], "max_gen_toks": 3, "do_sample": False})))
+    assert max(read) == 128 and sum(read) == length + 2 and max(places) == 1
+    for hook in hooks:
+        hook.remove()
+
+
+def test_greedy_answers_of_a_padded_batch(infini, tokenizer):
+    model = InfiniLM(infini, tokenizer=tokenizer, batch_size=len(CONTEXTS), chunk_tokens=33)
+    options = {"until": ["\n\n"], "max_gen_toks": 12, "do_sample": False}
+    found = model.generate_until(requests("generate_until", *((text, options) for text in CONTEXTS)))
+    assert found == [direct_answer(infini, tokenizer, text, 12) for text in CONTEXTS]
+
+
+def test_a_batch_size_that_is_looked_for(infini, tokenizer):
+    """lm-eval tries batches of max_length tokens, which are too many where there is no limit."""
+    model = InfiniLM(infini, tokenizer=tokenizer, batch_size="auto", max_batch_size=4, chunk_tokens=32)
+    found = model.loglikelihood_rolling(requests("loglikelihood_rolling", (CONTEXTS[1],)))
+    assert found == pytest.approx([direct_text(infini, tokenizer, CONTEXTS[1])], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"chunk_tokens": 0}, "chunk_tokens=0: give a positive number"),
+        ({"max_length": -1}, "max_length=-1: give a positive number"),
+        ({"softmax_dtype": "float32"}, "softmax_dtype: hf_infini has no such option"),
+        ({"backend": "seq2seq"}, "backend: hf_infini has no such option"),
+    ],
+)
+def test_options_refused(infini, tokenizer, options, message):
+    with pytest.raises(ValueError, match=message):
+        InfiniLM(infini, tokenizer=tokenizer, **options)

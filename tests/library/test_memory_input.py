@@ -1,0 +1,232 @@
+"""What goes into the memory: the short convolution in front of it, what tokens weigh, and those that are kept out."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from hf_infini import InfiniGPT2Config, naive_infini_attention, patch_model, unpatch_model
+from hf_infini.convolution import short_convolution
+from hf_infini.segments import segment_layout
+from models import causal_mha, gpt2, infini_gpt2, token_ids
+
+# Float64 leaves only the rounding of sums in another order; anything else would be a mistake.
+FLOAT64 = 1e-10
+DOCUMENTS = (11, 1, 4, 2, 32)  # lengths, 50 tokens in all
+CUTS = (0, 1, 2, 13, 14, 40, 50)
+
+
+def convolved(seed=0, **options):
+    """A float64 model whose convolution, and what tokens weigh if that is learned, are far from their starts at zero."""
+    model = infini_gpt2(seed, **{"memory_conv": 3} | options).double()
+    for block in model.transformer.h:
+        if hasattr(block.attn, "memory_conv"):
+            block.attn.memory_conv.data.normal_()
+        if hasattr(block.attn, "memory_write"):
+            block.attn.memory_write.data.normal_(std=0.3)
+    return model
+
+
+def in_calls(model, ids, cuts, **columns):
+    """Logits of cached calls between the cuts; `columns` are cut likewise."""
+    cache, outputs = None, []
+    for begin, end in zip(cuts, cuts[1:], strict=False):
+        parts = {name: tensor[:, begin:end] for name, tensor in columns.items()}
+        output = model(ids[:, begin:end], past_key_values=cache, use_cache=True, **parts)
+        cache = output.past_key_values
+        outputs.append(output.logits)
+    return torch.cat(outputs, 1)
+
+
+def spread(ids, columns, seed=0):
+    """The ids at random places of rows of `columns`, padded with 0 between them, and the mask."""
+    draw = torch.Generator().manual_seed(seed)
+    padded, mask = (torch.zeros(ids.shape[0], columns, dtype=torch.long) for _ in range(2))
+    for row in range(ids.shape[0]):
+        places = torch.randperm(columns, generator=draw)[: ids.shape[1]].sort().values
+        padded[row, places], mask[row, places] = ids[row], 1
+    return padded, mask
+
+
+# --- the convolution --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("taps", [1, 2, 3, 5])
+def test_the_convolution_is_its_formula_document_by_document(taps):
+    draw = torch.Generator().manual_seed(taps)
+    inputs = torch.randn(1, 50, 6, generator=draw, dtype=torch.float64)
+    weight = torch.randn(taps, 6, generator=draw, dtype=torch.float64)
+    positions = torch.cat([torch.arange(length) for length in DOCUMENTS])[None]
+    layout = segment_layout(1, 50, 8, position_ids=positions)
+    output, latest = short_convolution(inputs, weight, layout, inputs.new_zeros(1, taps - 1, 6))
+    begin = 0
+    for length in DOCUMENTS:
+        document = inputs[0, begin : begin + length]
+        for token in range(length):
+            wanted = sum(weight[tap] * document[token - tap] for tap in range(min(taps, token + 1)))
+            torch.testing.assert_close(output[0, begin + token], wanted, rtol=FLOAT64, atol=FLOAT64)
+        begin += length
+    assert torch.equal(latest, inputs[:, 50 - (taps - 1) :])
+
+
+OURS = {"feature_map": "exp", "denominator": "shared", "memory_write": "learned", "position_encoding": "rope"}
+
+
+@pytest.mark.parametrize("local_segments", [0, 1])
+@pytest.mark.parametrize(("taps", "options"), [(1, {}), (2, {}), (4, OURS), (0, {"position_encoding": "rope"})])
+def test_padding_packing_and_cached_calls(local_segments, taps, options):
+    model = convolved(memory_conv=taps, local_segments=local_segments, **options)
+    ids = token_ids(2, 50)
+    wanted = model(ids).logits
+    tolerance = {"rtol": FLOAT64, "atol": FLOAT64}
+    torch.testing.assert_close(in_calls(model, ids, CUTS), wanted, **tolerance)
+    padded, mask = spread(ids, 70)
+    output = model(padded, attention_mask=mask).logits
+    torch.testing.assert_close(output[mask == 1], wanted.flatten(0, 1), **tolerance)
+    output = in_calls(model, padded, (0, 1, 2, 13, 14, 40, 70), attention_mask=mask)
+    torch.testing.assert_close(output[mask == 1], wanted.flatten(0, 1), **tolerance)
+
+    positions = torch.cat([torch.arange(length) for length in DOCUMENTS])[None].expand(2, -1)
+    edges = torch.tensor([0, *DOCUMENTS]).cumsum(0).tolist()
+    separate = torch.cat([model(ids[:, a:b]).logits for a, b in zip(edges, edges[1:], strict=False)], 1)
+    torch.testing.assert_close(model(ids, position_ids=positions).logits, separate, **tolerance)
+    cuts = (0, 1, 2, 12, 13, 17, 18, 19, 50)
+    torch.testing.assert_close(in_calls(model, ids, cuts, position_ids=positions), separate, **tolerance)
+
+
+@pytest.mark.parametrize("options", [{}, {"feature_map": "exp", "memory_write": "learned", "update_rule": "delta"}, OURS])
+def test_generation_with_a_convolution_and_left_padding(options):
+    model = convolved(**options)
+    ids = token_ids(1, 21)
+    alone = model.generate(ids, max_new_tokens=20, do_sample=False)[0, 21:]
+    padded = torch.cat([torch.zeros(1, 9, dtype=torch.long), ids], 1)
+    batch = torch.cat([padded, token_ids(1, 30, seed=1)])
+    mask = torch.ones_like(batch)
+    mask[0, :9] = 0
+    together = model.generate(batch, attention_mask=mask, max_new_tokens=20, do_sample=False)[0, 30:]
+    assert torch.equal(together[: len(alone)], alone)
+    beams = model.generate(ids, max_new_tokens=20, num_beams=3, do_sample=False)
+    uncached = model.generate(ids, max_new_tokens=20, num_beams=3, do_sample=False, use_cache=False)
+    assert torch.equal(beams, uncached)
+
+
+def test_a_convolution_starts_as_none_learns_and_comes_back(tmp_path):
+    stock = gpt2()
+    ids = token_ids(2, 50)
+    plain = patch_model(gpt2(), segment_length=8)(ids).logits
+    model = patch_model(stock, segment_length=8, memory_conv=3)
+    torch.testing.assert_close(model(ids).logits, plain, rtol=0, atol=0)
+    model(ids, labels=ids).loss.backward()
+    for block in model.transformer.h:
+        assert bool((block.attn.memory_conv.grad[1:] != 0).any())
+        block.attn.memory_conv.data.normal_()
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert loaded.config.memory_conv == 3 and torch.equal(loaded(ids).logits, model(ids).logits)
+    assert torch.equal(unpatch_model(model)(ids).logits, gpt2()(ids).logits)
+
+
+def test_a_convolution_needs_taps():
+    with pytest.raises(Exception, match="memory_conv must be 0 .none. or a number of taps; got -1"):
+        InfiniGPT2Config(segment_length=8, memory_conv=-1)
+
+
+# --- what tokens weigh ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("position_encoding", ["learned", "rope"])
+@pytest.mark.parametrize("update_rule", ["linear", "delta"])
+def test_a_token_weighs_what_its_input_says(update_rule, position_encoding):
+    """Against the naive reference, whose features are multiplied by the weights one by one; rope does not touch them."""
+    options = {"memory_write": "learned", "local_segments": 1, "update_rule": update_rule}
+    options["position_encoding"] = position_encoding
+    model = convolved(feature_map="exp", **options)
+    attention, inputs = model.transformer.h[0].attn, torch.randn(2, 50, 32, dtype=torch.float64)
+    layout = segment_layout(2, 50, 8, 1)
+    tensors, _ = attention.project(inputs, layout)
+    added, _ = short_convolution(inputs, attention.memory_conv, layout, inputs.new_zeros(2, 2, 32))
+    weights = torch.einsum("btc,hc->bht", inputs + added, attention.memory_write).exp()
+    unturned = attention.c_attn(inputs + added)[..., 32:64].unflatten(-1, (4, 8)).transpose(1, 2)
+    wanted = unturned.exp() * weights.unsqueeze(-1)
+    torch.testing.assert_close(tensors["memory_key"].exp(), wanted, rtol=FLOAT64, atol=0)
+    query, key, value = (tensors.pop(name) for name in ("query", "key", "value"))
+    options = {"local_segments": 1, "update_rule": update_rule, "feature_map": "exp", **tensors}
+    wanted = naive_infini_attention(query, key, value, attention.gate(), 8, **options)
+    wanted = attention.c_proj(wanted.transpose(1, 2).flatten(2))
+    torch.testing.assert_close(attention(inputs)[0], wanted, rtol=FLOAT64, atol=FLOAT64)
+
+
+def test_weights_start_equal_are_learned_and_come_back(tmp_path):
+    ids = token_ids(2, 50)
+    options = {"segment_length": 8, "feature_map": "exp"}
+    plain = patch_model(gpt2(), **options)(ids).logits
+    model = patch_model(gpt2(), **options, memory_write="learned")
+    assert torch.equal(model(ids).logits, plain)
+    model(ids, labels=ids).loss.backward()
+    for block in model.transformer.h:
+        assert bool((block.attn.memory_write.grad != 0).any())
+        block.attn.memory_write.data.normal_()
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(loaded(ids).logits, model(ids).logits) and not torch.allclose(model(ids).logits, plain)
+    assert torch.equal(unpatch_model(model)(ids).logits, gpt2()(ids).logits)
+
+
+def test_learned_weights_need_exponents():
+    with pytest.raises(Exception, match="give feature_map='exp' with it; got feature_map='elu'"):
+        InfiniGPT2Config(segment_length=8, memory_write="learned")
+
+
+# --- tokens that are kept out -----------------------------------------------------------------------------------------
+
+
+def sprinkle(ids, special, seed=0):
+    """The ids with about a fifth of them replaced by the special one."""
+    chosen = torch.rand(ids.shape, generator=torch.Generator().manual_seed(seed)) < 0.2
+    return ids.masked_fill(chosen, special)
+
+
+@pytest.mark.parametrize("rule", ["linear", "delta"])
+@pytest.mark.parametrize("local_segments", [0, 2])
+def test_special_tokens_are_not_written_into_the_memory(rule, local_segments, monkeypatch):
+    """A one-layer model against the naive function that is told which tokens to leave out."""
+    import hf_infini.modeling_infini_gpt2 as modeling
+
+    model = infini_gpt2(n_layer=1, update_rule=rule, local_segments=local_segments).double()
+    ids = sprinkle(token_ids(2, 50), special=model.config.eos_token_id)
+    output = model(ids).logits
+    torch.testing.assert_close(in_calls(model, ids, CUTS), output, rtol=FLOAT64, atol=FLOAT64)
+    padded, mask = spread(ids, 70)
+    in_padding = model(padded, attention_mask=mask).logits[mask == 1]
+    torch.testing.assert_close(in_padding, output.flatten(0, 1), rtol=FLOAT64, atol=FLOAT64)
+
+    def naive(query, key, value, gate, layout, **options):
+        names = ("update_rule", "scaling")
+        attended = naive_infini_attention(
+            query, key, value, gate, 8, local_segments=local_segments, memory_mask=ids != 0, **{n: options[n] for n in names}
+        )
+        return attended, None, None
+
+    monkeypatch.setattr(modeling, "attend", naive)
+    torch.testing.assert_close(output, model(ids, use_cache=False).logits, rtol=FLOAT64, atol=FLOAT64)
+    monkeypatch.undo()
+    model.config.mask_special_tokens = False
+    assert not torch.allclose(model(ids).logits, output)
+
+
+@pytest.mark.parametrize(("make", "options"), [(infini_gpt2, {}), (causal_mha, {"attention": "infini"})])
+def test_what_a_kept_out_token_is_changes_nothing_after_the_window(make, options):
+    """One layer, special token in the first segment: another special token in its place changes no later segment."""
+    model = make(n_layer=1, segment_length=8, bos_token_id=1, eos_token_id=0, pad_token_id=2, **options)
+    ids = token_ids(1, 32).clamp(min=3)
+    outputs = {}
+    for special in (0, 1, 2, 50):
+        ids[0, 5] = special
+        outputs[special] = model(ids).logits[0]
+    assert torch.equal(outputs[0][8:], outputs[1][8:]) and torch.equal(outputs[0][8:], outputs[2][8:])
+    assert not torch.allclose(outputs[0][5:8], outputs[1][5:8]) and not torch.allclose(outputs[0][8:], outputs[50][8:])
+
+
+def test_several_ends_of_text_and_none():
+    ids = sprinkle(token_ids(1, 40).clamp(min=4), special=2)
+    one, two, none = (infini_gpt2(eos_token_id=ends, bos_token_id=None)(ids).logits for ends in (2, [2, 3], None))
+    assert torch.equal(one, two) and not torch.allclose(one, none)

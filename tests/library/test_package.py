@@ -1,0 +1,167 @@
+"""What is installed: the library without the recipes, which works with its requirements only and says what else it needs."""
+
+import ast
+import importlib.metadata
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from hf_infini.extras import needs
+
+ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+MODULES = sorted((ROOT / "hf_infini").rglob("*.py"))
+ROOMS = sorted(file.parent.name for file in (ROOT / "recipes").glob("*/__init__.py"))
+
+
+def imported(file: Path) -> set[str]:
+    """The top-level names that a file imports anywhere, but for those of its own package."""
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            found.add(node.module.partition(".")[0])
+    return found
+
+
+def test_the_wheel_holds_the_library_only(tmp_path):
+    """All of the library's files, modules and what they read, and nothing else."""
+    shutil.copytree(ROOT / "hf_infini", tmp_path / "hf_infini", ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "recipes").symlink_to(ROOT / "recipes")
+    for name in ("pyproject.toml", PROJECT["project"]["readme"], *PROJECT["project"]["license-files"]):
+        shutil.copy(ROOT / name, tmp_path)
+    build = [sys.executable, "-c", "from setuptools.build_meta import build_wheel; build_wheel('.')"]
+    subprocess.run(build, cwd=tmp_path, check=True, capture_output=True, timeout=300)
+    [wheel] = tmp_path.glob("*.whl")
+    found = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    files = [path.relative_to(tmp_path) for path in (tmp_path / "hf_infini").rglob("*") if path.is_file()]
+    assert found == {path.as_posix() for path in files}
+    assert {path.suffix for path in files} == {".py", ".html", ".css", ".js"}
+    assert {path.parent.as_posix() for path in files} == {"hf_infini", "hf_infini/inspection", "hf_infini/training"}
+    assert len(ROOMS) >= 10
+
+
+def test_the_library_imports_no_recipe_and_no_room_of_theirs():
+    scripts = [file.stem for file in (ROOT / "recipes").glob("*.py")]
+    assert {file.name: imported(file) & {*ROOMS, *scripts} for file in MODULES if imported(file) & {*ROOMS, *scripts}} == {}
+
+
+def test_the_library_speaks_of_no_command_line():
+    """Its errors name arguments as Python has them; flags are the command line's."""
+    texts = {}
+    for file in MODULES:
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        constants = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)]
+        strings = {text for text in constants if isinstance(text, str)} - {ast.get_docstring(tree, clean=False)}
+        texts[file.name] = [text for text in strings if re.search(r"(?<![\w-])--[a-z]", text)]
+    assert not any(texts.values()), texts
+
+
+def test_rooms_hide_nothing():
+    """A room comes before everything that is installed, and a script before a room."""
+    taken = {*sys.stdlib_module_names, *(file.stem for file in (ROOT / "recipes").glob("*.py"))}
+    installed = [Path(entry) for entry in sys.path if "site-packages" in entry]
+    for folder in installed:
+        taken |= {path.name.removesuffix(".py") for path in folder.iterdir() if path.suffix in ("", ".py")}
+    assert not taken & set(ROOMS)
+
+
+def required(names: list[str]) -> set[str]:
+    """The distributions that pip installs for these requirements, by their normalised names."""
+    found, left = set(), list(map(Requirement, names))
+    while left:
+        requirement = left.pop()
+        name = canonicalize_name(requirement.name)
+        if name not in found and (requirement.marker is None or requirement.marker.evaluate({"extra": ""})):
+            found.add(name)
+            left += map(Requirement, importlib.metadata.requires(name) or [])
+    return found
+
+
+@pytest.fixture(scope="module")
+def core(tmp_path_factory) -> Path:
+    """A folder of links to what `pip install hf-infini` brings, and to the library."""
+    folder = tmp_path_factory.mktemp("core")
+    for name in required(PROJECT["project"]["dependencies"]):
+        distribution = importlib.metadata.distribution(name)
+        for top in {file.parts[0] for file in distribution.files} - {"..", "__pycache__"}:
+            if not (folder / top).exists():
+                (folder / top).symlink_to(distribution.locate_file(top))
+    (folder / "hf_infini").symlink_to(ROOT / "hf_infini")
+    return folder
+
+
+def python(core: Path, code: str) -> subprocess.CompletedProcess:
+    """A process that has the packages of the folder only."""
+    command = [sys.executable, "-I", "-S", "-c", f"import sys; sys.path.append({str(core)!r})\n{code}"]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+
+
+def test_a_model_works_with_the_requirements_only(core, tmp_path):
+    code = f"""
+import importlib, torch, hf_infini
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+
+for name in ("configurations", "inspection.page", "metrics", "naive", "rows", "training"):
+    importlib.import_module(f"hf_infini.{{name}}")
+for missing in ("accelerate", "datasets", "evaluate", "pandas"):
+    assert importlib.util.find_spec(missing) is None, missing
+sizes = dict(vocab_size=9, n_positions=16, n_embd=8, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0)
+model = hf_infini.patch_model(GPT2LMHeadModel(GPT2Config(**sizes)), segment_length=4, position_encoding="segment")
+ids = torch.arange(1, 9)[None]
+hf_infini.inspect_attention(model, ids)
+assert len(hf_infini.training.parameter_groups(model, 1e-3, 1e-2, 0.1)) == 3
+model(ids, labels=ids).loss.backward()
+model.save_pretrained({str(tmp_path / "model")!r})
+again = AutoModelForCausalLM.from_pretrained({str(tmp_path / "model")!r}).eval()
+assert again.generate(ids, max_new_tokens=20, do_sample=False).shape[1] > 8
+"""
+    done = python(core, code)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("code", "package", "extra"),
+    [
+        ("import hf_infini.perplexity_metric", "datasets", "metrics"),
+        ("import hf_infini.lm_eval_model", "lm-eval", "lm-eval"),
+        (
+            "import torch, hf_infini; from transformers import GPT2Config, GPT2LMHeadModel as Model; "
+            "hf_infini.inspect_attention(Model(GPT2Config(n_embd=8, n_layer=1, n_head=2)), torch.ones(1, 4).long()).table()",
+            "pandas",
+            "inspection",
+        ),
+    ],
+)
+def test_what_is_missing_says_how_it_is_installed(core, code, package, extra):
+    done = python(core, code)
+    message = f"ModuleNotFoundError: {package} is not installed: pip install 'hf-infini[{extra}]'"
+    assert done.returncode == 1 and done.stderr.splitlines()[-1] == message
+    extras = PROJECT["project"]["optional-dependencies"]
+    assert any(canonicalize_name(Requirement(line).name) == package for line in extras[extra])
+
+
+def test_other_errors_of_an_import_pass_as_they_are():
+    with pytest.raises(ModuleNotFoundError, match="No module named 'no_such_package'"), needs("metrics", "evaluate"):
+        import no_such_package  # noqa: F401
+    with pytest.raises(ModuleNotFoundError, match="No module named 'hf_infini.nothing'"), needs("metrics", "evaluate"):
+        import hf_infini.nothing  # noqa: F401
+
+
+def test_a_recipe_says_what_is_missing(core, tmp_path):
+    """In a line, as other errors that the user can mend."""
+    recipe, options = ROOT / "recipes" / "prepare.py", ["--source", "biographies", "--out", str(tmp_path / "data")]
+    code = f"import runpy; sys.path.insert(0, {str(recipe.parent)!r}); sys.argv = {[str(recipe), *options]!r}\n"
+    done = python(core, code + "runpy.run_path(sys.argv[0], run_name='__main__')")
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    message = r"error: (faker|datasets|pyarrow) is not installed: pip install 'hf-infini\[recipes\]'"
+    assert re.fullmatch(message, done.stderr.splitlines()[-1])  # whichever is asked for first

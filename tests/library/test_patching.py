@@ -1,0 +1,236 @@
+"""patch_model and unpatch_model: the same tensors, another attention, and nothing left behind."""
+
+import pytest
+import torch
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    BertConfig,
+    BertModel,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPT2Model,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
+from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
+
+from hf_infini import (
+    GPT2InfiniAttention,
+    InfiniGPT2LMHeadModel,
+    InfiniGPT2Model,
+    infini_attention,
+    patch_model,
+    unpatch_model,
+)
+from models import gpt2, infini_gpt2, token_ids
+
+OPTIONS = {"segment_length": 8, "gate_init": 0.5}
+
+
+def test_swaps_in_place_and_keeps_the_tensors():
+    model = gpt2()
+    tensors = {name: tensor.data_ptr() for name, tensor in model.named_parameters()}
+    optimiser = torch.optim.SGD(model.parameters(), lr=1.0)
+    patched = patch_model(model, **OPTIONS)
+    assert patched is model and type(model) is InfiniGPT2LMHeadModel and type(model.transformer) is InfiniGPT2Model
+    assert all(isinstance(block.attn, GPT2InfiniAttention) for block in model.transformer.h)
+    after = {name: tensor.data_ptr() for name, tensor in model.named_parameters()}
+    assert {name: after[name] for name in tensors} == tensors
+    assert set(after) - set(tensors) == {f"transformer.h.{layer}.attn.gate.weight" for layer in range(3)}
+    known = {id(parameter) for group in optimiser.param_groups for parameter in group["params"]}
+    assert all(id(p) in known for name, p in model.named_parameters() if not name.endswith("gate.weight"))
+
+
+def test_the_patched_layer_computes_infini_attention():
+    model = patch_model(gpt2(), **OPTIONS)
+    attention = model.transformer.h[1].attn
+    hidden = torch.randn(2, 30, 32, generator=torch.Generator().manual_seed(0))
+    heads = [part.unflatten(-1, (4, 8)).transpose(1, 2) for part in attention.c_attn(hidden).split(32, -1)]
+    mixed = infini_attention(*heads, torch.full((4,), 0.5), 8)
+    wanted = attention.c_proj(mixed.transpose(1, 2).flatten(2).contiguous())
+    torch.testing.assert_close(attention(hidden)[0], wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("layers", [None, [1]])
+def test_unpatching_restores_the_original(layers):
+    model = gpt2()
+    config, modules = model.config, [block.attn for block in model.transformer.h]
+    saved, names, ids = config.to_dict(), list(model.state_dict()), token_ids(2, 40)
+    wanted = model(ids).logits
+    assert not torch.allclose(patch_model(model, **OPTIONS, layers=layers)(ids).logits, wanted, atol=0.1)
+    assert unpatch_model(model) is model and type(model) is GPT2LMHeadModel and type(model.transformer) is GPT2Model
+    assert torch.equal(model(ids).logits, wanted)
+    assert list(model.state_dict()) == names
+    assert type(model.config) is GPT2Config and model.config.to_dict() == config.to_dict() == saved
+    for block, original in zip(model.transformer.h, modules, strict=True):
+        assert block.attn is original and type(original) is GPT2Attention and not hasattr(original, "gate")
+        assert block.attn.config is model.transformer.config is model.config
+    patch_model(model, **OPTIONS)  # and again
+
+
+def test_what_was_changed_in_between_stays_changed(tmp_path):
+    model = gpt2(architectures=["GPT2LMHeadModel"], my_note="mine")
+    patch_model(model, **OPTIONS)
+    assert model.config.architectures == ["InfiniGPT2LMHeadModel"]
+    model.resize_token_embeddings(100)
+    model.config.pad_token_id, model.config.id2label, model.config.my_note = 7, {0: "no", 1: "yes"}, "changed"
+    model.set_attn_implementation("eager")
+    config = unpatch_model(model).config
+    assert (config.vocab_size, config.pad_token_id, config.my_note) == (100, 7, "changed")
+    assert config.id2label == {0: "no", 1: "yes"}
+    assert config.architectures == ["GPT2LMHeadModel"] and config._attn_implementation == "eager"
+    model.save_pretrained(tmp_path)
+    loaded, ids = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager"), token_ids(2, 40)
+    assert torch.equal(loaded(ids).logits, model(ids).logits)
+
+
+class OwnConfig(GPT2Config):
+    """A user's own."""
+
+
+def test_a_configuration_of_another_class_comes_back_as_one():
+    model = gpt2()
+    model.config.__class__ = OwnConfig
+    assert type(unpatch_model(patch_model(model, **OPTIONS)).config) is OwnConfig
+
+
+def test_rope_sets_the_position_embedding_aside(tmp_path):
+    model, ids = gpt2(), token_ids(2, 40)
+    wanted, names = model(ids).logits, set(model.state_dict())
+    patch_model(model, **OPTIONS, position_encoding="rope")
+    assert names - set(model.state_dict()) == {"transformer.wpe.weight"}
+    model(token_ids(1, 100), labels=token_ids(1, 100)).loss.backward()  # more than the 64 positions that it had
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(loaded(ids).logits, model(ids).logits)
+    with pytest.raises(ValueError, match="built with position_encoding='rope': it has no position embedding"):
+        unpatch_model(loaded)
+    assert isinstance(loaded, InfiniGPT2LMHeadModel)  # as it was
+    unpatch_model(model.double())
+    torch.testing.assert_close(model(ids).logits, wanted.double(), rtol=1e-4, atol=1e-4)  # of logits of size 10
+    assert set(model.state_dict()) == names and not any("unpatched" in name for name in model.__dict__)
+
+
+def test_base_model_and_training_mode():
+    torch.manual_seed(0)
+    model = GPT2Model(GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=64, vocab_size=89)).train()
+    patch_model(model, segment_length=8, base_only=True)
+    assert type(model) is InfiniGPT2Model and all(module.training for module in model.modules())
+    assert type(unpatch_model(model, base_only=True)) is GPT2Model and all(module.training for module in model.modules())
+
+
+def test_a_base_model_that_may_be_part_of_another_is_not_touched():
+    """The larger model would save itself as a GPT-2, and lose the memory without an error."""
+    model, ids = gpt2(), token_ids(2, 40)
+    wanted = model(ids).logits
+    with pytest.raises(ValueError, match="GPT2Model can be part of a larger model.*Give the whole model.*base_only=True"):
+        patch_model(model.transformer, **OPTIONS)
+    assert type(model.transformer) is GPT2Model and torch.equal(model(ids).logits, wanted)
+    with pytest.raises(ValueError, match="base_only=True is for a base model; a GPT2LMHeadModel is a whole model"):
+        patch_model(model, **OPTIONS, base_only=True)
+    wanted = patch_model(model, **OPTIONS)(ids).logits
+    with pytest.raises(ValueError, match="InfiniGPT2Model can be part of a larger model"):
+        unpatch_model(model.transformer)
+    with pytest.raises(ValueError, match="a InfiniGPT2LMHeadModel is a whole model"):
+        unpatch_model(model, base_only=True)
+    assert torch.equal(model(ids).logits, wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("memory_init", ["zeros", "learned", "noise"])
+def test_a_patched_model_saves_and_loads_patched(dtype, memory_init, tmp_path):
+    model = patch_model(gpt2().to(dtype), **OPTIONS, memory_init=memory_init, layers=[0, 2])
+    assert all(tensor.dtype == dtype for tensor in model.state_dict().values())
+    ids = token_ids(2, 40)
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(loaded) is InfiniGPT2LMHeadModel and loaded.config.layers == [0, 2]
+    assert torch.equal(loaded(ids).logits, model(ids).logits)
+    base = AutoModel.from_pretrained(tmp_path)
+    assert type(base) is InfiniGPT2Model
+    assert torch.equal(base(ids).last_hidden_state, model.transformer(ids).last_hidden_state)
+
+
+def test_a_loaded_model_can_be_unpatched(tmp_path):
+    stock, ids = gpt2(), token_ids(2, 40)
+    wanted = stock(ids).logits
+    patch_model(stock, **OPTIONS).save_pretrained(tmp_path)
+    loaded = unpatch_model(AutoModelForCausalLM.from_pretrained(tmp_path))
+    assert type(loaded) is GPT2LMHeadModel and type(loaded.config) is GPT2Config
+    assert torch.equal(loaded(ids).logits, wanted)
+    loaded.save_pretrained(tmp_path / "plain")
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
+    assert type(plain) is GPT2LMHeadModel and torch.equal(plain(ids).logits, wanted)
+
+
+def test_trained_weights_stay_after_unpatching():
+    model, ids = patch_model(gpt2(), **OPTIONS), token_ids(2, 40)
+    before = model.transformer.h[0].attn.c_attn.weight.clone()
+    optimiser = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(ids, labels=ids).loss.backward()
+    assert all(block.attn.gate.weight.grad.abs().min() > 0 for block in model.transformer.h)
+    optimiser.step()
+    trained = model.transformer.h[0].attn.c_attn.weight.clone()
+    unpatch_model(model)
+    assert torch.equal(model.transformer.h[0].attn.c_attn.weight, trained) and not torch.equal(trained, before)
+
+
+@pytest.mark.parametrize("recorded_before", [False, True])
+def test_outputs_are_recorded_before_between_and_after(recorded_before):
+    """transformers installs its recording hooks on the modules at the first request: a swap must not lose them."""
+    model, ids = gpt2(attn_implementation="eager"), token_ids(2, 20)
+    if recorded_before:
+        assert len(model(ids, output_attentions=True).attentions) == 3
+    patch_model(model, **OPTIONS)
+    assert [tuple(w.shape) for w in model(ids, output_attentions=True).attentions] == [(2, 4, 20, 8)] * 3
+    unpatch_model(model)
+    output = model(ids, output_attentions=True, output_hidden_states=True)
+    assert [tuple(w.shape) for w in output.attentions] == [(2, 4, 20, 20)] * 3 and len(output.hidden_states) == 4
+
+
+def test_forward_hooks_stay():
+    model, calls = gpt2(), []
+    handle = model.transformer.h[0].attn.register_forward_hook(lambda *_: calls.append(1))
+    patch_model(model, **OPTIONS)(token_ids(1, 4))
+    unpatch_model(model)(token_ids(1, 4))
+    handle.remove()
+    model(token_ids(1, 4))
+    assert len(calls) == 2
+
+
+def test_other_models_that_hang_on_it_keep_their_configuration():
+    sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=89)
+    model, ids = gpt2(), token_ids(2, 20)
+    torch.manual_seed(1)
+    model.reader, model.transformer.reader = BertModel(BertConfig(**sizes)).eval(), BertModel(BertConfig(**sizes)).eval()
+    model.teacher = GPT2LMHeadModel(model.config).eval()  # shares the configuration
+    others = (model.reader, model.transformer.reader, model.teacher)
+    configs, wanted = [other.config for other in others], [other(ids)[0] for other in others]
+    for change in (lambda: patch_model(model, **OPTIONS), lambda: unpatch_model(model)):
+        change()
+        for other, config, output in zip(others, configs, wanted, strict=True):
+            assert all(module.config is config for module in other.modules() if hasattr(module, "config"))
+            assert torch.equal(other(ids)[0], output)
+
+
+def test_errors_name_what_is_supported():
+    model = patch_model(gpt2(), **OPTIONS)
+    with pytest.raises(ValueError, match="has Infini-attention already; unpatch_model"):
+        patch_model(model, **OPTIONS)
+    with pytest.raises(ValueError, match="has Infini-attention already"):
+        patch_model(infini_gpt2(), **OPTIONS)
+    with pytest.raises(ValueError, match="GPT2LMHeadModel has no Infini-attention to take out"):
+        unpatch_model(gpt2())
+    with pytest.raises(ValueError, match="add_cross_attention=True cannot be patched"):
+        patch_model(gpt2(add_cross_attention=True), **OPTIONS)
+    with pytest.raises(ValueError, match="unknown options segments; patch_model takes segment_length"):
+        patch_model(gpt2(), segments=8)
+    sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=8)
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM \(model_type 'llama'\). Supported: GPT2Model .*GPT2LMHeadModel"):
+        patch_model(LlamaForCausalLM(LlamaConfig(**sizes)), **OPTIONS)
+    broken = gpt2()
+    with pytest.raises(Exception, match="exactly one of segment_length"):
+        patch_model(broken)
+    assert type(broken) is GPT2LMHeadModel and type(broken.transformer.h[0].attn) is GPT2Attention

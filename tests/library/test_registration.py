@@ -1,0 +1,83 @@
+"""What transformers and other libraries decide by a model's type or class name: the families get what GPT-2 gets."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from transformers import AutoTokenizer, GPT2Config, GPT2Tokenizer, Trainer, TrainingArguments
+from transformers.modelcard import TrainingSummary
+
+from hf_infini import InfiniGPT2Config, patch_model
+from models import causal_mha, gpt2, infini_gpt2, token_ids
+
+FAMILIES = {
+    "patched": lambda: patch_model(gpt2(), segment_length=8),
+    "infini_gpt2": infini_gpt2,
+    "causal_mha": causal_mha,
+}
+
+
+def smoothed_loss(logits, labels, smoothing: float):
+    """Cross-entropy against the next token's label, of which `smoothing` is spread over the whole vocabulary."""
+    loss = torch.nn.CrossEntropyLoss(label_smoothing=smoothing)
+    return loss(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+@pytest.fixture(params=["gpt2", *FAMILIES])
+def model(request):
+    return FAMILIES.get(request.param, gpt2)()
+
+
+def test_smoothed_labels_are_those_of_the_next_token(model, tmp_path):
+    options = TrainingArguments(tmp_path, label_smoothing_factor=0.1, use_cpu=True, report_to="none")
+    trainer, ids = Trainer(model=model, args=options), token_ids(4, 24)
+    with torch.no_grad():
+        model.eval()  # making a Trainer turns dropout on
+        wanted = smoothed_loss(model(ids).logits, ids, 0.1)
+        loss = trainer.compute_loss(model, {"input_ids": ids, "labels": ids})
+    # Float32 sums of the same 92 terms in another order
+    torch.testing.assert_close(loss, wanted, rtol=1e-5, atol=1e-5)
+    assert TrainingSummary.from_trainer(trainer, model_name="its card").tasks == "text-generation"
+
+
+LOSS = """
+import sys, torch, transformers
+ids = torch.arange(1, 25)[None] * 3
+for folder in sys.argv[1:]:
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+    options = transformers.TrainingArguments("out", label_smoothing_factor=0.1, use_cpu=True, report_to="none")
+    trainer = transformers.Trainer(model=model, args=options)
+    model.eval()
+    smoothed = torch.nn.CrossEntropyLoss(label_smoothing=0.1)
+    wanted = smoothed(model(ids).logits[0, :-1], ids[0, 1:])
+    torch.testing.assert_close(trainer.compute_loss(model, {"input_ids": ids, "labels": ids}), wanted, rtol=1e-5, atol=1e-5)
+"""
+
+
+def test_so_does_the_code_that_a_model_was_saved_with(tmp_path):
+    folders = [tmp_path / name for name in FAMILIES]
+    for folder, make in zip(folders, FAMILIES.values(), strict=True):
+        make().save_pretrained(folder)
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", LOSS, *folders],
+        env=os.environ | {"HF_HOME": str(tmp_path)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_tokenizer_of_gpt2_is_one_beside_a_patched_model(tmp_path):
+    """The files of the GPT-2 repository do not name its class."""
+    (tmp_path / "vocab.json").write_text(json.dumps({"<|endoftext|>": 0, "a": 1, "b": 2, "ab": 3}))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\na b\n")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"model_max_length": 1024}))
+    for config in (GPT2Config(), InfiniGPT2Config(segment_length=8)):
+        config.save_pretrained(tmp_path)
+        tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+        assert type(tokenizer) is GPT2Tokenizer and tokenizer.eos_token == "<|endoftext|>"
+        assert tokenizer("ab").input_ids == [3]

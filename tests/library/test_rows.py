@@ -1,0 +1,148 @@
+"""Rows as inputs: what is predicted, documents kept apart, and what a model trained on them makes of it."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
+
+from hf_infini.metrics import evaluate_rows, stream_losses
+from hf_infini.rows import RowReader, document_positions
+from hf_infini.training.trainer import ROWS_OF_THE_HEAD, PerplexityTrainer
+from models import RowsOf, causal_mha, gpt2, infini_gpt2, token_ids
+
+ROOT = Path(__file__).parents[2]
+FLOAT32 = 1e-4  # of logits of size 1 to 10, added up in another order
+END = 0
+
+
+def packed_ids(seed=0):
+    """Two rows of 50 tokens; documents end with END, at different places, one of them has END alone."""
+    ids = token_ids(2, 50, seed)
+    ids[0, [10, 11, 30]] = END
+    ids[1, [0, 24, 49]] = END
+    return ids
+
+
+def test_positions_by_hand():
+    ids = torch.tensor([[5, 6, 0, 7, 0, 0, 8], [0, 5, 5, 5, 5, 5, 0]])
+    assert document_positions(ids, 0).tolist() == [[0, 1, 2, 0, 1, 0, 0], [0, 0, 1, 2, 3, 4, 5]]
+
+
+def test_reader_masks_labels_and_keeps_those_of_the_rows():
+    ids = torch.tensor([[5, 0, 6, 2, 7]])
+    batch = RowReader([2, 0])({"input_ids": ids})
+    assert batch["labels"].tolist() == [[5, -100, 6, -100, 7]] and torch.equal(batch["input_ids"], ids)
+    assert "position_ids" not in batch
+    batch = RowReader([2], end_of_text=0).collate(
+        [{"input_ids": ids[0].tolist(), "labels": [-100, 0, 6, 2, -100]}, {"input_ids": ids[0], "labels": ids[0]}]
+    )
+    assert batch["labels"].tolist() == [[-100, 0, 6, -100, -100], [5, 0, 6, -100, 7]]
+    assert batch["position_ids"].tolist() == [[0, 1, 0, 1, 2]] * 2
+
+
+@pytest.mark.parametrize("make", [gpt2, infini_gpt2], ids=["self", "infini"])
+def test_documents_of_a_row_are_rows_of_their_own(make):
+    model, ids = make(), packed_ids()
+    batch = RowReader(end_of_text=END)({"input_ids": ids})
+    output = model(batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits
+    for row in range(2):
+        edges = [0, *(torch.nonzero(ids[row] == END)[:, 0] + 1).tolist(), 50]
+        for begin, end in zip(edges, edges[1:], strict=False):
+            if begin < end:
+                alone = model(ids[row : row + 1, begin:end]).logits[0]
+                torch.testing.assert_close(output[row, begin:end], alone, rtol=FLOAT32, atol=FLOAT32)
+
+
+def test_evaluation_counts_what_the_reader_leaves_and_streams_alike():
+    model, ids = infini_gpt2(), packed_ids()
+    reader = RowReader([END], end_of_text=END)
+    found = evaluate_rows(model, RowsOf(ids), 2, reader)
+    batch = reader({"input_ids": ids})
+    logits = model(ids, position_ids=batch["position_ids"]).logits[:, :-1].detach()
+    losses = torch.nn.functional.cross_entropy(logits.transpose(1, 2), batch["labels"][:, 1:], reduction="none")
+    assert found["tokens"] == int((ids[:, 1:] != END).sum()) == 98 - 5
+    assert found["cross_entropy"] == pytest.approx(float(losses.sum()) / found["tokens"], rel=1e-5)
+    pieces = [losses for _, losses, _ in stream_losses(model, **batch, chunk=7)]
+    torch.testing.assert_close(torch.cat(pieces, 1), losses, rtol=FLOAT32, atol=FLOAT32)
+
+
+@pytest.mark.parametrize("make", [gpt2, infini_gpt2, causal_mha])
+@pytest.mark.parametrize("items", [None, 57], ids=["mean", "share of a step"])
+@pytest.mark.parametrize("separate", [False, True])
+def test_logits_of_the_learned_places_give_the_same_loss_and_gradients(make, items, separate, tmp_path):
+    model = make(attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0) if make is not causal_mha else make()
+    model.loss_type = "ForCausalLM"
+    trainer = PerplexityTrainer(model=model.train(), args=TrainingArguments(str(tmp_path), use_cpu=True, report_to="none"))
+    ids = packed_ids()
+    labels = ids.masked_fill(torch.rand(ids.shape, generator=torch.Generator().manual_seed(0)) < 0.8, -100)
+    batch = RowReader([END], END if separate else None)({"input_ids": ids, "labels": labels})
+    items = None if items is None else torch.tensor(items)
+    calls = []
+    model.get_output_embeddings().register_forward_hook(lambda module, given, output: calls.append(output.shape))
+    losses = [function(model, batch, num_items_in_batch=items) for function in (trainer.compute_loss, super_loss(trainer))]
+    assert 0 < int((batch["labels"][:, 1:] != -100).sum()) < ROWS_OF_THE_HEAD  # and not another number in every batch
+    assert calls == [(ROWS_OF_THE_HEAD, 89), (2, 50, 89)]
+    torch.testing.assert_close(*losses, rtol=FLOAT32, atol=0)
+    for few, all_places in zip(*(torch.autograd.grad(loss, list(model.parameters())) for loss in losses), strict=True):
+        torch.testing.assert_close(few, all_places, rtol=FLOAT32, atol=1e-6)
+
+
+def super_loss(trainer):
+    return super(PerplexityTrainer, trainer).compute_loss
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A model that recipes/train.py trained on generated biographies, many to a row, kept apart; and its data."""
+    folder = tmp_path_factory.mktemp("rows")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    text = [{"id": str(i), "text": f"Documento {i}: " + "o rio corre para o mar. " * (1 + i % 3)} for i in range(200)]
+    (folder / "text.jsonl").write_text("\n".join(map(json.dumps, text)), encoding="utf-8")
+    commands = [
+        f"prepare.py --source {folder}/text.jsonl --vocab_size 300 --context 64 --validation 0.1 --out {folder}/data",
+        f"train.py --data {folder}/data --out {folder}/run --attention infini --segment_length 8 --n_layer 2 --n_embd 32 "
+        "--n_head 2 --max_steps 8 --batch_size 4 --learning_rate 0.01 --use_cpu true --separate_documents true",
+    ]
+    for command in commands:
+        name, *options = command.split()
+        command = [sys.executable, str(ROOT / "recipes" / name), *options]
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+    return folder / "run", folder / "data"
+
+
+def test_a_trained_model_begins_each_document_with_an_empty_memory(trained):
+    run, data = trained
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(run), AutoTokenizer.from_pretrained(run)
+    assert model.config.eos_token_id == tokenizer.eos_token_id and model.config.mask_special_tokens
+    texts = ["Documento 7: o rio corre para o mar.", "Documento 42: o mar corre para o rio e volta."]
+    ids = [tokenizer(text).input_ids + [tokenizer.eos_token_id] for text in texts]
+    row = torch.tensor([ids[0] + ids[1]])
+    positions = document_positions(row, tokenizer.eos_token_id)
+    alone = torch.cat([model(torch.tensor([part])).logits for part in ids], 1)
+    torch.testing.assert_close(model(row, position_ids=positions).logits, alone, rtol=FLOAT32, atol=FLOAT32)
+    assert not torch.allclose(model(row).logits, alone, atol=1e-2)  # without the border the memory goes on
+
+
+def test_special_tokens_enter_neither_the_memory_nor_the_loss_of_a_trained_model(trained):
+    run, data = trained
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(run), AutoTokenizer.from_pretrained(run)
+    found = json.loads((run / "result.json").read_text(encoding="utf-8"))
+    from datasets import load_from_disk
+
+    rows = load_from_disk(str(data / "validation"))
+    ids = torch.tensor(rows["input_ids"][:])
+    special = torch.isin(ids, torch.tensor(tokenizer.all_special_ids))
+    assert bool(special.any()) and found["validation_tokens"] == int((~special[:, 1:]).sum())
+    # The memory after a row is that of the same row's layers without what was written for its special tokens
+    cache = model(ids[:1, :24], use_cache=True).past_key_values
+    written = [layer.state.normaliser for layer in cache.layers]
+    model.config.mask_special_tokens = False
+    all_written = [layer.state.normaliser for layer in model(ids[:1, :24], use_cache=True).past_key_values.layers]
+    assert bool(special[0, :24].any())
+    assert all(bool((more > less).all()) for more, less in zip(all_written, written, strict=True))

@@ -1,0 +1,129 @@
+"""Gradients of gradients (`create_graph=True`), which go through the gradients that are written by hand.
+
+Torch's fused softmax kernels have no second derivative and say so; everything else is right with its plain one.
+"""
+
+import pytest
+import torch
+from torch.autograd import gradgradcheck
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import hf_infini.local
+from cases import assert_same_gradients, random_case, random_cuts
+from hf_infini import infini_attention, naive_infini_attention
+from hf_infini.features import elu_features, exp_features
+from hf_infini.gather import gather
+from hf_infini.local import local_attention
+from hf_infini.memory import Borders, Within, delta_states, linear_states, mix, read_memory
+
+# In float64 two orders of adding differ by about 1e-15 a step: what is left would be a mistake.
+FLOAT64 = 1e-9
+
+
+def normal(*shape):
+    return torch.randn(*shape, dtype=torch.float64, requires_grad=True)
+
+
+def positive(*shape):
+    return torch.rand(*shape, dtype=torch.float64).add(0.5).requires_grad_()
+
+
+def states_of(make, borders, *tensors):
+    keys, value, memory, normaliser, *start = tensors
+    return tuple(make(keys, value, memory, normaliser, tuple(start), borders, *([0.1] if make is delta_states else [])))
+
+
+# Two steps; the second document begins with the second
+PACKED = Borders(torch.tensor([[[1, 0, 0, 0], [0, 1, 0, 0], [0, 1, 0, 1]]]).bool(), torch.tensor([[False, True]]))
+SEGMENTS = torch.tensor([[0.0, 0, 0], [1, 0, 0], [1, 1, 0]], dtype=torch.float64)
+# keys, value, memory, normaliser, start; the second with fewer tokens in a segment than a head is wide
+STATES = [(positive, 1, 2, 1, tokens, 2) for tokens in (2, 1)]
+FUNCTIONS = {
+    "elu": (elu_features, [(normal, 4, 3)]),
+    "exp": (exp_features, [(normal, 4, 3)]),
+    "read": (
+        lambda *tensors: read_memory(*tensors, 0.1),
+        [(positive, 1, 2, 1, 3, 2), (normal, 1, 2, 1, 2, 3), (positive, 1, 2, 1, 2)],
+    ),
+    "read within": (
+        lambda *tensors: read_memory(*tensors[:3], 0.1, Within(*tensors[3:], SEGMENTS)),
+        [(positive, 1, 2, 1, 3, 2), (normal, 1, 2, 1, 2, 3), (positive, 1, 2, 1, 2)]
+        + [(positive, 1, 2, 1, 3, 2), (normal, 1, 2, 1, 3, 3)],
+    ),
+    "mix": (mix, [(normal, 1, 2, 2, 3, 2), (normal, 1, 2, 2, 3, 2), (positive, 2, 1, 1)]),
+    "gather": (
+        lambda rows: gather(rows, torch.tensor([[1, -1, 0]]), torch.tensor([[2, 0, -1]])),
+        [(normal, 1, 3, 2)],
+    ),
+}
+for rule in (linear_states, delta_states):
+    for packing, borders in (("", None), (" packed", PACKED)):
+        for keys in STATES:
+            shapes = [keys, (normal, *keys[1:-1], 2), (normal, 1, 1, 2, 2), (positive, 1, 1, 2)]
+            shapes += [(normal, 1, 2, 2), (positive, 1, 2)]
+            name = f"{rule.__name__}{packing}, {keys[4]} tokens"
+            FUNCTIONS[name] = (lambda *tensors, r=rule, b=borders: states_of(r, b, *tensors), shapes)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_each_function_by_finite_differences(name):
+    function, inputs = FUNCTIONS[name]
+    torch.manual_seed(0)
+    assert gradgradcheck(function, [make(*shape) for make, *shape in inputs])
+
+
+@pytest.mark.parametrize("log_sum", [False, True])
+@pytest.mark.parametrize("width", [3, 6])
+def test_tiles_by_finite_differences(log_sum, width, monkeypatch):
+    monkeypatch.setattr(hf_infini.local, "TILE", 2)
+    torch.manual_seed(0)
+    mask = None if width == 3 else torch.ones(1, 1, 1, 1, 3, 6, dtype=torch.bool).tril(3)
+
+    def attend(query, key, value):
+        result = local_attention(query, key, value, mask, scaling=0.7, return_log_sum=log_sum)
+        return (result.output, result.log_sum) if log_sum else result.output
+
+    assert gradgradcheck(attend, [normal(1, 1, 1, 1, 3, 2), normal(1, 1, 1, 1, width, 2), normal(1, 1, 1, 1, width, 2)])
+
+
+def slopes_of_slopes(case, function, cuts=()):
+    """Every input's gradient of a function of all first gradients."""
+    leaves = case.leaves()
+    output, state = case.call(function, leaves, cuts)
+    total = output.sin().sum() + state.memory.sin().sum() + state.normaliser.sin().sum()
+    first = torch.autograd.grad(total + sum(leaf.sum() * 0 for leaf in leaves), leaves, create_graph=True)
+    second = sum(slope.square().sum() for slope in first) + sum(leaf.sum() * 0 for leaf in leaves)
+    return torch.autograd.grad(second, leaves)
+
+
+@pytest.mark.parametrize("seed", range(600, 630))
+@pytest.mark.parametrize("sizes", [(1, 2), (2**20, 128)], ids=["smallest groups and tiles", "one group"])
+def test_the_whole_equals_the_naive_reference(seed, sizes, monkeypatch):
+    """Whose every step autograd takes apart by itself: any options, padding, packing, calls cut anywhere."""
+    monkeypatch.setitem(hf_infini.groups.GROUP_ELEMENTS, "cpu", sizes[0])
+    monkeypatch.setattr(hf_infini.local, "TILE", sizes[1])
+    case = random_case(seed, dtype=torch.float64)
+    tokens = case.query.shape[2]
+    with sdpa_kernel(SDPBackend.MATH):
+        slopes = slopes_of_slopes(case, infini_attention, random_cuts(seed, tokens) if tokens > 1 else [])
+    assert_same_gradients(slopes, slopes_of_slopes(case, naive_infini_attention), FLOAT64)
+
+
+def test_with_dropout():
+    """The same weights are dropped in both calls, and only local ones: finite differences of the first gradients."""
+    case = random_case(0, dtype=torch.float64, dropout=0.5, segment_length=3, denominator="separate")
+    assert case.query.shape[2] > 3
+
+    def attend(*leaves):
+        torch.manual_seed(0)
+        return case.call(infini_attention, leaves)[0]
+
+    assert gradgradcheck(attend, case.leaves())
+
+
+def test_a_fused_kernel_says_that_it_has_none():
+    query, key, value = (normal(1, 2, 64, 64) for _ in range(3))
+    output = infini_attention(query, key, value, torch.zeros(2, dtype=torch.float64), 32)
+    (slope,) = torch.autograd.grad(output.square().sum(), query, create_graph=True)
+    with pytest.raises(RuntimeError, match="scaled_dot_product_flash_attention.* is not implemented"):
+        torch.autograd.grad(slope.square().sum(), query)

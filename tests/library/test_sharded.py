@@ -1,0 +1,148 @@
+"""Models in pieces: FSDP2 and DeepSpeed by `accelerate launch` train, save and resume as one process does, what is saved of
+a sharded model has its code, and a launch that would shard nothing is refused."""
+
+import json
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate.utils.deepspeed import HfDeepSpeedConfig
+from torch import distributed
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from transformers import AutoModelForCausalLM
+
+from hf_infini import InfiniGPT2LMHeadModel, training
+from models import causal_mha, infini_gpt2, token_ids
+from running import ROOT, SIZES, load_recipe, losses, prepared_data, recipe, result, run
+
+train = load_recipe("train")
+
+CONFIGS = ROOT / "recipes" / "configs"
+ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", 2]
+LAUNCH = {
+    "fsdp2": ["--config_file", CONFIGS / "accelerate_fsdp2.yaml"],
+    "deepspeed": ["--use_deepspeed", "--deepspeed_config_file", CONFIGS / "deepspeed_zero2.json"],
+}
+
+
+def options(base: Path) -> list:
+    found = [
+        "--data",
+        prepared_data(base),
+        *SIZES,
+        "--attention",
+        "infini",
+        "--segment_length",
+        16,
+        "--position_encoding",
+        "segment",
+    ]
+    found += ["--batch_size", 4, "--max_steps", 3, "--eval_steps", 2, "--logging_steps", 1, "--save_steps", 2]
+    # The last batch of an evaluation is the first process's alone, and yet both have to call the model
+    return found + ["--eval_rows", 12, "--precision", "float32"]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> Path:
+    return tmp_path_factory.getbasetemp()
+
+
+@pytest.fixture(scope="module", params=LAUNCH)
+def sharded(base, request) -> tuple[Path, list]:
+    """A run of two processes, and its command."""
+    if request.param == "deepspeed" and find_spec("deepspeed") is None:
+        pytest.skip("pip install deepspeed; the first run then compiles its CPU operators for some minutes")
+    script = [Path(__file__).parents[1] / "helpers" / "sharded_on_cpu.py", *recipe("train")[1:]]
+    more = ["--gradient_accumulation", 2, "--num_processes", 2, "--out", base / request.param]
+    command = [*ACCELERATE, *LAUNCH[request.param], *script, *options(base), *more]
+    run(*command)
+    return base / request.param, command
+
+
+@pytest.fixture(scope="module")
+def alone(base) -> Path:
+    """The same run of one process."""
+    train.main([*map(str, options(base)), "--gradient_accumulation", "4", "--out", str(base / "not_sharded")])
+    return base / "not_sharded"
+
+
+def code_of(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.glob("*.py")}
+
+
+def test_two_sharded_processes_train_what_one_does(sharded, alone):
+    folder, command = sharded
+    assert len(losses(alone)) == 5  # 3 steps, 2 evaluations
+    for of_one, of_two in zip(losses(alone), losses(folder), strict=True):
+        assert of_one[0] == of_two[0]
+        for wanted, found in zip(of_one[1:3], of_two[1:3], strict=True):
+            assert found == (None if wanted is None else pytest.approx(wanted, rel=1e-4))
+        for layer, heads in (of_one[3] or {}).items():
+            assert of_two[3][layer] == pytest.approx(heads, abs=1e-4)
+    assert result(folder)["cross_entropy"] == pytest.approx(result(alone)["cross_entropy"], rel=1e-4)
+    assert result(folder)["gates"] != {"0": [0.5, 0.5], "1": [0.5, 0.5]}
+    (folder / "result.json").unlink()
+    (folder / "checkpoint-3" / "complete.json").unlink()
+    before = losses(folder)
+    assert "from step 2" in run(*command).stderr
+    assert losses(folder) == before
+
+
+def test_what_a_sharded_run_saves_is_whole_and_has_its_code(sharded):
+    folder, _ = sharded
+    found, checkpoint = (AutoModelForCausalLM.from_pretrained(path) for path in (folder, folder / "checkpoint-3"))
+    assert type(found) is type(checkpoint) is InfiniGPT2LMHeadModel
+    weights = found.state_dict()
+    assert all(torch.equal(weights[name], weight) for name, weight in checkpoint.state_dict().items())
+    assert training.gate_values(found) == result(folder)["gates"]
+    assert code_of(folder).items() <= code_of(folder / "checkpoint-3").items()  # where DeepSpeed puts scripts of its own
+    assert any(name.endswith("_modeling_infini_gpt2.py") for name in code_of(folder))
+    configs = [json.loads((path / "config.json").read_text()) for path in (folder, folder / "checkpoint-3")]
+    assert configs[0]["auto_map"] == configs[1]["auto_map"] and configs[1]["architectures"] == ["InfiniGPT2LMHeadModel"]
+
+
+def test_the_deepspeed_file_leaves_to_the_trainer_what_train_py_is_told():
+    """What accelerate reads of it, with or without DeepSpeed."""
+    config = HfDeepSpeedConfig(str(CONFIGS / "deepspeed_zero2.json"))
+    assert config.is_zero2() and not config.is_zero3() and not config.is_offload()
+    assert config.get_value("optimizer") is None and config.get_value("scheduler") is None  # train.py's, the gates' own rate
+    trainer_s = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
+    assert all(config.get_value(name) == "auto" for name in (*trainer_s, "bf16.enabled"))
+
+
+@pytest.fixture
+def process_group():
+    """Of this process alone."""
+    distributed.init_process_group("gloo", rank=0, world_size=1, store=distributed.HashStore())
+    yield
+    distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("make", [infini_gpt2, causal_mha])
+def test_a_model_that_is_sharded_carries_the_same_code(make, process_group, tmp_path):
+    model = make(**({"attention": "infini", "segment_length": 8} if make is causal_mha else {}))
+    model.save_pretrained(tmp_path / "plain")
+    with torch.no_grad():
+        wanted = model(token_ids(2, 20)).logits
+    for block in model.transformer.h:
+        fully_shard(block)
+    fully_shard(model)
+    assert isinstance(model, FSDPModule) and type(model).__name__.startswith("FSDP")
+    with torch.no_grad():
+        assert torch.equal(model(token_ids(2, 20)).logits, wanted)
+    weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    model.save_pretrained(tmp_path / "sharded", state_dict=weights)
+    assert len(code_of(tmp_path / "plain")) > 10
+    for file in (tmp_path / "plain").iterdir():
+        assert (tmp_path / "sharded" / file.name).read_bytes() == file.read_bytes(), file.name
+
+
+def test_a_launch_that_would_shard_nothing_is_refused(base, monkeypatch):
+    """accelerate passes over such a configuration on CPUs; the launch leaves no more than this variable of it."""
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    done = run(*recipe("train"), *options(base), "--out", base / "refused", check=False)
+    assert done.returncode == 1 and "error: accelerate's configuration asks for FSDP" in done.stderr
+    assert not list((base / "refused").glob("checkpoint-*"))

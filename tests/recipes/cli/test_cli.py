@@ -1,0 +1,155 @@
+"""parse_options: one parser for flags and YAML files, with errors that name what is wrong."""
+
+import ast
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from cli import UserError, exit_on_user_error, option, parse_options
+from cli.parser import OptionParser
+
+
+@dataclass
+class Options:
+    out: str = field(metadata={"help": "Where to."})
+    rate: float = field(default=0.1, metadata={"help": "Rate."})
+    layers: list[int] | None = field(default=None, metadata={"help": "Layers."})
+    shuffle: bool = field(default=True, metadata={"help": "Shuffle."})
+
+
+def parse(*argv):
+    return parse_options(Options, description="A test.", argv=list(argv))[0]
+
+
+@pytest.fixture
+def config(tmp_path):
+    def write(text):
+        path = tmp_path / "config.yaml"
+        path.write_text(text, encoding="utf-8")
+        return str(path)
+
+    return write
+
+
+def test_a_file_and_flags_above_it(config):
+    path = config("out: folder\nrate: 1.0e-3\nlayers: [1, 2]\nshuffle: false\n")
+    assert parse("--config", path) == Options("folder", 0.001, [1, 2], False)
+    assert parse("--rate", "2", "--config=" + path, "--shuffle") == Options("folder", 2.0, [1, 2], True)
+    assert parse("--config", config("out: x\nrate:\n")) == Options("x")
+    assert parse("--out", "x") == Options("x")
+
+
+@pytest.mark.parametrize(
+    ("text", "flags", "message"),
+    [
+        ("out: x\nrates: 3\n", [], "unknown option 'rates'; did you mean rate?"),
+        ("out: x\nrate: fast\n", [], "invalid float value: 'fast'"),
+        ("rate: 1\n", [], "required: --out"),
+        ("- a\n", [], "must hold `option: value` lines, got a list"),
+        ("a: [", [], "is not valid YAML"),
+        ("out: x\n", ["--rat", "3"], "unrecognised arguments: --rat 3; did you mean --rate?"),
+        (None, ["--config", "nowhere.yaml"], "there is no file nowhere.yaml"),
+    ],
+)
+def test_errors(config, capsys, text, flags, message):
+    argv = flags if text is None else ["--config", config(text), *flags]
+    with pytest.raises(SystemExit) as stop:
+        parse(*argv)
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_user_errors_are_one_line_and_status_1(capsys):
+    @exit_on_user_error
+    def main():
+        raise UserError("there is no corpus in x: give --source")
+
+    with pytest.raises(SystemExit) as stop:
+        main()
+    assert stop.value.code == 1
+    assert capsys.readouterr().err == "error: there is no corpus in x: give --source\n"
+
+
+HELP = """
+import pathlib, runpy, sys
+sys.path.insert(0, str(pathlib.Path(sys.argv[1]).parent))  # as for a script
+for recipe in sys.argv[1:]:
+    sys.argv = [recipe, "--help"]
+    try:
+        runpy.run_path(recipe, run_name="__main__")
+    except SystemExit as end:
+        assert end.code == 0, recipe
+    assert not {"torch", "hf_infini"} & sys.modules.keys(), recipe
+"""
+
+
+RECIPES = sorted((Path(__file__).parents[3] / "recipes").glob("*.py"))
+with_options = pytest.mark.parametrize(
+    "recipe", [recipe for recipe in RECIPES if recipe.stem != "fetch_shard"], ids=lambda recipe: recipe.stem
+)
+
+
+@pytest.fixture(scope="module")
+def helps() -> dict[str, list[str]]:
+    """The lines of each recipe's --help."""
+    command = [sys.executable, "-c", HELP, *map(str, RECIPES)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    texts = done.stdout.split("usage: ")[1:]
+    return {recipe.name: text.splitlines() for recipe, text in zip(RECIPES, texts, strict=True)}
+
+
+def test_help_waits_for_no_library(helps):
+    """torch and the models take seconds to import; the options of every recipe are told without them."""
+    assert [lines[0].split()[0] for lines in helps.values()] == [recipe.name for recipe in RECIPES]
+
+
+@with_options
+def test_help_shows_the_docstring_as_it_is_written(recipe, helps):
+    written = recipe.read_text(encoding="utf-8").split('"""')[1].splitlines()
+    assert any(line.startswith("    python recipes/") for line in written)
+    begin = helps[recipe.name].index(written[0])
+    assert helps[recipe.name][begin : begin + len(written)] == written
+
+
+@with_options
+def test_every_option_stands_in_a_group(recipe, helps):
+    groups = {}
+    for line in helps[recipe.name]:
+        if line.endswith(":") and line[0].islower() and not line.startswith(" "):
+            groups[line[:-1]] = options = []
+        elif line.startswith("  -"):
+            options.append(line.split()[0])
+    assert "options" not in groups and "optional arguments" not in groups and all(groups.values())
+    assert groups["general"][0] == "-h," and len(groups) >= 3
+    found = [name for options in groups.values() for name in options]
+    assert len(found) == len(set(found))
+    written = ast.parse(recipe.read_text(encoding="utf-8")).body
+    own = [cls for cls in written if isinstance(cls, ast.ClassDef) and cls.name.endswith("Options")]
+    assert {f"--{field.target.id}" for cls in own for field in cls.body if isinstance(field, ast.AnnAssign)} <= set(found)
+
+
+def test_groups_of_one_name_are_one():
+    @dataclass
+    class First:
+        out: str = option("o", "Where to.", group="output")
+        rate: float = option(0.1, "Rate.", group="optimisation")
+        steps: int = option(3, "Steps.")
+
+    @dataclass
+    class Second:
+        shuffle: bool = option(True, "Shuffle.")
+        every: int | None = option(None, "Between two lines.", group="output")
+
+    parser = OptionParser([First, Second], "What it does.\n\n    an   example \\\n        of two lines\n")
+    shown = parser.format_help()
+    assert "\n    an   example \\\n        of two lines\n" in shown
+    headings = ["output:", "  --out OUT", "  --every EVERY", "optimisation:", "  --rate RATE", "  --steps STEPS", "options:"]
+    headings += ["  --shuffle [SHUFFLE]", "  --no_shuffle", "general:"]
+    places = [shown.index(f"\n{heading}") for heading in headings]
+    assert places == sorted(places)
+    assert "Rate. (default: 0.1)" in shown and "Between two lines.\n" in shown
+    assert parser.parse_args_into_dataclasses(["--no-shuffle"]) == (First(), Second(shuffle=False))

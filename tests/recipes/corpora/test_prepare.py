@@ -1,0 +1,343 @@
+"""The prepare recipe end to end: its blocks are its text, runs repeat and resume, bad input ends with a message."""
+
+import gzip
+import hashlib
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import datasets
+import numpy as np
+import torch
+from filelock import FileLock
+from transformers import AutoTokenizer, default_data_collator
+
+from cli import parse_options
+from corpora.biographies import biography_documents
+
+ROOT = Path(__file__).parents[3]
+DATA = Path(os.environ.get("HF_INFINI_DATA", ROOT.parent / "shared" / "data"))
+RECIPE = ROOT / "recipes" / "prepare.py"
+
+specification = importlib.util.spec_from_file_location("prepare", RECIPE)
+prepare = importlib.util.module_from_spec(specification)
+sys.modules["prepare"] = prepare
+specification.loader.exec_module(prepare)
+
+COUNT = 40
+BIOGRAPHIES = [
+    "--source",
+    "biographies",
+    "--biographies",
+    COUNT,
+    "--vocab_size",
+    500,
+    "--context",
+    128,
+    "--validation",
+    0.1,
+]
+
+
+def run(*arguments, out: Path) -> dict:
+    """Runs the recipe in this process and returns its manifest."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["prepare.py", *map(str, arguments), "--out", str(out)])
+        prepare.main()
+    return json.loads((out / "manifest.json").read_text(encoding="utf-8"))
+
+
+def fails(capsys, *arguments, out: Path) -> str:
+    """Runs the recipe, which must end with status 1, and returns what it said on standard error."""
+    with pytest.raises(SystemExit) as exit:
+        run(*arguments, out=out)
+    assert exit.value.code == 1
+    return capsys.readouterr().err
+
+
+def stream_of(out: Path, split: str) -> np.ndarray:
+    table = datasets.load_from_disk(str(out / split))
+    assert table.features == datasets.Features({"input_ids": datasets.List(datasets.Value("int32"), length=128)})
+    return table.with_format("numpy")["input_ids"][:].reshape(-1).astype(np.int32)
+
+
+def documents_of(out: Path, split: str) -> dict[str, str]:
+    """Id and text of the documents of a held-out split."""
+    rows = map(json.loads, open(out / f"{split}_documents.jsonl", encoding="utf-8"))
+    return {row["id"]: row["text"] for row in rows}
+
+
+def reused(manifest: dict) -> list[str]:
+    return [name for name, stage in manifest["stages"].items() if stage["reused"]]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    out = tmp_path_factory.mktemp("made") / "biographies"
+    return out, run(*BIOGRAPHIES, out=out)
+
+
+def test_blocks_are_the_documents_between_end_of_text_tokens(made):
+    out, manifest = made
+    tokenizer = AutoTokenizer.from_pretrained(out / "tokenizer")
+    assert len(tokenizer) == manifest["tokenizer"]["vocabulary"] == 500
+    held_out = [json.loads(line) for line in open(out / "validation_documents.jsonl", encoding="utf-8")]
+    corpus = {document.id: document.text for document in biography_documents(COUNT)}
+    assert {row["id"]: row["text"] for row in held_out}.items() <= corpus.items() and len(held_out) == COUNT // 10
+    assert all(len(row["extra"]["facts"]) == 12 and row["title"] for row in held_out)
+    train = [text for name, text in corpus.items() if name not in {row["id"] for row in held_out}]
+    for split, texts in (("train", train), ("validation", [row["text"] for row in held_out])):
+        expected = "".join(text + tokenizer.eos_token for text in texts)
+        stream, counts = stream_of(out, split), manifest["splits"][split]
+        decoded = tokenizer.decode(stream)
+        assert expected.startswith(decoded) and len(expected) - len(decoded) < 128 * 20  # only the tail is missing
+        assert counts["documents"] == len(texts) and counts["characters"] == sum(map(len, texts))
+        assert counts["tokens"] == len(stream) == counts["blocks"] * 128
+        assert counts["tokens"] + counts["dropped_tail_tokens"] == counts["stream_tokens"]
+        assert 0 <= counts["dropped_tail_tokens"] < 128
+        assert counts["sha256"] == hashlib.sha256(stream.astype("<i4").tobytes()).hexdigest()
+    # 35 % of the 36 training documents, and none that is held out.
+    assert manifest["tokenizer"]["learned_from_documents"] == 13
+    assert manifest["source"]["documents"] == COUNT and manifest["peak_memory_bytes"] > 2**20
+
+
+def test_blocks_go_into_a_model(made):
+    table = datasets.load_from_disk(str(made[0] / "train"))
+    batch = default_data_collator([table[0], table[1]])["input_ids"]
+    assert batch.shape == (2, 128) and batch.dtype == torch.int64
+    assert torch.equal(table.with_format("torch")[:2]["input_ids"], batch)
+
+
+def test_a_second_run_reuses_and_changed_options_redo_what_depends_on_them(made, tmp_path):
+    out = tmp_path / "again"
+    shutil.copytree(made[0], out)
+    hashes = {name: split["sha256"] for name, split in made[1]["splits"].items()}
+
+    same = run(*BIOGRAPHIES, out=out)
+    assert reused(same) == ["documents", "tokenizer", "tokens", "train", "validation"]
+    assert same["splits"] == made[1]["splits"]
+    wider = run(*BIOGRAPHIES, "--context", 256, out=out)
+    assert reused(wider) == ["documents", "tokenizer", "tokens"] and wider["splits"]["train"]["blocks"] > 0
+    larger = run(*BIOGRAPHIES, "--vocab_size", 600, out=out)
+    assert reused(larger) == ["documents"] and larger["tokenizer"]["vocabulary"] == 600
+    other = run(*BIOGRAPHIES, "--seed", 1, out=out)
+    assert reused(other) == []
+    back = run(*BIOGRAPHIES, out=out)
+    assert reused(back) == [] and {name: split["sha256"] for name, split in back["splits"].items()} == hashes
+
+
+def test_a_changed_source_file_is_read_again(tmp_path):
+    source = tmp_path / "lines.txt"
+    source.write_text("".join(f"linha número {number} de muitas\n" for number in range(200)))
+    options = ["--source", source, "--text_unit", "line", "--vocab_size", 300, "--context", 16, "--validation", 0.1]
+    first = run(*options, out=tmp_path / "out")
+    assert first["source"]["documents"] == 200
+    source.write_text(source.read_text() + "mais uma linha\n")
+    second = run(*options, out=tmp_path / "out")
+    assert second["source"]["documents"] == 201 and reused(second) == []
+    assert second["source"]["files"][0]["sha256"] == hashlib.sha256(source.read_bytes()).hexdigest()
+
+
+def test_split_by_block_holds_every_block_once(made, tmp_path):
+    out = tmp_path / "by-block"
+    manifest = run(*BIOGRAPHIES, "--split_by", "block", out=out)
+    splits = manifest["splits"]
+    train, validation = (stream_of(out, split).reshape(-1, 128) for split in ("train", "validation"))
+    tokenizer = AutoTokenizer.from_pretrained(out / "tokenizer")
+    whole = np.memmap(out / ".stages" / "tokens" / "train.bin", dtype=splits["train"]["dtype"], mode="r")
+    blocks = sorted(map(bytes, whole[: len(whole) // 128 * 128].reshape(-1, 128).astype(np.int32)))
+    assert sorted(map(bytes, np.concatenate([train, validation]))) == blocks
+    assert len(validation) == round(0.1 * len(blocks)) and splits["train"]["documents"] == COUNT
+    assert not np.array_equal(train[0], whole[:128]), "the blocks are not shuffled"
+    assert (whole == tokenizer.eos_token_id).sum() == COUNT
+    assert (out / "validation_documents.jsonl").read_text() == ""
+
+
+@pytest.mark.parametrize("split_by", ["document", "block"])
+def test_a_test_split_takes_from_training_alone(made, tmp_path, split_by):
+    out = tmp_path / "out"
+    without = run(*BIOGRAPHIES, "--split_by", split_by, out=out)
+    held_out = (out / "validation_documents.jsonl").read_bytes()
+    validation = stream_of(out, "validation")
+    manifest = run(*BIOGRAPHIES, "--split_by", split_by, "--test", 0.2, out=out)
+    splits, tokenizer = manifest["splits"], AutoTokenizer.from_pretrained(out / "tokenizer")
+    assert list(splits) == ["train", "validation", "test"]
+    assert (out / "validation_documents.jsonl").read_bytes() == held_out
+    if split_by == "document":
+        rows = {name: documents_of(out, name) for name in ("validation", "test")}
+        assert len(rows["test"]) == splits["test"]["documents"] == COUNT // 5
+        train = {document.id for document in biography_documents(COUNT)} - set(rows["validation"]) - set(rows["test"])
+        assert not set(rows["validation"]) & set(rows["test"]) and splits["train"]["documents"] == len(train) == 28
+        # 35 % of the 28 training documents: the tokenizer has read neither held-out split.
+        assert manifest["tokenizer"]["learned_from_documents"] == 10
+        for name in ("validation", "test"):
+            decoded = tokenizer.decode(stream_of(out, name))
+            assert "".join(text + tokenizer.eos_token for text in rows[name].values()).startswith(decoded)
+    else:
+        assert (stream_of(out, "validation") == validation).all() and splits["validation"] == without["splits"]["validation"]
+        blocks = {name: list(map(bytes, stream_of(out, name).reshape(-1, 128))) for name in splits}
+        whole = np.memmap(out / ".stages" / "tokens" / "train.bin", dtype=splits["train"]["dtype"], mode="r")
+        everything = whole[: len(whole) // 128 * 128].reshape(-1, 128).astype(np.int32)
+        assert sorted(sum(blocks.values(), [])) == sorted(map(bytes, everything))  # each block once, in one of the splits
+        assert len(blocks["test"]) == splits["test"]["blocks"] == round(0.2 * len(everything))
+        assert (out / "test_documents.jsonl").read_text() == ""
+    same = run(*BIOGRAPHIES, "--split_by", split_by, "--test", 0.2, out=out)
+    assert reused(same) == ["documents", "tokenizer", "tokens", "train", "validation", "test"]
+
+    back = run(*BIOGRAPHIES, "--split_by", split_by, out=out)
+    assert back["splits"] == without["splits"] and not list(out.glob("test*"))
+
+
+def test_without_a_test_split_a_folder_keeps_its_keys(made):
+    # Keys as they were before there was a test split: a finished folder is not prepared again, nor its runs refused.
+    stages = json.loads((made[0] / ".stages" / "tokens" / "stage.json").read_text())
+    assert set(stages["options"]) == {"documents", "seed", "validation", "tokenizer", "max_tokens"}
+    assert list(made[1]["splits"]) == ["train", "validation"]
+
+
+def test_caps_and_fractions(tmp_path):
+    capped = run(*BIOGRAPHIES, "--max_tokens", 1500, "--max_documents", 20, out=tmp_path / "capped")
+    assert capped["splits"]["train"]["stream_tokens"] == 1500 and capped["splits"]["train"]["documents"] == 1
+    assert capped["source"]["documents"] == 20
+    half = run(*BIOGRAPHIES, "--fraction", 0.5, out=tmp_path / "half")
+    dropped = half["source"]["dropped"]["outside the fraction"]
+    assert half["source"]["documents"] + dropped == COUNT and 10 <= dropped <= 30
+
+
+def test_characters_and_ready_tokenizers(made, tmp_path):
+    text = "O rato roeu a roupa do rei de Roma.\n" * 200
+    (tmp_path / "text.txt").write_text(text)
+    options = ["--source", tmp_path / "text.txt", "--split_by", "block", "--context", 128]
+    manifest = run(*options, "--tokenizer", "characters", "--pad_token", "<PAD>", out=tmp_path / "characters")
+    assert manifest["tokenizer"]["vocabulary"] == len(set(text)) + 3
+    assert manifest["splits"]["train"]["stream_tokens"] == len(text) + 1  # and the end-of-text token
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "characters" / "tokenizer")
+    assert tokenizer.decode(stream_of(tmp_path / "characters", "validation")[:128]) in text
+    ready = run(*options, "--tokenizer", made[0] / "tokenizer", out=tmp_path / "ready")
+    assert ready["tokenizer"] == made[1]["tokenizer"] | {"learned_from_documents": 0}
+
+
+def test_damaged_shard_stops_the_run_or_is_listed(tmp_path, capsys):
+    body = "".join(f"<TEI><text><body><p>{'texto ' * 40}{number}</p></body></text></TEI>" for number in range(20))
+    xml = f'<teiCorpus xmlns="http://www.tei-c.org/ns/1.0">{body}</teiCorpus>'.encode()
+    folder = tmp_path / "corpus" / "wikis"
+    folder.mkdir(parents=True)
+    (folder / "good.xml.gz").write_bytes(gzip.compress(xml))
+    (folder / "torn.xml.gz").write_bytes(gzip.compress(xml)[:-9])
+    options = ["--source", tmp_path / "corpus", "--vocab_size", 300, "--context", 32, "--validation", 0.1]
+    message = fails(capsys, *options, out=tmp_path / "out")
+    assert "torn.xml.gz: damaged or truncated" in message and "--skip_bad" in message and "Traceback" not in message
+    assert not (tmp_path / "out" / "manifest.json").exists() and not list((tmp_path / "out").rglob("*.arrow"))
+    manifest = run(*options, "--skip_bad", out=tmp_path / "out")
+    assert [entry["file"] for entry in manifest["source"]["skipped"]] == ["wikis/torn.xml.gz"]
+    assert manifest["source"]["documents"] == 20 and [e["file"] for e in manifest["source"]["files"]] == [
+        "wikis/good.xml.gz"
+    ]
+    # A later failure leaves the finished output alone.
+    (folder / "good.xml.gz").write_bytes(b"")
+    assert "no document is left" in fails(capsys, *options, "--skip_bad", out=tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "manifest.json").read_text()) == manifest
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--fraction", 0], "--fraction is 0.0; give a share above 0"),
+        (["--validation", 1], "--validation is 1.0"),
+        (["--test", -0.1], "--test is -0.1; give a share from 0 up to"),
+        (["--test", 0.9], "--validation 0.1 and --test 0.9 leave nothing for training"),
+        (["--biographies", 2, "--test", 0.1], "the corpus has 2 document(s), which leaves none to train on"),
+        (["--max_tokens", 300, "--split_by", "block", "--test", 0.5], "too few for a block of 128; lower --context"),
+        (["--max_tokens", 0], "--max_tokens is 0; give a positive number, or -1"),
+        (["--context", 0], "--context is 0"),
+        (["--vocab_size", 100], "--vocab_size is 100; byte-level BPE needs at least 258"),
+        (["--context", 100_000], "too few for a block of 100,000; lower --context"),
+        (["--biographies", 1], "leaves none to train on; use --split_by block"),
+        (["--prose_filter", "--prose_min_characters", 10**6], "no document is left (40 too short"),
+        (["--tokenizer", "./missing"], "'./missing' is not 'bpe' or 'characters'"),
+        (["--source", "missing.jsonl"], "there is no file or folder missing.jsonl"),
+    ],
+)
+def test_bad_options_say_what_to_do(arguments, message, tmp_path, capsys):
+    assert message in fails(capsys, *BIOGRAPHIES, *arguments, out=tmp_path)
+
+
+def test_folders_that_are_not_its_own_are_left_alone(tmp_path, capsys):
+    (tmp_path / "out" / "tokenizer").mkdir(parents=True)
+    (tmp_path / "out" / "tokenizer" / "mine").write_text("precious")
+    assert "was not written by this program; move it away" in fails(capsys, *BIOGRAPHIES, out=tmp_path / "out")
+    assert (tmp_path / "out" / "tokenizer" / "mine").read_text() == "precious"
+    (tmp_path / "file").write_text("")
+    assert "the folder cannot be written" in fails(capsys, *BIOGRAPHIES, out=tmp_path / "file")
+    (tmp_path / "a.txt").write_text("texto")
+    assert "is inside --source" in fails(capsys, "--source", tmp_path, out=tmp_path / "inside")
+    with FileLock(tmp_path / "out" / ".stages" / "lock"):
+        assert "another run is writing there" in fails(capsys, *BIOGRAPHIES, out=tmp_path / "out")
+
+
+def test_a_killed_run_leaves_nothing_half_made(made, tmp_path):
+    out = tmp_path / "out"
+    options = [*BIOGRAPHIES, "--biographies", 4000]
+    command = [sys.executable, RECIPE, *options, "--out", out]
+    process = subprocess.Popen(list(map(str, command)), stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 60
+        while not (out / ".stages" / ".partial-documents" / "documents.arrow").exists():
+            assert process.poll() is None and time.monotonic() < deadline, "the run never came to its documents"
+            time.sleep(0.01)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    assert not (out / ".stages" / "documents").exists() and not (out / "manifest.json").exists()
+    manifest = run(*BIOGRAPHIES, out=out)
+    assert manifest["splits"] == made[1]["splits"]
+    assert sorted(path.name for path in out.iterdir()) == sorted(path.name for path in made[0].iterdir())
+    assert not list(out.rglob(".partial-*"))
+
+
+def test_usage_errors_and_help(tmp_path, capsys):
+    with pytest.raises(SystemExit) as exit:
+        run("--sorce", "x", *BIOGRAPHIES, out=tmp_path)
+    assert exit.value.code == 2 and "unrecognised arguments: --sorce" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as exit:
+        run("--help", out=tmp_path)
+    text = capsys.readouterr().out
+    assert exit.value.code == 0
+    for option in ("--source", "--skip_bad", "--tokenizer_sample", "--split_by", "--max_tokens", "(default: 0.35)"):
+        assert option in text
+
+
+@pytest.mark.parametrize(
+    "config", sorted((ROOT / "recipes" / "configs").glob("prepare_*.yaml")), ids=lambda path: path.stem
+)
+def test_configs_parse_and_name_their_command(config):
+    options = prepare.CorpusOptions, prepare.TokenizerOptions, prepare.BlockOptions
+    groups = parse_options(*options, description="", argv=["--source", "x", "--out", "y", "--config", str(config)])
+    prepare.check_options(*groups)
+    assert config.read_text().startswith(f"# python recipes/prepare.py --config recipes/configs/{config.name} ")
+
+
+@pytest.mark.skipif(not (DATA / "carolina").is_dir(), reason=f"no Carolina shards under {DATA} (HF_INFINI_DATA)")
+def test_a_real_shard_with_the_prose_filter(tmp_path):
+    shard = min((DATA / "carolina").rglob("*.xml.gz"), key=lambda path: path.stat().st_size)
+    manifest = run("--source", shard, "--prose_filter", "--vocab_size", 2000, "--context", 128, out=tmp_path)
+    rows = [json.loads(line) for line in open(tmp_path / "validation_documents.jsonl", encoding="utf-8")]
+    assert len(rows) == manifest["splits"]["validation"]["documents"] >= 1
+    for row in rows:
+        paragraphs = row["text"].split("\n")
+        prose = sum(len(paragraph) for paragraph in paragraphs if len(paragraph) >= 80)
+        assert row["source"].startswith("https://pt.wikipedia.org/") and row["title"]
+        assert sum(map(len, paragraphs)) >= 1000 and prose >= sum(map(len, paragraphs)) / 2
+    assert manifest["source"]["files"][0]["checksum_verified"]
+    read = manifest["source"]["documents"] + sum(manifest["source"]["dropped"].values())
+    assert read == gzip.decompress(shard.read_bytes()).count(b"</TEI>")

@@ -1,0 +1,119 @@
+"""Tokenizers: exact round trips, saved is what loads, and special tokens stand only where the caller puts them."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+from transformers import AutoTokenizer
+
+from cli import UserError
+from corpora.biographies import biography_documents
+from corpora.sources import iterate_documents
+from corpora.tokenization import build_character_tokenizer, encode_texts, load_tokenizer, make_tokenizer, train_bpe
+
+DATA = Path(os.environ.get("HF_INFINI_DATA", Path(__file__).parents[4] / "shared" / "data"))
+TEXTS = [document.text for document in biography_documents(20)]
+AWKWARD = [
+    "", " ", "  dois espaços , antes de vírgula .", "fim\r\n\r\n\ttab\x00\x07", "e\u0301 não é \u00e9", "🧑🏽‍🚀 ﷽ 漢字",
+    " <|endoftext|> <|pad|>", "d'água n't 's I 'm", "\ufeff\u200b\u00a0", "ÀÁÂ" * 300,
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def bpe():
+    return train_bpe(TEXTS, 600)
+
+
+def test_bpe_round_trip_is_exact_also_after_saving(bpe, tmp_path):
+    bpe.save_pretrained(tmp_path)
+    loaded = AutoTokenizer.from_pretrained(tmp_path)
+    for tokenizer in (bpe, loaded):
+        for text, ids in zip(AWKWARD + TEXTS, encode_texts(tokenizer, AWKWARD + TEXTS), strict=True):
+            assert tokenizer.decode(ids) == text
+        assert tokenizer.decode(tokenizer.encode(AWKWARD[2])) == AWKWARD[2]
+        assert len(tokenizer) == tokenizer.vocab_size == 600
+        assert (tokenizer.eos_token, tokenizer.bos_token, tokenizer.pad_token) == (
+            "<|endoftext|>",
+            "<|endoftext|>",
+            "<|pad|>",
+        )
+        assert tokenizer.eos_token_id != tokenizer.pad_token_id
+    assert [list(ids) for ids in encode_texts(loaded, TEXTS)] == [list(ids) for ids in encode_texts(bpe, TEXTS)]
+
+
+def test_spelled_out_special_tokens_stay_text(bpe):
+    (ids,) = encode_texts(bpe, ["a<|endoftext|>b"])
+    assert bpe.eos_token_id not in ids and bpe.decode(ids) == "a<|endoftext|>b"
+    # The tokenizer itself goes on to understand its special tokens, as generation prompts need.
+    assert bpe.eos_token_id in bpe.encode("a<|endoftext|>b")
+
+
+def test_bpe_training_is_repeatable_and_learns_from_its_texts(bpe):
+    assert train_bpe(iter(TEXTS), 600).get_vocab() == bpe.get_vocab()
+    assert train_bpe(TEXTS[:5], 600).get_vocab() != bpe.get_vocab()
+    lengths = {size: sum(map(len, encode_texts(train_bpe(TEXTS, size), TEXTS))) for size in (300, 600, 1200)}
+    assert lengths[1200] < lengths[600] < lengths[300] < sum(len(text.encode()) for text in TEXTS)
+
+
+def test_bpe_vocabulary_sizes():
+    assert len(train_bpe(TEXTS, 258)) == 258  # bytes and special tokens only
+    assert len(train_bpe(["abab"], 5000)) < 300  # a small corpus gives fewer entries than asked
+    assert len(train_bpe(TEXTS, 400, pad_token="<|endoftext|>")) == 400
+    with pytest.raises(UserError, match="--vocab_size is 257; byte-level BPE needs at least 258"):
+        train_bpe(TEXTS, 257)
+
+
+def test_characters(tmp_path):
+    tokenizer = build_character_tokenizer(["baça", "<é>\n"], pad_token="<PAD>", unk_token="<UNK>")
+    assert tokenizer.convert_ids_to_tokens(range(len(tokenizer))) == [
+        "<|endoftext|>", "<PAD>", "<UNK>", "\n", "<", ">", "a", "b", "ç", "é",
+    ]  # fmt: skip
+    tokenizer.save_pretrained(tmp_path)
+    loaded = AutoTokenizer.from_pretrained(tmp_path)
+    assert (loaded.pad_token, loaded.unk_token, loaded.eos_token) == ("<PAD>", "<UNK>", "<|endoftext|>")
+    (ids,) = encode_texts(loaded, ["aça\nbz"])
+    assert loaded.convert_ids_to_tokens(ids) == ["a", "ç", "a", "\n", "b", "<UNK>"]
+    assert loaded.decode(encode_texts(loaded, ["<é>\n\nab ".replace(" ", "")])[0]) == "<é>\n\nab"
+
+
+def test_unknown_characters_are_refused_without_a_token_for_them():
+    tokenizer = make_tokenizer("characters", ["abc"], unk_token="none")
+    assert tokenizer.unk_token is None
+    assert encode_texts(tokenizer, ["cab"])[0].shape == (3,)
+    with pytest.raises(UserError, match=r"the characters \['x', 'z'\] are not in the vocabulary"):
+        encode_texts(tokenizer, ["abc", "xaz"])
+    with pytest.raises(UserError, match="the special token 'a' is a character of the corpus"):
+        build_character_tokenizer(["abc"], pad_token="a")
+
+
+def test_ready_tokenizers(bpe, tmp_path):
+    bpe.pad_token = None
+    try:
+        bpe.save_pretrained(tmp_path / "no-pad")
+    finally:
+        bpe.pad_token = "<|pad|>"
+    loaded = load_tokenizer(str(tmp_path / "no-pad"))
+    assert loaded.pad_token == loaded.eos_token and len(loaded) == len(bpe)
+    with pytest.raises(UserError, match="is not 'bpe' or 'characters', and cannot be loaded"):
+        load_tokenizer(str(tmp_path / "missing"))
+    bpe.eos_token, kept = None, bpe.eos_token
+    try:
+        bpe.save_pretrained(tmp_path / "no-eos")
+    finally:
+        bpe.eos_token = kept
+    with pytest.raises(UserError, match="it has no end-of-text token"):
+        load_tokenizer(str(tmp_path / "no-eos"))
+
+
+@pytest.mark.skipif(not (DATA / "carolina").is_dir(), reason=f"no Carolina shards under {DATA} (HF_INFINI_DATA)")
+def test_round_trip_of_a_real_shard():
+    shard = min((DATA / "carolina").rglob("*.xml.gz"), key=lambda path: path.stat().st_size)
+    texts = [document.text for document in iterate_documents(str(shard))][:1500]
+    tokenizer = train_bpe(texts[::3], 8000)
+    encoded = encode_texts(tokenizer, texts)
+    assert tokenizer.batch_decode(encoded) == texts
+    # Portuguese prose takes 3 to 4 characters a token at this size; 2 would mean that the merges are not used.
+    assert sum(map(len, texts)) / sum(map(len, encoded)) > 2.5

@@ -1,0 +1,195 @@
+"""The evaluation recipe: train.py's number again, any length in chunks, documents of every length, clear refusals."""
+
+import json
+import math
+import shutil
+
+import pytest
+import torch
+from datasets import load_from_disk
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from cli import parse_options
+from running import CONTEXT, infini_options, load_recipe, prepared_data, recipe, result, run, self_options, straight_run
+
+evaluate_model = load_recipe("evaluate_model")
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return tmp_path_factory.getbasetemp()
+
+
+@pytest.fixture(scope="module")
+def model_and_data(base):
+    return straight_run(base), prepared_data(base)
+
+
+def evaluate(tmp_path, *options) -> dict:
+    """Runs the recipe in this process and returns its JSON."""
+    evaluate_model.main([*map(str, options), "--device", "cpu", "--out", str(tmp_path / "evaluation")])
+    return json.loads((tmp_path / "evaluation.json").read_text(encoding="utf-8"))
+
+
+def naive_cross_entropy(folder, rows) -> tuple[float, int]:
+    """Over all tokens but each row's first and the special ones, and how many that are."""
+    model, losses = AutoModelForCausalLM.from_pretrained(folder).eval(), []
+    special = AutoTokenizer.from_pretrained(folder).all_special_ids
+    for row in rows:
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([row]), use_cache=False).logits[0, :-1].double()
+        found = (-logits.log_softmax(-1)).gather(-1, torch.tensor(row[1:])[:, None])[:, 0].tolist()
+        losses += [loss for loss, token in zip(found, row[1:], strict=True) if token not in special]
+    return math.fsum(losses) / len(losses), len(losses)
+
+
+def tokens_of(folder, text: str) -> list[int]:
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    return tokenizer(text, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
+
+
+def documents(data) -> list[str]:
+    lines = (data / "validation_documents.jsonl").read_text(encoding="utf-8").split("\n")
+    return [json.loads(line)["text"] for line in lines if line]
+
+
+def test_the_prepared_rows_give_train_s_number(model_and_data, base):
+    folder, data = model_and_data
+    done = run(*recipe("evaluate_model"), "--model", folder, "--data", data, "--device", "cpu", "--out", base / "again")
+    found = json.loads((base / "again.json").read_text(encoding="utf-8"))
+    assert found["tokens"] == result(folder)["validation_tokens"]
+    # The rows are in batches of another size, so float32 products are summed in another order
+    assert found["cross_entropy"] == pytest.approx(result(folder)["cross_entropy"], rel=1e-5)
+    assert sum(row["tokens"] for row in found["by_position"]) == found["tokens"]
+    assert [row["first"] for row in found["by_position"]] == [1, 2, 4, 8, 16, 32]
+    total = sum(row["cross_entropy"] * row["tokens"] for row in found["by_position"])
+    assert total / found["tokens"] == pytest.approx(found["cross_entropy"], rel=1e-9)
+    last_line = done.stdout.splitlines()[-1].split()
+    assert last_line[0] == "all" and float(last_line[-1]) == pytest.approx(found["perplexity"], abs=0.006)  # 2 decimals
+    assert (base / "again.png").read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.parametrize("chunk", [1000, 50])
+def test_joined_documents_far_beyond_the_trained_context(model_and_data, tmp_path, chunk):
+    folder, data = model_and_data
+    length = 8 * CONTEXT
+    found = evaluate(tmp_path, "--model", folder, "--data", data, "--length", length, "--chunk", chunk)
+    stream = [token for text in documents(data) for token in tokens_of(folder, text)]
+    rows = [stream[start : start + length] for start in range(0, len(stream), length)]
+    expected, tokens = naive_cross_entropy(folder, [row for row in rows if len(row) > 1])
+    assert found["tokens"] == tokens and found["length"] == length and found["complete_rows"] == len(stream) // length
+    assert found["cross_entropy"] == pytest.approx(expected, rel=1e-5)  # float32 sums in another order
+    assert found["by_position"][-1]["first"] == length // 2
+
+
+def test_a_row_for_each_document(model_and_data, tmp_path):
+    folder, data = model_and_data
+    texts = ["First a text of one line.", "kurz", "O that this too too solid flesh would melt, " * 9]
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"body": text}) + "\n" for text in texts))
+    options = ["--text", tmp_path / "texts.jsonl", "--text_field", "body", "--join", "false", "--batch_size", "2"]
+    found = evaluate(tmp_path, "--model", folder, *options, "--length", 100, "--min_characters", 10)
+    expected, tokens = naive_cross_entropy(folder, [tokens_of(folder, text)[:100] for text in (texts[0], texts[2])])
+    assert (found["rows"], found["complete_rows"], found["tokens"]) == (2, 1, tokens)
+    assert found["cross_entropy"] == pytest.approx(expected, rel=1e-5)  # float32 sums in another order
+
+
+def test_a_text_file_and_max_tokens(model_and_data, tmp_path):
+    folder, data = model_and_data
+    (tmp_path / "text.txt").write_text(documents(data)[0])
+    row = tokens_of(folder, documents(data)[0])
+    found = evaluate(tmp_path, "--model", folder, "--text", tmp_path / "text.txt", "--length", 30, "--max_tokens", 40)
+    expected, tokens = naive_cross_entropy(folder, [row[:30], row[30:60]])
+    assert found["tokens"] == tokens == 58
+    assert found["cross_entropy"] == pytest.approx(expected, rel=1e-5)  # float32 sums in another order
+
+
+def test_absolute_positions_end_with_a_remedy(base, tmp_path, capsys):
+    data = prepared_data(base)
+    out = base / "learned"
+    load_recipe("train").main([*map(str, self_options(data)), "--max_steps", "1", "--out", str(out)])
+    with pytest.raises(SystemExit) as stopped:
+        evaluate(tmp_path, "--model", out, "--data", data, "--length", CONTEXT + 1)
+    error = capsys.readouterr().err
+    assert stopped.value.code == 1 and f"{CONTEXT + 1} tokens, but this model has {CONTEXT}" in error
+    assert "--position_encoding rope" in error and not (tmp_path / "evaluation.json").exists()
+    assert evaluate(tmp_path, "--model", out, "--data", data, "--length", CONTEXT)["length"] == CONTEXT
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "exactly one of --data and --text"),
+        (["--data", "x", "--text", "y"], "exactly one of --data and --text"),
+        (["--data", "nowhere"], "no manifest.json"),
+        (["--text", "nowhere.txt"], "no file nowhere.txt"),
+        (["--text", __file__, "--length", "1"], "--length must be at least 2"),
+        (["--text", __file__, "--model", "nowhere"], "cannot load nowhere"),
+    ],
+)
+def test_user_errors(options, message, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        evaluate_model.main(["--model", "m", *options])
+    assert stopped.value.code == 1 and message in capsys.readouterr().err
+
+
+def test_the_test_split(model_and_data, base, tmp_path):
+    folder, data = tmp_path / "model", tmp_path / "data"
+    shutil.copytree(model_and_data[0], folder, ignore=shutil.ignore_patterns("checkpoint-*"))
+    options = ["--source", base / "train_data" / "text.jsonl", "--tokenizer", model_and_data[1] / "tokenizer"]
+    run(*recipe("prepare"), *options, "--context", CONTEXT, "--validation", 0.1, "--test", 0.1, "--out", data)
+    found = {}
+    for split in ("validation", "test"):
+        evaluate_model.main(["--model", str(folder), "--data", str(data), "--split", split, "--device", "cpu"])
+        name = {"validation": "evaluation", "test": "evaluation_test"}[split]
+        found[split] = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
+        expected, tokens = naive_cross_entropy(folder, load_from_disk(str(data / split))["input_ids"])
+        assert found[split]["split"] == split and found[split]["tokens"] == tokens
+        assert found[split]["cross_entropy"] == pytest.approx(expected, rel=1e-5)  # float32 sums in another order
+    assert found["test"]["cross_entropy"] != found["validation"]["cross_entropy"]
+    assert found["test"]["data_fingerprint"] == found["validation"]["data_fingerprint"] != result(folder)["data_fingerprint"]
+    text = evaluate(tmp_path, "--model", folder, "--data", data, "--split", "test", "--length", 200)
+    lines = [line for line in (data / "test_documents.jsonl").read_text(encoding="utf-8").split("\n") if line]
+    stream = [token for line in lines for token in tokens_of(folder, json.loads(line)["text"])]
+    rows = [stream[start : start + 200] for start in range(0, len(stream), 200)]
+    assert text["tokens"] == naive_cross_entropy(folder, [row for row in rows if len(row) > 1])[1]
+
+
+def test_documents_kept_apart_and_labels_give_train_s_number(base, tmp_path):
+    """A model that was trained with separate documents, and rows of which only some tokens are learned."""
+    data = tmp_path / "data"
+    shutil.copytree(prepared_data(base), data, ignore=shutil.ignore_patterns("validation"))
+    rows = load_from_disk(str(prepared_data(base) / "validation"))
+    labels = [[token if place % 3 else -100 for place, token in enumerate(row)] for row in rows["input_ids"]]
+    rows.add_column("labels", labels).save_to_disk(str(data / "validation"))
+    options = [*infini_options(data), "--epochs", 0.2, "--separate_documents", "true", "--out", tmp_path / "run"]
+    run(*recipe("train"), *options)
+    options, expected = ["--model", tmp_path / "run", "--data", data], result(tmp_path / "run")
+    found = evaluate(tmp_path, *options, "--separate_documents", "true")
+    assert found["tokens"] == expected["validation_tokens"] < len(rows) * CONTEXT * 0.7
+    assert found["cross_entropy"] == pytest.approx(expected["cross_entropy"], rel=1e-5)  # batches of another size
+    assert abs(evaluate(tmp_path, *options)["cross_entropy"] / expected["cross_entropy"] - 1) > 1e-4
+
+
+def test_a_folder_without_a_test_split(model_and_data, tmp_path, capsys):
+    folder, data = model_and_data
+    for options, message in (
+        (["--data", data], f"--split test: {data} has no test rows; prepare it again with --test SHARE"),
+        (["--text", __file__], "--split test chooses among the rows of --data, and --text has none"),
+    ):
+        with pytest.raises(SystemExit):
+            evaluate(tmp_path, "--model", folder, "--split", "test", *options)
+        assert message in capsys.readouterr().err
+
+
+def test_documents_too_short(model_and_data, tmp_path, capsys):
+    folder, data = model_and_data
+    with pytest.raises(SystemExit):
+        evaluate(tmp_path, "--model", folder, "--data", data, "--length", 64, "--min_characters", 10**9)
+    assert "no document of at least --min_characters 1000000000" in capsys.readouterr().err
+
+
+def test_the_commands_of_the_docstring_are_parsed():
+    commands = [line.split() for line in evaluate_model.__doc__.splitlines() if line.startswith("    python ")]
+    assert len(commands) == 8
+    for command in commands:
+        parse_options(evaluate_model.Options, description="", argv=command[2:])

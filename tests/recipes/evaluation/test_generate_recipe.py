@@ -1,0 +1,130 @@
+"""The generation recipe: only the text on standard output, chunks and padding that change nothing, clear refusals."""
+
+import io
+import shlex
+import sys
+
+import pytest
+
+from cli import parse_options
+from running import continuations, greedy, load_recipe, recipe, run, sample_text, straight_run, trained
+
+generate = load_recipe("generate")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return straight_run(tmp_path_factory.getbasetemp())
+
+
+@pytest.fixture(scope="module")
+def long_prompt() -> str:
+    return sample_text()[:700]  # eleven times the context that the model was trained with
+
+
+def test_standard_output_is_the_text_alone(model, tmp_path, long_prompt):
+    (tmp_path / "prompt.txt").write_text(long_prompt, encoding="utf-8")
+    options = ["--model", model, "--prompt_file", tmp_path / "prompt.txt", "--chunk", 100, "--max_new_tokens", 12]
+    done = run(*recipe("generate"), *options, "--device", "cpu")
+    assert done.stdout == greedy(model, long_prompt, 12) + "\n"
+    assert "reading 700 tokens" in done.stderr
+
+
+@pytest.mark.parametrize("chunk", [1, 33, 699, 4096])
+def test_any_chunk_reads_the_same_prompt(model, capsys, long_prompt, chunk):
+    prompt = long_prompt[:200] if chunk == 1 else long_prompt
+    [found] = continuations(capsys, "--model", model, "--prompt", prompt, "--chunk", chunk, "--max_new_tokens", 8)
+    assert found == {"prompt": prompt, "text": greedy(model, prompt, 8), "new_tokens": found["new_tokens"]}
+    assert found["new_tokens"] == 8 or found["text"] == ""
+
+
+@pytest.mark.parametrize("chunk", [20, 4096])
+def test_a_padded_batch_is_the_prompts_one_by_one(model, capsys, long_prompt, chunk):
+    prompts = [long_prompt[:90], long_prompt[300:307], long_prompt[100:150]]
+    found = continuations(capsys, "--model", model, "--prompt", *prompts, "--chunk", chunk, "--max_new_tokens", 8)
+    assert [row["text"] for row in found] == [greedy(model, prompt, 8) for prompt in prompts]
+
+
+@pytest.mark.parametrize("kind", ["global", "local", "infini", "none"])
+def test_every_kind_of_attention_reads_in_chunks(kind, tmp_path_factory, capsys, long_prompt):
+    folder = trained(tmp_path_factory.getbasetemp(), kind)
+    length = 50 if kind == "infini" else 150  # that one has learned positions, 64 of them
+    prompts = [long_prompt[:length], long_prompt[300:307]]
+    expected = [greedy(folder, prompt, 8) for prompt in prompts]
+    for chunk in (7, 4096):
+        found = continuations(capsys, "--model", folder, "--prompt", *prompts, "--chunk", chunk, "--max_new_tokens", 8)
+        assert [row["text"] for row in found] == expected
+
+
+def test_learned_positions_end(tmp_path_factory, capsys, long_prompt):
+    folder = trained(tmp_path_factory.getbasetemp(), "infini")
+    with pytest.raises(SystemExit):
+        continuations(capsys, "--model", folder, "--prompt", long_prompt[:60], "--max_new_tokens", 5)
+    assert "65 tokens, but this model has 64 learned positions" in capsys.readouterr().err
+
+
+def test_beams_and_samples_go_on_from_a_prompt_in_chunks(model, capsys, long_prompt):
+    common = ["--model", model, "--prompt", long_prompt[:90], long_prompt[90:150], "--max_new_tokens", 8]
+    for kind in (["--num_beams", 3, "--num_return_sequences", 2], ["--do_sample", "true", "--num_return_sequences", 2]):
+        whole = continuations(capsys, *common, *kind)
+        pieces = continuations(capsys, *common, *kind, "--chunk", 25)
+        assert len(whole) == 4 and whole == pieces
+
+
+def test_the_seed_decides(model, capsys, long_prompt):
+    options = ["--model", model, "--prompt", long_prompt[:40], "--do_sample", "true", "--temperature", 1.5]
+    first, again, other = (continuations(capsys, *options, "--seed", seed) for seed in (1, 1, 2))
+    assert first == again != other
+    # Among the single likeliest token there is nothing to draw
+    [only] = continuations(capsys, *options, "--top_k", 1, "--max_new_tokens", 8)
+    assert only["text"] == greedy(model, long_prompt[:40], 8)
+
+
+def test_prompts_from_standard_input_and_echo(model, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"the king\n\nand so\n")))
+    common = ["--model", str(model), "--device", "cpu", "--max_new_tokens", "4", "--echo", "true"]
+    generate.main([*common, "--lines", "true"])
+    expected = [prompt + greedy(model, prompt, 4) for prompt in ("the king", "and so")]
+    assert capsys.readouterr().out == "\n".join(expected) + "\n"
+    generate.main([*common, "--prompt", "the king"])  # the streamed way
+    assert capsys.readouterr().out == expected[0] + "\n"
+
+
+def test_an_empty_prompt_begins_a_text(model, capsys):
+    [found] = continuations(capsys, "--model", model, "--prompt", "", "--max_new_tokens", 5)
+    assert found["prompt"] == "" and found["new_tokens"] >= 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--top_k", "5"], "--top_k has no effect on greedy and beam search"),
+        (["--do_sample", "true", "--top_p", "1.5"], "--top_p must be greater than 0 and at most 1, got 1.5"),
+        (["--do_sample", "true", "--temperature", "0"], "--temperature must be greater than 0, got 0"),
+        (["--num_return_sequences", "2"], "needs as many beams"),
+        (["--max_new_tokens", "0"], "--max_new_tokens must be greater than 0"),
+        (["--prompt_file", "x"], "not both"),
+        (["--lines", "true"], "--lines is for"),
+    ],
+)
+def test_user_errors(options, message, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        generate.main(["--model", "m", "--prompt", "a", *options])
+    assert stopped.value.code == 1 and message in capsys.readouterr().err
+
+
+def test_missing_files(tmp_path, capsys):
+    for options, message in (
+        (["--model", "nowhere", "--prompt", "a"], "cannot load nowhere"),
+        (["--model", "m", "--prompt_file", str(tmp_path / "none.txt")], "none.txt"),
+    ):
+        with pytest.raises(SystemExit) as stopped:
+            generate.main(options)
+        assert stopped.value.code == 1 and message in capsys.readouterr().err
+
+
+def test_the_commands_of_the_docstring_are_parsed():
+    lines = [line.split("| ")[-1].strip() for line in generate.__doc__.splitlines() if line.startswith("    ")]
+    assert len(lines) == 5
+    for line in lines:
+        parse_options(generate.Options, description="", argv=shlex.split(line)[2:])

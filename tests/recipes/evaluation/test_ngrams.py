@@ -1,0 +1,205 @@
+"""N-gram counts, entropies and smoothing against dictionaries and closed forms; the recipe on a folder really prepared."""
+
+import json
+import math
+import os
+import shlex
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pytest
+
+from cli import parse_options
+from evaluation import ngrams
+from running import load_recipe
+
+ROOT = Path(__file__).parents[3]
+ngram_baseline = load_recipe("ngram_baseline")
+VOCABULARY = 7
+
+
+def random_rows(count: int, length: int, seed: int) -> np.ndarray:
+    """Rows in which the next token depends on the last two, so that every order has something to learn."""
+    draw = np.random.default_rng(seed)
+    rows = draw.integers(0, VOCABULARY - 1, (count, length))  # the last token of the vocabulary never occurs
+    follow = draw.random((count, length)) < 0.5
+    for column in range(2, length):
+        rows[:, column] = np.where(follow[:, column], (rows[:, column - 2] + rows[:, column - 1]) % 5, rows[:, column])
+    return rows
+
+
+def windows(rows, order: int) -> Counter:
+    return Counter(tuple(row[i : i + order + 1]) for row in rows.tolist() for i in range(len(row) - order))
+
+
+def brute_force(tables: list[Counter], alphas, window: tuple, left_out=0) -> float:
+    """p_k of the module's docstring, from dictionaries."""
+    if not tables:
+        return 1 / VOCABULARY
+    *below, table = tables
+    total = sum(count for seen, count in table.items() if seen[:-1] == window[:-1])
+    lower = brute_force(below, alphas, window[1:], left_out)
+    return (table[window] - left_out + alphas[len(below)] * lower) / (total - left_out + alphas[len(below)])
+
+
+@pytest.mark.parametrize("order", [0, 1, 2, 3])
+def test_counts_and_entropy_of_a_dictionary(order):
+    rows = random_rows(30, 12, seed=order)
+    expected, found = windows(rows, order), ngrams.count_ngrams(rows, order, VOCABULARY)
+    digits = [[int(code) // VOCABULARY**place % VOCABULARY for place in range(order, -1, -1)] for code in found.codes]
+    assert dict(zip(map(tuple, digits), found.counts.tolist(), strict=True)) == expected
+    contexts = Counter()
+    for window, count in expected.items():
+        contexts[window[:-1]] += count
+    assert sorted(found.totals.tolist()) == sorted(contexts.values()) and len(found.contexts) == len(contexts)
+    total = sum(expected.values())
+    entropy = -sum(count / total * math.log(count / contexts[window[:-1]]) for window, count in expected.items())
+    assert ngrams.conditional_entropy(found) == pytest.approx(entropy, rel=1e-12)  # float64 sums in another order
+
+
+def test_entropies_in_closed_form():
+    cycle = np.arange(20)[None, :] % 4  # the next token is certain; alone, each of the four is as likely
+    assert ngrams.conditional_entropy(ngrams.count_ngrams(cycle, 0, 4)) == pytest.approx(math.log(4), rel=1e-12)
+    assert ngrams.conditional_entropy(ngrams.count_ngrams(cycle, 1, 4)) == 0
+    coins = np.array([[a, b, c] for a in (0, 1) for b in (0, 1) for c in (0, 1)])  # every order is one bit
+    for order in range(3):
+        assert ngrams.conditional_entropy(ngrams.count_ngrams(coins, order, 2)) == pytest.approx(math.log(2), rel=1e-12)
+    # After 0: a third 0, two thirds 1; after 1: always 1. No pair crosses from a row into the next.
+    rows = np.array([[0, 0], [0, 1], [0, 1], [1, 1]])
+    third = -(math.log(1 / 3) + 2 * math.log(2 / 3)) / 3
+    assert ngrams.conditional_entropy(ngrams.count_ngrams(rows, 1, 2)) == pytest.approx(0.75 * third, rel=1e-12)
+
+
+@pytest.mark.parametrize("order", [0, 1, 2, 3])
+def test_held_out_loss_of_a_dictionary(order):
+    train, held_out = random_rows(8, 9, seed=1), random_rows(25, 9, seed=2)
+    held_out[0, 4] = VOCABULARY - 1  # a token that training never had
+    alphas = [0.5, 3.0, 0.25, 8.0][: order + 1]
+    tables = [ngrams.count_ngrams(train, k, VOCABULARY) for k in range(order + 1)]
+    counted = [windows(train, k) for k in range(order + 1)]
+    expected = 0.0
+    for row in held_out.tolist():
+        for place in range(1, len(row)):  # a row's first token is predicted by no model
+            k = min(place, order)
+            expected -= math.log(brute_force(counted[: k + 1], alphas, tuple(row[place - k : place + 1])))
+    loss, tokens = ngrams.held_out_loss(tables, alphas, held_out)
+    assert tokens == 25 * 8 and loss == pytest.approx(expected, rel=1e-10)  # float64 sums in another order
+    of_two = sum(
+        -math.log(brute_force(counted[: min(place, order) + 1], alphas, tuple(row[place - min(place, order) : place + 1])))
+        for row in held_out.tolist()
+        for place in range(1, len(row))
+        if row[place] in (0, 3)
+    )
+    loss, tokens = ngrams.held_out_loss(tables, alphas, held_out, ignored=[0, 3])
+    assert tokens == int((~np.isin(held_out[:, 1:], [0, 3])).sum()) and loss == pytest.approx(expected - of_two, rel=1e-10)
+
+
+def test_probabilities_sum_to_one_also_after_an_unseen_context():
+    train = random_rows(5, 8, seed=3)
+    tables = [ngrams.count_ngrams(train, order, VOCABULARY) for order in range(3)]
+    codes = np.arange(VOCABULARY**3)
+    found = ngrams.probabilities(tables, [1.0, 2.0, 4.0], codes).reshape(-1, VOCABULARY)
+    assert found.min() > 0 and np.abs(found.sum(1) - 1).max() < 1e-12  # seven float64 numbers
+    unseen = VOCABULARY * (VOCABULARY - 1) + 2  # after a token that never occurs, 2 is as likely as without context
+    below = ngrams.probabilities(tables[:1], [1.0], np.array([2]))
+    assert ngrams.probabilities(tables[:2], [1.0, 2.0], np.array([unseen])) == below
+
+
+def test_alphas_are_the_likeliest_when_each_token_is_left_out():
+    train = random_rows(12, 10, seed=4)
+    tables = [ngrams.count_ngrams(train, order, VOCABULARY) for order in range(3)]
+    counted = [windows(train, order) for order in range(3)]
+    expected = []
+    for order in range(3):
+        def loss(alpha, order=order, chosen=tuple(expected)):
+            tables, alphas = counted[: order + 1], [*chosen, alpha]
+            return -sum(n * math.log(brute_force(tables, alphas, w, left_out=1)) for w, n in counted[order].items())
+
+        expected.append(min(ngrams.ALPHAS, key=loss))
+    assert ngrams.choose_alphas(tables) == expected
+    assert len(set(expected)) > 1  # otherwise one α for all orders would do
+
+
+def test_what_cannot_be_counted_is_refused():
+    with pytest.raises(ValueError, match="do not fit into 63 bits"):
+        ngrams.count_ngrams(np.zeros((1, 9), dtype=int), 4, 50_257)
+    with pytest.raises(ValueError, match="token numbers go from 0 to 9"):
+        ngrams.count_ngrams(np.arange(10)[None, :], 1, 9)
+    with pytest.raises(ValueError, match="no window of 3 tokens"):
+        ngrams.conditional_entropy(ngrams.count_ngrams(np.zeros((4, 2), dtype=int), 2, 9))
+
+
+# --- the recipe -------------------------------------------------------------------------------------------------------
+
+
+def run(name: str, *arguments) -> subprocess.CompletedProcess:
+    command = [sys.executable, ROOT / "recipes" / f"{name}.py", *arguments]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    return subprocess.run(list(map(str, command)), capture_output=True, text=True, env=environment)
+
+
+def fails(capsys, *arguments) -> str:
+    """Runs the recipe in this process, which must end with status 1, and returns what it said."""
+    with pytest.raises(SystemExit) as stopped:
+        ngram_baseline.main(list(map(str, arguments)))
+    assert stopped.value.code == 1
+    return capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    out = tmp_path_factory.mktemp("ngrams") / "data"
+    options = ["--biographies", 12, "--tokenizer", "characters", "--context", 40, "--split_by", "block"]
+    done = run("prepare", "--source", "biographies", *options, "--test", 0.01, "--validation", 0.01, "--out", out)
+    assert done.returncode == 0, done.stderr
+    return out
+
+
+def test_the_recipe_writes_what_a_dictionary_counts(data, tmp_path):
+    out = tmp_path / "deep" / "ngrams.json"
+    done = run("ngram_baseline", "--data", data, "--split", "test", "--orders", 2, 0, "--out", out)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(out.read_text(encoding="utf-8"))
+    rows = {name: np.array(datasets.load_from_disk(str(data / name))["input_ids"]) for name in ("train", "test")}
+    assert [(row["order"], row["name"]) for row in found["orders"]] == [(0, "unigram"), (2, "trigram")]
+    assert found["split"] == "test"
+    assert found["training_tokens"] == rows["train"].size
+    counts = np.unique(rows["train"], return_counts=True)[1] / rows["train"].size
+    assert found["orders"][0]["entropy"] == pytest.approx(-(counts * np.log(counts)).sum(), rel=1e-12)  # another order
+    for row in found["orders"]:
+        assert row["tokens"] == rows["test"].shape[0] * 39  # as many as a model predicts: all but each row's first
+        assert row["perplexity"] == pytest.approx(math.exp(row["cross_entropy"]), rel=1e-12)
+    assert found["orders"][1]["cross_entropy"] < found["orders"][0]["cross_entropy"] < math.log(found["vocabulary"])
+    lines = done.stdout.splitlines()
+    assert len(lines) == 3 and f"{found['orders'][1]['cross_entropy']:.4f}" in lines[2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--orders", "0", "9"], "--orders 0 9: give one or more numbers from 0 to 5"),
+        (["--out", "ngrams"], "give a file that ends in .json"),
+        (["--data", "nowhere"], "nowhere has no manifest.json"),
+    ],
+)
+def test_user_errors(data, tmp_path, capsys, arguments, message):
+    assert message in fails(capsys, "--data", data, "--out", tmp_path / "x.json", *arguments)
+
+
+def test_a_folder_without_a_test_split(data, tmp_path, capsys):
+    manifest = json.loads((data / "manifest.json").read_text())
+    del manifest["splits"]["test"]
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    error = fails(capsys, "--data", tmp_path, "--split", "test", "--out", tmp_path / "x.json")
+    assert "has no such rows; prepare it with --test SHARE" in error
+
+
+def test_the_commands_of_the_docstring_are_parsed():
+    commands = [line for line in ngram_baseline.__doc__.splitlines() if line.startswith("    python ")]
+    assert len(commands) == 2
+    for command in commands:
+        parse_options(ngram_baseline.Options, description="", argv=shlex.split(command)[2:])

@@ -1,0 +1,240 @@
+"""The prepare_recall recipe: a folder that train.py reads, labels on the answers alone, runs that repeat and resume."""
+
+import functools
+import hashlib
+import json
+import random
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from datasets import Features, List, Value, load_from_disk
+from transformers import AutoTokenizer
+
+from cli import parse_options
+from corpora.biographies import biography_documents
+from recall.rows import deal_kinds, read_mix
+from running import SIZES, kill_when, load_recipe, recipe, run
+
+prepare_recall = load_recipe("prepare_recall")
+CONTEXT = 512
+MIX = ["--mix", "passkey=0.25", "facts=0.5", "text=0.25"]
+OPTIONS = ["--context", CONTEXT, "--rows", 80, "--validation_rows", 12, *MIX, "--questions", 3]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("prepare_recall")
+
+
+@functools.cache
+def source(base: Path) -> Path:
+    """A folder by recipes/prepare.py: articles of several hundred tokens, BPE."""
+    rows = [json.dumps({"id": d.id, "text": d.text}) + "\n" for d in biography_documents(40, seed=9, distance=1500)]
+    (base / "text.jsonl").write_text("".join(rows), encoding="utf-8")
+    options = ["--source", base / "text.jsonl", "--vocab_size", 600, "--context", 128, "--validation", 0.1]
+    run(*recipe("prepare"), *options, "--out", base / "source")
+    return base / "source"
+
+
+@functools.cache
+def prepared(base: Path) -> Path:
+    run(*recipe("prepare_recall"), "--data", source(base), *OPTIONS, "--out", base / "recall")
+    return base / "recall"
+
+
+def manifest_of(folder: Path) -> dict:
+    return json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+
+
+def prepare(out: Path, base: Path, *options) -> dict:
+    """Runs the recipe in this process and returns its manifest."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["prepare_recall.py", "--data", str(source(base)), *map(str, options), "--out", str(out)])
+        prepare_recall.main()
+    return manifest_of(out)
+
+
+def rows_of(folder: Path, split: str) -> tuple[np.ndarray, np.ndarray]:
+    rows = load_from_disk(str(folder / split)).with_format("numpy")
+    return rows["input_ids"][:], rows["labels"][:]
+
+
+def learned_words(tokenizer, ids, labels) -> list[str]:
+    """The text of each stretch of labels."""
+    counted = np.flatnonzero(labels != -100)
+    return [tokenizer.decode(ids[part]) for part in np.split(counted, np.flatnonzero(np.diff(counted) > 1) + 1)]
+
+
+def test_rows_labels_and_manifest(base):
+    folder, data = prepared(base), source(base)
+    manifest, tokenizer = manifest_of(folder), AutoTokenizer.from_pretrained(folder / "tokenizer")
+    assert tokenizer.get_vocab() == AutoTokenizer.from_pretrained(data / "tokenizer").get_vocab()
+    column = List(Value("int32"), length=CONTEXT)
+    for split, count in (("train", 80), ("validation", 12)):
+        assert load_from_disk(str(folder / split)).features == Features({"input_ids": column, "labels": column})
+        ids, labels = rows_of(folder, split)
+        assert ids.shape == labels.shape == (count, CONTEXT)
+        assert ((labels == ids) | (labels == -100)).all()
+        record = manifest["splits"][split]
+        digest = b"".join(part[:512].astype("<i4").tobytes() for part in (ids, labels))  # batches of 512 rows
+        assert record["sha256"] == hashlib.sha256(digest).hexdigest()
+        assert (record["blocks"], record["tokens"]) == (count, count * CONTEXT)
+        assert record["rows_by_kind"] == {"passkey": count // 4, "facts": count // 2, "text": count // 4}
+        kinds = {"passkey": 0, "facts": 0, "text": 0}
+        blocks = load_from_disk(str(data / split)).with_format("numpy")["input_ids"][:].reshape(-1)
+        blocks = {tuple(block) for block in blocks[: len(blocks) // CONTEXT * CONTEXT].reshape(-1, CONTEXT)}
+        for row, wanted in zip(ids, labels, strict=True):
+            text, words = tokenizer.decode(row), learned_words(tokenizer, row, wanted)
+            if (wanted == row).all():
+                kinds["text"] += 1
+                assert tuple(row) in blocks
+            elif re.fullmatch(r" \d{5}", words[-1]) and len(set(words)) == 1:
+                kinds["passkey"] += 1
+                assert len(words) == 3 and text.count(words[0]) == 5 and text.endswith(f"secreto é{words[0]}")
+            else:
+                kinds["facts"] += 1
+                name = re.match(r"\n\n(.+)\n", text)[1]
+                for word in words:
+                    (question,) = re.findall(rf"\n[^\n]*{re.escape(name)}[^\n.]*{re.escape(word)}\.\n?", text)
+                    assert len(question) < 200 and text.index(word) < text.index(question)
+        assert kinds == record["rows_by_kind"]
+    text = (folder / "validation_documents.jsonl").read_text(encoding="utf-8")
+    assert text == (data / "validation_documents.jsonl").read_text(encoding="utf-8")
+
+
+def test_people_and_numbers_are_the_split_s_own(base):
+    folder = prepared(base)
+    tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
+    names, numbers = {}, {}
+    for split in ("train", "validation"):
+        texts = [tokenizer.decode(row) for row in rows_of(folder, split)[0]]
+        names[split] = {match[1] for text in texts if (match := re.match(r"\n\n(.+)\n", text))}
+        numbers[split] = {match[1] for text in texts if (match := re.search(r"número secreto é (\d{5})$", text))}
+    assert len(names["train"]) == 40 and len(names["validation"]) == 6 and not names["train"] & names["validation"]
+    assert len(numbers["train"]) == 20 and not numbers["train"] & numbers["validation"]
+
+
+def test_a_run_repeats_and_redoes_what_changed(base, tmp_path):
+    first, again = manifest_of(prepared(base)), prepare(tmp_path / "a", base, *OPTIONS)
+    assert first["splits"] == again["splits"]
+    assert not any(stage["reused"] for stage in again["stages"].values())
+    again = prepare(tmp_path / "a", base, *OPTIONS)
+    assert first["splits"] == again["splits"] and all(stage["reused"] for stage in again["stages"].values())
+    other = prepare(tmp_path / "a", base, *OPTIONS, "--answers_only", "false")
+    assert {name: stage["reused"] for name, stage in other["stages"].items()} == {
+        "tokenizer": True,
+        "train": False,
+        "validation": False,
+    }
+    ids, labels = rows_of(tmp_path / "a", "train")
+    assert (ids == labels).all() and (ids == rows_of(prepared(base), "train")[0]).all()
+    assert sum(other["splits"]["train"]["counted_tokens"].values()) == 80 * CONTEXT
+    seeded = prepare(tmp_path / "a", base, *OPTIONS, "--seed", 1)
+    assert seeded["splits"]["train"]["sha256"] != first["splits"]["train"]["sha256"]
+
+
+def test_text_rows_come_again_only_after_all_others(base, tmp_path):
+    manifest = prepare(tmp_path / "text", base, "--context", 128, "--rows", 700, "--validation_rows", 3, "--mix", "text=1")
+    blocks = manifest_of(source(base))["splits"]["train"]["blocks"]
+    ids, _ = rows_of(tmp_path / "text", "train")
+    counts = np.unique(ids, axis=0, return_counts=True)[1]
+    assert len(counts) == blocks < 700 and counts.max() - counts.min() == 1
+    assert manifest["splits"]["validation"]["rows_by_kind"] == {"text": 3}
+
+
+def test_invented_paragraphs_are_learned_as_a_whole(base, tmp_path):
+    manifest = prepare(tmp_path / "p", base, "--context", 200, "--rows", 9, "--validation_rows", 3, "--mix", "paragraphs=1")
+    assert manifest["splits"]["train"]["counted_tokens"] == {"paragraphs": 9 * 200}
+    ids, labels = rows_of(tmp_path / "p", "train")
+    assert (ids == labels).all() and len(np.unique(ids, axis=0)) == 9
+
+
+def test_drills_make_rows_of_any_length(base, tmp_path):
+    options = ["--context", 256, "--rows", 30, "--validation_rows", 4, "--mix", "codes=0.5", "echo=0.5"]
+    record = prepare(tmp_path / "drills", base, *options)["splits"]["train"]
+    assert record["rows_by_kind"] == {"codes": 15, "echo": 15}
+    # Rows ask until they are full: far more often than the three questions of a passkey row
+    assert all(record["counted_tokens"][kind] > 15 * 20 for kind in ("codes", "echo"))
+    with pytest.raises(SystemExit):
+        prepare(tmp_path / "drills", base, "--context", 16, "--mix", "codes=1")
+
+
+def test_a_killed_run_leaves_nothing_that_looks_finished(base, tmp_path):
+    options = ["--context", 512, "--rows", 2500, "--validation_rows", 4]
+    command = [*recipe("prepare_recall"), "--data", source(base), *options, "--out", tmp_path / "out"]
+    kill_when(lambda: list((tmp_path / "out").glob(".partial-train/stream/*")), *command)
+    assert not (tmp_path / "out" / "manifest.json").exists() and not (tmp_path / "out" / "train").exists()
+    killed = prepare(tmp_path / "out", base, *options)
+    assert killed["stages"]["tokenizer"]["reused"] and not killed["stages"]["train"]["reused"]
+    assert not list((tmp_path / "out").glob(".partial*")) and killed["splits"]["train"]["blocks"] == 2500
+
+
+def test_train_reads_the_folder(base, tmp_path):
+    options = ["--data", prepared(base), *SIZES, "--attention", "infini", "--segment_length", 128]
+    options += ["--position_encoding", "segment", "--batch_size", 4, "--max_steps", 2]
+    options += ["--precision", "float32", "--out", tmp_path / "run"]
+    run(*recipe("train"), *options)
+    result = json.loads((tmp_path / "run" / "result.json").read_text(encoding="utf-8"))
+    # What is judged: labels behind a row's first token (nothing predicts that one), end-of-text tokens not counted
+    ids, labels = (part[:, 1:] for part in rows_of(prepared(base), "validation"))
+    end = AutoTokenizer.from_pretrained(prepared(base) / "tokenizer").eos_token_id
+    assert result["validation_tokens"] == int(((labels != -100) & (ids != end)).sum())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--mix", "facts=0.5"], "the shares sum to 0.5"),
+        (
+            ["--mix", "facts=0.5", "poems=0.5"],
+            "--mix poems=0.5: give a kind (passkey, facts, codes, echo, paragraphs, text)",
+        ),
+        (["--mix", "facts=much"], "--mix facts=much"),
+        (["--mix", "facts=1", "--context", 48], "rows of 48 tokens have no room for a fact"),
+        (["--mix", "passkey=1", "--context", 48], "give a longer --context"),
+        (["--mix", "text=1", "--context", 10**6], "has no row of --context 1,000,000"),
+        (["--rows", 0], "--rows is 0; give 1 or more"),
+    ],
+)
+def test_user_errors(base, tmp_path, options, message, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        prepare(tmp_path / "out", base, *options)
+    assert stopped.value.code == 1 and message in capsys.readouterr().err
+    assert not (tmp_path / "out" / "manifest.json").exists()
+
+
+def test_data_that_cannot_be_used(base, tmp_path, capsys):
+    by_block = shutil.copytree(source(base), tmp_path / "block")
+    manifest = manifest_of(by_block)
+    manifest["options"]["split_by"] = "block"
+    (by_block / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
+    for data, out, message in (
+        (tmp_path / "nowhere", tmp_path / "out", "has no manifest.json"),
+        (by_block, tmp_path / "out", "has no validation documents"),
+        (prepared(base), tmp_path / "out", f"holds recall rows itself; give {source(base)}"),
+        (source(base), source(base), "is --data itself"),
+    ):
+        with pytest.raises(SystemExit), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, "argv", ["prepare_recall.py", "--data", str(data), "--out", str(out)])
+            prepare_recall.main()
+        assert message in capsys.readouterr().err
+    assert (source(base) / "manifest.json").is_file()
+
+
+def test_every_row_is_dealt():
+    shares = read_mix(["passkey=0.3", "text=0.7"])
+    assert shares == {"passkey": 0.3, "facts": 0.0, "codes": 0.0, "echo": 0.0, "paragraphs": 0.0, "text": 0.7}
+    for rows in (1, 2, 3, 7, 10):
+        kinds = deal_kinds(rows, shares, random.Random(0))
+        assert len(kinds) == rows and abs(kinds.count("passkey") - 0.3 * rows) < 1 and "facts" not in kinds
+
+
+def test_the_commands_of_the_docstring_are_parsed():
+    commands = [line.split() for line in prepare_recall.__doc__.splitlines() if line.startswith("    python ")]
+    assert len(commands) == 2
+    for command in commands:
+        parse_options(prepare_recall.Options, description="", argv=command[2:])

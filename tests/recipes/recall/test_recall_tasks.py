@@ -1,0 +1,284 @@
+"""The recall tasks: scores that greedy decoding confirms, memory off, cells that are kept, impossible or guessed."""
+
+import functools
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from cli import UserError
+from corpora.biographies import SENTENCES, biography_documents
+from corpora.tokenization import train_bpe
+from evaluation.inference import switch_memory_off
+from models import causal_mha, gpt2, infini_gpt2, token_ids
+from recall.examples import FACT_NAMES, NEEDLES, QUESTIONS, Example, Question
+from recall.tasks import constant_guesses, score_answers, wilson_interval
+from running import kill_when, load_recipe, recipe
+
+evaluate_model = load_recipe("evaluate_model")
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("recall_tasks")
+
+
+@functools.cache
+def texts(base: Path) -> Path:
+    lines = [json.dumps({"text": document.text}) + "\n" for document in biography_documents(12, seed=9)]
+    (base / "text.jsonl").write_text("".join(lines), encoding="utf-8")
+    return base / "text.jsonl"
+
+
+@functools.cache
+def saved(base: Path, kind: str) -> Path:
+    """A model with random weights and a tokenizer of 600 entries."""
+    if kind == "infini":
+        model = infini_gpt2(segment_length=32, position_encoding="segment", vocab_size=600)
+    else:
+        model = gpt2(vocab_size=600, n_positions=512)
+    model.save_pretrained(base / kind)
+    lines = [json.loads(line)["text"] for line in texts(base).read_text(encoding="utf-8").splitlines()]
+    train_bpe([*lines, *NEEDLES, *QUESTIONS], 600).save_pretrained(base / kind)
+    return base / kind
+
+
+def evaluate(out: Path, *options) -> dict:
+    """Runs the recipe in this process and returns its JSON."""
+    evaluate_model.main([*map(str, options), "--device", "cpu", "--out", str(out)])
+    return json.loads(out.with_suffix(".json").read_text(encoding="utf-8"))
+
+
+# --- scoring ----------------------------------------------------------------------------------------------------------
+
+
+def greedy_example(model, seed: int, length: int, width: int, wrong: int | None = None) -> Example:
+    """Random tokens, then as the answer what greedy decoding goes on with; token `wrong` of it is another one."""
+    prompt = token_ids(1, length, seed)
+    never = {"eos_token_id": 10**6, "pad_token_id": 0}  # the model may go on with any token of its own
+    tokens = model.generate(prompt, max_new_tokens=width, do_sample=False, **never)[0].numpy()
+    if wrong is not None:
+        tokens[length + wrong] = tokens[length + wrong] % 88 + 1
+    return Example(tokens, (Question("work", "", (0, width - 1), (length, length + width - 1)),))
+
+
+@pytest.mark.parametrize(
+    "build", [infini_gpt2, functools.partial(infini_gpt2, position_encoding="segment"), gpt2, causal_mha]
+)
+@pytest.mark.parametrize("chunk", [5, 16, 1000])
+def test_an_answer_is_right_when_greedy_decoding_gives_it(build, chunk):
+    model = build()
+    # 1, 2 or 3 tokens behind 20 to 40; the batch has rows of different lengths, and chunks that end inside of answers
+    cases = [(20 + 3 * number, 1 + number % 3, None if number % 2 else number % 3) for number in range(8)]
+    examples = [greedy_example(model, seed, *case) for seed, case in enumerate(cases)]
+    answers = score_answers(model, examples, chunk)
+    assert [answer.correct for answer in answers] == [wrong is None for _, _, wrong in cases]
+    for example, answer in zip(examples, answers, strict=True):
+        ((first, last),) = (question.asked for question in example.questions)
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor(example.tokens)[None], use_cache=False).logits[0].double()
+        expected = -logits.log_softmax(-1)[range(first - 1, last), example.tokens[first : last + 1]].sum()
+        # float32 sums in another order
+        assert answer.loss == pytest.approx(expected.item(), rel=1e-4) and answer.tokens == last - first + 1
+
+
+def test_several_questions_in_one_example():
+    model, tokens = infini_gpt2(), token_ids(1, 50)[0].numpy()
+    spans = [(9, 11), (30, 30), (48, 49)]
+    together = Example(tokens, tuple(Question("work", "", span, span) for span in spans))
+    alone = [Example(tokens, (Question("work", "", span, span),)) for span in spans]
+    found, expected = score_answers(model, [together], 7), score_answers(model, alone, 1000)
+    assert [answer.loss for answer in found] == pytest.approx([answer.loss for answer in expected], rel=1e-4)
+    assert [answer.tokens for answer in found] == [3, 1, 2]
+
+
+def test_wilson_interval():
+    for successes, trials in ((0, 10), (1, 10), (5, 10), (10, 10), (37, 480)):
+        low, high = wilson_interval(successes, trials)
+        share = successes / trials
+        for end in (low, high):  # by definition, as far from the share as 1.96 of its own standard deviations
+            # At 1 the rounding of 1e-16 stands under a root
+            assert abs(end - share) == pytest.approx(1.959964 * (end * (1 - end) / trials) ** 0.5, abs=1e-7)
+        assert 0 <= low <= share <= high <= 1
+    assert wilson_interval(5, 10) == pytest.approx((0.236593, 0.763407), abs=1e-6)  # as in the literature
+
+
+# --- the memory off ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        functools.partial(infini_gpt2, position_encoding="segment"),
+        functools.partial(infini_gpt2, position_encoding="segment", update_rule="delta", memory_init="learned"),
+        functools.partial(causal_mha, attention="infini", segment_length=8, position_encoding="rope"),
+    ],
+)
+def test_without_its_memory_a_model_knows_only_the_segment(build):
+    model, ids = build(), token_ids(2, 40)
+
+    def segments() -> torch.Tensor:
+        """The logits of each segment read for itself, in which there is no memory yet."""
+        return torch.cat([model(input_ids=part).logits for part in ids.split(8, 1)], 1)
+
+    with torch.no_grad():
+        with_memory = model(input_ids=ids).logits
+        switch_memory_off(model)
+        off, expected = model(input_ids=ids).logits, segments()
+        cached = model(input_ids=ids[:, :21], use_cache=True)
+        cached = torch.cat([cached.logits, model(input_ids=ids[:, 21:], past_key_values=cached.past_key_values).logits], 1)
+    torch.testing.assert_close(off, expected, rtol=1e-4, atol=1e-4)  # float32 products of other shapes
+    torch.testing.assert_close(cached, expected, rtol=1e-4, atol=1e-4)
+    assert (with_memory[:, 8:] - off[:, 8:]).abs().max() > 0.1
+
+
+def test_a_model_without_gates_has_no_memory_to_switch_off():
+    with pytest.raises(UserError, match="no memory to switch off"):
+        switch_memory_off(gpt2())
+
+
+# --- the recipe -------------------------------------------------------------------------------------------------------
+
+
+def test_passkeys_of_a_random_model(base, capsys):
+    options = ["--model", saved(base, "infini"), "--text", texts(base), "--task", "passkey", "--lengths", 256, 700]
+    found = evaluate(base / "passkey", *options, "--depths", 3, "--samples", 6, "--chunk", 100)
+    assert [(cell["length"], cell["depth"]) for cell in found["cells"]] == [
+        (length, depth) for length in (256, 700) for depth in (0, 0.5, 1)
+    ]
+    for cell in found["cells"]:
+        # Five random digits of 600 tokens: a model that has learned nothing gives none of them
+        assert (cell["samples"], cell["correct"], cell["accuracy"], cell["low"]) == (6, 0, 0, 0)
+        assert cell["high"] == pytest.approx(wilson_interval(0, 6)[1]) and cell["cross_entropy"] > 3
+    assert found["memory"] == "on" and found["options"]["samples"] == 6 and found["versions"]["torch"]
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].replace("|", "").split() == ["tokens", "depth", "0", "depth", "0.5", "depth", "1"]
+    assert lines[-1].count("0.0 %") == 3
+    assert (base / "passkey.png").read_bytes()[:4] == b"\x89PNG" and not (base / "passkey.cells.json").exists()
+    off = evaluate(base / "off", *options, "--depths", 0, 1, "--samples", 6, "--memory", "off")
+    assert off["memory"] == "off"
+    for depth in (0, 1):
+        on, without = ([c for c in part["cells"] if c["depth"] == depth][0]["cross_entropy"] for part in (found, off))
+        assert on != without
+
+
+def test_files_lie_in_the_model_s_folder_and_are_no_perplexities_of_it(base, tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(saved(base, "infini"), folder)
+    options = ["--model", str(folder), "--device", "cpu", "--memory", "off"]
+    evaluate_model.main([*options, "--task", "facts", "--samples", "1", "--distances", "3"])
+    evaluate_model.main([*options, "--text", str(texts(base)), "--length", "64", "--max_tokens", "64"])
+    names = {file.name for file in folder.glob("*memory_off*")}
+    assert names == {f"{name}_memory_off.{suffix}" for name in ("facts", "perplexity") for suffix in ("json", "png")}
+    assert not list(folder.glob("evaluation*"))  # which write_card.py would take for the model as it is
+
+
+def test_facts_of_a_random_model(base, capsys):
+    options = ["--model", saved(base, "infini"), "--task", "facts", "--samples", 24, "--batch_size", 5]
+    found = evaluate(base / "facts", *options, "--distances", 0, 1, 6)
+    assert found["segment_length"] == 32
+    first, second, last = found["cells"]
+    assert "take" in first["not_possible"] and "segment 32" in first["not_possible"]  # no sentence and question is so short
+    assert last["samples"] == 24 and last["skipped"] == {}
+    assert last["by_fact"] == {fact: {"samples": 2, "correct": 0} for fact in FACT_NAMES}
+    # A statement that ends its segment has 63 tokens to the end of the next: some fit, and those that do not are counted
+    assert second["samples"] == 24 and sum(second["skipped"].values()) > 0
+    guesses = found["constant_guesses"]
+    # Nine numbers of children among 2,000 people: 222 each, 267 is three standard deviations of 15 more
+    assert guesses["children"]["answer"] in SENTENCES["numbers"] and 1 / 9 <= guesses["children"]["share"] < 267 / 2000
+    mean = sum(guess["share"] for guess in guesses.values()) / 12
+    assert last["chance"] == pytest.approx(mean) and guesses == constant_guesses(0) != constant_guesses(1)
+    assert "not possible" in capsys.readouterr().out and (base / "facts.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_facts_among_lines_of_text_have_files_of_their_own(base, tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(saved(base, "infini"), folder)
+    # The first line holds everybody's year of birth, and is left out for all
+    (tmp_path / "text.txt").write_text(
+        " ".join(map(str, range(1870, 2000))) + "\nO rio corre para o mar.\n", encoding="utf-8"
+    )
+    options = ["--model", str(folder), "--device", "cpu", "--task", "facts", "--samples", "2", "--distances", "5"]
+    evaluate_model.main([*options, "--text", str(tmp_path / "text.txt")])
+    evaluate_model.main(options)
+    among, between = (json.loads((folder / f"{name}.json").read_text(encoding="utf-8")) for name in ("facts_text", "facts"))
+    assert among["source"].endswith("text.txt") and between["source"] is None
+    assert among["cells"][0]["cross_entropy"] != between["cells"][0]["cross_entropy"]
+    assert (folder / "facts_text.png").exists()
+    (tmp_path / "text.txt").write_text(" ".join(map(str, range(1870, 2000))), encoding="utf-8")
+    with pytest.raises(SystemExit) as stopped:  # of birth years, the first fact asked for
+        evaluate_model.main([*options, "--samples", "1", "--text", str(tmp_path / "text.txt")])
+    assert stopped.value.code == 1
+
+
+def test_cells_beyond_a_model_s_reach(base, capsys):
+    options = ["--model", saved(base, "gpt2"), "--text", texts(base), "--task", "passkey", "--depths", 0.5, "--samples", 2]
+    found = evaluate(base / "reach", *options, "--lengths", 20, 400, 600)
+    short, fits, long = found["cells"]
+    assert "more than 20" in short["not_possible"] and fits["samples"] == 2
+    assert "600 tokens, but this model has 512 learned positions" in long["not_possible"]
+    for beyond in (
+        [*options, "--lengths", 600, 700],
+        ["--model", saved(base, "gpt2"), "--task", "facts", "--segment_length", 256, "--distances", 2, 4],
+    ):
+        with pytest.raises(SystemExit) as stopped:
+            evaluate(base / "too_long", *beyond)
+        assert stopped.value.code == 1 and "512 learned positions" in capsys.readouterr().err
+    assert not list(base.glob("too_long*"))
+
+
+def test_a_killed_task_goes_on_where_it_was(base, tmp_path):
+    options = ["--model", saved(base, "infini"), "--text", texts(base), "--task", "passkey", "--depths", 0.2, 0.8]
+    options += ["--samples", 4, "--chunk", 64, "--batch_size", 2]
+    options = [*map(str, options), "--lengths", *map(str, range(200, 3200, 200))]
+    file = tmp_path / "out.cells.json"
+    command = [*recipe("evaluate_model"), *options, "--device", "cpu", "--out", str(tmp_path / "out")]
+    kill_when(lambda: file.exists() and len(json.loads(file.read_text(encoding="utf-8"))["cells"]) >= 3, *command)
+    assert not (tmp_path / "out.json").exists()
+    kept = json.loads(file.read_text(encoding="utf-8"))
+    assert 3 <= len(kept["cells"]) < 30
+    kept["cells"][1]["accuracy"] = 0.125  # recognisable: no four samples give it
+    file.write_text(json.dumps(kept), encoding="utf-8")
+    found = evaluate(tmp_path / "out", *options)
+    assert found["cells"][1]["accuracy"] == 0.125 and not file.exists()
+    assert found["cells"][: len(kept["cells"])] == kept["cells"] and len(found["cells"]) == 30
+    straight = evaluate(tmp_path / "straight", *options, "--lengths", 200, 400)
+    assert straight["cells"][0] == found["cells"][0] and straight["cells"][2:] == found["cells"][2:4]
+    file.write_text(json.dumps(kept), encoding="utf-8")  # cells of other samples are not used
+    other = evaluate(tmp_path / "out", *options, "--lengths", 200, "--samples", 3)
+    assert [cell["samples"] for cell in other["cells"]] == [3, 3]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--task", "facts", "--split", "test"], "--split chooses among the texts of --data or --text"),
+        (["--task", "facts", "--text", __file__, "--data", "d"], "at most one of --data and --text"),
+        (["--task", "passkey", "--length", "64"], "--length does nothing with --task passkey: it belongs to perplexity"),
+        (["--text", __file__, "--samples", "3"], "--samples does nothing with --task perplexity"),
+        (["--task", "passkey"], "exactly one of --data and --text"),
+        (["--task", "passkey", "--text", __file__, "--depths", "0.5", "3"], "--depths 0.5 3.0: give shares from 0 to 1"),
+        (["--task", "passkey", "--text", __file__, "--lengths", "64", "64"], "--lengths 64 64: give different numbers"),
+        (["--task", "facts", "--distances", "-1"], "--distances -1: give different numbers of at least 0"),
+        (["--task", "facts", "--segment_length", "0"], "--segment_length must be at least 1"),
+    ],
+)
+def test_user_errors(options, message, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        evaluate_model.main(["--model", "m", *options])
+    assert stopped.value.code == 1 and message in capsys.readouterr().err
+
+
+def test_models_without_segments_need_a_segment_length(base, capsys):
+    with pytest.raises(SystemExit):
+        evaluate(base / "none", "--model", saved(base, "gpt2"), "--task", "facts")
+    assert "--segment_length is needed" in capsys.readouterr().err
+    options = ["--task", "facts", "--segment_length", 90, "--distances", 2, "--samples", 3]
+    found = evaluate(base / "some", "--model", saved(base, "gpt2"), *options)
+    # Of the first three kinds, all within the 512 positions
+    assert found["segment_length"] == 90 and found["cells"][0]["longest"] < 512
+    with pytest.raises(SystemExit):
+        evaluate(base / "none", "--model", saved(base, "gpt2"), "--text", texts(base), "--memory", "off")
+    assert "no memory to switch off" in capsys.readouterr().err

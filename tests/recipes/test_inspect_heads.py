@@ -1,0 +1,293 @@
+"""The page of a model's heads and the recipe that writes it: whole, self-contained, and with inspect_attention's numbers."""
+
+import base64
+import json
+import re
+import shlex
+import shutil
+import struct
+import subprocess
+from html.parser import HTMLParser
+from importlib import resources
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from cli import parse_options
+from corpora.tokenization import build_character_tokenizer, train_bpe
+from hf_infini.inspection import inspect_attention
+from hf_infini.inspection.page import LAST_LEVEL, LEVELS_PER_NAT, inspection_page, page_data
+from models import causal_mha, gpt2, infini_gpt2
+from plots.heads import plot_heads, plot_memory
+from running import load_recipe, recipe, run
+
+inspect_heads = load_recipe("inspect_heads")
+TEXT = "A ação do coração é a razão da canção. Não há pão; há mãos, e a ação é ü."
+
+
+class Page(HTMLParser):
+    """What a browser's parser makes of the page: its tags, its attributes, and the content of each element."""
+
+    VOID = {"meta", "input", "br"}
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.tags, self.attributes, self.open, self.content = [], [], [], {}
+        self.feed(text)
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += attrs
+        if tag not in self.VOID:
+            self.open.append((tag, dict(attrs).get("id")))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop()[0] == tag
+
+    def handle_data(self, data):
+        if self.open:
+            self.content[self.open[-1]] = self.content.get(self.open[-1], "") + data
+
+    def data(self) -> dict:
+        return json.loads(self.content["script", "data"])
+
+
+def decoded(layer: dict, head: int) -> tuple[np.ndarray, np.ndarray]:
+    """Weights and scores [queries, keys] of a head from the page's data, NaN where not visible."""
+    levels = np.frombuffer(base64.b64decode(layer["levels"][head]), "<u2").astype(np.float64)
+    sums = np.frombuffer(base64.b64decode(layer["sums"][head]), "<f4")
+    count = len(layer["first"])
+    scores, weights = np.full((2, count, count), np.nan)
+    begin = 0
+    for query, first in enumerate(layer["first"]):
+        row = levels[begin : begin + query - first + 1]
+        weights[query, first : query + 1] = np.exp(-row / 1000)
+        scores[query, first : query + 1] = sums[query] - row / 1000
+        begin += len(row)
+    assert begin == len(levels)
+    return weights, scores
+
+
+@pytest.fixture(scope="module")
+def bpe():
+    return train_bpe([TEXT] * 3, 300)
+
+
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (gpt2, {}),
+        (infini_gpt2, {"local_segments": 1, "layers": [0, 2]}),
+        (causal_mha, {"attention": "local", "sliding_window": 5, "position_encoding": "alibi"}),
+    ],
+)
+@pytest.mark.parametrize("row", [0, 1])
+def test_the_page_holds_the_inspection_s_numbers(make, options, row, bpe):
+    model = make(vocab_size=len(bpe), **options)
+    bpe.padding_side = "left"
+    inspection = inspect_attention(model, [TEXT, "Não há pão"], bpe)
+    data = Page(inspection_page(inspection, title="model", row=row)).data()
+    assert data == page_data(inspection, title="model", row=row)
+    assert data["tokens"] == inspection.texts[row] and data["title"] == "model"
+    real = inspection.real[row]
+    for number, found in enumerate(data["layers"]):
+        layer = inspection.layers[number]
+        assert (found["layer"], found["kind"]) == (number, layer.kind)
+        for head in range(4):
+            weights, scores = decoded(found, head)
+            wanted = layer.scores.values[row, head][real][:, real].numpy()
+            hidden = np.isinf(wanted)
+            assert np.array_equal(np.isnan(weights), hidden)
+            # Half a level of 1/1000, and the rounding of float32
+            shown = ~hidden & (weights > 1.1 * np.exp(-LAST_LEVEL / 1000))
+            assert np.abs(scores - wanted)[shown].max() <= 0.0005 + 1e-5
+            wanted = layer.weights.values[row, head][real][:, real].numpy()
+            assert (np.abs(weights - wanted)[~hidden] <= 0.00051 * wanted[~hidden] + 1e-6).all()
+            assert np.nansum(weights, axis=1) == pytest.approx(1, abs=0.0006)
+        assert ("gate" in found) == (layer.kind == "infini")
+        if layer.kind == "infini":
+            segments = layer.segments.values[row][real]
+            assert found["segments"] == segments.tolist()
+            # Five digits are kept
+            assert found["gate"] == pytest.approx(layer.gate.values.tolist(), rel=1e-4)
+            assert np.array(found["share"]) == pytest.approx(layer.memory_share.values[row][:, real].numpy(), rel=1e-4)
+            stop = int(segments.max()) + 2
+            for name, norms in (("memory", layer.memory_norm), ("normaliser", layer.normaliser_norm)):
+                assert np.array(found[name]) == pytest.approx(norms.values[row, :, :stop].numpy(), rel=1e-4)
+
+
+def test_no_token_breaks_the_page():
+    text = "</script><script>alert(1)</script><b>&amp;</b> <!-- <script ]]> \\u003c \"'`${a}` \u2028\n"
+    tokenizer = build_character_tokenizer([text])
+    backend_texts = ["</script>", "<b>", "<!--", "&lt;", "\\u003c"]
+    inspection = inspect_attention(infini_gpt2(vocab_size=len(tokenizer), n_positions=128), text, tokenizer)
+    inspection.texts[0][:5] = backend_texts  # pieces of several letters, as a BPE has them
+    page = Page(inspection_page(inspection, title='<i>m</i> </title> & "m"'))
+    plain = Page(inspection_page(inspect_attention(gpt2(), torch.ones(1, 3, dtype=torch.long)), title="m"))
+    assert page.tags == plain.tags and page.tags.count("script") == 2
+    assert page.data()["tokens"] == inspection.texts[0] and page.data()["title"] == '<i>m</i> </title> & "m"'
+    assert page.content["title", None] == 'Attention heads: <i>m</i> </title> & "m"'
+
+
+def test_the_page_needs_nothing_else(bpe):
+    text = inspection_page(inspect_attention(gpt2(vocab_size=len(bpe), n_positions=128), TEXT, bpe), title="m")
+    page = Page(text)
+    assert not {"link", "img", "iframe", "object", "embed"} & set(page.tags)
+    assert not [name for name, _ in page.attributes if name in ("src", "href", "srcset", "action") or name.startswith("on")]
+    addresses = re.findall(r"https?://[^\"'\s]*|url\(|@import|fetch\(|import\(|XMLHttpRequest", text)
+    assert addresses == ["http://www.w3.org/2000/svg"]  # the name of a namespace, which nobody loads
+    assert f"LEVELS_PER_NAT = {LEVELS_PER_NAT}, LAST_LEVEL = {LAST_LEVEL}," in text  # the script's are the writer's
+    policy = next(value for name, value in page.attributes if name == "content" and "default-src" in value)
+    assert "default-src 'none'" in policy and "http" not in policy
+    ids = {value for name, value in page.attributes if name == "id"}
+    assert set(re.findall(r"\$\(\"(\w+)\"\)", text)) <= ids
+    for name in ("aria-labelledby", "aria-describedby"):
+        assert {value for attribute, value in page.attributes if attribute == name} <= ids
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed: the script's syntax is not checked")
+def test_the_script_is_valid(bpe, tmp_path):
+    page = Page(inspection_page(inspect_attention(gpt2(), torch.ones(1, 3, dtype=torch.long)), title="m"))
+    (tmp_path / "page.js").write_text(page.content["script", None], encoding="utf-8")
+    for name in ("page.js", "charts.js"):
+        assert resources.files("hf_infini.inspection").joinpath(name).read_text("utf-8") in page.content["script", None]
+    done = subprocess.run(["node", "--check", tmp_path / "page.js"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_numbers_that_are_not_finite_and_layers_without_attention():
+    inspection = inspect_attention(infini_gpt2(), torch.ones(1, 20, dtype=torch.long))
+    inspection.layers[0].memory_norm.values[0, 0, 1] = float("inf")
+    assert Page(inspection_page(inspection, title="m")).data()["layers"][0]["memory"][0][1] is None
+    inspection = inspect_attention(causal_mha(attention="none"), torch.ones(1, 20, dtype=torch.long))
+    assert page_data(inspection, title="m")["layers"][1] == {"layer": 1, "kind": "none"}
+
+
+def test_a_page_is_compact():
+    ids = torch.randint(1, 89, (1, 200), generator=torch.Generator().manual_seed(0))
+    page = inspection_page(inspect_attention(gpt2(n_positions=200), ids), title="m")
+    # 12 heads of 200 · 201 / 2 weights, 2 bytes each, as base64; script, style, tokens and row sums are the 5 % and 40 kB
+    assert len(page) < 1.05 * 12 * 200 * 201 / 2 * 2 * 4 / 3 + 40_000
+
+
+# --- pictures ---------------------------------------------------------------------------------------------------------
+
+
+def size_of_png(file) -> tuple[int, int]:
+    content = file.read_bytes()
+    assert content.startswith(b"\x89PNG")
+    return struct.unpack(">II", content[16:24])
+
+
+@pytest.mark.parametrize(("heads", "tokens"), [(1, 1), (5, 7), (2, 100)])
+def test_pictures_of_any_size(heads, tokens, tmp_path):
+    weights = np.tril(np.ones((heads, tokens, tokens))) / np.arange(1, tokens + 1)[:, None]
+    weights[:, np.triu(np.ones((tokens, tokens), bool), 1)] = np.nan
+    labels = ["$x_$", "漢", "\\frac", "a$b$c", *map(str, range(tokens))][:tokens]
+    plot_heads(weights, labels, tmp_path / "heads.png", "a $title_$")
+    width, height = size_of_png(tmp_path / "heads.png")
+    assert width > height if heads == 2 else width > 300
+    shares = {3: np.zeros((heads, tokens)), 5: np.full((heads, tokens), 0.5)}
+    norms = {3: np.zeros((heads, 2)), 5: np.ones((heads, 4))}
+    plot_memory({3: np.full(heads, 0.5), 5: np.ones(heads)}, shares, norms, tmp_path / "memory.png")
+    size_of_png(tmp_path / "memory.png")
+
+
+# --- the recipe -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory, bpe):
+    """Folders of small models with a tokenizer, by kind."""
+    base, sizes = tmp_path_factory.mktemp("models"), {"vocab_size": len(bpe), "pad_token_id": bpe.pad_token_id}
+    llama = LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, **sizes)
+    made = {
+        "hybrid": infini_gpt2(layers=[0, 2], position_encoding="segment", **sizes),
+        "gpt2": gpt2(**sizes),
+        "mha": causal_mha(position_encoding="rope", **sizes),
+        "none": causal_mha(attention="none", **sizes),
+        "llama": LlamaForCausalLM(llama),
+    }
+    for name, model in made.items():
+        model.save_pretrained(base / name)
+        bpe.save_pretrained(base / name)
+    return base
+
+
+def test_a_checkpoint_and_a_text_become_a_page(models, bpe, tmp_path):
+    text = f"{TEXT} {TEXT}"
+    (tmp_path / "text.txt").write_text(text + "\n", encoding="utf-8")
+    options = ["--model", models / "hybrid", "--text_file", tmp_path / "text.txt", "--max_tokens", 30]
+    done = run(*recipe("inspect_heads"), *options, "--device", "cpu")
+    out = models / "hybrid" / "heads"
+    assert done.stdout.startswith(f"{out / 'heads.html'} (") and "Glyph" not in done.stderr
+    ids = bpe(text, add_special_tokens=False)["input_ids"]
+    assert f"30 of the text's {len(ids)} tokens" in done.stderr
+    names = {"heads.html", "layer_00.png", "layer_01.png", "layer_02.png", "memory.png"}
+    assert {file.name for file in out.iterdir()} == names
+    for name in names - {"heads.html"}:
+        size_of_png(out / name)
+    data = Page((out / "heads.html").read_text(encoding="utf-8")).data()
+    assert len(data["tokens"]) == 30 and [layer["kind"] for layer in data["layers"]] == ["infini", "global", "infini"]
+    inspection = inspect_attention(
+        infini_gpt2(layers=[0, 2], position_encoding="segment", vocab_size=len(bpe)), torch.tensor([ids[:30]])
+    )
+    weights, _ = decoded(data["layers"][2], 3)
+    wanted = inspection.layers[2].weights.values[0, 3].numpy()
+    assert np.nan_to_num(weights) == pytest.approx(wanted, rel=0.00051, abs=1e-6)  # half a level, and float32
+
+
+@pytest.mark.parametrize(("name", "layers"), [("gpt2", [0, 2]), ("mha", [1])])
+def test_chosen_layers_and_models_without_a_memory(models, tmp_path, name, layers, capsys):
+    options = ["--model", models / name, "--text", TEXT[:20], "--layers", *layers, "--out", tmp_path / "deep" / "out"]
+    inspect_heads.main([*map(str, options), "--device", "cpu"])
+    names = {"heads.html", *(f"layer_{layer:02}.png" for layer in layers)}
+    assert {file.name for file in (tmp_path / "deep" / "out").iterdir()} == names
+    data = Page((tmp_path / "deep" / "out" / "heads.html").read_text(encoding="utf-8")).data()
+    assert [layer["layer"] for layer in data["layers"]] == layers and "".join(data["tokens"]) == TEXT[:20].replace(" ", "·")
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("gpt2", ["--text", "a" * 65], "65 tokens, but this model has 64 learned positions: ask for fewer"),
+        ("gpt2", ["--text", ""], "the text is empty"),
+        ("gpt2", ["--text", "a", "--layers", "3"], "layers must be numbers from 0 to 2; got [3]"),
+        ("gpt2", ["--text", "a", "--text_file", "b"], "exactly one of --text and --text_file"),
+        ("gpt2", [], "exactly one of --text and --text_file"),
+        ("gpt2", ["--text_file", "nowhere.txt"], "--text_file: cannot read nowhere.txt"),
+        ("gpt2", ["--text", "a", "--max_tokens", "0"], "--max_tokens must be at least 1, got 0"),
+        ("none", ["--text", "a"], "has no attention heads"),
+        ("llama", ["--text", "a"], "cannot inspect a LlamaForCausalLM (model_type 'llama'). Supported: GPT-2"),
+    ],
+)
+def test_user_errors(models, tmp_path, name, options, message, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        inspect_heads.main(["--model", str(models / name), *options, "--out", str(tmp_path / "out"), "--device", "cpu"])
+    assert stopped.value.code == 1 and message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_models_that_are_no_folder_and_pages_too_large(models, tmp_path, capsys, monkeypatch):
+    for options, message in (
+        (["--model", "nowhere"], "--out is needed, as --model nowhere is no folder here"),
+        (["--model", "nowhere", "--out", str(tmp_path / "out")], "cannot load nowhere"),
+    ):
+        with pytest.raises(SystemExit) as stopped:
+            inspect_heads.main([*options, "--text", "a"])
+        assert stopped.value.code == 1 and message in capsys.readouterr().err
+    monkeypatch.setattr(inspect_heads, "LARGEST_PAGE", 1000)
+    with pytest.raises(SystemExit):
+        inspect_heads.main(["--model", str(models / "gpt2"), "--text", "a", "--device", "cpu"])
+    assert "choose fewer --layers or --max_tokens" in capsys.readouterr().err
+
+
+def test_the_commands_of_the_docstring_are_parsed():
+    lines = [line for line in inspect_heads.__doc__.splitlines() if line.startswith("    python ")]
+    assert len(lines) == 3
+    for line in lines:
+        parse_options(inspect_heads.Options, description="", argv=shlex.split(line)[2:])

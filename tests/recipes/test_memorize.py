@@ -1,0 +1,293 @@
+"""The memorize recipe, real processes and files: read, killed, gone on with, and asked by recipes/generate.py."""
+
+import io
+import shlex
+import shutil
+
+import pytest
+import torch
+from tokenizers import Tokenizer, normalizers
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+
+from cli import parse_options
+from corpora.long_texts import pieces_of_text, tokens_of_file
+from corpora.tokenization import build_character_tokenizer, encode_texts, train_bpe
+from hf_infini import InfiniCache
+from hf_infini.memory_files import read_memory_file, read_record, write_memory_file
+from models import gpt2, infini_gpt2
+from running import continuations, greedy, kill_when, load_recipe, recipe, run, sample_text
+
+memorize = load_recipe("memorize")
+TOKENS = 700  # of a short text; one token is one character
+
+
+def saved(folder, make, **options):
+    """A folder with a random model and a character tokenizer."""
+    tokenizer = build_character_tokenizer([sample_text()])
+    tokenizer.save_pretrained(folder)
+    make(vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id, **options).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    options = {"position_encoding": "segment", "update_rule": "delta", "memory_conv": 3, "layers": [0, 2]}
+    return saved(tmp_path_factory.mktemp("model"), infini_gpt2, **options)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    file = tmp_path_factory.mktemp("text") / "play.txt"
+    file.write_text(sample_text()[:TOKENS], encoding="utf-8")
+    return file
+
+
+@pytest.fixture(scope="module")
+def memory(model, text, tmp_path_factory):
+    """The text's memory file, by this process."""
+    file = tmp_path_factory.mktemp("memory") / "play.safetensors"
+    remember("--model", model, "--text", text, "--out", file, "--chunk_tokens", 64)
+    return file
+
+
+def remember(*options) -> None:
+    memorize.main([*map(str, options), "--device", "cpu"])
+
+
+def refused(capsys, *options) -> str:
+    """The message on standard error with which the recipe ends."""
+    with pytest.raises(SystemExit) as stopped:
+        remember(*options)
+    assert stopped.value.code == 1
+    return capsys.readouterr().err
+
+
+# --- from a text to its continuation -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chunk", [5, 4096])
+def test_several_prompts_on_one_memory(model, memory, capsys, chunk):
+    prompts = ["The king", " and", "no more of this, my lord; the night is old"]
+    common = ["--model", model, "--memory", memory, "--prompt", *prompts, "--batch_size", 2, "--max_new_tokens", 6]
+    found = continuations(capsys, *common, "--chunk", chunk)
+    assert [row["text"] for row in found] == [greedy(model, sample_text()[:TOKENS] + prompt, 6) for prompt in prompts]
+    # The same text read anew in front of each prompt
+    whole = ["--model", model, "--prompt", *(sample_text()[:TOKENS] + prompt for prompt in prompts), "--max_new_tokens", 6]
+    for how in (["--num_beams", 3, "--num_return_sequences", 2], ["--do_sample", "true", "--num_return_sequences", 2]):
+        found = continuations(capsys, *common, "--batch_size", 8, "--chunk", chunk, *how)
+        assert [row["text"] for row in found] == [row["text"] for row in continuations(capsys, *whole, *how)]
+        assert [row["prompt"] for row in found] == [prompt for prompt in prompts for _ in range(2)]
+
+
+def test_the_repetition_penalty_sees_prompt_and_continuation_alone(model, memory, capsys):
+    """As generate() with the prompt's ids alone, whatever part of the prompt was read before."""
+    net, tokenizer = AutoModelForCausalLM.from_pretrained(model).eval(), AutoTokenizer.from_pretrained(model)
+    inputs = tokenizer("O, the night", return_tensors="pt")
+    cache = InfiniCache.from_pretrained(memory, net)
+    mask = cache.attention_mask(inputs["attention_mask"])
+    options = {"max_new_tokens": 10, "do_sample": False, "repetition_penalty": 3.0, "past_key_values": cache}
+    output = net.generate(inputs["input_ids"], attention_mask=mask, **options)
+    wanted = tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    common = ["--model", model, "--memory", memory, "--prompt", "O, the night", "--max_new_tokens", 10]
+    for chunk in (4, 4096):
+        [found] = continuations(capsys, *common, "--repetition_penalty", 3.0, "--chunk", chunk)
+        assert found["text"] == wanted
+    [plain] = continuations(capsys, *common)
+    assert plain["text"] != wanted
+
+
+def test_what_generate_refuses_of_a_memory(model, memory, tmp_path, capsys):
+    generate = load_recipe("generate")
+    two = InfiniCache.from_pretrained(memory, net := AutoModelForCausalLM.from_pretrained(model))
+    two.batch_repeat_interleave(2)
+    two.save_pretrained(tmp_path / "two", net)
+    other = saved(tmp_path / "other", infini_gpt2)
+    plain = saved(tmp_path / "plain", gpt2)
+    for options, message in (
+        (["--model", model, "--memory", memory, "--prompt", ""], "a prompt needs at least one token"),
+        (["--model", model, "--memory", tmp_path / "none"], "--memory: there is no memory file"),
+        (["--model", model, "--memory", tmp_path / "two"], "two holds 2 texts"),
+        (["--model", model, "--memory", memory, "--dtype", "bfloat16"], "dtype is float32 in the file and bfloat16 in"),
+        (["--model", other, "--memory", memory], "position_encoding is 'segment' in the file and 'learned' in the model"),
+        (["--model", plain, "--memory", memory], "a GPT2LMHeadModel without Infini-attention has no memory"),
+    ):
+        with pytest.raises(SystemExit) as stopped:
+            generate.main(["--prompt", "a", *map(str, options), "--device", "cpu"])
+        assert stopped.value.code == 1 and message in capsys.readouterr().err, message
+
+
+def test_absolute_positions_end_with_the_context(tmp_path, capsys):
+    folder, file = saved(tmp_path / "learned", infini_gpt2), tmp_path / "text"
+    file.write_text(sample_text()[:65], encoding="utf-8")
+    common = ["--model", folder, "--text", file, "--out", tmp_path / "m"]
+    assert "65 tokens, but this model has 64 learned positions" in refused(capsys, *common)
+    file.write_text(sample_text()[:55], encoding="utf-8")
+    remember(*common)
+    options = ["--model", folder, "--memory", tmp_path / "m", "--prompt", "four"]
+    [found] = continuations(capsys, *options, "--max_new_tokens", 5)
+    assert found["text"] == greedy(folder, sample_text()[:55] + "four", 5)
+    with pytest.raises(SystemExit):
+        continuations(capsys, *options, "--max_new_tokens", 6)
+    assert "65 tokens, but this model has 64 learned positions" in capsys.readouterr().err
+
+
+def test_a_memory_in_bfloat16(model, text, tmp_path, capsys):
+    remember("--model", model, "--text", text, "--out", tmp_path / "m", "--dtype", "bfloat16")
+    assert read_record(tmp_path / "m")["model"]["dtype"] == "bfloat16"
+    full = 2 * 3 * 32 * 2 * TOKENS
+    assert f"a full key/value cache would take {full:,} bytes" in capsys.readouterr().out
+    options = ["--model", model, "--dtype", "bfloat16", "--max_new_tokens", 4]
+    [found] = continuations(capsys, *options, "--memory", tmp_path / "m", "--prompt", "The king")
+    [whole] = continuations(capsys, *options, "--prompt", sample_text()[:TOKENS] + "The king", "--chunk", TOKENS)
+    assert found["text"] == whole["text"]
+
+
+# --- stopped and gone on with ------------------------------------------------------------------------------------------
+
+
+def test_killed_while_it_writes_it_goes_on_and_ends_with_the_same_bytes(tmp_path_factory, tmp_path, capsys):
+    """Real processes from a text to its continuation, the first of them killed, most often in the middle of a checkpoint."""
+    options = {"position_encoding": "segment", "update_rule": "delta", "memory_conv": 3, "memory_init": "learned"}
+    model, tokens = saved(tmp_path_factory.mktemp("bounded"), infini_gpt2, **options), 6000
+    text, file = tmp_path / "long.txt", tmp_path / "long.safetensors"
+    text.write_text(sample_text()[:tokens], encoding="utf-8")
+    options = ["--model", model, "--text", text, "--chunk_tokens", 24, "--checkpoint_tokens", 50, "--device", "cpu"]
+    remember(*options, "--out", tmp_path / "straight")
+    partial = tmp_path / f"{file.name}.partial"
+
+    def ready() -> bool:
+        writing = any(tmp_path.glob(f"{partial.name}.*.part"))
+        return partial.exists() and (writing or read_record(partial)["columns"] > tokens / 2)
+
+    kill_when(ready, *recipe("memorize"), *options, "--out", file)
+    done = read_record(partial)["columns"]
+    assert 0 < done < tokens and done % 24 == 0 and not file.exists()
+    shutil.copy(partial, tmp_path / "kept")
+    resumed = run(*recipe("memorize"), *options, "--out", file)
+    assert f"going on after {done:,} tokens" in resumed.stderr and "reading long.txt: 100%" in resumed.stderr
+    assert file.read_bytes() == (tmp_path / "straight").read_bytes()
+    assert {path.name for path in tmp_path.iterdir()} == {"long.txt", "long.safetensors", "straight", "kept"}
+    size, full = file.stat().st_size, 2 * 3 * 32 * 4 * tokens  # keys and values of 3 layers of 32 float32 numbers
+    assert resumed.stdout.startswith(f"{file}: {size:,} bytes for {tokens:,} tokens of long.txt, read at ")
+    assert f"a full key/value cache would take {full:,} bytes, {full / size:,.1f} times as many" in resumed.stdout
+    asked = ["--model", model, "--memory", file, "--prompt", "The king", "--max_new_tokens", 8, "--device", "cpu"]
+    assert run(*recipe("generate"), *asked).stdout == greedy(model, sample_text()[:tokens] + "The king", 8) + "\n"
+
+    # What an earlier start has read of another text, or what is damaged, is not gone on with
+    for change, message in (
+        (lambda: text.write_text("Another text"), "long.safetensors.partial is from an earlier start with another text"),
+        (lambda: (tmp_path / "kept").write_bytes(b"nothing"), "damaged or no memory file"),
+    ):
+        change()
+        file.unlink(missing_ok=True)
+        shutil.copy(tmp_path / "kept", partial)
+        assert message in refused(capsys, *options, "--out", file) and partial.exists()
+
+
+def test_several_texts_and_a_second_start(model, text, memory, tmp_path, capsys):
+    other, folder = tmp_path / "sonnet.txt", tmp_path / "memories"
+    other.write_text(sample_text()[1000:1100], encoding="utf-8")
+    options = ["--model", model, "--text", text, other, "--out", folder, "--chunk_tokens", 64]
+    remember(*options)
+    assert (folder / "play.safetensors").read_bytes() == memory.read_bytes()
+    assert read_record(folder / "sonnet.safetensors")["tokens_seen"] == [100]
+    capsys.readouterr()
+    times = [file.stat().st_mtime_ns for file in sorted(folder.iterdir())]
+    remember(*options)
+    printed = capsys.readouterr()
+    assert printed.out == "" and "sonnet.safetensors is there already" in printed.err
+    assert times == [file.stat().st_mtime_ns for file in sorted(folder.iterdir())]
+    # Another text or model under the name of a finished memory
+    other.write_text("Another text", encoding="utf-8")
+    assert "sonnet.safetensors is the memory of another text: choose another name" in refused(capsys, *options)
+    assert "dtype is float32 in the file and bfloat16 in" in refused(capsys, *options, "--dtype", "bfloat16")
+    assert times == [file.stat().st_mtime_ns for file in sorted(folder.iterdir())]
+
+
+def test_what_generate_would_refuse_is_not_there_already(model, text, memory, tmp_path, capsys):
+    record, tensors = read_memory_file(memory)
+    write_memory_file(tmp_path / "m", tensors | {"layers.0.normaliser": -tensors["layers.0.normaliser"]}, record)
+    message = refused(capsys, "--model", model, "--text", text, "--out", tmp_path / "m")
+    assert "layers.0.normaliser is negative" in message and "It is left alone" in message
+
+
+def test_user_errors(model, text, tmp_path, capsys):
+    (tmp_path / "empty").write_bytes(b"")
+    (tmp_path / "latin").write_bytes("São Paulo".encode("latin-1"))
+    (tmp_path / "again").mkdir()
+    shutil.copy(text, tmp_path / "again" / text.name)
+    plain, out = saved(tmp_path / "plain", gpt2), tmp_path / "m"
+    for options, message in (
+        (["--model", plain, "--text", text], "without Infini-attention has no memory to keep"),
+        (["--model", "nowhere", "--text", text], "cannot load nowhere"),
+        (["--model", model, "--text", tmp_path / "none"], "--text: there is no file"),
+        (["--model", model, "--text", tmp_path / "empty"], "the file is empty"),
+        (["--model", model, "--text", tmp_path / "latin"], "latin: 'utf-8' codec can't decode"),
+        (["--model", model, "--text", text, tmp_path / "again" / text.name], "two texts of the same name"),
+        (["--model", model, "--text", text, "--chunk_tokens", 0], "--chunk_tokens must be at least 1, got 0"),
+        (["--model", model, "--text", text, "--out", tmp_path], "is a folder: with one text it is the file"),
+        (["--model", model, "--text", text, tmp_path / "latin", "--out", text], "is a file: with several texts it is"),
+        (["--model", model, "--text", tmp_path / "latin", "--out", text], "damaged or no memory file"),
+        (["--model", model, "--text", text, "--out", text / "m"], "File exists"),
+    ):
+        assert message in refused(capsys, "--out", out, *options), message
+    assert not out.exists() and text.read_text(encoding="utf-8") == sample_text()[:TOKENS]
+
+
+# --- long texts --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def bpe():
+    return train_bpe([sample_text()], 600)
+
+
+def prepending(bpe):
+    """A tokenizer that puts a letter before every text, so that no place can be cut."""
+    backend = Tokenizer.from_str(bpe.backend_tokenizer.to_str())
+    backend.normalizer = normalizers.Prepend("x")
+    return PreTrainedTokenizerFast(tokenizer_object=backend)
+
+
+@pytest.mark.parametrize("kind", ["bpe", "characters", "prepending"])
+def test_a_text_in_pieces_has_the_tokens_of_the_whole(kind, bpe):
+    tokenizer = {"bpe": bpe, "characters": build_character_tokenizer([sample_text()]), "prepending": prepending(bpe)}[kind]
+    text = sample_text()[:12_000] + "\n  \n\n an end with a line break\n\n"
+    wanted = encode_texts(tokenizer, [text])[0].tolist()
+    for size in (999, 5000):
+        pieces = list(pieces_of_text(io.StringIO(text, newline=""), tokenizer, size))
+        assert "".join(pieces) == text
+        assert [number for piece in pieces for number in encode_texts(tokenizer, [piece])[0].tolist()] == wanted
+        assert len(pieces) == 1 if kind == "prepending" else max(map(len, pieces)) <= 2 * size
+
+
+def test_tokens_of_a_file(bpe, tmp_path, monkeypatch):
+    """Line breaks stay as they are, a byte-order mark is dropped, special tokens that are spelt out are text."""
+    monkeypatch.setattr("corpora.long_texts.PIECE", 500)
+    text = sample_text()[:5000] + "\r\nfim<|endoftext|> não\n"
+    (tmp_path / "text").write_bytes(b"\xef\xbb\xbf" + text.encode())
+    with (tmp_path / "store").open("w+b") as store:
+        tokens = tokens_of_file(tmp_path / "text", bpe, store)
+        assert tokens.dtype == "int32" and bpe.decode(tokens.tolist()) == text
+        assert tokens.tolist() == encode_texts(bpe, [text])[0].tolist() and bpe.eos_token_id not in tokens
+
+
+def test_reading_goes_by_the_tokens_alone(model, text, tmp_path):
+    """The memory is that of one uncut pass over the text's ids, whatever the chunks were."""
+    net, tokenizer = AutoModelForCausalLM.from_pretrained(model).eval(), AutoTokenizer.from_pretrained(model)
+    remember("--model", model, "--text", text, "--out", tmp_path / "m", "--chunk_tokens", 33)
+    found = InfiniCache.from_pretrained(tmp_path / "m", net)
+    ids = torch.tensor([tokenizer(sample_text()[:TOKENS])["input_ids"]])
+    with torch.no_grad():
+        wanted = net(ids, use_cache=True).past_key_values
+    for name, tensor in wanted.state.tensors().items():
+        torch.testing.assert_close(getattr(found.state, name), tensor, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found.layers[1].keys, wanted.layers[1].keys, rtol=1e-4, atol=1e-4)
+
+
+def test_the_commands_of_the_docstring_are_parsed():
+    lines = [line.strip() for line in memorize.__doc__.splitlines() if line.startswith("    python")]
+    assert len(lines) == 3
+    for line in lines[:2]:
+        parse_options(memorize.Options, description="", argv=shlex.split(line)[2:])
+    parse_options(load_recipe("generate").Options, description="", argv=shlex.split(lines[2])[2:])

@@ -1,0 +1,292 @@
+"""The train recipe end to end on tiny models and real text: killed and resumed, distributed, continued, refused."""
+
+import json
+import shutil
+import sys
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2LMHeadModel
+
+from cli import UserError, parse_options
+from cli.model_options import ModelOptions, build_config, build_model
+from hf_infini import InfiniGPT2Config, InfiniGPT2LMHeadModel, training
+from running import (
+    CONTEXT,
+    ROOT,
+    infini_options,
+    kill_when,
+    load_recipe,
+    losses,
+    prepared_data,
+    recipe,
+    result,
+    run,
+    self_options,
+    straight_run,
+)
+from training import run_folder, setup
+
+train = load_recipe("train")
+
+
+# --- a run ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_leaves_a_model_and_its_numbers(base):
+    folder = straight_run(base)
+    found = result(folder)
+    steps = found["steps"]
+    assert steps * 64 * CONTEXT == found["tokens"] and steps > 2 * (steps // 2.5)
+    assert found["perplexity"] == pytest.approx(torch.tensor(found["cross_entropy"]).double().exp().item())
+    assert found["parameters"] > 0 and found["peak_rss_mib"] > 100 and found["tokens_per_second"] > 0
+    assert found["options"]["data"] == found["data_fingerprint"] and found["seed"] == 0
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert isinstance(model, InfiniGPT2LMHeadModel) and model.config.segment_length == 16
+    assert model.config.use_cache and model.generation_config.use_cache  # the Trainer's setting is for training only
+    assert model.config.vocab_size == len(AutoTokenizer.from_pretrained(folder))
+    gates = json.loads((folder / "gates.json").read_text(encoding="utf-8"))
+    assert gates == found["gates"] == training.gate_values(model)
+    assert all(abs(gate - 0.5) > 1e-4 for layer in gates.values() for gate in layer)  # every gate has moved
+    for name in ("loss_curve.png", "gates.png"):
+        assert (folder / name).read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def test_metrics_lines(base):
+    lines = run_folder.read_jsonl(straight_run(base) / "metrics.jsonl")
+    training_lines = [line for line in lines if "train_loss" in line]
+    evaluations = [line for line in lines if "eval_loss" in line]
+    assert all(line["tokens"] == line["step"] * 64 * CONTEXT for line in lines)
+    last = result(straight_run(base))["steps"]
+    logged = {*range(2, last + 1, 2), *range(3, last + 1, 3), last}  # every 2 steps, and with every checkpoint
+    assert [line["step"] for line in training_lines] == sorted(logged)
+    assert training_lines[-1]["train_loss"] < training_lines[0]["train_loss"] - 0.3  # it learns
+    assert evaluations[-1]["step"] == last
+    assert all({"learning_rate", "tokens_per_second", "gate_mean"} <= line.keys() for line in training_lines)
+    assert all(list(line["gates"]) == ["0", "1"] for line in evaluations)
+
+
+def test_killed_and_started_again_it_ends_as_if_it_had_run_through(base):
+    straight, folder = straight_run(base), base / "killed"
+    command = [*recipe("train"), *infini_options(prepared_data(base)), "--out", folder]
+    kill_when((folder / "checkpoint-12" / "model.safetensors").exists, *command)
+    assert not (folder / "result.json").exists()
+    resumes_at = run_folder.checkpoint_step(run_folder.last_complete_checkpoint(folder))
+    # A checkpoint that was killed in the middle, and one whose oldest files were already being deleted
+    shutil.copytree(folder / f"checkpoint-{resumes_at}", folder / "checkpoint-90")
+    (folder / "checkpoint-90" / "optimizer.pt").write_bytes(b"half")
+    shutil.copytree(folder / f"checkpoint-{resumes_at}", folder / "checkpoint-91")
+    (folder / "checkpoint-91" / "complete.json").unlink()
+    done = run(*command)
+    assert f"from step {resumes_at}" in done.stderr
+    assert losses(folder) == losses(straight)
+    assert result(folder)["cross_entropy"] == result(straight)["cross_entropy"]
+    assert sorted(path.name for path in folder.glob("checkpoint-9?")) == []
+
+
+def test_killed_after_the_last_step_it_only_writes_the_results(base):
+    folder = base / "almost"
+    shutil.copytree(straight_run(base), folder)
+    for name in ("result.json", "model.safetensors", "config.json"):
+        (folder / name).unlink()
+    train.main([*map(str, infini_options(prepared_data(base))), "--out", str(folder)])
+    assert losses(folder) == losses(straight_run(base))
+    # Another number of threads sums in another order
+    assert result(folder)["cross_entropy"] == pytest.approx(result(straight_run(base))["cross_entropy"], rel=1e-5)
+
+
+def test_a_finished_run_says_so_and_other_options_are_refused(base, capsys):
+    options = [*map(str, infini_options(prepared_data(base))), "--out", str(straight_run(base))]
+    before = (straight_run(base) / "result.json").stat().st_mtime_ns
+    train.main(options)
+    assert "finished" in capsys.readouterr().out
+    assert (straight_run(base) / "result.json").stat().st_mtime_ns == before
+    with pytest.raises(SystemExit) as stopped:
+        train.main([*options, "--seed", "7", "--update_rule", "delta"])
+    message = capsys.readouterr().err
+    assert stopped.value.code == 1 and "Traceback" not in message
+    assert "seed was 0 and is now 7" in message and "update_rule was None and is now 'delta'" in message
+    assert "learning_rate was" not in message
+
+
+def test_options_that_a_run_is_older_than(tmp_path):
+    (tmp_path / "run.json").write_text('{"attention": "self", "n_layer": 2, "seed": 0}')
+    now = {"attention": "self", "n_layer": 2, "seed": 0, "model": "gpt2", "score": None}
+    now |= {"separate_documents": False, "mask_special_tokens": False}  # what was not asked then was done so
+    assert run_folder.check_same_run(tmp_path, now)
+    for changed in ({"model": "causal_mha"}, {"score": "dot"}, {"n_layer": None}, {"mask_special_tokens": None}):
+        with pytest.raises(UserError, match=f"{[*changed][0]} was"):
+            run_folder.check_same_run(tmp_path, now | changed)
+
+
+# --- several processes ------------------------------------------------------------------------------------------------
+
+
+def test_two_processes_train_what_one_does(base, self_run):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", 2]
+    options = [*self_options(prepared_data(base)), "--gradient_accumulation", 2, "--num_processes", 2]
+    command = [*torchrun, *recipe("train")[1:], *options, "--out", base / "two"]
+    assert "2 process(es)" in run(*command).stderr
+    assert (base / "two" / "checkpoint-5" / "rng_state_1.pth").is_file()
+    one, two = losses(self_run), losses(base / "two")
+    assert [line[0] for line in one] == [line[0] for line in two]
+    for (_, *of_one, _), (_, *of_two, _) in zip(one, two, strict=True):
+        # The gradients of 16 rows are summed in another order; 5 steps of AdamW let that grow a little
+        assert of_one == [pytest.approx(value, rel=1e-4) if value is not None else None for value in of_two]
+    assert result(self_run)["tokens"] == result(base / "two")["tokens"]
+    (base / "two" / "result.json").unlink()
+    (base / "two" / "checkpoint-5" / "complete.json").unlink()
+    assert "from step 4" in run(*command).stderr
+    assert losses(base / "two") == two
+
+
+def test_fewer_processes_than_asked_for_are_an_error(base):
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", 2]
+    options = [*self_options(prepared_data(base)), "--num_processes", 2, "--out", base / "fewer"]
+    done = run(*launch, *recipe("train")[1:], *options, check=False)
+    assert done.returncode != 0
+    assert "1 process(es)" in done.stderr and "error: --num_processes 2, but 1 started" in done.stderr
+    assert "torchrun --nproc_per_node 2" in done.stderr
+    assert not (base / "fewer").exists()
+
+
+# --- starting from a model --------------------------------------------------------------------------------------------
+
+
+def test_infini_starts_from_plain_gpt2(base, self_run, tmp_path, capsys):
+    shared = ["--data", str(prepared_data(base)), "--use_cpu", "true", "--out", str(tmp_path / "out")]
+    more = ["--attention", "infini", "--n_segments", "4", "--memory_init", "learned", "--max_steps", "2"]
+    train.main([*shared, *more, "--init_from", str(self_run), "--learning_rate", "1e-9", "--gradient_checkpointing"])
+    plain = GPT2LMHeadModel.from_pretrained(self_run)
+    infini = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert infini.config.n_segments == 4 and infini.config.memory_init == "learned"
+    weights = dict(infini.named_parameters())
+    for name, weight in plain.named_parameters():
+        torch.testing.assert_close(weights[name], weight, rtol=0, atol=1e-6)  # two steps at a rate of 1e-9
+    assert not torch.equal(infini.transformer.h[0].attn.gate(), torch.zeros(2))  # whose own rate is 0.01
+
+
+def test_what_a_start_cannot_be(base, self_run, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(self_run)
+
+    def config(context=CONTEXT, **options):
+        return build_config(ModelOptions(**options), tokenizer, context)
+
+    with pytest.raises(UserError, match="--n_layer 3, but .* has 2"):
+        config(attention="self", init_from=str(self_run), n_layer=3)
+    with pytest.raises(UserError, match="64 positions.*--position_encoding segment"):
+        config(2 * CONTEXT, init_from=str(self_run))
+    with pytest.raises(UserError, match="infini_gpt2 model"):
+        config(attention="self", init_from=str(straight_run(base)))
+    with pytest.raises(UserError, match="no config.json"):
+        config(attention="self", init_from=str(tmp_path))
+    with pytest.raises(UserError, match="n_segments must divide"):
+        config(n_segments=7)
+    with pytest.raises(UserError, match="--n_head 3 does not divide --n_embd 256"):
+        config(attention="self", n_head=3)
+    longer = config(10 * CONTEXT, init_from=str(straight_run(base)))
+    assert longer.positions == "segment" and longer.segment_length == 16
+    assert build_model(longer, str(straight_run(base))).config.position_encoding == "segment"
+
+
+# --- parts ------------------------------------------------------------------------------------------------------------
+
+
+def test_parameter_groups():
+    config = InfiniGPT2Config(vocab_size=20, n_positions=16, n_embd=8, n_layer=2, n_head=2, segment_length=4)
+    config.memory_init = "learned"
+    config.bos_token_id = config.eos_token_id = 0
+    model = InfiniGPT2LMHeadModel(config)
+    groups = {group["name"]: group for group in training.parameter_groups(model, 1e-3, 0.01, 0.1)}
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    members = {kind: {names[id(parameter)] for parameter in group["params"]} for kind, group in groups.items()}
+    assert members["gates"] == {f"transformer.h.{layer}.attn.gate.weight" for layer in range(2)}
+    assert groups["gates"]["lr"] == 0.01 and groups["gates"]["weight_decay"] == 0.0
+    assert groups["vectors"]["lr"] == 1e-3 and groups["vectors"]["weight_decay"] == 0.0
+    assert groups["matrices"]["weight_decay"] == 0.1
+    assert {"transformer.h.0.attn.start_memory", "transformer.h.0.attn.start_normaliser"} <= members["vectors"]
+    assert {"transformer.ln_f.weight", "transformer.h.0.mlp.c_fc.bias"} <= members["vectors"]
+    assert {"transformer.wte.weight", "transformer.h.1.attn.c_attn.weight"} <= members["matrices"]
+    assert sum(map(len, members.values())) == len(names)  # each in one group
+
+
+def test_the_first_end_reached_counts():
+    def steps(**ends):
+        return setup.number_of_steps(train.RunOptions(data="", out="", **ends), 10, tokens_per_step=100)
+
+    assert (steps(), steps(epochs=2.5), steps(max_steps=3), steps(max_tokens=1201)) == (10, 25, 3, 13)
+    assert (steps(epochs=1.0, max_tokens=5000), steps(max_steps=40, max_tokens=5000)) == (10, 40)
+
+
+def test_only_complete_checkpoints_count(tmp_path):
+    assert run_folder.last_complete_checkpoint(tmp_path) is None
+    for step in (5, 20, 100):
+        checkpoint = tmp_path / f"checkpoint-{step}"
+        checkpoint.mkdir()
+        (checkpoint / "model").write_bytes(b"x" * step)
+        run_folder.mark_complete(checkpoint, training_seconds=1.0)
+    assert run_folder.last_complete_checkpoint(tmp_path).name == "checkpoint-100"  # by number, not by name
+    (tmp_path / "checkpoint-100" / "model").write_bytes(b"x" * 99)
+    assert run_folder.last_complete_checkpoint(tmp_path).name == "checkpoint-20"
+    (tmp_path / "checkpoint-20" / "model").unlink()
+    assert run_folder.last_complete_checkpoint(tmp_path).name == "checkpoint-5"
+
+
+def test_unfinished_lines_are_dropped(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"st')
+    assert run_folder.read_jsonl(tmp_path / "metrics.jsonl") == [{"step": 1}, {"step": 2}]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--data", "nowhere"], "nowhere has no manifest.json"),
+        (["--max_tokens", "0"], "--max_tokens must be greater than 0, got 0"),
+        (["--batch_size", "-1"], "--batch_size must be greater than 0, got -1"),
+        (["--batch_size", "100000"], "lower --batch_size"),
+        (["--segment_length", "8", "--n_segments", "8"], "exactly one of segment_length"),
+        (["--layers", "0", "9"], "layers must name some of the 4 layers"),
+    ],
+)
+def test_user_errors(base, tmp_path, capsys, options, message):
+    with pytest.raises(SystemExit) as stopped:
+        train.main(["--data", str(prepared_data(base)), "--use_cpu", "true", "--out", str(tmp_path / "o"), *options])
+    error = capsys.readouterr().err
+    assert stopped.value.code == 1 and message in error
+
+
+def test_a_folder_of_something_else_is_not_touched(base, tmp_path, capsys):
+    (tmp_path / "letters.txt").write_text("keep")
+    with pytest.raises(SystemExit):
+        train.main(["--data", str(prepared_data(base)), "--use_cpu", "true", "--out", str(tmp_path)])
+    assert "not empty" in capsys.readouterr().err and [path.name for path in tmp_path.iterdir()] == ["letters.txt"]
+
+
+@pytest.mark.parametrize("options", [["--learning_rat", "1"], ["--attention", "linear"], ["--max_steps", "many"]])
+def test_malformed_options_exit_with_2(options, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        train.main(["--data", "d", "--out", "o", *options])
+    assert stopped.value.code == 2
+
+
+CONFIGS = sorted(path for path in (ROOT / "recipes" / "configs").glob("[!a]*.yaml") if "train.py" in path.read_text())
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
+def test_every_config_is_parsed_by_the_recipe(config):
+    first_line = config.read_text(encoding="utf-8").splitlines()[0]
+    assert first_line.startswith("# python recipes/train.py --config recipes/configs/" + config.name)
+    _, shape, _ = parse_options(*OPTIONS, description="", argv=first_line.split()[3:])
+    assert shape.model == "causal_mha" or shape.segment_length or shape.n_segments
+
+
+OPTIONS = (train.RunOptions, ModelOptions, train.OptimizerOptions)
+
+
+@pytest.mark.parametrize("name", ["quickstart", "carolina"])
+def test_self_and_infini_differ_by_one_option(name):
+    files = [ROOT / "recipes" / "configs" / f"{name}_{kind}.yaml" for kind in ("self", "infini")]
+    argv = ["--data", "d", "--out", "o", "--config"]
+    parsed = [parse_options(*OPTIONS, description="", argv=[*argv, str(file)]) for file in files]
+    one, other = ({k: v for part in parts for k, v in vars(part).items()} for parts in parsed)
+    assert {name for name in one if one[name] != other[name]} == {"attention"}
