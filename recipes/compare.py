@@ -11,10 +11,12 @@ would say nothing about the models.
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 
 from cli import UserError, exit_on_user_error, parse_options
 
 COLUMNS = ("run", "attention", "parameters", "tokens", "cross-entropy", "perplexity", "tokens/s", "peak MiB")
+UNTOLD = ("segment_length", "n_segments", "gate_init", "mask_special_tokens")  # the first two in other words
 
 
 @dataclass
@@ -80,10 +82,9 @@ def read_lines(path: Path) -> list[dict]:
 
 
 def row(folder: Path, result: dict) -> list[str]:
-    of_scratch = result["options"].get("model") == "causal_mha"
     return [
         folder.name,
-        describe_causal_mha(folder / "config.json") if of_scratch else describe_attention(result["options"]),
+        describe(json.loads((folder / "config.json").read_text(encoding="utf-8"))),
         f"{result['parameters']:,}",
         f"{result['tokens']:,}",
         f"{result['cross_entropy']:.4f}",
@@ -99,38 +100,27 @@ def ngram_row(ngram: dict) -> list[str]:
     return [ngram["name"], before, "", tokens, f"{ngram['cross_entropy']:.4f}", f"{ngram['perplexity']:.2f}", "", ""]
 
 
-def describe_causal_mha(file: Path) -> str:
-    """The attention of a causal_mha run in a few words, from its config.json: the options may leave out what it is."""
-    config = json.loads(file.read_text(encoding="utf-8"))
-    words = {
-        "global": ["global"],
-        "local": [f"local, window of {config['sliding_window']}"],
-        "infini": [f"infini, segments of {config['segment_length']}"],
-        "none": ["no attention"],
-    }[config["attention"]]
-    if config["attention"] == "infini":
-        defaults = {"update_rule": "linear", "local_segments": 0}
-        words += [f"{name.replace('_', ' ')} {config[name]}" for name in defaults if config[name] != defaults[name]]
-    words += [] if config["attention"] == "none" else [f"score {config['score']}"]
-    encoding = config["position_encoding"]
-    return ", ".join([*words, "no positions" if encoding == "none" else f"{encoding} positions"])
+def describe(config: dict) -> str:
+    """The attention of a run in a few words, from its config.json."""
+    from hf_infini.configurations import attention_of
+    from hf_infini.options import MEMORY_OPTIONS, MemoryOptions
 
-
-def describe_attention(options: dict) -> str:
-    """The attention of a GPT-2 run in a few words, from the options in its result.json."""
-    if options["attention"] == "self":
-        return "self-attention"
-    if options["n_segments"]:
-        words = [f"infini, {options['n_segments']} segments"]
-    else:
-        words = [f"infini, segments of {options['segment_length']}" if options["segment_length"] else "infini, 8 segments"]
-    defaults = {"update_rule": "linear", "feature_map": "elu", "denominator": "separate", "local_segments": 0}
-    defaults |= {"memory_conv": 0, "memory_write": "equal", "memory_init": "zeros", "layers": None}
-    for name, default in defaults.items():
-        if options.get(name) not in (None, default):
-            words.append(f"{name.replace('_', ' ')} {options[name]}")
-    if options["position_encoding"] not in (None, "learned"):
-        words.append(f"{options['position_encoding']} positions")
+    kind = attention_of(SimpleNamespace(**config))
+    words = [{"self": "self-attention", "none": "no attention"}.get(kind, kind)]
+    if kind == "local":
+        words.append(f"window of {config['sliding_window']}")
+    if kind == "infini":
+        number, length = config.get("n_segments"), config["segment_length"]
+        words.append(f"{number} segments" if number else f"segments of {length}")
+        told = [name for name in MEMORY_OPTIONS if name not in UNTOLD]
+        given = {name: config.get(name, getattr(MemoryOptions, name)) for name in told}
+        changed = {name: value for name, value in given.items() if value != getattr(MemoryOptions, name)}
+        words += [f"{name.replace('_', ' ')} {value}" for name, value in changed.items()]
+    of_scratch, encoding = config["model_type"] == "causal_mha", config.get("position_encoding", "learned")
+    if of_scratch and kind != "none":
+        words.append(f"score {config['score']}")
+    if of_scratch or encoding != "learned":
+        words.append("no positions" if encoding == "none" else f"{encoding} positions")
     return ", ".join(words)
 
 

@@ -64,8 +64,8 @@ def infini_gpt2_parts(module: GPT2InfiniAttention, hidden_states: Tensor, given:
 def causal_mha_parts(module: CausalMultiHeadAttention, hidden_states: Tensor, given: dict) -> Parts:
     """The from-scratch attention, which names its own parts unless it has a memory."""
     if module.config.attention == "infini":
-        arguments = module.infini_arguments(hidden_states, given["position_ids"])
-        return _infini_parts(module, given["layout"], **arguments)
+        arguments, _ = module.infini_arguments(hidden_states, given["position_ids"], given["layout"])
+        return _infini_parts(module, given["layout"], **arguments, **module.start())
     return Parts(*module.parts(hidden_states, **{name: given[name] for name in ("mask", "distance", "position_ids")}))
 
 
@@ -135,7 +135,7 @@ def _infini_parts(
     else:
         start = (start_memory.to(value.dtype), start_normaliser.to(value.dtype))
         has_memory = torch.ones(1, layout.segments, dtype=torch.bool, device=value.device)
-    feature_map = FEATURE_MAPS[getattr(module.config, "feature_map", "elu")]
+    feature_map = FEATURE_MAPS[module.config.feature_map]
     keys, values = (layout.delay(grid).transpose(2, 3) for grid in (key_grid, value_grid))
     keys, queries = feature_map(keys), feature_map(query_grid.transpose(2, 3))
     written = layout.written()
@@ -155,7 +155,7 @@ def _infini_parts(
     logits = _widen(module.gate())
     gate = torch.sigmoid(logits)
     share = gate[:, None, None]
-    if getattr(module.config, "denominator", "separate") == "shared":
+    if module.config.denominator == "shared":
         share = memory_weight(logits[:, None, None], mass, scores.logsumexp(-1, keepdim=True), width, EPS)
     share = share * layout.from_grid(has_memory[..., None, None, None].expand(batch, -1, layout.slots, heads, 1))
     from_memory, from_local = share * memory, (1 - share) * local

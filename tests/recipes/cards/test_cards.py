@@ -11,7 +11,9 @@ from card_runs import GPT2, INFINI, RESULT, SAMPLES, baseline, cells, evaluation
 from cards import model as cards_model
 from cards import results as cards_results
 from cards import text as cards_text
-from hf_infini.configuration_causal_mha import CHOICES, INFINI_POSITIONS, INFINI_SCORES, CausalMHAConfig
+from hf_infini.configuration_causal_mha import INFINI_POSITIONS, INFINI_SCORES, CausalMHAConfig
+from hf_infini.options import choices
+from hf_infini.options_causal_mha import ScratchOptions
 from support import markdown
 
 
@@ -133,12 +135,12 @@ def test_the_architecture_of_every_family():
     assert dict(cards_model.describe_model(GPT2, RESULT, 40))["Context"] == "40 tokens"
 
 
-@pytest.mark.parametrize("kind", CHOICES["attention"])
+@pytest.mark.parametrize("kind", choices(ScratchOptions)["attention"])
 def test_every_choice_of_causal_mha_is_described(kind):
     seen = set()
-    for score in INFINI_SCORES if kind == "infini" else CHOICES["score"]:
+    for score in {"infini": INFINI_SCORES, "none": ("scaled_dot",)}.get(kind, choices(ScratchOptions)["score"]):
         allowed = {"infini": INFINI_POSITIONS, "none": ("learned", "sinusoidal", "none")}
-        for position in allowed.get(kind, CHOICES["position_encoding"]):
+        for position in allowed.get(kind, choices(ScratchOptions)["position_encoding"]):
             lengths = {"local": {"sliding_window": 13}, "infini": {"segment_length": 17}}.get(kind, {})
             choice = {"attention": kind, "score": score, "position_encoding": position, **lengths}
             config = CausalMHAConfig(n_positions=50, n_embd=24, n_head=3, **choice).to_dict()
@@ -151,7 +153,7 @@ def test_every_choice_of_causal_mha_is_described(kind):
     # Each choice has words of its own; without attention there is no score to speak of
     scores = 1 if kind == "none" else len({score for score, _ in seen})
     assert len(seen) == scores * len({place for _, place in seen})
-    assert len({place for _, place in seen}) == len(allowed.get(kind, CHOICES["position_encoding"]))
+    assert len({place for _, place in seen}) == len(allowed.get(kind, choices(ScratchOptions)["position_encoding"]))
 
 
 def test_options_that_did_nothing_are_not_shown():

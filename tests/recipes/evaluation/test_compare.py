@@ -12,9 +12,7 @@ from running import load_recipe
 compare = load_recipe("compare")
 RECIPES = Path(__file__).parents[3] / "recipes"
 
-OPTIONS = dict.fromkeys(
-    ("segment_length", "n_segments", "update_rule", "local_segments", "memory_init", "layers", "positions")
-)
+GPT2 = {"model_type": "gpt2"}
 
 
 def run(recipe, *argv):
@@ -22,10 +20,11 @@ def run(recipe, *argv):
     return subprocess.run(command, capture_output=True, text=True)
 
 
-def finished_run(folder: Path, perplexity: float, fingerprint: str, **options) -> Path:
+def finished_run(folder: Path, perplexity: float, fingerprint: str, config: dict = GPT2) -> Path:
     folder.mkdir()
     result = {"cross_entropy": 1.25, "perplexity": perplexity, "tokens": 4096, "parameters": 1234, "tokens_per_second": 9.0}
-    result |= {"peak_rss_mib": 500.0, "data_fingerprint": fingerprint, "options": OPTIONS | options}
+    result |= {"peak_rss_mib": 500.0, "data_fingerprint": fingerprint, "options": {}}
+    (folder / "config.json").write_text(json.dumps(config))
     (folder / "result.json").write_text(json.dumps(result))
     lines = [{"tokens": 10, "train_loss": 2.0}, {"tokens": 10, "eval_loss": 2.1}, {"tokens": 20, "eval_loss": 1.25}]
     (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
@@ -33,9 +32,9 @@ def finished_run(folder: Path, perplexity: float, fingerprint: str, **options) -
 
 
 def test_table_and_plot_of_two_runs(tmp_path):
-    one = finished_run(tmp_path / "one", 3.49, "same", attention="self")
-    infini = {"attention": "infini", "segment_length": 128, "update_rule": "delta", "position_encoding": "segment"}
-    two = finished_run(tmp_path / "two", 3.21, "same", **infini)
+    one = finished_run(tmp_path / "one", 3.49, "same")
+    infini = {"model_type": "infini_gpt2", "segment_length": 128, "update_rule": "delta", "position_encoding": "segment"}
+    two = finished_run(tmp_path / "two", 3.21, "same", infini)
     done = run("compare.py", "--runs", one, two, "--out", tmp_path / "deep" / "comparison")
     assert done.returncode == 0, done.stderr
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in done.stdout.splitlines()[:4]]
@@ -46,8 +45,8 @@ def test_table_and_plot_of_two_runs(tmp_path):
 
 
 def test_runs_on_different_data_and_unfinished_runs_are_refused(tmp_path):
-    one = finished_run(tmp_path / "one", 3.49, "same", attention="self")
-    two = finished_run(tmp_path / "two", 3.21, "other", attention="self")
+    one = finished_run(tmp_path / "one", 3.49, "same")
+    two = finished_run(tmp_path / "two", 3.21, "other")
     (tmp_path / "three").mkdir()
     for other, message in ((two, "different data"), (tmp_path / "three", "has no result.json")):
         done = run("compare.py", "--runs", one, other, "--out", tmp_path / "comparison")
@@ -73,14 +72,12 @@ def baseline(tmp_path_factory):
 
 
 def test_models_from_scratch_beside_n_grams(tmp_path, baseline, capsys):
-    options = {"model": "causal_mha", "attention": "local"}
     config = {"attention": "local", "sliding_window": 6, "score": "general", "position_encoding": "rope"}
     memory = {"attention": "infini", "segment_length": 4, "update_rule": "delta", "local_segments": 0, "score": "dot"}
     configs = {"local": config, "infini": memory | {"position_encoding": "none", "sliding_window": None}}
     configs["nothing"] = config | {"attention": "none", "position_encoding": "learned"}
     for name, values in configs.items():
-        folder = finished_run(tmp_path / name, 3.49, "same", **options)
-        (folder / "config.json").write_text(json.dumps({"segment_length": None} | values))
+        finished_run(tmp_path / name, 3.49, "same", {"model_type": "causal_mha", "segment_length": None} | values)
     runs = ["--runs", *(str(tmp_path / name) for name in configs)]
     compare.main([*runs, "--baselines", str(baseline("n.json")), "--out", str(tmp_path / "comparison")])
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in capsys.readouterr().out.splitlines()[2:7]]
@@ -97,7 +94,7 @@ def test_models_from_scratch_beside_n_grams(tmp_path, baseline, capsys):
 
 
 def test_baselines_that_say_nothing_about_the_runs_are_refused(tmp_path, baseline, capsys):
-    one = finished_run(tmp_path / "one", 3.49, "same", attention="self")
+    one = finished_run(tmp_path / "one", 3.49, "same")
     files = [(baseline("a.json", fingerprint="other"), "of other data"), (baseline("b.json", split="test"), "test rows")]
     for file, message in [*files, (one / "result.json", "not written by"), (tmp_path / "none.json", "not written by")]:
         with pytest.raises(SystemExit) as stopped:
