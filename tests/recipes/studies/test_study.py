@@ -32,7 +32,7 @@ def base(tmp_path_factory):
     texts = ["\n".join(lines[start : start + 30]) for start in range(0, len(lines), 30)]
     rows = [json.dumps({"id": f"{number:03}", "text": text}) + "\n" for number, text in enumerate(texts)]
     (base / "text.jsonl").write_text("".join(rows), encoding="utf-8")
-    own = "attention: infini\nposition_encoding: segment\ndata_fraction: 0.6\ndata_tokenizer: "
+    own = "attention: infini\nsegment_length: 16\nposition_encoding: segment\ndata_fraction: 0.6\ndata_tokenizer: "
     (base / "letters.yaml").write_text(own + "characters\n", encoding="utf-8")
     (base / "nowhere.yaml").write_text(own + "no/such_tokenizer\n", encoding="utf-8")
     return base
