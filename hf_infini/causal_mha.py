@@ -12,6 +12,7 @@ from transformers.cache_utils import Cache
 from .attention import attend
 from .cache import StatesOfCall
 from .configuration_causal_mha import ATTENTION_OPTIONS, CausalMHAConfig
+from .layout import Layout
 from .memory_layer import MemoryLayerMixin
 from .options_causal_mha import IN_EMBEDDING, RELATIVE
 from .positions import alibi_bias, relative_key_bias, relative_keys, rotate, rotation, t5_buckets
@@ -23,9 +24,9 @@ from .scores import (
     scaled_dot_scores,
     visible_softmax,
 )
-from .segments import SegmentLayout, segment_layout
-from .state import InfiniState
-from .steps import StepLayout
+from .segments import segment_layout
+from .state import InfiniState, Projections
+from .window import Softmax
 
 
 class HeadParts(NamedTuple):
@@ -124,7 +125,7 @@ class CausalMultiHeadAttention(MemoryLayerMixin, nn.Module):
         mask: Tensor | None = None,
         distance: Tensor | None = None,
         position_ids: Tensor | None = None,
-        layout: SegmentLayout | StepLayout | None = None,
+        layout: Layout | None = None,
         past_key_values: Cache | None = None,
         states: StatesOfCall | None = None,
         output_attentions: bool = False,
@@ -201,15 +202,11 @@ class CausalMultiHeadAttention(MemoryLayerMixin, nn.Module):
             bias = self._bias(query, distance)
         return scores if bias is None else scores + bias.to(scores.dtype)
 
-    def infini_arguments(
-        self,
-        hidden_states: Tensor,
-        position_ids: Tensor | None,
-        layout: SegmentLayout | StepLayout | None = None,
-        recent: Tensor | None = None,
-    ) -> tuple[dict, Tensor | None]:
-        """What [`attend`] takes of one call: query, key and value for the window, and for the memory where they differ; and
-        what the convolution needs of these tokens in the next call (`recent`, `None` before the first).
+    def infini_projections(
+        self, hidden_states: Tensor, position_ids: Tensor | None, layout: Layout | None = None, recent: Tensor | None = None
+    ) -> tuple[Projections, float, Tensor | None]:
+        """What [`attend`] takes of one call, the factor of the scores, and what the convolution needs of these tokens in the
+        next call (`recent`, `None` before the first).
 
         The memory has no place for a token's position: rope turns only what the window compares. `layout`: for the
         convolution only.
@@ -218,11 +215,10 @@ class CausalMultiHeadAttention(MemoryLayerMixin, nn.Module):
         raw_query, raw_key, value = self._split(hidden_states)
         query, key = self._rotated(raw_query, raw_key, position_ids)
         query, scaling = as_dot_product(self.config.score, query, getattr(self, "score_weight", None))
-        memory_key = None if key is raw_key else raw_key
+        memory_query, memory_key = None if query is raw_query else raw_query, None if key is raw_key else raw_key
         if self.config.memory_write == "learned":
             memory_key = self.weighted(raw_key, hidden_states)
-        tensors = {"query": query, "key": key, "value": value, "memory_query": raw_query, "memory_key": memory_key}
-        return {**tensors, "scaling": scaling}, recent
+        return Projections(query, key, value, memory_query, memory_key), scaling, recent
 
     # --- the steps ----------------------------------------------------------------------------------------------------
 
@@ -273,23 +269,21 @@ class CausalMultiHeadAttention(MemoryLayerMixin, nn.Module):
         if layout is None:
             layout = segment_layout(*hidden_states.shape[:2], length, kept, state=state, device=hidden_states.device)
         recent = None if state is None else state.recent_inputs
-        arguments, recent = self.infini_arguments(hidden_states, position_ids, layout, recent)
+        tokens, scaling, recent = self.infini_projections(hidden_states, position_ids, layout, recent)
         if state is None:
-            separate = arguments["memory_key"] is not None
-            kind = {"separate_memory_key": separate, **self.start()}
-            state = InfiniState.initial(arguments["key"], arguments["value"], length, kept, **kind)
+            options = {"separate_memory_key": tokens.memory_key is not None, **self.start()}
+            state = InfiniState.initial(tokens.key, tokens.value, length, kept, **options)
+        dropout = self.dropout.p if self.training else 0.0
+        written_out = output_attentions or self.config._attn_implementation == "eager"
         heads, state, weights = attend(
-            **arguments,
-            gate=self.gate(),
-            layout=layout,
-            update_rule=self.config.update_rule,
-            feature_map=self.config.feature_map,
-            denominator=self.config.denominator,
-            state=state,
+            tokens,
+            self.gate(),
+            layout,
+            self.rule,
+            Softmax(scaling, dropout, written_out),
+            state,
             return_state=states is not None,
-            dropout=self.dropout.p if self.training else 0.0,
             return_weights=output_attentions,
-            eager=self.config._attn_implementation == "eager",
             in_place=states is not None and states.may_overwrite(self.layer_idx),
         )
         if states is not None:

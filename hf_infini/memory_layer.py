@@ -6,6 +6,7 @@ from torch.nn import functional as F
 from transformers import initialization as init
 
 from .convolution import short_convolution
+from .memory import MemoryRule
 
 # Normaliser of a learned start before training: softplus(0.5413) = 1, the value of σ at a key of zeros.
 LEARNED_NORMALISER = 0.5413
@@ -50,6 +51,11 @@ class MemoryLayerMixin:
     `memory_conv` the convolution's weights `memory_conv` `[taps, width]`; with `memory_write="learned"` the logarithm of a
     token's weight in the memory, per head, `memory_write` `[heads, width]`.
     """
+
+    @property
+    def rule(self) -> MemoryRule:
+        """How the memory is written, read and mixed in."""
+        return MemoryRule(self.config.update_rule, self.config.feature_map, self.config.denominator)
 
     def add_memory_parameters(self, width: int, **options) -> None:
         """Makes the parameters, uninitialised. `width`: of the layer's input; options: their `device` and `dtype`."""

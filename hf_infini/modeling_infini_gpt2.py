@@ -15,6 +15,7 @@ from .cache import InfiniCache, StatesOfCall
 from .configuration_infini_gpt2 import InfiniGPT2Config
 from .generation import MemoryGenerationMixin
 from .hub_code import HubModelMixin
+from .layout import Layout
 from .memory_layer import MemoryLayerMixin
 from .modeling_common import (
     InitializationMixin,
@@ -29,9 +30,9 @@ from .modeling_common import (
     memory_mask_of,
 )
 from .positions import rotate, rotation
-from .segments import SegmentLayout, segment_layout
-from .state import InfiniState
-from .steps import StepLayout
+from .segments import segment_layout
+from .state import InfiniState, Projections
+from .window import Softmax
 
 
 class GPT2InfiniAttention(MemoryLayerMixin, GPT2Attention):
@@ -56,7 +57,7 @@ class GPT2InfiniAttention(MemoryLayerMixin, GPT2Attention):
         encoder_hidden_states: Tensor | None = None,
         encoder_attention_mask: Tensor | None = None,
         output_attentions: bool | None = False,
-        layout: SegmentLayout | StepLayout | None = None,
+        layout: Layout | None = None,
         position_ids: Tensor | None = None,
         turns: Tensor | None = None,
         states: StatesOfCall | None = None,
@@ -95,25 +96,22 @@ class GPT2InfiniAttention(MemoryLayerMixin, GPT2Attention):
                 device=hidden_states.device,
             )
         recent = None if state is None else state.recent_inputs
-        arguments, recent = self.project(hidden_states, layout, recent, turns)
+        tokens, recent = self.project(hidden_states, layout, recent, turns)
         if state is None:
-            separate = arguments["memory_key"] is not None
-            kind = {"separate_memory_key": separate, **self.start()}
-            state = InfiniState.initial(arguments["key"], arguments["value"], length, kept, **kind)
+            options = {"separate_memory_key": tokens.memory_key is not None, **self.start()}
+            state = InfiniState.initial(tokens.key, tokens.value, length, kept, **options)
         eager = self.config._attn_implementation == "eager"
+        return_weights = bool(output_attentions) or eager
+        dropout = self.attn_dropout.p if self.training else 0.0
         output, state, weights = attend(
-            **arguments,
-            gate=self.gate(),
-            layout=layout,
-            update_rule=self.config.update_rule,
-            feature_map=self.config.feature_map,
-            denominator=self.config.denominator,
-            state=state,
+            tokens,
+            self.gate(),
+            layout,
+            self.rule,
+            Softmax(self.scaling, dropout, written_out=return_weights, upcast=eager and self.reorder_and_upcast_attn),
+            state,
             return_state=states is not None,
-            scaling=self.scaling,
-            dropout=self.attn_dropout.p if self.training else 0.0,
-            return_weights=bool(output_attentions) or eager,
-            upcast=eager and self.reorder_and_upcast_attn,
+            return_weights=return_weights,
             in_place=states is not None and states.may_overwrite(self.layer_idx),
         )
         if states is not None:
@@ -126,13 +124,12 @@ class GPT2InfiniAttention(MemoryLayerMixin, GPT2Attention):
     def project(
         self,
         hidden_states: Tensor,
-        layout: SegmentLayout | StepLayout,
+        layout: Layout,
         recent: Tensor | None = None,
         turns: Tensor | None = None,
-    ) -> tuple[dict[str, Tensor | None], Tensor | None]:
-        """What [`attend`] takes of `[batch, tokens, width]`: `query`, `key`, `value`, and the memory's `memory_query` and
-        `memory_key` (`None`: the same), `[batch, heads, tokens, head_dim]` each; and what the convolution needs of these
-        tokens in the next call (`recent`, `None` before the first)."""
+    ) -> tuple[Projections, Tensor | None]:
+        """The projections of `[batch, tokens, width]`, and what the convolution needs of these tokens in the next call
+        (`recent`, `None` before the first)."""
         hidden_states, recent = self.convolved(hidden_states, layout, recent)
         parts = self.c_attn(hidden_states).split(self.split_size, dim=2)
         query, key, value = (part.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2) for part in parts)
@@ -143,8 +140,7 @@ class GPT2InfiniAttention(MemoryLayerMixin, GPT2Attention):
             query, key = rotate(query, turns), rotate(key, turns)
         if self.config.memory_write == "learned":
             memory_key = self.weighted(key if memory_key is None else memory_key, hidden_states)
-        tensors = {"query": query, "key": key, "value": value, "memory_query": memory_query, "memory_key": memory_key}
-        return tensors, recent
+        return Projections(query, key, value, memory_query, memory_key), recent
 
 
 class InfiniGPT2PreTrainedModel(HubModelMixin, InitializationMixin, GPT2PreTrainedModel):

@@ -194,13 +194,12 @@ def test_infini_is_the_naive_function(position, score, kept, rule, memory):
     x = inputs(tokens=19)
 
     def by_tokens(x):
-        arguments, _ = module.infini_arguments(x, None, segment_layout(2, 19, 4, kept))
-        separate = arguments["memory_key"] is not None
-        start = module.start() | {"separate_memory_key": separate}
+        tokens, scaling, _ = module.infini_projections(x, None, segment_layout(2, 19, 4, kept))
+        start = module.start() | {"separate_memory_key": tokens.memory_key is not None}
         options = {name: getattr(module.config, name) for name in ("update_rule", "feature_map", "denominator")}
         heads = naive_infini_attention(
-            **arguments, **options, gate=module.gate(), segment_length=4, local_segments=kept,
-            state=InfiniState.initial(arguments["key"], arguments["value"], 4, kept, **start),
+            **tokens._asdict(), **options, scaling=scaling, gate=module.gate(), segment_length=4, local_segments=kept,
+            state=InfiniState.initial(tokens.key, tokens.value, 4, kept, **start),
         )  # fmt: skip
         return module.out_proj(heads.transpose(1, 2).flatten(2))
 
@@ -216,10 +215,10 @@ def test_infini_is_the_naive_function(position, score, kept, rule, memory):
 
 def test_infini_memory_reads_keys_without_positions():
     module, x = attention(attention="infini", segment_length=4, position_encoding="rope"), inputs()
-    arguments, _ = module.infini_arguments(x, torch.arange(9).unsqueeze(0))
+    tokens, _, _ = module.infini_projections(x, torch.arange(9).unsqueeze(0))
     plain = module.W_key(x).unflatten(-1, (3, 4)).transpose(1, 2)
-    assert torch.equal(arguments["memory_key"], plain)
-    assert not torch.allclose(arguments["key"][:, :, 1:], plain[:, :, 1:])
+    assert torch.equal(tokens.memory_key, plain)
+    assert not torch.allclose(tokens.key[:, :, 1:], plain[:, :, 1:])
 
 
 def test_dropout_drops_weights_in_training_only():
