@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The whole story on a CPU: install, prepare Portuguese text, train a GPT-2 with self-attention and one with
-# Infini-attention on the same tokens, evaluate both, read a context eight times the trained one, and generate.
+# The whole story on a CPU: install, prepare Portuguese text, train a small model with self-attention and the same one with
+# Infini-attention on the same tokens, evaluate both, also on texts eight times as long as the trained ones, and generate.
 #
 #   bash recipes/quickstart.sh [--corpus PATH] [--out FOLDER]
 #
@@ -58,8 +58,9 @@ done
 step "Evaluating"
 for attention in self infini; do
     python recipes/evaluate_model.py --model "$out/$attention" --data "$out/data"
+    python recipes/evaluate_model.py --model "$out/$attention" --data "$out/data" --length 8192 \
+        --out "$out/$attention/evaluation_8192"
 done
-python recipes/evaluate_model.py --model "$out/infini" --data "$out/data" --length 8192 --out "$out/infini/evaluation_8192"
 
 step "Generating"
 for attention in self infini; do
@@ -68,4 +69,4 @@ for attention in self infini; do
 done
 
 step "Self-attention and Infini-attention on the same ${corpus:-generated biographies}"
-python recipes/compare.py --runs "$out/self" "$out/infini" --out "$out/comparison"
+python recipes/study.py --runs "$out/self" "$out/infini" --data "$out/data" --out "$out/comparison"
