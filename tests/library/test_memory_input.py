@@ -142,7 +142,7 @@ def test_a_token_weighs_what_its_input_says(update_rule, position_encoding):
     model = convolved(feature_map="exp", **options)
     attention, inputs = model.transformer.h[0].attn, torch.randn(2, 50, 32, dtype=torch.float64)
     layout = segment_layout(2, 50, 8, 1)
-    tensors, _ = attention.project(inputs, layout)
+    tensors = attention.project(inputs, layout)[0]._asdict()
     added, _ = short_convolution(inputs, attention.memory_conv, layout, inputs.new_zeros(2, 2, 32))
     weights = torch.einsum("btc,hc->bht", inputs + added, attention.memory_write).exp()
     unturned = attention.c_attn(inputs + added)[..., 32:64].unflatten(-1, (4, 8)).transpose(1, 2)
