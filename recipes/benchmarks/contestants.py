@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hf_infini import infini_attention
+from hf_infini.naive import attend_by_segments
 
 EPS = 1e-6
 BASE = "infini"  # whose time and memory are 1 in the ratios
@@ -135,21 +136,7 @@ def loop(
     else:
         begins = range(0, query.shape[2], segment)
         pieces = (tuple(tensor[:, :, begin : begin + segment] for tensor in tensors) for begin in begins)
-    share = torch.sigmoid(gate.float())[:, None, None]
-    memory, normaliser, outputs = None, None, []
-    for q, k, v in pieces:
-        output = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        features, written = F.elu(k.float()) + 1, v.float()
-        if memory is None:
-            memory, normaliser = 0.0, 0.0
-        else:
-            output = torch.lerp(output.float(), _read(F.elu(q.float()) + 1, memory, normaliser), share).to(q.dtype)
-            if delta:
-                written = written - _read(features, memory, normaliser)
-        outputs.append(output)
-        memory = memory + features.transpose(-1, -2) @ written
-        normaliser = normaliser + features.sum(-2).unsqueeze(-1)
-    return torch.cat(outputs, 2)
+    return attend_by_segments(pieces, gate, "delta" if delta else "linear")
 
 
 def parallel(query: Tensor, key: Tensor, value: Tensor, gate: Tensor, segment: int) -> Tensor:

@@ -199,11 +199,9 @@ def test_special_tokens_are_not_written_into_the_memory(rule, local_segments, mo
     in_padding = model(padded, attention_mask=mask).logits[mask == 1]
     torch.testing.assert_close(in_padding, output.flatten(0, 1), rtol=FLOAT64, atol=FLOAT64)
 
-    def naive(query, key, value, gate, layout, **options):
-        names = ("update_rule", "scaling")
-        attended = naive_infini_attention(
-            query, key, value, gate, 8, local_segments=local_segments, memory_mask=ids != 0, **{n: options[n] for n in names}
-        )
+    def naive(tokens, gate, layout, rule, softmax, *arguments, **options):
+        options = {"update_rule": rule.update_rule, "scaling": softmax.scaling, "memory_mask": ids != 0}
+        attended = naive_infini_attention(*tokens[:3], gate, 8, local_segments=local_segments, **options)
         return attended, None, None
 
     monkeypatch.setattr(modeling, "attend", naive)
