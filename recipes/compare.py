@@ -32,8 +32,7 @@ def main(argv: list[str] | None = None) -> None:
     (options,) = parse_options(Options, description=__doc__, argv=argv)
     results = {folder: read_result(Path(folder)) for folder in options.runs}
     fingerprints = {result["data_fingerprint"] for result in results.values()}
-    streams = {result["options"].get("streaming") for result in results.values()}
-    if len(fingerprints) > 1 or len(streams) > 1:
+    if len(fingerprints) > 1:
         raise UserError(f"--runs: {', '.join(results)} were trained on different data; compare runs on the same")
     ngrams = [ngram for file in options.baselines or () for ngram in read_baseline(Path(file), *fingerprints)]
 
