@@ -26,6 +26,7 @@ ATTENTIONS = {"gpt2": ("infini", "self"), "causal_mha": _OPTIONS["choices"](_OF_
 SIZES = ("n_layer", "n_embd", "n_head")
 # What the weights of a model folder decide.
 FIXED = (*SIZES, "n_inner", "qkv_bias", "tie_word_embeddings", "initializer_range")
+SHOWN = ("segment_length", "local_segments", "update_rule", "memory_conv")  # of the memory's options, in --help
 # What a recipe adds to what hf_infini says of an option
 NOTES = dict.fromkeys(("segment_length", "sliding_window"), "Default: an eighth of the context.")
 NOTES["mask_special_tokens"] = "Nor are they learned to be predicted, with or without a memory. Default: True."
@@ -70,7 +71,7 @@ def _optional(kind: type, group: str, shown: tuple[str, ...]) -> list[tuple]:
 
 ModelOptions = make_dataclass(
     "ModelOptions",
-    _optional(_OPTIONS["MemoryOptions"], "memory (--attention infini)", ("segment_length", "local_segments", "update_rule"))
+    _optional(_OPTIONS["MemoryOptions"], "memory (--attention infini)", SHOWN)
     + [entry for entry in _optional(_OF_SCRATCH["ScratchOptions"], "model from scratch (--model causal_mha)", ())
        if entry[0] not in MainOptions.__dataclass_fields__],
     bases=(MainOptions,),

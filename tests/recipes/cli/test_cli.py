@@ -92,9 +92,7 @@ for recipe in recipes:
 
 
 RECIPES = sorted((Path(__file__).parents[3] / "recipes").glob("*.py"))
-with_options = pytest.mark.parametrize(
-    "recipe", [recipe for recipe in RECIPES if recipe.stem != "fetch_shard"], ids=lambda recipe: recipe.stem
-)
+with_options = pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
 
 
 def texts(flag: str, recipes: list[Path]) -> dict[str, list[str]]:
