@@ -12,7 +12,7 @@ from transformers import TrainingArguments
 
 from hf_infini.training import PerplexityTrainer
 from models import RowsOf, causal_mha, infini_gpt2, token_ids
-from running import infini_options, load_recipe, losses, prepared_data, recipe, result, run
+from running import infini_options, load_recipe, losses, prepared_data, recipe, result, run, self_options
 from training.dilution import Dilution, weigh_memories
 
 train = load_recipe("train")
@@ -123,7 +123,8 @@ def test_a_diluted_run_resumes_as_if_it_had_never_stopped(base, tmp_path):  # no
 def test_what_dilution_cannot_do_is_refused(base, tmp_path, options, message, monkeypatch, capsys):  # noqa: F811
     data = prepared_data(base)
     options = [data if option == "DATA" else option for option in options]
-    argv = ["train.py", *infini_options(data), *options, "--out", tmp_path / "run"]
+    others = self_options if "self" in options else infini_options  # which has options of a memory
+    argv = ["train.py", *others(data), *options, "--out", tmp_path / "run"]
     monkeypatch.setattr(sys, "argv", [*map(str, argv)])
     with pytest.raises(SystemExit) as error:
         train.main()
