@@ -1,8 +1,7 @@
 r"""Trains a GPT-2 (self- or Infini-attention) or a causal_mha model on a folder that recipes/prepare.py made.
 
     python recipes/train.py --config recipes/configs/quickstart_infini.yaml --data data/quickstart --out runs/infini
-    python recipes/train.py --config recipes/configs/quickstart_infini.yaml --data data/quickstart --out runs/self \
-        --attention self
+    python recipes/train.py --config recipes/configs/quickstart_self.yaml --data data/quickstart --out runs/self
     python recipes/train.py --config recipes/configs/shakespeare_published.yaml --data data/shakespeare --out runs/rope \
         --position_encoding rope
     torchrun --nproc_per_node 2 recipes/train.py --num_processes 2 --config … --data … --out …
@@ -42,8 +41,9 @@ class RunOptions:
                                      "up to --dilute_up_to times as heavy, so that short rows train what long texts "
                                      "need.")  # fmt: skip
     dilute_up_to: float | None = option(None, "--dilute_with: the largest factor; each row's is drawn log-uniformly from "
-                                        "1 to it; default: 32.")  # fmt: skip
-    num_processes: int | None = option(None, "Processes that must have been started; default: any number.", group="machine")
+                                        "1 to it; default: 32.", rare=True)  # fmt: skip
+    num_processes: int | None = option(None, "Processes that must have been started; default: any number.", group="machine",
+                                      rare=True)  # fmt: skip
     use_cpu: bool = option(False, "Train on the CPU even where there is a GPU.")
     seed: int = option(0, "Seed of the weights, the order of the rows and dropout.", group="optimisation")
     report_to: list[str] = option(["none"], "Trackers that receive losses, learning rate and gates: none, or any of "
@@ -55,20 +55,22 @@ class OptimizerOptions:
     batch_size: int = option(4, "Rows per device and forward pass.", group="optimisation")
     gradient_accumulation: int = option(4, "Forward passes per optimiser step.")
     learning_rate: float = option(1e-3, "Peak learning rate (AdamW, betas 0.9 and 0.95).")
-    gate_learning_rate: float = option(0.01, "infini: peak learning rate of the gates, which have no weight decay.")
+    gate_learning_rate: float | None = option(
+        None, "infini: peak learning rate of the gates, which have no weight decay; default: 0.01.", rare=True
+    )
     schedule: Literal["cosine", "linear", "constant_with_warmup"] = option("cosine", "Learning rates after warm-up.")
     warmup: float = option(0.05, "Linear warm-up: a share of the steps below 1, a number of steps from 1 on.")
-    weight_decay: float = option(0.1, "Weight decay of the matrices.")
-    max_grad_norm: float = option(1.0, "Gradients are scaled down to this norm.")
+    weight_decay: float = option(0.1, "Weight decay of the matrices.", rare=True)
+    max_grad_norm: float = option(1.0, "Gradients are scaled down to this norm.", rare=True)
     precision: Literal["auto", "bf16", "float32"] = option(
         "auto", "bf16 autocast; auto: where it is native.", group="machine"
     )
-    gradient_checkpointing: bool = option(False, "Compute activations twice to save memory.")
-    torch_compile: bool = option(False, "Compile the model with torch.compile.")
+    gradient_checkpointing: bool = option(False, "Compute activations twice to save memory.", rare=True)
+    torch_compile: bool = option(False, "Compile the model with torch.compile.", rare=True)
     eval_steps: int = option(100, "Steps between evaluations.", group="evaluation")
-    eval_rows: int | None = option(None, "Validation rows of these evaluations; default: all. The last one takes all.")
+    eval_rows: int | None = option(None, "Validation rows of these; default: all. The last evaluation takes all.", rare=True)
     save_steps: int = option(100, "Steps between checkpoints; the last two are kept.", group="output")
-    logging_steps: int = option(10, "Steps between lines of training loss.")
+    logging_steps: int = option(10, "Steps between lines of training loss.", rare=True)
 
 
 @exit_on_user_error
@@ -104,6 +106,7 @@ def main(argv: list[str] | None = None) -> None:
     tokenizer = AutoTokenizer.from_pretrained(data / "tokenizer")
     config = build_config(shape, tokenizer, context)
     dilution.check_options(run, optimizer, config)
+    setup.set_gate_rate(optimizer, config)
     options = {**vars(shape), "attention": attention_of(config), **vars(optimizer), **vars(run), "data": fingerprint}
     options |= {"precision": "bf16" if arguments.bf16 else "float32", "num_processes": arguments.world_size}
     if run.dilute_with:
