@@ -1,8 +1,8 @@
-"""Writes the folder of a finished run as it is published, model card and all, and pushes it to the Hugging Face Hub.
+r"""Writes the folder of a finished run as it is published, model card and all, and pushes it to the Hugging Face Hub.
 
-    python recipes/push.py --run runs/infini --out model_cards/infini --language en --data_license "public domain" \\
+    python recipes/push.py --run runs/infini --out model_cards/infini --language en --data_license "public domain" \
         --prompt "To be" --evaluation runs/plays.json --baseline runs/ngrams.json
-    python recipes/push.py --run runs/infini --out model_cards/infini --language en --data_license "public domain" \\
+    python recipes/push.py --run runs/infini --out model_cards/infini --language en --data_license "public domain" \
         --prompt "To be" --repo_id user/infini --private
 
 The folder has the card (README.md), the configuration, the tokenizer, the weights in bfloat16 and the code that loads them.
