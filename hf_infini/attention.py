@@ -1,22 +1,29 @@
-"""Infini-attention: local softmax attention and a compressive memory, mixed by a gate for each head (equation 5)."""
+"""Infini-attention: local softmax attention and a compressive memory, mixed by a gate for each head (equation 5).
 
-from dataclasses import replace
+    A = sigmoid(β) A_mem + (1 − sigmoid(β)) A_dot
+
+[`infini_attention`] lays a call out and gives it to [`attend`], which models call. One more token is decoding.py's; else the
+grid of segments is worked on one group after the other, and the state handed on from group to group. A group is as large as
+what lies between two products may be without leaving the cache (CPU), or as it takes to keep the launches few (GPU).
+
+Shapes: the grid of the layout, `[B, S, C, H, D]`, is cut into `[B, N, H, T, C, D]`: `N` *blocks* of `T` segments, heads
+before tokens, so that every product is one of contiguous matrices. `P = T · C` tokens make a block, with one state.
+"""
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from .decoding import attend_step
-from .features import FEATURE_MAPS
-from .groups import attend_grid
-from .memory import mix
-from .segments import SegmentLayout, segment_layout
-from .state import InfiniState
-from .steps import StepLayout
+from .layout import GridLayout, Layout, pad_to
+from .memory import EPS, MemoryRule, Within, memory_weight, mix, read_memory
+from .segments import check_shapes, segment_layout
+from .state import InfiniState, Projections
+from .window import Softmax, for_every_head, window_attention, window_weights
 
-UPDATE_RULES = ("linear", "delta")
-DENOMINATORS = ("separate", "shared")
-EPS = 1e-6
+GROUP_ELEMENTS = {"cpu": 2**20, "cuda": 2**26}  # of the keys
 
 
 def infini_attention(
@@ -47,7 +54,7 @@ def infini_attention(
     Token `t` of a document lies in segment `s = t // segment_length`. It sees its own segment and `local_segments` before it
     by softmax (equation 2), and reads everything older from the memory (equation 3), which takes in a segment when it
     leaves that window (equation 4 or the delta rule). Per head, `sigmoid(gate)` is the memory's share (equation 5); while
-    the memory is still empty (or all that left the window was kept out of it), the output is only the local attention.
+    the memory is still empty (or everything that left the window was skipped), the output is only the local attention.
 
     Args:
         query: `[batch, heads, tokens, head_dim]`.
@@ -60,8 +67,8 @@ def infini_attention(
         denominator: "separate", one for the window and one for the memory, so that only the gate sets the memory's share
             (the paper); or "shared", one for both, so that it also depends on what the token finds: [`memory_weight`].
         local_segments: earlier segments that the softmax sees, 0 in the paper.
-        attention_mask: `[batch, tokens]`, 1 for real tokens; padding may stand anywhere, is in no segment, and its output
-            is zero.
+        attention_mask: `[batch, tokens]`, 1 for real tokens; padding may be anywhere, is in no segment, and its output is
+            zero.
         position_ids: `[batch, tokens]`; a real token whose position does not go beyond the one before it starts a new
             document, with an empty window and the memory it started from.
         memory_mask: `[batch, tokens]`, 0 for tokens that are seen inside the window but never written into the memory.
@@ -83,167 +90,236 @@ def infini_attention(
         ValueError: shapes, options or the state do not fit together; the message names them.
     """
     _check_arguments(query, key, value, gate, segment_length, local_segments)
-    _check_choices(update_rule, feature_map, denominator)
-    _check_token_arguments(*query.shape[::2], attention_mask, memory_mask, position_ids)
+    tokens = Projections(query, key, value, memory_query, memory_key)
+    rule = MemoryRule(update_rule, feature_map, denominator, eps)
+    masks = {"attention_mask": attention_mask, "memory_mask": memory_mask, "position_ids": position_ids}
     if 0 in query.shape[::2]:
-        output, state = _of_no_tokens(query, key, value, gate, segment_length, local_segments, state, memory_key is not None)
-        return (output, state) if return_state else output
-    layout = segment_layout(
-        query.shape[0],
-        query.shape[2],
-        segment_length,
-        local_segments,
-        attention_mask=attention_mask,
-        position_ids=position_ids,
-        memory_mask=memory_mask,
-        state=state,
-        max_documents=max_documents,
-        device=query.device,
-    )
-    output, new_state, _ = attend(
-        query,
-        key,
-        value,
-        gate,
-        layout,
-        update_rule=update_rule,
-        feature_map=feature_map,
-        denominator=denominator,
-        state=state,
-        return_state=return_state,
-        memory_query=memory_query,
-        memory_key=memory_key,
-        scaling=scaling,
-        dropout=dropout,
-        eps=eps,
-    )
+        check_shapes(*query.shape[::2], **masks)
+        output, new_state = _of_no_tokens(tokens, gate, segment_length, local_segments, state)
+    else:
+        layout = segment_layout(
+            *query.shape[::2],
+            segment_length,
+            local_segments,
+            state=state,
+            max_documents=max_documents,
+            device=query.device,
+            **masks,
+        )
+        softmax = Softmax(scaling, dropout)
+        output, new_state, _ = attend(tokens, gate, layout, rule, softmax, state, return_state=return_state)
     return (output, new_state) if return_state else output
 
 
 def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    tokens: Projections,
     gate: Tensor,
-    layout: SegmentLayout | StepLayout,
-    *,
-    update_rule: str = "linear",
-    feature_map: str = "elu",
-    denominator: str = "separate",
+    layout: Layout,
+    rule: MemoryRule,
+    softmax: Softmax,
     state: InfiniState | None = None,
+    *,
     return_state: bool = False,
-    memory_query: Tensor | None = None,
-    memory_key: Tensor | None = None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    eps: float = EPS,
     return_weights: bool = False,
-    upcast: bool = False,
-    eager: bool = False,
     in_place: bool = False,
 ) -> tuple[Tensor, InfiniState | None, Tensor | None]:
     """[`infini_attention`] on a layout that is already made: what a model's layers call.
 
-    Beyond its arguments: `eager` writes the local softmax out, `return_weights` returns its weights
-    `[batch, heads, tokens, (local_segments + 1) * segment_length]` (column `c` is slot `c` of the query's window, which
-    begins `local_segments` segments before its own; the output is computed from this very tensor, so that a gradient
-    reaches it), `upcast` runs it in float32; `in_place` allows a step of one token to overwrite the given state.
-    """
-    separate = memory_key is not None
-    if state is None:
-        state = InfiniState.initial(
-            key, value, layout.segment_length, layout.local_segments, separate_memory_key=separate
-        )
-    _check_state(state, key, value, layout.segment_length, layout.local_segments, separate)
-    state = _as_wide_as(state, local_key=key, local_value=value, local_memory_key=memory_key)
-    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    windows = (state.local_key, state.local_value, state.local_memory_key if separate else state.local_key)
-    memory_query = query if memory_query is None else memory_query
-    memory_key = key if memory_key is None else memory_key
-    shared = denominator == "shared"
-    eager = eager or return_weights or upcast
-    if isinstance(layout, StepLayout):
-        return attend_step(
-            query,
-            key,
-            value,
-            gate,
-            layout,
-            state,
-            update_rule=update_rule,
-            features=FEATURE_MAPS[feature_map],
-            shared=shared,
-            memory_query=memory_query,
-            memory_key=memory_key,
-            scaling=scaling,
-            dropout=dropout,
-            eps=eps,
-            eager=eager,
-            upcast=upcast,
-            in_place=in_place,
-        )
+    Args:
+        return_weights: also return the local weights `[batch, heads, tokens, (local_segments + 1) * segment_length]` (column
+            `c` is slot `c` of the query's window, which begins `local_segments` segments before its own; the output is
+            computed from this very tensor, so that a gradient reaches it). A single token needs `softmax.written_out`.
+        in_place: allow a single token to overwrite the given state.
 
-    grid_query, grid_key, grid_value = (
-        layout.to_grid(new, window) for new, window in zip((query, key, value), (None, *windows), strict=False)
-    )
-    output, memory, memory_normaliser, weights = attend_grid(
-        grid_query,
-        grid_key,
-        grid_value,
-        gate,
-        layout,
-        state,
-        memory_query=None if memory_query is query else layout.to_grid(memory_query, None),
-        memory_key=layout.to_grid(memory_key, windows[2]) if separate else None,
-        update_rule=update_rule,
-        features=FEATURE_MAPS[feature_map],
-        shared=shared,
-        scaling=scaling,
-        dropout=dropout,
-        eps=eps,
-        eager=eager,
-        return_weights=return_weights,
-        upcast=upcast,
-    )
-    output = layout.from_grid(output)
+    Returns:
+        The output, the state and the weights; what was not asked for may be `None`.
+    """
+    length, local_segments = layout.segment_length, layout.local_segments
+    state = _initial(tokens, length, local_segments) if state is None else state
+    state = state.before(tokens, length, local_segments)
+    if layout.one_token:
+        return attend_step(tokens, gate, layout, rule, softmax, state, in_place)
+    output, memory, normaliser, weights = _attend_grid(tokens, gate, layout, rule, softmax, state, return_weights)
     if not return_state:
         return output, None, weights
-    new_state = replace(
-        state,
-        memory=_own_copy(memory),
-        normaliser=_own_copy(memory_normaliser),
-        local_key=layout.next_window(key, state.local_key),
-        local_value=layout.next_window(value, state.local_value),
-        local_memory_key=layout.next_window(memory_key, state.local_memory_key) if separate else None,
-        local_skipped=layout.next_skipped,
-        tokens_seen=layout.tokens_seen,
-        last_position=layout.last_position,
-        memory_tokens=layout.memory_tokens,
+    windows = {"local_key": tokens.key, "local_value": tokens.value, "local_memory_key": tokens.memory_key}
+    windows = {n: None if new is None else layout.next_window(new, getattr(state, n)) for n, new in windows.items()}
+    return output, state.after(layout, memory=_own(memory), normaliser=_own(normaliser), **windows), weights
+
+
+def _attend_grid(
+    tokens: Projections,
+    gate: Tensor,
+    layout: GridLayout,
+    rule: MemoryRule,
+    softmax: Softmax,
+    state: InfiniState,
+    return_weights: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Output, memory and normaliser after the last segment, and, if asked for, the weights of [`attend`]."""
+    local_segments, kv_heads, width = layout.local_segments, tokens.key.shape[1], tokens.key.shape[3]
+    heads_per_key = tokens.query.shape[1] // kv_heads
+    grids = _grids(tokens, layout, state)
+    block, size = _sizes(layout, grids.key, rule)
+    size = 0 if return_weights else size  # all segments at once: the weights are returned as one
+    memory, normaliser, start, dtype = state.memory, state.normaliser, state.start(), state.memory.dtype
+    gate = gate.to(dtype)[:, None, None]
+    earlier = None if block == 1 else _earlier_segments(block, layout.slots, heads_per_key, gate)
+
+    if local_segments:  # the windows of a group begin w segments before it; what leaves them is what the memory takes in
+        early = {name: getattr(grids, name) for name in ("key", "value", "memory_key")}
+        early = {n: grid if grid is None else F.pad(grid, (0,) * 6 + (local_segments, 0)) for n, grid in early.items()}
+        grids = grids._replace(**early)
+    grids = Projections(*(grid if grid is None else grid.split(size, 1) if size else (grid,) for grid in grids))
+    outputs, weights = [], None
+    for number, group in enumerate(layout.groups(size)):
+        count = group.end - group.begin
+        queries = _blocks(grids.query[number], block).contiguous()
+        leaving_keys, leaving_values = (
+            _blocks(parts[number][:, :count], block).contiguous() for parts in (grids.key, grids.value)
+        )
+        keys, values = leaving_keys, leaving_values
+        if local_segments:
+            keys, values = (
+                _windows(parts[number : number + 2], count, local_segments, block) for parts in (grids.key, grids.value)
+            )
+        memory_queries = queries if grids.memory_query is None else _blocks(grids.memory_query[number], block)
+        if grids.memory_key is not None:
+            leaving_keys = _blocks(grids.memory_key[number][:, :count], block).contiguous()
+        # The empty segments at the end hide nothing: a softmax over nothing is no number
+        mask = None if group.mask is None else ~_in_blocks(~group.mask, block).unsqueeze(2)
+
+        if return_weights:
+            weights, log_sum = window_weights(queries, keys, mask, softmax, values.dtype, rule.shared)
+            weights = _weights_per_token(weights, layout)
+            local = _weights_in_blocks(weights, layout, block) @ for_every_head(values, queries)
+        else:
+            local, log_sum = window_attention(queries, keys, values, mask, softmax, rule.shared)
+
+        with torch.autocast(tokens.key.device.type, enabled=False):
+            local = local.flatten(3, 4)
+            key_features = rule.features(leaving_keys.flatten(3, 4).to(dtype))
+            block_values = leaving_values.flatten(3, 4).to(dtype)
+            query_features = rule.features(memory_queries.flatten(3, 4).to(dtype))
+            query_features = query_features.unflatten(2, (kv_heads, -1)).flatten(3, 4)
+            if _is_padded(count, block) or group.written is not None:  # σ(0) is not zero
+                written = key_features.new_ones(1, count, layout.slots) if group.written is None else group.written
+                key_features = key_features * _per_token(written, block)
+            states = rule.states(key_features, block_values, memory, normaliser, start, group.borders)
+            memory, normaliser = states.last_memory, states.last_normaliser
+            within = None if block == 1 else Within(key_features, block_values, earlier)
+            read, mass = (
+                tensor.unflatten(3, (heads_per_key, -1)).flatten(2, 3)
+                for tensor in read_memory(query_features, states.memory, states.normaliser, rule.eps, within)
+            )
+            log_sum = log_sum.flatten(3, 4).unsqueeze(-1) if rule.shared else None
+            share = memory_weight(gate, mass, log_sum, width, rule.eps)
+            if state.start_memory is None and group.filled is not None:
+                share = share * _per_token(group.filled.unsqueeze(-1).expand(-1, -1, layout.slots), block)
+            mixed = mix(local, read, share)
+        outputs.append(mixed.unflatten(3, (block, -1)).permute(0, 1, 3, 4, 2, 5))
+    output = (outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)).flatten(1, 2)[:, : layout.segments]
+    return layout.from_grid(output), memory, normaliser, weights
+
+
+def _grids(tokens: Projections, layout: GridLayout, state: InfiniState) -> Projections:
+    """The tokens, and those of the state's window, in the grid: `[B, S, C, heads, dim]` each."""
+    windows = (None, state.local_key, state.local_value, None, state.local_memory_key)
+    return Projections(
+        *(None if new is None else layout.to_grid(new, window) for new, window in zip(tokens, windows, strict=True))
     )
-    return output, new_state, weights
 
 
-def _as_wide_as(state: InfiniState, **new: Tensor | None) -> InfiniState:
-    """The state with windows no narrower than the new tokens, as keys and values grow in a stock cache: a text may be read
-    under autocast, and gone on with outside of it, or the other way round."""
-    windows = {name: getattr(state, name) for name, tensor in new.items() if tensor is not None}
-    wide = {n: window.to(torch.promote_types(window.dtype, new[n].dtype)) for n, window in windows.items()}
-    return state if all(wide[name] is windows[name] for name in wide) else replace(state, **wide)
+def _weights_per_token(weights: Tensor, layout: GridLayout) -> Tensor:
+    """`[B, N, H, T, C, (w + 1) * C]` as `[B, H, tokens, (w + 1) * L]`, zero for padding."""
+    grid = weights.permute(0, 1, 3, 4, 2, 5).flatten(1, 2)[:, : layout.segments]
+    grid = grid.unflatten(-1, (layout.local_segments + 1, layout.slots))
+    return layout.from_grid(F.pad(grid, (0, layout.segment_length - layout.slots)).flatten(-2))
+
+
+def _weights_in_blocks(weights: Tensor, layout: GridLayout, block: int) -> Tensor:
+    """The way back of [`_weights_per_token`], zero for slots without a new token."""
+    grid = layout.to_grid(weights, None).unflatten(-1, (layout.local_segments + 1, layout.segment_length))
+    return _blocks(grid[..., : layout.slots].flatten(-2), block)
+
+
+def _sizes(layout: GridLayout, key: Tensor, rule: MemoryRule) -> tuple[int, int]:
+    """Segments in a block (one state each) and in a group (worked on at a time), the second a multiple of the first; 0: all
+    in one group, as in a graph, where the compiler sees to it that what lies between the products stays small.
+
+    Segments shorter than a head is wide are joined to blocks of at least that many tokens, so that the states never hold
+    more than the tokens do. The delta rule, and rows whose documents may change inside a block, need a state per segment.
+    """
+    block = 1
+    if rule.update_rule == "linear" and not layout.packed:
+        block = -(-key.shape[-1] // layout.slots)
+        if isinstance(layout.segments, int):  # not where torch.export leaves it open
+            block = max(1, min(block, layout.segments))
+    if torch.compiler.is_compiling():
+        return block, 0
+    elements = key[:, :1].numel() * block
+    fits = max(1, GROUP_ELEMENTS.get(key.device.type, GROUP_ELEMENTS["cuda"]) // elements)
+    return block, block * max(fits, -(-layout.local_segments // block))  # a window reaches into the group before at most
+
+
+def _is_padded(count: int, block: int) -> bool:
+    """Whether so many segments leave the last block with empty ones; where torch.export leaves the number open: yes."""
+    return block > 1 and not (isinstance(count, int) and count % block == 0)
+
+
+def _in_blocks(part: Tensor, block: int) -> Tensor:
+    """`[B, s, …]` as `[B, N, T, …]`, T = block, with empty segments at the end where s is no multiple of it."""
+    blocks = -(-part.shape[1] // block)
+    return pad_to(part, blocks * block).unflatten(1, (blocks, block))
+
+
+def _blocks(part: Tensor, block: int) -> Tensor:
+    """`[B, s, C, H, D]` as `[B, N, H, T, C, D]`."""
+    return _in_blocks(part, block).permute(0, 1, 4, 2, 3, 5)
+
+
+def _per_token(slots: Tensor, block: int) -> Tensor:
+    """`[B or 1, s, C]` as `[B or 1, N, 1, P, 1]`."""
+    return _in_blocks(slots, block).flatten(2, 3)[:, :, None, :, None]
+
+
+def _windows(groups: Sequence[Tensor], count: int, local_segments: int, block: int) -> Tensor:
+    """The windows of a group's `count` segments, `[B, N, K, T, W, D]`.
+
+    Args:
+        groups: a group of the grid that begins w segments early, and the next if there is one, which the last windows reach
+            into.
+    """
+    reach = groups[0]
+    if reach.shape[1] < count + local_segments:
+        reach = torch.cat([reach, groups[1][:, :local_segments]], 1)
+    return torch.cat([_blocks(reach[:, shift : shift + count], block) for shift in range(local_segments + 1)], 4)
+
+
+def _earlier_segments(block: int, slots: int, heads_per_key: int, like: Tensor) -> Tensor:
+    """`[heads_per_key * P, P]` of 0 and 1, with dtype and device of `like`: which tokens of a block (columns) lie in an
+    earlier segment than the query (row)."""
+    segment = torch.arange(block, device=like.device).repeat_interleave(slots)
+    return (segment[None, :] < segment[:, None]).to(like.dtype).repeat(heads_per_key, 1)
+
+
+def _initial(tokens: Projections, segment_length: int, local_segments: int) -> InfiniState:
+    separate = tokens.memory_key is not None
+    return InfiniState.initial(tokens.key, tokens.value, segment_length, local_segments, separate_memory_key=separate)
 
 
 def _of_no_tokens(
-    query, key, value, gate, segment_length, local_segments, state, separate
+    tokens: Projections, gate: Tensor, segment_length: int, local_segments: int, state: InfiniState | None
 ) -> tuple[Tensor, InfiniState]:
     """Output and state of a call of no rows or no tokens: an empty tensor that everything has a gradient from, and the state
     as it was."""
-    if state is None:
-        state = InfiniState.initial(key, value, segment_length, local_segments, separate_memory_key=separate)
-    _check_state(state, key, value, segment_length, local_segments, separate)
-    local = F.scaled_dot_product_attention(query, key, value, enable_gqa=True)
+    state = _initial(tokens, segment_length, local_segments) if state is None else state
+    state.before(tokens, segment_length, local_segments)
+    local = F.scaled_dot_product_attention(tokens.query, tokens.key, tokens.value, enable_gqa=True)
     return mix(local, local, gate[:, None, None]), state
 
 
-def _own_copy(tensor: Tensor) -> Tensor:
+def _own(tensor: Tensor) -> Tensor:
     """A copy: the tensor is one of many states that the call made, and would keep all of them in memory. Its strides are
     those of a new tensor also in a batch of one, for torch.cond compares them."""
     return tensor.clone(memory_format=torch.contiguous_format)
@@ -267,40 +343,3 @@ def _check_arguments(query, key, value, gate, segment_length, local_segments) ->
         raise ValueError(
             f"segment_length must be ≥ 1 and local_segments ≥ 0, got {segment_length} and {local_segments}."
         )
-
-
-def _check_choices(update_rule: str, feature_map: str, denominator: str) -> None:
-    for name, given, allowed in (
-        ("update_rule", update_rule, UPDATE_RULES),
-        ("feature_map", feature_map, FEATURE_MAPS),
-        ("denominator", denominator, DENOMINATORS),
-    ):
-        if given not in allowed:
-            raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {given!r}.")
-
-
-def _check_token_arguments(batch, tokens, attention_mask, memory_mask, position_ids) -> None:
-    for name, mask in (("attention_mask", attention_mask), ("memory_mask", memory_mask)):
-        if mask is not None and mask.shape != (batch, tokens):
-            raise ValueError(
-                f"{name} must be [batch, tokens] = [{batch}, {tokens}], got {list(mask.shape)}. "
-                "With a state it covers only the new tokens."
-            )
-    if position_ids is not None and tuple(position_ids.shape) not in ((batch, tokens), (1, tokens)):
-        raise ValueError(
-            f"position_ids must be [batch, tokens] = [{batch}, {tokens}], got {list(position_ids.shape)}."
-        )
-
-
-def _check_state(
-    state: InfiniState, key: Tensor, value: Tensor, segment_length: int, local_segments: int, separate: bool
-) -> None:
-    slots = (local_segments + 1) * segment_length
-    wanted = (key.shape[0], key.shape[1], slots, key.shape[3])
-    if tuple(state.local_key.shape) != wanted or state.local_value.shape[-1] != value.shape[-1]:
-        raise ValueError(
-            "the state does not fit this call: its window is [batch, kv_heads, (local_segments + 1) * segment_length, "
-            f"head_dim] = {list(state.local_key.shape)}, the call needs {list(wanted)}."
-        )
-    if separate != (state.local_memory_key is not None):
-        raise ValueError("memory_key must be given in every call of a sequence or in none; the state says otherwise.")

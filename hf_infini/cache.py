@@ -9,12 +9,11 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
 from .adapters import without_wrappers
+from .layout import Layout
 from .memory_contents import fill_with_one_token, find_problem
 from .memory_files import MemoryFileError, check_model, describe_model, read_memory_file, write_memory_file
-from .read_text import ReadText
-from .segments import SegmentLayout
+from .read_text import ReadText, check_rows
 from .state import InfiniState, empty_places
-from .steps import StepLayout
 
 
 class InfiniLayer(CacheLayerMixin):
@@ -29,29 +28,29 @@ class InfiniLayer(CacheLayerMixin):
     def __init__(self):
         super().__init__()
         self._state: InfiniState | None = None
-        self._kept_elsewhere = False
+        self._shared = False
         self.columns = 0
 
     @property
     def state(self) -> InfiniState | None:
-        self._kept_elsewhere = True
+        self._shared = True
         return self._state
 
     @state.setter
     def state(self, state: InfiniState | None) -> None:
-        self._state, self._kept_elsewhere = state, True
+        self._state, self._shared = state, True
 
     def advance(self, state: InfiniState, columns: int) -> None:
         """Takes the state after a call of `columns` tokens."""
         if self._state is None or state.local_key is not self._state.local_key:
-            self._kept_elsewhere = False
+            self._shared = False
         self._state = state
         self.columns += columns
         self.is_initialized = True
 
     def __copy__(self) -> "InfiniLayer":
         """Shares the state; what either goes on to read leaves the other as it is."""
-        self._kept_elsewhere = True
+        self._shared = True
         other = type(self)()
         other.__dict__.update(self.__dict__)
         return other
@@ -126,7 +125,7 @@ class StatesOfCall:
 
     def may_overwrite(self, layer: int) -> bool:
         """Whether a token may be written into the state's own window: nobody has kept it, and no gradient needs it."""
-        return not (torch.is_grad_enabled() or self._layers[layer]._kept_elsewhere)
+        return not (torch.is_grad_enabled() or self._layers[layer]._shared)
 
     def leave(self, layer: int, state: InfiniState) -> None:
         """Hands over the state after the call."""
@@ -197,9 +196,7 @@ class InfiniCache(Cache):
         """As `state`, for a call that keeps nothing of it."""
         return self._first_layer._state
 
-    def advance(
-        self, states: StatesOfCall, input_ids: Tensor | None, layout: SegmentLayout | StepLayout, tokens: int
-    ) -> None:
+    def advance(self, states: StatesOfCall, input_ids: Tensor | None, layout: Layout, tokens: int) -> None:
         """Takes over what a call of `tokens` columns has left; `input_ids` `[batch, tokens]`, or `None` for embeddings."""
         states.advance_layers(tokens)
         self.documents = states.documents
@@ -234,56 +231,8 @@ class InfiniCache(Cache):
         """
         if self.text.real is None:
             return attention_mask
-        rows = len(self.text.real)
-        if len(attention_mask) != rows:
-            raise ValueError(
-                f"the mask has {len(attention_mask)} rows and the cache {rows}: repeat the cache's rows with "
-                "batch_repeat_interleave, or choose among them with batch_select_indices."
-            )
+        check_rows("the mask", len(attention_mask), len(self.text.real))
         return self.text.mask_before(attention_mask, self.get_seq_length())
-
-    def mask_of_ids(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """The mask with which `generate()` reads of these ids what is new, where nobody has said what is.
-
-        It takes ids and a mask of the same width for a whole text and reads only the end of it, what goes beyond the
-        cache. So new ids need a wider mask, and which ids are new is seen by what the cache has read.
-
-        Args:
-            input_ids: `[batch, tokens]`, of which the cache may have several rows each (beams).
-            attention_mask: `[batch, tokens]`; a wider one says what is new, and is returned as it is.
-
-        Returns:
-            The mask itself for a whole text; for ids that are all new, no more of them than the cache has read,
-            [`InfiniCache.attention_mask`] of it.
-
-        Raises:
-            ValueError: nothing is new in a whole text, the ids are more than the cache has read and begin differently, or
-                the mask of what has been read is another.
-        """
-        columns, tokens = self.get_seq_length(), input_ids.shape[1]
-        if self.text.real is None:
-            return attention_mask
-        if attention_mask.shape[1] != tokens:
-            self.text.check_past(attention_mask[:, :columns])
-            return attention_mask
-        known = tokens >= columns and self.text.begins(input_ids[:, :columns])
-        if known and tokens == columns:
-            raise ValueError(
-                f"the cache has read all of these {tokens} ids, and there is nothing to go on from: pass the text with new "
-                "ids behind it, or a copy of the cache from before the last of them. If the same ids come a second time, "
-                "pass attention_mask=cache.attention_mask(mask), mask being [batch, tokens] with 1 for real tokens."
-            )
-        if not known and tokens > columns:
-            raise ValueError(
-                f"these {tokens} ids do not begin with the {columns} that the cache has read, and generate() would take "
-                f"them for the whole text and read only the last {tokens - columns}. If all of them are new, pass "
-                "attention_mask=cache.attention_mask(mask), mask being [batch, tokens] with 1 for real tokens; a whole text "
-                "must be that of the cache token by token, padding included."
-            )
-        if not known:
-            return self.text.mask_before(attention_mask, columns)
-        self.text.check_past(attention_mask[:, :columns])
-        return attention_mask
 
     def save_pretrained(self, path: str | Path, model, *, text_sha256: Sequence[str] | None = None) -> None:
         """Writes what has been read so far into a memory file (see memory_files.py): the whole state, bit for bit.

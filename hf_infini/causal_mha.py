@@ -12,6 +12,8 @@ from .attention import attend
 from .cache import StatesOfCall
 from .configuration_causal_mha import ATTENTION_OPTIONS, IN_EMBEDDING, RELATIVE, CausalMHAConfig
 from .gate import Gate
+from .layout import Layout
+from .memory import MemoryRule
 from .positions import alibi_bias, relative_key_bias, relative_keys, rotate, rotation, t5_buckets
 from .scores import (
     additive_scores,
@@ -21,9 +23,9 @@ from .scores import (
     scaled_dot_scores,
     visible_softmax,
 )
-from .segments import SegmentLayout, segment_layout
-from .state import InfiniState
-from .steps import StepLayout
+from .segments import segment_layout
+from .state import Projections
+from .window import Softmax
 
 
 class HeadParts(NamedTuple):
@@ -122,7 +124,7 @@ class CausalMultiHeadAttention(nn.Module):
         mask: Tensor | None = None,
         distance: Tensor | None = None,
         position_ids: Tensor | None = None,
-        layout: SegmentLayout | StepLayout | None = None,
+        layout: Layout | None = None,
         past_key_values: Cache | None = None,
         states: StatesOfCall | None = None,
         output_attentions: bool = False,
@@ -199,22 +201,16 @@ class CausalMultiHeadAttention(nn.Module):
             bias = self._bias(query, distance)
         return scores if bias is None else scores + bias.to(scores.dtype)
 
-    def infini_arguments(self, hidden_states: Tensor, position_ids: Tensor | None) -> dict:
-        """What [`attend`] takes of one call: query, key and value for the window, and for the memory where they differ.
+    def infini_projections(self, hidden_states: Tensor, position_ids: Tensor | None) -> tuple[Projections, float]:
+        """What [`attend`] takes of one call, and the factor of the scores.
 
         The memory has no place for a token's position: rope turns only what the window compares.
         """
         raw_query, raw_key, value = self._split(hidden_states)
         query, key = self._rotated(raw_query, raw_key, position_ids)
         query, scaling = as_dot_product(self.config.score, query, getattr(self, "score_weight", None))
-        return {
-            "query": query,
-            "key": key,
-            "value": value,
-            "memory_query": raw_query,
-            "memory_key": None if key is raw_key else raw_key,
-            "scaling": scaling,
-        }
+        memory_query, memory_key = None if query is raw_query else raw_query, None if key is raw_key else raw_key
+        return Projections(query, key, value, memory_query, memory_key), scaling
 
     # --- the steps ----------------------------------------------------------------------------------------------------
 
@@ -258,28 +254,24 @@ class CausalMultiHeadAttention(nn.Module):
 
     def _infini(self, hidden_states, position_ids, layout, past_key_values, states, output_attentions):
         """Context vectors and, with `output_attentions`, local weights of segmented attention with a memory."""
-        arguments = self.infini_arguments(hidden_states, position_ids)
+        tokens, scaling = self.infini_projections(hidden_states, position_ids)
         by_itself = states is None and past_key_values is not None
         states = past_key_values.states() if by_itself else states
         state = None if states is None else states.before(self.layer_idx)
         length, kept = self.config.segment_length, self.config.local_segments
         if layout is None:
             layout = segment_layout(*hidden_states.shape[:2], length, kept, state=state, device=hidden_states.device)
-        if state is None:
-            separate = arguments["memory_key"] is not None
-            state = InfiniState.initial(
-                arguments["key"], arguments["value"], length, kept, separate_memory_key=separate
-            )
+        dropout = self.dropout.p if self.training else 0.0
+        written_out = output_attentions or self.config._attn_implementation == "eager"
         heads, state, weights = attend(
-            **arguments,
-            gate=self.gate(),
-            layout=layout,
-            update_rule=self.config.update_rule,
-            state=state,
+            tokens,
+            self.gate(),
+            layout,
+            MemoryRule(self.config.update_rule),
+            Softmax(scaling, dropout, written_out),
+            state,
             return_state=states is not None,
-            dropout=self.dropout.p if self.training else 0.0,
             return_weights=output_attentions,
-            eager=self.config._attn_implementation == "eager",
             in_place=states is not None and states.may_overwrite(self.layer_idx),
         )
         if states is not None:

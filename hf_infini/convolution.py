@@ -10,13 +10,10 @@ Shapes: `B` batch, `T` new tokens, `C` channels, `K` taps.
 import torch
 from torch import Tensor
 
-from .segments import SegmentLayout
-from .steps import StepLayout
+from .layout import Layout
 
 
-def short_convolution(
-    inputs: Tensor, weight: Tensor, layout: SegmentLayout | StepLayout, before: Tensor
-) -> tuple[Tensor, Tensor]:
+def short_convolution(inputs: Tensor, weight: Tensor, layout: Layout, before: Tensor) -> tuple[Tensor, Tensor]:
     """`y_t = Σ_j w_j ⊙ x_{t−j}`, j = 0 … K − 1, over the real tokens of t's own document.
 
     Padding is passed over, and nothing comes from another document, or from before a document's first token.

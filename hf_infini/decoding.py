@@ -1,137 +1,318 @@
-"""One more token for every row: the step that `generate` repeats, on the window itself instead of a grid."""
+"""One more token for every row, the step that `generate` repeats: equations 2 to 5 on the window itself instead of a grid.
 
-from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
+A step writes its key and value into the row's next slot of the window and attends to the window and the memory; a row whose
+segment is full then writes the oldest segment of its window into the memory, and moves the window one segment on.
+"""
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .local import softmax_weights
-from .memory import delta_states, linear_states, memory_weight, read_memory
-from .state import InfiniState
-from .steps import StepLayout, TensorStep
+from .layout import Call, Layout, pad
+from .memory import MemoryRule, memory_weight, read_memory
+from .state import InfiniState, Projections
+from .window import Softmax, softmax_weights
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepLayout(Layout):
+    """Where the one new token of each row goes, each at its own place in its window.
+
+    Attributes:
+        rows: numbers of the rows whose token is no padding; slots: for each of them, the window slot of its token.
+        begin, end: the part of the window that any row sees.
+        visible: `[batch, 1, 1, end - begin]` bool, what each row sees of it; `None`: all of it.
+        filled: `[batch, 1, 1]` bool, whether the memory holds any token of the row's document.
+        completing: rows whose segment is complete with this token; those of them that push a segment out of the window into
+            the memory are `compressing`. Both are lists of row numbers.
+        skipped: `[batch, (w + 1) * L]` bool, which tokens of the window, this one among them, never reach the memory;
+            `None`: all do.
+    """
+
+    one_token: ClassVar[bool] = True
+    rows: Tensor
+    slots: Tensor
+    begin: int
+    end: int
+    visible: Tensor | None
+    filled: Tensor
+    completing: list[int]
+    compressing: list[int]
+    skipped: Tensor | None = None
+
+    def opened(self, state: InfiniState) -> InfiniState:
+        """The state that the rows' tokens go on from: no row begins a document here."""
+        return state
+
+    def put(self, window: Tensor, new: Tensor, in_place: bool) -> Tensor:
+        """The window, `[batch, heads, (w + 1) * L, dim]`, with the new tokens `[batch, heads, 1, dim]` in their slots;
+        `in_place`: written into the given one where that may be."""
+        # The window of an initial state is one zero seen many times; one made in inference mode may be written only there.
+        in_place = in_place and window.is_contiguous() and (torch.is_inference_mode_enabled() or not window.is_inference())
+        window = window if in_place else window.clone(memory_format=torch.contiguous_format)
+        new = new[:, :, 0] if self.real is None else new[self.rows, :, 0]
+        window[self.rows, :, self.slots] = new.to(window.dtype)
+        return window
+
+    def shift(self, window: Tensor) -> Tensor:
+        """Moves the window, `[batch, heads, (w + 1) * L, dim]`, of the rows that completed a segment one segment on."""
+        if not self.completing:
+            return window
+        if len(self.completing) == len(window):
+            return pad(window[:, :, self.segment_length :], (0, 0, 0, self.segment_length))
+        rows = torch.tensor(self.completing, device=window.device)
+        return window.index_copy(0, rows, pad(window[rows, :, self.segment_length :], (0, 0, 0, self.segment_length)))
+
+    def compress(self, rule: MemoryRule, keys: Tensor, values: Tensor, state: InfiniState) -> tuple[Tensor, Tensor]:
+        """Memory and normaliser with the oldest segment of the windows in the rows that lose one."""
+        length, memory, normaliser = self.segment_length, state.memory, state.normaliser
+        if not self.compressing:
+            return memory, normaliser
+        everyone = len(self.compressing) == len(memory)
+        rows = slice(None) if everyone else torch.tensor(self.compressing, device=keys.device)
+        skipped = None if self.skipped is None else self.skipped[rows, :length]
+        new = _written(rule, keys[rows, :, :length], values[rows, :, :length], skipped, memory[rows], normaliser[rows])
+        if everyone:
+            return new
+        return memory.index_copy(0, rows, new[0]), normaliser.index_copy(0, rows, new[1])
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraphStepLayout(StepLayout):
+    """The step in a graph of torch.compile, where nothing can be read back from the device: one graph does for every token.
+
+    What [`StepLayout`] knows as numbers are tensors here, and rows that are padding or begin a document belong to it, too.
+
+    Attributes:
+        completing, compressing: `[batch]` bool. begin, end: all of the window; visible always says what is seen.
+        here: `[batch, 1, (w + 1) * L, 1]` bool, the slot that the row's token takes; none for padding.
+    """
+
+    here: Tensor
+
+    def opened(self, state: InfiniState) -> InfiniState:
+        """The state with an empty window, and the memory that documents start from, in the rows that begin one."""
+        if self.restart is None:
+            return state
+        begins = self.restart[:, :, None, None]
+        start_memory, start_normaliser = state.start()
+        windows = {name: getattr(state, name) for name in ("local_key", "local_value", "local_memory_key")}
+        return replace(
+            state,
+            memory=torch.where(begins, start_memory, state.memory),
+            normaliser=torch.where(begins[..., 0], start_normaliser, state.normaliser),
+            **{name: None if window is None else window.masked_fill(begins, 0) for name, window in windows.items()},
+        )
+
+    def put(self, window: Tensor, new: Tensor, in_place: bool) -> Tensor:
+        return torch.where(self.here, new.to(window.dtype), window)
+
+    def shift(self, window: Tensor) -> Tensor:
+        moved = pad(window[:, :, self.segment_length :], (0, 0, 0, self.segment_length))
+        return torch.where(self.completing[:, None, None, None], moved, window)
+
+    def compress(self, rule: MemoryRule, keys: Tensor, values: Tensor, state: InfiniState) -> tuple[Tensor, Tensor]:
+        """Computed for all rows, as they are not known, and only in those calls in which one of them needs it."""
+        skipped = torch.zeros_like(self.here[:, 0, :, 0]) if self.skipped is None else self.skipped
+
+        def compress(keys, values, skipped, rows, memory, normaliser):
+            new = _written(rule, keys, values, skipped, memory, normaliser)
+            memory = torch.where(rows[:, None, None, None], new[0], memory)
+            return memory, torch.where(rows[:, None, None], new[1], normaliser)
+
+        def keep(keys, values, skipped, rows, memory, normaliser):
+            return memory.clone(), normaliser.clone()
+
+        anyone = self.compressing.any()
+        oldest = (tensor[:, :, : self.segment_length] for tensor in (keys, values))
+        operands = (*oldest, skipped[:, : self.segment_length], self.compressing, state.memory, state.normaliser)
+        if torch.compiler.is_compiling():
+            return torch.cond(anyone, compress, keep, operands)
+        return (compress if anyone else keep)(*operands)
 
 
 def attend_step(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    tokens: Projections,
     gate: Tensor,
     layout: StepLayout,
+    rule: MemoryRule,
+    softmax: Softmax,
     state: InfiniState,
-    *,
-    update_rule: str,
-    features: Callable[[Tensor], Tensor],
-    shared: bool,
-    memory_query: Tensor,
-    memory_key: Tensor,
-    scaling: float,
-    dropout: float,
-    eps: float,
-    eager: bool,
-    upcast: bool,
     in_place: bool,
 ) -> tuple[Tensor, InfiniState, Tensor | None]:
-    """Equations 2 to 5 for one token per row; arguments as in [`attend`], tensors `[batch, heads, 1, head_dim]`;
-    `features` is the feature map itself, `shared` whether window and memory have one normaliser.
-
-    `in_place` overwrites the window of the given state instead of copying it.
-    """
-    separate = state.local_memory_key is not None
+    """[`attend`] for one token per row, which returns the weights wherever they are written out."""
+    kv_heads, width = tokens.key.shape[1], tokens.key.shape[3]
     state = layout.opened(state)
-    keys = layout.put(state.local_key, key, in_place)
-    values = layout.put(state.local_value, value, in_place)
-    memory_keys = layout.put(state.local_memory_key, memory_key, in_place) if separate else keys
+    keys = layout.put(state.local_key, tokens.key, in_place)
+    values = layout.put(state.local_value, tokens.value, in_place)
+    separate = tokens.memory_key is not None
+    memory_keys = layout.put(state.local_memory_key, tokens.memory_key, in_place) if separate else keys
+
     seen_keys, seen_values = (tensor[:, :, layout.begin : layout.end] for tensor in (keys, values))
-    group = query.shape[1] // key.shape[1]
+    heads_per_key = tokens.query.shape[1] // kv_heads
     weights = log_sum = None
-    if eager or shared:
-        seen_keys, seen_values = (t.repeat_interleave(group, 1) for t in (seen_keys, seen_values))
-        options = {"scaling": scaling, "dropout": dropout, "return_log_sum": shared, "upcast": upcast}
-        weights, log_sum = softmax_weights(query, seen_keys, layout.visible, dtype=values.dtype, **options)
+    if softmax.written_out or rule.shared:
+        seen_keys, seen_values = (tensor.repeat_interleave(heads_per_key, 1) for tensor in (seen_keys, seen_values))
+        weights, log_sum = softmax_weights(tokens.query, seen_keys, layout.visible, softmax, values.dtype, rule.shared)
         if layout.real is not None:
             weights = weights.masked_fill(~layout.real[:, :, None, None], 0)
         weights = F.pad(weights, (layout.begin, keys.shape[2] - layout.end))  # as they are returned: in the output's graph
         output = weights[..., layout.begin : layout.end] @ seen_values
     else:
-        output = F.scaled_dot_product_attention(
-            query, seen_keys, seen_values, layout.visible, dropout, scale=scaling, enable_gqa=group > 1
-        )
+        options = {"dropout_p": softmax.dropout, "scale": softmax.scaling, "enable_gqa": heads_per_key > 1}
+        output = F.scaled_dot_product_attention(tokens.query, seen_keys, seen_values, layout.visible, **options)
+
     dtype = state.memory.dtype
-    with torch.autocast(query.device.type, enabled=False):
-        queries = features(memory_query.to(dtype)).unflatten(1, (key.shape[1], group)).squeeze(3)  # [B, K, G, D]
-        one_step = (tensor.unsqueeze(1) for tensor in (queries, state.memory, state.normaliser))
-        read, mass = (tensor.flatten(1, 3).unsqueeze(2) for tensor in read_memory(*one_step, eps))  # [B, H, 1, E or 1]
-        log_sum = log_sum.unsqueeze(-1) if shared else None
-        share = memory_weight(gate.to(dtype)[None, :, None, None], mass, log_sum, key.shape[-1], eps)
+    with torch.autocast(keys.device.type, enabled=False):
+        memory_query = tokens.query if tokens.memory_query is None else tokens.memory_query
+        queries = rule.features(memory_query.to(dtype)).unflatten(1, (kv_heads, heads_per_key)).squeeze(3)  # [B, K, R, D]
+        one_block = (tensor.unsqueeze(1) for tensor in (queries, state.memory, state.normaliser))
+        read, mass = (tensor.flatten(1, 3).unsqueeze(2) for tensor in read_memory(*one_block, rule.eps))  # [B, H, 1, E or 1]
+        log_sum = log_sum.unsqueeze(-1) if rule.shared else None
+        share = memory_weight(gate.to(dtype)[None, :, None, None], mass, log_sum, width, rule.eps)
         if state.start_memory is None:
             share = share * layout.filled.unsqueeze(-1)
         output = torch.lerp(output.to(dtype), read, share.expand_as(read)).to(output.dtype)
-        memory, normaliser = _compress(features, memory_keys, values, layout, state, update_rule, eps)
+        memory, normaliser = layout.compress(rule, memory_keys, values, state)
     if layout.real is not None:
         output = output.masked_fill(~layout.real[:, :, None, None], 0)
-    new_state = replace(
-        state,
+    state = state.after(
+        layout,
         memory=memory,
         normaliser=normaliser,
         local_key=layout.shift(keys),
         local_value=layout.shift(values),
         local_memory_key=layout.shift(memory_keys) if separate else None,
-        local_skipped=layout.next_skipped,
-        tokens_seen=layout.tokens_seen,
-        last_position=layout.last_position,
-        memory_tokens=layout.memory_tokens,
     )
-    return output, new_state, weights
+    return output, state, weights
 
 
-def _compress(features, keys, values, layout, state, update_rule, eps):
-    """Writes the oldest segment of the rows that lose one into their memory."""
-    length, memory, normaliser = layout.segment_length, state.memory, state.normaliser
-    write = partial(_written, features=features, update_rule=update_rule, eps=eps)
-    if isinstance(layout, TensorStep):
-        return _compress_in_graph(write, keys[:, :, :length], values[:, :, :length], layout, memory, normaliser)
-    if not layout.compressing:
-        return memory, normaliser
-    everyone = len(layout.compressing) == len(memory)
-    rows = slice(None) if everyone else torch.tensor(layout.compressing, device=keys.device)
-    skipped = None if layout.skipped is None else layout.skipped[rows, :length]
-    new = write(keys[rows, :, :length], values[rows, :, :length], skipped, memory[rows], normaliser[rows])
-    if everyone:
-        return new
-    return memory.index_copy(0, rows, new[0]), normaliser.index_copy(0, rows, new[1])
-
-
-def _compress_in_graph(write, keys, values, layout, memory, normaliser):
-    """The same where the rows are not known: computed for all of them, and in those calls alone in which one needs it."""
-    skipped = torch.zeros_like(layout.here[:, 0, :, 0]) if layout.skipped is None else layout.skipped
-
-    def compress(keys, values, skipped, rows, memory, normaliser):
-        new = write(keys, values, skipped, memory, normaliser)
-        return torch.where(rows[:, None, None, None], new[0], memory), torch.where(rows[:, None, None], new[1], normaliser)
-
-    def keep(keys, values, skipped, rows, memory, normaliser):
-        return memory.clone(), normaliser.clone()
-
-    anyone = layout.compressing.any()
-    operands = (keys, values, skipped[:, : layout.segment_length], layout.compressing, memory, normaliser)
-    if torch.compiler.is_compiling():
-        return torch.cond(anyone, compress, keep, operands)
-    return (compress if anyone else keep)(*operands)
-
-
-def _written(keys, values, skipped, memory, normaliser, *, features, update_rule, eps):
+def _written(rule: MemoryRule, keys, values, skipped, memory, normaliser) -> tuple[Tensor, Tensor]:
     """Memory and normaliser after a segment, keys and values `[batch, kv_heads, L, dim]`, skipped `[batch, L]` or `None`."""
-    dtype = memory.dtype
-    key = features(keys.to(dtype)).unsqueeze(1)  # [B, 1, K, L, D]
+    features = rule.features(keys.to(memory.dtype)).unsqueeze(1)  # [B, 1, K, L, D]
     if skipped is not None:
-        key = key * ~skipped[:, None, None, :, None]
-    value = values.to(dtype).unsqueeze(1)
-    start = (memory[0], normaliser[0])  # not reached: no document begins here
-    if update_rule == "linear":
-        states = linear_states(key, value, memory, normaliser, start, None)
-    else:
-        states = delta_states(key, value, memory, normaliser, start, None, eps)
+        features = features * ~skipped[:, None, None, :, None]
+    states = rule.states(features, values.to(memory.dtype).unsqueeze(1), memory, normaliser)
     return states.last_memory, states.last_normaliser
+
+
+def step_layout(call: Call, seen: list[int]) -> StepLayout:
+    """The layout of one token per row that goes on with the row's document, or is padding; `seen` is `state.tokens_seen` as
+    a list."""
+    state, real, length, local, batch = call.state, call.real, call.segment_length, call.local_segments, call.batch
+    device = state.tokens_seen.device
+    rows = list(range(batch)) if real is None else real[:, 0].nonzero()[:, 0].tolist()
+    slots = [local * length + count % length for count in seen]
+    begins = [max(0, local - count // length) * length for count in seen]
+    begin, end = min(begins), max(slots) + 1
+    slot = torch.tensor(slots, device=device)
+    visible = None
+    if len(set(seen)) > 1:
+        places = torch.arange(begin, end, device=device)
+        visible = (places >= torch.tensor(begins, device=device)[:, None]) & (places <= slot[:, None])
+        visible = visible[:, None, None]
+    completing = [row for row in rows if (seen[row] + 1) % length == 0]
+    compressing = [row for row in completing if seen[row] // length >= local]
+    rows = torch.tensor(rows, dtype=torch.long, device=device)
+    slot = slot[rows]
+    skipped = None
+    if call.memory_mask is not None or state.local_skipped is not None:
+        if state.local_skipped is None:
+            skipped = torch.zeros(batch, (local + 1) * length, dtype=torch.bool, device=device)
+        else:
+            skipped = state.local_skipped.clone()
+        new = torch.zeros_like(rows, dtype=torch.bool) if call.memory_mask is None else ~call.memory_mask[rows, 0]
+        skipped[rows, slot] = new
+    memory_tokens = state.memory_tokens
+    if compressing:
+        compress = torch.tensor([row in compressing for row in range(batch)], device=device)
+        memory_tokens = _after_compressing(memory_tokens, compress, skipped, length)
+    layout = StepLayout(
+        segment_length=length,
+        local_segments=local,
+        rows=rows,
+        slots=slot,
+        begin=begin,
+        end=end,
+        visible=visible,
+        filled=(state.memory_tokens > 0)[:, None, None],
+        completing=completing,
+        compressing=compressing,
+        positions=state.tokens_seen.unsqueeze(1),
+        tokens_seen=state.tokens_seen + (1 if real is None else real[:, 0].long()),
+        last_position=_last_position(call),
+        memory_tokens=memory_tokens,
+        skipped=skipped,
+        real=real,
+    )
+    return _with_next_skipped(layout)
+
+
+def graph_step_layout(call: Call, restart: Tensor | None) -> GraphStepLayout:
+    """The layout of one token per row for a graph; `restart` as in [`Layout`]."""
+    state, real, length, local = call.state, call.real, call.segment_length, call.local_segments
+    seen, in_memory = state.tokens_seen, state.memory_tokens
+    if real is not None or restart is not None:  # whoever reads one of them reads both
+        real = torch.ones_like(restart) if real is None else real
+        restart = torch.zeros_like(real) if restart is None else restart
+        seen, in_memory = (count.masked_fill(restart[:, 0], 0) for count in (seen, in_memory))
+    segment, slot = seen // length, local * length + seen % length
+    places = torch.arange((local + 1) * length, device=seen.device)
+    here = places == slot[:, None]
+    visible = (places >= (local - segment).clamp(min=0)[:, None] * length) & (places <= slot[:, None])
+    after = seen + 1
+    completing = after % length == 0
+    if real is not None:
+        here, completing = here & real, completing & real[:, 0]
+        after = torch.where(real[:, 0], after, seen)
+    compressing = completing & (segment >= local)
+    skipped = None
+    if call.memory_mask is not None or state.local_skipped is not None:
+        skipped = torch.zeros_like(here) if state.local_skipped is None else state.local_skipped
+        if restart is not None:
+            skipped = skipped.masked_fill(restart, False)
+        new = torch.zeros_like(here) if call.memory_mask is None else ~call.memory_mask.expand_as(here)
+        skipped = torch.where(here, new, skipped)
+    layout = GraphStepLayout(
+        segment_length=length,
+        local_segments=local,
+        rows=torch.arange(len(seen), device=seen.device),
+        slots=slot,
+        begin=0,
+        end=len(places),
+        visible=visible[:, None, None],
+        filled=(in_memory > 0)[:, None, None],
+        completing=completing,
+        compressing=compressing,
+        positions=seen.unsqueeze(1),
+        tokens_seen=after,
+        last_position=_last_position(call),
+        memory_tokens=_after_compressing(in_memory, compressing, skipped, length),
+        skipped=skipped,
+        here=here[:, None, :, None],
+        real=real,
+        restart=restart,
+    )
+    return _with_next_skipped(layout)
+
+
+def _last_position(call: Call) -> Tensor:
+    """`[batch]`, after the step."""
+    before, positions, real = call.state.last_position, call.position_ids, call.real
+    after = before + 1 if positions is None else positions[:, 0].long()
+    return after if real is None else torch.where(real[:, 0], after, before)
+
+
+def _after_compressing(before: Tensor, compressing: Tensor, skipped: Tensor | None, length: int) -> Tensor:
+    """`[batch]`: how many tokens the memory holds, `before` of them already, when the rows that are `compressing` `[batch]`
+    bool have written the oldest segment of their window, of which some tokens may be `skipped`."""
+    return before + compressing * (length if skipped is None else (~skipped[:, :length]).sum(1))
+
+
+def _with_next_skipped(layout: StepLayout) -> StepLayout:
+    if layout.skipped is None:
+        return layout
+    return replace(layout, next_skipped=layout.shift(layout.skipped[:, None, :, None])[:, 0, :, 0])

@@ -30,7 +30,7 @@ class MemoryGenerationMixin:
         if self.config.infini_layers:
             check_cache(cache)
         if isinstance(cache, InfiniCache) and input_ids.dim() == attention_mask.dim() == 2:  # 3: embeddings
-            return cache.mask_of_ids(input_ids, attention_mask)
+            return cache.text.mask_of_ids(input_ids, attention_mask, cache.get_seq_length())
         return attention_mask
 
     def init_continuous_batching(self, *args, **kwargs):

@@ -45,12 +45,12 @@ FORMAT_VERSION = 2
 # The only key of the metadata: several would be written in an order that differs from process to process.
 METADATA_KEY = "hf_infini_memory"
 # Options that change nothing of what given weights write into a memory.
-WITHOUT_MEANING = {"attn_pdrop", "embd_pdrop", "resid_pdrop", "dropout", "gate_init", "initializer_range", "use_cache"}
-WITHOUT_MEANING |= {f"summary_{name}" for name in ("type", "use_proj", "activation", "proj_to_labels", "first_dropout")}
-WITHOUT_MEANING |= {"tie_word_embeddings"}
+WITHOUT_EFFECT = {"attn_pdrop", "embd_pdrop", "resid_pdrop", "dropout", "gate_init", "initializer_range", "use_cache"}
+WITHOUT_EFFECT |= {f"summary_{name}" for name in ("type", "use_proj", "activation", "proj_to_labels", "first_dropout")}
+WITHOUT_EFFECT |= {"tie_word_embeddings"}
 # Options that a description has by what they come to.
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
-IN_OTHER_WORDS = {"n_segments", "segment_length", "layers", "mask_special_tokens", *SPECIAL_TOKENS}
+DESCRIBED_INDIRECTLY = {"n_segments", "segment_length", "layers", "mask_special_tokens", *SPECIAL_TOKENS}
 
 
 class MemoryFileError(ValueError):
@@ -224,7 +224,7 @@ def _meaning(config) -> dict:
 
     All options of the class but those known to change nothing: a new one counts from its first day.
     """
-    passed_over = {field.name for field in fields(PreTrainedConfig)} | WITHOUT_MEANING | IN_OTHER_WORDS
+    passed_over = {field.name for field in fields(PreTrainedConfig)} | WITHOUT_EFFECT | DESCRIBED_INDIRECTLY
     options = {field.name: getattr(config, field.name) for field in fields(config) if field.name not in passed_over}
     options |= {name: getattr(config, name) for name in ("model_type", "infini_layers", "tokens_per_segment")}
     kept_out = [getattr(config, name) for name in SPECIAL_TOKENS] if config.mask_special_tokens else []

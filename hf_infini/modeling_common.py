@@ -7,10 +7,10 @@ from transformers.utils import logging
 
 from .cache import InfiniCache, InfiniLayer
 from .generation import check_cache
-from .grid import SegmentLayout
+from .layout import Layout
+from .read_text import check_rows
 from .segments import bool_mask
 from .state import InfiniState
-from .steps import StepLayout
 
 logger = logging.get_logger(__name__)
 
@@ -45,25 +45,22 @@ def memory_cache(model, given, use_cache: bool | None, batch: int):
             f"in {model.config.infini_layers}. Pass InfiniCache(model.config)."
         )
     state = None if given is None else given.first_state()
-    if state is not None and len(state.tokens_seen) != batch:
-        raise ValueError(
-            f"past_key_values has {len(state.tokens_seen)} rows, and this call has {batch}: repeat the cache's rows with "
-            "batch_repeat_interleave, or choose among them with batch_select_indices."
-        )
+    if state is not None:
+        check_rows("this call", batch, len(state.tokens_seen))
     if given is not None:
         given.drop_unfinished()
     cache = InfiniCache(model.config) if use_cache and given is None else given
     if cache is not None and checkpoints_gradients(model):
-        grows = len(model.config.infini_layers) < model.config.n_layer
+        has_full_attention = len(model.config.infini_layers) < model.config.n_layer
         functions = (getattr(block, "_gradient_checkpointing_func", None) for block in model.h)
         reentrant = any(getattr(function, "keywords", {}).get("use_reentrant") for function in functions)
-        if grows or reentrant:
+        if has_full_attention or reentrant:
             reason = (
                 "layers of full attention would append their keys and values twice"
-                if grows
+                if has_full_attention
                 else "use_reentrant=True cuts the gradient through the memory"
             )
-            remedy = "" if grows else ', call gradient_checkpointing_enable({"use_reentrant": False})'
+            remedy = "" if has_full_attention else ', call gradient_checkpointing_enable({"use_reentrant": False})'
             raise ValueError(
                 f"gradient checkpointing in training does not go with this cache: {reason}. Pass use_cache=False and no "
                 f"past_key_values{remedy}, or call gradient_checkpointing_disable()."
@@ -104,7 +101,7 @@ def checkpoints_gradients(model) -> bool:
     return torch.is_grad_enabled() and model.training and any(block.gradient_checkpointing for block in model.h)
 
 
-def counted_positions(layout: SegmentLayout | StepLayout, cache: InfiniCache | None) -> Tensor:
+def counted_positions(layout: Layout, cache: InfiniCache | None) -> Tensor:
     """`[batch or 1, tokens]`: positions that go on from the last one, where a call gives none. Given ones may have left some
     out before."""
     state = None if cache is None else cache.first_state()
@@ -150,7 +147,8 @@ def check_continuation(position_ids, attention_mask, state: InfiniState | None) 
         position_ids: `[batch or 1, tokens]` of this call, or `None`; attention_mask: `[batch, tokens]` of it, or `None`.
 
     Raises:
-        ValueError: there is a row of such positions. RuntimeError: likewise, in a graph of torch.compile.
+        ValueError: there is a row of such positions.
+        RuntimeError: there is one, in a graph of torch.compile.
     """
     if position_ids is None or state is None:
         return
@@ -174,7 +172,7 @@ def check_positions(positions, limit: int, kind: str, remedy: str) -> None:
 
     Raises:
         ValueError: there is one; the message has its number, the `kind` of positions and the remedy.
-        RuntimeError: likewise, in a graph.
+        RuntimeError: there is one, in a graph.
     """
     if torch.compiler.is_compiling():
         message = f"a position is beyond this model's {limit} {kind} positions (n_positions). {remedy}"
@@ -203,7 +201,7 @@ def memory_mask_of(config, input_ids, inputs_embeds, given=None):
             f"{list(given.shape)}. It covers the tokens of one call: for generate(), read the text with "
             "model(ids, memory_mask=…, past_key_values=cache) and go on from the cache."
         )
-    given = bool_mask("memory_mask", given, ask=not torch.compiler.is_compiling())
+    given = bool_mask("memory_mask", given, read_back=not torch.compiler.is_compiling())
     ids = set()
     for special in (config.bos_token_id, config.eos_token_id, config.pad_token_id):
         ids |= set() if special is None else set(special) if isinstance(special, (list, tuple)) else {special}
@@ -221,7 +219,7 @@ def memory_mask_of(config, input_ids, inputs_embeds, given=None):
 
 
 def full_attention_mask(
-    layout: SegmentLayout | StepLayout, tokens: int, past: int, documents: Tensor | None
+    layout: Layout, tokens: int, past: int, documents: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
     """The mask of the layers that keep full attention: causal, inside the document, without padding.
 

@@ -19,6 +19,8 @@ from .convolution import short_convolution
 from .gate import Gate
 from .generation import MemoryGenerationMixin
 from .hub_code import HubModelMixin
+from .layout import Layout
+from .memory import MemoryRule
 from .modeling_common import (
     InitializationMixin,
     check_continuation,
@@ -32,9 +34,9 @@ from .modeling_common import (
     memory_mask_of,
 )
 from .positions import rotate, rotation
-from .segments import SegmentLayout, segment_layout
-from .state import InfiniState
-from .steps import StepLayout
+from .segments import segment_layout
+from .state import InfiniState, Projections
+from .window import Softmax
 
 # Normaliser of a learned start before training: softplus(0.5413) = 1, the value of σ at a key of zeros.
 LEARNED_NORMALISER = 0.5413
@@ -110,7 +112,7 @@ class GPT2InfiniAttention(GPT2Attention):
         encoder_hidden_states: Tensor | None = None,
         encoder_attention_mask: Tensor | None = None,
         output_attentions: bool | None = False,
-        layout: SegmentLayout | StepLayout | None = None,
+        layout: Layout | None = None,
         position_ids: Tensor | None = None,
         turns: Tensor | None = None,
         states: StatesOfCall | None = None,
@@ -149,25 +151,22 @@ class GPT2InfiniAttention(GPT2Attention):
                 device=hidden_states.device,
             )
         recent = None if state is None else state.recent_inputs
-        arguments, recent = self.project(hidden_states, layout, recent, turns)
+        tokens, recent = self.project(hidden_states, layout, recent, turns)
         if state is None:
-            separate = arguments["memory_key"] is not None
-            kind = {"separate_memory_key": separate, **self.start()}
-            state = InfiniState.initial(arguments["key"], arguments["value"], length, kept, **kind)
+            options = {"separate_memory_key": tokens.memory_key is not None, **self.start()}
+            state = InfiniState.initial(tokens.key, tokens.value, length, kept, **options)
         eager = self.config._attn_implementation == "eager"
+        return_weights = bool(output_attentions) or eager
+        dropout = self.attn_dropout.p if self.training else 0.0
         output, state, weights = attend(
-            **arguments,
-            gate=self.gate(),
-            layout=layout,
-            update_rule=self.config.update_rule,
-            feature_map=self.config.feature_map,
-            denominator=self.config.denominator,
-            state=state,
+            tokens,
+            self.gate(),
+            layout,
+            MemoryRule(self.config.update_rule, self.config.feature_map, self.config.denominator),
+            Softmax(self.scaling, dropout, written_out=return_weights, upcast=eager and self.reorder_and_upcast_attn),
+            state,
             return_state=states is not None,
-            scaling=self.scaling,
-            dropout=self.attn_dropout.p if self.training else 0.0,
-            return_weights=bool(output_attentions) or eager,
-            upcast=eager and self.reorder_and_upcast_attn,
+            return_weights=return_weights,
             in_place=states is not None and states.may_overwrite(self.layer_idx),
         )
         if states is not None:
@@ -180,13 +179,12 @@ class GPT2InfiniAttention(GPT2Attention):
     def project(
         self,
         hidden_states: Tensor,
-        layout: SegmentLayout | StepLayout,
+        layout: Layout,
         recent: Tensor | None = None,
         turns: Tensor | None = None,
-    ) -> tuple[dict[str, Tensor | None], Tensor | None]:
-        """What [`attend`] takes of `[batch, tokens, width]`: `query`, `key`, `value`, and the memory's `memory_query` and
-        `memory_key` (`None`: the same), `[batch, heads, tokens, head_dim]` each; and what the convolution needs of these
-        tokens in the next call (`recent`, `None` before the first)."""
+    ) -> tuple[Projections, Tensor | None]:
+        """The projections of `[batch, tokens, width]`, and what the convolution needs of these tokens in the next call
+        (`recent`, `None` before the first)."""
         if self.config.memory_conv:
             if recent is None:
                 recent = hidden_states.new_zeros(hidden_states.shape[0], self.config.memory_conv - 1, self.embed_dim)
@@ -202,8 +200,7 @@ class GPT2InfiniAttention(GPT2Attention):
         if self.config.memory_write == "learned":  # e^(k + w) = e^w e^k: the features of a token, its weight times as large
             weights = F.linear(hidden_states, self.memory_write).transpose(1, 2).unsqueeze(-1)
             memory_key = (key if memory_key is None else memory_key) + weights
-        tensors = {"query": query, "key": key, "value": value, "memory_query": memory_query, "memory_key": memory_key}
-        return tensors, recent
+        return Projections(query, key, value, memory_query, memory_key), recent
 
 
 class InfiniGPT2PreTrainedModel(HubModelMixin, InitializationMixin, GPT2PreTrainedModel):

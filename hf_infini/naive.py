@@ -1,10 +1,38 @@
-"""Infini-attention token by token, straight from the equations: slow, obvious, and the reference of every test."""
+"""Infini-attention straight from the equations: first segment by segment, without padding or documents, then token by token
+with every option. Slow, obvious, and the reference of every test."""
+
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from .features import FEATURE_MAPS
+from .memory import EPS, FEATURE_MAPS
 from .state import InfiniState
+
+
+def attend_by_segments(
+    segments: Iterable[tuple[Tensor, Tensor, Tensor]], gate: Tensor, update_rule: str = "linear"
+) -> Tensor:
+    """The paper's algorithm (arXiv 2404.07143, section 2): query, key and value of one segment after the other,
+    `[batch, heads, tokens, head_dim]` each, gate `[heads]`; returns the output of all tokens."""
+    share, memory, outputs = torch.sigmoid(gate)[:, None, None], None, []
+    for query, key, value in segments:
+        wide = torch.promote_types(query.dtype, torch.float32)
+        output = F.scaled_dot_product_attention(query, key, value, is_causal=True)  # equation 2
+        query, key, value = F.elu(query.to(wide)) + 1, F.elu(key.to(wide)) + 1, value.to(wide)  # σ(Q), σ(K), V
+        if memory is None:  # the first segment finds nothing in the memory
+            memory, normaliser = 0, 0
+        else:
+            read = query @ memory / (query @ normaliser + EPS)  # equation 3
+            # Equation 5: (1 − share) · output + share · read
+            output = torch.lerp(output.to(wide), read, share.to(wide)).to(output.dtype)
+            if update_rule == "delta":
+                value = value - key @ memory / (key @ normaliser + EPS)
+        outputs.append(output)
+        memory = memory + key.mT @ value  # equation 4
+        normaliser = normaliser + key.sum(-2).unsqueeze(-1)
+    return torch.cat(outputs, 2)
 
 
 def naive_infini_attention(
@@ -27,7 +55,7 @@ def naive_infini_attention(
     memory_key: Tensor | None = None,
     scaling: float | None = None,
     dropout: float = 0.0,
-    eps: float = 1e-6,
+    eps: float = EPS,
 ) -> Tensor | tuple[Tensor, InfiniState]:
     """[`infini_attention`] with the same arguments and results, one token after the other, all in float32 or wider."""
     if state is None:
@@ -68,7 +96,7 @@ class _Row:
     """One row of the batch: its memory, and the segments (lists of tokens) that are still in the local window."""
 
     def __init__(self, state, row, heads, segment_length, local_segments, rule, scaling, dropout, eps):
-        self.length, self.kept = segment_length, local_segments
+        self.length, self.local_segments = segment_length, local_segments
         self.rule, self.feature_map, self.denominator = rule
         self.scaling, self.dropout, self.eps = scaling, dropout, eps
         self.memory, self.normaliser = state.memory[row], state.normaliser[row]
@@ -107,18 +135,18 @@ class _Row:
     def attend(self, q, k, v, memory_query, memory_key, gate, skipped):
         """Equations 2, 3 and 5 for one token; `q` is `[heads, head_dim]`."""
         self.window[-1].append((k, v, memory_key, skipped))
-        group = self.heads // k.shape[0]
+        heads_per_key = self.heads // k.shape[0]
         columns = list(zip(*sum(self.window, []), strict=True))
         keys, values = (torch.stack(column, 1) for column in columns[:2])  # [kv_heads, tokens, dim]
-        keys, values = (tensor.repeat_interleave(group, 0) for tensor in (keys, values))
+        keys, values = (tensor.repeat_interleave(heads_per_key, 0) for tensor in (keys, values))
         scores = (keys @ q.unsqueeze(-1)).squeeze(-1) * self.scaling
         weights = torch.softmax(scores, -1)
-        weights = torch.nn.functional.dropout(weights, self.dropout)
+        weights = F.dropout(weights, self.dropout)
         output = (weights.unsqueeze(1) @ values).squeeze(1)
         if self.memory_tokens or self.start[0] is not None:
             features = self.feature_map(memory_query).unsqueeze(1)  # [heads, 1, head_dim]
-            numerator = (features @ self.memory.repeat_interleave(group, 0)).squeeze(1)
-            denominator = (features.squeeze(1) * self.normaliser.repeat_interleave(group, 0)).sum(-1, keepdim=True)
+            numerator = (features @ self.memory.repeat_interleave(heads_per_key, 0)).squeeze(1)
+            denominator = (features.squeeze(1) * self.normaliser.repeat_interleave(heads_per_key, 0)).sum(-1, keepdim=True)
             if self.denominator == "separate":
                 share = torch.sigmoid(gate).unsqueeze(-1)
             else:
@@ -127,7 +155,7 @@ class _Row:
             output = share * numerator / (denominator + self.eps) + (1 - share) * output
         self.seen += 1
         if self.seen % self.length == 0:
-            if len(self.window) > self.kept:
+            if len(self.window) > self.local_segments:
                 self.write(self.window.pop(0))
             self.window.append([])
         return output
@@ -149,7 +177,7 @@ class _Row:
     def state(self, key_dtype, value_dtype):
         """The row's share of an [`InfiniState`]."""
         empty = [None] * self.length
-        missing = self.kept + 1 - len(self.window)
+        missing = self.local_segments + 1 - len(self.window)
         slots = empty * missing + sum((segment + empty[len(segment) :] for segment in self.window), [])
         windows = []
         for part, like in enumerate((self.initial.local_key, self.initial.local_value, self.initial.local_key)):

@@ -36,7 +36,7 @@ class ReadText:
             self.fingerprint = extend_fingerprint(self.fingerprint, input_ids)
         self.real = count if self.real is None else self.real + count
 
-    def know(self, input_ids: Tensor) -> None:
+    def set_ids(self, input_ids: Tensor) -> None:
         """Takes `[batch, columns]` for the ids of what has been read: those of a memory file's text are gone."""
         self.fingerprint = extend_fingerprint(None, input_ids)
 
@@ -70,8 +70,8 @@ class ReadText:
         """Refuses a mask `[rows, columns]` of what has been read that has another number of real tokens.
 
         Raises:
-            ValueError: likewise; the message has the first row's numbers.
-            RuntimeError: likewise, in a graph of torch.compile.
+            ValueError: a row has another number; the message has the first row's numbers.
+            RuntimeError: a row has another number, in a graph of torch.compile.
         """
         given = (attention_mask != 0).sum(1)
         counted = self._rows(len(attention_mask)).to(given.device)
@@ -95,9 +95,62 @@ class ReadText:
         past = torch.arange(columns, device=real.device) >= columns - real.unsqueeze(1)
         return torch.cat([past.to(attention_mask), attention_mask], 1)
 
+    def mask_of_ids(self, input_ids: Tensor, attention_mask: Tensor, columns: int) -> Tensor:
+        """The mask with which `generate()` reads of these ids what is new, where nobody has said what is.
+
+        It takes ids and a mask of the same width for a whole text and reads only the end of it, what goes beyond the
+        cache. So new ids need a wider mask, and which ids are new is seen by what the cache has read.
+
+        Args:
+            input_ids: `[batch, tokens]`, of which the cache may have several rows each (beams).
+            attention_mask: `[batch, tokens]`; a wider one says what is new, and is returned as it is.
+            columns: that the cache has passed.
+
+        Returns:
+            The mask itself for a whole text; for ids that are all new, no more of them than the cache has read,
+            [`InfiniCache.attention_mask`] of it.
+
+        Raises:
+            ValueError: nothing is new in a whole text, the ids are more than the cache has read and begin differently, or
+                the mask of what has been read is another.
+        """
+        tokens = input_ids.shape[1]
+        if self.real is None:
+            return attention_mask
+        if attention_mask.shape[1] != tokens:
+            self.check_past(attention_mask[:, :columns])
+            return attention_mask
+        known = tokens >= columns and self.begins(input_ids[:, :columns])
+        if known and tokens == columns:
+            raise ValueError(
+                f"the cache has read all of these {tokens} ids, and there is nothing to go on from: pass the text with new "
+                "ids behind it, or a copy of the cache from before the last of them. If the same ids come a second time, "
+                "pass attention_mask=cache.attention_mask(mask), mask being [batch, tokens] with 1 for real tokens."
+            )
+        if not known and tokens > columns:
+            raise ValueError(
+                f"these {tokens} ids do not begin with the {columns} that the cache has read, and generate() would take "
+                f"them for the whole text and read only the last {tokens - columns}. If all of them are new, pass "
+                "attention_mask=cache.attention_mask(mask), mask being [batch, tokens] with 1 for real tokens; a whole text "
+                "must be that of the cache token by token, padding included."
+            )
+        if not known:
+            return self.mask_before(attention_mask, columns)
+        self.check_past(attention_mask[:, :columns])
+        return attention_mask
+
     def _rows(self, rows: int) -> Tensor:
         """`real` for so many rows, of which each may have several equal ones here (beams)."""
         return self.real[:: max(1, len(self.real) // rows)]
+
+
+def check_rows(what: str, rows: int, cached: int) -> None:
+    """ValueError unless `what`, such as "the mask", has as many rows as the cache."""
+    if rows != cached:
+        raise ValueError(
+            f"{what} has {rows} rows and the cache {cached}: repeat the cache's rows with batch_repeat_interleave, or "
+            "choose among them with batch_select_indices."
+        )
 
 
 def extend_fingerprint(before: Tensor | None, input_ids: Tensor) -> Tensor:

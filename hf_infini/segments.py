@@ -1,21 +1,19 @@
-"""The segment layout: which token of a call lies in which segment and slot, built once per forward and shared by the layers.
+"""Makes the layout of a call ([`Layout`]), once per forward.
 
 What a layout looks like depends on the data where rows are padded, packed or of different lengths. Outside of a graph the
-device is asked, and the layout is no larger than it must be. Inside of one (torch.compile, torch.export) nothing can be
-asked: there the sizes are upper bounds that follow from the shapes of the arguments.
+values are read back from the device, and the layout is no larger than it must be. Inside of one (torch.compile,
+torch.export) nothing can be read back: there the sizes are upper bounds that follow from the shapes of the arguments.
 """
 
-import functools
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .gather import pad
-from .grid import SegmentLayout
+from .decoding import graph_step_layout, step_layout
+from .layout import Call, GridLayout, IndexedLayout, Layout, PlainLayout, pad
 from .state import InfiniState
-from .steps import StepLayout, step_layout, tensor_step
 
 UNBOUNDED = (
     "position_ids can begin any number of documents, and the layout of their segments is made outside of the graph. "
@@ -35,7 +33,7 @@ def segment_layout(
     state: InfiniState | None = None,
     max_documents: int | None = None,
     device: torch.device | None = None,
-) -> SegmentLayout | StepLayout:
+) -> Layout:
     """Lays out a call of `[batch, tokens]`.
 
     Args:
@@ -54,63 +52,43 @@ def segment_layout(
     any number of documents, and the layout is made outside of the graph.
 
     Raises:
-        ValueError: a mask with other values than 0 and 1; where the device is not to be asked, a RuntimeError.
+        ValueError: masks or positions of another shape; a mask with other values than 0 and 1.
+        RuntimeError: a mask with other values than 0 and 1, where no values are read back from the device.
     """
     compiling = torch.compiler.is_compiling()
-    ask = not compiling and max_documents is None
-    real = bool_mask("attention_mask", attention_mask, ask)
-    memory_mask = bool_mask("memory_mask", memory_mask, ask)
+    check_shapes(batch, tokens, attention_mask, memory_mask, position_ids)
+    read_back = not compiling and max_documents is None
+    real = bool_mask("attention_mask", attention_mask, read_back)
+    memory_mask = bool_mask("memory_mask", memory_mask, read_back)
+    position_ids = None if position_ids is None else position_ids.expand(batch, tokens)
+    call = Call(batch, tokens, segment_length, local_segments, real, position_ids, memory_mask, state, device)
     if compiling and tokens == 1 and state is not None:
-        restart = None if position_ids is None else restarts(position_ids.expand(batch, 1), real, state)
-        return tensor_step(state, real, restart, position_ids, memory_mask, segment_length, local_segments)
+        return graph_step_layout(call, None if position_ids is None else restarts(position_ids, real, state))
     if max_documents is not None or (compiling and position_ids is None):
-        bound = 1 if max_documents is None else max_documents
-        make = functools.partial(_bounded_layout, max_documents=bound)
-    elif torch.compiler.is_exporting():
+        return _bounded_layout(call, 1 if max_documents is None else max_documents)
+    if torch.compiler.is_exporting():
         raise ValueError(UNBOUNDED)
-    else:
-        make = _layout_outside if compiling else _asked_layout
-    return make(batch, tokens, segment_length, local_segments, real, position_ids, memory_mask, state, device)
+    return (_layout_outside_graph if compiling else _smallest_layout)(call)
 
 
-def _asked_layout(
-    batch, tokens, segment_length, local_segments, real, position_ids, memory_mask, state, device
-) -> SegmentLayout | StepLayout:
-    """The smallest layout, whose form and sizes follow from what the device says of the arguments."""
-    seen, held = [[0] * batch] * 2 if state is None else torch.stack([state.tokens_seen, state.memory_tokens]).tolist()
-    restart = None
-    questions = []  # asked of the device all at once
-    if memory_mask is not None:
-        questions.append(memory_mask.all())
-    if real is not None:
-        questions.append(~real.all())
-    if position_ids is not None:
-        position_ids = position_ids.expand(batch, tokens)
-        restart = restarts(position_ids, real, state)
-        questions.append(restart.any())
-    answers = torch.stack(questions).tolist() if questions else []
-    if memory_mask is not None and answers.pop(0):
-        memory_mask = None
-    if real is not None and not answers.pop(0):
-        real = None
-    restarting = position_ids is not None and answers.pop(0)
-    if tokens == 1 and not restarting and state is not None:
-        return step_layout(state, seen, real, position_ids, memory_mask, segment_length, local_segments)
-    if real is not None or restarting or len(set(seen)) > 1:
-        shape = (batch, tokens)
-        real = torch.ones(shape, dtype=torch.bool, device=device) if real is None else real
-        restart = torch.zeros(shape, dtype=torch.bool, device=device) if restart is None else restart
-        carried = (local_segments + 1) * segment_length if any(seen) else 0
-        begin = torch.tensor(seen, device=device)
-        layout = _indexed_layout(real, restart, position_ids, segment_length, local_segments, state, begin, carried)
-    else:
-        layout = _plain_layout(batch, tokens, position_ids, segment_length, local_segments, state, seen[0], device)
-        layout = replace(layout, holding=all(held))
-    return _with_memory(layout, memory_mask, state)
+def check_shapes(
+    batch: int, tokens: int, attention_mask: Tensor | None, memory_mask: Tensor | None, position_ids: Tensor | None
+) -> None:
+    """ValueError unless these are `[batch, tokens]`, positions perhaps `[1, tokens]`, or `None`."""
+    for name, mask in (("attention_mask", attention_mask), ("memory_mask", memory_mask)):
+        if mask is not None and mask.shape != (batch, tokens):
+            raise ValueError(
+                f"{name} must be [batch, tokens] = [{batch}, {tokens}], got {list(mask.shape)}. "
+                "With a state it covers only the new tokens."
+            )
+    if position_ids is not None and tuple(position_ids.shape) not in ((batch, tokens), (1, tokens)):
+        raise ValueError(
+            f"position_ids must be [batch, tokens] = [{batch}, {tokens}], got {list(position_ids.shape)}."
+        )
 
 
-def bool_mask(name: str, mask: Tensor | None, ask: bool) -> Tensor | None:
-    """A mask of 0 and 1 as bool; ask: whether the device may be asked for its values now."""
+def bool_mask(name: str, mask: Tensor | None, read_back: bool) -> Tensor | None:
+    """A mask of 0 and 1 as bool; read_back: whether its values may be read back from the device now."""
     if mask is None or mask.dtype == torch.bool:
         return mask
     wrong = ((mask != 0) & (mask != 1)).any()
@@ -120,102 +98,124 @@ def bool_mask(name: str, mask: Tensor | None, ask: bool) -> Tensor | None:
         f"{name} must hold 1 for tokens that count and 0 for those that do not; this one of dtype {mask.dtype} has other "
         "values. A mask that is added to scores (0 and -inf) is not taken: pass mask == 0."
     )
-    if not ask:
+    if not read_back:
         torch._assert_async(~wrong, message)
     elif wrong:
         raise ValueError(message)
     return mask.to(torch.bool)
 
 
-_layout_outside = torch.compiler.disable(_asked_layout, reason=UNBOUNDED)
+def _smallest_layout(call: Call) -> Layout:
+    """Whose form and sizes follow from values that are read back from the device."""
+    state, real, memory_mask, restart = call.state, call.real, call.memory_mask, None
+    seen = in_memory = [0] * call.batch
+    if state is not None:
+        seen, in_memory = torch.stack([state.tokens_seen, state.memory_tokens]).tolist()
+    questions = {}  # answered by the device all at once
+    if memory_mask is not None:
+        questions["all written"] = memory_mask.all()
+    if real is not None:
+        questions["all real"] = real.all()
+    if call.position_ids is not None:
+        restart = restarts(call.position_ids, real, state)
+        questions["restarting"] = restart.any()
+    answers = dict(zip(questions, torch.stack(list(questions.values())).tolist(), strict=True)) if questions else {}
+    real = None if answers.get("all real") else real
+    call = call._replace(real=real, memory_mask=None if answers.get("all written") else memory_mask)
+    restarting = answers.get("restarting", False)
+    if call.tokens == 1 and not restarting and state is not None:
+        return step_layout(call, seen)
+    if real is None and not restarting and len(set(seen)) == 1:
+        return _with_memory(_plain_layout(call, seen[0], memory_in_use=all(in_memory)), call)
+    carried = (call.local_segments + 1) * call.segment_length if any(seen) else 0
+    return _with_memory(_indexed_layout(call, restart, torch.tensor(seen, device=call.device), carried), call)
 
 
-def _bounded_layout(
-    batch, tokens, segment_length, local_segments, real, position_ids, memory_mask, state, device, max_documents
-) -> SegmentLayout:
+_layout_outside_graph = torch.compiler.disable(_smallest_layout, reason=UNBOUNDED)
+
+
+def _bounded_layout(call: Call, max_documents: int) -> GridLayout:
     """A layout that any arguments fit into which begin at most `max_documents` documents in a row."""
     if max_documents < 1:
         raise ValueError(f"max_documents must be ≥ 1, the document of a row's first token counted in; got {max_documents}.")
-    shape = (batch, tokens)
-    restart = None
-    if position_ids is not None:
-        position_ids = position_ids.expand(shape)
-        restart = restarts(position_ids, real, state)
+    tokens, length, state, restart = call.tokens, call.segment_length, call.state, None
+    if call.position_ids is not None:
+        restart = restarts(call.position_ids, call.real, state)
         torch._assert_async(
             (restart.sum(1) < max_documents).all(),
             f"position_ids begin more than the {max_documents} documents in a row that max_documents allows.",
         )
-    if state is None and real is None and max_documents == 1:
-        layout = _plain_layout(batch, tokens, position_ids, segment_length, local_segments, state, 0, device)
-        return _with_memory(layout, memory_mask, state)
-    real = torch.ones(shape, dtype=torch.bool, device=device) if real is None else real
-    restart = torch.zeros(shape, dtype=torch.bool, device=device) if restart is None else restart
+    if state is None and call.real is None and max_documents == 1:
+        return _with_memory(_plain_layout(call, 0, memory_in_use=False), call)
     documents = 1 if max_documents == 1 else min(max_documents, tokens + 1)
     if state is None:
-        carried, seen = 0, torch.zeros(batch, dtype=torch.long, device=device)
+        carried, seen = 0, torch.zeros(call.batch, dtype=torch.long, device=call.device)
         # A document of n tokens takes 1 + (n − 1) // L segments, of which one is there without any token
-        segments = documents + (tokens - documents) // segment_length
-        slots = segment_length if tokens >= segment_length else tokens
+        segments = documents + (tokens - documents) // length
+        slots = length if tokens >= length else tokens
     else:
-        carried, seen = (local_segments + 1) * segment_length, state.tokens_seen
+        carried, seen = (call.local_segments + 1) * length, state.tokens_seen
         # The continued one may fill its segment with its first new token
-        segments = local_segments + documents + (tokens + segment_length - documents) // segment_length
-        slots = segment_length
-    layout = _indexed_layout(
-        real, restart, position_ids, segment_length, local_segments, state, seen, carried, (segments, slots, documents > 1)
-    )
-    return _with_memory(layout, memory_mask, state)
+        segments = call.local_segments + documents + (tokens + length - documents) // length
+        slots = length
+    return _with_memory(_indexed_layout(call, restart, seen, carried, (segments, slots, documents > 1)), call)
 
 
-def _with_memory(layout: SegmentLayout, memory_mask: Tensor | None, state: InfiniState | None) -> SegmentLayout:
-    """The layout that knows which tokens of the call and of the state's window are kept out of the memory, and how many the
-    memory holds."""
+def _with_memory(layout: GridLayout, call: Call) -> GridLayout:
+    """The layout that knows which tokens of the call and of the state's window the memory skips, and how many it holds."""
+    state, device = call.state, layout.tokens_seen.device
     window = None if state is None else state.local_skipped
-    device = layout.tokens_seen.device
-    if memory_mask is not None or window is not None:
-        new = torch.zeros(layout.batch, layout.tokens, dtype=torch.bool, device=device)
-        new = new if memory_mask is None else ~memory_mask
+    if call.memory_mask is not None or window is not None:
+        new = torch.zeros(call.batch, call.tokens, dtype=torch.bool, device=device)
+        new = new if call.memory_mask is None else ~call.memory_mask
         if window is None:
-            slots = (layout.local_segments + 1) * layout.segment_length
-            window = torch.zeros(layout.batch, slots, dtype=torch.bool, device=device)
+            slots = (call.local_segments + 1) * call.segment_length
+            window = torch.zeros(call.batch, slots, dtype=torch.bool, device=device)
         new, window = (skipped[:, None, :, None] for skipped in (new, window))
-        layout = replace(layout, skipped=layout.to_grid(new, window)[..., 0, 0], kept_out=(new, window))
-    before = torch.zeros(layout.batch, dtype=torch.long, device=device) if state is None else state.memory_tokens
-    return replace(layout, held=_held(layout, before.unsqueeze(1)))
+        next_skipped = layout.next_window(new, window)[:, 0, :, 0]
+        layout = replace(layout, skipped=layout.to_grid(new, window)[..., 0, 0], next_skipped=next_skipped)
+    before = torch.zeros(call.batch, dtype=torch.long, device=device) if state is None else state.memory_tokens
+    counts = _memory_tokens(layout, before.unsqueeze(1))
+    # Its strides are those of a new tensor, for torch.cond compares them
+    after = counts[:, -1].clone(memory_format=torch.contiguous_format)
+    return replace(layout, memory_tokens_before=counts[:, :-1], memory_tokens=after)
 
 
-def _held(layout: SegmentLayout, before: Tensor) -> Tensor:
-    """[`SegmentLayout.held`]; `before` `[batch, 1]`: what the memory of each row held before the call."""
-    written, steps = layout.written(), torch.arange(layout.segments + 1, device=before.device)
+def _memory_tokens(layout: GridLayout, before: Tensor) -> Tensor:
+    """`[batch, segments + 1]`: how many tokens of its document the memory holds when each segment, and when the row's next
+    token, reads it; `before` `[batch, 1]`: before the call."""
+    written, places = layout.written(), torch.arange(layout.segments + 1, device=before.device)
     if written is None:
-        total = steps.unsqueeze(0) * layout.slots
+        total = places.unsqueeze(0) * layout.slots
     else:
         total = pad(written.sum(-1), (1, 0)).cumsum(1)
-    if layout.document is None:
-        return before + total
-    first = (layout.document + layout.local_segments).clamp(min=0).minimum(steps)  # step that takes in a document's first
+    # The delayed segment that takes in a document's first
+    first = (layout.document + layout.local_segments).clamp(min=0).minimum(places)
     continued = layout.document == layout.document[:, :1]
     return total - total.gather(1, first) + continued * before
 
 
-def _plain_layout(batch, tokens, position_ids, segment_length, local_segments, state, begin, device) -> SegmentLayout:
-    first = max(0, begin // segment_length - local_segments)
-    carried = begin - first * segment_length
-    total = carried + tokens
-    before = torch.full((batch,), -1, device=device) if state is None else state.last_position
-    return SegmentLayout(
-        batch=batch,
-        tokens=tokens,
-        segment_length=segment_length,
-        local_segments=local_segments,
-        segments=-(-total // segment_length),
-        slots=segment_length if total >= segment_length else total,
+def _plain_layout(call: Call, seen: int, memory_in_use: bool) -> PlainLayout:
+    """`seen`: tokens of every row's document before this call."""
+    length = call.segment_length
+    first = max(0, seen // length - call.local_segments)
+    carried = seen - first * length
+    total = carried + call.tokens
+    before = torch.full((call.batch,), -1, device=call.device) if call.state is None else call.state.last_position
+    return PlainLayout(
+        batch=call.batch,
+        tokens=call.tokens,
+        segment_length=length,
+        local_segments=call.local_segments,
+        segments=-(-total // length),
+        slots=length if total >= length else total,
         carried=carried,
         first=first,
-        seen=begin,
-        positions=torch.arange(begin, begin + tokens, device=device).unsqueeze(0),
-        tokens_seen=torch.full((batch,), begin + tokens, device=device),
-        last_position=before + tokens if position_ids is None else position_ids[:, -1].to(torch.long),
+        seen=seen,
+        memory_in_use=memory_in_use,
+        positions=torch.arange(seen, seen + call.tokens, device=call.device).unsqueeze(0),
+        tokens_seen=torch.full((call.batch,), seen + call.tokens, device=call.device),
+        last_position=before + call.tokens if call.position_ids is None else call.position_ids[:, -1].to(torch.long),
     )
 
 
@@ -234,11 +234,21 @@ def restarts(position_ids: Tensor, real: Tensor | None, state: InfiniState | Non
 
 
 def _indexed_layout(
-    real, restart, position_ids, segment_length, local_segments, state, seen, carried, sizes=None
-) -> SegmentLayout:
-    """`seen [batch]`: tokens of each row's document before this call; `sizes`: segments, slots and whether the rows are
-    packed; `None`: as the arguments need, asked of the device."""
-    (batch, tokens), device = real.shape, real.device
+    call: Call,
+    restart: Tensor | None,
+    seen: Tensor,
+    carried: int,
+    sizes: tuple[int, int, bool] | None = None,
+) -> IndexedLayout:
+    """
+    Args:
+        restart: [`restarts`] of the call; seen: `[batch]`, tokens of each row's document before it.
+        carried: as in [`GridLayout`].
+        sizes: segments, slots and whether the rows are packed; `None`: as the arguments need, read back from the device.
+    """
+    batch, tokens, segment_length, local_segments, real, position_ids, _, state, device = call
+    real = torch.ones(batch, tokens, dtype=torch.bool, device=device) if real is None else real
+    restart = torch.zeros(batch, tokens, dtype=torch.bool, device=device) if restart is None else restart
     base = local_segments if carried else 0  # grid segment that the next token of a continued document falls into
     begin = seen.unsqueeze(1)
 
@@ -273,8 +283,8 @@ def _indexed_layout(
     places = torch.arange((local_segments + 1) * segment_length, device=device)
     token = (ended // segment_length - local_segments).unsqueeze(1) * segment_length + places
     place = (token // segment_length + document[:, -1:]) * slots + token % segment_length
-    kept = (token >= 0) & (token < ended.unsqueeze(1))
-    window = torch.where(kept, source.gather(1, place.clamp(0, spare - 1)), -1)
+    stays = (token >= 0) & (token < ended.unsqueeze(1))
+    window = torch.where(stays, source.gather(1, place.clamp(0, spare - 1)), -1)
 
     if position_ids is None:
         before = torch.full((batch,), -1, device=device) if state is None else state.last_position
@@ -284,7 +294,7 @@ def _indexed_layout(
         latest = torch.where(real, torch.arange(tokens, device=device), -1).amax(1)
         last_position = position_ids.gather(1, latest.clamp(min=0).unsqueeze(1)).squeeze(1)
         last_position = torch.where(latest >= 0, last_position, before)
-    return SegmentLayout(
+    return IndexedLayout(
         batch=batch,
         tokens=tokens,
         segment_length=segment_length,

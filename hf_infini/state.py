@@ -1,9 +1,27 @@
-"""What one attention layer remembers of each row between two calls: [`InfiniState`], constant in size."""
+"""What an attention layer has of the new tokens, [`Projections`], and what it remembers of each row between two calls,
+[`InfiniState`], constant in size."""
 
 from dataclasses import dataclass, fields, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+
+class Projections(NamedTuple):
+    """What attention is computed from.
+
+    Attributes:
+        query: `[batch, heads, tokens, head_dim]`; key: `[batch, kv_heads, tokens, head_dim]`; value: `[batch, kv_heads,
+            tokens, value_dim]`.
+        memory_query, memory_key: what the memory reads and writes, shaped like query and key; `None`: those.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    memory_query: Tensor | None = None
+    memory_key: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -102,6 +120,45 @@ class InfiniState:
     def tensors(self) -> dict[str, Tensor]:
         """The fields by name, without those that are `None`."""
         return {field.name: getattr(self, field.name) for field in fields(self) if getattr(self, field.name) is not None}
+
+    def start(self) -> tuple[Tensor, Tensor]:
+        """M_0 and z_0 of a new document, `[kv_heads, head_dim, value_dim]` and `[kv_heads, head_dim]`: zeros where it starts
+        empty."""
+        if self.start_memory is None:
+            return self.memory.new_zeros(self.memory.shape[1:]), self.normaliser.new_zeros(self.normaliser.shape[1:])
+        return self.start_memory.to(self.memory.dtype), self.start_normaliser.to(self.memory.dtype)
+
+    def before(self, tokens: Projections, segment_length: int, local_segments: int) -> "InfiniState":
+        """The state as a call of these tokens goes on from it: its windows are no narrower than the new tokens, as keys and
+        values grow in a stock cache, for a text may be read under autocast, and gone on with outside of it, or the other way
+        round.
+
+        Raises:
+            ValueError: the state is of another shape than the call.
+        """
+        slots = (local_segments + 1) * segment_length
+        wanted = (*tokens.key.shape[:2], slots, tokens.key.shape[3])
+        if tuple(self.local_key.shape) != wanted or self.local_value.shape[-1] != tokens.value.shape[-1]:
+            raise ValueError(
+                "the state does not fit this call: its window is [batch, kv_heads, (local_segments + 1) * segment_length, "
+                f"head_dim] = {list(self.local_key.shape)}, the call needs {list(wanted)}."
+            )
+        if (tokens.memory_key is None) != (self.local_memory_key is None):
+            raise ValueError("memory_key must be given in every call of a sequence or in none; the state says otherwise.")
+        windows = {"local_key": tokens.key, "local_value": tokens.value, "local_memory_key": tokens.memory_key}
+        wide = {}
+        for name, new in windows.items():
+            if new is not None:
+                window = getattr(self, name)
+                dtype = torch.promote_types(window.dtype, new.dtype)
+                if dtype != window.dtype:
+                    wide[name] = window.to(dtype)
+        return replace(self, **wide) if wide else self
+
+    def after(self, layout, **tensors: Tensor | None) -> "InfiniState":
+        """The state after a call with this [`Layout`], which left these memory, normaliser and windows."""
+        counts = {name: getattr(layout, name) for name in ("tokens_seen", "last_position", "memory_tokens")}
+        return replace(self, local_skipped=layout.next_skipped, **counts, **tensors)
 
     def map_rows(self, function) -> "InfiniState":
         """A state whose per-row tensors (all but the start) are `function(tensor)`: select, repeat or move rows."""

@@ -98,7 +98,7 @@ def main(argv: list[str] | None = None) -> None:
         inference.switch_memory_off(model)
     if options.out is None and not Path(options.model).is_dir():
         raise UserError(f"--out is needed, as --model {options.model} is no folder here")
-    # write_card.py takes every evaluation*.json for a perplexity of the model as it is
+    # Its own name for each, so that none writes over another one's files
     plain = options.task == "perplexity" and options.memory == "on"
     parts = ["evaluation" if plain else options.task, "text" if options.task == "facts" and options.source else None]
     parts += [options.split if options.split == "test" else None, "memory_off" if options.memory == "off" else None]

@@ -173,7 +173,7 @@ def behind_memory(inputs: dict, memory):
     cache, ids = copy.deepcopy(memory), inputs["input_ids"]
     cache.batch_repeat_interleave(len(ids))
     columns = ids[:, -1:].expand(-1, cache.get_seq_length())
-    cache.text.know(columns)
+    cache.text.set_ids(columns)
     mask = cache.attention_mask(inputs["attention_mask"])
     return {"input_ids": torch.cat([columns, ids], 1), "attention_mask": mask}, cache
 

@@ -70,4 +70,4 @@ for attention in self infini; do
 done
 
 step "Self-attention and Infini-attention on the same ${corpus:-generated biographies}"
-python recipes/compare.py --runs "$out/self" "$out/infini" --out "$out/comparison"
+python recipes/study.py --runs "$out/self" "$out/infini" --data "$out/data" --out "$out/comparison"

@@ -131,13 +131,9 @@ def commands() -> dict[str, set[str]]:
     for file in (ROOT / "README.md", *PAGES):
         for block in re.findall(r"^```bash\n(.*?)^```$", file.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL):
             for line in block.replace("\\\n", " ").splitlines():
-                for recipe, rest in re.findall(r"recipes/(\w+)\.py( .*)?", line):
-                    own, _, handed_on = rest.partition(" -- ")
-                    for name, words in ((recipe, own), ("train", handed_on)):  # what sweep.py and study.py hand on
-                        for flag in (word for word in shlex.split(words, comments=True) if word.startswith("--")):
-                            of_data = recipe == "study" and flag.startswith("--data_")  # prepare.py's, by another name
-                            of, flag = ("prepare", f"--{flag.removeprefix('--data_')}") if of_data else (name, flag)
-                            found.setdefault(of, set()).add(flag)
+                for recipe, words in re.findall(r"recipes/(\w+)\.py( .*)?", line):
+                    flags = (word for word in shlex.split(words, comments=True) if word.startswith("--"))
+                    found.setdefault(recipe, set()).update(flags)
     return found
 
 

@@ -69,7 +69,7 @@ class LayerInspection:
             context vectors: 0, all local, to 1, all memory. 0 where the document has no memory yet (g counts as 0 there).
         memory_norm: `[batch, head, segment]`, Frobenius norm of the memory M. Entry s is what the row's segment s reads, so
             entry s + 1 comes after segment s; the last entry is the end of the call. A segment is written when it leaves the
-            local window; a new document starts anew; in a row of fewer segments, the last value repeats.
+            local window; a new document starts it again; in a row of fewer segments, the last value repeats.
         normaliser_norm: `[batch, head, segment]`, Euclidean norm of the normaliser z, likewise.
         segments: `[batch, query]`, int64, which segment of its row each token lies in; −1 for padding.
     """

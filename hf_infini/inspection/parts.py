@@ -13,13 +13,12 @@ import torch
 from torch import Tensor, nn
 from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
 
-from ..attention import EPS
 from ..causal_mha import CausalMultiHeadAttention
-from ..features import FEATURE_MAPS
-from ..memory import delta_states, linear_states, memory_weight, read_memory
+from ..layout import GridLayout
+from ..memory import MemoryRule, memory_weight, read_memory
 from ..modeling_infini_gpt2 import GPT2InfiniAttention
 from ..scores import visible_softmax
-from ..segments import SegmentLayout
+from ..state import Projections
 
 
 @dataclass
@@ -28,7 +27,7 @@ class Parts:
 
     With A_mem the heads' memory reads (equation 3), A_local their softmax attention (equation 2), and g = sigmoid(β) where
     the document has a memory, 0 before: heads = g · A_mem + (1 − g) · A_local (equation 5). Where window and memory share a
-    normaliser, g is another for each token: [`memory_weight`].
+    denominator, g is another for each token: [`memory_weight`].
     """
 
     scores: Tensor  # [B, H, T, T], before the softmax, −inf where a key is not visible
@@ -57,15 +56,16 @@ def gpt2_parts(module: GPT2Attention, hidden_states: Tensor, given: dict) -> Par
 
 def infini_gpt2_parts(module: GPT2InfiniAttention, hidden_states: Tensor, given: dict) -> Parts:
     """GPT-2's attention with a memory."""
-    arguments, _ = module.project(hidden_states, given["layout"])
-    return _infini_parts(module, given["layout"], **arguments, scaling=module.scaling, **module.start())
+    tokens, _ = module.project(hidden_states, given["layout"])
+    rule = MemoryRule(module.config.update_rule, module.config.feature_map, module.config.denominator)
+    return _infini_parts(tokens, module.scaling, module.gate(), rule, given["layout"], **module.start())
 
 
 def causal_mha_parts(module: CausalMultiHeadAttention, hidden_states: Tensor, given: dict) -> Parts:
     """The from-scratch attention, which names its own parts unless it has a memory."""
     if module.config.attention == "infini":
-        arguments = module.infini_arguments(hidden_states, given["position_ids"])
-        return _infini_parts(module, given["layout"], **arguments)
+        tokens, scaling = module.infini_projections(hidden_states, given["position_ids"])
+        return _infini_parts(tokens, scaling, module.gate(), MemoryRule(module.config.update_rule), given["layout"])
     return Parts(*module.parts(hidden_states, **{name: given[name] for name in ("mask", "distance", "position_ids")}))
 
 
@@ -110,53 +110,42 @@ def softmax_parts(
 
 
 def _infini_parts(
-    module: nn.Module,
-    layout: SegmentLayout,
-    *,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    tokens: Projections,
     scaling: float,
-    memory_query: Tensor | None = None,
-    memory_key: Tensor | None = None,
+    gate: Tensor,
+    rule: MemoryRule,
+    layout: GridLayout,
     start_memory: Tensor | None = None,
     start_normaliser: Tensor | None = None,
 ) -> Parts:
     """Equations 2 to 5 for a call that begins its rows, as [`hf_infini.attention.attend`] does them all at once."""
     segments = _segments(layout)
-    query, key, value = (_widen(tensor) for tensor in (query, key, value))
+    query, key, value, memory_query, memory_key = (None if tensor is None else _widen(tensor) for tensor in tokens)
     scores, weights, local = softmax_parts(query, key, value, _visible(segments, layout), scaling)
-    features = [query if memory_query is None else _widen(memory_query), key if memory_key is None else _widen(memory_key)]
-    query_grid, key_grid, value_grid = (layout.to_grid(tensor, None) for tensor in (*features, value))
-    batch, heads, width = key.shape[0], key.shape[1], key.shape[-1]
+    batch, heads, _, width = key.shape
+    (group,) = layout.groups(0)
     if start_memory is None:
         start = (value.new_zeros(heads, width, width), value.new_zeros(heads, width))
-        has_memory = layout.held[:, :-1] > 0
+        has_memory = layout.memory_tokens_before > 0
     else:
         start = (start_memory.to(value.dtype), start_normaliser.to(value.dtype))
         has_memory = torch.ones(1, layout.segments, dtype=torch.bool, device=value.device)
-    feature_map = FEATURE_MAPS[getattr(module.config, "feature_map", "elu")]
-    keys, values = (layout.delay(grid).transpose(2, 3) for grid in (key_grid, value_grid))
-    keys, queries = feature_map(keys), feature_map(query_grid.transpose(2, 3))
-    written = layout.written()
-    if written is not None:
-        keys = keys * written[:, :, None, :, None]
-    arguments = [keys, values, *(first.expand(batch, *first.shape) for first in start), start]
-    arguments.append(layout.borders(0, layout.segments))
-    if module.config.update_rule == "linear":
-        states = linear_states(*arguments)
-    else:
-        states = delta_states(*arguments, EPS)
+    features = (query if memory_query is None else memory_query, key if memory_key is None else memory_key)
+    queries, keys, values = (layout.to_grid(tensor, None) for tensor in (*features, value))
+    keys, values = (layout.delay(grid).transpose(2, 3) for grid in (keys, values))
+    keys, queries = rule.features(keys), rule.features(queries.transpose(2, 3))
+    if group.written is not None:
+        keys = keys * group.written[:, :, None, :, None]
+    incoming = (first.expand(batch, *first.shape) for first in start)
+    states = rule.states(keys, values, *incoming, start, group.borders)
     memory, mass = (
         layout.from_grid(blocks.transpose(2, 3))
-        for blocks in read_memory(queries, states.memory, states.normaliser, EPS)
+        for blocks in read_memory(queries, states.memory, states.normaliser, rule.eps)
     )
 
-    logits = _widen(module.gate())
-    gate = torch.sigmoid(logits)
-    share = gate[:, None, None]
-    if getattr(module.config, "denominator", "separate") == "shared":
-        share = memory_weight(logits[:, None, None], mass, scores.logsumexp(-1, keepdim=True), width, EPS)
+    logits = _widen(gate)
+    log_sum = scores.logsumexp(-1, keepdim=True) if rule.shared else None
+    share = memory_weight(logits[:, None, None], mass, log_sum, width, rule.eps)
     share = share * layout.from_grid(has_memory[..., None, None, None].expand(batch, -1, layout.slots, heads, 1))
     from_memory, from_local = share * memory, (1 - share) * local
     sizes = from_memory.norm(dim=-1), from_local.norm(dim=-1)
@@ -166,7 +155,7 @@ def _infini_parts(
         heads=from_memory + from_local,
         local_heads=local,
         memory_heads=memory,
-        gate=gate,
+        gate=torch.sigmoid(logits),
         memory_share=torch.where(sizes[0] > 0, sizes[0] / (sizes[0] + sizes[1]), 0),
         memory_norm=torch.cat([states.memory, states.last_memory.unsqueeze(1)], 1).flatten(3).norm(dim=-1).transpose(1, 2),
         normaliser_norm=torch.cat([states.normaliser, states.last_normaliser.unsqueeze(1)], 1).norm(dim=-1).transpose(1, 2),
@@ -174,21 +163,20 @@ def _infini_parts(
     )
 
 
-def _segments(layout: SegmentLayout) -> Tensor:
+def _segments(layout: GridLayout) -> Tensor:
     """`[B, T]`: the grid segment of each token, −1 for padding."""
     places = torch.arange(1, layout.segments + 1, device=layout.tokens_seen.device)
     grid = places[None, :, None, None, None].expand(layout.batch, -1, layout.slots, 1, 1)
     return layout.from_grid(grid)[:, 0, :, 0] - 1
 
 
-def _visible(segments: Tensor, layout: SegmentLayout) -> Tensor:
+def _visible(segments: Tensor, layout: GridLayout) -> Tensor:
     """`[B, 1, T, T]` bool: the keys of each query's local window, in its own document."""
     query, key = segments.unsqueeze(2), segments.unsqueeze(1)
     visible = (query >= 0) & (key >= 0) & (query - key <= layout.local_segments)
     visible &= torch.ones(segments.shape[1], segments.shape[1], dtype=torch.bool, device=segments.device).tril()
-    if layout.document is not None:
-        document = layout.document.gather(1, segments.clamp(min=0))
-        visible &= document.unsqueeze(2) == document.unsqueeze(1)
+    document = layout.document.expand(layout.batch, -1).gather(1, segments.clamp(min=0))
+    visible &= document.unsqueeze(2) == document.unsqueeze(1)
     return visible.unsqueeze(1)
 
 

@@ -30,12 +30,26 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hf_infini import infini_attention
-
-from . import work
-from .work import Shape
+from hf_infini.naive import attend_by_segments
 
 EPS = 1e-6
 BASE = "infini"  # whose time and memory are 1 in the ratios
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One layer's work: `tokens` in segments of `segment`, `batch` rows, `heads` × `head_dim`, and a dtype's name."""
+
+    tokens: int
+    segment: int
+    heads: int = 12
+    head_dim: int = 64
+    batch: int = 1
+    dtype: str = "float32"
+
+    def tensor_bytes(self) -> int:
+        """Of one of query, key, value, output or a gradient of them."""
+        return self.batch * self.tokens * self.heads * self.head_dim * getattr(torch, self.dtype).itemsize
 
 
 @dataclass
@@ -63,26 +77,12 @@ class Problem:
         return [tensor.transpose(1, 2) for tensor in (self.query, self.key, self.value)]
 
 
-Forward = tuple[Callable[[], Tensor], list[Tensor]]
-
-
-@dataclass(frozen=True)
-class Contestant:
-    """
-    Attributes:
-        make: problem → a function that computes the output, `[batch, heads, tokens, head_dim]`, and parameters of its own.
-        operations: shape → the operations that the work needs ([`work`]).
-        package: what must be installed for it.
-    """
-
-    make: Callable[[Problem], Forward]
-    operations: Callable[[Shape], int]
-    package: str | None = None
+Forward = tuple[Callable[[], Tensor], list[Tensor]]  # what computes the output, and parameters of its own
 
 
 def run_of(name: str, problem: Problem) -> Callable[[], None]:
     """Forward and backward of one contestant, for [`timing.alternate`]."""
-    forward, parameters = CONTESTANTS[name].make(problem)
+    forward, parameters = CONTESTANTS[name](problem)
     leaves = [problem.query, problem.key, problem.value, problem.gate, *parameters]
     upstream = problem.upstream.transpose(1, 2)
 
@@ -108,9 +108,8 @@ def probe(spec: dict, peak_of: Callable[[Callable[[], object]], dict]) -> dict:
 
 def missing(name: str) -> str | None:
     """Why a contestant cannot run here, or `None`."""
-    package = CONTESTANTS[name].package
-    if package and importlib.util.find_spec(package.replace("-", "_")) is None:
-        return f"not installed: pip install {package}"
+    if name in PACKAGES and importlib.util.find_spec(name.replace("-", "_")) is None:
+        return f"not installed: pip install {name}"
     return None
 
 
@@ -137,21 +136,7 @@ def loop(
     else:
         begins = range(0, query.shape[2], segment)
         pieces = (tuple(tensor[:, :, begin : begin + segment] for tensor in tensors) for begin in begins)
-    share = torch.sigmoid(gate.float())[:, None, None]
-    memory, normaliser, outputs = None, None, []
-    for q, k, v in pieces:
-        output = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        features, written = F.elu(k.float()) + 1, v.float()
-        if memory is None:
-            memory, normaliser = 0.0, 0.0
-        else:
-            output = torch.lerp(output.float(), _read(F.elu(q.float()) + 1, memory, normaliser), share).to(q.dtype)
-            if delta:
-                written = written - _read(features, memory, normaliser)
-        outputs.append(output)
-        memory = memory + features.transpose(-1, -2) @ written
-        normaliser = normaliser + features.sum(-2).unsqueeze(-1)
-    return torch.cat(outputs, 2)
+    return attend_by_segments(pieces, gate, "delta" if delta else "linear")
 
 
 def parallel(query: Tensor, key: Tensor, value: Tensor, gate: Tensor, segment: int) -> Tensor:
@@ -256,40 +241,17 @@ def _causal(function: Callable, **options) -> Callable[[Problem], Forward]:
     return lambda problem: ((lambda: function(*problem.views(), **options)), [])
 
 
-def _full(shape: Shape) -> int:
-    return work.softmax_operations(shape, work.causal_pairs(shape.tokens))
-
-
-def _sliding(shape: Shape) -> int:
-    return work.softmax_operations(shape, work.window_pairs(shape.tokens, shape.segment))
-
-
-def _two_windows(shape: Shape) -> int:
-    return work.softmax_operations(shape, work.segment_pairs(shape.tokens, shape.segment, local_segments=1))
-
-
-def _linear(shape: Shape) -> int:
-    return work.infini_operations(shape)
-
-
-def _delta(shape: Shape) -> int:
-    return work.infini_operations(shape, "delta")
-
-
-def _projected(shape: Shape) -> int:
-    return work.infini_operations(shape) + work.projection_operations(shape)
-
-
-CONTESTANTS = {
-    BASE: Contestant(_same(infini_attention), _linear),
-    "infini-delta": Contestant(_same(infini_attention, update_rule="delta"), _delta),
-    "causal-sdpa": Contestant(_causal(F.scaled_dot_product_attention, is_causal=True), _full),
-    "causal-eager": Contestant(_causal(eager), _full),
-    "loop-sliced": Contestant(_same(loop, split=False), _linear),
-    "loop-split": Contestant(_same(loop, split=True), _linear),
-    "loop-split-delta": Contestant(_same(loop, split=True, delta=True), _delta),
-    "parallel": Contestant(_same(parallel), _linear),
-    "sliding-window": Contestant(_make_sliding_window, _sliding),
-    "local-attention": Contestant(_make_local_attention, _two_windows, "local-attention"),
-    "infini-transformer-pytorch": Contestant(_make_infini_transformer, _projected, "infini-transformer-pytorch"),
+CONTESTANTS = {  # name → problem → what computes `[batch, heads, tokens, head_dim]`
+    BASE: _same(infini_attention),
+    "infini-delta": _same(infini_attention, update_rule="delta"),
+    "causal-sdpa": _causal(F.scaled_dot_product_attention, is_causal=True),
+    "causal-eager": _causal(eager),
+    "loop-sliced": _same(loop, split=False),
+    "loop-split": _same(loop, split=True),
+    "loop-split-delta": _same(loop, split=True, delta=True),
+    "parallel": _same(parallel),
+    "sliding-window": _make_sliding_window,
+    "local-attention": _make_local_attention,
+    "infini-transformer-pytorch": _make_infini_transformer,
 }
+PACKAGES = ("local-attention", "infini-transformer-pytorch")  # contestants that PyPI has under their names

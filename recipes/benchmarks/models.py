@@ -14,25 +14,22 @@ from hf_infini import InfiniCache, patch_model
 from hf_infini.training import parameter_groups
 
 KINDS = ("infini", "gpt2")
-PRECISIONS = ("float32", "bf16")  # of training: bf16 autocast, or float32
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """Sizes of both models, and the memory's options of the one that has one."""
+    """Sizes of both models, and the segments of the one that has some."""
 
     n_layer: int = 12
     n_embd: int = 768
     n_head: int = 12
     vocab_size: int = 50257
     segment_length: int = 256
-    local_segments: int = 0
-    update_rule: str = "linear"
     device: str = "cpu"
     seed: int = 0
 
 
-def build(kind: str, spec: ModelSpec, positions: int, dtype: str = "float32", changes: dict | None = None):
+def build(kind: str, spec: ModelSpec, positions: int, changes: dict | None = None):
     """One of the two in evaluation mode; stock GPT-2 has so many `positions`, the other needs them only where `changes`,
     options of [`patch_model`], make its positions learned."""
     torch.manual_seed(spec.seed)
@@ -43,15 +40,14 @@ def build(kind: str, spec: ModelSpec, positions: int, dtype: str = "float32", ch
         positions = max(1024, spec.segment_length)
     model = GPT2LMHeadModel(GPT2Config(**sizes, **special, **nothing, n_positions=positions)).eval()
     if kind == "infini":
-        kept = {name: getattr(spec, name) for name in ("segment_length", "local_segments", "update_rule")}
-        patch_model(model, **{"position_encoding": "segment", **kept, **(changes or {})})
+        patch_model(model, **{"position_encoding": "segment", "segment_length": spec.segment_length, **(changes or {})})
     model.loss_type = "ForCausalLM"  # what it is anyway; unset, every process warns of it
-    return model.to(spec.device, getattr(torch, dtype))
+    return model.to(spec.device)
 
 
-def build_both(spec: ModelSpec, positions: int, dtype: str = "float32") -> dict:
+def build_both(spec: ModelSpec, positions: int) -> dict:
     """Both kinds with the same weights, but for the positions and the gates; by kind."""
-    models = {kind: build(kind, spec, positions, dtype) for kind in KINDS}
+    models = {kind: build(kind, spec, positions) for kind in KINDS}
     weights = {name: tensor for name, tensor in models["gpt2"].state_dict().items() if "wpe" not in name}
     models["infini"].load_state_dict(weights, strict=False)
     return models
@@ -66,14 +62,15 @@ def random_ids(spec: ModelSpec, batch: int, tokens: int) -> torch.Tensor:
 # --- training ---------------------------------------------------------------------------------------------------------
 
 
-def training_step(model, ids: torch.Tensor, precision: str, compiled: bool = False) -> Callable[[], None]:
-    """A step on `[batch, tokens]`: forward, backward and AdamW, as recipes/train.py takes it, without clipping."""
+def training_step(model, ids: torch.Tensor, dtype: str, compiled: bool = False) -> Callable[[], None]:
+    """A step on `[batch, tokens]`: forward, backward and AdamW, as recipes/train.py takes it, without clipping; in
+    bfloat16 that is autocast."""
     model.train()
     optimizer = torch.optim.AdamW(parameter_groups(model, 1e-4, 1e-3, 0.1), fused=True)
     model = torch.compile(model) if compiled else model
 
     def step() -> None:
-        with torch.autocast(ids.device.type, torch.bfloat16, enabled=precision == "bf16"):
+        with torch.autocast(ids.device.type, torch.bfloat16, enabled=dtype == "bfloat16"):
             loss = model(input_ids=ids, labels=ids, use_cache=False).loss
         loss.backward()
         optimizer.step()
@@ -86,13 +83,13 @@ def probe_training(spec: dict, peak_of: Callable[[Callable[[], object]], dict]) 
     """Peak of all that training holds: weights, gradients, the optimiser's state and what the second step computes.
 
     Args:
-        spec: `model` (a kind), `sizes` (of a [`ModelSpec`]), `context`, `rows` and `precision`.
+        spec: `model` (a kind), `sizes` (of a [`ModelSpec`]), `context`, `rows` and `dtype`.
     """
     sizes = ModelSpec(**spec["sizes"])
     ids = random_ids(sizes, spec["rows"], spec["context"])
 
     def train() -> None:
-        step = training_step(build(spec["model"], sizes, spec["context"]), ids, spec["precision"])
+        step = training_step(build(spec["model"], sizes, spec["context"]), ids, spec["dtype"])
         step()
         step()
 
@@ -158,10 +155,10 @@ def probe_prefill(spec: dict, peak_of: Callable[[Callable[[], object]], dict]) -
     """Peak while a prompt is read, its cache included, beyond the weights.
 
     Args:
-        spec: `model`, `sizes` as in [`probe_training`], `context`, `chunk` and `dtype`.
+        spec: `model`, `sizes` as in [`probe_training`], `context` and `chunk`.
     """
     sizes = ModelSpec(**spec["sizes"])
-    model = build(spec["model"], sizes, spec["context"], spec["dtype"])
+    model = build(spec["model"], sizes, spec["context"])
     ids = random_ids(sizes, 1, spec["context"])
     read(model, ids[:, : min(spec["context"], 64)], spec["chunk"])  # libraries and thread pools
     return peak_of(lambda: read(model, ids, spec["chunk"]))

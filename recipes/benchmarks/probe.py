@@ -4,12 +4,13 @@ A process's peak remembers everything that it ever held, so on a CPU every measu
 with it. They are forked from a server that has imported the libraries and computed nothing: an import takes seconds.
 """
 
-import ctypes
+import math
 import multiprocessing
 import signal
-import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 
 import psutil
 import torch
@@ -20,7 +21,6 @@ from support.stages import peak_memory_bytes
 from . import contestants, models
 from .timing import give_back_memory
 
-START_SECONDS = 600  # for the server's imports, on a busy machine
 # kind → function of a spec and of [`peak_of`] bound to the device; the keys are what a spec's "kind" may be
 KINDS = {"layer": contestants.probe, "training": models.probe_training, "prefill": models.probe_prefill}
 
@@ -39,7 +39,15 @@ def measure(spec: dict, device: str, threads: int | None, limit_seconds: float) 
         except torch.OutOfMemoryError:
             torch.cuda.empty_cache()
             return {"failed": "not enough memory on the GPU"}
-    return _measure_in_process(spec, threads, limit_seconds)
+    method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
+    context = multiprocessing.get_context(method)
+    if method == "forkserver":
+        context.set_forkserver_preload([__name__])
+    with ProcessPoolExecutor(1, mp_context=context) as pool:
+        try:
+            return pool.submit(_measure_here, spec, threads, limit_seconds).result()
+        except BrokenProcessPool:
+            return {"failed": f"ended after {limit_seconds:g} s, or by the system for want of memory"}
 
 
 def peak_of(run: Callable[[], object], device: str) -> dict:
@@ -71,48 +79,15 @@ def _forget_peak() -> int:
     return psutil.Process().memory_info().rss
 
 
-def _context():
-    """Processes forked from a server that has the libraries; fresh interpreters where there is no fork."""
-    if "forkserver" in multiprocessing.get_all_start_methods():
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([__name__])
-        return context
-    return multiprocessing.get_context("spawn")
-
-
-def _measure_in_process(spec: dict, threads: int | None, limit_seconds: float) -> dict:
-    context = _context()
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_child, args=(sender, spec, threads), daemon=True)
-    process.start()
-    sender.close()
-    try:
-        if not receiver.poll(START_SECONDS) or receiver.recv() != "started":
-            return {"failed": "no process could be started"}
-        if not receiver.poll(limit_seconds):
-            return {"failed": f"more than {limit_seconds:g} s"}
-        return receiver.recv()
-    except EOFError:  # it ended without an answer
-        process.join()
-        killed = process.exitcode == -signal.SIGKILL
-        return {"failed": "ended by the system, for want of memory" if killed else f"exit status {process.exitcode}"}
-    finally:
-        process.kill()
-        process.join()
-        receiver.close()
-
-
-def _child(sender, spec: dict, threads: int | None) -> None:
+def _measure_here(spec: dict, threads: int | None, limit_seconds: float) -> dict:
     """What runs in a process of its own: one spec."""
+    if hasattr(signal, "alarm"):  # not on Windows, where nothing ends it
+        signal.alarm(math.ceil(limit_seconds))
     give_back_freed_memory()
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: ends with the server, which ends with the benchmark
     if threads:
         torch.set_num_threads(threads)
-    sender.send("started")
     try:
-        result = KINDS[spec["kind"]](spec, lambda run: peak_of(run, "cpu"))
+        return KINDS[spec["kind"]](spec, lambda run: peak_of(run, "cpu"))
     except Exception as error:  # a package of somebody else's that does not run here is no reason to stop
         short = isinstance(error, MemoryError) or "allocate memory" in str(error)
-        result = {"failed": "not enough memory" if short else f"{type(error).__name__}: {str(error).splitlines()[0]}"}
-    sender.send(result)
+        return {"failed": "not enough memory" if short else f"{type(error).__name__}: {str(error).splitlines()[0]}"}

@@ -1,149 +1,86 @@
-"""The tables of a benchmark: rows of its JSON as Markdown. Times are medians, with the fastest and slowest beside them."""
+"""The JSON file of a benchmark, written after every cell, and its rows as Markdown tables."""
 
-from collections.abc import Iterable
+import json
+from collections.abc import Callable
 from itertools import groupby
+from pathlib import Path
 
+from cli import UserError
 from support.markdown import markdown_table
-
-from . import layer
+from support.stages import write_json
 
 MIB = 2**20
+SETTINGS = {"tokens": "tokens", "segment": "segment", "rows": "rows", "dtype": "dtype"}  # columns, where rows have them
 
 
-def machine_table(rows: list[dict]) -> str:
-    """Rows of [`machine.measure`]."""
+class Results:
+    """Rows by what was measured and how, so that a benchmark that was killed measures only the rest.
+
+    Args:
+        file: read where it exists.
+        setting: where things are measured, JSON-safe. A file of another setting (but for its date) is a UserError, since its
+            figures would be in one table with these.
+    """
+
+    def __init__(self, file: Path, setting: dict):
+        self.file, self.content = Path(file), {**setting, "cells": []}
+        if self.file.is_file():
+            try:
+                found = json.loads(self.file.read_text(encoding="utf-8"))
+                self.content["cells"] = found["cells"]
+            except (OSError, ValueError, KeyError, TypeError):
+                raise UserError(f"{self.file} was not written by this recipe: choose another --out") from None
+            changed = [name for name in setting if name != "date" and found.get(name) != setting[name]]
+            if changed:
+                different = "; ".join(f"{name} {found.get(name)!r}, now {setting[name]!r}" for name in changed)
+                raise UserError(f"{self.file} was measured with {different}: choose another --out")
+
+    def rows(self, key: dict, measure: Callable[[], list[dict]]) -> list[dict]:
+        """The rows of a cell, measured by `measure()` unless the file holds them."""
+        key = json.loads(json.dumps(key))  # as the file gives it back
+        for cell in self.content["cells"]:
+            if cell["key"] == key:
+                return cell["rows"]
+        rows = measure()
+        self.content["cells"].append({"key": key, "rows": rows})
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        write_json(self.file, self.content)
+        return rows
+
+
+def tables_of(rows: list[dict]) -> dict[str, list[dict]]:
+    """The rows by the work that was measured."""
+    return {work: list(group) for work, group in groupby(sorted(rows, key=lambda row: row["work"]), lambda row: row["work"])}
+
+
+def markdown(rows: list[dict]) -> str:
+    """A table for each kind of work. Times are medians, with the fastest and slowest round beside them."""
+    return "\n\n".join(f"**{work}**\n\n{_table(group)}" for work, group in tables_of(rows).items())
+
+
+def _table(rows: list[dict]) -> str:
+    settings = [name for name in SETTINGS if any(name in row for row in rows)]
+    measures = {title: show for title, show in MEASURES.items() if any(show(row) for row in rows)}
     lines = []
     for row in rows:
-        unit = "GB/s" if row["unit"] == "bytes/s" else "GFLOP/s"
-        what = f"copy of {row['size'] // MIB} MiB" if row["what"] == "copy" else f"{row['size']:,}² products, {row['what']}"
-        lines.append((what, f"{row['rate_highest'] / 1e9:,.1f} {unit}", f"{row['rate'] / 1e9:,.1f} {unit}"))
-    return markdown_table(("machine", "peak", "median"), lines, 1)
-
-
-def attention_tables(rows: Iterable[dict], peaks: dict[str, float]) -> str:
-    """A table for each shape and dtype, of rows of [`layer.attention_rows`]."""
-    header = ["forward + backward", "ms (fastest – slowest)", "× infini (spread)", "memory, MiB", "× infini"]
-    header += ["GFLOP", "share of products", "share of copy"]
-    tables = []
-    for (tokens, segment, dtype), group in groupby(rows, lambda row: (row["tokens"], row["segment"], row["dtype"])):
-        lines = []
-        for row in group:
-            if "skipped" in row:
-                lines.append([row["contestant"], f"skipped: {row['skipped']}", *[""] * 6])
-                continue
-            reached = layer.shares(row, peaks)
-            lines.append(
-                [
-                    row["contestant"],
-                    milliseconds(row),
-                    ratio(row),
-                    f"{row['peak_bytes'] / MIB:,.0f}",
-                    f"{row['memory_ratio']:.2f}" if "memory_ratio" in row else "",
-                    f"{row['operations'] / 1e9:,.2f}",
-                    f"{reached['share_of_products']:.1%}",
-                    f"{reached['share_of_copy']:.1%}",
-                ]
-            )
-        tables.append(f"**n = {tokens:,}, L = {segment:,}, {dtype}**\n\n{markdown_table(header, lines, 1)}")
-    return "\n\n".join(tables)
-
-
-def scaling_table(rows: list[dict]) -> str:
-    """Rows of [`layer.scaling_rows`]."""
-    header = ("rule", "dtype", "L", "n", "ms (fastest – slowest)", "× half of n", "memory, MiB", "× half of n")
-    lines = []
-    for row in rows:
-        start = [row["contestant"], row["dtype"], f"{row['segment']:,}", f"{row['tokens']:,}"]
+        words = [f"{row[name]:,}" if isinstance(row[name], int) else row[name] for name in settings]
+        values = [show(row) for show in measures.values()]
         if "skipped" in row:
-            lines.append([*start, f"skipped: {row['skipped']}", "", "", ""])
-            continue
-        grown = f"{row['memory_ratio']:.2f}" if "memory_ratio" in row else ""
-        lines.append([*start, milliseconds(row), ratio(row), f"{row['peak_bytes'] / MIB:,.0f}", grown])
-    return markdown_table(header, lines, 2)
+            values[0] = f"skipped: {row['skipped']}"
+        lines.append([row["name"], *words, *values])
+    return markdown_table(["", *settings, *(measures or {"ms": None})], lines, left=1)
 
 
-def memory_table(rows: list[dict]) -> str:
-    """Rows of [`layer.memory_rows`]."""
-    header = ("rule", "dtype", "n", "L", "memory, MiB", "beyond q, k, v, out and gradients, × those")
-    lines = []
-    for row in rows:
-        values = [row["skipped"], ""] if "skipped" in row else [f"{row['peak_bytes'] / MIB:,.0f}", f"{row['extra']:.2f}"]
-        lines.append([row["contestant"], row["dtype"], f"{row['tokens']:,}", f"{row['segment']:,}", *values])
-    return markdown_table(header, lines, 2)
-
-
-def training_table(rows: list[dict]) -> str:
-    """Rows of [`whole_models.training_rows`]."""
-    header = ["training step", "precision", "context", "rows"]
-    header += ["tokens/s (slowest – fastest)", "seconds, × infini", "peak, MiB"]
-    lines = []
-    for row in rows:
-        start = [row["model"], row["precision"], f"{row['context']:,}", row["rows"]]
-        peak = f"{row['peak_bytes'] / MIB:,.0f}" if "peak_bytes" in row else ""
-        speed = [f"skipped: {row['skipped']}", ""] if "skipped" in row else [tokens_per_second(row), ratio(row)]
-        lines.append([*start, *speed, peak])
-    return markdown_table(header, lines, 2)
-
-
-def options_table(rows: list[dict]) -> str:
-    """Rows of [`whole_models.option_rows`]."""
-    header = ("changed option", "precision", "context", "rows", "ms per training step", "× none changed")
-    lines = []
-    for row in rows:
-        start = [row["change"], row["precision"], f"{row['context']:,}", row["rows"]]
-        lines.append([*start, milliseconds(row), ratio(row)])
-    return markdown_table(header, lines, 2)
-
-
-def compiled_table(rows: list[dict]) -> str:
-    """Rows of [`whole_models.compiled_training_rows`] and [`whole_models.compiled_decoding_rows`]."""
-    header = ("infini", "torch.compile", "precision", "context", "rows", "ms (fastest – slowest)", "× as it is (spread)")
-    lines = []
-    for row in rows:
-        start = [row["work"], row["compiled"], row["precision"], f"{row['context']:,}", row["rows"]]
-        lines.append([*start, milliseconds(row), ratio(row)])
-    return markdown_table(header, lines, 2)
-
-
-def prefill_table(rows: list[dict]) -> str:
-    """Rows of [`whole_models.prefill_rows`]."""
-    header = ("prompt read in chunks", "dtype", "tokens", "chunk", "peak over weights, MiB")
-    lines = []
-    for row in rows:
-        peak = f"skipped: {row['skipped']}" if "skipped" in row else f"{row['peak_bytes'] / MIB:,.1f}"
-        lines.append([row["model"], row["dtype"], f"{row['context']:,}", f"{row['chunk']:,}", peak])
-    return markdown_table(header, lines, 2)
-
-
-def batch_table(rows: list[dict]) -> str:
-    """Rows of [`whole_models.batch_rows`]."""
-    header = ["padded batch", "dtype", "rows", "context"]
-    header += ["new tokens/s (slowest – fastest)", "seconds, × infini", "cache, MiB"]
-    lines = []
-    for row in rows:
-        start = [row["model"], row["dtype"], row["batch"], f"{row['context']:,}"]
-        lines.append([*start, tokens_per_second(row), ratio(row), f"{row['cache_bytes'] / MIB:,.1f}"])
-    return markdown_table(header, lines, 2)
-
-
-def decoding_table(rows: list[dict]) -> str:
-    """Rows of [`whole_models.decoding_rows`]."""
-    header = ("context", "model", "cache, MiB", "ms per new token (fastest – slowest)", "× infini (spread)")
-    lines = []
-    for row in rows:
-        cells = [f"{row['context']:,}", row["model"], f"{row['cache_bytes'] / MIB:,.1f}"]
-        lines.append([*cells, milliseconds(row, "seconds_per_token"), ratio(row)])
-    return markdown_table(header, lines, 2)
-
-
-def milliseconds(row: dict, name: str = "seconds") -> str:
+def _times(row: dict) -> str:
     """`12.3 (12.0 – 13.1)`, or `12.3, once`."""
-    digits = 1 if row[name] >= 0.01 else 2
-    middle, low, high = (f"{row[name + end] * 1e3:,.{digits}f}" for end in ("", "_lowest", "_highest"))
+    if "seconds" not in row:
+        return ""
+    digits = 1 if row["seconds"] >= 0.01 else 2
+    middle, low, high = (f"{row['seconds' + end] * 1e3:,.{digits}f}" for end in ("", "_lowest", "_highest"))
     return f"{middle} ({low} – {high})" if len(row["samples"]) > 1 else f"{middle}, once"
 
 
-def ratio(row: dict) -> str:
+def _ratio(row: dict) -> str:
     """`1.52 (1.49 – 1.60)`, `1.52`, or nothing where there is nothing to compare with."""
     if "ratio" not in row:
         return ""
@@ -151,8 +88,16 @@ def ratio(row: dict) -> str:
     return middle if low == high else f"{middle} ({low} – {high})"
 
 
-def tokens_per_second(row: dict) -> str:
-    """`1,234 (1,200 – 1,250)`, or with a decimal where they are few."""
-    values = [row["tokens_per_second" + end] for end in ("", "_lowest", "_highest")]
-    middle, low, high = (f"{value:,.0f}" if values[0] >= 100 else f"{value:,.1f}" for value in values)
-    return f"{middle} ({low} – {high})"
+def _number(name: str, form: str, unit: float = 1.0) -> Callable[[dict], str]:
+    return lambda row: format(row[name] / unit, form) if name in row else ""
+
+
+MEASURES = {
+    "ms (fastest – slowest)": _times,
+    "ratio (spread)": _ratio,
+    "tokens/s": _number("tokens_per_second", ",.0f"),
+    "peak, MiB": _number("peak_bytes", ",.1f", MIB),
+    "ratio": _number("memory_ratio", ".2f"),
+    "beyond q, k, v, out and gradients, × those": _number("extra", ".2f"),
+    "cache, MiB": _number("cache_bytes", ",.1f", MIB),
+}

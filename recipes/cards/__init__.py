@@ -1,6 +1,1 @@
-"""Model cards: a run's files read, checked and told as Markdown, section by section."""
-
-from .card import write_card
-from .run import Run, Stage
-
-__all__ = ["Run", "Stage", "write_card"]
+"""Model cards: the numbers of a run as a card, the folder that holds it with the model, and that folder's way to the Hub."""

@@ -1,213 +1,189 @@
-"""Model cards: a run's JSON as Markdown with the Hub's metadata, text from dicts; [`files`] reads the files.
+"""A model card: template.md filled with the numbers of a run, and the metadata that the Hub reads.
 
-Every number in a card is one that a recipe wrote: result.json and config.json (train.py), evaluation*.json, passkey*.json
-and facts*.json (evaluate_model.py), n-gram baselines (ngram_baseline.py), manifest.json (prepare.py, prepare_recall.py),
-report.json (study.py), samples.json (write_card.py). The sections stand in modules by their subject: model, data, training,
-results, study; this one has the metadata and the words around them.
+Every number is one that a recipe wrote into a JSON file, see [`run`].
 """
 
-from corpora.carolina import CAROLINA_REPOSITORY
-from support.markdown import fence
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
 
-from .data import citation_section, data_section, is_recall, licenses_section, uses_carolina
-from .model import head_dim, kind_of, limit_of, model_section, segment_length
-from .results import measurements, recall_shares, results_section
-from .run import Run, corpus_of, trained_on
-from .text import bullets, shorten_path
-from .training import compute_section, training_section
+from huggingface_hub import ModelCard, ModelCardData
 
-LANGUAGES = {"en": "English", "pt": "Portuguese"}
-TOKENS_PER_PARAMETER = 20  # of compute-optimal training: Hoffmann et al. 2022, arXiv 2203.15556
+from hf_infini.configurations import attention_of, context_limit
+from support.markdown import fence, markdown_table
 
+from .results import eval_results, evaluation_section
+from .run import Run, data_name
+from .text import last_part, shorten_command, shorten_path
 
-def write_card(run: Run) -> str:
-    """The whole card: metadata between two lines of `---`, then the sections."""
-    sections = [
-        f"# {run.name}",
-        introduction(run),
-        use_section(run),
-        model_section(run),
-        data_section(run),
-        training_section(run),
-        results_section(run),
-        samples_section(run) if run.samples else "",
-        loading_section(run),
-        f"## Limits\n\n{run.limits.strip() if run.limits else general_limits(run)}",
-        compute_section(run),
-        licenses_section(run),
-        citation_section(run),
-    ]
-    return f"---\n{metadata(run).to_yaml()}\n---\n\n" + "\n\n".join(filter(None, sections)) + "\n"
+TEMPLATE = Path(__file__).with_name("template.md")
+ATTENTION = {"self": "self-attention", "global": "self-attention", "local": "sliding-window attention"}
+ATTENTION |= {"infini": "Infini-attention", "none": "no attention"}
 
 
-def metadata(run: Run):
-    """The Hub's `ModelCardData`: a model-index with the perplexity and cross-entropy of every measurement of the model, and
-    with the share of right answers in every cell of its recall tasks."""
-    from huggingface_hub import EvalResult, ModelCardData
+@dataclass(frozen=True)
+class About:
+    """What no file of a run says.
 
-    results, manifest = [], run.manifest
-    plain_carolina = manifest is not None and corpus_of(manifest) == "carolina" and not is_recall(manifest)
-    for row in measurements(run):
-        if row["memory"] == "off":  # which is another model
-            continue
-        common = {"task_type": "text-generation", "dataset_type": row["data"], "dataset_name": row["data"]}
-        if row["data"] == run.data and plain_carolina:
-            common["dataset_type"] = CAROLINA_REPOSITORY
-        common |= {"dataset_split": row["split"], "dataset_config": row["how"] or None}
-        for metric, name in (("perplexity", "Perplexity"), ("cross_entropy", "Loss (cross-entropy, nats per token)")):
-            results.append(EvalResult(**common, metric_type=metric, metric_name=name, metric_value=row[metric]))
-    for row in recall_shares(run):
-        common = {"task_type": "text-generation", "dataset_type": row["data"], "dataset_name": row["data"]}
-        common |= {"dataset_split": row["split"], "dataset_config": row["how"], "metric_type": "accuracy"}
-        results.append(EvalResult(**common, metric_name=row["name"], metric_value=row["accuracy"]))
-    kind = kind_of(run.config)
-    return ModelCardData(
-        model_name=run.name,
-        language=run.language,
-        license=run.license,
+    Attributes:
+        name: of the model.
+        load_from: what the example loads: a name on the Hub, or a folder.
+        language: code of the text's language.
+        data_license: of the text, in words.
+        license: of the weights, as the Hub spells it.
+        dataset, base_model: names on the Hub, or None.
+        notes: Markdown on this model's limits, or None.
+    """
+
+    name: str
+    load_from: str
+    language: str
+    data_license: str
+    license: str = "apache-2.0"
+    dataset: str | None = None
+    base_model: str | None = None
+    notes: str | None = None
+
+
+def write_card(run: Run, about: About, samples: list[dict], loss_curve: str | None = None) -> str:
+    """The card as Markdown with the Hub's metadata in front.
+
+    Args:
+        samples: of [`folder.generate_samples`].
+        loss_curve: link to the figure, where there is one.
+    """
+    config, result = run.config, run.result
+    kind = attention_of(SimpleNamespace(**config))
+    data = ModelCardData(
+        model_name=about.name,
+        language=about.language,
+        license=about.license,
         library_name="transformers",
         pipeline_tag="text-generation",
-        tags=["hf_infini", run.config["model_type"], f"{kind}-attention" if kind != "none" else "no-attention"],
-        datasets=[CAROLINA_REPOSITORY] if uses_carolina(run) else None,
-        base_model=run.base_model,
-        eval_results=results,
+        tags=["hf_infini", config["model_type"], ATTENTION[kind].lower().replace(" ", "-")],
+        datasets=about.dataset and [about.dataset],
+        base_model=about.base_model,
+        eval_results=eval_results(run),
     )
-
-
-def introduction(run: Run) -> str:
-    start, result = run.result["options"].get("init_from"), run.result
+    start, limit = result["options"].get("init_from"), context_limit(SimpleNamespace(**config))
     origin = f"from the weights of `{shorten_path(start)}`" if start else "from random weights"
-    text = f"{result['tokens']:,} tokens of {LANGUAGES[run.language]} text ({trained_on(result, run.manifest)})"
-    return f"A causal language model of {result['parameters']:,} parameters, trained {origin} on {text} with hf_infini."
+    card = ModelCard.from_template(
+        data,
+        template_path=str(TEMPLATE),
+        title=about.name,
+        parameters=f"{result['parameters']:,}",
+        attention=ATTENTION[kind],
+        origin=f"{origin} on {result['tokens']:,} tokens",
+        example=example(run, about, samples),
+        has_code="auto_map" in config,
+        has_memory=kind == "infini",
+        context_limit=limit and f"{limit:,}",
+        model=markdown_table(["", ""], model_rows(run), left=2),
+        command=fence(shorten_command(result["command"]), "bash"),
+        training=markdown_table(["", ""], training_rows(run), left=2),
+        stages=stages(run) if run.earlier else None,
+        loss_curve=loss_curve,
+        data=markdown_table(["", ""], data_rows(run), left=2),
+        evaluation=evaluation_section(run),
+        samples=[sample_text(sample) for sample in samples],
+        data_license=about.data_license,
+        notes=about.notes and about.notes.strip(),
+    )
+    return f"{str(card).rstrip()}\n"
 
 
-def use_section(run: Run) -> str:
-    kind, language = kind_of(run.config), LANGUAGES[run.language]
-    goals = ["To study how attention works: to compare this model with others trained on the same data, and to look inside "
-             "its blocks with `recipes/inspect_heads.py`." if kind != "none" else
-             "To be compared with models that have attention and were trained on the same data."]  # fmt: skip
-    if kind == "infini":
-        goals.append("To see what a memory of constant size keeps of a text that is longer than its window.")
-    if any(is_recall(stage.manifest) for stage in run.stages):
-        goals.append("To ask it for numbers and facts in the forms that it was trained on; it has learned no others.")
-    out = [
-        "Whatever relies on what it says: it invents, and what it writes about real people and places is made up.",
-        "Products, advice, decisions about people, and text that is passed off as a person's.",
-        f"Other languages than {language}, and other kinds of text than it was trained on.",
+def example(run: Run, about: About, samples: list[dict]) -> str:
+    """Code that loads the model and generates the first sample."""
+    code = ", trust_remote_code=True" if "auto_map" in run.config else ""
+    arguments = "".join(f", {name}={value!r}" for name, value in samples[0]["arguments"].items())
+    lines = [
+        "from transformers import AutoModelForCausalLM, AutoTokenizer",
+        "",
+        f"name = {about.load_from!r}",
+        f'model = AutoModelForCausalLM.from_pretrained(name{code}, dtype="float32")',
+        f"tokenizer = AutoTokenizer.from_pretrained(name{code})",
+        f'inputs = tokenizer({samples[0]["prompt"]!r}, add_special_tokens=False, return_tensors="pt")',
+        f"output = model.generate(**inputs{arguments})",
+        "print(tokenizer.decode(output[0], skip_special_tokens=True))",
     ]
-    return f"## Intended use\n\n{bullets(goals)}\n\nOut of scope:\n\n{bullets(out)}"
+    return fence("\n".join(lines), "python")
 
 
-def samples_section(run: Run) -> str:
-    """Each prompt, where it is from, and what every method made of it."""
-    samples, shown = run.samples["samples"], None
-    each = "one continuation for each method" if len(samples) > 1 else "one continuation"
-    parts = [f"## Samples\n\nAs generated, nothing chosen or left out: {each}."]
-    for sample in samples:
-        if sample["prompt"] != shown:
-            shown = sample["prompt"]
-            parts.append(f"Prompt{_origin(run.prompts.get(shown))}:\n\n{fence(shown, 'text')}")
-            if shown in run.prompts:
-                parts.append(f"How it really goes on:\n\n{fence(run.prompts[shown]['continuation'].strip(), 'text')}")
-        if sample["text"] is None:
-            parts.append(f"No sample: {sample['reason']}.")
-            continue
-        settings = ", ".join(f"`{name}={value}`" for name, value in sample["arguments"].items())
-        seed = f", seed {sample['seed']}" if sample["arguments"]["do_sample"] else ""
-        head = f"**{sample['method']}** ({settings}{seed}; {sample['new_tokens']} tokens)"
-        parts.append(f"{head}\n\n{fence(sample['text'], 'text')}")
-    return "\n\n".join(parts)
-
-
-def _origin(prompt: dict | None) -> str:
-    """`, the beginning of “Title” (URL), a validation document`; empty for a prompt of the user's."""
-    if prompt is None:
-        return ""
-    title = f"“{prompt['title']}”" if prompt["title"] else "a text"
-    source = f" ({shorten_path(prompt['source'])})" if prompt["source"] else ""
-    return f", the beginning of {title}{source}, a validation document"
-
-
-def loading_section(run: Run) -> str:
-    lines = [] if run.config["model_type"] == "gpt2" else ["import hf_infini  # registers the model type"]
-    first = next((sample for sample in (run.samples or {"samples": []})["samples"] if sample["text"] is not None), None)
-    seeded = first is not None and first["arguments"]["do_sample"]
-    lines += [f"from transformers import AutoModelForCausalLM, AutoTokenizer{', set_seed' if seeded else ''}", ""]
-    lines.append(f"model = AutoModelForCausalLM.from_pretrained({run.folder!r})")
-    lines.append(f"tokenizer = AutoTokenizer.from_pretrained({run.folder!r})")
-    if first is not None:
-        arguments = "".join(f", {name}={value!r}" for name, value in first["arguments"].items())
-        lines.append(f'inputs = tokenizer({first["prompt"]!r}, add_special_tokens=False, return_tensors="pt")')
-        lines += [f"set_seed({first['seed']})"] if seeded else []
-        lines.append(f"output = model.generate(**inputs{arguments})  # {first['method']}, as above")
-        lines.append("print(tokenizer.decode(output[0], skip_special_tokens=True))")
-    text = "## Loading\n\n" + fence("\n".join(lines), "python")
-    if run.config.get("auto_map"):
-        text += "\n\nThe model's code lies beside its weights: where hf_infini is not installed, leave its import out, and "
-        text += "load the model with `trust_remote_code=True`, which runs that code."
-    return text
-
-
-def general_limits(run: Run) -> str:
-    """The limits that follow from the JSON."""
-    config, tokens = run.config, sum(stage.result["tokens"] for stage in run.stages if stage.result is not None)
-    points = [
-        f"{run.result['parameters']:,} parameters and {tokens:,} training tokens of one corpus: it continues "
-        f"{LANGUAGES[run.language]} text in the manner of that corpus, and no more.",
-        "Made to study architectures, not for use: nothing was done against false or offensive continuations, and nothing "
-        "but the figures above was measured.",
-        *_undertrained(run),
-    ]
-    limit = limit_of(config)
-    if limit is None:
-        points.append("Inputs may have any length; how good it is beyond its training rows, only the tables above can say.")
-    else:
-        points.append(f"Prompt and continuation together have at most {config['n_positions']:,} tokens.")
-    points += _memory_limits(config) if kind_of(config) == "infini" else []
-    if any(is_recall(stage.manifest) for stage in run.stages):
-        points.append("It was trained to recall what rows made for that ask for, in their words. That it would recall other "
-                      "things, asked for in other words, does not follow.")  # fmt: skip
-    if run.manifest is not None and run.manifest["options"]["split_by"] == "block":
-        points.append("Held-out rows come from the documents of the training rows: they say nothing about unseen works.")
-    return bullets([*points, f"No figures here on {', '.join(_not_measured(run))}."])
-
-
-def _undertrained(run: Run) -> list[str]:
-    known = [stage.result for stage in run.stages]
-    if None in known:
-        return []
-    ratio = sum(result["tokens"] for result in known) / run.result["parameters"]
-    if ratio >= TOKENS_PER_PARAMETER:
-        return []
+def model_rows(run: Run) -> list[tuple[str, str]]:
+    """The architecture: sizes, and every option of the model that recipes/train.py has and config.json names."""
+    config = run.config
+    chosen = {name: config[name] for name in run.result["options"] if config.get(name) is not None}
+    for size in ("n_layer", "n_embd", "n_head"):
+        chosen.pop(size)
     return [
-        f"Undertrained: {ratio:.1f} training tokens for each parameter, where about {TOKENS_PER_PARAMETER} make the best of "
-        "a given amount of computing (Hoffmann et al. 2022, of far larger models and of parts of words)."
+        ("Model type", f"`{config['model_type']}`"),
+        ("Layers × width × heads", f"{config['n_layer']} × {config['n_embd']} × {config['n_head']}"),
+        ("Parameters", f"{run.result['parameters']:,}"),
+        ("Vocabulary", f"{config['vocab_size']:,} tokens"),
+        *((f"`{name}`", shown(value)) for name, value in chosen.items()),
     ]
 
 
-def _memory_limits(config: dict) -> list[str]:
-    size, length = head_dim(config), segment_length(config)
-    points = [f"A memory of {size} × {size} numbers a head cannot hold a long text word for word; what lies more than a "
-              "window back reaches a token through it alone."]  # fmt: skip
-    if config.get("position_encoding") == "segment":
-        points.append(f"The same positions, 1 to {length:,}, come back in every segment: how far back something stands, the "
-                      "model is not told.")  # fmt: skip
-    elif limit_of(config) is not None:
-        points.append("The memory's size does not grow with the text, but the positions end.")
-    if config.get("layers") is not None:
-        points.append("The layers without a memory keep full attention, whose cache grows with the text.")
-    return points
+def training_rows(run: Run) -> list[tuple[str, str]]:
+    result, options = run.result, run.result["options"]
+    rows_a_step = options["batch_size"] * options["gradient_accumulation"] * options["num_processes"]
+    gates = [value for layer in result.get("gates", {}).values() for value in layer]
+    peaks = {"peak_rss_mib": "Peak memory", "peak_cuda_mib": "Peak memory of the GPU"}
+    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    return [
+        ("Tokens", f"{result['tokens']:,}"),
+        ("Steps", f"{result['steps']:,} of {rows_a_step:,} rows"),
+        ("Peak learning rate (AdamW)", f"{options['learning_rate']}, schedule {options['schedule']}"),
+        ("Precision", options["precision"]),
+        ("Seed", str(options["seed"])),
+        *([("Gates at the end, sigmoid(gate)", f"{min(gates):.2f} to {max(gates):.2f}")] if gates else []),
+        ("Time", f"{result['seconds']:,.0f} s, {result['tokens_per_second']:,.0f} tokens/s"),
+        *((label, f"{result[name]:,.0f} MiB") for name, label in peaks.items() if name in result),
+        ("Hardware", result["hardware"]),
+        ("Versions", versions),
+        ("Date", result["date"]),
+    ]
 
 
-def _not_measured(run: Run) -> list[str]:
-    """What a reader may miss among the figures."""
-    seeds = 1 if run.variant is None else len(run.variant["by_seed"])
-    missing = ["how much the losses vary with the seed"] if seeds == 1 else []
-    tasks = {"passkey": "recall of a number hidden in a text", "facts": "recall of facts after many tokens"}
-    if kind_of(run.config) == "infini" or run.study is not None or any(map(run.of_task, tasks)):
-        missing += [words for task, words in tasks.items() if not run.of_task(task)]
-    lengths = [found["options"].get("length") or 0 for found in run.of_task("perplexity")]
-    long = run.variant is not None and (run.variant["positions"] or {}).get("long")
-    if limit_of(run.config) is None and not long and max(lengths, default=0) <= run.context:
-        missing.append("texts beyond the trained context")
-    return [*missing, "other tasks", "bias and false statements in what it writes"]
+def stages(run: Run) -> str:
+    """The runs that led to this model, one after the other."""
+    rows = []
+    for name, result in [*run.earlier, ("this model", run.result)]:
+        if result is None:
+            rows.append([name, "not known", *[""] * 5])
+            continue
+        numbers = [f"{result['tokens']:,}", f"{result['steps']:,}", str(result["options"]["seed"])]
+        rows.append([name, data_name(result), *numbers, f"{result['cross_entropy']:.4f}", result["date"][:10]])
+    return markdown_table(["run", "data", "tokens", "steps", "seed", "loss", "date"], rows, left=2)
+
+
+def data_rows(run: Run) -> list[tuple[str, str]]:
+    """What the manifest says of the data; their name and fingerprint only, where it is not at hand."""
+    rows = [("Data", f"{run.data}, fingerprint `{run.result['data_fingerprint']}`")]
+    if (stream := run.result.get("stream")) is not None:
+        read = f"{last_part(stream['source'])}, {stream['documents']:,} document(s) of {stream['tokens']:,} tokens"
+        rows.append(("Trained on a stream of", f"{read}, {stream['passes']:,} time(s) read to its end"))
+    if run.manifest is None:
+        return rows
+    options, manifest = run.manifest["options"], run.manifest
+    rows.append(("Source", f"{shorten_path(options['source'])}, {manifest['source']['documents']:,} document(s)"))
+    if "prepared_from" in options:
+        rows.append(("Rows made by recipes/prepare_recall.py from", last_part(options["prepared_from"])))
+    rows.append(("Tokenizer", f"{shorten_path(options['tokenizer'])}, {manifest['tokenizer']['vocabulary']:,} entries"))
+    for name, split in manifest["splits"].items():
+        kinds = ", ".join(f"{count:,} {kind}" for kind, count in split.get("rows_by_kind", {}).items())
+        if name != "train" or stream is None:
+            rows.append((f"Rows, {name}", f"{split['blocks']:,} of {options['context']:,} tokens{kinds and f': {kinds}'}"))
+    held_out = "whole documents" if options["split_by"] == "document" else "rows of the same documents"
+    return [*rows, ("Held out", held_out)]
+
+
+def sample_text(sample: dict) -> str:
+    settings = ", ".join(f"`{name}={value}`" for name, value in sample["arguments"].items())
+    seed = f", seed {sample['seed']}" if sample["arguments"]["do_sample"] else ""
+    prompt, text = (fence(sample[name], "text") for name in ("prompt", "text"))
+    return f"Prompt, {settings}{seed}:\n\n{prompt}\n\nContinuation:\n\n{text}"
+
+
+def shown(value) -> str:
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)

@@ -1,244 +1,155 @@
-"""What was measured, in a model card: losses beside n-grams, perplexity by position, passkeys and facts with intervals."""
+"""What was measured on a run: the tables of its card, and the same numbers as entries of the Hub's metadata."""
 
 import math
 from itertools import groupby
-from pathlib import PurePath
-from typing import Any
 
-from studies.report import MISSING
+from huggingface_hub import EvalResult
+
 from support.markdown import markdown_table
 
-from .data import is_recall
 from .run import Run
-from .study import study_section
-from .text import measured_on, percent, plain, position_cells
+from .text import last_part
 
-EVALUATION_DEFAULTS = {"join": True, "min_characters": 0, "max_tokens": None, "precision": "float32"}
-
-
-def results_section(run: Run) -> str:
-    parts = [losses(run), *map(by_position, long_evaluations(run))]
-    parts += [recall_section(run, task) for task in ("passkey", "facts") if run.of_task(task)]
-    return "\n\n".join(parts + ([study_section(run)] if run.study is not None else []))
+# Options of an evaluation of perplexity that a card names where they are others than these
+USUAL = {"length": None, "join": True, "min_characters": 0, "max_tokens": None, "precision": "float32", "memory": "on"}
 
 
-# --- losses -----------------------------------------------------------------------------------------------------------
+def evaluation_section(run: Run) -> str:
+    parts = [losses(run), *map(by_position, [found for found in run.of_task("perplexity") if found["options"]["length"]])]
+    parts += [passkeys(found) for found in run.of_task("passkey")] + [facts(found) for found in run.of_task("facts")]
+    return "\n\n".join(parts)
 
 
-def losses(run: Run) -> str:
-    rows = [("this model" if row["memory"] == "on" else "its memory off", row) for row in measurements(run)]
-    rows += [(f"{row['name']}s", row) for row in ngram_rows(run)]
-    places = [(row["data"], row["split"]) for _, row in rows]
-    rows = sorted(rows, key=lambda pair: places.index((pair[1]["data"], pair[1]["split"])))  # rivals side by side
-    cells = []
-    for who, row in rows:
-        text = ", ".join(filter(None, (row["data"], row["split"], row["how"])))
-        cells.append((who, text, f"{row['tokens']:,}", f"{row['cross_entropy']:.4f}", f"{row['perplexity']:.2f}"))
-    header = ["", "text", "tokens", "cross-entropy", "perplexity"]
-    text = f"## Results\n\n{markdown_table(header, cells, left=2)}\n\n"
-    text += "Cross-entropy in nats per token over all predicted tokens, perplexity its exponential."
-    entropies = {row["order"]: f"{row['name']} {row['entropy']:.4f}" for row in ngram_rows(run)}
-    if entropies:
-        listed = ", ".join(entropies[order] for order in sorted(entropies))
-        counted = f"{run.baselines[0]['training_tokens']:,} training tokens"
-        text += f" The n-grams predict from the last tokens alone, smoothed, and counted on all {counted}. Entropy of these "
-        text += f"counts, below which no prediction from as many tokens gets on the training rows: {listed}."
-    own = {(row["data"], row["split"]): row["tokens"] for _, row in rows if "order" not in row and not row["how"]}
-    if any(row["tokens"] != own.get((row["data"], row["split"]), row["tokens"]) for row in ngram_rows(run)):
-        text += " The n-grams are judged on special tokens too, which the model's losses leave out: compare them with care."
-    text += " In rows of recall, the tokens that are learned alone are counted." if is_recall(run.manifest) else ""
-    measured = [run.result, *run.of_task("perplexity"), *run.baselines]
-    text += f" One model, trained with seed {run.result['options']['seed']}; measured on {measured_on(measured)}."
-    return text + run.show("perplexity")
-
-
-def measurements(run: Run) -> list[dict[str, Any]]:
-    """The losses of the model: `data`, `split`, `how` (what differs from train.py's evaluation), `memory`, and the numbers.
+def measurements(run: Run) -> list[dict]:
+    """The losses of the model: `data`, `split`, `how` (the options that are not the usual ones), and the numbers.
 
     The validation of result.json comes first; an evaluation that only repeats it is left out.
     """
-    first = {"data": run.data, "split": "validation", "how": "", "memory": "on", "tokens": run.result["validation_tokens"]}
-    rows = [first | {name: run.result[name] for name in ("cross_entropy", "perplexity")}]
-    usual = EVALUATION_DEFAULTS | {"separate_documents": bool(run.result["options"].get("separate_documents"))}
-    for evaluation in run.of_task("perplexity"):
-        options = evaluation["options"]
-        length = options.get("length") or (evaluation["length"] if options.get("data") is None else None)
-        how = [f"rows of {length:,} tokens"] if length else []
-        how += [f"{name} {plain(options[name])}" for name, value in usual.items() if options.get(name, value) != value]
-        row = {**_text_of(run, evaluation), "how": ", ".join(how), "memory": evaluation.get("memory", "on")}
-        row |= {name: evaluation[name] for name in ("tokens", "cross_entropy", "perplexity")}
+    names = ("tokens", "cross_entropy", "perplexity")
+    first = {"data": run.data, "split": "validation", "how": "", "tokens": run.result["validation_tokens"]}
+    rows = [first | {name: run.result[name] for name in names[1:]}]
+    usual = USUAL | {"separate_documents": bool(run.result["options"].get("separate_documents"))}
+    for found in run.of_task("perplexity"):
+        how = [f"{name} {found['options'][name]}" for name in usual if found["options"][name] != usual[name]]
+        row = {**text_of(run, found), "how": ", ".join(how)} | {name: found[name] for name in names}
+        same = all(row[name] == rows[0][name] for name in ("data", "split", "how", "tokens"))
         # The same float32 sums in batches of another size agree to about six digits
-        repeated = math.isclose(row["cross_entropy"], rows[0]["cross_entropy"], rel_tol=1e-5)
-        if not (repeated and all(row[name] == rows[0][name] for name in ("data", "split", "how", "memory", "tokens"))):
+        if not (same and math.isclose(row["cross_entropy"], rows[0]["cross_entropy"], rel_tol=1e-5)):
             rows.append(row)
     return rows
 
 
-def _text_of(run: Run, evaluation: dict) -> dict:
-    """The `data` and `split` that an evaluation read."""
-    split = None if evaluation["options"].get("data") is None else evaluation.get("split") or "validation"
-    same_data = evaluation.get("data_fingerprint") == run.result["data_fingerprint"]
-    return {"data": run.data if same_data else PurePath(evaluation["source"]).name, "split": split}
+def text_of(run: Run, found: dict) -> dict:
+    """`data` and `split` that an evaluation read."""
+    same = found["data_fingerprint"] == run.result["data_fingerprint"]
+    return {"data": run.data if same else last_part(found["source"]), "split": found["split"]}
 
 
-def _text_named(run: Run, evaluation: dict) -> str:
-    """The same in words: `plays, validation`."""
-    return ", ".join(filter(None, _text_of(run, evaluation).values()))
+def losses(run: Run) -> str:
+    """Cross-entropy and perplexity of the model, with the n-grams of a split below the model's rows of it."""
+    rows = [("this model", row) for row in measurements(run)]
+    for baseline in run.baselines:
+        place = {"data": run.data, "split": baseline["split"], "how": ""}
+        rows += [(f"{row['name']}s", row | place) for row in baseline["orders"]]
+    places = [(row["data"], row["split"]) for _, row in rows]
+    rows.sort(key=lambda pair: places.index((pair[1]["data"], pair[1]["split"])))
+    cells = [
+        [who, ", ".join(filter(None, (row["data"], row["split"], row["how"]))), f"{row['tokens']:,}"]
+        + [f"{row['cross_entropy']:.4f}", f"{row['perplexity']:.2f}"]
+        for who, row in rows
+    ]
+    table = markdown_table(["", "text", "tokens", "cross-entropy", "perplexity"], cells, left=2)
+    text = "Cross-entropy in nats per token over all predicted tokens, perplexity its exponential."
+    if run.baselines:
+        text += f" The n-grams are smoothed counts of {run.baselines[0]['training_tokens']:,} training tokens."
+    return f"{table}\n\n{text} Measured on {measured_on(run.result, *run.of_task('perplexity'), *run.baselines)}."
 
 
-def ngram_rows(run: Run) -> list[dict[str, Any]]:
-    """The baselines in the form of [`measurements`], with `order` and `entropy`; they are of the run's data."""
-    common = {"data": run.data, "how": ""}
-    return [row | common | {"split": baseline["split"]} for baseline in run.baselines for row in baseline["orders"]]
+def by_position(found: dict) -> str:
+    rows = [
+        [f"{row['first']:,}–{row['last']:,}", f"{row['tokens']:,}", f"{row['perplexity']:,.2f}"]
+        for row in found["by_position"]
+    ]
+    title = f"### By position in rows of {found['options']['length']:,} tokens ({described(found)})"
+    return f"{title}\n\n{markdown_table(['position', 'tokens', 'perplexity'], rows, left=1)}"
 
 
-def long_evaluations(run: Run) -> list[tuple[str, list[dict]]]:
-    """A title and the rows by position of each evaluation of the whole model in rows of a length that was asked for."""
+def passkeys(found: dict) -> str:
+    """By length and depth."""
+    depths, lengths = (list(dict.fromkeys(cell[name] for cell in found["cells"])) for name in ("depth", "length"))
+    cells = {(cell["length"], cell["depth"]): answers(cell) for cell in found["cells"]}
+    rows = [[f"{length:,}", *(cells[length, depth] for depth in depths)] for length in lengths]
+    text = "Five digits are hidden in a text and asked for at its end: right answers by the text's tokens and by the share "
+    text += f"of it that is in front of the number. {counted(found)}"
+    table = markdown_table(["tokens", *(f"depth {depth:g}" for depth in depths)], rows, left=0)
+    return f"### Passkeys ({described(found)})\n\n{text}\n\n{table}"
+
+
+def facts(found: dict) -> str:
+    rows = []
+    for cell in found["cells"]:
+        numbers = [f"{cell['cross_entropy']:.4f}", f"{100 * cell['chance']:.1f} %"] if "accuracy" in cell else ["–", "–"]
+        rows.append([str(cell["distance"]), answers(cell), *numbers])
+    text = "A generated biography states facts about an invented person, and one of them is asked for so many segments of "
+    text += f"{found['segment_length']:,} tokens later. {counted(found)}"
+    table = markdown_table(["segments between", "right", "nats per token", "most frequent answer"], rows, left=0)
+    return f"### Facts ({described(found)})\n\n{text}\n\n{table}"
+
+
+def answers(cell: dict) -> str:
+    """`45/48 (83.2–97.9 %)`."""
+    if "accuracy" not in cell:
+        return "not possible"
+    return f"{cell['correct']}/{cell['samples']} ({100 * cell['low']:.1f}–{100 * cell['high']:.1f} %)"
+
+
+def counted(found: dict) -> str:
+    text = "Counted are the answers that greedy decoding gives exactly, with 95 % Wilson intervals"
+    return f"{text}; {found['options']['precision']}, seed {found['options']['seed']}; {measured_on(found)}."
+
+
+def described(found: dict) -> str:
+    """`plays, validation, memory off`: what was read, and whether with the memory."""
+    source = None if found["source"] is None else last_part(found["source"])
+    off = "memory off" if found["memory"] == "off" else None
+    return ", ".join(filter(None, (source or "invented text", found["split"], off)))
+
+
+def measured_on(*files: dict) -> str:
+    """Machine and day of JSONs, each pair once: `2 CPU cores, AMD EPYC, 2026-11-21`."""
+    return "; ".join(dict.fromkeys(f"{file['hardware']}, {file['date'][:10]}" for file in files))
+
+
+def eval_results(run: Run) -> list[EvalResult]:
+    """The losses, and the share of right answers at each length (of all depths) or distance; with its memory off, a model
+    is another one and has no place here."""
     found = []
-    for evaluation in run.of_task("perplexity"):
-        if evaluation["options"].get("length") and evaluation.get("memory", "on") == "on":
-            text = _text_named(run, evaluation)
-            title = f"By position in rows of {evaluation['options']['length']:,} tokens ({text})"
-            found.append((title, evaluation["by_position"]))
+    for row in measurements(run):
+        if "memory off" not in row["how"]:
+            for metric, name in (("perplexity", "Perplexity"), ("cross_entropy", "Loss (cross-entropy, nats per token)")):
+                found.append(_entry(row, metric, name, row["how"] or None, row[metric]))
+    on = [evaluation for evaluation in run.evaluations if evaluation["memory"] == "on"]
+    for evaluation in (evaluation for evaluation in on if evaluation["options"]["task"] != "perplexity"):
+        by_length = evaluation["options"]["task"] == "passkey"
+        place, unit = ("length", "tokens") if by_length else ("distance", "segments between")
+        text = text_of(run, evaluation) if evaluation["source"] else {"data": "generated biographies", "split": None}
+        cells = [cell for cell in evaluation["cells"] if "accuracy" in cell]
+        for value, group in groupby(cells, key=lambda cell: cell[place]):
+            of_place = list(group)
+            share = sum(cell["correct"] for cell in of_place) / sum(cell["samples"] for cell in of_place)
+            name = "Passkeys found" if by_length else "Facts recalled"
+            found.append(_entry(text, "accuracy", name, f"{value:,} {unit}", share))
     return found
 
 
-def by_position(found: tuple[str, list[dict]]) -> str:
-    title, rows = found
-    return f"### {title}\n\n{markdown_table(['position', 'tokens', 'perplexity'], position_cells(rows), left=1)}"
-
-
-# --- recall -----------------------------------------------------------------------------------------------------------
-
-
-def recall_section(run: Run, task: str) -> str:
-    """The tables of a task. What was asked of the same model with its memory off stands beside it."""
-    found = run.of_task(task)
-    off = [evaluation for evaluation in found if evaluation["memory"] == "off"]
-    parts = [f"### {task.capitalize()}\n\n{_TASKS[task]}"]
-    for evaluation in found:
-        if evaluation["memory"] == "on":
-            beside = next((other for other in off if _asked(other) == _asked(evaluation)), None)
-            off = [other for other in off if other is not beside]
-            parts += _recall_table(run, task, evaluation, beside)
-    for evaluation in off:
-        parts += ["With the memory switched off:", *_recall_table(run, task, evaluation, None)]
-    return "\n\n".join(parts) + run.show(task)
-
-
-_INTERVALS = "Counted are the answers that greedy decoding gives exactly, with 95 % Wilson intervals."
-_TASKS = {
-    "passkey": f"Five digits stand somewhere in real text and are asked for at its end. {_INTERVALS}",
-    "facts": "A generated biography states facts, and asks for one of them so many segments of other text later. "
-    f"{_INTERVALS} The most frequent answers are what a model that recalls nothing can know by heart.",
-}
-
-
-def recall_shares(run: Run) -> list[dict[str, Any]]:
-    """The share of right answers at each length, all depths together, or distance of the recall tasks, of the model as it
-    is: `data`, `split`, `how` (what was asked), `name` and `accuracy`."""
-    shares = []
-    for evaluation in run.of_task("passkey"):
-        for length, of_length in groupby(_answered(evaluation), key=lambda cell: cell["length"]):
-            cells = list(of_length)
-            depths = ", ".join(f"{cell['depth']:g}" for cell in cells)
-            how = f"{length:,} tokens, depth{'s' if len(cells) > 1 else ''} {depths}"
-            accuracy = sum(cell["correct"] for cell in cells) / sum(cell["samples"] for cell in cells)
-            shares.append(_text_of(run, evaluation) | {"how": how, "name": "Passkeys found", "accuracy": accuracy})
-    for evaluation in run.of_task("facts"):
-        between = f"segments of {_lines_of(run, evaluation)}" if evaluation.get("source") else "segments between"
-        for cell in _answered(evaluation):
-            found = {"how": f"{cell['distance']} {between}", "name": "Facts recalled", "accuracy": cell["accuracy"]}
-            shares.append({"data": "generated biographies", "split": None} | found)
-    return shares
-
-
-def _lines_of(run: Run, evaluation: dict) -> str:
-    """What stands between facts and questions that were asked among the lines of real text."""
-    return f"lines of text between ({_text_named(run, evaluation)})"
-
-
-def _answered(evaluation: dict) -> list[dict]:
-    """The cells of an evaluation with the memory on that were possible."""
-    return [cell for cell in evaluation["cells"] if "accuracy" in cell] if evaluation["memory"] == "on" else []
-
-
-def _asked(evaluation: dict) -> tuple:
-    """What two evaluations must share for their cells to ask the same."""
-    options = evaluation["options"]
-    same = [options.get(name) for name in ("split", "min_characters", "samples", "seed", "precision")]
-    return (*same, evaluation.get("source"), evaluation.get("data_fingerprint"), evaluation.get("segment_length"))
-
-
-def _recall_table(run: Run, task: str, evaluation: dict, off: dict | None) -> list[str]:
-    """The table or tables of an evaluation, and what they were measured on."""
-    table = passkey_tables if task == "passkey" else facts_tables
-    parts, options = table(evaluation["cells"], None if off is None else off["cells"]), evaluation["options"]
-    words = [f"Seed {options['seed']}, {options['samples']:,} examples for each cell"]
-    if task == "passkey":
-        words.append(f"text: {_text_named(run, evaluation)}")
-    else:
-        words.append(f"segments of {evaluation['segment_length']:,} tokens")
-        words += [_lines_of(run, evaluation)] if evaluation.get("source") else []
-    words += [] if options["precision"] == "float32" else [options["precision"]]
-    reasons = dict.fromkeys(cell["not_possible"] for cell in evaluation["cells"] if "not_possible" in cell)
-    notes = f"{'; '.join(words)}; {measured_on([evaluation] + [off] * (off is not None))}."
-    return [*parts, notes + "".join(f" Not possible: {reason}." for reason in reasons)]
-
-
-def passkey_tables(cells: list[dict], off: list[dict] | None) -> list[str]:
-    """By length and depth, with a second table of the memory off; of a single depth one table of all numbers."""
-    depths, lengths = (list(dict.fromkeys(cell[name] for cell in cells)) for name in ("depth", "length"))
-    if len(depths) == 1:
-        place = f"tokens (depth {depths[0]:g})"
-        return [_counts_table(place, [f"{length:,}" for length in lengths], cells, _beside(cells, off, "length", "depth"))]
-    header = ["tokens", *(f"depth {depth:g}" for depth in depths)]
-    parts = []
-    for found in (cells, _beside(cells, off, "length", "depth")):
-        if found is not None:
-            of = {(cell["length"], cell["depth"]): cell for cell in found if cell is not None}
-            rows = [[f"{length:,}", *(_count(of.get((length, depth))) for depth in depths)] for length in lengths]
-            parts.append(markdown_table(header, rows, left=0))
-    return parts[:1] + [text for table in parts[1:] for text in ("The same with the memory switched off:", table)]
-
-
-def facts_tables(cells: list[dict], off: list[dict] | None) -> list[str]:
-    beside = _beside(cells, off, "distance")
-    return [_counts_table("segments between", [str(cell["distance"]) for cell in cells], cells, beside)]
-
-
-def _beside(cells: list[dict], off: list[dict] | None, *names: str) -> list[dict | None] | None:
-    """The cell of `off` that asks the same as each of `cells`."""
-    if off is None:
-        return None
-    found = {tuple(cell[name] for name in names): cell for cell in off}
-    return [found.get(tuple(cell[name] for name in names)) for cell in cells]
-
-
-def _counts_table(first: str, labels: list[str], cells: list[dict], off: list[dict | None] | None) -> str:
-    """A line for each cell: its count, share, interval and loss, the most frequent answers, and what the memory does."""
-    header = [first, "right", "share", "95 % interval", "nats per token"]
-    chance = any("chance" in cell for cell in cells)
-    header += ["most frequent answers"] if chance else []
-    header += ["memory off"] if off is not None else []
-    rows = []
-    for number, (label, cell) in enumerate(zip(labels, cells, strict=True)):
-        if "accuracy" in cell:
-            count = f"{cell['correct']:,} of {cell['samples']:,}"
-            row = [label, count, percent(cell["accuracy"]), _interval(cell), f"{cell['cross_entropy']:.4f}"]
-            row += [percent(cell["chance"])] if chance else []
-        else:
-            row = [label, "not possible", *[MISSING] * (3 + chance)]
-        rows.append(row + ([_count(off[number])] if off is not None else []))
-    return markdown_table(header, rows, left=0)
-
-
-def _count(cell: dict | None) -> str:
-    """`45/48 (83.2–97.9 %)`."""
-    if cell is None:
-        return MISSING
-    return f"{cell['correct']}/{cell['samples']} ({_interval(cell)})" if "accuracy" in cell else "not possible"
-
-
-def _interval(cell: dict) -> str:
-    return f"{100 * cell['low']:.1f}–{percent(cell['high'])}"
+def _entry(text: dict, metric: str, name: str, how: str | None, value: float) -> EvalResult:
+    return EvalResult(
+        task_type="text-generation",
+        dataset_type=text["data"],
+        dataset_name=text["data"],
+        dataset_split=text["split"],
+        dataset_config=how,
+        metric_type=metric,
+        metric_name=name,
+        metric_value=value,
+    )

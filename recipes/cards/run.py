@@ -1,92 +1,135 @@
-"""What a model card is written from: the run, the trainings before it, the study that it is part of."""
+"""What a card is written from: the JSON files of a run, found, read, and checked to be of the same model and data."""
 
+import datetime
+import json
+import math
 import shlex
 from dataclasses import dataclass, field
+from pathlib import Path
 
-from .text import last_part
+from cli import UserError
+from training.setup import data_fingerprint
 
+from .text import last_part, shorten_path
 
-@dataclass
-class Stage:
-    """One training of a model.
-
-    Attributes:
-        name: of its folder, as shown to the reader.
-        result: the content of its result.json, None where the folder is no longer there.
-        manifest: of the data that it read (see [`of_stream`]), None where that is not there.
-        share: how much of its corpus that is, as [`study.planning.corpus_share`] says it; None where there is no manifest.
-    """
-
-    name: str
-    result: dict | None = None
-    manifest: dict | None = None
-    share: str | None = None
-
-    @property
-    def data(self) -> str:
-        """The name of what it was trained on, as far as it is known."""
-        return f"the data of {self.name}" if self.result is None else trained_on(self.result, self.manifest)
+TASKS = ("evaluation", "perplexity", "passkey", "facts")  # how recipes/evaluate_model.py names its files
 
 
-@dataclass
+@dataclass(frozen=True)
 class Run:
-    """What a card is written from.
+    """The contents of the files of a run.
 
     Attributes:
-        name, language, license, base_model: of the metadata; `base_model` is a name on the Hub or None.
-        folder: where to load the model from, as shown to the reader.
-        config, result, manifest, evaluations, baselines, samples: contents of the files that [`card`] names.
-        share: as in [`Stage`].
-        data_license: the licence of the text, where the user stated it.
-        earlier: the runs that this one was continued from, the first one first.
-        study, variant: the content of a study's report.json, and the entry of this model in it.
-        prompts: `title`, `source` and `continuation` of the prompts that are the beginning of a document.
-        figures: captions and relative links, by the place where they belong: training, study, or an evaluation's task.
-        limits: Markdown for the section of limits; None states those that follow from the JSON.
+        config, result: config.json and result.json of recipes/train.py.
+        manifest: of the data, by recipes/prepare.py or prepare_recall.py; None where the data are not at hand.
+        evaluations: of recipes/evaluate_model.py.
+        baselines: of recipes/ngram_baseline.py.
+        earlier: name and result of the runs that this one was continued from, the first one first; a result is None where
+            the run is no longer there.
     """
 
-    name: str
-    folder: str
     config: dict
     result: dict
-    language: str = "en"
-    license: str = "apache-2.0"
-    base_model: str | None = None
+    manifest: dict | None = None
     evaluations: list[dict] = field(default_factory=list)
     baselines: list[dict] = field(default_factory=list)
-    manifest: dict | None = None
-    share: str | None = None
-    data_license: str | None = None
-    earlier: list[Stage] = field(default_factory=list)
-    study: dict | None = None
-    variant: dict | None = None
-    samples: dict | None = None
-    prompts: dict[str, dict] = field(default_factory=dict)
-    figures: dict[str, list[tuple[str, str]]] = field(default_factory=dict)
-    limits: str | None = None
+    earlier: list[tuple[str, dict | None]] = field(default_factory=list)
 
-    @property
-    def stages(self) -> list[Stage]:
-        """All trainings of the model, this run the last."""
-        return [*self.earlier, Stage(self.name, self.result, self.manifest, self.share)]
+    def of_task(self, task: str) -> list[dict]:
+        return [found for found in self.evaluations if found["options"]["task"] == task]
 
     @property
     def data(self) -> str:
-        """The name of the folder that holds its validation rows and, unless it trained on a stream, its training rows."""
-        return data_name(self.result, self.manifest)
+        return data_name(self.result)
 
-    @property
-    def context(self) -> int:
-        """Tokens of a row of its last training; what its configuration says where the data is not at hand."""
-        return self.config["n_positions"] if self.manifest is None else self.manifest["options"]["context"]
 
-    def of_task(self, task: str) -> list[dict]:
-        """The evaluations of a task; those that are older than the option measured perplexity."""
-        return [found for found in self.evaluations if found["options"].get("task", "perplexity") == task]
+def read_run(folder: Path, data: str | None = None, evaluations: list[str] = (), baselines: list[str] = ()) -> Run:
+    """Reads the files of a finished run.
 
-    def show(self, place: str) -> str:
-        """The figures of a place as Markdown, each behind an empty line."""
-        return "".join(f"\n\n![{caption}]({link})" for caption, link in self.figures.get(place, []))
+    Args:
+        folder: of recipes/train.py.
+        data: the prepared folder that it was trained on; None takes that of its command, where it still is.
+        evaluations: files of recipes/evaluate_model.py that are not in the folder.
+        baselines: files of recipes/ngram_baseline.py.
+
+    Raises:
+        UserError: the run is not finished, or a file is of another model, another training or other data.
+    """
+    missing = [name for name in ("result.json", "config.json", "tokenizer_config.json") if not (folder / name).is_file()]
+    if missing:
+        raise UserError(f"--run: {folder} has no {', '.join(missing)}: finish it with the same command of recipes/train.py")
+    result = read_json(folder / "result.json")
+    if not math.isfinite(result["cross_entropy"]):
+        raise UserError(f"--run: {folder} ended with a loss of {result['cross_entropy']}: train again at a lower rate")
+    own = [file for task in TASKS for file in sorted(folder.glob(f"{task}*.json")) if not file.name.endswith(".cells.json")]
+    given = [Path(name) for name in evaluations if Path(name).resolve() not in {file.resolve() for file in own}]
+    return Run(
+        config=read_json(folder / "config.json"),
+        result=result,
+        manifest=read_manifest(result, data),
+        evaluations=[read_evaluation(file, folder, result) for file in [*own, *given]],
+        baselines=[read_baseline(Path(file), result) for file in baselines],
+        earlier=earlier_runs(result),
+    )
+
+
+def read_json(file: Path) -> dict:
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot read {file}: {error}") from error
+
+
+def read_manifest(result: dict, given: str | None = None) -> dict | None:
+    """The manifest of a run's data; None where the folder that its command names is gone or holds other data now."""
+    folder = given or data_folder(result)
+    if given is None and (folder is None or not (Path(folder) / "manifest.json").is_file()):
+        return None
+    manifest = read_json(Path(folder) / "manifest.json")
+    if data_fingerprint(manifest) == result["data_fingerprint"]:
+        return manifest
+    if given is None:
+        return None
+    raise UserError(f"--data: {given} is other data than the run's ({result['data_fingerprint']})")
+
+
+def read_evaluation(file: Path, folder: Path, result: dict) -> dict:
+    content = read_json(file)
+    absent = [name for name in ("options", "model", "memory", "date") if name not in content]
+    if absent:
+        raise UserError(f"{file} has no {', '.join(absent)}: it is no file of recipes/evaluate_model.py")
+    if file.resolve().parent != folder.resolve() and last_part(content["model"]) != folder.resolve().name:
+        raise UserError(f"{file} is of the model {content['model']}, not of {folder}")
+    if when(content) < when(result):
+        raise UserError(f"{file} is older than the training in {folder}: evaluate the model again, or remove the file")
+    return content
+
+
+def read_baseline(file: Path, result: dict) -> dict:
+    content = read_json(file)
+    if "orders" not in content:
+        raise UserError(f"--baseline: {file} has no orders: it is no file of recipes/ngram_baseline.py")
+    if content["data_fingerprint"] != result["data_fingerprint"]:
+        raise UserError(f"--baseline: {file} is of other data than the run's ({result['data_fingerprint']})")
+    return content
+
+
+def earlier_runs(result: dict) -> list[tuple[str, dict | None]]:
+    """The runs behind `--init_from`. One that is gone, or was trained again since, is known by its name only, and what came
+    before it is not known either."""
+    runs: list[tuple[str, dict | None]] = []
+    while (start := result["options"].get("init_from")) is not None:
+        file = Path(start) / "result.json"
+        before = read_json(file) if file.is_file() else None
+        if before is None or when(before) >= when(result):
+            return [(shorten_path(start), None), *runs]
+        runs.insert(0, (shorten_path(start), before))
+        result = before
+    return runs
+
+
+def when(content: dict) -> datetime.datetime:
+    return datetime.datetime.fromisoformat(content["date"])
 
 
 def data_folder(result: dict) -> str | None:
@@ -95,37 +138,6 @@ def data_folder(result: dict) -> str | None:
     return next((words[number + 1] for number, word in reversed([*enumerate(words[:-1])]) if word == "--data"), None)
 
 
-def data_name(result: dict, manifest: dict | None = None) -> str:
-    """The name of the folder that a run was trained on, or the data's fingerprint where its command does not say; in front
-    of it the corpus, where it is known and has no part in the name."""
+def data_name(result: dict) -> str:
     folder = data_folder(result)
-    name = f"data {result['data_fingerprint']}" if folder is None else last_part(folder)
-    corpus = {"carolina": "Carolina", "biographies": "biographies"}.get("other" if manifest is None else corpus_of(manifest))
-    return name if corpus is None or corpus.lower() in name.lower() else f"{corpus}, {name}"
-
-
-def trained_on(result: dict, manifest: dict | None = None) -> str:
-    """The name of what a run was trained on: its data, or the corpus that it read as a stream."""
-    if "stream" not in result:
-        return data_name(result, manifest)
-    return f"{last_part(result['stream']['source'])}, streamed"
-
-
-def of_stream(manifest: dict, result: dict) -> dict:
-    """The manifest of a run's data; where the run trained on a stream, with what was streamed in place of the training rows,
-    and of the small share of the corpus, that recipes/prepare.py made."""
-    if "stream" not in result:
-        return manifest
-    stream = result["stream"]
-    whole = {"source": stream["source"], "source_type": stream["source_type"]}
-    whole |= {"fraction": 1.0, "max_documents": -1, "max_tokens": -1}
-    held_out = {name: split for name, split in manifest["splits"].items() if name != "train"}
-    return manifest | {"options": manifest["options"] | whole, "source": stream, "splits": held_out}
-
-
-def corpus_of(manifest: dict) -> str:
-    """carolina, biographies, or other."""
-    options, files = manifest["options"], manifest["source"].get("files", [])
-    if "biographies" in (options["source"], options.get("source_type")):
-        return "biographies"
-    return "carolina" if files and all(entry["file"].endswith(".xml.gz") for entry in files) else "other"
+    return f"data {result['data_fingerprint']}" if folder is None else last_part(folder)

@@ -1,12 +1,13 @@
-"""Text of model cards: paths and commands without a machine's folders, numbers as a reader writes them."""
+"""What of a machine may not be read in a card: paths and commands are shortened, and files looked through for the rest."""
 
 import re
 import shlex
-from collections.abc import Iterable
+from pathlib import Path
 
-
-def bullets(points: Iterable[str]) -> str:
-    return "\n".join(f"- {point}" for point in points)
+TOKEN = re.compile(r"hf_[A-Za-z0-9]{30,}")
+# Folders that begin with these belong to somebody; /usr, /etc and the like are the same everywhere
+ROOTS = "home|Users|root|tmp|var|mnt|media|opt|srv|private|data|scratch|work|workspace|Volumes|content"
+PATHS = re.compile(rf"(?:file://|(?<![\w./:~<>-]))/(?:{ROOTS})/[\w.@~+-]+|(?<!\w)[A-Za-z]:[\\/]{{1,2}}Users\b[^\s'\"`]*")
 
 
 def shorten_path(text: str) -> str:
@@ -35,20 +36,15 @@ def shorten_command(command: str) -> str:
     return text.strip()
 
 
-def plain(value) -> str:
-    """A value as a reader writes it: true, 0.001, 1,200."""
-    return str(value).lower() if isinstance(value, bool) else f"{value:,}" if isinstance(value, int) else str(value)
+def private_lines(text: str) -> list[str]:
+    """`line: what is there`, for every token of the Hub and every path of a machine, this one's home among them.
 
-
-def percent(share: float) -> str:
-    return f"{100 * share:.1f} %"
-
-
-def measured_on(files: Iterable[dict]) -> str:
-    """The machine and day of JSONs that hold `hardware` and `date`, each pair once: `2 CPU cores, AMD EPYC, 2026-11-21`."""
-    return "; ".join(dict.fromkeys(f"{file['hardware']}, {file['date'][:10]}" for file in files))
-
-
-def position_cells(rows: Iterable[dict]) -> list[list[str]]:
-    """Positions, tokens and perplexity of each of the `by_position` rows of an evaluation."""
-    return [[f"{row['first']:,}–{row['last']:,}", f"{row['tokens']:,}", f"{row['perplexity']:,.2f}"] for row in rows]
+    A token is not spelled out.
+    """
+    home = re.compile(rf"{re.escape(str(Path.home()))}(?=[\\/])[^\s'\"`]*")
+    found = []
+    for number, line in enumerate(text.split("\n"), start=1):
+        found += [f"{number}: a token of the Hub ({token[:6]}…); revoke it" for token in TOKEN.findall(line)]
+        paths = dict.fromkeys(match[0] for pattern in (PATHS, home) for match in pattern.finditer(line))
+        found += [f"{number}: a path of a machine ({path})" for path in paths]
+    return found

@@ -3,15 +3,17 @@
 from pathlib import Path
 
 
-def figure_with_axes(title: str, x_label: str, y_label: str):
-    """An empty figure of the size and style that the plots share, and its axes."""
+def figure_with_axes(title: str, x_label: str, y_label: str, columns: int = 1):
+    """An empty figure of the size and style that the plots share, and its axes (an array of them beside each other where
+    there are several columns)."""
     from matplotlib.figure import Figure  # without pyplot: no global state, and Agg is the only backend it can meet
 
-    figure = Figure(figsize=(8, 5), dpi=120, layout="constrained")
-    axes = figure.add_subplot()
-    axes.set(title=title, xlabel=x_label, ylabel=y_label)
-    axes.grid(alpha=0.3)
-    return figure, axes
+    figure = Figure(figsize=(8 if columns == 1 else 6.5 * columns, 5), dpi=120, layout="constrained")
+    panels = figure.subplots(1, columns, squeeze=False)[0]
+    for axes in panels:
+        axes.set(title=title, xlabel=x_label, ylabel=y_label)
+        axes.grid(alpha=0.3)
+    return figure, panels[0] if columns == 1 else panels
 
 
 def plot_loss_curve(lines: list[dict], file: Path) -> None:
@@ -56,27 +58,13 @@ def plot_positions(table: list[dict], file: Path, title: str) -> None:
         table: `LossByPosition.table()`: rows with `first`, `last` and `perplexity`.
     """
     figure, axes = figure_with_axes(title, "position in the context (tokens before the predicted one)", "perplexity")
+    add_positions(axes, table, None)
+    figure.savefig(file)
+
+
+def add_positions(axes, table: list[dict], label: str | None) -> None:
+    """A line of perplexities over positions, as [`plot_positions`] draws one."""
     middles = [(row["first"] * row["last"]) ** 0.5 for row in table]
-    axes.plot(middles, [row["perplexity"] for row in table], marker="o")
+    axes.plot(middles, [row["perplexity"] for row in table], marker="o", label=label)
     axes.set_xscale("log", base=2)
     axes.set_ylim(bottom=0)
-    figure.savefig(file)
-
-
-def plot_comparison(runs: dict[str, list[dict]], file: Path, levels: dict[str, float] | None = None) -> None:
-    """Validation loss of several runs over the tokens trained on.
-
-    Args:
-        runs: name → lines of its `metrics.jsonl`.
-        levels: name → cross-entropy of what is not trained in steps, drawn as a horizontal line with its name beside it.
-    """
-    figure, axes = figure_with_axes("Validation loss", "tokens", "cross-entropy (nats per token)")
-    for name, lines in runs.items():
-        points = [(line["tokens"], line["eval_loss"]) for line in lines if "eval_loss" in line]
-        axes.plot(*zip(*points, strict=True), marker=".", label=name)
-    for name, loss in (levels or {}).items():
-        axes.axhline(loss, color="0.4", linestyle="--", linewidth=1)
-        place = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points", "xytext": (4, 0)}
-        axes.annotate(f"{name} {loss:.3f}", (1, loss), va="center", color="0.3", fontsize=9, **place)
-    axes.legend()
-    figure.savefig(file)

@@ -1,1 +1,1 @@
-"""Many runs together: the plan of a study or the grid of a sweep, their processes, and the report of what came out."""
+"""Many runs together: what a study trains, its processes, what it measures on the finished runs, and its report."""

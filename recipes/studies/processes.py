@@ -11,9 +11,9 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from cli import FAILURE_FILE
+from cli import FAILURE_FILE, NotPossible, UserError
 
-from .sweeps import outcome
+FINISHED, IMPOSSIBLE, FAILED = "finished", NotPossible.status, UserError.status
 
 
 @dataclass
@@ -68,6 +68,24 @@ def run_tasks(tasks: list[Task], title: str, jobs: int = 1, threads: int = 1) ->
             process.terminate()
         for process in running:
             process.wait()
+
+
+def outcome(status: int, failure: dict | None, log: str) -> tuple[str, str]:
+    """What became of a process, and why it did not finish.
+
+    A model that its options cannot make is not possible, whatever else goes wrong is a failure.
+
+    Args:
+        status: the exit status.
+        failure: what it wrote into its [`cli.FAILURE_FILE`], None where it wrote nothing.
+        log: what it printed, whose last line is shown where nothing better is known.
+    """
+    if status == 0:
+        return FINISHED, ""
+    if failure is not None:
+        return failure["status"], failure["reason"]
+    lines = [line.strip() for line in log.replace("\r", "\n").splitlines() if line.strip()]
+    return FAILED, f"exit status {status}: {lines[-1] if lines else 'no output'}"
 
 
 def start(command: list[str], **settings) -> subprocess.Popen:

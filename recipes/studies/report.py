@@ -1,305 +1,267 @@
-"""The report of a study as Markdown, from the content of its report.json alone."""
+"""The report of a study: numbers with intervals from its finished runs, as JSON and as Markdown tables."""
 
+import math
+import os
+import statistics
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
-from evaluation.bootstrap import Interval
+import numpy as np
+
+from cli import UserError
+from evaluation.bootstrap import RESAMPLES, difference_interval, mean_interval
+from hf_infini.metrics import perplexity
 from support.markdown import fence, markdown_table
 
-from .planning import BASE, BASELINE
-from .results import groups_of, interval_of, same_training, turning_points
-
 MISSING = "–"
-GATES_ARE = (
-    "the memory's share of a head's output or, where window and memory share a normaliser, the share that a token of the "
-    "memory has beside one of the window that fits as well"
-)
-MAIN_COLUMNS = (
-    "variant",
-    "perplexity",
-    "cross-entropy (95 %)",
-    f"difference to {BASELINE} (95 %)",
-    "tokens",
-    "parameters",
-    "tokens/s",
-    "peak MiB",
-)
+SEED = 0  # of the resampling
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A finished run: its out folder, the content of its result.json and metrics.jsonl, what [`measure.measure_run`] found,
+    and by name the results of evaluate_model.py."""
+
+    name: str
+    variant: str
+    folder: Path
+    result: dict
+    lines: list[dict]
+    measured: dict
+    evaluations: dict[str, dict]
+
+    @property
+    def data(self) -> str:
+        return self.result["data_fingerprint"]
+
+
+def collect(runs: list[Finished], out: Path) -> list[dict]:
+    """The numbers of each variant, in the order of the runs; the first is what those on the same data are compared with.
+    Paths are as seen from `out`."""
+    variants: dict[str, list[Finished]] = {}
+    for run in runs:
+        variants.setdefault(run.variant, []).append(run)
+    differing = differing_options([members[0] for members in variants.values()])
+    first = next(iter(variants.values()))
+    numbers = [_numbers(name, members, first) for name, members in variants.items()]
+    for found, members in zip(numbers, variants.values(), strict=True):
+        found["options"] = differing[found["name"]]
+        found["folders"] = {run.name: os.path.relpath(run.folder, out) for run in members}
+    return numbers
+
+
+def differing_options(runs: list[Finished]) -> dict[str, dict]:
+    """Variant → those options of train.py that are set and not the same in all runs."""
+    names = dict.fromkeys(name for run in runs for name in run.result["options"] if name != "data")
+    values = {name: [run.result["options"].get(name) for run in runs] for name in names}
+    different = [name for name in names if any(value != values[name][0] for value in values[name])]
+    return {run.variant: {n: v for n in different if (v := run.result["options"].get(n)) is not None} for run in runs}
+
+
+def _numbers(name: str, runs: list[Finished], first: list[Finished]) -> dict:
+    if len({run.data for run in runs}) > 1:
+        raise UserError(f"the seeds of {name} were trained on different data: use another --out")
+    losses, counts = _mean_rows(runs)
+    entropy = mean_interval(losses, counts, seed=SEED)
+    by_seed = {run.name: sum(r[0] for r in run.measured["rows"]) / counts.sum() for run in runs}
+    results = [run.result for run in runs]
+    found = {
+        "name": name,
+        "data": runs[0].data,
+        "cross_entropy": asdict(entropy),
+        "perplexity": asdict(entropy.map(perplexity)),
+        "rows": len(losses),
+        "tokens_evaluated": int(counts.sum()),
+        "by_seed": by_seed,
+        "deviation": statistics.stdev(by_seed.values()) if len(runs) > 1 else None,
+        "difference": None,
+        "bits_per_character": _bits_per_character(runs, first),
+        "parameters": results[0]["parameters"],
+        "tokens": results[0]["tokens"],
+        "tokens_per_second": statistics.fmean(result["tokens_per_second"] for result in results),
+        "seconds": statistics.fmean(result["seconds"] for result in results),
+        "peak_mib": max(result.get("peak_cuda_mib", result["peak_rss_mib"]) for result in results),
+        "cache_bytes": runs[0].measured["cache_bytes"],
+        "evaluations": runs[0].evaluations,
+        "gates": {run.name: run.result["gates"] for run in runs if run.result["gates"]},
+        "hardware": results[0]["hardware"],
+    }
+    if runs is not first and runs[0].data == first[0].data:
+        found["difference"] = asdict(difference_interval(losses, counts, *_mean_rows(first), seed=SEED))
+    return found
+
+
+def _mean_rows(runs: list[Finished]) -> tuple[np.ndarray, np.ndarray]:
+    """Loss sums and tokens of each validation row, the mean over the seeds; rows without any token are left out."""
+    rows = np.mean([run.measured["rows"] for run in runs], axis=0)
+    return tuple(rows[rows[:, 1] > 0].T)
+
+
+def _bits_per_character(runs: list[Finished], first: list[Finished]) -> dict | None:
+    """Over the documents that all runs have read, with the difference to the first variant, paired by document."""
+    names = sorted(set.intersection(*(set(run.measured["documents"]) for run in (*runs, *first))))
+    if not names:
+        return None
+    own, other = (
+        np.mean([[run.measured["documents"][name] for name in names] for run in group], axis=0).T for group in (runs, first)
+    )
+    found = {"value": mean_interval(*own, seed=SEED)}
+    if runs is not first:
+        found["difference"] = difference_interval(*own, *other, seed=SEED)
+    bits = {name: asdict(nats.map(lambda value: value / math.log(2))) for name, nats in found.items()}
+    return {"difference": None, "documents": len(names), "characters": int(own[1].sum())} | bits
+
+
+# --- Markdown ---------------------------------------------------------------------------------------------------------
 
 
 def write_report(content: dict) -> str:
-    """The Markdown of a report.json (see [`results.collect`] and recipes/study.py)."""
-    parts = [f"# Self-attention and Infini-attention: the {content['scale']} study", *_warnings(content), _setting(content)]
-    parts += _ranking(content) + _characters(content) + _curves(content) + _memory(content) + _gates(content)
-    parts += _long_texts(content) + _samples(content) + _not_run(content) + _origin(content)
+    """The Markdown of a report.json (see recipes/study.py)."""
+    variants = content["variants"]
+    parts = ["# Study", *_losses(content), *_grid(content), *_characters(variants), *_costs(variants)]
+    parts += _evaluations(content) + _figures(content) + _not_finished(content)
+    versions = ", ".join(f"{name} {version}" for name, version in content["versions"].items())
+    hardware = ", ".join(dict.fromkeys(variant["hardware"] for variant in variants))
+    parts += ["## Origin", f"Trained on {hardware}; measured on {content['hardware']}. {versions}. {content['date']}."]
+    parts += [fence("\n".join(content["commands"]), "bash")]
     return "\n\n".join(parts) + "\n"
 
 
-def _warnings(content: dict) -> list[str]:
-    if content["max_steps"] is None:
-        return []
-    return [
-        f"> **CUT SHORT: every run was stopped after at most {content['max_steps']:,} optimiser steps (`--max_steps`). This "
-        "report shows that the scale starts and runs. Its losses, rankings, gates and samples are those of untrained models "
-        "and say nothing about the variants.**"
-    ]
+def groups_of(variants: list[dict]) -> list[list[dict]]:
+    """The variants by their data, the first one's first, each group ranked by cross-entropy."""
+    names = dict.fromkeys(variant["data"] for variant in variants)
+    return [sorted((v for v in variants if v["data"] == name), key=lambda v: v["cross_entropy"]["value"]) for name in names]
 
 
-def _setting(content: dict) -> str:
-    base = content["data"][BASE]
-    train, validation, settings = base["splits"]["train"], base["splits"]["validation"], base["settings"]
-    fraction = settings.get("fraction", 1.0)
-    lines = [
-        f"Data: {content['corpus']}" + (f", {fraction:g} of the documents" if fraction != 1 else "") + ". "
-        f"{train['documents']:,} documents ({train['tokens']:,} tokens in rows of {content['context']:,}) to train on, "
-        f"{validation['documents']:,} ({validation['tokens']:,} tokens) held out for validation; vocabulary "
-        f"{base['vocabulary']:,}; fingerprint `{base['fingerprint']}`. Its settings are in `data/{BASE}.yaml`."
-    ]
-    finished = groups_of(content["variants"]).get(BASE, [])
-    if len(finished) > 1 and same_training(finished):
-        lines.append(f"{_and(v['name'] for v in finished)} were trained on the same tokens in the same order.")
-    elif len(finished) > 1:
-        lines.append("The variants below did **not** all read the same tokens in the same order: see their options.")
-    for variant in content["variants"]:
-        if variant["data"] != BASE:
-            lines.append(f"{variant['name']} has data of its own: {variant['data']}.")
-    return " ".join(lines)
-
-
-# --- losses -----------------------------------------------------------------------------------------------------------
-
-
-def _ranking(content: dict) -> list[str]:
-    parts = ["## Perplexity"]
-    groups = groups_of(content["variants"])
-    for name, variants in groups.items():
-        if name != BASE:
-            parts.append(
-                f"On data of their own ({name}), with other tokens: these perplexities are **not** in one ranking with "
-                "those above, because they count other pieces of text. The table per character compares them."
+def losses_table(content: dict, group: list[dict] | None = None) -> str:
+    """The losses of variants on the same data: by default those of the first variant's, with the n-grams below."""
+    variants = content["variants"]
+    seeded = any(variant["deviation"] is not None for variant in variants)
+    header = ["variant", "differs in", "perplexity (95 %)", "cross-entropy (95 %)", f"minus {variants[0]['name']}'s (95 %)"]
+    ranked, rows = groups_of(variants)[0] if group is None else group, []
+    for variant in ranked:
+        options = ", ".join(f"{name} {value}" for name, value in variant["options"].items())
+        rows.append([_bold_if(variant is ranked[0], variant["name"]), options, shown(variant["perplexity"], 2)])
+        rows[-1] += [shown(variant["cross_entropy"]), shown(variant["difference"], sign="+")]
+        if seeded:
+            spread = variant["deviation"]
+            rows[-1].append(MISSING if spread is None else f"± {spread:.4f} ({len(variant['by_seed'])})")
+    if group is None:
+        for ngram in content["baselines"]:
+            rows.append(
+                [ngram["name"], "", f"{ngram['perplexity']:,.2f}", f"{ngram['cross_entropy']:.4f}", ""] + [""] * seeded
             )
-        rows = [[*_losses(v), *_sizes(v)] for v in variants]
-        parts.append(markdown_table(MAIN_COLUMNS, rows, left=1))
-    seeded = [variant for variants in groups.values() for variant in variants if len(variant["by_seed"]) > 1]
-    if seeded:
-        rows = [[v["name"], ", ".join(f"{seed}: {loss:.4f}" for seed, loss in v["by_seed"].items())] for v in seeded]
-        parts.append(markdown_table(("variant", "cross-entropy by seed"), rows, left=2))
-    tokens = [f"{group[0]['tokens_evaluated']:,} for {_and(v['name'] for v in group)}" for group in groups.values()]
+    return markdown_table(header + ["over seeds"] * seeded, rows, left=2)
+
+
+def _losses(content: dict) -> list[str]:
+    parts, groups = ["## Losses"], groups_of(content["variants"])
+    for group in groups:
+        if group is not groups[0]:
+            parts.append(
+                "On other data, with other tokens: these perplexities are **not** in one ranking with those above. Bits per "
+                "character compare them."
+            )
+        parts.append(losses_table(content, None if group is groups[0] else group))
+        rows, tokens = group[0]["rows"], group[0]["tokens_evaluated"]
+        parts.append(f"{rows:,} validation rows, {tokens:,} predicted tokens, data `{group[0]['data']}`.")
     parts.append(
-        "Cross-entropy in nats per token of the validation rows, in float32, whatever precision the training had. Every "
-        "variant is judged on the same predicted tokens, special tokens never among them "
-        f"({'; '.join(tokens)}). Intervals: percentile bootstrap over the rows, {content['resamples']:,} resamples, seed "
-        f"{content['seed']}; the difference is paired, row by row. They tell how far the choice of validation text moves "
-        "the numbers, not what another seed of training would."
-        + (" With several seeds, a row's loss is the mean over them." if seeded else "")
+        "Nats per token in float32, whatever precision the training had; special tokens are never counted. Intervals: "
+        f"percentile bootstrap over the rows, {RESAMPLES:,} resamples; the difference is paired, row by row. They tell how "
+        "far the choice of validation text moves the numbers, not what another seed of training would: that is the sample's "
+        "standard deviation over the seeds, where there are several (a row's loss is then their mean)."
     )
     return parts
 
 
-def _losses(variant: dict) -> list[str]:
-    entropy, difference = interval_of(variant["cross_entropy"]), interval_of(variant["difference"])
-    perplexity = interval_of(variant["perplexity"])
-    return [
-        variant["name"],
-        f"{perplexity.value:,.2f} ({perplexity.low:,.2f} to {perplexity.high:,.2f})",
-        with_interval(entropy),
-        MISSING if difference is None else with_interval(difference, sign="+"),
-    ]
-
-
-def _sizes(variant: dict) -> list[str]:
-    numbers = (variant["tokens"], variant["parameters"], variant["tokens_per_second"], variant["peak_mib"])
-    return [f"{number:,.0f}" for number in numbers]
-
-
-def _characters(content: dict) -> list[str]:
-    variants = [variant for variant in content["variants"] if variant.get("per_character")]
-    if not variants:
+def _grid(content: dict) -> list[str]:
+    """The cross-entropies of a grid of two options as a table, the first one's values downwards."""
+    grid = content["study"]["grid"]
+    if len(grid) != 2 or len(content["study"]["variants"]) > 1:
         return []
+    (down, down_values), (across, across_values) = grid.items()
+    cells = {tuple(run["options"][name] for name in grid): run["variant"] for run in content["runs"]}
+    losses = {variant["name"]: variant["cross_entropy"]["value"] for variant in content["variants"]}
+    best = min(losses, key=losses.get)
     rows = []
-    for variant in sorted(variants, key=lambda v: v["per_character"]["nats"]["value"]):
-        found = variant["per_character"]
-        difference = interval_of(found["difference"])
+    for value in down_values:
+        names = [cells[value, other] for other in across_values]
         rows.append(
-            [
-                variant["name"],
-                f"{found['nats']['value']:.4f}",
-                with_interval(interval_of(found["bits"])),
-                MISSING if difference is None else with_interval(difference, sign="+"),
-                f"{found['characters']:,}",
-            ]
+            [value, *(_bold_if(name == best, f"{losses[name]:.4f}" if name in losses else MISSING) for name in names)]
         )
-    header = ("variant", "nats per character", "bits per character (95 %)", f"difference to {BASELINE}, bits (95 %)")
+    return ["## Grid", markdown_table([f"{down} \\ {across}", *across_values], rows, left=1)]
+
+
+def _characters(variants: list[dict]) -> list[str]:
+    judged = [variant for variant in variants if variant["bits_per_character"]]
+    if not judged:
+        return []
+    judged.sort(key=lambda variant: variant["bits_per_character"]["value"]["value"])
+    rows = []
+    for variant in judged:
+        found = variant["bits_per_character"]
+        rows.append([variant["name"], shown(found["value"]), shown(found["difference"], sign="+")])
+        rows[-1] += [f"{found['characters']:,}", f"{found['documents']:,}"]
+    header = ("variant", "bits per character (95 %)", f"minus {variants[0]['name']}'s (95 %)", "characters", "documents")
     return [
         "## Per character",
-        "A perplexity per token depends on how a tokenizer cuts the text. Nats and bits per character of one text do not: "
-        "they can be compared across tokenizers, and this table ranks all variants.",
-        markdown_table((*header, "characters"), rows, left=1),
-        f"Of the {content['documents']:,} validation documents on which no variant was trained and all were judged; the "
-        "characters are those of the predicted tokens: the first token of each row is not, and rows begin elsewhere with "
-        "another tokenizer. Intervals: bootstrap over documents; the difference is paired, document by document.",
+        markdown_table(header, rows, left=1),
+        "Of validation documents that no variant or tokenizer has learned from. Only characters of predicted tokens count: "
+        "the first token of a row is not, and rows begin elsewhere with another tokenizer. Intervals by document, paired.",
     ]
 
 
-def _curves(content: dict) -> list[str]:
-    parts = ["## Loss over the tokens trained on"]
-    parts += [f"![{title}](figures/{name})" for name, title in _LOSS_FIGURES.items() if name in content["figures"]]
-    lines = [f"- {variant['name']}: {_turns(variant['curve_difference'])}" for variant in content["variants"]
-             if variant.get("curve_difference")]  # fmt: skip
-    if lines:
-        parts.append("\n".join([f"Against {BASELINE} on the same rows:", "", *lines]))
-    rows = content["eval_rows"]
-    read = "all validation rows" if rows is None else f"the first {rows} validation rows"
-    parts.append(f"The curves are of {read} in the precision of training; the tables above are of all rows in float32.")
-    return parts
-
-
-_LOSS_FIGURES = {"loss.png": "Validation loss", "loss_difference.png": f"Validation loss minus {BASELINE}'s"}
-
-
-def _turns(difference: list) -> str:
-    turns, last = turning_points(difference), difference[-1][1]
-    where = "ahead" if last < 0 else "behind"
-    if not turns:
-        return f"{where} at all evaluations ({len(difference)}); at the end {last:+.4f} nats per token"
-    more = f", after {len(turns)} turns" if len(turns) > 1 else ""
-    return f"{where} from {turns[-1]:,} tokens on{more}; at the end {last:+.4f} nats per token"
-
-
-# --- memory, gates ----------------------------------------------------------------------------------------------------
-
-
-def _memory(content: dict) -> list[str]:
-    variants = [variant for variant in content["variants"] if variant.get("state_bytes")]
-    if not variants:
-        return []
-    lengths = list(variants[0]["state_bytes"]["bytes"])
-    header = ["variant", *(f"state after {int(length):,} tokens" for length in lengths), "largest batch", "its peak MiB"]
+def _costs(variants: list[dict]) -> list[str]:
+    lengths = list(variants[0]["cache_bytes"])
+    header = ["variant", "parameters", "tokens", "tokens/s", "seconds", "peak MiB"]
+    header += [f"cache after {int(length):,} tokens, bytes" for length in lengths]
     rows = []
     for variant in variants:
-        states = [variant["state_bytes"]["bytes"][length] for length in lengths]
-        batch = variant["largest_batch"] or {"settings": {"budget_gib": None}}
-        batch = batch if batch["settings"]["budget_gib"] == content["memory_budget_gib"] else {}  # of an earlier start
-        cells = [batch.get("rows"), (batch.get("peak_bytes") or 0) / 2**20 or None]
-        rows.append([variant["name"], *("beyond its positions" if state is None else f"{state:,} B" for state in states)])
-        rows[-1] += [MISSING if cell is None else f"{cell:,.0f}" for cell in cells]
-    notes = "State: the bytes of one row's cache in float32 after really reading so many tokens. "
-    if content["memory_budget_gib"] is None:
-        notes += "The largest batch was not measured."
-    else:
-        notes += (
-            f"Largest batch: rows of {content['context']:,} tokens of which a training step (forward, backward, optimiser) "
-            f"fits into {content['memory_budget_gib']:g} GiB of {content['memory_kind']}, by the real peak of new processes "
-            "(from 100 rows on to 2 %)."
-        )
-    return ["## Memory", markdown_table(header, rows, left=1), notes]
-
-
-def _gates(content: dict) -> list[str]:
-    rows, figures = [], []
-    for variant in content["variants"]:
-        for run, layers in variant.get("gates", {}).items():
-            for layer, values in layers.items():
-                spread = (min(values), sum(values) / len(values), max(values))
-                rows.append([run, layer, *(f"{value:.4f}" for value in spread)])
-        name = f"gates_{variant['name']}.png"
-        figures += [f"![Gates of {variant['name']}](figures/{name})"] if name in content["figures"] else []
-    if not rows:
-        return []
-    text = f"sigmoid(gate) at the end of training: {GATES_ARE}."
-    return ["## Gates", text, markdown_table(("run", "layer", "lowest", "mean", "highest"), rows, left=2), *figures]
-
-
-# --- long texts and samples -------------------------------------------------------------------------------------------
-
-
-def _long_texts(content: dict) -> list[str]:
-    parts, long = ["## Beyond the trained context"], content["long_text"]
-    if long["documents"] == 0:
-        parts.append(f"Not measured: no validation document has {long['characters']:,} characters.")
-        return parts
-    for name, variants in groups_of(content["variants"]).items():
-        buckets = sorted({(row["first"], row["last"]) for v in variants for row in _by_position(v)})
-        rows = []
-        for first, last in buckets:
-            found = [next((row for row in _by_position(v) if row["first"] == first), None) for v in variants]
-            tokens = next(row["tokens"] for row in found if row is not None)
-            rows.append([f"{first:,}–{last:,}", f"{tokens:,}", *(_perplexity(row) for row in found)])
-        for kind in ("long", "context"):
-            length = long["length"] if kind == "long" else content["context"]
-            found = [v["positions"][kind] for v in variants]
-            tokens = next((f"{one['tokens']:,}" for one in found if one), MISSING)
-            rows.append([f"all, in rows of {length:,}", tokens, *map(_perplexity, found)])
-        if name != BASE:
-            parts.append(f"With the tokens of {name}:")
-        parts.append(markdown_table(("position", "tokens", *(v["name"] for v in variants)), rows, left=1))
-    parts += ["![Perplexity by position](figures/positions.png)"] if "positions.png" in content["figures"] else []
-    parts.append(
-        f"Perplexity by position in rows of {long['length']:,} tokens from the {long['documents']:,} validation documents of"
-        f" {long['characters']:,} characters and more, one after the other, and of the same text in rows of "
-        f"{content['context']:,}. {MISSING}: the model's positions end before. Different positions hold different text: "
-        "compare along a line, or the last two lines."
+        names = ("parameters", "tokens", "tokens_per_second", "seconds", "peak_mib")
+        caches = [variant["cache_bytes"].get(length) for length in lengths]
+        rows.append([variant["name"], *(f"{variant[name]:,.0f}" for name in names)])
+        rows[-1] += [MISSING if size is None else f"{size:,}" for size in caches]
+    notes = (
+        f"Cache: of one row, in float32, after really reading so many tokens; {MISSING}: the model's positions end before."
     )
-    return parts
+    return ["## Costs", markdown_table(header, rows, left=1), notes]
 
 
-def _by_position(variant: dict) -> list[dict]:
-    return (variant["positions"]["long"] or {"by_position": []})["by_position"]
-
-
-def _perplexity(row: dict | None) -> str:
-    return MISSING if row is None else f"{row['perplexity']:,.2f}"
-
-
-def _samples(content: dict) -> list[str]:
-    prompt, settings = content["prompt"], content["sampling"]
-    source = f" ({prompt['source']})" if prompt["source"] else ""
-    parts = [
-        "## Samples",
-        f"The same prompt for all: the beginning of “{prompt['title']}”{source}, a validation document. Top-p "
-        f"{settings['top_p']:g}, temperature {settings['temperature']:g}, seed {settings['seed']}, up to "
-        f"{settings['new_tokens']} new tokens.",
-        fence(prompt["prompt"], "text"),
-        "How it really goes on:",
-        fence(prompt["continuation"].strip(), "text"),
-    ]
+def _evaluations(content: dict) -> list[str]:
+    names = list(content["study"]["evaluate"])
+    if not names:
+        return []
+    rows = []
     for variant in content["variants"]:
-        found = variant.get("sample")
-        if found:
-            text = f"No sample: {found['reason']}." if found["text"] is None else fence(found["text"].strip(), "text")
-            parts += [f"**{variant['name']}**", text]
-    return parts
+        found = [variant["evaluations"].get(name) for name in names]
+        rows.append([variant["name"], *(MISSING if one is None else f"{one['perplexity']:,.2f}" for one in found)])
+    return ["## Other evaluations", "Perplexities by evaluate_model.py.", markdown_table(["variant", *names], rows, left=1)]
 
 
-# --- what else there is to know ---------------------------------------------------------------------------------------
+def _figures(content: dict) -> list[str]:
+    figures = [f"![{title}]({file})" for file, title in content["figures"].items()]
+    gates = [f"- [{name}]({variant['folders'][name]}/gates.png): "
+             + ", ".join(f"layer {layer} {statistics.fmean(values):.3f}" for layer, values in layers.items())
+             for variant in content["variants"] for name, layers in variant["gates"].items()]  # fmt: skip
+    parts = ["## Figures", *figures]
+    return parts + (
+        ["Gates over the training, and the mean of sigmoid(gate) at its end:", "\n".join(gates)] if gates else []
+    )
 
 
-def _not_run(content: dict) -> list[str]:
-    lines = [f"- {name}: {reason}" for v in content["variants"] for name, reason in v["reasons"].items()]
+def _not_finished(content: dict) -> list[str]:
+    lines = [f"- {run['name']}: {run['status']}: {run['reason']}" for run in content["runs"] if run["reason"]]
     lines += [f"- {problem}" for problem in content["problems"]]
-    lines += [f"- {name}: not asked for" for name in content["not_asked_for"]]
-    seeds = {len(v["by_seed"]) for v in content["variants"] if "by_seed" in v}
-    if seeds == {1}:
-        lines.append("- one seed per variant: how much the losses vary with it was not measured")
-    if content["memory_budget_gib"] is None:
-        lines.append("- largest batch: `--largest_batch false`")
-    return ["## Not run", "\n".join(lines) if lines else "Nothing was left out."]
+    return ["## Not finished", "\n".join(dict.fromkeys(lines))] if lines else []
 
 
-def _origin(content: dict) -> list[str]:
-    versions = ", ".join(f"{name} {version}" for name, version in content["versions"].items())
-    hardware = sorted({variant["hardware"] for variant in content["variants"] if "hardware" in variant})
-    facts = [
-        f"Trained on {_and(hardware)}, {content['jobs']} run{'s' * (content['jobs'] != 1)} at a time with "
-        f"{content['threads']} CPU thread{'s' * (content['threads'] != 1)} each; measured on {content['hardware']}. "
-        f"{versions}. {content['date']}. The options of each run are in its `train.yaml`.",
-        "```bash\n" + "\n".join(content["commands"]) + "\n```",
-    ]
-    return ["## How it was made", *facts]
-
-
-def with_interval(interval: Interval, sign: str = "") -> str:
-    value, low, high = (format(number, f"{sign}.4f") for number in (interval.value, interval.low, interval.high))
+def shown(interval: dict | None, digits: int = 4, sign: str = "") -> str:
+    """`2.1520 (2.1000 to 2.2000)`."""
+    if interval is None:
+        return MISSING
+    value, low, high = (f"{interval[name]:{sign},.{digits}f}" for name in ("value", "low", "high"))
     return f"{value} ({low} to {high})"
 
 
-def _and(words) -> str:
-    words = list(words)
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
+def _bold_if(condition: bool, text: str) -> str:
+    return f"**{text}**" if condition else text

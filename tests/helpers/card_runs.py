@@ -5,13 +5,15 @@ import math
 
 from huggingface_hub import ModelCard
 
-import cards
-from cards import training as cards_training
+from cards.card import About
+from cards.run import Run
 
 GPT2 = {"model_type": "gpt2", "n_layer": 3, "n_embd": 96, "n_head": 6, "n_inner": None, "vocab_size": 517}
 GPT2 |= {"activation_function": "gelu_new", "n_positions": 40, "tie_word_embeddings": True}
 INFINI = GPT2 | {"model_type": "infini_gpt2", "segment_length": None, "n_segments": 5, "update_rule": "delta"}
-INFINI |= {"local_segments": 2, "memory_init": "learned", "layers": [0, 2], "position_encoding": "segment", "gate_init": 0.0}
+INFINI |= {"local_segments": 2, "layers": [0, 2], "position_encoding": "segment", "auto_map": {"AutoConfig": "x.X"}}
+OPTIONS = dict.fromkeys(("n_layer", "n_embd", "n_head", "segment_length", "n_segments", "update_rule", "layers"))
+OPTIONS |= {"learning_rate": 0.003, "schedule": "cosine", "precision": "bf16", "batch_size": 64, "seed": 5}
 RESULT = {
     "cross_entropy": 1.2345678,
     "perplexity": 3.4371,
@@ -24,53 +26,55 @@ RESULT = {
     "peak_rss_mib": 543.2,
     "gates": {},
     "data_fingerprint": "0123456789abcdef",
-    "options": {"learning_rate": 0.003, "gate_learning_rate": 0.01, "batch_size": 64, "epochs": None, "seed": 5}
-    | {"num_processes": 1},
+    "options": OPTIONS | {"gradient_accumulation": 2, "num_processes": 1},
     "command": "python /home/maria/src/recipes/train.py --data /home/maria/data/plays --out=/mnt/disk/runs/mha --use_cpu",
     "hardware": "8 CPU cores, Some CPU",
     "versions": {"hf_infini": "0.1.0", "torch": "2.13.0"},
     "date": "2026-11-20T10:11:12+00:00",
 }
-SAMPLES = {
-    "samples": [
-        {
-            "prompt": "O rei",
-            "method": "Top-k",
-            "arguments": {"do_sample": True, "top_k": 40, "max_new_tokens": 9},
-            "seed": 5,
-            "text": "first\n```\n---\n# no heading\n````",
-            "new_tokens": 8,
-        }
-    ]
+SAMPLE = {
+    "prompt": "O rei",
+    "arguments": {"do_sample": True, "top_k": 40, "max_new_tokens": 9},
+    "seed": 5,
+    "text": "first\n```\n---\n# no heading\n````\n{{ title }}",
 }
-
-
+ABOUT = About(name="a-model", load_from="user/a-model", language="pt", data_license="public domain")
 POSITIONS = [{"first": 1, "last": 1, "tokens": 5, "perplexity": 3.0}]
 POSITIONS += [{"first": 2, "last": 3, "tokens": 9, "perplexity": 2.5}]
-MEASURED = {"hardware": "1 x NVIDIA H200", "date": "2026-11-22T01:02:03+00:00"}
+MEASURED = {"hardware": "1 x NVIDIA H200", "date": "2026-11-22T01:02:03+00:00", "memory": "on", "model": "runs/mha"}
 
 
-def run_of(config=GPT2, **changes) -> cards.Run:
-    given = {"name": "a-model", "folder": "runs/mha", "config": config, "result": copy.deepcopy(RESULT)}
-    return cards.Run(**given | changes)
+def run_of(config=GPT2, **changes) -> Run:
+    return Run(**{"config": config, "result": copy.deepcopy(RESULT)} | changes)
 
 
 def evaluation(split, cross_entropy, tokens, **options) -> dict:
-    usual = {"data": "/home/maria/data/plays", "text": None, "length": None, "join": True, "precision": "float32"}
+    usual = {"task": "perplexity", "data": "/home/maria/data/plays", "text": None, "length": None, "join": True}
+    usual |= {"min_characters": 0, "max_tokens": None, "precision": "float32", "memory": "on", "separate_documents": False}
     options = usual | options
-    found = {"source": options["data"] or options["text"], "split": split, "length": options["length"] or 40}
-    found |= {"cross_entropy": cross_entropy, "perplexity": math.exp(cross_entropy), "tokens": tokens}
-    return found | {"options": options, "memory": "on", "by_position": POSITIONS, **MEASURED}
+    found = {"cross_entropy": cross_entropy, "perplexity": math.exp(cross_entropy), "tokens": tokens}
+    found |= {"options": options, "source": options["text"] or options["data"], "split": split, "by_position": POSITIONS}
+    fingerprint = None if options["text"] else RESULT["data_fingerprint"]
+    return MEASURED | found | {"memory": options["memory"], "data_fingerprint": fingerprint}
 
 
-def baseline(split, **changes) -> dict:
-    names = ("unigram", "bigram", "trigram", "4-gram")
-    rows = [
-        {"order": k, "name": name, "entropy": 2 - k / 2, "cross_entropy": 2.5 - k / 2, "perplexity": 9.0 + k}
-        for k, name in enumerate(names)
-    ]
-    orders = [row | {"tokens": 31_111} for row in rows]
-    return {"split": split, "training_tokens": 54_321, "orders": orders, **MEASURED} | changes
+def baseline(split) -> dict:
+    rows = [("unigram", 2.5, 10.0), ("bigram", 2.0, 9.0)]
+    orders = [{"name": name, "cross_entropy": loss, "perplexity": exp, "tokens": 31_111} for name, loss, exp in rows]
+    return MEASURED | {"split": split, "training_tokens": 54_321, "orders": orders}
+
+
+def cell(correct, **place) -> dict:
+    found = {"samples": 48, "correct": correct, "accuracy": correct / 48, "low": correct / 100, "high": correct / 48}
+    return place | found | {"cross_entropy": 2.5, "chance": 0.02}
+
+
+def recall(task, cells, memory="on") -> dict:
+    options = {"task": task, "samples": 48, "seed": 3, "precision": "float32"}
+    found = MEASURED | {"cells": cells, "options": options, "memory": memory, "source": None, "split": None}
+    if task == "passkey":
+        return found | {"source": "data/plays", "data_fingerprint": RESULT["data_fingerprint"], "split": "validation"}
+    return found | {"segment_length": 8, "data_fingerprint": None}
 
 
 def load(text: str, tmp_path) -> ModelCard:
@@ -79,21 +83,6 @@ def load(text: str, tmp_path) -> ModelCard:
 
 
 def cells(text: str) -> list[list[str]]:
-    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| ")]
-
-
-def options_of(run) -> dict[str, str]:
-    return dict(row for row in cells(cards_training.training_section(run)) if len(row) == 2)
-
-
-def cell(correct, **place) -> dict:
-    found = {"samples": 48, "correct": correct, "accuracy": correct / 48, "low": correct / 100, "high": correct / 48 + 0.01}
-    return {**place, **found, "cross_entropy": 2.5 - correct / 48}
-
-
-def recall(task, found, memory="on", **options) -> dict:
-    options = {"task": task, "data": None, "samples": 48, "seed": 3, "precision": "float32"} | options
-    content = {"cells": found, "options": options, "memory": memory, "source": None, "split": None, **MEASURED}
-    if task == "passkey":
-        return content | {"source": "data/plays", "data_fingerprint": RESULT["data_fingerprint"], "split": "validation"}
-    return content | {"segment_length": 8}
+    """The cells of all tables but for the rules."""
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| ")]
+    return [row for row in rows if set("".join(row)) - set("-:")]

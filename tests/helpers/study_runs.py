@@ -1,13 +1,65 @@
-"""The arguments of a study at toy size."""
+"""A study at toy size: its file, the command line that runs it, and its commands without the time that processes need."""
 
-STEPS = 40
-FLAGS = ["--n_layer", 2, "--n_embd", 32, "--n_head", 2, "--segment_length", 16, "--eval_steps", 10, "--save_steps", 4]
-FLAGS += ["--use_cpu", "--precision", "float32", "--data_prose_filter", "false", "--data_context", 64]
-FLAGS += ["--data_validation", 0.2]
+import contextlib
+import json
+import os
+import sys
+import traceback
+from pathlib import Path
+from unittest import mock
+
+from cli import FAILURE_FILE
+from running import load_recipe, sample_text
+from studies.processes import outcome
+
+STEPS = 12
+STUDY = """
+data: {vocab_size: 300, context: 64, validation: 0.2}
+train: {n_layer: 2, n_embd: 32, n_head: 2, batch_size: 4, gradient_accumulation: 1, max_steps: 12, eval_steps: 4,
+        save_steps: 4, use_cpu: true, precision: float32}
+variants:
+  s1: {attention: self}
+  best: {attention: infini, segment_length: 16, position_encoding: rope}
+  letters: {attention: self, data: {fraction: 0.6, tokenizer: characters}}
+  nowhere: {attention: self, data: {tokenizer: no/such_tokenizer}}
+  odd: {n_head: 3}
+evaluate: {long: {length: 512, min_characters: 500, device: cpu}}
+"""
 
 
-def arguments(base, *options, variants=("s1", "best"), flags=()) -> list[str]:
-    own = ["--scale", "mini", "--source", base / "text.jsonl", "--out", base / "out", "--max_steps", STEPS]
-    own += ["--variants", *variants, "--largest_batch", "false", "--state_tokens", 32, 256, "--new_tokens", 20]
-    own += ["--long_characters", 500, "--long_length", 512, "--prompt_words", 8, *options]
-    return [*map(str, own), "--", *map(str, [*FLAGS, "--data_vocab_size", 300, *flags])]
+def write_study(base) -> None:
+    """The file of the study and its corpus."""
+    lines = sample_text().splitlines()
+    texts = ["\n".join(lines[start : start + 30]) for start in range(0, len(lines), 30)]
+    rows = [json.dumps({"id": f"{number:03}", "text": text}) + "\n" for number, text in enumerate(texts)]
+    (base / "text.jsonl").write_text("".join(rows), encoding="utf-8")
+    (base / "toy.yaml").write_text(STUDY, encoding="utf-8")
+
+
+def arguments(base, *options) -> list[str]:
+    words = ["--study", base / "toy.yaml", "--source", base / "text.jsonl", "--out", base / "out", *options]
+    return [*map(str, words)]
+
+
+def run_here(tasks, title, jobs=1, threads=1) -> None:
+    """Stands in for `studies.processes.run_tasks`: every command in this process, one after the other."""
+    for task in tasks:
+        task.log.parent.mkdir(parents=True, exist_ok=True)
+        name, status = Path(task.command[1]).stem, 0
+        with (
+            open(task.log, "w", encoding="utf-8") as log,
+            contextlib.redirect_stdout(log),
+            contextlib.redirect_stderr(log),
+            mock.patch.object(sys, "argv", task.command[1:]),
+            mock.patch.dict(os.environ, {FAILURE_FILE: str(task.failure)}),
+        ):
+            try:
+                load_recipe(name).main()
+            except SystemExit as stopped:
+                status = stopped.code
+            except Exception:
+                traceback.print_exc()
+                status = 1
+        failure = json.loads(task.failure.read_text(encoding="utf-8")) if task.failure.is_file() else None
+        task.failure.unlink(missing_ok=True)
+        task.status, task.reason = outcome(status, failure, task.log.read_text(encoding="utf-8"))

@@ -15,7 +15,8 @@ from cases import (
     random_state,
 )
 from hf_infini import InfiniState, infini_attention, naive_infini_attention
-from hf_infini.features import FEATURE_MAPS, elu_features, exp_features
+from hf_infini.memory import FEATURE_MAPS, exp_features
+from hf_infini.naive import attend_by_segments
 
 RULES = ("linear", "delta")
 # Both sides round every step in float32 and add in different orders.
@@ -33,73 +34,62 @@ def plain_case(batch=2, heads=2, kv_heads=2, tokens=24, width=4, dtype=torch.flo
 
 @pytest.fixture(params=[(1, 2), (2**20, 128)], ids=["smallest groups and tiles", "one group"])
 def sizes(request, monkeypatch):
-    monkeypatch.setitem(hf_infini.groups.GROUP_ELEMENTS, "cpu", request.param[0])
-    monkeypatch.setattr(hf_infini.local, "TILE", request.param[1])
+    monkeypatch.setitem(hf_infini.attention.GROUP_ELEMENTS, "cpu", request.param[0])
+    monkeypatch.setattr(hf_infini.window, "TILE", request.param[1])
 
 
 @pytest.mark.parametrize("seed", range(40))
 def test_equals_the_naive_reference_in_float32(seed, sizes):
     case = random_case(seed)
-    output, state, slopes = gradients(case, infini_attention)
-    wanted, wanted_state, wanted_slopes = gradients(case, naive_infini_attention)
+    output, state, found = gradients(case, infini_attention)
+    wanted, wanted_state, wanted_gradients = gradients(case, naive_infini_attention)
     torch.testing.assert_close(output, wanted, rtol=FLOAT32, atol=FLOAT32)
     assert_same_state(state, wanted_state, FLOAT32)
-    assert_same_gradients(slopes, wanted_slopes, FLOAT32_GRADIENT)
+    assert_same_gradients(found, wanted_gradients, FLOAT32_GRADIENT)
 
 
 @pytest.mark.parametrize("seed", range(100, 140))
 def test_does_not_depend_on_how_the_input_is_cut(seed, sizes):
     case = random_case(seed, dtype=torch.float64)
     cuts = random_cuts(seed, case.query.shape[2]) if case.query.shape[2] > 1 else []
-    output, state, slopes = gradients(case, infini_attention, cuts)
-    wanted, wanted_state, wanted_slopes = gradients(case, naive_infini_attention)
+    output, state, found = gradients(case, infini_attention, cuts)
+    wanted, wanted_state, wanted_gradients = gradients(case, naive_infini_attention)
     torch.testing.assert_close(output, wanted, rtol=FLOAT64, atol=FLOAT64)
     assert_same_state(state, wanted_state, FLOAT64)
-    assert_same_gradients(slopes, wanted_slopes, FLOAT64)
+    assert_same_gradients(found, wanted_gradients, FLOAT64)
 
 
 @pytest.mark.parametrize("seed", range(200, 224))
 def test_start_state_and_its_gradient(seed):
     case = random_case(seed, dtype=torch.float64)
     cuts = random_cuts(seed, case.query.shape[2]) if case.query.shape[2] > 1 else []
-    output, state, slopes = gradients(case, infini_attention, cuts, random_state(case, seed))
-    wanted, wanted_state, wanted_slopes = gradients(case, naive_infini_attention, (), random_state(case, seed))
+    output, state, found = gradients(case, infini_attention, cuts, random_state(case, seed))
+    wanted, wanted_state, wanted_gradients = gradients(case, naive_infini_attention, (), random_state(case, seed))
     torch.testing.assert_close(output, wanted, rtol=FLOAT64, atol=FLOAT64)
     assert_same_state(state, wanted_state, FLOAT64)
-    assert_same_gradients(slopes, wanted_slopes, FLOAT64)
+    assert_same_gradients(found, wanted_gradients, FLOAT64)
 
 
 @pytest.mark.parametrize("tokens", [15, 18, 20])
 def test_short_segments_joined_to_steps(tokens, sizes):
     """Segments of 3 and heads 8 wide: steps of three segments, of which the last is full or not."""
     case = plain_case(tokens=tokens, width=8, segment_length=3)
-    output, state, slopes = gradients(case, infini_attention)
-    wanted, wanted_state, wanted_slopes = gradients(case, naive_infini_attention)
+    output, state, found = gradients(case, infini_attention)
+    wanted, wanted_state, wanted_gradients = gradients(case, naive_infini_attention)
     torch.testing.assert_close(output, wanted, rtol=FLOAT64, atol=FLOAT64)
     assert_same_state(state, wanted_state, FLOAT64)
-    assert_same_gradients(slopes, wanted_slopes, FLOAT64)
+    assert_same_gradients(found, wanted_gradients, FLOAT64)
 
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("length", [3, 4, 16])
-def test_equals_a_loop_over_segments(rule, length):
-    """A third way to compute it: the equations segment by segment, as papers print them."""
+def test_loop_over_segments_token_by_token_and_all_at_once_agree(rule, length):
+    """Three ways to compute it: as the paper prints the equations, the full reference, and the fast function."""
     case = plain_case(tokens=21, segment_length=length, update_rule=rule)
-    memory = torch.zeros(2, 2, 4, 4, dtype=torch.float64)
-    normaliser = torch.zeros(2, 2, 4, dtype=torch.float64)
-    outputs = []
-    share = torch.sigmoid(case.gate)[:, None, None]
-    parts = [tensor.split(length, 2) for tensor in (case.query, case.key, case.value)]
-    for number, (query, key, value) in enumerate(zip(*parts, strict=True)):
-        local = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        read = elu_features(query) @ memory / (elu_features(query) @ normaliser.unsqueeze(-1) + 1e-6)
-        outputs.append(local if number == 0 else share * read + (1 - share) * local)
-        features = elu_features(key)
-        if rule == "delta":
-            value = value - features @ memory / (features @ normaliser.unsqueeze(-1) + 1e-6)
-        memory = memory + features.transpose(2, 3) @ value
-        normaliser = normaliser + features.sum(2)
-    torch.testing.assert_close(case.call(infini_attention)[0], torch.cat(outputs, 2), rtol=FLOAT64, atol=FLOAT64)
+    segments = zip(*(tensor.split(length, 2) for tensor in (case.query, case.key, case.value)), strict=True)
+    wanted = attend_by_segments(segments, case.gate, rule)
+    for function in (naive_infini_attention, infini_attention):
+        torch.testing.assert_close(case.call(function)[0], wanted, rtol=FLOAT64, atol=FLOAT64)
 
 
 @pytest.mark.parametrize(("rule", "answers"), [("linear", (1.0, 3.0)), ("delta", (0.5, 2.0))])
@@ -187,8 +177,8 @@ def test_packed_documents_are_rows_of_their_own(rule, local_segments):
         separate.append(infini_attention(*parts, own_leaves[3], 4, update_rule=rule, local_segments=local_segments))
     wanted = torch.cat(separate, 2)
     torch.testing.assert_close(output, wanted, rtol=FLOAT64, atol=FLOAT64)
-    slopes = torch.autograd.grad(output.sin().sum(), leaves)
-    assert_same_gradients(slopes, torch.autograd.grad(wanted.sin().sum(), own_leaves), FLOAT64)
+    found = torch.autograd.grad(output.sin().sum(), leaves)
+    assert_same_gradients(found, torch.autograd.grad(wanted.sin().sum(), own_leaves), FLOAT64)
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -199,10 +189,10 @@ def test_causal_and_not_detached(rule, local_segments):
     leaves = case.leaves()
     output = case.call(infini_attention, leaves)[0]
     for token in (0, 3, 4, 11, 19):
-        slopes = torch.autograd.grad(output[:, :, token].sum(), leaves[:3], retain_graph=True)
-        assert all(bool((slope[:, :, token + 1 :] == 0).all()) for slope in slopes)
-        first = slopes[2:] if token == 0 else slopes[1:]  # a softmax over one key does not depend on the key
-        assert all(bool((slope[:, :, 0] != 0).any()) for slope in first)
+        found = torch.autograd.grad(output[:, :, token].sum(), leaves[:3], retain_graph=True)
+        assert all(bool((gradient[:, :, token + 1 :] == 0).all()) for gradient in found)
+        first = found[2:] if token == 0 else found[1:]  # a softmax over one key does not depend on the key
+        assert all(bool((gradient[:, :, 0] != 0).any()) for gradient in first)
 
 
 def test_grouped_heads_are_interleaved():
@@ -219,12 +209,12 @@ def test_gradients_in_bfloat16(seed, sizes):
     """The reference has the same rounded inputs in float64. What is left is the rounding of scores, weights and products to
     8 bits, 0.4 % each time; gradients are sums of some ten of them."""
     case = random_case(seed, dtype=torch.bfloat16)
-    _, _, slopes = gradients(case, infini_attention)
+    _, _, found = gradients(case, infini_attention)
     for name in ("query", "key", "value", "gate"):
         setattr(case, name, getattr(case, name).double())
     case.options |= {name: case.options[name].double() for name in ("memory_query", "memory_key") if name in case.options}
     _, _, wanted = gradients(case, naive_infini_attention)
-    assert_same_gradients([slope.double() for slope in slopes], wanted, 0.04)
+    assert_same_gradients([gradient.double() for gradient in found], wanted, 0.04)
 
 
 @pytest.mark.parametrize("seed", range(300, 312))
@@ -259,8 +249,8 @@ def test_scores_beyond_the_range_of_float16(options, autocast, cuts, sizes):
     leaves = case.leaves()
     with torch.autocast("cpu", torch.float16, enabled=autocast):
         output, _ = case.call(infini_attention, leaves, cuts)
-    slopes = torch.autograd.grad(output.float().sum(), leaves)
-    assert all(bool(slope.isfinite().all()) for slope in slopes)
+    found = torch.autograd.grad(output.float().sum(), leaves)
+    assert all(bool(gradient.isfinite().all()) for gradient in found)
     case.query, case.key, case.value = (tensor.double() for tensor in (query, key, value))
     case.options["dropout"] = 0.0
     wanted, _ = case.call(naive_infini_attention)
@@ -333,7 +323,7 @@ def test_no_tokens_give_no_output_and_leave_the_state_as_it_was(batch, tokens, o
     output, state = case.call(infini_attention, leaves)
     wanted = F.scaled_dot_product_attention(*leaves[:3], enable_gqa=True)
     assert output.shape == wanted.shape and output.dtype == wanted.dtype
-    assert all(bool((slope == 0).all()) for slope in torch.autograd.grad(output.sum(), leaves))
+    assert all(bool((gradient == 0).all()) for gradient in torch.autograd.grad(output.sum(), leaves))
     fresh = InfiniState.initial(case.key, case.value, 5, options.get("local_segments", 0))
     assert_same_state(state, fresh, 0)
     _, later = plain_case(batch=batch, heads=4, tokens=7, dtype=torch.float32, **options).call(infini_attention)

@@ -189,7 +189,8 @@ def test_infini_is_the_naive_function(score, position, kept, rule):
     x = inputs(tokens=19)
 
     def by_tokens(x):
-        arguments = module.infini_arguments(x, None)
+        tokens, scaling = module.infini_projections(x, None)
+        arguments = {**tokens._asdict(), "scaling": scaling}
         heads = naive_infini_attention(
             **arguments, gate=module.gate(), segment_length=4, local_segments=kept, update_rule=rule
         )
@@ -205,10 +206,10 @@ def test_infini_is_the_naive_function(score, position, kept, rule):
 
 def test_infini_memory_reads_keys_without_positions():
     module, x = attention(attention="infini", segment_length=4, position_encoding="rope"), inputs()
-    arguments = module.infini_arguments(x, torch.arange(9).unsqueeze(0))
+    tokens, _ = module.infini_projections(x, torch.arange(9).unsqueeze(0))
     plain = module.W_key(x).unflatten(-1, (3, 4)).transpose(1, 2)
-    assert torch.equal(arguments["memory_key"], plain)
-    assert not torch.allclose(arguments["key"][:, :, 1:], plain[:, :, 1:])
+    assert torch.equal(tokens.memory_key, plain)
+    assert not torch.allclose(tokens.key[:, :, 1:], plain[:, :, 1:])
 
 
 def test_dropout_drops_weights_in_training_only():

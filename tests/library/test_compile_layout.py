@@ -10,8 +10,12 @@ import torch._inductor.config
 from cases import assert_same_gradients, assert_same_state, gradients, random_case, random_cuts, random_state
 from hf_infini import infini_attention, naive_infini_attention
 from hf_infini.attention import attend
+from hf_infini.decoding import graph_step_layout
+from hf_infini.layout import Call
+from hf_infini.memory import MemoryRule
 from hf_infini.segments import restarts, segment_layout
-from hf_infini.steps import tensor_step
+from hf_infini.state import Projections
+from hf_infini.window import Softmax
 
 # In float64 two orders of adding differ by about 1e-15 a step: what is left would be a mistake.
 FLOAT64 = 1e-9
@@ -29,8 +33,10 @@ def bounded_attention(query, key, value, gate, segment_length, *, state=None, lo
         return infini_attention(query, key, value, gate, segment_length, **sizes, **masks, **options)
     real, position_ids = masks["attention_mask"], masks["position_ids"]
     restart = None if position_ids is None else restarts(position_ids, real, state)
-    layout = tensor_step(state, real, restart, position_ids, masks["memory_mask"], segment_length, local_segments)
-    return attend(query, key, value, gate, layout, state=state, **options)[:2]
+    call = Call(batch, 1, segment_length, local_segments, real, position_ids, masks["memory_mask"], state, query.device)
+    rule = MemoryRule(**{name: options[name] for name in ("update_rule", "feature_map", "denominator")})
+    projections = Projections(query, key, value, options.get("memory_query"), options.get("memory_key"))
+    return attend(projections, gate, graph_step_layout(call, restart), rule, Softmax(), state)[:2]
 
 
 @pytest.mark.parametrize("seed", range(500, 560))
@@ -39,11 +45,11 @@ def test_equals_the_naive_reference_however_it_is_cut(seed):
     tokens = case.query.shape[2]
     cuts = range(1, tokens) if seed % 3 == 0 else random_cuts(seed, tokens) if tokens > 1 else []
     start = random_state(case, seed) if seed % 2 else None
-    output, state, slopes = gradients(case, bounded_attention, cuts, start)
-    wanted, wanted_state, wanted_slopes = gradients(case, naive_infini_attention, (), start)
+    output, state, found = gradients(case, bounded_attention, cuts, start)
+    wanted, wanted_state, wanted_gradients = gradients(case, naive_infini_attention, (), start)
     torch.testing.assert_close(output, wanted, rtol=FLOAT64, atol=FLOAT64)
     assert_same_state(state, wanted_state, FLOAT64)
-    assert_same_gradients(slopes, wanted_slopes, FLOAT64)
+    assert_same_gradients(found, wanted_gradients, FLOAT64)
 
 
 @pytest.mark.parametrize("length", [1, 2, 5, 8])

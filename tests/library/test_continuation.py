@@ -305,7 +305,7 @@ def test_a_memory_file_has_nothing_of_a_step_that_failed(model, tmp_path):
 def test_a_cache_with_other_rows_than_the_call_is_refused(model, rows, batch, tokens):
     with torch.no_grad():
         cache = model(token_ids(rows, 9), use_cache=True).past_key_values
-        message = f"past_key_values has {rows} rows, and this call has {batch}: repeat .* batch_repeat_interleave"
+        message = f"this call has {batch} rows and the cache {rows}: repeat .* batch_repeat_interleave"
         with pytest.raises(ValueError, match=message):
             model(token_ids(batch, tokens), past_key_values=cache)
 

@@ -142,7 +142,7 @@ def test_a_token_weighs_what_its_input_says(update_rule, position_encoding):
     model = convolved(feature_map="exp", **options)
     attention, inputs = model.transformer.h[0].attn, torch.randn(2, 50, 32, dtype=torch.float64)
     layout = segment_layout(2, 50, 8, 1)
-    tensors, _ = attention.project(inputs, layout)
+    tensors = attention.project(inputs, layout)[0]._asdict()
     added, _ = short_convolution(inputs, attention.memory_conv, layout, inputs.new_zeros(2, 2, 32))
     weights = torch.einsum("btc,hc->bht", inputs + added, attention.memory_write).exp()
     unturned = attention.c_attn(inputs + added)[..., 32:64].unflatten(-1, (4, 8)).transpose(1, 2)
@@ -199,11 +199,9 @@ def test_special_tokens_are_not_written_into_the_memory(rule, local_segments, mo
     in_padding = model(padded, attention_mask=mask).logits[mask == 1]
     torch.testing.assert_close(in_padding, output.flatten(0, 1), rtol=FLOAT64, atol=FLOAT64)
 
-    def naive(query, key, value, gate, layout, **options):
-        names = ("update_rule", "scaling")
-        attended = naive_infini_attention(
-            query, key, value, gate, 8, local_segments=local_segments, memory_mask=ids != 0, **{n: options[n] for n in names}
-        )
+    def naive(tokens, gate, layout, rule, softmax, *arguments, **options):
+        options = {"update_rule": rule.update_rule, "scaling": softmax.scaling, "memory_mask": ids != 0}
+        attended = naive_infini_attention(*tokens[:3], gate, 8, local_segments=local_segments, **options)
         return attended, None, None
 
     monkeypatch.setattr(modeling, "attend", naive)

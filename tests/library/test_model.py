@@ -19,22 +19,22 @@ from models import SIZES, gpt2, infini_gpt2, token_ids
 FLOAT32 = 1e-5  # of logits of size 1 to 10: rounding in another order of additions
 
 
-def naive_attend(query, key, value, gate, layout, **options):
+def naive_attend(tokens, gate, layout, rule, softmax, state, **options):
     """Stands in for the fast function inside a model; covers uncached calls without padding or packing."""
     output, state = naive_infini_attention(
-        query,
-        key,
-        value,
+        tokens.query,
+        tokens.key,
+        tokens.value,
         gate,
         layout.segment_length,
         local_segments=layout.local_segments,
-        update_rule=options["update_rule"],
-        feature_map=options["feature_map"],
-        denominator=options["denominator"],
-        state=options["state"],
-        memory_query=options["memory_query"],
-        memory_key=options["memory_key"],
-        scaling=options["scaling"],
+        update_rule=rule.update_rule,
+        feature_map=rule.feature_map,
+        denominator=rule.denominator,
+        state=state,
+        memory_query=tokens.memory_query,
+        memory_key=tokens.memory_key,
+        scaling=softmax.scaling,
         return_state=True,
     )
     return output, state, None

@@ -5,7 +5,10 @@ import torch
 
 from cases import random_case, random_cuts
 from hf_infini.attention import attend
+from hf_infini.memory import MemoryRule
 from hf_infini.segments import segment_layout
+from hf_infini.state import Projections
+from hf_infini.window import Softmax
 from models import causal_mha, infini_gpt2, token_ids
 
 
@@ -38,16 +41,15 @@ def test_layers_of_full_attention_need_the_eager_implementation(layers):
 def with_weights(case, cuts):
     """The outputs of [`attend`] in calls between the cuts, and the weights of each call."""
     options, state, edges = dict(case.options), None, [0, *cuts, case.query.shape[2]]
-    memory = {name: options.pop(name) for name in ("memory_query", "memory_key") if name in options}
+    tensors = (case.query, case.key, case.value, options.pop("memory_query", None), options.pop("memory_key", None))
     of_tokens = {name: options.pop(name, None) for name in ("attention_mask", "position_ids", "memory_mask")}
     kept, outputs, weights = options.pop("local_segments"), [], []
     for begin, end in zip(edges, edges[1:], strict=False):
         now = {name: None if tensor is None else tensor[:, begin:end] for name, tensor in of_tokens.items()}
         layout = segment_layout(len(case.query), end - begin, case.segment_length, kept, state=state, **now)
-        pieces = [tensor[:, :, begin:end] for tensor in (case.query, case.key, case.value)]
-        extra = {name: tensor[:, :, begin:end] for name, tensor in memory.items()}
-        call = {**options, **extra, "state": state, "return_state": True, "return_weights": True}
-        output, state, weight = attend(*pieces, case.gate, layout, **call)
+        pieces = Projections(*(None if tensor is None else tensor[:, :, begin:end] for tensor in tensors))
+        call = {"softmax": Softmax(written_out=True), "return_state": True, "return_weights": True}
+        output, state, weight = attend(pieces, case.gate, layout, MemoryRule(**options), state=state, **call)
         weight.retain_grad()
         outputs.append(output)
         weights.append(weight)
@@ -56,15 +58,15 @@ def with_weights(case, cuts):
 
 @pytest.mark.parametrize("seed", range(40))
 def test_a_gradient_reaches_the_weights(seed):
-    """Output = share · memory + (1 − share) · weights · values, so the slope of a weight is its value's, times 1 − share."""
+    """Output = share · memory + (1 − share) · weights · values, so a weight's gradient is its value's times 1 − share."""
     case = random_case(seed, torch.float64)
-    if case.options["normaliser"] == "shared":
+    if case.options["denominator"] == "shared":
         case.gate = torch.full_like(case.gate, -80.0)  # else the share depends on what the memory finds
     for tensor in (case.query, case.key, case.value):
         tensor.requires_grad_()
     output, weights = with_weights(case, random_cuts(seed, case.query.shape[2]) if case.query.shape[2] > 1 else [])
-    slope = torch.randn_like(output)
-    (output * slope).sum().backward()
+    upstream = torch.randn_like(output)
+    (output * upstream).sum().backward()
     weights, found = torch.cat([w.detach() for w in weights], 2), torch.cat([w.grad for w in weights], 2)
     value = case.value.detach().repeat_interleave(case.query.shape[1] // case.key.shape[1], 1)
     length, kept = case.segment_length, case.options["local_segments"]
@@ -85,7 +87,7 @@ def test_a_gradient_reaches_the_weights(seed):
             torch.testing.assert_close(weights[row, :, token, slots].sum(-1), torch.ones(value.shape[1]).double())
             written = [token for token in document[: max(first, 0)] if memory_mask is None or memory_mask[row, token]]
             share = torch.sigmoid(case.gate) if written else torch.zeros_like(case.gate)
-            wanted = (1 - share)[:, None] * (value[row][:, keys] * slope[row, :, token, None]).sum(-1)
+            wanted = (1 - share)[:, None] * (value[row][:, keys] * upstream[row, :, token, None]).sum(-1)
             # float64, sums of up to 9 products
             torch.testing.assert_close(found[row, :, token, slots], wanted, rtol=1e-9, atol=1e-9)
 

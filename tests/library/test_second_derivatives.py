@@ -8,13 +8,22 @@ import torch
 from torch.autograd import gradgradcheck
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-import hf_infini.local
+import hf_infini.attention
+import hf_infini.window
 from cases import assert_same_gradients, random_case, random_cuts
 from hf_infini import infini_attention, naive_infini_attention
-from hf_infini.features import elu_features, exp_features
-from hf_infini.gather import gather
-from hf_infini.local import local_attention
-from hf_infini.memory import Borders, Within, delta_states, linear_states, mix, read_memory
+from hf_infini.layout import gather
+from hf_infini.memory import (
+    Borders,
+    Within,
+    delta_states,
+    elu_features,
+    exp_features,
+    linear_states,
+    mix,
+    read_memory,
+)
+from hf_infini.window import Softmax, window_attention
 
 # In float64 two orders of adding differ by about 1e-15 a step: what is left would be a mistake.
 FLOAT64 = 1e-9
@@ -30,7 +39,8 @@ def positive(*shape):
 
 def states_of(make, borders, *tensors):
     keys, value, memory, normaliser, *start = tensors
-    return tuple(make(keys, value, memory, normaliser, tuple(start), borders, *([0.1] if make is delta_states else [])))
+    options = {"eps": 0.1} if make is delta_states else {}
+    return tuple(make(keys, value, memory, normaliser, tuple(start), borders, **options))
 
 
 # Two steps; the second document begins with the second
@@ -75,24 +85,24 @@ def test_each_function_by_finite_differences(name):
 @pytest.mark.parametrize("log_sum", [False, True])
 @pytest.mark.parametrize("width", [3, 6])
 def test_tiles_by_finite_differences(log_sum, width, monkeypatch):
-    monkeypatch.setattr(hf_infini.local, "TILE", 2)
+    monkeypatch.setattr(hf_infini.window, "TILE", 2)
     torch.manual_seed(0)
     mask = None if width == 3 else torch.ones(1, 1, 1, 1, 3, 6, dtype=torch.bool).tril(3)
 
     def attend(query, key, value):
-        result = local_attention(query, key, value, mask, scaling=0.7, return_log_sum=log_sum)
-        return (result.output, result.log_sum) if log_sum else result.output
+        output, found = window_attention(query, key, value, mask, Softmax(scaling=0.7), log_sum)
+        return (output, found) if log_sum else output
 
     assert gradgradcheck(attend, [normal(1, 1, 1, 1, 3, 2), normal(1, 1, 1, 1, width, 2), normal(1, 1, 1, 1, width, 2)])
 
 
-def slopes_of_slopes(case, function, cuts=()):
+def gradients_of_gradients(case, function, cuts=()):
     """Every input's gradient of a function of all first gradients."""
     leaves = case.leaves()
     output, state = case.call(function, leaves, cuts)
     total = output.sin().sum() + state.memory.sin().sum() + state.normaliser.sin().sum()
     first = torch.autograd.grad(total + sum(leaf.sum() * 0 for leaf in leaves), leaves, create_graph=True)
-    second = sum(slope.square().sum() for slope in first) + sum(leaf.sum() * 0 for leaf in leaves)
+    second = sum(gradient.square().sum() for gradient in first) + sum(leaf.sum() * 0 for leaf in leaves)
     return torch.autograd.grad(second, leaves)
 
 
@@ -100,13 +110,13 @@ def slopes_of_slopes(case, function, cuts=()):
 @pytest.mark.parametrize("sizes", [(1, 2), (2**20, 128)], ids=["smallest groups and tiles", "one group"])
 def test_the_whole_equals_the_naive_reference(seed, sizes, monkeypatch):
     """Whose every step autograd takes apart by itself: any options, padding, packing, calls cut anywhere."""
-    monkeypatch.setitem(hf_infini.groups.GROUP_ELEMENTS, "cpu", sizes[0])
-    monkeypatch.setattr(hf_infini.local, "TILE", sizes[1])
+    monkeypatch.setitem(hf_infini.attention.GROUP_ELEMENTS, "cpu", sizes[0])
+    monkeypatch.setattr(hf_infini.window, "TILE", sizes[1])
     case = random_case(seed, dtype=torch.float64)
     tokens = case.query.shape[2]
     with sdpa_kernel(SDPBackend.MATH):
-        slopes = slopes_of_slopes(case, infini_attention, random_cuts(seed, tokens) if tokens > 1 else [])
-    assert_same_gradients(slopes, slopes_of_slopes(case, naive_infini_attention), FLOAT64)
+        gradients = gradients_of_gradients(case, infini_attention, random_cuts(seed, tokens) if tokens > 1 else [])
+    assert_same_gradients(gradients, gradients_of_gradients(case, naive_infini_attention), FLOAT64)
 
 
 def test_with_dropout():
@@ -124,6 +134,6 @@ def test_with_dropout():
 def test_a_fused_kernel_says_that_it_has_none():
     query, key, value = (normal(1, 2, 64, 64) for _ in range(3))
     output = infini_attention(query, key, value, torch.zeros(2, dtype=torch.float64), 32)
-    (slope,) = torch.autograd.grad(output.square().sum(), query, create_graph=True)
+    (gradient,) = torch.autograd.grad(output.square().sum(), query, create_graph=True)
     with pytest.raises(RuntimeError, match="scaled_dot_product_flash_attention.* is not implemented"):
-        torch.autograd.grad(slope.square().sum(), query)
+        torch.autograd.grad(gradient.square().sum(), query)

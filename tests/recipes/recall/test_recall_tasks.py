@@ -172,7 +172,7 @@ def test_files_lie_in_the_model_s_folder_and_are_no_perplexities_of_it(base, tmp
     evaluate_model.main([*options, "--text", str(texts(base)), "--length", "64", "--max_tokens", "64"])
     names = {file.name for file in folder.glob("*memory_off*")}
     assert names == {f"{name}_memory_off.{suffix}" for name in ("facts", "perplexity") for suffix in ("json", "png")}
-    assert not list(folder.glob("evaluation*"))  # which write_card.py would take for the model as it is
+    assert not list(folder.glob("evaluation*"))  # the name of what is measured on the model as it is
 
 
 def test_facts_of_a_random_model(base, capsys):

@@ -1,0 +1,344 @@
+"""The layout of a call: which token lies in which segment and slot. [`segment_layout`] in segments.py makes it once per
+forward, and the layers share it; they see one interface, [`Layout`].
+
+    token t of a document → segment t // L, slot t mod L
+
+The *grid* of a row is its list of segments in order, each with `slots` places. Tokens fill the slots of a segment from the
+first on, so a causal mask inside the segment is all that padding needs. A call that continues a state begins its grid with
+the segments of the window. Two forms hold the same thing: [`PlainLayout`], where the rows agree and hold one document each,
+is a reshape; [`IndexedLayout`], for padding, packed documents and rows of different lengths, is a gather. One more token for
+every row needs no grid: [`StepLayout`] in decoding.py.
+"""
+
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .memory import Borders
+from .state import InfiniState
+
+
+class Call(NamedTuple):
+    """What a layout is made of: the arguments of [`segment_layout`], with masks as bool and `real` for `attention_mask`."""
+
+    batch: int
+    tokens: int
+    segment_length: int
+    local_segments: int
+    real: Tensor | None
+    position_ids: Tensor | None
+    memory_mask: Tensor | None
+    state: InfiniState | None
+    device: torch.device | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """What is known of every call.
+
+    Attributes:
+        segment_length: `L`, in tokens; local_segments: `w`.
+        positions: `[batch or 1, tokens]`, number of each token within its document.
+        tokens_seen, last_position, memory_tokens: `[batch]` after this call, as in [`InfiniState`].
+        real, restart: `[batch, tokens]` bool, which tokens are no padding, and which begin a document; `None`: all, none.
+        next_skipped: `[batch, (w + 1) * L]` bool, which tokens of the next state's window never reach the memory; `None`:
+            all do.
+        one_token: whether this is a [`StepLayout`].
+    """
+
+    one_token: ClassVar[bool] = False
+    segment_length: int
+    local_segments: int
+    positions: Tensor
+    tokens_seen: Tensor
+    last_position: Tensor
+    memory_tokens: Tensor | None = None
+    real: Tensor | None = None
+    restart: Tensor | None = None
+    next_skipped: Tensor | None = None
+
+    @property
+    def order(self) -> tuple[Tensor, Tensor]:
+        """Where `real` is given: `[batch, tokens]`, which of its row's real tokens each is (that of padding means nothing,
+        but lies in range), and `[batch, tokens]`, in which column the row's r-th real token is (0 where there are fewer)."""
+        # A graph cannot take the lock of Python 3.11's cached_property, and finds by itself what was computed before
+        return self._new_order() if torch.compiler.is_compiling() else self._cached_order
+
+    @functools.cached_property
+    def _cached_order(self) -> tuple[Tensor, Tensor]:
+        return self._new_order()
+
+    def _new_order(self) -> tuple[Tensor, Tensor]:
+        batch, tokens = self.real.shape
+        rank = (self.real.cumsum(1) - 1).clamp(min=0)
+        columns = torch.arange(tokens, device=self.real.device).expand(batch, tokens)
+        place = torch.zeros(batch, tokens + 1, dtype=torch.long, device=self.real.device)
+        # One place more takes the padding, cut off again
+        place = place.scatter(1, torch.where(self.real, rank, tokens), columns)
+        return rank, place[:, :tokens]
+
+
+class Group(NamedTuple):
+    """The segments `begin … end` of a grid, and what reading and writing them needs.
+
+    The memory takes in a segment when it leaves the window, `w` segments later: `written` and `borders` are of the grid
+    delayed by so many.
+
+    Attributes:
+        mask: `[B or 1, s, C, W]` bool, which slots of its window each query sees; `None`: a full window up to its own.
+        written: `[B or 1, s, C]` bool, which slots of the delayed grid the memory takes in; `None`: all.
+        filled: `[B, s]` bool, whether the memory holds any token of the document when a segment reads it; `None`: it does.
+        borders: where the memory starts again among the delayed segments; `None` without packed documents.
+    """
+
+    begin: int
+    end: int
+    mask: Tensor | None = None
+    written: Tensor | None = None
+    filled: Tensor | None = None
+    borders: Borders | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class GridLayout(Layout):
+    """A layout in a grid: [`PlainLayout`] or [`IndexedLayout`], which say how tokens get there and back.
+
+    Attributes:
+        batch, tokens: of the call.
+        segments: segments in the grid; slots: places in each (L, or fewer where no segment has more tokens).
+        carried: tokens taken from the window of the state: in plain form the count that every row has, in indexed form all
+            its slots (0 without a state).
+        skipped: `[batch, segments, slots]` bool, which tokens never reach the memory; `None`: all do.
+        memory_tokens_before: `[batch, segments]`, int64: how many tokens of its document the memory holds when each segment
+            reads it.
+        document: `[batch or 1, segments + 1]`: grid index where the document of each segment begins (that of a continued
+            one may be negative); the last column is that of the row's next token.
+        packed: whether a row holds more than one document.
+    """
+
+    batch: int
+    tokens: int
+    segments: int
+    slots: int
+    carried: int
+    skipped: Tensor | None = None
+    memory_tokens_before: Tensor | None = None
+    packed: bool = False
+
+    def groups(self, size: int) -> Iterator[Group]:
+        """The grid in groups of so many segments; 0: in one."""
+        # Number of each segment within its document
+        numbers = torch.arange(self.segments, device=self.tokens_seen.device) - self.document[:, :-1]
+        written = self.written()
+        for begin in range(0, self.segments, size) if size else (0,):
+            end = min(begin + size, self.segments) if size else self.segments
+            if self._is_steady(begin, end):
+                yield Group(begin, end)
+                continue
+            yield Group(
+                begin,
+                end,
+                mask=self._window_mask(numbers[:, begin:end]) if self.local_segments else None,
+                written=None if written is None else written[:, begin:end],
+                filled=self.memory_tokens_before[:, begin:end] > 0,
+                borders=self.borders(begin, end),
+            )
+
+    def delay(self, grid: Tensor) -> Tensor:
+        """The grid as the memory takes it in: `w` segments later, so that a read finds all segments before its window."""
+        return pad(grid, (0,) * 6 + (self.local_segments, 0))[:, : self.segments] if self.local_segments else grid
+
+    def written(self) -> Tensor | None:
+        """Which slots of the delayed grid reach the memory, `[batch or 1, segments, slots]` bool; `None`: all of them.
+
+        Left out are empty slots, skipped tokens, and the segments that the next token still sees: they are in the next
+        state's window.
+        """
+        leaving = self._leaving()
+        if self.skipped is None:
+            return leaving
+        wanted = ~self.delay(self.skipped[..., None, None])[..., 0, 0]
+        return wanted if leaving is None else leaving & wanted
+
+    def _window_mask(self, numbers: Tensor) -> Tensor:
+        """[`Group.mask`] of segments with these numbers within their documents, `[B or 1, s]`."""
+        places = torch.arange((self.local_segments + 1) * self.slots, device=numbers.device)
+        # Whether the document has a segment so many before its own
+        begun = numbers[..., None, None] >= self.local_segments - places // self.slots
+        return begun & (places <= places[self.local_segments * self.slots :, None])
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlainLayout(GridLayout):
+    """One document in every row, all of the same length, without padding.
+
+    Attributes:
+        first: number, within the document, of the grid's first segment.
+        seen: tokens of the document before this call.
+        memory_in_use: whether the memory of every row held any token before the call.
+    """
+
+    first: int
+    seen: int
+    memory_in_use: bool
+
+    def to_grid(self, new: Tensor, window: Tensor | None) -> Tensor:
+        """`new [batch, heads, tokens, dim]` and the state's window `[batch, heads, (w + 1) * L, dim]` (`None` for queries:
+        zeros) as `[batch, segments, slots, heads, dim]`."""
+        tokens = new.transpose(1, 2)
+        if self.carried:
+            begin = (self.local_segments - self.seen // self.segment_length + self.first) * self.segment_length
+            old = (
+                tokens.new_zeros(self.batch, self.carried, *tokens.shape[2:])
+                if window is None
+                else window[:, :, begin : begin + self.carried].transpose(1, 2)
+            )
+            tokens = torch.cat([old, tokens], 1)
+        return pad_to(tokens, self.segments * self.slots).unflatten(1, (self.segments, self.slots))
+
+    def from_grid(self, grid: Tensor) -> Tensor:
+        """`[batch, segments, slots, heads, dim]` back to the new tokens, `[batch, heads, tokens, dim]`; padding is zero."""
+        return grid.flatten(1, 2)[:, self.carried : self.carried + self.tokens].transpose(1, 2)
+
+    def next_window(self, new: Tensor, window: Tensor) -> Tensor:
+        """The window of the next state from this call's tokens and the state's window, both `[batch, heads, …, dim]`."""
+        length, local = self.segment_length, self.local_segments
+        end = self.seen + self.tokens
+        first = max(0, end // length - local) * length  # first token that stays, counted in the document
+        old = window[:, :, (local - self.seen // length) * length + first :] if first < self.seen else window[:, :, :0]
+        old = old[:, :, : max(0, self.seen - first)]
+        tokens = torch.cat([old, new[:, :, max(0, first - self.seen) :]], 2)
+        before = max(0, local - end // length) * length
+        return pad(tokens, (0, 0, before, window.shape[2] - before - tokens.shape[2]))
+
+    @property
+    def document(self) -> Tensor:
+        return torch.full((1, self.segments + 1), -self.first, device=self.tokens_seen.device)
+
+    def borders(self, begin: int, end: int) -> None:
+        """No document begins inside of the grid."""
+
+    def _is_steady(self, begin: int, end: int) -> bool:
+        """Whether the delayed segments `begin … end` are written as a whole, and every query of them has a full window and
+        a memory that holds something, so that no mask is needed. Where values would have to be read back from the device,
+        or from the shapes of a graph, the answer is no."""
+        if self.skipped is not None or torch.compiler.is_compiling():
+            return False
+        local, complete = self.local_segments, (self.seen + self.tokens) // self.segment_length - self.first
+        return begin >= local and (begin > local or self.memory_in_use) and end <= complete
+
+    def _leaving(self) -> Tensor | None:
+        """As `written`, of all tokens: those of segments that leave the window."""
+        end = (self.seen + self.tokens) // self.segment_length - self.first
+        if isinstance(end, int) and end == self.segments and not self.local_segments:
+            return None
+        places = torch.arange(self.segments, device=self.tokens_seen.device)
+        leaving = (places >= self.local_segments) & (places < end)
+        return leaving[None, :, None].expand(1, self.segments, self.slots)
+
+
+@dataclass(frozen=True, kw_only=True)
+class IndexedLayout(GridLayout):
+    """Any rows; the methods are those of [`PlainLayout`].
+
+    Attributes:
+        source: `[batch, segments * slots]`, which row of (window, new tokens) fills the slot; −1: none.
+        target: `[batch, tokens]`, in which slot of the grid the token lies; −1: padding.
+        document: see [`GridLayout`].
+        window: `[batch, (w + 1) * L]`, which row of (window, new tokens) the next state keeps; −1: none.
+    """
+
+    source: Tensor
+    target: Tensor
+    document: Tensor
+    window: Tensor
+
+    def to_grid(self, new: Tensor, window: Tensor | None) -> Tensor:
+        tokens = new.transpose(1, 2)
+        if self.carried and window is not None:
+            tokens = torch.cat([window.transpose(1, 2), tokens], 1)
+            # In which slot of the grid each slot of the carried window lies: its own place, −1 where it is empty
+            places = torch.arange(self.carried, device=self.source.device)
+            carried = torch.where(self.source[:, : self.carried] >= 0, places, -1)
+            grid = gather(tokens, self.source, torch.cat([carried, self.target], 1))
+        else:
+            grid = gather(tokens, self._source_of_new(), self.target)
+        return grid.unflatten(1, (self.segments, self.slots))
+
+    def from_grid(self, grid: Tensor) -> Tensor:
+        return gather(grid.flatten(1, 2), self.target, self._source_of_new()).transpose(1, 2)
+
+    def _source_of_new(self) -> Tensor:
+        """`source` counted among the new tokens only."""
+        return torch.where(self.source >= self.carried, self.source - self.carried, -1)
+
+    def next_window(self, new: Tensor, window: Tensor) -> Tensor:
+        tokens = torch.cat([window, new], 2) if self.carried else new
+        index = self.window.clamp(min=0)[:, None, :, None].expand(-1, tokens.shape[1], -1, tokens.shape[3])
+        return tokens.gather(2, index).masked_fill((self.window < 0)[:, None, :, None], 0)
+
+    def borders(self, begin: int, end: int) -> Borders | None:
+        """Where the memory starts again among the delayed grid's segments `begin … end`; `None` without packed documents."""
+        if not self.packed:
+            return None
+        reading = self.document[:, begin : end + 1]
+        places = torch.arange(begin, end + 1, device=reading.device)
+        writing = self.document[:, (places[:-1] - self.local_segments).clamp(min=0)]
+        inside = (writing.unsqueeze(1) == reading.unsqueeze(2)) & (places[:-1] < places[:, None])
+        inside = inside & (places[:-1] >= self.local_segments)
+        continued = (reading == reading[:, :1]).unsqueeze(-1)
+        return Borders(torch.cat([continued, ~continued, inside], -1), reading[:, 1:] == reading[:, :-1])
+
+    def _is_steady(self, begin: int, end: int) -> bool:
+        return False
+
+    def _leaving(self) -> Tensor:
+        places = torch.arange(self.segments, device=self.tokens_seen.device)
+        last = self.document[:, -1:]
+        current = self.tokens_seen.unsqueeze(1) // self.segment_length + last  # grid index of the next token's segment
+        complete = (self.document[:, :-1] != last) | (places < current - self.local_segments)
+        filled = (self.source >= 0).unflatten(1, (self.segments, self.slots)) & complete.unsqueeze(-1)
+        return self.delay(filled[..., None, None])[..., 0, 0]
+
+
+class _Gather(torch.autograd.Function):
+    """y_j = x_{i(j)}, rows of `[batch, rows, …]` at an index `[batch, places]`, zero at −1, no row taken twice;
+    g_x_i = g_{j(i)} with the inverse index: a gather as well, where autograd's scatter would add atomically.
+    """
+
+    @staticmethod
+    def forward(ctx, rows: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(index, inverse)
+        offsets = torch.arange(rows.shape[0], device=rows.device).unsqueeze(1) * rows.shape[1]
+        taken = rows.flatten(0, 1).index_select(0, (index.clamp(min=0) + offsets).flatten())
+        taken = taken.unflatten(0, index.shape)
+        return taken.masked_fill_((index < 0)[(...,) + (None,) * (rows.dim() - 2)], 0)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        index, inverse = ctx.saved_tensors
+        return _Gather.apply(gradient, inverse, index), None, None
+
+
+def gather(rows: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
+    """Rows of `[batch, rows, …]` at `index` `[batch, places]`, zero at −1; `inverse` `[batch, rows]` is the way back."""
+    return _Gather.apply(rows, index, inverse)
+
+
+def pad(tensor: Tensor, widths: Sequence[int]) -> Tensor:
+    """`torch.nn.functional.pad` with zeros. Booleans are padded as numbers: of booleans that are compared and padded,
+    torch.compile writes C++ that is none where it has AVX2 to write for."""
+    return F.pad(tensor.to(torch.uint8), widths).to(torch.bool) if tensor.dtype == torch.bool else F.pad(tensor, widths)
+
+
+def pad_to(grid: Tensor, rows: int) -> Tensor:
+    """`[batch, rows given, …]` with zeros behind, to so many rows."""
+    missing = rows - grid.shape[1]
+    if isinstance(missing, int) and missing == 0:  # where torch.export leaves the length open, it has to be padded anyhow
+        return grid
+    return pad(grid, (0, 0) * (grid.dim() - 2) + (0, missing))

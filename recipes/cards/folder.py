@@ -1,0 +1,121 @@
+"""The folder of a published model: weights in bfloat16, tokenizer, the code that travels, the card; written and checked."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
+
+from cli import UserError
+from evaluation import inference
+from hf_infini.configurations import context_limit
+
+from .run import read_json
+from .text import private_lines
+
+CARD, LOSS_CURVE = "README.md", "loss_curve.png"
+# All that is ever pushed
+ALLOWED = (CARD, LOSS_CURVE, "config.json", "generation_config.json", "model*.safetensors", "model.safetensors.index.json",
+           f"hf_infini_{'[0-9a-f]' * 8}_*.py", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+           "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja")  # fmt: skip
+NEUTRAL = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}  # whatever the model's own generation config says
+METHODS = ({"do_sample": False, "num_beams": 1}, {"do_sample": True, **NEUTRAL, "top_p": 0.9})
+# Loads a folder by the code in it, as a stranger without hf_infini does
+LOAD = """
+import json, sys
+from transformers import AutoModelForCausalLM, AutoTokenizer
+AutoTokenizer.from_pretrained(sys.argv[1], trust_remote_code=True)
+_, report = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True, output_loading_info=True)
+print(json.dumps({kind: sorted(map(str, names)) for kind, names in report.items() if kind.endswith("_keys")}))
+"""
+
+
+def allowed(path: str) -> bool:
+    """Whether a file may be pushed; what is in folders may not."""
+    return "/" not in path and any(fnmatchcase(path, pattern) for pattern in ALLOWED)
+
+
+def pushed_files(folder: Path) -> list[Path]:
+    return sorted(file for file in folder.iterdir() if file.is_file() and allowed(file.name))
+
+
+def write_model(run: Path, folder: Path) -> None:
+    """Writes the model and the tokenizer of a run into `folder`; files of an earlier version that may be pushed go first.
+
+    Raises:
+        UserError: the run's weights cannot be loaded, do not fit its configuration, or are not finite.
+    """
+    model, report = _load(AutoModelForCausalLM, run, dtype=torch.bfloat16, output_loading_info=True)
+    _check_keys(run, {kind: names for kind, names in report.items() if kind.endswith("_keys")})
+    broken = [name for name, tensor in model.state_dict().items() if not torch.isfinite(tensor).all()]
+    if broken:
+        raise UserError(f"{run}: not all numbers of {', '.join(broken)} are finite: train again at a lower learning rate")
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in pushed_files(folder):
+        file.unlink()
+    model.save_pretrained(folder)
+    _load(AutoTokenizer, run).save_pretrained(folder)
+    if (run / LOSS_CURVE).is_file():
+        shutil.copyfile(run / LOSS_CURVE, folder / LOSS_CURVE)
+
+
+def generate_samples(folder: Path, prompts: list[str], new_tokens: int, seed: int, device: str = "auto") -> list[dict]:
+    """A continuation of each prompt by each of [`METHODS`]: `prompt`, `arguments` (of `generate`), `seed`, `text`."""
+    model, tokenizer = inference.load_model(str(folder), device)
+    limit, samples = context_limit(model.config), []
+    for prompt in prompts:
+        inputs = tokenizer(prompt, add_special_tokens=False, return_tensors="pt").to(model.device)
+        length = inputs["input_ids"].shape[1]
+        if length == 0:
+            raise UserError(f"--prompt {prompt!r} has no token in the vocabulary of {folder}")
+        inference.check_length(model.config, length + 1)
+        room = new_tokens if limit is None else min(new_tokens, limit - length)
+        for method in METHODS:
+            arguments = {**method, "max_new_tokens": room}
+            set_seed(seed)
+            with torch.no_grad():
+                output = model.generate(**inputs, **arguments)
+            text = tokenizer.decode(output[0, length:], skip_special_tokens=True)
+            samples.append({"prompt": prompt, "arguments": arguments, "seed": seed, "text": text})
+    return samples
+
+
+def check_folder(folder: Path) -> None:
+    """UserError unless weights, code, configuration and tokenizer fit each other, and no file tells of a machine."""
+    found = []
+    for file in pushed_files(folder):
+        if file.suffix not in (".safetensors", ".png"):
+            found += [f"{file.name}:{line}" for line in private_lines(file.read_text(encoding="utf-8"))]
+    if found:
+        lines = "".join(f"\n  {line}" for line in found)
+        raise UserError(f"{folder} holds what nobody else should read; take it out of the run's files:{lines}")
+    largest = max(_load(AutoTokenizer, folder).get_vocab().values(), default=-1)
+    size = read_json(folder / "config.json")["vocab_size"]
+    if not 0 <= largest < size:
+        raise UserError(f"{folder}: the tokenizer's ids reach {largest:,}, the embeddings of the model {size - 1:,}")
+    with tempfile.TemporaryDirectory() as cache:
+        environment = {**os.environ, "HF_MODULES_CACHE": cache, "HF_HUB_OFFLINE": "1"}
+        command = [sys.executable, "-c", LOAD, str(folder)]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    if done.returncode:
+        raise UserError(f"{folder} cannot be loaded by the code in it: {done.stderr.strip().splitlines()[-1]}")
+    _check_keys(folder, json.loads(done.stdout.splitlines()[-1]))
+
+
+def _load(loader, folder: Path, **options):
+    try:
+        return loader.from_pretrained(folder, local_files_only=True, **options)
+    except Exception as error:  # of any library on the way
+        raise UserError(f"{loader.__name__} cannot load {folder}: {str(error).strip().splitlines()[0]}") from error
+
+
+def _check_keys(folder: Path, report: dict) -> None:
+    problems = [f"{kind.replace('_', ' ')}: {', '.join(sorted(map(str, names)))}" for kind, names in report.items() if names]
+    if problems:
+        raise UserError(f"{folder}: weights and configuration do not fit each other; {'; '.join(problems)}")

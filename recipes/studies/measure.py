@@ -1,0 +1,208 @@
+"""What a study measures on a finished run: the losses of each validation row and document, and the bytes of the cache."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from cli import UserError
+from corpora.blocks import read_documents
+from evaluation.inference import load_model
+from evaluation.perplexity import prepared_rows
+from hf_infini.configurations import context_limit
+from hf_infini.metrics import stream_losses
+from hf_infini.rows import RowReader
+from support.measurement import cache_bytes
+from support.stages import read_manifest, write_json
+from training.run_folder import read_jsonl
+from training.setup import data_fingerprint
+
+from .execution import evaluation_file
+from .plan import BASE, Run
+from .report import Finished
+
+BATCH_ROWS = 4  # rows per call while losses are measured
+CONTEXTS = 8  # the cache is measured after one trained context and after so many
+
+
+def measure_runs(runs: list[Run], data: dict[str, Path], out: Path, evaluations: list[str], threads: int) -> list[Finished]:
+    """Measures finished runs, and reads what train.py and evaluate_model.py found.
+
+    Args:
+        data: the prepared folders by name; evaluations: names of files in the runs' folders.
+
+    Raises:
+        UserError: a run is not finished, or is of other data than its folder of data or its fellows.
+    """
+    import torch
+    from tqdm import tqdm
+
+    torch.set_num_threads(threads)
+    results = {run.name: read_result(run.folder) for run in runs}
+    names = dict.fromkeys(run.data for run in runs)
+    fingerprints = {name: data_fingerprint(read_manifest(data[name])) for name in names}
+    for run in runs:
+        if results[run.name]["data_fingerprint"] != fingerprints[run.data]:
+            raise UserError(
+                f"{run.folder} was trained on different data than {data[run.data]} holds; compare runs on the same"
+            )
+    documents = unseen_documents(data[BASE], [data[name] for name in names if name != BASE]) if len(names) > 1 else []
+    (out / "measured").mkdir(exist_ok=True)
+    found = []
+    for run in tqdm(runs, desc="measuring", unit="run"):
+        file = out / "measured" / f"{run.name}.json"
+        measured = measure_run(run.folder, results[run.name], data[run.data], documents, file)
+        files = {name: evaluation_file(run, name) for name in evaluations}
+        read = {name: json.loads(file.read_text(encoding="utf-8")) for name, file in files.items() if file.is_file()}
+        lines = read_jsonl(run.folder / "metrics.jsonl")
+        found.append(Finished(run.name, run.variant, run.folder, results[run.name], lines, measured, read))
+    return found
+
+
+def read_result(folder: Path) -> dict:
+    """A run's result.json, or a UserError that says what is missing."""
+    path = folder / "result.json"
+    if not path.is_file():
+        raise UserError(f"{folder} has no result.json: it is no run of recipes/train.py, or not finished")
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def read_baseline(file: Path, result: dict) -> list[dict]:
+    """The n-grams in a file of recipes/ngram_baseline.py; UserError unless they are of the validation rows of the data of
+    the run with this result.json."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        made_of, split, ngrams = content["data_fingerprint"], content["split"], content["orders"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"--baselines: {file} was not written by recipes/ngram_baseline.py ({error!r})") from error
+    if made_of != result["data_fingerprint"]:
+        raise UserError(f"--baselines: {file} is of other data than the runs; count the n-grams of theirs")
+    if split != "validation":
+        raise UserError(f"--baselines: {file} is of the {split} rows, the runs' losses are of the validation rows")
+    return ngrams
+
+
+def measure_run(run: Path, result: dict, data: Path, documents: list[dict], file: Path) -> dict:
+    """The content of `file` if it was measured on this very run and text, otherwise what is measured now, kept there.
+
+    Args:
+        run: out folder of a finished run of train.py; result: its result.json.
+        data: the prepared folder that it was trained on.
+        documents: what is also read document by document, for the losses per character; none where nothing needs them.
+
+    Returns:
+        `rows` (`[loss sum, tokens]` of each validation row), `documents` (id → `[loss sum, characters]`) and
+        `cache_bytes` (by tokens read; None beyond the model's positions).
+    """
+    identity = {"trained": result["date"], "data": result["data_fingerprint"], "documents": [d["id"] for d in documents]}
+    if file.is_file():
+        content = json.loads(file.read_text(encoding="utf-8"))
+        if content["identity"] == identity:
+            return content
+    model, tokenizer = load_model(str(run), "cpu" if result["options"]["use_cpu"] else "auto")
+    end_of_text = tokenizer.eos_token_id if result["options"]["separate_documents"] else None
+    reader = RowReader(tokenizer.all_special_ids, end_of_text)
+    tokens, labels = (np.stack(column) for column in zip(*prepared_rows(data / "validation"), strict=True))
+    losses, counted = token_losses(model, reader, tokens, labels)
+    context = tokens.shape[1]
+    content = {
+        "identity": identity,
+        "rows": [[float(loss), int(n)] for loss, n in zip(losses.sum(1), counted.sum(1), strict=True)],
+        "documents": document_losses(model, tokenizer, reader, documents, context) if documents else {},
+        "cache_bytes": {str(length): state_bytes(model, length, context) for length in (context, CONTEXTS * context)},
+    }
+    write_json(file, content)
+    return content
+
+
+def token_losses(model, reader: RowReader, tokens: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The loss of every token of rows `[rows, tokens]`, in nats, and whether it counts: `[rows, tokens]` each.
+
+    Special tokens never count, nor does the first token of a row, which nothing predicts.
+    """
+    import torch
+    from tqdm import tqdm
+
+    losses, counted = np.zeros(tokens.shape), np.zeros(tokens.shape, dtype=bool)
+    for start in tqdm(range(0, len(tokens), BATCH_ROWS), desc="losses", unit="batch", leave=False):
+        rows = slice(start, start + BATCH_ROWS)
+        columns = {"input_ids": torch.as_tensor(tokens[rows]), "labels": torch.as_tensor(labels[rows]).long()}
+        for first, values, targets in stream_losses(model, **reader(columns)):
+            places = slice(first, first + values.shape[1])
+            losses[rows, places] = values.double().cpu().numpy()
+            counted[rows, places] = (targets != -100).cpu().numpy()
+    return losses * counted, counted
+
+
+def document_losses(model, tokenizer, reader: RowReader, documents: list[dict], context: int) -> dict[str, list]:
+    """`[loss sum, characters]` of each document, read one after the other in rows of `context` tokens.
+
+    The characters are those of the predicted tokens; a document of which nothing is predicted is left out.
+    """
+    tokens, characters = encode_documents(tokenizer, [document["text"] for document in documents])
+    owners = [np.full(len(piece), number) for number, piece in enumerate(tokens)]
+    tokens, characters, owners = (_rows_of(pieces, context) for pieces in (tokens, characters, owners))
+    if len(tokens) == 0:
+        raise UserError(f"the validation documents are too short for a row of {context:,} tokens: hold more of them out")
+    losses, counted = token_losses(model, reader, tokens, tokens)
+    sums = [np.bincount(owners.ravel(), values.ravel()) for values in (losses, characters * counted)]
+    found = zip((documents[number]["id"] for number in range(len(sums[0]))), *sums, strict=True)
+    return {name: [float(loss), int(count)] for name, loss, count in found if count > 0}
+
+
+def encode_documents(tokenizer, texts: list[str]) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """The tokens of each text as recipes/prepare.py cuts them, with the end-of-text token behind, and how many characters of
+    the text each of them adds; a letter of several tokens counts with its first."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise UserError("the tokenizer cannot say which characters its tokens cover (it is no fast tokenizer)")
+    before, backend.encode_special_tokens = backend.encode_special_tokens, True
+    try:
+        encodings = backend.encode_batch(texts, add_special_tokens=False)
+    finally:
+        backend.encode_special_tokens = before
+    tokens, characters = [], []
+    for encoding in encodings:
+        ends = np.asarray([end for _, end in encoding.offsets], dtype=np.int64)
+        covered = np.maximum.accumulate(np.concatenate([[0], ends]))
+        tokens.append(np.asarray([*encoding.ids, tokenizer.eos_token_id], dtype=np.int64))
+        characters.append(np.append(np.diff(covered), 0))
+    return tokens, characters
+
+
+def _rows_of(pieces: list[np.ndarray], context: int) -> np.ndarray:
+    """[rows, context]: all pieces one after the other; a tail shorter than a row is left out."""
+    stream = np.concatenate(pieces)
+    return stream[: len(stream) // context * context].reshape(-1, context)
+
+
+def state_bytes(model, length: int, chunk: int) -> int | None:
+    """Bytes of the cache of one row that has really read so many tokens; None beyond the model's positions."""
+    import torch
+
+    limit, cache = context_limit(model.config), None
+    if limit is not None and length > limit:
+        return None
+    tokens = torch.arange(length, device=model.device)[None] % model.config.vocab_size
+    with torch.no_grad():
+        for piece in tokens.split(chunk, dim=1):
+            cache = model(input_ids=piece, past_key_values=cache, use_cache=True, logits_to_keep=1).past_key_values
+    return cache_bytes(cache)
+
+
+def unseen_documents(data: Path, others: Sequence[Path]) -> list[dict]:
+    """The validation documents of a prepared folder that none of the other folders has for training or its tokenizer."""
+    with open(data / "validation_documents.jsonl", encoding="utf-8") as file:
+        documents = [json.loads(line) for line in file]
+    seen = set().union(*map(trained_on, others))
+    return [document for document in documents if document["id"] not in seen]
+
+
+def trained_on(data: Path) -> set[str]:
+    """The ids of the documents that a prepared folder holds out for nothing."""
+    held_out: set[str] = set()
+    for file in data.glob("*_documents.jsonl"):
+        with open(file, encoding="utf-8") as lines:
+            held_out |= {json.loads(line)["id"] for line in lines}
+    return set(read_documents(data / ".stages" / "documents")["id"]) - held_out

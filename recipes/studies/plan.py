@@ -1,0 +1,153 @@
+"""What a study trains: its YAML files as one, and the runs that come of variants, swept values and seeds."""
+
+import itertools
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from cli import UserError
+
+SECTIONS = ("data", "train", "variants", "grid", "seeds", "evaluate")
+BASE = "base"  # the data of all variants but those that have their own
+OWN_OPTIONS = ("data", "out", "config")  # options of train.py that the study itself sets
+OWN_FOLDERS = ("data", "logs", "measured")
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training: `variant` is the label that it shares with its other seeds, `options` are those of train.py (None of a
+    run that exists already), `data` is `base` or the variant whose own data it reads."""
+
+    name: str
+    variant: str
+    folder: Path
+    options: dict | None
+    data: str = BASE
+
+
+def read_study(files: Sequence[str], train: str | None = None, settings: Sequence[str] = ()) -> dict:
+    """The sections of a study: `train` (a file of train.py's options) below the files, later files above earlier ones,
+    and `settings` (`train.max_steps=20`, the value in YAML) above all."""
+    layers = [{"train": read_yaml(train)}] if train else []
+    layers += [read_yaml(file) for file in files]
+    for setting in settings:
+        path, equals, text = setting.partition("=")
+        if not equals:
+            raise UserError(f"--set {setting}: give SECTION.NAME=VALUE, such as train.max_steps=20")
+        layer = parse_yaml(text, f"--set {setting}")
+        for name in reversed(path.split(".")):
+            layer = {name: layer}
+        layers.append(layer)
+    study: dict = {}
+    for layer in layers:
+        study = merge(study, layer)
+    unknown = [name for name in study if name not in SECTIONS]
+    if unknown:
+        raise UserError(f"a study has no section {unknown[0]!r}; it may have {', '.join(SECTIONS)}")
+    for name in SECTIONS:
+        kind = list if name == "seeds" else dict
+        if not isinstance(study.setdefault(name, kind()), kind):
+            raise UserError(f"the section {name!r} of a study is a {kind.__name__}, got {study[name]!r}")
+    return study
+
+
+def read_yaml(file: str) -> dict:
+    try:
+        content = parse_yaml(Path(file).read_text(encoding="utf-8"), file)
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read {file}: {error}") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{file} must hold `name: value` lines")
+    return content
+
+
+def parse_yaml(text: str, where: str):
+    import yaml
+
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise UserError(f"{where} is not valid YAML: {error}") from error
+
+
+def merge(below: dict, above: dict) -> dict:
+    """One dict of both, also of the dicts in them; otherwise what is above wins."""
+    merged = dict(below)
+    for name, value in above.items():
+        both = isinstance(value, dict) and isinstance(merged.get(name), dict)
+        merged[name] = merge(merged[name], value) if both else value
+    return merged
+
+
+def parse_grid(entries: Sequence[str]) -> dict[str, list]:
+    """`["score=dot,general"]` → `{"score": ["dot", "general"]}`."""
+    grid = {}
+    for entry in entries:
+        name, _, values = entry.partition("=")
+        if not name or not all(values.split(",")):
+            raise UserError(f"--grid {entry}: give OPTION=VALUE,VALUE, without spaces")
+        if name in grid:
+            raise UserError(f"--grid {entry}: {name} is named twice")
+        grid[name] = values.split(",")
+    return grid
+
+
+def choose_variants(study: dict, names: Sequence[str]) -> dict:
+    """The study with these variants only, in this order: the first is what the others are compared with."""
+    unknown = [name for name in names if name not in study["variants"]]
+    if unknown:
+        raise UserError(f"--variants: there is no {unknown[0]}; the study has {', '.join(study['variants']) or 'none'}")
+    return study | {"variants": {name: study["variants"][name] for name in names}}
+
+
+def existing_runs(folders: Sequence[str]) -> list[Run]:
+    """Finished runs by the names of their folders."""
+    runs = [Run(Path(folder).resolve().name, Path(folder).resolve().name, Path(folder), None) for folder in folders]
+    if len({run.name for run in runs}) < len(runs):
+        raise UserError(f"--runs {' '.join(folders)}: give folders of different names")
+    return runs
+
+
+def runs_of(study: dict, out: Path) -> list[Run]:
+    """A run for each variant, combination of the grid's values, and seed.
+
+    A seed other than the usual one is part of a run's name, so that seeds can be added to a study later.
+    """
+    grid, seeds = study["grid"], study["seeds"]
+    if not all(isinstance(values, list) and values for values in grid.values()):
+        raise UserError(f"the section 'grid' gives each option a list of values, got {grid}")
+    if "seed" in grid:
+        raise UserError("'grid' cannot hold 'seed': a study's seeds are in 'seeds'")
+    runs = []
+    for variant, own in (study["variants"] or {"": {}}).items():
+        own = dict(own or {})
+        data = BASE if own.pop("data", None) is None else variant
+        for combination in itertools.product(*grid.values()):
+            values = dict(zip(grid, combination, strict=True))
+            options = study["train"] | own | values
+            taken = [name for name in OWN_OPTIONS if name in options]
+            if taken:
+                raise UserError(f"{taken[0]!r} cannot be an option of a run: study.py sets it")
+            label = ",".join([variant] * bool(variant) + [f"{name}={value}" for name, value in values.items()]) or "run"
+            usual = int(options.get("seed") or 0)
+            for seed in seeds or [usual]:
+                name = re.sub(r"[^\w.,=+-]", "_", label + (f",seed={seed}" if seed != usual else ""))
+                runs.append(Run(name, label, out / name, options | {"seed": seed}, data))
+    names = [run.name for run in runs]
+    for name in names:
+        if names.count(name) > 1 or name in OWN_FOLDERS:
+            raise UserError(f"two things would share the folder {name}: no value, seed or variant may come twice")
+    return runs
+
+
+def data_settings(study: dict, runs: Sequence[Run]) -> dict[str, dict]:
+    """The options of prepare.py by the name of the data, of those that the runs read."""
+    names = dict.fromkeys([BASE, *(run.data for run in runs)])
+    return {name: merge(study["data"], {} if name == BASE else study["variants"][name]["data"]) for name in names}
+
+
+def words_of(options: dict) -> list[str]:
+    """Options as a command line; those without a value are left out."""
+    lists = {name: value if isinstance(value, list) else [value] for name, value in options.items() if value is not None}
+    return [word for name, values in lists.items() for word in (f"--{name}", *map(str, values))]

@@ -1,0 +1,212 @@
+"""Cards as text: metadata that the Hub reads back, numbers of the JSON only, no machine's paths, unbreakable fences."""
+
+import math
+import re
+import shlex
+
+import pytest
+
+from card_runs import ABOUT, GPT2, INFINI, RESULT, SAMPLE, baseline, cell, cells, evaluation, load, recall, run_of
+from cards import card, results, text
+from cards.card import About, write_card
+from hf_infini.configuration_causal_mha import CHOICES, CausalMHAConfig
+from support import markdown
+
+
+def test_the_hub_reads_the_metadata_back(tmp_path):
+    evaluations = [
+        evaluation("validation", 1.2345679, 31_111),  # train.py's number again
+        evaluation("test", 1.5, 30_000),
+        evaluation("validation", 1.4, 29_000, length=4096),
+        evaluation("validation", 1.9, 31_111, memory="off"),
+        evaluation(None, 2.5, 777, data=None, text="/home/maria/sonnets.txt", precision="bf16"),
+        recall("passkey", [cell(48, length=64, depth=0.5), cell(36, length=64, depth=1.0)]),
+        recall("passkey", [cell(0, length=64, depth=0.5)], memory="off"),
+        recall("facts", [cell(12, distance=3), {"distance": 9, "not_possible": "too long"}]),
+    ]
+    about = About("a-model", "x", "pt", "public domain", "mit", "user/data", "gpt2")
+    data = load(write_card(run_of(INFINI, evaluations=evaluations), about, [SAMPLE]), tmp_path).data
+    assert (data.model_name, data.language, data.license, data.base_model) == ("a-model", "pt", "mit", "gpt2")
+    assert data.pipeline_tag == "text-generation" and data.library_name == "transformers" and data.datasets == ["user/data"]
+    assert data.tags == ["hf_infini", "infini_gpt2", "infini-attention"]
+    found = [(e.dataset_name, e.dataset_split, e.dataset_config, e.metric_type, e.metric_value) for e in data.eval_results]
+    assert found == [
+        ("plays", "validation", None, "perplexity", 3.4371),
+        ("plays", "validation", None, "cross_entropy", 1.2345678),
+        ("plays", "test", None, "perplexity", math.exp(1.5)),
+        ("plays", "test", None, "cross_entropy", 1.5),
+        ("plays", "validation", "length 4096", "perplexity", math.exp(1.4)),
+        ("plays", "validation", "length 4096", "cross_entropy", 1.4),
+        ("sonnets.txt", None, "precision bf16", "perplexity", math.exp(2.5)),
+        ("sonnets.txt", None, "precision bf16", "cross_entropy", 2.5),
+        ("plays", "validation", "64 tokens", "accuracy", 84 / 96),  # of all depths
+        ("generated biographies", None, "3 segments between", "accuracy", 0.25),
+    ]
+    assert {entry.task_type for entry in data.eval_results} == {"text-generation"}
+
+
+def test_results_are_beside_the_n_grams_of_the_same_split():
+    run = run_of(evaluations=[evaluation("test", 1.5, 30_000)], baselines=[baseline("test"), baseline("validation")])
+    rows = cells(results.losses(run))[1:]
+    assert rows == [
+        ["this model", "plays, validation", "31,111", "1.2346", "3.44"],
+        ["unigrams", "plays, validation", "31,111", "2.5000", "10.00"],
+        ["bigrams", "plays, validation", "31,111", "2.0000", "9.00"],
+        ["this model", "plays, test", "30,000", "1.5000", "4.48"],
+        ["unigrams", "plays, test", "31,111", "2.5000", "10.00"],
+        ["bigrams", "plays, test", "31,111", "2.0000", "9.00"],
+    ]
+    assert "smoothed counts of 54,321 training tokens" in results.losses(run)
+
+
+def test_an_evaluation_of_other_data_is_not_taken_for_the_validation():
+    other = evaluation("validation", 1.2345678, 31_111) | {"source": "/data/essays", "data_fingerprint": "0"}
+    moved = other | {"data_fingerprint": RESULT["data_fingerprint"]}
+    assert [row["data"] for row in results.measurements(run_of(evaluations=[other]))] == ["plays", "essays"]
+    assert len(results.measurements(run_of(evaluations=[moved]))) == 1  # the fingerprint says that it is the same
+
+
+def test_perplexity_by_position_where_a_length_was_asked_for():
+    run = run_of(evaluations=[evaluation("test", 1.5, 30_000), evaluation("test", 1.4, 29_000, length=4096)])
+    found = results.evaluation_section(run)
+    assert found.count("By position") == 1 and "### By position in rows of 4,096 tokens (plays, test)" in found
+    assert cells(found)[-2:] == [["1–1", "5", "3.00"], ["2–3", "9", "2.50"]]
+
+
+def test_recall_has_counts_and_intervals():
+    asked = [cell(48, length=64, depth=0.0), cell(24, length=64, depth=1.0), cell(12, length=1024, depth=0.0)]
+    asked.append({"length": 1024, "depth": 1.0, "not_possible": "too long"})
+    facts = [cell(12, distance=3), {"distance": 9, "not_possible": "too long"}]
+    run = run_of(INFINI, evaluations=[recall("passkey", asked), recall("facts", facts, memory="off")])
+    passkeys, questions = results.evaluation_section(run).split("### ")[1:]
+    assert cells(passkeys) == [
+        ["tokens", "depth 0", "depth 1"],
+        ["64", "48/48 (48.0–100.0 %)", "24/48 (24.0–50.0 %)"],
+        ["1,024", "12/48 (12.0–25.0 %)", "not possible"],
+    ]
+    assert passkeys.startswith("Passkeys (plays, validation)") and "seed 3; 1 x NVIDIA H200, 2026-11-22" in passkeys
+    assert questions.startswith("Facts (invented text, memory off)") and "segments of 8 tokens" in questions
+    assert cells(questions)[1:] == [["3", "12/48 (12.0–25.0 %)", "2.5000", "2.0 %"], ["9", "not possible", "–", "–"]]
+
+
+@pytest.mark.parametrize(
+    ("path", "short"),
+    [
+        ("/home/maria/data/plays", "data/plays"),
+        ("/home/maria/plays", "plays"),
+        ("/tmp/plays/", "plays"),
+        ("~/data/plays", "plays"),
+        ("../../other/data/plays", "plays"),
+        (r"C:\Users\maria\plays", "plays"),
+        ("/a/b/c/d/e/f", "e/f"),
+        ("runs/mha", "runs/mha"),
+        ("carolina-c4ai/corpus-carolina", "carolina-c4ai/corpus-carolina"),
+        ("0.003", "0.003"),
+        ("/", ""),
+    ],
+)
+def test_paths_are_shortened(path, short):
+    assert text.shorten_path(path) == short
+
+
+def manifest(**train) -> dict:
+    options = {"source": "/home/maria/data/works.txt", "tokenizer": "/home/maria/tok/bpe", "context": 50}
+    splits = {"train": {"blocks": 70} | train, "test": {"blocks": 9}}
+    options |= {"split_by": "block"}
+    return {"options": options, "source": {"documents": 3}, "tokenizer": {"vocabulary": 89}, "splits": splits}
+
+
+def test_no_path_of_the_machine_is_in_a_card():
+    result = RESULT | {"options": RESULT["options"] | {"init_from": "/home/maria/runs/start"}}
+    found = [evaluation("test", 1.5, 30_000), evaluation(None, 2.5, 777, data=None, text="/home/maria/sonnets.txt")]
+    found.append(recall("passkey", [cell(48, length=64, depth=0.5)]) | {"source": "/home/maria/essays"})
+    given = {"evaluations": found, "baselines": [baseline("test")], "earlier": [("runs/start", result)]}
+    whole = write_card(run_of(result=result, manifest=manifest(), **given), ABOUT, [SAMPLE])
+    assert "maria" not in whole and "/home" not in whole and "/mnt" not in whole and text.private_lines(whole) == []
+    command = re.search("```bash\n(.*?)\n```", whole, re.DOTALL)[1]
+    expected = ["python", "recipes/train.py", "--data", "data/plays", "--out=runs/mha", "--use_cpu"]
+    assert shlex.split(command.replace("\\\n", "")) == expected and command.count("\\\n    --") == 3
+    assert ["Rows, test", "9 of 50 tokens"] in cells(whole) and ["Held out", "rows of the same documents"] in cells(whole)
+    assert "from the weights of `runs/start`" in whole
+
+
+@pytest.mark.parametrize("inside", ["plain", "```", "a `` b", "````\n~~~\n```", "ends with `", "`" * 9])
+def test_no_text_closes_its_fence(inside):
+    first, *lines, last = markdown.fence(inside, "text").split("\n")
+    assert "\n".join(lines) == inside and first == f"{last}text" and set(last) == {"`"} and len(last) >= 3
+    # CommonMark: only a line of at least as many backticks closes the block
+    assert not any(re.fullmatch(rf" {{0,3}}`{{{len(last)},}}\s*", line) for line in lines)
+
+
+def test_a_sample_breaks_neither_card_nor_metadata(tmp_path):
+    found = load(write_card(run_of(), ABOUT, [SAMPLE]), tmp_path)
+    assert found.data.model_name == "a-model" and f"`````text\n{SAMPLE['text']}\n`````" in found.text
+    assert "`do_sample=True`, `top_k=40`, `max_new_tokens=9`, seed 5" in found.text
+    outside = re.sub(r"(?ms)^(`{3,})\w*\n.*?^\1$", "", found.text)
+    headings = "How to use it, Model, Training, Data, Evaluation, Samples, Limits, Licence".split(", ")
+    assert re.findall("(?m)^#+ .*", outside) == ["# a-model", *(f"## {heading}" for heading in headings)]
+
+
+def test_what_depends_on_the_model():
+    plain, infini = (write_card(run_of(config), ABOUT, [SAMPLE]) for config in (GPT2, INFINI))
+    assert "with self-attention, trained from random weights on 7,654,321 tokens" in plain
+    assert "have at most 40 tokens" in plain and "trust_remote_code" not in plain and "## Citation" not in plain
+    assert "trust_remote_code=True" in infini and "a memory of constant size" in infini and "## Citation" in infini
+    assert "tokens.\n- What lies" not in infini and "have at most" not in infini
+    rows = dict(row for row in cells(infini) if len(row) == 2)
+    assert rows["`n_segments`"] == "5" and rows["`layers`"] == "[0, 2]" and rows["`update_rule`"] == "delta"
+    assert "`segment_length`" not in rows and "`update_rule`" not in plain  # None, and no option of that model
+    assert rows["Steps"] == "1,212 of 128 rows" and rows["Seed"] == "5" and "Gates at the end, sigmoid(gate)" not in rows
+    result = RESULT | {"gates": {"0": [0.25, 0.75], "1": [0.5, 0.125]}, "peak_cuda_mib": 321.0}
+    rows = dict(card.training_rows(run_of(INFINI, result=result)))
+    assert rows["Gates at the end, sigmoid(gate)"] == "0.12 to 0.75" and rows["Peak memory of the GPU"] == "321 MiB"
+
+
+@pytest.mark.parametrize("kind", CHOICES["attention"])
+def test_every_kind_of_attention_has_a_card(kind):
+    length = {"local": {"sliding_window": 13}, "infini": {"segment_length": 17}}.get(kind, {})
+    config = CausalMHAConfig(n_positions=50, n_embd=24, n_head=3, attention=kind, **length).to_dict()
+    result = RESULT | {"options": RESULT["options"] | {"attention": kind}}
+    whole = write_card(run_of(config, result=result), ABOUT, [SAMPLE])
+    assert ["`attention`", kind] in cells(whole)
+
+
+def test_the_stages_and_their_data():
+    first = RESULT | {"tokens": 1_000_000, "command": "python recipes/train.py --data data/drills --out runs/drills"}
+    earlier = [("runs/gone", None), ("runs/drills", first)]
+    run = run_of(earlier=earlier, manifest=manifest(rows_by_kind={"passkey": 30, "a": 40}))
+    rows = cells(card.stages(run))[1:]
+    assert [row[:3] for row in rows] == [
+        ["runs/gone", "not known", ""],
+        ["runs/drills", "drills", "1,000,000"],
+        ["this model", "plays", "7,654,321"],
+    ]
+    assert "trained in stages" in write_card(run, ABOUT, [SAMPLE])
+    assert "trained in stages" not in write_card(run_of(), ABOUT, [SAMPLE])
+    assert dict(card.data_rows(run))["Rows, train"] == "70 of 50 tokens: 30 passkey, 40 a"
+
+
+def test_notes_and_licences():
+    about = About("n", "x", "en", "CC BY-SA 3.0", notes="\nOnly for *study*.\n")
+    whole = write_card(run_of(), about, [SAMPLE])
+    assert "## Limits\n\nOnly for *study*.\n\n- It continues" in whole
+    assert "Weights: apache-2.0." in whole and "was trained on: CC BY-SA 3.0." in whole
+
+
+def test_a_run_whose_data_is_named_in_its_config_file():
+    run = run_of(result=RESULT | {"command": "python recipes/train.py --config mine.yaml"})
+    assert run.data == "data 0123456789abcdef"
+
+
+@pytest.mark.parametrize(
+    ("found", "what"),
+    [
+        ("hf_" + "x" * 34, "a token of the Hub (hf_xxx…); revoke it"),
+        ("/home/maria/runs/x", "a path of a machine (/home/maria)"),
+        ("file:///scratch/x", "a path of a machine (file:///scratch/x)"),
+        (r"C:\\Users\\maria\\x", r"a path of a machine (C:\\Users\\maria\\x)"),
+    ],
+)
+def test_what_must_not_be_in_a_file(found, what):
+    assert text.private_lines(f'{{\n"a": "{found}"\n}}') == [f"2: {what}"]
+    assert text.private_lines('{"eos": "<|endoftext|>", "url": "https://a.org/home/x", "share": "1/2 and/or"}') == []

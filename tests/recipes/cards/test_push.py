@@ -1,0 +1,300 @@
+"""The push recipe on a model that was really trained: its folder, its card, what keeps it from being published."""
+
+import contextlib
+import io
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from huggingface_hub import ModelCard, constants
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import hf_infini  # noqa: F401
+from card_runs import cells
+from cards import folder as cards_folder
+from cards import run as cards_run
+from cli import UserError, parse_options
+from hub_repository import WRITE
+from hub_server import HubServer
+from running import CONTEXT, ROOT, load_recipe, prepared_data, result, straight_run
+
+push = load_recipe("push")
+NAME = "user/infini"
+MODELS = sorted(path for path in (ROOT / "model_cards").iterdir() if path.is_dir())
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return tmp_path_factory.getbasetemp()
+
+
+@pytest.fixture(scope="module")
+def trained(base, tmp_path_factory):
+    """A run of recipes/train.py that was evaluated, with files that are nobody's business, and n-grams of its data."""
+    folder, data = tmp_path_factory.mktemp("runs") / "infini", prepared_data(base)
+    shutil.copytree(straight_run(base), folder, ignore=shutil.ignore_patterns("checkpoint-*", "evaluation*"))
+    (folder / "training_args.bin").write_text("/home/maria/secret")
+    evaluate = load_recipe("evaluate_model")
+    evaluate.main(["--model", str(folder), "--data", str(data), "--length", "96", "--device", "cpu"])
+    passkey = ["--task", "passkey", "--lengths", "256", "--depths", "0.5", "--samples", "3"]
+    evaluate.main(["--model", str(folder), "--data", str(data), *passkey, "--device", "cpu"])
+    load_recipe("ngram_baseline").main(["--data", str(data), "--out", str(folder.parent / "ngrams.json")])
+    (folder / "passkey.cells.json").write_text("{}")  # an evaluation that was killed
+    return folder
+
+
+def options_of(trained, out, *more) -> list[str]:
+    words = ["--run", trained, "--out", out, "--language", "en", "--data_license", "public domain", "--prompt", "To be"]
+    return [*map(str, [*words, "--max_new_tokens", 12, "--device", "cpu", *more])]
+
+
+@pytest.fixture(scope="module")
+def published(trained, tmp_path_factory):
+    """A folder that the recipe wrote and pushed to a small Hub; what the recipe printed; the Hub."""
+    hub, out = HubServer(tmp_path_factory.mktemp("hub")), tmp_path_factory.mktemp("cards") / "infini"
+    out.mkdir()
+    for old in ("hf_infini_0123abcd_cache.py", "vocab.txt", "mine.txt"):
+        (out / old).write_text("an older version's, but for the last one")
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as printed:
+        patch.setattr(constants, "ENDPOINT", hub.url)
+        patch.setattr(constants, "HF_HUB_OFFLINE", False)
+        patch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        patch.setenv("HF_TOKEN", WRITE)
+        baseline = ["--baseline", trained.parent / "ngrams.json"]
+        push.main(options_of(trained, out, *baseline, "--repo_id", NAME, "--private", "true"))
+    yield out, printed.getvalue(), hub
+    hub.stop()
+
+
+def test_what_is_in_the_folder_is_on_the_hub(published):
+    out, printed, hub = published
+    files = hub.repository(NAME).files()
+    names = {file.name for file in out.iterdir()} - {"mine.txt"}
+    assert names | {".gitattributes"} == files.keys() and hub.repository(NAME).state["private"]
+    assert {"README.md", "config.json", "model.safetensors", "tokenizer.json", "loss_curve.png"} <= names
+    assert not names & {"vocab.txt", "hf_infini_0123abcd_cache.py", "result.json", "training_args.bin"}
+    assert all(re.search(rf" {(out / name).stat().st_size:,}  {name}\n", printed) for name in names)
+    assert f"pushed: {hub.url}/{NAME}/commit/" in printed
+
+
+def test_the_weights_are_the_run_s_in_bfloat16(published, trained):
+    ours, theirs = (load_file(folder / "model.safetensors") for folder in (published[0], trained))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name].to(torch.bfloat16)) for name in ours)
+
+
+def test_the_card_has_the_numbers_of_the_json(published, trained):
+    card, numbers = ModelCard.load(published[0] / "README.md"), result(trained)
+    measured = {(e.dataset_config, e.metric_type): e.metric_value for e in card.data.eval_results}
+    of = {name: json.loads((trained / f"{name}.json").read_text()) for name in ("evaluation", "passkey")}
+    assert measured[None, "cross_entropy"] == numbers["cross_entropy"]
+    assert measured["length 96", "perplexity"] == of["evaluation"]["perplexity"]
+    assert measured["256 tokens", "accuracy"] == of["passkey"]["cells"][0]["accuracy"]
+    rows = cells(card.text)
+    ngrams = json.loads((trained.parent / "ngrams.json").read_text())["orders"]
+    for name, row in (("this model", numbers), *((f"{row['name']}s", row) for row in ngrams)):
+        count = f"{row.get('tokens' if 'name' in row else 'validation_tokens'):,}"
+        assert [name, "data, validation", count, f"{row['cross_entropy']:.4f}", f"{row['perplexity']:.2f}"] in rows
+    assert ["Parameters", f"{numbers['parameters']:,}"] in rows and ["`segment_length`", "16"] in rows
+    assert card.data.model_name == "infini" and card.data.language == "en" and "public domain" in card.text
+    assert str(trained.parent) not in card.content and sys.prefix not in card.content
+
+
+def test_a_stranger_gets_what_the_card_says(published, tmp_path):
+    """The example of the card, by the name on the Hub, where nobody imports hf_infini."""
+    out, _, hub = published
+    text = (out / "README.md").read_text()
+    code = re.search("```python\n(.*?)\n```", text, re.DOTALL)[1] + "\nassert 'hf_infini' not in __import__('sys').modules"
+    change = {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1", "HF_TOKEN": WRITE}
+    environment = os.environ | change | {"HF_HOME": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    continuation = re.search(r"do_sample=False.*?Continuation:\n\n```text\n(.*?)\n```", text, re.DOTALL)[1]
+    assert done.stdout == f"To be{continuation}\n" and f"name = '{NAME}'" in text
+
+
+def test_a_dry_run_asks_nobody(published, trained, tmp_path, capsys, monkeypatch):
+    *_, hub = published
+    hub.reset()
+    monkeypatch.setattr(cards_folder, "check_folder", lambda folder: None)  # which the push above went through
+    push.main(options_of(trained, tmp_path / "card", "--repo_id", NAME, "--dry_run", "true"))
+    assert hub.requests == [] and "  model.safetensors\n" in capsys.readouterr().out
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+def refused(folder) -> str:
+    with pytest.raises(UserError) as error:
+        cards_folder.check_folder(folder)
+    return str(error.value)
+
+
+def test_folders_that_are_not_whole(published, tmp_path):
+    folder = shutil.copytree(published[0], tmp_path / "card")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": 60}))
+    assert "the tokenizer's ids reach 66, the embeddings of the model 59" in refused(folder)
+    (folder / "config.json").write_text(json.dumps(config | {"_name": "/home/maria/runs/x"}))
+    (folder / "generation_config.json").write_text('{\n"a": "hf_' + "x" * 34 + '"}')
+    messages = refused(folder)
+    assert "config.json:1: a path of a machine (/home/maria)" in messages
+    assert "generation_config.json:2: a token of the Hub (hf_xxx…)" in messages
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "generation_config.json").unlink()
+    weights = load_file(folder / "model.safetensors")
+    first = "transformer.ln_f.weight"
+    save_file({f"{name}{'x' * (name == first)}": tensor for name, tensor in weights.items()}, folder / "model.safetensors")
+    messages = refused(folder)
+    assert f"missing keys: {first}" in messages and f"unexpected keys: {first}x" in messages
+    next(folder.glob("hf_infini_*_memory.py")).unlink()
+    assert "cannot be loaded by the code in it" in refused(folder)
+
+
+def test_runs_that_cannot_be_published(trained, base, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", WRITE)
+
+    def error(*more, folder=trained, out=tmp_path / "card") -> str:
+        with pytest.raises(SystemExit) as stopped:
+            push.main(options_of(folder, out, *more))
+        assert stopped.value.code == 1 and not (tmp_path / "card" / "README.md").exists()
+        return capsys.readouterr().err
+
+    assert "is --run itself" in error(out=trained)
+    assert "--notes: there is no file" in error("--notes", tmp_path / "none.md")
+    assert "must be at least 1, got 0" in error("--max_new_tokens", 0)
+    assert "--prompt '' has no token" in error("--prompt", "")
+    assert "give user/name" in error("--repo_id", "infini") and "offline" in error("--repo_id", NAME)  # as all tests are
+    folder = shutil.copytree(trained, tmp_path / "runs" / "infini")
+    weights = load_file(folder / "model.safetensors")
+    name, tensor = max(weights.items(), key=lambda item: item[1].numel())
+    tensor.view(-1)[3] = float("nan")
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    assert f"not all numbers of {name} are finite" in error(folder=folder)
+    del weights[name]
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    assert f"missing keys: {name}" in error(folder=folder)
+    numbers = result(folder)
+    (folder / "result.json").write_text(json.dumps(numbers | {"cross_entropy": float("inf")}))
+    assert "ended with a loss of inf" in error(folder=folder)
+    (folder / "result.json").unlink()
+    assert "has no result.json: finish it" in error(folder=folder)
+
+
+def test_measurements_of_something_else_are_refused(trained, tmp_path):
+    def error(*given) -> str:
+        with pytest.raises(UserError) as caught:
+            cards_run.read_run(trained, *given)
+        return str(caught.value)
+
+    content, file = json.loads((trained / "passkey.json").read_text()), tmp_path / "more.json"
+    for changes, message in (
+        ({"model": "runs/other"}, f"{file} is of the model runs/other, not of {trained}"),
+        ({"date": "2001-01-01T00:00:00+00:00"}, "is older than the training in"),
+    ):
+        file.write_text(json.dumps(content | changes))
+        assert message in error(None, [file])
+    file.write_text("{}")
+    assert f"{file} has no options, model, memory, date" in error(None, [file])
+    assert "has no orders" in error(None, [], [file])
+    baseline = json.loads((trained.parent / "ngrams.json").read_text())
+    file.write_text(json.dumps(baseline | {"data_fingerprint": "0"}))
+    assert "is of other data" in error(None, [], [file])
+    (tmp_path / "manifest.json").write_text(json.dumps({"splits": {}, "options": {}, "tokenizer": {}}))
+    assert "is other data than the run's" in error(str(tmp_path))
+    file.write_text("{")
+    assert f"cannot read {file}" in error(None, [file])
+
+
+def test_earlier_runs_are_those_that_were_continued(tmp_path):
+    for name, date, start in (("first", 1, None), ("second", 2, "first")):
+        (tmp_path / name).mkdir()
+        options = {"init_from": start and str(tmp_path / start)}
+        content = {"date": f"2026-11-0{date}T00:00:00+00:00", "options": options}
+        (tmp_path / name / "result.json").write_text(json.dumps(content))
+    last = {"date": "2026-11-03T00:00:00+00:00", "options": {"init_from": str(tmp_path / "second")}}
+    found = cards_run.earlier_runs(last)
+    assert [name.split("/")[-1] for name, _ in found] == ["first", "second"] and None not in found[0]
+    again = content | {"date": "2999-01-01T00:00:00+00:00"}  # trained again since, so that it is another model now
+    (tmp_path / "second" / "result.json").write_text(json.dumps(again))
+    assert [known for _, known in cards_run.earlier_runs(last)] == [None]
+
+
+def test_samples_end_where_the_positions_do(base, tmp_path):
+    out = tmp_path / "self"
+    words = ["--attention", "self", "--n_layer", 1, "--n_embd", 16, "--n_head", 1, "--use_cpu", "true", "--max_steps", 1]
+    load_recipe("train").main([*map(str, ["--data", prepared_data(base), *words, "--out", out])])
+    cards_folder.write_model(out, tmp_path / "card")
+    assert not list((tmp_path / "card").glob("*.py"))  # transformers has that model
+    short, sampled = cards_folder.generate_samples(tmp_path / "card", ["a" * (CONTEXT - 3)], 50, seed=0, device="cpu")
+    assert short["arguments"]["max_new_tokens"] == 3 and sampled["arguments"]["do_sample"]
+    with pytest.raises(UserError, match=f"{CONTEXT + 1} tokens, but this model has {CONTEXT} learned positions"):
+        cards_folder.generate_samples(tmp_path / "card", ["a" * CONTEXT], 50, seed=0, device="cpu")
+
+
+def test_the_commands_of_the_docstring_are_parsed():
+    text = push.__doc__.replace("\\\n", " ")
+    commands = [line for line in text.splitlines() if line.startswith("    python ")]
+    assert len(commands) == 2
+    for command in commands:
+        (options,) = parse_options(push.Options, description="", argv=shlex.split(command)[2:])
+        assert options.out.startswith("model_cards/") and options.prompt == ["To be"]
+
+
+@pytest.mark.parametrize("folder", MODELS, ids=lambda folder: folder.name)
+def test_the_models_of_the_repository_are_as_published(folder):
+    cards_folder.check_folder(folder)
+    assert [file.name for file in folder.iterdir() if not cards_folder.allowed(file.name)] == []
+    assert sum(file.stat().st_size for file in folder.glob("*.safetensors")) <= 12e6
+    assert ModelCard.load(folder / "README.md").data.eval_results
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    assert model.dtype == torch.bfloat16 and len(tokenizer) <= model.config.vocab_size
+
+
+# --- the Trainer ------------------------------------------------------------------------------------------------------
+
+
+TRAIN = """
+import sys
+from pathlib import Path
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
+import hf_infini
+from hf_infini.training import PerplexityTrainer
+out = Path(sys.argv[1])
+model, tokenizer = AutoModelForCausalLM.from_pretrained(out), AutoTokenizer.from_pretrained(out)
+rows = [{"input_ids": torch.arange(8), "labels": torch.arange(8)}] * 2
+arguments = TrainingArguments(output_dir=str(out), push_to_hub=True, hub_model_id="user/trainer", hub_strategy="end",
+                              use_cpu=True, max_steps=1, save_strategy="no", report_to="none", disable_tqdm=True)
+trainer = PerplexityTrainer(model=model, args=arguments, train_dataset=rows, processing_class=tokenizer)
+trainer.train()
+trainer.push_to_hub()
+(out / "README.md").unlink()
+trainer.push_to_hub(commit_message="without a card")
+trainer.push_to_hub(commit_message="again", license="mit")
+"""
+
+
+def test_the_trainer_keeps_a_card(published, trained, tmp_path):
+    folder, hub = shutil.copytree(trained, tmp_path / "infini"), published[2]
+    shutil.copyfile(published[0] / "README.md", folder / "README.md")
+    text = (folder / "README.md").read_bytes()
+    change = {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1", "HF_TOKEN": WRITE}
+    environment = os.environ | change | {"HF_HOME": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", TRAIN, folder]
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    repository = hub.repository("user/trainer")
+    commits = {commit["title"]: oid for oid, commit in repository.state["commits"].items()}
+    assert repository.read("README.md", commits["End of training"]) == text
+    drafts = [repository.read("README.md", commits[title]).decode() for title in ("without a card", "again")]
+    assert all("generated_from_trainer" in draft for draft in drafts)
+    assert "license: mit" in drafts[1] and "license: mit" not in drafts[0]  # a draft is no card that is kept
+    assert "model.safetensors" in repository.files()
