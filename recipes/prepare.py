@@ -132,7 +132,10 @@ def prepare(corpus: CorpusOptions, tokens: TokenizerOptions, blocks: BlockOption
         rows = datasets.load_from_disk(str(hidden / "rows"))
         numbers = blocking.shuffle_blocks(len(rows), shares, corpus.seed)[name]
         batches = blocking.chosen_rows(rows, numbers, blocks.context)
-        return record["rows"]["result"] | blocking.save_rows(batches, ["input_ids"], blocks.context, folder)
+        saved = blocking.save_rows(batches, ["input_ids"], blocks.context, folder)
+        # Whole documents are counted where they are trained on: a held-out block is a part of one
+        none = {} if name == "train" else dict.fromkeys(("documents", "characters", "stream_tokens"), 0)
+        return {**record["rows"]["result"], **saved, **none}
 
     settings = split | {"tokenizer": record["tokenizer"]["key"], "context": blocks.context}
     limited = {"max_tokens": blocks.max_tokens}
@@ -147,11 +150,11 @@ def prepare(corpus: CorpusOptions, tokens: TokenizerOptions, blocks: BlockOption
             dealt = {"rows": record["rows"]["key"], "shares": shares}
             record[name] = stages.run_stage(out / name, dealt, functools.partial(deal, name))
     for name in ("train", *shares):
-        result = record[name]["result"]
-        if result["blocks"] == 0 and shares.get(name, 1) > 0:
+        if record[name]["result"]["blocks"] == 0 and shares.get(name, 1) > 0:
             now = ", ".join(f"--{split} (now {share})" for split, share in shares.items())
+            text = record.get("rows", record[name])["result"]["stream_tokens"]
             raise UserError(
-                f"the text of {result['stream_tokens']:,} tokens that {name} is cut from is too few for a block of "
+                f"the text of {text:,} tokens that {name} is cut from is too few for a block of "
                 f"{blocks.context:,}; lower --context, take more documents, or change {now}"
             )
     for name in shares:

@@ -153,6 +153,7 @@ def test_split_by_block_holds_every_block_once(made, tmp_path):
     blocks = sorted(map(bytes, whole[: len(whole) // 128 * 128].reshape(-1, 128)))
     assert sorted(map(bytes, np.concatenate([train, validation]))) == blocks
     assert len(validation) == round(0.1 * len(blocks)) and splits["train"]["documents"] == COUNT
+    assert splits["validation"]["documents"] == splits["validation"]["characters"] == 0  # parts of documents only
     assert not np.array_equal(train[0], whole[:128]), "the blocks are not shuffled"
     assert (whole == tokenizer.eos_token_id).sum() == COUNT
     assert (out / "validation_documents.jsonl").read_text() == ""
