@@ -85,8 +85,8 @@ def test_joined_documents_far_beyond_the_trained_context(model_and_data, tmp_pat
 def test_a_row_for_each_document(model_and_data, tmp_path):
     folder, data = model_and_data
     texts = ["First a text of one line.", "kurz", "O that this too too solid flesh would melt, " * 9]
-    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"body": text}) + "\n" for text in texts))
-    options = ["--text", tmp_path / "texts.jsonl", "--text_field", "body", "--join", "false", "--batch_size", "2"]
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    options = ["--text", tmp_path / "texts.jsonl", "--join", "false", "--batch_size", "2"]
     found = evaluate(tmp_path, "--model", folder, *options, "--length", 100, "--min_characters", 10)
     expected, tokens = naive_cross_entropy(folder, [tokens_of(folder, text)[:100] for text in (texts[0], texts[2])])
     assert (found["rows"], found["complete_rows"], found["tokens"]) == (2, 1, tokens)

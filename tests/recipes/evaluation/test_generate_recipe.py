@@ -80,14 +80,14 @@ def test_the_seed_decides(model, capsys, long_prompt):
     assert only["text"] == greedy(model, long_prompt[:40], 8)
 
 
-def test_prompts_from_standard_input_and_echo(model, capsys, monkeypatch):
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"the king\n\nand so\n")))
-    common = ["--model", str(model), "--device", "cpu", "--max_new_tokens", "4", "--echo", "true"]
-    generate.main([*common, "--lines", "true"])
-    expected = [prompt + greedy(model, prompt, 4) for prompt in ("the king", "and so")]
-    assert capsys.readouterr().out == "\n".join(expected) + "\n"
-    generate.main([*common, "--prompt", "the king"])  # the streamed way
+def test_a_prompt_from_standard_input_and_several_prompts(model, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"the king\n")))
+    common = ["--model", str(model), "--device", "cpu", "--max_new_tokens", "4"]
+    generate.main(common)  # the streamed way
+    expected = [greedy(model, prompt, 4) for prompt in ("the king", "and so")]
     assert capsys.readouterr().out == expected[0] + "\n"
+    generate.main([*common, "--prompt", "the king", "and so"])
+    assert capsys.readouterr().out == "\n".join(expected) + "\n"
 
 
 def test_an_empty_prompt_begins_a_text(model, capsys):
@@ -104,7 +104,6 @@ def test_an_empty_prompt_begins_a_text(model, capsys):
         (["--num_return_sequences", "2"], "needs as many beams"),
         (["--max_new_tokens", "0"], "--max_new_tokens must be greater than 0"),
         (["--prompt_file", "x"], "not both"),
-        (["--lines", "true"], "--lines is for"),
     ],
 )
 def test_user_errors(options, message, capsys):
