@@ -54,7 +54,7 @@ def infini_attention(
     Token `t` of a document lies in segment `s = t // segment_length`. It sees its own segment and `local_segments` before it
     by softmax (equation 2), and reads everything older from the memory (equation 3), which takes in a segment when it
     leaves that window (equation 4 or the delta rule). Per head, `sigmoid(gate)` is the memory's share (equation 5); while
-    the memory is still empty (or all that left the window was kept out of it), the output is only the local attention.
+    the memory is still empty (or everything that left the window was skipped), the output is only the local attention.
 
     Args:
         query: `[batch, heads, tokens, head_dim]`.

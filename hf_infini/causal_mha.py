@@ -1,5 +1,6 @@
 """Causal multi-head attention written out: projections, scores, softmax, heads, and the projection that joins them."""
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -10,10 +11,10 @@ from transformers.cache_utils import Cache
 
 from .attention import attend
 from .cache import StatesOfCall
-from .configuration_causal_mha import ATTENTION_OPTIONS, IN_EMBEDDING, RELATIVE, CausalMHAConfig
-from .gate import Gate
+from .configuration_causal_mha import ATTENTION_OPTIONS, CausalMHAConfig
 from .layout import Layout
-from .memory import MemoryRule
+from .memory_layer import MemoryLayerMixin
+from .options_causal_mha import IN_EMBEDDING, RELATIVE
 from .positions import alibi_bias, relative_key_bias, relative_keys, rotate, rotation, t5_buckets
 from .scores import (
     additive_scores,
@@ -24,7 +25,7 @@ from .scores import (
     visible_softmax,
 )
 from .segments import segment_layout
-from .state import Projections
+from .state import InfiniState, Projections
 from .window import Softmax
 
 
@@ -36,7 +37,7 @@ class HeadParts(NamedTuple):
     heads: Tensor  # [batch, heads, Q, head_dim], the context vectors: weights · values
 
 
-class CausalMultiHeadAttention(nn.Module):
+class CausalMultiHeadAttention(MemoryLayerMixin, nn.Module):
     """`concat(head_1, …, head_H) W_O`, with `head_h = softmax(score(Q_h, K_h) + causal mask) V_h` (Vaswani et al. 2017).
 
     Head `h` owns the columns `h · head_dim … (h + 1) · head_dim − 1` of what `W_query`, `W_key` and `W_value` give.
@@ -96,7 +97,7 @@ class CausalMultiHeadAttention(nn.Module):
         elif config.position_encoding == "t5":
             self.relative_bias = nn.Parameter(torch.empty(config.num_buckets, heads))
         if config.attention == "infini":
-            self.gate = Gate(heads)
+            self.add_memory_parameters(d_in)
         self.init_head_parameters()
 
     @torch.no_grad()
@@ -114,8 +115,8 @@ class CausalMultiHeadAttention(nn.Module):
         for name in ("relative_table", "relative_bias"):
             if hasattr(self, name):
                 init.normal_(getattr(self, name), 0.0, self.config.initializer_range)
-        if hasattr(self, "gate"):
-            init.constant_(self.gate.weight, self.config.gate_init)
+        if self.config.attention == "infini":
+            self.init_memory_parameters()
 
     def forward(
         self,
@@ -201,16 +202,23 @@ class CausalMultiHeadAttention(nn.Module):
             bias = self._bias(query, distance)
         return scores if bias is None else scores + bias.to(scores.dtype)
 
-    def infini_projections(self, hidden_states: Tensor, position_ids: Tensor | None) -> tuple[Projections, float]:
-        """What [`attend`] takes of one call, and the factor of the scores.
+    def infini_projections(
+        self, hidden_states: Tensor, position_ids: Tensor | None, layout: Layout | None = None, recent: Tensor | None = None
+    ) -> tuple[Projections, float, Tensor | None]:
+        """What [`attend`] takes of one call, the factor of the scores, and what the convolution needs of these tokens in the
+        next call (`recent`, `None` before the first).
 
-        The memory has no place for a token's position: rope turns only what the window compares.
+        The memory has no place for a token's position: rope turns only what the window compares. `layout`: for the
+        convolution only.
         """
+        hidden_states, recent = self.convolved(hidden_states, layout, recent)
         raw_query, raw_key, value = self._split(hidden_states)
         query, key = self._rotated(raw_query, raw_key, position_ids)
         query, scaling = as_dot_product(self.config.score, query, getattr(self, "score_weight", None))
         memory_query, memory_key = None if query is raw_query else raw_query, None if key is raw_key else raw_key
-        return Projections(query, key, value, memory_query, memory_key), scaling
+        if self.config.memory_write == "learned":
+            memory_key = self.weighted(raw_key, hidden_states)
+        return Projections(query, key, value, memory_query, memory_key), scaling, recent
 
     # --- the steps ----------------------------------------------------------------------------------------------------
 
@@ -254,20 +262,24 @@ class CausalMultiHeadAttention(nn.Module):
 
     def _infini(self, hidden_states, position_ids, layout, past_key_values, states, output_attentions):
         """Context vectors and, with `output_attentions`, local weights of segmented attention with a memory."""
-        tokens, scaling = self.infini_projections(hidden_states, position_ids)
         by_itself = states is None and past_key_values is not None
         states = past_key_values.states() if by_itself else states
         state = None if states is None else states.before(self.layer_idx)
-        length, kept = self.config.segment_length, self.config.local_segments
+        length, kept = self.config.tokens_per_segment, self.config.local_segments
         if layout is None:
             layout = segment_layout(*hidden_states.shape[:2], length, kept, state=state, device=hidden_states.device)
+        recent = None if state is None else state.recent_inputs
+        tokens, scaling, recent = self.infini_projections(hidden_states, position_ids, layout, recent)
+        if state is None:
+            options = {"separate_memory_key": tokens.memory_key is not None, **self.start()}
+            state = InfiniState.initial(tokens.key, tokens.value, length, kept, **options)
         dropout = self.dropout.p if self.training else 0.0
         written_out = output_attentions or self.config._attn_implementation == "eager"
         heads, state, weights = attend(
             tokens,
             self.gate(),
             layout,
-            MemoryRule(self.config.update_rule),
+            self.rule,
             Softmax(scaling, dropout, written_out),
             state,
             return_state=states is not None,
@@ -275,7 +287,7 @@ class CausalMultiHeadAttention(nn.Module):
             in_place=states is not None and states.may_overwrite(self.layer_idx),
         )
         if states is not None:
-            states.leave(self.layer_idx, state)
+            states.leave(self.layer_idx, replace(state, recent_inputs=recent))
         if by_itself:
             states.advance_layers(hidden_states.shape[1])
         return heads, weights

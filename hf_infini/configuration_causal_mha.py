@@ -6,37 +6,28 @@ from transformers.activations import ACT2FN
 
 from .configuration_common import OptionsMixin
 from .hub_code import HubConfigMixin, carry_code
+from .options import MEMORY_OPTIONS, MemoryOptions
+from .options_causal_mha import IN_EMBEDDING, ScratchOptions
+from .options_causal_mha import NEEDS as NEEDS_OF_SCRATCH
 
-CHOICES = {
-    "attention": ("global", "local", "infini", "none"),
-    "score": ("scaled_dot", "dot", "general", "additive"),
-    "position_encoding": ("learned", "sinusoidal", "relative_key", "t5", "alibi", "rope", "none"),
-    "update_rule": ("linear", "delta"),
-}
 # What a CausalMultiHeadAttention used alone may be told, beyond its sizes.
 ATTENTION_OPTIONS = (
-    "attention",
-    "score",
-    "position_encoding",
-    "max_distance",
-    "num_buckets",
-    "rope_theta",
-    "sliding_window",
-    "segment_length",
-    "local_segments",
-    "update_rule",
-    "gate_init",
+    *("attention", "score", "position_encoding", "max_distance", "num_buckets", "rope_theta", "sliding_window"),
+    *("segment_length", "local_segments", "update_rule", "feature_map", "denominator", "gate_init", "memory_init"),
+    *("memory_conv", "memory_write"),
 )
-RELATIVE = ("relative_key", "t5", "alibi")  # depend on the distance of each query and key
-IN_EMBEDDING = ("learned", "sinusoidal")  # added to the token embeddings; the others act inside the attention
+# Every option that does nothing unless another one has one of these values. What train.py learns to predict is its own.
+NEEDS = NEEDS_OF_SCRATCH | {name: ("attention", ("infini",)) for name in MEMORY_OPTIONS if name != "mask_special_tokens"}
 # Segments and memory work on products of queries and keys: what adds to a score, or is none, has no place there.
 INFINI_SCORES = ("scaled_dot", "dot", "general")
 INFINI_POSITIONS = ("learned", "sinusoidal", "rope", "none")
 
 
 @strict
-class CausalMHAConfig(OptionsMixin, HubConfigMixin, PreTrainedConfig):
-    """Configuration of [`CausalMHAForCausalLM`]. Sizes are named as GPT-2's; `hidden_size` and so on work too.
+class CausalMHAConfig(ScratchOptions, MemoryOptions, OptionsMixin, HubConfigMixin, PreTrainedConfig):
+    """Configuration of [`CausalMHAForCausalLM`]: what its heads see, score and know of positions ([`ScratchOptions`]); with
+    `attention="infini"`, its memory ([`MemoryOptions`], but for `layers`); and its sizes, which are named as GPT-2's
+    (`hidden_size` and so on work too):
 
     Args:
         vocab_size (`int`, *optional*, defaults to 50257):
@@ -49,45 +40,10 @@ class CausalMHAConfig(OptionsMixin, HubConfigMixin, PreTrainedConfig):
             Decoder blocks.
         n_head (`int`, *optional*, defaults to 12):
             Heads per block; must divide `n_embd`.
-        n_inner (`int`, *optional*):
-            Width inside the feed-forward; `None` is 4 × `n_embd`.
-        activation_function (`str`, *optional*, defaults to `"gelu"`):
-            Of the feed-forward, a name that transformers knows.
         dropout (`float`, *optional*, defaults to 0.0):
             Probability of dropping attention weights, embeddings, and what a block adds to the hidden state.
-        qkv_bias (`bool`, *optional*, defaults to `False`):
-            Whether `W_query`, `W_key` and `W_value` have a bias.
-        attention (`str`, *optional*, defaults to `"global"`):
-            What a token sees: `"global"`, itself and everything before; `"local"`, the last `sliding_window` tokens;
-            `"infini"`, segments and a compressive memory; `"none"`, nothing: the block keeps only its feed-forward.
-        score (`str`, *optional*, defaults to `"scaled_dot"`):
-            How a query and a key are compared: `"scaled_dot"`, `"dot"`, `"general"` or `"additive"` (see scores.py).
-        position_encoding (`str`, *optional*, defaults to `"learned"`):
-            `"learned"`, `"sinusoidal"`, `"relative_key"`, `"t5"`, `"alibi"`, `"rope"` or `"none"` (see positions.py).
-        max_distance (`int`, *optional*, defaults to 128):
-            `"relative_key"`: the distance in tokens beyond which all are alike; `"t5"`: where its last bucket begins.
-        num_buckets (`int`, *optional*, defaults to 32):
-            `"t5"`: buckets of distances.
-        rope_theta (`float`, *optional*, defaults to 10000.0):
-            `"rope"`: base of the wavelengths.
-        sliding_window (`int`, *optional*):
-            `"local"`: tokens seen, the token itself included. Required there, refused elsewhere.
-        segment_length (`int`, *optional*):
-            `"infini"`: tokens in a segment, L. Required there, refused elsewhere.
-        local_segments (`int`, *optional*, defaults to 0):
-            `"infini"`: earlier segments that the softmax still sees in full.
-        update_rule (`str`, *optional*, defaults to `"linear"`):
-            `"infini"`: how the memory is written, `"linear"` or `"delta"`.
-        gate_init (`float`, *optional*, defaults to 0.0):
-            `"infini"`: first value of every head's gate logit β.
-        mask_special_tokens (`bool`, *optional*, defaults to `True`):
-            `"infini"`: tokens with the configuration's bos, eos or pad id are not written into the memory.
         layer_norm_epsilon (`float`, *optional*, defaults to 1e-5):
             Added to the variance in a layer norm.
-        initializer_range (`float`, *optional*, defaults to 0.02):
-            Standard deviation of the matrices at the start; those that end a residual branch are √(2 · n_layer) smaller.
-        tie_word_embeddings (`bool`, *optional*, defaults to `False`):
-            Whether the output head is the token embedding.
 
     Raises:
         StrictDataclassFieldValidationError: a value of the wrong type, naming the option.
@@ -112,29 +68,12 @@ class CausalMHAConfig(OptionsMixin, HubConfigMixin, PreTrainedConfig):
     n_embd: int = 768
     n_layer: int = 12
     n_head: int = 12
-    n_inner: int | None = None
-    activation_function: str = "gelu"
     dropout: float | int = 0.0
-    qkv_bias: bool = False
-    attention: str = "global"
-    score: str = "scaled_dot"
-    position_encoding: str = "learned"
-    max_distance: int = 128
-    num_buckets: int = 32
-    rope_theta: float | int = 10000.0
-    sliding_window: int | None = None
-    segment_length: int | None = None
-    local_segments: int = 0
-    update_rule: str = "linear"
-    gate_init: float | int = 0.0
-    mask_special_tokens: bool = True
     layer_norm_epsilon: float = 1e-5
-    initializer_range: float = 0.02
     use_cache: bool = True
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
     pad_token_id: int | None = None
-    tie_word_embeddings: bool = False
 
     @property
     def head_dim(self) -> int:
@@ -142,20 +81,12 @@ class CausalMHAConfig(OptionsMixin, HubConfigMixin, PreTrainedConfig):
         return self.n_embd // self.n_head
 
     @property
-    def infini_layers(self) -> list[int]:
-        """Numbers of the layers with a compressive memory: all or none."""
-        return list(range(self.n_layer)) if self.attention == "infini" else []
-
-    @property
-    def tokens_per_segment(self) -> int | None:
-        """L, as the other infini configurations call it."""
-        return self.segment_length
+    def has_memory(self) -> bool:
+        """Whether the layers have a compressive memory: all or none."""
+        return self.attention == "infini"
 
     def validate_causal_mha(self):
         """Run by the base class after every construction."""
-        for name, allowed in CHOICES.items():
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {getattr(self, name)!r}.")
         for name in ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head", "max_distance", "num_buckets"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1; got {getattr(self, name)}.")
@@ -169,18 +100,18 @@ class CausalMHAConfig(OptionsMixin, HubConfigMixin, PreTrainedConfig):
         self._validate_positions()
 
     def _validate_reach(self):
-        """`sliding_window` and `segment_length` come with their kind of attention, and only with it."""
-        for name, kind, least in (("sliding_window", "local", 1), ("segment_length", "infini", 1)):
-            value = getattr(self, name)
-            if self.attention == kind and (value is None or value < least):
-                raise ValueError(f"attention={kind!r} needs a {name} of {least} token or more; got {value}.")
-            if self.attention != kind and value is not None:
+        """A window for `attention="local"`, and no option that does nothing beside the others."""
+        if self.attention == "local" and (self.sliding_window is None or self.sliding_window < 1):
+            raise ValueError(f"attention='local' needs a sliding_window of 1 token or more; got {self.sliding_window}.")
+        for name, (needed, kinds) in NEEDS.items():
+            value, found = getattr(self, name), getattr(self, needed)
+            if found not in kinds and value != type(self).__dataclass_fields__[name].default:
                 raise ValueError(
-                    f"{name}={value} belongs to attention={kind!r} and does nothing with attention={self.attention!r}: "
-                    "leave it out."
+                    f"{name}={value!r} belongs to {needed}={' or '.join(map(repr, kinds))} and does nothing with "
+                    f"{needed}={found!r}: leave it out."
                 )
-        if self.local_segments < 0:
-            raise ValueError(f"local_segments must be 0 or more; got {self.local_segments}.")
+        if self.layers is not None:
+            raise ValueError(f"layers={self.layers} is for infini_gpt2: in a causal_mha all layers are alike. Leave it out.")
 
     def _validate_positions(self):
         if self.position_encoding == "rope" and self.head_dim % 2:

@@ -32,7 +32,7 @@ class OptionsMixin:
     @classmethod
     def without_ignored(cls, values: dict) -> dict:
         """Another model's `values` by name, without those that would be refused here."""
-        return {name: value for name, value in values.items() if objection(cls, name, value) is None}
+        return {name: value for name, value in values.items() if reason_to_refuse(cls, name, value) is None}
 
     def __post_init__(self, **kwargs):
         """Takes what is no declared option, after a look at the names."""
@@ -52,7 +52,7 @@ def stock_options() -> set[str]:
     return set(UNDECLARED).union(*(own_options(getattr(transformers, f"{name}Config")) for name in STOCK))
 
 
-def objection(config_class: type[PreTrainedConfig], name: str, value) -> str | None:
+def reason_to_refuse(config_class: type[PreTrainedConfig], name: str, value) -> str | None:
     """Why an attribute would be refused: it looks like an option, and is none of this configuration."""
     own = own_options(config_class)
     if value is None or name.startswith("_") or name in own or name in PreTrainedConfig.__dataclass_fields__:
@@ -66,8 +66,8 @@ def objection(config_class: type[PreTrainedConfig], name: str, value) -> str | N
 
 
 def refuse_ignored(config_class: type[PreTrainedConfig], values: dict) -> None:
-    """Raises a ValueError for the first [`objection`] to `values`, by name."""
+    """Raises a ValueError for the first [`reason_to_refuse`] one of `values`, by name."""
     for name, value in values.items():
-        message = objection(config_class, name, value)
+        message = reason_to_refuse(config_class, name, value)
         if message is not None:
             raise ValueError(message)

@@ -26,7 +26,7 @@ class StepLayout(Layout):
         begin, end: the part of the window that any row sees.
         visible: `[batch, 1, 1, end - begin]` bool, what each row sees of it; `None`: all of it.
         filled: `[batch, 1, 1]` bool, whether the memory holds any token of the row's document.
-        leaving: rows whose segment is complete with this token; those of them that push a segment out of the window into
+        completing: rows whose segment is complete with this token; those of them that push a segment out of the window into
             the memory are `compressing`. Both are lists of row numbers.
         skipped: `[batch, (w + 1) * L]` bool, which tokens of the window, this one among them, never reach the memory;
             `None`: all do.
@@ -39,7 +39,7 @@ class StepLayout(Layout):
     end: int
     visible: Tensor | None
     filled: Tensor
-    leaving: list[int]
+    completing: list[int]
     compressing: list[int]
     skipped: Tensor | None = None
 
@@ -59,11 +59,11 @@ class StepLayout(Layout):
 
     def shift(self, window: Tensor) -> Tensor:
         """Moves the window, `[batch, heads, (w + 1) * L, dim]`, of the rows that completed a segment one segment on."""
-        if not self.leaving:
+        if not self.completing:
             return window
-        if len(self.leaving) == len(window):
+        if len(self.completing) == len(window):
             return pad(window[:, :, self.segment_length :], (0, 0, 0, self.segment_length))
-        rows = torch.tensor(self.leaving, device=window.device)
+        rows = torch.tensor(self.completing, device=window.device)
         return window.index_copy(0, rows, pad(window[rows, :, self.segment_length :], (0, 0, 0, self.segment_length)))
 
     def compress(self, rule: MemoryRule, keys: Tensor, values: Tensor, state: InfiniState) -> tuple[Tensor, Tensor]:
@@ -87,7 +87,7 @@ class GraphStepLayout(StepLayout):
     What [`StepLayout`] knows as numbers are tensors here, and rows that are padding or begin a document belong to it, too.
 
     Attributes:
-        leaving, compressing: `[batch]` bool. begin, end: all of the window; visible always says what is seen.
+        completing, compressing: `[batch]` bool. begin, end: all of the window; visible always says what is seen.
         here: `[batch, 1, (w + 1) * L, 1]` bool, the slot that the row's token takes; none for padding.
     """
 
@@ -112,7 +112,7 @@ class GraphStepLayout(StepLayout):
 
     def shift(self, window: Tensor) -> Tensor:
         moved = pad(window[:, :, self.segment_length :], (0, 0, 0, self.segment_length))
-        return torch.where(self.leaving[:, None, None, None], moved, window)
+        return torch.where(self.completing[:, None, None, None], moved, window)
 
     def compress(self, rule: MemoryRule, keys: Tensor, values: Tensor, state: InfiniState) -> tuple[Tensor, Tensor]:
         """Computed for all rows, as they are not known, and only in those calls in which one of them needs it."""
@@ -214,8 +214,8 @@ def step_layout(call: Call, seen: list[int]) -> StepLayout:
         places = torch.arange(begin, end, device=device)
         visible = (places >= torch.tensor(begins, device=device)[:, None]) & (places <= slot[:, None])
         visible = visible[:, None, None]
-    leaving = [row for row in rows if (seen[row] + 1) % length == 0]
-    compressing = [row for row in leaving if seen[row] // length >= local]
+    completing = [row for row in rows if (seen[row] + 1) % length == 0]
+    compressing = [row for row in completing if seen[row] // length >= local]
     rows = torch.tensor(rows, dtype=torch.long, device=device)
     slot = slot[rows]
     skipped = None
@@ -239,7 +239,7 @@ def step_layout(call: Call, seen: list[int]) -> StepLayout:
         end=end,
         visible=visible,
         filled=(state.memory_tokens > 0)[:, None, None],
-        leaving=leaving,
+        completing=completing,
         compressing=compressing,
         positions=state.tokens_seen.unsqueeze(1),
         tokens_seen=state.tokens_seen + (1 if real is None else real[:, 0].long()),
@@ -254,21 +254,21 @@ def step_layout(call: Call, seen: list[int]) -> StepLayout:
 def graph_step_layout(call: Call, restart: Tensor | None) -> GraphStepLayout:
     """The layout of one token per row for a graph; `restart` as in [`Layout`]."""
     state, real, length, local = call.state, call.real, call.segment_length, call.local_segments
-    seen, held = state.tokens_seen, state.memory_tokens
+    seen, in_memory = state.tokens_seen, state.memory_tokens
     if real is not None or restart is not None:  # whoever reads one of them reads both
         real = torch.ones_like(restart) if real is None else real
         restart = torch.zeros_like(real) if restart is None else restart
-        seen, held = (count.masked_fill(restart[:, 0], 0) for count in (seen, held))
+        seen, in_memory = (count.masked_fill(restart[:, 0], 0) for count in (seen, in_memory))
     segment, slot = seen // length, local * length + seen % length
     places = torch.arange((local + 1) * length, device=seen.device)
     here = places == slot[:, None]
     visible = (places >= (local - segment).clamp(min=0)[:, None] * length) & (places <= slot[:, None])
     after = seen + 1
-    leaving = after % length == 0
+    completing = after % length == 0
     if real is not None:
-        here, leaving = here & real, leaving & real[:, 0]
+        here, completing = here & real, completing & real[:, 0]
         after = torch.where(real[:, 0], after, seen)
-    compressing = leaving & (segment >= local)
+    compressing = completing & (segment >= local)
     skipped = None
     if call.memory_mask is not None or state.local_skipped is not None:
         skipped = torch.zeros_like(here) if state.local_skipped is None else state.local_skipped
@@ -284,13 +284,13 @@ def graph_step_layout(call: Call, restart: Tensor | None) -> GraphStepLayout:
         begin=0,
         end=len(places),
         visible=visible[:, None, None],
-        filled=(held > 0)[:, None, None],
-        leaving=leaving,
+        filled=(in_memory > 0)[:, None, None],
+        completing=completing,
         compressing=compressing,
         positions=seen.unsqueeze(1),
         tokens_seen=after,
         last_position=_last_position(call),
-        memory_tokens=_after_compressing(held, compressing, skipped, length),
+        memory_tokens=_after_compressing(in_memory, compressing, skipped, length),
         skipped=skipped,
         here=here[:, None, :, None],
         real=real,
@@ -306,10 +306,10 @@ def _last_position(call: Call) -> Tensor:
     return after if real is None else torch.where(real[:, 0], after, before)
 
 
-def _after_compressing(held: Tensor, compressing: Tensor, skipped: Tensor | None, length: int) -> Tensor:
-    """`[batch]`: how many tokens the memory holds, after `held` before, when the rows that are `compressing` `[batch]` bool
-    have written the oldest segment of their window, of which some tokens may be `skipped`."""
-    return held + compressing * (length if skipped is None else (~skipped[:, :length]).sum(1))
+def _after_compressing(before: Tensor, compressing: Tensor, skipped: Tensor | None, length: int) -> Tensor:
+    """`[batch]`: how many tokens the memory holds, `before` of them already, when the rows that are `compressing` `[batch]`
+    bool have written the oldest segment of their window, of which some tokens may be `skipped`."""
+    return before + compressing * (length if skipped is None else (~skipped[:, :length]).sum(1))
 
 
 def _with_next_skipped(layout: StepLayout) -> StepLayout:

@@ -142,9 +142,9 @@ def _problems_of_counts(record, tensors) -> Iterator[str]:
 def _problems_of_windows(record, tensors, config) -> Iterator[str]:
     """Whether the places for which no token has come yet are empty, as [`InfiniState`] says where they are."""
     seen = torch.tensor(record["tokens_seen"])[:, None]
-    length, kept = config.tokens_per_segment, config.local_segments
-    empty = empty_places(seen[:, 0], length, kept)
-    left = (seen[:, 0] // length - kept).clamp(min=0) * length  # tokens that have left the window
+    length, local_segments = config.tokens_per_segment, config.local_segments
+    empty = empty_places(seen[:, 0], length, local_segments)
+    left = (seen[:, 0] // length - local_segments).clamp(min=0) * length  # tokens that have left the window
     starts = {name.rpartition(".")[0] for name in tensors if name.endswith(".start_memory")}
     for name, tensor in sorted(tensors.items()):
         if name.endswith(".memory_tokens") and ((tensor < 0) | (tensor > left)).any():

@@ -14,7 +14,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.utils.generic import can_return_tuple
 
 from .causal_mha import CausalMultiHeadAttention
-from .configuration_causal_mha import RELATIVE, CausalMHAConfig
+from .configuration_causal_mha import CausalMHAConfig
 from .generation import MemoryGenerationMixin
 from .hub_code import HubModelMixin, carry_code
 from .modeling_common import (
@@ -29,6 +29,7 @@ from .modeling_common import (
     memory_cache,
     memory_mask_of,
 )
+from .options_causal_mha import RELATIVE
 from .positions import sinusoidal_encoding
 from .segments import segment_layout
 
@@ -239,7 +240,7 @@ class CausalMHAModel(CausalMHAPreTrainedModel):
         layout = segment_layout(
             batch,
             tokens,
-            self.config.segment_length,
+            self.config.tokens_per_segment,
             self.config.local_segments,
             attention_mask=attention_mask,
             position_ids=position_ids,

@@ -4,8 +4,6 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
-from transformers import initialization as init
 from transformers.cache_utils import Cache
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
@@ -15,12 +13,10 @@ from transformers.utils.output_capturing import capture_outputs
 from .attention import attend
 from .cache import InfiniCache, StatesOfCall
 from .configuration_infini_gpt2 import InfiniGPT2Config
-from .convolution import short_convolution
-from .gate import Gate
 from .generation import MemoryGenerationMixin
 from .hub_code import HubModelMixin
 from .layout import Layout
-from .memory import MemoryRule
+from .memory_layer import MemoryLayerMixin
 from .modeling_common import (
     InitializationMixin,
     check_continuation,
@@ -38,19 +34,11 @@ from .segments import segment_layout
 from .state import InfiniState, Projections
 from .window import Softmax
 
-# Normaliser of a learned start before training: softplus(0.5413) = 1, the value of σ at a key of zeros.
-LEARNED_NORMALISER = 0.5413
-NOISE = 1e-10  # the study's start
 
-
-class GPT2InfiniAttention(GPT2Attention):
+class GPT2InfiniAttention(MemoryLayerMixin, GPT2Attention):
     """GPT-2's attention over segments, with a memory of everything before the local window.
 
-    The projections are GPT-2's own. New are `gate`, a [`Gate`] with the logit β of the memory's share of each head; with
-    `memory_init="learned"` also `start_memory` `[heads, head_dim, head_dim]` and `start_normaliser` `[heads, head_dim]`
-    (the logarithmic size: z_0 is its softplus); with `"noise"` a buffer `start_normaliser` (z_0 itself); with
-    `memory_conv` the convolution's weights `memory_conv` `[taps, width]`; with `memory_write="learned"` the logarithm of a
-    token's weight in the memory, per head, `memory_write` `[heads, width]`.
+    The projections are GPT-2's own; what is new is told at [`MemoryLayerMixin`].
 
     GPT-2 adds its positions to the hidden state, so that what the memory holds does carry them; with
     `position_encoding="rope"` only the window knows of them.
@@ -58,51 +46,8 @@ class GPT2InfiniAttention(GPT2Attention):
 
     def __init__(self, config: InfiniGPT2Config, layer_idx: int | None = None):
         super().__init__(config, layer_idx=layer_idx)
-        self.add_memory_parameters()
+        self.add_memory_parameters(self.embed_dim)
         self.init_memory_parameters()
-
-    def add_memory_parameters(self, like: Tensor | None = None) -> None:
-        """Makes the gate and the start of the memory, uninitialised, on the device and with the dtype of `like`."""
-        options = {} if like is None else {"device": like.device, "dtype": like.dtype}
-        heads, width = self.num_heads, self.head_dim
-        self.gate = Gate(heads, **options)
-        if self.config.memory_init == "learned":
-            self.start_memory = nn.Parameter(torch.empty(heads, width, width, **options))
-            self.start_normaliser = nn.Parameter(torch.empty(heads, width, **options))
-        elif self.config.memory_init == "noise":
-            self.register_buffer("start_normaliser", torch.empty(heads, width, **options))
-        if self.config.memory_conv:
-            self.memory_conv = nn.Parameter(torch.empty(self.config.memory_conv, self.embed_dim, **options))
-        if self.config.memory_write == "learned":
-            self.memory_write = nn.Parameter(torch.empty(heads, self.embed_dim, **options))
-
-    def drop_memory_parameters(self) -> None:
-        """Drops what `add_memory_parameters` made, whatever it has learned; GPT-2's own weights stay as they are."""
-        for name in ("gate", "start_memory", "start_normaliser", "memory_conv", "memory_write"):
-            if hasattr(self, name):
-                delattr(self, name)
-
-    @torch.no_grad()
-    def init_memory_parameters(self) -> None:
-        init.constant_(self.gate.weight, self.config.gate_init)
-        if self.config.memory_init == "learned":
-            init.zeros_(self.start_memory)
-            init.constant_(self.start_normaliser, LEARNED_NORMALISER)
-        elif self.config.memory_init == "noise":
-            init.uniform_(self.start_normaliser, 0.0, NOISE)
-        if self.config.memory_conv:
-            init.zeros_(self.memory_conv)
-        if self.config.memory_write == "learned":
-            init.zeros_(self.memory_write)
-
-    def start(self) -> dict[str, Tensor]:
-        """M_0 and z_0 as [`InfiniState.initial`] takes them; empty for a memory that starts empty."""
-        if self.config.memory_init == "learned":
-            return {"start_memory": self.start_memory, "start_normaliser": F.softplus(self.start_normaliser.float())}
-        if self.config.memory_init == "noise":
-            empty = self.start_normaliser.new_zeros(self.num_heads, self.head_dim, self.head_dim)
-            return {"start_memory": empty, "start_normaliser": self.start_normaliser}
-        return {}
 
     def forward(
         self,
@@ -162,7 +107,7 @@ class GPT2InfiniAttention(GPT2Attention):
             tokens,
             self.gate(),
             layout,
-            MemoryRule(self.config.update_rule, self.config.feature_map, self.config.denominator),
+            self.rule,
             Softmax(self.scaling, dropout, written_out=return_weights, upcast=eager and self.reorder_and_upcast_attn),
             state,
             return_state=states is not None,
@@ -185,11 +130,7 @@ class GPT2InfiniAttention(GPT2Attention):
     ) -> tuple[Projections, Tensor | None]:
         """The projections of `[batch, tokens, width]`, and what the convolution needs of these tokens in the next call
         (`recent`, `None` before the first)."""
-        if self.config.memory_conv:
-            if recent is None:
-                recent = hidden_states.new_zeros(hidden_states.shape[0], self.config.memory_conv - 1, self.embed_dim)
-            added, recent = short_convolution(hidden_states, self.memory_conv, layout, recent)
-            hidden_states = hidden_states + added
+        hidden_states, recent = self.convolved(hidden_states, layout, recent)
         parts = self.c_attn(hidden_states).split(self.split_size, dim=2)
         query, key, value = (part.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2) for part in parts)
         memory_query = memory_key = None
@@ -197,9 +138,8 @@ class GPT2InfiniAttention(GPT2Attention):
             memory_query, memory_key = query, key
             turns = rotation(layout.positions, self.head_dim, query.dtype) if turns is None else turns
             query, key = rotate(query, turns), rotate(key, turns)
-        if self.config.memory_write == "learned":  # e^(k + w) = e^w e^k: the features of a token, its weight times as large
-            weights = F.linear(hidden_states, self.memory_write).transpose(1, 2).unsqueeze(-1)
-            memory_key = (key if memory_key is None else memory_key) + weights
+        if self.config.memory_write == "learned":
+            memory_key = self.weighted(key if memory_key is None else memory_key, hidden_states)
         return Projections(query, key, value, memory_query, memory_key), recent
 
 

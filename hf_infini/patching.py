@@ -35,7 +35,7 @@ def patch_model(model, *, base_only: bool = False, **options):
         base_only: that `model` is a base model, a `GPT2Model`, and no part of another: one that is belongs to a model that
             goes on taking itself for a plain GPT-2, saves no memory and generates without. A module does not know what it
             is part of, so this has to be said.
-        options: those of [`InfiniGPT2Config`], such as `segment_length=256`.
+        options: those of [`MemoryOptions`], such as `segment_length=256`, and `position_encoding` of [`InfiniGPT2Config`].
 
     Returns:
         The same model.
@@ -69,7 +69,8 @@ def patch_model(model, *, base_only: bool = False, **options):
     for layer in config.infini_layers:
         attention = base.h[layer].attn
         attention.__class__ = GPT2InfiniAttention
-        attention.add_memory_parameters(like=attention.c_attn.bias)
+        weight = attention.c_attn.bias
+        attention.add_memory_parameters(attention.embed_dim, device=weight.device, dtype=weight.dtype)
         attention.init_memory_parameters()
     if config.position_encoding == "rope":
         model.__dict__["_unpatched_embedding"] = base.wpe  # not a module of the model any more: neither trained nor saved

@@ -175,10 +175,10 @@ def _with_memory(layout: GridLayout, call: Call) -> GridLayout:
         next_skipped = layout.next_window(new, window)[:, 0, :, 0]
         layout = replace(layout, skipped=layout.to_grid(new, window)[..., 0, 0], next_skipped=next_skipped)
     before = torch.zeros(call.batch, dtype=torch.long, device=device) if state is None else state.memory_tokens
-    held = _memory_tokens(layout, before.unsqueeze(1))
+    counts = _memory_tokens(layout, before.unsqueeze(1))
     # Its strides are those of a new tensor, for torch.cond compares them
-    after = held[:, -1].clone(memory_format=torch.contiguous_format)
-    return replace(layout, memory_tokens_before=held[:, :-1], memory_tokens=after)
+    after = counts[:, -1].clone(memory_format=torch.contiguous_format)
+    return replace(layout, memory_tokens_before=counts[:, :-1], memory_tokens=after)
 
 
 def _memory_tokens(layout: GridLayout, before: Tensor) -> Tensor:

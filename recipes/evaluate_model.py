@@ -198,8 +198,7 @@ def read_texts(options: Options) -> list[str]:
     file = source_file(options)
     if options.data is not None and Path(file).stat().st_size == 0:
         raise UserError(f"{options.data} was split by block and holds no documents: give the source with --text")
-    kind = "jsonl" if options.data is not None else "auto"
-    texts = [document.text for document in iterate_documents(file, kind, text_field=options.text_field)]
+    texts = [document.text for document in iterate_documents(file, text_field=options.text_field)]
     texts = [text for text in texts if text and len(text) >= options.min_characters]
     if not texts:
         raise UserError(f"{file} has no document of at least --min_characters {options.min_characters}")

@@ -5,7 +5,7 @@
 #   bash recipes/quickstart.sh [--corpus PATH] [--out FOLDER]
 #
 #   --corpus PATH   text to train on: a copy of the Carolina corpus, a folder of .txt files, a .txt or .jsonl file.
-#                   Without it: one shard of Carolina from the Hugging Face Hub if that answers within 5 seconds, otherwise
+#                   Without it: one shard of Carolina from the Hugging Face Hub if it comes within a minute, otherwise
 #                   biographies made by the package, whose facts come back thousands of characters later.
 #   --out FOLDER    results, default runs/quickstart; stopped and started again, it goes on where it was.
 #
@@ -37,9 +37,10 @@ bash recipes/setup.sh .venv
 export PATH="$PWD/.venv/bin:$PATH" TOKENIZERS_PARALLELISM=true
 
 source=("--source" "${corpus:-biographies}" "--max_tokens" 1500000 "--vocab_size" 4000)
-if [ -z "$corpus" ] && shard=$(python recipes/fetch_shard.py); then
-    corpus=$shard
-    source[1]=$shard
+shard=(carolina-c4ai/corpus-carolina corpus/wikis/checksum.sha256 corpus/wikis/pt/WIKd.xml.gz --repo-type dataset --quiet)
+if [ -z "$corpus" ] && shard=$(timeout 60 hf download "${shard[@]}"); then
+    corpus=$shard/corpus/wikis/pt/WIKd.xml.gz
+    source[1]=$corpus
 fi
 if [ -n "$corpus" ]; then
     step "Preparing $corpus"

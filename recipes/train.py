@@ -1,13 +1,11 @@
 r"""Trains a GPT-2 (self- or Infini-attention) or a causal_mha model on a folder that recipes/prepare.py made.
 
     python recipes/train.py --config recipes/configs/quickstart_infini.yaml --data data/quickstart --out runs/infini
-    python recipes/train.py --config recipes/configs/quickstart_infini.yaml --data data/quickstart --out runs/self \
-        --attention self
+    python recipes/train.py --config recipes/configs/quickstart_self.yaml --data data/quickstart --out runs/self
     python recipes/train.py --config recipes/configs/shakespeare_published.yaml --data data/shakespeare --out runs/rope \
         --position_encoding rope
     torchrun --nproc_per_node 2 recipes/train.py --num_processes 2 --config … --data … --out …
     accelerate launch --multi_gpu --num_processes 8 recipes/train.py --num_processes 8 --config … --data … --out …
-    python recipes/train.py --config … --data data/a_share --streaming CORPUS --max_tokens 1000000000 --out …
 
 Stopped at any point and started again with the same command, it goes on from its last complete checkpoint and ends as
 if it had never been stopped. The out folder receives the model and tokenizer (`AutoModelForCausalLM.from_pretrained`
@@ -38,21 +36,14 @@ class RunOptions:
     separate_documents: bool = option(False, "Keep the documents of a row apart: positions begin again behind each "
                                       "end-of-text token, which neither attention nor memory crosses.",
                                       group="data")  # fmt: skip
-    streaming: str | None = option(None, "Train on this corpus (what prepare.py takes as --source) instead of --data's "
-                                   "training rows: read as prepare.py read --data, tokenised and packed on the way, again "
-                                   "from its start after its end. --data, made from a share of it, gives tokenizer, context "
-                                   "and validation rows; its held-out documents are left out, and as large a share of the "
-                                   "others by chance. Needs --max_tokens or --max_steps. A run that goes on from a "
-                                   "checkpoint reads everything up to there again.")  # fmt: skip
-    shuffle_buffer: int | None = option(None, "--streaming: rows in memory that the next ones are drawn from; 1: the "
-                                        "corpus's order; default: 1000.")  # fmt: skip
     dilute_with: str | None = option(None, "infini, linear rule: a folder of plain text made by recipes/prepare.py with "
                                      "the same tokenizer. Each training row begins with the memory of one of its rows, "
                                      "up to --dilute_up_to times as heavy, so that short rows train what long texts "
                                      "need.")  # fmt: skip
     dilute_up_to: float | None = option(None, "--dilute_with: the largest factor; each row's is drawn log-uniformly from "
-                                        "1 to it; default: 32.")  # fmt: skip
-    num_processes: int | None = option(None, "Processes that must have been started; default: any number.", group="machine")
+                                        "1 to it; default: 32.", rare=True)  # fmt: skip
+    num_processes: int | None = option(None, "Processes that must have been started; default: any number.", group="machine",
+                                      rare=True)  # fmt: skip
     use_cpu: bool = option(False, "Train on the CPU even where there is a GPU.")
     seed: int = option(0, "Seed of the weights, the order of the rows and dropout.", group="optimisation")
     report_to: list[str] = option(["none"], "Trackers that receive losses, learning rate and gates: none, or any of "
@@ -64,20 +55,22 @@ class OptimizerOptions:
     batch_size: int = option(4, "Rows per device and forward pass.", group="optimisation")
     gradient_accumulation: int = option(4, "Forward passes per optimiser step.")
     learning_rate: float = option(1e-3, "Peak learning rate (AdamW, betas 0.9 and 0.95).")
-    gate_learning_rate: float = option(0.01, "infini: peak learning rate of the gates, which have no weight decay.")
+    gate_learning_rate: float | None = option(
+        None, "infini: peak learning rate of the gates, which have no weight decay; default: 0.01.", rare=True
+    )
     schedule: Literal["cosine", "linear", "constant_with_warmup"] = option("cosine", "Learning rates after warm-up.")
     warmup: float = option(0.05, "Linear warm-up: a share of the steps below 1, a number of steps from 1 on.")
-    weight_decay: float = option(0.1, "Weight decay of the matrices.")
-    max_grad_norm: float = option(1.0, "Gradients are scaled down to this norm.")
+    weight_decay: float = option(0.1, "Weight decay of the matrices.", rare=True)
+    max_grad_norm: float = option(1.0, "Gradients are scaled down to this norm.", rare=True)
     precision: Literal["auto", "bf16", "float32"] = option(
         "auto", "bf16 autocast; auto: where it is native.", group="machine"
     )
-    gradient_checkpointing: bool = option(False, "Compute activations twice to save memory.")
-    torch_compile: bool = option(False, "Compile the model with torch.compile.")
+    gradient_checkpointing: bool = option(False, "Compute activations twice to save memory.", rare=True)
+    torch_compile: bool = option(False, "Compile the model with torch.compile.", rare=True)
     eval_steps: int = option(100, "Steps between evaluations.", group="evaluation")
-    eval_rows: int | None = option(None, "Validation rows of these evaluations; default: all. The last one takes all.")
+    eval_rows: int | None = option(None, "Validation rows of these; default: all. The last evaluation takes all.", rare=True)
     save_steps: int = option(100, "Steps between checkpoints; the last two are kept.", group="output")
-    logging_steps: int = option(10, "Steps between lines of training loss.")
+    logging_steps: int = option(10, "Steps between lines of training loss.", rare=True)
 
 
 @exit_on_user_error
@@ -87,7 +80,6 @@ def main(argv: list[str] | None = None) -> None:
     import torch
     from transformers import AutoTokenizer, set_seed
 
-    from corpora import streaming
     from hf_infini import metrics
     from hf_infini.configurations import attention_of
     from hf_infini.rows import RowReader
@@ -99,15 +91,14 @@ def main(argv: list[str] | None = None) -> None:
 
     data, out = Path(run.data), Path(run.out)
     manifest = read_manifest(data)
-    setup.check_positive(run, "epochs", "max_tokens", "max_steps", "num_processes", "shuffle_buffer")
-    streaming.check_options(run)
+    setup.check_positive(run, "epochs", "max_tokens", "max_steps", "num_processes")
     intervals = ("eval_steps", "save_steps", "logging_steps")
     setup.check_positive(optimizer, "batch_size", "gradient_accumulation", "eval_rows", *intervals)
     run.report_to = setup.check_trackers(run.report_to)
     arguments = training_arguments(run, optimizer)
     fingerprint = setup.data_fingerprint(manifest)
     rows_per_step = optimizer.batch_size * optimizer.gradient_accumulation * arguments.world_size
-    train, validation = setup.load_rows(data, 1 if run.streaming else rows_per_step)
+    train, validation = setup.load_rows(data, rows_per_step)
     context = len(train[0]["input_ids"])
     tokens_per_step = rows_per_step * context
     arguments.max_steps = setup.number_of_steps(run, len(train) // rows_per_step, tokens_per_step)
@@ -115,11 +106,9 @@ def main(argv: list[str] | None = None) -> None:
     tokenizer = AutoTokenizer.from_pretrained(data / "tokenizer")
     config = build_config(shape, tokenizer, context)
     dilution.check_options(run, optimizer, config)
+    setup.set_gate_rate(optimizer, config)
     options = {**vars(shape), "attention": attention_of(config), **vars(optimizer), **vars(run), "data": fingerprint}
     options |= {"precision": "bf16" if arguments.bf16 else "float32", "num_processes": arguments.world_size}
-    stream = streaming.RowStream(run.streaming, data, tokenizer, context) if run.streaming else None
-    if stream:
-        train, options["streaming"] = stream.dataset(run.seed, run.shuffle_buffer), stream.identity
     if run.dilute_with:
         options["dilute_with"] = setup.data_fingerprint(read_manifest(Path(run.dilute_with)))
     for name in ("out", "report_to"):  # these may change between two starts of a run
@@ -152,7 +141,7 @@ def main(argv: list[str] | None = None) -> None:
         eval_dataset=validation,
         data_collator=learned.collate,
         processing_class=tokenizer,
-        callbacks=[*([streaming.StreamRecorder(stream)] if stream else []), recorder],
+        callbacks=[recorder],
         eval_rows=optimizer.eval_rows,
         eval_reader=judged,
         optimizer_of=lambda model: torch.optim.AdamW(
@@ -197,8 +186,6 @@ def main(argv: list[str] | None = None) -> None:
         "command": shlex.join([Path(sys.executable).name, *sys.argv]),
         **measurement.environment(),
     }
-    if stream:
-        result["stream"] = streaming.recorded(out / f"checkpoint-{arguments.max_steps}")
     run_folder.write_json(out / "result.json", result)  # the last file: it says that the run is finished
     print(f"cross-entropy {result['cross_entropy']:.4f}, perplexity {result['perplexity']:.2f}, {out / 'result.json'}")
 

@@ -57,15 +57,14 @@ def gpt2_parts(module: GPT2Attention, hidden_states: Tensor, given: dict) -> Par
 def infini_gpt2_parts(module: GPT2InfiniAttention, hidden_states: Tensor, given: dict) -> Parts:
     """GPT-2's attention with a memory."""
     tokens, _ = module.project(hidden_states, given["layout"])
-    rule = MemoryRule(module.config.update_rule, module.config.feature_map, module.config.denominator)
-    return _infini_parts(tokens, module.scaling, module.gate(), rule, given["layout"], **module.start())
+    return _infini_parts(tokens, module.scaling, module.gate(), module.rule, given["layout"], **module.start())
 
 
 def causal_mha_parts(module: CausalMultiHeadAttention, hidden_states: Tensor, given: dict) -> Parts:
     """The from-scratch attention, which names its own parts unless it has a memory."""
     if module.config.attention == "infini":
-        tokens, scaling = module.infini_projections(hidden_states, given["position_ids"])
-        return _infini_parts(tokens, scaling, module.gate(), MemoryRule(module.config.update_rule), given["layout"])
+        tokens, scaling, _ = module.infini_projections(hidden_states, given["position_ids"], given["layout"])
+        return _infini_parts(tokens, scaling, module.gate(), module.rule, given["layout"], **module.start())
     return Parts(*module.parts(hidden_states, **{name: given[name] for name in ("mask", "distance", "position_ids")}))
 
 

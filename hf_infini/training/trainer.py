@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from transformers import Cache, Trainer
 
-from ..gate import gates_of
+from ..memory_layer import gates_of
 from ..metrics import evaluate_rows
 from ..rows import RowReader
 

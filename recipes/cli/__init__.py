@@ -39,7 +39,8 @@ class NotPossible(UserError):
 def option(default, help_text: str, **metadata):
     """A field of an options dataclass: its default and its help text (with the unit).
 
-    Among the rest may be `choices`, and `group`, the heading in `--help` under which this option and those behind it stand.
+    Among the rest may be `choices`; `group`, the heading in `--help` under which this option and those behind it stand; and
+    `rare=True` for one that `--help` leaves out, as it is mostly set in a file: `--help_all` shows it.
     """
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata={"help": help_text, **metadata})
@@ -61,9 +62,9 @@ def parse_options(*option_classes: type, description: str, argv: Sequence[str] |
     """
     from .parser import GENERAL, OptionParser
 
-    parser = OptionParser(option_classes, description)
-    parser.add_to(GENERAL, "--config", metavar="FILE.yaml", help="YAML file of options; flags override its entries.")
     argv = list(sys.argv[1:] if argv is None else argv)
+    parser = OptionParser(option_classes, description, show_all="--help_all" in argv)
+    parser.add_to(GENERAL, "--config", metavar="FILE.yaml", help="YAML file of options; flags override its entries.")
     file_name = _config_file(argv)
     if file_name is not None:
         argv = _arguments_from_yaml(file_name, parser) + argv
@@ -127,7 +128,7 @@ def _arguments_from_yaml(file_name: str, parser) -> list[str]:
         parser.error(f"--config: {file_name} is not valid YAML: {error}")
     if not isinstance(entries, dict):
         parser.error(f"--config: {file_name} must hold `option: value` lines, got a {type(entries).__name__}")
-    known = {action.dest for action in parser._actions} - {"help", "config"}
+    known = {action.dest for action in parser._actions} - {"help", "help_all", "config"}
     arguments = []
     for name, value in entries.items():
         if name not in known:

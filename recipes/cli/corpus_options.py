@@ -4,9 +4,8 @@ from dataclasses import dataclass, field
 
 from . import option
 
-JOINERS = {"newline": "\n", "space": " ", "blank_line": "\n\n"}
 # The options of `corpora.selection.select_documents`; the others are those of `corpora.sources.iterate_documents`.
-SELECTION = ("prose_filter", "prose_host", "prose_min_characters", "deduplicate", "fraction")
+SELECTION = ("prose_filter", "prose_host", "prose_min_characters", "fraction")
 
 
 @dataclass
@@ -14,12 +13,7 @@ class CorpusOptions:
     source: str = field(metadata={"help": "A path (Carolina tree, text, JSONL, parquet, CSV, saved dataset), a name on "
                         "the Hub ('carolina-c4ai/corpus-carolina' or a dataset), or 'biographies' (makes them).",
                         "group": "corpus"})
-    source_type: str = option("auto", "What the source is. auto: a folder with *.xml.gz is carolina, other files go by "
-                              "suffix (.jsonl; .parquet .csv .arrow; else text), a name that is no path is a dataset.",
-                              choices=["auto", "carolina", "text", "jsonl", "dataset", "biographies"])
     taxonomy: list[str] = option([], "Carolina: parts to read, of wik dat leg jud uni soc pub; none: all present.")
-    joiner: str = option("newline", "Carolina: stands between two paragraphs (the corpus's own script uses a space).",
-                         choices=list(JOINERS))
     text_unit: str = option("file", "Text files: what one document is.", choices=["file", "line", "paragraph"])
     text_field: str = option("text", "JSONL and datasets: the field that holds the text.")
     dataset_config: str | None = option(None, "Datasets on the Hub: the configuration's name.")
@@ -32,7 +26,6 @@ class CorpusOptions:
                                 group="choice of documents")
     prose_host: str = option("pt.wikipedia.org", "Prose filter: the host to keep, or 'any'; without a URL all pass.")
     prose_min_characters: int = option(1000, "Prose filter: the shortest document, in characters.")
-    deduplicate: bool = option(False, "Remove near-duplicates also without --prose_filter.")
     fraction: float = option(1.0, "Share of the documents to use, 0 to 1; a smaller one is a part of a larger.")
     max_documents: int = option(-1, "Stop reading after so many documents, in the corpus's order; -1 = no limit.")
     skip_bad: bool = option(False, "Leave a damaged shard, text or JSONL file out as a whole, listed in the manifest, "

@@ -1,143 +1,141 @@
-"""The options that say which model a recipe trains, and the configuration and model that they make."""
+"""The options that say which model a recipe trains, and the configuration and model that they make.
+
+What a memory and the heads of a model from scratch can be told (names, types, choices, help texts) comes from hf_infini's
+modules of options.
+"""
 
 import copy
-from dataclasses import dataclass
+import importlib.util
+import runpy
+import types
+import typing
+from dataclasses import dataclass, field, fields, make_dataclass
 from pathlib import Path
 from typing import Literal
 
 from . import NotPossible, UserError, option
 
+_FOLDER = Path(importlib.util.find_spec("hf_infini").origin).parent
+# As files, without the package around them, whose import takes seconds
+_OPTIONS, _OF_SCRATCH = (runpy.run_path(str(_FOLDER / f"{name}.py")) for name in ("options", "options_causal_mha"))
+MEMORY, SCRATCH = (
+    tuple(entry.name for entry in fields(kind)) for kind in (_OPTIONS["MemoryOptions"], _OF_SCRATCH["ScratchOptions"])
+)
 # What --attention may be; the first is the default. Every other check is the configuration's own.
-ATTENTIONS = {"gpt2": ("infini", "self"), "causal_mha": ("global", "local", "infini", "none")}
+ATTENTIONS = {"gpt2": ("infini", "self"), "causal_mha": _OPTIONS["choices"](_OF_SCRATCH["ScratchOptions"])["attention"]}
+SIZES = ("n_layer", "n_embd", "n_head")
+# What the weights of a model folder decide.
+FIXED = (*SIZES, "n_inner", "qkv_bias", "tie_word_embeddings", "initializer_range")
+SHOWN = ("segment_length", "local_segments", "update_rule", "memory_conv")  # of the memory's options, in --help
+# What a recipe adds to what hf_infini says of an option
+NOTES = dict.fromkeys(("segment_length", "sliding_window"), "Default: an eighth of the context.")
+NOTES["mask_special_tokens"] = "Nor are they learned to be predicted, with or without a memory. Default: True."
 
 
 @dataclass
-class ModelOptions:
-    """What was given; `None` is the default that the help text names or, with `--init_from`, what that model has."""
+class MainOptions:
+    """The options that both families have."""
 
     model: Literal["gpt2", "causal_mha"] = option("gpt2", "Model family.", group="model")
-    attention: Literal["self", "infini", "global", "local", "none"] | None = option(
+    attention: Literal[tuple(sorted({*ATTENTIONS["gpt2"], *ATTENTIONS["causal_mha"]}))] | None = option(
         None, "gpt2: self or infini, default infini. causal_mha: global, local, infini or none, default global."
     )
     init_from: str | None = option(
         None, "Model folder to start from; what is not given below stays as it is there. gpt2 infini also starts from a "
         "plain gpt2. Default: random weights."
-    )
+    )  # fmt: skip
     n_layer: int | None = option(None, "Layers; default: 4.")
     n_embd: int | None = option(None, "Width; default: 256.")
     n_head: int | None = option(None, "Heads per layer; default: 4.")
     dropout: float = option(0.0, "Dropout of the embeddings, the residual stream and the attention, 0 to 1.")
-    segment_length: int | None = option(
-        None, "infini: tokens per segment; default: context / 8.", group="segments and memory (--attention infini)"
-    )
-    update_rule: Literal["linear", "delta"] | None = option(None, "infini: how memory is written; default: linear.")
-    local_segments: int | None = option(None, "infini: earlier segments that local attention sees too; default: 0.")
-    feature_map: Literal["elu", "exp"] | None = option(
-        None, "gpt2 infini: positive features of the memory's queries and keys; default: elu (ELU + 1, the paper)."
-    )
-    denominator: Literal["separate", "shared"] | None = option(
-        None, "gpt2 infini: separate for window and memory, the gate alone sets the memory's share (the paper); or shared, "
-        "the share depends on what a token finds; default: separate."
-    )
-    gate_init: float | None = option(None, "infini: start of the gates, a logit; default: 0 (half memory).")
-    n_segments: int | None = option(None, "gpt2 infini: segments per context; this or segment_length.")
-    memory_init: Literal["zeros", "learned", "noise"] | None = option(None, "gpt2 infini: empty memory; default: zeros.")
-    layers: list[int] | None = option(None, "gpt2 infini: the layers that have a memory, from 0; default: all.")
-    memory_conv: int | None = option(
-        None, "gpt2 infini: taps of a short causal convolution of the layer's input, 0 for none; more than --init_from has "
-        "start at zero; default: 0."
-    )
-    memory_write: Literal["equal", "learned"] | None = option(
-        None, "gpt2 infini: what a token weighs in the memory, all alike or as learned (needs feature_map exp); default: "
-        "equal."
-    )
-    mask_special_tokens: bool | None = option(
-        None, "Special tokens (end of text, padding) are not learned to be predicted, nor written into a memory; default: "
-        "true.", group="model"
-    )
-    position_encoding: Literal[
-        "learned", "segment", "rope", "sinusoidal", "relative_key", "t5", "alibi", "none"
-    ] | None = option(
-        None, "What tells positions apart. gpt2 infini: learned (of the place in the text, as GPT-2), segment (of "
-        "the place in the segment: any length) or rope (rotary: any length, best from scratch); causal_mha: all others. "
-        "Default: learned.", group="model"
-    )
-    sliding_window: int | None = option(
-        None, "causal_mha local: tokens that a token sees, itself included; default: context / 8.",
-        group="model from scratch (--model causal_mha)"
-    )
-    score: Literal["scaled_dot", "dot", "general", "additive"] | None = option(
-        None, "causal_mha: how a query and a key are compared; default: scaled_dot."
-    )
-    max_distance: int | None = option(
-        None, "causal_mha relative_key, t5: tokens of distance beyond which all are alike; default: 128."
-    )
-    num_buckets: int | None = option(None, "causal_mha t5: buckets of distances; default: 32.")
-    rope_theta: float | None = option(None, "causal_mha rope: base of the wavelengths; default: 10000.")
-    n_inner: int | None = option(None, "causal_mha: width inside the feed-forward; default: 4 n_embd.")
-    activation_function: str | None = option(
-        None, "causal_mha: of the feed-forward, a name that transformers knows; default: gelu."
-    )
-    qkv_bias: bool | None = option(
-        None, "causal_mha: whether the projections to query, key and value have a bias, true or false; default: false."
-    )
-    tie_word_embeddings: bool | None = option(
-        None, "causal_mha: whether the output head is the token embedding, true or false; default: false."
-    )
-    initializer_range: float | None = option(
-        None, "causal_mha: standard deviation of the matrices at the start; default: 0.02."
-    )
+    position_encoding: str | None = option(
+        None, "What tells positions apart: learned (up to the context, the default), rope (rotary: any length), or another "
+        "that the model has, see docs/options.md and docs/from-scratch.md."
+    )  # fmt: skip
 
 
-SIZES = ("n_layer", "n_embd", "n_head")
-INFINI = ("segment_length", "update_rule", "local_segments", "gate_init")
-GPT2_INFINI = (
-    *INFINI,
-    "feature_map",
-    "denominator",
-    "n_segments",
-    "memory_init",
-    "layers",
-    "position_encoding",
-    "memory_conv",
-    "memory_write",
-    "mask_special_tokens",
-)
-# The other options of causal_mha: what each of them needs, without which it does nothing.
-ANY_ATTENTION = ("global", "local", "infini")
-CAUSAL_MHA = {
-    **dict.fromkeys(INFINI, ("attention", ("infini",))),
-    "sliding_window": ("attention", ("local",)),
-    "score": ("attention", ANY_ATTENTION),
-    "qkv_bias": ("attention", ANY_ATTENTION),
-    "max_distance": ("position_encoding", ("relative_key", "t5")),
-    "num_buckets": ("position_encoding", ("t5",)),
-    "rope_theta": ("position_encoding", ("rope",)),
-    **dict.fromkeys(("mask_special_tokens", "position_encoding", "n_inner", "activation_function"), None),
-    **dict.fromkeys(("tie_word_embeddings", "initializer_range"), None),
-}
-# What the weights of a model folder decide.
-FIXED = (*SIZES, "n_inner", "qkv_bias", "tie_word_embeddings", "initializer_range")
+def _optional(kind: type, group: str, shown: tuple[str, ...]) -> list[tuple]:
+    """The options of a class of hf_infini as fields that may be left out (None); the parser takes numbers as floats."""
+    texts, kinds, made = _OPTIONS["help_texts"](kind), typing.get_type_hints(kind), []
+    for entry in fields(kind):
+        alternatives = set(typing.get_args(kinds[entry.name])) - {types.NoneType}
+        one = kinds[entry.name]
+        if isinstance(one, types.UnionType):
+            one = float if float in alternatives else alternatives.pop()
+        note = NOTES.get(entry.name, "" if entry.default is None else f"Default: {entry.default}.")
+        text = f"{texts.get(entry.name, '')} {note}".replace("`", "").replace("%", "%%").strip()
+        metadata = {"help": text, "group": group, "rare": entry.name not in shown}
+        made.append((entry.name, one | None, field(default=None, metadata=metadata)))
+    return made
+
+
+ModelOptions = make_dataclass(
+    "ModelOptions",
+    _optional(_OPTIONS["MemoryOptions"], "memory (--attention infini)", SHOWN)
+    + [entry for entry in _optional(_OF_SCRATCH["ScratchOptions"], "model from scratch (--model causal_mha)", ())
+       if entry[0] not in MainOptions.__dataclass_fields__],
+    bases=(MainOptions,),
+    namespace={"__doc__": "What was given; `None` is the configuration's default or what it has in `--init_from`."},
+)  # fmt: skip
 
 
 def build_config(options: ModelOptions, tokenizer, context: int):
-    """The configuration that the options ask for, checked.
+    """The configuration that the options ask for, checked: an option that would do nothing is refused.
 
     Args:
-        options: what was given. A GPT-2 with self-attention takes infini's options and does without them, so that the two
-            runs of a comparison can differ in `--attention` alone; any other option that would do nothing is refused.
+        options: what was given.
         tokenizer: of the data; sets the vocabulary, and the ids of its special tokens.
-        context: tokens per row; sets the positions, and the default of segments and windows.
+        context: tokens per row; sets the positions, and the default of segments and windows: an eighth.
 
     Raises UserError when the options do not go together, or not with the model folder that they start from.
     """
-    _check_family(options)
+    from transformers import GPT2Config
+
+    from hf_infini import CausalMHAConfig, InfiniGPT2Config
+    from hf_infini.configuration_causal_mha import NEEDS
+
+    family = options.model
+    if options.attention not in (None, *ATTENTIONS[family]):
+        raise NotPossible(f"--attention {options.attention}, but --model {family} has {', '.join(ATTENTIONS[family])}")
+    given = _given(options, (*MEMORY, *SCRATCH))
+    for name in given.keys() - {*MEMORY, "attention", "position_encoding"} if family == "gpt2" else ():
+        raise NotPossible(f"--{name} belongs to --model causal_mha and does nothing with --model gpt2: leave it out")
     start = {} if options.init_from is None else _config_of(options, tokenizer)
-    values = dict(zip(SIZES, (4, 256, 4), strict=True)) | {"vocab_size": len(tokenizer), "n_positions": context}
-    values |= start | _given(options, SIZES)
+    values = {"n_layer": 4, "n_embd": 256, "n_head": 4, "position_encoding": "learned"}
+    values |= {"vocab_size": len(tokenizer), "n_positions": context, "attention": ATTENTIONS[family][0]}
+    values |= start | _given(options, SIZES) | given
     values |= {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    add_own = _gpt2 if options.model == "gpt2" else _causal_mha
-    config_class, values = add_own(options, values, context)
+
+    # An option that needs another one is refused where it was given, and left behind where --init_from has it
+    memory = {name: needed for name, needed in NEEDS.items() if name in MEMORY}
+    for name, (needed, kinds) in (NEEDS if family == "causal_mha" else memory).items():
+        if values[needed] not in kinds:
+            if name in given:
+                raise NotPossible(
+                    f"--{name} belongs to --{needed} {' or '.join(kinds)} and does nothing with "
+                    f"--{needed} {values[needed]}: leave it out"
+                )
+            values.pop(name, None)
+    lengths = {"local": ("sliding_window",), "infini": ("segment_length", "n_segments")}.get(values["attention"], ())
+    if given.keys() & set(lengths):  # a new one replaces the old
+        values |= {name: given.get(name) for name in lengths}
+    elif lengths and not any(values.get(name) for name in lengths):
+        values[lengths[0]] = max(1, context // 8)
+
+    if family == "causal_mha":
+        config_class, values["dropout"] = CausalMHAConfig, options.dropout
+        if values["position_encoding"] != "learned":  # these have no table that ends
+            values["n_positions"] = max(values["n_positions"], context)
+    else:
+        values |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), options.dropout)
+        config_class = GPT2Config if values.pop("attention") == "self" else InfiniGPT2Config
+        if config_class is GPT2Config:
+            position_encoding = values.pop("position_encoding")
+            if position_encoding == "rope":
+                raise NotPossible("--position_encoding rope is not yet possible with --model gpt2 --attention self")
+            if position_encoding != "learned":
+                raise NotPossible(f"--position_encoding {position_encoding}, but --attention self has learned only")
+            values.pop("mask_special_tokens", None)  # of what is learned to be predicted, which the recipe sees to
     try:
         config = config_class(**values)
     except Exception as error:  # strict dataclasses wrap what their checks raise in classes of their own
@@ -188,17 +186,6 @@ def _given(options: ModelOptions, names) -> dict:
     return {name: getattr(options, name) for name in names if getattr(options, name) is not None}
 
 
-def _check_family(options: ModelOptions) -> None:
-    """UserError for an attention or an option of the other family."""
-    family = options.model
-    if options.attention not in (None, *ATTENTIONS[family]):
-        raise NotPossible(f"--attention {options.attention}, but --model {family} has {', '.join(ATTENTIONS[family])}")
-    own = {"gpt2": set(GPT2_INFINI), "causal_mha": set(CAUSAL_MHA)}
-    other = "causal_mha" if family == "gpt2" else "gpt2"
-    for name in _given(options, sorted(own[other] - own[family])):
-        raise NotPossible(f"--{name} belongs to --model {other} and does nothing with --model {family}: leave it out")
-
-
 def _config_of(options: ModelOptions, tokenizer) -> dict:
     """The entries of the configuration in `--init_from`, after the checks that need no other."""
     from transformers import AutoConfig
@@ -225,45 +212,6 @@ def _config_of(options: ModelOptions, tokenizer) -> dict:
         raise UserError(f"--init_from: {folder} knows {config.vocab_size} tokens, the data has {len(tokenizer)}")
     own = ("model_type", "architectures", "auto_map", "use_cache")  # of the folder's class and its last use
     return {name: value for name, value in config.to_dict().items() if name not in own}
-
-
-def _gpt2(options: ModelOptions, values: dict, context: int) -> tuple[type, dict]:
-    """The configuration class and its entries of `--model gpt2`."""
-    from transformers import GPT2Config
-
-    from hf_infini.configuration_infini_gpt2 import InfiniGPT2Config
-
-    values |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), options.dropout)
-    if options.attention == "self":
-        return GPT2Config, values
-    infini = _given(options, GPT2_INFINI)
-    if {"segment_length", "n_segments"} & infini.keys():  # exactly one of the two: a new one replaces the old
-        values |= {"segment_length": None, "n_segments": None}
-    elif not (values.get("segment_length") or values.get("n_segments")):
-        values["segment_length"] = max(1, context // 8)
-    return InfiniGPT2Config, values | infini
-
-
-def _causal_mha(options: ModelOptions, values: dict, context: int) -> tuple[type, dict]:
-    """The configuration class and its entries of `--model causal_mha`."""
-    from hf_infini.configuration_causal_mha import CausalMHAConfig
-
-    given = _given(options, ("attention", *CAUSAL_MHA))
-    values = {"attention": "global", "position_encoding": "learned"} | values | given | {"dropout": options.dropout}
-    for name in given.keys() & CAUSAL_MHA.keys():
-        if CAUSAL_MHA[name] is not None:
-            needed, kinds = CAUSAL_MHA[name]
-            if values[needed] not in kinds:
-                raise NotPossible(
-                    f"--{name} belongs to --{needed} {' or '.join(kinds)} and does nothing with "
-                    f"--{needed} {values[needed]}: leave it out"
-                )
-    for name, kind in (("segment_length", "infini"), ("sliding_window", "local")):
-        fallback = values.get(name) or max(1, context // 8)
-        values[name] = given.get(name, fallback) if values["attention"] == kind else None
-    if values["position_encoding"] != "learned":  # these have no table that ends
-        values["n_positions"] = max(values["n_positions"], context)
-    return CausalMHAConfig, values
 
 
 def _check_reach(options: ModelOptions, config, context: int) -> None:

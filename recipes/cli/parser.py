@@ -33,17 +33,22 @@ class OptionParser(HfArgumentParser):
     """transformers' parser with a group of options wherever a field's metadata names one: `option(…, group="data")`.
 
     A field without a name belongs to the group of the field before it. Groups of one name are one, of all classes, and
-    come in the order in which they are named first.
+    come in the order in which they are named first. Options whose metadata says `rare` are mostly set in a file: `--help`
+    leaves them out, `--help_all` shows them.
 
     Args:
         option_classes: dataclasses; each field is an option.
         description: what `--help` shows above the options, usually the recipe's docstring.
+        show_all: whether the help texts of rare options are shown.
     """
 
-    def __init__(self, option_classes: Sequence[type], description: str):
+    def __init__(self, option_classes: Sequence[type], description: str, show_all: bool = False):
         self._groups: dict[str, argparse._ArgumentGroup] = {}
+        self._show_all, self._some_are_rare = show_all, False
         super().__init__(option_classes, description=description, allow_abbrev=False, add_help=False, formatter_class=Help)
         self.add_to(GENERAL, "-h", "--help", action="help", help="Show this and exit.")
+        if self._some_are_rare:
+            self.add_to(GENERAL, "--help_all", action="help", help="The same with the options that are rarely given.")
         needed = [f"{action.option_strings[0]} {action.dest.upper()}" for action in self._actions if action.required]
         self.usage = " ".join(["%(prog)s", *needed, "[options]"])
 
@@ -66,5 +71,10 @@ class OptionParser(HfArgumentParser):
             title = field.metadata.get("group", title)
             shown = copy.copy(field)
             shown.type = types[field.name]
-            shown.metadata = {name: value for name, value in field.metadata.items() if name != "group"}
+            shown.metadata = {name: value for name, value in field.metadata.items() if name not in ("group", "rare")}
             self._parse_dataclass_field(self._group(title), shown)
+            if field.metadata.get("rare"):
+                self._some_are_rare = True
+                for action in self._actions:
+                    if action.dest == field.name and not self._show_all:
+                        action.help = argparse.SUPPRESS

@@ -5,7 +5,6 @@ and years, and then states every fact again: only a model that still knows the b
 sentences are in `biography_sentences.yaml`; names come from Faker's `pt_BR` provider.
 """
 
-import dataclasses
 import random
 import re
 from collections.abc import Iterator
@@ -17,35 +16,6 @@ import yaml
 from .documents import Document
 
 SENTENCES = yaml.safe_load(Path(__file__).with_name("biography_sentences.yaml").read_text(encoding="utf-8"))
-
-
-@dataclass(frozen=True)
-class Fact:
-    """A fact of a biography, and where its text says it.
-
-    Args:
-        name: what it is about, such as "birth_year" (the keys of `SENTENCES["facts"]`).
-        answer: the words that are the same at both places.
-        stated_at, recalled_at: positions in characters: `text[stated_at : stated_at + len(answer)] == answer`.
-        prefix: the beginning of the later sentence, up to the answer: `text[:recalled_at].endswith(prefix)`.
-        prompt: another beginning, which names the person and can stand anywhere; a space and the answer go behind it.
-    """
-
-    name: str
-    answer: str
-    stated_at: int
-    recalled_at: int
-    prefix: str
-    prompt: str
-
-
-@dataclass(frozen=True)
-class Biography:
-    """A generated article: the invented person's `name`, the `text`, and its `facts` in the order of their return."""
-
-    name: str
-    text: str
-    facts: tuple[Fact, ...]
 
 
 @dataclass(frozen=True)
@@ -74,9 +44,12 @@ class Sentence:
     answer: str
     after: str
 
+    def __str__(self) -> str:
+        return f"{self.before}{self.answer}{self.after}"
 
-def generate_biographies(count: int, seed: int = 0, distance: int = 6000) -> Iterator[Biography]:
-    """Yields `count` biographies; number i depends on `seed`, i and `distance` alone (and on Faker's list of names).
+
+def biography_documents(count: int, seed: int = 0, distance: int = 6000) -> Iterator[Document]:
+    """Yields `count` biographies; number i depends on `seed`, i and `distance` only (and on Faker's list of names).
 
     Args:
         count: how many.
@@ -87,7 +60,8 @@ def generate_biographies(count: int, seed: int = 0, distance: int = 6000) -> Ite
     for number in range(count):
         rng = random.Random(f"{seed}/{number}")
         names.seed_instance(rng.getrandbits(64))
-        yield _write(rng, names, distance)
+        person = invent_person(rng, names)
+        yield Document(_write(rng, names, person, distance), f"biography-{seed}-{number}", person.name)
 
 
 def portuguese_names():
@@ -95,13 +69,6 @@ def portuguese_names():
     from faker import Faker
 
     return Faker("pt_BR")
-
-
-def biography_documents(count: int, seed: int = 0, distance: int = 6000) -> Iterator[Document]:
-    """The biographies as documents of a corpus, their facts (as dictionaries) in `extra["facts"]`."""
-    for number, biography in enumerate(generate_biographies(count, seed, distance)):
-        facts = [dataclasses.asdict(fact) for fact in biography.facts]
-        yield Document(biography.text, f"biography-{seed}-{number}", biography.name, extra={"facts": facts})
 
 
 def invent_person(rng: random.Random, names) -> Person:
@@ -176,65 +143,26 @@ def write_paragraphs(rng: random.Random, names, person: Person, forbidden: re.Pa
             yield " ".join(paragraph)
 
 
-def _write(rng: random.Random, names, distance: int) -> Biography:
-    person = invent_person(rng, names)
-    parts = [f"{person.name}\n\n"]
-    stated, recalled = {}, {}
-
-    def say(sentence: Sentence, places: dict) -> None:
-        places[sentence.name] = sum(map(len, parts)) + len(sentence.before)
-        parts.append(f"{sentence.before}{sentence.answer}{sentence.after} ")
-
-    for paragraph in write_opening(rng, person):
-        for sentence in paragraph:
-            say(sentence, stated)
-        parts.append("\n")
+def _write(rng: random.Random, names, person: Person, distance: int) -> str:
+    paragraphs = [" ".join(map(str, sentences)) for sentences in write_opening(rng, person)]
     # From the end of the opening on, so that the distance holds for the fact that was stated last, too.
     length, middle = 0, write_paragraphs(rng, names, person, forbid_answers(person))
     while length < distance:
-        parts.append(next(middle) + "\n")
-        length += len(parts[-1])
-    parts.append(rng.choice(SENTENCES["closings"]).format_map(person.words) + " ")
-    prefixes = {}
-    order = rng.sample(list(person.answers), len(person.answers))
-    for position, name in enumerate(order):
-        sentence = _sentence(person, name, rng.choice(SENTENCES["facts"][name]["returns"]))
-        say(sentence, recalled)
-        prefixes[name] = sentence.before
-        if position % 4 == 3:
-            parts.append("\n")
-    text = "".join(parts)
-    facts = tuple(
-        Fact(
-            name=name,
-            answer=person.answers[name],
-            stated_at=stated[name],
-            recalled_at=recalled[name],
-            prefix=prefixes[name],
-            prompt=fact_prompt(person, name),
-        )
-        for name in order
-    )
-    return _tidy(person.name, text, facts)
+        paragraphs.append(next(middle))
+        length += len(paragraphs[-1]) + 1
+    closing = rng.choice(SENTENCES["closings"]).format_map(person.words)
+    returns = [
+        str(_sentence(person, name, rng.choice(SENTENCES["facts"][name]["returns"])))
+        for name in rng.sample(list(person.answers), len(person.answers))
+    ]
+    paragraphs.append(" ".join([closing, *returns[:4]]))
+    paragraphs += [" ".join(returns[start : start + 4]) for start in range(4, len(returns), 4)]
+    return "\n".join([f"{person.name}\n", *paragraphs])
 
 
 def _sentence(person: Person, name: str, template: str) -> Sentence:
     before, after = (piece.format_map(person.words) for piece in template.split("{answer}"))
     return Sentence(name, before, person.answers[name], after)
-
-
-def _tidy(name: str, text: str, facts: tuple[Fact, ...]) -> Biography:
-    """Takes the space off the ends of paragraphs and moves the positions along."""
-    spaces = [match.start() for match in re.finditer(r" (?=\n|$)", text)]
-
-    def moved(position: int) -> int:
-        return position - sum(space < position for space in spaces)
-
-    facts = tuple(
-        dataclasses.replace(fact, stated_at=moved(fact.stated_at), recalled_at=moved(fact.recalled_at))
-        for fact in facts
-    )
-    return Biography(name, re.sub(r" (?=\n|$)", "", text).rstrip("\n"), facts)
 
 
 class _Slots(dict):

@@ -64,7 +64,7 @@ def carolina_shards(source: str | Path, taxonomy: Sequence[str] = ()) -> list[Pa
     return sorted(shard for folder in folders for shard in folder.rglob("*.xml.gz"))
 
 
-def read_carolina_shard(path: str | Path, joiner: str = "\n") -> list[Document]:
+def read_carolina_shard(path: str | Path) -> list[Document]:
     """Reads one shard whole: gzip, checksum (where a `checksum.sha256` above it lists the shard), UTF-8, XML.
 
     Only `text/body/p` is text; the headers hold `<p>` too. Entities are not expanded and a DOCTYPE is refused.
@@ -98,7 +98,7 @@ def read_carolina_shard(path: str | Path, joiner: str = "\n") -> list[Document]:
             remove_pis=True,
         )
         for _, element in events:
-            documents.append(_carolina_document(element, joiner, path, len(documents)))
+            documents.append(_carolina_document(element, path, len(documents)))
             element.clear()
             while element.getprevious() is not None:  # cleared elements would pile up under the root
                 del element.getparent()[0]
@@ -109,7 +109,7 @@ def read_carolina_shard(path: str | Path, joiner: str = "\n") -> list[Document]:
     return documents
 
 
-def _carolina_document(element, joiner: str, path: Path, number: int) -> Document:
+def _carolina_document(element, path: Path, number: int) -> Document:
     body = element.iterfind(f"{_TEI}text/{_TEI}body/{_TEI}p")
     paragraphs = tuple(text for text in ("".join(p.itertext()) for p in body) if text.strip())
     name = element.findtext(f"{_TEI}teiHeader/{_TEI}fileDesc/{_TEI}titleStmt/{_TEI}title") or f"{path.name}:{number}"
@@ -118,7 +118,7 @@ def _carolina_document(element, joiner: str, path: Path, number: int) -> Documen
     if origin is not None:
         title, media = origin.findtext(f".//{_TEI}title/{_TEI}name"), origin.find(f".//{_TEI}media")
     url = media.get("url", "") if media is not None else ""
-    return Document(joiner.join(paragraphs), name, title or "", url, paragraphs)
+    return Document("\n".join(paragraphs), name, title or "", url, paragraphs)
 
 
 def listed_checksum(path: Path) -> str | None:

@@ -14,10 +14,8 @@ PARAGRAPH_CHARACTERS = 80  # a paragraph of prose has at least this many charact
 PROSE_SHARE = 0.5  # and paragraphs of prose hold at least this share of a document of prose
 
 _SHINGLE_WORDS = 5
-_BANDS, _ROWS = (
-    16,
-    4,
-)  # two documents share a band with probability 1 - (1 - J^4)^16: 0.97 at Jaccard J = 0.67, 0.03 at 0.2
+# Two documents share a band with probability 1 - (1 - J^4)^16: 0.97 at Jaccard J = 0.67, 0.03 at 0.2
+_BANDS, _ROWS = 16, 4
 _NEAR_DUPLICATE = 0.7  # estimated Jaccard similarity of two documents' five-word shingles
 
 
@@ -28,21 +26,16 @@ def select_documents(
     prose_filter: bool = False,
     prose_host: str = "pt.wikipedia.org",
     prose_min_characters: int = 1000,
-    deduplicate: bool = False,
     fraction: float = 1.0,
     seed: int = 0,
-    compared_with: Iterable[str] | None = None,
 ) -> Iterable[Document]:
     """Applies [`keep_prose`] (`prose_host` "any" takes all), [`drop_near_duplicates`] and [`keep_fraction`], as asked.
 
-    The prose filter removes near-duplicates too: of each other, or of the texts in `compared_with` alone. The fraction is
-    taken of what the filters leave.
+    The prose filter removes near-duplicates too. The fraction is taken of what the filters leave.
     """
     if prose_filter:
         host = None if prose_host == "any" else prose_host
-        documents = keep_prose(documents, log, host=host, min_characters=prose_min_characters)
-    if prose_filter or deduplicate:
-        documents = drop_near_duplicates(documents, log, compared_with)
+        documents = drop_near_duplicates(keep_prose(documents, log, host=host, min_characters=prose_min_characters), log)
     return documents if fraction >= 1 else keep_fraction(documents, fraction, seed, log)
 
 
@@ -72,14 +65,10 @@ def keep_prose(
             yield document
 
 
-def drop_near_duplicates(
-    documents: Iterable[Document], log: ReadingLog, compared_with: Iterable[str] | None = None
-) -> Iterator[Document]:
+def drop_near_duplicates(documents: Iterable[Document], log: ReadingLog) -> Iterator[Document]:
     """Yields each document that no earlier one nearly equals: MinHash over five-word shingles, Jaccard of 0.7 or more.
 
-    Holds 64 hashes per kept document (0.25 kB, and about 1.5 kB of index), never the texts. With the texts of
-    `compared_with` it holds those of these alone, however many documents there are, and yields each that nearly equals
-    none of them.
+    Holds 64 hashes per kept document (0.25 kB, and about 1.5 kB of index), never the texts.
     """
     import numpy as np
 
@@ -101,21 +90,15 @@ def drop_near_duplicates(
         keys = [bytes([band]) + signature[band * _ROWS : (band + 1) * _ROWS].tobytes() for band in range(_BANDS)]
         return signature, keys
 
-    def remember(signature, keys: list[bytes]) -> None:
-        for key in keys:
-            index.setdefault(key, []).append(len(signatures))
-        signatures.append(signature)
-
-    for text in compared_with or ():
-        remember(*signature_of(text))
     for document in documents:
         signature, keys = signature_of(document.text)
         candidates = {number for key in keys for number in index.get(key, ())}
         if any((signatures[number] == signature).mean() >= _NEAR_DUPLICATE for number in candidates):
             log.dropped["near-duplicate"] += 1
             continue
-        if compared_with is None:
-            remember(signature, keys)
+        for key in keys:
+            index.setdefault(key, []).append(len(signatures))
+        signatures.append(signature)
         yield document
 
 

@@ -6,6 +6,7 @@ a bad file out never loses half of it in silence.
 """
 
 import dataclasses
+import functools
 import hashlib
 import json
 import re
@@ -13,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from cli import UserError
-from cli.corpus_options import JOINERS, SELECTION, CorpusOptions
+from cli.corpus_options import SELECTION, CorpusOptions
 from support.stages import source_files
 
 from .biographies import biography_documents
@@ -21,15 +22,14 @@ from .carolina import CAROLINA_REPOSITORY, carolina_shards, download_carolina, l
 from .documents import Document, ReadingLog, decode, decompress, inner_suffix, one_line
 from .selection import select_documents
 
-SOURCE_TYPES = ("auto", "carolina", "text", "jsonl", "dataset", "biographies")
-TEXT_UNITS = {"file": None, "line": "\n", "paragraph": "\n\n"}
+TEXT_UNITS = ("file", "line", "paragraph")
 
 _DATASET_SUFFIXES = (".parquet", ".csv", ".arrow")
 _JSONL_SUFFIXES = (".jsonl", ".ndjson")
 
 
 def detect_source_type(source: str) -> str:
-    """Says what `--source_type auto` takes `source` for.
+    """Says what kind of corpus `source` is.
 
     `biographies` and the Carolina repository's name stand for themselves. An existing folder is `carolina` if it holds
     `*.xml.gz` anywhere, `dataset` if `save_to_disk` wrote it or if it holds parquet, CSV or arrow files, `jsonl` if it
@@ -67,30 +67,20 @@ def detect_source_type(source: str) -> str:
     return "dataset"
 
 
-def corpus_documents(
-    options: CorpusOptions,
-    log: ReadingLog,
-    *,
-    checksums: bool = True,
-    compared_with: Iterable[str] | None = None,
-) -> Iterable[Document]:
-    """The documents that a recipe's options ask for: read ([`iterate_documents`], with its `checksums`), filtered and
-    sampled ([`select_documents`], with its `compared_with`); `max_documents` is the caller's to see to."""
-    settings = dataclasses.asdict(options) | {"joiner": JOINERS[options.joiner], "checksums": checksums}
-    choice = {name: settings.pop(name) for name in SELECTION} | {"compared_with": compared_with}
+def corpus_documents(options: CorpusOptions, log: ReadingLog) -> Iterable[Document]:
+    """The documents that a recipe's options ask for, filtered and sampled; `max_documents` is the caller's to apply."""
+    settings = dataclasses.asdict(options)
+    choice = {name: settings.pop(name) for name in SELECTION}
     del settings["max_documents"]
     return select_documents(iterate_documents(**settings, log=log), log, seed=options.seed, **choice)
 
 
 def iterate_documents(
     source: str,
-    source_type: str = "auto",
     *,
     log: ReadingLog | None = None,
-    checksums: bool = True,
     skip_bad: bool = False,
     taxonomy: Sequence[str] = (),
-    joiner: str = "\n",
     text_unit: str = "file",
     text_field: str = "text",
     dataset_config: str | None = None,
@@ -104,12 +94,9 @@ def iterate_documents(
 
     Args:
         source: a path, the name of a dataset on the Hub, or "biographies".
-        source_type: one of `SOURCE_TYPES`; "auto" decides by [`detect_source_type`].
         log: filled while the documents are read.
-        checksums: whether the log holds the sha256 of each file, for which the file is read once more.
         skip_bad: leave a damaged file out as a whole, listed in `log.skipped`, instead of raising.
         taxonomy: Carolina codes (`CAROLINA_FOLDERS`); empty takes all.
-        joiner: stands between two paragraphs of a Carolina document. The corpus's own loading script uses a space.
         text_unit: what one document of a text file is: the "file", a "line" or a "paragraph" (up to an empty line).
         text_field: the field of JSONL and `datasets` rows that holds the text; `id` and `title` are used if present.
         dataset_config, dataset_split: passed on to `datasets.load_dataset`.
@@ -121,30 +108,21 @@ def iterate_documents(
         UserError: the source is missing or empty, or a file is damaged.
     """
     log = ReadingLog() if log is None else log
-    kind = detect_source_type(source) if source_type == "auto" else source_type
+    kind = detect_source_type(source)
     if kind == "biographies":
         documents = biography_documents(biographies, seed, biography_distance)
     elif kind == "dataset":
-        documents = _dataset_documents(source, text_field, dataset_config, dataset_split, revision, log, checksums)
+        documents = _dataset_documents(source, text_field, dataset_config, dataset_split, revision, log)
     elif kind == "carolina":
         if source == CAROLINA_REPOSITORY and not Path(source).exists():
             source = download_carolina(taxonomy, revision)
-        shards = carolina_shards(source, taxonomy)
-        documents = _read_files(
-            shards, Path(source), lambda path: read_carolina_shard(path, joiner), skip_bad, log, checksums
-        )
+        documents = _read_files(carolina_shards(source, taxonomy), Path(source), read_carolina_shard, skip_bad, log)
     elif kind == "text":
-        paths = _find_files(source, (".txt",), "text")
-        documents = _read_files(
-            paths, Path(source), lambda path: _text_documents(path, source, text_unit), skip_bad, log, checksums
-        )
-    elif kind == "jsonl":
-        paths = _find_files(source, _JSONL_SUFFIXES, "JSONL")
-        documents = _read_files(
-            paths, Path(source), lambda path: _jsonl_documents(path, source, text_field), skip_bad, log, checksums
-        )
+        read = functools.partial(_text_documents, source=source, unit=text_unit)
+        documents = _read_files(_find_files(source, (".txt",), "text"), Path(source), read, skip_bad, log)
     else:
-        raise UserError(f"--source_type is {source_type!r}; choose one of {', '.join(SOURCE_TYPES)}")
+        read = functools.partial(_jsonl_documents, source=source, text_field=text_field)
+        documents = _read_files(_find_files(source, _JSONL_SUFFIXES, "JSONL"), Path(source), read, skip_bad, log)
     for document in documents:
         if document.text.strip():
             yield document
@@ -156,64 +134,52 @@ def iterate_documents(
 
 
 def _read_files(
-    paths: Sequence[Path], root: Path, read: Callable, skip_bad: bool, log: ReadingLog, checksums: bool
+    paths: Sequence[Path], root: Path, read: Callable[[Path], list[Document]], skip_bad: bool, log: ReadingLog
 ) -> Iterator[Document]:
     from tqdm.auto import tqdm
 
     for path in tqdm(paths, desc="reading", unit="file"):
         name = path.relative_to(root).as_posix() if path != root else path.name
         try:
-            documents = iter(read(path))
-            first = next(documents, None)  # a reader hands out its first document after the whole file was verified
-            entry = _log_entry(path, name, checksums)
+            documents, entry = read(path), _log_entry(path, name)
         except (UserError, OSError) as error:
             if not skip_bad:
                 raise UserError(f"{one_line(error)}. Replace the file, or pass --skip_bad to leave it out") from error
             log.skipped.append({"file": name, "reason": one_line(error)})
             continue
-        log.files.append(entry)
         if path.name.endswith(".xml.gz"):
-                log.files[-1]["checksum_verified"] = listed_checksum(path) is not None
-        if first is not None:
-            yield first
-            yield from documents
+            entry["checksum_verified"] = listed_checksum(path) is not None
+        log.files.append(entry)
+        yield from documents
 
 
-def _text_documents(path: Path, source: str, unit: str) -> Iterator[Document]:
+def _text_documents(path: Path, source: str, unit: str) -> list[Document]:
     if unit not in TEXT_UNITS:
         raise UserError(f"--text_unit is {unit!r}; choose one of {', '.join(TEXT_UNITS)}")
     name = _name(path, source)
     text = decode(decompress(path), path)
     if not text.strip():
         raise UserError(f"{path}: the file holds no text")
-    if TEXT_UNITS[unit] is None:
-        yield Document(text, name, path.stem, name)
-        return
+    if unit == "file":
+        return [Document(text, name, path.stem, name)]
     pieces = text.splitlines() if unit == "line" else re.split(r"\n[ \t]*\n\s*", text)
-    for number, piece in enumerate((piece for piece in pieces if piece.strip()), start=1):
-        yield Document(piece, f"{name}:{number}", f"{path.stem} {number}", name)
+    numbered = enumerate(filter(str.strip, pieces), start=1)
+    return [Document(piece, f"{name}:{number}", f"{path.stem} {number}", name) for number, piece in numbered]
 
 
-def _jsonl_documents(path: Path, source: str, text_field: str) -> Iterator[Document]:
-    name = _name(path, source)
-
-    def rows() -> Iterator[Document]:
-        number, found = 0, False
-        for number, line in enumerate(decode(decompress(path), path).split("\n"), start=1):
-            if not line.strip():
-                continue
-            found = True
-            try:
-                row = json.loads(line)
-            except ValueError as error:
-                raise UserError(f"{path}: line {number} is not valid JSON ({error})") from error
-            yield _row_document(row, text_field, f"{name}:{number}", f"{path}: line {number}")
-        if not found:
-            raise UserError(f"{path}: the file is empty")
-
-    for _ in rows():  # once for verification, so that a bad line at the end takes the whole file out
-        pass
-    yield from rows()
+def _jsonl_documents(path: Path, source: str, text_field: str) -> list[Document]:
+    name, documents = _name(path, source), []
+    for number, line in enumerate(decode(decompress(path), path).split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise UserError(f"{path}: line {number} is not valid JSON ({error})") from error
+        documents.append(_row_document(row, text_field, f"{name}:{number}", f"{path}: line {number}"))
+    if not documents:
+        raise UserError(f"{path}: the file is empty")
+    return documents
 
 
 def _row_document(row, text_field: str, fallback_id: str, place: str) -> Document:
@@ -226,7 +192,7 @@ def _row_document(row, text_field: str, fallback_id: str, place: str) -> Documen
 
 
 def _dataset_documents(
-    source: str, text_field: str, config: str | None, split: str, revision: str | None, log: ReadingLog, checksums: bool
+    source: str, text_field: str, config: str | None, split: str, revision: str | None, log: ReadingLog
 ) -> Iterator[Document]:
     import datasets
     from tqdm.auto import tqdm
@@ -254,19 +220,17 @@ def _dataset_documents(
         raise UserError(f"--source {source}: the dataset cannot be read ({one_line(error)})") from error
     if path.exists():
         for file in _files_with_suffix(path, _DATASET_SUFFIXES):
-            log.files.append(_log_entry(file, _name(file, source), checksums))
+            log.files.append(_log_entry(file, _name(file, source)))
     else:
         log.notes.append(
             f"dataset {source} (config {config}, split {split}, revision {revision}) streamed from the Hub"
         )
 
 
-def _log_entry(path: Path, name: str, checksums: bool) -> dict:
-    entry = {"file": name, "bytes": path.stat().st_size}
-    if checksums:
-        with open(path, "rb") as file:
-            entry["sha256"] = hashlib.file_digest(file, "sha256").hexdigest()
-    return entry
+def _log_entry(path: Path, name: str) -> dict:
+    with open(path, "rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return {"file": name, "bytes": path.stat().st_size, "sha256": digest}
 
 
 def _find_files(source: str, suffixes: tuple[str, ...], kind: str) -> list[Path]:

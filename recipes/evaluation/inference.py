@@ -5,7 +5,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cli import UserError
 from hf_infini.configurations import context_limit
-from hf_infini.gate import gates_of
+from hf_infini.memory_layer import gates_of
 from support.measurement import keep_freed_memory
 
 

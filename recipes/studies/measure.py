@@ -47,8 +47,6 @@ def measure_runs(runs: list[Run], data: dict[str, Path], out: Path, evaluations:
             raise UserError(
                 f"{run.folder} was trained on different data than {data[run.data]} holds; compare runs on the same"
             )
-    if len({json.dumps(result["options"].get("streaming")) for result in results.values()}) > 1:
-        raise UserError(f"{', '.join(results)} were trained on different data: on different streams")
     documents = unseen_documents(data[BASE], [data[name] for name in names if name != BASE]) if len(names) > 1 else []
     (out / "measured").mkdir(exist_ok=True)
     found = []

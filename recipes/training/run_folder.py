@@ -19,8 +19,6 @@ from hf_infini.training import gate_values
 from support.stages import write_json
 
 COMPLETE = "complete.json"
-# What a run did whose run.json is older than the option. Those whose default is None need no entry.
-BEFORE_THE_OPTION = {"model": "gpt2", "separate_documents": False, "mask_special_tokens": False}
 
 
 def check_same_run(folder: Path, options: dict) -> bool:
@@ -38,11 +36,10 @@ def check_same_run(folder: Path, options: dict) -> bool:
         if Path(folder).is_dir() and any(Path(folder).iterdir()):
             raise UserError(f"{folder} is not empty and holds no run of this recipe: choose another --out")
         return False
-    started_with = BEFORE_THE_OPTION | json.loads(file.read_text(encoding="utf-8"))
-    names = sorted(started_with.keys() | options.keys())
+    started_with = json.loads(file.read_text(encoding="utf-8"))
     different = [
         f"{name} was {started_with.get(name)!r} and is now {options.get(name)!r}"
-        for name in names
+        for name in sorted(started_with.keys() | options.keys())
         if started_with.get(name) != options.get(name)
     ]
     if different:

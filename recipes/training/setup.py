@@ -92,6 +92,15 @@ def check_positive(options, *names: str) -> None:
             raise UserError(f"--{name} must be greater than 0, got {value}")
 
 
+def set_gate_rate(optimizer, config) -> None:
+    """Gives `optimizer.gate_learning_rate` its default, 0.01; UserError where it was given and the model has no gates."""
+    has_gates = bool(getattr(config, "infini_layers", ()))
+    if optimizer.gate_learning_rate is None:
+        optimizer.gate_learning_rate = 0.01 if has_gates else None
+    elif not has_gates:
+        raise UserError("--gate_learning_rate is for the gates of a memory, and this model has none: leave it out")
+
+
 def number_of_steps(run, steps_per_epoch: int, tokens_per_step: int) -> int:
     """Optimiser steps until the first of the ends that were set; one epoch when none was.
 

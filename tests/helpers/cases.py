@@ -53,7 +53,7 @@ def random_case(seed: int, dtype=torch.float32, **fixed) -> Case:
     def normal(*shape):
         return torch.randn(*shape, generator=draw, dtype=torch.float64).to(dtype)
 
-    batch, kv_heads, group = pick.choice([1, 2, 3]), pick.choice([1, 2]), pick.choice([1, 2, 3])
+    batch, kv_heads, heads_per_key = pick.choice([1, 2, 3]), pick.choice([1, 2]), pick.choice([1, 2, 3])
     tokens, width = pick.choice([1, 2, 5, 7, 12, 17, 33]), pick.choice([2, 4, 8])
     value_width = pick.choice([width, width, width + 1])
     options = {"update_rule": pick.choice(["linear", "delta"]), "local_segments": pick.choice([0, 0, 1, 2])}
@@ -71,13 +71,13 @@ def random_case(seed: int, dtype=torch.float32, **fixed) -> Case:
         unwritten = torch.randint(0, tokens + 1, (batch, 1), generator=draw)
         options["memory_mask"] &= torch.arange(tokens) >= unwritten * (torch.rand(batch, 1, generator=draw) < 0.7)
     if pick.random() < 0.3:
-        options["memory_query"] = normal(batch, kv_heads * group, tokens, width)
+        options["memory_query"] = normal(batch, kv_heads * heads_per_key, tokens, width)
         options["memory_key"] = normal(batch, kv_heads, tokens, width)
     case = Case(
-        query=normal(batch, kv_heads * group, tokens, width),
+        query=normal(batch, kv_heads * heads_per_key, tokens, width),
         key=normal(batch, kv_heads, tokens, width),
         value=normal(batch, kv_heads, tokens, value_width),
-        gate=normal(kv_heads * group),
+        gate=normal(kv_heads * heads_per_key),
         segment_length=pick.choice([1, 2, 3, 4, 5, 8, 40]),
         options=options,
     )

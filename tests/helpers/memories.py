@@ -30,6 +30,7 @@ VARIANTS = [
     (convolved, {"memory_conv": 1, "mask_special_tokens": False, "position_encoding": "rope"}),
     (mha, {"position_encoding": "rope", "local_segments": 1, "score": "general"}),
     (mha, {"position_encoding": "learned", "update_rule": "delta"}),
+    (mha, {"memory_conv": 3, "feature_map": "exp", "memory_write": "learned", "memory_init": "learned"}),
 ]
 MIXED = [VARIANTS[number] for number in (1, 4, 5, 7)]
 

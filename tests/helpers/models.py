@@ -29,7 +29,10 @@ def infini_gpt2(seed=0, **options) -> InfiniGPT2LMHeadModel:
 def causal_mha(seed=0, **options) -> CausalMHAForCausalLM:
     """A model from scratch of the same sizes, its tables of positions and score weights far from their small starts."""
     torch.manual_seed(seed)
-    options = {"initializer_range": 0.2, "max_distance": 12, "num_buckets": 8} | options
+    encoding = options.get("position_encoding")
+    small = {"max_distance": 12} if encoding in ("relative_key", "t5") else {}
+    small |= {"num_buckets": 8} if encoding == "t5" else {}
+    options = {"initializer_range": 0.2} | small | options
     model = CausalMHAForCausalLM(CausalMHAConfig(**SIZES | options)).eval()
     for block in model.transformer.h:
         for name, parameter in getattr(block, "attn", model.lm_head).named_parameters():

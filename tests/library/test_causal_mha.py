@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from hf_infini import CausalMHAConfig, CausalMultiHeadAttention, naive_infini_attention
+from hf_infini import CausalMHAConfig, CausalMultiHeadAttention, InfiniState, naive_infini_attention
 from hf_infini.positions import alibi_slopes, t5_buckets
+from hf_infini.segments import segment_layout
 
 SCORES = ("scaled_dot", "dot", "general", "additive")
 POSITIONS = ("relative_key", "t5", "alibi", "rope", "none")
@@ -18,10 +19,10 @@ def attention(seed=0, **options) -> CausalMultiHeadAttention:
     """12 wide, 3 heads, in float64 and evaluation mode, its tables and gates far from their small starts."""
     torch.manual_seed(seed)
     if options.get("position_encoding") in ("t5", "relative_key"):
-        options = {"max_distance": 6, "num_buckets": 4} | options
+        options |= {"max_distance": 6} | ({"num_buckets": 4} if options["position_encoding"] == "t5" else {})
     module = CausalMultiHeadAttention(10, 12, 3, 0.0, True, **options).double().eval()
     for name, parameter in module.named_parameters():
-        if name in ("score_weight", "score_vector", "relative_table", "relative_bias", "gate.weight"):
+        if name in ("score_weight", "score_vector", "relative_table", "relative_bias", "gate.weight") or "memory" in name:
             parameter.data.normal_()
     return module
 
@@ -179,24 +180,33 @@ def test_parts_give_the_output(score):
     torch.testing.assert_close(scores.softmax(-1), weights)
 
 
+RICH = {"feature_map": "exp", "denominator": "shared", "memory_write": "learned", "memory_conv": 3, "memory_init": "learned"}
+
+
+@pytest.mark.parametrize("memory", [{}, RICH, {"memory_init": "noise", "memory_conv": 1}], ids=["plain", "rich", "noise"])
 @pytest.mark.parametrize("rule", ["linear", "delta"])
 @pytest.mark.parametrize("kept", [0, 1])
 @pytest.mark.parametrize("score", ["scaled_dot", "dot", "general"])
 @pytest.mark.parametrize("position", ["none", "rope"])
-def test_infini_is_the_naive_function(score, position, kept, rule):
-    options = {"segment_length": 4, "local_segments": kept, "update_rule": rule}
+def test_infini_is_the_naive_function(position, score, kept, rule, memory):
+    options = {"segment_length": 4, "local_segments": kept, "update_rule": rule} | memory
     module = attention(attention="infini", score=score, position_encoding=position, **options)
     x = inputs(tokens=19)
 
     def by_tokens(x):
-        arguments = module.infini_arguments(x, None)
+        tokens, scaling, _ = module.infini_projections(x, None, segment_layout(2, 19, 4, kept))
+        start = module.start() | {"separate_memory_key": tokens.memory_key is not None}
+        options = {name: getattr(module.config, name) for name in ("update_rule", "feature_map", "denominator")}
         heads = naive_infini_attention(
-            **arguments, gate=module.gate(), segment_length=4, local_segments=kept, update_rule=rule
-        )
+            **tokens._asdict(), **options, scaling=scaling, gate=module.gate(), segment_length=4, local_segments=kept,
+            state=InfiniState.initial(tokens.key, tokens.value, 4, kept, **start),
+        )  # fmt: skip
         return module.out_proj(heads.transpose(1, 2).flatten(2))
 
     for ours, naive in zip(*(outputs_and_gradients(f, module, x) for f in (module, by_tokens)), strict=True):
         torch.testing.assert_close(ours, naive)
+    if memory:
+        return
     # What the window compares is the score of the other kinds: inside the first segment nothing else counts
     other = attention(score=score, position_encoding=position)
     other.load_state_dict({k: v for k, v in module.state_dict().items() if k != "gate.weight"})
@@ -205,10 +215,10 @@ def test_infini_is_the_naive_function(score, position, kept, rule):
 
 def test_infini_memory_reads_keys_without_positions():
     module, x = attention(attention="infini", segment_length=4, position_encoding="rope"), inputs()
-    arguments = module.infini_arguments(x, torch.arange(9).unsqueeze(0))
+    tokens, _, _ = module.infini_projections(x, torch.arange(9).unsqueeze(0))
     plain = module.W_key(x).unflatten(-1, (3, 4)).transpose(1, 2)
-    assert torch.equal(arguments["memory_key"], plain)
-    assert not torch.allclose(arguments["key"][:, :, 1:], plain[:, :, 1:])
+    assert torch.equal(tokens.memory_key, plain)
+    assert not torch.allclose(tokens.key[:, :, 1:], plain[:, :, 1:])
 
 
 def test_dropout_drops_weights_in_training_only():

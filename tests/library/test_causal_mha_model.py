@@ -25,6 +25,8 @@ KINDS += [reach | {"position_encoding": "learned"} for reach in REACHES.values()
 KINDS += [REACHES["local"] | {"position_encoding": p} for p in ("relative_key", "t5", "alibi", "rope")]
 KINDS += [REACHES["infini"] | {"position_encoding": "rope", "score": "general", "local_segments": 1}]
 KINDS += [REACHES["infini"] | {"position_encoding": "sinusoidal", "update_rule": "delta"}]
+RICH = {"feature_map": "exp", "denominator": "shared", "memory_write": "learned", "memory_conv": 3, "memory_init": "learned"}
+KINDS += [{"attention": "infini", "n_segments": 8, "position_encoding": "rope"} | RICH]
 # Windows of one token, whose queries and keys do nothing, and of two: what is left of a cache is nothing and one token
 SMALL_WINDOWS = [
     {"attention": "local", "sliding_window": window, "position_encoding": position}
@@ -375,16 +377,24 @@ def test_what_a_checkpoint_lacks_is_initialised(tmp_path):
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"score": "cosine"}, "score must be one of scaled_dot, dot, general, additive; got 'cosine'"),
-        ({"attention": "sparse"}, "attention must be one of global, local, infini, none; got 'sparse'"),
-        ({"position_encoding": "xpos"}, "position_encoding must be one of learned, .* got 'xpos'"),
+        ({"score": "cosine"}, r"'score' expected one of \('scaled_dot', 'dot', 'general', 'additive'\), got cosine"),
+        ({"attention": "sparse"}, r"'attention' expected one of \('global', 'local', 'infini', 'none'\), got sparse"),
+        ({"position_encoding": "xpos"}, r"'position_encoding' expected one of \('learned', .* got xpos"),
         ({"n_head": 5}, "n_head=5 must divide n_embd=32"),
         ({"dropout": 1.0}, "dropout must be at least 0 and below 1; got 1.0"),
         ({"activation_function": "sine"}, "activation_function must be one of .* got 'sine'"),
         ({"attention": "local"}, "attention='local' needs a sliding_window of 1 token or more; got None"),
-        ({"attention": "infini"}, "attention='infini' needs a segment_length of 1 token or more; got None"),
+        ({"attention": "infini"}, "exactly one of segment_length .* got segment_length=None, n_segments=None"),
+        ({"attention": "infini", "segment_length": 0}, "segment_length must be at least 1 token; got 0"),
+        ({"attention": "infini", "n_segments": 5}, "n_segments must divide n_positions=1024; got 5"),
+        ({"attention": "infini", "segment_length": 4, "memory_write": "learned"}, "give feature_map='exp' with it"),
+        ({"attention": "infini", "segment_length": 4, "layers": [0]}, r"layers=\[0\] is for infini_gpt2"),
         ({"sliding_window": 5}, "sliding_window=5 belongs to attention='local' and does nothing with attention='global'"),
         ({"segment_length": 5}, "segment_length=5 belongs to attention='infini'"),
+        ({"update_rule": "delta"}, "update_rule='delta' belongs to attention='infini' and does nothing with attention='gl"),
+        ({"attention": "local", "sliding_window": 5, "memory_conv": 2}, "memory_conv=2 belongs to attention='infini'"),
+        ({"attention": "none", "score": "dot"}, "score='dot' belongs to attention='global' or 'local' or 'infini'"),
+        ({"rope_theta": 100}, "rope_theta=100 belongs to position_encoding='rope' and does nothing with .*'learned'"),
         (REACHES["infini"] | {"score": "additive"}, "attention='infini' goes with score scaled_dot, dot, general"),
         (REACHES["infini"] | {"position_encoding": "t5"}, "attention='infini' goes with position_encoding learned, "),
         ({"attention": "none", "position_encoding": "rope"}, "acts inside the attention, and attention='none' has none"),

@@ -1,11 +1,18 @@
 """The options of InfiniGPT2Config: what they mean, how they are checked, that they survive saving; and what both
 configurations refuse to keep."""
 
+import ast
+import dataclasses
+import re
+import typing
+
 import pytest
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, GPT2Config, GPT2LMHeadModel
 
 from hf_infini import CausalMHAConfig, InfiniGPT2Config, InfiniGPT2LMHeadModel, patch_model, unpatch_model
+from hf_infini.options import MEMORY_OPTIONS, MemoryOptions, help_texts
+from hf_infini.options_causal_mha import ScratchOptions
 from models import SIZES, gpt2
 
 
@@ -24,9 +31,9 @@ def test_segments_by_length_or_by_number():
         ({"n_segments": 100}, "n_segments must divide n_positions=1024; got 100"),
         ({"segment_length": 0}, "at least 1 token; got 0"),
         ({"segment_length": 4, "local_segments": -1}, "local_segments must be 0 or more; got -1"),
-        ({"segment_length": 4, "update_rule": "sum"}, "update_rule must be one of linear, delta; got 'sum'"),
-        ({"segment_length": 4, "memory_init": "ones"}, "memory_init must be one of zeros, learned, noise; got 'ones'"),
-        ({"segment_length": 4, "position_encoding": "turn"}, "must be one of learned, segment, rope; got 'turn'"),
+        ({"segment_length": 4, "update_rule": "sum"}, r"'update_rule' expected one of \('linear', 'delta'\), got sum"),
+        ({"segment_length": 4, "memory_init": "ones"}, r"expected one of \('zeros', 'learned', 'noise'\), got ones"),
+        ({"segment_length": 4, "position_encoding": "turn"}, r"expected one of \('learned', 'segment', 'rope'\), got turn"),
         ({"segment_length": 4, "position_encoding": "rope", "n_embd": 36}, "must be even; got 36 / 12 = 3"),
         ({"segment_length": 2048, "position_encoding": "segment"}, "segment_length=2048 is more than n_positions=1024"),
         ({"segment_length": 4, "layers": [12]}, r"0 to 11, each once, or be None for all; got \[12\]"),
@@ -39,6 +46,28 @@ def test_segments_by_length_or_by_number():
 def test_errors_name_the_option_and_what_is_allowed(options, message):
     with pytest.raises(StrictDataclassError, match=message):
         InfiniGPT2Config(**options)
+
+
+@pytest.mark.parametrize("options", [MemoryOptions, ScratchOptions])
+def test_every_option_is_told_with_its_choices_and_its_default(options):
+    """Where it is declared: command lines and pages take the text from there."""
+    texts, types = help_texts(options), typing.get_type_hints(options)
+    assert list(texts) != [] and set(texts) == {field.name for field in dataclasses.fields(options)}
+    entry = r"^        (\w+) \(.*, \*optional\*(?:, defaults to `?(.+?)`?)?\):$"
+    written = dict(re.findall(entry, options.__doc__, re.MULTILINE))
+    for field in dataclasses.fields(options):
+        assert (ast.literal_eval(written[field.name]) if written[field.name] else None) == field.default
+        for choice in typing.get_args(types[field.name]) if typing.get_origin(types[field.name]) is typing.Literal else ():
+            assert f'"{choice}"' in texts[field.name]
+
+
+@pytest.mark.parametrize(("config", "given"), [(InfiniGPT2Config, {}), (CausalMHAConfig, {"attention": "infini"})])
+def test_both_families_have_the_same_memory(config, given):
+    options = given | {"n_segments": 4, "feature_map": "exp", "memory_write": "learned", "memory_conv": 2, "gate_init": -1}
+    made = config(**options, n_positions=64, n_layer=2)
+    assert {name: getattr(made, name) for name in options} == options
+    assert made.tokens_per_segment == 16 and made.infini_layers == [0, 1]
+    assert set(MEMORY_OPTIONS) <= {field.name for field in dataclasses.fields(config)}
 
 
 def test_round_trip(tmp_path):
@@ -122,7 +151,7 @@ def test_options_given_on_loading_count_in_the_check(tmp_path):
     CausalMHAConfig().save_pretrained(tmp_path)
     loaded = AutoConfig.from_pretrained(tmp_path, attention="infini", segment_length=8)
     assert (loaded.attention, loaded.segment_length) == ("infini", 8)
-    with pytest.raises(StrictDataclassError, match="attention='infini' needs a segment_length"):
+    with pytest.raises(StrictDataclassError, match="exactly one of segment_length"):
         AutoConfig.from_pretrained(tmp_path, attention="infini")
 
 

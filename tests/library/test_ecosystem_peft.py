@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, default_data_collator
 
 from hf_infini import CausalMHAForCausalLM, InfiniGPT2LMHeadModel, patch_model, training
-from hf_infini.gate import gates_of
+from hf_infini.memory_layer import gates_of
 from models import causal_mha, gpt2, infini_gpt2, token_ids
 
 peft = pytest.importorskip("peft", reason="pip install peft")

@@ -73,7 +73,7 @@ def test_two_versions_of_the_code_in_one_process(tmp_path):
     folders = [tmp_path / version / "model" for version in ("one", "two")]
     infini_gpt2().save_pretrained(folders[0])
     package = shutil.copytree(PACKAGE, tmp_path / "changed" / "hf_infini")
-    with (package / "gate.py").open("a") as file:
+    with (package / "memory_layer.py").open("a") as file:
         file.write("\n\nGate.version = 2\n")
     save = "import sys, hf_infini, models; models.infini_gpt2().save_pretrained(sys.argv[1])"
     path = os.pathsep.join([str(package.parent), str(Path(__file__).parents[1] / "helpers")])

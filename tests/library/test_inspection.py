@@ -39,6 +39,10 @@ MHAS = [
     {"position_encoding": "alibi", "attention": "local", "sliding_window": 5},
     {"score": "dot", "position_encoding": "rope", "attention": "infini", "segment_length": 8},
     {"score": "general", "attention": "infini", "segment_length": 8, "update_rule": "delta", "local_segments": 1},
+    {
+        **{"attention": "infini", "n_segments": 8, "position_encoding": "rope", "memory_init": "learned"},
+        **{"feature_map": "exp", "memory_write": "learned", "memory_conv": 2, "denominator": "shared"},
+    },
 ]
 MODELS = [(gpt2, o) for o in GPT2S] + [(infini_gpt2, o) for o in INFINIS] + [(causal_mha, o) for o in MHAS]
 all_models = pytest.mark.parametrize(("make", "options"), MODELS, ids=lambda value: getattr(value, "__name__", str(value)))

@@ -15,9 +15,17 @@ DOCUMENTS = (11, 1, 4, 2, 32)  # lengths, 50 tokens in all
 CUTS = (0, 1, 2, 13, 14, 40, 50)
 
 
-def convolved(seed=0, **options):
+def scratch(seed=0, **options):
+    """The other family, with the same memory."""
+    return causal_mha(seed, **{"attention": "infini", "segment_length": 8} | options)
+
+
+families = pytest.mark.parametrize("make", [infini_gpt2, scratch], ids=["infini_gpt2", "causal_mha"])
+
+
+def convolved(seed=0, make=infini_gpt2, **options):
     """A float64 model whose convolution, and what tokens weigh if that is learned, are far from their starts at zero."""
-    model = infini_gpt2(seed, **{"memory_conv": 3} | options).double()
+    model = make(seed, **{"memory_conv": 3} | options).double()
     for block in model.transformer.h:
         if hasattr(block.attn, "memory_conv"):
             block.attn.memory_conv.data.normal_()
@@ -71,10 +79,11 @@ def test_the_convolution_is_its_formula_document_by_document(taps):
 OURS = {"feature_map": "exp", "denominator": "shared", "memory_write": "learned", "position_encoding": "rope"}
 
 
+@families
 @pytest.mark.parametrize("local_segments", [0, 1])
 @pytest.mark.parametrize(("taps", "options"), [(1, {}), (2, {}), (4, OURS), (0, {"position_encoding": "rope"})])
-def test_padding_packing_and_cached_calls(local_segments, taps, options):
-    model = convolved(memory_conv=taps, local_segments=local_segments, **options)
+def test_padding_packing_and_cached_calls(make, local_segments, taps, options):
+    model = convolved(make=make, memory_conv=taps, local_segments=local_segments, **options)
     ids = token_ids(2, 50)
     wanted = model(ids).logits
     tolerance = {"rtol": FLOAT64, "atol": FLOAT64}
@@ -93,9 +102,10 @@ def test_padding_packing_and_cached_calls(local_segments, taps, options):
     torch.testing.assert_close(in_calls(model, ids, cuts, position_ids=positions), separate, **tolerance)
 
 
+@families
 @pytest.mark.parametrize("options", [{}, {"feature_map": "exp", "memory_write": "learned", "update_rule": "delta"}, OURS])
-def test_generation_with_a_convolution_and_left_padding(options):
-    model = convolved(**options)
+def test_generation_with_a_convolution_and_left_padding(make, options):
+    model = convolved(make=make, **options)
     ids = token_ids(1, 21)
     alone = model.generate(ids, max_new_tokens=20, do_sample=False)[0, 21:]
     padded = torch.cat([torch.zeros(1, 9, dtype=torch.long), ids], 1)
@@ -142,7 +152,7 @@ def test_a_token_weighs_what_its_input_says(update_rule, position_encoding):
     model = convolved(feature_map="exp", **options)
     attention, inputs = model.transformer.h[0].attn, torch.randn(2, 50, 32, dtype=torch.float64)
     layout = segment_layout(2, 50, 8, 1)
-    tensors, _ = attention.project(inputs, layout)
+    tensors = attention.project(inputs, layout)[0]._asdict()
     added, _ = short_convolution(inputs, attention.memory_conv, layout, inputs.new_zeros(2, 2, 32))
     weights = torch.einsum("btc,hc->bht", inputs + added, attention.memory_write).exp()
     unturned = attention.c_attn(inputs + added)[..., 32:64].unflatten(-1, (4, 8)).transpose(1, 2)

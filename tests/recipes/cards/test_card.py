@@ -9,7 +9,9 @@ import pytest
 from card_runs import ABOUT, GPT2, INFINI, RESULT, SAMPLE, baseline, cell, cells, evaluation, load, recall, run_of
 from cards import card, results, text
 from cards.card import About, write_card
-from hf_infini.configuration_causal_mha import CHOICES, CausalMHAConfig
+from hf_infini.configuration_causal_mha import CausalMHAConfig
+from hf_infini.options import choices
+from hf_infini.options_causal_mha import ScratchOptions
 from support import markdown
 
 
@@ -162,7 +164,7 @@ def test_what_depends_on_the_model():
     assert rows["Gates at the end, sigmoid(gate)"] == "0.12 to 0.75" and rows["Peak memory of the GPU"] == "321 MiB"
 
 
-@pytest.mark.parametrize("kind", CHOICES["attention"])
+@pytest.mark.parametrize("kind", choices(ScratchOptions)["attention"])
 def test_every_kind_of_attention_has_a_card(kind):
     length = {"local": {"sliding_window": 13}, "infini": {"segment_length": 17}}.get(kind, {})
     config = CausalMHAConfig(n_positions=50, n_embd=24, n_head=3, attention=kind, **length).to_dict()

@@ -1,6 +1,7 @@
 """parse_options: one parser for flags and YAML files, with errors that name what is wrong."""
 
 import ast
+import dataclasses
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -9,7 +10,10 @@ from pathlib import Path
 import pytest
 
 from cli import UserError, exit_on_user_error, option, parse_options
+from cli.model_options import ModelOptions
 from cli.parser import OptionParser
+from hf_infini.options import MemoryOptions, choices
+from hf_infini.options_causal_mha import ScratchOptions
 
 
 @dataclass
@@ -75,9 +79,10 @@ def test_user_errors_are_one_line_and_status_1(capsys):
 
 HELP = """
 import pathlib, runpy, sys
-sys.path.insert(0, str(pathlib.Path(sys.argv[1]).parent))  # as for a script
-for recipe in sys.argv[1:]:
-    sys.argv = [recipe, "--help"]
+sys.path.insert(0, str(pathlib.Path(sys.argv[2]).parent))  # as for a script
+flag, *recipes = sys.argv[1:]
+for recipe in recipes:
+    sys.argv = [recipe, flag]
     try:
         runpy.run_path(recipe, run_name="__main__")
     except SystemExit as end:
@@ -87,19 +92,32 @@ for recipe in sys.argv[1:]:
 
 
 RECIPES = sorted((Path(__file__).parents[3] / "recipes").glob("*.py"))
-with_options = pytest.mark.parametrize(
-    "recipe", [recipe for recipe in RECIPES if recipe.stem != "fetch_shard"], ids=lambda recipe: recipe.stem
-)
+with_options = pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
+
+
+def texts(flag: str, recipes: list[Path]) -> dict[str, list[str]]:
+    command = [sys.executable, "-c", HELP, flag, *map(str, recipes)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    found = done.stdout.split("usage: ")[1:]
+    return {recipe.name: text.splitlines() for recipe, text in zip(recipes, found, strict=True)}
 
 
 @pytest.fixture(scope="module")
 def helps() -> dict[str, list[str]]:
     """The lines of each recipe's --help."""
-    command = [sys.executable, "-c", HELP, *map(str, RECIPES)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    texts = done.stdout.split("usage: ")[1:]
-    return {recipe.name: text.splitlines() for recipe, text in zip(RECIPES, texts, strict=True)}
+    return texts("--help", RECIPES)
+
+
+@pytest.fixture(scope="module")
+def all_helps(helps) -> dict[str, list[str]]:
+    """The lines of --help_all, or of --help where that is all."""
+    with_more = [recipe for recipe in RECIPES if any("--help_all" in line for line in helps[recipe.name])]
+    return helps | texts("--help_all", with_more)
+
+
+def flags_of(lines: list[str]) -> set[str]:
+    return {line.split()[0] for line in lines if line.startswith("  --")}
 
 
 def test_help_waits_for_no_library(helps):
@@ -116,9 +134,9 @@ def test_help_shows_the_docstring_as_it_is_written(recipe, helps):
 
 
 @with_options
-def test_every_option_stands_in_a_group(recipe, helps):
+def test_every_option_stands_in_a_group(recipe, all_helps):
     groups = {}
-    for line in helps[recipe.name]:
+    for line in all_helps[recipe.name]:
         if line.endswith(":") and line[0].islower() and not line.startswith(" "):
             groups[line[:-1]] = options = []
         elif line.startswith("  -"):
@@ -130,6 +148,17 @@ def test_every_option_stands_in_a_group(recipe, helps):
     written = ast.parse(recipe.read_text(encoding="utf-8")).body
     own = [cls for cls in written if isinstance(cls, ast.ClassDef) and cls.name.endswith("Options")]
     assert {f"--{field.target.id}" for cls in own for field in cls.body if isinstance(field, ast.AnnAssign)} <= set(found)
+
+
+def test_the_help_of_train_is_short_and_help_all_has_the_rest(helps, all_helps):
+    shown, everything = flags_of(helps["train.py"]), flags_of(all_helps["train.py"])
+    assert len(shown) <= 35 and shown < everything
+    texts = "\n".join(all_helps["train.py"])
+    options = {field.name: field for kind in (MemoryOptions, ScratchOptions) for field in dataclasses.fields(kind)}
+    assert {f"--{name}" for name in options} <= everything  # as hf_infini tells them
+    for name, allowed in {**choices(MemoryOptions), **choices(ScratchOptions)}.items():
+        assert name in ("attention", "position_encoding") or f"--{name} {{{','.join(allowed)}}}" in texts
+    assert parse_options(ModelOptions, description="", argv=["--memory_conv", "3", "--rope_theta", "9"])[0].memory_conv == 3
 
 
 def test_groups_of_one_name_are_one():

@@ -17,7 +17,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 from cli import UserError
 from corpora import carolina, selection
 from corpora.documents import Document, ReadingLog
-from corpora.sources import SOURCE_TYPES, detect_source_type, iterate_documents
+from corpora.sources import detect_source_type, iterate_documents
 
 DATA = Path(os.environ.get("HF_INFINI_DATA", Path(__file__).parents[4] / "shared" / "data"))
 real_carolina = pytest.mark.skipif(
@@ -75,7 +75,6 @@ def test_carolina_gives_paragraphs_of_the_body_only(tmp_path):
             "checksum_verified": True,
         }
     ]
-    assert next(iter(iterate_documents(str(tmp_path), joiner=" "))).text == "Água & fogo <b> segundo  parágrafo"
 
 
 def billion_laughs() -> bytes:
@@ -151,7 +150,7 @@ def test_taxonomy_chooses_folders_from_any_root(tmp_path):
     write_tree(tmp_path, {"l": shard_xml(tei("l", ["l"]))}, "legislative_branch")
 
     def ids(source, *codes):
-        return [document.id for document in iterate_documents(str(source), "carolina", taxonomy=codes)]
+        return [document.id for document in iterate_documents(str(source), taxonomy=codes)]
 
     assert ids(tmp_path) == ["l", "w"]
     assert ids(tmp_path, "wik") == ids(tmp_path / "corpus", "wik") == ids(tmp_path / "corpus/wikis", "wik") == ["w"]
@@ -260,9 +259,8 @@ def test_detecting_the_source(tmp_path):
 
 
 def test_missing_and_empty_sources(tmp_path):
-    for kind in ("text", "jsonl", "carolina", "dataset"):
-        with pytest.raises(UserError, match="--source|holds no"):
-            list(iterate_documents(str(tmp_path), kind))
+    with pytest.raises(UserError, match="--source: the folder .* holds no text file"):
+        list(iterate_documents(str(tmp_path)))
     (tmp_path / "blank.txt").write_text(" \n")
     with pytest.raises(UserError, match="blank.txt: the file holds no text"):
         list(iterate_documents(str(tmp_path)))
@@ -346,9 +344,3 @@ def test_fractions_are_nested_and_do_not_depend_on_order():
     assert len(chosen) == 1400 and chosen == sorted(set(chosen))
     assert chosen != selection.choose(ids, 0.35, 0, "validation")
     assert len(selection.choose(["a", "b"], 0.02, 0, "x")) == 1 and selection.choose(ids, 0, 0, "x") == []
-
-
-def test_unknown_source_type_is_refused():
-    with pytest.raises(UserError, match="--source_type is 'xml'; choose one of auto"):
-        list(iterate_documents("biographies", "xml"))
-    assert set(SOURCE_TYPES) == {"auto", "carolina", "text", "jsonl", "dataset", "biographies"}

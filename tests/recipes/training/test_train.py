@@ -30,6 +30,12 @@ from training import run_folder, setup
 train = load_recipe("train")
 
 
+@pytest.fixture(scope="module")
+def self_run(base):
+    run(*recipe("train"), *self_options(prepared_data(base)), "--gradient_accumulation", 4, "--out", base / "self")
+    return base / "self"
+
+
 # --- a run ------------------------------------------------------------------------------------------------------------
 
 
@@ -109,12 +115,11 @@ def test_a_finished_run_says_so_and_other_options_are_refused(base, capsys):
     assert "learning_rate was" not in message
 
 
-def test_options_that_a_run_is_older_than(tmp_path):
+def test_a_run_of_other_options_is_another_run(tmp_path):
     (tmp_path / "run.json").write_text('{"attention": "self", "n_layer": 2, "seed": 0}')
-    now = {"attention": "self", "n_layer": 2, "seed": 0, "model": "gpt2", "score": None}
-    now |= {"separate_documents": False, "mask_special_tokens": False}  # what was not asked then was done so
+    now = {"attention": "self", "n_layer": 2, "seed": 0, "score": None}
     assert run_folder.check_same_run(tmp_path, now)
-    for changed in ({"model": "causal_mha"}, {"score": "dot"}, {"n_layer": None}, {"mask_special_tokens": None}):
+    for changed in ({"model": "causal_mha"}, {"score": "dot"}, {"n_layer": None}):
         with pytest.raises(UserError, match=f"{[*changed][0]} was"):
             run_folder.check_same_run(tmp_path, now | changed)
 
@@ -185,7 +190,7 @@ def test_what_a_start_cannot_be(base, self_run, tmp_path):
     with pytest.raises(UserError, match="--n_head 3 does not divide --n_embd 256"):
         config(attention="self", n_head=3)
     longer = config(10 * CONTEXT, init_from=str(straight_run(base)))
-    assert longer.positions == "segment" and longer.segment_length == 16
+    assert longer.position_encoding == "segment" and longer.segment_length == 16
     assert build_model(longer, str(straight_run(base))).config.position_encoding == "segment"
 
 
@@ -284,9 +289,9 @@ OPTIONS = (train.RunOptions, ModelOptions, train.OptimizerOptions)
 
 
 @pytest.mark.parametrize("name", ["quickstart", "carolina"])
-def test_self_and_infini_differ_by_one_option(name):
+def test_self_and_infini_differ_by_the_attention(name):
     files = [ROOT / "recipes" / "configs" / f"{name}_{kind}.yaml" for kind in ("self", "infini")]
     argv = ["--data", "d", "--out", "o", "--config"]
     parsed = [parse_options(*OPTIONS, description="", argv=[*argv, str(file)]) for file in files]
     one, other = ({k: v for part in parts for k, v in vars(part).items()} for parts in parsed)
-    assert {name for name in one if one[name] != other[name]} == {"attention"}
+    assert {name for name in one if one[name] != other[name]} == {"attention", "segment_length"}

@@ -11,12 +11,14 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cli import NotPossible, UserError, parse_options
-from cli.model_options import ATTENTIONS, CAUSAL_MHA, ModelOptions, build_config, build_model
+from cli.model_options import MEMORY, SCRATCH, ModelOptions, build_config, build_model
 from evaluation.inference import check_length
-from hf_infini import CausalMHAForCausalLM, training
-from hf_infini.configuration_causal_mha import CHOICES, CausalMHAConfig
+from hf_infini import CausalMHAForCausalLM, InfiniGPT2Config, training
+from hf_infini.configuration_causal_mha import CausalMHAConfig
 from hf_infini.configurations import context_limit
 from hf_infini.metrics import evaluate_rows
+from hf_infini.options import choices
+from hf_infini.options_causal_mha import ScratchOptions
 from hf_infini.rows import RowReader
 from running import (
     CONTEXT,
@@ -33,7 +35,7 @@ from running import (
     straight_run,
     trained,
 )
-from training import run_folder
+from training import run_folder, setup
 
 train = load_recipe("train")
 
@@ -135,22 +137,17 @@ def test_what_a_start_cannot_be(base, tokenizer):
 
 def test_the_options_are_those_of_the_configuration():
     types = typing.get_type_hints(ModelOptions)
-
-    def choices(name):
-        return {value for part in typing.get_args(types[name]) for value in typing.get_args(part)}
-
-    assert set(ATTENTIONS["causal_mha"]) == set(CHOICES["attention"])
-    assert choices("attention") == {*ATTENTIONS["gpt2"], *ATTENTIONS["causal_mha"]}
-    assert choices("score") == set(CHOICES["score"])
-    assert choices("position_encoding") == {*CHOICES["position_encoding"], "segment"}
-    assert choices("update_rule") == set(CHOICES["update_rule"])
-    assert set(CAUSAL_MHA) <= {field.name for field in dataclasses.fields(CausalMHAConfig)}
+    found = {value for part in typing.get_args(types["attention"]) for value in typing.get_args(part)}
+    assert found == {"self", *choices(ScratchOptions)["attention"]}
+    assert {*MEMORY, *SCRATCH} <= {field.name for field in dataclasses.fields(CausalMHAConfig)}
+    assert {*MEMORY, "position_encoding"} <= {field.name for field in dataclasses.fields(InfiniGPT2Config)}
 
 
 def test_defaults_are_the_configurations_own(tokenizer):
     config = build_config(ModelOptions(model="causal_mha"), tokenizer, CONTEXT)
     fresh = CausalMHAConfig()
-    assert {name: getattr(config, name) for name in CAUSAL_MHA} == {name: getattr(fresh, name) for name in CAUSAL_MHA}
+    names = (*MEMORY, *SCRATCH)
+    assert {name: getattr(config, name) for name in names} == {name: getattr(fresh, name) for name in names}
     assert (config.attention, config.n_positions, config.vocab_size) == ("global", CONTEXT, len(tokenizer))
     assert (config.eos_token_id, config.pad_token_id) == (tokenizer.eos_token_id, tokenizer.pad_token_id)
     local = build_config(ModelOptions(model="causal_mha", attention="local"), tokenizer, CONTEXT)
@@ -162,8 +159,13 @@ def test_defaults_are_the_configurations_own(tokenizer):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"n_segments": 4}, "--n_segments belongs to --model gpt2 and does nothing with --model causal_mha"),
-        ({"position_encoding": "segment"}, "position_encoding must be one of learned, sinusoidal, .*; got 'segment'"),
+        ({"n_segments": 4}, "--n_segments belongs to --attention infini and does nothing with --attention global"),
+        ({"attention": "infini", "layers": [0]}, r"layers=\[0\] is for infini_gpt2"),
+        ({"position_encoding": "segment"}, r"'position_encoding' expected one of \('learned', .*\), got segment"),
+        *(({"model": "gpt2", "attention": "self", name: value}, f"--{name} belongs to --attention infini .* self: leave it")
+          for name, value in (("segment_length", 8), ("gate_init", 0.0), ("layers", [0]), ("memory_conv", 0))),
+        ({"model": "gpt2", "attention": "self", "position_encoding": "rope"}, "not yet possible with .* --attention self"),
+        ({"model": "gpt2", "attention": "self", "position_encoding": "t5"}, "--attention self has learned only"),
         ({"attention": "self"}, "--attention self, but --model causal_mha has global, local, infini, none"),
         ({"model": "gpt2", "score": "dot"}, "--score belongs to --model causal_mha and does nothing with --model gpt2"),
         ({"model": "gpt2", "n_inner": 64}, "--n_inner belongs to --model causal_mha"),
@@ -185,6 +187,21 @@ def test_options_that_do_not_go_together(tokenizer, options, message):
     with pytest.raises(UserError, match=message) as error:
         build_config(ModelOptions(**{"model": "causal_mha"} | options), tokenizer, CONTEXT)
     assert str(error.value).startswith(NotPossible.prefix) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(("attention", "rate"), [("self", None), ("infini", 0.01)])
+def test_a_rate_of_gates_is_for_models_with_gates(tokenizer, attention, rate):
+    config = build_config(ModelOptions(attention=attention, mask_special_tokens=False), tokenizer, CONTEXT)
+    optimizer = train.OptimizerOptions()
+    setup.set_gate_rate(optimizer, config)
+    assert optimizer.gate_learning_rate == rate
+    optimizer.gate_learning_rate = 0.5
+    if rate is None:
+        with pytest.raises(UserError, match="--gate_learning_rate is for the gates of a memory, and this model has none"):
+            setup.set_gate_rate(optimizer, config)
+    else:
+        setup.set_gate_rate(optimizer, config)
+        assert optimizer.gate_learning_rate == 0.5
 
 
 def test_a_refused_model_leaves_no_folder(base, tmp_path):
@@ -224,7 +241,7 @@ def test_scores_tables_and_gates_do_not_decay(tokenizer, kind, options, vectors)
 
 def test_only_learned_positions_end():
     assert context_limit(CausalMHAConfig(n_positions=32)) == 32
-    for encoding in set(CHOICES["position_encoding"]) - {"learned"}:
+    for encoding in set(choices(ScratchOptions)["position_encoding"]) - {"learned"}:
         config = CausalMHAConfig(n_positions=32, position_encoding=encoding)
         assert context_limit(config) is None
         check_length(config, 10_000)

@@ -1,0 +1,140 @@
+"""The options of a compressive memory: their names, choices, defaults, meaning and checks, for all models and command lines.
+
+Only the standard library is imported here: a command line reads the options without waiting for torch.
+"""
+
+import re
+from dataclasses import dataclass, fields
+from typing import Literal, get_args, get_origin, get_type_hints
+
+
+@dataclass(init=False, repr=False, eq=False)
+class MemoryOptions:
+    """What a configuration says of its model's memory; comes before `PreTrainedConfig` among the bases.
+
+    Args:
+        segment_length (`int`, *optional*):
+            Tokens in a segment, L. Give this or `n_segments`, one of the two.
+        n_segments (`int`, *optional*):
+            Segments in a context of as many tokens as the model has positions, which it must divide.
+        update_rule (`str`, *optional*, defaults to `"linear"`):
+            How a segment is written into the memory: `"linear"` adds its values, `"delta"` its values less what the memory
+            already answers to their keys (which does not overwrite: a key that comes again and again reads half its value).
+        feature_map (`str`, *optional*, defaults to `"elu"`):
+            What makes positive features of the memory's queries and keys: `"elu"`, ELU + 1, as in the paper; or `"exp"`,
+            with which one token can stand out against many more.
+        denominator (`str`, *optional*, defaults to `"separate"`):
+            `"separate"`: window and memory each have their own, and the gate alone sets the memory's share, as in the
+            paper; `"shared"`: one softmax over both, in which each token of the memory weighs e^β σ(q)·σ(k) / head_dim, so
+            that the share also depends on what a token finds. The window's softmax is then written out, without a fused
+            kernel.
+        local_segments (`int`, *optional*, defaults to 0):
+            Earlier segments that the softmax attention still sees in full; 0 is the paper.
+        gate_init (`float`, *optional*, defaults to 0.0):
+            First value of every head's gate logit β; the memory's share of the output is sigmoid(β), unless window and
+            memory share a denominator.
+        memory_init (`str`, *optional*, defaults to `"zeros"`):
+            What a document's memory starts from: `"zeros"` (only local attention until the first segment is written),
+            `"learned"` (parameters of each layer), or `"noise"` (a normaliser of 1e-10 times uniform noise: the study).
+        layers (`list[int]`, *optional*):
+            Layers, counted from 0, that have a memory; the others keep full attention, and their cache grows with the
+            context. `None` is all of them.
+        memory_conv (`int`, *optional*, defaults to 0):
+            Taps (the token itself and those before it) of a depthwise causal convolution, added to the input of the layer's
+            projections: what followed a token can then be recalled by that token. 0 is none. It starts at zero, so that a
+            swapped model is unchanged.
+        memory_write (`str`, *optional*, defaults to `"equal"`):
+            What a token weighs in the memory: `"equal"`, all alike; or `"learned"`, σ(k) is multiplied by e^(w·x), with x
+            the input of the layer's projections and a w for each head that starts at zero. Text that nobody will ask for
+            can then stay out, so that what counts is still found among much of it. Needs `feature_map="exp"`, and a
+            second window of keys in the cache.
+        mask_special_tokens (`bool`, *optional*, defaults to `True`):
+            Tokens with the configuration's bos, eos or pad id are seen inside the window but not written into the memory.
+    """
+
+    segment_length: int | None = None
+    n_segments: int | None = None
+    update_rule: Literal["linear", "delta"] = "linear"
+    feature_map: Literal["elu", "exp"] = "elu"
+    denominator: Literal["separate", "shared"] = "separate"
+    local_segments: int = 0
+    gate_init: float | int = 0.0
+    memory_init: Literal["zeros", "learned", "noise"] = "zeros"
+    layers: list[int] | None = None
+    memory_conv: int = 0
+    memory_write: Literal["equal", "learned"] = "equal"
+    mask_special_tokens: bool = True
+
+    @classmethod
+    def from_dict(cls, config_dict, **kwargs):
+        """As usual, but a segment's length in `kwargs` takes the place of that in the file, whichever way it is given."""
+        if "segment_length" in kwargs or "n_segments" in kwargs:
+            config_dict = {k: v for k, v in config_dict.items() if k not in ("segment_length", "n_segments")}
+        return super().from_dict(config_dict, **kwargs)
+
+    @property
+    def has_memory(self) -> bool:
+        """Whether any layer has a memory; where none has, these options are not checked here."""
+        return True
+
+    @property
+    def tokens_per_segment(self) -> int | None:
+        """L, from whichever of `segment_length` and `n_segments` was given; `None` without a memory."""
+        return self.segment_length if self.n_segments is None else self.max_position_embeddings // self.n_segments
+
+    @property
+    def infini_layers(self) -> list[int]:
+        """Numbers of the layers with a memory, in order."""
+        if not self.has_memory:
+            return []
+        return list(range(self.num_hidden_layers)) if self.layers is None else sorted(self.layers)
+
+    def validate_memory_options(self):
+        """Run by the base class after every construction; the choices and types are checked before, by the annotations."""
+        if not self.has_memory:
+            return
+        if (self.segment_length is None) == (self.n_segments is None):
+            raise ValueError(
+                "give exactly one of segment_length (tokens in a segment) and n_segments (segments in the context); "
+                f"got segment_length={self.segment_length}, n_segments={self.n_segments}."
+            )
+        if self.n_segments is not None and (self.n_segments < 1 or self.max_position_embeddings % self.n_segments):
+            name = self.attribute_map.get("max_position_embeddings", "max_position_embeddings")
+            raise ValueError(f"n_segments must divide {name}={self.max_position_embeddings}; got {self.n_segments}.")
+        if self.segment_length is not None and self.segment_length < 1:
+            raise ValueError(f"segment_length must be at least 1 token; got {self.segment_length}.")
+        if self.local_segments < 0:
+            raise ValueError(f"local_segments must be 0 or more; got {self.local_segments}.")
+        if self.memory_conv < 0:
+            raise ValueError(f"memory_conv must be 0 (none) or a number of taps; got {self.memory_conv}.")
+        if self.memory_write == "learned" and self.feature_map != "exp":
+            raise ValueError(
+                "memory_write='learned' multiplies features by adding to their exponents: give feature_map='exp' with it; "
+                f"got feature_map={self.feature_map!r}."
+            )
+        self._validate_layers()
+
+    def _validate_layers(self):
+        if self.layers is not None and (
+            not self.layers
+            or len(set(self.layers)) < len(self.layers)
+            or not all(0 <= layer < self.num_hidden_layers for layer in self.layers)
+        ):
+            raise ValueError(
+                f"layers must name some of the {self.num_hidden_layers} layers, 0 to {self.num_hidden_layers - 1}, each "
+                f"once, or be None for all; got {self.layers}."
+            )
+
+
+MEMORY_OPTIONS = tuple(field.name for field in fields(MemoryOptions))
+
+
+def choices(options: type) -> dict[str, tuple[str, ...]]:
+    """What the options of a dataclass may be, by name; without those that may be anything of a type."""
+    return {name: get_args(kind) for name, kind in get_type_hints(options).items() if get_origin(kind) is Literal}
+
+
+def help_texts(options: type) -> dict[str, str]:
+    """What the docstring of a class of options says of each, by name: the text below ``name (`type`, …):``."""
+    entry = r"^        (\w+) \(`[^\n]*\):\n((?:            [^\n]*\n)+)"
+    return {name: " ".join(text.split()) for name, text in re.findall(entry, options.__doc__ or "", re.MULTILINE)}

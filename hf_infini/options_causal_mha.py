@@ -1,0 +1,65 @@
+"""What the heads of the model from scratch see, score and know of positions: its options beside those of a memory.
+
+Only the standard library is imported here: a command line reads the options without waiting for torch.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+RELATIVE = ("relative_key", "t5", "alibi")  # depend on the distance of each query and key
+IN_EMBEDDING = ("learned", "sinusoidal")  # added to the token embeddings; the others act inside the attention
+# The options that do nothing unless another one has one of these values
+NEEDS = {
+    "score": ("attention", ("global", "local", "infini")),
+    "qkv_bias": ("attention", ("global", "local", "infini")),
+    "sliding_window": ("attention", ("local",)),
+    "max_distance": ("position_encoding", ("relative_key", "t5")),
+    "num_buckets": ("position_encoding", ("t5",)),
+    "rope_theta": ("position_encoding", ("rope",)),
+}
+
+
+@dataclass(init=False, repr=False, eq=False)
+class ScratchOptions:
+    """What a configuration says of a model from scratch, beside its sizes; comes before `PreTrainedConfig` among the bases.
+
+    Args:
+        attention (`str`, *optional*, defaults to `"global"`):
+            What a token sees: `"global"`, itself and everything before; `"local"`, the last `sliding_window` tokens;
+            `"infini"`, segments and a compressive memory; `"none"`, nothing: the block keeps only its feed-forward.
+        score (`str`, *optional*, defaults to `"scaled_dot"`):
+            How a query and a key are compared: `"scaled_dot"`, `"dot"`, `"general"` or `"additive"` (see scores.py).
+        position_encoding (`str`, *optional*, defaults to `"learned"`):
+            `"learned"`, `"sinusoidal"`, `"relative_key"`, `"t5"`, `"alibi"`, `"rope"` or `"none"` (see positions.py).
+        max_distance (`int`, *optional*, defaults to 128):
+            `"relative_key"`: the distance in tokens beyond which all are alike; `"t5"`: where its last bucket begins.
+        num_buckets (`int`, *optional*, defaults to 32):
+            `"t5"`: buckets of distances.
+        rope_theta (`float`, *optional*, defaults to 10000.0):
+            `"rope"`: base of the wavelengths.
+        sliding_window (`int`, *optional*):
+            `"local"`: tokens seen, the token itself included. Required there, refused elsewhere.
+        qkv_bias (`bool`, *optional*, defaults to `False`):
+            Whether `W_query`, `W_key` and `W_value` have a bias.
+        n_inner (`int`, *optional*):
+            Width inside the feed-forward; `None` is 4 × `n_embd`.
+        activation_function (`str`, *optional*, defaults to `"gelu"`):
+            Of the feed-forward, a name that transformers knows.
+        initializer_range (`float`, *optional*, defaults to 0.02):
+            Standard deviation of the matrices at the start; those that end a residual branch are √(2 · n_layer) smaller.
+        tie_word_embeddings (`bool`, *optional*, defaults to `False`):
+            Whether the output head is the token embedding.
+    """
+
+    attention: Literal["global", "local", "infini", "none"] = "global"
+    score: Literal["scaled_dot", "dot", "general", "additive"] = "scaled_dot"
+    position_encoding: Literal["learned", "sinusoidal", "relative_key", "t5", "alibi", "rope", "none"] = "learned"
+    max_distance: int = 128
+    num_buckets: int = 32
+    rope_theta: float | int = 10000.0
+    sliding_window: int | None = None
+    qkv_bias: bool = False
+    n_inner: int | None = None
+    activation_function: str = "gelu"
+    initializer_range: float = 0.02
+    tie_word_embeddings: bool = False
