@@ -236,6 +236,8 @@ def test_interrupted_it_stops_its_children(base, finished, tmp_path):
         assert process.wait(timeout=60) == 130
     finally:
         process.kill()
-    assert len(children) == 2 and not any(child.is_running() for child in children)
+    # One that was just being started ends with its parent, and is then nobody's to put away
+    left = [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
+    assert len(children) == 2 and not left
     text = (tmp_path / "output").read_text()
     assert "the same command goes on from here" in text and "Traceback" not in text
