@@ -159,6 +159,7 @@ def test_split_by_block_holds_every_block_once(made, tmp_path):
     assert (out / "validation_documents.jsonl").read_text() == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("split_by", ["document", "block"])
 def test_a_test_split_takes_from_training_alone(made, tmp_path, split_by):
     out = tmp_path / "out"
@@ -239,6 +240,7 @@ def test_damaged_shard_stops_the_run_or_is_listed(tmp_path, capsys):
     assert json.loads((tmp_path / "out" / "manifest.json").read_text()) == manifest
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -275,6 +277,7 @@ def test_folders_that_are_not_its_own_are_left_alone(tmp_path, capsys):
         assert "another run is writing there" in fails(capsys, *BIOGRAPHIES, out=tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_a_killed_run_leaves_nothing_half_made(made, tmp_path):
     out = tmp_path / "out"
     options = [*BIOGRAPHIES, "--biographies", 4000]
@@ -317,6 +320,7 @@ def test_configs_parse_and_name_their_command(config):
     assert config.read_text().startswith(f"# python recipes/prepare.py --config recipes/configs/{config.name} ")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not (DATA / "carolina").is_dir(), reason=f"no Carolina shards under {DATA} (HF_INFINI_DATA)")
 def test_a_real_shard_with_the_prose_filter(tmp_path):
     shard = min((DATA / "carolina").rglob("*.xml.gz"), key=lambda path: path.stat().st_size)

@@ -22,6 +22,7 @@ def long_prompt() -> str:
     return sample_text()[:700]  # eleven times the context that the model was trained with
 
 
+@pytest.mark.slow
 def test_standard_output_is_the_text_alone(model, tmp_path, long_prompt):
     (tmp_path / "prompt.txt").write_text(long_prompt, encoding="utf-8")
     options = ["--model", model, "--prompt_file", tmp_path / "prompt.txt", "--chunk", 100, "--max_new_tokens", 12]
@@ -30,6 +31,7 @@ def test_standard_output_is_the_text_alone(model, tmp_path, long_prompt):
     assert "reading 700 tokens" in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk", [1, 33, 699, 4096])
 def test_any_chunk_reads_the_same_prompt(model, capsys, long_prompt, chunk):
     prompt = long_prompt[:200] if chunk == 1 else long_prompt
@@ -45,6 +47,7 @@ def test_a_padded_batch_is_the_prompts_one_by_one(model, capsys, long_prompt, ch
     assert [row["text"] for row in found] == [greedy(model, prompt, 8) for prompt in prompts]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["global", "local", "infini", "none"])
 def test_every_kind_of_attention_reads_in_chunks(kind, tmp_path_factory, capsys, long_prompt):
     folder = trained(tmp_path_factory.getbasetemp(), kind)
