@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from transformers import AutoConfig
 
 import hf_infini
