@@ -49,6 +49,9 @@ def read_study(files: Sequence[str], train: str | None = None, settings: Sequenc
         kind = list if name == "seeds" else dict
         if not isinstance(study.setdefault(name, kind()), kind):
             raise UserError(f"the section {name!r} of a study is a {kind.__name__}, got {study[name]!r}")
+    for name, settings in study["evaluate"].items():
+        if not isinstance(settings, dict) or settings.get("task", "perplexity") != "perplexity":
+            raise UserError(f"evaluate {name!r}: give options of evaluate_model.py's task perplexity, got {settings!r}")
     return study
 
 

@@ -84,6 +84,7 @@ def test_grids_and_seeds_make_names(tmp_path):
         (["--set", "variants.s1.attention=quadratic"], "invalid choice: 'quadratic'"),
         (["--set", "data.fraction=2"], "--fraction is 2"),
         (["--set", "evaluate.long.lenght=2"], "unrecognised arguments: --lenght 2"),
+        (["--set", "evaluate.far.task=facts"], "evaluate 'far': give options of evaluate_model.py's task perplexity"),
         (["--set", "train.out=x"], "'out' cannot be an option of a run: study.py sets it"),
         (["--set", "training.n_layer=3"], "has no section 'training'; it may have data, train, variants"),
         (["--set", "train=3"], "the section 'train' of a study is a dict, got 3"),
