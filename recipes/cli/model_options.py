@@ -15,7 +15,8 @@ from typing import Literal
 
 from . import NotPossible, UserError, option
 
-_FOLDER = Path(importlib.util.find_spec("hf_infini").origin).parent
+_INSTALLED = importlib.util.find_spec("hf_infini")  # without it there is --help, and a clear error once a model is needed
+_FOLDER = Path(_INSTALLED.origin).parent if _INSTALLED else Path(__file__).parents[2] / "hf_infini"
 # As files, without the package around them, whose import takes seconds
 _OPTIONS, _OF_SCRATCH = (runpy.run_path(str(_FOLDER / f"{name}.py")) for name in ("options", "options_causal_mha"))
 MEMORY, SCRATCH = (
@@ -131,10 +132,11 @@ def build_config(options: ModelOptions, tokenizer, context: int):
         config_class = GPT2Config if values.pop("attention") == "self" else InfiniGPT2Config
         if config_class is GPT2Config:
             position_encoding = values.pop("position_encoding")
-            if position_encoding == "rope":
-                raise NotPossible("--position_encoding rope is not yet possible with --model gpt2 --attention self")
             if position_encoding != "learned":
-                raise NotPossible(f"--position_encoding {position_encoding}, but --attention self has learned only")
+                raise NotPossible(
+                    f"--position_encoding {position_encoding}, but GPT-2's self-attention has learned positions only: leave "
+                    "it out, or take --model causal_mha --attention global, which has others"
+                )
             values.pop("mask_special_tokens", None)  # of what is learned to be predicted, which the recipe sees to
     try:
         config = config_class(**values)

@@ -165,8 +165,7 @@ def test_defaults_are_the_configurations_own(tokenizer):
         ({"position_encoding": "segment"}, r"'position_encoding' expected one of \('learned', .*\), got segment"),
         *(({"model": "gpt2", "attention": "self", name: value}, f"--{name} belongs to --attention infini .* self: leave it")
           for name, value in (("segment_length", 8), ("gate_init", 0.0), ("layers", [0]), ("memory_conv", 0))),
-        ({"model": "gpt2", "attention": "self", "position_encoding": "rope"}, "not yet possible with .* --attention self"),
-        ({"model": "gpt2", "attention": "self", "position_encoding": "t5"}, "--attention self has learned only"),
+        ({"model": "gpt2", "attention": "self", "position_encoding": "rope"}, "rope, but GPT-2's .* --model causal_mha"),
         ({"attention": "self"}, "--attention self, but --model causal_mha has global, local, infini, none"),
         ({"model": "gpt2", "score": "dot"}, "--score belongs to --model causal_mha and does nothing with --model gpt2"),
         ({"model": "gpt2", "n_inner": 64}, "--n_inner belongs to --model causal_mha"),
