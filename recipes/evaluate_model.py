@@ -40,8 +40,7 @@ class Options:
     memory: Literal["on", "off"] = option("on", "off: the same model with its memory switched off.", group="model")
     data: str | None = option(None, "Folder made by recipes/prepare.py. Or --text.", group="data")
     split: Literal["validation", "test"] = option("validation", "--data: the held-out rows or documents to read.")
-    text: str | None = option(None, "Text file (one document) or .jsonl file (one document per line). Or --data.")
-    text_field: str = option("text", "The field of a .jsonl file that holds the text.")
+    text: str | None = option(None, "Text file (one document), or .jsonl file (one per line, in the field text). Or --data.")
     length: int | None = option(None, "Tokens per row; default: the rows of --data, or the model's n_positions.")
     lengths: list[int] = option(
         [1024, 2048, 4096, 8192], "passkey: lengths of the examples in tokens.", group="passkeys and facts"
@@ -198,7 +197,7 @@ def read_texts(options: Options) -> list[str]:
     file = source_file(options)
     if options.data is not None and Path(file).stat().st_size == 0:
         raise UserError(f"{options.data} was split by block and holds no documents: give the source with --text")
-    texts = [document.text for document in iterate_documents(file, text_field=options.text_field)]
+    texts = [document.text for document in iterate_documents(file)]
     texts = [text for text in texts if text and len(text) >= options.min_characters]
     if not texts:
         raise UserError(f"{file} has no document of at least --min_characters {options.min_characters}")
@@ -225,7 +224,7 @@ def check_options(options: Options) -> dict | None:
     if not all(0 <= depth <= 1 or (one and depth >= 2 and depth % 1 == 0) for depth in depths):
         raise UserError(f"--depths {' '.join(map(str, depths))}: give shares from 0 to 1, or one number of depths from 2 on")
     if options.source is None and options.task == "facts":
-        for name in ("split", "text_field", "min_characters"):
+        for name in ("split", "min_characters"):
             if getattr(options, name) != getattr(defaults, name):
                 raise UserError(f"--{name} chooses among the texts of --data or --text: give one of them, or leave it out")
         return None

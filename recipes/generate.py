@@ -2,7 +2,7 @@
 
     python recipes/generate.py --model runs/infini --prompt "A cidade de São Paulo" --do_sample true --top_p 0.9
     python recipes/generate.py --model runs/infini --prompt_file livro.txt --max_new_tokens 200
-    python recipes/generate.py --model runs/infini --prompt_file perguntas.txt --lines true --batch_size 8 --json true
+    python recipes/generate.py --model runs/infini --prompt "O rio" "A serra" --json true
     cat livro.txt | python recipes/generate.py --model runs/infini --num_beams 4
     python recipes/generate.py --model runs/infini --memory livro.safetensors --prompt " O autor" " No fim"
 
@@ -33,7 +33,6 @@ class Options:
     )
     prompt_file: str | None = option(None, "UTF-8 file with the prompt.")
     memory: str | None = option(None, "Memory file by recipes/memorize.py: the text that the prompts go on from.")
-    lines: bool = option(False, "The file or standard input holds one prompt per line; empty lines are passed over.")
     max_new_tokens: int = option(
         100, "Tokens to add at most; an end-of-text token ends a text before that.", group="continuation"
     )
@@ -49,8 +48,9 @@ class Options:
     batch_size: int = option(8, "Prompts per call of the model.")
     device: str = option("auto", "cpu, cuda, cuda:1, …; auto: a GPU where there is one.")
     dtype: Literal["float32", "bfloat16"] = option("float32", "Of weights and cache; with --memory, the memory's.")
-    echo: bool = option(False, "Print the prompt before its continuation.", group="output")
-    json: bool = option(False, "Print objects with prompt, text and the number of new tokens, one per line.")
+    json: bool = option(
+        False, "Print objects with prompt, text and the number of new tokens, one per line.", group="output"
+    )
 
 
 @exit_on_user_error
@@ -96,8 +96,6 @@ def main(argv: list[str] | None = None) -> None:
         inference.check_length(model.config, inputs["input_ids"].shape[1] + options.max_new_tokens)
         copies = max(options.num_beams, options.num_return_sequences)
         cache = read_in_chunks(model, inputs["input_ids"], inputs["attention_mask"], options.chunk, copies, cache)
-        if options.echo and not options.json:
-            print(batch[0] if streaming else "", end="", flush=True)
         with torch.no_grad():
             output = model.generate(**inputs, **arguments, past_key_values=cache, pad_token_id=tokenizer.pad_token_id)
         if streaming:
@@ -108,15 +106,13 @@ def main(argv: list[str] | None = None) -> None:
                 count = int((ids != tokenizer.pad_token_id).sum())
                 print(json.dumps({"prompt": prompt, "text": text, "new_tokens": count}, ensure_ascii=False), flush=True)
             else:
-                print(prompt + text if options.echo else text, flush=True)
+                print(text, flush=True)
 
 
 def check(options: Options) -> None:
     """UserError for options that clash or would do nothing."""
     if options.prompt is not None and options.prompt_file is not None:
         raise UserError("give --prompt or --prompt_file, not both")
-    if options.prompt is not None and options.lines:
-        raise UserError("--lines is for --prompt_file and standard input; give several prompts behind --prompt")
     for name in ("temperature", "top_k", "top_p"):
         value = getattr(options, name)
         if value is not None and not options.do_sample:
@@ -142,10 +138,7 @@ def read_prompts(options: Options) -> list[str]:
         text = source.decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read {options.prompt_file or 'standard input'}: {error}") from error
-    prompts = [line for line in text.splitlines() if line.strip()] if options.lines else [text.removesuffix("\n")]
-    if not prompts:
-        raise UserError(f"{options.prompt_file or 'standard input'} holds no prompt")
-    return prompts
+    return [text.removesuffix("\n")]
 
 
 def load_memory(file: str, model):

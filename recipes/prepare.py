@@ -5,10 +5,10 @@
     python recipes/prepare.py --source plays.txt --tokenizer characters --split_by block --test 0.02 --out data/plays
 
 --out then holds `tokenizer/`, `train/`, `validation/` and, with --test, `test/` (for `datasets.load_from_disk`: a column
-`input_ids`, rows of `--context` tokens), `validation_documents.jsonl` and `test_documents.jsonl` (id, title, source, text
-and extra of every held-out document) and `manifest.json` (options, counts, hashes), which is written last: a folder
-without it is not finished. `.stages/` keeps the documents and token streams; a second run redoes only what depends on an
-option that changed. Choose by the validation split, report the test split: with --test or without it, the same documents
+`input_ids`, rows of `--context` tokens), `validation_documents.jsonl` and `test_documents.jsonl` (id, title, source and
+text of every held-out document) and `manifest.json` (options, counts, hashes), which is written last: a folder
+without it is not finished. `.stages/` keeps the documents; a second run redoes only what depends on an option that
+changed. Choose by the validation split, report the test split: with --test or without it, the same documents
 (or blocks) are held out for validation.
 
 Exits with 1 and a message for damaged, missing or empty input, with 2 for unknown or malformed options.
@@ -16,7 +16,9 @@ Exits with 1 and a message for damaged, missing or empty input, with 2 for unkno
 
 import dataclasses
 import functools
+import itertools
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -83,6 +85,7 @@ def check_options(corpus: CorpusOptions, tokens: TokenizerOptions, blocks: Block
 
 def prepare(corpus: CorpusOptions, tokens: TokenizerOptions, blocks: BlockOptions, out: Path) -> dict:
     """Runs the stages; each is redone only when its options, its input files or an earlier stage changed."""
+    import datasets
     from transformers import AutoTokenizer
 
     from corpora import blocks as blocking
@@ -93,59 +96,69 @@ def prepare(corpus: CorpusOptions, tokens: TokenizerOptions, blocks: BlockOption
     # 1. Documents: read, filter, sample.
     settings = dataclasses.asdict(corpus) | {"files": stages.state_of_files(corpus.source)}
     record["documents"] = stages.run_stage(hidden / "documents", settings, lambda folder: collect(corpus, folder))
-    store = blocking.DocumentStore(hidden / "documents" / "documents.arrow")
+    documents = blocking.read_documents(hidden / "documents")
     (out / "manifest.json").unlink(missing_ok=True)  # from here to the end the folder is between two states
 
     # 2. The split. By document it comes before the tokenizer, which learns from training documents only.
     by_document = blocks.split_by == "document"
     shares = {"validation": blocks.validation} | ({"test": blocks.test} if blocks.test > 0 else {})
     sides: dict[str, list[int]] = {}
+    ids = documents["id"][:]
     for name, share in shares.items():
         taken = sum(sides.values(), [])
-        sides[name] = selection.choose(store.ids, share if by_document else 0, corpus.seed, name, exclude=taken)
-    sides["train"] = sorted(set(range(len(store))).difference(*sides.values()))
+        sides[name] = selection.choose(ids, share if by_document else 0, corpus.seed, name, exclude=taken)
+    sides["train"] = sorted(set(range(len(ids))).difference(*sides.values()))
     if not sides["train"]:
-        raise UserError(f"the corpus has {len(store)} document(s), which leaves none to train on; use --split_by block")
+        raise UserError(f"the corpus has {len(ids)} document(s), which leaves none to train on; use --split_by block")
     split = {"documents": record["documents"]["key"], "seed": corpus.seed}
     split |= {name: share if by_document else 0 for name, share in shares.items()}
 
     # 3. The tokenizer.
-    make = functools.partial(blocking.save_tokenizer, store, sides["train"], seed=corpus.seed, **dataclasses.asdict(tokens))
+    parts = {name: documents.select(positions) for name, positions in sides.items()}
+    make = functools.partial(blocking.save_tokenizer, parts["train"], seed=corpus.seed, **dataclasses.asdict(tokens))
     settings = dataclasses.asdict(tokens) | {"files": stages.state_of_files(tokens.tokenizer)}
     settings |= split if tokens.tokenizer in ("bpe", "characters") else {}
     record["tokenizer"] = stages.run_stage(out / "tokenizer", settings, make)
     tokenizer = AutoTokenizer.from_pretrained(out / "tokenizer")
 
-    # 4. Documents -> one token stream per split -> blocks.
-    def write_streams(folder: Path) -> dict:
-        limits = {"train": blocks.max_tokens} if blocks.max_tokens > 0 else {}
-        write = functools.partial(blocking.write_tokens, store, tokenizer=tokenizer)
-        return {
-            name: write(sides[name], path=folder / f"{name}.bin", max_tokens=limits.get(name))
-            for name in ("train", *shares)
-        }
+    # 4. Rows: of each split's documents, or of all documents, which are then shuffled and dealt out.
+    def pack(name: str, folder: Path) -> dict:
+        limit, counts = blocks.max_tokens if name == "train" and blocks.max_tokens > 0 else None, Counter()
+        rows = blocking.pack_rows(parts[name], tokenizer, blocks.context, counts, limit)
+        saved = blocking.save_rows(((batch,) for batch in rows), ["input_ids"], blocks.context, folder)
+        return {**counts, **saved}
 
-    settings = split | {"tokenizer": record["tokenizer"]["key"], "max_tokens": blocks.max_tokens}
-    record["tokens"] = stages.run_stage(hidden / "tokens", settings, write_streams)
-    counts = record["tokens"]["result"]
-    streams = {name: blocking.read_tokens(hidden / "tokens" / f"{name}.bin", counts[name]["dtype"]) for name in counts}
-    order = {}
-    if not by_document:
-        streams = dict.fromkeys(streams, streams["train"])
-        order = blocking.shuffle_blocks(len(streams["train"]) // blocks.context, shares, corpus.seed)
-    for name, stream in streams.items():
-        settings = {"tokens": record["tokens"]["key"], "context": blocks.context}
-        settings |= {} if by_document else {"blocks": [*shares.values()] if "test" in shares else blocks.validation}
-        cut = functools.partial(blocking.write_blocks, stream, context=blocks.context, numbers=order.get(name))
-        record[name] = stages.run_stage(out / name, settings, cut)
+    def deal(name: str, folder: Path) -> dict:
+        rows = datasets.load_from_disk(str(hidden / "rows"))
+        numbers = blocking.shuffle_blocks(len(rows), shares, corpus.seed)[name]
+        batches = blocking.chosen_rows(rows, numbers, blocks.context)
+        saved = blocking.save_rows(batches, ["input_ids"], blocks.context, folder)
+        # Whole documents are counted where they are trained on: a held-out block is a part of one
+        none = {} if name == "train" else dict.fromkeys(("documents", "characters", "stream_tokens"), 0)
+        return {**record["rows"]["result"], **saved, **none}
+
+    settings = split | {"tokenizer": record["tokenizer"]["key"], "context": blocks.context}
+    limited = {"max_tokens": blocks.max_tokens}
+    if by_document:
+        for name in ("train", *shares):
+            record[name] = stages.run_stage(
+                out / name, settings | (limited if name == "train" else {}), functools.partial(pack, name)
+            )
+    else:
+        record["rows"] = stages.run_stage(hidden / "rows", settings | limited, functools.partial(pack, "train"))
+        for name in ("train", *shares):
+            dealt = {"rows": record["rows"]["key"], "shares": shares}
+            record[name] = stages.run_stage(out / name, dealt, functools.partial(deal, name))
+    for name in ("train", *shares):
         if record[name]["result"]["blocks"] == 0 and shares.get(name, 1) > 0:
             now = ", ".join(f"--{split} (now {share})" for split, share in shares.items())
+            text = record.get("rows", record[name])["result"]["stream_tokens"]
             raise UserError(
-                f"the text of {len(stream):,} tokens that {name} is cut from is too few for a block of "
+                f"the text of {text:,} tokens that {name} is cut from is too few for a block of "
                 f"{blocks.context:,}; lower --context, take more documents, or change {now}"
             )
     for name in shares:
-        store.write_jsonl(sides[name], out / f"{name}_documents.jsonl")
+        blocking.write_jsonl(parts[name], out / f"{name}_documents.jsonl")
     if "test" not in shares:  # what an earlier run held out for testing is trained on now
         stages.drop_stage(out / "test", out / "test_documents.jsonl")
 
@@ -154,7 +167,7 @@ def prepare(corpus: CorpusOptions, tokens: TokenizerOptions, blocks: BlockOption
         out / "manifest.json",
         options=[corpus, tokens, blocks],
         record=record,
-        splits={name: counts[name] | record[name]["result"] for name in streams},
+        splits={name: record[name]["result"] for name in ("train", *shares)},
         start=start,
     )
 
@@ -166,8 +179,8 @@ def collect(corpus: CorpusOptions, folder: Path) -> dict:
     from corpora.sources import corpus_documents
 
     log, limit = ReadingLog(), corpus.max_documents
-    documents = corpus_documents(corpus, log)
-    count = blocks.write_documents(documents, folder / "documents.arrow", limit if limit > 0 else None)
+    documents = itertools.islice(corpus_documents(corpus, log), limit if limit > 0 else None)
+    count = blocks.write_documents(documents, folder)
     if count == 0:
         reasons = ", ".join(f"{number:,} {reason}" for reason, number in log.dropped.items()) or "none was found"
         raise UserError(f"--source {corpus.source}: no document is left ({reasons}; {len(log.skipped)} skipped files)")

@@ -63,6 +63,7 @@ def pages(site) -> dict[Path, Page]:
     return {file: Page(file) for file in sorted(site.rglob("*.html"))}
 
 
+@pytest.mark.slow
 def test_every_link_resolves_and_nothing_comes_from_elsewhere(site, pages):
     assert len(pages) == len(PAGES) + 1  # and 404.html
     lost, foreign, followed = [], [], 0

@@ -160,9 +160,6 @@ def stages(run: Run) -> str:
 def data_rows(run: Run) -> list[tuple[str, str]]:
     """What the manifest says of the data; their name and fingerprint only, where it is not at hand."""
     rows = [("Data", f"{run.data}, fingerprint `{run.result['data_fingerprint']}`")]
-    if (stream := run.result.get("stream")) is not None:
-        read = f"{last_part(stream['source'])}, {stream['documents']:,} document(s) of {stream['tokens']:,} tokens"
-        rows.append(("Trained on a stream of", f"{read}, {stream['passes']:,} time(s) read to its end"))
     if run.manifest is None:
         return rows
     options, manifest = run.manifest["options"], run.manifest
@@ -172,8 +169,7 @@ def data_rows(run: Run) -> list[tuple[str, str]]:
     rows.append(("Tokenizer", f"{shorten_path(options['tokenizer'])}, {manifest['tokenizer']['vocabulary']:,} entries"))
     for name, split in manifest["splits"].items():
         kinds = ", ".join(f"{count:,} {kind}" for kind, count in split.get("rows_by_kind", {}).items())
-        if name != "train" or stream is None:
-            rows.append((f"Rows, {name}", f"{split['blocks']:,} of {options['context']:,} tokens{kinds and f': {kinds}'}"))
+        rows.append((f"Rows, {name}", f"{split['blocks']:,} of {options['context']:,} tokens{kinds and f': {kinds}'}"))
     held_out = "whole documents" if options["split_by"] == "document" else "rows of the same documents"
     return [*rows, ("Held out", held_out)]
 

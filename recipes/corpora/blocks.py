@@ -1,14 +1,11 @@
-"""From documents to fixed-length blocks: the document store, the token stream, the blocks.
+"""From documents to rows of tokens, in Arrow files that are mapped into memory: nothing holds a corpus as Python objects."""
 
-Nothing here keeps the corpus as Python objects: documents lie in an Arrow file, tokens in a flat file of 2 or 4 bytes
-each, blocks in a `datasets` folder with the single column `input_ids`.
-"""
-
+import contextlib
 import hashlib
-import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,81 +14,44 @@ from .selection import choose
 from .tokenization import encode_texts, make_tokenizer
 
 if TYPE_CHECKING:
+    import datasets
     import numpy as np
 
+DOCUMENTS = "documents.arrow"
+_FIELDS = ("id", "title", "source", "text")
 _BATCH_CHARACTERS = 4_000_000  # of text in memory at a time while writing or tokenising
 
 
-class DocumentStore:
-    """Documents in an Arrow file, mapped into memory rather than read: `len`, `ids`, `store[i]`, `texts(positions)`."""
-
-    def __init__(self, path: Path):
-        import pyarrow as pa
-
-        self.table = pa.ipc.open_file(pa.memory_map(str(path))).read_all()
-        self.ids: list[str] = self.table["id"].to_pylist()
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-    def __getitem__(self, position: int) -> dict:
-        """One document as `{"id", "title", "source", "text", "extra"}`."""
-        row = self.table.slice(position, 1).to_pylist()[0]
-        return {**row, "extra": json.loads(row["extra"])}
-
-    def texts(self, positions: Iterable[int]):
-        """Yields the texts at ascending `positions`, holding one batch of the file at a time."""
-        wanted = sorted(positions)
-        start = cursor = 0
-        for chunk in self.table["text"].chunks:
-            end = start + len(chunk)
-            while cursor < len(wanted) and wanted[cursor] < end:
-                yield chunk[wanted[cursor] - start].as_py()
-                cursor += 1
-            start = end
-
-    def characters(self, positions: Iterable[int]) -> int:
-        """The number of characters (Unicode code points) of the documents at `positions`."""
-        import pyarrow.compute as pc
-
-        lengths = pc.utf8_length(self.table["text"]).to_numpy()
-        return int(lengths[sorted(positions)].sum())
-
-    def write_jsonl(self, positions: Iterable[int], path: Path) -> None:
-        """Writes the documents at `positions`, one JSON object a line; the file appears when it is complete."""
-        partial = path.with_name(f"{path.name}.partial")
-        with open(partial, "w", encoding="utf-8") as file:
-            for position in positions:
-                file.write(json.dumps(self[position], ensure_ascii=False) + "\n")
-        os.replace(partial, path)
-
-
-def write_documents(documents: Iterable[Document], path: Path, max_documents: int | None = None) -> int:
-    """Writes documents (at most `max_documents`) into the file of a [`DocumentStore`] and returns how many."""
+def write_documents(documents: Iterable[Document], folder: Path) -> int:
+    """Writes documents into a file that [`read_documents`] maps, and returns how many."""
     import pyarrow as pa
 
-    names = ("id", "title", "source", "text", "extra")
-    schema = pa.schema([(name, pa.large_string()) for name in names])
-    rows: list[tuple] = []
-    count = size = 0
-    with pa.ipc.new_file(str(path), schema) as writer:
-        for document in documents if max_documents != 0 else ():
-            extra = json.dumps(document.extra, ensure_ascii=False)
-            rows.append((document.id, document.title, document.source, document.text, extra))
-            count, size = count + 1, size + len(document.text)
-            if size >= _BATCH_CHARACTERS:
-                writer.write_batch(_record_batch(rows, schema))
-                rows, size = [], 0
-            if count == max_documents:
-                break
-        if rows:
-            writer.write_batch(_record_batch(rows, schema))
+    schema = pa.schema([(name, pa.large_string()) for name in _FIELDS])
+    count = 0
+    with pa.ipc.new_stream(str(folder / DOCUMENTS), schema) as writer:
+        for batch in _batches(documents, lambda document: len(document.text)):
+            count += len(batch)
+            writer.write_batch(pa.record_batch([[getattr(row, name) for row in batch] for name in _FIELDS], schema))
     return count
 
 
+def read_documents(folder: Path) -> "datasets.Dataset":
+    """The documents of [`write_documents`], with the columns `id`, `title`, `source` and `text`."""
+    import datasets
+
+    return datasets.Dataset.from_file(str(folder / DOCUMENTS))
+
+
+def write_jsonl(documents: "datasets.Dataset", path: Path) -> None:
+    """Writes documents, one JSON object a line; the file appears when it is complete."""
+    partial = path.with_name(f"{path.name}.partial")
+    with quiet_datasets():
+        documents.to_json(partial, force_ascii=False)
+    os.replace(partial, path)
+
+
 def save_tokenizer(
-    store: DocumentStore,
-    training: Sequence[int],
+    training: "datasets.Dataset",
     folder: Path,
     *,
     tokenizer: str = "bpe",
@@ -102,7 +62,7 @@ def save_tokenizer(
     """Makes the corpus's tokenizer and saves it into `folder`.
 
     Args:
-        store, training: the training documents.
+        training: the training documents.
         folder: for `AutoTokenizer.from_pretrained`.
         tokenizer: "bpe", "characters", or a ready tokenizer's name or folder.
         tokenizer_sample: the share of the training documents that a BPE is trained on; characters are taken from all.
@@ -113,8 +73,8 @@ def save_tokenizer(
         `{"vocabulary", "eos_token_id", "pad_token_id", "learned_from_documents"}`.
     """
     share = {"bpe": tokenizer_sample, "characters": 1.0}.get(tokenizer, 0.0)
-    chosen = choose([store.ids[position] for position in training], share, seed, "tokenizer")
-    made = make_tokenizer(tokenizer, store.texts(training[i] for i in chosen), **settings)
+    chosen = choose(training["id"][:], share, seed, "tokenizer")
+    made = make_tokenizer(tokenizer, iter(training.select(chosen)["text"]), **settings)
     made.save_pretrained(folder)
     return {
         "vocabulary": len(made),
@@ -124,106 +84,42 @@ def save_tokenizer(
     }
 
 
-def token_batches(
-    texts: Iterable[str], tokenizer, batch_characters: int = _BATCH_CHARACTERS
-) -> "Iterator[list[np.ndarray]]":
-    """Yields the token ids of the documents, each followed by the end-of-text token, in lists of `batch_characters`
-    characters or a little more."""
-    import numpy as np
-
-    for batch in _batches(texts, batch_characters):
-        yield [np.append(array, tokenizer.eos_token_id) for array in encode_texts(tokenizer, batch)]
-
-
-def cut_blocks(arrays: "Iterable[np.ndarray]", context: int) -> "Iterator[np.ndarray]":
-    """Yields the blocks (int32, `[context]`) of a token stream that comes in pieces of any lengths, as [`write_blocks`]
-    cuts them from a whole one: a tail shorter than a block is left out."""
-    import numpy as np
-
-    waiting, size = [], 0
-    for array in arrays:
-        waiting.append(array)
-        size += len(array)
-        if size >= context:
-            tokens = np.concatenate(waiting).astype(np.int32)
-            end = size // context * context
-            for start in range(0, end, context):
-                yield tokens[start : start + context].copy()  # a view would keep the whole piece in memory
-            waiting, size = [tokens[end:].copy()], size - end
-
-
-def write_tokens(
-    store: DocumentStore, positions: Sequence[int], tokenizer, path: Path, *, max_tokens: int | None = None
-) -> dict:
-    """Tokenises documents by ascending position, each followed by the end-of-text token, into one flat file.
+def pack_rows(
+    documents: "datasets.Dataset", tokenizer, context: int, counts: Counter, max_tokens: int | None = None
+) -> "Iterator[np.ndarray]":
+    """Yields the rows of documents, [some, context] int32: one stream, an end-of-text token behind each document, cut.
 
     Args:
-        store, positions: the documents.
-        tokenizer: a tokenizer with an `eos_token`.
-        path: the file; [`read_tokens`] maps it back.
-        max_tokens: stop after exactly this many tokens.
-
-    Returns:
-        `{"documents", "characters", "stream_tokens", "dtype"}`: `dtype` is `uint16` where all ids fit, else `uint32`.
+        documents, tokenizer: the tokenizer has an `eos_token`.
+        context: tokens per row; a tail shorter than that is left out.
+        counts: receives `documents`, `characters`, `stream_tokens` and `dropped_tail_tokens`.
+        max_tokens: the stream ends after so many; `None`: with the last document.
     """
     import numpy as np
     from tqdm.auto import tqdm
 
-    dtype = "uint16" if max(tokenizer.get_vocab().values()) < 2**16 else "uint32"
-    documents = tokens = 0
-    with open(path, "wb") as file, tqdm(total=len(positions), desc=f"tokenising {path.stem}", unit="doc") as progress:
-        for arrays in token_batches(store.texts(positions), tokenizer):
-            stream = np.concatenate(arrays).astype(dtype)
-            room = len(stream) if max_tokens is None else max_tokens - tokens
-            if room < len(stream):
-                ends = np.cumsum([len(array) for array in arrays])
-                stream, arrays = stream[:room], arrays[: int(np.searchsorted(ends, room)) + 1]
-            stream.tofile(file)
-            documents += len(arrays)
-            tokens += len(stream)
-            progress.update(len(arrays))
-            if tokens == max_tokens:
+    rest = np.empty(0, dtype=np.int32)
+    texts = tqdm(documents["text"], desc="tokenising", unit="document", total=len(documents))
+    for batch in _batches(texts, len):
+        arrays = [rest]
+        for text, ids in zip(batch, encode_texts(tokenizer, batch), strict=True):
+            ids = np.append(ids, tokenizer.eos_token_id)
+            if max_tokens is not None:
+                ids = ids[: max_tokens - counts["stream_tokens"]]
+            if len(ids) == 0:
                 break
-    characters = store.characters(sorted(positions)[:documents])
-    return {"documents": documents, "characters": characters, "stream_tokens": tokens, "dtype": dtype}
+            counts.update(documents=1, characters=len(text), stream_tokens=len(ids))
+            arrays.append(ids)
+        stream = np.concatenate(arrays).astype(np.int32)
+        end = len(stream) // context * context
+        yield stream[:end].reshape(-1, context)
+        rest = stream[end:]
+        if counts["stream_tokens"] == max_tokens:
+            break
+    counts.update(dropped_tail_tokens=len(rest))
 
 
-def read_tokens(path: Path, dtype: str) -> "np.ndarray":
-    """The token stream of [`write_tokens`], mapped into memory."""
-    import numpy as np
-
-    return np.memmap(path, dtype=dtype, mode="r") if path.stat().st_size else np.empty(0, dtype=dtype)
-
-
-def write_blocks(tokens: "np.ndarray", folder: Path, context: int, numbers: Sequence[int] | None = None) -> dict:
-    """Cuts a token stream into blocks of `context` tokens and saves them as a dataset, column `input_ids` (int32).
-
-    Args:
-        tokens: the stream; a tail shorter than a block is left out.
-        folder: for `datasets.load_from_disk`.
-        context: tokens per block.
-        numbers: the blocks to take, in this order; `None` takes all.
-
-    Returns:
-        `{"blocks", "tokens", "dropped_tail_tokens", "sha256"}`: the hash is over the blocks' tokens as little-endian
-        32-bit integers.
-    """
-    import numpy as np
-
-    blocks = tokens[: len(tokens) // context * context].reshape(-1, context)
-    numbers = np.arange(len(blocks)) if numbers is None else np.asarray(numbers, dtype=np.int64)
-    step = max(1, _BATCH_CHARACTERS // context)
-    batches = ((blocks[numbers[start : start + step]],) for start in range(0, len(numbers), step))
-    digest = save_rows(batches, ["input_ids"], context, folder)
-    return {
-        "blocks": len(numbers),
-        "tokens": len(numbers) * context,
-        "dropped_tail_tokens": len(tokens) % context,
-        "sha256": digest,
-    }
-
-
-def save_rows(batches: "Iterable[tuple[np.ndarray, ...]]", columns: Sequence[str], context: int, folder: Path) -> str:
+def save_rows(batches: "Iterable[tuple[np.ndarray, ...]]", columns: Sequence[str], context: int, folder: Path) -> dict:
     """Saves rows of `context` numbers as a dataset with these columns (int32), one batch in memory at a time.
 
     Args:
@@ -231,32 +127,37 @@ def save_rows(batches: "Iterable[tuple[np.ndarray, ...]]", columns: Sequence[str
         folder: for `datasets.load_from_disk`.
 
     Returns:
-        The sha256 of the arrays one after the other, as little-endian 32-bit integers.
+        `{"blocks", "tokens", "sha256"}`: rows, their tokens, and the hash of the arrays one after the other, as
+        little-endian 32-bit integers.
     """
     import numpy as np
     import pyarrow as pa
     from datasets import Dataset, Features, List, Value
-    from datasets.utils import disable_progress_bars, enable_progress_bars
 
     features = Features({name: List(Value("int32"), length=context) for name in columns})
-    digest = hashlib.sha256()
+    digest, count = hashlib.sha256(), 0
     # `Dataset.from_file` maps this file, so that the rows are never all in memory; it may not lie where they go.
     stream_file = folder / "stream" / "rows.arrow"
     stream_file.parent.mkdir(parents=True, exist_ok=True)
     with pa.ipc.new_stream(str(stream_file), features.arrow_schema) as writer:
         for batch in batches:
+            count += len(batch[0])
             arrays = [np.ascontiguousarray(array, dtype="<i4").reshape(-1) for array in batch]
             for array in arrays:
                 digest.update(array.tobytes())
             lists = [pa.FixedSizeListArray.from_arrays(pa.array(array, pa.int32()), context) for array in arrays]
             writer.write_batch(pa.record_batch(lists, schema=features.arrow_schema))
-    disable_progress_bars()
-    try:
+    with quiet_datasets():
         Dataset.from_file(str(stream_file)).save_to_disk(str(folder))
-    finally:
-        enable_progress_bars()
     shutil.rmtree(stream_file.parent)
-    return digest.hexdigest()
+    return {"blocks": count, "tokens": count * context, "sha256": digest.hexdigest()}
+
+
+def chosen_rows(rows: "datasets.Dataset", numbers: "np.ndarray", context: int) -> "Iterator[tuple[np.ndarray]]":
+    """The rows of these numbers, in their order, in batches for [`save_rows`]."""
+    rows, step = rows.with_format("numpy"), max(1, _BATCH_CHARACTERS // context)
+    for start in range(0, len(numbers), step):
+        yield (rows[numbers[start : start + step]]["input_ids"],)
 
 
 def shuffle_blocks(count: int, shares: dict[str, float], seed: int) -> dict[str, "np.ndarray"]:
@@ -265,7 +166,7 @@ def shuffle_blocks(count: int, shares: dict[str, float], seed: int) -> dict[str,
     Args:
         count: how many blocks there are.
         shares: of the held-out splits, by name, one block at least if it is above 0. They take their blocks in this
-            order, so that a split added behind the others takes from training alone.
+            order, so that a split added behind the others takes from training only.
         seed: of the shuffle.
     """
     import numpy as np
@@ -277,19 +178,25 @@ def shuffle_blocks(count: int, shares: dict[str, float], seed: int) -> dict[str,
     return {"train": order, **splits}
 
 
-def _record_batch(rows: list[tuple], schema):
-    import pyarrow as pa
+@contextlib.contextmanager
+def quiet_datasets() -> Iterator[None]:
+    """Without the progress bars of `datasets`, which would stand between those of the recipes."""
+    from datasets.utils import disable_progress_bars, enable_progress_bars
 
-    return pa.record_batch([pa.array(column, pa.large_string()) for column in zip(*rows, strict=True)], schema=schema)
+    disable_progress_bars()
+    try:
+        yield
+    finally:
+        enable_progress_bars()
 
 
-def _batches(texts: Iterable[str], batch_characters: int):
-    batch: list[str] = []
-    size = 0
-    for text in texts:
-        batch.append(text)
-        size += len(text)
-        if size >= batch_characters:
+def _batches(items: Iterable, size_of: Callable[..., int]) -> Iterator[list]:
+    """Lists of items of about `_BATCH_CHARACTERS` characters together."""
+    batch, size = [], 0
+    for item in items:
+        batch.append(item)
+        size += size_of(item)
+        if size >= _BATCH_CHARACTERS:
             yield batch
             batch, size = [], 0
     if batch:

@@ -24,7 +24,6 @@ class Document:
         title: a title for people, or "".
         source: where the text comes from (a URL or a file name), or "".
         paragraphs: the source's own paragraphs where it marks them; `None` means the lines of `text`.
-        extra: what else is known (the facts of a generated biography); JSON-safe.
     """
 
     text: str
@@ -32,7 +31,6 @@ class Document:
     title: str = ""
     source: str = ""
     paragraphs: tuple[str, ...] | None = None
-    extra: dict = field(default_factory=dict)
 
 
 @dataclass

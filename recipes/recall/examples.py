@@ -155,7 +155,7 @@ def invent_clear_person(rng: random.Random, names) -> tuple[Person, list[list[Se
     while True:
         person = invent_person(rng, names)
         opening = write_opening(rng, person)
-        text = " ".join([person.name, *(f"{s.before}{s.answer}{s.after}" for paragraph in opening for s in paragraph)])
+        text = " ".join([person.name, *(str(sentence) for paragraph in opening for sentence in paragraph)])
         if all(_occurs_once(answer, text) for answer in person.answers.values()):  # no city is a surname here, and so on
             return person, opening
 

@@ -161,11 +161,5 @@ def write_rows(rows: "Iterable[tuple[str, np.ndarray, np.ndarray]]", count: int,
                 counted[kind] += int((labels != NOT_COUNTED).sum())
             yield tuple(np.stack([row[place] for row in batch]) for place in (1, 2))
 
-    digest = save_rows(batches(), ["input_ids", "labels"], context, folder)
-    return {
-        "blocks": count,
-        "tokens": count * context,
-        "rows_by_kind": dict(kinds),
-        "counted_tokens": dict(counted),
-        "sha256": digest,
-    }
+    saved = save_rows(batches(), ["input_ids", "labels"], context, folder)
+    return {**saved, "rows_by_kind": dict(kinds), "counted_tokens": dict(counted)}

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from cli import UserError
-from corpora.blocks import DocumentStore
+from corpora.blocks import read_documents
 from evaluation.inference import load_model
 from evaluation.perplexity import prepared_rows
 from hf_infini.configurations import context_limit
@@ -205,4 +205,4 @@ def trained_on(data: Path) -> set[str]:
     for file in data.glob("*_documents.jsonl"):
         with open(file, encoding="utf-8") as lines:
             held_out |= {json.loads(line)["id"] for line in lines}
-    return set(DocumentStore(data / ".stages" / "documents" / "documents.arrow").ids) - held_out
+    return set(read_documents(data / ".stages" / "documents")["id"]) - held_out

@@ -4,13 +4,13 @@ import functools
 
 import numpy as np
 
-from corpora.biographies import generate_biographies, portuguese_names
+from corpora.biographies import biography_documents, portuguese_names
 from corpora.tokenization import build_character_tokenizer, encode_texts, train_bpe
 from recall import examples
 from recall.filler import Filler, TokenStream
 
 NAMES = portuguese_names()
-TEXTS = [biography.text for biography in generate_biographies(30, seed=5, distance=2000)]
+TEXTS = [biography.text for biography in biography_documents(30, seed=5, distance=2000)]
 
 
 @functools.cache

@@ -38,6 +38,7 @@ def sizes(request, monkeypatch):
     monkeypatch.setattr(hf_infini.window, "TILE", request.param[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(40))
 def test_equals_the_naive_reference_in_float32(seed, sizes):
     case = random_case(seed)
@@ -48,6 +49,7 @@ def test_equals_the_naive_reference_in_float32(seed, sizes):
     assert_same_gradients(found, wanted_gradients, FLOAT32_GRADIENT)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(100, 140))
 def test_does_not_depend_on_how_the_input_is_cut(seed, sizes):
     case = random_case(seed, dtype=torch.float64)

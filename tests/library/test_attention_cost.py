@@ -32,6 +32,7 @@ print(peak / (tokens * 4 * 64 * 4))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("length", "mode"), [(16, "plain"), (16, "packed"), (256, "plain")])
 def test_peak_memory_of_a_long_sequence(length, mode):
     """100,000 tokens, forward and backward, in units of one of q, k, v: they and their gradients are 6 of them, output and
@@ -66,6 +67,7 @@ def bytes_written(tokens, rule, local_segments):
     return counter.total
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", ["linear", "delta"])
 @pytest.mark.parametrize("local_segments", [0, 1])
 def test_backward_is_linear_in_the_length(rule, local_segments, monkeypatch):

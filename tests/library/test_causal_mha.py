@@ -155,6 +155,7 @@ def outputs_and_gradients(function, module, x) -> list[torch.Tensor]:
     return [output, *torch.autograd.grad(output, [x, *module.parameters()], upstream)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reach", [{}, {"attention": "local", "sliding_window": 4}], ids=["global", "local"])
 @pytest.mark.parametrize("position", POSITIONS)
 @pytest.mark.parametrize("score", SCORES)
@@ -221,6 +222,7 @@ def test_infini_memory_reads_keys_without_positions():
     assert not torch.allclose(tokens.key[:, :, 1:], plain[:, :, 1:])
 
 
+@pytest.mark.slow
 def test_dropout_drops_weights_in_training_only():
     torch.manual_seed(0)
     module = CausalMultiHeadAttention(10, 12, 3, dropout=0.5).double()

@@ -113,6 +113,7 @@ def test_packed_documents_do_not_see_each_other(kind):
             torch.testing.assert_close(packed[:, document], model(ids[:, document]).logits, **FLOAT32)
 
 
+@pytest.mark.slow
 @every_cached_kind
 def test_generation_is_the_same_with_cache_without_and_in_a_padded_batch(kind):
     model, ids = causal_mha(**kind), token_ids(2, 17)
@@ -128,6 +129,7 @@ def test_generation_is_the_same_with_cache_without_and_in_a_padded_batch(kind):
     assert torch.equal(beams, model.generate(ids, attention_mask=mask, num_beams=3, use_cache=False, **options))
 
 
+@pytest.mark.slow
 @every_kind
 def test_saved_and_loaded_is_the_same_model(kind, tmp_path):
     model, ids = causal_mha(**kind), token_ids(2, 20)

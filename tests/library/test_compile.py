@@ -52,6 +52,7 @@ def loss_and_gradients(model, call, inputs) -> tuple[torch.Tensor, dict]:
     return loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, padded, packed, backend",
     [
@@ -76,6 +77,7 @@ def test_a_training_step_is_one_graph_with_eagers_loss_and_gradients(name, padde
         assert difference <= GRADIENT_TOLERANCE * float(wanted_gradients[key].abs().max()), key
 
 
+@pytest.mark.slow
 def test_any_padding_is_the_same_graph_and_a_batch_of_another_size_is_not():
     compiled = torch.compile(MODELS["gpt2"](), backend="eager")
     graphs = []
@@ -88,6 +90,7 @@ def test_any_padding_is_the_same_graph_and_a_batch_of_another_size_is_not():
     assert graphs == [1, 1, 1, 2] and not counters["graph_break"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packed", [True, False])
 def test_rows_with_positions_and_without_a_bound_are_several_graphs(packed):
     """Positions that begin no document count like those that do."""
@@ -99,6 +102,7 @@ def test_rows_with_positions_and_without_a_bound_are_several_graphs(packed):
     assert torch._dynamo.explain(model)(**inputs, use_cache=False, max_documents=3).graph_count == 1
 
 
+@pytest.mark.slow
 def test_packed_rows_without_a_bound_leave_the_graph_for_the_layout_alone():
     model, inputs = MODELS["gpt2"](), rows(padded=False, packed=True)
     with pytest.raises(torch._dynamo.exc.Unsupported, match="Say with max_documents how many"):
@@ -110,6 +114,7 @@ def test_packed_rows_without_a_bound_leave_the_graph_for_the_layout_alone():
     assert counters["graph_break"] and all("_smallest_layout" in reason for reason in counters["graph_break"])
 
 
+@pytest.mark.slow
 def test_a_row_with_more_documents_than_promised_stops_the_graph():
     compiled = torch.compile(MODELS["gpt2"](), fullgraph=True, backend="eager")
     with pytest.raises(RuntimeError, match="more than the 2 documents"):
@@ -122,6 +127,7 @@ def test_positions_beyond_the_table_stop_the_graph():
         torch.compile(model, fullgraph=True, backend="eager")(token_ids(1, 65), use_cache=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, batch, backend",
     [
@@ -152,6 +158,7 @@ def test_decoding_is_one_graph_for_all_tokens(name, batch, backend):
     assert counters["stats"]["unique_graphs"] <= 2
 
 
+@pytest.mark.slow
 def test_generate_with_a_compiled_forward_finds_the_same_tokens():
     model = MODELS["convolution"]()
     ids = token_ids(2, 9)
@@ -164,6 +171,7 @@ def test_generate_with_a_compiled_forward_finds_the_same_tokens():
     assert not counters["graph_break"]
 
 
+@pytest.mark.slow
 def test_the_trainer_compiles(tmp_path):
     data = [{"input_ids": row, "labels": row} for row in token_ids(12, 24)]
     quiet = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}  # compiled dropout draws other numbers
@@ -181,6 +189,7 @@ def test_the_trainer_compiles(tmp_path):
     assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, padded", [("gpt2", True), ("delta", False), ("causal_mha", False)])
 def test_an_exported_forward_computes_the_same_logits_after_loading(name, padded, tmp_path):
     """Any number of rows; with the linear rule also any multiple of the segment length."""

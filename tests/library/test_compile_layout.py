@@ -39,6 +39,7 @@ def bounded_attention(query, key, value, gate, segment_length, *, state=None, lo
     return attend(projections, gate, graph_step_layout(call, restart), rule, Softmax(), state)[:2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(500, 560))
 def test_equals_the_naive_reference_however_it_is_cut(seed):
     case = random_case(seed, dtype=torch.float64)

@@ -80,6 +80,7 @@ def assert_goes_on(model, sequences, mask, cache):
     assert torch.equal(ended, model.generate(whole, use_cache=False, **options))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lengths", [(14, 40, 19, 40), (21, 22, 23, 24), (40, 16, 40, 40)])
 def test_rows_that_ended_early_go_on(model, lengths):
     ids = token_ids(4, 13, seed=3).clamp(min=END + 1)
@@ -93,6 +94,7 @@ def test_rows_that_ended_early_go_on(model, lengths):
     assert_goes_on(model, sequences, mask, output.past_key_values)
 
 
+@pytest.mark.slow
 def test_rows_that_ended_early_behind_a_padded_prompt(model):
     """Twice: what is appended to the second turn's rows lies behind padding of both kinds."""
     ids, mask = token_ids(3, 12, seed=3).clamp(min=END + 1), torch.ones(3, 12, dtype=torch.long)
@@ -115,6 +117,7 @@ class EvenRowsStop(StoppingCriteria):
         return torch.tensor([input_ids.shape[1] > 15 and row % 2 == 0 for row in range(len(input_ids))])
 
 
+@pytest.mark.slow
 def test_rows_that_a_criterion_of_the_users_ended(model):
     """With an end-of-text token what follows is padding; without one generate() goes on with text in every row."""
     ids = token_ids(2, 13).clamp(min=END + 1)
@@ -300,6 +303,7 @@ def test_a_memory_file_has_nothing_of_a_step_that_failed(model, tmp_path):
     InfiniCache.from_pretrained(tmp_path / "after", model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows, batch", [(4, 1), (1, 4), (4, 2)])
 @pytest.mark.parametrize("tokens", [1, 5])
 def test_a_cache_with_other_rows_than_the_call_is_refused(model, rows, batch, tokens):

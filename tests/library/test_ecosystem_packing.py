@@ -41,6 +41,7 @@ def token_losses(model, ids: list[int]) -> torch.Tensor:
     return torch.nn.functional.cross_entropy(model.eval()(ids, use_cache=False).logits[0, :-1], ids[0, 1:], reduction="none")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_packed_rows_loss_is_that_of_its_documents_alone(kind, tmp_path):
     trainer = sft_trainer(kind, tmp_path, TEXTS, packing=True)

@@ -41,6 +41,7 @@ def greedy(folder, prompt: str, count: int) -> str:
     return tokenizer.decode(ids[start:], skip_special_tokens=True)
 
 
+@pytest.mark.slow
 def test_a_batch_of_ragged_prompts_is_the_prompts_one_by_one(folder):
     generate = pipeline("text-generation", model=str(folder), device="cpu")
     assert generate.tokenizer.padding_side == "left"

@@ -50,6 +50,7 @@ def expected_values(folder: Path) -> dict[str, dict[int, float]]:
     return expected
 
 
+@pytest.mark.slow
 def test_tensorboards_files_hold_losses_and_gates(folder):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

@@ -25,6 +25,7 @@ def model(request):
     return infini_gpt2(**request.param)
 
 
+@pytest.mark.slow
 def test_cached_logits_equal_uncached_ones(model):
     """Prefill and twenty steps: the logits of each step against one pass over the finished sequence."""
     ids = token_ids(2, 19)
@@ -35,6 +36,7 @@ def test_cached_logits_equal_uncached_ones(model):
     assert torch.equal(output.sequences, generate(model, input_ids=ids, use_cache=False))
 
 
+@pytest.mark.slow
 def test_left_padded_batch_equals_single_rows(model):
     rows = [token_ids(1, length, seed=length) for length in (19, 8, 13, 1)]
     batch = generate(model, **left_padded(rows), return_dict_in_generate=True, output_logits=True)
@@ -45,6 +47,7 @@ def test_left_padded_batch_equals_single_rows(model):
         assert torch.equal(batch.sequences[number, 19:], single.sequences[0, row.shape[1] :])
 
 
+@pytest.mark.slow
 def test_beam_search_reorders_the_memory(model):
     rows = [token_ids(1, length, seed=length) for length in (14, 9)]
     options = {"num_beams": 4, "num_return_sequences": 2}
@@ -53,6 +56,7 @@ def test_beam_search_reorders_the_memory(model):
     assert torch.equal(cached, generate(model, **left_padded(rows), **options, use_cache=False))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"temperature": 0.7}, {"top_k": 5}, {"top_p": 0.8}])
 def test_sampling(model, options):
     ids, options = token_ids(2, 11), {"do_sample": True, "num_return_sequences": 3} | options
@@ -63,12 +67,14 @@ def test_sampling(model, options):
     assert len({tuple(row.tolist()) for row in cached}) == 6
 
 
+@pytest.mark.slow
 def test_chunked_prefill(model):
     ids = token_ids(2, 31)
     for size in (1, 5, 8, 30):
         assert torch.equal(generate(model, input_ids=ids, prefill_chunk_size=size), generate(model, input_ids=ids))
 
 
+@pytest.mark.slow
 def test_continues_a_finished_generation(model):
     rows = [token_ids(1, length, seed=length) for length in (12, 7)]
     inputs = left_padded(rows)
@@ -126,6 +132,7 @@ def test_cache_does_not_grow():
     assert grown[1].past_key_values.nbytes() - grown[0].past_key_values.nbytes() == 10 * 2 * 32 * 4
 
 
+@pytest.mark.slow
 def test_a_prompt_of_100000_tokens():
     """Read in chunks with flat memory, then continued exactly as the naive cut into other chunks continues."""
     model = infini_gpt2(position_encoding="segment", n_layer=2, segment_length=50)
@@ -188,6 +195,7 @@ def test_continuous_batching_is_refused_at_once(make, monkeypatch):
         pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", [True, False], ids=["first under autocast", "first without"])
 @pytest.mark.parametrize(
     ("make", "options"),
@@ -222,6 +230,7 @@ def read(model, **inputs) -> InfiniCache:
         return model(**inputs, past_key_values=InfiniCache(model.config), use_cache=True).past_key_values
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("given", [False, True], ids=["without a mask", "with the mask of the new ids"])
 def test_new_ids_alone_go_on_behind_the_cache(model, given):
     """No more of them than the cache has read: a whole text would be longer."""
@@ -246,6 +255,7 @@ def test_new_ids_behind_a_padded_batch(model):
     assert torch.equal(found[:, -6:], generate(model, 6, **whole)[:, -6:])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [{}, {"num_beams": 3}, {"prefill_chunk_size": 4}], ids=str)
 def test_a_whole_text_goes_on_where_the_cache_stands(model, how):
     """The usual way of transformers: the ids that the cache has read, and more behind them."""

@@ -157,11 +157,13 @@ def test_the_environment_holds_torch_and_transformers_alone(python, tmp_path):
         assert f"No module named '{name}'" in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SOURCES)
 def test_the_same_without_the_package(name, saved, loaded):
     assert_same_numbers(loaded[name], saved[name][1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SOURCES)
 def test_saved_without_the_package_and_loaded_again(name, saved, loaded, loaded_again):
     again = loaded[name] / "again"
@@ -208,6 +210,7 @@ def test_the_installed_classes_come_first(name, trust, saved, loaded):
     assert not any(module.startswith("transformers_modules") for module in sys.modules)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first, second", [("transformers", "hf_infini"), ("hf_infini", "transformers")])
 def test_importing_the_package_is_enough(first, second, saved, tmp_path):
     """In a process that uses no other name of it."""

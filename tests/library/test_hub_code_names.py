@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from transformers import AutoConfig
 
 import hf_infini
@@ -68,6 +69,7 @@ def test_a_configuration_names_no_code_that_is_not_saved_with_it(tmp_path):
     assert config_of(tmp_path)["auto_map"].keys() == {"AutoConfig", "AutoTokenizer"}
 
 
+@pytest.mark.slow
 def test_two_versions_of_the_code_in_one_process(tmp_path):
     """In folders of the same name, with the same configuration module: each model has its own version's classes."""
     folders = [tmp_path / version / "model" for version in ("one", "two")]
@@ -90,6 +92,7 @@ def test_two_versions_of_the_code_in_one_process(tmp_path):
     assert done.stdout == "1\n2\n", done.stderr
 
 
+@pytest.mark.slow
 def test_pushed_while_saving_the_code_goes_along(tmp_path):
     hub = HubServer(tmp_path / "hub")
     try:

@@ -132,6 +132,7 @@ def test_local_weights_lie_at_their_key_tokens(make, kept):
         assert torch.equal(layer.segments.values, (torch.arange(37) // 8).expand(2, -1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kept", [0, 1, 2])
 @pytest.mark.parametrize("rule", ["linear", "delta"])
 @pytest.mark.parametrize("start", ["zeros", "learned", "noise"])

@@ -109,6 +109,7 @@ def write_tasks(folder) -> None:
         (folder / f"{name}.yaml").write_text(yaml.safe_dump({"task": name, "test_split": "test", **source, **task}))
 
 
+@pytest.mark.slow
 def test_the_command_on_three_tasks(infini, tokenizer, tmp_path):
     infini.save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
@@ -143,6 +144,7 @@ def test_the_command_on_three_tasks(infini, tokenizer, tmp_path):
     assert [found[0] for found in samples["tiny_answer"]] == answers and len(set(answers)) > 1
 
 
+@pytest.mark.slow
 def test_without_lm_eval():
     blocked = "import runpy, sys; sys.modules['lm_eval'] = None; "
     for line, message in (
@@ -156,6 +158,7 @@ def test_without_lm_eval():
 # --- the class --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("batch_size", "chunk_tokens"), [(1, 1000), (3, 7), (8, 64)])
 def test_log_likelihoods_of_any_chunks_and_batches(infini, tokenizer, batch_size, chunk_tokens):
     model = InfiniLM(infini, tokenizer=tokenizer, batch_size=batch_size, chunk_tokens=chunk_tokens)
@@ -192,6 +195,7 @@ def test_max_length(infini, tokenizer, capsys):
         InfiniLM(gpt2(**sizes(tokenizer)), tokenizer=tokenizer, max_length=POSITIONS + 1)
 
 
+@pytest.mark.slow
 def test_a_long_context_needs_the_memory_of_a_chunk(infini, tokenizer):
     """No call of the model reads more than a chunk, and logits are made of the continuation's places alone."""
     model = InfiniLM(infini, tokenizer=tokenizer, chunk_tokens=128)

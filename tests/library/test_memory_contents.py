@@ -59,6 +59,7 @@ def test_tensors_that_are_missing_or_too_many(written, tmp_path):
     refused(tmp_path, model, record, {}, "the tensors layers.0.last_position, layers.0.local_key, ")
 
 
+@pytest.mark.slow
 def test_shapes_and_rows(written, tmp_path):
     model, record, tensors = written
     for name, tensor in tensors.items():
@@ -72,6 +73,7 @@ def test_shapes_and_rows(written, tmp_path):
     refused(tmp_path, model, record | {"tokens_seen": [], "text_sha256": []}, nothing, "tokens_seen has no rows")
 
 
+@pytest.mark.slow
 def test_dtypes(written, tmp_path):
     model, record, tensors = written
     for name, tensor in tensors.items():
@@ -149,6 +151,7 @@ def test_documents_that_disagree(tmp_path, written):
         refused(tmp_path, model, record, tensors | {"documents": changed}, message)
 
 
+@pytest.mark.slow
 def test_what_a_window_holds_before_its_token_has_come(written, tmp_path):
     """Every place of every row: where a token is, any number goes; where none is, nothing else than zero."""
     model, record, tensors = written
@@ -197,6 +200,7 @@ def test_a_start_is_that_of_the_weights(start, tmp_path):
         refused(tmp_path, model, record, tensors | {f"layers.1.{name}": changed}, message)
 
 
+@pytest.mark.slow
 @each(VARIANTS)
 def test_what_a_model_writes_is_taken_at_every_length(variant, tmp_path):
     """Ragged rows and packed ones, at the borders of segments, in training mode, and without a random number drawn."""

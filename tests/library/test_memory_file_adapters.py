@@ -77,6 +77,7 @@ class Adapted:
         return [module for module in self.model.modules() if hasattr(module, "scaling") and hasattr(module, "lora_A")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrapped", [True, False], ids=["PeftModel", "in place"])
 @pytest.mark.parametrize("family", TARGETS)
 def test_a_memory_is_bound_to_the_adapters_that_act(family, wrapped, tmp_path):

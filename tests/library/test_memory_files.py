@@ -35,6 +35,7 @@ def test_a_loaded_memory_goes_on_as_the_live_one(variant, tmp_path):
     assert record["model"] == describe_model(model)
 
 
+@pytest.mark.slow
 @each(VARIANTS)
 def test_ragged_rows(variant, tmp_path):
     """A left-padded batch of texts, each with a prompt of its own, of another length: as each text and prompt alone."""
@@ -59,6 +60,7 @@ def test_ragged_rows(variant, tmp_path):
         torch.testing.assert_close(loaded[row], torch.stack(alone.logits, 1)[0], rtol=FLOAT32, atol=FLOAT32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "how",
     [

@@ -79,6 +79,7 @@ def test_the_convolution_is_its_formula_document_by_document(taps):
 OURS = {"feature_map": "exp", "denominator": "shared", "memory_write": "learned", "position_encoding": "rope"}
 
 
+@pytest.mark.slow
 @families
 @pytest.mark.parametrize("local_segments", [0, 1])
 @pytest.mark.parametrize(("taps", "options"), [(1, {}), (2, {}), (4, OURS), (0, {"position_encoding": "rope"})])
@@ -102,6 +103,7 @@ def test_padding_packing_and_cached_calls(make, local_segments, taps, options):
     torch.testing.assert_close(in_calls(model, ids, cuts, position_ids=positions), separate, **tolerance)
 
 
+@pytest.mark.slow
 @families
 @pytest.mark.parametrize("options", [{}, {"feature_map": "exp", "memory_write": "learned", "update_rule": "delta"}, OURS])
 def test_generation_with_a_convolution_and_left_padding(make, options):

@@ -87,6 +87,7 @@ def test_attention_dropout_matches_gpt2_in_distribution(implementation):
     assert float(output.std(0)[2:].mean()) > 0.05
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rule", "feature_map", "denominator"),
     [("linear", "elu", "separate"), ("delta", "elu", "separate"), ("linear", "exp", "shared")],
@@ -223,6 +224,7 @@ def test_gradient_checkpointing_gives_the_same_gradients():
         torch.testing.assert_close(slopes[1][name], slope, rtol=1e-5, atol=1e-7, msg=lambda m, n=name: f"{n}: {m}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("rule", ["linear", "delta"])
 def test_half_precision_stays_finite_over_100000_tokens(dtype, rule):

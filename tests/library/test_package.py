@@ -106,6 +106,7 @@ def python(core: Path, code: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, capture_output=True, text=True, timeout=300)
 
 
+@pytest.mark.slow
 def test_a_model_works_with_the_requirements_only(core, tmp_path):
     code = f"""
 import importlib, torch, hf_infini
@@ -129,6 +130,7 @@ assert again.generate(ids, max_new_tokens=20, do_sample=False).shape[1] > 8
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("code", "package", "extra"),
     [
@@ -157,6 +159,7 @@ def test_other_errors_of_an_import_pass_as_they_are():
         import hf_infini.nothing  # noqa: F401
 
 
+@pytest.mark.slow
 def test_a_recipe_says_what_is_missing(core, tmp_path):
     """In a line, as other errors that the user can mend."""
     recipe, options = ROOT / "recipes" / "prepare.py", ["--source", "biographies", "--out", str(tmp_path / "data")]

@@ -102,6 +102,7 @@ def test_a_plain_checkpoint_of_another_head_is_taken(name, tmp_path):
     assert all(bool((gate.weight == 0.5).all()) for gate in gates_of(model).values())
 
 
+@pytest.mark.slow
 def test_a_step_of_training_moves_gates_and_head(name, tmp_path):
     model, ids = patch_model(stock(name), **OPTIONS), token_ids(4, 20)
     before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
@@ -159,6 +160,7 @@ for number, (auto, folder) in enumerate(zip(sys.argv[1::2], sys.argv[2::2])):
 """
 
 
+@pytest.mark.slow
 def test_each_loads_by_its_code_where_the_package_is_not_imported(tmp_path):
     ids, arguments, wanted = token_ids(2, 40), [], []
     save_file({"ids": ids}, tmp_path / "ids.safetensors")

@@ -57,6 +57,7 @@ for folder in sys.argv[1:]:
 """
 
 
+@pytest.mark.slow
 def test_so_does_the_code_that_a_model_was_saved_with(tmp_path):
     folders = [tmp_path / name for name in FAMILIES]
     for folder, make in zip(folders, FAMILIES.values(), strict=True):

@@ -116,6 +116,7 @@ def trained(tmp_path_factory):
     return folder / "run", folder / "data"
 
 
+@pytest.mark.slow
 def test_a_trained_model_begins_each_document_with_an_empty_memory(trained):
     run, data = trained
     model, tokenizer = AutoModelForCausalLM.from_pretrained(run), AutoTokenizer.from_pretrained(run)

@@ -106,6 +106,7 @@ def gradients_of_gradients(case, function, cuts=()):
     return torch.autograd.grad(second, leaves)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(600, 630))
 @pytest.mark.parametrize("sizes", [(1, 2), (2**20, 128)], ids=["smallest groups and tiles", "one group"])
 def test_the_whole_equals_the_naive_reference(seed, sizes, monkeypatch):
@@ -119,6 +120,7 @@ def test_the_whole_equals_the_naive_reference(seed, sizes, monkeypatch):
     assert_same_gradients(gradients, gradients_of_gradients(case, naive_infini_attention), FLOAT64)
 
 
+@pytest.mark.slow
 def test_with_dropout():
     """The same weights are dropped in both calls, and only local ones: finite differences of the first gradients."""
     case = random_case(0, dtype=torch.float64, dropout=0.5, segment_length=3, denominator="separate")

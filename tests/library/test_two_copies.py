@@ -52,6 +52,7 @@ assert type(again) is type(own)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "make", [infini_gpt2, lambda: causal_mha(attention="infini", segment_length=8)], ids=["gpt2", "mha"]
 )

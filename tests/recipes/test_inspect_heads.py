@@ -183,6 +183,7 @@ def size_of_png(file) -> tuple[int, int]:
     return struct.unpack(">II", content[16:24])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("heads", "tokens"), [(1, 1), (5, 7), (2, 100)])
 def test_pictures_of_any_size(heads, tokens, tmp_path):
     weights = np.tril(np.ones((heads, tokens, tokens))) / np.arange(1, tokens + 1)[:, None]
@@ -218,6 +219,7 @@ def models(tmp_path_factory, bpe):
     return base
 
 
+@pytest.mark.slow
 def test_a_checkpoint_and_a_text_become_a_page(models, bpe, tmp_path):
     text = f"{TEXT} {TEXT}"
     (tmp_path / "text.txt").write_text(text + "\n", encoding="utf-8")

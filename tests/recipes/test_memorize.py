@@ -65,6 +65,7 @@ def refused(capsys, *options) -> str:
 # --- from a text to its continuation -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk", [5, 4096])
 def test_several_prompts_on_one_memory(model, memory, capsys, chunk):
     prompts = ["The king", " and", "no more of this, my lord; the night is old"]
@@ -145,6 +146,7 @@ def test_a_memory_in_bfloat16(model, text, tmp_path, capsys):
 # --- stopped and gone on with ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_killed_while_it_writes_it_goes_on_and_ends_with_the_same_bytes(tmp_path_factory, tmp_path, capsys):
     """Real processes from a text to its continuation, the first of them killed, most often in the middle of a checkpoint."""
     options = {"position_encoding": "segment", "update_rule": "delta", "memory_conv": 3, "memory_init": "learned"}

@@ -16,6 +16,7 @@ def printed(notebook) -> list[str]:
     return [text for text in texts if text.strip()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "prints", "pictures", "beside"), [("attention_step_by_step", 3, 4, False), ("quickstart", 4, 1, True)]
 )

@@ -1,7 +1,6 @@
 """Generated biographies: facts are where they are said to be, come back far off, and nothing else gives them away."""
 
 import itertools
-import json
 import random
 import re
 import string
@@ -13,55 +12,58 @@ from corpora.biographies import (
     biography_documents,
     fact_prompt,
     forbid_answers,
-    generate_biographies,
     invent_person,
     portuguese_names,
     write_opening,
     write_paragraphs,
 )
 
-BIOGRAPHIES = list(generate_biographies(60, seed=1))
+BIOGRAPHIES = list(biography_documents(60, seed=1))
+NAMES = portuguese_names()
 
 
-def test_positions_and_prefixes():
-    for biography in BIOGRAPHIES:
-        assert sorted(fact.name for fact in biography.facts) == sorted(SENTENCES["facts"])
-        for fact in biography.facts:
-            for position in (fact.stated_at, fact.recalled_at):
-                assert biography.text[position : position + len(fact.answer)] == fact.answer
-            assert biography.text[: fact.recalled_at].endswith(fact.prefix) and len(fact.prefix) > 20
-            assert biography.name in fact.prompt
-        assert [fact.recalled_at for fact in biography.facts] == sorted(fact.recalled_at for fact in biography.facts)
+def person_of(number: int, seed: int = 1):
+    """The person of a biography, and the source of chance behind it."""
+    rng = random.Random(f"{seed}/{number}")
+    NAMES.seed_instance(rng.getrandbits(64))
+    return invent_person(rng, NAMES), rng
 
 
-def test_an_answer_occurs_at_its_two_places_only():
-    for biography in BIOGRAPHIES:
-        for fact in biography.facts:
-            found = [match.start() for match in re.finditer(rf"\b{re.escape(fact.answer)}\b", biography.text)]
-            assert found == [fact.stated_at, fact.recalled_at], (biography.name, fact)
-            assert fact.answer not in fact.prompt
+def places(answer: str, text: str) -> list[int]:
+    return [match.start() for match in re.finditer(rf"\b{re.escape(answer)}\b", text)]
+
+
+def test_an_answer_occurs_twice_and_the_prompt_asks_without_it():
+    for number, biography in enumerate(BIOGRAPHIES):
+        person, _ = person_of(number)
+        assert person.name == biography.title and person.answers.keys() == SENTENCES["facts"].keys()
+        for name, answer in person.answers.items():
+            assert len(places(answer, biography.text)) == 2, (biography.title, answer)
+            prompt = fact_prompt(person, name)
+            assert person.name in prompt and answer not in prompt
 
 
 @pytest.mark.parametrize("distance", [0, 3000, 20_000])
 def test_facts_return_after_the_distance(distance):
-    for biography in generate_biographies(5, distance=distance):
-        gaps = [fact.recalled_at - fact.stated_at - len(fact.answer) for fact in biography.facts]
-        assert min(gaps) >= distance
+    for number, biography in enumerate(biography_documents(5, seed=1, distance=distance)):
+        for answer in person_of(number)[0].answers.values():
+            stated, recalled = places(answer, biography.text)
+            assert recalled - stated - len(answer) >= distance
         assert len(biography.text) < distance + 5000  # the opening, the return and the last paragraph of the middle
 
 
 def test_a_seed_gives_the_same_people_whatever_the_count():
-    again = list(generate_biographies(60, seed=1))
+    again = list(biography_documents(60, seed=1))
     assert again == BIOGRAPHIES
-    assert list(generate_biographies(3, seed=1)) == BIOGRAPHIES[:3]
-    assert not {b.text for b in generate_biographies(60, seed=2)} & {b.text for b in BIOGRAPHIES}
-    assert len({biography.name for biography in BIOGRAPHIES}) > 50
+    assert list(biography_documents(3, seed=1)) == BIOGRAPHIES[:3]
+    assert not {b.text for b in biography_documents(60, seed=2)} & {b.text for b in BIOGRAPHIES}
+    assert len({biography.title for biography in BIOGRAPHIES}) > 50
 
 
 def test_answers_vary():
     """A model that has learned the most frequent answer by heart stays far from knowing it."""
     for name in SENTENCES["facts"]:
-        answers = [fact.answer for biography in BIOGRAPHIES for fact in biography.facts if fact.name == name]
+        answers = [person_of(number)[0].answers[name] for number in range(len(BIOGRAPHIES))]
         most = max(map(answers.count, answers))
         # The fewest choices are the nine numbers of children: 60 draws give one 6.7 times, and 15 times hardly ever.
         assert most <= 15, (name, most)
@@ -83,7 +85,7 @@ def test_gender_agrees():
 def test_the_text_is_tidy():
     for biography in BIOGRAPHIES:
         assert not re.search(r"[{}]|  | \n|\n$| $|\ba o\b|\bde o\b|\bde a\b", biography.text), biography.text
-        assert biography.text.startswith(f"{biography.name}\n\n")
+        assert biography.text.startswith(f"{biography.title}\n\n")
 
 
 def test_every_template_can_be_filled():
@@ -122,26 +124,14 @@ def test_the_data_file_is_read_as_text():
     assert all(profession.keys() == {"m", "f", "made"} for profession in SENTENCES["professions"])
 
 
-def test_documents_carry_their_facts():
-    (document,) = itertools.islice(biography_documents(1, seed=1), 1)
-    facts = json.loads(json.dumps(document.extra))["facts"]
-    assert document.text == BIOGRAPHIES[0].text and document.title == BIOGRAPHIES[0].name
-    assert [fact["answer"] for fact in facts] == [fact.answer for fact in BIOGRAPHIES[0].facts]
-
-
 def test_the_pieces_are_those_of_a_biography():
-    names = portuguese_names()
     for number, biography in enumerate(BIOGRAPHIES[:5]):
-        rng = random.Random(f"1/{number}")
-        names.seed_instance(rng.getrandbits(64))
-        person = invent_person(rng, names)
+        person, rng = person_of(number)
         opening = write_opening(rng, person)
-        texts = [" ".join(f"{s.before}{s.answer}{s.after}" for s in paragraph) for paragraph in opening]
-        middle = write_paragraphs(rng, names, person, forbid_answers(person))
-        texts += itertools.islice(middle, 5)
+        texts = [" ".join(map(str, paragraph)) for paragraph in opening]
+        texts += itertools.islice(write_paragraphs(rng, NAMES, person, forbid_answers(person)), 5)
         assert biography.text.startswith("\n".join([f"{person.name}\n", *texts, ""]))
         assert {s.name: s.answer for paragraph in opening for s in paragraph} == person.answers
-        assert {fact.name: fact.prompt for fact in biography.facts} == {n: fact_prompt(person, n) for n in person.answers}
 
 
 def test_paragraphs_leave_out_what_is_forbidden():

@@ -161,6 +161,7 @@ def test_taxonomy_chooses_folders_from_any_root(tmp_path):
         ids(tmp_path, "jud")
 
 
+@pytest.mark.slow
 @real_carolina
 def test_real_shard_matches_an_independent_reading(tmp_path):
     shard = min((DATA / "carolina").rglob("*.xml.gz"), key=lambda path: path.stat().st_size)

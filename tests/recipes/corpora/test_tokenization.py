@@ -108,6 +108,7 @@ def test_ready_tokenizers(bpe, tmp_path):
         load_tokenizer(str(tmp_path / "no-eos"))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not (DATA / "carolina").is_dir(), reason=f"no Carolina shards under {DATA} (HF_INFINI_DATA)")
 def test_round_trip_of_a_real_shard():
     shard = min((DATA / "carolina").rglob("*.xml.gz"), key=lambda path: path.stat().st_size)

@@ -53,6 +53,7 @@ def documents(data) -> list[str]:
     return [json.loads(line)["text"] for line in lines if line]
 
 
+@pytest.mark.slow
 def test_the_prepared_rows_give_train_s_number(model_and_data, base):
     folder, data = model_and_data
     done = run(*recipe("evaluate_model"), "--model", folder, "--data", data, "--device", "cpu", "--out", base / "again")
@@ -85,8 +86,8 @@ def test_joined_documents_far_beyond_the_trained_context(model_and_data, tmp_pat
 def test_a_row_for_each_document(model_and_data, tmp_path):
     folder, data = model_and_data
     texts = ["First a text of one line.", "kurz", "O that this too too solid flesh would melt, " * 9]
-    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"body": text}) + "\n" for text in texts))
-    options = ["--text", tmp_path / "texts.jsonl", "--text_field", "body", "--join", "false", "--batch_size", "2"]
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    options = ["--text", tmp_path / "texts.jsonl", "--join", "false", "--batch_size", "2"]
     found = evaluate(tmp_path, "--model", folder, *options, "--length", 100, "--min_characters", 10)
     expected, tokens = naive_cross_entropy(folder, [tokens_of(folder, text)[:100] for text in (texts[0], texts[2])])
     assert (found["rows"], found["complete_rows"], found["tokens"]) == (2, 1, tokens)
@@ -132,6 +133,7 @@ def test_user_errors(options, message, capsys):
     assert stopped.value.code == 1 and message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_test_split(model_and_data, base, tmp_path):
     folder, data = tmp_path / "model", tmp_path / "data"
     shutil.copytree(model_and_data[0], folder, ignore=shutil.ignore_patterns("checkpoint-*"))
@@ -154,6 +156,7 @@ def test_the_test_split(model_and_data, base, tmp_path):
     assert text["tokens"] == naive_cross_entropy(folder, [row for row in rows if len(row) > 1])[1]
 
 
+@pytest.mark.slow
 def test_documents_kept_apart_and_labels_give_train_s_number(base, tmp_path):
     """A model that was trained with separate documents, and rows of which only some tokens are learned."""
     data = tmp_path / "data"

@@ -22,6 +22,7 @@ def long_prompt() -> str:
     return sample_text()[:700]  # eleven times the context that the model was trained with
 
 
+@pytest.mark.slow
 def test_standard_output_is_the_text_alone(model, tmp_path, long_prompt):
     (tmp_path / "prompt.txt").write_text(long_prompt, encoding="utf-8")
     options = ["--model", model, "--prompt_file", tmp_path / "prompt.txt", "--chunk", 100, "--max_new_tokens", 12]
@@ -30,6 +31,7 @@ def test_standard_output_is_the_text_alone(model, tmp_path, long_prompt):
     assert "reading 700 tokens" in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk", [1, 33, 699, 4096])
 def test_any_chunk_reads_the_same_prompt(model, capsys, long_prompt, chunk):
     prompt = long_prompt[:200] if chunk == 1 else long_prompt
@@ -45,6 +47,7 @@ def test_a_padded_batch_is_the_prompts_one_by_one(model, capsys, long_prompt, ch
     assert [row["text"] for row in found] == [greedy(model, prompt, 8) for prompt in prompts]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["global", "local", "infini", "none"])
 def test_every_kind_of_attention_reads_in_chunks(kind, tmp_path_factory, capsys, long_prompt):
     folder = trained(tmp_path_factory.getbasetemp(), kind)
@@ -80,14 +83,14 @@ def test_the_seed_decides(model, capsys, long_prompt):
     assert only["text"] == greedy(model, long_prompt[:40], 8)
 
 
-def test_prompts_from_standard_input_and_echo(model, capsys, monkeypatch):
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"the king\n\nand so\n")))
-    common = ["--model", str(model), "--device", "cpu", "--max_new_tokens", "4", "--echo", "true"]
-    generate.main([*common, "--lines", "true"])
-    expected = [prompt + greedy(model, prompt, 4) for prompt in ("the king", "and so")]
-    assert capsys.readouterr().out == "\n".join(expected) + "\n"
-    generate.main([*common, "--prompt", "the king"])  # the streamed way
+def test_a_prompt_from_standard_input_and_several_prompts(model, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"the king\n")))
+    common = ["--model", str(model), "--device", "cpu", "--max_new_tokens", "4"]
+    generate.main(common)  # the streamed way
+    expected = [greedy(model, prompt, 4) for prompt in ("the king", "and so")]
     assert capsys.readouterr().out == expected[0] + "\n"
+    generate.main([*common, "--prompt", "the king", "and so"])
+    assert capsys.readouterr().out == "\n".join(expected) + "\n"
 
 
 def test_an_empty_prompt_begins_a_text(model, capsys):
@@ -104,7 +107,6 @@ def test_an_empty_prompt_begins_a_text(model, capsys):
         (["--num_return_sequences", "2"], "needs as many beams"),
         (["--max_new_tokens", "0"], "--max_new_tokens must be greater than 0"),
         (["--prompt_file", "x"], "not both"),
-        (["--lines", "true"], "--lines is for"),
     ],
 )
 def test_user_errors(options, message, capsys):

@@ -159,6 +159,7 @@ def data(tmp_path_factory):
     return out
 
 
+@pytest.mark.slow
 def test_the_recipe_writes_what_a_dictionary_counts(data, tmp_path):
     out = tmp_path / "deep" / "ngrams.json"
     done = run("ngram_baseline", "--data", data, "--split", "test", "--orders", 2, 0, "--out", out)

@@ -69,6 +69,7 @@ def learned_words(tokenizer, ids, labels) -> list[str]:
     return [tokenizer.decode(ids[part]) for part in np.split(counted, np.flatnonzero(np.diff(counted) > 1) + 1)]
 
 
+@pytest.mark.slow
 def test_rows_labels_and_manifest(base):
     folder, data = prepared(base), source(base)
     manifest, tokenizer = manifest_of(folder), AutoTokenizer.from_pretrained(folder / "tokenizer")
@@ -163,6 +164,7 @@ def test_drills_make_rows_of_any_length(base, tmp_path):
         prepare(tmp_path / "drills", base, "--context", 16, "--mix", "codes=1")
 
 
+@pytest.mark.slow
 def test_a_killed_run_leaves_nothing_that_looks_finished(base, tmp_path):
     options = ["--context", 512, "--rows", 2500, "--validation_rows", 4]
     command = [*recipe("prepare_recall"), "--data", source(base), *options, "--out", tmp_path / "out"]
@@ -173,6 +175,7 @@ def test_a_killed_run_leaves_nothing_that_looks_finished(base, tmp_path):
     assert not list((tmp_path / "out").glob(".partial*")) and killed["splits"]["train"]["blocks"] == 2500
 
 
+@pytest.mark.slow
 def test_train_reads_the_folder(base, tmp_path):
     options = ["--data", prepared(base), *SIZES, "--attention", "infini", "--segment_length", 128]
     options += ["--position_encoding", "segment", "--batch_size", 4, "--max_steps", 2]

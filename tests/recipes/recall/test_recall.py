@@ -79,6 +79,7 @@ def test_a_passkey_that_does_not_fit():
 # --- facts ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "segment_length"), [("bpe", 128), ("bpe", 200), ("characters", 400)])
 @pytest.mark.parametrize("distance", [0, 1, 2, 7])
 def test_facts_come_back_exactly_so_many_segments_later(kind, segment_length, distance):

@@ -64,6 +64,7 @@ def greedy_example(model, seed: int, length: int, width: int, wrong: int | None 
     return Example(tokens, (Question("work", "", (0, width - 1), (length, length + width - 1)),))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "build", [infini_gpt2, functools.partial(infini_gpt2, position_encoding="segment"), gpt2, causal_mha]
 )
@@ -142,6 +143,7 @@ def test_a_model_without_gates_has_no_memory_to_switch_off():
 # --- the recipe -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_passkeys_of_a_random_model(base, capsys):
     options = ["--model", saved(base, "infini"), "--text", texts(base), "--task", "passkey", "--lengths", 256, 700]
     found = evaluate(base / "passkey", *options, "--depths", 3, "--samples", 6, "--chunk", 100)
@@ -175,6 +177,7 @@ def test_files_lie_in_the_model_s_folder_and_are_no_perplexities_of_it(base, tmp
     assert not list(folder.glob("evaluation*"))  # the name of what is measured on the model as it is
 
 
+@pytest.mark.slow
 def test_facts_of_a_random_model(base, capsys):
     options = ["--model", saved(base, "infini"), "--task", "facts", "--samples", 24, "--batch_size", 5]
     found = evaluate(base / "facts", *options, "--distances", 0, 1, 6)
@@ -229,6 +232,7 @@ def test_cells_beyond_a_model_s_reach(base, capsys):
     assert not list(base.glob("too_long*"))
 
 
+@pytest.mark.slow
 def test_a_killed_task_goes_on_where_it_was(base, tmp_path):
     options = ["--model", saved(base, "infini"), "--text", texts(base), "--task", "passkey", "--depths", 0.2, 0.8]
     options += ["--samples", 4, "--chunk", 64, "--batch_size", 2]

@@ -68,6 +68,7 @@ def variant(content, name: str) -> dict:
     return next(found for found in content["variants"] if found["name"] == name)
 
 
+@pytest.mark.slow
 def test_killed_it_goes_on_and_repeats_nothing(base, finished):
     assert len(finished) > 2 and all(file.stat().st_mtime_ns == before for file, before in finished.items())
     log = (base / "out" / "logs" / "best.log").read_text()
@@ -76,6 +77,7 @@ def test_killed_it_goes_on_and_repeats_nothing(base, finished):
     assert lines[-1]["step"] == STEPS
 
 
+@pytest.mark.slow
 def test_started_again_it_measures_nothing_twice(base, content, text):
     """With fewer variants, and the reports that the other tests look at read already."""
     out = base / "out"

@@ -12,7 +12,7 @@ from transformers import TrainingArguments
 
 from hf_infini.training import PerplexityTrainer
 from models import RowsOf, causal_mha, infini_gpt2, token_ids
-from running import infini_options, load_recipe, losses, prepared_data, recipe, result, run
+from running import infini_options, load_recipe, losses, prepared_data, recipe, result, run, self_options
 from training.dilution import Dilution, weigh_memories
 
 train = load_recipe("train")
@@ -71,6 +71,7 @@ def test_factors_are_drawn_between_one_and_the_most_and_come_again_with_the_seed
 
 
 # float32: sums in another order; bf16: eight bits of every activation, in a model whose weights are ten times the usual ones
+@pytest.mark.slow
 @pytest.mark.parametrize(("bf16", "tolerance"), [(False, 1e-4), (True, 0.05)], ids=["float32", "bf16"])
 @pytest.mark.parametrize("first_learned", [1, 35], ids=["all", "few"])
 def test_a_step_with_a_past_has_its_loss_and_moves_every_parameter(tmp_path, first_learned, bf16, tolerance):
@@ -92,6 +93,7 @@ def test_a_step_with_a_past_has_its_loss_and_moves_every_parameter(tmp_path, fir
     assert [name for name, parameter in model.named_parameters() if torch.equal(parameter, old[name])] == []
 
 
+@pytest.mark.slow
 def test_a_diluted_run_resumes_as_if_it_had_never_stopped(base, tmp_path):  # noqa: F811
     data = prepared_data(base)
     options = [*infini_options(data), "--dilute_with", data, "--dilute_up_to", 8, "--epochs", 1, "--save_steps", 2]
@@ -123,7 +125,8 @@ def test_a_diluted_run_resumes_as_if_it_had_never_stopped(base, tmp_path):  # no
 def test_what_dilution_cannot_do_is_refused(base, tmp_path, options, message, monkeypatch, capsys):  # noqa: F811
     data = prepared_data(base)
     options = [data if option == "DATA" else option for option in options]
-    argv = ["train.py", *infini_options(data), *options, "--out", tmp_path / "run"]
+    others = self_options if "self" in options else infini_options  # which has options of a memory
+    argv = ["train.py", *others(data), *options, "--out", tmp_path / "run"]
     monkeypatch.setattr(sys, "argv", [*map(str, argv)])
     with pytest.raises(SystemExit) as error:
         train.main()

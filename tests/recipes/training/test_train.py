@@ -39,6 +39,7 @@ def self_run(base):
 # --- a run ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_run_leaves_a_model_and_its_numbers(base):
     folder = straight_run(base)
     found = result(folder)
@@ -72,6 +73,7 @@ def test_metrics_lines(base):
     assert all(list(line["gates"]) == ["0", "1"] for line in evaluations)
 
 
+@pytest.mark.slow
 def test_killed_and_started_again_it_ends_as_if_it_had_run_through(base):
     straight, folder = straight_run(base), base / "killed"
     command = [*recipe("train"), *infini_options(prepared_data(base)), "--out", folder]
@@ -90,6 +92,7 @@ def test_killed_and_started_again_it_ends_as_if_it_had_run_through(base):
     assert sorted(path.name for path in folder.glob("checkpoint-9?")) == []
 
 
+@pytest.mark.slow
 def test_killed_after_the_last_step_it_only_writes_the_results(base):
     folder = base / "almost"
     shutil.copytree(straight_run(base), folder)
@@ -127,6 +130,7 @@ def test_a_run_of_other_options_is_another_run(tmp_path):
 # --- several processes ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_two_processes_train_what_one_does(base, self_run):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", 2]
     options = [*self_options(prepared_data(base)), "--gradient_accumulation", 2, "--num_processes", 2]
@@ -145,6 +149,7 @@ def test_two_processes_train_what_one_does(base, self_run):
     assert losses(base / "two") == two
 
 
+@pytest.mark.slow
 def test_fewer_processes_than_asked_for_are_an_error(base):
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", 2]
     options = [*self_options(prepared_data(base)), "--num_processes", 2, "--out", base / "fewer"]
@@ -158,6 +163,7 @@ def test_fewer_processes_than_asked_for_are_an_error(base):
 # --- starting from a model --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_infini_starts_from_plain_gpt2(base, self_run, tmp_path, capsys):
     shared = ["--data", str(prepared_data(base)), "--use_cpu", "true", "--out", str(tmp_path / "out")]
     more = ["--attention", "infini", "--n_segments", "4", "--memory_init", "learned", "--max_steps", "2"]

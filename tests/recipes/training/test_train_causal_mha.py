@@ -94,6 +94,7 @@ def test_a_changed_option_is_another_run(base, capsys):
 # --- starting from a model --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_trained_model_gets_a_memory(base, tmp_path):
     start = trained(base, "local")
     options = ["--data", str(prepared_data(base)), "--use_cpu", "true", "--model", "causal_mha", "--max_steps", "2"]
@@ -204,6 +205,7 @@ def test_a_rate_of_gates_is_for_models_with_gates(tokenizer, attention, rate):
         assert optimizer.gate_learning_rate == 0.5
 
 
+@pytest.mark.slow
 def test_a_refused_model_leaves_no_folder(base, tmp_path):
     shared = ["--data", prepared_data(base), "--use_cpu", "true", "--out", tmp_path / "out"]
     done = run(*recipe("train"), *shared, "--model", "causal_mha", "--rope_theta", 10, check=False)
