@@ -251,7 +251,7 @@ class CausalMultiHeadAttention(MemoryLayerMixin, nn.Module):
             position_ids = torch.arange(past, past + query.shape[2], device=query.device).unsqueeze(0)
         query, key = self._rotated(query, key, position_ids)
         if past_key_values is not None:
-            # As many as the mask was made for: of a window of one token, caches keep everything and say that it is nothing
+            # As many keys as the mask has: with a window of one token, caches keep all keys although they report none
             keys, _ = past_key_values.get_mask_sizes(query.shape[2], self.layer_idx)
             cached = past_key_values.update(key, value, self.layer_idx)
             key, value = (tensor[:, :, -keys:] for tensor in cached)
@@ -316,7 +316,7 @@ class CausalMultiHeadAttention(MemoryLayerMixin, nn.Module):
         return visible if self.config.sliding_window is None else visible & (distance < self.config.sliding_window)
 
     def _distance_bias(self, distance: Tensor | None) -> Tensor | None:
-        """What the distance by itself adds to a score: `[heads, tokens, keys]`, or `None`."""
+        """What the distance adds to a score, whatever the query: `[heads, tokens, keys]`, or `None`."""
         if self.config.position_encoding == "alibi":
             return alibi_bias(distance, self.num_heads)
         if self.config.position_encoding == "t5":
@@ -341,7 +341,8 @@ def _config_of_options(d_out: int, num_heads: int, options: dict) -> CausalMHACo
     if options["position_encoding"] in IN_EMBEDDING:
         raise ValueError(
             f"position_encoding={options['position_encoding']!r} is added to the embeddings, by the model: an attention "
-            "alone would not see it. Add it to the input (positions.py), or choose one that acts inside the attention."
+            "outside of a model would not see it. Add it to the input (positions.py), or choose one that acts inside the "
+            "attention."
         )
     if options.get("attention") == "none":
         raise ValueError("attention='none' is a block without this module; there is nothing to build.")

@@ -1,6 +1,6 @@
-"""Memory files: what a model remembers of a text, in one safetensors file that the same weights go on from.
+"""Memory files: what a model remembers of a text, in one safetensors file from which the same weights continue.
 
-[`InfiniCache.save_pretrained`] and `from_pretrained` are the way in and out; here is what lies in the file. The tensors are
+[`InfiniCache.save_pretrained`] and `from_pretrained` write and read them; this module has the format. The tensors are
 those of the cache, by name (`layers.0.memory`, …, `text_real`) and with their dtypes. The metadata hold one JSON
 object, the record:
 
@@ -15,7 +15,7 @@ object, the record:
 
 A file that is whole is not yet one that a cache can be made of: memory_contents.py has those checks.
 
-This module travels to the Hub with a model: it imports torch, transformers and safetensors alone.
+This module travels to the Hub with a model: it imports only torch, transformers and safetensors.
 """
 
 import hashlib
@@ -97,7 +97,7 @@ def describe_model(model) -> dict:
     Returns:
         `config`, the options that decide what a memory means; `dtype`, of the weights; `adapters`, the names of those of
         PEFT that act; and `weights_sha256`, of the parameters and buffers that the base model saves, the language-model
-        head left out, and of how adapters are set: active, merged, scaled. The few parameters behind the last layer's
+        head left out, and of how adapters are set: active, merged, scaled. The few parameters after the last layer's
         memory are hashed with the rest.
 
     Raises:

@@ -33,7 +33,7 @@ def patch_model(model, *, base_only: bool = False, **options):
     Args:
         model: a whole GPT-2, with any of the heads that transformers has for it.
         base_only: that `model` is a base model, a `GPT2Model`, and no part of another: one that is belongs to a model that
-            goes on taking itself for a plain GPT-2, saves no memory and generates without. A module does not know what it
+            still acts as a plain GPT-2, saves no memory and generates without one. A module does not know what it
             is part of, so this has to be said.
         options: those of [`MemoryOptions`], such as `segment_length=256`, and `position_encoding` of [`InfiniGPT2Config`].
 

@@ -75,7 +75,7 @@ class PerplexityTrainer(Trainer):
         self.eval_rows = eval_rows
         self.eval_reader = eval_reader
         self.optimizer_of = optimizer_of
-        # Each call of a model whose weights lie in pieces in all processes is one of all processes
+        # All processes must take part in every call of a sharded model
         self.is_sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
 
     def create_optimizer(self, model=None) -> torch.optim.Optimizer:
@@ -119,7 +119,7 @@ class PerplexityTrainer(Trainer):
             total = evaluate_rows(self.model, rows, size, reader, together=self.is_sharded)
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in total.items()}
         metrics[f"{metric_key_prefix}_loss"] = total["cross_entropy"]
-        if self.args.report_to:  # otherwise they are in metrics.jsonl alone, and not among what is printed
+        if self.args.report_to:  # otherwise they are only in metrics.jsonl and not printed
             for layer, heads in gate_values(self.model).items():
                 for head, value in enumerate(heads):
                     metrics[f"{metric_key_prefix}_gates/layer_{layer}_head_{head}"] = value

@@ -223,7 +223,9 @@ def test_infini_memory_reads_keys_without_positions():
     assert not torch.allclose(tokens.key[:, :, 1:], plain[:, :, 1:])
 
 
-@pytest.mark.parametrize("kind", [{}, {"attention": "local", "sliding_window": 5}, {"attention": "infini", "segment_length": 4}])
+@pytest.mark.parametrize(
+    "kind", [{}, {"attention": "local", "sliding_window": 5}, {"attention": "infini", "segment_length": 4}]
+)
 def test_rotary_positions_continue_after_a_cache(kind):
     """Chunks without position_ids give the numbers of one call."""
     module, x = attention(layer_idx=0, position_encoding="rope", **kind), inputs(tokens=13)
