@@ -185,6 +185,7 @@ def test_finished_runs_are_compared_beside_n_grams(base, content, tmp_path, caps
 # --- sweeps -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_grid_with_seeds_goes_on_when_one_fails(base, finished, tmp_path, capsys):
     train = {"model": "causal_mha", "n_layer": 1, "n_embd": 16, "n_head": 2, "batch_size": 8, "max_steps": 2}
     train["use_cpu"] = True
@@ -222,6 +223,7 @@ def test_a_grid_with_seeds_goes_on_when_one_fails(base, finished, tmp_path, caps
     assert (tmp_path / "out" / "new,attention=none" / "result.json").is_file()
 
 
+@pytest.mark.slow
 def test_interrupted_it_stops_its_children(base, finished, tmp_path):
     options = ["--variants", "s1", "best", "--jobs", "2", "--set", "train.max_steps=1000000"]
     words = ["--study", base / "toy.yaml", "--data", base / "out" / "data" / "base", "--out", tmp_path, *options]
