@@ -185,6 +185,7 @@ def test_parts_give_the_output(score):
 RICH = {"feature_map": "exp", "denominator": "shared", "memory_write": "learned", "memory_conv": 3, "memory_init": "learned"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("memory", [{}, RICH, {"memory_init": "noise", "memory_conv": 1}], ids=["plain", "rich", "noise"])
 @pytest.mark.parametrize("rule", ["linear", "delta"])
 @pytest.mark.parametrize("kept", [0, 1])
