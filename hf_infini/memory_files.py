@@ -71,7 +71,7 @@ def _is_text(value) -> bool:
 
 def _is_description(value) -> bool:
     texts = isinstance(value, dict) and all(_is_text(value.get(name)) for name in ("dtype", "weights_sha256"))
-    texts = texts and _is_list(value.get("adapters", []), _is_text)
+    texts = texts and _is_list(value.get("adapters"), _is_text)
     return texts and isinstance(value.get("config"), dict) and _is_text(value["config"].get("model_type"))
 
 
@@ -204,7 +204,7 @@ def check_model(path: str | Path, record: dict, model) -> None:
     differences = _differences(written["config"], given["config"], without_wrappers(model).config)
     if not differences and written["dtype"] != given["dtype"]:
         differences = [f"dtype is {written['dtype']} in the file and {given['dtype']} in the model"]
-    adapters = [side.get("adapters", []) for side in (written, given)]  # files of before have none
+    adapters = [side["adapters"] for side in (written, given)]
     if not differences and adapters[0] != adapters[1]:
         before, now = (", ".join(names) or "none" for names in adapters)
         differences = [f"the adapters that act are {before} in the file and {now} in the model"]
