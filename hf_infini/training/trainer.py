@@ -84,7 +84,7 @@ class PerplexityTrainer(Trainer):
         return super().create_optimizer(model)
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        """As the Trainer's. Where most labels are −100, logits are made of the other places alone: the head over a whole
+        """As the Trainer's. Where most labels are −100, logits are computed only at the other places: the head over a whole
         vocabulary is much of a small model's work."""
         context = {"use_cache": False}
         if self.past_of is not None:
@@ -92,11 +92,12 @@ class PerplexityTrainer(Trainer):
             context = {"use_cache": True, "past_key_values": self.past_of(model, len(ids), ids.device)}
         learned = inputs["labels"][:, 1:] != -100
         one_process = model is self.model and not self.is_sharded  # a distributed wrapper must see the whole call
-        if return_outputs or not one_process or bool(learned.float().mean() > 0.5):
+        plain = self.label_smoother is None and self.compute_loss_func is None  # others want all logits
+        if return_outputs or not (plain and one_process) or bool(learned.float().mean() > 0.5):
             return super().compute_loss(model, inputs | context, return_outputs, num_items_in_batch)
-        context |= {name: inputs[name] for name in ("position_ids",) if name in inputs}
         with self.accelerator.autocast():
-            hidden = model.base_model(inputs["input_ids"], **context).last_hidden_state
+            given = {name: value for name, value in inputs.items() if name != "labels"}
+            hidden = model.base_model(**(given | context)).last_hidden_state
             places, targets = hidden[:, :-1][learned], inputs["labels"][:, 1:][learned]
             count = len(targets)
             # In half precision torch keeps what it has prepared for every number of rows that a product ever had on a CPU:

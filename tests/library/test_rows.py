@@ -96,6 +96,24 @@ def super_loss(trainer):
     return super(PerplexityTrainer, trainer).compute_loss
 
 
+def test_the_loss_of_learned_places_uses_every_input_and_the_smoothing(tmp_path):
+    """A mask among the inputs, and label smoothing, change the loss as they do in the Trainer."""
+    ids = token_ids(2, 24)
+    labels = ids.clone()
+    labels[:, :18] = -100
+    mask = torch.ones_like(ids)
+    mask[:, :5] = 0
+    for smoothing, inputs in ((0.0, {"attention_mask": mask}), (0.1, {})):
+        args = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none", label_smoothing_factor=smoothing)
+        trainer = PerplexityTrainer(model=infini_gpt2(), args=args)
+        trainer.model.eval()  # making a Trainer turns dropout on
+        found = []
+        for compute in (trainer.compute_loss, super_loss(trainer)):
+            batch = {"input_ids": ids, "labels": labels.clone(), "use_cache": False} | inputs
+            found.append(compute(trainer.model, batch))
+        torch.testing.assert_close(*found, rtol=FLOAT32, atol=FLOAT32)
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """A model that recipes/train.py trained on generated biographies, many to a row, kept apart; and its data."""
