@@ -1,13 +1,13 @@
 """hf_infini: Infini-attention for Hugging Face causal language models.
 
-Importing it registers the model types with `AutoConfig`, `AutoModel`, `AutoModelForCausalLM` and what else loads a GPT-2.
+Importing it registers the model types with `AutoConfig`, `AutoModel`, `AutoModelForCausalLM` and the other Auto classes that
+load a GPT-2.
 
-This folder holds what models consist of, from `memory` (equations 3 to 5) and `window` (equation 2) over `layout` and
-`attention` to the `modeling_…` modules. A saved model carries copies of these, so they stay side by side and import each
-other with one dot.
-Beside them are the `naive` reference, `patching`, `configurations`, `inspection` (what each head did with a text), and what
-programs import by name: `training` (the Trainer and its groups of parameters), `rows`, `metrics`, `perplexity_metric`,
-`lm_eval_model`. Nothing here knows of a command line: what the scripts in recipes/ are made of is beside them.
+The modules of the models go from `memory` (equations 3 to 5) and `window` (equation 2) over `layout` and `attention` to the
+`modeling_…` modules. A saved model carries copies of these, so they are all in this folder and import each other with one
+dot. The others are the `naive` reference, `patching`, `configurations`, `inspection` (what each head did with a text), and
+modules to import by name: `training` (the Trainer and its parameter groups), `rows`, `metrics`, `perplexity_metric` and
+`lm_eval_model`. The scripts are in recipes/.
 """
 
 import transformers

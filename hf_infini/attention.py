@@ -2,9 +2,9 @@
 
     A = sigmoid(β) A_mem + (1 − sigmoid(β)) A_dot
 
-[`infini_attention`] lays a call out and gives it to [`attend`], which models call. One more token is decoding.py's; else the
-grid of segments is worked on one group after the other, and the state handed on from group to group. A group is as large as
-what lies between two products may be without leaving the cache (CPU), or as it takes to keep the launches few (GPU).
+[`infini_attention`] makes the layout of a call and passes it to [`attend`], which the models call. A call of one token is in
+decoding.py. All others process the grid of segments group by group, and pass the state from group to group. The size of a
+group is chosen so that intermediate results fit into the cache (CPU), or so that there are few kernel launches (GPU).
 
 Shapes: the grid of the layout, `[B, S, C, H, D]`, is cut into `[B, N, H, T, C, D]`: `N` *blocks* of `T` segments, heads
 before tokens, so that every product is one of contiguous matrices. `P = T · C` tokens make a block, with one state.
@@ -51,7 +51,7 @@ def infini_attention(
 ) -> Tensor | tuple[Tensor, InfiniState]:
     """Causal attention over short segments plus a memory of constant size for all before them (arXiv 2404.07143).
 
-    Token `t` of a document lies in segment `s = t // segment_length`. It sees its own segment and `local_segments` before it
+    Token `t` of a document is in segment `s = t // segment_length`. It sees its segment and `local_segments` before it
     by softmax (equation 2), and reads everything older from the memory (equation 3), which takes in a segment when it
     leaves that window (equation 4 or the delta rule). Per head, `sigmoid(gate)` is the memory's share (equation 5); while
     the memory is still empty (or everything that left the window was skipped), the output is only the local attention.
@@ -186,7 +186,7 @@ def _attend_grid(
         memory_queries = queries if grids.memory_query is None else _blocks(grids.memory_query[number], block)
         if grids.memory_key is not None:
             leaving_keys = _blocks(grids.memory_key[number][:, :count], block).contiguous()
-        # The empty segments at the end hide nothing: a softmax over nothing is no number
+        # Nothing is masked in the empty segments at the end: a softmax over nothing would be NaN
         mask = None if group.mask is None else ~_in_blocks(~group.mask, block).unsqueeze(2)
 
         if return_weights:
@@ -245,7 +245,7 @@ def _weights_in_blocks(weights: Tensor, layout: GridLayout, block: int) -> Tenso
 
 def _sizes(layout: GridLayout, key: Tensor, rule: MemoryRule) -> tuple[int, int]:
     """Segments in a block (one state each) and in a group (worked on at a time), the second a multiple of the first; 0: all
-    in one group, as in a graph, where the compiler sees to it that what lies between the products stays small.
+    in one group, as in a graph, where the compiler keeps intermediate results small.
 
     Segments shorter than a head is wide are joined to blocks of at least that many tokens, so that the states never hold
     more than the tokens do. The delta rule, and rows whose documents may change inside a block, need a state per segment.
@@ -297,7 +297,7 @@ def _windows(groups: Sequence[Tensor], count: int, local_segments: int, block: i
 
 
 def _earlier_segments(block: int, slots: int, heads_per_key: int, like: Tensor) -> Tensor:
-    """`[heads_per_key * P, P]` of 0 and 1, with dtype and device of `like`: which tokens of a block (columns) lie in an
+    """`[heads_per_key * P, P]` of 0 and 1, with dtype and device of `like`: which tokens of a block (columns) are in an
     earlier segment than the query (row)."""
     segment = torch.arange(block, device=like.device).repeat_interleave(slots)
     return (segment[None, :] < segment[:, None]).to(like.dtype).repeat(heads_per_key, 1)

@@ -20,8 +20,8 @@ class InfiniLayer(CacheLayerMixin):
     """One layer's state between two calls.
 
     Attributes:
-        state: [`InfiniState`], or `None` before the first call. Whoever has looked at it may keep it: the next token is then
-            written into a copy of its window, and no longer in place.
+        state: [`InfiniState`], or `None` before the first call. It is safe to keep: once it has been read, the next token is
+            written into a copy of its window instead of in place.
         columns: tokens passed so far, padding included (what `generate` counts in).
     """
 
@@ -49,7 +49,7 @@ class InfiniLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def __copy__(self) -> "InfiniLayer":
-        """Shares the state; what either goes on to read leaves the other as it is."""
+        """Shares the state; what one of the two reads later does not change the other."""
         self._shared = True
         other = type(self)()
         other.__dict__.update(self.__dict__)
@@ -120,7 +120,7 @@ class StatesOfCall:
         self._after: dict[int, InfiniState] = {}
 
     def before(self, layer: int) -> InfiniState | None:
-        """The state that the layer goes on from."""
+        """The state that the layer continues."""
         return self._before[layer]
 
     def may_overwrite(self, layer: int) -> bool:
@@ -140,8 +140,8 @@ class StatesOfCall:
 class InfiniCache(Cache):
     """The cache of an [`InfiniGPT2LMHeadModel`]: bounded for layers with memory, growing for those with full attention.
 
-    `generate()` and `model(..., use_cache=True)` make it by themselves; pass it back to go on reading from there.
-    `copy.copy` gives a second one to go on with from the same place.
+    `generate()` and `model(..., use_cache=True)` make one; pass it back to continue from there. `copy.copy` gives a second
+    one that continues from the same place.
 
     Args:
         config: of the model, which has layers with memory: an [`InfiniGPT2Config`], or a [`CausalMHAConfig`] with
@@ -213,12 +213,12 @@ class InfiniCache(Cache):
         return total
 
     def attention_mask(self, attention_mask: Tensor) -> Tensor:
-        """The mask with which `generate()` goes on from here with only new tokens, as it must where the ids of what the
-        cache has read are gone: `generate(ids, attention_mask=cache.attention_mask(mask), past_key_values=cache)`.
+        """The mask with which `generate()` continues from this cache with only new tokens, for example from a memory file,
+        whose ids are gone: `generate(ids, attention_mask=cache.attention_mask(mask), past_key_values=cache)`.
 
-        By the width of the mask `generate()` tells new ids from a whole text. With beams or several sequences for each row,
-        repeat the cache (`batch_repeat_interleave`) after this. Without it, `generate()` takes ids that are no more than the
-        cache has read for new, and knows a whole text by its beginning.
+        `generate()` tells new ids from a whole text by the width of the mask. With beams or several sequences for each row,
+        repeat the cache (`batch_repeat_interleave`) after this. Without this mask, `generate()` recognises a whole text by
+        its beginning, and takes other ids for new if they are no more than the cache has read.
 
         Args:
             attention_mask: `[batch, tokens]` of the new tokens, 1 = real, 0 = padding.
@@ -281,13 +281,13 @@ class InfiniCache(Cache):
 
     @classmethod
     def from_pretrained(cls, path: str | Path, model, *, rows: Sequence[int] | None = None) -> "InfiniCache":
-        """The cache that [`InfiniCache.save_pretrained`] wrote, on the model's device, to go on from.
+        """The cache that [`InfiniCache.save_pretrained`] wrote, on the model's device.
 
         Hashes the model's weights to compare them with those that wrote the memory (see [`describe_model`] for the time).
 
         Args:
             path: the file.
-            model: the model that is to go on.
+            model: the model that continues.
             rows: which rows of the batch to take, in this order; `None`: all.
 
         Raises:

@@ -133,25 +133,34 @@ class CausalMultiHeadAttention(MemoryLayerMixin, nn.Module):
         """
         Args:
             hidden_states: `[batch, tokens, d_in]`. Outside of a model, this is all it needs.
-            mask: `[batch or 1, 1, tokens, keys]` bool, True where a key is visible; `None`: what causality leaves.
-            distance: `[tokens, keys]`, place of the query minus place of the key; `None`: the tokens are the last keys.
-            position_ids: `[batch or 1, tokens]`, for rope; `None`: 0, 1, 2, ….
-            layout: of the segments, for `attention="infini"`; `None`: one document a row, without padding.
+            mask: `[batch or 1, 1, tokens, keys]` bool, True where a key is visible; `None`: what causality leaves. Not for
+                `attention="infini"`, whose layout says what is visible.
+            distance: `[tokens, keys]`, place of the query minus place of the key; `None`: the tokens are the last keys. Not
+                for `attention="infini"` either.
+            position_ids: `[batch or 1, tokens]`, for rope; `None`: the tokens are counted, from those of the cache on.
+            layout: of the segments, only for `attention="infini"`; `None`: one document a row, without padding.
             past_key_values: a cache to continue, or `None`.
-            states: for `attention="infini"`, the states of the model's call, from which the layer takes its own, and to
+            states: only for `attention="infini"`, the states of the model's call, from which the layer takes its own, and to
                 which it gives the next one; `None`: those of the cache.
             output_attentions: also return the weights, which goes through the written-out softmax.
 
         Returns:
             The output `[batch, tokens, d_out]`; with `output_attentions` also the weights `[batch, heads, tokens, keys]`
             (for `attention="infini"` those of the local window, `[…, (local_segments + 1) · segment_length]`).
+
+        Raises:
+            ValueError: an input of another shape, or an argument that this kind of attention does not use.
         """
         if hidden_states.dim() != 3 or hidden_states.shape[-1] != self.W_query.in_features:
             raise ValueError(
                 f"the input must be [batch, tokens, d_in] with d_in = {self.W_query.in_features}; got "
                 f"{list(hidden_states.shape)}."
             )
-        if self.config.attention == "infini":
+        segmented = self.config.attention == "infini"
+        unused = {"mask": mask, "distance": distance} if segmented else {"layout": layout, "states": states}
+        if given := [name for name, value in unused.items() if value is not None]:
+            raise ValueError(f"attention={self.config.attention!r} does not use {' and '.join(given)}: leave it out.")
+        if segmented:
             heads, weights = self._infini(hidden_states, position_ids, layout, past_key_values, states, output_attentions)
         elif output_attentions or self.config.score == "additive" or self.config._attn_implementation == "eager":
             _, weights, heads = self.parts(
@@ -208,9 +217,10 @@ class CausalMultiHeadAttention(MemoryLayerMixin, nn.Module):
         """What [`attend`] takes of one call, the factor of the scores, and what the convolution needs of these tokens in the
         next call (`recent`, `None` before the first).
 
-        The memory has no place for a token's position: rope turns only what the window compares. `layout`: for the
-        convolution only.
+        Rope rotates only what the window compares; the memory has no positions. `layout`: for the convolution, and for the
+        positions where none are given.
         """
+        position_ids = layout.positions if position_ids is None else position_ids
         hidden_states, recent = self.convolved(hidden_states, layout, recent)
         raw_query, raw_key, value = self._split(hidden_states)
         query, key = self._rotated(raw_query, raw_key, position_ids)
@@ -227,20 +237,21 @@ class CausalMultiHeadAttention(MemoryLayerMixin, nn.Module):
         projections = (self.W_query(hidden_states), self.W_key(hidden_states), self.W_value(hidden_states))
         return tuple(part.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2) for part in projections)
 
-    def _rotated(self, query: Tensor, key: Tensor, position_ids: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _rotated(self, query: Tensor, key: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         if self.config.position_encoding != "rope":
             return query, key
-        if position_ids is None:
-            position_ids = torch.arange(query.shape[2], device=query.device).unsqueeze(0)
         turns = rotation(position_ids, self.head_dim, query.dtype, self.config.rope_theta)
         return rotate(query, turns), rotate(key, turns)
 
     def _project(self, hidden_states, position_ids, past_key_values) -> tuple[Tensor, Tensor, Tensor]:
         """Queries of the new tokens; keys and values of these and of the cached ones."""
         query, key, value = self._split(hidden_states)
+        if position_ids is None:
+            past = 0 if past_key_values is None else past_key_values.get_seq_length(self.layer_idx)
+            position_ids = torch.arange(past, past + query.shape[2], device=query.device).unsqueeze(0)
         query, key = self._rotated(query, key, position_ids)
         if past_key_values is not None:
-            # As many as the mask was made for: of a window of one token, caches keep everything and say that it is nothing
+            # As many keys as the mask has: with a window of one token, caches keep all keys although they report none
             keys, _ = past_key_values.get_mask_sizes(query.shape[2], self.layer_idx)
             cached = past_key_values.update(key, value, self.layer_idx)
             key, value = (tensor[:, :, -keys:] for tensor in cached)
@@ -305,7 +316,7 @@ class CausalMultiHeadAttention(MemoryLayerMixin, nn.Module):
         return visible if self.config.sliding_window is None else visible & (distance < self.config.sliding_window)
 
     def _distance_bias(self, distance: Tensor | None) -> Tensor | None:
-        """What the distance by itself adds to a score: `[heads, tokens, keys]`, or `None`."""
+        """What the distance adds to a score, whatever the query: `[heads, tokens, keys]`, or `None`."""
         if self.config.position_encoding == "alibi":
             return alibi_bias(distance, self.num_heads)
         if self.config.position_encoding == "t5":
@@ -330,7 +341,8 @@ def _config_of_options(d_out: int, num_heads: int, options: dict) -> CausalMHACo
     if options["position_encoding"] in IN_EMBEDDING:
         raise ValueError(
             f"position_encoding={options['position_encoding']!r} is added to the embeddings, by the model: an attention "
-            "alone would not see it. Add it to the input (positions.py), or choose one that acts inside the attention."
+            "outside of a model would not see it. Add it to the input (positions.py), or choose one that acts inside the "
+            "attention."
         )
     if options.get("attention") == "none":
         raise ValueError("attention='none' is a block without this module; there is nothing to build.")

@@ -10,7 +10,7 @@ from .options import MEMORY_OPTIONS, MemoryOptions
 from .options_causal_mha import IN_EMBEDDING, ScratchOptions
 from .options_causal_mha import NEEDS as NEEDS_OF_SCRATCH
 
-# What a CausalMultiHeadAttention used alone may be told, beyond its sizes.
+# The options of a CausalMultiHeadAttention outside of a model, beside its sizes.
 ATTENTION_OPTIONS = (
     *("attention", "score", "position_encoding", "max_distance", "num_buckets", "rope_theta", "sliding_window"),
     *("segment_length", "local_segments", "update_rule", "feature_map", "denominator", "gate_init", "memory_init"),

@@ -1,4 +1,4 @@
-"""What the configurations share: no option of a model's computation is kept and ignored."""
+"""What the configurations share: they refuse options that the model would ignore."""
 
 import difflib
 import functools
@@ -6,10 +6,10 @@ import functools
 import transformers
 from transformers import PreTrainedConfig
 
-# Stock models whose options are the vocabulary in which people describe a decoder, and names that are no fields of theirs
+# Stock models, whose options people are likely to try; and names of options that are not declared there
 STOCK = "GPT2 Llama Mistral Mixtral Qwen2 Gemma2 GPTNeoX GPTJ Phi Falcon Bloom OPT T5 Granite Cohere GptOss".split()
 UNDECLARED = ("rope_theta", "rope_scaling", "partial_rotary_factor", "per_layer_config")
-ALIKE = 0.9  # of 1: one letter too many or too few, or two that changed places
+ALIKE = 0.9  # similarity of names, at most 1: one letter more or less, or two swapped
 
 
 class OptionsMixin:
@@ -35,7 +35,7 @@ class OptionsMixin:
         return {name: value for name, value in values.items() if reason_to_refuse(cls, name, value) is None}
 
     def __post_init__(self, **kwargs):
-        """Takes what is no declared option, after a look at the names."""
+        """Checks the names of undeclared attributes before they are kept."""
         refuse_ignored(type(self), kwargs)
         super().__post_init__(**kwargs)
 

@@ -1,4 +1,4 @@
-"""The configuration of GPT-2 with Infini-attention: options of GPT-2, of a memory, and what it knows of positions."""
+"""The configuration of GPT-2 with Infini-attention: options of GPT-2, of a memory, and of positions."""
 
 from typing import Literal
 
@@ -18,9 +18,9 @@ class InfiniGPT2Config(MemoryOptions, OptionsMixin, HubConfigMixin, GPT2Config):
 
     Args:
         position_encoding (`str`, *optional*, defaults to `"learned"`):
-            How tokens know where they stand. `"learned"`: an embedding of the position in the document, up to
+            How the model sees positions. `"learned"`: an embedding of the position in the document, up to
             `n_positions`, as GPT-2. `"segment"`: an embedding of the position within the segment, so that contexts have no
-            limit. `"rope"`: no embedding; what the window compares is turned by the position (Su et al. 2021), so that
+            limit. `"rope"`: no embedding; queries and keys of the window are rotated by position (Su et al. 2021), so that
             distances count, contexts have no limit, and the memory carries no position. The last is for models trained with
             it: a pretrained GPT-2 loses its position embedding. The head width must be even.
 
@@ -29,7 +29,7 @@ class InfiniGPT2Config(MemoryOptions, OptionsMixin, HubConfigMixin, GPT2Config):
         StrictDataclassClassValidationError: a value that is not allowed, or options that do not go together; the message
             says what was given and what is allowed.
         ValueError: an attribute that would be ignored though it looks like an option: one of stock decoders that this model
-            has not (`rope_scaling`), or nearly the name of one of these. Attributes of other names are kept.
+            does not have (`rope_scaling`), or nearly the name of one of these. Attributes of other names are kept.
     """
 
     model_type = "infini_gpt2"

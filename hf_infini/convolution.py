@@ -1,8 +1,8 @@
 """A short causal convolution over a document's tokens: what lets a memory learn which token came before which.
 
-A linear memory files a value under the key of its own token. To recall what *followed* a token, the key must also know of
-the token before: with two or three taps a single layer can do so at once, where it would otherwise have to form over
-layers (compare H3, arXiv 2212.14052, section 3, and Based, arXiv 2402.18668).
+A linear memory stores a value under the key of the same token. To recall what *followed* a token, the key must also depend
+on the token before. With two or three taps a single layer can learn this, which would otherwise take several layers
+(compare H3, arXiv 2212.14052, section 3, and Based, arXiv 2402.18668).
 
 Shapes: `B` batch, `T` new tokens, `C` channels, `K` taps.
 """
@@ -34,7 +34,7 @@ def short_convolution(inputs: Tensor, weight: Tensor, layout: Layout, before: Te
         return output, before
     everything = torch.cat([before.to(inputs.dtype), inputs], 1)
     real = layout.real
-    if real is None:  # every row goes on with its document, without padding
+    if real is None:  # every row continues its document, without padding
         for tap in range(1, taps):
             output = output + everything[:, taps - 1 - tap : everything.shape[1] - tap] * weight[tap]
         return output, everything[:, everything.shape[1] - (taps - 1) :]

@@ -44,7 +44,7 @@ class StepLayout(Layout):
     skipped: Tensor | None = None
 
     def opened(self, state: InfiniState) -> InfiniState:
-        """The state that the rows' tokens go on from: no row begins a document here."""
+        """The state that the rows' tokens continue: no row begins a document here."""
         return state
 
     def put(self, window: Tensor, new: Tensor, in_place: bool) -> Tensor:
@@ -84,7 +84,7 @@ class StepLayout(Layout):
 class GraphStepLayout(StepLayout):
     """The step in a graph of torch.compile, where nothing can be read back from the device: one graph does for every token.
 
-    What [`StepLayout`] knows as numbers are tensors here, and rows that are padding or begin a document belong to it, too.
+    The numbers of [`StepLayout`] are tensors here, and rows may also be padding or begin a document.
 
     Attributes:
         completing, compressing: `[batch]` bool. begin, end: all of the window; visible always says what is seen.

@@ -1,4 +1,4 @@
-"""What `generate` does with a memory: its cache, the masks of what it has read, and the padding behind finished rows."""
+"""What `generate` does with a memory: its cache, the masks of what it has read, and the padding after finished rows."""
 
 import functools
 
@@ -11,8 +11,8 @@ from .cache import InfiniCache
 
 
 class MemoryGenerationMixin:
-    """Gives `generate` an [`InfiniCache`] for a model with infini layers, the mask that says which ids a cache from before
-    has not read, and padding behind finished rows that no memory takes in; comes before `GenerationMixin`."""
+    """Gives `generate` an [`InfiniCache`] for a model with infini layers and the mask of the ids that a given cache has not
+    read, and keeps the padding after finished rows out of the memory; comes before `GenerationMixin`."""
 
     def _prepare_model_inputs(self, inputs, bos_token_id, model_kwargs):
         ids, name, model_kwargs = super()._prepare_model_inputs(inputs, bos_token_id, model_kwargs)
@@ -41,7 +41,7 @@ class MemoryGenerationMixin:
         )
 
     def _prepare_position_ids_for_generation(self, inputs_tensor, model_kwargs):
-        """None for a memory: a cache knows where its documents are, and only a user's positions begin new ones."""
+        """None for a memory: the cache counts the tokens of its documents, and only a user's positions begin new ones."""
         if self.config.infini_layers:
             return None
         return super()._prepare_position_ids_for_generation(inputs_tensor, model_kwargs)
@@ -57,7 +57,7 @@ class MemoryGenerationMixin:
                 f"cache_implementation={asked!r} is not for a model with a compressive memory: it makes its own cache, "
                 "already of constant size. Leave cache_implementation out."
             )
-        if generation_mode in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):  # no beam that goes on has ended
+        if generation_mode in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):  # a running beam has not ended
             generation_config._finished_rows = model_kwargs["finished_rows"] = FinishedRows()
         if model_kwargs.get("past_key_values") is None and generation_config.use_cache is not False:
             model_kwargs["past_key_values"] = InfiniCache(self.config)
@@ -116,7 +116,7 @@ class _WatchedCriteria(StoppingCriteriaList):
 
 
 def check_cache(given) -> None:
-    """Refuses what a model with infini layers cannot go on from.
+    """Refuses caches that a model with infini layers cannot continue.
 
     Raises:
         ValueError: `given` is neither `None` nor an [`InfiniCache`] of this copy of the code.

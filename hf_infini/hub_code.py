@@ -63,7 +63,7 @@ class HubConfigMixin(HubCodeMixin):
 
 
 class HubModelMixin(HubCodeMixin):
-    """Saves a model with its code, so that it loads where this package is not installed; stands before `PreTrainedModel`."""
+    """Saves a model with its code, so that it loads where this package is not installed; comes before `PreTrainedModel`."""
 
     def save_pretrained(self, save_directory, is_main_process: bool = True, *args, **kwargs):
         defined = type(self)

@@ -1,4 +1,4 @@
-"""The layout of a call: which token lies in which segment and slot. [`segment_layout`] in segments.py makes it once per
+"""The layout of a call: which token is in which segment and slot. [`segment_layout`] in segments.py makes it once per
 forward, and the layers share it; they see one interface, [`Layout`].
 
     token t of a document → segment t // L, slot t mod L
@@ -65,8 +65,8 @@ class Layout:
     @property
     def order(self) -> tuple[Tensor, Tensor]:
         """Where `real` is given: `[batch, tokens]`, which of its row's real tokens each is (that of padding means nothing,
-        but lies in range), and `[batch, tokens]`, in which column the row's r-th real token is (0 where there are fewer)."""
-        # A graph cannot take the lock of Python 3.11's cached_property, and finds by itself what was computed before
+        but is in range), and `[batch, tokens]`, in which column the row's r-th real token is (0 where there are fewer)."""
+        # A graph cannot take the lock of Python 3.11's cached_property, and torch.compile reuses equal results anyway
         return self._new_order() if torch.compiler.is_compiling() else self._cached_order
 
     @functools.cached_property
@@ -78,7 +78,7 @@ class Layout:
         rank = (self.real.cumsum(1) - 1).clamp(min=0)
         columns = torch.arange(tokens, device=self.real.device).expand(batch, tokens)
         place = torch.zeros(batch, tokens + 1, dtype=torch.long, device=self.real.device)
-        # One place more takes the padding, cut off again
+        # An extra place takes the padding, and is cut off
         place = place.scatter(1, torch.where(self.real, rank, tokens), columns)
         return rank, place[:, :tokens]
 
@@ -248,7 +248,7 @@ class IndexedLayout(GridLayout):
 
     Attributes:
         source: `[batch, segments * slots]`, which row of (window, new tokens) fills the slot; −1: none.
-        target: `[batch, tokens]`, in which slot of the grid the token lies; −1: padding.
+        target: `[batch, tokens]`, the token's slot in the grid; −1: padding.
         document: see [`GridLayout`].
         window: `[batch, (w + 1) * L]`, which row of (window, new tokens) the next state keeps; −1: none.
     """
@@ -331,13 +331,13 @@ def gather(rows: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
 
 
 def pad(tensor: Tensor, widths: Sequence[int]) -> Tensor:
-    """`torch.nn.functional.pad` with zeros. Booleans are padded as numbers: of booleans that are compared and padded,
-    torch.compile writes C++ that is none where it has AVX2 to write for."""
+    """`torch.nn.functional.pad` with zeros. Booleans are padded as numbers: for booleans that are compared and padded,
+    torch.compile generates invalid C++ on AVX2."""
     return F.pad(tensor.to(torch.uint8), widths).to(torch.bool) if tensor.dtype == torch.bool else F.pad(tensor, widths)
 
 
 def pad_to(grid: Tensor, rows: int) -> Tensor:
-    """`[batch, rows given, …]` with zeros behind, to so many rows."""
+    """`[batch, rows given, …]` with zeros appended, to that many rows."""
     missing = rows - grid.shape[1]
     if isinstance(missing, int) and missing == 0:  # where torch.export leaves the length open, it has to be padded anyhow
         return grid

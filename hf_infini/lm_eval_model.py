@@ -2,9 +2,9 @@
 
     python -m hf_infini.lm_eval_model --model hf_infini --model_args pretrained=runs/infini --tasks lambada_openai
 
-lm-eval knows the models that are registered in its process and looks for no others among the installed packages, so that
-`lm_eval --model hf_infini` alone would not find this one. This command registers it and hands all arguments to lm-eval's
-own. In Python, `import hf_infini.lm_eval_model` comes before `lm_eval.simple_evaluate(model="hf_infini", …)`.
+lm-eval finds only models that are registered in its process, not those of other installed packages, so
+`lm_eval --model hf_infini` would not find this one. This command registers it and passes all arguments to lm-eval's
+command. In Python, `import hf_infini.lm_eval_model` comes before `lm_eval.simple_evaluate(model="hf_infini", …)`.
 """
 
 import sys

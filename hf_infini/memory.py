@@ -1,4 +1,4 @@
-"""The compressive memory: what is written at the end of a segment, and what a query reads (equations 3 to 5).
+"""The compressive memory: what is written when a segment leaves the window, and what a query reads (equations 3 to 5).
 
     σ(x) = ELU(x) + 1
     A_mem = σ(Q) M / (σ(Q) z + ε)                                      read, equation 3
@@ -6,7 +6,7 @@
     M ← M + σ(K)ᵀ (V − σ(K) M / (σ(K) z + ε))                          write by the delta rule
     A = sigmoid(β) A_mem + (1 − sigmoid(β)) A_dot                      mix, equation 5
 
-Pure functions on tensors, with nothing of padding or documents beyond the 0/1 masks that they are given. "The paper" is
+Pure functions on tensors; of padding and documents they see only the masks that they are given. "The paper" is
 Munkhdalai, Faruqui and Gopal, "Leave No Context Behind" (arXiv 2404.07143). Their gradients are in memory_gradients.py.
 
 Shapes: `B` batch, `N` blocks (a segment, or several short ones), `P` tokens in a block, `K` key/value heads, `R` queries of
@@ -40,7 +40,7 @@ class Borders(NamedTuple):
 
 
 class Within(NamedTuple):
-    """Tokens that later tokens of the same block read: for segments shorter than a head is wide, joined to blocks.
+    """Tokens that later tokens of the same block read, where segments shorter than the head width are joined to blocks.
 
     σ(q) Σ σ(k)ᵀv = Σ (σ(q)·σ(k)) v: for these, products of tokens cost less than a state per segment.
 
@@ -118,7 +118,7 @@ def memory_weight(gate: Tensor, mass: Tensor | None, log_sum: Tensor | None, wid
 
 
 def mix(local: Tensor, read: Tensor, share: Tensor) -> Tensor:
-    """(1 − share) · local + share · read, equation 5, worked out in the dtype of `read`.
+    """(1 − share) · local + share · read, equation 5, computed in the dtype of `read`.
 
     Args:
         local: what local attention found, and read: what the memory did, both `[B, N, H, P, E]`.

@@ -1,6 +1,6 @@
-"""Memory files: what a model remembers of a text, in one safetensors file that the same weights go on from.
+"""Memory files: what a model remembers of a text, in one safetensors file from which the same weights continue.
 
-[`InfiniCache.save_pretrained`] and `from_pretrained` are the way in and out; here is what lies in the file. The tensors are
+[`InfiniCache.save_pretrained`] and `from_pretrained` write and read them; this module has the format. The tensors are
 those of the cache, by name (`layers.0.memory`, …, `text_real`) and with their dtypes. The metadata hold one JSON
 object, the record:
 
@@ -15,7 +15,7 @@ object, the record:
 
 A file that is whole is not yet one that a cache can be made of: memory_contents.py has those checks.
 
-This module travels to the Hub with a model: it imports torch, transformers and safetensors alone.
+This module travels to the Hub with a model: it imports only torch, transformers and safetensors.
 """
 
 import hashlib
@@ -71,7 +71,7 @@ def _is_text(value) -> bool:
 
 def _is_description(value) -> bool:
     texts = isinstance(value, dict) and all(_is_text(value.get(name)) for name in ("dtype", "weights_sha256"))
-    texts = texts and _is_list(value.get("adapters", []), _is_text)
+    texts = texts and _is_list(value.get("adapters"), _is_text)
     return texts and isinstance(value.get("config"), dict) and _is_text(value["config"].get("model_type"))
 
 
@@ -97,7 +97,7 @@ def describe_model(model) -> dict:
     Returns:
         `config`, the options that decide what a memory means; `dtype`, of the weights; `adapters`, the names of those of
         PEFT that act; and `weights_sha256`, of the parameters and buffers that the base model saves, the language-model
-        head left out, and of how adapters are set: active, merged, scaled. The few parameters behind the last layer's
+        head left out, and of how adapters are set: active, merged, scaled. The few parameters after the last layer's
         memory are hashed with the rest.
 
     Raises:
@@ -204,7 +204,7 @@ def check_model(path: str | Path, record: dict, model) -> None:
     differences = _differences(written["config"], given["config"], without_wrappers(model).config)
     if not differences and written["dtype"] != given["dtype"]:
         differences = [f"dtype is {written['dtype']} in the file and {given['dtype']} in the model"]
-    adapters = [side.get("adapters", []) for side in (written, given)]  # files of before have none
+    adapters = [side["adapters"] for side in (written, given)]
     if not differences and adapters[0] != adapters[1]:
         before, now = (", ".join(names) or "none" for names in adapters)
         differences = [f"the adapters that act are {before} in the file and {now} in the model"]

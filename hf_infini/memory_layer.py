@@ -1,4 +1,4 @@
-"""What an attention layer has for its memory, in any model: gate, start, short convolution, weights of tokens."""
+"""The parameters of an attention layer's memory, in any model: gate, start, short convolution, weights of tokens."""
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +17,8 @@ class Gate(nn.Module):
     """The gate of a layer (equation 5): `weight` `[heads]`, the logits β; sigmoid(β) is the memory's share of a head's
     output. Made uninitialised.
 
-    A module, and called for its logits, because that is what other libraries can take hold of: PEFT's
-    `modules_to_save=["gate"]` puts a wrapper in its place, whose forward gives the logits of the adapter that is active.
+    It is a module whose forward returns the logits, so that other libraries can replace it: PEFT's
+    `modules_to_save=["gate"]` puts a wrapper in its place, whose forward gives the logits of the active adapter.
 
     Args:
         heads: of the layer.
@@ -100,8 +100,8 @@ class MemoryLayerMixin:
         return {}
 
     def convolved(self, hidden_states: Tensor, layout, recent: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """The input `[batch, tokens, width]` of the projections, to which the short convolution is added if there is one;
-        and what it needs of these tokens in the next call (`recent`, `None` before the first)."""
+        """The input `[batch, tokens, width]` of the projections, plus the short convolution if there is one; and what the
+        convolution needs of these tokens in the next call (`recent`, `None` before the first)."""
         taps = self.config.memory_conv
         if not taps:
             return hidden_states, recent
@@ -111,6 +111,6 @@ class MemoryLayerMixin:
         return hidden_states + added, recent
 
     def weighted(self, memory_key: Tensor, hidden_states: Tensor) -> Tensor:
-        """The memory's keys `[batch, heads, tokens, head_dim]` whose features are as large as the tokens weigh, by the input
-        of the projections: e^(k + w) = e^w e^k."""
+        """The memory's keys `[batch, heads, tokens, head_dim]`, to which the learned weight of each token is added; it is
+        computed from the input of the projections: e^(k + w) = e^w e^k."""
         return memory_key + F.linear(hidden_states, self.memory_write).transpose(1, 2).unsqueeze(-1)

@@ -97,7 +97,7 @@ def score_spans(model, rows: Sequence, spans: Sequence[tuple[int, int, int]], ch
         chunk: tokens per call of the model.
 
     Returns, of each span, the sum of its tokens' negative log-likelihoods in nats, and whether each of its tokens is the
-    arg-max behind the true tokens before it.
+    arg-max given the true tokens before it.
     Raises ValueError for a span that is empty, begins at a row's first token or ends beyond the row.
     """
     import torch

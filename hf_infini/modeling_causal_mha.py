@@ -157,8 +157,8 @@ class CausalMHAModel(CausalMHAPreTrainedModel):
             max_documents: how many documents a row holds at most, so that packed rows of a model with a memory compile into
                 one graph: [`segment_layout`].
             memory_mask: with `attention="infini"`, `[batch, tokens]` of this call, 0 = the token is seen inside the window
-                but not written into the memory. With `mask_special_tokens`, special tokens are left out besides, where there
-                are input_ids: with inputs_embeds nothing else says which tokens are special, and without a memory_mask all
+                but not written into the memory. With `mask_special_tokens`, special tokens are left out as well if input_ids
+                are given. With inputs_embeds the model cannot know which tokens are special, and without a memory_mask all
                 are written.
 
         Raises:
@@ -204,7 +204,7 @@ class CausalMHAModel(CausalMHAPreTrainedModel):
         return BaseModelOutputWithPast(
             last_hidden_state=hidden_states,
             past_key_values=past_key_values if use_cache else None,
-            # As in other models, the last of them is the model's output, behind the last norm
+            # As in other models, the last of them is the model's output, after the last norm
             hidden_states=(*all_hidden_states[:-1], hidden_states) if output_hidden_states else None,
             attentions=all_weights if output_attentions else None,
         )
@@ -225,7 +225,7 @@ class CausalMHAModel(CausalMHAPreTrainedModel):
         if self.config.position_encoding != "learned":
             return embeddings
         remedy = (
-            "Shorten the input, or train a model with another position_encoding: all but 'learned' go on beyond the trained "
+            "Shorten the input, or train a model with another position_encoding: all but 'learned' work beyond the trained "
             "length."
         )
         check_positions(position_ids, self.config.n_positions, "learned", remedy)
@@ -257,13 +257,13 @@ class CausalMHAModel(CausalMHAPreTrainedModel):
         if self.config.attention == "none":
             return {}
         make_mask = create_causal_mask if self.config.sliding_window is None else create_sliding_window_causal_mask
-        # The cache that this call makes is empty: without it, the mask function knows packed documents by their positions
+        # The cache that this call makes is empty: without it, the mask function finds packed documents by their positions
         mask = make_mask(self.config, embeddings, attention_mask, given, position_ids)
         if mask is not None and mask.dtype != torch.bool:
             mask = mask == 0  # the eager form, which is added to the scores
         keys, offset = (tokens, 0) if given is None else given.get_mask_sizes(tokens, 0)
         if self.config.position_encoding not in RELATIVE and (mask is not None or keys == tokens):
-            return {"mask": mask, "distance": None}  # a square of the context that nobody would look at
+            return {"mask": mask, "distance": None}  # not needed, and the square of the context in size
         places = torch.arange(past, past + tokens, device=embeddings.device)
         return {"mask": mask, "distance": places[:, None] - torch.arange(offset, offset + keys, device=embeddings.device)}
 

@@ -102,8 +102,8 @@ def checkpoints_gradients(model) -> bool:
 
 
 def counted_positions(layout: Layout, cache: InfiniCache | None) -> Tensor:
-    """`[batch or 1, tokens]`: positions that go on from the last one, where a call gives none. Given ones may have left some
-    out before."""
+    """`[batch or 1, tokens]`: positions that continue from the last one, for a call without positions. Positions given in
+    earlier calls may have gaps."""
     state = None if cache is None else cache.first_state()
     if state is None:
         return layout.positions
@@ -141,7 +141,7 @@ def mask_of_call(attention_mask, batch: int, tokens: int, cache: InfiniCache | N
 
 
 def check_continuation(position_ids, attention_mask, state: InfiniState | None) -> None:
-    """Refuses positions that neither go on from the state nor, with a 0, begin a new document.
+    """Refuses positions that neither continue from the state nor begin a new document with a 0.
 
     Args:
         position_ids: `[batch or 1, tokens]` of this call, or `None`; attention_mask: `[batch, tokens]` of it, or `None`.
@@ -157,7 +157,7 @@ def check_continuation(position_ids, attention_mask, state: InfiniState | None) 
     position = positions.gather(1, real.argmax(1, keepdim=True)).squeeze(1)  # of the first real token
     wrong = real.any(1) & (state.tokens_seen > 0) & (position <= state.last_position) & (position != 0)
     if torch.compiler.is_compiling():
-        torch._assert_async(~wrong.any(), "position_ids go back behind what the cache has read, but not to 0.")
+        torch._assert_async(~wrong.any(), "position_ids go back into what the cache has read, but not to 0.")
     elif wrong.any():
         row = int(wrong.nonzero()[0])
         last = int(state.last_position[row])

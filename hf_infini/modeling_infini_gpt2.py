@@ -38,10 +38,10 @@ from .window import Softmax
 class GPT2InfiniAttention(MemoryLayerMixin, GPT2Attention):
     """GPT-2's attention over segments, with a memory of everything before the local window.
 
-    The projections are GPT-2's own; what is new is told at [`MemoryLayerMixin`].
+    The projections are GPT-2's; [`MemoryLayerMixin`] describes the new parameters.
 
-    GPT-2 adds its positions to the hidden state, so that what the memory holds does carry them; with
-    `position_encoding="rope"` only the window knows of them.
+    GPT-2 adds its positions to the hidden state, so the memory stores them too; with `position_encoding="rope"` only the
+    window has positions.
     """
 
     def __init__(self, config: InfiniGPT2Config, layer_idx: int | None = None):
@@ -67,7 +67,7 @@ class GPT2InfiniAttention(MemoryLayerMixin, GPT2Attention):
 
         Args:
             hidden_states: `[batch, tokens, width]`.
-            past_key_values: an [`InfiniCache`] to continue, or `None`, where the attention is called by itself.
+            past_key_values: an [`InfiniCache`] to continue, or `None`; for an attention that is called outside of a model.
             states: the states of the model's call, from which the layer takes its own, and to which it gives the next one;
                 `None`: those of the cache.
             layout: what the model made for all layers; without it, one is made from `attention_mask` `[batch, tokens]` and
@@ -195,14 +195,14 @@ class InfiniGPT2Model(InfiniGPT2PreTrainedModel, GPT2Model):
                 call to call, also with gradient checkpointing, unless some layers have full attention.
             use_cache: `None`: as the configuration says, but not in training with gradient checkpointing.
             attention_mask: `[batch, tokens]` or `[batch, past + tokens]`, 1 = real. A padded token is in no segment and no
-                memory, wherever it stands.
+                memory, wherever it is in the row.
             position_ids: `[batch, tokens]`; where they go back, a new document begins with an empty memory. Without them a
                 row's real tokens are counted.
             max_documents: how many documents a row holds at most, so that packed rows compile into one graph:
                 [`segment_layout`].
             memory_mask: `[batch, tokens]` of this call, 0 = the token is seen inside the window but not written into the
-                memory. With `mask_special_tokens`, special tokens are left out besides, where there are input_ids: with
-                inputs_embeds nothing else says which tokens are special, and without a memory_mask all are written.
+                memory. With `mask_special_tokens`, special tokens are left out as well if input_ids are given. With
+                inputs_embeds the model cannot know which tokens are special, and without a memory_mask all are written.
 
         Raises:
             ValueError: a position beyond `n_positions` with learned positions; a cache or mask of another kind;

@@ -18,13 +18,13 @@ class MemoryOptions:
         n_segments (`int`, *optional*):
             Segments in a context of as many tokens as the model has positions, which it must divide.
         update_rule (`str`, *optional*, defaults to `"linear"`):
-            How a segment is written into the memory: `"linear"` adds its values, `"delta"` its values less what the memory
-            already answers to their keys (which does not overwrite: a key that comes again and again reads half its value).
+            How a segment is written into the memory: `"linear"` adds its values, `"delta"` its values minus what the memory
+            already returns for their keys (which does not overwrite: a key repeated many times reads half its value).
         feature_map (`str`, *optional*, defaults to `"elu"`):
-            What makes positive features of the memory's queries and keys: `"elu"`, ELU + 1, as in the paper; or `"exp"`,
-            with which one token can stand out against many more.
+            The function that makes positive features of the memory's queries and keys: `"elu"`, ELU + 1, as in the paper; or
+            `"exp"`, with which one token can outweigh many others.
         denominator (`str`, *optional*, defaults to `"separate"`):
-            `"separate"`: window and memory each have their own, and the gate alone sets the memory's share, as in the
+            `"separate"`: window and memory each have one, and only the gate sets the memory's share, as in the
             paper; `"shared"`: one softmax over both, in which each token of the memory weighs e^β σ(q)·σ(k) / head_dim, so
             that the share also depends on what a token finds. The window's softmax is then written out, without a fused
             kernel.
@@ -42,11 +42,11 @@ class MemoryOptions:
         memory_conv (`int`, *optional*, defaults to 0):
             Taps (the token itself and those before it) of a depthwise causal convolution, added to the input of the layer's
             projections: what followed a token can then be recalled by that token. 0 is none. It starts at zero, so that a
-            swapped model is unchanged.
+            patched model is unchanged.
         memory_write (`str`, *optional*, defaults to `"equal"`):
-            What a token weighs in the memory: `"equal"`, all alike; or `"learned"`, σ(k) is multiplied by e^(w·x), with x
-            the input of the layer's projections and a w for each head that starts at zero. Text that nobody will ask for
-            can then stay out, so that what counts is still found among much of it. Needs `feature_map="exp"`, and a
+            Weight of a token in the memory: `"equal"` for all; or `"learned"`, where σ(k) is multiplied by e^(w·x), with x
+            the input of the layer's projections and a w for each head that starts at zero. Filler can then stay out of the
+            memory, so that the rest is still found in a long text. Needs `feature_map="exp"`, and a
             second window of keys in the cache.
         mask_special_tokens (`bool`, *optional*, defaults to `True`):
             Tokens with the configuration's bos, eos or pad id are seen inside the window but not written into the memory.
@@ -67,7 +67,7 @@ class MemoryOptions:
 
     @classmethod
     def from_dict(cls, config_dict, **kwargs):
-        """As usual, but a segment's length in `kwargs` takes the place of that in the file, whichever way it is given."""
+        """As usual, but a `segment_length` or `n_segments` in `kwargs` replaces either of them in the file."""
         if "segment_length" in kwargs or "n_segments" in kwargs:
             config_dict = {k: v for k, v in config_dict.items() if k not in ("segment_length", "n_segments")}
         return super().from_dict(config_dict, **kwargs)
@@ -130,11 +130,11 @@ MEMORY_OPTIONS = tuple(field.name for field in fields(MemoryOptions))
 
 
 def choices(options: type) -> dict[str, tuple[str, ...]]:
-    """What the options of a dataclass may be, by name; without those that may be anything of a type."""
+    """The choices of a dataclass's options by name; without options that have a type but no choices."""
     return {name: get_args(kind) for name, kind in get_type_hints(options).items() if get_origin(kind) is Literal}
 
 
 def help_texts(options: type) -> dict[str, str]:
-    """What the docstring of a class of options says of each, by name: the text below ``name (`type`, …):``."""
+    """The help text of each option of a class by name: in its docstring, the text below ``name (`type`, …):``."""
     entry = r"^        (\w+) \(`[^\n]*\):\n((?:            [^\n]*\n)+)"
     return {name: " ".join(text.split()) for name, text in re.findall(entry, options.__doc__ or "", re.MULTILINE)}

@@ -1,4 +1,4 @@
-"""What the heads of the model from scratch see, score and know of positions: its options beside those of a memory.
+"""The options of the model from scratch beside those of a memory: reach, score and positions of its heads.
 
 Only the standard library is imported here: a command line reads the options without waiting for torch.
 """
@@ -44,7 +44,7 @@ class ScratchOptions:
         n_inner (`int`, *optional*):
             Width inside the feed-forward; `None` is 4 × `n_embd`.
         activation_function (`str`, *optional*, defaults to `"gelu"`):
-            Of the feed-forward, a name that transformers knows.
+            Activation of the feed-forward, by its name in transformers.
         initializer_range (`float`, *optional*, defaults to 0.02):
             Standard deviation of the matrices at the start; those that end a residual branch are √(2 · n_layer) smaller.
         tie_word_embeddings (`bool`, *optional*, defaults to `False`):

@@ -25,16 +25,16 @@ PLAIN = {infini: plain for plain, infini in SUPPORTED.items()}
 def patch_model(model, *, base_only: bool = False, **options):
     """Gives a loaded GPT-2 Infini-attention, in place.
 
-    Modules and weights stay the same objects (optimisers, PEFT adapters and forward hooks keep working on them); new are
-    the gates and, with `memory_init="learned"`, the memory's start; with `position_encoding="rope"` the position embedding
-    is set aside. Class and configuration change too, so that the model saves as an `infini_gpt2` and the Auto class that
-    gave the model gives it back patched. Other models attached to this one stay as they are.
+    Modules and weights stay the same objects (optimisers, PEFT adapters and forward hooks keep working on them). The gates
+    and the other parameters of [`MemoryLayerMixin`] are added; with `position_encoding="rope"` the position embedding is
+    set aside. Class and configuration change too, so that the model saves as an `infini_gpt2` and the Auto class that loaded
+    the model loads it patched. Other models attached to this one stay as they are.
 
     Args:
         model: a whole GPT-2, with any of the heads that transformers has for it.
-        base_only: that `model` is a base model, a `GPT2Model`, and no part of another: one that is belongs to a model that
-            goes on taking itself for a plain GPT-2, saves no memory and generates without. A module does not know what it
-            is part of, so this has to be said.
+        base_only: say that `model` is a base model, a `GPT2Model`, and not part of another model, which cannot be checked.
+            Inside another model it must not be patched: that model would remain a plain GPT-2, saved and generating
+            without the memory.
         options: those of [`MemoryOptions`], such as `segment_length=256`, and `position_encoding` of [`InfiniGPT2Config`].
 
     Returns:
@@ -79,13 +79,13 @@ def patch_model(model, *, base_only: bool = False, **options):
 
 
 def unpatch_model(model, *, base_only: bool = False):
-    """Takes Infini-attention out again, in place, and nothing else.
+    """Removes Infini-attention in place, and nothing else.
 
-    What [`patch_model`] added is dropped, trained or not: the gates, the memory's start, its convolution and its weights of
-    tokens. The GPT-2's own weights, and what else was changed in the model or its configuration, stay as they are now; the
-    position embedding that `position_encoding="rope"` had set aside comes back as it was. So the original model comes back
-    only where nothing was trained or changed in between. A model that was loaded or built as `infini_gpt2` becomes the plain
-    GPT-2 with the same weights.
+    What [`patch_model`] added is dropped, trained or not: the gates, the memory's start, its convolution and its write
+    weights. The GPT-2's weights, and other changes to the model or its configuration, stay as they are now; the
+    position embedding that `position_encoding="rope"` had set aside comes back as it was. So the result is the original
+    model only if nothing was trained or changed in between. A model that was loaded or built as `infini_gpt2` becomes the
+    plain GPT-2 with the same weights.
 
     Args:
         base_only: that `model` is a base model and no part of another, as for [`patch_model`].
@@ -94,7 +94,7 @@ def unpatch_model(model, *, base_only: bool = False):
         The same model.
 
     Raises:
-        ValueError: the model has no Infini-attention, or no position embedding to go back to; a base model without
+        ValueError: the model has no Infini-attention, or no position embedding to restore; a base model without
             `base_only`, and the other way round.
     """
     if type(model) not in PLAIN or type(model.base_model) not in PLAIN:

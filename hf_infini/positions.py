@@ -109,7 +109,7 @@ def rotation(positions: Tensor, width: int, dtype: torch.dtype, theta: float = 1
 def rotate(states: Tensor, turns: Tensor) -> Tensor:
     """Turns the pair (x_i, x_{i + d/2}) of every head by its token's position times θ^(−2i/d).
 
-    The products of two turned vectors depend on the distance of their positions alone. Pairing the halves instead of
+    The products of two rotated vectors depend only on the distance of their positions. Pairing the halves instead of
     neighbours is Llama's convention: the same up to the order of the numbers in a head.
 
     Args:

@@ -1,5 +1,5 @@
-"""What a bounded cache knows of the text that it has read, whose ids are gone: how many of its tokens were real, and a
-fingerprint of the ids. Masks and ids that disagree with it are refused.
+"""What a bounded cache keeps of the text that it has read: not the ids, but how many tokens were real, and a fingerprint of
+the ids. Masks and ids that disagree with it are refused.
 """
 
 import torch
@@ -161,7 +161,7 @@ def extend_fingerprint(before: Tensor | None, input_ids: Tensor) -> Tensor:
 
     Args:
         before: `[batch, 2]` int64, of the text so far; `None`: of none.
-        input_ids: `[batch, tokens]`, what comes behind it, padding included.
+        input_ids: `[batch, tokens]`, what follows it, padding included.
     """
     ids, hashes = input_ids.long() + 1, []
     for number, (base, prime) in enumerate(zip(BASES, PRIMES, strict=True)):

@@ -11,8 +11,8 @@ class RowReader:
 
     Args:
         ignored: ids of the tokens that are not to be predicted.
-        end_of_text: id of the token that ends a document, where a row's documents are to be kept apart: positions begin
-            again behind it, and neither attention nor memory crosses that border. `None`: a row is read as one text.
+        end_of_text: id of the token that ends a document, where a row's documents are to be kept apart: positions restart
+            after it, and neither attention nor memory crosses that border. `None`: a row is read as one text.
     """
 
     def __init__(self, ignored: Iterable[int] = (), end_of_text: int | None = None):
@@ -41,7 +41,7 @@ class RowReader:
 
 
 def document_positions(input_ids: Tensor, end_of_text: int) -> Tensor:
-    """`[batch, tokens]`: the number of each token within its document, which goes on up to its end-of-text token.
+    """`[batch, tokens]`: the number of each token within its document, which ends with its end-of-text token.
 
     A row's first token counts as the first of its document.
     """

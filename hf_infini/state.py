@@ -1,5 +1,5 @@
-"""What an attention layer has of the new tokens, [`Projections`], and what it remembers of each row between two calls,
-[`InfiniState`], constant in size."""
+"""A layer's projections of the new tokens, [`Projections`], and its state between two calls, [`InfiniState`], constant in
+size."""
 
 from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
@@ -28,7 +28,7 @@ class Projections(NamedTuple):
 class InfiniState:
     """The compressive memory of everything that left the local window, and the window itself.
 
-    With `w` local segments of length `L`, the next token of a row lies in segment `s = tokens_seen // L`. The memory holds
+    With `w` local segments of length `L`, the next token of a row is in segment `s = tokens_seen // L`. The memory holds
     the segments up to `s - 1 - w`; the window holds the segments `s - w … s` in order, `L` slots each, and zeros where
     there is no token. A state depends only on the tokens, not on how they were cut into calls.
 
@@ -129,9 +129,8 @@ class InfiniState:
         return self.start_memory.to(self.memory.dtype), self.start_normaliser.to(self.memory.dtype)
 
     def before(self, tokens: Projections, segment_length: int, local_segments: int) -> "InfiniState":
-        """The state as a call of these tokens goes on from it: its windows are no narrower than the new tokens, as keys and
-        values grow in a stock cache, for a text may be read under autocast, and gone on with outside of it, or the other way
-        round.
+        """The state that a call of these tokens continues. Its windows get the wider dtype of the two, because one call may
+        run under autocast and the next one without.
 
         Raises:
             ValueError: the state is of another shape than the call.

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional as F
 
-TILE = 128  # queries of a segment at a time, so that half of the scores that no query sees are not computed
+TILE = 128  # queries of a segment at a time; skips half of the scores that causality masks
 
 
 @dataclass(frozen=True)
@@ -122,9 +122,9 @@ def _causal(query: Tensor, key: Tensor) -> Tensor:
 
 
 def _tiles_are_faster(query: Tensor, key: Tensor, value: Tensor, with_log_sum: bool) -> bool:
-    """Whether torch's gradient is slower than that of tiles. On a CPU that of the fused kernel is in half precision (three
-    to nine times), and where a segment has so many queries that leaving out what none of them sees saves more than the loop
-    over them costs; and that of a softmax written out keeps every score."""
+    """Whether tiles have a faster gradient than torch. On a CPU they do against the fused kernel in half precision (three to
+    nine times), and in segments with so many queries that skipping masked scores saves more than the loop costs. A softmax
+    that is written out would also keep every score."""
     if query.device.type != "cpu" or torch.compiler.is_compiling():
         return False
     wanted = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))

@@ -60,7 +60,7 @@ step "Evaluating"
 for attention in self infini; do
     python recipes/evaluate_model.py --model "$out/$attention" --data "$out/data"
     python recipes/evaluate_model.py --model "$out/$attention" --data "$out/data" --length 8192 \
-        --out "$out/$attention/evaluation_8192"
+        --out "$out/$attention/evaluation_rows_of_8192"
 done
 
 step "Generating"

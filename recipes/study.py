@@ -96,7 +96,9 @@ def plan(options: Options) -> tuple[dict, list, dict[str, Path]]:
 
     study = planning.read_study(options.study or (), options.train, options.set or ())
     if options.runs:
-        return study, planning.existing_runs(options.runs), {planning.BASE: Path(options.data)}
+        runs = planning.existing_runs(options.runs)
+        study["evaluate"] = dict.fromkeys(planning.shared_evaluations(runs), {})
+        return study, runs, {planning.BASE: Path(options.data)}
     if options.variants:
         study = planning.choose_variants(study, options.variants)
     study["grid"] |= planning.parse_grid(options.grid or ())
@@ -135,7 +137,7 @@ def run_study(options: Options, study: dict, tasks, out: Path) -> None:
     }
     write_json(out / "report.json", content)
     write_text(out / "report.md", report.write_report(content))
-    print(report.losses_table(content), f"{out / 'report.md'}, {out / 'report.json'}", sep="\n")
+    print(report.summary(content), f"{out / 'report.md'}, {out / 'report.json'}", sep="\n\n")
     failed = [run for run in tasks.outcomes if run["status"] == FAILED]
     if failed:
         lines = [f"  {run['name']}: {run['reason']} ({tasks.log(run['name'])})" for run in failed]

@@ -49,7 +49,7 @@ class NamedTensor:
 
 @dataclass(frozen=True)
 class LayerInspection:
-    """What one attention layer did. A block without attention has a kind alone, the rest is `None`.
+    """What one attention layer did. A block without attention has only a kind, the rest is `None`.
 
     Attributes:
         layer: its number, from 0.

@@ -17,7 +17,7 @@ def token_texts(tokenizer, ids: Sequence[int]) -> list[str]:
 
 
 def unique_labels(texts: Sequence[str]) -> list[str]:
-    """The texts, each behind which `@` and its place stand where the same text comes more than once: `·de@3`, `·de@9`."""
+    """The texts; those that occur more than once are followed by `@` and their place: `·de@3`, `·de@9`."""
     labels = _place_repeated(texts, Counter(texts))
     if len(set(labels)) < len(labels):  # a text that looks like another one's label
         labels = [f"{text}@{place}" for place, text in enumerate(texts)]
@@ -41,7 +41,7 @@ def _token_text(tokenizer, number: int) -> str:
 
 
 def _decode_bytes(piece: str) -> str:
-    """The text of a byte-level piece with parts of letters; bytes that are no letter by themselves as `⟨C3⟩`."""
+    """The text of a byte-level piece with parts of letters; bytes that are not a letter as `⟨C3⟩`."""
     values = _byte_values()
     if not all(character in values for character in piece):
         return piece  # another kind of byte token, such as <0xC3>

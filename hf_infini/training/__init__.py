@@ -1,4 +1,4 @@
-"""Training: the Trainer, the optimiser's groups of parameters, and the gates. Its data collator is `rows.RowReader`."""
+"""Training: the Trainer, the optimiser's parameter groups, and the gates. Its data collator is `rows.RowReader`."""
 
 from .trainer import PerplexityTrainer, gate_values, parameter_groups
 

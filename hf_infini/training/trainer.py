@@ -1,4 +1,4 @@
-"""How models with a memory are optimised: the groups of parameters, the gates, and the Trainer."""
+"""How models with a memory are optimised: the parameter groups, the gates, and the Trainer."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -16,11 +16,11 @@ ROWS_OF_THE_HEAD = 256  # logits of few places are made of a multiple of so many
 
 
 def parameter_groups(model, learning_rate: float, gate_learning_rate: float, weight_decay: float) -> list[dict]:
-    """The optimiser's groups: matrices; vectors, and what an attention layer owns beside its projections (scores, tables of
-    distances, learned memory starts), without decay; gates with their own rate.
+    """The optimiser's parameter groups: matrices; without decay, vectors and an attention layer's parameters beside its
+    projections (scores, tables of distances, learned memory starts); and gates with a separate rate, without decay.
 
-    At a usual learning rate the gates hardly leave their start, and weight decay pulls them back to sigmoid = 0.5;
-    a memory start has no reason to be small either.
+    At a usual learning rate the gates hardly move, and weight decay pulls them back to sigmoid = 0.5. A learned memory start
+    need not be small either.
     """
     groups = {
         "matrices": {"params": [], "lr": learning_rate, "weight_decay": weight_decay},
@@ -75,7 +75,7 @@ class PerplexityTrainer(Trainer):
         self.eval_rows = eval_rows
         self.eval_reader = eval_reader
         self.optimizer_of = optimizer_of
-        # Each call of a model whose weights lie in pieces in all processes is one of all processes
+        # All processes must take part in every call of a sharded model
         self.is_sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
 
     def create_optimizer(self, model=None) -> torch.optim.Optimizer:
@@ -119,7 +119,7 @@ class PerplexityTrainer(Trainer):
             total = evaluate_rows(self.model, rows, size, reader, together=self.is_sharded)
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in total.items()}
         metrics[f"{metric_key_prefix}_loss"] = total["cross_entropy"]
-        if self.args.report_to:  # otherwise they are in metrics.jsonl alone, and not among what is printed
+        if self.args.report_to:  # otherwise they are only in metrics.jsonl and not printed
             for layer, heads in gate_values(self.model).items():
                 for head, value in enumerate(heads):
                     metrics[f"{metric_key_prefix}_gates/layer_{layer}_head_{head}"] = value

@@ -23,6 +23,7 @@ from .plan import BASE, Run
 from .report import Finished
 
 BATCH_ROWS = 4  # rows per call while losses are measured
+EVALUATED = ("data_fingerprint", "split", "length", "memory")  # what evaluations in one column have in common
 CONTEXTS = 8  # the cache is measured after one trained context and after so many
 
 
@@ -57,7 +58,21 @@ def measure_runs(runs: list[Run], data: dict[str, Path], out: Path, evaluations:
         read = {name: json.loads(file.read_text(encoding="utf-8")) for name, file in files.items() if file.is_file()}
         lines = read_jsonl(run.folder / "metrics.jsonl")
         found.append(Finished(run.name, run.variant, run.folder, results[run.name], lines, measured, read))
+    check_evaluations(found)
     return found
+
+
+def check_evaluations(runs: list[Finished]) -> None:
+    """UserError unless evaluations of one name, by runs of the same data, were made in the same way."""
+    ways = {}
+    for run in runs:
+        for name, evaluation in run.evaluations.items():
+            way = [evaluation.get(key) for key in EVALUATED]
+            if ways.setdefault((name, run.result["data_fingerprint"]), way) != way:
+                raise UserError(
+                    f"{run.folder}/evaluation_{name}.json was made with other {', '.join(EVALUATED)} than another run's: "
+                    "evaluate all runs in the same way"
+                )
 
 
 def read_result(folder: Path) -> dict:

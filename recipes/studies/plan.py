@@ -112,6 +112,12 @@ def existing_runs(folders: Sequence[str]) -> list[Run]:
     return runs
 
 
+def shared_evaluations(runs: Sequence[Run]) -> list[str]:
+    """The names of the `evaluation_NAME.json` files that all runs' folders have."""
+    found = [{file.stem.removeprefix("evaluation_") for file in run.folder.glob("evaluation_*.json")} for run in runs]
+    return sorted(set.intersection(*found))
+
+
 def runs_of(study: dict, out: Path) -> list[Run]:
     """A run for each variant, combination of the grid's values, and seed.
 

@@ -133,6 +133,12 @@ def groups_of(variants: list[dict]) -> list[list[dict]]:
     return [sorted((v for v in variants if v["data"] == name), key=lambda v: v["cross_entropy"]["value"]) for name in names]
 
 
+def summary(content: dict) -> str:
+    """What a terminal shows: losses, evaluations, and what they cost."""
+    tables = [losses_table(content), *_evaluations(content)[2:], _costs(content["variants"])[1]]
+    return "\n\n".join(tables)
+
+
 def losses_table(content: dict, group: list[dict] | None = None) -> str:
     """The losses of variants on the same data: by default those of the first variant's, with the n-grams below."""
     variants = content["variants"]

@@ -234,6 +234,7 @@ def test_half_precision(seed, dtype):
     assert_same_state(state, wanted_state, FLOAT32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [{}, {"denominator": "shared"}, {"dropout": 1e-9}], ids=["separate", "shared", "dropout"]
 )

@@ -6,8 +6,9 @@ import math
 import pytest
 import torch
 from torch import nn
+from transformers import DynamicCache
 
-from hf_infini import CausalMHAConfig, CausalMultiHeadAttention, InfiniState, naive_infini_attention
+from hf_infini import CausalMHAConfig, CausalMultiHeadAttention, InfiniCache, InfiniState, naive_infini_attention
 from hf_infini.positions import alibi_slopes, t5_buckets
 from hf_infini.segments import segment_layout
 
@@ -184,6 +185,7 @@ def test_parts_give_the_output(score):
 RICH = {"feature_map": "exp", "denominator": "shared", "memory_write": "learned", "memory_conv": 3, "memory_init": "learned"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("memory", [{}, RICH, {"memory_init": "noise", "memory_conv": 1}], ids=["plain", "rich", "noise"])
 @pytest.mark.parametrize("rule", ["linear", "delta"])
 @pytest.mark.parametrize("kept", [0, 1])
@@ -222,6 +224,17 @@ def test_infini_memory_reads_keys_without_positions():
     assert not torch.allclose(tokens.key[:, :, 1:], plain[:, :, 1:])
 
 
+@pytest.mark.parametrize(
+    "kind", [{}, {"attention": "local", "sliding_window": 5}, {"attention": "infini", "segment_length": 4}]
+)
+def test_rotary_positions_continue_after_a_cache(kind):
+    """Chunks without position_ids give the numbers of one call."""
+    module, x = attention(layer_idx=0, position_encoding="rope", **kind), inputs(tokens=13)
+    cache = InfiniCache(module.config) if "segment_length" in kind else DynamicCache(config=module.config)
+    chunks = [module(part, past_key_values=cache) for part in x.split([5, 1, 7], 1)]
+    torch.testing.assert_close(torch.cat(chunks, 1), module(x))
+
+
 @pytest.mark.slow
 def test_dropout_drops_weights_in_training_only():
     torch.manual_seed(0)
@@ -258,3 +271,8 @@ def test_errors_name_shapes_and_options():
         CausalMultiHeadAttention(4, 6, 3, attention="none")
     with pytest.raises(ValueError, match="in config or by name, not both; got score"):
         CausalMultiHeadAttention(4, 6, 3, config=CausalMHAConfig(n_embd=6, n_head=3), score="dot")
+    segmented, x = CausalMultiHeadAttention(4, 6, 3, attention="infini", segment_length=4), torch.zeros(1, 5, 4)
+    with pytest.raises(ValueError, match="attention='infini' does not use mask and distance"):
+        segmented(x, mask=torch.ones(1, 1, 5, 5, dtype=torch.bool), distance=torch.zeros(5, 5))
+    with pytest.raises(ValueError, match="attention='global' does not use layout"):
+        module(x, layout=segment_layout(1, 5, 4))

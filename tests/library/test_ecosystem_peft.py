@@ -64,6 +64,7 @@ def gates(model) -> torch.Tensor:
     return torch.stack([gate().detach() for gate in gates_of(model).values()])
 
 
+@pytest.mark.slow
 def test_adapter_and_gates_train_and_the_rest_stays(family, base, trained):
     model, folder = trained
     before = AutoModelForCausalLM.from_pretrained(base)

@@ -203,6 +203,7 @@ def test_memory_norms_are_those_of_a_cache_fed_segment_by_segment(make, options)
 # --- padding and packing ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @all_models
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_a_padded_row_is_the_row_alone(make, options, side):
@@ -223,6 +224,7 @@ def test_a_padded_row_is_the_row_alone(make, options, side):
             assert layer.memory_share is None or (layer.memory_share.values[row][:, ~real] == 0).all()
 
 
+@pytest.mark.slow
 @all_models
 def test_packed_documents_are_the_documents_alone(make, options):
     model, lengths = learned_start(make(**options)), (13, 5, 19)

@@ -156,13 +156,13 @@ def test_an_adapter_of_the_head_changes_no_memory(tmp_path):
 
 
 def test_files_of_models_without_adapters_name_none(tmp_path):
-    """Those of before did not either, and are read."""
+    """They have an empty list; a record without one is refused."""
     model = make("mha")
     read(model).save_pretrained(tmp_path / "m", model)
     record, tensors = read_memory_file(tmp_path / "m")
     assert record["model"].pop("adapters") == []
-    write_memory_file(tmp_path / "before", tensors, record)
-    assert taken(tmp_path / "before", model)
+    with pytest.raises(ValueError, match="this is no record of a memory: .*model"):
+        write_memory_file(tmp_path / "without", tensors, record)
 
 
 def test_random_projections_that_are_not_saved_count():

@@ -73,6 +73,7 @@ def published(trained, tmp_path_factory):
     hub.stop()
 
 
+@pytest.mark.slow
 def test_what_is_in_the_folder_is_on_the_hub(published):
     out, printed, hub = published
     files = hub.repository(NAME).files()
@@ -107,6 +108,7 @@ def test_the_card_has_the_numbers_of_the_json(published, trained):
     assert str(trained.parent) not in card.content and sys.prefix not in card.content
 
 
+@pytest.mark.slow
 def test_a_stranger_gets_what_the_card_says(published, tmp_path):
     """The example of the card, by the name on the Hub, where nobody imports hf_infini."""
     out, _, hub = published
@@ -137,6 +139,7 @@ def refused(folder) -> str:
     return str(error.value)
 
 
+@pytest.mark.slow
 def test_folders_that_are_not_whole(published, tmp_path):
     folder = shutil.copytree(published[0], tmp_path / "card")
     config = json.loads((folder / "config.json").read_text())
@@ -282,6 +285,7 @@ trainer.push_to_hub(commit_message="again", license="mit")
 """
 
 
+@pytest.mark.slow
 def test_the_trainer_keeps_a_card(published, trained, tmp_path):
     folder, hub = shutil.copytree(trained, tmp_path / "infini"), published[2]
     shutil.copyfile(published[0] / "README.md", folder / "README.md")

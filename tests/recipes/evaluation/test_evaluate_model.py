@@ -105,6 +105,7 @@ def test_a_text_file_and_max_tokens(model_and_data, tmp_path):
     assert found["cross_entropy"] == pytest.approx(expected, rel=1e-5)  # float32 sums in another order
 
 
+@pytest.mark.slow
 def test_absolute_positions_end_with_a_remedy(base, tmp_path, capsys):
     data = prepared_data(base)
     out = base / "learned"

@@ -173,6 +173,17 @@ def test_finished_runs_are_compared_beside_n_grams(base, content, tmp_path, caps
     assert "| bigram " in printed and f"{ngram['perplexity']:,.2f}" in printed
     assert (tmp_path / "comparison" / "loss.png").read_bytes().startswith(b"\x89PNG")
 
+    copies = [shutil.copytree(run, tmp_path / run.name, ignore=shutil.ignore_patterns("checkpoint-*")) for run in runs]
+    for run, length in zip(copies, (128, 256), strict=True):
+        place = {"first": 1, "last": length, "tokens": 9, "cross_entropy": 2.5, "perplexity": 12.345}
+        evaluation = {"perplexity": 12.345, "length": length, "split": "validation", "memory": "on", "by_position": [place]}
+        (run / "evaluation_long.json").write_text(json.dumps(evaluation))
+    different = ["--runs", *copies, "--data", data, "--out", tmp_path / "evaluated"]
+    assert "evaluation_long.json was made with other" in refused(capsys, different)
+    shutil.copy(copies[0] / "evaluation_long.json", copies[1])
+    study.main([*map(str, different)])
+    assert "| s1 " in (printed := capsys.readouterr().out) and " long |" in printed and printed.count("12.35") == 2
+
     other = base / "out" / "letters"
     assert "was trained on different data" in refused(capsys, [*words[:3], other, *words[3:]])
     assert "has no result.json" in refused(capsys, ["--runs", base, *words[3:]])
@@ -185,6 +196,7 @@ def test_finished_runs_are_compared_beside_n_grams(base, content, tmp_path, caps
 # --- sweeps -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_grid_with_seeds_goes_on_when_one_fails(base, finished, tmp_path, capsys):
     train = {"model": "causal_mha", "n_layer": 1, "n_embd": 16, "n_head": 2, "batch_size": 8, "max_steps": 2}
     train["use_cpu"] = True
@@ -222,6 +234,7 @@ def test_a_grid_with_seeds_goes_on_when_one_fails(base, finished, tmp_path, caps
     assert (tmp_path / "out" / "new,attention=none" / "result.json").is_file()
 
 
+@pytest.mark.slow
 def test_interrupted_it_stops_its_children(base, finished, tmp_path):
     options = ["--variants", "s1", "best", "--jobs", "2", "--set", "train.max_steps=1000000"]
     words = ["--study", base / "toy.yaml", "--data", base / "out" / "data" / "base", "--out", tmp_path, *options]

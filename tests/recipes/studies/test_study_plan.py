@@ -183,6 +183,7 @@ main()
 """
 
 
+@pytest.mark.slow
 def test_a_recipe_tells_why_it_failed_without_words_to_be_matched(tmp_path, monkeypatch):
     """In a file of JSON, through a launcher as well, whose exit status is its own."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (ROOT / "recipes", ROOT))))

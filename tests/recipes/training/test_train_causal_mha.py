@@ -74,6 +74,7 @@ def test_every_kind_of_attention_trains(base, kind):
         assert all(abs(gate - at_the_start) > 1e-4 for layer in found["gates"].values() for gate in layer)
 
 
+@pytest.mark.slow
 def test_resumed_it_ends_as_if_it_had_run_through(base, capsys):
     straight, folder = trained(base, "infini"), base / "causal_mha_resumed"
     shutil.copytree(straight, folder)
