@@ -59,7 +59,7 @@ class Options:
         1024, "Tokens per call of the model in rows longer than this: memory grows with it.", group="machine", rare=True
     )
     batch_size: int = option(4, "Rows per call of the model.")
-    precision: Literal["float32", "bf16"] = option("float32", "bf16: autocast.", rare=True)
+    precision: Literal["float32", "bf16"] = option("float32", "bf16: autocast.")
     device: str = option("auto", "cpu, cuda, cuda:1, …; auto: a GPU where there is one.")
     out: str | None = option(None, "Files to write, without suffix; default: evaluation in the model's folder (other tasks, "
                            "and with the memory off: the task's name), with _text (facts among lines of text), _test and "
