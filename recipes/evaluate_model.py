@@ -4,7 +4,6 @@
     python recipes/evaluate_model.py --model runs/infini --data data/quickstart --length 32768
     python recipes/evaluate_model.py --model runs/mha --data data/shakespeare --split test
     python recipes/evaluate_model.py --model runs/infini --text plays.txt --length 8192 --out runs/infini/plays
-    python recipes/evaluate_model.py --model runs/infini --text documents.jsonl --length 4096 --join false
     python recipes/evaluate_model.py --model runs/recall --task passkey --data data/carolina --lengths 1024 8192 131072
     python recipes/evaluate_model.py --model runs/recall --task facts --distances 0 1 4 16 64 --memory off
     python recipes/evaluate_model.py --model runs/recall --task facts --data data/carolina
@@ -48,16 +47,16 @@ class Options:
     depths: list[float] = option([5], "passkey: shares of the text in front of the number, 0 to 1; one number from 2 on: so "
                                  "many, evenly spaced.")  # fmt: skip
     distances: list[int] = option([0, 1, 2, 4, 8, 16, 32, 64], "facts: segments between a fact and its question.")
-    segment_length: int | None = option(None, "facts: tokens per segment; default: the model's own.")
+    segment_length: int | None = option(None, "facts: tokens per segment; default: the model's own.", rare=True)
     samples: int = option(48, "passkey, facts: examples per cell.")
-    seed: int = option(0, "passkey, facts: seed of the examples.")
-    join: bool = option(True, "Put the documents one after the other, an end-of-text token between, and cut rows of "
-                        "--length; false: a row per document, its first --length tokens.", group="data")  # fmt: skip
-    separate_documents: bool = option(False, "Keep the documents of a row apart, as train.py's option of this name does.")
+    seed: int = option(0, "passkey, facts: seed of the examples.", rare=True)
+    separate_documents: bool = option(
+        False, "Keep the documents of a row apart, as train.py's option of this name does.", group="data"
+    )
     min_characters: int = option(0, "Leave out documents shorter than this.")
     max_tokens: int | None = option(None, "Stop after the row in which so many tokens are reached; default: read all.")
     chunk: int = option(
-        1024, "Tokens per call of the model in rows longer than this: memory grows with it.", group="machine"
+        1024, "Tokens per call of the model in rows longer than this: memory grows with it.", group="machine", rare=True
     )
     batch_size: int = option(4, "Rows per call of the model.")
     precision: Literal["float32", "bf16"] = option("float32", "bf16: autocast.")
@@ -74,7 +73,7 @@ class Options:
 
 # Options that say nothing about the other tasks
 TASKS = {
-    ("length", "join", "separate_documents", "max_tokens"): ("perplexity",),
+    ("length", "separate_documents", "max_tokens"): ("perplexity",),
     ("lengths", "depths"): ("passkey",),
     ("distances", "segment_length"): ("facts",),
     ("samples", "seed"): ("passkey", "facts"),
@@ -135,8 +134,7 @@ def perplexity(options: Options, model, tokenizer, name: str) -> dict:
     else:
         length = options.length or model.config.n_positions
         check_length(model.config, length)
-        how = {"join": options.join, "max_tokens": options.max_tokens}
-        rows = text_rows(tokenizer, read_texts(options), length, **how)
+        rows = text_rows(tokenizer, read_texts(options), length, options.max_tokens)
     length = options.length or max(len(tokens) for tokens, _ in rows)
     check_length(model.config, length)
     complete = sum(len(tokens) == length for tokens, _ in rows)

@@ -1,9 +1,9 @@
-"""Continues prompts of any length with a trained model: greedy, sampled or by beam search.
+"""Continues prompts of any length with a trained model: greedy or sampled.
 
     python recipes/generate.py --model runs/infini --prompt "A cidade de São Paulo" --do_sample true --top_p 0.9
     python recipes/generate.py --model runs/infini --prompt_file livro.txt --max_new_tokens 200
     python recipes/generate.py --model runs/infini --prompt "O rio" "A serra" --json true
-    cat livro.txt | python recipes/generate.py --model runs/infini --num_beams 4
+    cat livro.txt | python recipes/generate.py --model runs/infini
     python recipes/generate.py --model runs/infini --memory livro.safetensors --prompt " O autor" " No fim"
 
 Standard output receives the text alone (with --json one object per continuation), standard error everything else. A
@@ -40,8 +40,6 @@ class Options:
     temperature: float | None = option(None, "Sampling: below 1 likelier tokens, above 1 rarer ones; default: 1.")
     top_k: int | None = option(None, "Sampling: among so many of the likeliest tokens; default: all.")
     top_p: float | None = option(None, "Sampling: among the likeliest that have this probability together; default: 1.")
-    num_beams: int = option(1, "Beams of a beam search; 1 is none.")
-    num_return_sequences: int = option(1, "Continuations of each prompt; needs --do_sample or as many beams.")
     repetition_penalty: float = option(1.0, "Above 1, tokens already in prompt or continuation become less likely.")
     seed: int = option(0, "Seed of sampling.")
     chunk: int = option(4096, "Tokens of the prompt per call of the model.", group="machine")
@@ -76,9 +74,9 @@ def main(argv: list[str] | None = None) -> None:
     defaults = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
     arguments = {name: defaults[name] if value is None else value for name, value in sampling.items()}
     arguments = {**(arguments if options.do_sample else {}), "use_cache": True}
-    arguments |= {name: getattr(options, name) for name in ("max_new_tokens", "do_sample", "num_beams")}
-    arguments |= {name: getattr(options, name) for name in ("num_return_sequences", "repetition_penalty")}
-    streaming = len(prompts) == options.num_beams == options.num_return_sequences == 1 and not options.json
+    arguments |= {name: getattr(options, name) for name in ("max_new_tokens", "do_sample", "repetition_penalty")}
+    arguments |= {"num_beams": 1, "num_return_sequences": 1}  # whatever the model's own generation config says
+    streaming = len(prompts) == 1 and not options.json
     if streaming:
         arguments["streamer"] = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
 
@@ -94,14 +92,13 @@ def main(argv: list[str] | None = None) -> None:
         if memory is not None:
             inputs, cache = behind_memory(inputs, memory)
         inference.check_length(model.config, inputs["input_ids"].shape[1] + options.max_new_tokens)
-        copies = max(options.num_beams, options.num_return_sequences)
-        cache = read_in_chunks(model, inputs["input_ids"], inputs["attention_mask"], options.chunk, copies, cache)
+        cache = read_in_chunks(model, inputs["input_ids"], inputs["attention_mask"], options.chunk, cache)
         with torch.no_grad():
             output = model.generate(**inputs, **arguments, past_key_values=cache, pad_token_id=tokenizer.pad_token_id)
         if streaming:
             continue
-        for number, ids in enumerate(output[:, inputs["input_ids"].shape[1] :]):
-            prompt, text = batch[number // options.num_return_sequences], tokenizer.decode(ids, skip_special_tokens=True)
+        for prompt, ids in zip(batch, output[:, inputs["input_ids"].shape[1] :], strict=True):
+            text = tokenizer.decode(ids, skip_special_tokens=True)
             if options.json:
                 count = int((ids != tokenizer.pad_token_id).sum())
                 print(json.dumps({"prompt": prompt, "text": text, "new_tokens": count}, ensure_ascii=False), flush=True)
@@ -116,17 +113,12 @@ def check(options: Options) -> None:
     for name in ("temperature", "top_k", "top_p"):
         value = getattr(options, name)
         if value is not None and not options.do_sample:
-            raise UserError(f"--{name} has no effect on greedy and beam search: add --do_sample true")
+            raise UserError(f"--{name} has no effect on greedy search: add --do_sample true")
         if value is not None and value <= 0 or name == "top_p" and (value or 1) > 1:
             raise UserError(f"--{name} must be greater than 0{' and at most 1' if name == 'top_p' else ''}, got {value}")
-    for name in ("max_new_tokens", "num_beams", "num_return_sequences", "chunk", "batch_size", "repetition_penalty"):
+    for name in ("max_new_tokens", "chunk", "batch_size", "repetition_penalty"):
         if getattr(options, name) <= 0:
             raise UserError(f"--{name} must be greater than 0, got {getattr(options, name)}")
-    if options.num_return_sequences > options.num_beams and not options.do_sample:
-        raise UserError(
-            f"--num_return_sequences {options.num_return_sequences} without sampling needs as many beams: add --do_sample "
-            f"true or --num_beams {options.num_return_sequences}"
-        )
 
 
 def read_prompts(options: Options) -> list[str]:
@@ -171,9 +163,8 @@ def behind_memory(inputs: dict, memory):
     return {"input_ids": torch.cat([columns, ids], 1), "attention_mask": mask}, cache
 
 
-def read_in_chunks(model, input_ids, attention_mask, chunk: int, copies: int, cache=None):
-    """The model's cache after all but the end of long prompts, each row repeated `copies` times; None for short ones that
-    begin without a cache.
+def read_in_chunks(model, input_ids, attention_mask, chunk: int, cache=None):
+    """The model's cache after all but the end of long prompts; None for short ones that begin without a cache.
 
     Args:
         input_ids, attention_mask: [B, T], left-padded. `generate` reads what the cache has not seen: at most `chunk`.
@@ -196,8 +187,6 @@ def read_in_chunks(model, input_ids, attention_mask, chunk: int, copies: int, ca
                 use_cache=True,
                 logits_to_keep=1,
             ).past_key_values
-    if cache is not None and copies > 1:
-        cache.batch_repeat_interleave(copies)
     return cache
 
 

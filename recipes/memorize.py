@@ -33,9 +33,9 @@ class Options:
     out: str = field(
         metadata={"help": "Memory file to write; for several texts, the folder of their files.", "group": "output"}
     )
-    chunk_tokens: int = option(4096, "Tokens per call of the model; memory use grows with it.", group="machine")
-    checkpoint_tokens: int = option(65536, "Keep the memory so far at least every so many tokens.", group="output")
-    device: str = option("auto", "cpu, cuda, cuda:1, …; auto: a GPU where there is one.", group="machine")
+    chunk_tokens: int = option(4096, "Tokens per call of the model; memory use grows with it.", group="machine", rare=True)
+    checkpoint_tokens: int = option(65536, "Keep the memory so far at least every so many tokens.", rare=True)
+    device: str = option("auto", "cpu, cuda, cuda:1, …; auto: a GPU where there is one.")
     dtype: Literal["float32", "bfloat16"] = option("float32", "Of weights and memory; generate.py then needs the same.")
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from cli import UserError, exit_on_user_error, parse_options
+from cli import UserError, exit_on_user_error, option, parse_options
 
 HIGHEST = 5  # beyond that a window is mostly seen once, and its code may not fit into an integer
 
@@ -27,13 +27,8 @@ HIGHEST = 5  # beyond that a window is mostly seen once, and its code may not fi
 class Options:
     data: str = field(metadata={"help": "Folder made by recipes/prepare.py.", "group": "data"})
     out: str = field(metadata={"help": "The .json file to write.", "group": "output"})
-    split: Literal["validation", "test"] = field(
-        default="validation", metadata={"help": "The held-out rows to predict.", "group": "data"}
-    )
-    orders: list[int] = field(
-        default_factory=lambda: [0, 1, 2],
-        metadata={"help": f"Earlier tokens to predict from, each 0 to {HIGHEST}.", "group": "n-grams"},
-    )
+    split: Literal["validation", "test"] = option("validation", "The held-out rows to predict.", group="data")
+    orders: list[int] = option([0, 1, 2], f"Earlier tokens to predict from, each 0 to {HIGHEST}.", group="n-grams")
 
 
 @exit_on_user_error

@@ -31,10 +31,12 @@ class TokenizerOptions:
     tokenizer: str = option("bpe", "bpe (byte-level, trained here), characters, or a ready one: name (gpt2) or folder.",
                             group="tokenizer")
     vocab_size: int = option(8000, "bpe: entries of the vocabulary, 256 bytes and 2 special tokens among them.")
-    tokenizer_sample: float = option(0.35, "bpe: share of the training documents that it is trained on, 0 to 1.")
-    eos_token: str = option("<|endoftext|>", "bpe, characters: the end-of-text token.")
-    pad_token: str = option("<|pad|>", "bpe, characters: the padding token.")
-    unk_token: str = option("<|unk|>", "characters: stands for characters unseen in training; 'none' refuses them.")
+    tokenizer_sample: float = option(0.35, "bpe: share of the training documents that it is trained on, 0 to 1.",
+                                     rare=True)
+    eos_token: str = option("<|endoftext|>", "bpe, characters: the end-of-text token.", rare=True)
+    pad_token: str = option("<|pad|>", "bpe, characters: the padding token.", rare=True)
+    unk_token: str = option("<|unk|>", "characters: stands for characters unseen in training; 'none' refuses them.",
+                            rare=True)
 
 
 @dataclass
@@ -49,8 +51,8 @@ class BlockOptions:
 
 
 @exit_on_user_error
-def main() -> None:
-    corpus, tokens, blocks = parse_options(CorpusOptions, TokenizerOptions, BlockOptions, description=__doc__)
+def main(argv: list[str] | None = None) -> None:
+    corpus, tokens, blocks = parse_options(CorpusOptions, TokenizerOptions, BlockOptions, description=__doc__, argv=argv)
     check_options(corpus, tokens, blocks)
     from support.stages import locked_folder
 

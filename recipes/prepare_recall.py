@@ -51,8 +51,8 @@ class Options:
 
 
 @exit_on_user_error
-def main() -> None:
-    (options,) = parse_options(Options, description=__doc__)
+def main(argv: list[str] | None = None) -> None:
+    (options,) = parse_options(Options, description=__doc__, argv=argv)
     from recall.rows import read_mix
     from support.stages import locked_folder
 

@@ -11,7 +11,7 @@ from .run import Run
 from .text import last_part
 
 # Options of an evaluation of perplexity that a card names where they are others than these
-USUAL = {"length": None, "join": True, "min_characters": 0, "max_tokens": None, "precision": "float32", "memory": "on"}
+USUAL = {"length": None, "min_characters": 0, "max_tokens": None, "precision": "float32", "memory": "on"}
 
 
 def evaluation_section(run: Run) -> str:

@@ -23,22 +23,16 @@ def prepared_rows(folder: Path, max_tokens: int | None = None) -> "list[Row]":
     return _enough(list(zip(rows["input_ids"][:], labels[:], strict=True)), max_tokens)
 
 
-def text_rows(
-    tokenizer, texts: Sequence[str], length: int, *, join: bool = True, max_tokens: int | None = None
-) -> "list[Row]":
-    """Rows of up to `length` tokens of documents, an end-of-text token behind each: joined and cut, or one per document."""
+def text_rows(tokenizer, texts: Sequence[str], length: int, max_tokens: int | None = None) -> "list[Row]":
+    """Rows of up to `length` tokens: the documents one after the other, an end-of-text token behind each, cut."""
     import numpy as np
 
     from corpora.tokenization import encode_texts
 
     end = np.array([tokenizer.eos_token_id])
-    documents = [np.concatenate([tokens, end]) for tokens in encode_texts(tokenizer, texts)]
-    if join:
-        stream = np.concatenate(documents)
-        rows = [stream[start : start + length] for start in range(0, len(stream), length)]
-    else:
-        rows = [tokens[:length] for tokens in documents]
-    rows = [(row, row) for row in rows if len(row) >= 2]  # one token alone predicts nothing
+    stream = np.concatenate([part for tokens in encode_texts(tokenizer, texts) for part in (tokens, end)])
+    rows = [stream[start : start + length] for start in range(0, len(stream), length)]
+    rows = [(row, row) for row in rows if len(row) >= 2]  # one token predicts nothing
     return _enough(rows, max_tokens)
 
 

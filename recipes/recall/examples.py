@@ -1,4 +1,4 @@
-"""Documents that ask for what they said before, as tokens: a number hidden in real text, facts of an invented person.
+"""Documents that ask for what they said before, as tokens; here: a number hidden in real text.
 
 Everything is drawn from a `random.Random`, so that a seed gives the same examples on every machine. The pieces of a
 document are encoded separately, and an answer always with the space in front of it (" 48213"): it has the same tokens
@@ -8,23 +8,10 @@ document's first token.
 `encode` is `functools.partial(tokenization.encode_texts, tokenizer)`, `names` is `biographies.portuguese_names()`.
 """
 
-import itertools
 import random
-import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
-
-from corpora.biographies import (
-    SENTENCES,
-    Person,
-    Sentence,
-    fact_prompt,
-    forbid_answers,
-    invent_person,
-    write_opening,
-    write_paragraphs,
-)
 
 from .filler import Filler
 
@@ -46,8 +33,6 @@ QUESTIONS = (
     "\nDiga agora qual é o número secreto. O número secreto é",
     "\nPergunta: qual é o número secreto? Resposta: o número secreto é",
 )
-FACT_NAMES = tuple(SENTENCES["facts"])
-REAL_TEXT = (32, 256)  # tokens of a piece of real text among the invented paragraphs of a training row
 
 
 class DoesNotFit(ValueError):
@@ -59,7 +44,7 @@ class Question:
     """An answer that the document first states and later asks for.
 
     Args:
-        fact: "passkey", a name of `FACT_NAMES`, or what a drill asks for.
+        fact: "passkey", a name of `facts.FACT_NAMES`, or what a drill asks for.
         answer: its text, without the space in front.
         stated, asked: the first and the last of its tokens, at both places.
     """
@@ -98,9 +83,6 @@ class Document:
         return np.concatenate(self.parts)
 
 
-# --- a number in real text --------------------------------------------------------------------------------------------
-
-
 def passkey_example(
     rng: random.Random, encode: Encode, filler: Filler, length: int, depth: float, questions: int = 1
 ) -> Example:
@@ -131,255 +113,3 @@ def passkey_example(
             document.add(stop)
         place = end
     return Example(document.tokens(), tuple(Question("passkey", number, stated, span) for span in asked))
-
-
-# --- facts of an invented person --------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Statement:
-    """The tokens of a sentence that states a fact."""
-
-    name: str
-    before: "np.ndarray"
-    answer: "np.ndarray"
-    after: "np.ndarray"
-
-    def __len__(self) -> int:
-        return len(self.before) + len(self.answer) + len(self.after)
-
-
-def invent_clear_person(rng: random.Random, names) -> tuple[Person, list[list[Sentence]]]:
-    """A person and the opening of the biography, in which every answer occurs once, in its own sentence."""
-    names.seed_instance(rng.getrandbits(64))
-    while True:
-        person = invent_person(rng, names)
-        opening = write_opening(rng, person)
-        text = " ".join([person.name, *(str(sentence) for paragraph in opening for sentence in paragraph)])
-        if all(_occurs_once(answer, text) for answer in person.answers.values()):  # no city is a surname here, and so on
-            return person, opening
-
-
-def _occurs_once(answer: str, text: str) -> bool:
-    if text.lower().count(answer.lower()) == 1:
-        return True
-    return len(re.findall(rf"\b{re.escape(answer)}\b", text, re.IGNORECASE)) == 1
-
-
-def fact_example(
-    rng: random.Random,
-    encode: Encode,
-    names,
-    fact: str,
-    distance: int,
-    segment_length: int,
-    lines: Sequence[str] | None = None,
-) -> Example:
-    """A biography that asks for a fact in the segment that comes `distance` segments after the one that stated it.
-
-    The document: other text, so that the statement stands where it shall; the name and the opening up to the end of
-    the sentence with the fact; paragraphs in which no answer occurs; the prompt and the answer. The first token of
-    the answer lies in segment s where it is stated and in segment s + `distance` where it is asked for, and the
-    answer crosses no border of segments where that can be avoided. The two places inside their segments are drawn
-    together, every pair that is possible with the same probability. With `distance` 0 everything from the name to the
-    answer is in one segment, with as many of the sentences before the fact's own as there is room for.
-
-    Args:
-        fact: one of `FACT_NAMES`.
-        distance: in segments, 0 or more.
-        segment_length: tokens per segment.
-        lines: of real text, to stand in front and between; `None`: invented paragraphs, full of other names and years.
-
-    Raises [`DoesNotFit`] when the text between the two places is longer than the distance.
-    """
-    person, opening = invent_clear_person(rng, names)
-    (title, prompt), statements = _encode_opening(encode, person, opening, [fact])
-    last = next(number for number, statement in enumerate(statements) if statement.name == fact)
-    statements = statements[: last + 1]
-    answer, width = statements[-1].answer, len(statements[-1].answer)
-    if distance == 0:
-        need = len(title) + len(statements[-1]) + len(prompt) + width
-        if need > segment_length:
-            raise DoesNotFit(f"statement, question and answer of {fact} take {need} tokens, a segment {segment_length}")
-        while len(title) + sum(map(len, statements)) + len(prompt) + width > segment_length:
-            statements = statements[1:]
-    stated_at = len(title) + sum(map(len, statements)) - len(statements[-1].after) - width  # within the opening
-    least = width + len(statements[-1].after) + len(prompt)  # from one first token to the other, with nothing between
-    start, end = _draw_places(rng, distance, segment_length, width, least, stated_at)
-    gap = distance * segment_length + end - start - least
-
-    other = invent_person(rng, names)
-    forbidden = forbid_answers(person)
-
-    def write(about: Person) -> Iterator[str]:
-        return write_paragraphs(rng, names, about, forbidden) if lines is None else _take_lines(rng, lines, forbidden)
-
-    document = Document()
-    front = (start - stated_at) % segment_length
-    text = _encode_enough(encode, write(other), front)
-    document.add(text[len(text) - front :], title)
-    for statement in statements:
-        stated = document.add(statement.before, statement.answer)
-        document.add(statement.after)
-    text = _encode_enough(encode, write(person), gap)
-    asked = document.add(text[:gap], prompt, answer)
-    return Example(document.tokens(), (Question(fact, person.answers[fact], stated, asked),))
-
-
-def facts_row(rng: random.Random, encode: Encode, names, filler: Filler, length: int) -> Example:
-    """A row to learn from: exactly `length` tokens of a biography that asks for every fact it states.
-
-    Each question stands on a line of its own at a place drawn at random between its statement and the end of the row: all
-    places alike for one half of them, all orders of magnitude of the distance alike for the other, so that what lies inside
-    the window is asked for in long rows too.
-    Between them, behind the opening, invented paragraphs alternate by chance with pieces of real text. Where the opening
-    and its questions fill more than three quarters of the row, paragraphs of the opening are left out, then sentences.
-
-    Raises [`DoesNotFit`] when not even one fact fits.
-    """
-    import numpy as np
-
-    person, opening = invent_clear_person(rng, names)
-    facts = [[sentence.name for sentence in paragraph] for paragraph in opening]
-    (title, *prompts), statements = _encode_opening(encode, person, opening, sum(facts, []))
-    stop, newline = encode([".\n", "\n"])
-    asks = dict(zip(sum(facts, []), prompts, strict=True))
-
-    def length_without_gap() -> int:
-        return len(title) + sum(len(s) + len(asks[s.name]) + len(s.answer) + len(stop) for s in statements)
-
-    while 4 * length_without_gap() > 3 * length and len(statements) > 1:
-        dropped = facts.pop(rng.randrange(len(facts))) if len(facts) > 1 else [statements[-1].name]
-        statements = [statement for statement in statements if statement.name not in dropped]
-    if 4 * length_without_gap() > 3 * length:
-        raise DoesNotFit(f"rows of {length} tokens have no room for a fact and its question")
-
-    parts = [title, *(part for s in statements for part in (s.before, s.answer, s.after))]
-    gap = length - length_without_gap()
-    lines = _encode_lines(encode, write_paragraphs(rng, names, person, forbid_answers(person)))
-    while gap > 0:
-        real = rng.random() < 0.5
-        unit = np.concatenate([newline, filler.take(rng, rng.randint(*REAL_TEXT))]) if real else next(lines)
-        parts.append(unit[:gap])
-        gap -= len(parts[-1])
-    tokens, spans = _ask_anywhere(rng, np.concatenate(parts), len(title), statements, asks, stop)
-    return Example(tokens, tuple(Question(name, person.answers[name], *places) for name, *places in spans))
-
-
-def paragraphs_row(rng: random.Random, encode: Encode, names, length: int) -> "np.ndarray":
-    """Exactly `length` tokens of the invented paragraphs that stand between the facts and the questions of [`fact_example`]:
-    other people, places and years without end, none of which is ever asked for."""
-    names.seed_instance(rng.getrandbits(64))
-    person = invent_person(rng, names)
-    return _encode_enough(encode, write_paragraphs(rng, names, person, forbid_answers(person)), length)[:length]
-
-
-def _ask_anywhere(
-    rng: random.Random,
-    text: "np.ndarray",
-    opening_at: int,
-    statements: "Sequence[_Statement]",
-    asks: "dict[str, np.ndarray]",
-    stop: "np.ndarray",
-) -> "tuple[np.ndarray, list[tuple]]":
-    """Puts the question for every statement in, with its answer, at a place drawn at random behind the statement.
-
-    Within the opening that is at the end of a sentence, behind it anywhere.
-
-    Args:
-        text: the row without questions; the statements stand in it one after the other from `opening_at` on.
-        asks: the prompt for each fact; `stop` goes behind the answers.
-
-    Returns the row and, in the order of the questions, each fact's name and the places of its answer: stated and asked.
-    """
-    ends = list(itertools.accumulate(map(len, statements), initial=opening_at))[1:]
-    places = []
-    for end, statement in zip(ends, statements, strict=True):
-        far = len(text) - end
-        target = end + (rng.randint(0, far) if rng.random() < 0.5 else int((far + 1) ** rng.random()) - 1)
-        target = next((border for border in ends if border >= target), target)
-        places.append((target, rng.random(), end, statement))
-    document, done, stated, spans = Document(), 0, {}, []
-    for target, _, _, statement in sorted(places, key=lambda place: place[:2]):
-        for _, _, end, passed in places:
-            if done < end <= target:
-                last = document.length - done + end - len(passed.after) - 1
-                stated[passed.name] = (last - len(passed.answer) + 1, last)
-        document.add(text[done:target])
-        spans.append((statement.name, stated[statement.name], document.add(asks[statement.name], statement.answer)))
-        document.add(stop)
-        done = target
-    document.add(text[done:])
-    return document.tokens(), spans
-
-
-def _encode_opening(
-    encode: Encode, person: Person, opening: list[list[Sentence]], asked: Sequence[str]
-) -> "tuple[list[np.ndarray], list[_Statement]]":
-    """The tokens of the title and of the prompts of the facts `asked`, and those of all sentences of the opening."""
-    texts = [f"\n\n{person.name}\n", *(f"\n{fact_prompt(person, name)}" for name in asked)]
-    heads, sentences = len(texts), []
-    for paragraph in opening:
-        for number, sentence in enumerate(paragraph):
-            # In quotation marks the answer would have no space in front of it, and other tokens than behind the prompt
-            before, after = sentence.before.removesuffix("“"), sentence.after.removeprefix("”")
-            if not before.endswith(" "):
-                raise ValueError(f"an answer needs a space in front of it, and has none in {sentence}")
-            texts += [("\n" if number == 0 else " ") + before[:-1], f" {sentence.answer}", after]
-            sentences.append(sentence.name)
-    tokens = encode(texts)
-    triples = (tokens[place : place + 3] for place in range(heads, len(tokens), 3))
-    return tokens[:heads], [_Statement(name, *triple) for name, triple in zip(sentences, triples, strict=True)]
-
-
-def _draw_places(
-    rng: random.Random, distance: int, segment_length: int, width: int, least: int, stated_at: int
-) -> tuple[int, int]:
-    """Places inside their segments of an answer's first token where it is stated, and where it is asked for.
-
-    Args:
-        distance: segments from one to the other.
-        width: tokens of the answer.
-        least: tokens from one place to the other at the least.
-        stated_at: tokens that stand in front of the answer in its document; with a distance of 0 they are in the segment.
-    """
-    last = segment_length - width if width <= segment_length else segment_length - 1
-    starts = range(stated_at if distance == 0 else 0, last + 1)
-    first_ends = [max(0, start + least - distance * segment_length) for start in starts]
-    choices = [max(0, last + 1 - first) for first in first_ends]
-    if sum(choices) == 0:
-        raise DoesNotFit(
-            f"{least} tokens lie between the two places at least, and {distance} segment(s) of {segment_length} are "
-            f"{distance * segment_length + last} at most"
-        )
-    (number,) = rng.choices(range(len(starts)), choices)
-    return starts[number], rng.randint(first_ends[number], last)
-
-
-def _take_lines(rng: random.Random, lines: Sequence[str], forbidden: re.Pattern) -> Iterator[str]:
-    """Yields lines from one drawn at random on, behind the last the first again, without those that `forbidden` is in."""
-    first, found = rng.randrange(len(lines)), False
-    while True:
-        for line in itertools.chain(lines[first:], lines[:first]):
-            if not forbidden.search(line):
-                found = True
-                yield line
-        if not found:
-            raise DoesNotFit(f"each of the {len(lines)} line(s) of text holds one of a person's answers")
-
-
-def _encode_lines(encode: Encode, paragraphs: Iterator[str]) -> "Iterator[np.ndarray]":
-    """The tokens of paragraphs, each with the line break in front of it."""
-    while True:
-        yield from encode([f"\n{next(paragraphs)}" for _ in range(4)])
-
-
-def _encode_enough(encode: Encode, paragraphs: Iterator[str], count: int) -> "np.ndarray":
-    """The tokens of as many paragraphs as make `count` tokens or more."""
-    import numpy as np
-
-    parts, length, lines = [np.empty(0, dtype=np.int64)], 0, _encode_lines(encode, paragraphs)
-    while length < count:
-        parts.append(next(lines))
-        length += len(parts[-1])
-    return np.concatenate(parts)

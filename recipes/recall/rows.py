@@ -12,7 +12,8 @@ from cli import UserError
 from corpora.blocks import save_rows
 
 from .drills import codes_row, echo_row
-from .examples import DoesNotFit, Example, facts_row, paragraphs_row, passkey_example
+from .examples import DoesNotFit, Example, passkey_example
+from .facts import facts_row, paragraphs_row
 from .filler import Filler, TokenStream
 
 if TYPE_CHECKING:

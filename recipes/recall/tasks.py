@@ -17,7 +17,8 @@ from hf_infini.metrics import score_spans
 from support.markdown import markdown_table
 from support.stages import write_json
 
-from .examples import FACT_NAMES, DoesNotFit, Example, fact_example, passkey_example
+from .examples import DoesNotFit, Example, passkey_example
+from .facts import FACT_NAMES, fact_example
 from .filler import Filler, TokenStream
 
 _TRIES = 20  # examples drawn for each one wanted, before a distance is called impossible

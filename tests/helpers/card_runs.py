@@ -49,7 +49,7 @@ def run_of(config=GPT2, **changes) -> Run:
 
 
 def evaluation(split, cross_entropy, tokens, **options) -> dict:
-    usual = {"task": "perplexity", "data": "/home/maria/data/plays", "text": None, "length": None, "join": True}
+    usual = {"task": "perplexity", "data": "/home/maria/data/plays", "text": None, "length": None}
     usual |= {"min_characters": 0, "max_tokens": None, "precision": "float32", "memory": "on", "separate_documents": False}
     options = usual | options
     found = {"cross_entropy": cross_entropy, "perplexity": math.exp(cross_entropy), "tokens": tokens}

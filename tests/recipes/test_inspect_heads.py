@@ -21,7 +21,7 @@ from hf_infini.inspection import inspect_attention
 from hf_infini.inspection.page import LAST_LEVEL, LEVELS_PER_NAT, inspection_page, page_data
 from models import causal_mha, gpt2, infini_gpt2
 from plots.heads import plot_heads, plot_memory
-from running import load_recipe, recipe, run
+from running import load_recipe
 
 inspect_heads = load_recipe("inspect_heads")
 TEXT = "A ação do coração é a razão da canção. Não há pão; há mãos, e a ação é ü."
@@ -220,15 +220,16 @@ def models(tmp_path_factory, bpe):
 
 
 @pytest.mark.slow
-def test_a_checkpoint_and_a_text_become_a_page(models, bpe, tmp_path):
+def test_a_checkpoint_and_a_text_become_a_page(models, bpe, tmp_path, capsys):
     text = f"{TEXT} {TEXT}"
     (tmp_path / "text.txt").write_text(text + "\n", encoding="utf-8")
     options = ["--model", models / "hybrid", "--text_file", tmp_path / "text.txt", "--max_tokens", 30]
-    done = run(*recipe("inspect_heads"), *options, "--device", "cpu")
+    inspect_heads.main([*map(str, options), "--device", "cpu"])
+    shown = capsys.readouterr()
     out = models / "hybrid" / "heads"
-    assert done.stdout.startswith(f"{out / 'heads.html'} (") and "Glyph" not in done.stderr
+    assert shown.out.startswith(f"{out / 'heads.html'} (") and "Glyph" not in shown.err
     ids = bpe(text, add_special_tokens=False)["input_ids"]
-    assert f"30 of the text's {len(ids)} tokens" in done.stderr
+    assert f"30 of the text's {len(ids)} tokens" in shown.err
     names = {"heads.html", "layer_00.png", "layer_01.png", "layer_02.png", "memory.png"}
     assert {file.name for file in out.iterdir()} == names
     for name in names - {"heads.html"}:

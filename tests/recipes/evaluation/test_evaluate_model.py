@@ -10,7 +10,7 @@ from datasets import load_from_disk
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cli import parse_options
-from running import CONTEXT, infini_options, load_recipe, prepared_data, recipe, result, run, self_options, straight_run
+from running import CONTEXT, infini_options, load_recipe, prepared_data, result, self_options, straight_run
 
 evaluate_model = load_recipe("evaluate_model")
 
@@ -54,10 +54,9 @@ def documents(data) -> list[str]:
 
 
 @pytest.mark.slow
-def test_the_prepared_rows_give_train_s_number(model_and_data, base):
+def test_the_prepared_rows_give_train_s_number(model_and_data, tmp_path, capsys):
     folder, data = model_and_data
-    done = run(*recipe("evaluate_model"), "--model", folder, "--data", data, "--device", "cpu", "--out", base / "again")
-    found = json.loads((base / "again.json").read_text(encoding="utf-8"))
+    found = evaluate(tmp_path, "--model", folder, "--data", data)
     assert found["tokens"] == result(folder)["validation_tokens"]
     # The rows are in batches of another size, so float32 products are summed in another order
     assert found["cross_entropy"] == pytest.approx(result(folder)["cross_entropy"], rel=1e-5)
@@ -65,9 +64,9 @@ def test_the_prepared_rows_give_train_s_number(model_and_data, base):
     assert [row["first"] for row in found["by_position"]] == [1, 2, 4, 8, 16, 32]
     total = sum(row["cross_entropy"] * row["tokens"] for row in found["by_position"])
     assert total / found["tokens"] == pytest.approx(found["cross_entropy"], rel=1e-9)
-    last_line = done.stdout.splitlines()[-1].split()
+    last_line = capsys.readouterr().out.splitlines()[-1].split()
     assert last_line[0] == "all" and float(last_line[-1]) == pytest.approx(found["perplexity"], abs=0.006)  # 2 decimals
-    assert (base / "again.png").read_bytes()[:4] == b"\x89PNG"
+    assert (tmp_path / "evaluation.png").read_bytes()[:4] == b"\x89PNG"
 
 
 @pytest.mark.parametrize("chunk", [1000, 50])
@@ -83,14 +82,16 @@ def test_joined_documents_far_beyond_the_trained_context(model_and_data, tmp_pat
     assert found["by_position"][-1]["first"] == length // 2
 
 
-def test_a_row_for_each_document(model_and_data, tmp_path):
+def test_documents_that_are_long_enough(model_and_data, tmp_path):
     folder, data = model_and_data
     texts = ["First a text of one line.", "kurz", "O that this too too solid flesh would melt, " * 9]
     (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    options = ["--text", tmp_path / "texts.jsonl", "--join", "false", "--batch_size", "2"]
+    options = ["--text", tmp_path / "texts.jsonl", "--batch_size", "2"]
     found = evaluate(tmp_path, "--model", folder, *options, "--length", 100, "--min_characters", 10)
-    expected, tokens = naive_cross_entropy(folder, [tokens_of(folder, text)[:100] for text in (texts[0], texts[2])])
-    assert (found["rows"], found["complete_rows"], found["tokens"]) == (2, 1, tokens)
+    stream = [token for text in (texts[0], texts[2]) for token in tokens_of(folder, text)]
+    rows = [stream[start : start + 100] for start in range(0, len(stream), 100)]
+    expected, tokens = naive_cross_entropy(folder, rows)
+    assert (found["rows"], found["complete_rows"], found["tokens"]) == (len(rows), len(rows) - 1, tokens)
     assert found["cross_entropy"] == pytest.approx(expected, rel=1e-5)  # float32 sums in another order
 
 
@@ -139,7 +140,8 @@ def test_the_test_split(model_and_data, base, tmp_path):
     folder, data = tmp_path / "model", tmp_path / "data"
     shutil.copytree(model_and_data[0], folder, ignore=shutil.ignore_patterns("checkpoint-*"))
     options = ["--source", base / "train_data" / "text.jsonl", "--tokenizer", model_and_data[1] / "tokenizer"]
-    run(*recipe("prepare"), *options, "--context", CONTEXT, "--validation", 0.1, "--test", 0.1, "--out", data)
+    options += ["--context", CONTEXT, "--validation", 0.1, "--test", 0.1, "--out", data]
+    load_recipe("prepare").main([*map(str, options)])
     found = {}
     for split in ("validation", "test"):
         evaluate_model.main(["--model", str(folder), "--data", str(data), "--split", split, "--device", "cpu"])
@@ -166,7 +168,7 @@ def test_documents_kept_apart_and_labels_give_train_s_number(base, tmp_path):
     labels = [[token if place % 3 else -100 for place, token in enumerate(row)] for row in rows["input_ids"]]
     rows.add_column("labels", labels).save_to_disk(str(data / "validation"))
     options = [*infini_options(data), "--epochs", 0.2, "--separate_documents", "true", "--out", tmp_path / "run"]
-    run(*recipe("train"), *options)
+    load_recipe("train").main([*map(str, options)])
     options, expected = ["--model", tmp_path / "run", "--data", data], result(tmp_path / "run")
     found = evaluate(tmp_path, *options, "--separate_documents", "true")
     assert found["tokens"] == expected["validation_tokens"] < len(rows) * CONTEXT * 0.7
@@ -194,6 +196,6 @@ def test_documents_too_short(model_and_data, tmp_path, capsys):
 
 def test_the_commands_of_the_docstring_are_parsed():
     commands = [line.split() for line in evaluate_model.__doc__.splitlines() if line.startswith("    python ")]
-    assert len(commands) == 8
+    assert len(commands) == 7
     for command in commands:
         parse_options(evaluate_model.Options, description="", argv=command[2:])

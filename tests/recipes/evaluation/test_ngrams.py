@@ -2,12 +2,8 @@
 
 import json
 import math
-import os
 import shlex
-import subprocess
-import sys
 from collections import Counter
-from pathlib import Path
 
 import datasets
 import numpy as np
@@ -17,7 +13,6 @@ from cli import parse_options
 from evaluation import ngrams
 from running import load_recipe
 
-ROOT = Path(__file__).parents[3]
 ngram_baseline = load_recipe("ngram_baseline")
 VOCABULARY = 7
 
@@ -136,12 +131,6 @@ def test_what_cannot_be_counted_is_refused():
 # --- the recipe -------------------------------------------------------------------------------------------------------
 
 
-def run(name: str, *arguments) -> subprocess.CompletedProcess:
-    command = [sys.executable, ROOT / "recipes" / f"{name}.py", *arguments]
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    return subprocess.run(list(map(str, command)), capture_output=True, text=True, env=environment)
-
-
 def fails(capsys, *arguments) -> str:
     """Runs the recipe in this process, which must end with status 1, and returns what it said."""
     with pytest.raises(SystemExit) as stopped:
@@ -154,16 +143,16 @@ def fails(capsys, *arguments) -> str:
 def data(tmp_path_factory):
     out = tmp_path_factory.mktemp("ngrams") / "data"
     options = ["--biographies", 12, "--tokenizer", "characters", "--context", 40, "--split_by", "block"]
-    done = run("prepare", "--source", "biographies", *options, "--test", 0.01, "--validation", 0.01, "--out", out)
-    assert done.returncode == 0, done.stderr
+    options += ["--source", "biographies", "--test", 0.01, "--validation", 0.01, "--out", out]
+    load_recipe("prepare").main([*map(str, options)])
     return out
 
 
 @pytest.mark.slow
-def test_the_recipe_writes_what_a_dictionary_counts(data, tmp_path):
+def test_the_recipe_writes_what_a_dictionary_counts(data, tmp_path, capsys):
     out = tmp_path / "deep" / "ngrams.json"
-    done = run("ngram_baseline", "--data", data, "--split", "test", "--orders", 2, 0, "--out", out)
-    assert done.returncode == 0, done.stderr
+    capsys.readouterr()  # what preparing the data printed
+    ngram_baseline.main(["--data", str(data), "--split", "test", "--orders", "2", "0", "--out", str(out)])
     found = json.loads(out.read_text(encoding="utf-8"))
     rows = {name: np.array(datasets.load_from_disk(str(data / name))["input_ids"]) for name in ("train", "test")}
     assert [(row["order"], row["name"]) for row in found["orders"]] == [(0, "unigram"), (2, "trigram")]
@@ -175,7 +164,7 @@ def test_the_recipe_writes_what_a_dictionary_counts(data, tmp_path):
         assert row["tokens"] == rows["test"].shape[0] * 39  # as many as a model predicts: all but each row's first
         assert row["perplexity"] == pytest.approx(math.exp(row["cross_entropy"]), rel=1e-12)
     assert found["orders"][1]["cross_entropy"] < found["orders"][0]["cross_entropy"] < math.log(found["vocabulary"])
-    lines = done.stdout.splitlines()
+    lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 3 and f"{found['orders'][1]['cross_entropy']:.4f}" in lines[2]
 
 

@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 from cli import parse_options
 from corpora.biographies import biography_documents
 from recall.rows import deal_kinds, read_mix
-from running import SIZES, kill_when, load_recipe, recipe, run
+from running import SIZES, kill_when, load_recipe, recipe
 
 prepare_recall = load_recipe("prepare_recall")
 CONTEXT = 512
@@ -36,13 +36,13 @@ def source(base: Path) -> Path:
     rows = [json.dumps({"id": d.id, "text": d.text}) + "\n" for d in biography_documents(40, seed=9, distance=1500)]
     (base / "text.jsonl").write_text("".join(rows), encoding="utf-8")
     options = ["--source", base / "text.jsonl", "--vocab_size", 600, "--context", 128, "--validation", 0.1]
-    run(*recipe("prepare"), *options, "--out", base / "source")
+    load_recipe("prepare").main([*map(str, options), "--out", str(base / "source")])
     return base / "source"
 
 
 @functools.cache
 def prepared(base: Path) -> Path:
-    run(*recipe("prepare_recall"), "--data", source(base), *OPTIONS, "--out", base / "recall")
+    prepare(base / "recall", base, *OPTIONS)
     return base / "recall"
 
 
@@ -52,9 +52,7 @@ def manifest_of(folder: Path) -> dict:
 
 def prepare(out: Path, base: Path, *options) -> dict:
     """Runs the recipe in this process and returns its manifest."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["prepare_recall.py", "--data", str(source(base)), *map(str, options), "--out", str(out)])
-        prepare_recall.main()
+    prepare_recall.main(["--data", str(source(base)), *map(str, options), "--out", str(out)])
     return manifest_of(out)
 
 
@@ -180,7 +178,7 @@ def test_train_reads_the_folder(base, tmp_path):
     options = ["--data", prepared(base), *SIZES, "--attention", "infini", "--segment_length", 128]
     options += ["--position_encoding", "segment", "--batch_size", 4, "--max_steps", 2]
     options += ["--precision", "float32", "--out", tmp_path / "run"]
-    run(*recipe("train"), *options)
+    load_recipe("train").main([*map(str, options)])
     result = json.loads((tmp_path / "run" / "result.json").read_text(encoding="utf-8"))
     # What is judged: labels behind a row's first token (nothing predicts that one), end-of-text tokens not counted
     ids, labels = (part[:, 1:] for part in rows_of(prepared(base), "validation"))

@@ -9,8 +9,9 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from recall import examples
-from recall.examples import FACT_NAMES, DoesNotFit, fact_example, facts_row, paragraphs_row, passkey_example
+from recall import examples, facts
+from recall.examples import DoesNotFit, passkey_example
+from recall.facts import FACT_NAMES, fact_example, facts_row, paragraphs_row
 from recall.filler import Filler, TokenStream
 from recall_texts import NAMES, assert_answered, encoder, filler, text_at, tokenizer
 
@@ -158,7 +159,7 @@ def test_places_are_drawn_from_all_that_are_possible(distance, width, least, sta
 
     expected = {pair for pair in itertools.product(range(length), repeat=2) if possible(*pair)}
     rng = random.Random(0)
-    drawn = (examples._draw_places(rng, distance, length, width, least, stated_at) for _ in range(100 * len(expected)))
+    drawn = (facts._draw_places(rng, distance, length, width, least, stated_at) for _ in range(100 * len(expected)))
     found = Counter(drawn)
     assert set(found) == expected
     # Each is drawn 100 times on average with a standard deviation of 10: 45 are out of reach for some 100 pairs

@@ -13,7 +13,8 @@ from corpora.biographies import SENTENCES, biography_documents
 from corpora.tokenization import train_bpe
 from evaluation.inference import switch_memory_off
 from models import causal_mha, gpt2, infini_gpt2, token_ids
-from recall.examples import FACT_NAMES, NEEDLES, QUESTIONS, Example, Question
+from recall.examples import NEEDLES, QUESTIONS, Example, Question
+from recall.facts import FACT_NAMES
 from recall.tasks import constant_guesses, score_answers, wilson_interval
 from running import kill_when, load_recipe, recipe
 
