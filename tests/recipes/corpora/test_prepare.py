@@ -303,7 +303,7 @@ def test_usage_errors_and_help(tmp_path, capsys):
         run("--sorce", "x", *BIOGRAPHIES, out=tmp_path)
     assert exit.value.code == 2 and "unrecognised arguments: --sorce" in capsys.readouterr().err
     with pytest.raises(SystemExit) as exit:
-        run("--help", out=tmp_path)
+        run("--help_all", out=tmp_path)
     text = capsys.readouterr().out
     assert exit.value.code == 0
     for option in ("--source", "--skip_bad", "--tokenizer_sample", "--split_by", "--max_tokens", "(default: 0.35)"):
