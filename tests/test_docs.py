@@ -91,6 +91,7 @@ def test_every_option_has_its_section():
             assert "*Cost*" in section or "costs" in section or "Choosing the segment length" in section, section
 
 
+@pytest.mark.slow
 def test_every_recipe_is_on_its_page(site):
     text = (site / "recipes.html").read_text(encoding="utf-8")
     missing = [recipe.name for recipe in sorted((ROOT / "recipes").glob("*.py")) if f"<code>{recipe.name}" not in text]

@@ -121,6 +121,7 @@ def test_a_row_with_more_documents_than_promised_stops_the_graph():
         compiled(**rows(padded=False, packed=True), max_documents=2)
 
 
+@pytest.mark.slow
 def test_positions_beyond_the_table_stop_the_graph():
     model = infini_gpt2(n_layer=1)
     with pytest.raises(RuntimeError, match="beyond this model's 64 learned positions"):

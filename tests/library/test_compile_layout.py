@@ -85,6 +85,7 @@ def test_more_documents_than_were_promised_are_an_error():
         segment_layout(2, 6, 4, max_documents=0)
 
 
+@pytest.mark.slow
 def test_padded_masks_compile_for_avx2():
     """Of booleans that it pads, torch.compile wrote C++ that is none; other machines are made to write for AVX2."""
     attention_mask, memory_mask = torch.ones(3, 30, dtype=torch.long), torch.arange(90).view(3, 30) % 7 != 0

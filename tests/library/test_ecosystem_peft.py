@@ -81,6 +81,7 @@ def test_adapter_and_gates_train_and_the_rest_stays(family, base, trained):
     assert len(saved) == len(learned)  # nothing of the base model is in the adapter's file
 
 
+@pytest.mark.slow
 def test_a_saved_adapter_gives_the_same_logits_on_a_fresh_base(base, trained):
     model, folder = trained
     loaded = peft.AutoPeftModelForCausalLM.from_pretrained(folder)  # finds the base by its folder

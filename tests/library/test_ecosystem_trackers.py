@@ -11,6 +11,9 @@ from cli import UserError
 from running import SIZES, load_recipe, prepared_data, recipe, run
 from training import setup
 
+pytestmark = pytest.mark.slow  # they share trained runs
+
+
 train = load_recipe("train")
 
 pytest.importorskip("tensorboard", reason="pip install tensorboard")
@@ -50,7 +53,6 @@ def expected_values(folder: Path) -> dict[str, dict[int, float]]:
     return expected
 
 
-@pytest.mark.slow
 def test_tensorboards_files_hold_losses_and_gates(folder):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

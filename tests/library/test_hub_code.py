@@ -184,6 +184,7 @@ def test_memory_is_used_and_bounded(name, saved):
         assert not torch.allclose(model(token_ids(2, 40)).logits, wanted["logits"], atol=1e-2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in SOURCES if name != "repository"])
 @pytest.mark.parametrize("trust", [None, True])
 def test_the_installed_classes_come_first(name, trust, saved, loaded):

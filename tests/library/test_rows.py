@@ -148,6 +148,7 @@ def test_a_trained_model_begins_each_document_with_an_empty_memory(trained):
     assert not torch.allclose(model(row).logits, alone, atol=1e-2)  # without the border the memory goes on
 
 
+@pytest.mark.slow
 def test_special_tokens_enter_neither_the_memory_nor_the_loss_of_a_trained_model(trained):
     run, data = trained
     model, tokenizer = AutoModelForCausalLM.from_pretrained(run), AutoTokenizer.from_pretrained(run)

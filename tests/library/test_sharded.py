@@ -18,6 +18,9 @@ from hf_infini import InfiniGPT2LMHeadModel, training
 from models import causal_mha, infini_gpt2, token_ids
 from running import ROOT, SIZES, load_recipe, losses, prepared_data, recipe, result, run
 
+pytestmark = pytest.mark.slow  # they share trained runs
+
+
 train = load_recipe("train")
 
 CONFIGS = ROOT / "recipes" / "configs"
@@ -73,7 +76,6 @@ def code_of(folder: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in folder.glob("*.py")}
 
 
-@pytest.mark.slow
 def test_two_sharded_processes_train_what_one_does(sharded, alone):
     folder, command = sharded
     assert len(losses(alone)) == 5  # 3 steps, 2 evaluations
@@ -141,7 +143,6 @@ def test_a_model_that_is_sharded_carries_the_same_code(make, process_group, tmp_
         assert (tmp_path / "sharded" / file.name).read_bytes() == file.read_bytes(), file.name
 
 
-@pytest.mark.slow
 def test_a_launch_that_would_shard_nothing_is_refused(base, monkeypatch):
     """accelerate passes over such a configuration on CPUs; the launch leaves no more than this variable of it."""
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")

@@ -19,6 +19,9 @@ from benchmarks.report import Results
 from cli import UserError
 from running import ROOT, kill_when, load_recipe
 
+pytestmark = pytest.mark.slow  # they share trained runs
+
+
 benchmark = load_recipe("benchmark")
 TINY = ["--size", "tiny", "--dtypes", "float32", "--rounds", 2, "--threads", 1]
 
@@ -45,7 +48,6 @@ def everything(tmp_path_factory):
         return measure(*TINY, "--contestants", "infini", "loop-split", "causal-eager", "--out", out), out
 
 
-@pytest.mark.slow
 def test_the_layer_beside_others(everything):
     printed, out = everything
     rows = rows_of(out.with_name("all.json"), "attention")
@@ -147,7 +149,6 @@ def test_files_of_a_run(everything):
     assert max(widths) == 1 and sum(widths) == 10  # attention, scaling 2, model 3, decoding, options, compiled 2
 
 
-@pytest.mark.slow
 def test_killed_and_started_again(tmp_path):
     """What was measured before the kill is not measured again: its values are the same, digit for digit."""
     file = tmp_path / "killed.json"

@@ -25,6 +25,9 @@ from hub_repository import WRITE
 from hub_server import HubServer
 from running import CONTEXT, ROOT, load_recipe, prepared_data, result, straight_run
 
+pytestmark = pytest.mark.slow  # they share trained runs
+
+
 push = load_recipe("push")
 NAME = "user/infini"
 MODELS = sorted(path for path in (ROOT / "model_cards").iterdir() if path.is_dir())
@@ -73,7 +76,6 @@ def published(trained, tmp_path_factory):
     hub.stop()
 
 
-@pytest.mark.slow
 def test_what_is_in_the_folder_is_on_the_hub(published):
     out, printed, hub = published
     files = hub.repository(NAME).files()
@@ -108,7 +110,6 @@ def test_the_card_has_the_numbers_of_the_json(published, trained):
     assert str(trained.parent) not in card.content and sys.prefix not in card.content
 
 
-@pytest.mark.slow
 def test_a_stranger_gets_what_the_card_says(published, tmp_path):
     """The example of the card, by the name on the Hub, where nobody imports hf_infini."""
     out, _, hub = published
@@ -139,7 +140,6 @@ def refused(folder) -> str:
     return str(error.value)
 
 
-@pytest.mark.slow
 def test_folders_that_are_not_whole(published, tmp_path):
     folder = shutil.copytree(published[0], tmp_path / "card")
     config = json.loads((folder / "config.json").read_text())
@@ -285,7 +285,6 @@ trainer.push_to_hub(commit_message="again", license="mit")
 """
 
 
-@pytest.mark.slow
 def test_the_trainer_keeps_a_card(published, trained, tmp_path):
     folder, hub = shutil.copytree(trained, tmp_path / "infini"), published[2]
     shutil.copyfile(published[0] / "README.md", folder / "README.md")

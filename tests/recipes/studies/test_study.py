@@ -14,6 +14,9 @@ from running import ROOT, kill_when, load_recipe, recipe, result
 from studies import execution, measure
 from study_runs import STEPS, arguments, run_here, write_study
 
+pytestmark = pytest.mark.slow  # they share trained runs
+
+
 study = load_recipe("study")
 
 
@@ -68,7 +71,6 @@ def variant(content, name: str) -> dict:
     return next(found for found in content["variants"] if found["name"] == name)
 
 
-@pytest.mark.slow
 def test_killed_it_goes_on_and_repeats_nothing(base, finished):
     assert len(finished) > 2 and all(file.stat().st_mtime_ns == before for file, before in finished.items())
     log = (base / "out" / "logs" / "best.log").read_text()
@@ -77,7 +79,6 @@ def test_killed_it_goes_on_and_repeats_nothing(base, finished):
     assert lines[-1]["step"] == STEPS
 
 
-@pytest.mark.slow
 def test_started_again_it_measures_nothing_twice(base, content, text):
     """With fewer variants, and the reports that the other tests look at read already."""
     out = base / "out"
@@ -196,7 +197,6 @@ def test_finished_runs_are_compared_beside_n_grams(base, content, tmp_path, caps
 # --- sweeps -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_a_grid_with_seeds_goes_on_when_one_fails(base, finished, tmp_path, capsys):
     train = {"model": "causal_mha", "n_layer": 1, "n_embd": 16, "n_head": 2, "batch_size": 8, "max_steps": 2}
     train["use_cpu"] = True
@@ -234,7 +234,6 @@ def test_a_grid_with_seeds_goes_on_when_one_fails(base, finished, tmp_path, caps
     assert (tmp_path / "out" / "new,attention=none" / "result.json").is_file()
 
 
-@pytest.mark.slow
 def test_interrupted_it_stops_its_children(base, finished, tmp_path):
     options = ["--variants", "s1", "best", "--jobs", "2", "--set", "train.max_steps=1000000"]
     words = ["--study", base / "toy.yaml", "--data", base / "out" / "data" / "base", "--out", tmp_path, *options]

@@ -59,6 +59,7 @@ def test_a_run_leaves_a_model_and_its_numbers(base):
         assert (folder / name).read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
+@pytest.mark.slow
 def test_metrics_lines(base):
     lines = run_folder.read_jsonl(straight_run(base) / "metrics.jsonl")
     training_lines = [line for line in lines if "train_loss" in line]
@@ -177,6 +178,7 @@ def test_infini_starts_from_plain_gpt2(base, self_run, tmp_path, capsys):
     assert not torch.equal(infini.transformer.h[0].attn.gate(), torch.zeros(2))  # whose own rate is 0.01
 
 
+@pytest.mark.slow
 def test_what_a_start_cannot_be(base, self_run, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(self_run)
 

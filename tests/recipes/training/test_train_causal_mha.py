@@ -47,6 +47,7 @@ def tokenizer(base):
 # --- runs -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_attention_trains(base, kind):
     from datasets import load_from_disk
@@ -111,6 +112,7 @@ def test_a_trained_model_gets_a_memory(base, tmp_path):
     assert all(gate.abs().min() > 1e-3 for gate in weights.values())  # their own rate is 0.01
 
 
+@pytest.mark.slow
 def test_what_a_start_cannot_be(base, tokenizer):
     def config(context=CONTEXT, **options):
         return build_config(ModelOptions(**{"model": "causal_mha"} | options), tokenizer, context)
