@@ -7,8 +7,5 @@ def attention_of(config) -> str:
 
 
 def context_limit(config) -> int | None:
-    """The most tokens that a model's positions reach; None where they have no end: all but learned ones (infini_gpt2), and
-    all but learned ones (causal_mha)."""
-    if getattr(config, "position_encoding", "learned") != "learned":
-        return None
+    """The most tokens that a model's positions reach; None where they have no end: all but learned ones."""
     return getattr(config, "n_positions", None) if getattr(config, "position_encoding", "learned") == "learned" else None

@@ -39,6 +39,7 @@ from training import run_folder, setup
 
 train = load_recipe("train")
 
+
 @pytest.fixture(scope="session")
 def tokenizer(base):
     return AutoTokenizer.from_pretrained(prepared_data(base) / "tokenizer")
