@@ -21,7 +21,8 @@ have random weights. For figures of record let nothing else run, and pin the pro
 Prints tables and writes OUT.json and OUT_PART.png. Killed and started again, it measures only what OUT.json does not hold.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -57,8 +58,9 @@ def main(argv: list[str] | None = None) -> None:
                 raise UserError(f"--{name} must be greater than 0, got {number}")
 
     import torch
+    from tqdm import tqdm
 
-    from benchmarks import contestants, models, parts, report
+    from benchmarks import contestants, measuring, models, parts, report
     from plots.benchmark import plot_benchmark
     from support import measurement
 
@@ -74,13 +76,18 @@ def main(argv: list[str] | None = None) -> None:
         measurement.keep_freed_memory()
     size = parts.SIZES[options.size]
     size = replace(size, shapes=shapes or size.shapes, contexts=tuple(options.contexts or size.contexts))
-    spec = models.ModelSpec(**size.model, device=options.device, seed=options.seed)
-    how = parts.How(spec, options.rounds, options.threads)
+    how = parts.How(
+        models.ModelSpec(**size.model, device=options.device, seed=options.seed), options.rounds, options.threads
+    )
     out = Path(options.out)
     setting = {**measurement.environment(), "device": options.device, "threads": torch.get_num_threads()}
     results = report.Results(out.with_name(f"{out.name}.json"), setting)
     for part in options.parts:
-        rows = parts.measure(part, parts.cells_of(part, size, options.dtypes, names), how, results.rows)
+        rows = []
+        for function, settings in tqdm(parts.cells_of(part, size, options.dtypes, names), desc=part):
+            key = {"work": function.__name__, **settings, "rounds": options.rounds, "spec": asdict(how.spec)}
+            rows += results.rows(key, partial(function, how, **settings))
+            measuring.give_back_memory()
         picture = out.with_name(f"{out.name}_{part}.png")
         plot_benchmark(report.tables_of(rows), picture)
         print(f"{report.markdown(rows)}\n\n{picture}\n", flush=True)

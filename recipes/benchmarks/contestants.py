@@ -81,7 +81,7 @@ Forward = tuple[Callable[[], Tensor], list[Tensor]]  # what computes the output,
 
 
 def run_of(name: str, problem: Problem) -> Callable[[], None]:
-    """Forward and backward of one contestant, for [`timing.alternate`]."""
+    """Forward and backward of one contestant."""
     forward, parameters = CONTESTANTS[name](problem)
     leaves = [problem.query, problem.key, problem.value, problem.gate, *parameters]
     upstream = problem.upstream.transpose(1, 2)
@@ -92,18 +92,17 @@ def run_of(name: str, problem: Problem) -> Callable[[], None]:
     return run
 
 
-def probe(spec: dict, peak_of: Callable[[Callable[[], object]], dict]) -> dict:
-    """Peak of inputs, forward and backward of `spec["contestant"]`, for [`probe.measure`].
+def prepare_layer(name: str, shape: Shape, device: str) -> Callable[[], None]:
+    """One contestant's forward and backward with its inputs, for [`measuring.peak_of`].
 
     Two segments warm up a process on the CPU. On a GPU it is the whole: what is compiled, is compiled for its shape.
     """
-    shape = Shape(**spec["shape"])
 
     def once(shape: Shape) -> None:
-        run_of(spec["contestant"], Problem.random(shape, spec["device"]))()
+        run_of(name, Problem.random(shape, device))()
 
-    once(shape if spec["device"].startswith("cuda") else replace(shape, tokens=min(shape.tokens, 2 * shape.segment)))
-    return peak_of(lambda: once(shape))
+    once(shape if device.startswith("cuda") else replace(shape, tokens=min(shape.tokens, 2 * shape.segment)))
+    return lambda: once(shape)
 
 
 def missing(name: str) -> str | None:
@@ -111,16 +110,6 @@ def missing(name: str) -> str | None:
     if name in PACKAGES and importlib.util.find_spec(name.replace("-", "_")) is None:
         return f"not installed: pip install {name}"
     return None
-
-
-def bytes_needed(name: str, shape: Shape, device: str) -> int:
-    """What forward and backward will take at least, roughly: where it is more than there is, trying would only harm."""
-    square = shape.tokens * shape.tokens
-    if name == "causal-eager":  # scores, weights, and a gradient of each, with softmax in float32
-        return 4 * 4 * shape.batch * shape.heads * square
-    if name == "sliding-window" and not device.startswith("cuda"):
-        return 5 * square + 12 * shape.tensor_bytes()  # the mask as booleans, and as what is added to the scores
-    return 16 * shape.tensor_bytes()
 
 
 # --- the same equations -----------------------------------------------------------------------------------------------
@@ -152,16 +141,12 @@ def parallel(query: Tensor, key: Tensor, value: Tensor, gate: Tensor, segment: i
     features = F.elu(k.float()) + 1
     written = (features.transpose(-1, -2) @ v.float(), features.sum(-2).unsqueeze(-1))
     memory, normaliser = (F.pad(t[:, :-1], (0, 0, 0, 0, 0, 0, 1, 0)).cumsum(1) for t in written)
-    read = _read(F.elu(q.float()) + 1, memory, normaliser)
+    features = F.elu(q.float()) + 1
+    read = features @ memory / (features @ normaliser + EPS)  # equation 3
     share = torch.sigmoid(gate.float())[:, None, None].expand(q.shape[1], -1, -1, -1).clone()
     share[0] = 0.0  # nothing is older than the first segment
     mixed = torch.lerp(local.float(), read, share.expand_as(read)).to(query.dtype)
     return mixed.transpose(1, 2).flatten(2, 3)[:, :, :tokens]
-
-
-def _read(features: Tensor, memory: Tensor, normaliser: Tensor) -> Tensor:
-    """Equation 3; features `[…, tokens, d]`, memory `[…, d, e]`, normaliser `[…, d, 1]`."""
-    return features @ memory / (features @ normaliser + EPS)
 
 
 # --- something else on the same tensors -------------------------------------------------------------------------------

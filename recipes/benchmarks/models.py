@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel
 
-from hf_infini import InfiniCache, patch_model
+from hf_infini import patch_model
 from hf_infini.training import parameter_groups
 
 KINDS = ("infini", "gpt2")
@@ -45,14 +45,6 @@ def build(kind: str, spec: ModelSpec, positions: int, changes: dict | None = Non
     return model.to(spec.device)
 
 
-def build_both(spec: ModelSpec, positions: int) -> dict:
-    """Both kinds with the same weights, but for the positions and the gates; by kind."""
-    models = {kind: build(kind, spec, positions) for kind in KINDS}
-    weights = {name: tensor for name, tensor in models["gpt2"].state_dict().items() if "wpe" not in name}
-    models["infini"].load_state_dict(weights, strict=False)
-    return models
-
-
 def random_ids(spec: ModelSpec, batch: int, tokens: int) -> torch.Tensor:
     """`[batch, tokens]`, without the last id, which ends a text."""
     draw = torch.Generator().manual_seed(spec.seed)
@@ -79,29 +71,19 @@ def training_step(model, ids: torch.Tensor, dtype: str, compiled: bool = False) 
     return step
 
 
-def probe_training(spec: dict, peak_of: Callable[[Callable[[], object]], dict]) -> dict:
-    """Peak of all that training holds: weights, gradients, the optimiser's state and what the second step computes.
-
-    Args:
-        spec: `model` (a kind), `sizes` (of a [`ModelSpec`]), `context`, `rows` and `dtype`.
-    """
-    sizes = ModelSpec(**spec["sizes"])
-    ids = random_ids(sizes, spec["rows"], spec["context"])
+def prepare_training(kind: str, spec: ModelSpec, context: int, rows: int, dtype: str) -> Callable[[], None]:
+    """Two steps, for [`measuring.peak_of`]: they hold weights, gradients, the optimiser's state and what a step computes."""
+    ids = random_ids(spec, rows, context)
 
     def train() -> None:
-        step = training_step(build(spec["model"], sizes, spec["context"]), ids, spec["dtype"])
+        step = training_step(build(kind, spec, context), ids, dtype)
         step()
         step()
 
-    return peak_of(train)
+    return train
 
 
 # --- reading and writing text -----------------------------------------------------------------------------------------
-
-
-def empty_cache(model):
-    """An [`InfiniCache`] for a model with a memory, a `DynamicCache` for stock GPT-2."""
-    return DynamicCache(config=model.config) if model.config.model_type == "gpt2" else InfiniCache(model.config)
 
 
 def random_cache(model, context: int) -> DynamicCache:
@@ -117,14 +99,15 @@ def random_cache(model, context: int) -> DynamicCache:
 @torch.inference_mode()
 def read(model, ids: torch.Tensor, chunk: int, mask: torch.Tensor | None = None):
     """The cache after `[batch, tokens]`, read in chunks; `mask` of the same shape is 0 for padding."""
-    cache = empty_cache(model)
+    cache = None
     for begin in range(0, ids.shape[1], chunk):
         end = min(ids.shape[1], begin + chunk)
         padding = {}
         if mask is not None:
             padding["attention_mask"] = mask[:, :end]
             padding["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)[:, begin:end]
-        model(ids[:, begin:end], past_key_values=cache, use_cache=True, logits_to_keep=1, **padding)
+        output = model(ids[:, begin:end], past_key_values=cache, use_cache=True, logits_to_keep=1, **padding)
+        cache = output.past_key_values
     return cache
 
 
@@ -151,14 +134,8 @@ def new_tokens(model, cache, steps: int, mask: torch.Tensor | None = None) -> Ca
     return run
 
 
-def probe_prefill(spec: dict, peak_of: Callable[[Callable[[], object]], dict]) -> dict:
-    """Peak while a prompt is read, its cache included, beyond the weights.
-
-    Args:
-        spec: `model`, `sizes` as in [`probe_training`], `context` and `chunk`.
-    """
-    sizes = ModelSpec(**spec["sizes"])
-    model = build(spec["model"], sizes, spec["context"])
-    ids = random_ids(sizes, 1, spec["context"])
-    read(model, ids[:, : min(spec["context"], 64)], spec["chunk"])  # libraries and thread pools
-    return peak_of(lambda: read(model, ids, spec["chunk"]))
+def prepare_prompt(kind: str, spec: ModelSpec, context: int, chunk: int) -> Callable[[], object]:
+    """A prompt that is read in chunks, for [`measuring.peak_of`]: the cache counts, the weights do not."""
+    model, ids = build(kind, spec, context), random_ids(spec, 1, context)
+    read(model, ids[:, : min(context, 64)], chunk)  # libraries and thread pools
+    return lambda: read(model, ids, chunk)

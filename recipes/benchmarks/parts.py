@@ -2,25 +2,22 @@
 
 A cell is measured together, by a function of [`How`] and the cell's settings. It returns rows: `work` (the table that a row
 belongs to), `name`, the settings in words, and `skipped` (why there is nothing else) or measurements: `seconds` and `ratio`
-with their extremes (see [`timing.summary`]), `peak_bytes`, `cache_bytes`, `tokens_per_second`.
+with their extremes, `peak_bytes`, `memory_ratio`, `cache_bytes`, `tokens_per_second`.
 """
 
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
-from functools import partial
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
-import psutil
 import torch
 
 from support.measurement import cache_bytes
 
-from . import contestants, models, probe, timing
+from . import contestants, measuring, models
 from .contestants import BASE, Problem, Shape
 from .models import KINDS, ModelSpec
 
 RULES = ("infini", "infini-delta")  # what is measured where this package is measured against itself
-ONCE_ABOVE = 10.0  # seconds; a contestant of the layer that takes more is timed once, not in every round
-SKIP_ABOVE = 60.0  # seconds; one that takes more in a process of its own is not timed (CPU)
+SKIP_ABOVE = 60.0  # seconds; a layer that takes more in a process of its own is not timed (CPU)
 NEW_TOKENS = 8  # timed together
 UNCHANGED = "none"
 CHANGES = {
@@ -75,22 +72,44 @@ class How:
     """How things are measured, the same for all parts.
 
     Attributes:
-        rounds: values of each contestant; see [`timing.alternate`].
+        rounds: values of each contestant; see [`measuring.alternate`].
         threads: on the CPU; `None`: torch's choice.
-        say: is told what is being measured.
     """
 
     spec: ModelSpec
     rounds: int = 5
     threads: int | None = None
-    say: Callable[[str], object] = field(default=lambda text: None, compare=False)
 
-    def alternate(self, runs: dict, **options) -> dict[str, list[float]]:
-        how = {"rounds": self.rounds, "device": self.spec.device, "seed": self.spec.seed, "say": self.say}
-        return timing.alternate(runs, **how, **options)
+    def peak(self, prepare: Callable, *settings, limit_seconds: float = 60 * SKIP_ABOVE) -> dict:
+        where = {"device": self.spec.device, "threads": self.threads, "limit_seconds": limit_seconds}
+        return measuring.peak_of(prepare, *settings, **where)
 
-    def probe(self, kind: str, limit_seconds: float = SKIP_ABOVE, **spec) -> dict:
-        return probe.measure({"kind": kind, **spec}, self.spec.device, self.threads, limit_seconds)
+    def compare(
+        self, rows: dict, runs: Mapping, bases: Mapping, steps: int = 1, tokens: int = 0, sample_seconds: float = 0.0
+    ) -> list[dict]:
+        """The rows with the times of their runs, which take turns, and the ratios between them.
+
+        Args:
+            rows, runs: by any key; a row that is skipped has no run.
+            bases: key → the key of the row that its ratios are to.
+            steps: of one run, of which one is the unit of time.
+            tokens: of one step, where tokens per second say something.
+            sample_seconds: see [`measuring.alternate`].
+        """
+        where = {"rounds": self.rounds, "device": self.spec.device, "seed": self.spec.seed}
+        times = measuring.alternate(runs, **where, sample_seconds=sample_seconds)
+        for key, seconds in times.items():
+            samples = [value / steps for value in seconds]
+            rows[key] |= measuring.spread(samples, "seconds") | {"samples": samples}
+            if tokens:
+                rows[key]["tokens_per_second"] = tokens / rows[key]["seconds"]
+        for key, base in bases.items():
+            if key in times and base in times:
+                ratios = [value / other for value, other in zip(times[key], times[base], strict=True)]
+                rows[key] |= measuring.spread(ratios, "ratio")
+            if "peak_bytes" in rows[key] and rows.get(base, {}).get("peak_bytes"):
+                rows[key]["memory_ratio"] = rows[key]["peak_bytes"] / rows[base]["peak_bytes"]
+        return list(rows.values())
 
 
 def cells_of(part: str, size: Size, dtypes: list[str], names: list[str]) -> list[tuple[Callable, dict]]:
@@ -121,116 +140,67 @@ def cells_of(part: str, size: Size, dtypes: list[str], names: list[str]) -> list
 
 
 def attention(how: How, tokens: int, segment: int, dtype: str, names: list[str]) -> list[dict]:
-    """Seconds and memory of each contestant on one shape, with their ratios to `infini`. One that takes long runs once."""
-    shape = _shape(how, tokens, segment, dtype)
-    memory = {name: _memory_of(how, name, shape) for name in names}
-    timing.give_back_memory()
-    problem = Problem.random(shape, how.spec.device, how.spec.seed)
-    runs = {name: contestants.run_of(name, problem) for name in names if "skipped" not in memory[name]}
-    timed = timing.summary(how.alternate(runs, once_above=ONCE_ABOVE, sample_seconds=0.05), BASE)
-    same = {"work": "one layer, forward and backward", "tokens": tokens, "segment": segment, "dtype": dtype}
-    rows = [{**same, "name": name, **memory[name], **timed.get(name, {})} for name in names]
-    for row in rows:
-        row |= _memory_ratio(row, memory.get(BASE, {}))
-    return rows
+    """Seconds and memory of each contestant on one shape, with their ratios to `infini`."""
+    cases = {name: (name, tokens, segment) for name in names}
+    return _layers(how, "one layer, forward and backward", dtype, cases, dict.fromkeys(cases, BASE))
 
 
 def scaling(how: How, name: str, lengths: list[int], dtype: str) -> list[dict]:
-    """Seconds and memory of one contestant on lengths that double; ratios are to the row before. The lengths are timed in
-    turn, so that a ratio's two values come from the same round."""
-    shapes = {tokens: _shape(how, tokens, how.spec.segment_length, dtype) for tokens in lengths}
-    memory = {tokens: _memory_of(how, name, shape) for tokens, shape in shapes.items()}
-    timing.give_back_memory()
-    runs = {
-        tokens: contestants.run_of(name, Problem.random(shape, how.spec.device, how.spec.seed))
-        for tokens, shape in shapes.items()
-        if "skipped" not in memory[tokens]
-    }
-    times = how.alternate(runs, once_above=ONCE_ABOVE, sample_seconds=0.05)
-    rows, before = [], None
-    for tokens, shape in shapes.items():
-        row = {"work": "one layer over its length, ratios to half of it", "name": name, "tokens": tokens}
-        row |= {"segment": shape.segment, "dtype": dtype, **memory[tokens]}
-        if tokens in times:
-            row |= timing.spread(times[tokens]) | {"samples": times[tokens]}
-        if tokens in times and before in times:
-            row |= timing.spread(timing.ratios(times[tokens], times[before]), "ratio") | _memory_ratio(row, memory[before])
-        rows.append(row)
-        before = tokens
-    return rows
+    """Seconds and memory of one contestant on lengths that double; ratios are to the row before."""
+    cases = {tokens: (name, tokens, how.spec.segment_length) for tokens in lengths}
+    halves = dict(zip(lengths[1:], lengths, strict=False))
+    return _layers(how, "one layer over its length, ratios to half of it", dtype, cases, halves)
 
 
 def segment_memory(how: How, name: str, tokens: int, segments: list[int], dtype: str) -> list[dict]:
     """The memory of one contestant over the segment length."""
-    same = {"work": "memory of one layer over the segment length", "name": name, "tokens": tokens, "dtype": dtype}
-    shapes = [_shape(how, tokens, segment, dtype) for segment in segments]
-    return [{**same, "segment": shape.segment, **_memory_of(how, name, shape)} for shape in shapes]
+    cases = {segment: (name, tokens, segment) for segment in segments}
+    return _layers(how, "memory of one layer over the segment length", dtype, cases)
 
 
-def _shape(how: How, tokens: int, segment: int, dtype: str) -> Shape:
-    return Shape(tokens, segment, how.spec.n_head, how.spec.n_embd // how.spec.n_head, 1, dtype)
-
-
-def _memory_of(how: How, name: str, shape: Shape) -> dict:
-    """`peak_bytes` and `extra`, what it holds beyond query, key, value, output and their gradients in units of those; or
-    `skipped` where the contestant cannot run or takes too long."""
-    how.say(f"{name}, {shape.tokens:,} tokens, memory")
-    reason, device = contestants.missing(name), how.spec.device
-    needed, free = contestants.bytes_needed(name, shape, device), _free_bytes(device)
-    if reason is None and needed > free:
-        reason = f"needs about {needed / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free"
-    if reason:
-        return {"skipped": reason}
-    found = how.probe("layer", contestant=name, shape=asdict(shape), device=device)
-    if "failed" in found:
-        return {"skipped": found["failed"]}
-    return {"peak_bytes": found["peak_bytes"], "extra": found["peak_bytes"] / (8 * shape.tensor_bytes()) - 1}
-
-
-def _memory_ratio(row: dict, base: dict) -> dict[str, float]:
-    """`memory_ratio` of two peaks; nothing where one is missing, or too small to be seen."""
-    return {"memory_ratio": row["peak_bytes"] / base["peak_bytes"]} if "peak_bytes" in row and base.get("peak_bytes") else {}
-
-
-def _free_bytes(device: str) -> int:
-    """Memory that is free for more tensors."""
-    return torch.cuda.mem_get_info(device)[0] if device.startswith("cuda") else psutil.virtual_memory().available
+def _layers(how: How, work: str, dtype: str, cases: Mapping, bases: Mapping | None = None) -> list[dict]:
+    """Rows of cases, by any key: name, tokens and segment length. `peak_bytes` has `extra` with it, what is held beyond
+    query, key, value, output and their gradients in units of those. Without bases nothing is timed."""
+    device, shapes, rows = how.spec.device, {}, {}
+    for key, (name, tokens, segment) in cases.items():
+        shape = Shape(tokens, segment, how.spec.n_head, how.spec.n_embd // how.spec.n_head, 1, dtype)
+        absent = contestants.missing(name)
+        peak = how.peak(contestants.prepare_layer, name, shape, device, limit_seconds=SKIP_ABOVE) if absent is None else {}
+        if "peak_bytes" in peak:
+            peak["extra"] = peak["peak_bytes"] / (8 * shape.tensor_bytes()) - 1
+        rows[key] = {"work": work, "name": name, "tokens": tokens, "segment": segment, "dtype": dtype}
+        rows[key] |= {"skipped": absent} if absent else peak
+        shapes[key] = shape
+    if bases is None:
+        return list(rows.values())
+    problems = {shape: Problem.random(shape, device, how.spec.seed) for shape in shapes.values()}
+    timed = [key for key, row in rows.items() if "skipped" not in row]
+    runs = {key: contestants.run_of(rows[key]["name"], problems[shapes[key]]) for key in timed}
+    return how.compare(rows, runs, bases, sample_seconds=0.05)
 
 
 # --- whole models -----------------------------------------------------------------------------------------------------
 
 
 def training(how: How, context: int, rows: int, dtype: str) -> list[dict]:
-    """A training step of both models in turn, and its peak memory, of a process each. Where there is no memory for both at
-    once, nothing is timed."""
+    """A training step of both models in turn, and its peak memory, of a process each."""
     spec, same = how.spec, {"work": "training step", "tokens": context, "rows": rows, "dtype": dtype}
-    found = {}
-    for kind in KINDS:
-        how.say(f"{kind}, memory")
-        work = {"model": kind, "sizes": vars(spec), "context": context, "rows": rows, "dtype": dtype}
-        peak = how.probe("training", 20 * SKIP_ABOVE, **work)
-        found[kind] = {"skipped": peak["failed"]} if "failed" in peak else {"peak_bytes": peak["peak_bytes"]}
-    timing.give_back_memory()
-    peaks = {kind: result["peak_bytes"] for kind, result in found.items() if "peak_bytes" in result}
-    built = {kind: models.build(kind, spec, context) for kind in peaks}
-    # The larger of the two at its peak, and what stays of the other: weights and two moments
-    stays = sum(12 * model.num_parameters() for model in list(built.values())[1:])
-    if max(peaks.values(), default=0) + stays > _free_bytes(spec.device):
-        found = {kind: {"skipped": "not enough free memory for both at once", **result} for kind, result in found.items()}
-        built = {}
+    found = {kind: how.peak(models.prepare_training, kind, spec, context, rows, dtype) for kind in KINDS}
+    found = {kind: {**same, "name": kind, **peak} for kind, peak in found.items()}
+    built = {kind: models.build(kind, spec, context) for kind, row in found.items() if "skipped" not in row}
     ids = models.random_ids(spec, rows, context)
     runs = {kind: models.training_step(model, ids, dtype) for kind, model in built.items()}
-    return _rows(same, how.alternate(runs), BASE, rows * context, found)
+    return how.compare(found, runs, dict.fromkeys(KINDS, BASE), tokens=rows * context)
 
 
 def options(how: How, context: int, rows: int, dtype: str, changes: list[str]) -> list[dict]:
     """A training step with one option of the memory changed, and of stock GPT-2; ratios are to no change."""
-    spec, ids = how.spec, models.random_ids(how.spec, rows, context)
-    built = {name: models.build("infini", spec, context, changes=CHANGES[name]) for name in changes}
-    built["gpt2"] = models.build("gpt2", spec, context)
-    times = how.alternate({name: models.training_step(model, ids, dtype) for name, model in built.items()})
+    built = {name: models.build("infini", how.spec, context, changes=CHANGES[name]) for name in changes}
+    built["gpt2"] = models.build("gpt2", how.spec, context)
+    ids = models.random_ids(how.spec, rows, context)
     same = {"work": "training step, one option changed", "tokens": context, "rows": rows, "dtype": dtype}
-    return _rows(same, times, UNCHANGED, rows * context)
+    runs = {name: models.training_step(model, ids, dtype) for name, model in built.items()}
+    return how.compare(_rows(same, runs), runs, dict.fromkeys(runs, UNCHANGED), tokens=rows * context)
 
 
 def compiled_training(how: How, context: int, rows: int, dtype: str) -> list[dict]:
@@ -242,7 +212,7 @@ def compiled_training(how: How, context: int, rows: int, dtype: str) -> list[dic
         for name in ("as it is", "compiled")
     }
     same = {"work": "training step and torch.compile", "tokens": context, "rows": rows, "dtype": dtype}
-    return _rows(same, how.alternate(runs), "as it is", rows * context)
+    return how.compare(_rows(same, runs), runs, dict.fromkeys(runs, "as it is"), tokens=rows * context)
 
 
 def compiled_decoding(how: How, context: int) -> list[dict]:
@@ -254,30 +224,26 @@ def compiled_decoding(how: How, context: int) -> list[dict]:
         name: models.new_tokens(forward, models.read(model, ids, context), NEW_TOKENS)
         for name, forward in (("as it is", model), ("compiled", torch.compile(model)))
     }
-    return _rows({"work": "new token and torch.compile", "tokens": context}, _each_token(how.alternate(runs)), "as it is")
+    same = {"work": "new token and torch.compile", "tokens": context}
+    return how.compare(_rows(same, runs), runs, dict.fromkeys(runs, "as it is"), NEW_TOKENS, tokens=1)
 
 
 def prefill(how: How, kind: str, context: int, chunk: int) -> list[dict]:
     """Peak memory beyond the weights while a prompt is read in chunks."""
-    how.say(f"{kind}, {context:,} tokens")
-    work = {"model": kind, "sizes": vars(how.spec), "context": context, "chunk": chunk}
-    found = how.probe("prefill", 60 * SKIP_ABOVE, **work)
-    result = {"skipped": found["failed"]} if "failed" in found else {"peak_bytes": found["peak_bytes"]}
-    return [{"work": f"prompt in chunks of {chunk:,}, memory over the weights", "name": kind, "tokens": context, **result}]
+    same = {"work": f"prompt in chunks of {chunk:,}, memory over the weights", "name": kind, "tokens": context}
+    return [same | how.peak(models.prepare_prompt, kind, how.spec, context, chunk)]
 
 
 def padded_batch(how: How, batch: int, context: int) -> list[dict]:
     """New tokens of a left-padded batch, prompts of a quarter of `context` to all of it."""
     spec = how.spec
-    both = models.build_both(spec, context + NEW_TOKENS * (how.rounds + 1))
+    both = {kind: models.build(kind, spec, context + NEW_TOKENS * (how.rounds + 1)) for kind in KINDS}
     ids = models.random_ids(spec, batch, context)
     lengths = torch.linspace(context / 4, context, batch).ceil().long().to(spec.device)
     mask = (torch.arange(context, device=spec.device) >= context - lengths[:, None]).long()
     caches = {kind: models.read(model, ids, context, mask) for kind, model in both.items()}
-    times = how.alternate({kind: models.new_tokens(both[kind], caches[kind], NEW_TOKENS, mask) for kind in KINDS})
-    sizes = {kind: {"cache_bytes": cache_bytes(cache)} for kind, cache in caches.items()}
     same = {"work": "new token of each row of a padded batch", "tokens": context, "rows": batch}
-    return _rows(same, _each_token(times), BASE, batch, sizes)
+    return _new_tokens(how, same, both, caches, batch, mask)
 
 
 def decoding(how: How, context: int, chunk: int) -> list[dict]:
@@ -286,37 +252,18 @@ def decoding(how: How, context: int, chunk: int) -> list[dict]:
     The model with Infini-attention really reads them, in chunks. Stock GPT-2's cache is filled with random keys and values:
     what a step costs does not depend on them, and reading 65,536 tokens with full attention takes hours on a CPU.
     """
-    how.say(f"{context:,} tokens")
-    both = models.build_both(how.spec, context + NEW_TOKENS * (how.rounds + 1))
+    both = {kind: models.build(kind, how.spec, context + NEW_TOKENS * (how.rounds + 1)) for kind in KINDS}
     caches = {"infini": models.read(both["infini"], models.random_ids(how.spec, 1, context), chunk)}
     caches["gpt2"] = models.random_cache(both["gpt2"], context)
-    times = how.alternate({kind: models.new_tokens(both[kind], caches[kind], NEW_TOKENS) for kind in KINDS})
-    sizes = {kind: {"cache_bytes": cache_bytes(cache)} for kind, cache in caches.items()}
-    return _rows({"work": "new token", "tokens": context}, _each_token(times), BASE, found=sizes)
+    return _new_tokens(how, {"work": "new token", "tokens": context}, both, caches)
 
 
-def _each_token(times: dict[str, list[float]]) -> dict[str, list[float]]:
-    return {name: [seconds / NEW_TOKENS for seconds in values] for name, values in times.items()}
+def _new_tokens(how: How, same: dict, both: dict, caches: dict, batch: int = 1, mask=None) -> list[dict]:
+    """Seconds of a new token of both models in turn; the caches' bytes are those after the last one."""
+    runs = {kind: models.new_tokens(both[kind], caches[kind], NEW_TOKENS, mask) for kind in KINDS}
+    rows = how.compare(_rows(same, runs), runs, dict.fromkeys(KINDS, BASE), NEW_TOKENS, tokens=batch)
+    return [row | {"cache_bytes": cache_bytes(caches[row["name"]])} for row in rows]
 
 
-def _rows(same: dict, times: dict, base: str, tokens: int = 1, found: dict | None = None) -> list[dict]:
-    """A row for each name among the `times` or in `found`; `tokens` are those of one run."""
-    timed, found, rows = timing.summary(times, base), found or {}, []
-    for name in found or timed:
-        row = {**same, "name": name, **timed.get(name, {}), **found.get(name, {})}
-        rows.append(row | ({"tokens_per_second": tokens / row["seconds"]} if name in timed else {}))
-    return rows
-
-
-def measure(part: str, cells: list[tuple[Callable, dict]], how: How, kept: Callable) -> list[dict]:
-    """The rows of all cells of a part. `kept(key, measure)` returns a cell's rows that were measured before, or measures."""
-    from tqdm import tqdm
-
-    rows = []
-    with tqdm(cells, desc=part) as bar:
-        told = How(how.spec, how.rounds, how.threads, lambda text: bar.set_postfix_str(str(text)))
-        for function, settings in bar:
-            key = {"work": function.__name__, **settings, "rounds": how.rounds, "spec": asdict(how.spec)}
-            rows += kept(key, partial(function, told, **settings))
-            timing.give_back_memory()
-    return rows
+def _rows(same: dict, names) -> dict[str, dict]:
+    return {name: {**same, "name": name} for name in names}

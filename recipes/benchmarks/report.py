@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable
-from itertools import groupby
 from pathlib import Path
 
 from cli import UserError
@@ -10,7 +9,7 @@ from support.markdown import markdown_table
 from support.stages import write_json
 
 MIB = 2**20
-SETTINGS = {"tokens": "tokens", "segment": "segment", "rows": "rows", "dtype": "dtype"}  # columns, where rows have them
+SETTINGS = ("tokens", "segment", "rows", "dtype")  # columns, where rows have them
 
 
 class Results:
@@ -25,15 +24,11 @@ class Results:
     def __init__(self, file: Path, setting: dict):
         self.file, self.content = Path(file), {**setting, "cells": []}
         if self.file.is_file():
-            try:
-                found = json.loads(self.file.read_text(encoding="utf-8"))
-                self.content["cells"] = found["cells"]
-            except (OSError, ValueError, KeyError, TypeError):
-                raise UserError(f"{self.file} was not written by this recipe: choose another --out") from None
-            changed = [name for name in setting if name != "date" and found.get(name) != setting[name]]
-            if changed:
-                different = "; ".join(f"{name} {found.get(name)!r}, now {setting[name]!r}" for name in changed)
-                raise UserError(f"{self.file} was measured with {different}: choose another --out")
+            found = json.loads(self.file.read_text(encoding="utf-8"))
+            other = [f"{name} {found.get(name)!r}" for name in setting.keys() - {"date"} if found.get(name) != setting[name]]
+            if other:
+                raise UserError(f"{self.file} was measured with {', '.join(sorted(other))}: choose another --out")
+            self.content["cells"] = found["cells"]
 
     def rows(self, key: dict, measure: Callable[[], list[dict]]) -> list[dict]:
         """The rows of a cell, measured by `measure()` unless the file holds them."""
@@ -50,7 +45,7 @@ class Results:
 
 def tables_of(rows: list[dict]) -> dict[str, list[dict]]:
     """The rows by the work that was measured."""
-    return {work: list(group) for work, group in groupby(sorted(rows, key=lambda row: row["work"]), lambda row: row["work"])}
+    return {work: [row for row in rows if row["work"] == work] for work in dict.fromkeys(row["work"] for row in rows)}
 
 
 def markdown(rows: list[dict]) -> str:
@@ -60,32 +55,29 @@ def markdown(rows: list[dict]) -> str:
 
 def _table(rows: list[dict]) -> str:
     settings = [name for name in SETTINGS if any(name in row for row in rows)]
-    measures = {title: show for title, show in MEASURES.items() if any(show(row) for row in rows)}
+    measures = {title: show for title, show in MEASURES.items() if any(show(row) for row in rows)} or {"": _skipped}
     lines = []
     for row in rows:
         words = [f"{row[name]:,}" if isinstance(row[name], int) else row[name] for name in settings]
         values = [show(row) for show in measures.values()]
-        if "skipped" in row:
-            values[0] = f"skipped: {row['skipped']}"
-        lines.append([row["name"], *words, *values])
-    return markdown_table(["", *settings, *(measures or {"ms": None})], lines, left=1)
+        lines.append([row["name"], *words, _skipped(row) or values[0], *values[1:]])
+    return markdown_table(["", *settings, *measures], lines, left=1)
 
 
-def _times(row: dict) -> str:
-    """`12.3 (12.0 – 13.1)`, or `12.3, once`."""
-    if "seconds" not in row:
-        return ""
-    digits = 1 if row["seconds"] >= 0.01 else 2
-    middle, low, high = (f"{row['seconds' + end] * 1e3:,.{digits}f}" for end in ("", "_lowest", "_highest"))
-    return f"{middle} ({low} – {high})" if len(row["samples"]) > 1 else f"{middle}, once"
+def _skipped(row: dict) -> str:
+    return f"skipped: {row['skipped']}" if "skipped" in row else ""
 
 
-def _ratio(row: dict) -> str:
-    """`1.52 (1.49 – 1.60)`, `1.52`, or nothing where there is nothing to compare with."""
-    if "ratio" not in row:
-        return ""
-    middle, low, high = (f"{row['ratio' + end]:.2f}" for end in ("", "_lowest", "_highest"))
-    return middle if low == high else f"{middle} ({low} – {high})"
+def _spread(name: str, form: str, unit: float = 1.0) -> Callable[[dict], str]:
+    """Shows `1.52 (1.49 – 1.60)`; only `1` of the contestant that the ratios are to."""
+
+    def show(row: dict) -> str:
+        if name not in row:
+            return ""
+        middle, low, high = (format(row[name + end] / unit, form) for end in ("", "_lowest", "_highest"))
+        return middle if low == high else f"{middle} ({low} – {high})"
+
+    return show
 
 
 def _number(name: str, form: str, unit: float = 1.0) -> Callable[[dict], str]:
@@ -93,8 +85,8 @@ def _number(name: str, form: str, unit: float = 1.0) -> Callable[[dict], str]:
 
 
 MEASURES = {
-    "ms (fastest – slowest)": _times,
-    "ratio (spread)": _ratio,
+    "ms (fastest – slowest)": _spread("seconds", ",.2f", 1e-3),
+    "ratio (spread)": _spread("ratio", ".2f"),
     "tokens/s": _number("tokens_per_second", ",.0f"),
     "peak, MiB": _number("peak_bytes", ",.1f", MIB),
     "ratio": _number("memory_ratio", ".2f"),

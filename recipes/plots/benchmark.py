@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+from .run import figure_with_panels
+
 MEASURES = {"seconds": ("ms", 1e3), "peak_bytes": ("peak memory (MiB)", 2**-20), "cache_bytes": ("cache (MiB)", 2**-20)}
 
 
@@ -11,13 +13,10 @@ def plot_benchmark(tables: dict[str, list[dict]], file: Path) -> None:
     Args:
         tables: kind of work → rows of `benchmarks.parts`.
     """
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(5.5 * len(MEASURES), 4 * len(tables)), dpi=100, layout="constrained")
-    for panels, (work, rows) in zip(figure.subplots(len(tables), len(MEASURES), squeeze=False), tables.items(), strict=True):
-        rows = [row for row in rows if "skipped" not in row]
+    figure, panels = figure_with_panels(len(tables), len(MEASURES), (5.5, 4))
+    for line, (work, rows) in zip(panels, tables.items(), strict=True):
         over = next((name for name in ("tokens", "segment") if len({row.get(name) for row in rows}) > 1), None)
-        for axes, (measure, (label, unit)) in zip(panels, MEASURES.items(), strict=True):
+        for axes, (measure, (label, unit)) in zip(line, MEASURES.items(), strict=True):
             found = [row for row in rows if row.get(measure, 0) > 0]
             if not found:
                 axes.set_axis_off()
@@ -31,7 +30,6 @@ def plot_benchmark(tables: dict[str, list[dict]], file: Path) -> None:
                     axes.plot(*zip(*points, strict=True), marker="o", label=name)
                 axes.set(title=work, xlabel=over, ylabel=label, yscale="log")
                 axes.set_xscale("log", base=2)
-                axes.grid(alpha=0.3)
                 axes.legend(fontsize=7)
     figure.savefig(file)
 

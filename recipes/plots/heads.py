@@ -65,9 +65,8 @@ def plot_memory(gates: dict, shares: dict, norms: dict, file: Path) -> None:
         axes.set_title(title, fontsize=10)
         axes.set_yticks(range(len(layers)), layers)
     for number, layer in enumerate(layers):
-        for head, line in enumerate(norms[layer]):
-            label = f"layer {layer}" if head == 0 else None
-            panels[2].plot(line, color=f"C{number % 10}", alpha=0.8, marker=".", label=label)
+        lines = panels[2].plot(norms[layer].T, ".-", color=f"C{number % 10}", alpha=0.8)
+        lines[0].set_label(f"layer {layer}")
     panels[2].set(xlabel="segment that reads the memory (last point: the end of the text)", ylabel="Frobenius norm of M")
     panels[2].set_title("norm of the memory", fontsize=10)
     panels[2].set_ylim(bottom=0)

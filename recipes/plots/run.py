@@ -3,17 +3,22 @@
 from pathlib import Path
 
 
-def figure_with_axes(title: str, x_label: str, y_label: str, columns: int = 1):
-    """An empty figure of the size and style that the plots share, and its axes (an array of them beside each other where
-    there are several columns)."""
+def figure_with_panels(rows: int, columns: int, size: tuple[float, float]):
+    """An empty figure in the style that the plots share, and its axes `[rows, columns]`, of so many inches each."""
     from matplotlib.figure import Figure  # without pyplot: no global state, and Agg is the only backend it can meet
 
-    figure = Figure(figsize=(8 if columns == 1 else 6.5 * columns, 5), dpi=120, layout="constrained")
-    panels = figure.subplots(1, columns, squeeze=False)[0]
-    for axes in panels:
-        axes.set(title=title, xlabel=x_label, ylabel=y_label)
+    figure = Figure(figsize=(size[0] * columns, size[1] * rows), dpi=120, layout="constrained")
+    panels = figure.subplots(rows, columns, squeeze=False)
+    for axes in panels.flat:
         axes.grid(alpha=0.3)
-    return figure, panels[0] if columns == 1 else panels
+    return figure, panels
+
+
+def figure_with_axes(title: str, x_label: str, y_label: str):
+    """The same with one panel."""
+    figure, panels = figure_with_panels(1, 1, (8, 5))
+    panels[0, 0].set(title=title, xlabel=x_label, ylabel=y_label)
+    return figure, panels[0, 0]
 
 
 def plot_loss_curve(lines: list[dict], file: Path) -> None:
@@ -39,12 +44,11 @@ def plot_gates(lines: list[dict], file: Path) -> None:
     """
     figure, axes = figure_with_axes("Gates of the memory, a line for each head", "tokens", "sigmoid(gate)")
     lines = [line for line in lines if "gates" in line]
-    tokens = [line["tokens"] for line in lines]
     for number, layer in enumerate(lines[0]["gates"] if lines else ()):
-        for head in range(len(lines[0]["gates"][layer])):
-            values = [line["gates"][layer][head] for line in lines]
-            label = f"layer {layer}" if head == 0 else None
-            axes.plot(tokens, values, color=f"C{number % 10}", marker=".", alpha=0.8, label=label)
+        heads = axes.plot([line["tokens"] for line in lines], [line["gates"][layer] for line in lines], ".-")
+        for head in heads:
+            head.set(color=f"C{number % 10}", alpha=0.8)
+        heads[0].set_label(f"layer {layer}")
     axes.set_ylim(0, 1)
     if lines:
         axes.legend()

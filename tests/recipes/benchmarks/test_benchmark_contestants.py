@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from benchmarks import contestants, timing
+from benchmarks import contestants, measuring
 from benchmarks.contestants import CONTESTANTS, Problem, Shape
+from benchmarks.models import ModelSpec
+from benchmarks.parts import How
 from hf_infini import infini_attention, naive_infini_attention
 
 LINEAR = ["infini", "loop-sliced", "loop-split", "parallel"]
@@ -106,20 +108,25 @@ def test_every_contestant_goes_forward_and_backward_in_both_dtypes(name):
         contestants.run_of(name, Problem.random(Shape(40, 16, 2, 8, dtype=dtype)))()
 
 
-def test_rounds_and_ratios():
+def test_rounds():
     calls = []
     runs = {name: (lambda name=name: calls.append(name)) for name in "abc"}
-    times = timing.alternate(runs, rounds=20, device="cpu", seed=1)
+    times = measuring.alternate(runs, rounds=20, device="cpu", seed=1)
     assert all(len(values) == 20 for values in times.values())
     orders = {tuple(calls[begin : begin + 3]) for begin in range(3, 63, 3)}
     assert calls[:3] == ["a", "b", "c"] and len(orders) > 2 and all(set(order) == set("abc") for order in orders)
     calls.clear()
-    assert len(timing.alternate(runs, rounds=3, device="cpu", once_above=-1)["a"]) == 1 and len(calls) == 6
-    calls.clear()
-    timing.alternate({"a": runs["a"]}, rounds=1, device="cpu", sample_seconds=0.5)
+    measuring.alternate({"a": runs["a"]}, rounds=1, device="cpu", sample_seconds=0.5)
     assert len(calls) > 2
-    rows = timing.summary({"a": [1.0, 2.0, 4.0], "b": [3.0, 2.0, 4.0], "once": [6.0]}, "a")
-    assert rows["b"]["seconds"] == 3 and (rows["b"]["seconds_lowest"], rows["b"]["seconds_highest"]) == (2, 4)
-    assert (rows["b"]["ratio"], rows["b"]["ratio_lowest"], rows["b"]["ratio_highest"]) == (1, 1, 3)
-    assert rows["once"]["ratio"] == 3 and rows["a"]["ratio"] == 1
-    assert "ratio" not in timing.summary({"b": [1.0]}, "a")["b"]
+
+
+def test_ratios_are_taken_within_the_rounds(monkeypatch):
+    times = {"a": [1.0, 2.0, 4.0], "b": [3.0, 2.0, 4.0]}
+    monkeypatch.setattr(measuring, "alternate", lambda runs, **how: {name: times[name] for name in runs})
+    rows = {name: {"name": name, "peak_bytes": peak} for name, peak in (("a", 8), ("b", 12), ("skipped", 0))}
+    a, b, skipped = How(ModelSpec()).compare(rows, dict.fromkeys("ab"), dict.fromkeys(rows, "a"), steps=2, tokens=10)
+    assert b["seconds"] == 1.5 and (b["seconds_lowest"], b["seconds_highest"]) == (1, 2) and b["samples"] == [1.5, 1, 2]
+    assert (b["ratio"], b["ratio_lowest"], b["ratio_highest"], b["memory_ratio"]) == (1, 1, 3, 1.5)
+    assert a["ratio"] == 1 and a["tokens_per_second"] == 10 and "seconds" not in skipped and "ratio" not in skipped
+    (alone,) = How(ModelSpec()).compare({"b": {}}, {"b": None}, {"b": "a"})
+    assert "ratio" not in alone and "tokens_per_second" not in alone
