@@ -46,6 +46,11 @@ class Options:
     update: bool = option(False, "Publish a new version in a repository that exists.")
     dry_run: bool = option(False, "Write and check the folder, and list what would be pushed; nothing is sent or asked.")
 
+    @property
+    def name(self) -> str:
+        """Of the model."""
+        return Path(self.repo_id or self.out).resolve().name
+
 
 @exit_on_user_error
 def main(argv: list[str] | None = None) -> None:
@@ -87,25 +92,14 @@ def check_options(options: Options, run: Path, out: Path) -> None:
 def write(options: Options, run: Path, out: Path) -> None:
     """Writes the model, its samples and its card."""
     from cards import folder
-    from cards.card import About, write_card
+    from cards.card import write_card
     from cards.run import read_run
-    from cards.text import shorten_path
 
     found = read_run(run, options.data, options.evaluation, options.baseline)
     folder.write_model(run, out)
-    about = About(
-        name=(options.repo_id or out.resolve().as_posix()).split("/")[-1],
-        load_from=options.repo_id or shorten_path(options.out),
-        language=options.language,
-        data_license=options.data_license,
-        license=options.license,
-        dataset=options.dataset,
-        base_model=options.base_model,
-        notes=options.notes and Path(options.notes).read_text(encoding="utf-8"),
-    )
     samples = folder.generate_samples(out, options.prompt, options.max_new_tokens, options.seed, options.device)
     curve = folder.LOSS_CURVE if (out / folder.LOSS_CURVE).is_file() else None
-    (out / folder.CARD).write_text(write_card(found, about, samples, curve), encoding="utf-8")
+    (out / folder.CARD).write_text(write_card(found, options, samples, curve), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 Every number is one that a recipe wrote into a JSON file, see [`run`].
 """
 
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,34 +20,11 @@ ATTENTION = {"self": "self-attention", "global": "self-attention", "local": "sli
 ATTENTION |= {"infini": "Infini-attention", "none": "no attention"}
 
 
-@dataclass(frozen=True)
-class About:
-    """What no file of a run says.
-
-    Attributes:
-        name: of the model.
-        load_from: what the example loads: a name on the Hub, or a folder.
-        language: code of the text's language.
-        data_license: of the text, in words.
-        license: of the weights, as the Hub spells it.
-        dataset, base_model: names on the Hub, or None.
-        notes: Markdown on this model's limits, or None.
-    """
-
-    name: str
-    load_from: str
-    language: str
-    data_license: str
-    license: str = "apache-2.0"
-    dataset: str | None = None
-    base_model: str | None = None
-    notes: str | None = None
-
-
-def write_card(run: Run, about: About, samples: list[dict], loss_curve: str | None = None) -> str:
+def write_card(run: Run, about, samples: list[dict], loss_curve: str | None = None) -> str:
     """The card as Markdown with the Hub's metadata in front.
 
     Args:
+        about: options of recipes/push.py: what no file of a run says.
         samples: of [`folder.generate_samples`].
         loss_curve: link to the figure, where there is one.
     """
@@ -74,7 +50,7 @@ def write_card(run: Run, about: About, samples: list[dict], loss_curve: str | No
         parameters=f"{result['parameters']:,}",
         attention=ATTENTION[kind],
         origin=f"{origin} on {result['tokens']:,} tokens",
-        example=example(run, about, samples),
+        example=example(run, about.repo_id or shorten_path(about.out), samples[0]),
         has_code="auto_map" in config,
         has_memory=kind == "infini",
         context_limit=limit and f"{limit:,}",
@@ -87,22 +63,22 @@ def write_card(run: Run, about: About, samples: list[dict], loss_curve: str | No
         evaluation=evaluation_section(run),
         samples=[sample_text(sample) for sample in samples],
         data_license=about.data_license,
-        notes=about.notes and about.notes.strip(),
+        notes=about.notes and Path(about.notes).read_text(encoding="utf-8").strip(),
     )
     return f"{str(card).rstrip()}\n"
 
 
-def example(run: Run, about: About, samples: list[dict]) -> str:
-    """Code that loads the model and generates the first sample."""
+def example(run: Run, name: str, sample: dict) -> str:
+    """Code that loads the model by the name of its folder or repository and generates the sample."""
     code = ", trust_remote_code=True" if "auto_map" in run.config else ""
-    arguments = "".join(f", {name}={value!r}" for name, value in samples[0]["arguments"].items())
+    arguments = "".join(f", {name}={value!r}" for name, value in sample["arguments"].items())
     lines = [
         "from transformers import AutoModelForCausalLM, AutoTokenizer",
         "",
-        f"name = {about.load_from!r}",
+        f"name = {name!r}",
         f'model = AutoModelForCausalLM.from_pretrained(name{code}, dtype="float32")',
         f"tokenizer = AutoTokenizer.from_pretrained(name{code})",
-        f'inputs = tokenizer({samples[0]["prompt"]!r}, add_special_tokens=False, return_tensors="pt")',
+        f'inputs = tokenizer({sample["prompt"]!r}, add_special_tokens=False, return_tensors="pt")',
         f"output = model.generate(**inputs{arguments})",
         "print(tokenizer.decode(output[0], skip_special_tokens=True))",
     ]

@@ -5,8 +5,8 @@ import math
 
 from huggingface_hub import ModelCard
 
-from cards.card import About
 from cards.run import Run
+from running import load_recipe
 
 GPT2 = {"model_type": "gpt2", "n_layer": 3, "n_embd": 96, "n_head": 6, "n_inner": None, "vocab_size": 517}
 GPT2 |= {"activation_function": "gelu_new", "n_positions": 40, "tie_word_embeddings": True}
@@ -38,10 +38,15 @@ SAMPLE = {
     "seed": 5,
     "text": "first\n```\n---\n# no heading\n````\n{{ title }}",
 }
-ABOUT = About(name="a-model", load_from="user/a-model", language="pt", data_license="public domain")
 POSITIONS = [{"first": 1, "last": 1, "tokens": 5, "perplexity": 3.0}]
 POSITIONS += [{"first": 2, "last": 3, "tokens": 9, "perplexity": 2.5}]
 MEASURED = {"hardware": "1 x NVIDIA H200", "date": "2026-11-22T01:02:03+00:00", "memory": "on", "model": "runs/mha"}
+
+
+def about(**changes):
+    """Options of recipes/push.py."""
+    options = {"run": "runs/mha", "out": "card", "repo_id": "user/a-model", "prompt": ["O rei"], "language": "pt"}
+    return load_recipe("push").Options(**options | {"data_license": "public domain"} | changes)
 
 
 def run_of(config=GPT2, **changes) -> Run:

@@ -6,9 +6,9 @@ import shlex
 
 import pytest
 
-from card_runs import ABOUT, GPT2, INFINI, RESULT, SAMPLE, baseline, cell, cells, evaluation, load, recall, run_of
+from card_runs import GPT2, INFINI, RESULT, SAMPLE, about, baseline, cell, cells, evaluation, load, recall, run_of
 from cards import card, results, text
-from cards.card import About, write_card
+from cards.card import write_card
 from hf_infini.configuration_causal_mha import CausalMHAConfig
 from hf_infini.options import choices
 from hf_infini.options_causal_mha import ScratchOptions
@@ -26,8 +26,8 @@ def test_the_hub_reads_the_metadata_back(tmp_path):
         recall("passkey", [cell(0, length=64, depth=0.5)], memory="off"),
         recall("facts", [cell(12, distance=3), {"distance": 9, "not_possible": "too long"}]),
     ]
-    about = About("a-model", "x", "pt", "public domain", "mit", "user/data", "gpt2")
-    data = load(write_card(run_of(INFINI, evaluations=evaluations), about, [SAMPLE]), tmp_path).data
+    options = about(license="mit", dataset="user/data", base_model="gpt2")
+    data = load(write_card(run_of(INFINI, evaluations=evaluations), options, [SAMPLE]), tmp_path).data
     assert (data.model_name, data.language, data.license, data.base_model) == ("a-model", "pt", "mit", "gpt2")
     assert data.pipeline_tag == "text-generation" and data.library_name == "transformers" and data.datasets == ["user/data"]
     assert data.tags == ["hf_infini", "infini_gpt2", "infini-attention"]
@@ -123,7 +123,7 @@ def test_no_path_of_the_machine_is_in_a_card():
     found = [evaluation("test", 1.5, 30_000), evaluation(None, 2.5, 777, data=None, text="/home/maria/sonnets.txt")]
     found.append(recall("passkey", [cell(48, length=64, depth=0.5)]) | {"source": "/home/maria/essays"})
     given = {"evaluations": found, "baselines": [baseline("test")], "earlier": [("runs/start", result)]}
-    whole = write_card(run_of(result=result, manifest=manifest(), **given), ABOUT, [SAMPLE])
+    whole = write_card(run_of(result=result, manifest=manifest(), **given), about(), [SAMPLE])
     assert "maria" not in whole and "/home" not in whole and "/mnt" not in whole and text.private_lines(whole) == []
     command = re.search("```bash\n(.*?)\n```", whole, re.DOTALL)[1]
     expected = ["python", "recipes/train.py", "--data", "data/plays", "--out=runs/mha", "--use_cpu"]
@@ -141,7 +141,7 @@ def test_no_text_closes_its_fence(inside):
 
 
 def test_a_sample_breaks_neither_card_nor_metadata(tmp_path):
-    found = load(write_card(run_of(), ABOUT, [SAMPLE]), tmp_path)
+    found = load(write_card(run_of(), about(), [SAMPLE]), tmp_path)
     assert found.data.model_name == "a-model" and f"`````text\n{SAMPLE['text']}\n`````" in found.text
     assert "`do_sample=True`, `top_k=40`, `max_new_tokens=9`, seed 5" in found.text
     outside = re.sub(r"(?ms)^(`{3,})\w*\n.*?^\1$", "", found.text)
@@ -150,7 +150,7 @@ def test_a_sample_breaks_neither_card_nor_metadata(tmp_path):
 
 
 def test_what_depends_on_the_model():
-    plain, infini = (write_card(run_of(config), ABOUT, [SAMPLE]) for config in (GPT2, INFINI))
+    plain, infini = (write_card(run_of(config), about(), [SAMPLE]) for config in (GPT2, INFINI))
     assert "with self-attention, trained from random weights on 7,654,321 tokens" in plain
     assert "have at most 40 tokens" in plain and "trust_remote_code" not in plain and "## Citation" not in plain
     assert "trust_remote_code=True" in infini and "a memory of constant size" in infini and "## Citation" in infini
@@ -169,7 +169,7 @@ def test_every_kind_of_attention_has_a_card(kind):
     length = {"local": {"sliding_window": 13}, "infini": {"segment_length": 17}}.get(kind, {})
     config = CausalMHAConfig(n_positions=50, n_embd=24, n_head=3, attention=kind, **length).to_dict()
     result = RESULT | {"options": RESULT["options"] | {"attention": kind}}
-    whole = write_card(run_of(config, result=result), ABOUT, [SAMPLE])
+    whole = write_card(run_of(config, result=result), about(), [SAMPLE])
     assert ["`attention`", kind] in cells(whole)
 
 
@@ -183,14 +183,15 @@ def test_the_stages_and_their_data():
         ["runs/drills", "drills", "1,000,000"],
         ["this model", "plays", "7,654,321"],
     ]
-    assert "trained in stages" in write_card(run, ABOUT, [SAMPLE])
-    assert "trained in stages" not in write_card(run_of(), ABOUT, [SAMPLE])
+    assert "trained in stages" in write_card(run, about(), [SAMPLE])
+    assert "trained in stages" not in write_card(run_of(), about(), [SAMPLE])
     assert dict(card.data_rows(run))["Rows, train"] == "70 of 50 tokens: 30 passkey, 40 a"
 
 
-def test_notes_and_licences():
-    about = About("n", "x", "en", "CC BY-SA 3.0", notes="\nOnly for *study*.\n")
-    whole = write_card(run_of(), about, [SAMPLE])
+def test_notes_and_licences(tmp_path):
+    (tmp_path / "notes.md").write_text("\nOnly for *study*.\n")
+    options = about(data_license="CC BY-SA 3.0", notes=str(tmp_path / "notes.md"))
+    whole = write_card(run_of(), options, [SAMPLE])
     assert "## Limits\n\nOnly for *study*.\n\n- It continues" in whole
     assert "Weights: apache-2.0." in whole and "was trained on: CC BY-SA 3.0." in whole
 
