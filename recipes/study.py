@@ -61,7 +61,8 @@ def main(argv: list[str] | None = None) -> None:
     from studies.execution import Tasks
     from support.stages import locked_folder
 
-    tasks = Tasks(study, runs, data, Path(options.out), options.source, shlex.split(options.launcher))
+    machine = {"launcher": shlex.split(options.launcher), "jobs": options.jobs, "threads": options.threads}
+    tasks = Tasks(study, runs, data, Path(options.out), source=options.source, **machine)
     if options.dry_run:
         print("\n".join(tasks.commands))
         return
@@ -120,11 +121,11 @@ def run_study(options: Options, study: dict, tasks, out: Path) -> None:
     from support import measurement
     from support.stages import write_json, write_text
 
-    tasks.prepare(options.jobs, options.threads)
-    finished = tasks.train(options.jobs, options.threads)
-    problems = tasks.evaluate(finished, options.jobs, options.threads)
+    tasks.prepare()
+    finished = tasks.train()
+    problems = tasks.evaluate(finished)
     runs = measure.measure_runs(finished, tasks.data, out, list(study["evaluate"]), options.threads)
-    baselines = [ngram for file in options.baselines or () for ngram in measure.read_baseline(Path(file), runs[0].result)]
+    baselines = [ngram for file in options.baselines or () for ngram in measure.read_ngrams(Path(file), runs[0])]
     content = {
         "study": study,
         "variants": report.collect(runs, out),

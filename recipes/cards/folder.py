@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 from cli import UserError
 from evaluation import inference
 from hf_infini.configurations import context_limit
+from support.stages import read_json
 
-from .run import read_json
 from .text import private_lines
 
 CARD, LOSS_CURVE = "README.md", "loss_curve.png"

@@ -1,13 +1,14 @@
 """What a card is written from: the JSON files of a run, found, read, and checked to be of the same model and data."""
 
 import datetime
-import json
 import math
 import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from cli import UserError
+from evaluation.ngrams import read_baseline
+from support.stages import read_json
 from training.setup import data_fingerprint
 
 from .text import last_part, shorten_path
@@ -68,16 +69,9 @@ def read_run(folder: Path, data: str | None = None, evaluations: list[str] = (),
         result=result,
         manifest=read_manifest(result, data),
         evaluations=[read_evaluation(file, folder, result) for file in [*own, *given]],
-        baselines=[read_baseline(Path(file), result) for file in baselines],
+        baselines=[read_baseline(Path(file), result["data_fingerprint"]) for file in baselines],
         earlier=earlier_runs(result),
     )
-
-
-def read_json(file: Path) -> dict:
-    try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"cannot read {file}: {error}") from error
 
 
 def read_manifest(result: dict, given: str | None = None) -> dict | None:
@@ -102,15 +96,6 @@ def read_evaluation(file: Path, folder: Path, result: dict) -> dict:
         raise UserError(f"{file} is of the model {content['model']}, not of {folder}")
     if when(content) < when(result):
         raise UserError(f"{file} is older than the training in {folder}: evaluate the model again, or remove the file")
-    return content
-
-
-def read_baseline(file: Path, result: dict) -> dict:
-    content = read_json(file)
-    if "orders" not in content:
-        raise UserError(f"--baseline: {file} has no orders: it is no file of recipes/ngram_baseline.py")
-    if content["data_fingerprint"] != result["data_fingerprint"]:
-        raise UserError(f"--baseline: {file} is of other data than the run's ({result['data_fingerprint']})")
     return content
 
 

@@ -17,8 +17,12 @@ Language 8(1), 1994). No held-out token takes part in that.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
+
+from cli import UserError
+from support.stages import read_json
 
 ALPHAS = tuple(2.0**power for power in range(-10, 21))
 
@@ -138,6 +142,16 @@ def held_out_loss(
         loss -= float(np.log(probabilities(tables[: order + 1], alphas, codes)).sum())
         tokens += codes.size
     return loss, tokens
+
+
+def read_baseline(file: Path, data_fingerprint: str) -> dict:
+    """The content of a file of recipes/ngram_baseline.py; a UserError unless it is of the data with this fingerprint."""
+    content = read_json(file)
+    if not isinstance(content, dict) or "orders" not in content:
+        raise UserError(f"{file} has no orders: it was not written by recipes/ngram_baseline.py")
+    if content["data_fingerprint"] != data_fingerprint:
+        raise UserError(f"{file} is of other data than the run ({data_fingerprint}): count the n-grams of the run's")
+    return content
 
 
 def _lower(below: list[NgramCounts], alphas, table: NgramCounts, codes: np.ndarray, left_out: int) -> np.ndarray:

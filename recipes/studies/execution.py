@@ -1,13 +1,12 @@
 """A study's commands: data that it prepares, runs that it trains, evaluations of them. What is finished is passed over."""
 
-import json
 import runpy
 import shlex
 import sys
 from pathlib import Path
 
 from cli import UserError, parse_options
-from support.stages import read_manifest
+from support.stages import read_json, read_manifest
 
 from .plan import BASE, Run, data_settings, words_of
 from .processes import FINISHED, IMPOSSIBLE, Task, run_tasks
@@ -31,13 +30,13 @@ class Tasks:
         study, runs: of [`plan.read_study`] and [`plan.runs_of`]; runs that exist already have no commands.
         data: the folder of each prepared data; source: the corpus that they are made of, None where they are there.
         out: the study's folder; launcher: words that start train.py, none for this Python.
+        jobs: processes at the same time; threads: of each.
     """
 
-    def __init__(
-        self, study: dict, runs: list[Run], data: dict[str, Path], out: Path, source: str | None, launcher: list[str]
-    ):
-        self.runs, self.data, self.out = runs, data, out
-        self._prepare, self._train, self._evaluate = {}, {}, {}
+    def __init__(self, study: dict, runs: list[Run], data: dict[str, Path], out: Path, *,
+                 source: str | None, launcher: list[str], jobs: int, threads: int):  # fmt: skip
+        self.runs, self.data, self.out, self._how = runs, data, out, {"jobs": jobs, "threads": threads}
+        self._prepare, self._train, self._evaluate = {}, {}, []
         for name, settings in (data_settings(study, runs) if source else {}).items():
             words = [*words_of(settings), "--source", source, "--out", str(data[name])]
             self._prepare[name] = self._task(f"data-{name}", "prepare", words)
@@ -47,9 +46,10 @@ class Tasks:
             words = [*words_of(run.options), "--data", str(data[run.data]), "--out", str(run.folder)]
             self._train[run.name] = self._task(run.name, "train", words, launcher)
             for name, settings in study["evaluate"].items():
+                file = evaluation_file(run, name)
                 words = [*words_of(settings), "--model", str(run.folder), "--data", str(data[run.data])]
-                words += ["--out", str(evaluation_file(run, name).with_suffix(""))]
-                self._evaluate[run.name, name] = (self._task(f"{run.name}-{name}", "evaluate_model", words), settings)
+                words += ["--out", str(file.with_suffix(""))]
+                self._evaluate.append((run, settings, file, self._task(f"{run.name}-{name}", "evaluate_model", words)))
 
     def _task(self, name: str, recipe: str, words: list[str], launcher: list[str] | None = None) -> Task:
         module = runpy.run_path(str(RECIPES / f"{recipe}.py"))
@@ -65,48 +65,48 @@ class Tasks:
     @property
     def commands(self) -> list[str]:
         """All commands as lines to type, with paths below the current folder from there."""
-        tasks = [*self._prepare.values(), *self._train.values(), *(task for task, _ in self._evaluate.values())]
+        tasks = [*self._prepare.values(), *self._train.values(), *(task for *_, task in self._evaluate)]
         lines = [shlex.join(Path(word).name if word == sys.executable else word for word in task.command) for task in tasks]
         return [line.replace(f"{Path.cwd()}/", "") for line in lines]
 
     @property
     def outcomes(self) -> list[dict]:
         """Name, variant, options, status and reason of every run that this study was to train."""
-        tasks = [(run, self._train[run.name]) for run in self.runs if run.name in self._train]
-        known = [{"name": run.name, "variant": run.variant, "options": run.options} for run, _ in tasks]
-        return [found | {"status": t.status, "reason": t.reason} for found, (_, t) in zip(known, tasks, strict=True)]
+        return [
+            {"name": run.name, "variant": run.variant, "options": run.options, "status": task.status, "reason": task.reason}
+            for run in self.runs
+            if (task := self._train.get(run.name))
+        ]
 
-    def prepare(self, jobs: int, threads: int) -> None:
+    def prepare(self) -> None:
         """Makes the data. Without that of the study there is none (a UserError); runs whose own cannot be made are not
         possible."""
-        run_tasks(list(self._prepare.values()), "preparing", jobs, threads)
+        run_tasks(list(self._prepare.values()), "preparing", **self._how)
         for name, task in self._prepare.items():
             if task.status != FINISHED and name == BASE:
                 raise UserError(f"the data cannot be prepared: {task.reason} ({task.log})")
-            if task.status != FINISHED:
-                for run in self.runs:
-                    if run.data == name:
-                        self._train[run.name].status = IMPOSSIBLE
-                        self._train[run.name].reason = f"its data cannot be made: {task.reason}"
+            for run in self.runs:
+                if task.status != FINISHED and run.data == name:
+                    self._train[run.name].status = IMPOSSIBLE
+                    self._train[run.name].reason = f"its data cannot be made: {task.reason}"
         read_manifest(self.data[BASE])
 
-    def train(self, jobs: int, threads: int) -> list[Run]:
+    def train(self) -> list[Run]:
         """Trains, and returns the finished runs. train.py ends at once where a run is finished, and refuses a folder that
         holds a run with other options or other data."""
-        run_tasks([task for task in self._train.values() if not task.status], "training", jobs, threads)
+        run_tasks([task for task in self._train.values() if not task.status], "training", **self._how)
         finished = [run for run in self.runs if run.options is None or self._train[run.name].status == FINISHED]
         if not finished:
             reasons = [f"  {found['name']}: {found['status']}: {found['reason']}" for found in self.outcomes]
             raise UserError("no run was finished:\n" + "\n".join(reasons))
         return finished
 
-    def evaluate(self, runs: list[Run], jobs: int, threads: int) -> list[str]:
+    def evaluate(self, runs: list[Run]) -> list[str]:
         """Evaluates these runs, unless that was done with the same options. Returns what was not possible, and why."""
-        names, left = {run.name: run for run in runs}, []
-        for (run, name), (task, settings) in self._evaluate.items():
-            file = evaluation_file(names[run], name) if run in names else None
-            options = json.loads(file.read_text(encoding="utf-8"))["options"] if file and file.is_file() else None
-            if file and (options is None or any(options[key] != value for key, value in settings.items())):
+        left = []
+        for run, settings, file, task in self._evaluate:
+            done = read_json(file)["options"] if file.is_file() else None
+            if run in runs and (done is None or not settings.items() <= done.items()):
                 left.append(task)
-        run_tasks(left, "evaluating", jobs, threads)
+        run_tasks(left, "evaluating", **self._how)
         return [f"{task.name}: {task.reason}" for task in left if task.status != FINISHED]

@@ -1,6 +1,5 @@
 """What a study measures on a finished run: the losses of each validation row and document, and the bytes of the cache."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,12 +8,13 @@ import numpy as np
 from cli import UserError
 from corpora.blocks import read_documents
 from evaluation.inference import load_model
+from evaluation.ngrams import read_baseline
 from evaluation.perplexity import prepared_rows
 from hf_infini.configurations import context_limit
 from hf_infini.metrics import stream_losses
 from hf_infini.rows import RowReader
 from support.measurement import cache_bytes
-from support.stages import read_manifest, write_json
+from support.stages import read_json, read_manifest, write_json
 from training.run_folder import read_jsonl
 from training.setup import data_fingerprint
 
@@ -55,7 +55,7 @@ def measure_runs(runs: list[Run], data: dict[str, Path], out: Path, evaluations:
         file = out / "measured" / f"{run.name}.json"
         measured = measure_run(run.folder, results[run.name], data[run.data], documents, file)
         files = {name: evaluation_file(run, name) for name in evaluations}
-        read = {name: json.loads(file.read_text(encoding="utf-8")) for name, file in files.items() if file.is_file()}
+        read = {name: read_json(file) for name, file in files.items() if file.is_file()}
         lines = read_jsonl(run.folder / "metrics.jsonl")
         found.append(Finished(run.name, run.variant, run.folder, results[run.name], lines, measured, read))
     check_evaluations(found)
@@ -77,25 +77,18 @@ def check_evaluations(runs: list[Finished]) -> None:
 
 def read_result(folder: Path) -> dict:
     """A run's result.json, or a UserError that says what is missing."""
-    path = folder / "result.json"
-    if not path.is_file():
+    if not (folder / "result.json").is_file():
         raise UserError(f"{folder} has no result.json: it is no run of recipes/train.py, or not finished")
-    return json.loads(path.read_text(encoding="utf-8"))
+    return read_json(folder / "result.json")
 
 
-def read_baseline(file: Path, result: dict) -> list[dict]:
-    """The n-grams in a file of recipes/ngram_baseline.py; UserError unless they are of the validation rows of the data of
-    the run with this result.json."""
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-        made_of, split, ngrams = content["data_fingerprint"], content["split"], content["orders"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"--baselines: {file} was not written by recipes/ngram_baseline.py ({error!r})") from error
-    if made_of != result["data_fingerprint"]:
-        raise UserError(f"--baselines: {file} is of other data than the runs; count the n-grams of theirs")
-    if split != "validation":
-        raise UserError(f"--baselines: {file} is of the {split} rows, the runs' losses are of the validation rows")
-    return ngrams
+def read_ngrams(file: Path, run: Finished) -> list[dict]:
+    """The n-grams in a file of recipes/ngram_baseline.py; UserError unless they are of the validation rows of the run's
+    data."""
+    content = read_baseline(file, run.data)
+    if content["split"] != "validation":
+        raise UserError(f"{file} is of the {content['split']} rows, the runs' losses are of the validation rows")
+    return content["orders"]
 
 
 def measure_run(run: Path, result: dict, data: Path, documents: list[dict], file: Path) -> dict:
@@ -112,7 +105,7 @@ def measure_run(run: Path, result: dict, data: Path, documents: list[dict], file
     """
     identity = {"trained": result["date"], "data": result["data_fingerprint"], "documents": [d["id"] for d in documents]}
     if file.is_file():
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = read_json(file)
         if content["identity"] == identity:
             return content
     model, tokenizer = load_model(str(run), "cpu" if result["options"]["use_cpu"] else "auto")
@@ -169,19 +162,14 @@ def document_losses(model, tokenizer, reader: RowReader, documents: list[dict], 
 def encode_documents(tokenizer, texts: list[str]) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """The tokens of each text as recipes/prepare.py cuts them, with the end-of-text token behind, and how many characters of
     the text each of them adds; a letter of several tokens counts with its first."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
+    if not tokenizer.is_fast:
         raise UserError("the tokenizer cannot say which characters its tokens cover (it is no fast tokenizer)")
-    before, backend.encode_special_tokens = backend.encode_special_tokens, True
-    try:
-        encodings = backend.encode_batch(texts, add_special_tokens=False)
-    finally:
-        backend.encode_special_tokens = before
+    plain = {"add_special_tokens": False, "split_special_tokens": True, "verbose": False}
+    encoded = tokenizer(texts, **plain, return_offsets_mapping=True)
     tokens, characters = [], []
-    for encoding in encodings:
-        ends = np.asarray([end for _, end in encoding.offsets], dtype=np.int64)
-        covered = np.maximum.accumulate(np.concatenate([[0], ends]))
-        tokens.append(np.asarray([*encoding.ids, tokenizer.eos_token_id], dtype=np.int64))
+    for ids, offsets in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True):
+        covered = np.maximum.accumulate(np.asarray([0, *(end for _, end in offsets)], dtype=np.int64))
+        tokens.append(np.asarray([*ids, tokenizer.eos_token_id], dtype=np.int64))
         characters.append(np.append(np.diff(covered), 0))
     return tokens, characters
 
@@ -208,16 +196,11 @@ def state_bytes(model, length: int, chunk: int) -> int | None:
 
 def unseen_documents(data: Path, others: Sequence[Path]) -> list[dict]:
     """The validation documents of a prepared folder that none of the other folders has for training or its tokenizer."""
-    with open(data / "validation_documents.jsonl", encoding="utf-8") as file:
-        documents = [json.loads(line) for line in file]
     seen = set().union(*map(trained_on, others))
-    return [document for document in documents if document["id"] not in seen]
+    return [document for document in read_jsonl(data / "validation_documents.jsonl") if document["id"] not in seen]
 
 
 def trained_on(data: Path) -> set[str]:
     """The ids of the documents that a prepared folder holds out for nothing."""
-    held_out: set[str] = set()
-    for file in data.glob("*_documents.jsonl"):
-        with open(file, encoding="utf-8") as lines:
-            held_out |= {json.loads(line)["id"] for line in lines}
+    held_out = {document["id"] for file in data.glob("*_documents.jsonl") for document in read_jsonl(file)}
     return set(read_documents(data / ".stages" / "documents")["id"]) - held_out

@@ -3,7 +3,6 @@
 import ctypes
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -18,7 +17,7 @@ FINISHED, IMPOSSIBLE, FAILED = "finished", NotPossible.status, UserError.status
 
 @dataclass
 class Task:
-    """A command, the file that takes what it prints and, when it has ended, what became of it (see [`outcome`])."""
+    """A command, the file that takes what it prints and, when it has ended, what became of it."""
 
     name: str
     command: list[str]
@@ -31,6 +30,39 @@ class Task:
         """The file that takes why it failed, while it runs."""
         return self.log.with_name(f"{self.log.name}.failure")
 
+    def start(self, threads: int) -> subprocess.Popen:
+        """The process, which the system ends together with this one where it can (Linux)."""
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        self.failure.unlink(missing_ok=True)
+        environment = os.environ | {"OMP_NUM_THREADS": str(threads), FAILURE_FILE: str(self.failure.absolute())}
+        libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+        parent = os.getpid()
+
+        def end_with_parent() -> None:
+            libc.prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+            if os.getppid() != parent:  # which is gone already, and will send nothing
+                os._exit(1)
+
+        with self.log.open("w", encoding="utf-8") as log:
+            settings = {"env": environment, "stdout": log, "stderr": subprocess.STDOUT}
+            return subprocess.Popen(self.command, preexec_fn=libc and end_with_parent, **settings)
+
+    def finish(self, exit_status: int) -> None:
+        """Notes what became of the process, and why it did not finish.
+
+        That is what it wrote into its [`cli.FAILURE_FILE`] (a model that its options cannot make is not possible, whatever
+        else goes wrong is a failure), or the last line of what it printed.
+        """
+        if exit_status == 0:
+            self.status, self.reason = FINISHED, ""
+        elif self.failure.is_file():
+            found = json.loads(self.failure.read_text(encoding="utf-8"))
+            self.status, self.reason = found["status"], found["reason"]
+        else:
+            lines = [line.strip() for line in self.log.read_text(encoding="utf-8").splitlines() if line.strip()]
+            self.status, self.reason = FAILED, f"exit status {exit_status}: {lines[-1] if lines else 'no output'}"
+        self.failure.unlink(missing_ok=True)
+
 
 def run_tasks(tasks: list[Task], title: str, jobs: int = 1, threads: int = 1) -> None:
     """Runs the commands in their order, `jobs` at a time, with OMP_NUM_THREADS=`threads`.
@@ -41,26 +73,16 @@ def run_tasks(tasks: list[Task], title: str, jobs: int = 1, threads: int = 1) ->
     from tqdm import tqdm
 
     waiting, running = list(tasks), {}
-    environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
-    bar, shown = tqdm(total=len(tasks), desc=title, unit="task", disable=not tasks), 0.0
+    bar = tqdm(total=len(tasks), desc=title, unit="task", disable=not tasks)
     try:
         while waiting or running:
             while waiting and len(running) < jobs:
                 task = waiting.pop(0)
-                task.log.parent.mkdir(parents=True, exist_ok=True)
-                task.failure.unlink(missing_ok=True)
-                told = environment | {FAILURE_FILE: str(task.failure.absolute())}
-                with task.log.open("w", encoding="utf-8") as log:
-                    running[start(task.command, env=told, stdout=log, stderr=subprocess.STDOUT)] = task
-            if time.monotonic() > shown + 5:
-                bar.set_postfix_str("; ".join(f"{task.name}{_progress(task.log)}" for task in running.values()))
-                shown = time.monotonic()
+                running[task.start(threads)] = task
+                bar.set_postfix_str(", ".join(task.name for task in running.values()))
             time.sleep(0.1)
-            for process, task in [(process, task) for process, task in running.items() if process.poll() is not None]:
-                del running[process]
-                failure = json.loads(task.failure.read_text(encoding="utf-8")) if task.failure.is_file() else None
-                task.failure.unlink(missing_ok=True)
-                task.status, task.reason = outcome(process.returncode, failure, task.log.read_text(encoding="utf-8"))
+            for process in [process for process in running if process.poll() is not None]:
+                running.pop(process).finish(process.returncode)
                 bar.update()
     finally:
         bar.close()
@@ -68,42 +90,3 @@ def run_tasks(tasks: list[Task], title: str, jobs: int = 1, threads: int = 1) ->
             process.terminate()
         for process in running:
             process.wait()
-
-
-def outcome(status: int, failure: dict | None, log: str) -> tuple[str, str]:
-    """What became of a process, and why it did not finish.
-
-    A model that its options cannot make is not possible, whatever else goes wrong is a failure.
-
-    Args:
-        status: the exit status.
-        failure: what it wrote into its [`cli.FAILURE_FILE`], None where it wrote nothing.
-        log: what it printed, whose last line is shown where nothing better is known.
-    """
-    if status == 0:
-        return FINISHED, ""
-    if failure is not None:
-        return failure["status"], failure["reason"]
-    lines = [line.strip() for line in log.replace("\r", "\n").splitlines() if line.strip()]
-    return FAILED, f"exit status {status}: {lines[-1] if lines else 'no output'}"
-
-
-def start(command: list[str], **settings) -> subprocess.Popen:
-    """`subprocess.Popen`, of a process that the system ends together with this one where it can (Linux)."""
-    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
-    parent = os.getpid()
-
-    def end_with_parent() -> None:
-        libc.prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
-        if os.getppid() != parent:  # which is gone already, and will send nothing
-            os._exit(1)
-
-    return subprocess.Popen(command, preexec_fn=None if libc is None else end_with_parent, **settings)
-
-
-def _progress(log: Path) -> str:
-    """` 30/200` after the last progress bar in a log, but for the one of a checkpoint's single file; empty without one."""
-    with log.open("rb") as file:
-        file.seek(max(0, log.stat().st_size - 1000))
-        found = re.findall(rb"(\d+/(?!1 )\d+) \[", file.read())
-    return f" {found[-1].decode()}" if found else ""

@@ -133,6 +133,14 @@ def read_manifest(data: Path) -> dict:
     return json.loads(file.read_text(encoding="utf-8"))
 
 
+def read_json(path: Path):
+    """The content of a JSON file; a UserError where it cannot be read."""
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot read {path}: {error}") from error
+
+
 def write_json(path: Path, content) -> None:
     """Writes JSON so that a reader finds the old file or the new one, never half of it."""
     write_text(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")

@@ -207,12 +207,6 @@ class Handler(BaseHTTPRequestHandler):
         Repository.create(self.server.hub.root / repo_id, given.get("visibility") == "private" or bool(given.get("private")))
         return ({"url": address, "name": repo_id},)
 
-    def delete(self):
-        given = self.json()
-        repository = self.writable(f"{given['organization']}/{given['name']}")
-        repository.folder.rename(self.server.hub.root / f"deleted-{len(list(self.server.hub.root.glob('deleted-*')))}")
-        return ()
-
     def validate(self):
         """The structure of the metadata that the Hub insists on."""
         match = re.match(r"---\n(.*?)\n---\n", self.json()["content"], re.DOTALL)
@@ -328,7 +322,6 @@ class Handler(BaseHTTPRequestHandler):
 ROUTES = [
     ("GET", "/api/whoami-v2", Handler.whoami),
     ("POST", "/api/repos/create", Handler.create),
-    ("DELETE", "/api/repos/delete", Handler.delete),
     ("POST", "/api/validate-yaml", Handler.validate),
     ("GET", f"/api/models/{ID}(/revision/{REVISION})?", Handler.info),
     ("GET", f"/api/models/{ID}/refs", Handler.refs),

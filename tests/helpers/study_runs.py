@@ -10,7 +10,6 @@ from unittest import mock
 
 from cli import FAILURE_FILE
 from running import load_recipe, sample_text
-from studies.processes import outcome
 
 STEPS = 12
 STUDY = """
@@ -60,6 +59,4 @@ def run_here(tasks, title, jobs=1, threads=1) -> None:
             except Exception:
                 traceback.print_exc()
                 status = 1
-        failure = json.loads(task.failure.read_text(encoding="utf-8")) if task.failure.is_file() else None
-        task.failure.unlink(missing_ok=True)
-        task.status, task.reason = outcome(status, failure, task.log.read_text(encoding="utf-8"))
+        task.finish(status)

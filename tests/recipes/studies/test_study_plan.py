@@ -1,5 +1,6 @@
 """What a study is asked for: files of variants, settings, grids, refusals; its processes and the characters of texts."""
 
+import json
 import os
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from corpora.tokenization import train_bpe
 from running import ROOT, load_recipe
 from studies import plan
 from studies.measure import encode_documents
-from studies.processes import Task, outcome, run_tasks
+from studies.processes import Task, run_tasks
 
 study = load_recipe("study")
 CONFIGS = ROOT / "recipes" / "configs"
@@ -149,9 +150,13 @@ def test_characters_of_tokens_add_up_to_the_text():
         (-9, None, "", ("failed", "exit status -9: no output")),
     ],
 )
-def test_outcomes(status, failure, log, expected):
-    failure = failure and dict(zip(("status", "reason"), failure, strict=True))
-    assert outcome(status, failure, log) == expected
+def test_outcomes(tmp_path, status, failure, log, expected):
+    task = Task("a", [], tmp_path / "a.log")
+    task.log.write_text(log)
+    if failure is not None:
+        task.failure.write_text(json.dumps(dict(zip(("status", "reason"), failure, strict=True))))
+    task.finish(status)
+    assert (task.status, task.reason) == expected and not task.failure.exists()
 
 
 def test_processes_end_with_what_became_of_them(tmp_path):
