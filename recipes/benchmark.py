@@ -18,11 +18,10 @@ extremes, and ratios are taken within the rounds. Memory is the real peak: of a 
 torch.cuda.max_memory_allocated on a GPU. What takes too long or too much memory is skipped, and the table says why. Models
 have random weights. For figures of record let nothing else run, and pin the processors (taskset -c 0).
 
-Prints tables and writes OUT.json and OUT_PART.png. Killed and started again, it measures only what OUT.json does not hold.
+Prints tables and writes OUT.json, after every measurement, and OUT_PART.png.
 """
 
-from dataclasses import asdict, dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -63,6 +62,7 @@ def main(argv: list[str] | None = None) -> None:
     from benchmarks import contestants, measuring, models, parts, report
     from plots.benchmark import plot_benchmark
     from support import measurement
+    from support.stages import write_json
 
     names = options.contestants or list(contestants.CONTESTANTS)
     unknown = [name for name in names if name not in contestants.CONTESTANTS]
@@ -76,22 +76,22 @@ def main(argv: list[str] | None = None) -> None:
         measurement.keep_freed_memory()
     size = parts.SIZES[options.size]
     size = replace(size, shapes=shapes or size.shapes, contexts=tuple(options.contexts or size.contexts))
-    how = parts.How(
-        models.ModelSpec(**size.model, device=options.device, seed=options.seed), options.rounds, options.threads
-    )
+    spec = models.ModelSpec(**size.model, device=options.device, seed=options.seed)
+    how = parts.How(spec, size, options.dtypes, names, options.rounds, options.threads)
     out = Path(options.out)
-    setting = {**measurement.environment(), "device": options.device, "threads": torch.get_num_threads()}
-    results = report.Results(out.with_name(f"{out.name}.json"), setting)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    file = out.with_name(f"{out.name}.json")
+    content = {**measurement.environment(), "options": vars(options), "threads": torch.get_num_threads(), "parts": {}}
     for part in options.parts:
-        rows = []
-        for function, settings in tqdm(parts.cells_of(part, size, options.dtypes, names), desc=part):
-            key = {"work": function.__name__, **settings, "rounds": options.rounds, "spec": asdict(how.spec)}
-            rows += results.rows(key, partial(function, how, **settings))
+        rows = content["parts"][part] = []
+        for measured in tqdm(parts.PARTS[part](how), desc=part, unit="measurement"):
+            rows += measured
+            write_json(file, content)
             measuring.give_back_memory()
         picture = out.with_name(f"{out.name}_{part}.png")
         plot_benchmark(report.tables_of(rows), picture)
         print(f"{report.markdown(rows)}\n\n{picture}\n", flush=True)
-    print(results.file)
+    print(file)
 
 
 def shapes_of(shapes: list[str] | None) -> tuple[tuple[int, int], ...]:

@@ -1,11 +1,11 @@
 """What recipes/benchmark.py measures: one layer beside others and over its length, whole models beside stock GPT-2.
 
-A cell is measured together, by a function of [`How`] and the cell's settings. It returns rows: `work` (the table that a row
-belongs to), `name`, the settings in words, and `skipped` (why there is nothing else) or measurements: `seconds` and `ratio`
-with their extremes, `peak_bytes`, `memory_ratio`, `cache_bytes`, `tokens_per_second`.
+Each part is a function of [`How`] that yields the rows of what is measured together: `work` (the table that a row belongs
+to), `name`, the settings in words, and `skipped` (why there is nothing else) or measurements: `seconds` and `ratio` with
+their extremes, `peak_bytes`, `memory_ratio`, `cache_bytes`, `tokens_per_second`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +19,7 @@ from .models import KINDS, ModelSpec
 RULES = ("infini", "infini-delta")  # what is measured where this package is measured against itself
 SKIP_ABOVE = 60.0  # seconds; a layer that takes more in a process of its own is not timed (CPU)
 NEW_TOKENS = 8  # timed together
-UNCHANGED = "none"
+UNCHANGED, UNCOMPILED = "none", "as it is"  # what the others are compared with
 CHANGES = {
     UNCHANGED: {},
     "update_rule=delta": {"update_rule": "delta"},
@@ -69,16 +69,25 @@ SIZES = {
 
 @dataclass(frozen=True)
 class How:
-    """How things are measured, the same for all parts.
+    """What is measured, and how, the same for all parts.
 
     Attributes:
+        dtypes: of the layer and of training steps.
+        names: of the contestants of the layer.
         rounds: values of each contestant; see [`measuring.alternate`].
         threads: on the CPU; `None`: torch's choice.
     """
 
     spec: ModelSpec
+    size: Size
+    dtypes: list[str]
+    names: list[str]
     rounds: int = 5
     threads: int | None = None
+
+    def steps(self) -> list[tuple[str, int]]:
+        """dtype and context of every training step."""
+        return [(dtype, context) for dtype in self.dtypes for context in self.size.contexts]
 
     def peak(self, prepare: Callable, *settings, limit_seconds: float = 60 * SKIP_ABOVE) -> dict:
         where = {"device": self.spec.device, "threads": self.threads, "limit_seconds": limit_seconds}
@@ -112,50 +121,27 @@ class How:
         return list(rows.values())
 
 
-def cells_of(part: str, size: Size, dtypes: list[str], names: list[str]) -> list[tuple[Callable, dict]]:
-    """The cells of a part: the function that measures each, and its settings."""
-    steps = [{"context": n, "rows": size.rows, "dtype": dtype} for dtype in dtypes for n in size.contexts]
-    if part == "attention":
-        return [(attention, {"tokens": n, "segment": s, "dtype": d, "names": names}) for d in dtypes for n, s in size.shapes]
-    if part == "scaling":
-        both = [{"name": name, "dtype": dtype} for dtype in dtypes for name in RULES]
-        over_segments = {"tokens": size.lengths[1], "segments": size.segments}
-        return [(scaling, {"lengths": size.lengths, **same}) for same in both] + [
-            (segment_memory, over_segments | same) for same in both
-        ]
-    if part == "model":
-        prompts = [{"kind": kind, "context": n, "chunk": size.chunk} for kind in KINDS for n in size.prompts]
-        prompts = [prompt for prompt in prompts if prompt["kind"] != "gpt2" or prompt["context"] <= size.stock_prompt]
-        cells = [(training, step) for step in steps] + [(prefill, prompt) for prompt in prompts]
-        return [*cells, (padded_batch, dict(zip(("batch", "context"), size.padded, strict=True)))]
-    if part == "decoding":
-        return [(decoding, {"context": context, "chunk": size.chunk}) for context in size.after]
-    if part == "options":
-        return [(options, {**step, "changes": list(CHANGES)}) for step in steps]
-    tokens = [{"context": context} for context in size.contexts]
-    return [(compiled_training, step) for step in steps] + [(compiled_decoding, setting) for setting in tokens]
-
-
 # --- one layer --------------------------------------------------------------------------------------------------------
 
 
-def attention(how: How, tokens: int, segment: int, dtype: str, names: list[str]) -> list[dict]:
-    """Seconds and memory of each contestant on one shape, with their ratios to `infini`."""
-    cases = {name: (name, tokens, segment) for name in names}
-    return _layers(how, "one layer, forward and backward", dtype, cases, dict.fromkeys(cases, BASE))
+def attention(how: How) -> Iterator[list[dict]]:
+    """Seconds and memory of each contestant, with their ratios to `infini`."""
+    for dtype in how.dtypes:
+        for tokens, segment in how.size.shapes:
+            cases = {name: (name, tokens, segment) for name in how.names}
+            yield _layers(how, "one layer, forward and backward", dtype, cases, dict.fromkeys(cases, BASE))
 
 
-def scaling(how: How, name: str, lengths: list[int], dtype: str) -> list[dict]:
-    """Seconds and memory of one contestant on lengths that double; ratios are to the row before."""
-    cases = {tokens: (name, tokens, how.spec.segment_length) for tokens in lengths}
+def scaling(how: How) -> Iterator[list[dict]]:
+    """Seconds and memory on lengths that double, ratios to the row before; memory over the segment length."""
+    lengths, segment = how.size.lengths, how.spec.segment_length
     halves = dict(zip(lengths[1:], lengths, strict=False))
-    return _layers(how, "one layer over its length, ratios to half of it", dtype, cases, halves)
-
-
-def segment_memory(how: How, name: str, tokens: int, segments: list[int], dtype: str) -> list[dict]:
-    """The memory of one contestant over the segment length."""
-    cases = {segment: (name, tokens, segment) for segment in segments}
-    return _layers(how, "memory of one layer over the segment length", dtype, cases)
+    for dtype in how.dtypes:
+        for name in RULES:
+            cases = {tokens: (name, tokens, segment) for tokens in lengths}
+            yield _layers(how, "one layer over its length, ratios to half of it", dtype, cases, halves)
+            cases = {segment: (name, lengths[1], segment) for segment in how.size.segments}
+            yield _layers(how, "memory of one layer over the segment length", dtype, cases)
 
 
 def _layers(how: How, work: str, dtype: str, cases: Mapping, bases: Mapping | None = None) -> list[dict]:
@@ -182,59 +168,32 @@ def _layers(how: How, work: str, dtype: str, cases: Mapping, bases: Mapping | No
 # --- whole models -----------------------------------------------------------------------------------------------------
 
 
-def training(how: How, context: int, rows: int, dtype: str) -> list[dict]:
+def model(how: How) -> Iterator[list[dict]]:
+    """Training steps, prompts and a padded batch."""
+    for dtype, context in how.steps():
+        yield _training(how, context, dtype)
+    chunk, work = how.size.chunk, f"prompt in chunks of {how.size.chunk:,}, memory over the weights"
+    for kind in KINDS:
+        for context in how.size.prompts:
+            if kind != "gpt2" or context <= how.size.stock_prompt:
+                peak = how.peak(models.prepare_prompt, kind, how.spec, context, chunk)
+                yield [{"work": work, "name": kind, "tokens": context, **peak}]
+    yield _padded_batch(how, *how.size.padded)
+
+
+def _training(how: How, context: int, dtype: str) -> list[dict]:
     """A training step of both models in turn, and its peak memory, of a process each."""
-    spec, same = how.spec, {"work": "training step", "tokens": context, "rows": rows, "dtype": dtype}
-    found = {kind: how.peak(models.prepare_training, kind, spec, context, rows, dtype) for kind in KINDS}
-    found = {kind: {**same, "name": kind, **peak} for kind, peak in found.items()}
-    built = {kind: models.build(kind, spec, context) for kind, row in found.items() if "skipped" not in row}
+    spec, rows = how.spec, how.size.rows
+    same = {"work": "training step", "tokens": context, "rows": rows, "dtype": dtype}
+    peaks = {kind: how.peak(models.prepare_training, kind, spec, context, rows, dtype) for kind in KINDS}
+    found = {kind: {**same, "name": kind, **peak} for kind, peak in peaks.items()}
+    built = {kind: models.build(kind, spec, context) for kind, peak in peaks.items() if "skipped" not in peak}
     ids = models.random_ids(spec, rows, context)
     runs = {kind: models.training_step(model, ids, dtype) for kind, model in built.items()}
     return how.compare(found, runs, dict.fromkeys(KINDS, BASE), tokens=rows * context)
 
 
-def options(how: How, context: int, rows: int, dtype: str, changes: list[str]) -> list[dict]:
-    """A training step with one option of the memory changed, and of stock GPT-2; ratios are to no change."""
-    built = {name: models.build("infini", how.spec, context, changes=CHANGES[name]) for name in changes}
-    built["gpt2"] = models.build("gpt2", how.spec, context)
-    ids = models.random_ids(how.spec, rows, context)
-    same = {"work": "training step, one option changed", "tokens": context, "rows": rows, "dtype": dtype}
-    runs = {name: models.training_step(model, ids, dtype) for name, model in built.items()}
-    return how.compare(_rows(same, runs), runs, dict.fromkeys(runs, UNCHANGED), tokens=rows * context)
-
-
-def compiled_training(how: How, context: int, rows: int, dtype: str) -> list[dict]:
-    """A training step as it is and under torch.compile; compiling itself is not counted: the warm-up does it."""
-    torch._dynamo.reset()  # or the sizes of the cell before would make this one's graphs dynamic
-    ids = models.random_ids(how.spec, rows, context)
-    runs = {
-        name: models.training_step(models.build("infini", how.spec, context), ids, dtype, name == "compiled")
-        for name in ("as it is", "compiled")
-    }
-    same = {"work": "training step and torch.compile", "tokens": context, "rows": rows, "dtype": dtype}
-    return how.compare(_rows(same, runs), runs, dict.fromkeys(runs, "as it is"), tokens=rows * context)
-
-
-def compiled_decoding(how: How, context: int) -> list[dict]:
-    """New tokens after a context, likewise."""
-    torch._dynamo.reset()
-    model = models.build("infini", how.spec, context)
-    ids = models.random_ids(how.spec, 1, context)
-    runs = {
-        name: models.new_tokens(forward, models.read(model, ids, context), NEW_TOKENS)
-        for name, forward in (("as it is", model), ("compiled", torch.compile(model)))
-    }
-    same = {"work": "new token and torch.compile", "tokens": context}
-    return how.compare(_rows(same, runs), runs, dict.fromkeys(runs, "as it is"), NEW_TOKENS, tokens=1)
-
-
-def prefill(how: How, kind: str, context: int, chunk: int) -> list[dict]:
-    """Peak memory beyond the weights while a prompt is read in chunks."""
-    same = {"work": f"prompt in chunks of {chunk:,}, memory over the weights", "name": kind, "tokens": context}
-    return [same | how.peak(models.prepare_prompt, kind, how.spec, context, chunk)]
-
-
-def padded_batch(how: How, batch: int, context: int) -> list[dict]:
+def _padded_batch(how: How, batch: int, context: int) -> list[dict]:
     """New tokens of a left-padded batch, prompts of a quarter of `context` to all of it."""
     spec = how.spec
     both = {kind: models.build(kind, spec, context + NEW_TOKENS * (how.rounds + 1)) for kind in KINDS}
@@ -246,16 +205,52 @@ def padded_batch(how: How, batch: int, context: int) -> list[dict]:
     return _new_tokens(how, same, both, caches, batch, mask)
 
 
-def decoding(how: How, context: int, chunk: int) -> list[dict]:
-    """Bytes of the cache and seconds of a new token after `context` tokens.
+def decoding(how: How) -> Iterator[list[dict]]:
+    """Bytes of the cache and seconds of a new token after long contexts.
 
     The model with Infini-attention really reads them, in chunks. Stock GPT-2's cache is filled with random keys and values:
     what a step costs does not depend on them, and reading 65,536 tokens with full attention takes hours on a CPU.
     """
-    both = {kind: models.build(kind, how.spec, context + NEW_TOKENS * (how.rounds + 1)) for kind in KINDS}
-    caches = {"infini": models.read(both["infini"], models.random_ids(how.spec, 1, context), chunk)}
-    caches["gpt2"] = models.random_cache(both["gpt2"], context)
-    return _new_tokens(how, {"work": "new token", "tokens": context}, both, caches)
+    for context in how.size.after:
+        both = {kind: models.build(kind, how.spec, context + NEW_TOKENS * (how.rounds + 1)) for kind in KINDS}
+        caches = {"infini": models.read(both["infini"], models.random_ids(how.spec, 1, context), how.size.chunk)}
+        caches["gpt2"] = models.random_cache(both["gpt2"], context)
+        yield _new_tokens(how, {"work": "new token", "tokens": context}, both, caches)
+
+
+def options(how: How) -> Iterator[list[dict]]:
+    """A training step with one option of the memory changed, and of stock GPT-2; ratios are to no change."""
+    for dtype, context in how.steps():
+        built = {name: models.build("infini", how.spec, context, changes=changes) for name, changes in CHANGES.items()}
+        built["gpt2"] = models.build("gpt2", how.spec, context)
+        ids = models.random_ids(how.spec, how.size.rows, context)
+        same = {"work": "training step, one option changed", "tokens": context, "rows": how.size.rows, "dtype": dtype}
+        runs = {name: models.training_step(model, ids, dtype) for name, model in built.items()}
+        yield how.compare(_rows(same, runs), runs, dict.fromkeys(runs, UNCHANGED), tokens=ids.numel())
+
+
+def compiled(how: How) -> Iterator[list[dict]]:
+    """Training steps and new tokens as they are and under torch.compile; compiling itself is not counted: the warm-up does
+    it."""
+    names = (UNCOMPILED, "compiled")
+    for dtype, context in how.steps():
+        torch._dynamo.reset()  # or the sizes of the step before would make this one's graphs dynamic
+        ids = models.random_ids(how.spec, how.size.rows, context)
+        built = {name: models.build("infini", how.spec, context) for name in names}
+        runs = {name: models.training_step(model, ids, dtype, name == "compiled") for name, model in built.items()}
+        same = {"work": "training step and torch.compile", "tokens": context, "rows": how.size.rows, "dtype": dtype}
+        yield how.compare(_rows(same, runs), runs, dict.fromkeys(names, UNCOMPILED), tokens=ids.numel())
+    for context in how.size.contexts:
+        torch._dynamo.reset()
+        model = models.build("infini", how.spec, context)
+        ids = models.random_ids(how.spec, 1, context)
+        forwards = dict(zip(names, (model, torch.compile(model)), strict=True))
+        runs = {
+            name: models.new_tokens(forward, models.read(model, ids, context), NEW_TOKENS)
+            for name, forward in forwards.items()
+        }
+        same = {"work": "new token and torch.compile", "tokens": context}
+        yield how.compare(_rows(same, runs), runs, dict.fromkeys(names, UNCOMPILED), NEW_TOKENS, tokens=1)
 
 
 def _new_tokens(how: How, same: dict, both: dict, caches: dict, batch: int = 1, mask=None) -> list[dict]:
@@ -267,3 +262,6 @@ def _new_tokens(how: How, same: dict, both: dict, caches: dict, batch: int = 1, 
 
 def _rows(same: dict, names) -> dict[str, dict]:
     return {name: {**same, "name": name} for name in names}
+
+
+PARTS = {function.__name__: function for function in (attention, scaling, model, decoding, options, compiled)}

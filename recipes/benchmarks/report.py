@@ -1,46 +1,11 @@
-"""The JSON file of a benchmark, written after every cell, and its rows as Markdown tables."""
+"""The rows of a benchmark as Markdown tables."""
 
-import json
 from collections.abc import Callable
-from pathlib import Path
 
-from cli import UserError
 from support.markdown import markdown_table
-from support.stages import write_json
 
 MIB = 2**20
 SETTINGS = ("tokens", "segment", "rows", "dtype")  # columns, where rows have them
-
-
-class Results:
-    """Rows by what was measured and how, so that a benchmark that was killed measures only the rest.
-
-    Args:
-        file: read where it exists.
-        setting: where things are measured, JSON-safe. A file of another setting (but for its date) is a UserError, since its
-            figures would be in one table with these.
-    """
-
-    def __init__(self, file: Path, setting: dict):
-        self.file, self.content = Path(file), {**setting, "cells": []}
-        if self.file.is_file():
-            found = json.loads(self.file.read_text(encoding="utf-8"))
-            other = [f"{name} {found.get(name)!r}" for name in setting.keys() - {"date"} if found.get(name) != setting[name]]
-            if other:
-                raise UserError(f"{self.file} was measured with {', '.join(sorted(other))}: choose another --out")
-            self.content["cells"] = found["cells"]
-
-    def rows(self, key: dict, measure: Callable[[], list[dict]]) -> list[dict]:
-        """The rows of a cell, measured by `measure()` unless the file holds them."""
-        key = json.loads(json.dumps(key))  # as the file gives it back
-        for cell in self.content["cells"]:
-            if cell["key"] == key:
-                return cell["rows"]
-        rows = measure()
-        self.content["cells"].append({"key": key, "rows": rows})
-        self.file.parent.mkdir(parents=True, exist_ok=True)
-        write_json(self.file, self.content)
-        return rows
 
 
 def tables_of(rows: list[dict]) -> dict[str, list[dict]]:

@@ -1,4 +1,4 @@
-"""recipes/benchmark.py, run as a user runs it: all parts on tiny sizes, killed and started again, refused; and its peaks."""
+"""recipes/benchmark.py, run as a user runs it: all parts on tiny sizes, broken off, refused; and its peaks."""
 
 import contextlib
 import functools
@@ -6,7 +6,6 @@ import io
 import json
 import os
 import re
-import sys
 
 import pytest
 import torch
@@ -14,10 +13,8 @@ import torch
 from benchmarks import contestants, measuring, models
 from benchmarks.contestants import Shape
 from benchmarks.models import ModelSpec
-from benchmarks.parts import CHANGES, UNCHANGED
-from benchmarks.report import Results
-from cli import UserError
-from running import ROOT, kill_when, load_recipe
+from benchmarks.parts import CHANGES, PARTS, UNCHANGED
+from running import ROOT, load_recipe
 
 pytestmark = pytest.mark.slow  # they share trained runs
 
@@ -26,9 +23,8 @@ benchmark = load_recipe("benchmark")
 TINY = ["--size", "tiny", "--dtypes", "float32", "--rounds", 2, "--threads", 1]
 
 
-def rows_of(file, work: str) -> list[dict]:
-    cells = json.loads(file.read_text())["cells"]
-    return [row for cell in cells if cell["key"]["work"] == work for row in cell["rows"]]
+def rows_of(file, part: str, work: str = "") -> list[dict]:
+    return [row for row in json.loads(file.read_text())["parts"][part] if row["work"].startswith(work)]
 
 
 def measure(*argv) -> str:
@@ -61,14 +57,14 @@ def test_the_layer_beside_others(everything):
 
 def test_lengths_that_double_and_memory_over_segments(everything):
     _, out = everything
-    rows = rows_of(out.with_name("all.json"), "scaling")
+    rows = rows_of(out.with_name("all.json"), "scaling", "one layer")
     assert [(row["name"], row["tokens"], "ratio" in row) for row in rows] == [
         ("infini", 64, False),
         ("infini", 128, True),
         ("infini-delta", 64, False),
         ("infini-delta", 128, True),
     ]
-    memory = rows_of(out.with_name("all.json"), "segment_memory")
+    memory = rows_of(out.with_name("all.json"), "scaling", "memory")
     assert [(row["name"], row["segment"]) for row in memory] == [("infini", 8), ("infini-delta", 8)]
     assert all(row["extra"] == pytest.approx(row["peak_bytes"] / (8 * 128 * 32 * 4) - 1) for row in memory)
 
@@ -76,12 +72,12 @@ def test_lengths_that_double_and_memory_over_segments(everything):
 def test_whole_models(everything):
     _, out = everything
     file = out.with_name("all.json")
-    for row in rows_of(file, "training"):
+    for row in rows_of(file, "model", "training step"):
         assert row["peak_bytes"] > 30_000 * 16  # weights, gradients and two moments of 30,000 parameters
         assert row["tokens_per_second"] == pytest.approx(40 / row["seconds"])
-    prompts = rows_of(file, "prefill")
+    prompts = rows_of(file, "model", "prompt")
     assert [(row["name"], row["tokens"]) for row in prompts] == [("infini", 90), ("infini", 200), ("gpt2", 90)]
-    padded = rows_of(file, "padded_batch")
+    padded = rows_of(file, "model", "new token")
     assert [row["name"] for row in padded] == ["infini", "gpt2"] and padded[1]["ratio"] > 0
     assert padded[1]["cache_bytes"] == 3 * (20 + 8 * 3) * 2 * 32 * 4  # rows, tokens, keys and values, …
     assert padded[1]["tokens_per_second"] == pytest.approx(3 / padded[1]["seconds"])
@@ -109,8 +105,8 @@ def test_options_one_by_one(everything):
 
 def test_compiled(everything):
     _, out = everything
-    for work in ("compiled_training", "compiled_decoding"):
-        rows = rows_of(out.with_name("all.json"), work)
+    for work in ("training step", "new token"):
+        rows = rows_of(out.with_name("all.json"), "compiled", work)
         assert [row["name"] for row in rows] == ["as it is", "compiled"]
         assert rows[0]["ratio"] == 1 and len(rows[1]["samples"]) == 2 and rows[1]["ratio"] > 0
 
@@ -141,7 +137,7 @@ def test_a_new_token_after_long_contexts(everything):
 def test_files_of_a_run(everything):
     printed, out = everything
     content = json.loads(out.with_name("all.json").read_text())
-    assert {"date", "hardware", "versions", "device", "threads"} <= content.keys()
+    assert {"date", "hardware", "versions", "options", "threads"} <= content.keys()
     for part in benchmark.PARTS:
         picture = out.with_name(f"all_{part}.png")
         assert picture.read_bytes().startswith(b"\x89PNG") and str(picture) in printed
@@ -149,35 +145,15 @@ def test_files_of_a_run(everything):
     assert max(widths) == 1 and sum(widths) == 10  # attention, scaling 2, model 3, decoding, options, compiled 2
 
 
-def test_killed_and_started_again(tmp_path):
-    """What was measured before the kill is not measured again: its values are the same, digit for digit."""
-    file = tmp_path / "killed.json"
-    options = [*TINY, "--parts", "decoding", "options", "--out", tmp_path / "killed"]
-    ready = lambda: file.is_file() and json.loads(file.read_text())["cells"]  # noqa: E731
-    kill_when(ready, sys.executable, "recipes/benchmark.py", *options, seconds=400)
-    before = json.loads(file.read_text())["cells"]
-    assert before[0]["key"]["context"] == 50 and len(before) < 3
-    measure(*options)
-    after = json.loads(file.read_text())["cells"]
-    assert after[: len(before)] == before and len(after) == 3
+def test_what_was_measured_before_an_error_is_kept(tmp_path, monkeypatch):
+    def broken(how):
+        yield [{"work": "a", "name": "b", "tokens": 3}]
+        raise RuntimeError("of a contestant")
 
-
-def test_cells_are_kept_and_other_machines_refused(tmp_path):
-    file, setting = tmp_path / "x.json", {"hardware": "a", "versions": {"torch": "1"}, "threads": 1, "date": "today"}
-    calls = []
-
-    def counted():
-        calls.append(1)
-        return [{"value": len(calls)}]
-
-    first = Results(file, setting)
-    assert first.rows({"n": (1, 2)}, counted) == [{"value": 1}] == first.rows({"n": (1, 2)}, counted)
-    second = Results(file, setting | {"date": "tomorrow"})
-    assert second.rows({"n": (1, 2)}, counted) == [{"value": 1}]
-    assert second.rows({"n": 2}, counted) == [{"value": 2}] and len(calls) == 2
-    assert len(json.loads(file.read_text())["cells"]) == 2
-    with pytest.raises(UserError, match="was measured with threads 1: choose another --out"):
-        Results(file, setting | {"threads": 2})
+    monkeypatch.setitem(PARTS, "decoding", broken)
+    with pytest.raises(RuntimeError, match="of a contestant"):
+        measure(*TINY, "--parts", "decoding", "--out", tmp_path / "x")
+    assert [row["name"] for row in rows_of(tmp_path / "x.json", "decoding")] == ["b"]
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from torch.testing import assert_close
 from benchmarks import contestants, measuring
 from benchmarks.contestants import CONTESTANTS, Problem, Shape
 from benchmarks.models import ModelSpec
-from benchmarks.parts import How
+from benchmarks.parts import SIZES, How
 from hf_infini import infini_attention, naive_infini_attention
 
 LINEAR = ["infini", "loop-sliced", "loop-split", "parallel"]
@@ -124,9 +124,10 @@ def test_ratios_are_taken_within_the_rounds(monkeypatch):
     times = {"a": [1.0, 2.0, 4.0], "b": [3.0, 2.0, 4.0]}
     monkeypatch.setattr(measuring, "alternate", lambda runs, **how: {name: times[name] for name in runs})
     rows = {name: {"name": name, "peak_bytes": peak} for name, peak in (("a", 8), ("b", 12), ("skipped", 0))}
-    a, b, skipped = How(ModelSpec()).compare(rows, dict.fromkeys("ab"), dict.fromkeys(rows, "a"), steps=2, tokens=10)
+    how = How(ModelSpec(), SIZES["tiny"], [], [])
+    a, b, skipped = how.compare(rows, dict.fromkeys("ab"), dict.fromkeys(rows, "a"), steps=2, tokens=10)
     assert b["seconds"] == 1.5 and (b["seconds_lowest"], b["seconds_highest"]) == (1, 2) and b["samples"] == [1.5, 1, 2]
     assert (b["ratio"], b["ratio_lowest"], b["ratio_highest"], b["memory_ratio"]) == (1, 1, 3, 1.5)
     assert a["ratio"] == 1 and a["tokens_per_second"] == 10 and "seconds" not in skipped and "ratio" not in skipped
-    (alone,) = How(ModelSpec()).compare({"b": {}}, {"b": None}, {"b": "a"})
+    (alone,) = how.compare({"b": {}}, {"b": None}, {"b": "a"})
     assert "ratio" not in alone and "tokens_per_second" not in alone

@@ -123,11 +123,11 @@ def test_a_stranger_gets_what_the_card_says(published, tmp_path):
     assert done.stdout == f"To be{continuation}\n" and f"name = '{NAME}'" in text
 
 
-def test_a_dry_run_asks_nobody(published, trained, tmp_path, capsys, monkeypatch):
+def test_without_a_repository_nobody_is_asked(published, trained, tmp_path, capsys, monkeypatch):
     *_, hub = published
     hub.reset()
     monkeypatch.setattr(cards_folder, "check_folder", lambda folder: None)  # which the push above went through
-    push.main(options_of(trained, tmp_path / "card", "--repo_id", NAME, "--dry_run", "true"))
+    push.main(options_of(trained, tmp_path / "card"))
     assert hub.requests == [] and "  model.safetensors\n" in capsys.readouterr().out
 
 
