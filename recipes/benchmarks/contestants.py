@@ -21,7 +21,6 @@ And those that compute something else on the same tensors:
   memory is of the inputs' dtype, and its ε a lower bound of the denominator. Its width is heads × head_dim.
 """
 
-import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -103,13 +102,6 @@ def prepare_layer(name: str, shape: Shape, device: str) -> Callable[[], None]:
 
     once(shape if device.startswith("cuda") else replace(shape, tokens=min(shape.tokens, 2 * shape.segment)))
     return lambda: once(shape)
-
-
-def missing(name: str) -> str | None:
-    """Why a contestant cannot run here, or `None`."""
-    if name in PACKAGES and importlib.util.find_spec(name.replace("-", "_")) is None:
-        return f"not installed: pip install {name}"
-    return None
 
 
 # --- the same equations -----------------------------------------------------------------------------------------------
@@ -239,4 +231,3 @@ CONTESTANTS = {  # name → problem → what computes `[batch, heads, tokens, he
     "local-attention": _make_local_attention,
     "infini-transformer-pytorch": _make_infini_transformer,
 }
-PACKAGES = ("local-attention", "infini-transformer-pytorch")  # contestants that PyPI has under their names

@@ -85,37 +85,38 @@ def peak_of(prepare: Callable[..., Work], *settings, device: str, threads: int |
         limit_seconds: the process on a CPU is ended when it takes longer.
     """
     if device.startswith("cuda"):
-        try:
-            return {"peak_bytes": _peak(prepare(*settings), device)}
-        except torch.OutOfMemoryError:
-            torch.cuda.empty_cache()
-            return {"skipped": "not enough memory on the GPU"}
+        return _peak_here(prepare, settings, device)
     method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
     context = multiprocessing.get_context(method)
     if method == "forkserver":
         context.set_forkserver_preload([prepare.__module__])
-    with ProcessPoolExecutor(1, mp_context=context) as pool:
+    with ProcessPoolExecutor(1, mp_context=context, initializer=_begin, initargs=(threads, limit_seconds)) as pool:
         try:
-            return pool.submit(_peak_here, prepare, settings, threads, limit_seconds).result()
+            return pool.submit(_peak_here, prepare, settings, "cpu").result()
         except BrokenProcessPool:
             return {"skipped": f"ended after {limit_seconds:g} s, or by the system for want of memory"}
 
 
-def _peak_here(prepare: Callable[..., Work], settings: tuple, threads: int | None, limit_seconds: float) -> dict:
-    """What runs in a process of its own."""
+def _begin(threads: int | None, limit_seconds: float) -> None:
+    """Limits a process on a CPU to its time and to the memory that there is: what needs more shall fail there, and not push
+    other programs out."""
     if os.name == "posix":
         import resource
 
         signal.alarm(math.ceil(limit_seconds))
-        # What needs more than there is shall fail here, and not push other programs out
         resource.setrlimit(resource.RLIMIT_DATA, (psutil.virtual_memory().available, resource.RLIM_INFINITY))
     give_back_freed_memory()
     if threads:
         torch.set_num_threads(threads)
+
+
+def _peak_here(prepare: Callable[..., Work], settings: tuple, device: str) -> dict:
     try:
-        return {"peak_bytes": _peak(prepare(*settings), "cpu")}
+        return {"peak_bytes": _peak(prepare(*settings), device)}
+    except ModuleNotFoundError as error:
+        return {"skipped": f"not installed: pip install {error.name.replace('_', '-')}"}
     except Exception as error:  # a package of somebody else's that does not run here is no reason to stop
-        short = isinstance(error, MemoryError) or "allocate memory" in str(error)
+        short = isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in str(error)
         return {"skipped": "not enough memory" if short else f"{type(error).__name__}: {str(error).splitlines()[0]}"}
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel
 
+from evaluation.inference import read_in_chunks
 from hf_infini import patch_model
 from hf_infini.training import parameter_groups
 
@@ -97,18 +98,10 @@ def random_cache(model, context: int) -> DynamicCache:
 
 
 @torch.inference_mode()
-def read(model, ids: torch.Tensor, chunk: int, mask: torch.Tensor | None = None):
-    """The cache after `[batch, tokens]`, read in chunks; `mask` of the same shape is 0 for padding."""
-    cache = None
-    for begin in range(0, ids.shape[1], chunk):
-        end = min(ids.shape[1], begin + chunk)
-        padding = {}
-        if mask is not None:
-            padding["attention_mask"] = mask[:, :end]
-            padding["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)[:, begin:end]
-        output = model(ids[:, begin:end], past_key_values=cache, use_cache=True, logits_to_keep=1, **padding)
-        cache = output.past_key_values
-    return cache
+def padded_cache(model, ids: torch.Tensor, mask: torch.Tensor):
+    """The cache after `[batch, tokens]`; `mask` of the same shape is 0 for padding."""
+    places = {"attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0)}
+    return model(ids, use_cache=True, logits_to_keep=1, **places).past_key_values
 
 
 def new_tokens(model, cache, steps: int, mask: torch.Tensor | None = None) -> Callable[[], None]:
@@ -137,5 +130,5 @@ def new_tokens(model, cache, steps: int, mask: torch.Tensor | None = None) -> Ca
 def prepare_prompt(kind: str, spec: ModelSpec, context: int, chunk: int) -> Callable[[], object]:
     """A prompt that is read in chunks, for [`measuring.peak_of`]: the cache counts, the weights do not."""
     model, ids = build(kind, spec, context), random_ids(spec, 1, context)
-    read(model, ids[:, : min(context, 64)], chunk)  # libraries and thread pools
-    return lambda: read(model, ids, chunk)
+    read_in_chunks(model, ids[:, :64], chunk)  # libraries and thread pools
+    return lambda: read_in_chunks(model, ids, chunk)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from evaluation.inference import read_in_chunks
 from support.measurement import cache_bytes
 
 from . import contestants, measuring, models
@@ -150,12 +151,10 @@ def _layers(how: How, work: str, dtype: str, cases: Mapping, bases: Mapping | No
     device, shapes, rows = how.spec.device, {}, {}
     for key, (name, tokens, segment) in cases.items():
         shape = Shape(tokens, segment, how.spec.n_head, how.spec.n_embd // how.spec.n_head, 1, dtype)
-        absent = contestants.missing(name)
-        peak = how.peak(contestants.prepare_layer, name, shape, device, limit_seconds=SKIP_ABOVE) if absent is None else {}
+        peak = how.peak(contestants.prepare_layer, name, shape, device, limit_seconds=SKIP_ABOVE)
         if "peak_bytes" in peak:
             peak["extra"] = peak["peak_bytes"] / (8 * shape.tensor_bytes()) - 1
-        rows[key] = {"work": work, "name": name, "tokens": tokens, "segment": segment, "dtype": dtype}
-        rows[key] |= {"skipped": absent} if absent else peak
+        rows[key] = {"work": work, "name": name, "tokens": tokens, "segment": segment, "dtype": dtype, **peak}
         shapes[key] = shape
     if bases is None:
         return list(rows.values())
@@ -200,7 +199,7 @@ def _padded_batch(how: How, batch: int, context: int) -> list[dict]:
     ids = models.random_ids(spec, batch, context)
     lengths = torch.linspace(context / 4, context, batch).ceil().long().to(spec.device)
     mask = (torch.arange(context, device=spec.device) >= context - lengths[:, None]).long()
-    caches = {kind: models.read(model, ids, context, mask) for kind, model in both.items()}
+    caches = {kind: models.padded_cache(model, ids, mask) for kind, model in both.items()}
     same = {"work": "new token of each row of a padded batch", "tokens": context, "rows": batch}
     return _new_tokens(how, same, both, caches, batch, mask)
 
@@ -213,7 +212,7 @@ def decoding(how: How) -> Iterator[list[dict]]:
     """
     for context in how.size.after:
         both = {kind: models.build(kind, how.spec, context + NEW_TOKENS * (how.rounds + 1)) for kind in KINDS}
-        caches = {"infini": models.read(both["infini"], models.random_ids(how.spec, 1, context), how.size.chunk)}
+        caches = {"infini": read_in_chunks(both["infini"], models.random_ids(how.spec, 1, context), how.size.chunk)}
         caches["gpt2"] = models.random_cache(both["gpt2"], context)
         yield _new_tokens(how, {"work": "new token", "tokens": context}, both, caches)
 
@@ -246,7 +245,7 @@ def compiled(how: How) -> Iterator[list[dict]]:
         ids = models.random_ids(how.spec, 1, context)
         forwards = dict(zip(names, (model, torch.compile(model)), strict=True))
         runs = {
-            name: models.new_tokens(forward, models.read(model, ids, context), NEW_TOKENS)
+            name: models.new_tokens(forward, read_in_chunks(model, ids, context), NEW_TOKENS)
             for name, forward in forwards.items()
         }
         same = {"work": "new token and torch.compile", "tokens": context}

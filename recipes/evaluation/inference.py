@@ -42,6 +42,15 @@ def check_length(config, tokens: int) -> None:
         )
 
 
+@torch.inference_mode()
+def read_in_chunks(model, ids: torch.Tensor, chunk: int):
+    """The cache of a model that has read `[batch, tokens]`, so many tokens a call."""
+    cache = None
+    for piece in ids.split(chunk, dim=1):
+        cache = model(input_ids=piece, past_key_values=cache, use_cache=True, logits_to_keep=1).past_key_values
+    return cache
+
+
 def switch_memory_off(model) -> None:
     """Closes every gate of a model's memories for good: what is left is its local attention alone.
 

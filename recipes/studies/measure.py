@@ -7,7 +7,7 @@ import numpy as np
 
 from cli import UserError
 from corpora.blocks import read_documents
-from evaluation.inference import load_model
+from evaluation.inference import load_model, read_in_chunks
 from evaluation.ngrams import read_baseline
 from evaluation.perplexity import prepared_rows
 from hf_infini.configurations import context_limit
@@ -184,14 +184,11 @@ def state_bytes(model, length: int, chunk: int) -> int | None:
     """Bytes of the cache of one row that has really read so many tokens; None beyond the model's positions."""
     import torch
 
-    limit, cache = context_limit(model.config), None
+    limit = context_limit(model.config)
     if limit is not None and length > limit:
         return None
     tokens = torch.arange(length, device=model.device)[None] % model.config.vocab_size
-    with torch.no_grad():
-        for piece in tokens.split(chunk, dim=1):
-            cache = model(input_ids=piece, past_key_values=cache, use_cache=True, logits_to_keep=1).past_key_values
-    return cache_bytes(cache)
+    return cache_bytes(read_in_chunks(model, tokens, chunk))
 
 
 def unseen_documents(data: Path, others: Sequence[Path]) -> list[dict]:

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+import sys
 
 import pytest
 import torch
@@ -200,7 +201,10 @@ def test_peaks_of_fresh_processes():
     assert 6 * tensor < small < square
 
 
-def test_processes_that_do_not_end_well():
+def test_processes_that_do_not_end_well(monkeypatch):
     assert "ended after 1 s" in peak("infini", Shape(2**22, 64, 2, 16), limit_seconds=1)["skipped"]
+    monkeypatch.setitem(sys.modules, "local_attention", None)  # as if it were not installed
+    skipped = {"skipped": "not installed: pip install local-attention"}
+    assert measuring._peak_here(contestants.prepare_layer, ("local-attention", Shape(8, 4), "cpu"), "cpu") == skipped
     assert "float16x" in peak("infini", Shape(64, 64, 2, 16, dtype="float16x"))["skipped"]
     assert peak("causal-eager", Shape(2**20, 64, 2, 16))["skipped"] == "not enough memory"  # 8 TiB of scores
