@@ -1,4 +1,4 @@
-"""What was measured on a run: the tables of its card, and the same numbers as entries of the Hub's metadata."""
+"""What was measured on a run: pieces of its card, and the same numbers as entries of the Hub's metadata."""
 
 import math
 from itertools import groupby
@@ -12,12 +12,6 @@ from .text import last_part
 
 # Options of an evaluation of perplexity that a card names where they are others than these
 USUAL = {"length": None, "min_characters": 0, "max_tokens": None, "precision": "float32", "memory": "on"}
-
-
-def evaluation_section(run: Run) -> str:
-    parts = [losses(run), *map(by_position, [found for found in run.of_task("perplexity") if found["options"]["length"]])]
-    parts += [passkeys(found) for found in run.of_task("passkey")] + [facts(found) for found in run.of_task("facts")]
-    return "\n\n".join(parts)
 
 
 def measurements(run: Run) -> list[dict]:
@@ -63,37 +57,6 @@ def losses(run: Run) -> str:
     if run.baselines:
         text += f" The n-grams are smoothed counts of {run.baselines[0]['training_tokens']:,} training tokens."
     return f"{table}\n\n{text} Measured on {measured_on(run.result, *run.of_task('perplexity'), *run.baselines)}."
-
-
-def by_position(found: dict) -> str:
-    rows = [
-        [f"{row['first']:,}–{row['last']:,}", f"{row['tokens']:,}", f"{row['perplexity']:,.2f}"]
-        for row in found["by_position"]
-    ]
-    title = f"### By position in rows of {found['options']['length']:,} tokens ({described(found)})"
-    return f"{title}\n\n{markdown_table(['position', 'tokens', 'perplexity'], rows, left=1)}"
-
-
-def passkeys(found: dict) -> str:
-    """By length and depth."""
-    depths, lengths = (list(dict.fromkeys(cell[name] for cell in found["cells"])) for name in ("depth", "length"))
-    cells = {(cell["length"], cell["depth"]): answers(cell) for cell in found["cells"]}
-    rows = [[f"{length:,}", *(cells[length, depth] for depth in depths)] for length in lengths]
-    text = "Five digits are hidden in a text and asked for at its end: right answers by the text's tokens and by the share "
-    text += f"of it that is in front of the number. {counted(found)}"
-    table = markdown_table(["tokens", *(f"depth {depth:g}" for depth in depths)], rows, left=0)
-    return f"### Passkeys ({described(found)})\n\n{text}\n\n{table}"
-
-
-def facts(found: dict) -> str:
-    rows = []
-    for cell in found["cells"]:
-        numbers = [f"{cell['cross_entropy']:.4f}", f"{100 * cell['chance']:.1f} %"] if "accuracy" in cell else ["–", "–"]
-        rows.append([str(cell["distance"]), answers(cell), *numbers])
-    text = "A generated biography states facts about an invented person, and one of them is asked for so many segments of "
-    text += f"{found['segment_length']:,} tokens later. {counted(found)}"
-    table = markdown_table(["segments between", "right", "nats per token", "most frequent answer"], rows, left=0)
-    return f"### Facts ({described(found)})\n\n{text}\n\n{table}"
 
 
 def answers(cell: dict) -> str:

@@ -121,9 +121,10 @@ def _bits_per_character(runs: list[Finished], first: list[Finished]) -> dict | N
 
 def write_report(content: dict) -> str:
     """The Markdown of a report.json (see recipes/study.py)."""
-    from jinja2 import Template
+    from jinja2 import StrictUndefined, Template
 
-    template = Template(TEMPLATE.read_text(encoding="utf-8"), trim_blocks=True, keep_trailing_newline=True)
+    how = {"undefined": StrictUndefined, "trim_blocks": True, "keep_trailing_newline": True}
+    template = Template(TEMPLATE.read_text(encoding="utf-8"), **how)
     variants = content["variants"]
     gates = [
         f"- [{name}]({variant['folders'][name]}/gates.png): "
