@@ -126,26 +126,16 @@ def write_report(content: dict) -> str:
     how = {"undefined": StrictUndefined, "trim_blocks": True, "keep_trailing_newline": True}
     template = Template(TEMPLATE.read_text(encoding="utf-8"), **how)
     variants = content["variants"]
-    gates = [
-        f"- [{name}]({variant['folders'][name]}/gates.png): "
-        + ", ".join(f"layer {layer} {statistics.fmean(values):.3f}" for layer, values in layers.items())
-        for variant in variants
-        for name, layers in variant["gates"].items()
-    ]
-    unfinished = [f"- {run['name']}: {run['status']}: {run['reason']}" for run in content["runs"] if run["reason"]]
-    unfinished += [f"- {problem}" for problem in content["problems"]]
     parts = {
         "groups": groups_of(variants),
         "losses_table": lambda group, ngrams: losses_table(variants, group, ngrams),
         "resamples": RESAMPLES,
         "grid": grid_table(content),
-        "characters": characters_table(variants),
         "costs": costs_table(variants),
         "evaluations": evaluations_table(content),
-        "gates": "\n".join(gates),
-        "unfinished": "\n".join(dict.fromkeys(unfinished)),
-        "trained_on": ", ".join(dict.fromkeys(variant["hardware"] for variant in variants)),
-        "commands": fence("\n".join(content["commands"]), "bash"),
+        "shown": shown,
+        "mean": statistics.fmean,
+        "fence": fence,
     }
     return template.render(content | parts)
 
@@ -196,16 +186,6 @@ def grid_table(content: dict) -> str | None:
         row = [_bold_if(name == best, f"{losses[name]:.4f}") if name in losses else MISSING for name in names]
         rows.append([value, *row])
     return markdown_table([f"{down} \\ {across}", *across_values], rows, left=1)
-
-
-def characters_table(variants: list[dict]) -> str | None:
-    rows, judged = [], [variant for variant in variants if variant["bits_per_character"]]
-    for variant in sorted(judged, key=lambda variant: variant["bits_per_character"]["value"]["value"]):
-        found = variant["bits_per_character"]
-        rows.append([variant["name"], shown(found["value"]), shown(found["difference"], sign="+")])
-        rows[-1] += [f"{found['characters']:,}", f"{found['documents']:,}"]
-    header = ("variant", "bits per character (95 %)", f"minus {variants[0]['name']}'s (95 %)", "characters", "documents")
-    return markdown_table(header, rows, left=1) if rows else None
 
 
 def costs_table(variants: list[dict]) -> str:
