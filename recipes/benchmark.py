@@ -1,8 +1,8 @@
 """Speed and memory of this package beside what else one could use, on this machine, by one command.
 
-    python recipes/benchmark.py --out runs/benchmark
-    python recipes/benchmark.py --parts attention --shapes 4096x256 16384x64 --dtypes bfloat16 --out runs/attention
-    python recipes/benchmark.py --parts options --size mini --dtypes bfloat16 --out runs/options
+    python recipes/benchmark.py --out runs/benchmark.json
+    python recipes/benchmark.py --parts attention --shapes 4096x256 16384x64 --dtypes bfloat16 --out runs/attention.json
+    python recipes/benchmark.py --parts options --size mini --dtypes bfloat16 --out runs/options.json
 
 Parts:
     attention  one layer, forward and backward, beside full causal attention, loops over segments, sliding windows and
@@ -18,7 +18,7 @@ extremes, and ratios are taken within the rounds. Memory is the real peak: of a 
 torch.cuda.max_memory_allocated on a GPU. What takes too long or too much memory is skipped, and the table says why. Models
 have random weights. For figures of record let nothing else run, and pin the processors (taskset -c 0).
 
-Prints tables and writes OUT.json, after every measurement, and OUT_PART.png.
+Prints tables and writes OUT, after every measurement.
 """
 
 from dataclasses import dataclass, field, replace
@@ -32,7 +32,7 @@ PARTS = ["attention", "scaling", "model", "decoding", "options", "compiled"]
 
 @dataclass
 class Options:
-    out: str = field(metadata={"help": "Files to write, without suffix.", "group": "output"})
+    out: str = field(metadata={"help": "JSON file to write.", "group": "output"})
     parts: list[str] = option(PARTS, "What to measure.", choices=PARTS, group="measurement")
     size: Literal["small", "mini", "tiny"] = option("small", "GPT-2 small; the study's model; one to see that all runs.")
     dtypes: list[str] = option(["float32", "bfloat16"], "Of the layer, and of training (bfloat16: autocast).",
@@ -60,7 +60,6 @@ def main(argv: list[str] | None = None) -> None:
     from tqdm import tqdm
 
     from benchmarks import contestants, measuring, models, parts, report
-    from plots.benchmark import plot_benchmark
     from support import measurement
     from support.stages import write_json
 
@@ -80,18 +79,15 @@ def main(argv: list[str] | None = None) -> None:
     how = parts.How(spec, size, options.dtypes, names, options.rounds, options.threads)
     out = Path(options.out)
     out.parent.mkdir(parents=True, exist_ok=True)
-    file = out.with_name(f"{out.name}.json")
     content = {**measurement.environment(), "options": vars(options), "threads": torch.get_num_threads(), "parts": {}}
     for part in options.parts:
         rows = content["parts"][part] = []
         for measured in tqdm(parts.PARTS[part](how), desc=part, unit="measurement"):
             rows += measured
-            write_json(file, content)
+            write_json(out, content)
             measuring.give_back_memory()
-        picture = out.with_name(f"{out.name}_{part}.png")
-        plot_benchmark(report.tables_of(rows), picture)
-        print(f"{report.markdown(rows)}\n\n{picture}\n", flush=True)
-    print(file)
+        print(f"{report.markdown(rows)}\n", flush=True)
+    print(out)
 
 
 def shapes_of(shapes: list[str] | None) -> tuple[tuple[int, int], ...]:

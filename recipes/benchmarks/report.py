@@ -8,14 +8,10 @@ MIB = 2**20
 SETTINGS = ("tokens", "segment", "rows", "dtype")  # columns, where rows have them
 
 
-def tables_of(rows: list[dict]) -> dict[str, list[dict]]:
-    """The rows by the work that was measured."""
-    return {work: [row for row in rows if row["work"] == work] for work in dict.fromkeys(row["work"] for row in rows)}
-
-
 def markdown(rows: list[dict]) -> str:
     """A table for each kind of work. Times are medians, with the fastest and slowest round beside them."""
-    return "\n\n".join(f"**{work}**\n\n{_table(group)}" for work, group in tables_of(rows).items())
+    tables = {work: [row for row in rows if row["work"] == work] for work in dict.fromkeys(row["work"] for row in rows)}
+    return "\n\n".join(f"**{work}**\n\n{_table(group)}" for work, group in tables.items())
 
 
 def _table(rows: list[dict]) -> str:

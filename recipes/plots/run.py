@@ -3,22 +3,17 @@
 from pathlib import Path
 
 
-def figure_with_panels(rows: int, columns: int, size: tuple[float, float]):
-    """An empty figure in the style that the plots share, and its axes `[rows, columns]`, of so many inches each."""
+def figure_with_axes(title: str, x_label: str, y_label: str, columns: int = 1):
+    """An empty figure of the size and style that the plots share, and its axes (an array of them beside each other where
+    there are several columns)."""
     from matplotlib.figure import Figure  # without pyplot: no global state, and Agg is the only backend it can meet
 
-    figure = Figure(figsize=(size[0] * columns, size[1] * rows), dpi=120, layout="constrained")
-    panels = figure.subplots(rows, columns, squeeze=False)
-    for axes in panels.flat:
+    figure = Figure(figsize=(8 if columns == 1 else 6.5 * columns, 5), dpi=120, layout="constrained")
+    panels = figure.subplots(1, columns, squeeze=False)[0]
+    for axes in panels:
+        axes.set(title=title, xlabel=x_label, ylabel=y_label)
         axes.grid(alpha=0.3)
-    return figure, panels
-
-
-def figure_with_axes(title: str, x_label: str, y_label: str):
-    """The same with one panel."""
-    figure, panels = figure_with_panels(1, 1, (8, 5))
-    panels[0, 0].set(title=title, xlabel=x_label, ylabel=y_label)
-    return figure, panels[0, 0]
+    return figure, panels[0] if columns == 1 else panels
 
 
 def plot_loss_curve(lines: list[dict], file: Path) -> None:

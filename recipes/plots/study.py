@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .run import add_positions, figure_with_axes, figure_with_panels
+from .run import add_positions, figure_with_axes
 
 if TYPE_CHECKING:
     from studies.report import Finished
@@ -39,15 +39,15 @@ def plot_losses(runs: "list[Finished]", levels: dict[str, float], file: Path) ->
     evaluated = {run.name: {line["tokens"]: line["eval_loss"] for line in run.lines if "eval_loss" in line} for run in runs}
     curves = pandas.DataFrame({name: pandas.Series(points, dtype=float) for name, points in evaluated.items()}).sort_index()
     curves = curves.T.groupby([run.variant for run in runs], sort=False).mean().T
-    figure, panels = figure_with_panels(1, 2, (6.5, 5))
-    titles = "Validation loss", f"minus that of {curves.columns[0]}"
-    for axes, title, lines in zip(panels[0], titles, (curves, curves.sub(curves.iloc[:, 0], axis=0)), strict=True):
-        axes.set(title=title, xlabel="tokens trained on", ylabel="cross-entropy (nats per token)")
+    figure, axes = figure_with_axes("Validation loss", "tokens trained on", "cross-entropy (nats per token)", columns=2)
+    for panel, lines in zip(axes, (curves, curves.sub(curves.iloc[:, 0], axis=0)), strict=True):
         for name, line in lines.items():
-            axes.plot(line.dropna(), marker=".", label=name)
+            panel.plot(line.dropna(), marker=".", label=name)
+    axes[1].set(title=f"minus that of {curves.columns[0]}", ylabel="difference (nats per token)")
     for name, loss in levels.items():
-        panels[0, 0].axhline(loss, color="0.4", linestyle="--", linewidth=1)
-        place = {"xycoords": ("axes fraction", "data"), "ha": "right", "va": "bottom", "fontsize": 8}
-        panels[0, 0].annotate(f"{name} {loss:.3f}", (1, loss), **place)
-    panels[0, 0].legend(fontsize=8)
+        axes[0].axhline(loss, color="0.4", linestyle="--", linewidth=1)
+        axes[0].annotate(
+            f"{name} {loss:.3f}", (1, loss), xycoords=("axes fraction", "data"), ha="right", va="bottom", fontsize=8
+        )
+    axes[0].legend(fontsize=8)
     figure.savefig(file)

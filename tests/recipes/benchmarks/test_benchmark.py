@@ -39,7 +39,7 @@ def measure(*argv) -> str:
 def everything(tmp_path_factory):
     """One run of all parts on tiny sizes: what it printed, and its --out. What is compiled is captured, but not turned into
     machine code, which takes a minute."""
-    out = tmp_path_factory.mktemp("benchmark") / "deep" / "all"
+    out = tmp_path_factory.mktemp("benchmark") / "deep" / "all.json"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
         return measure(*TINY, "--contestants", "infini", "loop-split", "causal-eager", "--out", out), out
@@ -47,7 +47,7 @@ def everything(tmp_path_factory):
 
 def test_the_layer_beside_others(everything):
     printed, out = everything
-    rows = rows_of(out.with_name("all.json"), "attention")
+    rows = rows_of(out, "attention")
     assert [row["name"] for row in rows] == ["infini", "loop-split", "causal-eager"]
     for row in rows:
         assert len(row["samples"]) == 2 and row["seconds_lowest"] <= row["seconds"] <= row["seconds_highest"]
@@ -58,21 +58,21 @@ def test_the_layer_beside_others(everything):
 
 def test_lengths_that_double_and_memory_over_segments(everything):
     _, out = everything
-    rows = rows_of(out.with_name("all.json"), "scaling", "one layer")
+    rows = rows_of(out, "scaling", "one layer")
     assert [(row["name"], row["tokens"], "ratio" in row) for row in rows] == [
         ("infini", 64, False),
         ("infini", 128, True),
         ("infini-delta", 64, False),
         ("infini-delta", 128, True),
     ]
-    memory = rows_of(out.with_name("all.json"), "scaling", "memory")
+    memory = rows_of(out, "scaling", "memory")
     assert [(row["name"], row["segment"]) for row in memory] == [("infini", 8), ("infini-delta", 8)]
     assert all(row["extra"] == pytest.approx(row["peak_bytes"] / (8 * 128 * 32 * 4) - 1) for row in memory)
 
 
 def test_whole_models(everything):
     _, out = everything
-    file = out.with_name("all.json")
+    file = out
     for row in rows_of(file, "model", "training step"):
         assert row["peak_bytes"] > 30_000 * 16  # weights, gradients and two moments of 30,000 parameters
         assert row["tokens_per_second"] == pytest.approx(40 / row["seconds"])
@@ -98,16 +98,16 @@ def test_a_training_step_in_bfloat16_is_autocast():
 
 def test_options_one_by_one(everything):
     printed, out = everything
-    rows = rows_of(out.with_name("all.json"), "options")
+    rows = rows_of(out, "options")
     assert [row["name"] for row in rows] == [*CHANGES, "gpt2"] and rows[0]["ratio"] == 1
     assert all(row["ratio_lowest"] <= row["ratio"] <= row["ratio_highest"] for row in rows)
-    assert "| memory_conv=3 " in printed and out.with_name("all_options.png").is_file()
+    assert "| memory_conv=3 " in printed
 
 
 def test_compiled(everything):
     _, out = everything
     for work in ("training step", "new token"):
-        rows = rows_of(out.with_name("all.json"), "compiled", work)
+        rows = rows_of(out, "compiled", work)
         assert [row["name"] for row in rows] == ["as it is", "compiled"]
         assert rows[0]["ratio"] == 1 and len(rows[1]["samples"]) == 2 and rows[1]["ratio"] > 0
 
@@ -128,7 +128,7 @@ def test_every_change_changes_what_is_computed():
 
 def test_a_new_token_after_long_contexts(everything):
     _, out = everything
-    rows = rows_of(out.with_name("all.json"), "decoding")
+    rows = rows_of(out, "decoding")
     assert [(row["tokens"], row["name"]) for row in rows] == [(n, name) for n in (50, 400) for name in ("infini", "gpt2")]
     assert rows[0]["cache_bytes"] == rows[2]["cache_bytes"]
     assert rows[1]["cache_bytes"] == (50 + 8 * 3) * 2 * 32 * 4  # tokens, keys and values, width, float32; one layer
@@ -137,11 +137,9 @@ def test_a_new_token_after_long_contexts(everything):
 
 def test_files_of_a_run(everything):
     printed, out = everything
-    content = json.loads(out.with_name("all.json").read_text())
+    content = json.loads(out.read_text())
     assert {"date", "hardware", "versions", "options", "threads"} <= content.keys()
-    for part in benchmark.PARTS:
-        picture = out.with_name(f"all_{part}.png")
-        assert picture.read_bytes().startswith(b"\x89PNG") and str(picture) in printed
+    assert list(content["parts"]) == benchmark.PARTS and printed.endswith(f"{out}\n")
     widths = [len({line.count("|") for line in table.splitlines() if "|" in line}) for table in printed.split("\n\n")]
     assert max(widths) == 1 and sum(widths) == 10  # attention, scaling 2, model 3, decoding, options, compiled 2
 
@@ -153,7 +151,7 @@ def test_what_was_measured_before_an_error_is_kept(tmp_path, monkeypatch):
 
     monkeypatch.setitem(PARTS, "decoding", broken)
     with pytest.raises(RuntimeError, match="of a contestant"):
-        measure(*TINY, "--parts", "decoding", "--out", tmp_path / "x")
+        measure(*TINY, "--parts", "decoding", "--out", tmp_path / "x.json")
     assert [row["name"] for row in rows_of(tmp_path / "x.json", "decoding")] == ["b"]
 
 
