@@ -2,7 +2,7 @@
 
 Every contestant gets the same query, key and value, views `[batch, heads, tokens, head_dim]` of contiguous `[batch, tokens,
 heads, head_dim]` as a model's projections give them, and goes forward and backward. Those that follow the same equations
-(tests/test_benchmark_contestants.py holds them against the naive reference) are:
+(test_benchmark_contestants.py holds them against the naive reference) are:
 
 - `infini`, `infini-delta`: `hf_infini.infini_attention`, linear and delta rule.
 - `loop-sliced`: a Python loop that slices each segment out of the whole. The backward pass of every slice writes a gradient

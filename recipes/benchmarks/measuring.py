@@ -89,7 +89,7 @@ def peak_of(prepare: Callable[..., Work], *settings, device: str, threads: int |
     method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
     context = multiprocessing.get_context(method)
     if method == "forkserver":
-        context.set_forkserver_preload([prepare.__module__])
+        context.set_forkserver_preload([f"{__package__}.parts"])
     with ProcessPoolExecutor(1, mp_context=context, initializer=_begin, initargs=(threads, limit_seconds)) as pool:
         try:
             return pool.submit(_peak_here, prepare, settings, "cpu").result()

@@ -141,7 +141,7 @@ def scaling(how: How) -> Iterator[list[dict]]:
         for name in RULES:
             cases = {tokens: (name, tokens, segment) for tokens in lengths}
             yield _layers(how, "one layer over its length, ratios to half of it", dtype, cases, halves)
-            cases = {segment: (name, lengths[1], segment) for segment in how.size.segments}
+            cases = {size: (name, lengths[1], size) for size in how.size.segments}
             yield _layers(how, "memory of one layer over the segment length", dtype, cases)
 
 

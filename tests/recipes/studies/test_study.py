@@ -132,10 +132,9 @@ def test_characters_are_counted_on_documents_that_nobody_learned(base, content):
 
 def test_what_is_measured_beside_the_losses(base, content):
     s1, best = variant(content, "s1"), variant(content, "best")
-    # Keys and values of 2 layers of 32 in float32; and of a segment of 16, whose keys are kept turned and as they were, with
-    # 2 heads of 16 x 16 and 16
+    # Keys and values of 2 layers of 32 in float32; and of a segment of 16, with 2 heads of 16 x 16 and 16
     assert s1["cache_bytes"] == {"64": 64 * 2 * 2 * 32 * 4, "512": None}
-    memory = 2 * (16 * 3 * 32 + 2 * 16 * 16 + 2 * 16) * 4
+    memory = 2 * (16 * 2 * 32 + 2 * 16 * 16 + 2 * 16) * 4
     assert memory <= best["cache_bytes"]["64"] == best["cache_bytes"]["512"] < memory + 200
     assert s1["evaluations"] == {} and best["evaluations"]["long"]["by_position"][-1]["last"] == 511
     assert any(problem.startswith("s1-long: 512 tokens, but this model has 64") for problem in content["problems"])
