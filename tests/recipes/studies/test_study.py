@@ -40,10 +40,11 @@ def finished(base):
     """The study, killed while a variant trains, and finished with four more, without the time that processes take to start.
     Returns the modification times of the data that the first start left."""
     out, children = base / "out", []
+    others = psutil.Process().children(recursive=True)  # of tests before this one
 
     def ready() -> bool:
         if (out / "best" / "checkpoint-4" / "complete.json").exists():
-            children.extend(psutil.Process().children(recursive=True))
+            children.extend(child for child in psutil.Process().children(recursive=True) if child not in others)
         return bool(children)
 
     kill_when(ready, *recipe("study"), *arguments(base, "--variants", "best"))
