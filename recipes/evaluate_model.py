@@ -190,12 +190,13 @@ def source_file(options: Options) -> str:
 
 def read_texts(options: Options) -> list[str]:
     """The documents of --text or --data that are long enough; a UserError where there are none."""
-    from corpora.sources import iterate_documents
+    from cli.corpus_options import CorpusOptions
+    from corpora.sources import corpus_documents
 
     file = source_file(options)
     if options.data is not None and Path(file).stat().st_size == 0:
         raise UserError(f"{options.data} was split by block and holds no documents: give the source with --text")
-    texts = [document.text for document in iterate_documents(file)]
+    texts = [document.text for document in corpus_documents(CorpusOptions(file))]
     texts = [text for text in texts if text and len(text) >= options.min_characters]
     if not texts:
         raise UserError(f"{file} has no document of at least --min_characters {options.min_characters}")

@@ -25,9 +25,7 @@ apart from each other. A second run makes only what an option has changed. Exits
 cannot be used and for rows too short, with 2 for unknown or malformed options.
 """
 
-import dataclasses
 import functools
-import os
 import shutil
 import time
 from dataclasses import dataclass, field
@@ -86,13 +84,14 @@ def read_source(data: Path) -> dict:
 
 def prepare(options: Options, shares: dict[str, float], source: dict, out: Path) -> dict:
     """Runs the stages; each is redone only when its options or --data changed."""
+    import datasets
     from transformers import AutoTokenizer
 
-    from hf_infini import __version__
-    from recall.filler import TokenStream
-    from recall.rows import RowMaker, write_rows
+    from recall.filler import stream_of_rows
+    from recall.rows import make_rows, write_rows
     from support import stages
 
+    datasets.disable_progress_bars()  # they would stand between those of this program
     start, data, record = time.perf_counter(), Path(options.data), {}
     (out / "manifest.json").unlink(missing_ok=True)  # from here to the end the folder is between two states
 
@@ -105,7 +104,7 @@ def prepare(options: Options, shares: dict[str, float], source: dict, out: Path)
     tokenizer = AutoTokenizer.from_pretrained(out / "tokenizer")
 
     def build(split: str, settings: dict, folder: Path) -> dict:
-        rows = RowMaker(tokenizer, TokenStream.of_rows(data / split), split=split, **settings)
+        rows = make_rows(tokenizer, stream_of_rows(data / split), split=split, **settings)
         return write_rows(rows, settings["rows"], options.context, folder)
 
     same = {name: getattr(options, name) for name in ("context", "questions", "answers_only", "seed")}
@@ -113,20 +112,16 @@ def prepare(options: Options, shares: dict[str, float], source: dict, out: Path)
         settings = {**same, "shares": shares, "rows": rows}
         identity = {**settings, "text": source["splits"][split]["sha256"], "tokenizer": record["tokenizer"]["key"]}
         record[split] = stages.run_stage(out / split, identity, functools.partial(build, split, settings))
-    copy = shutil.copyfile(data / "validation_documents.jsonl", out / "validation_documents.jsonl.partial")
-    os.replace(copy, out / "validation_documents.jsonl")
-    manifest = {
-        "hf_infini": __version__,
-        "options": {**source["options"], **dataclasses.asdict(options), "prepared_from": options.data},
-        "source": source["source"],
-        "tokenizer": record["tokenizer"]["result"],
-        "splits": {split: record[split]["result"] for split in ("train", "validation")},
-        "stages": {name: {key: stage[key] for key in ("key", "seconds", "reused")} for name, stage in record.items()},
-        "wall_seconds": round(time.perf_counter() - start, 2),
-        "peak_memory_bytes": stages.peak_memory_bytes(),
-    }
-    stages.write_json(out / "manifest.json", manifest)
-    return manifest
+    documents = "validation_documents.jsonl"
+    stages.write_text(out / documents, (data / documents).read_text(encoding="utf-8"))
+    return stages.write_manifest(
+        out / "manifest.json",
+        options={**source["options"], **vars(options), "prepared_from": options.data},
+        source=source["source"],
+        record=record,
+        splits=["train", "validation"],
+        start=start,
+    )
 
 
 if __name__ == "__main__":

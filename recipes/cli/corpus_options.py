@@ -4,9 +4,6 @@ from dataclasses import dataclass, field
 
 from . import option
 
-# The options of `corpora.selection.select_documents`; the others are those of `corpora.sources.iterate_documents`.
-SELECTION = ("prose_filter", "prose_host", "prose_min_characters", "fraction")
-
 
 @dataclass
 class CorpusOptions:

@@ -19,7 +19,7 @@ from support.stages import write_json
 
 from .examples import DoesNotFit, Example, passkey_example
 from .facts import FACT_NAMES, fact_example
-from .filler import Filler, TokenStream
+from .filler import Filler
 
 _TRIES = 20  # examples drawn for each one wanted, before a distance is called impossible
 _GUESSED_FROM = 2000  # invented people
@@ -128,9 +128,9 @@ def run_passkey(runner: Runner, texts: Sequence[str], lengths: Sequence[int], de
     import numpy as np
 
     end, *documents = runner.encode(["\n\n", *texts])
-    end_of_text = np.array([runner.tokenizer.eos_token_id])
-    stream = TokenStream([np.concatenate([document, end_of_text]) for document in documents])
-    filler = Filler(stream, runner.tokenizer.eos_token_id, end)
+    end_of_text = runner.tokenizer.eos_token_id
+    stream = np.concatenate([np.append(document, end_of_text) for document in documents])
+    filler = Filler(stream, end_of_text, end)
 
     def run_cell(cell: dict, progress: Callable[[int], None]) -> dict:
         def draw() -> Iterator[Example]:

@@ -1,14 +1,13 @@
 """Stages of a long preparation: reused when nothing they depend on changed, never half written, one run at a time."""
 
 import contextlib
-import dataclasses
 import hashlib
 import json
 import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from cli import UserError
@@ -101,22 +100,23 @@ def drop_stage(folder: Path, *files: Path) -> None:
         shutil.rmtree(folder)
 
 
-def write_manifest(path: Path, *, options: list, record: dict, splits: dict, start: float) -> dict:
+def write_manifest(path: Path, *, options: dict, source: dict, record: dict, splits: Sequence[str], start: float) -> dict:
     """Writes `manifest.json` in one step and returns it.
 
     Args:
         path: the file.
-        options: the dataclasses of the options.
-        record: what [`run_stage`] returned, by stage; "documents" and "tokenizer" among them.
-        splits: the counts of each split.
+        options: those of the run.
+        source: what was read.
+        record: what [`run_stage`] returned, by stage: "tokenizer" and the splits among them.
+        splits: the stages that are splits.
         start: `time.perf_counter()` at the beginning of the run.
     """
     manifest = {
         "hf_infini": __version__,
-        "options": {name: value for group in options for name, value in dataclasses.asdict(group).items()},
-        "source": record["documents"]["result"],
+        "options": options,
+        "source": source,
         "tokenizer": record["tokenizer"]["result"],
-        "splits": splits,
+        "splits": {name: record[name]["result"] for name in splits},
         "stages": {name: {key: stage[key] for key in ("key", "seconds", "reused")} for name, stage in record.items()},
         "wall_seconds": round(time.perf_counter() - start, 2),
         "peak_memory_bytes": peak_memory_bytes(),
