@@ -235,13 +235,7 @@ def check_options(options: Options) -> dict | None:
         if not Path(options.text).is_file():
             raise UserError(f"--text: there is no file {options.text}")
         return None
-    manifest = read_manifest(Path(options.data))
-    if manifest["splits"].get(options.split, {"blocks": 0})["blocks"] == 0:
-        raise UserError(
-            f"--split {options.split}: {options.data} has no {options.split} rows; prepare it again with "
-            f"--{options.split} SHARE, and train on what that leaves"
-        )
-    return manifest
+    return read_manifest(Path(options.data), options.split)
 
 
 if __name__ == "__main__":

@@ -87,7 +87,7 @@ def prepare(options: Options, shares: dict[str, float], source: dict, out: Path)
     import datasets
     from transformers import AutoTokenizer
 
-    from recall.filler import stream_of_rows
+    from corpora.blocks import read_rows
     from recall.rows import make_rows, write_rows
     from support import stages
 
@@ -104,7 +104,7 @@ def prepare(options: Options, shares: dict[str, float], source: dict, out: Path)
     tokenizer = AutoTokenizer.from_pretrained(out / "tokenizer")
 
     def build(split: str, settings: dict, folder: Path) -> dict:
-        rows = make_rows(tokenizer, stream_of_rows(data / split), split=split, **settings)
+        rows = make_rows(tokenizer, read_rows(data / split).reshape(-1), split=split, **settings)
         return write_rows(rows, settings["rows"], options.context, folder)
 
     same = {name: getattr(options, name) for name in ("context", "questions", "answers_only", "seed")}

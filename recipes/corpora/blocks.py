@@ -146,6 +146,14 @@ def save_rows(rows: "datasets.Dataset", folder: Path) -> dict:
     return {"blocks": len(rows), "tokens": tokens, "sha256": digest.hexdigest()}
 
 
+def read_rows(folder: Path, column: str = "input_ids") -> "np.ndarray":
+    """A column of a folder of [`save_rows`], [rows, context] int32."""
+    from datasets import load_from_disk
+
+    rows = load_from_disk(folder)
+    return rows.data.column(column).combine_chunks().flatten().to_numpy().reshape(len(rows), -1)
+
+
 def shuffle_blocks(count: int, shares: dict[str, float], seed: int) -> dict[str, "np.ndarray"]:
     """Shuffles `count` block numbers, gives each held-out split its share, and what is left to `"train"`.
 

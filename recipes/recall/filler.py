@@ -4,18 +4,10 @@ A stream is one integer array: documents one after the other, an end-of-text tok
 """
 
 import random
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import numpy as np
-
-
-def stream_of_rows(folder: Path) -> "np.ndarray":
-    """The rows of a split of recipes/prepare.py, one behind the other (int32)."""
-    from datasets import load_from_disk
-
-    return load_from_disk(folder).data.column("input_ids").combine_chunks().flatten().to_numpy()
 
 
 def read_stream(stream: "np.ndarray", start: int, count: int) -> "np.ndarray":

@@ -4,6 +4,8 @@ import ctypes
 import datetime
 import os
 import platform
+import shlex
+import sys
 from pathlib import Path
 
 import torch
@@ -57,7 +59,7 @@ def peak_memory() -> dict[str, float]:
 
 
 def environment() -> dict:
-    """Date, library versions and hardware, for `result.json`."""
+    """Command, date, library versions and hardware, for `result.json`."""
     from hf_infini import __version__
 
     if torch.cuda.is_available():
@@ -70,6 +72,7 @@ def environment() -> dict:
             name = models[0] if models else name
         hardware = f"{os.cpu_count()} CPU cores, {name}"
     return {
+        "command": shlex.join([Path(sys.executable).name, *sys.argv]),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "hardware": hardware,
         "versions": {
