@@ -23,7 +23,6 @@ with Infini-attention its local attention alone.
 Writes OUT.json, OUT.png, and the same table on standard output.
 """
 
-import shlex
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -112,7 +111,6 @@ def main(argv: list[str] | None = None) -> None:
         "data_fingerprint": setup.data_fingerprint(manifest) if manifest else None,
         **measurement.peak_memory(),
         "options": vars(options),
-        "command": shlex.join([Path(sys.executable).name, *sys.argv]),
         **measurement.environment(),
     }
     run_folder.write_json(Path(f"{name}.json"), result)
@@ -139,10 +137,9 @@ def perplexity(options: Options, model, tokenizer, name: str) -> dict:
     check_length(model.config, length)
     complete = sum(len(tokens) == length for tokens, _ in rows)
     print(f"{len(rows):,} rows, {complete:,} of them of {length:,} tokens", file=sys.stderr)
-    how = {"chunk": options.chunk, "batch_size": options.batch_size, "precision": options.precision}
     # Special tokens do not count, as in train.py's own evaluations
     reader = RowReader(tokenizer.all_special_ids, tokenizer.eos_token_id if options.separate_documents else None)
-    found = measure_perplexity(model, rows, reader, **how)
+    found = measure_perplexity(model, rows, reader, options.chunk, options.batch_size, options.precision)
     print(positions_table(found))
     return {**found, "rows": len(rows), "complete_rows": complete, "length": length}
 
@@ -179,8 +176,7 @@ def runner(options: Options, model, tokenizer, name: str):
     files += [source_file(options)] if options.source else []
     identity = {key: value for key, value in vars(options).items() if key != "out"}
     identity["files"] = [state_of_files(str(file)) for file in files]
-    how = {key: getattr(options, key) for key in ("chunk", "batch_size", "precision", "samples", "seed")}
-    return Runner(model, tokenizer, **how, file=Path(f"{name}.cells.json"), identity=identity)
+    return Runner(model, tokenizer, options, Path(f"{name}.cells.json"), identity)
 
 
 def source_file(options: Options) -> str:

@@ -32,9 +32,6 @@ class TokenizerOptions:
     vocab_size: int = option(8000, "bpe: entries of the vocabulary, 256 bytes and 2 special tokens among them.")
     tokenizer_sample: float = option(0.35, "bpe: share of the training documents that it is trained on, 0 to 1.",
                                      rare=True)
-    eos_token: str = option("<|endoftext|>", "bpe, characters: the end-of-text token.", rare=True)
-    pad_token: str = option("<|pad|>", "bpe, characters: the padding token.", rare=True)
-    unk_token: str = option("<|unk|>", "characters: stands for characters unseen in training.", rare=True)
 
 
 @dataclass

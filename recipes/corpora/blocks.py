@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from .documents import Document
 from .selection import choose
-from .tokenization import encode_texts, make_tokenizer
+from .tokenization import build_character_tokenizer, encode_texts, load_tokenizer, train_bpe
 
 if TYPE_CHECKING:
     import datasets
@@ -48,7 +48,7 @@ def write_jsonl(documents: "datasets.Dataset", path: Path) -> None:
 
 
 def save_tokenizer(
-    training: "datasets.Dataset", folder: Path, *, tokenizer: str, tokenizer_sample: float, seed: int, **settings
+    training: "datasets.Dataset", folder: Path, *, tokenizer: str, vocab_size: int, tokenizer_sample: float, seed: int
 ) -> dict:
     """Makes the corpus's tokenizer and saves it into `folder`.
 
@@ -56,16 +56,20 @@ def save_tokenizer(
         training: the training documents.
         folder: for `AutoTokenizer.from_pretrained`.
         tokenizer: "bpe", "characters", or a ready tokenizer's name or folder.
+        vocab_size: entries of a BPE.
         tokenizer_sample: the share of the training documents that a BPE is trained on; characters are taken from all.
         seed: of the choice of these documents.
-        settings: further arguments of [`make_tokenizer`].
 
     Returns:
         `{"vocabulary", "eos_token_id", "pad_token_id", "learned_from_documents"}`.
     """
     share = {"bpe": tokenizer_sample, "characters": 1.0}.get(tokenizer, 0.0)
     chosen = choose(training["id"][:], share, seed, "tokenizer")
-    made = make_tokenizer(tokenizer, iter(training.select(chosen)["text"]), **settings)
+    texts = iter(training.select(chosen)["text"])
+    if tokenizer == "bpe":
+        made = train_bpe(texts, vocab_size)
+    else:
+        made = build_character_tokenizer(texts) if tokenizer == "characters" else load_tokenizer(tokenizer)
     made.save_pretrained(folder)
     return {
         "vocabulary": len(made),

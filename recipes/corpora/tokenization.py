@@ -22,69 +22,39 @@ PADDING = "<|pad|>"
 UNKNOWN = "<|unk|>"
 
 
-def make_tokenizer(
-    kind: str,
-    texts: Iterable[str],
-    *,
-    vocab_size: int = 8000,
-    eos_token: str = END_OF_TEXT,
-    pad_token: str = PADDING,
-    unk_token: str = UNKNOWN,
-) -> "PreTrainedTokenizerBase":
-    """The tokenizer of `--tokenizer`: "bpe" and "characters" learn from `texts`, anything else is a ready one's name."""
-    if kind == "bpe":
-        return train_bpe(texts, vocab_size, eos_token=eos_token, pad_token=pad_token)
-    if kind == "characters":
-        return build_character_tokenizer(texts, eos_token=eos_token, pad_token=pad_token, unk_token=unk_token)
-    return load_tokenizer(kind)
-
-
-def train_bpe(
-    texts: Iterable[str], vocab_size: int, *, eos_token: str = END_OF_TEXT, pad_token: str = PADDING
-) -> "PreTrainedTokenizerBase":
+def train_bpe(texts: Iterable[str], vocab_size: int) -> "PreTrainedTokenizerBase":
     """Trains a byte-level BPE tokenizer, for which `decode(encode(text)) == text` holds for every text.
 
     Args:
         texts: the training texts, read once.
-        vocab_size: entries of the vocabulary, the 256 bytes and the special tokens among them. A small corpus can give
+        vocab_size: entries of the vocabulary, the 256 bytes and the 2 special tokens among them. A small corpus can give
             fewer: no pair of tokens that occurs only once is merged.
-        eos_token, pad_token: the special tokens; the same string for both makes them one.
 
     Raises:
         UserError: `vocab_size` has no room for the bytes and the special tokens.
     """
     from tokenizers import ByteLevelBPETokenizer, Tokenizer
 
-    special_tokens = list(dict.fromkeys([eos_token, pad_token]))
-    if vocab_size < 256 + len(special_tokens):
-        raise UserError(
-            f"--vocab_size is {vocab_size}; byte-level BPE needs at least {256 + len(special_tokens)} "
-            f"(256 bytes and {len(special_tokens)} special tokens)"
-        )
+    if vocab_size < 258:
+        raise UserError(f"--vocab_size is {vocab_size}; byte-level BPE needs at least 258 (256 bytes and 2 special tokens)")
     trained = ByteLevelBPETokenizer()
-    trained.train_from_iterator(texts, vocab_size, min_frequency=2, special_tokens=special_tokens)
-    return _wrap(Tokenizer.from_str(trained.to_str()), eos_token=eos_token, pad_token=pad_token)
+    trained.train_from_iterator(texts, vocab_size, min_frequency=2, special_tokens=[END_OF_TEXT, PADDING])
+    return _wrap(Tokenizer.from_str(trained.to_str()))
 
 
-def build_character_tokenizer(
-    texts: Iterable[str], *, eos_token: str = END_OF_TEXT, pad_token: str = PADDING, unk_token: str = UNKNOWN
-) -> "PreTrainedTokenizerBase":
+def build_character_tokenizer(texts: Iterable[str]) -> "PreTrainedTokenizerBase":
     """Builds a tokenizer with one token per character (Unicode code point) that occurs in `texts`.
 
-    The special tokens come first, then the characters in code-point order.
+    The special tokens come first, among them one for unknown characters, then the characters in code-point order.
     """
     from tokenizers import Tokenizer, decoders, models
 
-    characters = set(itertools.chain.from_iterable(texts))
-    special_tokens = list(dict.fromkeys([eos_token, pad_token, unk_token]))
-    clash = characters.intersection(special_tokens)
-    if clash:
-        raise UserError(f"the special token {min(clash)!r} is a character of the corpus; choose a longer string")
-    vocabulary = {token: number for number, token in enumerate([*special_tokens, *sorted(characters)])}
+    characters = sorted(set(itertools.chain.from_iterable(texts)))
+    vocabulary = {token: number for number, token in enumerate([END_OF_TEXT, PADDING, UNKNOWN, *characters])}
     # A BPE without merges splits into characters and, unlike WordLevel, needs no regular expression to do so.
-    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token=unk_token, fuse_unk=False))
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token=UNKNOWN, fuse_unk=False))
     backend.decoder = decoders.Fuse()
-    return _wrap(backend, eos_token=eos_token, pad_token=pad_token, unk_token=unk_token)
+    return _wrap(backend, unk_token=UNKNOWN)
 
 
 def load_tokenizer(name_or_path: str) -> "PreTrainedTokenizerBase":
@@ -131,7 +101,9 @@ def _wrap(backend, **special_tokens: str) -> "PreTrainedTokenizerBase":
 
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
-        bos_token=special_tokens["eos_token"],
+        bos_token=END_OF_TEXT,
+        eos_token=END_OF_TEXT,
+        pad_token=PADDING,
         clean_up_tokenization_spaces=False,
         model_input_names=["input_ids", "attention_mask"],
         **special_tokens,

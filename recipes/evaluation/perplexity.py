@@ -37,7 +37,7 @@ def text_rows(tokenizer, texts: Sequence[str], length: int, max_tokens: int | No
 
 
 def measure_perplexity(
-    model, rows: "Sequence[Row]", reader, *, chunk: int, batch_size: int, precision: str = "float32"
+    model, rows: "Sequence[Row]", reader, chunk: int, batch_size: int, precision: str = "float32"
 ) -> dict:
     """`cross_entropy`, `perplexity`, `tokens`, `by_position` and `tokens_per_second` of rows of any lengths.
 

@@ -126,15 +126,16 @@ def write_manifest(path: Path, *, options: dict, source: dict, record: dict, spl
 
 
 def read_manifest(data: Path, split: str | None = None) -> dict:
-    """The `manifest.json` of a prepared folder, which is there once it is finished; a UserError where it is not, or where the
-    folder has no rows of `split`."""
+    """The `manifest.json` of a prepared folder, which is there once it is finished; a UserError where it is not, or where
+    there are no rows of `split`."""
     file = Path(data) / "manifest.json"
     if not file.is_file():
         raise UserError(f"--data: {data} has no manifest.json; make the folder with recipes/prepare.py")
     manifest = json.loads(file.read_text(encoding="utf-8"))
     if split is not None and manifest["splits"].get(split, {"blocks": 0})["blocks"] == 0:
         raise UserError(
-            f"--split {split}: {data} has no {split} rows; prepare it again with --{split} SHARE, and train on what that leaves"
+            f"--split {split}: {data} has no {split} rows; prepare it again with --{split} SHARE, and train on what that "
+            "leaves"
         )
     return manifest
 

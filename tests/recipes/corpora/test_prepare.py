@@ -209,7 +209,7 @@ def test_characters_and_ready_tokenizers(made, tmp_path):
     text = "O rato roeu a roupa do rei de Roma.\n" * 200
     (tmp_path / "text.txt").write_text(text)
     options = ["--source", tmp_path / "text.txt", "--split_by", "block", "--context", 128]
-    manifest = run(*options, "--tokenizer", "characters", "--pad_token", "<PAD>", out=tmp_path / "characters")
+    manifest = run(*options, "--tokenizer", "characters", out=tmp_path / "characters")
     assert manifest["tokenizer"]["vocabulary"] == len(set(text)) + 3
     assert manifest["splits"]["train"]["stream_tokens"] == len(text) + 1  # and the end-of-text token
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "characters" / "tokenizer")
