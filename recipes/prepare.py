@@ -31,18 +31,18 @@ class TokenizerOptions:
                             group="tokenizer")
     vocab_size: int = option(8000, "bpe: entries of the vocabulary, 256 bytes and 2 special tokens among them.")
     tokenizer_sample: float = option(0.35, "bpe: share of the training documents that it is trained on, 0 to 1.",
-                                     rare=True)
+                                     greater_than=0, at_most=1, rare=True)
 
 
 @dataclass
 class BlockOptions:
     out: str = field(metadata={"help": "The folder to write.", "group": "output"})
-    context: int = option(1024, "Tokens per block.", group="blocks and splits")
-    validation: float = option(0.02, "Share of the documents (or blocks) held out for validation, 0 to 1.")
-    test: float = option(0.0, "Share of the documents (or blocks) held out for a test split of their own, 0 to 1.")
+    context: int = option(1024, "Tokens per block.", at_least=1, group="blocks and splits")
+    validation: float = option(0.02, "Share of the documents (or blocks) held out for validation.", at_least=0, below=1)
+    test: float = option(0.0, "Share of the documents (or blocks) held out for a test split.", at_least=0, below=1)
     split_by: str = option("document", "document: no document is in two splits; block: all documents are concatenated, "
                            "and the blocks are shuffled and split.", choices=["document", "block"])
-    max_tokens: int = option(-1, "Stop the training text after so many tokens; -1 = no limit.")
+    max_tokens: int | None = option(None, "Stop the training text after so many tokens.", at_least=1)
 
 
 @exit_on_user_error
@@ -59,23 +59,11 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def check_options(corpus: CorpusOptions, tokens: TokenizerOptions, blocks: BlockOptions) -> None:
-    for options, name in ((corpus, "fraction"), (tokens, "tokenizer_sample")):
-        if not 0 < getattr(options, name) <= 1:
-            raise UserError(f"--{name} is {getattr(options, name)}; give a share above 0 and up to 1")
-    for name in ("validation", "test"):
-        if not 0 <= getattr(blocks, name) < 1:
-            raise UserError(f"--{name} is {getattr(blocks, name)}; give a share from 0 up to, not including, 1")
     if blocks.validation + blocks.test >= 1:
         raise UserError(
             f"--validation {blocks.validation} and --test {blocks.test} leave nothing for training; give shares that are "
             "below 1 together"
         )
-    for options, name in ((corpus, "max_documents"), (blocks, "max_tokens")):
-        if getattr(options, name) != -1 and getattr(options, name) < 1:
-            raise UserError(f"--{name} is {getattr(options, name)}; give a positive number, or -1 for no limit")
-    for options, name in ((corpus, "biographies"), (blocks, "context")):
-        if getattr(options, name) < 1:
-            raise UserError(f"--{name} is {getattr(options, name)}; give a positive number")
     if Path(corpus.source).is_dir() and Path(blocks.out).resolve().is_relative_to(Path(corpus.source).resolve()):
         raise UserError(f"--out {blocks.out} is inside --source and would be read as a source next time; move it")
 
@@ -111,7 +99,7 @@ def prepare(corpus: CorpusOptions, tokens: TokenizerOptions, blocks: BlockOption
 
     # 4. Rows: of each split's documents, or of all documents, which are then shuffled and dealt out.
     def pack(name: str, folder: Path) -> dict:
-        limit, counts = blocks.max_tokens if name == "train" and blocks.max_tokens > 0 else None, Counter()
+        limit, counts = blocks.max_tokens if name == "train" else None, Counter()
         rows = blocking.pack_rows(parts[name], tokenizer, blocks.context, counts, limit)
         saved = blocking.write_rows(({"input_ids": batch} for batch in rows), ["input_ids"], blocks.context, folder)
         return {**counts, **saved}
@@ -138,7 +126,7 @@ def prepare(corpus: CorpusOptions, tokens: TokenizerOptions, blocks: BlockOption
                 f"{blocks.context:,}; lower --context, take more documents, or change {now}"
             )
     for name in shares:
-        blocking.write_jsonl(parts[name], out / f"{name}_documents.jsonl")
+        parts[name].to_json(out / f"{name}_documents.jsonl", force_ascii=False)
     if "test" not in shares:  # what an earlier run held out for testing is trained on now
         stages.drop_stage(out / "test", out / "test_documents.jsonl")
 

@@ -38,12 +38,12 @@ from cli import UserError, exit_on_user_error, option, parse_options
 class Options:
     data: str = field(metadata={"help": "Folder made by recipes/prepare.py, split by document.", "group": "data"})
     out: str = field(metadata={"help": "The folder to write.", "group": "output"})
-    context: int = option(1024, "Tokens per row.", group="rows")
-    rows: int = option(20_000, "Training rows.")
-    validation_rows: int = option(200, "Validation rows.")
+    context: int = option(1024, "Tokens per row.", at_least=2, group="rows")
+    rows: int = option(20_000, "Training rows.", at_least=1)
+    validation_rows: int = option(200, "Validation rows.", at_least=1)
     mix: list[str] = option(["passkey=0.3", "facts=0.4", "text=0.3"], "Shares of the rows by kind (passkey, facts, codes, "
                             "echo, paragraphs, text), 1 together.")  # fmt: skip
-    questions: int = option(4, "passkey: how often a row asks for its number.")
+    questions: int = option(4, "passkey: how often a row asks for its number.", at_least=1)
     answers_only: bool = option(True, "Where rows ask, only the answers are learned; false: every token.")
     seed: int = option(0, "Seed of every choice by chance.")
 
@@ -55,9 +55,6 @@ def main(argv: list[str] | None = None) -> None:
     from support.stages import locked_folder
 
     shares = read_mix(options.mix)
-    for name, least in (("context", 2), ("rows", 1), ("validation_rows", 1), ("questions", 1)):
-        if getattr(options, name) < least:
-            raise UserError(f"--{name} is {getattr(options, name)}; give {least} or more")
     source = read_source(Path(options.data))
     if Path(options.out).resolve() == Path(options.data).resolve():
         raise UserError(f"--out {options.out} is --data itself: choose another folder")
@@ -112,8 +109,7 @@ def prepare(options: Options, shares: dict[str, float], source: dict, out: Path)
         settings = {**same, "shares": shares, "rows": rows}
         identity = {**settings, "text": source["splits"][split]["sha256"], "tokenizer": record["tokenizer"]["key"]}
         record[split] = stages.run_stage(out / split, identity, functools.partial(build, split, settings))
-    documents = "validation_documents.jsonl"
-    stages.write_text(out / documents, (data / documents).read_text(encoding="utf-8"))
+    shutil.copyfile(data / "validation_documents.jsonl", out / "validation_documents.jsonl")
     return stages.write_manifest(
         out / "manifest.json",
         options={**source["options"], **vars(options), "prepared_from": options.data},

@@ -10,15 +10,19 @@ file, fail the same way, and say what was given, what is allowed and how to fix 
 import difflib
 import functools
 import json
+import operator
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import field
+from dataclasses import field, fields
 from pathlib import Path
 
 # A program that starts recipes names in this environment variable the file that takes why one failed, as JSON
 # (`{"status", "reason"}`). An exit status would not do: launchers of distributed runs have their own.
 FAILURE_FILE = "HF_INFINI_FAILURE_FILE"
+
+# What an option's metadata may demand of its number, or of each in its list
+BOUNDS = {"at_least": operator.ge, "greater_than": operator.gt, "at_most": operator.le, "below": operator.lt}
 
 
 class UserError(Exception):
@@ -39,8 +43,9 @@ class NotPossible(UserError):
 def option(default, help_text: str, **metadata):
     """A field of an options dataclass: its default and its help text (with the unit).
 
-    Among the rest may be `choices`; `group`, the heading in `--help` under which this option and those behind it stand; and
-    `rare=True` for one that `--help` leaves out, as it is mostly set in a file: `--help_all` shows it.
+    Among the rest may be `choices`; the bounds of a number (`at_least=1`); `group`, the heading in `--help` under which this
+    option and those behind it stand; and `rare=True` for one that `--help` leaves out, as it is mostly set in a file:
+    `--help_all` shows it.
     """
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata={"help": help_text, **metadata})
@@ -58,7 +63,8 @@ def parse_options(*option_classes: type, description: str, argv: Sequence[str] |
         description: shown by `--help`, usually the recipe's docstring.
         argv: the arguments without the program's name; `None` reads `sys.argv`.
 
-    Exits with status 2 and a message on standard error when an option is unknown, missing or malformed.
+    Exits with status 2 and a message on standard error when an option is unknown, missing or malformed. Raises UserError
+    when a number is out of its bounds.
     """
     from .parser import GENERAL, OptionParser
 
@@ -72,7 +78,19 @@ def parse_options(*option_classes: type, description: str, argv: Sequence[str] |
     if unknown:
         known = [flag for action in parser._actions for flag in action.option_strings]
         parser.error(f"unrecognised arguments: {' '.join(unknown)}{_nearest(unknown[0], known)}")
+    for group in options:
+        _check_bounds(group)
     return tuple(options)
+
+
+def _check_bounds(options) -> None:
+    for described in fields(options):
+        bounds = {name: described.metadata[name] for name in BOUNDS if name in described.metadata}
+        value = getattr(options, described.name)
+        for number in value if isinstance(value, list) else [value]:
+            if number is not None and not all(BOUNDS[name](number, bound) for name, bound in bounds.items()):
+                wanted = " and ".join(f"{name.replace('_', ' ')} {bound}" for name, bound in bounds.items())
+                raise UserError(f"--{described.name} must be {wanted}, got {number}")
 
 
 def exit_on_user_error(main: Callable[..., None]) -> Callable[..., None]:

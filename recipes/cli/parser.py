@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from transformers import HfArgumentParser
 
-from . import UserError, report_failure
+from . import BOUNDS, UserError, report_failure
 
 GENERAL, OTHER = "general", "options"
 
@@ -71,7 +71,8 @@ class OptionParser(HfArgumentParser):
             title = field.metadata.get("group", title)
             shown = copy.copy(field)
             shown.type = types[field.name]
-            shown.metadata = {name: value for name, value in field.metadata.items() if name not in ("group", "rare")}
+            ours = ("group", "rare", *BOUNDS)  # the rest goes to argparse
+            shown.metadata = {name: value for name, value in field.metadata.items() if name not in ours}
             self._parse_dataclass_field(self._group(title), shown)
             if field.metadata.get("rare"):
                 self._some_are_rare = True

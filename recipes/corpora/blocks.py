@@ -1,7 +1,6 @@
 """From documents to rows of tokens, in Arrow files that are mapped into memory: nothing holds a corpus as Python objects."""
 
 import hashlib
-import os
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -38,13 +37,6 @@ def read_documents(folder: Path) -> "datasets.Dataset":
     import datasets
 
     return datasets.Dataset.from_file(str(folder / DOCUMENTS))
-
-
-def write_jsonl(documents: "datasets.Dataset", path: Path) -> None:
-    """Writes documents, one JSON object a line; the file appears when it is complete."""
-    partial = path.with_name(f"{path.name}.partial")
-    documents.to_json(partial, force_ascii=False)
-    os.replace(partial, path)
 
 
 def save_tokenizer(

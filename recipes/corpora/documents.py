@@ -35,12 +35,11 @@ class Document:
 
 @dataclass
 class ReadingLog:
-    """What reading a corpus met: `files` read, `skipped` files with reasons, documents `dropped` by reason, `notes`."""
+    """What reading a corpus met: `files` read, `skipped` files with reasons, documents `dropped` by reason."""
 
     files: list[dict] = field(default_factory=list)
     skipped: list[dict] = field(default_factory=list)
     dropped: Counter = field(default_factory=Counter)
-    notes: list[str] = field(default_factory=list)
 
 
 def inner_suffix(path: Path) -> str:

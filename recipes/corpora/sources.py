@@ -43,8 +43,7 @@ def corpus_documents(options: CorpusOptions, log: ReadingLog | None = None) -> I
         UserError: the source is missing or empty, or a file is damaged.
     """
     log = ReadingLog() if log is None else log
-    documents = select_documents(_not_empty(_read(options, log), log), options, log)
-    return itertools.islice(documents, options.max_documents if options.max_documents > 0 else None)
+    return itertools.islice(select_documents(_not_empty(_read(options, log), log), options, log), options.max_documents)
 
 
 def detect_source_type(source: str) -> str:
@@ -184,9 +183,6 @@ def _dataset_documents(options: CorpusOptions, kind: str, log: ReadingLog) -> It
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         raise UserError(f"--source {source}: the dataset cannot be read ({one_line(error)})") from error
     log.files += [_log_entry(file, Path(source)) for file in files]
-    if kind == "hub":
-        how = f"config {options.dataset_config}, split {split}, revision {options.revision}"
-        log.notes.append(f"dataset {source} ({how}) streamed from the Hub")
 
 
 def _files_of_kind(files: Sequence[Path], kind: str) -> list[Path]:

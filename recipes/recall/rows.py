@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 KINDS = ("passkey", "facts", "codes", "echo", "paragraphs", "text")
 NOT_COUNTED = -100  # a label that adds nothing to the loss
-_ROWS_IN_MEMORY = 512
 
 
 def read_mix(entries: list[str]) -> dict[str, float]:
@@ -126,7 +125,7 @@ def answer_labels(example: Example) -> "np.ndarray":
 
 
 def write_rows(rows: "Iterator[tuple[str, np.ndarray, np.ndarray]]", count: int, context: int, folder: Path) -> dict:
-    """Saves rows as a dataset with the columns `input_ids` and `labels` (int32), a few hundred in memory at a time.
+    """Saves rows as a dataset with the columns `input_ids` and `labels` (int32), one in memory at a time.
 
     Args:
         rows: of [`make_rows`].
@@ -136,19 +135,15 @@ def write_rows(rows: "Iterator[tuple[str, np.ndarray, np.ndarray]]", count: int,
     Returns:
         What [`corpora.blocks.save_rows`] does, `rows_by_kind`, and the `counted_tokens` (those with a label) by kind.
     """
-    import numpy as np
     from tqdm.auto import tqdm
 
     kinds, counted = Counter(), Counter()
-    rows = iter(tqdm(rows, total=count, desc="rows", unit="row"))
 
-    def batches() -> "Iterator[dict[str, np.ndarray]]":
-        while batch := list(itertools.islice(rows, _ROWS_IN_MEMORY)):
-            for kind, _, labels in batch:
-                kinds[kind] += 1
-                counted[kind] += int((labels != NOT_COUNTED).sum())
-            _, tokens, labels = zip(*batch, strict=True)
-            yield {"input_ids": np.stack(tokens), "labels": np.stack(labels)}
+    def arrays() -> "Iterator[dict[str, np.ndarray]]":
+        for kind, tokens, labels in tqdm(rows, total=count, desc="rows", unit="row"):
+            kinds[kind] += 1
+            counted[kind] += int((labels != NOT_COUNTED).sum())
+            yield {"input_ids": tokens, "labels": labels}
 
-    saved = blocks.write_rows(batches(), ["input_ids", "labels"], context, folder)
+    saved = blocks.write_rows(arrays(), ["input_ids", "labels"], context, folder)
     return {**saved, "rows_by_kind": dict(kinds), "counted_tokens": dict(counted)}

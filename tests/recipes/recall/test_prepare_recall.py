@@ -198,7 +198,7 @@ def test_train_reads_the_folder(base, tmp_path):
         (["--mix", "facts=1", "--context", 48], "rows of 48 tokens have no room for a fact"),
         (["--mix", "passkey=1", "--context", 48], "give a longer --context"),
         (["--mix", "text=1", "--context", 10**6], "has no row of --context 1,000,000"),
-        (["--rows", 0], "--rows is 0; give 1 or more"),
+        (["--rows", 0], "--rows must be at least 1, got 0"),
     ],
 )
 def test_user_errors(base, tmp_path, options, message, capsys):
