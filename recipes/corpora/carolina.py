@@ -54,8 +54,10 @@ def carolina_shards(source: Path, taxonomy: Sequence[str] = ()) -> list[Path]:
     return [shard for shard, code in zip(shards, codes, strict=True) if not wanted or code in wanted]
 
 
-def read_carolina_shard(path: Path) -> list[Document]:
-    """Reads one shard whole. Only `text/body/p` is text; the headers hold `<p>` too.
+def read_carolina_shard(path: Path, name: str) -> list[Document]:
+    """Reads one shard whole; `name` begins the ids of documents without one.
+
+    Only `text/body/p` is text; the headers hold `<p>` too.
 
     Raises:
         UserError: the shard is empty, truncated, not UTF-8, not well-formed, has entities of its own, or no document.
@@ -74,7 +76,7 @@ def read_carolina_shard(path: Path) -> list[Document]:
         corpus = etree.fromstring(text.encode(), parser)
     except etree.XMLSyntaxError as error:
         raise UserError(f"{path}: damaged XML: {error.msg}") from error
-    documents = [_carolina_document(tei, f"{path.name}:{n}") for n, tei in enumerate(corpus.iter(f"{_TEI}TEI"))]
+    documents = [_carolina_document(tei, f"{name}:{n}") for n, tei in enumerate(corpus.iter(f"{_TEI}TEI"))]
     if not documents:
         raise UserError(f"{path}: holds no <TEI> document of the namespace {_TEI[1:-1]}; is it a Carolina shard?")
     return documents

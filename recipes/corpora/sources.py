@@ -84,15 +84,16 @@ def _read(options: CorpusOptions, log: ReadingLog) -> Iterator[Document]:
         return _dataset_documents(options, kind, log)
     if kind == "carolina":
         path = path if path.exists() else download_carolina(options.taxonomy, options.revision)
-        return _read_files(carolina_shards(path, options.taxonomy), path, _shard_documents, options.skip_bad, log)
-    files = [path] if path.is_file() else _files_of_kind(source_files(options.source), kind)
+        files, read = carolina_shards(path, options.taxonomy), read_carolina_shard
+    else:
+        files = [path] if path.is_file() else _files_of_kind(source_files(options.source), kind)
+        if kind == "text":
+            read = functools.partial(_text_documents, unit=options.text_unit)
+        else:
+            read = functools.partial(_jsonl_documents, text_field=options.text_field)
     if not files:
-        raise UserError(f"--source: the folder {path} holds no text file (.txt, or one compressed)")
-    read = {
-        "text": functools.partial(_text_documents, unit=options.text_unit),
-        "jsonl": functools.partial(_jsonl_documents, text_field=options.text_field),
-    }
-    return _read_files(files, path, read[kind], options.skip_bad, log)
+        raise UserError(f"--source: the folder {path} holds no {kind} file ({', '.join(_SUFFIXES[kind])}, also compressed)")
+    return _read_files(files, path, read, options.skip_bad, log)
 
 
 def _not_empty(documents: Iterator[Document], log: ReadingLog) -> Iterator[Document]:
@@ -122,10 +123,6 @@ def _read_files(
             continue
         log.files.append(entry)
         yield from documents
-
-
-def _shard_documents(path: Path, name: str) -> list[Document]:
-    return read_carolina_shard(path)
 
 
 def _text_documents(path: Path, name: str, unit: str) -> list[Document]:
