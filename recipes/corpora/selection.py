@@ -8,8 +8,6 @@ import hashlib
 import zlib
 from collections.abc import Iterable, Iterator
 
-from cli.corpus_options import CorpusOptions
-
 from .documents import Document, ReadingLog, url_host
 
 PARAGRAPH_CHARACTERS = 80  # a paragraph of prose has at least this many characters; headings and list items have fewer
@@ -19,18 +17,6 @@ _SHINGLE_WORDS = 5
 # Two documents share a band with probability 1 - (1 - J^4)^16: 0.97 at Jaccard J = 0.67, 0.03 at 0.2
 _BANDS, _ROWS = 16, 4
 _NEAR_DUPLICATE = 0.7  # estimated Jaccard similarity of two documents' five-word shingles
-
-
-def select_documents(documents: Iterable[Document], options: CorpusOptions, log: ReadingLog) -> Iterable[Document]:
-    """Applies [`keep_prose`] (`prose_host` "any" takes all), [`drop_near_duplicates`] and [`keep_fraction`], as asked.
-
-    The prose filter removes near-duplicates too. The fraction is taken of what the filters leave.
-    """
-    if options.prose_filter:
-        host = None if options.prose_host == "any" else options.prose_host
-        documents = keep_prose(documents, log, host=host, min_characters=options.prose_min_characters)
-        documents = drop_near_duplicates(documents, log)
-    return documents if options.fraction >= 1 else keep_fraction(documents, options.fraction, options.seed, log)
 
 
 def keep_prose(

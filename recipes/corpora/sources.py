@@ -19,7 +19,7 @@ from support.stages import source_files
 from .biographies import biography_documents
 from .carolina import CAROLINA_REPOSITORY, carolina_shards, download_carolina, read_carolina_shard
 from .documents import Document, ReadingLog, inner_suffix, one_line, read_text
-from .selection import select_documents
+from .selection import drop_near_duplicates, keep_fraction, keep_prose
 
 # The first of a folder's kinds is read; of the last three, which `datasets` reads, there may be only one.
 _SUFFIXES = {
@@ -36,6 +36,8 @@ _TABLES = ("parquet", "csv", "arrow")
 def corpus_documents(options: CorpusOptions, log: ReadingLog | None = None) -> Iterator[Document]:
     """Yields the documents that the options ask for, in a fixed order: read one file at a time, filtered, sampled, limited.
 
+    The prose filter removes near-duplicates too. The fraction is taken of what the filters leave.
+
     Args:
         log: filled while the documents are read.
 
@@ -43,7 +45,14 @@ def corpus_documents(options: CorpusOptions, log: ReadingLog | None = None) -> I
         UserError: the source is missing or empty, or a file is damaged.
     """
     log = ReadingLog() if log is None else log
-    return itertools.islice(select_documents(_not_empty(_read(options, log), log), options, log), options.max_documents)
+    documents = _not_empty(_read(options, log), log)
+    if options.prose_filter:
+        host = None if options.prose_host == "any" else options.prose_host
+        documents = keep_prose(documents, log, host=host, min_characters=options.prose_min_characters)
+        documents = drop_near_duplicates(documents, log)
+    if options.fraction < 1:
+        documents = keep_fraction(documents, options.fraction, options.seed, log)
+    return itertools.islice(documents, options.max_documents)
 
 
 def detect_source_type(source: str) -> str:
