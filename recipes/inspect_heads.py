@@ -11,7 +11,6 @@ vectors included, come from `hf_infini.inspection.inspect_attention`. Models: GP
 causal_mha.
 """
 
-import os
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -50,6 +49,7 @@ def main(argv: list[str] | None = None) -> None:
     from hf_infini.inspection.labels import unique_labels
     from hf_infini.inspection.page import inspection_page
     from plots.heads import plot_heads, plot_memory
+    from support.stages import new_file
 
     model, tokenizer = inference.load_model(options.model, options.device)
     ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
@@ -87,9 +87,8 @@ def main(argv: list[str] | None = None) -> None:
             {number: layer.memory_norm.values[0].numpy() for number, layer in memories.items()},
             out / "memory.png",
         )
-    part = out / "heads.html.part"
-    part.write_bytes(page)
-    os.replace(part, out / "heads.html")
+    with new_file(out / "heads.html") as part:
+        part.write_bytes(page)
     print(f"{out / 'heads.html'} ({len(page) / 1e6:.1f} MB): open it in a browser")
 
 
