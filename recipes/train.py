@@ -86,7 +86,7 @@ def main(argv: list[str] | None = None) -> None:
     from hf_infini.training import PerplexityTrainer, gate_values, parameter_groups
     from plots.run import plot_gates, plot_loss_curve
     from support import measurement
-    from support.stages import read_manifest
+    from support.stages import read_manifest, write_json
     from training import dilution, run_folder, setup
 
     data, out = Path(run.data), Path(run.out)
@@ -113,80 +113,73 @@ def main(argv: list[str] | None = None) -> None:
         options["dilute_with"] = setup.data_fingerprint(read_manifest(Path(run.dilute_with)))
     for name in ("out", "report_to"):  # these may change between two starts of a run
         del options[name]
-    with arguments.main_process_first():  # what the first process writes must not look like another run to the others
-        known = run_folder.check_same_run(out, options)
-        finished = (out / "result.json").is_file()
-        checkpoint = run_folder.last_complete_checkpoint(out) if known else None
-        if arguments.should_save and not finished:
-            out.mkdir(parents=True, exist_ok=True)
-            run_folder.write_json(out / "run.json", options)
-            run_folder.drop_other_checkpoints(out, keep=checkpoint)
-    if finished:
-        print(f"{out} holds this run, finished: see {out / 'result.json'}")
-        return
+    with run_folder.open_run(out, options) as (finished, checkpoint):
+        if finished:
+            print(f"{out} holds this run, finished: see {out / 'result.json'}")
+            return
+        masked = getattr(config, "mask_special_tokens", shape.mask_special_tokens is not False)
+        end_of_text = tokenizer.eos_token_id if run.separate_documents else None
+        # Evaluations never count special tokens, so that all runs are judged on the same
+        learned, judged = (RowReader(tokenizer.all_special_ids if on else (), end_of_text) for on in (masked, True))
+        set_seed(run.seed)
+        model = build_model(config, shape.init_from)
+        rates = (optimizer.learning_rate, optimizer.gate_learning_rate, optimizer.weight_decay)
+        diluted = dilution.Dilution.from_folder(Path(run.dilute_with), run.dilute_up_to, data) if run.dilute_with else None
+        trainer = PerplexityTrainer(
+            model=model,
+            args=arguments,
+            train_dataset=train,
+            eval_dataset=validation,
+            data_collator=learned.collate,
+            processing_class=tokenizer,
+            callbacks=[run_folder.RunRecorder(out, tokens_per_step)],
+            eval_rows=optimizer.eval_rows,
+            eval_reader=judged,
+            optimizer_of=lambda model: torch.optim.AdamW(
+                parameter_groups(model, *rates), betas=(0.9, 0.95), fused=True
+            ),
+            past_of=diluted and diluted.past,
+        )
+        setup.check_sharding(trainer)
+        if arguments.should_save:  # not before: options that make no model or Trainer may be corrected
+            run_folder.begin_run(out, options, checkpoint)
+        note = f"from step {run_folder.checkpoint_step(checkpoint)}" if checkpoint else "from the start"
+        length = f"{arguments.max_steps:,} steps of {tokens_per_step:,} tokens"
+        setup.say(f"{model.num_parameters():,} parameters, {length}, {note}")
+        model, lines = setup.train_to_end(trainer, checkpoint)
 
-    masked = getattr(config, "mask_special_tokens", shape.mask_special_tokens is not False)
-    end_of_text = tokenizer.eos_token_id if run.separate_documents else None
-    # Evaluations never count special tokens, so that all runs are judged on the same
-    learned, judged = (RowReader(tokenizer.all_special_ids if on else (), end_of_text) for on in (masked, True))
-    set_seed(run.seed)
-    model = build_model(config, shape.init_from)
-    rates = (optimizer.learning_rate, optimizer.gate_learning_rate, optimizer.weight_decay)
-    recorder = run_folder.RunRecorder(out, tokens_per_step, checkpoint)
-    diluted = dilution.Dilution.from_folder(Path(run.dilute_with), run.dilute_up_to, data) if run.dilute_with else None
-    trainer = PerplexityTrainer(
-        model=model,
-        args=arguments,
-        train_dataset=train,
-        eval_dataset=validation,
-        data_collator=learned.collate,
-        processing_class=tokenizer,
-        callbacks=[recorder],
-        eval_rows=optimizer.eval_rows,
-        eval_reader=judged,
-        optimizer_of=lambda model: torch.optim.AdamW(
-            parameter_groups(model, *rates), betas=(0.9, 0.95), fused=True
-        ),
-        past_of=diluted and diluted.past,
-    )
-    setup.check_sharding(trainer)
-    note = f"from step {run_folder.checkpoint_step(checkpoint)}" if checkpoint else "from the start"
-    length = f"{arguments.max_steps:,} steps of {tokens_per_step:,} tokens"
-    setup.say(f"{model.num_parameters():,} parameters, {length}, {note}")
-    model = setup.train_to_end(trainer, checkpoint)
-
-    # Always in float32, so that recipes/evaluate_model.py finds the same number
-    validation_total = metrics.evaluate_rows(model, validation, optimizer.batch_size, judged)
-    setup.leave_process_group(trainer)
-    if not arguments.should_save:
-        return
-    model.config.use_cache = model.generation_config.use_cache = True  # the Trainer switched it off for training
-    model.save_pretrained(out)
-    tokenizer.save_pretrained(out)
-    gates = gate_values(model)
-    if gates:
-        run_folder.write_json(out / "gates.json", gates)
-        plot_gates(recorder.lines, out / "gates.png")
-    plot_loss_curve(recorder.lines, out / "loss_curve.png")
-    tokens = arguments.max_steps * tokens_per_step
-    result = {
-        "cross_entropy": validation_total["cross_entropy"],
-        "perplexity": validation_total["perplexity"],
-        "validation_tokens": validation_total["tokens"],
-        "tokens": tokens,
-        "steps": arguments.max_steps,
-        "parameters": model.num_parameters(),
-        "seconds": round(recorder.seconds, 1),
-        "tokens_per_second": round(tokens / recorder.seconds, 1),
-        **measurement.peak_memory(),
-        "seed": run.seed,
-        "gates": gates,
-        "data_fingerprint": fingerprint,
-        "options": options,
-        "command": shlex.join([Path(sys.executable).name, *sys.argv]),
-        **measurement.environment(),
-    }
-    run_folder.write_json(out / "result.json", result)  # the last file: it says that the run is finished
+        # Always in float32, so that recipes/evaluate_model.py finds the same number
+        validation_total = metrics.evaluate_rows(model, validation, optimizer.batch_size, judged)
+        setup.leave_process_group(trainer)
+        if not arguments.should_save:
+            return
+        model.config.use_cache = model.generation_config.use_cache = True  # the Trainer switched it off for training
+        model.save_pretrained(out)
+        tokenizer.save_pretrained(out)
+        gates = gate_values(model)
+        if gates:
+            write_json(out / "gates.json", gates)
+            plot_gates(lines, out / "gates.png")
+        plot_loss_curve(lines, out / "loss_curve.png")
+        tokens, seconds = arguments.max_steps * tokens_per_step, lines[-1]["seconds"]
+        result = {
+            "cross_entropy": validation_total["cross_entropy"],
+            "perplexity": validation_total["perplexity"],
+            "validation_tokens": validation_total["tokens"],
+            "tokens": tokens,
+            "steps": arguments.max_steps,
+            "parameters": model.num_parameters(),
+            "seconds": round(seconds, 1),
+            "tokens_per_second": round(tokens / seconds, 1),
+            **measurement.peak_memory(),
+            "seed": run.seed,
+            "gates": gates,
+            "data_fingerprint": fingerprint,
+            "options": options,
+            "command": shlex.join([Path(sys.executable).name, *sys.argv]),
+            **measurement.environment(),
+        }
+        write_json(out / "result.json", result)  # the last file: it says that the run is finished
     print(f"cross-entropy {result['cross_entropy']:.4f}, perplexity {result['perplexity']:.2f}, {out / 'result.json'}")
 
 

@@ -96,6 +96,8 @@ def build_config(options: ModelOptions, tokenizer, context: int):
     from hf_infini.configuration_causal_mha import NEEDS
 
     family = options.model
+    if not 0 <= options.dropout < 1:
+        raise NotPossible(f"--dropout must be at least 0 and below 1; got {options.dropout}")
     if options.attention not in (None, *ATTENTIONS[family]):
         raise NotPossible(f"--attention {options.attention}, but --model {family} has {', '.join(ATTENTIONS[family])}")
     given = _given(options, (*MEMORY, *SCRATCH))

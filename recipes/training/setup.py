@@ -10,10 +10,13 @@ import sys
 from pathlib import Path
 
 import torch
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainerState, TrainingArguments
 from transformers.integrations import get_available_reporting_integrations
+from transformers.trainer import TRAINER_STATE_NAME
 
 from cli import UserError
+
+from .run_folder import lines_of
 
 # The trackers that a run can report to, and what pip calls their packages.
 TRACKERS = {
@@ -51,23 +54,26 @@ def load_rows(data: Path, rows_per_step: int) -> tuple:
     return train.select(range(len(train) // rows_per_step * rows_per_step)), validation
 
 
-def train_to_end(trainer: Trainer, checkpoint: Path | None):
-    """Trains from the start or from a complete checkpoint, and returns the model of the last step, in float32.
+def train_to_end(trainer: Trainer, checkpoint: Path | None) -> tuple:
+    """Trains from the start or from a complete checkpoint. Returns the model of the last step, in float32, and the lines of
+    `metrics.jsonl`.
 
-    That model is read from the last checkpoint: the one in the Trainer keeps its autocast wrapper, and a run that was
-    killed after its last step has nothing left to train.
+    Both are read from the last checkpoint: the Trainer's model keeps its autocast wrapper, and a run that was killed after
+    its last step has nothing left to train.
     """
     last = Path(trainer.args.output_dir) / f"checkpoint-{trainer.args.max_steps}"
     model_class = type(trainer.model)  # sharding makes another of it
-    _teach_torch_cpu_zero()
+    _let_torch_load_to_cpu_0()
     if checkpoint != last:  # otherwise the Trainer would take one step more
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-    return model_class.from_pretrained(last, dtype=torch.float32).to(trainer.args.device)
+    lines = lines_of(TrainerState.load_from_json(last / TRAINER_STATE_NAME))
+    return model_class.from_pretrained(last, dtype=torch.float32).to(trainer.args.device), lines
 
 
 @functools.cache  # torch cannot take the same registration twice
-def _teach_torch_cpu_zero() -> None:
-    """Of several CPU processes, transformers 5.17 reads the optimiser's state to "cpu:0", which torch.load does not know."""
+def _let_torch_load_to_cpu_0() -> None:
+    """Makes torch.load accept "cpu:0", the place to which transformers 5.17 loads the optimiser's state in runs of several
+    CPU processes."""
     torch.serialization.register_package(
         priority=99, tagger=lambda storage: None, deserializer=lambda storage, place: storage if place == "cpu:0" else None
     )
@@ -140,7 +146,7 @@ def check_sharding(trainer: Trainer) -> None:
     ):
         if os.environ.get(variable, "").lower() == "true" and not on:
             raise UserError(
-                f"accelerate's configuration asks for {name}, which accelerate has for GPUs alone, and this process is on "
+                f"accelerate's configuration asks for {name}, which needs GPUs, and this process is on "
                 f"{trainer.args.device}: start it without that configuration, or on GPUs and without --use_cpu"
             )
 
