@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from cli import UserError, exit_on_user_error, option, parse_options
+from cli import UserError, check_positive, exit_on_user_error, option, parse_options
 
 
 @dataclass
@@ -111,14 +111,11 @@ def check(options: Options) -> None:
     if options.prompt is not None and options.prompt_file is not None:
         raise UserError("give --prompt or --prompt_file, not both")
     for name in ("temperature", "top_k", "top_p"):
-        value = getattr(options, name)
-        if value is not None and not options.do_sample:
+        if getattr(options, name) is not None and not options.do_sample:
             raise UserError(f"--{name} has no effect on greedy search: add --do_sample true")
-        if value is not None and value <= 0 or name == "top_p" and (value or 1) > 1:
-            raise UserError(f"--{name} must be greater than 0{' and at most 1' if name == 'top_p' else ''}, got {value}")
-    for name in ("max_new_tokens", "chunk", "batch_size", "repetition_penalty"):
-        if getattr(options, name) <= 0:
-            raise UserError(f"--{name} must be greater than 0, got {getattr(options, name)}")
+    check_positive(options, "max_new_tokens", "chunk", "batch_size", "repetition_penalty", "temperature", "top_k", "top_p")
+    if options.top_p is not None and options.top_p > 1:
+        raise UserError(f"--top_p must be greater than 0 and at most 1, got {options.top_p}")
 
 
 def read_prompts(options: Options) -> list[str]:

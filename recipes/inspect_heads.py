@@ -15,7 +15,7 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cli import UserError, exit_on_user_error, option, parse_options
+from cli import UserError, check_positive, exit_on_user_error, option, parse_options
 
 LARGEST_PAGE = 100e6  # bytes; browsers take long over more
 
@@ -35,8 +35,7 @@ class Options:
 def main(argv: list[str] | None = None) -> None:
     (options,) = parse_options(Options, description=__doc__, argv=argv)
     text = read_text(options)
-    if options.max_tokens < 1:
-        raise UserError(f"--max_tokens must be at least 1, got {options.max_tokens}")
+    check_positive(options, "max_tokens")
     if options.out is None and not Path(options.model).is_dir():
         raise UserError(f"--out is needed, as --model {options.model} is no folder here")
     out = Path(options.out or Path(options.model) / "heads")

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from cli import exit_on_user_error, option, parse_options
+from cli import check_positive, exit_on_user_error, option, parse_options
 from cli.model_options import ModelOptions, build_config, build_model
 
 
@@ -91,9 +91,9 @@ def main(argv: list[str] | None = None) -> None:
 
     data, out = Path(run.data), Path(run.out)
     manifest = read_manifest(data)
-    setup.check_positive(run, "epochs", "max_tokens", "max_steps", "num_processes")
+    check_positive(run, "epochs", "max_tokens", "max_steps", "num_processes")
     intervals = ("eval_steps", "save_steps", "logging_steps")
-    setup.check_positive(optimizer, "batch_size", "gradient_accumulation", "eval_rows", *intervals)
+    check_positive(optimizer, "batch_size", "gradient_accumulation", "eval_rows", *intervals)
     run.report_to = setup.check_trackers(run.report_to)
     arguments = training_arguments(run, optimizer)
     fingerprint = setup.data_fingerprint(manifest)

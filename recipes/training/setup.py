@@ -1,4 +1,4 @@
-"""What stands around the Trainer of `recipes/train.py`: the data, how long a run is, its processes and trackers."""
+"""What `recipes/train.py` needs around the Trainer: its data, the length of a run, its processes and trackers."""
 
 import dataclasses
 import functools
@@ -18,18 +18,8 @@ from cli import UserError
 
 from .run_folder import lines_of
 
-# The trackers that a run can report to, and what pip calls their packages.
-TRACKERS = {
-    "tensorboard": "tensorboard",
-    "trackio": "trackio",
-    "wandb": "wandb",
-    "mlflow": "mlflow",
-    "comet_ml": "comet-ml",
-    "clearml": "clearml",
-    "codecarbon": "codecarbon",
-    "dvclive": "dvclive",
-    "swanlab": "swanlab",
-}
+# The trackers that a run can report to; pip has them by these names.
+TRACKERS = ("tensorboard", "trackio", "wandb", "mlflow", "comet_ml", "clearml", "codecarbon", "dvclive", "swanlab")
 
 
 def data_fingerprint(manifest: dict) -> str:
@@ -88,14 +78,6 @@ def leave_process_group(trainer: Trainer) -> None:
     trainer.model_wrapped = trainer.model
     trainer.accelerator.free_memory()
     trainer.accelerator.end_training()
-
-
-def check_positive(options, *names: str) -> None:
-    """UserError when one of the named options is set and not greater than 0."""
-    for name in names:
-        value = getattr(options, name)
-        if value is not None and value <= 0:
-            raise UserError(f"--{name} must be greater than 0, got {value}")
 
 
 def set_gate_rate(optimizer, config) -> None:
@@ -163,7 +145,7 @@ def check_trackers(names: list[str]) -> list[str]:
         if name not in TRACKERS:
             raise UserError(f"--report_to {name}: choose none, or any of {', '.join(TRACKERS)}")
         if name not in installed:
-            raise UserError(f"--report_to {name} needs a package that is not installed: pip install {TRACKERS[name]}")
+            raise UserError(f"--report_to {name} needs a package that is not installed: pip install {name}")
     return names
 
 

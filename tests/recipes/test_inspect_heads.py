@@ -263,7 +263,7 @@ def test_chosen_layers_and_models_without_a_memory(models, tmp_path, name, layer
         ("gpt2", ["--text", "a", "--text_file", "b"], "exactly one of --text and --text_file"),
         ("gpt2", [], "exactly one of --text and --text_file"),
         ("gpt2", ["--text_file", "nowhere.txt"], "--text_file: cannot read nowhere.txt"),
-        ("gpt2", ["--text", "a", "--max_tokens", "0"], "--max_tokens must be at least 1, got 0"),
+        ("gpt2", ["--text", "a", "--max_tokens", "0"], "--max_tokens must be greater than 0, got 0"),
         ("none", ["--text", "a"], "has no attention heads"),
         ("llama", ["--text", "a"], "cannot inspect a LlamaForCausalLM (model_type 'llama'). Supported: GPT-2"),
     ],
