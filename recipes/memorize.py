@@ -6,8 +6,8 @@ that does not depend on the text.
     python recipes/generate.py --model runs/infini --memory livro.safetensors --prompt " O autor" --max_new_tokens 200
 
 With one text, --out is the file; with several it is a folder, and each text's file there has the text's name. What this
-needs of the machine's memory does not grow with the text. While it reads, FILE.partial keeps the memory so far: the same
-command after a kill goes on from there and ends with the same bytes; after the end it does nothing.
+needs of the machine's memory does not grow with the text. While it reads, FILE.partial keeps the memory so far: after a
+kill, the same command continues there and ends with the same bytes; after the end it does nothing.
 
 The model needs Infini-attention; with learned positions it takes texts up to its context. The text is taken as
 it is, its last line break included, without special tokens. Text and prompt are tokenised apart: where a BPE would join the
@@ -80,7 +80,7 @@ def memory_files_of(options: Options) -> dict[Path, Path]:
 
 
 def memorize(options: Options, model, tokenizer, description: dict, text: Path, file: Path) -> None:
-    """Reads one text, from where an earlier start was stopped, writes its memory file and prints what it comes to."""
+    """Reads one text, from where an earlier start was stopped, writes its memory file and prints its size."""
     import torch
     from tqdm import tqdm
 
@@ -140,7 +140,7 @@ def read_cache(file: Path, model, text_sha256: list[str], remedy: str):
 
 
 def summary(file: Path, text: Path, model, tokens: int, speed: float) -> str:
-    """What the memory file comes to, beside the keys and values that full attention would keep in every layer."""
+    """The size of the memory file, and of the keys and values that full attention would keep in every layer."""
     size = file.stat().st_size
     full = 2 * model.config.n_layer * model.config.n_embd * model.dtype.itemsize * tokens
     return (

@@ -7,9 +7,10 @@ r"""Trains a GPT-2 (self- or Infini-attention) or a causal_mha model on a folder
     torchrun --nproc_per_node 2 recipes/train.py --num_processes 2 --config … --data … --out …
     accelerate launch --multi_gpu --num_processes 8 recipes/train.py --num_processes 8 --config … --data … --out …
 
-Stopped at any point and started again with the same command, it goes on from its last complete checkpoint and ends as
-if it had never been stopped. The out folder receives the model and tokenizer (`AutoModelForCausalLM.from_pretrained`
-loads them), metrics.jsonl, loss_curve.png, result.json and, for Infini-attention, gates.json and gates.png.
+Stopped at any point and started again with the same command, it continues from its last complete checkpoint, and ends as
+if it had never been stopped; one command at a time may train in a folder. The out folder receives the model and tokenizer
+(`AutoModelForCausalLM.from_pretrained` loads them), metrics.jsonl, loss_curve.png, result.json and, for Infini-attention,
+gates.json and gates.png.
 """
 
 import shlex
@@ -149,7 +150,7 @@ def main(argv: list[str] | None = None) -> None:
         model, lines = setup.train_to_end(trainer, checkpoint)
 
         # Always in float32, so that recipes/evaluate_model.py finds the same number
-        validation_total = metrics.evaluate_rows(model, validation, optimizer.batch_size, judged)
+        validated = metrics.evaluate_rows(model, validation, optimizer.batch_size, judged)
         setup.leave_process_group(trainer)
         if not arguments.should_save:
             return
@@ -163,9 +164,9 @@ def main(argv: list[str] | None = None) -> None:
         plot_loss_curve(lines, out / "loss_curve.png")
         tokens, seconds = arguments.max_steps * tokens_per_step, lines[-1]["seconds"]
         result = {
-            "cross_entropy": validation_total["cross_entropy"],
-            "perplexity": validation_total["perplexity"],
-            "validation_tokens": validation_total["tokens"],
+            "cross_entropy": validated["cross_entropy"],
+            "perplexity": validated["perplexity"],
+            "validation_tokens": validated["tokens"],
             "tokens": tokens,
             "steps": arguments.max_steps,
             "parameters": model.num_parameters(),

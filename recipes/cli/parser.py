@@ -1,7 +1,4 @@
-"""The parser of a recipe's options: named groups of them, and the recipe's examples as they are written.
-
-Imported when options are to be read; transformers' parser of dataclasses, which it is made of, takes half a second.
-"""
+"""The parser of a recipe's options: transformers' parser of dataclasses, whose import takes half a second, with groups."""
 
 import argparse
 import copy
@@ -17,7 +14,7 @@ GENERAL, OTHER = "general", "options"
 
 
 class Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Leaves the description's lines alone, and names the defaults that the help texts do not name themselves."""
+    """Shows the description's lines as they are written, and the defaults that the help texts do not name."""
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
         """Without the spelling that has hyphens for the underscores, which is understood but nowhere used."""

@@ -1,9 +1,10 @@
-"""The machine under a run: peak memory, library versions, hardware, native bfloat16, and how memory is given back."""
+"""Measurements of a run's machine: peak memory, versions, hardware, native bfloat16; and how freed memory is returned."""
 
 import ctypes
 import datetime
 import os
 import platform
+import re
 from pathlib import Path
 
 import torch
@@ -26,7 +27,7 @@ def keep_freed_memory() -> None:
     """Lets the C library keep the pages of freed tensors, for work on the CPU; does nothing where it is not glibc.
 
     By default it returns large blocks to the system at once and asks for them again at the next operation, and the kernel
-    zeroes every page anew: more than half of a training step at 4 rows of 1,024 tokens and a vocabulary of 8,000.
+    zeroes every page again: more than half of a training step at 4 rows of 1,024 tokens and a vocabulary of 8,000.
     """
     if platform.libc_ver()[0] == "glibc":
         libc = ctypes.CDLL(None)
@@ -36,7 +37,7 @@ def keep_freed_memory() -> None:
 
 def give_back_freed_memory() -> None:
     """The opposite of [`keep_freed_memory`]: blocks of 1 MB and more go back as soon as they are freed, as on a GPU. By
-    default glibc raises that limit as it goes."""
+    default glibc raises that limit while a program runs."""
     if platform.libc_ver()[0] == "glibc":
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1_000_000)
 
@@ -63,11 +64,9 @@ def environment() -> dict:
     if torch.cuda.is_available():
         hardware = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
     else:
-        name = platform.processor() or platform.machine()
-        cpu_info = Path("/proc/cpuinfo")
-        if cpu_info.is_file():
-            models = [line.split(":")[1].strip() for line in cpu_info.read_text().splitlines() if "model name" in line]
-            name = models[0] if models else name
+        cpu_info = Path("/proc/cpuinfo")  # on Linux, where platform.processor() has no name
+        names = re.findall(r"model name\s*: (.+)", cpu_info.read_text()) if cpu_info.is_file() else []
+        name = names[0] if names else platform.processor() or platform.machine()
         hardware = f"{os.cpu_count()} CPU cores, {name}"
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

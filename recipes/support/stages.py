@@ -64,7 +64,7 @@ def run_stage(folder: Path, options: dict, build: Callable[[Path], dict]) -> dic
         build on this one.
 
     Raises:
-        UserError: `folder` exists and was not made by a stage (it is left alone).
+        UserError: `folder` exists and was not made by a stage (it stays as it is).
     """
     identity = json.dumps({"version": __version__, "options": options}, sort_keys=True)
     key = hashlib.sha256(identity.encode()).hexdigest()[:16]

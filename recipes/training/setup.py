@@ -134,7 +134,7 @@ def check_sharding(trainer: Trainer) -> None:
 
 
 def check_trackers(names: list[str]) -> list[str]:
-    """The names that TrainingArguments' `report_to` takes; "none" stands for no tracker at all.
+    """The names that TrainingArguments' `report_to` takes; "none" is no tracker.
 
     Raises UserError when one of them is unknown or its package is not installed.
     """
