@@ -36,8 +36,8 @@ def open_run(folder: Path, options: dict) -> Iterator[tuple[bool, Path | None]]:
     """
 
     def look() -> tuple[bool, Path | None]:
-        known = check_same_run(folder, options)
-        return (folder / "result.json").is_file(), last_complete_checkpoint(folder) if known else None
+        check_same_run(folder, options)
+        return (folder / "result.json").is_file(), last_complete_checkpoint(folder)
 
     with contextlib.ExitStack() as stack:
         found = [None]
@@ -66,22 +66,20 @@ def begin_run(folder: Path, options: dict, checkpoint: Path | None) -> None:
             shutil.rmtree(path)
 
 
-def check_same_run(folder: Path, options: dict) -> bool:
-    """Whether `folder` already holds this run. Another run's folder is a UserError that names what differs.
+def check_same_run(folder: Path, options: dict) -> None:
+    """UserError, naming what differs, where `folder` holds something else than this run or nothing.
 
     Args:
         folder: the run's folder; need not exist.
-        options: what decides the run's outcome, JSON-safe.
-
-    Returns True when the folder's `run.json` equals `options`, False when no run has begun in the folder. An option that
-    one of the two does not have counts as None.
+        options: what decides the run's outcome, JSON-safe; `run.json` must equal it. An option that one of the two does not
+            have counts as None.
     """
-    file = Path(folder) / "run.json"
+    file = folder / "run.json"
     if not file.is_file():
-        entries = Path(folder).iterdir() if Path(folder).is_dir() else ()
+        entries = folder.iterdir() if folder.is_dir() else ()
         if not all(entry.name == LOCK_FOLDER or entry.match(LEFTOVER) for entry in entries):
             raise UserError(f"{folder} is not empty and holds no run of this recipe: choose another --out")
-        return False
+        return
     started_with = json.loads(file.read_text(encoding="utf-8"))
     different = [
         f"{name} was {started_with.get(name)!r} and is now {options.get(name)!r}"
@@ -93,7 +91,6 @@ def check_same_run(folder: Path, options: dict) -> bool:
             f"{folder} holds a run with other options: {'; '.join(different)}. Continue it with its own options, or "
             "choose another --out"
         )
-    return True
 
 
 def mark_complete(checkpoint: Path) -> None:
@@ -115,7 +112,7 @@ def checkpoint_step(path: Path) -> int:
 
 
 def _checkpoints(folder: Path) -> list[Path]:
-    return [path for path in Path(folder).glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdigit()]
+    return [path for path in folder.glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdigit()]
 
 
 def _files_of(checkpoint: Path) -> list[Path]:

@@ -122,7 +122,7 @@ def test_a_finished_run_says_so_and_other_options_are_refused(base, capsys):
 def test_a_run_of_other_options_is_another_run(tmp_path):
     (tmp_path / "run.json").write_text('{"attention": "self", "n_layer": 2, "seed": 0}')
     now = {"attention": "self", "n_layer": 2, "seed": 0, "score": None}
-    assert run_folder.check_same_run(tmp_path, now)
+    run_folder.check_same_run(tmp_path, now)
     for changed in ({"model": "causal_mha"}, {"score": "dot"}, {"n_layer": None}):
         with pytest.raises(UserError, match=f"{[*changed][0]} was"):
             run_folder.check_same_run(tmp_path, now | changed)
