@@ -16,11 +16,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .checks import check_arguments, check_shapes, check_window
 from .decoding import attend_step
-from .layout import GridLayout, Layout, pad_to
+from .layout import GridLayout, Layout
 from .memory import EPS, MemoryRule, Within, memory_weight, mix, read_memory
-from .segments import check_shapes, segment_layout
+from .positions import Rotary
+from .segments import segment_layout
 from .state import InfiniState, Projections
+from .tensors import pad_to
 from .window import Softmax, for_every_head, window_attention, window_weights
 
 GROUP_ELEMENTS = {"cpu": 2**20, "cuda": 2**26}  # of the keys
@@ -37,15 +40,18 @@ def infini_attention(
     feature_map: str = "elu",
     denominator: str = "separate",
     local_segments: int = 0,
+    sink_tokens: int = 0,
     attention_mask: Tensor | None = None,
     position_ids: Tensor | None = None,
     memory_mask: Tensor | None = None,
     state: InfiniState | None = None,
     return_state: bool = False,
     max_documents: int | None = None,
-    memory_query: Tensor | None = None,
-    memory_key: Tensor | None = None,
+    log_weight: Tensor | None = None,
+    rotary: Rotary | None = None,
     scaling: float | None = None,
+    softcap: float | None = None,
+    query_weight: Tensor | None = None,
     dropout: float = 0.0,
     eps: float = EPS,
 ) -> Tensor | tuple[Tensor, InfiniState]:
@@ -67,6 +73,8 @@ def infini_attention(
         denominator: "separate", one for the window and one for the memory, so that only the gate sets the memory's share
             (the paper); or "shared", one for both, so that it also depends on what the token finds: [`memory_weight`].
         local_segments: earlier segments that the softmax sees, 0 in the paper.
+        sink_tokens: how many first tokens of its document every query sees by softmax (attention sinks, arXiv 2309.17453);
+            the memory never takes them in. Fewer than a segment has; 0 in the paper.
         attention_mask: `[batch, tokens]`, 1 for real tokens; padding may be anywhere, is in no segment, and its output is
             zero.
         position_ids: `[batch, tokens]`; a real token whose position does not go beyond the one before it starts a new
@@ -75,9 +83,13 @@ def infini_attention(
         state: continues an earlier call; see [`InfiniState`].
         return_state: also return the state after the last token.
         max_documents: how many documents a row holds at most, where sizes must not depend on the data: [`segment_layout`].
-        memory_query, memory_key: what the memory reads and writes, shaped like query and key; by default those (rotary
-            models give the un-rotated ones).
+        log_weight: `[batch, kv_heads, tokens, 1]`, added to the keys that the memory takes in; with exponential features the
+            logarithm of a token's weight.
+        rotary: for rotary models, which give query and key un-rotated: turns both by their places in the window, which has
+            `sink_tokens + (local_segments + 1) * segment_length` of them. The memory has no positions.
         scaling: of the local dot products; by default `head_dim ** -0.5`.
+        softcap: local scores s become `softcap * tanh(s / softcap)`; by default they stay.
+        query_weight: `[heads, head_dim, head_dim]`, what the window's queries are multiplied by, after they are turned.
         dropout: probability of dropping a local attention weight.
         eps: added to the denominator of equation 3.
 
@@ -89,24 +101,19 @@ def infini_attention(
     Raises:
         ValueError: shapes, options or the state do not fit together; the message names them.
     """
-    _check_arguments(query, key, value, gate, segment_length, local_segments)
-    tokens = Projections(query, key, value, memory_query, memory_key)
+    window = (segment_length, local_segments, sink_tokens)
+    check_arguments(query, key, value, gate, log_weight, query_weight)
+    check_window(*window, rotary)
+    tokens = Projections(query, key, value, log_weight)
     rule = MemoryRule(update_rule, feature_map, denominator, eps)
     masks = {"attention_mask": attention_mask, "memory_mask": memory_mask, "position_ids": position_ids}
     if 0 in query.shape[::2]:
         check_shapes(*query.shape[::2], **masks)
-        output, new_state = _of_no_tokens(tokens, gate, segment_length, local_segments, state)
+        output, new_state = _of_no_tokens(tokens, gate, window, state)
     else:
-        layout = segment_layout(
-            *query.shape[::2],
-            segment_length,
-            local_segments,
-            state=state,
-            max_documents=max_documents,
-            device=query.device,
-            **masks,
-        )
-        softmax = Softmax(scaling, dropout)
+        options = {"state": state, "max_documents": max_documents, "device": query.device}
+        layout = segment_layout(*query.shape[::2], *window, **options, **masks)
+        softmax = Softmax(scaling, dropout, softcap=softcap, rotary=rotary, query_weight=query_weight)
         output, new_state, _ = attend(tokens, gate, layout, rule, softmax, state, return_state=return_state)
     return (output, new_state) if return_state else output
 
@@ -126,25 +133,26 @@ def attend(
     """[`infini_attention`] on a layout that is already made: what a model's layers call.
 
     Args:
-        return_weights: also return the local weights `[batch, heads, tokens, (local_segments + 1) * segment_length]` (column
-            `c` is slot `c` of the query's window, which begins `local_segments` segments before its own; the output is
-            computed from this very tensor, so that a gradient reaches it). A single token needs `softmax.written_out`.
+        return_weights: also return the local weights `[batch, heads, tokens, places]` (column `c` is place `c` of the
+            query's window: first the sinks, seen once they have left its segments, then the segments, the query's own last;
+            the output is computed from this very tensor, so that a gradient reaches it). A single token needs
+            `softmax.written_out`.
         in_place: allow a single token to overwrite the given state.
 
     Returns:
         The output, the state and the weights; what was not asked for may be `None`.
     """
-    length, local_segments = layout.segment_length, layout.local_segments
-    state = _initial(tokens, length, local_segments) if state is None else state
-    state = state.before(tokens, length, local_segments)
+    if state is None:
+        state = _initial(tokens, (layout.segment_length, layout.local_segments, layout.sink_tokens))
+    state = state.before(tokens, layout.places)
     if layout.one_token:
         return attend_step(tokens, gate, layout, rule, softmax, state, in_place)
     output, memory, normaliser, weights = _attend_grid(tokens, gate, layout, rule, softmax, state, return_weights)
     if not return_state:
         return output, None, weights
-    windows = {"local_key": tokens.key, "local_value": tokens.value, "local_memory_key": tokens.memory_key}
-    windows = {n: None if new is None else layout.next_window(new, getattr(state, n)) for n, new in windows.items()}
-    return output, state.after(layout, memory=_own(memory), normaliser=_own(normaliser), **windows), weights
+    windows = zip(tokens[1:], state.windows(), strict=True)
+    state = state.with_windows(*(None if new is None else layout.next_window(new, window) for new, window in windows))
+    return output, state.after(layout, memory=_own(memory), normaliser=_own(normaliser)), weights
 
 
 def _attend_grid(
@@ -157,19 +165,23 @@ def _attend_grid(
     return_weights: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Output, memory and normaliser after the last segment, and, if asked for, the weights of [`attend`]."""
-    local_segments, kv_heads, width = layout.local_segments, tokens.key.shape[1], tokens.key.shape[3]
+    local_segments, sinks, slots = layout.local_segments, layout.sink_tokens, layout.slots
+    kv_heads, width = tokens.key.shape[1], tokens.key.shape[3]
     heads_per_key = tokens.query.shape[1] // kv_heads
     grids = _grids(tokens, layout, state)
     block, size = _sizes(layout, grids.key, rule)
     size = 0 if return_weights else size  # all segments at once: the weights are returned as one
     memory, normaliser, start, dtype = state.memory, state.normaliser, state.start(), state.memory.dtype
     gate = gate.to(dtype)[:, None, None]
-    earlier = None if block == 1 else _earlier_segments(block, layout.slots, heads_per_key, gate)
+    earlier = None if block == 1 else _earlier_segments(block, slots, heads_per_key, gate)
 
+    first_tokens = None
+    if sinks:
+        grids_and_windows = ((grids.key, state.local_key), (grids.value, state.local_value))
+        first_tokens = [layout.sinks(*pair).expand(-1, layout.segments, -1, -1, -1) for pair in grids_and_windows]
     if local_segments:  # the windows of a group begin w segments before it; what leaves them is what the memory takes in
-        early = {name: getattr(grids, name) for name in ("key", "value", "memory_key")}
-        early = {n: grid if grid is None else F.pad(grid, (0,) * 6 + (local_segments, 0)) for n, grid in early.items()}
-        grids = grids._replace(**early)
+        early = [grid if grid is None else F.pad(grid, (0,) * 6 + (local_segments, 0)) for grid in grids[1:]]
+        grids = Projections(grids.query, *early)
     grids = Projections(*(grid if grid is None else grid.split(size, 1) if size else (grid,) for grid in grids))
     outputs, weights = [], None
     for number, group in enumerate(layout.groups(size)):
@@ -178,32 +190,37 @@ def _attend_grid(
         leaving_keys, leaving_values = (
             _blocks(parts[number][:, :count], block).contiguous() for parts in (grids.key, grids.value)
         )
-        keys, values = leaving_keys, leaving_values
+        windows = (leaving_keys, leaving_values)
         if local_segments:
-            keys, values = (
+            windows = [
                 _windows(parts[number : number + 2], count, local_segments, block) for parts in (grids.key, grids.value)
-            )
-        memory_queries = queries if grids.memory_query is None else _blocks(grids.memory_query[number], block)
-        if grids.memory_key is not None:
-            leaving_keys = _blocks(grids.memory_key[number][:, :count], block).contiguous()
+            ]
+        if sinks:
+            parts = zip(first_tokens, windows, strict=True)
+            windows = [torch.cat([_blocks(part[:, group.begin : group.end], block), window], 4) for part, window in parts]
+        keys, values = softmax.compared_keys(windows[0], layout.key_places), windows[1]
+        compared = softmax.compared_queries(queries, layout.query_places)
         # Nothing is masked in the empty segments at the end: a softmax over nothing would be NaN
         mask = None if group.mask is None else ~_in_blocks(~group.mask, block).unsqueeze(2)
 
         if return_weights:
-            weights, log_sum = window_weights(queries, keys, mask, softmax, values.dtype, rule.shared)
+            weights, log_sum = window_weights(compared, keys, mask, softmax, values.dtype, rule.shared)
             weights = _weights_per_token(weights, layout)
             local = _weights_in_blocks(weights, layout, block) @ for_every_head(values, queries)
         else:
-            local, log_sum = window_attention(queries, keys, values, mask, softmax, rule.shared)
+            local, log_sum = window_attention(compared, keys, values, mask, softmax, rule.shared)
 
         with torch.autocast(tokens.key.device.type, enabled=False):
             local = local.flatten(3, 4)
-            key_features = rule.features(leaving_keys.flatten(3, 4).to(dtype))
+            leaving_keys = leaving_keys.to(dtype)
+            if grids.log_weight is not None:
+                leaving_keys = leaving_keys + _blocks(grids.log_weight[number][:, :count], block).to(dtype)
+            key_features = rule.features(leaving_keys.flatten(3, 4))
             block_values = leaving_values.flatten(3, 4).to(dtype)
-            query_features = rule.features(memory_queries.flatten(3, 4).to(dtype))
+            query_features = rule.features(queries.flatten(3, 4).to(dtype))
             query_features = query_features.unflatten(2, (kv_heads, -1)).flatten(3, 4)
             if _is_padded(count, block) or group.written is not None:  # σ(0) is not zero
-                written = key_features.new_ones(1, count, layout.slots) if group.written is None else group.written
+                written = key_features.new_ones(1, count, slots) if group.written is None else group.written
                 key_features = key_features * _per_token(written, block)
             states = rule.states(key_features, block_values, memory, normaliser, start, group.borders)
             memory, normaliser = states.last_memory, states.last_normaliser
@@ -215,7 +232,7 @@ def _attend_grid(
             log_sum = log_sum.flatten(3, 4).unsqueeze(-1) if rule.shared else None
             share = memory_weight(gate, mass, log_sum, width, rule.eps)
             if state.start_memory is None and group.filled is not None:
-                share = share * _per_token(group.filled.unsqueeze(-1).expand(-1, -1, layout.slots), block)
+                share = share * _per_token(group.filled.unsqueeze(-1).expand(-1, -1, slots), block)
             mixed = mix(local, read, share)
         outputs.append(mixed.unflatten(3, (block, -1)).permute(0, 1, 3, 4, 2, 5))
     output = (outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)).flatten(1, 2)[:, : layout.segments]
@@ -224,23 +241,25 @@ def _attend_grid(
 
 def _grids(tokens: Projections, layout: GridLayout, state: InfiniState) -> Projections:
     """The tokens, and those of the state's window, in the grid: `[B, S, C, heads, dim]` each."""
-    windows = (None, state.local_key, state.local_value, None, state.local_memory_key)
+    windows = (None, *state.windows())
     return Projections(
         *(None if new is None else layout.to_grid(new, window) for new, window in zip(tokens, windows, strict=True))
     )
 
 
 def _weights_per_token(weights: Tensor, layout: GridLayout) -> Tensor:
-    """`[B, N, H, T, C, (w + 1) * C]` as `[B, H, tokens, (w + 1) * L]`, zero for padding."""
+    """`[B, N, H, T, C, S + (w + 1) * C]` as `[B, H, tokens, S + (w + 1) * L]`, zero for padding."""
     grid = weights.permute(0, 1, 3, 4, 2, 5).flatten(1, 2)[:, : layout.segments]
-    grid = grid.unflatten(-1, (layout.local_segments + 1, layout.slots))
-    return layout.from_grid(F.pad(grid, (0, layout.segment_length - layout.slots)).flatten(-2))
+    segments = grid[..., layout.sink_tokens :].unflatten(-1, (layout.local_segments + 1, layout.slots))
+    segments = F.pad(segments, (0, layout.segment_length - layout.slots)).flatten(-2)
+    return layout.from_grid(torch.cat([grid[..., : layout.sink_tokens], segments], -1))
 
 
 def _weights_in_blocks(weights: Tensor, layout: GridLayout, block: int) -> Tensor:
     """The way back of [`_weights_per_token`], zero for slots without a new token."""
-    grid = layout.to_grid(weights, None).unflatten(-1, (layout.local_segments + 1, layout.segment_length))
-    return _blocks(grid[..., : layout.slots].flatten(-2), block)
+    grid = layout.to_grid(weights, None)
+    segments = grid[..., layout.sink_tokens :].unflatten(-1, (layout.local_segments + 1, layout.segment_length))
+    return _blocks(torch.cat([grid[..., : layout.sink_tokens], segments[..., : layout.slots].flatten(-2)], -1), block)
 
 
 def _sizes(layout: GridLayout, key: Tensor, rule: MemoryRule) -> tuple[int, int]:
@@ -303,18 +322,18 @@ def _earlier_segments(block: int, slots: int, heads_per_key: int, like: Tensor) 
     return (segment[None, :] < segment[:, None]).to(like.dtype).repeat(heads_per_key, 1)
 
 
-def _initial(tokens: Projections, segment_length: int, local_segments: int) -> InfiniState:
-    separate = tokens.memory_key is not None
-    return InfiniState.initial(tokens.key, tokens.value, segment_length, local_segments, separate_memory_key=separate)
+def _initial(tokens: Projections, window: tuple[int, int, int]) -> InfiniState:
+    return InfiniState.initial(tokens.key, tokens.value, *window, log_weights=tokens.log_weight is not None)
 
 
 def _of_no_tokens(
-    tokens: Projections, gate: Tensor, segment_length: int, local_segments: int, state: InfiniState | None
+    tokens: Projections, gate: Tensor, window: tuple[int, int, int], state: InfiniState | None
 ) -> tuple[Tensor, InfiniState]:
     """Output and state of a call of no rows or no tokens: an empty tensor that everything has a gradient from, and the state
     as it was."""
-    state = _initial(tokens, segment_length, local_segments) if state is None else state
-    state.before(tokens, segment_length, local_segments)
+    empty = _initial(tokens, window)
+    state = empty if state is None else state
+    state.before(tokens, empty.local_key.shape[2])
     local = F.scaled_dot_product_attention(tokens.query, tokens.key, tokens.value, enable_gqa=True)
     return mix(local, local, gate[:, None, None]), state
 
@@ -323,23 +342,3 @@ def _own(tensor: Tensor) -> Tensor:
     """A copy: the tensor is one of many states that the call made, and would keep all of them in memory. Its strides are
     those of a new tensor also in a batch of one, for torch.cond compares them."""
     return tensor.clone(memory_format=torch.contiguous_format)
-
-
-def _check_arguments(query, key, value, gate, segment_length, local_segments) -> None:
-    if query.dim() != 4 or key.dim() != 4 or value.dim() != 4:
-        shapes = ", ".join(str(list(tensor.shape)) for tensor in (query, key, value))
-        raise ValueError(f"query, key and value must be [batch, heads, tokens, head_dim], got {shapes}.")
-    batch, heads, tokens, head_dim = query.shape
-    if key.shape[0] != batch or key.shape[2:] != (tokens, head_dim) or value.shape[:3] != key.shape[:3]:
-        raise ValueError(
-            f"key {list(key.shape)} and value {list(value.shape)} must agree with query {list(query.shape)} in batch, "
-            "tokens and head_dim, and with each other in heads."
-        )
-    if heads % key.shape[1]:
-        raise ValueError(f"the {key.shape[1]} key/value heads must divide the {heads} query heads.")
-    if gate.shape != (heads,):
-        raise ValueError(f"gate must be [heads] = [{heads}], got {list(gate.shape)}.")
-    if segment_length < 1 or local_segments < 0:
-        raise ValueError(
-            f"segment_length must be ≥ 1 and local_segments ≥ 0, got {segment_length} and {local_segments}."
-        )

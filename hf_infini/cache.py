@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
 
 from .adapters import without_wrappers
 from .layout import Layout
@@ -158,8 +158,11 @@ class InfiniCache(Cache):
                 f"an InfiniCache is for layers with a compressive memory, and this {type(config).__name__} has none: leave "
                 "past_key_values out, or pass transformers.DynamicCache(config=model.config)."
             )
-        super().__init__(layers=[InfiniLayer() if i in bounded else DynamicLayer() for i in range(config.n_layer)])
-        self._window = (config.tokens_per_segment, config.local_segments)
+        own = [DynamicLayer() for _ in range(config.num_hidden_layers)]
+        if len(bounded) < len(own):
+            own = DynamicCache(config=config).layers or own  # layers that slide keep their window only
+        super().__init__(layers=[InfiniLayer() if i in bounded else layer for i, layer in enumerate(own)])
+        self._window = config.window
         self.documents: Tensor | None = None  # see full_attention_mask
         self.text = ReadText()
 
@@ -257,7 +260,7 @@ class InfiniCache(Cache):
         self.drop_unfinished()
         tensors = self._tensors()
         empty = empty_places(self.first_state().tokens_seen, *self._window)[:, None, :, None]
-        for name in [name for name in tensors if name.endswith((".local_key", ".local_value", ".local_memory_key"))]:
+        for name in [name for name in tensors if name.endswith((".local_key", ".local_value", ".local_log_weight"))]:
             tensors[name] = tensors[name].masked_fill(empty, 0)  # a step that failed may have written its token there
         for name, tensor in tensors.items():
             if tensor.is_floating_point() and not tensor.isfinite().all():

@@ -1,6 +1,5 @@
 """Causal multi-head attention written out: projections, scores, softmax, heads, and the projection that joins them."""
 
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -9,13 +8,12 @@ from torch.nn import functional as F
 from transformers import initialization as init
 from transformers.cache_utils import Cache
 
-from .attention import attend
 from .cache import StatesOfCall
 from .configuration_causal_mha import ATTENTION_OPTIONS, CausalMHAConfig
 from .layout import Layout
-from .memory_layer import MemoryLayerMixin
+from .memory_layer import MemoryLayerMixin, rope
 from .options_causal_mha import IN_EMBEDDING, RELATIVE
-from .positions import alibi_bias, relative_key_bias, relative_keys, rotate, rotation, t5_buckets
+from .positions import Rotary, alibi_bias, relative_key_bias, relative_keys, rotate, rotation, t5_buckets
 from .scores import (
     additive_scores,
     as_dot_product,
@@ -24,8 +22,6 @@ from .scores import (
     scaled_dot_scores,
     visible_softmax,
 )
-from .segments import segment_layout
-from .state import InfiniState, Projections
 from .window import Softmax
 
 
@@ -126,6 +122,7 @@ class CausalMultiHeadAttention(MemoryLayerMixin, nn.Module):
         distance: Tensor | None = None,
         position_ids: Tensor | None = None,
         layout: Layout | None = None,
+        rotary: Rotary | None = None,
         past_key_values: Cache | None = None,
         states: StatesOfCall | None = None,
         output_attentions: bool = False,
@@ -137,8 +134,10 @@ class CausalMultiHeadAttention(MemoryLayerMixin, nn.Module):
                 `attention="infini"`, whose layout says what is visible.
             distance: `[tokens, keys]`, place of the query minus place of the key; `None`: the tokens are the last keys. Not
                 for `attention="infini"` either.
-            position_ids: `[batch or 1, tokens]`, for rope; `None`: the tokens are counted, from those of the cache on.
-            layout: of the segments, only for `attention="infini"`; `None`: one document a row, without padding.
+            position_ids: `[batch or 1, tokens]`, for rope; `None`: the tokens are counted, from those of the cache on. With
+                `attention="infini"` they say without a layout where documents begin, and rope counts the tokens.
+            layout: of the segments, only for `attention="infini"`; `None`: it is made from `position_ids`.
+            rotary: likewise the rotary positions of a window.
             past_key_values: a cache to continue, or `None`.
             states: only for `attention="infini"`, the states of the model's call, from which the layer takes its own, and to
                 which it gives the next one; `None`: those of the cache.
@@ -146,7 +145,7 @@ class CausalMultiHeadAttention(MemoryLayerMixin, nn.Module):
 
         Returns:
             The output `[batch, tokens, d_out]`; with `output_attentions` also the weights `[batch, heads, tokens, keys]`
-            (for `attention="infini"` those of the local window, `[…, (local_segments + 1) · segment_length]`).
+            (for `attention="infini"` those of the local window, `[…, sink_tokens + (local_segments + 1) · segment_length]`).
 
         Raises:
             ValueError: an input of another shape, or an argument that this kind of attention does not use.
@@ -157,11 +156,16 @@ class CausalMultiHeadAttention(MemoryLayerMixin, nn.Module):
                 f"{list(hidden_states.shape)}."
             )
         segmented = self.config.attention == "infini"
-        unused = {"mask": mask, "distance": distance} if segmented else {"layout": layout, "states": states}
+        of_segments = {"layout": layout, "rotary": rotary, "states": states}
+        unused = {"mask": mask, "distance": distance} if segmented else of_segments
         if given := [name for name, value in unused.items() if value is not None]:
             raise ValueError(f"attention={self.config.attention!r} does not use {' and '.join(given)}: leave it out.")
         if segmented:
-            heads, weights = self._infini(hidden_states, position_ids, layout, past_key_values, states, output_attentions)
+            given = {"layout": layout, "states": states, "past_key_values": past_key_values, "position_ids": position_ids}
+            call = self.begin(hidden_states, **given)
+            query, key, value = self.project(call.hidden_states)
+            softmax = self.window_softmax(query, rotary, output_attentions)
+            heads, weights = self.attend_with_memory(call, query, key, value, softmax, output_attentions)
         elif output_attentions or self.config.score == "additive" or self.config._attn_implementation == "eager":
             _, weights, heads = self.parts(
                 hidden_states,
@@ -185,7 +189,7 @@ class CausalMultiHeadAttention(MemoryLayerMixin, nn.Module):
         past_key_values: Cache | None = None,
     ) -> HeadParts:
         """Scores, weights and context vectors of global or local attention, step by step; arguments as of `forward`."""
-        query, key, value = self._project(hidden_states, position_ids, past_key_values)
+        query, key, value = self._with_cached(hidden_states, position_ids, past_key_values)
         distance = self._distance(query, key, mask) if distance is None else distance
         visible = self._visible(distance) if mask is None else mask
         scores, weights = visible_softmax(self.scores(query, key, distance), visible)
@@ -211,45 +215,34 @@ class CausalMultiHeadAttention(MemoryLayerMixin, nn.Module):
             bias = self._bias(query, distance)
         return scores if bias is None else scores + bias.to(scores.dtype)
 
-    def infini_projections(
-        self, hidden_states: Tensor, position_ids: Tensor | None, layout: Layout | None = None, recent: Tensor | None = None
-    ) -> tuple[Projections, float, Tensor | None]:
-        """What [`attend`] takes of one call, the factor of the scores, and what the convolution needs of these tokens in the
-        next call (`recent`, `None` before the first).
-
-        Rope rotates only what the window compares; the memory has no positions. `layout`: for the convolution, and for the
-        positions where none are given.
-        """
-        position_ids = layout.positions if position_ids is None else position_ids
-        hidden_states, recent = self.convolved(hidden_states, layout, recent)
-        raw_query, raw_key, value = self._split(hidden_states)
-        query, key = self._rotated(raw_query, raw_key, position_ids)
-        query, scaling = as_dot_product(self.config.score, query, getattr(self, "score_weight", None))
-        memory_query, memory_key = None if query is raw_query else raw_query, None if key is raw_key else raw_key
-        if self.config.memory_write == "learned":
-            memory_key = self.weighted(raw_key, hidden_states)
-        return Projections(query, key, value, memory_query, memory_key), scaling, recent
-
-    # --- the steps ----------------------------------------------------------------------------------------------------
-
-    def _split(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values by head, `[batch, heads, tokens, head_dim]`."""
+    def project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of `[batch, tokens, d_in]`, `[batch, heads, tokens, head_dim]` each."""
         projections = (self.W_query(hidden_states), self.W_key(hidden_states), self.W_value(hidden_states))
         return tuple(part.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2) for part in projections)
 
-    def _rotated(self, query: Tensor, key: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        if self.config.position_encoding != "rope":
-            return query, key
-        turns = rotation(position_ids, self.head_dim, query.dtype, self.config.rope_theta)
-        return rotate(query, turns), rotate(key, turns)
+    def window_softmax(self, query: Tensor, rotary: Rotary | None = None, return_weights: bool = False) -> Softmax:
+        """How the windows of `attention="infini"` are computed; arguments as of `forward`."""
+        if rotary is None and self.config.position_encoding == "rope":
+            rotary = rope(self.config.window, self.head_dim, query, self.config.rope_theta)
+        return Softmax(
+            scaling=self.head_dim**-0.5 if self.config.score == "scaled_dot" else 1.0,
+            dropout=self.dropout.p if self.training else 0.0,
+            written_out=return_weights or self.config._attn_implementation == "eager",
+            rotary=rotary,
+            query_weight=getattr(self, "score_weight", None),
+        )
 
-    def _project(self, hidden_states, position_ids, past_key_values) -> tuple[Tensor, Tensor, Tensor]:
+    # --- the steps ----------------------------------------------------------------------------------------------------
+
+    def _with_cached(self, hidden_states, position_ids, past_key_values) -> tuple[Tensor, Tensor, Tensor]:
         """Queries of the new tokens; keys and values of these and of the cached ones."""
-        query, key, value = self._split(hidden_states)
-        if position_ids is None:
-            past = 0 if past_key_values is None else past_key_values.get_seq_length(self.layer_idx)
-            position_ids = torch.arange(past, past + query.shape[2], device=query.device).unsqueeze(0)
-        query, key = self._rotated(query, key, position_ids)
+        query, key, value = self.project(hidden_states)
+        if self.config.position_encoding == "rope":
+            if position_ids is None:
+                past = 0 if past_key_values is None else past_key_values.get_seq_length(self.layer_idx)
+                position_ids = torch.arange(past, past + query.shape[2], device=query.device).unsqueeze(0)
+            turns = rotation(position_ids, self.head_dim, query.dtype, self.config.rope_theta)
+            query, key = rotate(query, *turns), rotate(key, *turns)
         if past_key_values is not None:
             # As many keys as the mask has: with a window of one token, caches keep all keys although they report none
             keys, _ = past_key_values.get_mask_sizes(query.shape[2], self.layer_idx)
@@ -259,7 +252,7 @@ class CausalMultiHeadAttention(MemoryLayerMixin, nn.Module):
 
     def _fused(self, hidden_states, mask, distance, position_ids, past_key_values) -> Tensor:
         """The context vectors of [`parts`] without its scores and weights, through torch's fused attention."""
-        query, key, value = self._project(hidden_states, position_ids, past_key_values)
+        query, key, value = self._with_cached(hidden_states, position_ids, past_key_values)
         plain = self.config.attention == "global" and self.config.position_encoding not in RELATIVE
         causal = mask is None and plain and query.shape[2] == key.shape[2]
         if not causal:
@@ -270,38 +263,6 @@ class CausalMultiHeadAttention(MemoryLayerMixin, nn.Module):
         query, scaling = as_dot_product(self.config.score, query, getattr(self, "score_weight", None))
         dropout = self.dropout.p if self.training else 0.0
         return F.scaled_dot_product_attention(query, key, value, mask, dropout, is_causal=causal, scale=scaling)
-
-    def _infini(self, hidden_states, position_ids, layout, past_key_values, states, output_attentions):
-        """Context vectors and, with `output_attentions`, local weights of segmented attention with a memory."""
-        by_itself = states is None and past_key_values is not None
-        states = past_key_values.states() if by_itself else states
-        state = None if states is None else states.before(self.layer_idx)
-        length, kept = self.config.tokens_per_segment, self.config.local_segments
-        if layout is None:
-            layout = segment_layout(*hidden_states.shape[:2], length, kept, state=state, device=hidden_states.device)
-        recent = None if state is None else state.recent_inputs
-        tokens, scaling, recent = self.infini_projections(hidden_states, position_ids, layout, recent)
-        if state is None:
-            options = {"separate_memory_key": tokens.memory_key is not None, **self.start()}
-            state = InfiniState.initial(tokens.key, tokens.value, length, kept, **options)
-        dropout = self.dropout.p if self.training else 0.0
-        written_out = output_attentions or self.config._attn_implementation == "eager"
-        heads, state, weights = attend(
-            tokens,
-            self.gate(),
-            layout,
-            self.rule,
-            Softmax(scaling, dropout, written_out),
-            state,
-            return_state=states is not None,
-            return_weights=output_attentions,
-            in_place=states is not None and states.may_overwrite(self.layer_idx),
-        )
-        if states is not None:
-            states.leave(self.layer_idx, replace(state, recent_inputs=recent))
-        if by_itself:
-            states.advance_layers(hidden_states.shape[1])
-        return heads, weights
 
     def _distance(self, query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor | None:
         """`[tokens, keys]`, where the tokens are the last of the keys; `None` where neither score nor mask depends on it."""

@@ -13,8 +13,7 @@ from .options_causal_mha import NEEDS as NEEDS_OF_SCRATCH
 # The options of a CausalMultiHeadAttention outside of a model, beside its sizes.
 ATTENTION_OPTIONS = (
     *("attention", "score", "position_encoding", "max_distance", "num_buckets", "rope_theta", "sliding_window"),
-    *("segment_length", "local_segments", "update_rule", "feature_map", "denominator", "gate_init", "memory_init"),
-    *("memory_conv", "memory_write"),
+    *(name for name in MEMORY_OPTIONS if name not in ("n_segments", "layers", "mask_special_tokens")),
 )
 # Every option that does nothing unless another one has one of these values. What train.py learns to predict is its own.
 NEEDS = NEEDS_OF_SCRATCH | {name: ("attention", ("infini",)) for name in MEMORY_OPTIONS if name != "mask_special_tokens"}
@@ -127,6 +126,11 @@ class CausalMHAConfig(ScratchOptions, MemoryOptions, OptionsMixin, HubConfigMixi
                 f"num_buckets={self.num_buckets}, max_distance={self.max_distance}."
             )
         if self.attention == "infini":
+            if self.score == "general" and self.position_encoding == "rope":
+                raise ValueError(
+                    "attention='infini' does not go with both score='general' and position_encoding='rope': their products "
+                    "depend on places in the window, not only on distances. Choose score='scaled_dot' or 'dot'."
+                )
             for name, allowed in (("score", INFINI_SCORES), ("position_encoding", INFINI_POSITIONS)):
                 if getattr(self, name) not in allowed:
                     raise ValueError(

@@ -43,7 +43,8 @@ class OptionsMixin:
 def own_options(config_class: type[PreTrainedConfig]) -> set[str]:
     """The options that a configuration has beyond those of every configuration."""
     declared = config_class.__dataclass_fields__.keys() - PreTrainedConfig.__dataclass_fields__.keys()
-    return declared | config_class.attribute_map.keys() | set(getattr(config_class, "undeclared_options", ()))
+    mapped = config_class.attribute_map
+    return declared | mapped.keys() | set(mapped.values()) | set(getattr(config_class, "undeclared_options", ()))
 
 
 @functools.cache

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .layout import Call, Layout, pad
+from .layout import Call, Layout
 from .memory import MemoryRule, memory_weight, read_memory
 from .state import InfiniState, Projections
+from .tensors import pad
 from .window import Softmax, softmax_weights
 
 
@@ -22,19 +23,24 @@ class StepLayout(Layout):
     """Where the one new token of each row goes, each at its own place in its window.
 
     Attributes:
-        rows: numbers of the rows whose token is no padding; slots: for each of them, the window slot of its token.
+        rows: numbers of the rows whose token is no padding; slots: for each of them, the window's place of its token. A row
+            whose token is a sink comes twice: the token has a second place among the sinks.
+        place: `[batch, 1]`, the place of each row's query in its window.
         begin, end: the part of the window that any row sees.
         visible: `[batch, 1, 1, end - begin]` bool, what each row sees of it; `None`: all of it.
         filled: `[batch, 1, 1]` bool, whether the memory holds any token of the row's document.
         completing: rows whose segment is complete with this token; those of them that push a segment out of the window into
             the memory are `compressing`. Both are lists of row numbers.
-        skipped: `[batch, (w + 1) * L]` bool, which tokens of the window, this one among them, never reach the memory;
-            `None`: all do.
+        skipped: `[batch, S + (w + 1) * L]` bool, which tokens of the window, this one among them, `memory_mask` keeps out of
+            the memory; `None`: none.
+        kept_out: `[batch, L]` bool, which tokens of the window's oldest segment the memory does not take in: skipped ones,
+            and sinks; `None`: it takes in all.
     """
 
     one_token: ClassVar[bool] = True
     rows: Tensor
     slots: Tensor
+    place: Tensor
     begin: int
     end: int
     visible: Tensor | None
@@ -42,39 +48,48 @@ class StepLayout(Layout):
     completing: list[int]
     compressing: list[int]
     skipped: Tensor | None = None
+    kept_out: Tensor | None = None
 
     def opened(self, state: InfiniState) -> InfiniState:
         """The state that the rows' tokens continue: no row begins a document here."""
         return state
 
     def put(self, window: Tensor, new: Tensor, in_place: bool) -> Tensor:
-        """The window, `[batch, heads, (w + 1) * L, dim]`, with the new tokens `[batch, heads, 1, dim]` in their slots;
+        """The window, `[batch, heads, places, dim]`, with the new tokens `[batch, heads, 1, dim]` in their slots;
         `in_place`: written into the given one where that may be."""
         # The window of an initial state is one zero seen many times; one made in inference mode may be written only there.
         in_place = in_place and window.is_contiguous() and (torch.is_inference_mode_enabled() or not window.is_inference())
         window = window if in_place else window.clone(memory_format=torch.contiguous_format)
-        new = new[:, :, 0] if self.real is None else new[self.rows, :, 0]
+        new = new[:, :, 0] if self.real is None and len(self.rows) == len(new) else new[self.rows, :, 0]
         window[self.rows, :, self.slots] = new.to(window.dtype)
         return window
 
     def shift(self, window: Tensor) -> Tensor:
-        """Moves the window, `[batch, heads, (w + 1) * L, dim]`, of the rows that completed a segment one segment on."""
+        """Moves the window, `[batch, heads, places, dim]`, of the rows that completed a segment one segment on."""
         if not self.completing:
             return window
         if len(self.completing) == len(window):
-            return pad(window[:, :, self.segment_length :], (0, 0, 0, self.segment_length))
+            return self._moved(window)
         rows = torch.tensor(self.completing, device=window.device)
-        return window.index_copy(0, rows, pad(window[rows, :, self.segment_length :], (0, 0, 0, self.segment_length)))
+        return window.index_copy(0, rows, self._moved(window[rows]))
+
+    def _moved(self, window: Tensor) -> Tensor:
+        segments = pad(window[:, :, self.sink_tokens + self.segment_length :], (0, 0, 0, self.segment_length))
+        return torch.cat([window[:, :, : self.sink_tokens], segments], 2) if self.sink_tokens else segments
+
+    def oldest(self, window: Tensor) -> Tensor:
+        """The oldest segment of the window, `[batch, heads, L, dim]`."""
+        return window[:, :, self.sink_tokens : self.sink_tokens + self.segment_length]
 
     def compress(self, rule: MemoryRule, keys: Tensor, values: Tensor, state: InfiniState) -> tuple[Tensor, Tensor]:
-        """Memory and normaliser with the oldest segment of the windows in the rows that lose one."""
-        length, memory, normaliser = self.segment_length, state.memory, state.normaliser
+        """Memory and normaliser with the oldest segment, keys and values, of the windows in the rows that lose one."""
+        memory, normaliser = state.memory, state.normaliser
         if not self.compressing:
             return memory, normaliser
         everyone = len(self.compressing) == len(memory)
         rows = slice(None) if everyone else torch.tensor(self.compressing, device=keys.device)
-        skipped = None if self.skipped is None else self.skipped[rows, :length]
-        new = _written(rule, keys[rows, :, :length], values[rows, :, :length], skipped, memory[rows], normaliser[rows])
+        kept_out = None if self.kept_out is None else self.kept_out[rows]
+        new = _written(rule, keys[rows], values[rows], kept_out, memory[rows], normaliser[rows])
         if everyone:
             return new
         return memory.index_copy(0, rows, new[0]), normaliser.index_copy(0, rows, new[1])
@@ -88,7 +103,7 @@ class GraphStepLayout(StepLayout):
 
     Attributes:
         completing, compressing: `[batch]` bool. begin, end: all of the window; visible always says what is seen.
-        here: `[batch, 1, (w + 1) * L, 1]` bool, the slot that the row's token takes; none for padding.
+        here: `[batch, 1, places, 1]` bool, the place that the row's token takes, and that among the sinks; none for padding.
     """
 
     here: Tensor
@@ -99,36 +114,35 @@ class GraphStepLayout(StepLayout):
             return state
         begins = self.restart[:, :, None, None]
         start_memory, start_normaliser = state.start()
-        windows = {name: getattr(state, name) for name in ("local_key", "local_value", "local_memory_key")}
+        state = state.with_windows(*(w if w is None else w.masked_fill(begins, 0) for w in state.windows()))
         return replace(
             state,
             memory=torch.where(begins, start_memory, state.memory),
             normaliser=torch.where(begins[..., 0], start_normaliser, state.normaliser),
-            **{name: None if window is None else window.masked_fill(begins, 0) for name, window in windows.items()},
         )
 
     def put(self, window: Tensor, new: Tensor, in_place: bool) -> Tensor:
         return torch.where(self.here, new.to(window.dtype), window)
 
     def shift(self, window: Tensor) -> Tensor:
-        moved = pad(window[:, :, self.segment_length :], (0, 0, 0, self.segment_length))
-        return torch.where(self.completing[:, None, None, None], moved, window)
+        return torch.where(self.completing[:, None, None, None], self._moved(window), window)
 
     def compress(self, rule: MemoryRule, keys: Tensor, values: Tensor, state: InfiniState) -> tuple[Tensor, Tensor]:
         """Computed for all rows, as they are not known, and only in those calls in which one of them needs it."""
-        skipped = torch.zeros_like(self.here[:, 0, :, 0]) if self.skipped is None else self.skipped
+        kept_out = self.kept_out
+        if kept_out is None:
+            kept_out = torch.zeros(len(keys), self.segment_length, dtype=torch.bool, device=keys.device)
 
-        def compress(keys, values, skipped, rows, memory, normaliser):
-            new = _written(rule, keys, values, skipped, memory, normaliser)
+        def compress(keys, values, kept_out, rows, memory, normaliser):
+            new = _written(rule, keys, values, kept_out, memory, normaliser)
             memory = torch.where(rows[:, None, None, None], new[0], memory)
             return memory, torch.where(rows[:, None, None], new[1], normaliser)
 
-        def keep(keys, values, skipped, rows, memory, normaliser):
+        def keep(keys, values, kept_out, rows, memory, normaliser):
             return memory.clone(), normaliser.clone()
 
         anyone = self.compressing.any()
-        oldest = (tensor[:, :, : self.segment_length] for tensor in (keys, values))
-        operands = (*oldest, skipped[:, : self.segment_length], self.compressing, state.memory, state.normaliser)
+        operands = (keys, values, kept_out, self.compressing, state.memory, state.normaliser)
         if torch.compiler.is_compiling():
             return torch.cond(anyone, compress, keep, operands)
         return (compress if anyone else keep)(*operands)
@@ -146,29 +160,30 @@ def attend_step(
     """[`attend`] for one token per row, which returns the weights wherever they are written out."""
     kv_heads, width = tokens.key.shape[1], tokens.key.shape[3]
     state = layout.opened(state)
-    keys = layout.put(state.local_key, tokens.key, in_place)
-    values = layout.put(state.local_value, tokens.value, in_place)
-    separate = tokens.memory_key is not None
-    memory_keys = layout.put(state.local_memory_key, tokens.memory_key, in_place) if separate else keys
+    new = (tokens.key, tokens.value, tokens.log_weight)
+    windows = zip(state.windows(), new, strict=True)
+    windows = [None if token is None else layout.put(window, token, in_place) for window, token in windows]
+    keys, values, log_weights = windows
 
-    seen_keys, seen_values = (tensor[:, :, layout.begin : layout.end] for tensor in (keys, values))
+    query = softmax.compared_queries(tokens.query, layout.place)
+    seen = slice(layout.begin, layout.end)
+    seen_keys, seen_values = softmax.compared_keys(keys[:, :, seen], seen), values[:, :, seen]
     heads_per_key = tokens.query.shape[1] // kv_heads
     weights = log_sum = None
-    if softmax.written_out or rule.shared:
+    if softmax.written_out or softmax.softcap or rule.shared:
         seen_keys, seen_values = (tensor.repeat_interleave(heads_per_key, 1) for tensor in (seen_keys, seen_values))
-        weights, log_sum = softmax_weights(tokens.query, seen_keys, layout.visible, softmax, values.dtype, rule.shared)
+        weights, log_sum = softmax_weights(query, seen_keys, layout.visible, softmax, values.dtype, rule.shared)
         if layout.real is not None:
             weights = weights.masked_fill(~layout.real[:, :, None, None], 0)
         weights = F.pad(weights, (layout.begin, keys.shape[2] - layout.end))  # as they are returned: in the output's graph
-        output = weights[..., layout.begin : layout.end] @ seen_values
+        output = weights[..., seen] @ seen_values
     else:
         options = {"dropout_p": softmax.dropout, "scale": softmax.scaling, "enable_gqa": heads_per_key > 1}
-        output = F.scaled_dot_product_attention(tokens.query, seen_keys, seen_values, layout.visible, **options)
+        output = F.scaled_dot_product_attention(query, seen_keys, seen_values, layout.visible, **options)
 
     dtype = state.memory.dtype
     with torch.autocast(keys.device.type, enabled=False):
-        memory_query = tokens.query if tokens.memory_query is None else tokens.memory_query
-        queries = rule.features(memory_query.to(dtype)).unflatten(1, (kv_heads, heads_per_key)).squeeze(3)  # [B, K, R, D]
+        queries = rule.features(tokens.query.to(dtype)).unflatten(1, (kv_heads, heads_per_key)).squeeze(3)  # [B, K, R, D]
         one_block = (tensor.unsqueeze(1) for tensor in (queries, state.memory, state.normaliser))
         read, mass = (tensor.flatten(1, 3).unsqueeze(2) for tensor in read_memory(*one_block, rule.eps))  # [B, H, 1, E or 1]
         log_sum = log_sum.unsqueeze(-1) if rule.shared else None
@@ -176,25 +191,20 @@ def attend_step(
         if state.start_memory is None:
             share = share * layout.filled.unsqueeze(-1)
         output = torch.lerp(output.to(dtype), read, share.expand_as(read)).to(output.dtype)
-        memory, normaliser = layout.compress(rule, memory_keys, values, state)
+        leaving = layout.oldest(keys).to(dtype)
+        leaving = leaving if log_weights is None else leaving + layout.oldest(log_weights).to(dtype)
+        memory, normaliser = layout.compress(rule, leaving, layout.oldest(values), state)
     if layout.real is not None:
         output = output.masked_fill(~layout.real[:, :, None, None], 0)
-    state = state.after(
-        layout,
-        memory=memory,
-        normaliser=normaliser,
-        local_key=layout.shift(keys),
-        local_value=layout.shift(values),
-        local_memory_key=layout.shift(memory_keys) if separate else None,
-    )
-    return output, state, weights
+    state = state.with_windows(*(window if window is None else layout.shift(window) for window in windows))
+    return output, state.after(layout, memory=memory, normaliser=normaliser), weights
 
 
-def _written(rule: MemoryRule, keys, values, skipped, memory, normaliser) -> tuple[Tensor, Tensor]:
-    """Memory and normaliser after a segment, keys and values `[batch, kv_heads, L, dim]`, skipped `[batch, L]` or `None`."""
+def _written(rule: MemoryRule, keys, values, kept_out, memory, normaliser) -> tuple[Tensor, Tensor]:
+    """Memory and normaliser after a segment: keys and values `[batch, kv_heads, L, dim]`, `kept_out` `[batch, L]`."""
     features = rule.features(keys.to(memory.dtype)).unsqueeze(1)  # [B, 1, K, L, D]
-    if skipped is not None:
-        features = features * ~skipped[:, None, None, :, None]
+    if kept_out is not None:
+        features = features * ~kept_out[:, None, None, :, None]
     states = rule.states(features, values.to(memory.dtype).unsqueeze(1), memory, normaliser)
     return states.last_memory, states.last_normaliser
 
@@ -203,10 +213,11 @@ def step_layout(call: Call, seen: list[int]) -> StepLayout:
     """The layout of one token per row that goes on with the row's document, or is padding; `seen` is `state.tokens_seen` as
     a list."""
     state, real, length, local, batch = call.state, call.real, call.segment_length, call.local_segments, call.batch
-    device = state.tokens_seen.device
+    sinks, device = call.sink_tokens, state.tokens_seen.device
     rows = list(range(batch)) if real is None else real[:, 0].nonzero()[:, 0].tolist()
-    slots = [local * length + count % length for count in seen]
-    begins = [max(0, local - count // length) * length for count in seen]
+    slots = [sinks + local * length + count % length for count in seen]
+    # Sinks are seen when the document's first segment has left the window
+    begins = [0 if count // length > local else sinks + (local - count // length) * length for count in seen]
     begin, end = min(begins), max(slots) + 1
     slot = torch.tensor(slots, device=device)
     visible = None
@@ -216,25 +227,30 @@ def step_layout(call: Call, seen: list[int]) -> StepLayout:
         visible = visible[:, None, None]
     completing = [row for row in rows if (seen[row] + 1) % length == 0]
     compressing = [row for row in completing if seen[row] // length >= local]
-    rows = torch.tensor(rows, dtype=torch.long, device=device)
-    slot = slot[rows]
-    skipped = None
+    new_sinks = [row for row in rows if seen[row] < sinks]
+    written = torch.tensor([slots[row] for row in rows] + [seen[row] for row in new_sinks], dtype=torch.long, device=device)
+    rows = torch.tensor(rows + new_sinks, dtype=torch.long, device=device)
+    skipped = kept_out = None
     if call.memory_mask is not None or state.local_skipped is not None:
         if state.local_skipped is None:
-            skipped = torch.zeros(batch, (local + 1) * length, dtype=torch.bool, device=device)
+            skipped = torch.zeros(batch, sinks + (local + 1) * length, dtype=torch.bool, device=device)
         else:
             skipped = state.local_skipped.clone()
         new = torch.zeros_like(rows, dtype=torch.bool) if call.memory_mask is None else ~call.memory_mask[rows, 0]
-        skipped[rows, slot] = new
+        skipped[rows, written] = new
     memory_tokens = state.memory_tokens
     if compressing:
         compress = torch.tensor([row in compressing for row in range(batch)], device=device)
-        memory_tokens = _after_compressing(memory_tokens, compress, skipped, length)
+        first = [count // length == local for count in seen]
+        kept_out = _kept_out(call, skipped, torch.tensor(first, device=device) if sinks and any(first) else None)
+        memory_tokens = _after_compressing(memory_tokens, compress, kept_out, length)
     layout = StepLayout(
         segment_length=length,
         local_segments=local,
+        sink_tokens=sinks,
         rows=rows,
-        slots=slot,
+        slots=written,
+        place=slot.unsqueeze(1),
         begin=begin,
         end=end,
         visible=visible,
@@ -246,6 +262,7 @@ def step_layout(call: Call, seen: list[int]) -> StepLayout:
         last_position=_last_position(call),
         memory_tokens=memory_tokens,
         skipped=skipped,
+        kept_out=kept_out,
         real=real,
     )
     return _with_next_skipped(layout)
@@ -259,10 +276,12 @@ def graph_step_layout(call: Call, restart: Tensor | None) -> GraphStepLayout:
         real = torch.ones_like(restart) if real is None else real
         restart = torch.zeros_like(real) if restart is None else restart
         seen, in_memory = (count.masked_fill(restart[:, 0], 0) for count in (seen, in_memory))
-    segment, slot = seen // length, local * length + seen % length
-    places = torch.arange((local + 1) * length, device=seen.device)
-    here = places == slot[:, None]
-    visible = (places >= (local - segment).clamp(min=0)[:, None] * length) & (places <= slot[:, None])
+    sinks = call.sink_tokens
+    segment, slot = seen // length, sinks + local * length + seen % length
+    places = torch.arange(sinks + (local + 1) * length, device=seen.device)
+    here = (places == slot[:, None]) | ((places == seen[:, None]) & (places < sinks))
+    first = torch.where(segment > local, 0, sinks + (local - segment) * length)
+    visible = (places >= first[:, None]) & (places <= slot[:, None])
     after = seen + 1
     completing = after % length == 0
     if real is not None:
@@ -276,11 +295,14 @@ def graph_step_layout(call: Call, restart: Tensor | None) -> GraphStepLayout:
             skipped = skipped.masked_fill(restart, False)
         new = torch.zeros_like(here) if call.memory_mask is None else ~call.memory_mask.expand_as(here)
         skipped = torch.where(here, new, skipped)
+    kept_out = _kept_out(call, skipped, segment == local if sinks else None)
     layout = GraphStepLayout(
         segment_length=length,
         local_segments=local,
+        sink_tokens=sinks,
         rows=torch.arange(len(seen), device=seen.device),
         slots=slot,
+        place=slot.unsqueeze(1),
         begin=0,
         end=len(places),
         visible=visible[:, None, None],
@@ -290,8 +312,9 @@ def graph_step_layout(call: Call, restart: Tensor | None) -> GraphStepLayout:
         positions=seen.unsqueeze(1),
         tokens_seen=after,
         last_position=_last_position(call),
-        memory_tokens=_after_compressing(in_memory, compressing, skipped, length),
+        memory_tokens=_after_compressing(in_memory, compressing, kept_out, length),
         skipped=skipped,
+        kept_out=kept_out,
         here=here[:, None, :, None],
         real=real,
         restart=restart,
@@ -306,10 +329,21 @@ def _last_position(call: Call) -> Tensor:
     return after if real is None else torch.where(real[:, 0], after, before)
 
 
-def _after_compressing(before: Tensor, compressing: Tensor, skipped: Tensor | None, length: int) -> Tensor:
+def _kept_out(call: Call, skipped: Tensor | None, first: Tensor | None) -> Tensor | None:
+    """[`StepLayout.kept_out`]; `first` `[batch]` bool: whether the oldest segment of the window is the document's first;
+    `None`: in no row."""
+    length, sinks = call.segment_length, call.sink_tokens
+    kept_out = None if skipped is None else skipped[:, sinks : sinks + length]
+    if first is None:
+        return kept_out
+    of_sinks = first[:, None] & (torch.arange(length, device=first.device) < sinks)
+    return of_sinks if kept_out is None else kept_out | of_sinks
+
+
+def _after_compressing(before: Tensor, compressing: Tensor, kept_out: Tensor | None, length: int) -> Tensor:
     """`[batch]`: how many tokens the memory holds, `before` of them already, when the rows that are `compressing` `[batch]`
-    bool have written the oldest segment of their window, of which some tokens may be `skipped`."""
-    return before + compressing * (length if skipped is None else (~skipped[:, :length]).sum(1))
+    bool have written the oldest segment of their window, but for what is [`StepLayout.kept_out`]."""
+    return before + compressing * (length if kept_out is None else (~kept_out).sum(1))
 
 
 def _with_next_skipped(layout: StepLayout) -> StepLayout:

@@ -11,16 +11,16 @@ every row needs no grid: [`StepLayout`] in decoding.py.
 """
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from .memory import Borders
 from .state import InfiniState
+from .tensors import gather, pad, pad_to
 
 
 class Call(NamedTuple):
@@ -30,6 +30,7 @@ class Call(NamedTuple):
     tokens: int
     segment_length: int
     local_segments: int
+    sink_tokens: int
     real: Tensor | None
     position_ids: Tensor | None
     memory_mask: Tensor | None
@@ -42,18 +43,19 @@ class Layout:
     """What is known of every call.
 
     Attributes:
-        segment_length: `L`, in tokens; local_segments: `w`.
+        segment_length: `L`, in tokens; local_segments: `w`; sink_tokens: `S`.
         positions: `[batch or 1, tokens]`, number of each token within its document.
         tokens_seen, last_position, memory_tokens: `[batch]` after this call, as in [`InfiniState`].
         real, restart: `[batch, tokens]` bool, which tokens are no padding, and which begin a document; `None`: all, none.
-        next_skipped: `[batch, (w + 1) * L]` bool, which tokens of the next state's window never reach the memory; `None`:
-            all do.
+        next_skipped: `[batch, S + (w + 1) * L]` bool, which tokens of the next state's window `memory_mask` keeps out of the
+            memory; `None`: none.
         one_token: whether this is a [`StepLayout`].
     """
 
     one_token: ClassVar[bool] = False
     segment_length: int
     local_segments: int
+    sink_tokens: int = 0
     positions: Tensor
     tokens_seen: Tensor
     last_position: Tensor
@@ -61,6 +63,11 @@ class Layout:
     real: Tensor | None = None
     restart: Tensor | None = None
     next_skipped: Tensor | None = None
+
+    @property
+    def places(self) -> int:
+        """Places of a window: the sinks, and the segments that a query sees."""
+        return self.sink_tokens + (self.local_segments + 1) * self.segment_length
 
     @property
     def order(self) -> tuple[Tensor, Tensor]:
@@ -90,7 +97,8 @@ class Group(NamedTuple):
     delayed by so many.
 
     Attributes:
-        mask: `[B or 1, s, C, W]` bool, which slots of its window each query sees; `None`: a full window up to its own.
+        mask: `[B or 1, s, C, W]` bool, which slots of its window (sinks first) each query sees; `None`: a full one up to its
+            own slot.
         written: `[B or 1, s, C]` bool, which slots of the delayed grid the memory takes in; `None`: all.
         filled: `[B, s]` bool, whether the memory holds any token of the document when a segment reads it; `None`: it does.
         borders: where the memory starts again among the delayed segments; `None` without packed documents.
@@ -111,8 +119,8 @@ class GridLayout(Layout):
     Attributes:
         batch, tokens: of the call.
         segments: segments in the grid; slots: places in each (L, or fewer where no segment has more tokens).
-        carried: tokens taken from the window of the state: in plain form the count that every row has, in indexed form all
-            its slots (0 without a state).
+        carried: tokens of the state's window in the grid: in plain form the count that every row has, in indexed form all
+            slots (0 without a state). Sinks are in the grid only as tokens of their segment.
         skipped: `[batch, segments, slots]` bool, which tokens never reach the memory; `None`: all do.
         memory_tokens_before: `[batch, segments]`, int64: how many tokens of its document the memory holds when each segment
             reads it.
@@ -130,6 +138,21 @@ class GridLayout(Layout):
     memory_tokens_before: Tensor | None = None
     packed: bool = False
 
+    @property
+    def query_places(self) -> slice:
+        """Where a segment's slots are in the window of its queries."""
+        begin = self.sink_tokens + self.local_segments * self.segment_length
+        return slice(begin, begin + self.slots)
+
+    @property
+    def key_places(self) -> slice | Tensor:
+        """The places of a window's sinks, and of the slots of each of its segments."""
+        if self.slots == self.segment_length:
+            return slice(0, self.places)
+        places = torch.arange(self.places, device=self.tokens_seen.device)
+        segments = places[self.sink_tokens :].unflatten(0, (-1, self.segment_length))[:, : self.slots]
+        return torch.cat([places[: self.sink_tokens], segments.flatten()])
+
     def groups(self, size: int) -> Iterator[Group]:
         """The grid in groups of so many segments; 0: in one."""
         # Number of each segment within its document
@@ -143,7 +166,7 @@ class GridLayout(Layout):
             yield Group(
                 begin,
                 end,
-                mask=self._window_mask(numbers[:, begin:end]) if self.local_segments else None,
+                mask=self._window_mask(numbers[:, begin:end]) if self.local_segments or self.sink_tokens else None,
                 written=None if written is None else written[:, begin:end],
                 filled=self.memory_tokens_before[:, begin:end] > 0,
                 borders=self.borders(begin, end),
@@ -156,21 +179,34 @@ class GridLayout(Layout):
     def written(self) -> Tensor | None:
         """Which slots of the delayed grid reach the memory, `[batch or 1, segments, slots]` bool; `None`: all of them.
 
-        Left out are empty slots, skipped tokens, and the segments that the next token still sees: they are in the next
-        state's window.
+        Left out are empty slots, skipped tokens and sinks, and the segments that the next token still sees: they are in the
+        next state's window.
         """
-        leaving = self._leaving()
-        if self.skipped is None:
-            return leaving
-        wanted = ~self.delay(self.skipped[..., None, None])[..., 0, 0]
-        return wanted if leaving is None else leaving & wanted
+        written = self._leaving()
+        for kept_out in (self.skipped, self._sink_slots()):
+            if kept_out is not None:
+                wanted = ~self.delay(kept_out[..., None, None])[..., 0, 0]
+                written = wanted if written is None else written & wanted
+        return written
+
+    def _sink_slots(self) -> Tensor | None:
+        """`[batch or 1, segments, slots]` bool, which slots hold a sink."""
+        if not self.sink_tokens:
+            return None
+        places = torch.arange(max(self.segments, self.slots), device=self.tokens_seen.device)
+        first = places[: self.segments] == self.document[:, :-1]
+        return first.unsqueeze(-1) & (places[: self.slots] < self.sink_tokens)
 
     def _window_mask(self, numbers: Tensor) -> Tensor:
         """[`Group.mask`] of segments with these numbers within their documents, `[B or 1, s]`."""
         places = torch.arange((self.local_segments + 1) * self.slots, device=numbers.device)
         # Whether the document has a segment so many before its own
         begun = numbers[..., None, None] >= self.local_segments - places // self.slots
-        return begun & (places <= places[self.local_segments * self.slots :, None])
+        mask = begun & (places <= places[self.local_segments * self.slots :, None])
+        if not self.sink_tokens:
+            return mask
+        left = numbers[..., None, None] > self.local_segments  # the document's first segment has left the window
+        return torch.cat([left.expand(*mask.shape[:-1], self.sink_tokens), mask], -1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,11 +224,12 @@ class PlainLayout(GridLayout):
     memory_in_use: bool
 
     def to_grid(self, new: Tensor, window: Tensor | None) -> Tensor:
-        """`new [batch, heads, tokens, dim]` and the state's window `[batch, heads, (w + 1) * L, dim]` (`None` for queries:
-        zeros) as `[batch, segments, slots, heads, dim]`."""
+        """`new [batch, heads, tokens, dim]` and the state's window `[batch, heads, S + (w + 1) * L, dim]` (`None` for
+        queries: zeros) as `[batch, segments, slots, heads, dim]`."""
         tokens = new.transpose(1, 2)
         if self.carried:
             begin = (self.local_segments - self.seen // self.segment_length + self.first) * self.segment_length
+            begin += self.sink_tokens
             old = (
                 tokens.new_zeros(self.batch, self.carried, *tokens.shape[2:])
                 if window is None
@@ -207,14 +244,28 @@ class PlainLayout(GridLayout):
 
     def next_window(self, new: Tensor, window: Tensor) -> Tensor:
         """The window of the next state from this call's tokens and the state's window, both `[batch, heads, …, dim]`."""
-        length, local = self.segment_length, self.local_segments
+        length, local, sinks = self.segment_length, self.local_segments, self.sink_tokens
         end = self.seen + self.tokens
         first = max(0, end // length - local) * length  # first token that stays, counted in the document
-        old = window[:, :, (local - self.seen // length) * length + first :] if first < self.seen else window[:, :, :0]
+        begin = sinks + (local - self.seen // length) * length + first
+        old = window[:, :, begin:] if first < self.seen else window[:, :, :0]
         old = old[:, :, : max(0, self.seen - first)]
         tokens = torch.cat([old, new[:, :, max(0, first - self.seen) :]], 2)
         before = max(0, local - end // length) * length
-        return pad(tokens, (0, 0, before, window.shape[2] - before - tokens.shape[2]))
+        tokens = pad(tokens, (0, 0, before, self.places - sinks - before - tokens.shape[2]))
+        if not sinks:
+            return tokens
+        known = min(self.seen, sinks)
+        front = torch.cat([window[:, :, :known], new[:, :, : sinks - known]], 2)
+        return torch.cat([pad(front, (0, 0, 0, sinks - front.shape[2])), tokens], 2)
+
+    def sinks(self, grid: Tensor, window: Tensor) -> Tensor:
+        """The sinks that segments see whose window is beyond them, `[batch, segments or 1, S, heads, dim]`, from the grid
+        and the state's window."""
+        if self.first:
+            return window[:, :, : self.sink_tokens].transpose(1, 2).unsqueeze(1)
+        front = grid[:, :1, : self.sink_tokens]
+        return pad(front, (0, 0, 0, 0, 0, self.sink_tokens - front.shape[2]))
 
     @property
     def document(self) -> Tensor:
@@ -247,10 +298,10 @@ class IndexedLayout(GridLayout):
     """Any rows; the methods are those of [`PlainLayout`].
 
     Attributes:
-        source: `[batch, segments * slots]`, which row of (window, new tokens) fills the slot; −1: none.
+        source: `[batch, segments * slots]`, which row of (window without sinks, new tokens) fills the slot; −1: none.
         target: `[batch, tokens]`, the token's slot in the grid; −1: padding.
         document: see [`GridLayout`].
-        window: `[batch, (w + 1) * L]`, which row of (window, new tokens) the next state keeps; −1: none.
+        window: `[batch, S + (w + 1) * L]`, which row of (window, new tokens) the next state keeps; −1: none.
     """
 
     source: Tensor
@@ -261,7 +312,7 @@ class IndexedLayout(GridLayout):
     def to_grid(self, new: Tensor, window: Tensor | None) -> Tensor:
         tokens = new.transpose(1, 2)
         if self.carried and window is not None:
-            tokens = torch.cat([window.transpose(1, 2), tokens], 1)
+            tokens = torch.cat([window[:, :, self.sink_tokens :].transpose(1, 2), tokens], 1)
             # In which slot of the grid each slot of the carried window lies: its own place, −1 where it is empty
             places = torch.arange(self.carried, device=self.source.device)
             carried = torch.where(self.source[:, : self.carried] >= 0, places, -1)
@@ -281,6 +332,16 @@ class IndexedLayout(GridLayout):
         tokens = torch.cat([window, new], 2) if self.carried else new
         index = self.window.clamp(min=0)[:, None, :, None].expand(-1, tokens.shape[1], -1, tokens.shape[3])
         return tokens.gather(2, index).masked_fill((self.window < 0)[:, None, :, None], 0)
+
+    def sinks(self, grid: Tensor, window: Tensor) -> Tensor:
+        rows = torch.arange(self.batch, device=grid.device).unsqueeze(1)
+        document = self.document[:, :-1]
+        front = grid[:, :, : self.sink_tokens]
+        front = pad(front, (0, 0, 0, 0, 0, self.sink_tokens - front.shape[2]))[rows, document.clamp(min=0)]
+        if not self.carried:
+            return front
+        before = window[:, :, : self.sink_tokens].transpose(1, 2).unsqueeze(1)
+        return torch.where((document < 0)[:, :, None, None, None], before, front)
 
     def borders(self, begin: int, end: int) -> Borders | None:
         """Where the memory starts again among the delayed grid's segments `begin … end`; `None` without packed documents."""
@@ -304,41 +365,3 @@ class IndexedLayout(GridLayout):
         complete = (self.document[:, :-1] != last) | (places < current - self.local_segments)
         filled = (self.source >= 0).unflatten(1, (self.segments, self.slots)) & complete.unsqueeze(-1)
         return self.delay(filled[..., None, None])[..., 0, 0]
-
-
-class _Gather(torch.autograd.Function):
-    """y_j = x_{i(j)}, rows of `[batch, rows, …]` at an index `[batch, places]`, zero at −1, no row taken twice;
-    g_x_i = g_{j(i)} with the inverse index: a gather as well, where autograd's scatter would add atomically.
-    """
-
-    @staticmethod
-    def forward(ctx, rows: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
-        ctx.save_for_backward(index, inverse)
-        offsets = torch.arange(rows.shape[0], device=rows.device).unsqueeze(1) * rows.shape[1]
-        taken = rows.flatten(0, 1).index_select(0, (index.clamp(min=0) + offsets).flatten())
-        taken = taken.unflatten(0, index.shape)
-        return taken.masked_fill_((index < 0)[(...,) + (None,) * (rows.dim() - 2)], 0)
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor):
-        index, inverse = ctx.saved_tensors
-        return _Gather.apply(gradient, inverse, index), None, None
-
-
-def gather(rows: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
-    """Rows of `[batch, rows, …]` at `index` `[batch, places]`, zero at −1; `inverse` `[batch, rows]` is the way back."""
-    return _Gather.apply(rows, index, inverse)
-
-
-def pad(tensor: Tensor, widths: Sequence[int]) -> Tensor:
-    """`torch.nn.functional.pad` with zeros. Booleans are padded as numbers: for booleans that are compared and padded,
-    torch.compile generates invalid C++ on AVX2."""
-    return F.pad(tensor.to(torch.uint8), widths).to(torch.bool) if tensor.dtype == torch.bool else F.pad(tensor, widths)
-
-
-def pad_to(grid: Tensor, rows: int) -> Tensor:
-    """`[batch, rows given, …]` with zeros appended, to that many rows."""
-    missing = rows - grid.shape[1]
-    if isinstance(missing, int) and missing == 0:  # where torch.export leaves the length open, it has to be padded anyhow
-        return grid
-    return pad(grid, (0, 0) * (grid.dim() - 2) + (0, missing))

@@ -14,7 +14,7 @@ from torch import Tensor
 from .state import empty_places
 
 # A window's tensors have one dtype, that of the keys and values; the memory's are wider.
-WINDOW = ("local_key", "local_value", "local_memory_key", "keys", "values")
+WINDOW = ("local_key", "local_value", "local_log_weight", "keys", "values")
 AUTOCAST = {torch.bfloat16, torch.float16}
 
 
@@ -142,13 +142,14 @@ def _problems_of_counts(record, tensors) -> Iterator[str]:
 def _problems_of_windows(record, tensors, config) -> Iterator[str]:
     """Whether the places for which no token has come yet are empty, as [`InfiniState`] says where they are."""
     seen = torch.tensor(record["tokens_seen"])[:, None]
-    length, local_segments = config.tokens_per_segment, config.local_segments
-    empty = empty_places(seen[:, 0], length, local_segments)
+    length, local_segments, sinks = config.window
+    empty = empty_places(seen[:, 0], *config.window)
     left = (seen[:, 0] // length - local_segments).clamp(min=0) * length  # tokens that have left the window
+    left = (left - sinks).clamp(min=0)  # and may be in the memory
     starts = {name.rpartition(".")[0] for name in tensors if name.endswith(".start_memory")}
     for name, tensor in sorted(tensors.items()):
         if name.endswith(".memory_tokens") and ((tensor < 0) | (tensor > left)).any():
-            yield f"{name} is {tensor.tolist()}, and {left.tolist()} tokens have left the window"
+            yield f"{name} is {tensor.tolist()}, and at most {left.tolist()} tokens can be"
     for name, tensor in sorted(tensors.items()):
         layer, _, kind = name.rpartition(".")
         holds = None

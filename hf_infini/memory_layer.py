@@ -1,12 +1,20 @@
-"""The parameters of an attention layer's memory, in any model: gate, start, short convolution, weights of tokens."""
+"""An attention layer's memory, in any model: its parameters, and one call from the layer's input to the heads' output."""
+
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import initialization as init
 
+from .attention import attend
 from .convolution import short_convolution
+from .layout import Layout
 from .memory import MemoryRule
+from .positions import Rotary, rotation
+from .segments import segment_layout
+from .state import InfiniState, Projections
+from .window import Softmax
 
 # Normaliser of a learned start before training: softplus(0.5413) = 1, the value of σ at a key of zeros.
 LEARNED_NORMALISER = 0.5413
@@ -37,20 +45,57 @@ class Gate(nn.Module):
 def gates_of(model: nn.Module) -> dict[str, nn.Module]:
     """The gates of a model by the name of their module, `transformer.h.0.attn.gate`, in the order of the layers.
 
-    They are found by name: classes differ where a model came with its own code, or where PEFT has wrapped the gate.
+    They are found by what their layer can do: classes differ where a model came with its own code, or where PEFT has wrapped
+    the gate.
     """
-    return {name: module for name, module in model.named_modules() if name.endswith(".attn.gate")}
+    layers = {name: module for name, module in model.named_modules() if hasattr(type(module), "attend_with_memory")}
+    return {f"{name}.gate": module.gate for name, module in layers.items() if hasattr(module, "gate")}
+
+
+@dataclass(frozen=True)
+class LayerCall:
+    """One call of a layer with a memory.
+
+    Attributes:
+        hidden_states: `[batch, tokens, width]`, the input of the projections: with the short convolution, if there is one.
+        layout: of the tokens.
+        state: what the call continues; `None`: it begins.
+        states: of the model's call, to which the layer gives its next state; `None`: nobody wants it.
+        recent: what the convolution needs of these tokens in the next call.
+        outside_model: whether the layer is called outside of a model, and brings the cache up to date itself.
+    """
+
+    hidden_states: Tensor
+    layout: Layout
+    state: InfiniState | None
+    states: object | None
+    recent: Tensor | None
+    outside_model: bool
+
+
+def rope(window: tuple[int, int, int], width: int, like: Tensor, theta: float = 10_000.0) -> Rotary:
+    """The [`Rotary`] of a window (`segment_length`, `local_segments`, `sink_tokens`), for heads of `width` numbers with the
+    dtype and device of `like`."""
+    segment_length, local_segments, sink_tokens = window
+    places = torch.arange(sink_tokens + (local_segments + 1) * segment_length, device=like.device)
+    return Rotary(rotation(places, width, like.dtype, theta))
 
 
 class MemoryLayerMixin:
-    """The parameters of a layer's memory, and what they do to its inputs; comes before the attention's class.
+    """A layer's memory; comes before the attention's class, whose forward calls `begin`, its own projections, and
+    `attend_with_memory`.
 
-    The class has `config` (with [`MemoryOptions`]), `num_heads` and `head_dim`. New are `gate`, a [`Gate`]; with
-    `memory_init="learned"` also `start_memory` `[heads, head_dim, head_dim]` and `start_normaliser` `[heads, head_dim]`
-    (the logarithmic size: z_0 is its softplus); with `"noise"` a buffer `start_normaliser` (z_0 itself); with
-    `memory_conv` the convolution's weights `memory_conv` `[taps, width]`; with `memory_write="learned"` the logarithm of a
-    token's weight in the memory, per head, `memory_write` `[heads, width]`.
+    The class has `config` (with [`MemoryOptions`]) and `head_counts`. New are `gate`, a [`Gate`]; with
+    `memory_init="learned"` also `start_memory` `[kv_heads, head_dim, head_dim]` and `start_normaliser`
+    `[kv_heads, head_dim]` (the logarithmic size: z_0 is its softplus); with `"noise"` a buffer `start_normaliser` (z_0
+    itself); with `memory_conv` the convolution's weights `memory_conv` `[taps, width]`; with `memory_write="learned"` the
+    logarithm of a token's weight in the memory, per head, `memory_write` `[kv_heads, width]`.
     """
+
+    @property
+    def head_counts(self) -> tuple[int, int, int]:
+        """Query heads, key/value heads, and the width of one."""
+        return self.num_heads, self.num_heads, self.head_dim
 
     @property
     def rule(self) -> MemoryRule:
@@ -59,8 +104,8 @@ class MemoryLayerMixin:
 
     def add_memory_parameters(self, width: int, **options) -> None:
         """Makes the parameters, uninitialised. `width`: of the layer's input; options: their `device` and `dtype`."""
-        heads, size = self.num_heads, self.head_dim
-        self.gate = Gate(heads, **options)
+        query_heads, heads, size = self.head_counts
+        self.gate = Gate(query_heads, **options)
         if self.config.memory_init == "learned":
             self.start_memory = nn.Parameter(torch.empty(heads, size, size, **options))
             self.start_normaliser = nn.Parameter(torch.empty(heads, size, **options))
@@ -95,22 +140,74 @@ class MemoryLayerMixin:
         if self.config.memory_init == "learned":
             return {"start_memory": self.start_memory, "start_normaliser": F.softplus(self.start_normaliser.float())}
         if self.config.memory_init == "noise":
-            empty = self.start_normaliser.new_zeros(self.num_heads, self.head_dim, self.head_dim)
+            empty = self.start_normaliser.new_zeros(*self.start_normaliser.shape, self.start_normaliser.shape[1])
             return {"start_memory": empty, "start_normaliser": self.start_normaliser}
         return {}
 
-    def convolved(self, hidden_states: Tensor, layout, recent: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """The input `[batch, tokens, width]` of the projections, plus the short convolution if there is one; and what the
-        convolution needs of these tokens in the next call (`recent`, `None` before the first)."""
-        taps = self.config.memory_conv
-        if not taps:
-            return hidden_states, recent
-        if recent is None:
-            recent = hidden_states.new_zeros(hidden_states.shape[0], taps - 1, hidden_states.shape[2])
-        added, recent = short_convolution(hidden_states, self.memory_conv, layout, recent)
-        return hidden_states + added, recent
+    def begin(
+        self,
+        hidden_states: Tensor,
+        *,
+        layout: Layout | None = None,
+        states=None,
+        past_key_values=None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+    ) -> LayerCall:
+        """
+        Args:
+            hidden_states: `[batch, tokens, width]`, the layer's input.
+            layout: what the model made for all layers; without it, one is made from `attention_mask` and `position_ids`,
+                `[batch, tokens]` each, which are not looked at otherwise.
+            states: the [`StatesOfCall`] of the model, from which the layer takes its own; `None`: those of
+                `past_key_values`, an [`InfiniCache`], for a layer that is called outside of a model.
+        """
+        outside_model = states is None and past_key_values is not None
+        states = past_key_values.states() if outside_model else states
+        state = None if states is None else states.before(self.layer_idx)
+        if layout is None:
+            given = {"attention_mask": attention_mask, "position_ids": position_ids, "state": state}
+            shape = hidden_states.shape[:2]
+            layout = segment_layout(*shape, *self.config.window, device=hidden_states.device, **given)
+        recent, taps = None if state is None else state.recent_inputs, self.config.memory_conv
+        if taps:
+            if recent is None:
+                recent = hidden_states.new_zeros(hidden_states.shape[0], taps - 1, hidden_states.shape[2])
+            added, recent = short_convolution(hidden_states, self.memory_conv, layout, recent)
+            hidden_states = hidden_states + added
+        return LayerCall(hidden_states, layout, state, states, recent, outside_model)
 
-    def weighted(self, memory_key: Tensor, hidden_states: Tensor) -> Tensor:
-        """The memory's keys `[batch, heads, tokens, head_dim]`, to which the learned weight of each token is added; it is
-        computed from the input of the projections: e^(k + w) = e^w e^k."""
-        return memory_key + F.linear(hidden_states, self.memory_write).transpose(1, 2).unsqueeze(-1)
+    def log_weight(self, call: LayerCall) -> Tensor | None:
+        """The logarithm of what each token weighs in the memory, `[batch, heads, tokens, 1]`; `None`: all weigh 1."""
+        if self.config.memory_write == "equal":
+            return None
+        return F.linear(call.hidden_states, self.memory_write).transpose(1, 2).unsqueeze(-1)
+
+    def attend_with_memory(
+        self, call: LayerCall, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax, return_weights: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """The heads' output `[batch, heads, tokens, head_dim]` and, if asked for, the local weights, as [`attend`] has them.
+
+        Args:
+            query, key, value: the projections of `call.hidden_states`, `[batch, heads, tokens, head_dim]`, un-rotated.
+        """
+        tokens, state, states = Projections(query, key, value, self.log_weight(call)), call.state, call.states
+        if state is None:
+            options = {"log_weights": tokens.log_weight is not None, **self.start()}
+            state = InfiniState.initial(key, value, *self.config.window, **options)
+        output, state, weights = attend(
+            tokens,
+            self.gate(),
+            call.layout,
+            self.rule,
+            softmax,
+            state,
+            return_state=states is not None,
+            return_weights=return_weights,
+            in_place=states is not None and states.may_overwrite(self.layer_idx),
+        )
+        if states is not None:
+            states.leave(self.layer_idx, replace(state, recent_inputs=call.recent))
+        if call.outside_model:
+            states.advance_layers(call.hidden_states.shape[1])
+        return output, weights if return_weights else None

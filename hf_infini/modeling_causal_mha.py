@@ -17,21 +17,20 @@ from .causal_mha import CausalMultiHeadAttention
 from .configuration_causal_mha import CausalMHAConfig
 from .generation import MemoryGenerationMixin
 from .hub_code import HubModelMixin, carry_code
+from .memory_layer import rope
 from .modeling_common import (
     InitializationMixin,
-    check_continuation,
     check_inputs,
     check_positions,
     checkpoints_gradients,
     counted_positions,
     key_value_cache,
-    mask_of_call,
+    layout_of_call,
     memory_cache,
     memory_mask_of,
 )
 from .options_causal_mha import RELATIVE
 from .positions import sinusoidal_encoding
-from .segments import segment_layout
 
 
 class FeedForward(nn.Module):
@@ -176,9 +175,13 @@ class CausalMHAModel(CausalMHAPreTrainedModel):
         if self.config.attention == "infini":
             past_key_values = memory_cache(self, past_key_values, use_cache, embeddings.shape[0])
             states = None if past_key_values is None else past_key_values.states()
-            reach = self._segments(embeddings, attention_mask, position_ids, past_key_values, memory_mask, max_documents)
+            masks = (attention_mask, position_ids, memory_mask)
+            layout = layout_of_call(self.config, embeddings, *masks, past_key_values, max_documents)
+            reach = {"layout": layout, "states": states}
+            if self.config.position_encoding == "rope":
+                reach["rotary"] = rope(self.config.window, self.config.head_dim, embeddings, self.config.rope_theta)
             if position_ids is None:
-                position_ids = counted_positions(reach["layout"], past_key_values)
+                position_ids = counted_positions(layout, past_key_values)
         else:
             given, past_key_values = past_key_values, key_value_cache(self, past_key_values, use_cache)
             past = 0 if given is None else given.get_seq_length()
@@ -193,13 +196,12 @@ class CausalMHAModel(CausalMHAPreTrainedModel):
                 past_key_values,
                 output_attentions=output_attentions,
                 position_ids=position_ids,
-                states=states,
                 **reach,
             )
             all_hidden_states += (hidden_states,)
             all_weights += (weights,)
         if states is not None:
-            past_key_values.advance(states, input_ids, reach["layout"], embeddings.shape[1])
+            past_key_values.advance(states, input_ids, layout, embeddings.shape[1])
         hidden_states = self.ln_f(hidden_states)
         return BaseModelOutputWithPast(
             last_hidden_state=hidden_states,
@@ -230,26 +232,6 @@ class CausalMHAModel(CausalMHAPreTrainedModel):
         )
         check_positions(position_ids, self.config.n_positions, "learned", remedy)
         return embeddings + self.wpe(position_ids)
-
-    def _segments(self, embeddings, attention_mask, position_ids, cache, memory_mask, max_documents) -> dict:
-        """The layout of the tokens of this call, worked out once for all layers: the attention's arguments by name."""
-        batch, tokens = embeddings.shape[:2]
-        state = None if cache is None else cache.first_state()
-        attention_mask = mask_of_call(attention_mask, batch, tokens, cache)
-        check_continuation(position_ids, attention_mask, state)
-        layout = segment_layout(
-            batch,
-            tokens,
-            self.config.tokens_per_segment,
-            self.config.local_segments,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            memory_mask=memory_mask,
-            state=state,
-            max_documents=max_documents,
-            device=embeddings.device,
-        )
-        return {"layout": layout}
 
     def _reach(self, embeddings, attention_mask, position_ids, past, given) -> dict:
         """What the tokens of this call can see, worked out once for all layers: the attention's arguments by name."""

@@ -6,10 +6,11 @@ from transformers import Cache, DynamicCache
 from transformers.utils import logging
 
 from .cache import InfiniCache, InfiniLayer
+from .checks import bool_mask
 from .generation import check_cache
 from .layout import Layout
 from .read_text import check_rows
-from .segments import bool_mask
+from .segments import segment_layout
 from .state import InfiniState
 
 logger = logging.get_logger(__name__)
@@ -38,10 +39,10 @@ def memory_cache(model, given, use_cache: bool | None, batch: int):
     if use_cache and torch.compiler.is_exporting():
         raise ValueError("torch.export cannot hold the cache of a memory: pass use_cache=False among the example inputs.")
     check_cache(given)
-    wanted = [layer in model.config.infini_layers for layer in range(model.config.n_layer)]
+    wanted = [layer in model.config.infini_layers for layer in range(model.config.num_hidden_layers)]
     if given is not None and [isinstance(layer, InfiniLayer) for layer in given.layers] != wanted:
         raise ValueError(
-            f"past_key_values is the cache of a model with other layers: this one has {model.config.n_layer}, with memory "
+            f"past_key_values is the cache of a model with other layers: this one has {len(wanted)}, with memory "
             f"in {model.config.infini_layers}. Pass InfiniCache(model.config)."
         )
     state = None if given is None else given.first_state()
@@ -51,8 +52,8 @@ def memory_cache(model, given, use_cache: bool | None, batch: int):
         given.drop_unfinished()
     cache = InfiniCache(model.config) if use_cache and given is None else given
     if cache is not None and checkpoints_gradients(model):
-        has_full_attention = len(model.config.infini_layers) < model.config.n_layer
-        functions = (getattr(block, "_gradient_checkpointing_func", None) for block in model.h)
+        has_full_attention = not all(wanted)
+        functions = (getattr(module, "_gradient_checkpointing_func", None) for module in model.modules())
         reentrant = any(getattr(function, "keywords", {}).get("use_reentrant") for function in functions)
         if has_full_attention or reentrant:
             reason = (
@@ -98,7 +99,9 @@ def key_value_cache(model, given, use_cache: bool | None):
 
 def checkpoints_gradients(model) -> bool:
     """Whether blocks of the model are run a second time in the backward pass of this call."""
-    return torch.is_grad_enabled() and model.training and any(block.gradient_checkpointing for block in model.h)
+    if not (torch.is_grad_enabled() and model.training):
+        return False
+    return any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
 
 
 def counted_positions(layout: Layout, cache: InfiniCache | None) -> Tensor:
@@ -138,6 +141,24 @@ def mask_of_call(attention_mask, batch: int, tokens: int, cache: InfiniCache | N
     if past and attention_mask.shape[1] != tokens:
         cache.text.check_past(attention_mask[:, :past])
     return attention_mask[:, -tokens:]
+
+
+def layout_of_call(
+    config, embeddings: Tensor, attention_mask, position_ids, memory_mask, cache: InfiniCache | None, max_documents
+) -> Layout:
+    """The [`segment_layout`] of a model's call with these `embeddings` `[batch, tokens, width]`, once for all layers; of the
+    mask, only the columns of this call may be given, or those of the past as well.
+
+    Raises:
+        ValueError: the mask or the positions do not go on from what the cache has read.
+    """
+    batch, tokens = embeddings.shape[:2]
+    state = None if cache is None else cache.first_state()
+    attention_mask = mask_of_call(attention_mask, batch, tokens, cache)
+    check_continuation(position_ids, attention_mask, state)
+    masks = {"attention_mask": attention_mask, "position_ids": position_ids, "memory_mask": memory_mask}
+    options = {"state": state, "max_documents": max_documents, "device": embeddings.device}
+    return segment_layout(batch, tokens, *config.window, **masks, **options)
 
 
 def check_continuation(position_ids, attention_mask, state: InfiniState | None) -> None:

@@ -1,7 +1,5 @@
 """GPT-2 whose attention layers read and write a compressive memory."""
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
@@ -10,28 +8,24 @@ from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttenti
 from transformers.models.gpt2.modeling_gpt2 import GPT2Attention, GPT2LMHeadModel, GPT2Model, GPT2PreTrainedModel
 from transformers.utils.output_capturing import capture_outputs
 
-from .attention import attend
 from .cache import InfiniCache, StatesOfCall
 from .configuration_infini_gpt2 import InfiniGPT2Config
 from .generation import MemoryGenerationMixin
 from .hub_code import HubModelMixin
 from .layout import Layout
-from .memory_layer import MemoryLayerMixin
+from .memory_layer import MemoryLayerMixin, rope
 from .modeling_common import (
     InitializationMixin,
-    check_continuation,
     check_inputs,
     check_positions,
     checkpoints_gradients,
     counted_positions,
     full_attention_mask,
-    mask_of_call,
+    layout_of_call,
     memory_cache,
     memory_mask_of,
 )
-from .positions import rotate, rotation
-from .segments import segment_layout
-from .state import InfiniState, Projections
+from .positions import Rotary
 from .window import Softmax
 
 
@@ -59,7 +53,7 @@ class GPT2InfiniAttention(MemoryLayerMixin, GPT2Attention):
         output_attentions: bool | None = False,
         layout: Layout | None = None,
         position_ids: Tensor | None = None,
-        turns: Tensor | None = None,
+        rotary: Rotary | None = None,
         states: StatesOfCall | None = None,
         **kwargs,
     ) -> tuple[Tensor, Tensor | None]:
@@ -67,80 +61,43 @@ class GPT2InfiniAttention(MemoryLayerMixin, GPT2Attention):
 
         Args:
             hidden_states: `[batch, tokens, width]`.
-            past_key_values: an [`InfiniCache`] to continue, or `None`; for an attention that is called outside of a model.
-            states: the states of the model's call, from which the layer takes its own, and to which it gives the next one;
-                `None`: those of the cache.
-            layout: what the model made for all layers; without it, one is made from `attention_mask` `[batch, tokens]` and
-                `position_ids` `[batch, tokens]`, which are not looked at otherwise.
-            turns: likewise the [`rotation`] of the layout's positions, with `position_encoding="rope"`.
+            past_key_values, attention_mask, layout, position_ids, states: as [`MemoryLayerMixin.begin`] takes them.
+            rotary: what the model made for all layers, with `position_encoding="rope"`; `None`: it is made here.
 
         Returns:
             The output `[batch, tokens, width]`, and, with `output_attentions` or the eager implementation, the local weights
-            `[batch, heads, tokens, (local_segments + 1) * segment_length]`: column `c` is place `c` of the query's local
-            window, which begins `local_segments` segments before the query's own. Padding has zeros.
+            `[batch, heads, tokens, sink_tokens + (local_segments + 1) * segment_length]`: column `c` is place `c` of the
+            query's window, in which the sinks come first and the query's own segment last. Padding has zeros.
         """
         if encoder_hidden_states is not None:
             raise ValueError("GPT2InfiniAttention is causal self-attention; cross-attention is not supported.")
-        by_itself = states is None and past_key_values is not None
-        states = past_key_values.states() if by_itself else states
-        state = None if states is None else states.before(self.layer_idx)
-        length, kept = self.config.tokens_per_segment, self.config.local_segments
-        if layout is None:
-            layout = segment_layout(
-                *hidden_states.shape[:2],
-                length,
-                kept,
-                attention_mask=attention_mask,
-                position_ids=position_ids,
-                state=state,
-                device=hidden_states.device,
-            )
-        recent = None if state is None else state.recent_inputs
-        tokens, recent = self.project(hidden_states, layout, recent, turns)
-        if state is None:
-            options = {"separate_memory_key": tokens.memory_key is not None, **self.start()}
-            state = InfiniState.initial(tokens.key, tokens.value, length, kept, **options)
-        eager = self.config._attn_implementation == "eager"
-        return_weights = bool(output_attentions) or eager
-        dropout = self.attn_dropout.p if self.training else 0.0
-        output, state, weights = attend(
-            tokens,
-            self.gate(),
-            layout,
-            self.rule,
-            Softmax(self.scaling, dropout, written_out=return_weights, upcast=eager and self.reorder_and_upcast_attn),
-            state,
-            return_state=states is not None,
-            return_weights=return_weights,
-            in_place=states is not None and states.may_overwrite(self.layer_idx),
+        call = self.begin(
+            hidden_states,
+            layout=layout,
+            states=states,
+            past_key_values=past_key_values,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
         )
-        if states is not None:
-            states.leave(self.layer_idx, replace(state, recent_inputs=recent))
-        if by_itself:
-            states.advance_layers(hidden_states.shape[1])
+        query, key, value = self.project(call.hidden_states)
+        softmax = self.window_softmax(query, rotary, bool(output_attentions))
+        output, weights = self.attend_with_memory(call, query, key, value, softmax, softmax.written_out)
         merged = output.transpose(1, 2).flatten(2).contiguous()
         return self.resid_dropout(self.c_proj(merged)), weights
 
-    def project(
-        self,
-        hidden_states: Tensor,
-        layout: Layout,
-        recent: Tensor | None = None,
-        turns: Tensor | None = None,
-    ) -> tuple[Projections, Tensor | None]:
-        """The projections of `[batch, tokens, width]`, and what the convolution needs of these tokens in the next call
-        (`recent`, `None` before the first)."""
-        hidden_states, recent = self.convolved(hidden_states, layout, recent)
+    def project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of `[batch, tokens, width]`, `[batch, heads, tokens, head_dim]` each."""
         parts = self.c_attn(hidden_states).split(self.split_size, dim=2)
-        query, key, value = (part.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2) for part in parts)
-        memory_query = memory_key = None
-        if self.config.position_encoding == "rope":
-            memory_query, memory_key = query, key
-            turns = rotation(layout.positions, self.head_dim, query.dtype) if turns is None else turns
-            query, key = rotate(query, turns), rotate(key, turns)
-        if self.config.memory_write == "learned":
-            memory_key = self.weighted(key if memory_key is None else memory_key, hidden_states)
-        return Projections(query, key, value, memory_query, memory_key), recent
+        return tuple(part.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2) for part in parts)
+
+    def window_softmax(self, query: Tensor, rotary: Rotary | None = None, return_weights: bool = False) -> Softmax:
+        """How this layer's windows are computed; arguments as of `forward`."""
+        if rotary is None and self.config.position_encoding == "rope":
+            rotary = rope(self.config.window, self.head_dim, query)
+        eager = self.config._attn_implementation == "eager"
+        upcast = eager and self.reorder_and_upcast_attn
+        dropout = self.attn_dropout.p if self.training else 0.0
+        return Softmax(self.scaling, dropout, written_out=return_weights or eager, upcast=upcast, rotary=rotary)
 
 
 class InfiniGPT2PreTrainedModel(HubModelMixin, InitializationMixin, GPT2PreTrainedModel):
@@ -237,30 +194,17 @@ class InfiniGPT2Model(InfiniGPT2PreTrainedModel, GPT2Model):
             use_cache = self.config.use_cache and not checkpoints_gradients(self)
         past_key_values = memory_cache(self, past_key_values, use_cache, batch)
         states = None if past_key_values is None else past_key_values.states()
-        state = None if past_key_values is None else past_key_values.first_state()
-        attention_mask = mask_of_call(attention_mask, batch, tokens, past_key_values)
-        check_continuation(position_ids, attention_mask, state)
-        layout = segment_layout(
-            batch,
-            tokens,
-            self.config.tokens_per_segment,
-            self.config.local_segments,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            memory_mask=memory_mask,
-            state=state,
-            max_documents=max_documents,
-            device=inputs_embeds.device,
-        )
+        masks = (attention_mask, position_ids, memory_mask)
+        layout = layout_of_call(self.config, inputs_embeds, *masks, past_key_values, max_documents)
         hidden_states = inputs_embeds
         if self.wpe is not None:
             hidden_states = hidden_states + self.wpe(self._embedded_positions(layout, position_ids, past_key_values))
         if token_type_ids is not None:
             hidden_states = hidden_states + self.wte(token_type_ids)
         hidden_states = self.drop(hidden_states)
-        turns = None
+        rotary = None
         if self.config.position_encoding == "rope":
-            turns = rotation(layout.positions, self.config.n_embd // self.config.n_head, hidden_states.dtype)
+            rotary = rope(self.config.window, self.config.n_embd // self.config.n_head, hidden_states)
         full_mask = None
         if full_layers:
             full_mask = self._full_attention_mask(layout, tokens, past_key_values, states, hidden_states.dtype)
@@ -270,7 +214,7 @@ class InfiniGPT2Model(InfiniGPT2PreTrainedModel, GPT2Model):
                 past_key_values,
                 full_mask,
                 layout=layout,
-                turns=turns,
+                rotary=rotary,
                 states=states,
                 output_attentions=output_attentions,
                 **kwargs,

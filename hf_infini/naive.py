@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .memory import EPS, FEATURE_MAPS
+from .positions import Rotary
 from .state import InfiniState
 
 
@@ -46,29 +47,31 @@ def naive_infini_attention(
     feature_map: str = "elu",
     denominator: str = "separate",
     local_segments: int = 0,
+    sink_tokens: int = 0,
     attention_mask: Tensor | None = None,
     position_ids: Tensor | None = None,
     memory_mask: Tensor | None = None,
     state: InfiniState | None = None,
     return_state: bool = False,
-    memory_query: Tensor | None = None,
-    memory_key: Tensor | None = None,
+    log_weight: Tensor | None = None,
+    rotary: Rotary | None = None,
     scaling: float | None = None,
+    softcap: float | None = None,
+    query_weight: Tensor | None = None,
     dropout: float = 0.0,
     eps: float = EPS,
 ) -> Tensor | tuple[Tensor, InfiniState]:
     """[`infini_attention`] with the same arguments and results, one token after the other, all in float32 or wider."""
+    window = (segment_length, local_segments, sink_tokens)
     if state is None:
-        state = InfiniState.initial(
-            key, value, segment_length, local_segments, separate_memory_key=memory_key is not None
-        )
+        state = InfiniState.initial(key, value, *window, log_weights=log_weight is not None)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     real = torch.ones(query.shape[0], query.shape[2]) if attention_mask is None else attention_mask
     rows = []
     states = []
     for row in range(query.shape[0]):
         rule = (update_rule, FEATURE_MAPS[feature_map], denominator)
-        reader = _Row(state, row, query.shape[1], segment_length, local_segments, rule, scaling, dropout, eps)
+        reader = _Row(state, row, query.shape[1], window, rule, (scaling, softcap, rotary, query_weight), dropout, eps)
         outputs = []
         for token in range(query.shape[2]):
             if not real[row, token]:
@@ -77,48 +80,47 @@ def naive_infini_attention(
             position = None if position_ids is None else int(position_ids[row, token])
             reader.begin_document_at(position)
             q, k, v = (reader.widen(tensor[row, :, token]) for tensor in (query, key, value))
-            mq = q if memory_query is None else reader.widen(memory_query[row, :, token])
-            mk = k if memory_key is None else reader.widen(memory_key[row, :, token])
+            weight = torch.zeros_like(k[:, :1]) if log_weight is None else reader.widen(log_weight[row, :, token])
             skipped = memory_mask is not None and not memory_mask[row, token]
-            outputs.append(reader.attend(q, k, v, mq, mk, gate.to(q.dtype), skipped))
+            outputs.append(reader.attend(q, (k, v, weight, skipped), gate.to(q.dtype)))
         rows.append(torch.stack(outputs, 1))
         states.append(reader.state(key.dtype, value.dtype))
     output = torch.stack(rows).to(query.dtype)
     if not return_state:
         return output
-    names = ("memory", "normaliser", "local_key", "local_value", "local_memory_key", "local_skipped")
+    names = ("memory", "normaliser", "local_key", "local_value", "local_log_weight", "local_skipped")
     names += ("tokens_seen", "last_position", "memory_tokens")
     stacked = {n: None if states[0][n] is None else torch.stack([s[n] for s in states]) for n in names}
     return output, InfiniState(**stacked, start_memory=state.start_memory, start_normaliser=state.start_normaliser)
 
 
 class _Row:
-    """One row of the batch: its memory, and the segments (lists of tokens) that are still in the local window."""
+    """One row of the batch: its memory, the document's first tokens, and the segments (lists of tokens) that are still in
+    the local window. A token is (key, value, log weight, skipped)."""
 
-    def __init__(self, state, row, heads, segment_length, local_segments, rule, scaling, dropout, eps):
-        self.length, self.local_segments = segment_length, local_segments
+    def __init__(self, state, row, heads, window, rule, score, dropout, eps):
+        self.length, self.local_segments, self.sink_tokens = window
         self.rule, self.feature_map, self.denominator = rule
-        self.scaling, self.dropout, self.eps = scaling, dropout, eps
+        self.scaling, self.softcap, self.rotary, self.query_weight = score
+        self.dropout, self.eps = dropout, eps
         self.memory, self.normaliser = state.memory[row], state.normaliser[row]
         self.start, self.heads, self.initial = (state.start_memory, state.start_normaliser), heads, state
         self.seen, self.last_position = int(state.tokens_seen[row]), int(state.last_position[row])
         self.memory_tokens = int(state.memory_tokens[row])
-        self.window = []  # segments, oldest first; a segment is a list of (key, value, memory key, skipped)
-        current = self.seen // segment_length
-        for place in range(local_segments + 1):
-            tokens = min(self.seen - (current - local_segments + place) * segment_length, segment_length)
-            if current - local_segments + place < 0:
-                continue
-            slots = [place * segment_length + slot for slot in range(tokens)]
-            keys, values = state.local_key[row], state.local_value[row]
-            memory_keys = keys if state.local_memory_key is None else state.local_memory_key[row]
-            skipped = None if state.local_skipped is None else state.local_skipped[row]
-            self.window.append(
-                [
-                    (*(self.widen(t[:, s]) for t in (keys, values, memory_keys)), skipped is not None and bool(skipped[s]))
-                    for s in slots
-                ]
-            )
+        windows = [None if window is None else self.widen(window[row]) for window in state.windows()]
+
+        def token(place):
+            key, value, weight = (None if window is None else window[:, place] for window in windows)
+            skipped = state.local_skipped is not None and bool(state.local_skipped[row, place])
+            return key, value, torch.zeros_like(key[:, :1]) if weight is None else weight, skipped
+
+        self.sinks = [token(place) for place in range(min(self.seen, self.sink_tokens))]
+        self.window = []  # segments, oldest first
+        current = self.seen // self.length
+        for earlier in range(min(current, self.local_segments), -1, -1):
+            first = self.sink_tokens + (self.local_segments - earlier) * self.length
+            tokens = self.length if earlier else self.seen % self.length
+            self.window.append([token(first + slot) for slot in range(tokens)])
 
     def widen(self, tensor):
         return tensor.to(self.memory.dtype)
@@ -129,44 +131,61 @@ class _Row:
             memory, normaliser = self.start
             self.memory = torch.zeros_like(self.memory) if memory is None else self.widen(memory)
             self.normaliser = torch.zeros_like(self.normaliser) if memory is None else self.widen(normaliser)
-            self.window, self.seen, self.memory_tokens = [[]], 0, 0
+            self.sinks, self.window, self.seen, self.memory_tokens = [], [[]], 0, 0
         self.last_position = self.last_position + 1 if position is None else position
 
-    def attend(self, q, k, v, memory_query, memory_key, gate, skipped):
-        """Equations 2, 3 and 5 for one token; `q` is `[heads, head_dim]`."""
-        self.window[-1].append((k, v, memory_key, skipped))
-        heads_per_key = self.heads // k.shape[0]
-        columns = list(zip(*sum(self.window, []), strict=True))
+    def attend(self, query, token, gate):
+        """Equations 2, 3 and 5 for one token; `query` is `[heads, head_dim]`."""
+        self.window[-1].append(token)
+        if len(self.sinks) < self.sink_tokens:
+            self.sinks.append(token)
+        heads_per_key = self.heads // token[0].shape[0]
+        seen = self.places()
+        places, columns = [place for place, _ in seen], list(zip(*(token for _, token in seen), strict=True))
         keys, values = (torch.stack(column, 1) for column in columns[:2])  # [kv_heads, tokens, dim]
+        keys, compared = self.turned(keys, places), self.turned(query.unsqueeze(1), places[-1:])
+        if self.query_weight is not None:
+            compared = compared @ self.widen(self.query_weight)
         keys, values = (tensor.repeat_interleave(heads_per_key, 0) for tensor in (keys, values))
-        scores = (keys @ q.unsqueeze(-1)).squeeze(-1) * self.scaling
+        scores = (keys @ compared.mT).squeeze(-1) * self.scaling
+        scores = scores if self.softcap is None else self.softcap * torch.tanh(scores / self.softcap)
         weights = torch.softmax(scores, -1)
         weights = F.dropout(weights, self.dropout)
         output = (weights.unsqueeze(1) @ values).squeeze(1)
         if self.memory_tokens or self.start[0] is not None:
-            features = self.feature_map(memory_query).unsqueeze(1)  # [heads, 1, head_dim]
+            features = self.feature_map(query).unsqueeze(1)  # [heads, 1, head_dim]
             numerator = (features @ self.memory.repeat_interleave(heads_per_key, 0)).squeeze(1)
             denominator = (features.squeeze(1) * self.normaliser.repeat_interleave(heads_per_key, 0)).sum(-1, keepdim=True)
             if self.denominator == "separate":
                 share = torch.sigmoid(gate).unsqueeze(-1)
             else:
-                of_memory = gate.exp().unsqueeze(-1) * (denominator + self.eps) / memory_query.shape[-1]
+                of_memory = gate.exp().unsqueeze(-1) * (denominator + self.eps) / query.shape[-1]
                 share = of_memory / (of_memory + scores.exp().sum(-1, keepdim=True))
             output = share * numerator / (denominator + self.eps) + (1 - share) * output
         self.seen += 1
         if self.seen % self.length == 0:
             if len(self.window) > self.local_segments:
-                self.write(self.window.pop(0))
+                self.write(self.window.pop(0), first=self.seen == (self.local_segments + 1) * self.length)
             self.window.append([])
         return output
 
-    def write(self, segment):
-        """Equation 4, or the delta rule, for the segment that leaves the window."""
-        segment = [token for token in segment if not token[3]]
+    def places(self):
+        """What the next token sees, itself last: (place in the window, token)."""
+        first = self.sink_tokens + (self.local_segments + 1 - len(self.window)) * self.length
+        slots = [(first + number, token) for number, token in enumerate(sum(self.window, []))]
+        return (list(enumerate(self.sinks)) if self.seen // self.length > self.local_segments else []) + slots
+
+    def turned(self, states, places):
+        """Queries or keys `[heads, tokens, head_dim]` turned by their places in the window."""
+        return states if self.rotary is None else self.rotary.turn(states, *(table[places] for table in self.rotary.tables))
+
+    def write(self, segment, first):
+        """Equation 4, or the delta rule, for the segment that leaves the window; `first`: the document's first."""
+        segment = [token for token in segment[self.sink_tokens if first else 0 :] if not token[3]]
         if not segment:
             return
-        _, values, memory_keys = (torch.stack(column, 1) for column in list(zip(*segment, strict=True))[:3])
-        features = self.feature_map(memory_keys)  # [kv_heads, length, head_dim]
+        keys, values, log_weights = (torch.stack(column, 1) for column in list(zip(*segment, strict=True))[:3])
+        features = self.feature_map(keys + log_weights)  # [kv_heads, length, head_dim]
         if self.rule == "delta":
             retrieved = features @ self.memory / (features @ self.normaliser.unsqueeze(-1) + self.eps)
             values = values - retrieved
@@ -176,23 +195,21 @@ class _Row:
 
     def state(self, key_dtype, value_dtype):
         """The row's share of an [`InfiniState`]."""
-        empty = [None] * self.length
-        missing = self.local_segments + 1 - len(self.window)
-        slots = empty * missing + sum((segment + empty[len(segment) :] for segment in self.window), [])
+        slots = [None] * self.initial.local_key.shape[2]
+        first = self.sink_tokens + (self.local_segments + 1 - len(self.window)) * self.length
+        for place, token in [*enumerate(self.sinks), *enumerate(sum(self.window, []), first)]:
+            slots[place] = token
         windows = []
-        for part, like in enumerate((self.initial.local_key, self.initial.local_value, self.initial.local_key)):
-            blank = torch.zeros_like(like[0, :, 0], dtype=self.memory.dtype)
-            windows.append(torch.stack([blank if slot is None else slot[part] for slot in slots], 1))
+        for part, like in enumerate(self.initial.windows()):
+            blank = None if like is None else torch.zeros_like(like[0, :, 0], dtype=self.memory.dtype)
+            found = [blank if slot is None else slot[part] for slot in slots]
+            windows.append(None if like is None else torch.stack(found, 1).to(value_dtype if part == 1 else key_dtype))
         skipped = [slot is not None and slot[3] for slot in slots]
-        separate = self.initial.local_memory_key is not None
+        counts = {"tokens_seen": self.seen, "last_position": self.last_position, "memory_tokens": self.memory_tokens}
         return {
             "memory": self.memory,
             "normaliser": self.normaliser,
-            "local_key": windows[0].to(key_dtype),
-            "local_value": windows[1].to(value_dtype),
-            "local_memory_key": windows[2].to(key_dtype) if separate else None,
+            **dict(zip(("local_key", "local_value", "local_log_weight"), windows, strict=True)),
             "local_skipped": torch.tensor(skipped, device=self.memory.device),
-            "tokens_seen": torch.tensor(self.seen, device=self.memory.device),
-            "last_position": torch.tensor(self.last_position, device=self.memory.device),
-            "memory_tokens": torch.tensor(self.memory_tokens, device=self.memory.device),
+            **{name: torch.tensor(count, device=self.memory.device) for name, count in counts.items()},
         }

@@ -30,6 +30,9 @@ class MemoryOptions:
             kernel.
         local_segments (`int`, *optional*, defaults to 0):
             Earlier segments that the softmax attention still sees in full; 0 is the paper.
+        sink_tokens (`int`, *optional*, defaults to 0):
+            How many first tokens of every document stay visible to the softmax of all later ones (attention sinks), and out
+            of the memory; fewer than a segment has. Pretrained models need about 4; 0 is the paper.
         gate_init (`float`, *optional*, defaults to 0.0):
             First value of every head's gate logit β; the memory's share of the output is sigmoid(β), unless window and
             memory share a denominator.
@@ -46,8 +49,7 @@ class MemoryOptions:
         memory_write (`str`, *optional*, defaults to `"equal"`):
             Weight of a token in the memory: `"equal"` for all; or `"learned"`, where σ(k) is multiplied by e^(w·x), with x
             the input of the layer's projections and a w for each head that starts at zero. Filler can then stay out of the
-            memory, so that the rest is still found in a long text. Needs `feature_map="exp"`, and a
-            second window of keys in the cache.
+            memory, so that the rest is still found in a long text. Needs `feature_map="exp"`.
         mask_special_tokens (`bool`, *optional*, defaults to `True`):
             Tokens with the configuration's bos, eos or pad id are seen inside the window but not written into the memory.
     """
@@ -58,6 +60,7 @@ class MemoryOptions:
     feature_map: Literal["elu", "exp"] = "elu"
     denominator: Literal["separate", "shared"] = "separate"
     local_segments: int = 0
+    sink_tokens: int = 0
     gate_init: float | int = 0.0
     memory_init: Literal["zeros", "learned", "noise"] = "zeros"
     layers: list[int] | None = None
@@ -83,6 +86,11 @@ class MemoryOptions:
         return self.segment_length if self.n_segments is None else self.max_position_embeddings // self.n_segments
 
     @property
+    def window(self) -> tuple[int, int, int]:
+        """What the softmax sees: tokens of a segment, earlier segments, first tokens of a document."""
+        return self.tokens_per_segment, self.local_segments, self.sink_tokens
+
+    @property
     def infini_layers(self) -> list[int]:
         """Numbers of the layers with a memory, in order."""
         if not self.has_memory:
@@ -105,6 +113,11 @@ class MemoryOptions:
             raise ValueError(f"segment_length must be at least 1 token; got {self.segment_length}.")
         if self.local_segments < 0:
             raise ValueError(f"local_segments must be 0 or more; got {self.local_segments}.")
+        if not 0 <= self.sink_tokens < self.tokens_per_segment:
+            raise ValueError(
+                f"sink_tokens must be 0 or more, and fewer than the {self.tokens_per_segment} tokens of a segment; got "
+                f"{self.sink_tokens}."
+            )
         if self.memory_conv < 0:
             raise ValueError(f"memory_conv must be 0 (none) or a number of taps; got {self.memory_conv}.")
         if self.memory_write == "learned" and self.feature_map != "exp":

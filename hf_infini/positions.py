@@ -6,7 +6,7 @@
 | `relative_keys` | a_ij = w[min(i − j, k)], added to the key | keys | Shaw et al. 2018, section 3.2 and equation 4 |
 | `t5_buckets` | exact up to half of the buckets, logarithmic beyond | scores | Raffel et al. 2020, section 2.1 |
 | `alibi_bias` | −m_h (i − j), m_h = 2^(−8h/H) | scores | Press et al. 2022, section 3 |
-| `rotate` | pairs of numbers turned by the angle t · θ^(−2i/d) | queries, keys | Su et al. 2021, equation 34 |
+| `rotate`, `Rotary` | pairs of numbers turned by the angle t · θ^(−2i/d) | queries, keys | Su et al. 2021, equation 34 |
 
 A learned position is a row of an embedding (Gehring et al. 2017) and needs no function. `distance` is everywhere the
 query's place minus the key's, in tokens: `[query, key]` int64, 0 for the token itself; what it is for later keys (negative)
@@ -14,6 +14,7 @@ does not matter, since causal attention masks them.
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -91,22 +92,24 @@ def alibi_bias(distance: Tensor, heads: int) -> Tensor:
     return -slopes[:, None, None] * distance
 
 
-def rotation(positions: Tensor, width: int, dtype: torch.dtype, theta: float = 10_000.0) -> Tensor:
+def rotation(positions: Tensor, width: int, dtype: torch.dtype, theta: float = 10_000.0) -> tuple[Tensor, Tensor]:
     """The cosines and sines by which [`rotate`] turns heads of `width` numbers, which must be even.
 
     Args:
-        positions: `[batch or 1, tokens]`.
+        positions: `[batch or 1, tokens]`, or `[tokens]`.
         dtype: of the result; angles are worked out in float64.
         theta: base of the wavelengths.
 
-    Returns `[2, batch or 1, 1, tokens, width]`: what a number is multiplied by, and its partner in the pair.
+    Returns `[batch or 1, 1, tokens, width]` each, or `[tokens, width]`: what a number is multiplied by, and its partner in
+    the pair.
     """
-    angles = _angles(positions, width, theta).unsqueeze(1)
+    angles = _angles(positions, width, theta)
+    angles = angles.unsqueeze(1) if positions.dim() == 2 else angles
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
-    return torch.stack([torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)])
+    return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
 
 
-def rotate(states: Tensor, turns: Tensor) -> Tensor:
+def rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turns the pair (x_i, x_{i + d/2}) of every head by its token's position times θ^(−2i/d).
 
     The products of two rotated vectors depend only on the distance of their positions. Pairing the halves instead of
@@ -114,12 +117,33 @@ def rotate(states: Tensor, turns: Tensor) -> Tensor:
 
     Args:
         states: `[batch, heads, tokens, head_dim]`, queries or keys.
-        turns: the [`rotation`] of the tokens' positions.
+        cos, sin: the [`rotation`] of the tokens' positions.
 
     Returns a tensor like `states`.
     """
-    cos, sin = turns.to(states.dtype)
-    return torch.addcmul(states * cos, states.roll(states.shape[-1] // 2, -1), sin)
+    return torch.addcmul(states * cos.to(states.dtype), states.roll(states.shape[-1] // 2, -1), sin.to(states.dtype))
+
+
+class Rotary:
+    """Rotary positions in a window: the token in its place p is turned as one in position p of a text. Only distances count,
+    so that neither the length of a text nor the precision of large numbers matters.
+
+    Args:
+        tables: `[places, …]` each, what is known of every place, such as the [`rotation`] of their numbers.
+        turn: function of states `[…, tokens, head_dim]` and the rows of the tables for these tokens, which broadcast to
+            them; returns a tensor like the states.
+    """
+
+    def __init__(self, tables: tuple[Tensor, ...], turn: Callable[..., Tensor] = rotate):
+        self.tables, self.turn = tables, turn
+
+    def __call__(self, states: Tensor, places: slice | Tensor) -> Tensor:
+        """Turns states `[…, tokens, head_dim]`, tokens in these places, or `[batch, heads, tokens, head_dim]` with places
+        `[batch, tokens]`."""
+        rows = [table[places] for table in self.tables]
+        if isinstance(places, Tensor) and places.dim() == 2:
+            rows = [row.unsqueeze(1) for row in rows]
+        return self.turn(states, *rows)
 
 
 def _angles(positions: Tensor, width: int, theta: float) -> Tensor:

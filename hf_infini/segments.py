@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .checks import bool_mask, check_shapes, check_window
 from .decoding import graph_step_layout, step_layout
-from .layout import Call, GridLayout, IndexedLayout, Layout, PlainLayout, pad
+from .layout import Call, GridLayout, IndexedLayout, Layout, PlainLayout
 from .state import InfiniState
+from .tensors import pad
 
 UNBOUNDED = (
     "position_ids can begin any number of documents, and the layout of their segments is made outside of the graph. "
@@ -26,6 +28,7 @@ def segment_layout(
     tokens: int,
     segment_length: int,
     local_segments: int = 0,
+    sink_tokens: int = 0,
     *,
     attention_mask: Tensor | None = None,
     position_ids: Tensor | None = None,
@@ -52,16 +55,19 @@ def segment_layout(
     any number of documents, and the layout is made outside of the graph.
 
     Raises:
-        ValueError: masks or positions of another shape; a mask with other values than 0 and 1.
+        ValueError: masks or positions of another shape; a mask with other values than 0 and 1; as many sinks as a segment
+            has tokens.
         RuntimeError: a mask with other values than 0 and 1, where no values are read back from the device.
     """
+    check_window(segment_length, local_segments, sink_tokens)
     compiling = torch.compiler.is_compiling()
     check_shapes(batch, tokens, attention_mask, memory_mask, position_ids)
     read_back = not compiling and max_documents is None
     real = bool_mask("attention_mask", attention_mask, read_back)
     memory_mask = bool_mask("memory_mask", memory_mask, read_back)
     position_ids = None if position_ids is None else position_ids.expand(batch, tokens)
-    call = Call(batch, tokens, segment_length, local_segments, real, position_ids, memory_mask, state, device)
+    window = (segment_length, local_segments, sink_tokens)
+    call = Call(batch, tokens, *window, real, position_ids, memory_mask, state, device)
     if compiling and tokens == 1 and state is not None:
         return graph_step_layout(call, None if position_ids is None else restarts(position_ids, real, state))
     if max_documents is not None or (compiling and position_ids is None):
@@ -69,40 +75,6 @@ def segment_layout(
     if torch.compiler.is_exporting():
         raise ValueError(UNBOUNDED)
     return (_layout_outside_graph if compiling else _smallest_layout)(call)
-
-
-def check_shapes(
-    batch: int, tokens: int, attention_mask: Tensor | None, memory_mask: Tensor | None, position_ids: Tensor | None
-) -> None:
-    """ValueError unless these are `[batch, tokens]`, positions perhaps `[1, tokens]`, or `None`."""
-    for name, mask in (("attention_mask", attention_mask), ("memory_mask", memory_mask)):
-        if mask is not None and mask.shape != (batch, tokens):
-            raise ValueError(
-                f"{name} must be [batch, tokens] = [{batch}, {tokens}], got {list(mask.shape)}. "
-                "With a state it covers only the new tokens."
-            )
-    if position_ids is not None and tuple(position_ids.shape) not in ((batch, tokens), (1, tokens)):
-        raise ValueError(
-            f"position_ids must be [batch, tokens] = [{batch}, {tokens}], got {list(position_ids.shape)}."
-        )
-
-
-def bool_mask(name: str, mask: Tensor | None, read_back: bool) -> Tensor | None:
-    """A mask of 0 and 1 as bool; read_back: whether its values may be read back from the device now."""
-    if mask is None or mask.dtype == torch.bool:
-        return mask
-    wrong = ((mask != 0) & (mask != 1)).any()
-    if mask.is_floating_point():  # nothing but zeros: what is added to scores has them where nothing is masked
-        wrong = wrong | ~(mask == 1).any()
-    message = (
-        f"{name} must hold 1 for tokens that count and 0 for those that do not; this one of dtype {mask.dtype} has other "
-        "values. A mask that is added to scores (0 and -inf) is not taken: pass mask == 0."
-    )
-    if not read_back:
-        torch._assert_async(~wrong, message)
-    elif wrong:
-        raise ValueError(message)
-    return mask.to(torch.bool)
 
 
 def _smallest_layout(call: Call) -> Layout:
@@ -169,8 +141,7 @@ def _with_memory(layout: GridLayout, call: Call) -> GridLayout:
         new = torch.zeros(call.batch, call.tokens, dtype=torch.bool, device=device)
         new = new if call.memory_mask is None else ~call.memory_mask
         if window is None:
-            slots = (call.local_segments + 1) * call.segment_length
-            window = torch.zeros(call.batch, slots, dtype=torch.bool, device=device)
+            window = torch.zeros(call.batch, layout.places, dtype=torch.bool, device=device)
         new, window = (skipped[:, None, :, None] for skipped in (new, window))
         next_skipped = layout.next_window(new, window)[:, 0, :, 0]
         layout = replace(layout, skipped=layout.to_grid(new, window)[..., 0, 0], next_skipped=next_skipped)
@@ -207,6 +178,7 @@ def _plain_layout(call: Call, seen: int, memory_in_use: bool) -> PlainLayout:
         tokens=call.tokens,
         segment_length=length,
         local_segments=call.local_segments,
+        sink_tokens=call.sink_tokens,
         segments=-(-total // length),
         slots=length if total >= length else total,
         carried=carried,
@@ -246,7 +218,7 @@ def _indexed_layout(
         carried: as in [`GridLayout`].
         sizes: segments, slots and whether the rows are packed; `None`: as the arguments need, read back from the device.
     """
-    batch, tokens, segment_length, local_segments, real, position_ids, _, state, device = call
+    batch, tokens, segment_length, local_segments, sinks, real, position_ids, _, state, device = call
     real = torch.ones(batch, tokens, dtype=torch.bool, device=device) if real is None else real
     restart = torch.zeros(batch, tokens, dtype=torch.bool, device=device) if restart is None else restart
     base = local_segments if carried else 0  # grid segment that the next token of a continued document falls into
@@ -284,7 +256,13 @@ def _indexed_layout(
     token = (ended // segment_length - local_segments).unsqueeze(1) * segment_length + places
     place = (token // segment_length + document[:, -1:]) * slots + token % segment_length
     stays = (token >= 0) & (token < ended.unsqueeze(1))
-    window = torch.where(stays, source.gather(1, place.clamp(0, spare - 1)), -1)
+    ahead = sinks if carried else 0  # the window's sinks come before what is in the grid
+    window = torch.where(stays, source.gather(1, place.clamp(0, spare - 1)) + ahead, -1)
+    if sinks:
+        token = torch.arange(sinks, device=device).expand(batch, sinks)
+        row = source.gather(1, (document[:, -1:] * slots + token).clamp(0, spare - 1)) + ahead
+        row = torch.where(document[:, -1:] < 0, token, row)
+        window = torch.cat([torch.where(token < ended.unsqueeze(1), row, -1), window], 1)
 
     if position_ids is None:
         before = torch.full((batch,), -1, device=device) if state is None else state.last_position
@@ -299,6 +277,7 @@ def _indexed_layout(
         tokens=tokens,
         segment_length=segment_length,
         local_segments=local_segments,
+        sink_tokens=sinks,
         segments=segments,
         slots=slots,
         carried=carried,

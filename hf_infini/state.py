@@ -14,14 +14,16 @@ class Projections(NamedTuple):
     Attributes:
         query: `[batch, heads, tokens, head_dim]`; key: `[batch, kv_heads, tokens, head_dim]`; value: `[batch, kv_heads,
             tokens, value_dim]`.
-        memory_query, memory_key: what the memory reads and writes, shaped like query and key; `None`: those.
+        log_weight: `[batch, kv_heads, tokens, 1]`, added to the keys that the memory takes in: with exponential features the
+            logarithm of what a token weighs there; `None`: all weigh 1.
+
+    None of them is rotated: [`Softmax`] says how the window is.
     """
 
     query: Tensor
     key: Tensor
     value: Tensor
-    memory_query: Tensor | None = None
-    memory_key: Tensor | None = None
+    log_weight: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -29,16 +31,17 @@ class InfiniState:
     """The compressive memory of everything that left the local window, and the window itself.
 
     With `w` local segments of length `L`, the next token of a row is in segment `s = tokens_seen // L`. The memory holds
-    the segments up to `s - 1 - w`; the window holds the segments `s - w … s` in order, `L` slots each, and zeros where
-    there is no token. A state depends only on the tokens, not on how they were cut into calls.
+    the segments up to `s - 1 - w`; the window holds the document's first `S` tokens (attention sinks), then the segments
+    `s - w … s` in order, `L` slots each, and zeros where there is no token: `P = S + (w + 1) * L` places. A state depends
+    only on the tokens, not on how they were cut into calls.
 
     Attributes:
         memory: `[batch, kv_heads, head_dim, value_dim]`, float32 (float64 for float64 inputs): M of equation 4.
         normaliser: `[batch, kv_heads, head_dim]`, same dtype: z of equation 4.
-        local_key: `[batch, kv_heads, (w + 1) * L, head_dim]`, the model's dtype.
-        local_value: `[batch, kv_heads, (w + 1) * L, value_dim]`.
-        local_memory_key: like `local_key`, the keys as the memory will read them; `None` where they are the same.
-        local_skipped: `[batch, (w + 1) * L]` bool: which tokens of the window the memory will not take in; `None`: none.
+        local_key: `[batch, kv_heads, P, head_dim]`, the model's dtype, never rotated.
+        local_value: `[batch, kv_heads, P, value_dim]`.
+        local_log_weight: `[batch, kv_heads, P, 1]`, [`Projections.log_weight`]; `None` where all tokens weigh 1.
+        local_skipped: `[batch, P]` bool: which tokens of the window `memory_mask` keeps out of the memory; `None`: none.
         tokens_seen: `[batch]`, int64: real tokens of the row's current document.
         last_position: `[batch]`, int64: position id of the last real token, −1 before the first.
         memory_tokens: `[batch]`, int64: tokens of the row's current document that the memory holds. Without any, and without
@@ -53,7 +56,7 @@ class InfiniState:
     normaliser: Tensor
     local_key: Tensor
     local_value: Tensor
-    local_memory_key: Tensor | None
+    local_log_weight: Tensor | None
     tokens_seen: Tensor
     last_position: Tensor
     memory_tokens: Tensor
@@ -69,10 +72,11 @@ class InfiniState:
         value: Tensor,
         segment_length: int,
         local_segments: int = 0,
+        sink_tokens: int = 0,
         *,
         start_memory: Tensor | None = None,
         start_normaliser: Tensor | None = None,
-        separate_memory_key: bool = False,
+        log_weights: bool = False,
     ) -> "InfiniState":
         """The state before the first token of every row.
 
@@ -81,16 +85,17 @@ class InfiniState:
                 dtype and device are read.
             segment_length: `L`, in tokens.
             local_segments: `w`, the number of earlier segments that local attention sees.
+            sink_tokens: `S`, how many first tokens of a document every query sees.
             start_memory: `[kv_heads, head_dim, value_dim]` and start_normaliser `[kv_heads, head_dim]` (positive): M_0, z_0
                 of every document. `None`: empty, and then the first tokens use only local attention.
-            separate_memory_key: keep a second set of local keys for the memory (rotary models).
+            log_weights: whether tokens differ in what they weigh in the memory.
         """
         if (start_memory is None) != (start_normaliser is None):
             raise ValueError("start_memory and start_normaliser come together: give both or neither.")
         batch, heads, _, head_dim = key.shape
         value_dim = value.shape[-1]
         dtype = torch.promote_types(key.dtype, torch.float32)
-        slots = (local_segments + 1) * segment_length
+        places = sink_tokens + (local_segments + 1) * segment_length
         if start_memory is None:
             memory = key.new_zeros(batch, heads, head_dim, value_dim, dtype=dtype)
             normaliser = key.new_zeros(batch, heads, head_dim, dtype=dtype)
@@ -98,13 +103,13 @@ class InfiniState:
             memory = start_memory.to(dtype).expand(batch, heads, head_dim, value_dim)
             normaliser = start_normaliser.to(dtype).expand(batch, heads, head_dim)
         # One zero, seen as a whole window: a call that reads no window and keeps no state pays for none.
-        local_key = key.new_zeros(1).expand(batch, heads, slots, head_dim)
+        zero = key.new_zeros(1)
         return cls(
             memory=memory,
             normaliser=normaliser,
-            local_key=local_key,
-            local_value=value.new_zeros(1).expand(batch, heads, slots, value_dim),
-            local_memory_key=local_key if separate_memory_key else None,
+            local_key=zero.expand(batch, heads, places, head_dim),
+            local_value=value.new_zeros(1).expand(batch, heads, places, value_dim),
+            local_log_weight=zero.expand(batch, heads, places, 1) if log_weights else None,
             tokens_seen=torch.zeros(batch, dtype=torch.long, device=key.device),
             last_position=torch.full((batch,), -1, dtype=torch.long, device=key.device),
             memory_tokens=torch.zeros(batch, dtype=torch.long, device=key.device),
@@ -128,31 +133,32 @@ class InfiniState:
             return self.memory.new_zeros(self.memory.shape[1:]), self.normaliser.new_zeros(self.normaliser.shape[1:])
         return self.start_memory.to(self.memory.dtype), self.start_normaliser.to(self.memory.dtype)
 
-    def before(self, tokens: Projections, segment_length: int, local_segments: int) -> "InfiniState":
-        """The state that a call of these tokens continues. Its windows get the wider dtype of the two, because one call may
-        run under autocast and the next one without.
+    def windows(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """What is kept of the window's tokens: keys, values and log weights."""
+        return self.local_key, self.local_value, self.local_log_weight
+
+    def before(self, tokens: Projections, places: int) -> "InfiniState":
+        """The state that a call of these tokens continues, with a window of so many `places`. The window gets the wider
+        dtype of the two, because one call may run under autocast and the next one without.
 
         Raises:
             ValueError: the state is of another shape than the call.
         """
-        slots = (local_segments + 1) * segment_length
-        wanted = (*tokens.key.shape[:2], slots, tokens.key.shape[3])
+        wanted = (*tokens.key.shape[:2], places, tokens.key.shape[3])
         if tuple(self.local_key.shape) != wanted or self.local_value.shape[-1] != tokens.value.shape[-1]:
             raise ValueError(
-                "the state does not fit this call: its window is [batch, kv_heads, (local_segments + 1) * segment_length, "
-                f"head_dim] = {list(self.local_key.shape)}, the call needs {list(wanted)}."
+                "the state does not fit this call: its window is [batch, kv_heads, sink_tokens + (local_segments + 1) * "
+                f"segment_length, head_dim] = {list(self.local_key.shape)}, the call needs {list(wanted)}."
             )
-        if (tokens.memory_key is None) != (self.local_memory_key is None):
-            raise ValueError("memory_key must be given in every call of a sequence or in none; the state says otherwise.")
-        windows = {"local_key": tokens.key, "local_value": tokens.value, "local_memory_key": tokens.memory_key}
-        wide = {}
-        for name, new in windows.items():
-            if new is not None:
-                window = getattr(self, name)
-                dtype = torch.promote_types(window.dtype, new.dtype)
-                if dtype != window.dtype:
-                    wide[name] = window.to(dtype)
-        return replace(self, **wide) if wide else self
+        if (tokens.log_weight is None) != (self.local_log_weight is None):
+            raise ValueError("log_weight must be given in every call of a sequence or in none; the state says otherwise.")
+        windows = zip(self.windows(), (tokens.key, tokens.value, tokens.log_weight), strict=True)
+        wide = [w if w is None else w.to(torch.promote_types(w.dtype, new.dtype)) for w, new in windows]
+        return self.with_windows(*wide)
+
+    def with_windows(self, local_key: Tensor, local_value: Tensor, local_log_weight: Tensor | None) -> "InfiniState":
+        """The state with these [`InfiniState.windows`]."""
+        return replace(self, local_key=local_key, local_value=local_value, local_log_weight=local_log_weight)
 
     def after(self, layout, **tensors: Tensor | None) -> "InfiniState":
         """The state after a call with this [`Layout`], which left these memory, normaliser and windows."""
@@ -170,9 +176,10 @@ class InfiniState:
         return sum(sizes)
 
 
-def empty_places(tokens_seen: Tensor, segment_length: int, local_segments: int) -> Tensor:
-    """`[batch, (w + 1) * L]` bool: the places of the windows for which no token has come yet; `tokens_seen` `[batch]`."""
+def empty_places(tokens_seen: Tensor, segment_length: int, local_segments: int, sink_tokens: int) -> Tensor:
+    """`[batch, P]` bool: the places of the windows for which no token has come yet; `tokens_seen` `[batch]`."""
     seen = tokens_seen.unsqueeze(1)
+    sinks = torch.arange(sink_tokens, device=seen.device).expand(len(seen), -1)
     places = torch.arange((local_segments + 1) * segment_length, device=seen.device)
-    token = (seen // segment_length - local_segments) * segment_length + places
+    token = torch.cat([sinks, (seen // segment_length - local_segments) * segment_length + places], 1)
     return (token < 0) | (token >= seen)

@@ -1,9 +1,10 @@
-"""Softmax inside the window: every query sees its own segment up to itself, and the whole of the `w` segments before it.
+"""Softmax inside the window: every query sees its own segment up to itself, the whole of the `w` segments before it, and the
+first `S` tokens of its document (attention sinks), wherever it is.
 
     A_dot = softmax(scaling · Q Kᵀ) V                                  equation 2
 
-Shapes: `B` batch, `N` blocks of `T` segments, `C` slots in a segment, `W = (w + 1) · C` slots in its window, `H` query
-heads, `K` key/value heads, `D` head dimension. The segment of a query is the last of its window.
+Shapes: `B` batch, `N` blocks of `T` segments, `C` slots in a segment, `W = S + (w + 1) · C` slots in its window, `H`
+query heads, `K` key/value heads, `D` head dimension. The segment of a query is the last of its window.
 """
 
 from dataclasses import dataclass
@@ -12,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional as F
+
+from .positions import Rotary
 
 TILE = 128  # queries of a segment at a time; skips half of the scores that causality masks
 
@@ -25,12 +28,30 @@ class Softmax:
         dropout: probability with which a weight is dropped.
         written_out: by plain operations instead of a fused kernel.
         upcast: in float32 (GPT-2's `reorder_and_upcast_attn`), where it is written out.
+        softcap: scores s become `softcap · tanh(s / softcap)` (Gemma 2), and are then written out; `None`: they stay.
+        rotary: how queries and keys are turned by their places in the window; `None`: they are not.
+        query_weight: `[heads, head_dim, head_dim]`, what turned queries are multiplied by; `None`: nothing.
     """
 
     scaling: float | None = None
     dropout: float = 0.0
     written_out: bool = False
     upcast: bool = False
+    softcap: float | None = None
+    rotary: Rotary | None = None
+    query_weight: Tensor | None = None
+
+    def compared_queries(self, query: Tensor, places: slice | Tensor) -> Tensor:
+        """Queries `[…, heads, …, tokens, head_dim]` of these places of the window, as they are compared with keys."""
+        query = query if self.rotary is None else self.rotary(query, places)
+        if self.query_weight is None:
+            return query
+        blocks = (1,) * (query.dim() - 5) if query.dim() > 4 else ()  # the grid's segments, between heads and tokens
+        return query @ self.query_weight.view(-1, *blocks, *self.query_weight.shape[1:]).to(query.dtype)
+
+    def compared_keys(self, key: Tensor, places: slice | Tensor) -> Tensor:
+        """Keys likewise."""
+        return key if self.rotary is None else self.rotary(key, places)
 
     def scaling_of(self, query: Tensor) -> float:
         return query.shape[-1] ** -0.5 if self.scaling is None else self.scaling
@@ -50,7 +71,8 @@ def window_attention(
         The output `[B, N, H, T, C, D]`; log Σ e^s `[B, N, H, T, C]` or `None`.
     """
     key, value = (for_every_head(tensor, query) for tensor in (key, value))
-    if not (softmax.written_out or softmax.dropout) and _tiles_are_faster(query, key, value, with_log_sum):
+    plain = not (softmax.written_out or softmax.dropout or softmax.softcap)
+    if plain and _tiles_are_faster(query, key, value, with_log_sum):
         if torch.is_autocast_enabled(query.device.type):
             query, key, value = (t.to(torch.get_autocast_dtype(t.device.type)) for t in (query, key, value))
         return _Tiled.apply(query, key, value, mask, softmax, with_log_sum)
@@ -80,6 +102,8 @@ def softmax_weights(
             scores = query.float() @ key.float().transpose(-1, -2) * scaling
     else:
         scores = query @ key.transpose(-1, -2) * scaling
+    if softmax.softcap:
+        scores = (scores / softmax.softcap).tanh() * softmax.softcap
     if mask is not None:
         scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
     log_sum = scores.to(torch.promote_types(scores.dtype, torch.float32)).logsumexp(-1) if with_log_sum else None
@@ -94,7 +118,7 @@ def for_every_head(tensor: Tensor, query: Tensor) -> Tensor:
 
 def _all_queries(query, key, value, mask, softmax: Softmax, with_log_sum: bool) -> tuple[Tensor, Tensor | None]:
     """[`window_attention`] without tiles, keys and values with the query's heads: written out, or by torch's own kernel."""
-    if not (softmax.written_out or with_log_sum):
+    if not (softmax.written_out or softmax.softcap or with_log_sum):
         return _fused(query, key, value, mask, softmax), None
     weights, log_sum = window_weights(query, key, mask, softmax, value.dtype, with_log_sum)
     return weights @ value, log_sum

@@ -15,10 +15,11 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
 
 from ..causal_mha import CausalMultiHeadAttention
 from ..layout import GridLayout
-from ..memory import MemoryRule, memory_weight, read_memory
+from ..memory import memory_weight, read_memory
+from ..memory_layer import MemoryLayerMixin
 from ..modeling_infini_gpt2 import GPT2InfiniAttention
 from ..scores import visible_softmax
-from ..state import Projections
+from ..window import Softmax
 
 
 @dataclass
@@ -56,15 +57,13 @@ def gpt2_parts(module: GPT2Attention, hidden_states: Tensor, given: dict) -> Par
 
 def infini_gpt2_parts(module: GPT2InfiniAttention, hidden_states: Tensor, given: dict) -> Parts:
     """GPT-2's attention with a memory."""
-    tokens, _ = module.project(hidden_states, given["layout"])
-    return _infini_parts(tokens, module.scaling, module.gate(), module.rule, given["layout"], **module.start())
+    return _infini_parts(module, hidden_states, given["layout"])
 
 
 def causal_mha_parts(module: CausalMultiHeadAttention, hidden_states: Tensor, given: dict) -> Parts:
     """The from-scratch attention, which names its own parts unless it has a memory."""
     if module.config.attention == "infini":
-        tokens, scaling, _ = module.infini_projections(hidden_states, given["position_ids"], given["layout"])
-        return _infini_parts(tokens, scaling, module.gate(), module.rule, given["layout"], **module.start())
+        return _infini_parts(module, hidden_states, given["layout"])
     return Parts(*module.parts(hidden_states, **{name: given[name] for name in ("mask", "distance", "position_ids")}))
 
 
@@ -108,29 +107,25 @@ def softmax_parts(
     return scores, weights, weights @ value
 
 
-def _infini_parts(
-    tokens: Projections,
-    scaling: float,
-    gate: Tensor,
-    rule: MemoryRule,
-    layout: GridLayout,
-    start_memory: Tensor | None = None,
-    start_normaliser: Tensor | None = None,
-) -> Parts:
+def _infini_parts(module: MemoryLayerMixin, hidden_states: Tensor, layout: GridLayout) -> Parts:
     """Equations 2 to 5 for a call that begins its rows, as [`hf_infini.attention.attend`] does them all at once."""
+    call, rule = module.begin(hidden_states, layout=layout), module.rule
+    query, key, value = (_widen(part) for part in module.project(call.hidden_states))
     segments = _segments(layout)
-    query, key, value, memory_query, memory_key = (None if tensor is None else _widen(tensor) for tensor in tokens)
-    scores, weights, local = softmax_parts(query, key, value, _visible(segments, layout), scaling)
+    scores, weights = visible_softmax(*_window_scores(module.window_softmax(query), query, key, segments, layout))
+    local = weights @ value
     batch, heads, _, width = key.shape
     (group,) = layout.groups(0)
+    start_memory, start_normaliser = (module.start() or {"start_memory": None, "start_normaliser": None}).values()
     if start_memory is None:
         start = (value.new_zeros(heads, width, width), value.new_zeros(heads, width))
         has_memory = layout.memory_tokens_before > 0
     else:
         start = (start_memory.to(value.dtype), start_normaliser.to(value.dtype))
         has_memory = torch.ones(1, layout.segments, dtype=torch.bool, device=value.device)
-    features = (query if memory_query is None else memory_query, key if memory_key is None else memory_key)
-    queries, keys, values = (layout.to_grid(tensor, None) for tensor in (*features, value))
+    log_weight = module.log_weight(call)
+    written = key if log_weight is None else key + _widen(log_weight)
+    queries, keys, values = (layout.to_grid(tensor, None) for tensor in (query, written, value))
     keys, values = (layout.delay(grid).transpose(2, 3) for grid in (keys, values))
     keys, queries = rule.features(keys), rule.features(queries.transpose(2, 3))
     if group.written is not None:
@@ -142,7 +137,7 @@ def _infini_parts(
         for blocks in read_memory(queries, states.memory, states.normaliser, rule.eps)
     )
 
-    logits = _widen(gate)
+    logits = _widen(module.gate())
     log_sum = scores.logsumexp(-1, keepdim=True) if rule.shared else None
     share = memory_weight(logits[:, None, None], mass, log_sum, width, rule.eps)
     share = share * layout.from_grid(has_memory[..., None, None, None].expand(batch, -1, layout.slots, heads, 1))
@@ -169,14 +164,30 @@ def _segments(layout: GridLayout) -> Tensor:
     return layout.from_grid(grid)[:, 0, :, 0] - 1
 
 
-def _visible(segments: Tensor, layout: GridLayout) -> Tensor:
-    """`[B, 1, T, T]` bool: the keys of each query's local window, in its own document."""
-    query, key = segments.unsqueeze(2), segments.unsqueeze(1)
-    visible = (query >= 0) & (key >= 0) & (query - key <= layout.local_segments)
-    visible &= torch.ones(segments.shape[1], segments.shape[1], dtype=torch.bool, device=segments.device).tril()
+def _window_scores(
+    softmax: Softmax, query: Tensor, key: Tensor, segments: Tensor, layout: GridLayout
+) -> tuple[Tensor, Tensor]:
+    """`[B, H, T, T]`, the scores of each query and key of its window, and which these are, `[B, 1, T, T]` bool: those of the
+    query's document in its own segment and in the local ones before it, and sinks."""
+    length, earlier, sinks = layout.segment_length, layout.local_segments, layout.sink_tokens
+    numbers = layout.positions.expand(layout.batch, -1)
+    slots, distance = numbers % length, segments.unsqueeze(2) - segments.unsqueeze(1)  # in segments
+    queries = softmax.compared_queries(query, sinks + earlier * length + slots)
+    scores = query.new_zeros(*query.shape[:3], query.shape[2])
+    # A key has another place in the window with every segment, and one more as a sink
+    for shift in range(earlier + 1):
+        keys = softmax.compared_keys(key, sinks + (earlier - shift) * length + slots)
+        scores = torch.where((distance == shift).unsqueeze(1), queries @ keys.mT, scores)
+    near = distance <= earlier
+    if sinks:
+        keys = softmax.compared_keys(key, numbers.clamp(max=sinks - 1))
+        scores = torch.where(near.unsqueeze(1), scores, queries @ keys.mT)
+        near = near | (numbers < sinks).unsqueeze(1)
     document = layout.document.expand(layout.batch, -1).gather(1, segments.clamp(min=0))
-    visible &= document.unsqueeze(2) == document.unsqueeze(1)
-    return visible.unsqueeze(1)
+    visible = near & (document.unsqueeze(2) == document.unsqueeze(1))
+    visible &= (segments >= 0).unsqueeze(2) & (segments >= 0).unsqueeze(1)
+    visible &= torch.ones(segments.shape[1], segments.shape[1], dtype=torch.bool, device=segments.device).tril()
+    return scores * softmax.scaling_of(query), visible.unsqueeze(1)
 
 
 def _widen(tensor: Tensor) -> Tensor:

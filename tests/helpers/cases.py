@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 import torch
 
 from hf_infini import InfiniState
+from hf_infini.positions import Rotary, rotation
 
-TENSORS = ("query", "key", "value", "memory_query", "memory_key")
+TENSORS = ("query", "key", "value", "log_weight")
 
 
 @dataclass
@@ -22,21 +23,21 @@ class Case:
     options: dict = field(default_factory=dict)
 
     def leaves(self) -> list[torch.Tensor]:
-        """Fresh copies that ask for gradients: query, key, value, gate, and the memory's query and key if there are any."""
+        """Fresh copies that ask for gradients: query, key, value, gate, and the log weights if there are any."""
         tensors = [self.query, self.key, self.value, self.gate]
         tensors += [self.options[name] for name in TENSORS[3:] if name in self.options]
         return [tensor.detach().clone().requires_grad_() for tensor in tensors]
 
     def call(self, function, leaves=None, cuts=(), state=None):
         """Runs the case in one call, or in one call for each part between `cuts`; returns the output and the last state."""
-        query, key, value, gate, *memory = leaves or self.leaves()
-        whole = dict(self.options) | dict(zip(TENSORS[3:], memory, strict=False))
+        query, key, value, gate, *weight = leaves or self.leaves()
+        whole = dict(self.options) | dict(zip(TENSORS[3:], weight, strict=False))
         edges = [0, *cuts, query.shape[2]]
         outputs = []
         for begin, end in zip(edges, edges[1:], strict=False):
             options = {}
             for name, option in whole.items():
-                if torch.is_tensor(option):
+                if torch.is_tensor(option) and name != "query_weight":
                     option = option[:, :, begin:end] if name in TENSORS else option[:, begin:end]
                 options[name] = option
             parts = [tensor[:, :, begin:end] for tensor in (query, key, value)]
@@ -46,7 +47,8 @@ class Case:
 
 
 def random_case(seed: int, dtype=torch.float32, **fixed) -> Case:
-    """A small problem of random shape: any of ragged padding, packing, grouped heads, separate memory keys."""
+    """A small problem of random shape: any of ragged padding, packing, grouped heads, sinks, log weights, rotary,
+    soft cap, query weights."""
     pick = random.Random(seed)
     draw = torch.Generator().manual_seed(seed)
 
@@ -71,22 +73,31 @@ def random_case(seed: int, dtype=torch.float32, **fixed) -> Case:
         unwritten = torch.randint(0, tokens + 1, (batch, 1), generator=draw)
         options["memory_mask"] &= torch.arange(tokens) >= unwritten * (torch.rand(batch, 1, generator=draw) < 0.7)
     if pick.random() < 0.3:
-        options["memory_query"] = normal(batch, kv_heads * heads_per_key, tokens, width)
-        options["memory_key"] = normal(batch, kv_heads, tokens, width)
-    case = Case(
+        options["log_weight"] = normal(batch, kv_heads, tokens, 1)
+    segment_length = fixed.pop("segment_length", pick.choice([1, 2, 3, 4, 5, 8, 40]))
+    if pick.random() < 0.4:
+        options["sink_tokens"] = pick.randrange(min(segment_length, 5))
+    if pick.random() < 0.2:
+        options["softcap"] = 2.0
+    if pick.random() < 0.2:
+        options["query_weight"] = normal(kv_heads * heads_per_key, width, width)
+    options |= fixed
+    if pick.random() < 0.4 and "rotary" not in fixed:
+        options["rotary"] = rotary_of(segment_length, options, width, dtype)
+    return Case(
         query=normal(batch, kv_heads * heads_per_key, tokens, width),
         key=normal(batch, kv_heads, tokens, width),
         value=normal(batch, kv_heads, tokens, value_width),
         gate=normal(kv_heads * heads_per_key),
-        segment_length=pick.choice([1, 2, 3, 4, 5, 8, 40]),
+        segment_length=segment_length,
         options=options,
     )
-    for name, value in fixed.items():
-        if name == "segment_length":
-            case.segment_length = value
-        else:
-            case.options[name] = value
-    return case
+
+
+def rotary_of(segment_length: int, options: dict, width: int, dtype) -> Rotary:
+    """Rotary positions for the windows of a case, with wavelengths that small windows tell apart."""
+    places = options.get("sink_tokens", 0) + (options["local_segments"] + 1) * segment_length
+    return Rotary(rotation(torch.arange(places), width, dtype, theta=20.0))
 
 
 def random_cuts(seed: int, tokens: int) -> list[int]:
@@ -106,9 +117,10 @@ def random_state(case: Case, seed: int) -> InfiniState:
         case.value,
         case.segment_length,
         case.options["local_segments"],
+        case.options.get("sink_tokens", 0),
         start_memory=torch.randn(heads, width, value_width, generator=draw, dtype=dtype).requires_grad_(),
         start_normaliser=torch.rand(heads, width, generator=draw, dtype=dtype).add(0.5).requires_grad_(),
-        separate_memory_key="memory_key" in case.options,
+        log_weights="log_weight" in case.options,
     )
 
 
@@ -125,7 +137,7 @@ def gradients(case: Case, function, cuts=(), state=None, seed=0) -> tuple:
 
 
 def assert_same_state(left: InfiniState, right: InfiniState, tolerance: float) -> None:
-    names = ("memory", "normaliser", "local_key", "local_value", "local_memory_key")
+    names = ("memory", "normaliser", "local_key", "local_value", "local_log_weight")
     for name in (*names, "tokens_seen", "last_position", "memory_tokens"):
         one, other = getattr(left, name), getattr(right, name)
         assert (one is None) == (other is None), name

@@ -28,7 +28,7 @@ VARIANTS = [
     (infini_gpt2, {"layers": [1], "position_encoding": "segment"}),
     (convolved, {"memory_conv": 3, "position_encoding": "segment", "update_rule": "delta"}),
     (convolved, {"memory_conv": 1, "mask_special_tokens": False, "position_encoding": "rope"}),
-    (mha, {"position_encoding": "rope", "local_segments": 1, "score": "general"}),
+    (mha, {"position_encoding": "rope", "local_segments": 1, "score": "dot", "sink_tokens": 3}),
     (mha, {"position_encoding": "learned", "update_rule": "delta"}),
     (mha, {"memory_conv": 3, "feature_map": "exp", "memory_write": "learned", "memory_init": "learned"}),
 ]

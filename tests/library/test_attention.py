@@ -17,6 +17,7 @@ from cases import (
 from hf_infini import InfiniState, infini_attention, naive_infini_attention
 from hf_infini.memory import FEATURE_MAPS, exp_features
 from hf_infini.naive import attend_by_segments
+from hf_infini.positions import Rotary, rotation
 
 RULES = ("linear", "delta")
 # Both sides round every step in float32 and add in different orders.
@@ -349,7 +350,11 @@ def test_no_tokens_give_no_output_and_leave_the_state_as_it_was(batch, tokens, o
         ({"attention_mask": torch.ones(2, 30)}, r"attention_mask must be \[batch, tokens\] = \[2, 24\], got \[2, 30\]"),
         ({"position_ids": torch.ones(3, 24)}, "position_ids must be"),
         ({"state": "of another length"}, "the state does not fit this call"),
-        ({"memory_key": torch.zeros(2, 2, 24, 4), "state": "of this length"}, "memory_key must be given in every call"),
+        ({"log_weight": torch.zeros(2, 2, 24, 1), "state": "of this length"}, "log_weight must be given in every call"),
+        ({"log_weight": torch.zeros(2, 2, 24)}, r"log_weight must be \[2, 2, 24, 1\], got \[2, 2, 24\]"),
+        ({"query_weight": torch.zeros(4, 4)}, r"query_weight must be \[2, 4, 4\], got \[4, 4\]"),
+        ({"sink_tokens": 5}, "sink_tokens from 0 to segment_length - 1, got 5, 0 and 5"),
+        ({"rotary": Rotary(rotation(torch.arange(5), 4, torch.float32)), "sink_tokens": 1}, "rotary has 5 places.*has 6"),
     ],
 )
 def test_errors_say_what_is_wrong(change, message):

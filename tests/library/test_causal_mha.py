@@ -192,17 +192,24 @@ RICH = {"feature_map": "exp", "denominator": "shared", "memory_write": "learned"
 @pytest.mark.parametrize("score", ["scaled_dot", "dot", "general"])
 @pytest.mark.parametrize("position", ["none", "rope"])
 def test_infini_is_the_naive_function(position, score, kept, rule, memory):
-    options = {"segment_length": 4, "local_segments": kept, "update_rule": rule} | memory
+    options = {"segment_length": 4, "local_segments": kept, "sink_tokens": kept, "update_rule": rule} | memory
+    if (position, score) == ("rope", "general"):
+        with pytest.raises(Exception, match="Choose score='scaled_dot' or 'dot'"):
+            attention(attention="infini", score=score, position_encoding=position, **options)
+        return
     module = attention(attention="infini", score=score, position_encoding=position, **options)
     x = inputs(tokens=19)
 
     def by_tokens(x):
-        tokens, scaling, _ = module.infini_projections(x, None, segment_layout(2, 19, 4, kept))
-        start = module.start() | {"separate_memory_key": tokens.memory_key is not None}
+        call = module.begin(x)
+        query, key, value = module.project(call.hidden_states)
+        softmax, log_weight = module.window_softmax(query), module.log_weight(call)
+        start = module.start() | {"log_weights": log_weight is not None}
         options = {name: getattr(module.config, name) for name in ("update_rule", "feature_map", "denominator")}
+        options |= {name: getattr(softmax, name) for name in ("scaling", "rotary", "query_weight")}
         heads = naive_infini_attention(
-            **tokens._asdict(), **options, scaling=scaling, gate=module.gate(), segment_length=4, local_segments=kept,
-            state=InfiniState.initial(tokens.key, tokens.value, 4, kept, **start),
+            query, key, value, module.gate(), 4, local_segments=kept, sink_tokens=kept, log_weight=log_weight, **options,
+            state=InfiniState.initial(key, value, 4, kept, kept, **start),
         )  # fmt: skip
         return module.out_proj(heads.transpose(1, 2).flatten(2))
 
@@ -214,14 +221,6 @@ def test_infini_is_the_naive_function(position, score, kept, rule, memory):
     other = attention(score=score, position_encoding=position)
     other.load_state_dict({k: v for k, v in module.state_dict().items() if k != "gate.weight"})
     torch.testing.assert_close(module(x)[:, :4], other(x[:, :4]))
-
-
-def test_infini_memory_reads_keys_without_positions():
-    module, x = attention(attention="infini", segment_length=4, position_encoding="rope"), inputs()
-    tokens, _, _ = module.infini_projections(x, torch.arange(9).unsqueeze(0))
-    plain = module.W_key(x).unflatten(-1, (3, 4)).transpose(1, 2)
-    assert torch.equal(tokens.memory_key, plain)
-    assert not torch.allclose(tokens.key[:, :, 1:], plain[:, :, 1:])
 
 
 @pytest.mark.parametrize(

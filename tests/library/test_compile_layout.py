@@ -21,7 +21,7 @@ from hf_infini.window import Softmax
 FLOAT64 = 1e-9
 
 
-def bounded_attention(query, key, value, gate, segment_length, *, state=None, local_segments=0, **options):
+def bounded_attention(query, key, value, gate, segment_length, *, state=None, local_segments=0, sink_tokens=0, **options):
     """`infini_attention` as a graph computes it: a token that continues a state is a step of tensors, all else bounded."""
     masks = {name: options.pop(name, None) for name in ("attention_mask", "position_ids", "memory_mask")}
     batch, tokens = query.shape[::2]
@@ -29,14 +29,16 @@ def bounded_attention(query, key, value, gate, segment_length, *, state=None, lo
         documents = 1
         if masks["position_ids"] is not None:
             documents += int(restarts(masks["position_ids"], masks["attention_mask"], state).sum(1).max())
-        sizes = {"local_segments": local_segments, "max_documents": documents, "state": state}
+        sizes = {"local_segments": local_segments, "sink_tokens": sink_tokens, "max_documents": documents, "state": state}
         return infini_attention(query, key, value, gate, segment_length, **sizes, **masks, **options)
     real, position_ids = masks["attention_mask"], masks["position_ids"]
     restart = None if position_ids is None else restarts(position_ids, real, state)
-    call = Call(batch, 1, segment_length, local_segments, real, position_ids, masks["memory_mask"], state, query.device)
+    window = (segment_length, local_segments, sink_tokens)
+    call = Call(batch, 1, *window, real, position_ids, masks["memory_mask"], state, query.device)
     rule = MemoryRule(**{name: options[name] for name in ("update_rule", "feature_map", "denominator")})
-    projections = Projections(query, key, value, options.get("memory_query"), options.get("memory_key"))
-    return attend(projections, gate, graph_step_layout(call, restart), rule, Softmax(), state)[:2]
+    projections = Projections(query, key, value, options.get("log_weight"))
+    softmax = Softmax(**{name: options.get(name) for name in ("softcap", "rotary", "query_weight")})
+    return attend(projections, gate, graph_step_layout(call, restart), rule, softmax, state)[:2]
 
 
 @pytest.mark.slow

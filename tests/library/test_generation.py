@@ -202,7 +202,7 @@ def test_continuous_batching_is_refused_at_once(make, monkeypatch):
     [
         *((infini_gpt2, variant) for variant in VARIANTS),
         (infini_gpt2, {"memory_conv": 2, "feature_map": "exp", "memory_write": "learned", "denominator": "shared"}),
-        (causal_mha, {"attention": "infini", "segment_length": 8, "position_encoding": "rope", "score": "general"}),
+        (causal_mha, {"attention": "infini", "segment_length": 8, "position_encoding": "rope", "sink_tokens": 3}),
         (causal_mha, {"attention": "local", "sliding_window": 5, "position_encoding": "alibi"}),
         (causal_mha, {"position_encoding": "relative_key", "attn_implementation": "eager"}),
     ],

@@ -4,6 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+import hf_infini.memory_layer
 from hf_infini import InfiniGPT2Config, naive_infini_attention, patch_model, unpatch_model
 from hf_infini.convolution import short_convolution
 from hf_infini.segments import segment_layout
@@ -153,15 +154,17 @@ def test_a_token_weighs_what_its_input_says(update_rule, position_encoding):
     options["position_encoding"] = position_encoding
     model = convolved(feature_map="exp", **options)
     attention, inputs = model.transformer.h[0].attn, torch.randn(2, 50, 32, dtype=torch.float64)
-    layout = segment_layout(2, 50, 8, 1)
-    tensors = attention.project(inputs, layout)[0]._asdict()
+    call = attention.begin(inputs, layout=segment_layout(2, 50, 8, 1))
+    query, key, value = attention.project(call.hidden_states)
+    layout = call.layout
     added, _ = short_convolution(inputs, attention.memory_conv, layout, inputs.new_zeros(2, 2, 32))
     weights = torch.einsum("btc,hc->bht", inputs + added, attention.memory_write).exp()
     unturned = attention.c_attn(inputs + added)[..., 32:64].unflatten(-1, (4, 8)).transpose(1, 2)
     wanted = unturned.exp() * weights.unsqueeze(-1)
-    torch.testing.assert_close(tensors["memory_key"].exp(), wanted, rtol=FLOAT64, atol=0)
-    query, key, value = (tensors.pop(name) for name in ("query", "key", "value"))
-    options = {"local_segments": 1, "update_rule": update_rule, "feature_map": "exp", **tensors}
+    log_weight = attention.log_weight(call)
+    torch.testing.assert_close((key + log_weight).exp(), wanted, rtol=FLOAT64, atol=0)
+    options = {"local_segments": 1, "update_rule": update_rule, "feature_map": "exp", "log_weight": log_weight}
+    options["rotary"] = attention.window_softmax(query).rotary
     wanted = naive_infini_attention(query, key, value, attention.gate(), 8, **options)
     wanted = attention.c_proj(wanted.transpose(1, 2).flatten(2))
     torch.testing.assert_close(attention(inputs)[0], wanted, rtol=FLOAT64, atol=FLOAT64)
@@ -201,8 +204,6 @@ def sprinkle(ids, special, seed=0):
 @pytest.mark.parametrize("local_segments", [0, 2])
 def test_special_tokens_are_not_written_into_the_memory(rule, local_segments, monkeypatch):
     """A one-layer model against the naive function that is told which tokens to leave out."""
-    import hf_infini.modeling_infini_gpt2 as modeling
-
     model = infini_gpt2(n_layer=1, update_rule=rule, local_segments=local_segments).double()
     ids = sprinkle(token_ids(2, 50), special=model.config.eos_token_id)
     output = model(ids).logits
@@ -216,7 +217,7 @@ def test_special_tokens_are_not_written_into_the_memory(rule, local_segments, mo
         attended = naive_infini_attention(*tokens[:3], gate, 8, local_segments=local_segments, **options)
         return attended, None, None
 
-    monkeypatch.setattr(modeling, "attend", naive)
+    monkeypatch.setattr(hf_infini.memory_layer, "attend", naive)
     torch.testing.assert_close(output, model(ids, use_cache=False).logits, rtol=FLOAT64, atol=FLOAT64)
     monkeypatch.undo()
     model.config.mask_special_tokens = False

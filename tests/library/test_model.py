@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoModel, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
-import hf_infini.modeling_infini_gpt2 as modeling
+import hf_infini.memory_layer
 from hf_infini import (
     GPT2InfiniAttention,
     InfiniCache,
@@ -32,8 +32,8 @@ def naive_attend(tokens, gate, layout, rule, softmax, state, **options):
         feature_map=rule.feature_map,
         denominator=rule.denominator,
         state=state,
-        memory_query=tokens.memory_query,
-        memory_key=tokens.memory_key,
+        log_weight=tokens.log_weight,
+        rotary=softmax.rotary,
         scaling=softmax.scaling,
         return_state=True,
     )
@@ -105,7 +105,7 @@ def test_equals_the_naive_function_inside_the_model(
     output.loss.backward()
     slopes = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
     model.zero_grad()
-    monkeypatch.setattr(modeling, "attend", naive_attend)
+    monkeypatch.setattr(hf_infini.memory_layer, "attend", naive_attend)
     wanted = model(ids, labels=ids, use_cache=False)
     wanted.loss.backward()
     torch.testing.assert_close(output.logits, wanted.logits, rtol=1e-4, atol=1e-4)

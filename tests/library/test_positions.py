@@ -113,7 +113,7 @@ def test_rotate_is_llamas_and_the_complex_product(theta):
     batch, heads, tokens, width = 2, 3, 6, 8
     positions = torch.stack([torch.arange(6), torch.tensor([0, 0, 3, 40, 41, 199])])
     states = torch.randn(batch, heads, tokens, width, generator=generator)
-    turned = rotate(states, rotation(positions, width, torch.float32, theta))
+    turned = rotate(states, *rotation(positions, width, torch.float32, theta))
     config = LlamaConfig(
         hidden_size=heads * width,
         num_attention_heads=heads,
@@ -136,7 +136,7 @@ def test_rotated_products_depend_on_the_distance_alone():
 
     def product(query_position, key_position):
         def turned(states, position):
-            return rotate(states, rotation(torch.tensor([[position]]), 16, torch.float32))
+            return rotate(states, *rotation(torch.tensor([[position]]), 16, torch.float32))
 
         return float((turned(query, query_position) * turned(key, key_position)).sum())
 

@@ -41,14 +41,16 @@ def test_layers_of_full_attention_need_the_eager_implementation(layers):
 def with_weights(case, cuts):
     """The outputs of [`attend`] in calls between the cuts, and the weights of each call."""
     options, state, edges = dict(case.options), None, [0, *cuts, case.query.shape[2]]
-    tensors = (case.query, case.key, case.value, options.pop("memory_query", None), options.pop("memory_key", None))
+    tensors = (case.query, case.key, case.value, options.pop("log_weight", None))
     of_tokens = {name: options.pop(name, None) for name in ("attention_mask", "position_ids", "memory_mask")}
-    kept, outputs, weights = options.pop("local_segments"), [], []
+    window = (case.segment_length, options.pop("local_segments"), options.pop("sink_tokens", 0))
+    softmax = Softmax(written_out=True, **{name: options.pop(name, None) for name in ("softcap", "rotary", "query_weight")})
+    outputs, weights = [], []
     for begin, end in zip(edges, edges[1:], strict=False):
         now = {name: None if tensor is None else tensor[:, begin:end] for name, tensor in of_tokens.items()}
-        layout = segment_layout(len(case.query), end - begin, case.segment_length, kept, state=state, **now)
+        layout = segment_layout(len(case.query), end - begin, *window, state=state, **now)
         pieces = Projections(*(None if tensor is None else tensor[:, :, begin:end] for tensor in tensors))
-        call = {"softmax": Softmax(written_out=True), "return_state": True, "return_weights": True}
+        call = {"softmax": softmax, "return_state": True, "return_weights": True}
         output, state, weight = attend(pieces, case.gate, layout, MemoryRule(**options), state=state, **call)
         weight.retain_grad()
         outputs.append(output)
@@ -69,7 +71,7 @@ def test_a_gradient_reaches_the_weights(seed):
     (output * upstream).sum().backward()
     weights, found = torch.cat([w.detach() for w in weights], 2), torch.cat([w.grad for w in weights], 2)
     value = case.value.detach().repeat_interleave(case.query.shape[1] // case.key.shape[1], 1)
-    length, kept = case.segment_length, case.options["local_segments"]
+    length, kept, sinks = case.segment_length, case.options["local_segments"], case.options.get("sink_tokens", 0)
     names = ("attention_mask", "position_ids", "memory_mask")
     real, positions, memory_mask = (case.options.get(name) for name in names)
     for row in range(len(value)):
@@ -83,9 +85,11 @@ def test_a_gradient_reaches_the_weights(seed):
             number = len(document) - 1
             first = (number // length - kept) * length  # token in slot 0 of the window
             seen = range(max(first, 0), number + 1)
-            slots, keys = [place - first for place in seen], [document[place] for place in seen]
+            slots, keys = [sinks + place - first for place in seen], [document[place] for place in seen]
+            if first > 0:
+                slots, keys = [*range(sinks), *slots], document[:sinks] + keys
             torch.testing.assert_close(weights[row, :, token, slots].sum(-1), torch.ones(value.shape[1]).double())
-            written = [token for token in document[: max(first, 0)] if memory_mask is None or memory_mask[row, token]]
+            written = [token for token in document[sinks : max(first, 0)] if memory_mask is None or memory_mask[row, token]]
             share = torch.sigmoid(case.gate) if written else torch.zeros_like(case.gate)
             wanted = (1 - share)[:, None] * (value[row][:, keys] * upstream[row, :, token, None]).sum(-1)
             # float64, sums of up to 9 products

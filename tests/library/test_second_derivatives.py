@@ -12,7 +12,6 @@ import hf_infini.attention
 import hf_infini.window
 from cases import assert_same_gradients, random_case, random_cuts
 from hf_infini import infini_attention, naive_infini_attention
-from hf_infini.layout import gather
 from hf_infini.memory import (
     Borders,
     Within,
@@ -23,6 +22,7 @@ from hf_infini.memory import (
     mix,
     read_memory,
 )
+from hf_infini.tensors import gather
 from hf_infini.window import Softmax, window_attention
 
 # In float64 two orders of adding differ by about 1e-15 a step: what is left would be a mistake.
