@@ -95,14 +95,12 @@ def number_of_steps(run, steps_per_epoch: int, tokens_per_step: int) -> int:
     Args:
         run: an object with `epochs`, `max_tokens` and `max_steps`, each a positive number or None.
     """
-    ends = []
-    if run.max_steps is not None:
-        ends.append(run.max_steps)
-    if run.max_tokens is not None:
-        ends.append(math.ceil(run.max_tokens / tokens_per_step))
-    if run.epochs is not None or not ends:
-        ends.append(math.ceil((1.0 if run.epochs is None else run.epochs) * steps_per_epoch))
-    return min(ends)
+    ends = [
+        run.max_steps,
+        run.max_tokens and math.ceil(run.max_tokens / tokens_per_step),
+        run.epochs and math.ceil(run.epochs * steps_per_epoch),
+    ]
+    return min(filter(None, ends), default=steps_per_epoch)
 
 
 def check_processes(arguments: TrainingArguments, expected: int | None) -> None:

@@ -3,7 +3,6 @@
 import base64
 import json
 import re
-import shlex
 import shutil
 import struct
 import subprocess
@@ -15,7 +14,6 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from cli import parse_options
 from corpora.tokenization import build_character_tokenizer, train_bpe
 from hf_infini.inspection import inspect_attention
 from hf_infini.inspection.page import LAST_LEVEL, LEVELS_PER_NAT, inspection_page, page_data
@@ -287,10 +285,3 @@ def test_models_that_are_no_folder_and_pages_too_large(models, tmp_path, capsys,
     with pytest.raises(SystemExit):
         inspect_heads.main(["--model", str(models / "gpt2"), "--text", "a", "--device", "cpu"])
     assert "choose fewer --layers or --max_tokens" in capsys.readouterr().err
-
-
-def test_the_commands_of_the_docstring_are_parsed():
-    lines = [line for line in inspect_heads.__doc__.splitlines() if line.startswith("    python ")]
-    assert len(lines) == 3
-    for line in lines:
-        parse_options(inspect_heads.Options, description="", argv=shlex.split(line)[2:])

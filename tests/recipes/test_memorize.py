@@ -1,7 +1,6 @@
 """The memorize recipe, real processes and files: read, killed, gone on with, and asked by recipes/generate.py."""
 
 import io
-import shlex
 import shutil
 
 import pytest
@@ -9,7 +8,6 @@ import torch
 from tokenizers import Tokenizer, normalizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from cli import parse_options
 from corpora.long_texts import pieces_of_text, tokens_of_file
 from corpora.tokenization import build_character_tokenizer, encode_texts, train_bpe
 from hf_infini import InfiniCache
@@ -285,11 +283,3 @@ def test_reading_goes_by_the_tokens_alone(model, text, tmp_path):
     for name, tensor in wanted.state.tensors().items():
         torch.testing.assert_close(getattr(found.state, name), tensor, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(found.layers[1].keys, wanted.layers[1].keys, rtol=1e-4, atol=1e-4)
-
-
-def test_the_commands_of_the_docstring_are_parsed():
-    lines = [line.strip() for line in memorize.__doc__.splitlines() if line.startswith("    python")]
-    assert len(lines) == 3
-    for line in lines[:2]:
-        parse_options(memorize.Options, description="", argv=shlex.split(line)[2:])
-    parse_options(load_recipe("generate").Options, description="", argv=shlex.split(lines[2])[2:])
