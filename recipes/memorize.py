@@ -93,7 +93,7 @@ def memorize(options: Options, model, tokenizer, description: dict, text: Path, 
     with text.open("rb") as source:
         text_sha256 = [hashlib.file_digest(source, "sha256").hexdigest()]
     partial = file.with_name(f"{file.name}.partial")
-    if read_cache(file, model, text_sha256, "--out: choose another name, or delete it"):
+    if read_cache(file, model, text_sha256, "--out: choose another name, or delete it") is not None:
         delete_memory_file(partial)
         print(f"{file} is there already", file=sys.stderr)
         return
