@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from cli import UserError, check_positive, exit_on_user_error, option, parse_options
+from cli import UserError, exit_on_user_error, option, parse_options
 
 SAMPLING = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}  # the defaults: any token, by its probability
 
@@ -35,16 +35,22 @@ class Options:
     prompt_file: str | None = option(None, "UTF-8 file with the prompt.")
     memory: str | None = option(None, "Memory file by recipes/memorize.py: the text that the prompts continue.")
     max_new_tokens: int = option(
-        100, "Tokens to add at most; an end-of-text token ends a text before that.", group="continuation"
+        100, "Tokens to add at most; an end-of-text token ends a text before that.", greater_than=0, group="continuation"
     )
     do_sample: bool = option(False, "Draw each token by its probability; default: take the likeliest.")
-    temperature: float | None = option(None, "Sampling: below 1 likelier tokens, above 1 rarer ones; default: 1.")
-    top_k: int | None = option(None, "Sampling: among so many of the likeliest tokens; default: all.")
-    top_p: float | None = option(None, "Sampling: among the likeliest that have this probability together; default: 1.")
-    repetition_penalty: float = option(1.0, "Above 1, tokens already in prompt or continuation become less likely.")
+    temperature: float | None = option(
+        None, "Sampling: below 1 likelier tokens, above 1 rarer ones; default: 1.", greater_than=0
+    )
+    top_k: int | None = option(None, "Sampling: among so many of the likeliest tokens; default: all.", greater_than=0)
+    top_p: float | None = option(
+        None, "Sampling: among the likeliest that have this probability together; default: 1.", greater_than=0, at_most=1
+    )
+    repetition_penalty: float = option(
+        1.0, "Above 1, tokens already in prompt or continuation become less likely.", greater_than=0
+    )
     seed: int = option(0, "Seed of sampling.")
-    chunk: int = option(4096, "Tokens of the prompt per call of the model.", group="machine")
-    batch_size: int = option(8, "Prompts per call of the model.")
+    chunk: int = option(4096, "Tokens of the prompt per call of the model.", greater_than=0, group="machine")
+    batch_size: int = option(8, "Prompts per call of the model.", greater_than=0)
     device: str = option("auto", "cpu, cuda, cuda:1, …; auto: a GPU where there is one.")
     dtype: Literal["float32", "bfloat16"] = option("float32", "Of weights and cache; with --memory, the memory's.")
     json: bool = option(
@@ -113,9 +119,6 @@ def check(options: Options) -> None:
     for name in SAMPLING:
         if getattr(options, name) is not None and not options.do_sample:
             raise UserError(f"--{name} has no effect on greedy search: add --do_sample true")
-    check_positive(options, "max_new_tokens", "chunk", "batch_size", "repetition_penalty", *SAMPLING)
-    if options.top_p is not None and options.top_p > 1:
-        raise UserError(f"--top_p must be greater than 0 and at most 1, got {options.top_p}")
 
 
 def read_prompts(options: Options) -> list[str]:

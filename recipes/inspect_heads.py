@@ -15,7 +15,7 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cli import UserError, check_positive, exit_on_user_error, option, parse_options
+from cli import UserError, exit_on_user_error, option, parse_options
 
 LARGEST_PAGE = 100e6  # bytes; browsers take long over more
 
@@ -25,7 +25,7 @@ class Options:
     model: str = field(metadata={"help": "Model folder or name on the Hub.", "group": "model"})
     text: str | None = option(None, "The text. Or --text_file.", group="text")
     text_file: str | None = option(None, "UTF-8 file with the text. Or --text.")
-    max_tokens: int = option(200, "Read so many tokens at most, from the beginning of the text.")
+    max_tokens: int = option(200, "Read so many tokens at most, from the beginning of the text.", greater_than=0)
     layers: list[int] | None = option(None, "The layers to look into, from 0; default: all.", group="model")
     device: str = option("auto", "cpu, cuda, cuda:1, …; auto: a GPU where there is one.", group="machine")
     out: str | None = option(None, "Folder to write into; default: heads, in the model's folder.", group="output")
@@ -35,7 +35,6 @@ class Options:
 def main(argv: list[str] | None = None) -> None:
     (options,) = parse_options(Options, description=__doc__, argv=argv)
     text = read_text(options)
-    check_positive(options, "max_tokens")
     if options.out is None and not Path(options.model).is_dir():
         raise UserError(f"--out is needed, as --model {options.model} is no folder here")
     out = Path(options.out or Path(options.model) / "heads")

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from cli import UserError, check_positive, exit_on_user_error, option, parse_options
+from cli import UserError, exit_on_user_error, option, parse_options
 
 
 @dataclass
@@ -33,8 +33,10 @@ class Options:
     out: str = field(
         metadata={"help": "Memory file to write; for several texts, the folder of their files.", "group": "output"}
     )
-    chunk_tokens: int = option(4096, "Tokens per call of the model; memory use grows with it.", group="machine", rare=True)
-    checkpoint_tokens: int = option(65536, "Keep the memory so far at least every so many tokens.", rare=True)
+    chunk_tokens: int = option(
+        4096, "Tokens per call of the model; memory use grows with it.", greater_than=0, group="machine", rare=True
+    )
+    checkpoint_tokens: int = option(65536, "Save the memory so far every so many tokens.", greater_than=0, rare=True)
     device: str = option("auto", "cpu, cuda, cuda:1, …; auto: a GPU where there is one.")
     dtype: Literal["float32", "bfloat16"] = option("float32", "Of weights and memory; generate.py then needs the same.")
 
@@ -64,7 +66,6 @@ def main(argv: list[str] | None = None) -> None:
 
 def memory_files_of(options: Options) -> dict[Path, Path]:
     """The memory file of each text; UserError for options that cannot work."""
-    check_positive(options, "chunk_tokens", "checkpoint_tokens")
     texts, out = [Path(text) for text in options.text], Path(options.out)
     for text in texts:
         if not text.is_file():

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from cli import check_positive, exit_on_user_error, option, parse_options
+from cli import exit_on_user_error, option, parse_options
 from cli.model_options import ModelOptions, build_config, build_model
 
 
@@ -30,10 +30,12 @@ class RunOptions:
         metadata={"help": "Folder for the checkpoints and results; continued when it holds this run.", "group": "output"}
     )
     epochs: float | None = option(
-        None, "Passes over the training rows; default: 1 if no other end is set.", group="length of training"
+        None, "Passes over the training rows; default: 1 if no other end is set.", greater_than=0, group="length of training"
     )
-    max_tokens: int | None = option(None, "Tokens to train on; rows repeat if need be. The first end reached counts.")
-    max_steps: int | None = option(None, "Optimiser steps. The first end reached counts.")
+    max_tokens: int | None = option(
+        None, "Tokens to train on; rows repeat if need be. The first end reached counts.", greater_than=0
+    )
+    max_steps: int | None = option(None, "Optimiser steps. The first end reached counts.", greater_than=0)
     separate_documents: bool = option(False, "Keep the documents of a row apart: positions begin again behind each "
                                       "end-of-text token, which neither attention nor memory crosses.",
                                       group="data")  # fmt: skip
@@ -44,7 +46,7 @@ class RunOptions:
     dilute_up_to: float | None = option(None, "--dilute_with: the largest factor; each row's is drawn log-uniformly from "
                                         "1 to it; default: 32.", rare=True)  # fmt: skip
     num_processes: int | None = option(None, "Processes that must have been started; default: any number.", group="machine",
-                                      rare=True)  # fmt: skip
+                                      greater_than=0, rare=True)  # fmt: skip
     use_cpu: bool = option(False, "Train on the CPU even where there is a GPU.")
     seed: int = option(0, "Seed of the weights, the order of the rows and dropout.", group="optimisation")
     report_to: list[str] = option(["none"], "Trackers that receive losses, learning rate and gates: none, or any of "
@@ -53,8 +55,8 @@ class RunOptions:
 
 @dataclass
 class OptimizerOptions:
-    batch_size: int = option(4, "Rows per device and forward pass.", group="optimisation")
-    gradient_accumulation: int = option(4, "Forward passes per optimiser step.")
+    batch_size: int = option(4, "Rows per device and forward pass.", greater_than=0, group="optimisation")
+    gradient_accumulation: int = option(4, "Forward passes per optimiser step.", greater_than=0)
     learning_rate: float = option(1e-3, "Peak learning rate (AdamW, betas 0.9 and 0.95).")
     gate_learning_rate: float | None = option(
         None, "infini: peak learning rate of the gates, which have no weight decay; default: 0.01.", rare=True
@@ -68,10 +70,12 @@ class OptimizerOptions:
     )
     gradient_checkpointing: bool = option(False, "Compute activations twice to save memory.", rare=True)
     torch_compile: bool = option(False, "Compile the model with torch.compile.", rare=True)
-    eval_steps: int = option(100, "Steps between evaluations.", group="evaluation")
-    eval_rows: int | None = option(None, "Validation rows of these; default: all. The last evaluation takes all.", rare=True)
-    save_steps: int = option(100, "Steps between checkpoints; the last two are kept.", group="output")
-    logging_steps: int = option(10, "Steps between lines of training loss.", rare=True)
+    eval_steps: int = option(100, "Steps between evaluations.", greater_than=0, group="evaluation")
+    eval_rows: int | None = option(
+        None, "Validation rows of these; default: all. The last evaluation takes all.", greater_than=0, rare=True
+    )
+    save_steps: int = option(100, "Steps between checkpoints; the last two are kept.", greater_than=0, group="output")
+    logging_steps: int = option(10, "Steps between lines of training loss.", greater_than=0, rare=True)
 
 
 @exit_on_user_error
@@ -92,9 +96,6 @@ def main(argv: list[str] | None = None) -> None:
 
     data, out = Path(run.data), Path(run.out)
     manifest = read_manifest(data)
-    check_positive(run, "epochs", "max_tokens", "max_steps", "num_processes")
-    intervals = ("eval_steps", "save_steps", "logging_steps")
-    check_positive(optimizer, "batch_size", "gradient_accumulation", "eval_rows", *intervals)
     run.report_to = setup.check_trackers(run.report_to)
     arguments = training_arguments(run, optimizer)
     fingerprint = setup.data_fingerprint(manifest)

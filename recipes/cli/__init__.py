@@ -8,15 +8,20 @@ import argparse
 import difflib
 import functools
 import json
+import operator
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import field
+from dataclasses import field, fields
 from pathlib import Path
 
 # A program that starts recipes names in this environment variable the file that takes why one failed, as JSON
 # (`{"status", "reason"}`). An exit status would not do: launchers of distributed runs have their own.
 FAILURE_FILE = "HF_INFINI_FAILURE_FILE"
+
+
+# What an option's metadata may demand of its number, or of each in its list
+BOUNDS = {"at_least": operator.ge, "greater_than": operator.gt, "at_most": operator.le, "below": operator.lt}
 
 
 class UserError(Exception):
@@ -37,8 +42,8 @@ class NotPossible(UserError):
 def option(default, help_text: str, **metadata):
     """A field of an options dataclass: its default and its help text (with the unit).
 
-    `metadata` may have `choices`; `group`, the heading in `--help` of this option and those after it; and `rare=True` for an
-    option that only `--help_all` shows, as it is mostly set in a file.
+    `metadata` may have `choices`; the bounds of a number (`at_least=1`); `group`, the heading in `--help` of this option and
+    those after it; and `rare=True` for an option that only `--help_all` shows, as it is mostly set in a file.
     """
     given = {"default_factory": default.copy} if isinstance(default, list) else {"default": default}
     return field(**given, metadata={"help": help_text, **metadata})
@@ -54,7 +59,8 @@ def parse_options(*option_classes: type, description: str, argv: Sequence[str] |
         description: shown by `--help`, usually the recipe's docstring.
         argv: the arguments without the program's name; `None` reads `sys.argv`.
 
-    Exits with status 2 and a message on standard error when an option is unknown, missing or malformed.
+    Exits with status 2 and a message on standard error when an option is unknown, missing or malformed. Raises UserError
+    when a number is out of its bounds.
     """
     from .parser import GENERAL, OptionParser
 
@@ -71,7 +77,19 @@ def parse_options(*option_classes: type, description: str, argv: Sequence[str] |
     if unknown:
         known = [flag for action in parser._actions for flag in action.option_strings]
         parser.error(f"unrecognised arguments: {' '.join(unknown)}{_nearest(unknown[0], known)}")
+    for group in options:
+        _check_bounds(group)
     return tuple(options)
+
+
+def _check_bounds(options) -> None:
+    for described in fields(options):
+        bounds = {name: described.metadata[name] for name in BOUNDS if name in described.metadata}
+        value = getattr(options, described.name)
+        for number in value if isinstance(value, list) else [value]:
+            if number is not None and not all(BOUNDS[name](number, bound) for name, bound in bounds.items()):
+                wanted = " and ".join(f"{name.replace('_', ' ')} {bound}" for name, bound in bounds.items())
+                raise UserError(f"--{described.name} must be {wanted}, got {number}")
 
 
 def exit_on_user_error(main: Callable[..., None]) -> Callable[..., None]:
@@ -96,14 +114,6 @@ def exit_on_user_error(main: Callable[..., None]) -> Callable[..., None]:
         raise SystemExit(1)
 
     return wrapper
-
-
-def check_positive(options, *names: str) -> None:
-    """UserError when one of the named options is set and not greater than 0."""
-    for name in names:
-        value = getattr(options, name)
-        if value is not None and value <= 0:
-            raise UserError(f"--{name} must be greater than 0, got {value}")
 
 
 def report_failure(status: str, reason: str) -> None:

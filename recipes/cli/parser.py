@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from transformers import HfArgumentParser
 
-from . import UserError, report_failure
+from . import BOUNDS, UserError, report_failure
 
 GENERAL, OTHER = "general", "options"
 
@@ -62,8 +62,9 @@ class OptionParser(HfArgumentParser):
     def _add_dataclass_arguments(self, option_class: type) -> None:
         types, title = typing.get_type_hints(option_class), OTHER
         for field in dataclasses.fields(option_class):
-            shown, metadata = copy.copy(field), dict(field.metadata)
-            title, rare = metadata.pop("group", title), metadata.pop("rare", False)
+            shown, ours = copy.copy(field), ("group", "rare", *BOUNDS)  # the rest goes to argparse
+            metadata = {name: value for name, value in field.metadata.items() if name not in ours}
+            title, rare = field.metadata.get("group", title), field.metadata.get("rare", False)
             self._some_are_rare |= rare
             if rare and not self._show_all:
                 metadata["help"] = argparse.SUPPRESS

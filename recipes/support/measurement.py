@@ -4,7 +4,6 @@ import ctypes
 import datetime
 import os
 import platform
-import re
 from pathlib import Path
 
 import torch
@@ -64,9 +63,11 @@ def environment() -> dict:
     if torch.cuda.is_available():
         hardware = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
     else:
-        cpu_info = Path("/proc/cpuinfo")  # on Linux, where platform.processor() has no name
-        names = re.findall(r"model name\s*: (.+)", cpu_info.read_text()) if cpu_info.is_file() else []
-        name = names[0] if names else platform.processor() or platform.machine()
+        name = platform.processor() or platform.machine()
+        cpu_info = Path("/proc/cpuinfo")
+        if cpu_info.is_file():
+            models = [line.split(":")[1].strip() for line in cpu_info.read_text().splitlines() if "model name" in line]
+            name = models[0] if models else name
         hardware = f"{os.cpu_count()} CPU cores, {name}"
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

@@ -27,6 +27,12 @@ class Options:
     shuffle: bool = field(default=True, metadata={"help": "Shuffle."})
 
 
+@dataclass
+class Bounded:
+    share: float = option(0.5, "A share.", at_least=0, below=1)
+    sizes: list[int] | None = option(None, "Sizes.", greater_than=0, at_most=9)
+
+
 def parse(*argv):
     return parse_options(Options, description="A test.", argv=list(argv))[0]
 
@@ -39,6 +45,22 @@ def config(tmp_path):
         return str(path)
 
     return write
+
+
+def test_numbers_out_of_bounds_are_refused(config):
+    def parsed(*argv):
+        return parse_options(Bounded, description="A test.", argv=list(argv))[0]
+
+    assert parsed() == Bounded() and parsed("--share", "0", "--sizes", "1", "9") == Bounded(0, [1, 9])
+    for argv, message in (
+        (["--share", "1"], "--share must be at least 0 and below 1, got 1.0"),
+        (["--share", "-0.1"], "--share must be at least 0 and below 1, got -0.1"),
+        (["--sizes", "3", "0"], "--sizes must be greater than 0 and at most 9, got 0"),
+        (["--config", config("sizes: [10]\n")], "--sizes must be greater than 0 and at most 9, got 10"),
+    ):
+        with pytest.raises(UserError) as refused:
+            parsed(*argv)
+        assert str(refused.value) == message
 
 
 def test_a_file_and_flags_above_it(config):
