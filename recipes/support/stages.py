@@ -9,10 +9,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from uuid import uuid4
 
 from cli import UserError
 from hf_infini import __version__
 
+LOCK_FOLDER = ".stages"
+LEFTOVER = f"*.{'[0-9a-f]' * 32}.part"  # what a killed process was writing, see [`_part_of`]
 _STAGE_FILE = "stage.json"
 
 
@@ -26,19 +29,16 @@ def locked_folder(path: Path) -> Iterator[Path]:
     from filelock import FileLock, Timeout
 
     try:
-        (path / ".stages").mkdir(parents=True, exist_ok=True)
-        lock = FileLock(path / ".stages" / "lock", timeout=0)
-        lock.acquire()
+        (path / LOCK_FOLDER).mkdir(parents=True, exist_ok=True)
+        lock = FileLock(path / LOCK_FOLDER / "lock", timeout=0).acquire()
     except Timeout:
         raise UserError(f"--out {path}: another run is writing there; wait for it or choose another folder") from None
     except OSError as error:
         raise UserError(f"--out {path}: the folder cannot be written ({error})") from error
-    for leftover in [*path.glob(".partial-*"), *path.glob(".stages/.partial-*")]:
-        shutil.rmtree(leftover)
-    try:
+    with lock:
+        for leftover in [*path.glob(LEFTOVER), *path.glob(f"{LOCK_FOLDER}/{LEFTOVER}")]:
+            shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
         yield path
-    finally:
-        lock.release()
 
 
 def source_files(source: str) -> list[Path]:
@@ -63,7 +63,7 @@ def run_stage(folder: Path, options: dict, build: Callable[[Path], dict]) -> dic
         build on this one.
 
     Raises:
-        UserError: `folder` exists and was not made by a stage (it is left alone).
+        UserError: `folder` exists and was not made by a stage (it stays as it is).
     """
     identity = json.dumps({"version": __version__, "options": options}, sort_keys=True)
     key = hashlib.sha256(identity.encode()).hexdigest()[:16]
@@ -76,8 +76,7 @@ def run_stage(folder: Path, options: dict, build: Callable[[Path], dict]) -> dic
             ) from None
         if record["key"] == key:
             return {**record, "reused": True}
-    partial = folder.with_name(f".partial-{folder.name}")
-    shutil.rmtree(partial, ignore_errors=True)
+    partial = _part_of(folder)
     partial.mkdir(parents=True)
     start = time.perf_counter()
     try:
@@ -147,10 +146,24 @@ def write_json(path: Path, content) -> None:
 
 def write_text(path: Path, text: str) -> None:
     """Writes UTF-8 text as [`write_json`] does."""
-    path = Path(path)
-    part = path.with_name(path.name + ".part")
-    part.write_text(text, encoding="utf-8")
-    os.replace(part, path)
+    with new_file(path) as part:
+        part.write_text(text, encoding="utf-8")
+
+
+@contextlib.contextmanager
+def new_file(path: Path) -> Iterator[Path]:
+    """Gives the path of a file to write, which replaces `path` at the end; after an error, `path` is as it was."""
+    part = _part_of(Path(path))
+    try:
+        yield part
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _part_of(path: Path) -> Path:
+    """A name beside `path` that no other writer of `path` uses."""
+    return path.with_name(f"{path.name}.{uuid4().hex}.part")
 
 
 def peak_memory_bytes() -> int:

@@ -2,6 +2,8 @@
 
 import ast
 import dataclasses
+import re
+import shlex
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -14,6 +16,7 @@ from cli.model_options import ModelOptions
 from cli.parser import OptionParser
 from hf_infini.options import MemoryOptions, choices
 from hf_infini.options_causal_mha import ScratchOptions
+from running import load_recipe
 
 
 @dataclass
@@ -153,6 +156,26 @@ def test_help_shows_the_docstring_as_it_is_written(recipe, helps):
     assert any(line.startswith("    python recipes/") for line in written)
     begin = helps[recipe.name].index(written[0])
     assert helps[recipe.name][begin : begin + len(written)] == written
+
+
+class Parsed(Exception):
+    pass
+
+
+@with_options
+def test_the_commands_of_the_docstring_are_parsed(recipe, monkeypatch):
+    def parse(*classes, **arguments):
+        parse_options(*classes, **arguments)
+        raise Parsed
+
+    text = ast.get_docstring(ast.parse(recipe.read_text(encoding="utf-8")), clean=False).replace("\\\n", " ")
+    commands = re.findall(r"^    .*recipes/(\w+)\.py (.+)$", text.replace(" --config …", ""), re.MULTILINE)
+    assert recipe.stem in dict(commands)
+    for name, words in commands:
+        module = load_recipe(name)
+        monkeypatch.setattr(module, "parse_options", parse)
+        with pytest.raises(Parsed):
+            module.main(shlex.split(words))
 
 
 @with_options

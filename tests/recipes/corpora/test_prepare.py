@@ -285,7 +285,7 @@ def test_a_killed_run_leaves_nothing_half_made(made, tmp_path):
     process = subprocess.Popen(list(map(str, command)), stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
     try:
         deadline = time.monotonic() + 60
-        while not (out / ".stages" / ".partial-documents" / "documents.arrow").exists():
+        while not list(out.glob(".stages/documents.*.part/documents.arrow")):
             assert process.poll() is None and time.monotonic() < deadline, "the run never came to its documents"
             time.sleep(0.01)
     finally:
@@ -295,7 +295,7 @@ def test_a_killed_run_leaves_nothing_half_made(made, tmp_path):
     manifest = run(*BIOGRAPHIES, out=out)
     assert manifest["splits"] == made[1]["splits"]
     assert sorted(path.name for path in out.iterdir()) == sorted(path.name for path in made[0].iterdir())
-    assert not list(out.rglob(".partial-*"))
+    assert not list(out.rglob("*.part"))
 
 
 def test_usage_errors_and_help(tmp_path, capsys):
