@@ -23,7 +23,6 @@ with Infini-attention its local attention alone.
 Writes OUT.json, OUT.png, and the same table on standard output.
 """
 
-import shlex
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,25 +39,24 @@ class Options:
     data: str | None = option(None, "Folder made by recipes/prepare.py. Or --text.", group="data")
     split: Literal["validation", "test"] = option("validation", "--data: the held-out rows or documents to read.")
     text: str | None = option(None, "Text file (one document), or .jsonl file (one per line, in the field text). Or --data.")
-    length: int | None = option(None, "Tokens per row; default: the rows of --data, or the model's n_positions.")
+    length: int | None = option(None, "Tokens per row; default: the rows of --data, or the model's n_positions.", at_least=2)
     lengths: list[int] = option(
-        [1024, 2048, 4096, 8192], "passkey: lengths of the examples in tokens.", group="passkeys and facts"
+        [1024, 2048, 4096, 8192], "passkey: lengths of the examples in tokens.", at_least=2, group="passkeys and facts"
     )
     depths: list[float] = option([5], "passkey: shares of the text in front of the number, 0 to 1; one number from 2 on: so "
                                  "many, evenly spaced.")  # fmt: skip
-    distances: list[int] = option([0, 1, 2, 4, 8, 16, 32, 64], "facts: segments between a fact and its question.")
-    segment_length: int | None = option(None, "facts: tokens per segment; default: the model's own.", rare=True)
-    samples: int = option(48, "passkey, facts: examples per cell.")
+    distances: list[int] = option([0, 1, 2, 4, 8, 16, 32, 64], "facts: segments from a fact to its question.", at_least=0)
+    segment_length: int | None = option(None, "facts: tokens per segment; default: the model's own.", rare=True, at_least=1)
+    samples: int = option(48, "passkey, facts: examples per cell.", at_least=1)
     seed: int = option(0, "passkey, facts: seed of the examples.", rare=True)
     separate_documents: bool = option(
         False, "Keep the documents of a row apart, as train.py's option of this name does.", group="data"
     )
     min_characters: int = option(0, "Leave out documents shorter than this.")
-    max_tokens: int | None = option(None, "Stop after the row in which so many tokens are reached; default: read all.")
-    chunk: int = option(
-        1024, "Tokens per call of the model in rows longer than this: memory grows with it.", group="machine", rare=True
-    )
-    batch_size: int = option(4, "Rows per call of the model.")
+    max_tokens: int | None = option(None, "Stop after the row in which so many tokens are reached.", at_least=1)
+    chunk: int = option(1024, "Tokens per call of the model in rows longer than this: memory grows with it.", at_least=1,
+                        group="machine", rare=True)  # fmt: skip
+    batch_size: int = option(4, "Rows per call of the model.", at_least=1)
     precision: Literal["float32", "bf16"] = option("float32", "bf16: autocast.")
     device: str = option("auto", "cpu, cuda, cuda:1, …; auto: a GPU where there is one.")
     out: str | None = option(None, "Files to write, without suffix; default: evaluation in the model's folder (other tasks, "
@@ -112,7 +110,6 @@ def main(argv: list[str] | None = None) -> None:
         "data_fingerprint": setup.data_fingerprint(manifest) if manifest else None,
         **measurement.peak_memory(),
         "options": vars(options),
-        "command": shlex.join([Path(sys.executable).name, *sys.argv]),
         **measurement.environment(),
     }
     run_folder.write_json(Path(f"{name}.json"), result)
@@ -139,10 +136,9 @@ def perplexity(options: Options, model, tokenizer, name: str) -> dict:
     check_length(model.config, length)
     complete = sum(len(tokens) == length for tokens, _ in rows)
     print(f"{len(rows):,} rows, {complete:,} of them of {length:,} tokens", file=sys.stderr)
-    how = {"chunk": options.chunk, "batch_size": options.batch_size, "precision": options.precision}
     # Special tokens do not count, as in train.py's own evaluations
     reader = RowReader(tokenizer.all_special_ids, tokenizer.eos_token_id if options.separate_documents else None)
-    found = measure_perplexity(model, rows, reader, **how)
+    found = measure_perplexity(model, rows, reader, options.chunk, options.batch_size, options.precision)
     print(positions_table(found))
     return {**found, "rows": len(rows), "complete_rows": complete, "length": length}
 
@@ -179,8 +175,7 @@ def runner(options: Options, model, tokenizer, name: str):
     files += [source_file(options)] if options.source else []
     identity = {key: value for key, value in vars(options).items() if key != "out"}
     identity["files"] = [state_of_files(str(file)) for file in files]
-    how = {key: getattr(options, key) for key in ("chunk", "batch_size", "precision", "samples", "seed")}
-    return Runner(model, tokenizer, **how, file=Path(f"{name}.cells.json"), identity=identity)
+    return Runner(model, tokenizer, options, Path(f"{name}.cells.json"), identity)
 
 
 def source_file(options: Options) -> str:
@@ -190,12 +185,13 @@ def source_file(options: Options) -> str:
 
 def read_texts(options: Options) -> list[str]:
     """The documents of --text or --data that are long enough; a UserError where there are none."""
-    from corpora.sources import iterate_documents
+    from cli.corpus_options import CorpusOptions
+    from corpora.sources import corpus_documents
 
     file = source_file(options)
     if options.data is not None and Path(file).stat().st_size == 0:
         raise UserError(f"{options.data} was split by block and holds no documents: give the source with --text")
-    texts = [document.text for document in iterate_documents(file)]
+    texts = [document.text for document in corpus_documents(CorpusOptions(file))]
     texts = [text for text in texts if text and len(text) >= options.min_characters]
     if not texts:
         raise UserError(f"{file} has no document of at least --min_characters {options.min_characters}")
@@ -211,13 +207,10 @@ def check_options(options: Options) -> dict | None:
         for name in names if options.task not in tasks else ():
             if getattr(options, name) != getattr(defaults, name):
                 raise UserError(f"--{name} does nothing with --task {options.task}: it belongs to {' and '.join(tasks)}")
-    for name in ("length", "segment_length", "samples", "chunk", "batch_size", "max_tokens"):
-        value, least = getattr(options, name), 2 if name == "length" else 1
-        if value is not None and value < least:
-            raise UserError(f"--{name} must be at least {least}, got {value}")
-    for name, values, least in (("lengths", options.lengths, 2), ("distances", options.distances, 0)):
-        if min(values) < least or len(set(values)) < len(values):
-            raise UserError(f"--{name} {' '.join(map(str, values))}: give different numbers of at least {least}")
+    for name in ("lengths", "distances"):
+        values = getattr(options, name)
+        if len(set(values)) < len(values):
+            raise UserError(f"--{name} {' '.join(map(str, values))}: give different numbers")
     one, depths = len(options.depths) == 1, options.depths
     if not all(0 <= depth <= 1 or (one and depth >= 2 and depth % 1 == 0) for depth in depths):
         raise UserError(f"--depths {' '.join(map(str, depths))}: give shares from 0 to 1, or one number of depths from 2 on")
@@ -234,13 +227,7 @@ def check_options(options: Options) -> dict | None:
         if not Path(options.text).is_file():
             raise UserError(f"--text: there is no file {options.text}")
         return None
-    manifest = read_manifest(Path(options.data))
-    if manifest["splits"].get(options.split, {"blocks": 0})["blocks"] == 0:
-        raise UserError(
-            f"--split {options.split}: {options.data} has no {options.split} rows; prepare it again with "
-            f"--{options.split} SHARE, and train on what that leaves"
-        )
-    return manifest
+    return read_manifest(Path(options.data), options.split)
 
 
 if __name__ == "__main__":

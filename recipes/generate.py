@@ -6,12 +6,11 @@
     cat livro.txt | python recipes/generate.py --model runs/infini
     python recipes/generate.py --model runs/infini --memory livro.safetensors --prompt " O autor" " No fim"
 
-Standard output receives the text alone (with --json one object per continuation), standard error everything else. A
-single continuation appears as it is made. A prompt longer than --chunk is read in pieces into the model's cache; how long
-it may be is the model's affair: models with `positions: rope` or `segment`, and causal_mha models with other than
-learned positions, have no limit.
+Standard output receives only the text (with --json one object per continuation), standard error everything else. A
+single continuation appears while it is made. A prompt longer than --chunk is read in pieces into the model's cache. A model
+with learned positions takes prompts up to its context, others take any length.
 
-With --memory, a file that recipes/memorize.py wrote, every prompt goes on from that text, with the logits that text and
+With --memory, a file that recipes/memorize.py wrote, every prompt continues that text, with the logits that text and
 prompt together would give. The two are tokenised apart: begin the prompt with the space or line break that belongs between.
 """
 
@@ -24,6 +23,8 @@ from typing import Literal
 
 from cli import UserError, exit_on_user_error, option, parse_options
 
+SAMPLING = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}  # the defaults: any token, by its probability
+
 
 @dataclass
 class Options:
@@ -32,18 +33,24 @@ class Options:
         None, "One or more prompts; without --prompt_file too, standard input is read.", group="prompt"
     )
     prompt_file: str | None = option(None, "UTF-8 file with the prompt.")
-    memory: str | None = option(None, "Memory file by recipes/memorize.py: the text that the prompts go on from.")
+    memory: str | None = option(None, "Memory file by recipes/memorize.py: the text that the prompts continue.")
     max_new_tokens: int = option(
-        100, "Tokens to add at most; an end-of-text token ends a text before that.", group="continuation"
+        100, "Tokens to add at most; an end-of-text token ends a text before that.", greater_than=0, group="continuation"
     )
     do_sample: bool = option(False, "Draw each token by its probability; default: take the likeliest.")
-    temperature: float | None = option(None, "Sampling: below 1 likelier tokens, above 1 rarer ones; default: 1.")
-    top_k: int | None = option(None, "Sampling: among so many of the likeliest tokens; default: all.")
-    top_p: float | None = option(None, "Sampling: among the likeliest that have this probability together; default: 1.")
-    repetition_penalty: float = option(1.0, "Above 1, tokens already in prompt or continuation become less likely.")
+    temperature: float | None = option(
+        None, "Sampling: below 1 likelier tokens, above 1 rarer ones; default: 1.", greater_than=0
+    )
+    top_k: int | None = option(None, "Sampling: among so many of the likeliest tokens; default: all.", greater_than=0)
+    top_p: float | None = option(
+        None, "Sampling: among the likeliest that have this probability together; default: 1.", greater_than=0, at_most=1
+    )
+    repetition_penalty: float = option(
+        1.0, "Above 1, tokens already in prompt or continuation become less likely.", greater_than=0
+    )
     seed: int = option(0, "Seed of sampling.")
-    chunk: int = option(4096, "Tokens of the prompt per call of the model.", group="machine")
-    batch_size: int = option(8, "Prompts per call of the model.")
+    chunk: int = option(4096, "Tokens of the prompt per call of the model.", greater_than=0, group="machine")
+    batch_size: int = option(8, "Prompts per call of the model.", greater_than=0)
     device: str = option("auto", "cpu, cuda, cuda:1, …; auto: a GPU where there is one.")
     dtype: Literal["float32", "bfloat16"] = option("float32", "Of weights and cache; with --memory, the memory's.")
     json: bool = option(
@@ -70,12 +77,11 @@ def main(argv: list[str] | None = None) -> None:
     if context_limit(model.config) is None:
         logging.set_verbosity_error()  # transformers warns of lengths beyond n_positions, which limits nothing here
     set_seed(options.seed)
-    sampling = {name: getattr(options, name) for name in ("temperature", "top_k", "top_p")}
-    defaults = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
-    arguments = {name: defaults[name] if value is None else value for name, value in sampling.items()}
-    arguments = {**(arguments if options.do_sample else {}), "use_cache": True}
+    arguments = {"use_cache": True, "num_beams": 1, "num_return_sequences": 1}  # whatever the model's generation config says
     arguments |= {name: getattr(options, name) for name in ("max_new_tokens", "do_sample", "repetition_penalty")}
-    arguments |= {"num_beams": 1, "num_return_sequences": 1}  # whatever the model's own generation config says
+    if options.do_sample:
+        given = {name: getattr(options, name) for name in SAMPLING}
+        arguments |= SAMPLING | {name: value for name, value in given.items() if value is not None}
     streaming = len(prompts) == 1 and not options.json
     if streaming:
         arguments["streamer"] = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
@@ -84,7 +90,7 @@ def main(argv: list[str] | None = None) -> None:
         batch = prompts[start : start + options.batch_size]
         tokens = [tokenizer(prompt, add_special_tokens=False)["input_ids"] for prompt in batch]
         if memory is None:
-            # A model goes on from at least one token: an empty prompt is the beginning of a text, after the end of another
+            # A model continues at least one token: an empty prompt is the beginning of a text, after the end of another
             tokens = [ids or [tokenizer.eos_token_id] for ids in tokens]
         elif not all(tokens):
             raise UserError("with --memory a prompt needs at least one token: the memory has read its text to the end")
@@ -110,15 +116,9 @@ def check(options: Options) -> None:
     """UserError for options that clash or would do nothing."""
     if options.prompt is not None and options.prompt_file is not None:
         raise UserError("give --prompt or --prompt_file, not both")
-    for name in ("temperature", "top_k", "top_p"):
-        value = getattr(options, name)
-        if value is not None and not options.do_sample:
+    for name in SAMPLING:
+        if getattr(options, name) is not None and not options.do_sample:
             raise UserError(f"--{name} has no effect on greedy search: add --do_sample true")
-        if value is not None and value <= 0 or name == "top_p" and (value or 1) > 1:
-            raise UserError(f"--{name} must be greater than 0{' and at most 1' if name == 'top_p' else ''}, got {value}")
-    for name in ("max_new_tokens", "chunk", "batch_size", "repetition_penalty"):
-        if getattr(options, name) <= 0:
-            raise UserError(f"--{name} must be greater than 0, got {getattr(options, name)}")
 
 
 def read_prompts(options: Options) -> list[str]:

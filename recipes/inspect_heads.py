@@ -11,7 +11,6 @@ vectors included, come from `hf_infini.inspection.inspect_attention`. Models: GP
 causal_mha.
 """
 
-import os
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,7 +25,7 @@ class Options:
     model: str = field(metadata={"help": "Model folder or name on the Hub.", "group": "model"})
     text: str | None = option(None, "The text. Or --text_file.", group="text")
     text_file: str | None = option(None, "UTF-8 file with the text. Or --text.")
-    max_tokens: int = option(200, "Read so many tokens at most, from the beginning of the text.")
+    max_tokens: int = option(200, "Read so many tokens at most, from the beginning of the text.", greater_than=0)
     layers: list[int] | None = option(None, "The layers to look into, from 0; default: all.", group="model")
     device: str = option("auto", "cpu, cuda, cuda:1, …; auto: a GPU where there is one.", group="machine")
     out: str | None = option(None, "Folder to write into; default: heads, in the model's folder.", group="output")
@@ -36,8 +35,6 @@ class Options:
 def main(argv: list[str] | None = None) -> None:
     (options,) = parse_options(Options, description=__doc__, argv=argv)
     text = read_text(options)
-    if options.max_tokens < 1:
-        raise UserError(f"--max_tokens must be at least 1, got {options.max_tokens}")
     if options.out is None and not Path(options.model).is_dir():
         raise UserError(f"--out is needed, as --model {options.model} is no folder here")
     out = Path(options.out or Path(options.model) / "heads")
@@ -50,6 +47,7 @@ def main(argv: list[str] | None = None) -> None:
     from hf_infini.inspection.labels import unique_labels
     from hf_infini.inspection.page import inspection_page
     from plots.heads import plot_heads, plot_memory
+    from support.stages import new_file
 
     model, tokenizer = inference.load_model(options.model, options.device)
     ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
@@ -87,9 +85,8 @@ def main(argv: list[str] | None = None) -> None:
             {number: layer.memory_norm.values[0].numpy() for number, layer in memories.items()},
             out / "memory.png",
         )
-    part = out / "heads.html.part"
-    part.write_bytes(page)
-    os.replace(part, out / "heads.html")
+    with new_file(out / "heads.html") as part:
+        part.write_bytes(page)
     print(f"{out / 'heads.html'} ({len(page) / 1e6:.1f} MB): open it in a browser")
 
 

@@ -6,10 +6,10 @@ that does not depend on the text.
     python recipes/generate.py --model runs/infini --memory livro.safetensors --prompt " O autor" --max_new_tokens 200
 
 With one text, --out is the file; with several it is a folder, and each text's file there has the text's name. What this
-needs of the machine's memory does not grow with the text. While it reads, FILE.partial keeps the memory so far: the same
-command after a kill goes on from there and ends with the same bytes; after the end it does nothing.
+needs of the machine's memory does not grow with the text. While it reads, FILE.partial keeps the memory so far: after a
+kill, the same command continues there and ends with the same bytes; after the end it does nothing.
 
-The model needs Infini-attention; with learned (learned) positions it takes texts up to its context. The text is taken as
+The model needs Infini-attention; with learned positions it takes texts up to its context. The text is taken as
 it is, its last line break included, without special tokens. Text and prompt are tokenised apart: where a BPE would join the
 last characters of the text and the first of the prompt, it cannot. End the text with a line break, or begin the prompt with
 the space that belongs there.
@@ -29,12 +29,14 @@ from cli import UserError, exit_on_user_error, option, parse_options
 @dataclass
 class Options:
     model: str = field(metadata={"help": "Model folder or name on the Hub.", "group": "model"})
-    text: list[str] = field(metadata={"help": "UTF-8 text files, a memory of its own for each.", "group": "text"})
+    text: list[str] = field(metadata={"help": "UTF-8 text files, each of which gets a memory file.", "group": "text"})
     out: str = field(
         metadata={"help": "Memory file to write; for several texts, the folder of their files.", "group": "output"}
     )
-    chunk_tokens: int = option(4096, "Tokens per call of the model; memory use grows with it.", group="machine", rare=True)
-    checkpoint_tokens: int = option(65536, "Keep the memory so far at least every so many tokens.", rare=True)
+    chunk_tokens: int = option(
+        4096, "Tokens per call of the model; memory use grows with it.", greater_than=0, group="machine", rare=True
+    )
+    checkpoint_tokens: int = option(65536, "Save the memory so far every so many tokens.", greater_than=0, rare=True)
     device: str = option("auto", "cpu, cuda, cuda:1, …; auto: a GPU where there is one.")
     dtype: Literal["float32", "bfloat16"] = option("float32", "Of weights and memory; generate.py then needs the same.")
 
@@ -64,9 +66,6 @@ def main(argv: list[str] | None = None) -> None:
 
 def memory_files_of(options: Options) -> dict[Path, Path]:
     """The memory file of each text; UserError for options that cannot work."""
-    for name in ("chunk_tokens", "checkpoint_tokens"):
-        if getattr(options, name) < 1:
-            raise UserError(f"--{name} must be at least 1, got {getattr(options, name)}")
     texts, out = [Path(text) for text in options.text], Path(options.out)
     for text in texts:
         if not text.is_file():
@@ -82,27 +81,31 @@ def memory_files_of(options: Options) -> dict[Path, Path]:
 
 
 def memorize(options: Options, model, tokenizer, description: dict, text: Path, file: Path) -> None:
-    """Reads one text, from where an earlier start was stopped, writes its memory file and prints what it comes to."""
+    """Reads one text, from where an earlier start was stopped, writes its memory file and prints its size."""
     import torch
     from tqdm import tqdm
 
     from corpora.long_texts import tokens_of_file
     from evaluation import inference
+    from hf_infini import InfiniCache
     from hf_infini.memory_files import delete_memory_file
 
     file.parent.mkdir(parents=True, exist_ok=True)  # now, if it cannot be made, and not after hours
     with text.open("rb") as source:
         text_sha256 = [hashlib.file_digest(source, "sha256").hexdigest()]
     partial = file.with_name(f"{file.name}.partial")
-    if is_finished(file, model, text_sha256):
+    if read_cache(file, model, text_sha256, "--out: choose another name, or delete it") is not None:
         delete_memory_file(partial)
         print(f"{file} is there already", file=sys.stderr)
         return
     with tempfile.TemporaryFile() as store, torch.inference_mode():
         tokens = tokens_of_file(text, tokenizer, store)
         inference.check_length(model.config, len(tokens))
-        cache = memory_so_far(partial, model, text_sha256)
+        cache = read_cache(partial, model, text_sha256, "To start from the beginning of the text, delete it")
+        cache = InfiniCache(model.config) if cache is None else cache
         begin, start = cache.get_seq_length(), time.perf_counter()
+        if begin:
+            print(f"continuing after {begin:,} tokens", file=sys.stderr)
         bar = tqdm(total=len(tokens), initial=begin, desc=f"reading {text.name}", unit="token", unit_scale=True)
         for place in range(begin, len(tokens), options.chunk_tokens):
             ids = torch.tensor(tokens[place : place + options.chunk_tokens], dtype=torch.long, device=model.device)
@@ -118,41 +121,27 @@ def memorize(options: Options, model, tokenizer, description: dict, text: Path, 
     print(summary(file, text, model, len(tokens), (len(tokens) - begin) / seconds))
 
 
-def is_finished(file: Path, model, text_sha256: list[str]) -> bool:
-    """Whether the memory file is there; UserError when something else has its name."""
+def read_cache(file: Path, model, text_sha256: list[str], remedy: str):
+    """The cache of a memory file of this text, None where there is no file.
+
+    Raises UserError, with the remedy, where the file is something else, damaged, or of another model or text.
+    """
     from hf_infini import InfiniCache
     from hf_infini.memory_files import MemoryFileError, read_record
 
     if not file.exists():
-        return False
+        return None
     try:
-        record, _ = read_record(file), InfiniCache.from_pretrained(file, model)
+        cache = InfiniCache.from_pretrained(file, model)
+        if read_record(file)["text_sha256"] == text_sha256:
+            return cache
     except MemoryFileError as error:
-        raise UserError(f"--out: {error} It is left alone: choose another name, or delete it") from error
-    if record["text_sha256"] != text_sha256:
-        raise UserError(f"--out: {file} is the memory of another text: choose another name, or delete it")
-    return True
-
-
-def memory_so_far(partial: Path, model, text_sha256: list[str]):
-    """What an earlier start has read, or an empty cache."""
-    from hf_infini import InfiniCache
-    from hf_infini.memory_files import MemoryFileError, read_record
-
-    if not partial.exists():
-        return InfiniCache(model.config)
-    try:
-        record, cache = read_record(partial), InfiniCache.from_pretrained(partial, model)
-    except MemoryFileError as error:
-        raise UserError(f"{error} To begin anew, delete {partial}") from error
-    if record["text_sha256"] != text_sha256:
-        raise UserError(f"{partial} is from an earlier start with another text: delete it to begin anew")
-    print(f"going on after {cache.get_seq_length():,} tokens", file=sys.stderr)
-    return cache
+        raise UserError(f"{error} {remedy}") from error
+    raise UserError(f"{file} is the memory of another text. {remedy}")
 
 
 def summary(file: Path, text: Path, model, tokens: int, speed: float) -> str:
-    """What the memory file comes to, beside the keys and values that full attention would keep in every layer."""
+    """The size of the memory file, and of the keys and values that full attention would keep in every layer."""
     size = file.stat().st_size
     full = 2 * model.config.n_layer * model.config.n_embd * model.dtype.itemsize * tokens
     return (

@@ -11,7 +11,6 @@ evaluate_model.py count in the same rows (special tokens are not), and stands be
 --out, which recipes/push.py takes too.
 """
 
-import shlex
 import sys
 import time
 from dataclasses import dataclass, field
@@ -39,50 +38,47 @@ def main(argv: list[str] | None = None) -> None:
     from tqdm import tqdm
     from transformers import AutoTokenizer
 
+    from corpora.blocks import read_rows
     from evaluation import ngrams
     from hf_infini import metrics
     from support import measurement
+    from support.markdown import markdown_table
     from support.stages import write_json
     from training import setup
 
-    started = time.perf_counter()
+    started, data = time.perf_counter(), Path(options.data)
     vocabulary = manifest["tokenizer"]["vocabulary"]
-    train, held_out = (read_rows(Path(options.data) / split) for split in ("train", options.split))
+    train, held_out = (read_rows(data / split) for split in ("train", options.split))
     try:
         orders = tqdm(range(max(options.orders) + 1), desc="counting", unit="order")
-        tables = [ngrams.count_ngrams(train, order, vocabulary) for order in orders]
-        entropies = {order: ngrams.conditional_entropy(tables[order]) for order in options.orders}
+        tables = [ngrams.NgramCounts(train, order, vocabulary) for order in orders]
+        entropies = {order: ngrams.conditional_entropy(tables[order]) for order in sorted(set(options.orders))}
     except ValueError as error:
         raise UserError(f"--orders {' '.join(map(str, options.orders))}: {error}") from error
     alphas = ngrams.choose_alphas(tables)
-    special_ids = AutoTokenizer.from_pretrained(Path(options.data) / "tokenizer").all_special_ids
+    special_ids = AutoTokenizer.from_pretrained(data / "tokenizer").all_special_ids
     rows = []
-    for order in tqdm(sorted(set(options.orders)), desc="predicting", unit="order"):
+    for order, entropy in tqdm(entropies.items(), desc="predicting", unit="order"):
         loss, tokens = ngrams.held_out_loss(tables[: order + 1], alphas, held_out, special_ids)
-        rows.append({"order": order, "name": ngrams.name_of(order), "entropy": entropies[order]})
-        rows[-1] |= metrics.summarize([loss], [tokens])
-        rows[-1] |= {"alpha": alphas[order], "different_windows": len(tables[order].codes)}
+        row = {"order": order, "name": ngrams.name_of(order), "entropy": entropy, **metrics.summarize([loss], [tokens])}
+        rows.append({**row, "alpha": alphas[order], "different_windows": len(tables[order].codes)})
     result = {
         "orders": rows,
         "source": options.data,
         "split": options.split,
         "training_tokens": int(train.size),
         "vocabulary": vocabulary,
-        "smoothing": "p_k(x|h) = (c(h,x) + alpha_k p_(k-1)(x|h')) / (c(h) + alpha_k); alpha_k by leaving-one-out on train",
         "seconds": round(time.perf_counter() - started, 2),
         "data_fingerprint": setup.data_fingerprint(manifest),
         "options": vars(options),
-        "command": shlex.join([Path(sys.executable).name, *sys.argv]),
         **measurement.peak_memory(),
         **measurement.environment(),
     }
     out = Path(options.out)
     out.parent.mkdir(parents=True, exist_ok=True)
     write_json(out, result)
-    print(f"{'order':>5}  {'entropy, train':>14}  {'cross-entropy':>13}  {'perplexity':>10}  {'tokens':>10}  {'alpha':>9}")
-    for row in rows:
-        print(f"{row['order']:>5}  {row['entropy']:14.4f}  {row['cross_entropy']:13.4f}  {row['perplexity']:10.2f}  "
-              f"{row['tokens']:>10,}  {row['alpha']:9.4g}")  # fmt: skip
+    columns = {"order": "", "entropy": ".4f", "cross_entropy": ".4f", "perplexity": ".2f", "tokens": ",", "alpha": ".4g"}
+    print(markdown_table(list(columns), [[format(row[name], how) for name, how in columns.items()] for row in rows], left=0))
     print(f"{out}: {options.split} rows of {options.data}, nats per token", file=sys.stderr)
 
 
@@ -94,17 +90,7 @@ def check(options: Options) -> dict:
         raise UserError(f"--out {options.out}: give a file that ends in .json")
     if not options.orders or not all(0 <= order <= HIGHEST for order in options.orders):
         raise UserError(f"--orders {' '.join(map(str, options.orders))}: give one or more numbers from 0 to {HIGHEST}")
-    manifest = read_manifest(Path(options.data))
-    if manifest["splits"].get(options.split, {"blocks": 0})["blocks"] == 0:
-        raise UserError(f"--split {options.split}: {options.data} has no such rows; prepare it with --{options.split} SHARE")
-    return manifest
-
-
-def read_rows(folder: Path):
-    """The rows of a split, [R, T] token numbers."""
-    from datasets import load_from_disk
-
-    return load_from_disk(str(folder)).with_format("numpy")["input_ids"][:]
+    return read_manifest(Path(options.data), options.split)
 
 
 if __name__ == "__main__":

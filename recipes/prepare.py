@@ -16,7 +16,6 @@ Exits with 1 and a message for damaged, missing or empty input, with 2 for unkno
 
 import dataclasses
 import functools
-import itertools
 import time
 from collections import Counter
 from dataclasses import dataclass, field
@@ -32,22 +31,18 @@ class TokenizerOptions:
                             group="tokenizer")
     vocab_size: int = option(8000, "bpe: entries of the vocabulary, 256 bytes and 2 special tokens among them.")
     tokenizer_sample: float = option(0.35, "bpe: share of the training documents that it is trained on, 0 to 1.",
-                                     rare=True)
-    eos_token: str = option("<|endoftext|>", "bpe, characters: the end-of-text token.", rare=True)
-    pad_token: str = option("<|pad|>", "bpe, characters: the padding token.", rare=True)
-    unk_token: str = option("<|unk|>", "characters: stands for characters unseen in training; 'none' refuses them.",
-                            rare=True)
+                                     greater_than=0, at_most=1, rare=True)
 
 
 @dataclass
 class BlockOptions:
     out: str = field(metadata={"help": "The folder to write.", "group": "output"})
-    context: int = option(1024, "Tokens per block.", group="blocks and splits")
-    validation: float = option(0.02, "Share of the documents (or blocks) held out for validation, 0 to 1.")
-    test: float = option(0.0, "Share of the documents (or blocks) held out for a test split of their own, 0 to 1.")
+    context: int = option(1024, "Tokens per block.", at_least=1, group="blocks and splits")
+    validation: float = option(0.02, "Share of the documents (or blocks) held out for validation.", at_least=0, below=1)
+    test: float = option(0.0, "Share of the documents (or blocks) held out for a test split.", at_least=0, below=1)
     split_by: str = option("document", "document: no document is in two splits; block: all documents are concatenated, "
                            "and the blocks are shuffled and split.", choices=["document", "block"])
-    max_tokens: int = option(-1, "Stop the training text after so many tokens; -1 = no limit.")
+    max_tokens: int | None = option(None, "Stop the training text after so many tokens.", at_least=1)
 
 
 @exit_on_user_error
@@ -64,23 +59,11 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def check_options(corpus: CorpusOptions, tokens: TokenizerOptions, blocks: BlockOptions) -> None:
-    for options, name in ((corpus, "fraction"), (tokens, "tokenizer_sample")):
-        if not 0 < getattr(options, name) <= 1:
-            raise UserError(f"--{name} is {getattr(options, name)}; give a share above 0 and up to 1")
-    for name in ("validation", "test"):
-        if not 0 <= getattr(blocks, name) < 1:
-            raise UserError(f"--{name} is {getattr(blocks, name)}; give a share from 0 up to, not including, 1")
     if blocks.validation + blocks.test >= 1:
         raise UserError(
             f"--validation {blocks.validation} and --test {blocks.test} leave nothing for training; give shares that are "
             "below 1 together"
         )
-    for options, name in ((corpus, "max_documents"), (blocks, "max_tokens")):
-        if getattr(options, name) != -1 and getattr(options, name) < 1:
-            raise UserError(f"--{name} is {getattr(options, name)}; give a positive number, or -1 for no limit")
-    for options, name in ((corpus, "biographies"), (blocks, "context")):
-        if getattr(options, name) < 1:
-            raise UserError(f"--{name} is {getattr(options, name)}; give a positive number")
     if Path(corpus.source).is_dir() and Path(blocks.out).resolve().is_relative_to(Path(corpus.source).resolve()):
         raise UserError(f"--out {blocks.out} is inside --source and would be read as a source next time; move it")
 
@@ -91,32 +74,23 @@ def prepare(corpus: CorpusOptions, tokens: TokenizerOptions, blocks: BlockOption
     from transformers import AutoTokenizer
 
     from corpora import blocks as blocking
-    from corpora import selection
     from support import stages
 
+    datasets.disable_progress_bars()  # they would stand between those of this program
     start, hidden, record = time.perf_counter(), out / ".stages", {}
     # 1. Documents: read, filter, sample.
     settings = dataclasses.asdict(corpus) | {"files": stages.state_of_files(corpus.source)}
-    record["documents"] = stages.run_stage(hidden / "documents", settings, lambda folder: collect(corpus, folder))
+    record["documents"] = stages.run_stage(hidden / "documents", settings, functools.partial(collect, corpus))
     documents = blocking.read_documents(hidden / "documents")
     (out / "manifest.json").unlink(missing_ok=True)  # from here to the end the folder is between two states
 
     # 2. The split. By document it comes before the tokenizer, which learns from training documents only.
     by_document = blocks.split_by == "document"
     shares = {"validation": blocks.validation} | ({"test": blocks.test} if blocks.test > 0 else {})
-    sides: dict[str, list[int]] = {}
-    ids = documents["id"][:]
-    for name, share in shares.items():
-        taken = sum(sides.values(), [])
-        sides[name] = selection.choose(ids, share if by_document else 0, corpus.seed, name, exclude=taken)
-    sides["train"] = sorted(set(range(len(ids))).difference(*sides.values()))
-    if not sides["train"]:
-        raise UserError(f"the corpus has {len(ids)} document(s), which leaves none to train on; use --split_by block")
-    split = {"documents": record["documents"]["key"], "seed": corpus.seed}
-    split |= {name: share if by_document else 0 for name, share in shares.items()}
+    parts = split_documents(documents, {name: share * by_document for name, share in shares.items()}, corpus.seed)
+    split = {"documents": record["documents"]["key"], "seed": corpus.seed, "shares": shares if by_document else None}
 
     # 3. The tokenizer.
-    parts = {name: documents.select(positions) for name, positions in sides.items()}
     make = functools.partial(blocking.save_tokenizer, parts["train"], seed=corpus.seed, **dataclasses.asdict(tokens))
     settings = dataclasses.asdict(tokens) | {"files": stages.state_of_files(tokens.tokenizer)}
     settings |= split if tokens.tokenizer in ("bpe", "characters") else {}
@@ -125,32 +99,24 @@ def prepare(corpus: CorpusOptions, tokens: TokenizerOptions, blocks: BlockOption
 
     # 4. Rows: of each split's documents, or of all documents, which are then shuffled and dealt out.
     def pack(name: str, folder: Path) -> dict:
-        limit, counts = blocks.max_tokens if name == "train" and blocks.max_tokens > 0 else None, Counter()
+        limit, counts = blocks.max_tokens if name == "train" else None, Counter()
         rows = blocking.pack_rows(parts[name], tokenizer, blocks.context, counts, limit)
-        saved = blocking.save_rows(((batch,) for batch in rows), ["input_ids"], blocks.context, folder)
+        saved = blocking.write_rows(({"input_ids": batch} for batch in rows), ["input_ids"], blocks.context, folder)
         return {**counts, **saved}
 
     def deal(name: str, folder: Path) -> dict:
-        rows = datasets.load_from_disk(str(hidden / "rows"))
-        numbers = blocking.shuffle_blocks(len(rows), shares, corpus.seed)[name]
-        batches = blocking.chosen_rows(rows, numbers, blocks.context)
-        saved = blocking.save_rows(batches, ["input_ids"], blocks.context, folder)
+        rows = datasets.load_from_disk(hidden / "rows")
+        saved = blocking.save_rows(rows.select(blocking.shuffle_blocks(len(rows), shares, corpus.seed)[name]), folder)
         # Whole documents are counted where they are trained on: a held-out block is a part of one
         none = {} if name == "train" else dict.fromkeys(("documents", "characters", "stream_tokens"), 0)
         return {**record["rows"]["result"], **saved, **none}
 
-    settings = split | {"tokenizer": record["tokenizer"]["key"], "context": blocks.context}
-    limited = {"max_tokens": blocks.max_tokens}
-    if by_document:
-        for name in ("train", *shares):
-            record[name] = stages.run_stage(
-                out / name, settings | (limited if name == "train" else {}), functools.partial(pack, name)
-            )
-    else:
-        record["rows"] = stages.run_stage(hidden / "rows", settings | limited, functools.partial(pack, "train"))
-        for name in ("train", *shares):
-            dealt = {"rows": record["rows"]["key"], "shares": shares}
-            record[name] = stages.run_stage(out / name, dealt, functools.partial(deal, name))
+    settings = split | {"tokenizer": record["tokenizer"]["key"], "context": blocks.context, "max_tokens": blocks.max_tokens}
+    if not by_document:
+        record["rows"] = stages.run_stage(hidden / "rows", settings, functools.partial(pack, "train"))
+    for name in ("train", *shares):
+        build = functools.partial(pack if by_document else deal, name)
+        record[name] = stages.run_stage(out / name, settings | {"shares": shares}, build)
     for name in ("train", *shares):
         if record[name]["result"]["blocks"] == 0 and shares.get(name, 1) > 0:
             now = ", ".join(f"--{split} (now {share})" for split, share in shares.items())
@@ -160,35 +126,48 @@ def prepare(corpus: CorpusOptions, tokens: TokenizerOptions, blocks: BlockOption
                 f"{blocks.context:,}; lower --context, take more documents, or change {now}"
             )
     for name in shares:
-        blocking.write_jsonl(parts[name], out / f"{name}_documents.jsonl")
+        parts[name].to_json(out / f"{name}_documents.jsonl", force_ascii=False)
     if "test" not in shares:  # what an earlier run held out for testing is trained on now
         stages.drop_stage(out / "test", out / "test_documents.jsonl")
 
     # 5. The manifest, which says that all is done.
     return stages.write_manifest(
         out / "manifest.json",
-        options=[corpus, tokens, blocks],
+        options={name: value for group in (corpus, tokens, blocks) for name, value in vars(group).items()},
+        source=record["documents"]["result"],
         record=record,
-        splits={name: record[name]["result"] for name in ("train", *shares)},
+        splits=["train", *shares],
         start=start,
     )
 
 
 def collect(corpus: CorpusOptions, folder: Path) -> dict:
     """Reads the corpus into `folder` and returns what was read, left out and why."""
-    from corpora import blocks
+    from corpora.blocks import write_documents
     from corpora.documents import ReadingLog
     from corpora.sources import corpus_documents
 
-    log, limit = ReadingLog(), corpus.max_documents
-    documents = itertools.islice(corpus_documents(corpus, log), limit if limit > 0 else None)
-    count = blocks.write_documents(documents, folder)
+    log = ReadingLog()
+    count = write_documents(corpus_documents(corpus, log), folder)
     if count == 0:
         reasons = ", ".join(f"{number:,} {reason}" for reason, number in log.dropped.items()) or "none was found"
         raise UserError(f"--source {corpus.source}: no document is left ({reasons}; {len(log.skipped)} skipped files)")
     for skipped in log.skipped:
         print(f"skipped {skipped['file']}: {skipped['reason']}")
     return {"documents": count, **vars(log)}
+
+
+def split_documents(documents, shares: dict[str, float], seed: int) -> dict:
+    """The documents of each held-out split, chosen by chance in this order, and the rest as `"train"`."""
+    from corpora.selection import choose
+
+    ids, sides = documents["id"][:], {}
+    for name, share in shares.items():
+        sides[name] = choose(ids, share, seed, name, exclude=sum(sides.values(), []))
+    sides["train"] = sorted(set(range(len(ids))).difference(*sides.values()))
+    if not sides["train"]:
+        raise UserError(f"the corpus has {len(ids)} document(s), which leaves none to train on; use --split_by block")
+    return {name: documents.select(positions) for name, positions in sides.items()}
 
 
 if __name__ == "__main__":

@@ -25,9 +25,7 @@ apart from each other. A second run makes only what an option has changed. Exits
 cannot be used and for rows too short, with 2 for unknown or malformed options.
 """
 
-import dataclasses
 import functools
-import os
 import shutil
 import time
 from dataclasses import dataclass, field
@@ -40,12 +38,12 @@ from cli import UserError, exit_on_user_error, option, parse_options
 class Options:
     data: str = field(metadata={"help": "Folder made by recipes/prepare.py, split by document.", "group": "data"})
     out: str = field(metadata={"help": "The folder to write.", "group": "output"})
-    context: int = option(1024, "Tokens per row.", group="rows")
-    rows: int = option(20_000, "Training rows.")
-    validation_rows: int = option(200, "Validation rows.")
+    context: int = option(1024, "Tokens per row.", at_least=2, group="rows")
+    rows: int = option(20_000, "Training rows.", at_least=1)
+    validation_rows: int = option(200, "Validation rows.", at_least=1)
     mix: list[str] = option(["passkey=0.3", "facts=0.4", "text=0.3"], "Shares of the rows by kind (passkey, facts, codes, "
                             "echo, paragraphs, text), 1 together.")  # fmt: skip
-    questions: int = option(4, "passkey: how often a row asks for its number.")
+    questions: int = option(4, "passkey: how often a row asks for its number.", at_least=1)
     answers_only: bool = option(True, "Where rows ask, only the answers are learned; false: every token.")
     seed: int = option(0, "Seed of every choice by chance.")
 
@@ -57,9 +55,6 @@ def main(argv: list[str] | None = None) -> None:
     from support.stages import locked_folder
 
     shares = read_mix(options.mix)
-    for name, least in (("context", 2), ("rows", 1), ("validation_rows", 1), ("questions", 1)):
-        if getattr(options, name) < least:
-            raise UserError(f"--{name} is {getattr(options, name)}; give {least} or more")
     source = read_source(Path(options.data))
     if Path(options.out).resolve() == Path(options.data).resolve():
         raise UserError(f"--out {options.out} is --data itself: choose another folder")
@@ -86,13 +81,14 @@ def read_source(data: Path) -> dict:
 
 def prepare(options: Options, shares: dict[str, float], source: dict, out: Path) -> dict:
     """Runs the stages; each is redone only when its options or --data changed."""
+    import datasets
     from transformers import AutoTokenizer
 
-    from hf_infini import __version__
-    from recall.filler import TokenStream
-    from recall.rows import RowMaker, write_rows
+    from corpora.blocks import read_rows
+    from recall.rows import make_rows, write_rows
     from support import stages
 
+    datasets.disable_progress_bars()  # they would stand between those of this program
     start, data, record = time.perf_counter(), Path(options.data), {}
     (out / "manifest.json").unlink(missing_ok=True)  # from here to the end the folder is between two states
 
@@ -105,7 +101,7 @@ def prepare(options: Options, shares: dict[str, float], source: dict, out: Path)
     tokenizer = AutoTokenizer.from_pretrained(out / "tokenizer")
 
     def build(split: str, settings: dict, folder: Path) -> dict:
-        rows = RowMaker(tokenizer, TokenStream.of_rows(data / split), split=split, **settings)
+        rows = make_rows(tokenizer, read_rows(data / split).reshape(-1), split=split, **settings)
         return write_rows(rows, settings["rows"], options.context, folder)
 
     same = {name: getattr(options, name) for name in ("context", "questions", "answers_only", "seed")}
@@ -113,20 +109,15 @@ def prepare(options: Options, shares: dict[str, float], source: dict, out: Path)
         settings = {**same, "shares": shares, "rows": rows}
         identity = {**settings, "text": source["splits"][split]["sha256"], "tokenizer": record["tokenizer"]["key"]}
         record[split] = stages.run_stage(out / split, identity, functools.partial(build, split, settings))
-    copy = shutil.copyfile(data / "validation_documents.jsonl", out / "validation_documents.jsonl.partial")
-    os.replace(copy, out / "validation_documents.jsonl")
-    manifest = {
-        "hf_infini": __version__,
-        "options": {**source["options"], **dataclasses.asdict(options), "prepared_from": options.data},
-        "source": source["source"],
-        "tokenizer": record["tokenizer"]["result"],
-        "splits": {split: record[split]["result"] for split in ("train", "validation")},
-        "stages": {name: {key: stage[key] for key in ("key", "seconds", "reused")} for name, stage in record.items()},
-        "wall_seconds": round(time.perf_counter() - start, 2),
-        "peak_memory_bytes": stages.peak_memory_bytes(),
-    }
-    stages.write_json(out / "manifest.json", manifest)
-    return manifest
+    shutil.copyfile(data / "validation_documents.jsonl", out / "validation_documents.jsonl")
+    return stages.write_manifest(
+        out / "manifest.json",
+        options={**source["options"], **vars(options), "prepared_from": options.data},
+        source=source["source"],
+        record=record,
+        splits=["train", "validation"],
+        start=start,
+    )
 
 
 if __name__ == "__main__":

@@ -37,9 +37,9 @@ bash recipes/setup.sh .venv
 export PATH="$PWD/.venv/bin:$PATH" TOKENIZERS_PARALLELISM=true
 
 source=("--source" "${corpus:-biographies}" "--max_tokens" 1500000 "--vocab_size" 4000)
-shard=(carolina-c4ai/corpus-carolina corpus/wikis/checksum.sha256 corpus/wikis/pt/WIKd.xml.gz --repo-type dataset --quiet)
+shard=(carolina-c4ai/corpus-carolina corpus/wikis/pt/WIKd.xml.gz --repo-type dataset --quiet)
 if [ -z "$corpus" ] && shard=$(timeout 60 hf download "${shard[@]}"); then
-    corpus=$shard/corpus/wikis/pt/WIKd.xml.gz
+    corpus=$shard
     source[1]=$corpus
 fi
 if [ -n "$corpus" ]; then

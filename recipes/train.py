@@ -7,9 +7,10 @@ r"""Trains a GPT-2 (self- or Infini-attention) or a causal_mha model on a folder
     torchrun --nproc_per_node 2 recipes/train.py --num_processes 2 --config … --data … --out …
     accelerate launch --multi_gpu --num_processes 8 recipes/train.py --num_processes 8 --config … --data … --out …
 
-Stopped at any point and started again with the same command, it goes on from its last complete checkpoint and ends as
-if it had never been stopped. The out folder receives the model and tokenizer (`AutoModelForCausalLM.from_pretrained`
-loads them), metrics.jsonl, loss_curve.png, result.json and, for Infini-attention, gates.json and gates.png.
+Stopped at any point and started again with the same command, it continues from its last complete checkpoint, and ends as
+if it had never been stopped; one command at a time may train in a folder. The out folder receives the model and tokenizer
+(`AutoModelForCausalLM.from_pretrained` loads them), metrics.jsonl, loss_curve.png, result.json and, for Infini-attention,
+gates.json and gates.png.
 """
 
 import shlex
@@ -29,10 +30,12 @@ class RunOptions:
         metadata={"help": "Folder for the checkpoints and results; continued when it holds this run.", "group": "output"}
     )
     epochs: float | None = option(
-        None, "Passes over the training rows; default: 1 if no other end is set.", group="length of training"
+        None, "Passes over the training rows; default: 1 if no other end is set.", greater_than=0, group="length of training"
     )
-    max_tokens: int | None = option(None, "Tokens to train on; rows repeat if need be. The first end reached counts.")
-    max_steps: int | None = option(None, "Optimiser steps. The first end reached counts.")
+    max_tokens: int | None = option(
+        None, "Tokens to train on; rows repeat if need be. The first end reached counts.", greater_than=0
+    )
+    max_steps: int | None = option(None, "Optimiser steps. The first end reached counts.", greater_than=0)
     separate_documents: bool = option(False, "Keep the documents of a row apart: positions begin again behind each "
                                       "end-of-text token, which neither attention nor memory crosses.",
                                       group="data")  # fmt: skip
@@ -43,7 +46,7 @@ class RunOptions:
     dilute_up_to: float | None = option(None, "--dilute_with: the largest factor; each row's is drawn log-uniformly from "
                                         "1 to it; default: 32.", rare=True)  # fmt: skip
     num_processes: int | None = option(None, "Processes that must have been started; default: any number.", group="machine",
-                                      rare=True)  # fmt: skip
+                                      greater_than=0, rare=True)  # fmt: skip
     use_cpu: bool = option(False, "Train on the CPU even where there is a GPU.")
     seed: int = option(0, "Seed of the weights, the order of the rows and dropout.", group="optimisation")
     report_to: list[str] = option(["none"], "Trackers that receive losses, learning rate and gates: none, or any of "
@@ -52,8 +55,8 @@ class RunOptions:
 
 @dataclass
 class OptimizerOptions:
-    batch_size: int = option(4, "Rows per device and forward pass.", group="optimisation")
-    gradient_accumulation: int = option(4, "Forward passes per optimiser step.")
+    batch_size: int = option(4, "Rows per device and forward pass.", greater_than=0, group="optimisation")
+    gradient_accumulation: int = option(4, "Forward passes per optimiser step.", greater_than=0)
     learning_rate: float = option(1e-3, "Peak learning rate (AdamW, betas 0.9 and 0.95).")
     gate_learning_rate: float | None = option(
         None, "infini: peak learning rate of the gates, which have no weight decay; default: 0.01.", rare=True
@@ -67,10 +70,12 @@ class OptimizerOptions:
     )
     gradient_checkpointing: bool = option(False, "Compute activations twice to save memory.", rare=True)
     torch_compile: bool = option(False, "Compile the model with torch.compile.", rare=True)
-    eval_steps: int = option(100, "Steps between evaluations.", group="evaluation")
-    eval_rows: int | None = option(None, "Validation rows of these; default: all. The last evaluation takes all.", rare=True)
-    save_steps: int = option(100, "Steps between checkpoints; the last two are kept.", group="output")
-    logging_steps: int = option(10, "Steps between lines of training loss.", rare=True)
+    eval_steps: int = option(100, "Steps between evaluations.", greater_than=0, group="evaluation")
+    eval_rows: int | None = option(
+        None, "Validation rows of these; default: all. The last evaluation takes all.", greater_than=0, rare=True
+    )
+    save_steps: int = option(100, "Steps between checkpoints; the last two are kept.", greater_than=0, group="output")
+    logging_steps: int = option(10, "Steps between lines of training loss.", greater_than=0, rare=True)
 
 
 @exit_on_user_error
@@ -86,14 +91,11 @@ def main(argv: list[str] | None = None) -> None:
     from hf_infini.training import PerplexityTrainer, gate_values, parameter_groups
     from plots.run import plot_gates, plot_loss_curve
     from support import measurement
-    from support.stages import read_manifest
+    from support.stages import read_manifest, write_json
     from training import dilution, run_folder, setup
 
     data, out = Path(run.data), Path(run.out)
     manifest = read_manifest(data)
-    setup.check_positive(run, "epochs", "max_tokens", "max_steps", "num_processes")
-    intervals = ("eval_steps", "save_steps", "logging_steps")
-    setup.check_positive(optimizer, "batch_size", "gradient_accumulation", "eval_rows", *intervals)
     run.report_to = setup.check_trackers(run.report_to)
     arguments = training_arguments(run, optimizer)
     fingerprint = setup.data_fingerprint(manifest)
@@ -113,80 +115,73 @@ def main(argv: list[str] | None = None) -> None:
         options["dilute_with"] = setup.data_fingerprint(read_manifest(Path(run.dilute_with)))
     for name in ("out", "report_to"):  # these may change between two starts of a run
         del options[name]
-    with arguments.main_process_first():  # what the first process writes must not look like another run to the others
-        known = run_folder.check_same_run(out, options)
-        finished = (out / "result.json").is_file()
-        checkpoint = run_folder.last_complete_checkpoint(out) if known else None
-        if arguments.should_save and not finished:
-            out.mkdir(parents=True, exist_ok=True)
-            run_folder.write_json(out / "run.json", options)
-            run_folder.drop_other_checkpoints(out, keep=checkpoint)
-    if finished:
-        print(f"{out} holds this run, finished: see {out / 'result.json'}")
-        return
+    with run_folder.open_run(out, options) as (finished, checkpoint):
+        if finished:
+            print(f"{out} holds this run, finished: see {out / 'result.json'}")
+            return
+        masked = getattr(config, "mask_special_tokens", shape.mask_special_tokens is not False)
+        end_of_text = tokenizer.eos_token_id if run.separate_documents else None
+        # Evaluations never count special tokens, so that all runs are judged on the same
+        learned, judged = (RowReader(tokenizer.all_special_ids if on else (), end_of_text) for on in (masked, True))
+        set_seed(run.seed)
+        model = build_model(config, shape.init_from)
+        rates = (optimizer.learning_rate, optimizer.gate_learning_rate, optimizer.weight_decay)
+        diluted = dilution.Dilution.from_folder(Path(run.dilute_with), run.dilute_up_to, data) if run.dilute_with else None
+        trainer = PerplexityTrainer(
+            model=model,
+            args=arguments,
+            train_dataset=train,
+            eval_dataset=validation,
+            data_collator=learned.collate,
+            processing_class=tokenizer,
+            callbacks=[run_folder.RunRecorder(out, tokens_per_step)],
+            eval_rows=optimizer.eval_rows,
+            eval_reader=judged,
+            optimizer_of=lambda model: torch.optim.AdamW(
+                parameter_groups(model, *rates), betas=(0.9, 0.95), fused=True
+            ),
+            past_of=diluted and diluted.past,
+        )
+        setup.check_sharding(trainer)
+        if arguments.should_save:  # not before: options that make no model or Trainer may be corrected
+            run_folder.begin_run(out, options, checkpoint)
+        note = f"from step {run_folder.checkpoint_step(checkpoint)}" if checkpoint else "from the start"
+        length = f"{arguments.max_steps:,} steps of {tokens_per_step:,} tokens"
+        setup.say(f"{model.num_parameters():,} parameters, {length}, {note}")
+        model, lines = setup.train_to_end(trainer, checkpoint)
 
-    masked = getattr(config, "mask_special_tokens", shape.mask_special_tokens is not False)
-    end_of_text = tokenizer.eos_token_id if run.separate_documents else None
-    # Evaluations never count special tokens, so that all runs are judged on the same
-    learned, judged = (RowReader(tokenizer.all_special_ids if on else (), end_of_text) for on in (masked, True))
-    set_seed(run.seed)
-    model = build_model(config, shape.init_from)
-    rates = (optimizer.learning_rate, optimizer.gate_learning_rate, optimizer.weight_decay)
-    recorder = run_folder.RunRecorder(out, tokens_per_step, checkpoint)
-    diluted = dilution.Dilution.from_folder(Path(run.dilute_with), run.dilute_up_to, data) if run.dilute_with else None
-    trainer = PerplexityTrainer(
-        model=model,
-        args=arguments,
-        train_dataset=train,
-        eval_dataset=validation,
-        data_collator=learned.collate,
-        processing_class=tokenizer,
-        callbacks=[recorder],
-        eval_rows=optimizer.eval_rows,
-        eval_reader=judged,
-        optimizer_of=lambda model: torch.optim.AdamW(
-            parameter_groups(model, *rates), betas=(0.9, 0.95), fused=True
-        ),
-        past_of=diluted and diluted.past,
-    )
-    setup.check_sharding(trainer)
-    note = f"from step {run_folder.checkpoint_step(checkpoint)}" if checkpoint else "from the start"
-    length = f"{arguments.max_steps:,} steps of {tokens_per_step:,} tokens"
-    setup.say(f"{model.num_parameters():,} parameters, {length}, {note}")
-    model = setup.train_to_end(trainer, checkpoint)
-
-    # Always in float32, so that recipes/evaluate_model.py finds the same number
-    validation_total = metrics.evaluate_rows(model, validation, optimizer.batch_size, judged)
-    setup.leave_process_group(trainer)
-    if not arguments.should_save:
-        return
-    model.config.use_cache = model.generation_config.use_cache = True  # the Trainer switched it off for training
-    model.save_pretrained(out)
-    tokenizer.save_pretrained(out)
-    gates = gate_values(model)
-    if gates:
-        run_folder.write_json(out / "gates.json", gates)
-        plot_gates(recorder.lines, out / "gates.png")
-    plot_loss_curve(recorder.lines, out / "loss_curve.png")
-    tokens = arguments.max_steps * tokens_per_step
-    result = {
-        "cross_entropy": validation_total["cross_entropy"],
-        "perplexity": validation_total["perplexity"],
-        "validation_tokens": validation_total["tokens"],
-        "tokens": tokens,
-        "steps": arguments.max_steps,
-        "parameters": model.num_parameters(),
-        "seconds": round(recorder.seconds, 1),
-        "tokens_per_second": round(tokens / recorder.seconds, 1),
-        **measurement.peak_memory(),
-        "seed": run.seed,
-        "gates": gates,
-        "data_fingerprint": fingerprint,
-        "options": options,
-        "command": shlex.join([Path(sys.executable).name, *sys.argv]),
-        **measurement.environment(),
-    }
-    run_folder.write_json(out / "result.json", result)  # the last file: it says that the run is finished
+        # Always in float32, so that recipes/evaluate_model.py finds the same number
+        validated = metrics.evaluate_rows(model, validation, optimizer.batch_size, judged)
+        setup.leave_process_group(trainer)
+        if not arguments.should_save:
+            return
+        model.config.use_cache = model.generation_config.use_cache = True  # the Trainer switched it off for training
+        model.save_pretrained(out)
+        tokenizer.save_pretrained(out)
+        gates = gate_values(model)
+        if gates:
+            write_json(out / "gates.json", gates)
+            plot_gates(lines, out / "gates.png")
+        plot_loss_curve(lines, out / "loss_curve.png")
+        tokens, seconds = arguments.max_steps * tokens_per_step, lines[-1]["seconds"]
+        result = {
+            "cross_entropy": validated["cross_entropy"],
+            "perplexity": validated["perplexity"],
+            "validation_tokens": validated["tokens"],
+            "tokens": tokens,
+            "steps": arguments.max_steps,
+            "parameters": model.num_parameters(),
+            "seconds": round(seconds, 1),
+            "tokens_per_second": round(tokens / seconds, 1),
+            **measurement.peak_memory(),
+            "seed": run.seed,
+            "gates": gates,
+            "data_fingerprint": fingerprint,
+            "options": options,
+            "command": shlex.join([Path(sys.executable).name, *sys.argv]),
+            **measurement.environment(),
+        }
+        write_json(out / "result.json", result)  # the last file: it says that the run is finished
     print(f"cross-entropy {result['cross_entropy']:.4f}, perplexity {result['perplexity']:.2f}, {out / 'result.json'}")
 
 

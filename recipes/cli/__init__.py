@@ -1,24 +1,25 @@
-"""The recipes' command lines: dataclass fields are the options, a YAML file sits under them, flags go above it.
+"""The recipes' command lines: the fields of dataclasses are the options; flags override the entries of a YAML file.
 
-Nothing here imports hf_infini before the options are read: that takes seconds, as torch and transformers come with it, and
-`--help` answers at once.
-
-Every recipe calls [`parse_options`] and wraps its `main` in [`exit_on_user_error`], so all of them read the same kind of
-file, fail the same way, and say what was given, what is allowed and how to fix it.
+Every recipe calls [`parse_options`] and wraps its `main` in [`exit_on_user_error`]. Nothing here imports hf_infini, which
+takes seconds: `--help` answers at once.
 """
 
+import argparse
 import difflib
 import functools
 import json
+import operator
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import field
+from dataclasses import field, fields
 from pathlib import Path
 
 # A program that starts recipes names in this environment variable the file that takes why one failed, as JSON
 # (`{"status", "reason"}`). An exit status would not do: launchers of distributed runs have their own.
 FAILURE_FILE = "HF_INFINI_FAILURE_FILE"
+# What an option's metadata may demand of its number, or of each in its list
+BOUNDS = {"at_least": operator.ge, "greater_than": operator.gt, "at_most": operator.le, "below": operator.lt}
 
 
 class UserError(Exception):
@@ -39,40 +40,54 @@ class NotPossible(UserError):
 def option(default, help_text: str, **metadata):
     """A field of an options dataclass: its default and its help text (with the unit).
 
-    Among the rest may be `choices`; `group`, the heading in `--help` under which this option and those behind it stand; and
-    `rare=True` for one that `--help` leaves out, as it is mostly set in a file: `--help_all` shows it.
+    `metadata` may have `choices`; the bounds of a number (`at_least=1`); `group`, the heading in `--help` of this option and
+    those after it; and `rare=True` for an option that only `--help_all` shows, as it is mostly set in a file.
     """
-    if isinstance(default, list):
-        return field(default_factory=lambda: list(default), metadata={"help": help_text, **metadata})
-    return field(default=default, metadata={"help": help_text, **metadata})
+    given = {"default_factory": default.copy} if isinstance(default, list) else {"default": default}
+    return field(**given, metadata={"help": help_text, **metadata})
 
 
 def parse_options(*option_classes: type, description: str, argv: Sequence[str] | None = None) -> tuple:
     """Parses flags, and the YAML file named by `--config`, into one instance of each dataclass.
 
-    The file's entries go through the same parser as the flags and stand before them, so that types and choices are
-    checked in both and a flag wins over the file.
+    The file's entries become flags in front of the given ones: types and choices are checked in both, and a given flag wins.
 
     Args:
         option_classes: dataclasses; each field is an option, its `metadata["help"]` the help text (with the unit).
         description: shown by `--help`, usually the recipe's docstring.
         argv: the arguments without the program's name; `None` reads `sys.argv`.
 
-    Exits with status 2 and a message on standard error when an option is unknown, missing or malformed.
+    Exits with status 2 and a message on standard error when an option is unknown, missing or malformed. Raises UserError
+    when a number is out of its bounds.
     """
     from .parser import GENERAL, OptionParser
 
     argv = list(sys.argv[1:] if argv is None else argv)
     parser = OptionParser(option_classes, description, show_all="--help_all" in argv)
-    parser.add_to(GENERAL, "--config", metavar="FILE.yaml", help="YAML file of options; flags override its entries.")
-    file_name = _config_file(argv)
+    config = {"metavar": "FILE.yaml", "help": "YAML file of options; flags override its entries."}
+    parser.group(GENERAL).add_argument("--config", **config)
+    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False, usage=parser.usage)
+    finder.add_argument("--config", **config)
+    file_name = finder.parse_known_args(argv)[0].config
     if file_name is not None:
         argv = _arguments_from_yaml(file_name, parser) + argv
-    *options, namespace, unknown = parser.parse_args_into_dataclasses(argv, return_remaining_strings=True)
+    *options, _, unknown = parser.parse_args_into_dataclasses(argv, return_remaining_strings=True)
     if unknown:
         known = [flag for action in parser._actions for flag in action.option_strings]
         parser.error(f"unrecognised arguments: {' '.join(unknown)}{_nearest(unknown[0], known)}")
+    for group in options:
+        _check_bounds(group)
     return tuple(options)
+
+
+def _check_bounds(options) -> None:
+    for described in fields(options):
+        bounds = {name: described.metadata[name] for name in BOUNDS if name in described.metadata}
+        value = getattr(options, described.name)
+        for number in value if isinstance(value, list) else [value]:
+            if number is not None and not all(BOUNDS[name](number, bound) for name, bound in bounds.items()):
+                wanted = " and ".join(f"{name.replace('_', ' ')} {bound}" for name, bound in bounds.items())
+                raise UserError(f"--{described.name} must be {wanted}, got {number}")
 
 
 def exit_on_user_error(main: Callable[..., None]) -> Callable[..., None]:
@@ -105,15 +120,6 @@ def report_failure(status: str, reason: str) -> None:
         part = Path(f"{file}.{os.getpid()}")  # of several processes the last one's is kept, whole
         part.write_text(json.dumps({"status": status, "reason": reason}), encoding="utf-8")
         os.replace(part, file)
-
-
-def _config_file(argv: list[str]) -> str | None:
-    for position, argument in enumerate(argv):
-        if argument == "--config" and position + 1 < len(argv):
-            return argv[position + 1]
-        if argument.startswith("--config="):
-            return argument.removeprefix("--config=")
-    return None
 
 
 def _arguments_from_yaml(file_name: str, parser) -> list[str]:

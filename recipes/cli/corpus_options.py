@@ -4,9 +4,6 @@ from dataclasses import dataclass, field
 
 from . import option
 
-# The options of `corpora.selection.select_documents`; the others are those of `corpora.sources.iterate_documents`.
-SELECTION = ("prose_filter", "prose_host", "prose_min_characters", "fraction")
-
 
 @dataclass
 class CorpusOptions:
@@ -19,15 +16,16 @@ class CorpusOptions:
     dataset_config: str | None = option(None, "Datasets on the Hub: the configuration's name.")
     dataset_split: str = option("train", "Datasets: the split to read.")
     revision: str | None = option(None, "Sources on the Hub: branch, tag or commit.")
-    biographies: int = option(1000, "Generated biographies: how many.", group="generated biographies")
+    biographies: int = option(1000, "Generated biographies: how many.", at_least=1, group="generated biographies")
     biography_distance: int = option(6000, "Generated biographies: characters between a fact and its return, at least.")
     prose_filter: bool = option(False, "Keep running prose only: from --prose_host, --prose_min_characters long, half "
                                 "of it in paragraphs of 80 characters or more; near-duplicates are removed.",
                                 group="choice of documents")
     prose_host: str = option("pt.wikipedia.org", "Prose filter: the host to keep, or 'any'; without a URL all pass.")
     prose_min_characters: int = option(1000, "Prose filter: the shortest document, in characters.")
-    fraction: float = option(1.0, "Share of the documents to use, 0 to 1; a smaller one is a part of a larger.")
-    max_documents: int = option(-1, "Stop reading after so many documents, in the corpus's order; -1 = no limit.")
+    fraction: float = option(1.0, "Share of the documents to use, 0 to 1; a smaller one is a part of a larger.",
+                             greater_than=0, at_most=1)
+    max_documents: int | None = option(None, "Stop reading after so many documents, in the corpus's order.", at_least=1)
     skip_bad: bool = option(False, "Leave a damaged shard, text or JSONL file out as a whole, listed in the manifest, "
                             "instead of stopping.")
     seed: int = option(0, "Seed of every choice by chance.")

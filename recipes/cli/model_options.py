@@ -1,7 +1,6 @@
 """The options that say which model a recipe trains, and the configuration and model that they make.
 
-What a memory and the heads of a model from scratch can be told (names, types, choices, help texts) comes from hf_infini's
-modules of options.
+Names, types, choices and help texts come from hf_infini's modules of options, where it has the option.
 """
 
 import copy
@@ -94,23 +93,25 @@ def build_config(options: ModelOptions, tokenizer, context: int):
 
     from hf_infini import CausalMHAConfig, InfiniGPT2Config
     from hf_infini.configuration_causal_mha import NEEDS
+    from hf_infini.configurations import context_limit
 
     family = options.model
+    if not 0 <= options.dropout < 1:
+        raise NotPossible(f"--dropout must be at least 0 and below 1; got {options.dropout}")
     if options.attention not in (None, *ATTENTIONS[family]):
         raise NotPossible(f"--attention {options.attention}, but --model {family} has {', '.join(ATTENTIONS[family])}")
-    given = _given(options, (*MEMORY, *SCRATCH))
-    for name in given.keys() - {*MEMORY, "attention", "position_encoding"} if family == "gpt2" else ():
+    given = _given(options, (*SIZES, *MEMORY, *SCRATCH))
+    for name in given.keys() - {*SIZES, *MEMORY, "attention", "position_encoding"} if family == "gpt2" else ():
         raise NotPossible(f"--{name} belongs to --model causal_mha and does nothing with --model gpt2: leave it out")
     start = {} if options.init_from is None else _config_of(options, tokenizer)
     values = {"n_layer": 4, "n_embd": 256, "n_head": 4, "position_encoding": "learned"}
     values |= {"vocab_size": len(tokenizer), "n_positions": context, "attention": ATTENTIONS[family][0]}
-    values |= start | _given(options, SIZES) | given
+    values |= start | given
     values |= {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
 
     # An option that needs another one is refused where it was given, and left behind where --init_from has it
-    memory = {name: needed for name, needed in NEEDS.items() if name in MEMORY}
-    for name, (needed, kinds) in (NEEDS if family == "causal_mha" else memory).items():
-        if values[needed] not in kinds:
+    for name, (needed, kinds) in NEEDS.items():
+        if values[needed] not in kinds and (name in MEMORY or family == "causal_mha"):
             if name in given:
                 raise NotPossible(
                     f"--{name} belongs to --{needed} {' or '.join(kinds)} and does nothing with "
@@ -140,11 +141,17 @@ def build_config(options: ModelOptions, tokenizer, context: int):
             values.pop("mask_special_tokens", None)  # of what is learned to be predicted, which the recipe sees to
     try:
         config = config_class(**values)
-    except Exception as error:  # strict dataclasses wrap what their checks raise in classes of their own
+    except Exception as error:  # strict dataclasses wrap what their checks raise in other classes
         raise NotPossible(str(error.__cause__ or error)) from error
     if config.n_embd % config.n_head:
         raise NotPossible(f"--n_head {config.n_head} does not divide --n_embd {config.n_embd}")
-    _check_reach(options, config, context)
+    limit = context_limit(config)
+    if limit is not None and limit < context:
+        other = "--attention infini --position_encoding segment" if family == "gpt2" else "--position_encoding rope"
+        raise UserError(
+            f"--init_from: {options.init_from} has {limit} positions, the data's rows {context} tokens: prepare shorter "
+            f"rows, or use {other}"
+        )
     return config
 
 
@@ -214,16 +221,3 @@ def _config_of(options: ModelOptions, tokenizer) -> dict:
         raise UserError(f"--init_from: {folder} knows {config.vocab_size} tokens, the data has {len(tokenizer)}")
     own = ("model_type", "architectures", "auto_map", "use_cache")  # of the folder's class and its last use
     return {name: value for name, value in config.to_dict().items() if name not in own}
-
-
-def _check_reach(options: ModelOptions, config, context: int) -> None:
-    """UserError when the model that training starts from has too few positions for the data's rows."""
-    from hf_infini.configurations import context_limit
-
-    limit = context_limit(config)
-    if limit is not None and limit < context:
-        other = "--attention infini --position_encoding segment" if options.model == "gpt2" else "--position_encoding rope"
-        raise UserError(
-            f"--init_from: {options.init_from} has {limit} positions, the data's rows {context} tokens: prepare shorter "
-            f"rows, or use {other}"
-        )

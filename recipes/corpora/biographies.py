@@ -173,29 +173,20 @@ class _Slots(dict):
         self.rng, self.names, self.birth_year = rng, names, person.birth_year
 
     def __missing__(self, slot: str) -> str:
-        kind = slot.rstrip("23")
-        if kind == "year":
-            value = str(self.birth_year + self.rng.randint(16, 68))
-        elif kind == "later":
-            value = str(min(2020, self.birth_year + self.rng.randint(75, 120)))
-        elif kind == "born":
-            value = str(self.birth_year + self.rng.randint(-25, 30))
-        elif kind == "count":
-            value = str(self.rng.randint(11, 97))
-        elif kind == "city":
-            value = self.rng.choice(SENTENCES["cities"])
-        elif kind == "month":
-            value = self.rng.choice(SENTENCES["months"])
-        elif kind in ("man", "woman"):
-            value = _person(self.names, "m" if kind == "man" else "f")
-        elif kind == "family":
-            value = _surname(self.names)
-        elif kind == "district":
-            value = self.names.bairro()
-        else:
-            raise KeyError(slot)
-        self[slot] = value
-        return value
+        make = {
+            "year": lambda: str(self.birth_year + self.rng.randint(16, 68)),
+            "later": lambda: str(min(2020, self.birth_year + self.rng.randint(75, 120))),
+            "born": lambda: str(self.birth_year + self.rng.randint(-25, 30)),
+            "count": lambda: str(self.rng.randint(11, 97)),
+            "city": lambda: self.rng.choice(SENTENCES["cities"]),
+            "month": lambda: self.rng.choice(SENTENCES["months"]),
+            "man": lambda: _person(self.names, "m"),
+            "woman": lambda: _person(self.names, "f"),
+            "family": lambda: _surname(self.names),
+            "district": lambda: self.names.bairro(),
+        }
+        self[slot] = make[slot.rstrip("23")]()
+        return self[slot]
 
 
 def _first_name(names, gender: str) -> str:

@@ -1,8 +1,6 @@
 """From documents to rows of tokens, in Arrow files that are mapped into memory: nothing holds a corpus as Python objects."""
 
-import contextlib
 import hashlib
-import os
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -11,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from .documents import Document
 from .selection import choose
-from .tokenization import encode_texts, make_tokenizer
+from .tokenization import build_character_tokenizer, encode_texts, load_tokenizer, train_bpe
 
 if TYPE_CHECKING:
     import datasets
@@ -20,6 +18,7 @@ if TYPE_CHECKING:
 DOCUMENTS = "documents.arrow"
 _FIELDS = ("id", "title", "source", "text")
 _BATCH_CHARACTERS = 4_000_000  # of text in memory at a time while writing or tokenising
+_BATCH_ROWS = 512
 
 
 def write_documents(documents: Iterable[Document], folder: Path) -> int:
@@ -27,12 +26,10 @@ def write_documents(documents: Iterable[Document], folder: Path) -> int:
     import pyarrow as pa
 
     schema = pa.schema([(name, pa.large_string()) for name in _FIELDS])
-    count = 0
     with pa.ipc.new_stream(str(folder / DOCUMENTS), schema) as writer:
         for batch in _batches(documents, lambda document: len(document.text)):
-            count += len(batch)
             writer.write_batch(pa.record_batch([[getattr(row, name) for row in batch] for name in _FIELDS], schema))
-    return count
+    return len(read_documents(folder))
 
 
 def read_documents(folder: Path) -> "datasets.Dataset":
@@ -42,22 +39,8 @@ def read_documents(folder: Path) -> "datasets.Dataset":
     return datasets.Dataset.from_file(str(folder / DOCUMENTS))
 
 
-def write_jsonl(documents: "datasets.Dataset", path: Path) -> None:
-    """Writes documents, one JSON object a line; the file appears when it is complete."""
-    partial = path.with_name(f"{path.name}.partial")
-    with quiet_datasets():
-        documents.to_json(partial, force_ascii=False)
-    os.replace(partial, path)
-
-
 def save_tokenizer(
-    training: "datasets.Dataset",
-    folder: Path,
-    *,
-    tokenizer: str = "bpe",
-    tokenizer_sample: float = 0.35,
-    seed: int = 0,
-    **settings,
+    training: "datasets.Dataset", folder: Path, *, tokenizer: str, vocab_size: int, tokenizer_sample: float, seed: int
 ) -> dict:
     """Makes the corpus's tokenizer and saves it into `folder`.
 
@@ -65,16 +48,20 @@ def save_tokenizer(
         training: the training documents.
         folder: for `AutoTokenizer.from_pretrained`.
         tokenizer: "bpe", "characters", or a ready tokenizer's name or folder.
+        vocab_size: entries of a BPE.
         tokenizer_sample: the share of the training documents that a BPE is trained on; characters are taken from all.
         seed: of the choice of these documents.
-        settings: further arguments of [`make_tokenizer`].
 
     Returns:
         `{"vocabulary", "eos_token_id", "pad_token_id", "learned_from_documents"}`.
     """
     share = {"bpe": tokenizer_sample, "characters": 1.0}.get(tokenizer, 0.0)
     chosen = choose(training["id"][:], share, seed, "tokenizer")
-    made = make_tokenizer(tokenizer, iter(training.select(chosen)["text"]), **settings)
+    texts = iter(training.select(chosen)["text"])
+    if tokenizer == "bpe":
+        made = train_bpe(texts, vocab_size)
+    else:
+        made = build_character_tokenizer(texts) if tokenizer == "characters" else load_tokenizer(tokenizer)
     made.save_pretrained(folder)
     return {
         "vocabulary": len(made),
@@ -119,45 +106,48 @@ def pack_rows(
     counts.update(dropped_tail_tokens=len(rest))
 
 
-def save_rows(batches: "Iterable[tuple[np.ndarray, ...]]", columns: Sequence[str], context: int, folder: Path) -> dict:
-    """Saves rows of `context` numbers as a dataset with these columns (int32), one batch in memory at a time.
-
-    Args:
-        batches: an array [rows, context] for each column.
-        folder: for `datasets.load_from_disk`.
-
-    Returns:
-        `{"blocks", "tokens", "sha256"}`: rows, their tokens, and the hash of the arrays one after the other, as
-        little-endian 32-bit integers.
-    """
+def write_rows(batches: "Iterable[dict[str, np.ndarray]]", columns: Sequence[str], context: int, folder: Path) -> dict:
+    """[`save_rows`] for rows that are made one batch after the other: an array [rows, context] for each column."""
     import numpy as np
     import pyarrow as pa
     from datasets import Dataset, Features, List, Value
 
     features = Features({name: List(Value("int32"), length=context) for name in columns})
-    digest, count = hashlib.sha256(), 0
-    # `Dataset.from_file` maps this file, so that the rows are never all in memory; it may not lie where they go.
-    stream_file = folder / "stream" / "rows.arrow"
-    stream_file.parent.mkdir(parents=True, exist_ok=True)
-    with pa.ipc.new_stream(str(stream_file), features.arrow_schema) as writer:
+    # This file is mapped into memory, so that the rows are never all there; it may not lie where they go.
+    file = folder / "stream" / "rows.arrow"
+    file.parent.mkdir(parents=True)
+    with pa.ipc.new_stream(str(file), features.arrow_schema) as writer:
         for batch in batches:
-            count += len(batch[0])
-            arrays = [np.ascontiguousarray(array, dtype="<i4").reshape(-1) for array in batch]
-            for array in arrays:
-                digest.update(array.tobytes())
-            lists = [pa.FixedSizeListArray.from_arrays(pa.array(array, pa.int32()), context) for array in arrays]
+            values = (pa.array(np.ravel(batch[name]), pa.int32()) for name in columns)
+            lists = [pa.FixedSizeListArray.from_arrays(column, context) for column in values]
             writer.write_batch(pa.record_batch(lists, schema=features.arrow_schema))
-    with quiet_datasets():
-        Dataset.from_file(str(stream_file)).save_to_disk(str(folder))
-    shutil.rmtree(stream_file.parent)
-    return {"blocks": count, "tokens": count * context, "sha256": digest.hexdigest()}
+    saved = save_rows(Dataset.from_file(str(file)), folder)
+    shutil.rmtree(file.parent)
+    return saved
 
 
-def chosen_rows(rows: "datasets.Dataset", numbers: "np.ndarray", context: int) -> "Iterator[tuple[np.ndarray]]":
-    """The rows of these numbers, in their order, in batches for [`save_rows`]."""
-    rows, step = rows.with_format("numpy"), max(1, _BATCH_CHARACTERS // context)
-    for start in range(0, len(numbers), step):
-        yield (rows[numbers[start : start + step]]["input_ids"],)
+def save_rows(rows: "datasets.Dataset", folder: Path) -> dict:
+    """Saves rows of one length for `datasets.load_from_disk`.
+
+    Returns:
+        `{"blocks", "tokens", "sha256"}`: rows, their tokens, and the hash of the columns as little-endian 32-bit integers,
+        one after the other in batches of 512 rows.
+    """
+    rows.save_to_disk(folder)
+    digest, tokens = hashlib.sha256(), 0
+    for batch in rows.with_format("numpy").iter(_BATCH_ROWS):
+        tokens += batch["input_ids"].size
+        for column in batch.values():
+            digest.update(column.astype("<i4").tobytes())
+    return {"blocks": len(rows), "tokens": tokens, "sha256": digest.hexdigest()}
+
+
+def read_rows(folder: Path, column: str = "input_ids") -> "np.ndarray":
+    """A column of a folder of [`save_rows`], [rows, context] int32."""
+    from datasets import load_from_disk
+
+    rows = load_from_disk(folder)
+    return rows.data.column(column).combine_chunks().flatten().to_numpy().reshape(len(rows), -1)
 
 
 def shuffle_blocks(count: int, shares: dict[str, float], seed: int) -> dict[str, "np.ndarray"]:
@@ -176,18 +166,6 @@ def shuffle_blocks(count: int, shares: dict[str, float], seed: int) -> dict[str,
         held_out = max(1, round(share * count)) if share > 0 else 0
         splits[name], order = order[:held_out], order[held_out:]
     return {"train": order, **splits}
-
-
-@contextlib.contextmanager
-def quiet_datasets() -> Iterator[None]:
-    """Without the progress bars of `datasets`, which would stand between those of the recipes."""
-    from datasets.utils import disable_progress_bars, enable_progress_bars
-
-    disable_progress_bars()
-    try:
-        yield
-    finally:
-        enable_progress_bars()
 
 
 def _batches(items: Iterable, size_of: Callable[..., int]) -> Iterator[list]:

@@ -35,12 +35,11 @@ class Document:
 
 @dataclass
 class ReadingLog:
-    """What reading a corpus met: `files` read, `skipped` files with reasons, documents `dropped` by reason, `notes`."""
+    """What reading a corpus met: `files` read, `skipped` files with reasons, documents `dropped` by reason."""
 
     files: list[dict] = field(default_factory=list)
     skipped: list[dict] = field(default_factory=list)
     dropped: Counter = field(default_factory=Counter)
-    notes: list[str] = field(default_factory=list)
 
 
 def inner_suffix(path: Path) -> str:
@@ -48,23 +47,18 @@ def inner_suffix(path: Path) -> str:
     return (Path(path.stem) if path.suffix in _COMPRESSED else path).suffix.lower()
 
 
-def decompress(path: Path, limit: int | None = None) -> bytes:
-    """The content of a plain, gzip, xz or bzip2 file; a `UserError` if it is damaged, empty or above `limit` bytes."""
-    opener = _COMPRESSED.get(path.suffix, open)
+def read_text(path: Path) -> str:
+    """The UTF-8 text (without its byte-order mark) of a plain, gzip, xz or bzip2 file.
+
+    Raises UserError if the file is damaged, empty or not UTF-8.
+    """
     try:
-        with opener(path, "rb") as file:
-            data = file.read() if limit is None else file.read(limit + 1)
+        with _COMPRESSED.get(path.suffix, open)(path, "rb") as file:
+            data = file.read()
     except (EOFError, zlib.error, lzma.LZMAError, OSError) as error:
         raise UserError(f"{path}: damaged or truncated, it cannot be read to its end ({one_line(error)})") from error
     if not data:
         raise UserError(f"{path}: the file is empty")
-    if limit is not None and len(data) > limit:
-        raise UserError(f"{path}: more than {limit:,} bytes once decompressed; no real shard is that large")
-    return data
-
-
-def decode(data: bytes, path: Path) -> str:
-    """Bytes as UTF-8 (a byte-order mark is dropped); a `UserError` names the first bad byte."""
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:

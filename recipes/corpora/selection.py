@@ -19,32 +19,8 @@ _BANDS, _ROWS = 16, 4
 _NEAR_DUPLICATE = 0.7  # estimated Jaccard similarity of two documents' five-word shingles
 
 
-def select_documents(
-    documents: Iterable[Document],
-    log: ReadingLog,
-    *,
-    prose_filter: bool = False,
-    prose_host: str = "pt.wikipedia.org",
-    prose_min_characters: int = 1000,
-    fraction: float = 1.0,
-    seed: int = 0,
-) -> Iterable[Document]:
-    """Applies [`keep_prose`] (`prose_host` "any" takes all), [`drop_near_duplicates`] and [`keep_fraction`], as asked.
-
-    The prose filter removes near-duplicates too. The fraction is taken of what the filters leave.
-    """
-    if prose_filter:
-        host = None if prose_host == "any" else prose_host
-        documents = drop_near_duplicates(keep_prose(documents, log, host=host, min_characters=prose_min_characters), log)
-    return documents if fraction >= 1 else keep_fraction(documents, fraction, seed, log)
-
-
 def keep_prose(
-    documents: Iterable[Document],
-    log: ReadingLog,
-    *,
-    host: str | None = "pt.wikipedia.org",
-    min_characters: int = 1000,
+    documents: Iterable[Document], log: ReadingLog, *, host: str | None, min_characters: int
 ) -> Iterator[Document]:
     """Yields the documents that are running prose and counts the others, by reason, in `log.dropped`.
 

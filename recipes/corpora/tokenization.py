@@ -5,10 +5,13 @@ All three come back as fast `transformers` tokenizers with an end-of-text token 
 `save_pretrained` wrote.
 """
 
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from cli import UserError
+
+from .documents import one_line
 
 if TYPE_CHECKING:
     import numpy as np
@@ -19,88 +22,39 @@ PADDING = "<|pad|>"
 UNKNOWN = "<|unk|>"
 
 
-def make_tokenizer(
-    kind: str,
-    texts: Iterable[str],
-    *,
-    vocab_size: int = 8000,
-    eos_token: str = END_OF_TEXT,
-    pad_token: str = PADDING,
-    unk_token: str = UNKNOWN,
-) -> "PreTrainedTokenizerBase":
-    """The tokenizer of `--tokenizer`: "bpe" and "characters" learn from `texts`, anything else is a ready one's name.
-
-    An `unk_token` of "none" leaves it out.
-    """
-    if kind == "bpe":
-        return train_bpe(texts, vocab_size, eos_token=eos_token, pad_token=pad_token)
-    if kind == "characters":
-        unknown = None if unk_token == "none" else unk_token
-        return build_character_tokenizer(texts, eos_token=eos_token, pad_token=pad_token, unk_token=unknown)
-    return load_tokenizer(kind)
-
-
-def train_bpe(
-    texts: Iterable[str], vocab_size: int, *, eos_token: str = END_OF_TEXT, pad_token: str = PADDING
-) -> "PreTrainedTokenizerBase":
+def train_bpe(texts: Iterable[str], vocab_size: int) -> "PreTrainedTokenizerBase":
     """Trains a byte-level BPE tokenizer, for which `decode(encode(text)) == text` holds for every text.
 
     Args:
         texts: the training texts, read once.
-        vocab_size: entries of the vocabulary, the 256 bytes and the special tokens among them. A small corpus can give
+        vocab_size: entries of the vocabulary, the 256 bytes and the 2 special tokens among them. A small corpus can give
             fewer: no pair of tokens that occurs only once is merged.
-        eos_token, pad_token: the special tokens; the same string for both makes them one.
 
     Raises:
         UserError: `vocab_size` has no room for the bytes and the special tokens.
     """
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from tokenizers import ByteLevelBPETokenizer, Tokenizer
 
-    special_tokens = list(dict.fromkeys([eos_token, pad_token]))
-    if vocab_size < 256 + len(special_tokens):
-        raise UserError(
-            f"--vocab_size is {vocab_size}; byte-level BPE needs at least {256 + len(special_tokens)} "
-            f"(256 bytes and {len(special_tokens)} special tokens)"
-        )
-    backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        min_frequency=2,
-        special_tokens=special_tokens,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-    )
-    backend.train_from_iterator(texts, trainer=trainer)
-    return _wrap(backend, eos_token=eos_token, pad_token=pad_token)
+    if vocab_size < 258:
+        raise UserError(f"--vocab_size is {vocab_size}; byte-level BPE needs at least 258 (256 bytes and 2 special tokens)")
+    trained = ByteLevelBPETokenizer()
+    trained.train_from_iterator(texts, vocab_size, min_frequency=2, special_tokens=[END_OF_TEXT, PADDING])
+    return _wrap(Tokenizer.from_str(trained.to_str()))
 
 
-def build_character_tokenizer(
-    texts: Iterable[str],
-    *,
-    eos_token: str = END_OF_TEXT,
-    pad_token: str = PADDING,
-    unk_token: str | None = UNKNOWN,
-) -> "PreTrainedTokenizerBase":
+def build_character_tokenizer(texts: Iterable[str]) -> "PreTrainedTokenizerBase":
     """Builds a tokenizer with one token per character (Unicode code point) that occurs in `texts`.
 
-    The special tokens come first, then the characters in code-point order. Without an `unk_token`, [`encode_texts`]
-    refuses a text with a character that is not in the vocabulary.
+    The special tokens come first, among them one for unknown characters, then the characters in code-point order.
     """
     from tokenizers import Tokenizer, decoders, models
 
-    characters: set[str] = set()
-    for text in texts:
-        characters.update(text)
-    special_tokens = [token for token in dict.fromkeys([eos_token, pad_token, unk_token]) if token]
-    clash = [token for token in special_tokens if token in characters]
-    if clash:
-        raise UserError(f"the special token {clash[0]!r} is a character of the corpus; choose a longer string")
-    vocabulary = {token: number for number, token in enumerate([*special_tokens, *sorted(characters)])}
+    characters = sorted(set(itertools.chain.from_iterable(texts)))
+    vocabulary = {token: number for number, token in enumerate([END_OF_TEXT, PADDING, UNKNOWN, *characters])}
     # A BPE without merges splits into characters and, unlike WordLevel, needs no regular expression to do so.
-    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token=unk_token, fuse_unk=False))
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token=UNKNOWN, fuse_unk=False))
     backend.decoder = decoders.Fuse()
-    return _wrap(backend, eos_token=eos_token, pad_token=pad_token, unk_token=unk_token)
+    return _wrap(backend, unk_token=UNKNOWN)
 
 
 def load_tokenizer(name_or_path: str) -> "PreTrainedTokenizerBase":
@@ -119,7 +73,7 @@ def load_tokenizer(name_or_path: str) -> "PreTrainedTokenizerBase":
     except (OSError, ValueError, KeyError) as error:
         raise UserError(
             f"--tokenizer: {name_or_path!r} is not 'bpe' or 'characters', and cannot be loaded as a tokenizer "
-            f"({' '.join(str(error).split())[:300]})"
+            f"({one_line(error)[:300]})"
         ) from error
     if tokenizer.eos_token_id is None:
         raise UserError(f"--tokenizer {name_or_path}: it has no end-of-text token (eos_token) to put between documents")
@@ -129,54 +83,28 @@ def load_tokenizer(name_or_path: str) -> "PreTrainedTokenizerBase":
 
 
 def encode_texts(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str]) -> "list[np.ndarray]":
-    """The token ids (int64) of each text, without added special tokens.
+    """The token ids (int64) of each text (one at least), without added special tokens.
 
     A text that spells a special token out is encoded as plain text: only the caller puts end-of-text tokens between
     documents.
-
-    Raises:
-        UserError: a character is not in the vocabulary and there is no token for unknown ones.
     """
     import numpy as np
 
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        encoded = tokenizer(list(texts), add_special_tokens=False, split_special_tokens=True, verbose=False)
-        return [np.asarray(ids, dtype=np.int64) for ids in encoded["input_ids"]]
-    before = backend.encode_special_tokens
-    backend.encode_special_tokens = True
-    try:
-        # The fast variant computes no offsets into the text, which nobody needs here.
-        encodings = backend.encode_batch_fast(list(texts), add_special_tokens=False)
-    finally:
-        backend.encode_special_tokens = before
-    arrays = [np.asarray(encoding.ids, dtype=np.int64) for encoding in encodings]
-    if _is_character_level(tokenizer) and tokenizer.unk_token_id is None:
-        for text, ids in zip(texts, arrays, strict=True):
-            if len(ids) != len(text):  # the model leaves unknown characters out in silence
-                unknown = sorted(set(text) - set(tokenizer.get_vocab()))
-                raise UserError(
-                    f"the characters {unknown[:10]} are not in the vocabulary; give --unk_token or --split_by block"
-                )
-    return arrays
+    encoded = tokenizer(
+        list(texts), add_special_tokens=False, split_special_tokens=True, return_attention_mask=False, verbose=False
+    )
+    return [np.asarray(ids, dtype=np.int64) for ids in encoded["input_ids"]]
 
 
-def _is_character_level(tokenizer) -> bool:
-    from tokenizers import models
-
-    model = tokenizer.backend_tokenizer.model
-    return isinstance(model, models.BPE) and tokenizer.backend_tokenizer.pre_tokenizer is None
-
-
-def _wrap(backend, *, eos_token: str, pad_token: str, unk_token: str | None = None) -> "PreTrainedTokenizerBase":
+def _wrap(backend, **special_tokens: str) -> "PreTrainedTokenizerBase":
     from transformers import PreTrainedTokenizerFast
 
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
-        bos_token=eos_token,
-        eos_token=eos_token,
-        pad_token=pad_token,
-        unk_token=unk_token,
+        bos_token=END_OF_TEXT,
+        eos_token=END_OF_TEXT,
+        pad_token=PADDING,
         clean_up_tokenization_spaces=False,
         model_input_names=["input_ids", "attention_mask"],
+        **special_tokens,
     )

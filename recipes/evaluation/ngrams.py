@@ -13,10 +13,12 @@ Bauman Peto, "A hierarchical Dirichlet language model", Natural Language Enginee
 `ALPHAS` under which the training tokens, each left out of the counts when it is predicted, are likeliest: leaving-one-out
 (Ney, Essen and Kneser, "On structuring probabilistic dependences in stochastic language modelling", Computer Speech and
 Language 8(1), 1994). No held-out token takes part in that.
+
+A window of k + 1 tokens is one integer, its code: its tokens are the digits of a number to the base V, the predicted token
+last.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -27,25 +29,23 @@ from support.stages import read_json
 ALPHAS = tuple(2.0**power for power in range(-10, 21))
 
 
-@dataclass(frozen=True)
 class NgramCounts:
-    """How often each window of order + 1 tokens occurs.
-
-    A window is one integer: its tokens are the digits of a number to the base V, the predicted token last.
+    """How often each window of `order` + 1 tokens occurs in rows [R, T], and each context, such a window's first tokens.
 
     Attributes:
-        order: earlier tokens in a window.
-        vocabulary: V, the number of different tokens there may be.
         codes, counts: [n] the windows that occur, ascending, and how often.
-        contexts, totals: [m] the windows without their last token, ascending, and how often they are followed by any.
+        contexts, totals: [m] the contexts that occur, ascending, and how often they are followed by any token.
     """
 
-    order: int
-    vocabulary: int
-    codes: np.ndarray
-    counts: np.ndarray
-    contexts: np.ndarray
-    totals: np.ndarray
+    def __init__(self, rows: np.ndarray, order: int, vocabulary: int):
+        self.order, self.vocabulary = order, vocabulary
+        self.codes, self.counts = np.unique(encode_windows(rows, order, vocabulary), return_counts=True)
+        self.contexts, first = np.unique(self.codes // vocabulary, return_index=True)
+        self.totals = np.add.reduceat(self.counts, first) if len(first) else self.counts
+
+    def look_up(self, codes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """How often these windows and their contexts occur: [n] each."""
+        return _look_up(self.codes, self.counts, codes), _look_up(self.contexts, self.totals, codes // self.vocabulary)
 
 
 def name_of(order: int) -> str:
@@ -67,20 +67,8 @@ def encode_windows(rows: np.ndarray, order: int, vocabulary: int) -> np.ndarray:
         raise ValueError(f"windows of {order + 1} tokens of a vocabulary of {vocabulary:,} do not fit into 63 bits")
     if rows.size and not 0 <= rows.min() <= rows.max() < vocabulary:
         raise ValueError(f"token numbers go from {rows.min()} to {rows.max()}; a vocabulary of {vocabulary} ends below that")
-    length = rows.shape[1] - order
-    codes = np.zeros((len(rows), max(0, length)), dtype=np.int64)
-    for start in range(order + 1 if length > 0 else 0):
-        codes *= vocabulary
-        codes += rows[:, start : start + length]
-    return codes
-
-
-def count_ngrams(rows: np.ndarray, order: int, vocabulary: int) -> NgramCounts:
-    """Counts the windows of `order` + 1 tokens in `rows` [R, T]; order 0 counts every token, a row's first among them."""
-    codes, counts = np.unique(encode_windows(rows, order, vocabulary), return_counts=True)
-    contexts, first = np.unique(codes // vocabulary, return_index=True)
-    totals = np.add.reduceat(counts, first) if len(counts) else counts
-    return NgramCounts(order, vocabulary, codes, counts, contexts, totals)
+    length = max(0, rows.shape[1] - order)
+    return sum(rows[:, i : i + length].astype(np.int64) * vocabulary ** (order - i) for i in range(order + 1))
 
 
 def conditional_entropy(ngrams: NgramCounts) -> float:
@@ -91,41 +79,41 @@ def conditional_entropy(ngrams: NgramCounts) -> float:
     """
     if len(ngrams.codes) == 0:
         raise ValueError(f"there is no window of {ngrams.order + 1} tokens: the rows are too short")
-    totals = _look_up(ngrams.contexts, ngrams.totals, ngrams.codes // ngrams.vocabulary)
-    logarithms = np.log(ngrams.counts / totals)
-    return float(-(ngrams.counts * logarithms).sum() / ngrams.counts.sum())
+    counts, totals = ngrams.look_up(ngrams.codes)
+    return float(-(counts * np.log(counts / totals)).sum() / counts.sum())
 
 
-def probabilities(tables: list[NgramCounts], alphas: list[float], codes: np.ndarray, left_out: int = 0) -> np.ndarray:
-    """p_k of windows of order k, the order of the last table.
+def probabilities(
+    tables: Sequence[NgramCounts], alphas: Sequence[float], codes: np.ndarray, left_out: int = 0
+) -> np.ndarray:
+    """p_k of windows, where k is the order of the last table: [n].
 
     Args:
         tables: the counts of the orders 0 … k.
         alphas: α_0 … α_k.
-        codes: [n] windows of order k.
+        codes: [n] windows of order k or above.
         left_out: 1 takes the window itself out of all counts, where it must have been counted; 0 does not.
-
-    Returns [n].
     """
-    *below, table = tables
-    lower = _lower(below, alphas, table, codes, left_out)
-    return _smooth(table, alphas[len(below)], codes, lower, left_out)
+    estimate = 1 / tables[0].vocabulary
+    for table, alpha in zip(tables, alphas, strict=True):
+        counts, totals = table.look_up(codes % table.vocabulary ** (table.order + 1))
+        estimate = (counts - left_out + alpha * estimate) / (totals - left_out + alpha)
+    return estimate
 
 
-def choose_alphas(tables: list[NgramCounts]) -> list[float]:
+def choose_alphas(tables: Sequence[NgramCounts]) -> list[float]:
     """α of each order, from `ALPHAS`, by the likelihood of the counted tokens when each is left out of the counts."""
     alphas: list[float] = []
     for order, table in enumerate(tables):
-        lower = _lower(tables[:order], alphas, table, table.codes, left_out=1)
-        likelihoods = [
-            (table.counts * np.log(_smooth(table, alpha, table.codes, lower, left_out=1))).sum() for alpha in ALPHAS
-        ]
+        lower = probabilities(tables[:order], alphas, table.codes, left_out=1) if order else 1 / table.vocabulary
+        counts, totals = table.look_up(table.codes)
+        likelihoods = [(counts * np.log((counts - 1 + a * lower) / (totals - 1 + a))).sum() for a in ALPHAS]
         alphas.append(ALPHAS[int(np.argmax(likelihoods))])
     return alphas
 
 
 def held_out_loss(
-    tables: list[NgramCounts], alphas: list[float], rows: np.ndarray, ignored: Sequence[int] = ()
+    tables: Sequence[NgramCounts], alphas: Sequence[float], rows: np.ndarray, ignored: Sequence[int] = ()
 ) -> tuple[float, int]:
     """Sum of −ln p over the tokens that a model is judged on in `rows` [R, T] (all but each row's first, and the ids in
     `ignored`), and their number.
@@ -139,7 +127,7 @@ def held_out_loss(
     for order, columns in parts:
         codes = encode_windows(columns, order, vocabulary).reshape(-1)
         codes = codes[~np.isin(codes % vocabulary, ignored)]
-        loss -= float(np.log(probabilities(tables[: order + 1], alphas, codes)).sum())
+        loss -= float(np.log(probabilities(tables[: order + 1], alphas[: order + 1], codes)).sum())
         tokens += codes.size
     return loss, tokens
 
@@ -152,19 +140,6 @@ def read_baseline(file: Path, data_fingerprint: str) -> dict:
     if content["data_fingerprint"] != data_fingerprint:
         raise UserError(f"{file} is of other data than the run ({data_fingerprint}): count the n-grams of the run's")
     return content
-
-
-def _lower(below: list[NgramCounts], alphas, table: NgramCounts, codes: np.ndarray, left_out: int) -> np.ndarray:
-    """The estimate of the order below `table`'s for its windows: [n], or 1 / V below order 0."""
-    if not below:
-        return np.full(len(codes), 1 / table.vocabulary)
-    return probabilities(below, alphas, codes % table.vocabulary**table.order, left_out)
-
-
-def _smooth(table: NgramCounts, alpha: float, codes: np.ndarray, lower: np.ndarray, left_out: int) -> np.ndarray:
-    counts = _look_up(table.codes, table.counts, codes) - left_out
-    totals = _look_up(table.contexts, table.totals, codes // table.vocabulary) - left_out
-    return (counts + alpha * lower) / (totals + alpha)
 
 
 def _look_up(keys: np.ndarray, values: np.ndarray, wanted: np.ndarray) -> np.ndarray:

@@ -18,7 +18,7 @@ def prepared_rows(folder: Path, max_tokens: int | None = None) -> "list[Row]":
     """The rows of a prepared split as train.py reads them, up to the one with which `max_tokens` are reached."""
     from datasets import load_from_disk
 
-    rows = load_from_disk(str(folder)).with_format("numpy")
+    rows = load_from_disk(folder).with_format("numpy")
     labels = rows["labels" if "labels" in rows.column_names else "input_ids"]
     return _enough(list(zip(rows["input_ids"][:], labels[:], strict=True)), max_tokens)
 
@@ -37,7 +37,7 @@ def text_rows(tokenizer, texts: Sequence[str], length: int, max_tokens: int | No
 
 
 def measure_perplexity(
-    model, rows: "Sequence[Row]", reader, *, chunk: int, batch_size: int, precision: str = "float32"
+    model, rows: "Sequence[Row]", reader, chunk: int, batch_size: int, precision: str = "float32"
 ) -> dict:
     """`cross_entropy`, `perplexity`, `tokens`, `by_position` and `tokens_per_second` of rows of any lengths.
 

@@ -8,10 +8,9 @@ memory). Shapes and positions as in [`examples`].
 import random
 from collections.abc import Callable
 
-from .examples import Document, DoesNotFit, Encode, Example, Question
+from .examples import CODE, Document, DoesNotFit, Encode, Example, Question
 from .filler import Filler
 
-CODE = "\nO código de {name} é"
 TOKENS_PER_CODE = 64  # a row of 1,024 tokens has up to 16 people
 GAP = 40  # a row of n tokens has up to n / 40 tokens between two sentences
 FRESH, ECHO = (10, 50), (8, 24)  # tokens of a piece of new text, and of one that comes again

@@ -11,7 +11,10 @@ document's first token.
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+import yaml
 
 from .filler import Filler
 
@@ -20,19 +23,8 @@ if TYPE_CHECKING:
 
 Encode = Callable[[Sequence[str]], "list[np.ndarray]"]
 
-# {answer} is replaced by a space and five digits.
-NEEDLES = (
-    "\nO número secreto é{answer}. Lembre-se: o número secreto é{answer}.\n",
-    "\nAtenção: o número secreto é{answer}. Guarde-o bem, pois o número secreto é{answer}.\n",
-    "\nNeste texto há um número secreto, que é{answer}. Não se esqueça: o número secreto é{answer}.\n",
-    "\nAnote o número secreto, que é{answer}. Repetindo: o número secreto é{answer}.\n",
-)
-QUESTIONS = (
-    "\nQual é o número secreto? O número secreto é",
-    "\nQual era o número secreto mencionado acima? O número secreto é",
-    "\nDiga agora qual é o número secreto. O número secreto é",
-    "\nPergunta: qual é o número secreto? Resposta: o número secreto é",
-)
+_SENTENCES = yaml.safe_load(Path(__file__).with_name("sentences.yaml").read_text(encoding="utf-8"))
+NEEDLES, QUESTIONS, CODE = (_SENTENCES[kind] for kind in ("needles", "questions", "code"))
 
 
 class DoesNotFit(ValueError):

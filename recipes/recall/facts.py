@@ -184,6 +184,8 @@ def _ask_anywhere(
 
     Returns the row and, in the order of the questions, each fact's name and the places of its answer: stated and asked.
     """
+    import numpy as np
+
     ends = list(itertools.accumulate(map(len, statements), initial=opening_at))[1:]
     places = []
     for end, statement in zip(ends, statements, strict=True):
@@ -191,18 +193,17 @@ def _ask_anywhere(
         target = end + (rng.randint(0, far) if rng.random() < 0.5 else int((far + 1) ** rng.random()) - 1)
         target = next((border for border in ends if border >= target), target)
         places.append((target, rng.random(), end, statement))
-    document, done, stated, spans = Document(), 0, {}, []
-    for target, _, _, statement in sorted(places, key=lambda place: place[:2]):
-        for _, _, end, passed in places:
-            if done < end <= target:
-                last = document.length - done + end - len(passed.after) - 1
-                stated[passed.name] = (last - len(passed.answer) + 1, last)
-        document.add(text[done:target])
-        spans.append((statement.name, stated[statement.name], document.add(asks[statement.name], statement.answer)))
-        document.add(stop)
-        done = target
-    document.add(text[done:])
-    return document.tokens(), spans
+    places.sort(key=lambda place: place[:2])
+    pieces = [np.concatenate([asks[statement.name], statement.answer, stop]) for *_, statement in places]
+    targets, lengths = np.array([target for target, *_ in places]), np.array(list(map(len, pieces)))
+    spans = []
+    for (target, _, end, statement), earlier in zip(places, np.cumsum(lengths) - lengths, strict=True):
+        width = len(statement.answer)
+        stated = end - len(statement.after) - width
+        stated += int(lengths[targets <= stated].sum())
+        asked = target + int(earlier) + len(asks[statement.name])
+        spans.append((statement.name, (stated, stated + width - 1), (asked, asked + width - 1)))
+    return np.insert(text, np.repeat(targets, lengths), np.concatenate(pieces)), spans
 
 
 def _encode_opening(

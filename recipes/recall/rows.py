@@ -4,24 +4,25 @@ import functools
 import itertools
 import random
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cli import UserError
-from corpora.blocks import save_rows
+from corpora import blocks
+from corpora.biographies import portuguese_names
+from corpora.tokenization import encode_texts
 
 from .drills import codes_row, echo_row
 from .examples import DoesNotFit, Example, passkey_example
 from .facts import facts_row, paragraphs_row
-from .filler import Filler, TokenStream
+from .filler import Filler, read_stream
 
 if TYPE_CHECKING:
     import numpy as np
 
 KINDS = ("passkey", "facts", "codes", "echo", "paragraphs", "text")
 NOT_COUNTED = -100  # a label that adds nothing to the loss
-_ROWS_IN_MEMORY = 512
 
 
 def read_mix(entries: list[str]) -> dict[str, float]:
@@ -52,78 +53,64 @@ def deal_kinds(rows: int, shares: dict[str, float], rng: random.Random) -> list[
     return kinds
 
 
-class RowMaker:
-    """Makes the rows of one split; row number i depends on the split's name, the seed, and i alone.
+def make_rows(
+    tokenizer,
+    stream: "np.ndarray",
+    *,
+    split: str,
+    context: int,
+    rows: int,
+    shares: dict[str, float],
+    questions: int,
+    answers_only: bool,
+    seed: int,
+) -> "Iterator[tuple[str, np.ndarray, np.ndarray]]":
+    """Yields kind, tokens and labels of each row of one split, the arrays int64 of `context` tokens.
+
+    Row number i depends on the split's name, the seed, and i only.
 
     Args:
         tokenizer: that of the stream.
         stream: the split's own running text.
         split: its name; other splits have other people and other numbers.
         context: tokens per row.
+        rows: how many.
         shares: of `KINDS`, summing to 1.
         questions: how often a passkey row asks for its number.
         answers_only: only the answers are learned where a row asks; rows that ask nothing always are learned as a whole.
     """
+    encode, names, key = functools.partial(encode_texts, tokenizer), portuguese_names(), f"{split}/{seed}"
+    filler = Filler(stream, tokenizer.eos_token_id, encode(["\n\n"])[0])
+    kinds = deal_kinds(rows, shares, random.Random(key))
+    texts = _blocks_of_text(stream, context, kinds.count("text"), split, random.Random(f"{key}/blocks"))
+    examples: dict[str, Callable[[random.Random], Example]] = {
+        "passkey": lambda rng: passkey_example(rng, encode, filler, context, rng.random(), questions),
+        "facts": lambda rng: facts_row(rng, encode, names, filler, context),
+        "codes": lambda rng: codes_row(rng, encode, names, filler, context),
+        "echo": lambda rng: echo_row(rng, tokenizer.decode, filler, context),
+    }
+    for number, kind in enumerate(kinds):
+        rng = random.Random(f"{key}/{number}")
+        if kind in examples:
+            try:
+                example = examples[kind](rng)
+            except DoesNotFit as error:
+                raise UserError(f"--context {context}: {error}; give a longer --context") from error
+            yield kind, example.tokens, answer_labels(example) if answers_only else example.tokens
+        else:
+            tokens = next(texts) if kind == "text" else paragraphs_row(rng, encode, names, context)
+            yield kind, tokens, tokens
 
-    def __init__(
-        self,
-        tokenizer,
-        stream: TokenStream,
-        *,
-        split: str,
-        context: int,
-        rows: int,
-        shares: dict[str, float],
-        questions: int,
-        answers_only: bool,
-        seed: int,
-    ):
-        from corpora.biographies import portuguese_names
-        from corpora.tokenization import encode_texts
 
-        self.encode = functools.partial(encode_texts, tokenizer)
-        self.decode = tokenizer.decode
-        self.names, self.stream = portuguese_names(), stream
-        (blank_line,) = self.encode(["\n\n"])
-        self.filler = Filler(stream, tokenizer.eos_token_id, blank_line)
-        self.context, self.questions, self.answers_only = context, questions, answers_only
-        self.key = f"{split}/{seed}"
-        self.kinds = deal_kinds(rows, shares, random.Random(self.key))
-        blocks = len(stream) // context
-        if shares["text"] > 0 and blocks == 0:
-            raise UserError(f"the {split} text of {len(stream):,} tokens has no row of --context {context:,}")
-        # Every block of the text comes once before any comes again
-        needed = self.kinds.count("text")
-        self.blocks = random.Random(f"{self.key}/blocks").sample(range(blocks), min(needed, blocks))
-
-    def __iter__(self) -> "Iterator[tuple[str, np.ndarray, np.ndarray]]":
-        """Yields kind, tokens and labels of each row, the arrays int64 of `context` tokens."""
-        texts = 0
-        for number, kind in enumerate(self.kinds):
-            rng = random.Random(f"{self.key}/{number}")
-            if kind == "text":
-                tokens = self.stream.read(self.blocks[texts % len(self.blocks)] * self.context, self.context)
-                labels = tokens
-                texts += 1
-            elif kind == "paragraphs":
-                tokens = labels = paragraphs_row(rng, self.encode, self.names, self.context)
-            else:
-                example = self._example(kind, rng)
-                tokens = example.tokens
-                labels = answer_labels(example) if self.answers_only else tokens
-            yield kind, tokens, labels
-
-    def _example(self, kind: str, rng: random.Random) -> Example:
-        try:
-            if kind == "facts":
-                return facts_row(rng, self.encode, self.names, self.filler, self.context)
-            if kind == "codes":
-                return codes_row(rng, self.encode, self.names, self.filler, self.context)
-            if kind == "echo":
-                return echo_row(rng, self.decode, self.filler, self.context)
-            return passkey_example(rng, self.encode, self.filler, self.context, rng.random(), self.questions)
-        except DoesNotFit as error:
-            raise UserError(f"--context {self.context}: {error}; give a longer --context") from error
+def _blocks_of_text(
+    stream: "np.ndarray", context: int, count: int, split: str, rng: random.Random
+) -> "Iterator[np.ndarray]":
+    """Blocks of the stream in random order; every one comes once before any comes again."""
+    blocks_there = len(stream) // context
+    if count > 0 and blocks_there == 0:
+        raise UserError(f"the {split} text of {len(stream):,} tokens has no row of --context {context:,}")
+    for block in itertools.cycle(rng.sample(range(blocks_there), min(count, blocks_there))):
+        yield read_stream(stream, block * context, context)
 
 
 def answer_labels(example: Example) -> "np.ndarray":
@@ -137,30 +124,26 @@ def answer_labels(example: Example) -> "np.ndarray":
     return labels
 
 
-def write_rows(rows: "Iterable[tuple[str, np.ndarray, np.ndarray]]", count: int, context: int, folder: Path) -> dict:
-    """Saves rows as a dataset with the columns `input_ids` and `labels` (int32), a few hundred in memory at a time.
+def write_rows(rows: "Iterator[tuple[str, np.ndarray, np.ndarray]]", count: int, context: int, folder: Path) -> dict:
+    """Saves rows as a dataset with the columns `input_ids` and `labels` (int32), one in memory at a time.
 
     Args:
-        rows: kind, tokens and labels, as [`RowMaker`] yields them.
+        rows: of [`make_rows`].
         count: how many there are.
         folder: for `datasets.load_from_disk`.
 
     Returns:
-        `{"blocks", "tokens", "rows_by_kind", "counted_tokens", "sha256"}`: the tokens with a label are counted by kind of
-        row; the hash is over tokens and labels as little-endian 32-bit integers.
+        What [`corpora.blocks.save_rows`] does, `rows_by_kind`, and the `counted_tokens` (those with a label) by kind.
     """
-    import numpy as np
     from tqdm.auto import tqdm
 
     kinds, counted = Counter(), Counter()
-    rows = iter(tqdm(rows, total=count, desc="rows", unit="row"))
 
-    def batches() -> "Iterator[tuple[np.ndarray, np.ndarray]]":
-        while batch := list(itertools.islice(rows, _ROWS_IN_MEMORY)):
-            for kind, _, labels in batch:
-                kinds[kind] += 1
-                counted[kind] += int((labels != NOT_COUNTED).sum())
-            yield tuple(np.stack([row[place] for row in batch]) for place in (1, 2))
+    def arrays() -> "Iterator[dict[str, np.ndarray]]":
+        for kind, tokens, labels in tqdm(rows, total=count, desc="rows", unit="row"):
+            kinds[kind] += 1
+            counted[kind] += int((labels != NOT_COUNTED).sum())
+            yield {"input_ids": tokens, "labels": labels}
 
-    saved = save_rows(batches(), ["input_ids", "labels"], context, folder)
+    saved = blocks.write_rows(arrays(), ["input_ids", "labels"], context, folder)
     return {**saved, "rows_by_kind": dict(kinds), "counted_tokens": dict(counted)}

@@ -1,6 +1,5 @@
 """How often a model recalls: exact answers in [`examples`], by length and depth or by distance in segments."""
 
-import functools
 import itertools
 import json
 import math
@@ -12,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cli import UserError
+from corpora.biographies import invent_person, portuguese_names
+from corpora.tokenization import encode_texts
 from evaluation.inference import check_length
 from hf_infini.metrics import score_spans
 from support.markdown import markdown_table
@@ -19,7 +20,7 @@ from support.stages import write_json
 
 from .examples import DoesNotFit, Example, passkey_example
 from .facts import FACT_NAMES, fact_example
-from .filler import Filler, TokenStream
+from .filler import Filler
 
 _TRIES = 20  # examples drawn for each one wanted, before a distance is called impossible
 _GUESSED_FROM = 2000  # invented people
@@ -42,34 +43,24 @@ class Runner:
     Args:
         model: a causal language model in evaluation mode.
         tokenizer: its tokenizer.
-        chunk: tokens per call of the model.
-        batch_size: examples per call.
-        precision: "float32", or "bf16" for autocast.
-        samples: examples per cell.
-        seed: of the examples; the same for all cells, so that they ask about the same numbers and people.
+        options: of evaluate_model.py: `chunk`, `batch_size` and `precision` of the model's calls, `samples` (examples per
+            cell), and their `seed`, the same for all cells, so that they ask about the same numbers and people.
         file: keeps the finished cells, so that a task that was killed goes on where it was; delete it in the end.
         identity: JSON-safe; cells that were kept under another identity are not used.
     """
 
     model: object
     tokenizer: object
-    chunk: int
-    batch_size: int
-    precision: str
-    samples: int
-    seed: int
+    options: object
     file: Path
     identity: dict
 
-    def __post_init__(self):
-        from corpora.tokenization import encode_texts
-
-        self.identity = json.loads(json.dumps(self.identity))  # as it comes back from the file
-        self.encode = functools.partial(encode_texts, self.tokenizer)
+    def encode(self, texts: Sequence[str]) -> list:
+        return encode_texts(self.tokenizer, texts)
 
     def random(self, number: int) -> random.Random:
         """The source of example `number`: other people and numbers than prepare_recall.py's rows have."""
-        return random.Random(f"evaluation/{self.seed}/{number}")
+        return random.Random(f"evaluation/{self.options.seed}/{number}")
 
 
 # --- scoring ----------------------------------------------------------------------------------------------------------
@@ -128,17 +119,15 @@ def run_passkey(runner: Runner, texts: Sequence[str], lengths: Sequence[int], de
     import numpy as np
 
     end, *documents = runner.encode(["\n\n", *texts])
-    end_of_text = np.array([runner.tokenizer.eos_token_id])
-    stream = TokenStream([np.concatenate([document, end_of_text]) for document in documents])
-    filler = Filler(stream, runner.tokenizer.eos_token_id, end)
+    end_of_text = runner.tokenizer.eos_token_id
+    stream = np.concatenate([np.append(document, end_of_text) for document in documents])
+    filler = Filler(stream, end_of_text, end)
 
-    def run_cell(cell: dict, progress: Callable[[int], None]) -> dict:
-        def draw() -> Iterator[Example]:
-            for number in range(runner.samples):
-                yield passkey_example(runner.random(number), runner.encode, filler, cell["length"], cell["depth"])
-
+    def run_cell(cell: dict) -> dict:
         check_length(runner.model.config, cell["length"])
-        return summarize_answers(_ask(runner, draw(), progress))
+        numbers = map(runner.random, range(runner.options.samples))
+        examples = (passkey_example(rng, runner.encode, filler, cell["length"], cell["depth"]) for rng in numbers)
+        return summarize_answers(_ask(runner, examples))
 
     cells = [{"length": length, "depth": depth} for length in lengths for depth in depths]
     return {"cells": _run_cells(runner, cells, run_cell), "filler_tokens": len(stream)}
@@ -152,17 +141,14 @@ def run_facts(runner: Runner, distances: Sequence[int], segment_length: int, tex
     Args:
         texts: articles whose lines stand between a fact and its question; `None`: invented paragraphs.
     """
-    from corpora.biographies import portuguese_names
-
-    names, guesses = portuguese_names(), constant_guesses(runner.seed)
+    samples, names, guesses = runner.options.samples, portuguese_names(), constant_guesses(runner.options.seed)
     lines = None if texts is None else [line for text in texts for line in text.splitlines() if line.strip()]
 
-    def run_cell(cell: dict, progress: Callable[[int], None]) -> dict:
-        skipped, lengths, reasons = Counter(), [0], []
+    def run_cell(cell: dict) -> dict:
+        skipped, lengths, reasons = Counter(), [], []
 
         def draw() -> Iterator[Example]:
-            made = 0
-            for number in range(_TRIES * runner.samples):
+            for number in range(_TRIES * samples):
                 fact, rng = FACT_NAMES[number % len(FACT_NAMES)], runner.random(number)
                 try:
                     example = fact_example(rng, runner.encode, names, fact, cell["distance"], segment_length, lines)
@@ -172,14 +158,13 @@ def run_facts(runner: Runner, distances: Sequence[int], segment_length: int, tex
                     continue
                 lengths.append(len(example.tokens))
                 yield example
-                made += 1
-                if made == runner.samples:
+                if len(lengths) == samples:
                     return
-            if made == 0:
+            if not lengths:
                 raise reasons[-1]
 
         check_length(runner.model.config, cell["distance"] * segment_length + 1)
-        answers = _ask(runner, draw(), progress)
+        answers = _ask(runner, draw())
         by_fact = {
             fact: {"samples": len(own), "correct": sum(answer.correct for answer in own)}
             for fact in FACT_NAMES
@@ -203,8 +188,6 @@ def constant_guesses(seed: int) -> dict[str, dict]:
     A model that recalls nothing can know this by heart. Among the examples themselves, often only a few of a kind, the most
     frequent answer would have a larger share by chance.
     """
-    from corpora.biographies import invent_person, portuguese_names
-
     names, rng = portuguese_names(), random.Random(f"guesses/{seed}")
     names.seed_instance(rng.getrandbits(64))
     people = [invent_person(rng, names) for _ in range(_GUESSED_FROM)]
@@ -215,24 +198,21 @@ def constant_guesses(seed: int) -> dict[str, dict]:
     return guesses
 
 
-def _ask(runner: Runner, examples: Iterable[Example], progress: Callable[[int], None]) -> list[Answer]:
+def _ask(runner: Runner, examples: Iterable[Example]) -> list[Answer]:
     """The answers to examples, batch by batch; a UserError where one is longer than the model reaches."""
     import torch
+    from tqdm import tqdm
 
-    answers, examples = [], iter(examples)
-    while batch := list(itertools.islice(examples, runner.batch_size)):
+    answers, options = [], runner.options
+    examples = iter(tqdm(examples, total=options.samples, unit="example", leave=False))
+    while batch := list(itertools.islice(examples, options.batch_size)):
         check_length(runner.model.config, max(len(example.tokens) for example in batch))
-        device = next(runner.model.parameters()).device.type
-        with torch.autocast(device, torch.bfloat16, enabled=runner.precision == "bf16"):
-            answers += score_answers(runner.model, batch, runner.chunk)
-        progress(len(batch))
+        with torch.autocast(runner.model.device.type, torch.bfloat16, enabled=options.precision == "bf16"):
+            answers += score_answers(runner.model, batch, options.chunk)
     return answers
 
 
-# --- cells ------------------------------------------------------------------------------------------------------------
-
-
-def _run_cells(runner: Runner, cells: list[dict], run_cell: Callable[[dict, Callable[[int], None]], dict]) -> list[dict]:
+def _run_cells(runner: Runner, cells: list[dict], run_cell: Callable[[dict], dict]) -> list[dict]:
     """Runs the cells that the runner's file does not hold yet, and puts each there as soon as it is finished.
 
     A cell that the model or the examples cannot do gets the reason as its `not_possible`; when that is every cell, the
@@ -243,18 +223,15 @@ def _run_cells(runner: Runner, cells: list[dict], run_cell: Callable[[dict, Call
     kept = {"identity": runner.identity, "cells": []}
     if runner.file.is_file():
         found = json.loads(runner.file.read_text(encoding="utf-8"))
-        kept = found if found["identity"] == runner.identity else kept
+        same = found["identity"] == json.loads(json.dumps(runner.identity))  # both as they come back from a file
+        kept = found if same else kept
     done = kept["cells"]
-    with tqdm(total=len(cells) * runner.samples, initial=len(done) * runner.samples, unit="example") as bar:
-        for number, cell in enumerate(cells[len(done) :], start=len(done) + 1):
-            bar.set_description(", ".join(f"{name} {value:g}" for name, value in cell.items()))
-            try:
-                cell = {**cell, **run_cell(cell, bar.update)}
-            except (DoesNotFit, UserError) as error:
-                cell = {**cell, "not_possible": str(error)}
-            done.append(cell)
-            bar.update(number * runner.samples - bar.n)  # a cell that has fewer examples, or none
-            write_json(runner.file, kept)
+    for cell in tqdm(cells[len(done) :], initial=len(done), total=len(cells), unit="cell"):
+        try:
+            done.append({**cell, **run_cell(cell)})
+        except (DoesNotFit, UserError) as error:
+            done.append({**cell, "not_possible": str(error)})
+        write_json(runner.file, kept)
     if all("not_possible" in cell for cell in done):
         runner.file.unlink()
         raise UserError(done[0]["not_possible"])

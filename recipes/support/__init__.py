@@ -1,1 +1,1 @@
-"""What the recipes stand on and no model needs: files that survive a kill, tables in Markdown, figures of the machine."""
+"""What several recipes need: files that survive a kill, tables in Markdown, measurements of the machine."""

@@ -1,9 +1,11 @@
-"""The machine under a run: peak memory, library versions, hardware, native bfloat16, and how memory is given back."""
+"""Measurements of a run's machine: peak memory, versions, hardware, native bfloat16; and how freed memory is returned."""
 
 import ctypes
 import datetime
 import os
 import platform
+import shlex
+import sys
 from pathlib import Path
 
 import torch
@@ -26,7 +28,7 @@ def keep_freed_memory() -> None:
     """Lets the C library keep the pages of freed tensors, for work on the CPU; does nothing where it is not glibc.
 
     By default it returns large blocks to the system at once and asks for them again at the next operation, and the kernel
-    zeroes every page anew: more than half of a training step at 4 rows of 1,024 tokens and a vocabulary of 8,000.
+    zeroes every page again: more than half of a training step at 4 rows of 1,024 tokens and a vocabulary of 8,000.
     """
     if platform.libc_ver()[0] == "glibc":
         libc = ctypes.CDLL(None)
@@ -36,7 +38,7 @@ def keep_freed_memory() -> None:
 
 def give_back_freed_memory() -> None:
     """The opposite of [`keep_freed_memory`]: blocks of 1 MB and more go back as soon as they are freed, as on a GPU. By
-    default glibc raises that limit as it goes."""
+    default glibc raises that limit while a program runs."""
     if platform.libc_ver()[0] == "glibc":
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1_000_000)
 
@@ -57,7 +59,7 @@ def peak_memory() -> dict[str, float]:
 
 
 def environment() -> dict:
-    """Date, library versions and hardware, for `result.json`."""
+    """Command, date, library versions and hardware, for `result.json`."""
     from hf_infini import __version__
 
     if torch.cuda.is_available():
@@ -70,6 +72,7 @@ def environment() -> dict:
             name = models[0] if models else name
         hardware = f"{os.cpu_count()} CPU cores, {name}"
     return {
+        "command": shlex.join([Path(sys.executable).name, *sys.argv]),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "hardware": hardware,
         "versions": {

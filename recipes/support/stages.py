@@ -1,19 +1,21 @@
 """Stages of a long preparation: reused when nothing they depend on changed, never half written, one run at a time."""
 
 import contextlib
-import dataclasses
 import hashlib
 import json
 import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from uuid import uuid4
 
 from cli import UserError
 from hf_infini import __version__
 
+LOCK_FOLDER = ".stages"
+LEFTOVER = f"*.{'[0-9a-f]' * 32}.part"  # what a killed process was writing, see [`_part_of`]
 _STAGE_FILE = "stage.json"
 
 
@@ -27,19 +29,16 @@ def locked_folder(path: Path) -> Iterator[Path]:
     from filelock import FileLock, Timeout
 
     try:
-        (path / ".stages").mkdir(parents=True, exist_ok=True)
-        lock = FileLock(path / ".stages" / "lock", timeout=0)
-        lock.acquire()
+        (path / LOCK_FOLDER).mkdir(parents=True, exist_ok=True)
+        lock = FileLock(path / LOCK_FOLDER / "lock", timeout=0).acquire()
     except Timeout:
         raise UserError(f"--out {path}: another run is writing there; wait for it or choose another folder") from None
     except OSError as error:
         raise UserError(f"--out {path}: the folder cannot be written ({error})") from error
-    for leftover in [*path.glob(".partial-*"), *path.glob(".stages/.partial-*")]:
-        shutil.rmtree(leftover)
-    try:
+    with lock:
+        for leftover in [*path.glob(LEFTOVER), *path.glob(f"{LOCK_FOLDER}/{LEFTOVER}")]:
+            shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
         yield path
-    finally:
-        lock.release()
 
 
 def source_files(source: str) -> list[Path]:
@@ -64,7 +63,7 @@ def run_stage(folder: Path, options: dict, build: Callable[[Path], dict]) -> dic
         build on this one.
 
     Raises:
-        UserError: `folder` exists and was not made by a stage (it is left alone).
+        UserError: `folder` exists and was not made by a stage (it stays as it is).
     """
     identity = json.dumps({"version": __version__, "options": options}, sort_keys=True)
     key = hashlib.sha256(identity.encode()).hexdigest()[:16]
@@ -77,8 +76,7 @@ def run_stage(folder: Path, options: dict, build: Callable[[Path], dict]) -> dic
             ) from None
         if record["key"] == key:
             return {**record, "reused": True}
-    partial = folder.with_name(f".partial-{folder.name}")
-    shutil.rmtree(partial, ignore_errors=True)
+    partial = _part_of(folder)
     partial.mkdir(parents=True)
     start = time.perf_counter()
     try:
@@ -101,22 +99,23 @@ def drop_stage(folder: Path, *files: Path) -> None:
         shutil.rmtree(folder)
 
 
-def write_manifest(path: Path, *, options: list, record: dict, splits: dict, start: float) -> dict:
+def write_manifest(path: Path, *, options: dict, source: dict, record: dict, splits: Sequence[str], start: float) -> dict:
     """Writes `manifest.json` in one step and returns it.
 
     Args:
         path: the file.
-        options: the dataclasses of the options.
-        record: what [`run_stage`] returned, by stage; "documents" and "tokenizer" among them.
-        splits: the counts of each split.
+        options: those of the run.
+        source: what was read.
+        record: what [`run_stage`] returned, by stage: "tokenizer" and the splits among them.
+        splits: the stages that are splits.
         start: `time.perf_counter()` at the beginning of the run.
     """
     manifest = {
         "hf_infini": __version__,
-        "options": {name: value for group in options for name, value in dataclasses.asdict(group).items()},
-        "source": record["documents"]["result"],
+        "options": options,
+        "source": source,
         "tokenizer": record["tokenizer"]["result"],
-        "splits": splits,
+        "splits": {name: record[name]["result"] for name in splits},
         "stages": {name: {key: stage[key] for key in ("key", "seconds", "reused")} for name, stage in record.items()},
         "wall_seconds": round(time.perf_counter() - start, 2),
         "peak_memory_bytes": peak_memory_bytes(),
@@ -125,12 +124,19 @@ def write_manifest(path: Path, *, options: list, record: dict, splits: dict, sta
     return manifest
 
 
-def read_manifest(data: Path) -> dict:
-    """The `manifest.json` of a prepared folder, which is there once it is finished; a UserError where it is not."""
+def read_manifest(data: Path, split: str | None = None) -> dict:
+    """The `manifest.json` of a prepared folder, which is there once it is finished; a UserError where it is not, or where
+    there are no rows of `split`."""
     file = Path(data) / "manifest.json"
     if not file.is_file():
         raise UserError(f"--data: {data} has no manifest.json; make the folder with recipes/prepare.py")
-    return json.loads(file.read_text(encoding="utf-8"))
+    manifest = json.loads(file.read_text(encoding="utf-8"))
+    if split is not None and manifest["splits"].get(split, {"blocks": 0})["blocks"] == 0:
+        raise UserError(
+            f"--split {split}: {data} has no {split} rows; prepare it again with --{split} SHARE, and train on what that "
+            "leaves"
+        )
+    return manifest
 
 
 def read_json(path: Path):
@@ -148,10 +154,24 @@ def write_json(path: Path, content) -> None:
 
 def write_text(path: Path, text: str) -> None:
     """Writes UTF-8 text as [`write_json`] does."""
-    path = Path(path)
-    part = path.with_name(path.name + ".part")
-    part.write_text(text, encoding="utf-8")
-    os.replace(part, path)
+    with new_file(path) as part:
+        part.write_text(text, encoding="utf-8")
+
+
+@contextlib.contextmanager
+def new_file(path: Path) -> Iterator[Path]:
+    """Gives the path of a file to write, which replaces `path` at the end; after an error, `path` is as it was."""
+    part = _part_of(Path(path))
+    try:
+        yield part
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _part_of(path: Path) -> Path:
+    """A name beside `path` that no other writer of `path` uses."""
+    return path.with_name(f"{path.name}.{uuid4().hex}.part")
 
 
 def peak_memory_bytes() -> int:

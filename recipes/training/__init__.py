@@ -1,1 +1,1 @@
-"""What `recipes/train.py` needs around the Trainer: data, the run's folder, dilution; and the largest batch that fits."""
+"""What `recipes/train.py` needs around the Trainer: data, the run's folder, dilution."""

@@ -4,8 +4,8 @@ What a linear memory gives back is an average over all that was written. A model
 reason to let it outweigh more than those; in a text sixteen times as long it is lost. Where the memory already holds other
 text when the row begins, and counts it many times over, the loss asks for that margin, at the cost of one more short row.
 
-Gradients reach that text as well. Were it a constant, the row would gain by making all that it writes itself heavier, which
-makes the next row's past heavier in turn: weights that only grow (`memory_write` then ran into the limit of the exponents).
+Gradients reach that text as well. Were it a constant, a row would gain by making all that it writes heavier, and with it the
+next row's past: weights that only grow (those of `memory_write` then reach the limit of the exponents).
 """
 
 import math
@@ -89,12 +89,8 @@ def check_options(run, optimizer, config) -> None:
             "--dilute_with puts text in front of rows that take all positions: give --position_encoding rope or segment, or "
             "for causal_mha another --position_encoding than learned"
         )
-    for name, given in (
-        ("separate_documents", run.separate_documents),
-        ("gradient_checkpointing", optimizer.gradient_checkpointing),
-        ("torch_compile", optimizer.torch_compile),
-    ):
-        if given:
+    for name in ("separate_documents", "gradient_checkpointing", "torch_compile"):
+        if (vars(run) | vars(optimizer))[name]:
             raise UserError(f"--dilute_with and --{name} do not go together: leave one of them out")
     run.dilute_up_to = DILUTE_UP_TO if run.dilute_up_to is None else run.dilute_up_to
     if not 1 <= run.dilute_up_to < math.inf:

@@ -1,41 +1,85 @@
-"""A run's folder, made to survive a kill at any point, and the callback that writes into it while the run trains.
+"""A run's folder, which survives a kill at any point, and the callback that writes into it while the run trains.
 
 It holds `run.json` (the options it was started with), `checkpoint-N/` (complete once they hold `complete.json`),
 `metrics.jsonl`, and, when it is finished, the model and `result.json`.
 """
 
+import contextlib
 import json
 import math
 import shutil
 import statistics
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from transformers import TrainerCallback
+from accelerate import PartialState
+from accelerate.utils import broadcast_object_list
+from transformers import TrainerCallback, TrainerState
 
 from cli import UserError
 from hf_infini.training import gate_values
-from support.stages import write_json
+from support.stages import LEFTOVER, LOCK_FOLDER, locked_folder, write_json
 
 COMPLETE = "complete.json"
 
 
-def check_same_run(folder: Path, options: dict) -> bool:
-    """Whether `folder` already holds this run. Another run's folder is a UserError that names what differs.
+@contextlib.contextmanager
+def open_run(folder: Path, options: dict) -> Iterator[tuple[bool, Path | None]]:
+    """Locks the folder for this run and yields how far the run is: whether it is finished, and its newest complete
+    checkpoint. A finished run is not locked.
+
+    All processes of a launch call this. The main process locks the folder and looks, and the others get what it found.
+
+    Raises UserError, in all of them, when another process holds the folder, or where [`check_same_run`] does.
+    """
+
+    def look() -> tuple[bool, Path | None]:
+        check_same_run(folder, options)
+        return (folder / "result.json").is_file(), last_complete_checkpoint(folder)
+
+    with contextlib.ExitStack() as stack:
+        found = [None]
+        if PartialState().is_main_process:
+            try:
+                found = [look()]  # before the lock, which writes: a folder of something else stays as it is
+                if not found[0][0]:
+                    stack.enter_context(locked_folder(folder))
+                    found = [look()]  # as its last holder left it
+            except UserError as error:
+                found = [error]
+        broadcast_object_list(found)
+        if isinstance(found[0], UserError):
+            raise found[0]
+        yield found[0]
+
+
+def begin_run(folder: Path, options: dict, checkpoint: Path | None) -> None:
+    """Writes `run.json`, and deletes the checkpoints that the run will not use, half-written ones among them.
+
+    They would count towards the limit by which the Trainer deletes old checkpoints, and could push out the good one.
+    """
+    write_json(folder / "run.json", options)
+    for path in _checkpoints(folder):
+        if path != checkpoint:
+            shutil.rmtree(path)
+
+
+def check_same_run(folder: Path, options: dict) -> None:
+    """UserError, naming what differs, where `folder` holds something else than this run or nothing.
 
     Args:
         folder: the run's folder; need not exist.
-        options: what decides the run's outcome, JSON-safe.
-
-    Returns True when the folder's `run.json` equals `options`, False when the folder is new or empty. An option that one
-    of the two does not have counts as None.
+        options: what decides the run's outcome, JSON-safe; `run.json` must equal it. An option that one of the two does not
+            have counts as None.
     """
-    file = Path(folder) / "run.json"
+    file = folder / "run.json"
     if not file.is_file():
-        if Path(folder).is_dir() and any(Path(folder).iterdir()):
+        entries = folder.iterdir() if folder.is_dir() else ()
+        if not all(entry.name == LOCK_FOLDER or entry.match(LEFTOVER) for entry in entries):
             raise UserError(f"{folder} is not empty and holds no run of this recipe: choose another --out")
-        return False
+        return
     started_with = json.loads(file.read_text(encoding="utf-8"))
     different = [
         f"{name} was {started_with.get(name)!r} and is now {options.get(name)!r}"
@@ -47,13 +91,12 @@ def check_same_run(folder: Path, options: dict) -> bool:
             f"{folder} holds a run with other options: {'; '.join(different)}. Continue it with its own options, or "
             "choose another --out"
         )
-    return True
 
 
-def mark_complete(checkpoint: Path, **notes) -> None:
+def mark_complete(checkpoint: Path) -> None:
     """Writes the list of a checkpoint's files and their sizes: the last thing that happens to a checkpoint."""
     files = {str(file.relative_to(checkpoint)): file.stat().st_size for file in _files_of(checkpoint)}
-    write_json(checkpoint / COMPLETE, {"files": files, **notes})
+    write_json(checkpoint / COMPLETE, {"files": files})
 
 
 def last_complete_checkpoint(folder: Path) -> Path | None:
@@ -63,23 +106,13 @@ def last_complete_checkpoint(folder: Path) -> Path | None:
     return max(complete, key=checkpoint_step, default=None)
 
 
-def drop_other_checkpoints(folder: Path, keep: Path | None) -> None:
-    """Deletes the checkpoints that a resumed run will not use, half-written ones among them.
-
-    They would count towards the limit by which the Trainer deletes old checkpoints, and could push out the good one.
-    """
-    for path in _checkpoints(folder):
-        if path != keep:
-            shutil.rmtree(path)
-
-
 def checkpoint_step(path: Path) -> int:
     """The optimiser step in a checkpoint's name."""
     return int(path.name.removeprefix("checkpoint-"))
 
 
 def _checkpoints(folder: Path) -> list[Path]:
-    return [path for path in Path(folder).glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdigit()]
+    return [path for path in folder.glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdigit()]
 
 
 def _files_of(checkpoint: Path) -> list[Path]:
@@ -97,29 +130,24 @@ def _is_complete(checkpoint: Path) -> bool:
 class RunRecorder(TrainerCallback):
     """Writes `metrics.jsonl`, marks complete checkpoints, and times the training without evaluation and saving.
 
+    The lines are also kept in the Trainer's state, so that every checkpoint has those up to its step, see [`lines_of`].
+
     Args:
         folder: the run's folder.
         tokens_per_step: tokens that one optimiser step reads, over all processes.
-        resumed_from: the checkpoint that training continues from, or None.
     """
 
-    def __init__(self, folder: Path, tokens_per_step: int, resumed_from: Path | None):
+    def __init__(self, folder: Path, tokens_per_step: int):
         self.file = Path(folder) / "metrics.jsonl"
         self.tokens_per_step = tokens_per_step
-        self.seconds = 0.0  # spent in training steps, earlier starts of the same run counted in
-        self.lines: list[dict] = []
-        if resumed_from is not None:
-            self.seconds = json.loads((resumed_from / COMPLETE).read_text(encoding="utf-8"))["training_seconds"]
-            step = checkpoint_step(resumed_from)
-            if self.file.is_file():  # what a killed process logged after its last checkpoint is logged again
-                self.lines = [line for line in read_jsonl(self.file) if line["step"] <= step]
-        self._clock = self._last_logged = None
 
     def on_train_begin(self, args, state, control, **kwargs):
-        if state.is_world_process_zero:
-            self.file.write_text("".join(json.dumps(line) + "\n" for line in self.lines), encoding="utf-8")
-        self._clock = time.perf_counter()
+        lines = lines_of(state)
+        if state.is_world_process_zero:  # what a killed process logged after its last checkpoint is logged again
+            self.file.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+        self.seconds = lines[-1]["seconds"] if lines else 0.0  # in training steps, earlier starts of the run counted in
         self._last_logged = (state.global_step, self.seconds)
+        self._clock = time.perf_counter()
 
     def on_step_end(self, args, state, control, **kwargs):
         now = time.perf_counter()
@@ -143,16 +171,14 @@ class RunRecorder(TrainerCallback):
             line |= {"grad_norm": logs.get("grad_norm"), "tokens_per_second": steps * self.tokens_per_step / seconds}
         elif "eval_loss" in logs:
             line |= {"eval_loss": logs["eval_loss"], "eval_perplexity": logs["eval_perplexity"]}
-            gates = gate_values(model)
-            if gates:
-                line["gates"] = gates
         else:
             return
-        gates = [value for layer in gate_values(model).values() for value in layer]
-        if gates:
-            line |= {"gate_min": min(gates), "gate_mean": statistics.fmean(gates), "gate_max": max(gates)}
+        if gates := gate_values(model):
+            line |= {"gates": gates} if "eval_loss" in logs else {}
+            values = [value for layer in gates.values() for value in layer]
+            line |= {"gate_min": min(values), "gate_mean": statistics.fmean(values), "gate_max": max(values)}
         line["seconds"] = round(self.seconds, 3)
-        self.lines.append(line)
+        state.log_history[-1]["line"] = line
         if state.is_world_process_zero:
             with self.file.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
@@ -165,11 +191,15 @@ class RunRecorder(TrainerCallback):
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             torch.distributed.barrier()
         if state.is_world_process_zero:
-            mark_complete(Path(args.output_dir) / f"checkpoint-{state.global_step}", training_seconds=self.seconds)
+            mark_complete(Path(args.output_dir) / f"checkpoint-{state.global_step}")
         self._clock = time.perf_counter()
 
 
+def lines_of(state: TrainerState) -> list[dict]:
+    """The lines of `metrics.jsonl` up to a state of the Trainer."""
+    return [entry["line"] for entry in state.log_history if "line" in entry]
+
+
 def read_jsonl(path: Path) -> list[dict]:
-    """The objects of a JSON-lines file; a last line that a killed process left unfinished is dropped."""
-    lines = Path(path).read_text(encoding="utf-8").split("\n")
-    return [json.loads(line) for line in lines[:-1] if line]
+    """The objects of a JSON-lines file."""
+    return [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]

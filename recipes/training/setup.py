@@ -1,4 +1,4 @@
-"""What stands around the Trainer of `recipes/train.py`: the data, how long a run is, its processes and trackers."""
+"""What `recipes/train.py` needs around the Trainer: its data, the length of a run, its processes and trackers."""
 
 import dataclasses
 import functools
@@ -10,23 +10,16 @@ import sys
 from pathlib import Path
 
 import torch
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainerState, TrainingArguments
 from transformers.integrations import get_available_reporting_integrations
+from transformers.trainer import TRAINER_STATE_NAME
 
 from cli import UserError
 
-# The trackers that a run can report to, and what pip calls their packages.
-TRACKERS = {
-    "tensorboard": "tensorboard",
-    "trackio": "trackio",
-    "wandb": "wandb",
-    "mlflow": "mlflow",
-    "comet_ml": "comet-ml",
-    "clearml": "clearml",
-    "codecarbon": "codecarbon",
-    "dvclive": "dvclive",
-    "swanlab": "swanlab",
-}
+from .run_folder import lines_of
+
+# The trackers that a run can report to; pip has them by these names.
+TRACKERS = ("tensorboard", "trackio", "wandb", "mlflow", "comet_ml", "clearml", "codecarbon", "dvclive", "swanlab")
 
 
 def data_fingerprint(manifest: dict) -> str:
@@ -51,23 +44,26 @@ def load_rows(data: Path, rows_per_step: int) -> tuple:
     return train.select(range(len(train) // rows_per_step * rows_per_step)), validation
 
 
-def train_to_end(trainer: Trainer, checkpoint: Path | None):
-    """Trains from the start or from a complete checkpoint, and returns the model of the last step, in float32.
+def train_to_end(trainer: Trainer, checkpoint: Path | None) -> tuple:
+    """Trains from the start or from a complete checkpoint. Returns the model of the last step, in float32, and the lines of
+    `metrics.jsonl`.
 
-    That model is read from the last checkpoint: the one in the Trainer keeps its autocast wrapper, and a run that was
-    killed after its last step has nothing left to train.
+    Both are read from the last checkpoint: the Trainer's model keeps its autocast wrapper, and a run that was killed after
+    its last step has nothing left to train.
     """
     last = Path(trainer.args.output_dir) / f"checkpoint-{trainer.args.max_steps}"
     model_class = type(trainer.model)  # sharding makes another of it
-    _teach_torch_cpu_zero()
+    _let_torch_load_to_cpu_0()
     if checkpoint != last:  # otherwise the Trainer would take one step more
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-    return model_class.from_pretrained(last, dtype=torch.float32).to(trainer.args.device)
+    lines = lines_of(TrainerState.load_from_json(last / TRAINER_STATE_NAME))
+    return model_class.from_pretrained(last, dtype=torch.float32).to(trainer.args.device), lines
 
 
 @functools.cache  # torch cannot take the same registration twice
-def _teach_torch_cpu_zero() -> None:
-    """Of several CPU processes, transformers 5.17 reads the optimiser's state to "cpu:0", which torch.load does not know."""
+def _let_torch_load_to_cpu_0() -> None:
+    """Makes torch.load accept "cpu:0", the place to which transformers 5.17 loads the optimiser's state in runs of several
+    CPU processes."""
     torch.serialization.register_package(
         priority=99, tagger=lambda storage: None, deserializer=lambda storage, place: storage if place == "cpu:0" else None
     )
@@ -82,14 +78,6 @@ def leave_process_group(trainer: Trainer) -> None:
     trainer.model_wrapped = trainer.model
     trainer.accelerator.free_memory()
     trainer.accelerator.end_training()
-
-
-def check_positive(options, *names: str) -> None:
-    """UserError when one of the named options is set and not greater than 0."""
-    for name in names:
-        value = getattr(options, name)
-        if value is not None and value <= 0:
-            raise UserError(f"--{name} must be greater than 0, got {value}")
 
 
 def set_gate_rate(optimizer, config) -> None:
@@ -107,14 +95,12 @@ def number_of_steps(run, steps_per_epoch: int, tokens_per_step: int) -> int:
     Args:
         run: an object with `epochs`, `max_tokens` and `max_steps`, each a positive number or None.
     """
-    ends = []
-    if run.max_steps is not None:
-        ends.append(run.max_steps)
-    if run.max_tokens is not None:
-        ends.append(math.ceil(run.max_tokens / tokens_per_step))
-    if run.epochs is not None or not ends:
-        ends.append(math.ceil((1.0 if run.epochs is None else run.epochs) * steps_per_epoch))
-    return min(ends)
+    ends = [
+        run.max_steps,
+        run.max_tokens and math.ceil(run.max_tokens / tokens_per_step),
+        run.epochs and math.ceil(run.epochs * steps_per_epoch),
+    ]
+    return min(filter(None, ends), default=steps_per_epoch)
 
 
 def check_processes(arguments: TrainingArguments, expected: int | None) -> None:
@@ -140,13 +126,13 @@ def check_sharding(trainer: Trainer) -> None:
     ):
         if os.environ.get(variable, "").lower() == "true" and not on:
             raise UserError(
-                f"accelerate's configuration asks for {name}, which accelerate has for GPUs alone, and this process is on "
+                f"accelerate's configuration asks for {name}, which needs GPUs, and this process is on "
                 f"{trainer.args.device}: start it without that configuration, or on GPUs and without --use_cpu"
             )
 
 
 def check_trackers(names: list[str]) -> list[str]:
-    """The names that TrainingArguments' `report_to` takes; "none" stands for no tracker at all.
+    """The names that TrainingArguments' `report_to` takes; "none" is no tracker.
 
     Raises UserError when one of them is unknown or its package is not installed.
     """
@@ -157,7 +143,7 @@ def check_trackers(names: list[str]) -> list[str]:
         if name not in TRACKERS:
             raise UserError(f"--report_to {name}: choose none, or any of {', '.join(TRACKERS)}")
         if name not in installed:
-            raise UserError(f"--report_to {name} needs a package that is not installed: pip install {TRACKERS[name]}")
+            raise UserError(f"--report_to {name} needs a package that is not installed: pip install {name}")
     return names
 
 

@@ -7,7 +7,7 @@ import numpy as np
 from corpora.biographies import biography_documents, portuguese_names
 from corpora.tokenization import build_character_tokenizer, encode_texts, train_bpe
 from recall import examples
-from recall.filler import Filler, TokenStream
+from recall.filler import Filler
 
 NAMES = portuguese_names()
 TEXTS = [biography.text for biography in biography_documents(30, seed=5, distance=2000)]
@@ -26,7 +26,7 @@ def encoder(kind: str):
 @functools.cache
 def filler(kind: str) -> Filler:
     (blank_line, *documents), end = encoder(kind)(["\n\n", *TEXTS]), tokenizer(kind).eos_token_id
-    return Filler(TokenStream([np.append(document, end) for document in documents]), end, blank_line)
+    return Filler(np.concatenate([np.append(document, end) for document in documents]), end, blank_line)
 
 
 def text_at(kind: str, example, span: tuple[int, int]) -> str:

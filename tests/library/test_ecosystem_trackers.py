@@ -86,10 +86,10 @@ def test_an_unknown_tracker_is_refused_with_the_list():
 
 def test_a_missing_package_is_named_with_the_command(tmp_path, tmp_path_factory, capsys):
     installed = setup.get_available_reporting_integrations()
-    name, package = next(entry for entry in setup.TRACKERS.items() if entry[0] not in installed)
+    name = next(name for name in setup.TRACKERS if name not in installed)
     data = prepared_data(tmp_path_factory.getbasetemp())
     with pytest.raises(SystemExit, match="1"):
         train.main(["--data", str(data), "--out", str(tmp_path / "run"), "--report_to", name])
-    message = f"error: --report_to {name} needs a package that is not installed: pip install {package}\n"
+    message = f"error: --report_to {name} needs a package that is not installed: pip install {name}\n"
     assert capsys.readouterr().err == message
     assert not (tmp_path / "run").exists()

@@ -3,7 +3,6 @@
 import base64
 import json
 import re
-import shlex
 import shutil
 import struct
 import subprocess
@@ -15,7 +14,6 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from cli import parse_options
 from corpora.tokenization import build_character_tokenizer, train_bpe
 from hf_infini.inspection import inspect_attention
 from hf_infini.inspection.page import LAST_LEVEL, LEVELS_PER_NAT, inspection_page, page_data
@@ -263,7 +261,7 @@ def test_chosen_layers_and_models_without_a_memory(models, tmp_path, name, layer
         ("gpt2", ["--text", "a", "--text_file", "b"], "exactly one of --text and --text_file"),
         ("gpt2", [], "exactly one of --text and --text_file"),
         ("gpt2", ["--text_file", "nowhere.txt"], "--text_file: cannot read nowhere.txt"),
-        ("gpt2", ["--text", "a", "--max_tokens", "0"], "--max_tokens must be at least 1, got 0"),
+        ("gpt2", ["--text", "a", "--max_tokens", "0"], "--max_tokens must be greater than 0, got 0"),
         ("none", ["--text", "a"], "has no attention heads"),
         ("llama", ["--text", "a"], "cannot inspect a LlamaForCausalLM (model_type 'llama'). Supported: GPT-2"),
     ],
@@ -287,10 +285,3 @@ def test_models_that_are_no_folder_and_pages_too_large(models, tmp_path, capsys,
     with pytest.raises(SystemExit):
         inspect_heads.main(["--model", str(models / "gpt2"), "--text", "a", "--device", "cpu"])
     assert "choose fewer --layers or --max_tokens" in capsys.readouterr().err
-
-
-def test_the_commands_of_the_docstring_are_parsed():
-    lines = [line for line in inspect_heads.__doc__.splitlines() if line.startswith("    python ")]
-    assert len(lines) == 3
-    for line in lines:
-        parse_options(inspect_heads.Options, description="", argv=shlex.split(line)[2:])

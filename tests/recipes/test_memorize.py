@@ -1,7 +1,6 @@
 """The memorize recipe, real processes and files: read, killed, gone on with, and asked by recipes/generate.py."""
 
 import io
-import shlex
 import shutil
 
 import pytest
@@ -9,7 +8,6 @@ import torch
 from tokenizers import Tokenizer, normalizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from cli import parse_options
 from corpora.long_texts import pieces_of_text, tokens_of_file
 from corpora.tokenization import build_character_tokenizer, encode_texts, train_bpe
 from hf_infini import InfiniCache
@@ -166,7 +164,7 @@ def test_killed_while_it_writes_it_goes_on_and_ends_with_the_same_bytes(tmp_path
     assert 0 < done < tokens and done % 24 == 0 and not file.exists()
     shutil.copy(partial, tmp_path / "kept")
     resumed = run(*recipe("memorize"), *options, "--out", file)
-    assert f"going on after {done:,} tokens" in resumed.stderr and "reading long.txt: 100%" in resumed.stderr
+    assert f"continuing after {done:,} tokens" in resumed.stderr and "reading long.txt: 100%" in resumed.stderr
     assert file.read_bytes() == (tmp_path / "straight").read_bytes()
     assert {path.name for path in tmp_path.iterdir()} == {"long.txt", "long.safetensors", "straight", "kept"}
     size, full = file.stat().st_size, 2 * 3 * 32 * 4 * tokens  # keys and values of 3 layers of 32 float32 numbers
@@ -177,7 +175,7 @@ def test_killed_while_it_writes_it_goes_on_and_ends_with_the_same_bytes(tmp_path
 
     # What an earlier start has read of another text, or what is damaged, is not gone on with
     for change, message in (
-        (lambda: text.write_text("Another text"), "long.safetensors.partial is from an earlier start with another text"),
+        (lambda: text.write_text("Another text"), "long.safetensors.partial is the memory of another text."),
         (lambda: (tmp_path / "kept").write_bytes(b"nothing"), "damaged or no memory file"),
     ):
         change()
@@ -201,7 +199,7 @@ def test_several_texts_and_a_second_start(model, text, memory, tmp_path, capsys)
     assert times == [file.stat().st_mtime_ns for file in sorted(folder.iterdir())]
     # Another text or model under the name of a finished memory
     other.write_text("Another text", encoding="utf-8")
-    assert "sonnet.safetensors is the memory of another text: choose another name" in refused(capsys, *options)
+    assert "sonnet.safetensors is the memory of another text. --out: choose another name" in refused(capsys, *options)
     assert "dtype is float32 in the file and bfloat16 in" in refused(capsys, *options, "--dtype", "bfloat16")
     assert times == [file.stat().st_mtime_ns for file in sorted(folder.iterdir())]
 
@@ -210,7 +208,7 @@ def test_what_generate_would_refuse_is_not_there_already(model, text, memory, tm
     record, tensors = read_memory_file(memory)
     write_memory_file(tmp_path / "m", tensors | {"layers.0.normaliser": -tensors["layers.0.normaliser"]}, record)
     message = refused(capsys, "--model", model, "--text", text, "--out", tmp_path / "m")
-    assert "layers.0.normaliser is negative" in message and "It is left alone" in message
+    assert "layers.0.normaliser is negative" in message and "--out: choose another name" in message
 
 
 def test_user_errors(model, text, tmp_path, capsys):
@@ -226,7 +224,7 @@ def test_user_errors(model, text, tmp_path, capsys):
         (["--model", model, "--text", tmp_path / "empty"], "the file is empty"),
         (["--model", model, "--text", tmp_path / "latin"], "latin: 'utf-8' codec can't decode"),
         (["--model", model, "--text", text, tmp_path / "again" / text.name], "two texts of the same name"),
-        (["--model", model, "--text", text, "--chunk_tokens", 0], "--chunk_tokens must be at least 1, got 0"),
+        (["--model", model, "--text", text, "--chunk_tokens", 0], "--chunk_tokens must be greater than 0, got 0"),
         (["--model", model, "--text", text, "--out", tmp_path], "is a folder: with one text it is the file"),
         (["--model", model, "--text", text, tmp_path / "latin", "--out", text], "is a file: with several texts it is"),
         (["--model", model, "--text", tmp_path / "latin", "--out", text], "damaged or no memory file"),
@@ -285,11 +283,3 @@ def test_reading_goes_by_the_tokens_alone(model, text, tmp_path):
     for name, tensor in wanted.state.tensors().items():
         torch.testing.assert_close(getattr(found.state, name), tensor, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(found.layers[1].keys, wanted.layers[1].keys, rtol=1e-4, atol=1e-4)
-
-
-def test_the_commands_of_the_docstring_are_parsed():
-    lines = [line.strip() for line in memorize.__doc__.splitlines() if line.startswith("    python")]
-    assert len(lines) == 3
-    for line in lines[:2]:
-        parse_options(memorize.Options, description="", argv=shlex.split(line)[2:])
-    parse_options(load_recipe("generate").Options, description="", argv=shlex.split(lines[2])[2:])

@@ -2,6 +2,8 @@
 
 import ast
 import dataclasses
+import re
+import shlex
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -14,6 +16,7 @@ from cli.model_options import ModelOptions
 from cli.parser import OptionParser
 from hf_infini.options import MemoryOptions, choices
 from hf_infini.options_causal_mha import ScratchOptions
+from running import load_recipe
 
 
 @dataclass
@@ -22,6 +25,12 @@ class Options:
     rate: float = field(default=0.1, metadata={"help": "Rate."})
     layers: list[int] | None = field(default=None, metadata={"help": "Layers."})
     shuffle: bool = field(default=True, metadata={"help": "Shuffle."})
+
+
+@dataclass
+class Bounded:
+    share: float = option(0.5, "A share.", at_least=0, below=1)
+    sizes: list[int] | None = option(None, "Sizes.", greater_than=0, at_most=9)
 
 
 def parse(*argv):
@@ -36,6 +45,22 @@ def config(tmp_path):
         return str(path)
 
     return write
+
+
+def test_numbers_out_of_bounds_are_refused(config):
+    def parsed(*argv):
+        return parse_options(Bounded, description="A test.", argv=list(argv))[0]
+
+    assert parsed() == Bounded() and parsed("--share", "0", "--sizes", "1", "9") == Bounded(0, [1, 9])
+    for argv, message in (
+        (["--share", "1"], "--share must be at least 0 and below 1, got 1.0"),
+        (["--share", "-0.1"], "--share must be at least 0 and below 1, got -0.1"),
+        (["--sizes", "3", "0"], "--sizes must be greater than 0 and at most 9, got 0"),
+        (["--config", config("sizes: [10]\n")], "--sizes must be greater than 0 and at most 9, got 10"),
+    ):
+        with pytest.raises(UserError) as refused:
+            parsed(*argv)
+        assert str(refused.value) == message
 
 
 def test_a_file_and_flags_above_it(config):
@@ -131,6 +156,26 @@ def test_help_shows_the_docstring_as_it_is_written(recipe, helps):
     assert any(line.startswith("    python recipes/") for line in written)
     begin = helps[recipe.name].index(written[0])
     assert helps[recipe.name][begin : begin + len(written)] == written
+
+
+class Parsed(Exception):
+    pass
+
+
+@with_options
+def test_the_commands_of_the_docstring_are_parsed(recipe, monkeypatch):
+    def parse(*classes, **arguments):
+        parse_options(*classes, **arguments)
+        raise Parsed
+
+    text = ast.get_docstring(ast.parse(recipe.read_text(encoding="utf-8")), clean=False).replace("\\\n", " ")
+    commands = re.findall(r"^    .*recipes/(\w+)\.py (.+)$", text.replace(" --config …", ""), re.MULTILINE)
+    assert recipe.stem in dict(commands)
+    for name, words in commands:
+        module = load_recipe(name)
+        monkeypatch.setattr(module, "parse_options", parse)
+        with pytest.raises(Parsed):
+            module.main(shlex.split(words))
 
 
 @with_options

@@ -10,9 +10,10 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 from transformers import AutoTokenizer
 
 from cli import UserError
+from cli.corpus_options import CorpusOptions
 from corpora.biographies import biography_documents
-from corpora.sources import iterate_documents
-from corpora.tokenization import build_character_tokenizer, encode_texts, load_tokenizer, make_tokenizer, train_bpe
+from corpora.sources import corpus_documents
+from corpora.tokenization import build_character_tokenizer, encode_texts, load_tokenizer, train_bpe
 
 DATA = Path(os.environ.get("HF_INFINI_DATA", Path(__file__).parents[4] / "shared" / "data"))
 TEXTS = [document.text for document in biography_documents(20)]
@@ -61,32 +62,21 @@ def test_bpe_training_is_repeatable_and_learns_from_its_texts(bpe):
 def test_bpe_vocabulary_sizes():
     assert len(train_bpe(TEXTS, 258)) == 258  # bytes and special tokens only
     assert len(train_bpe(["abab"], 5000)) < 300  # a small corpus gives fewer entries than asked
-    assert len(train_bpe(TEXTS, 400, pad_token="<|endoftext|>")) == 400
     with pytest.raises(UserError, match="--vocab_size is 257; byte-level BPE needs at least 258"):
         train_bpe(TEXTS, 257)
 
 
 def test_characters(tmp_path):
-    tokenizer = build_character_tokenizer(["baça", "<é>\n"], pad_token="<PAD>", unk_token="<UNK>")
+    tokenizer = build_character_tokenizer(["baça", "<é>\n"])
     assert tokenizer.convert_ids_to_tokens(range(len(tokenizer))) == [
-        "<|endoftext|>", "<PAD>", "<UNK>", "\n", "<", ">", "a", "b", "ç", "é",
+        "<|endoftext|>", "<|pad|>", "<|unk|>", "\n", "<", ">", "a", "b", "ç", "é",
     ]  # fmt: skip
     tokenizer.save_pretrained(tmp_path)
     loaded = AutoTokenizer.from_pretrained(tmp_path)
-    assert (loaded.pad_token, loaded.unk_token, loaded.eos_token) == ("<PAD>", "<UNK>", "<|endoftext|>")
+    assert (loaded.pad_token, loaded.unk_token, loaded.eos_token) == ("<|pad|>", "<|unk|>", "<|endoftext|>")
     (ids,) = encode_texts(loaded, ["aça\nbz"])
-    assert loaded.convert_ids_to_tokens(ids) == ["a", "ç", "a", "\n", "b", "<UNK>"]
+    assert loaded.convert_ids_to_tokens(ids) == ["a", "ç", "a", "\n", "b", "<|unk|>"]
     assert loaded.decode(encode_texts(loaded, ["<é>\n\nab ".replace(" ", "")])[0]) == "<é>\n\nab"
-
-
-def test_unknown_characters_are_refused_without_a_token_for_them():
-    tokenizer = make_tokenizer("characters", ["abc"], unk_token="none")
-    assert tokenizer.unk_token is None
-    assert encode_texts(tokenizer, ["cab"])[0].shape == (3,)
-    with pytest.raises(UserError, match=r"the characters \['x', 'z'\] are not in the vocabulary"):
-        encode_texts(tokenizer, ["abc", "xaz"])
-    with pytest.raises(UserError, match="the special token 'a' is a character of the corpus"):
-        build_character_tokenizer(["abc"], pad_token="a")
 
 
 def test_ready_tokenizers(bpe, tmp_path):
@@ -112,7 +102,7 @@ def test_ready_tokenizers(bpe, tmp_path):
 @pytest.mark.skipif(not (DATA / "carolina").is_dir(), reason=f"no Carolina shards under {DATA} (HF_INFINI_DATA)")
 def test_round_trip_of_a_real_shard():
     shard = min((DATA / "carolina").rglob("*.xml.gz"), key=lambda path: path.stat().st_size)
-    texts = [document.text for document in iterate_documents(str(shard))][:1500]
+    texts = [document.text for document in corpus_documents(CorpusOptions(str(shard)))][:1500]
     tokenizer = train_bpe(texts[::3], 8000)
     encoded = encode_texts(tokenizer, texts)
     assert tokenizer.batch_decode(encoded) == texts

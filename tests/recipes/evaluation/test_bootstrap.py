@@ -54,14 +54,11 @@ def test_a_model_does_not_differ_from_itself():
     assert difference_interval(losses, counts, losses, counts) == Interval(0.0, 0.0, 0.0)
 
 
-def test_it_repeats_and_does_not_depend_on_the_size_of_its_chunks(monkeypatch):
+def test_it_repeats():
     losses, counts = blocks(np.random.default_rng(5))
     first = mean_interval(losses, counts, seed=7)
     assert first == mean_interval(losses.tolist(), counts.tolist(), seed=7)
     assert first != mean_interval(losses, counts, seed=8)
-    monkeypatch.setattr("evaluation.bootstrap._CHUNK_NUMBERS", 700)  # 7 resamples at a time
-    chunked = mean_interval(losses, counts, seed=7)
-    assert (chunked.low, chunked.high) == pytest.approx((first.low, first.high), rel=1e-12)  # sums in another order
 
 
 def test_perplexity_is_the_exponential_of_all_three():
@@ -70,7 +67,7 @@ def test_perplexity_is_the_exponential_of_all_three():
 
 @pytest.mark.parametrize(
     ("losses", "counts", "message"),
-    [([], [], "at least one"), ([1.0], [1, 2], "got 1 and 2"), ([1.0, 2.0], [3, 0], "above 0")],
+    [([], [], "at least one"), ([1.0], [1, 2], r"got \[1, 2\]"), ([1.0, 2.0], [3, 0], "above 0")],
 )
 def test_what_is_refused(losses, counts, message):
     with pytest.raises(ValueError, match=message):

@@ -1,12 +1,10 @@
 """The generation recipe: only the text on standard output, chunks and padding that change nothing, clear refusals."""
 
 import io
-import shlex
 import sys
 
 import pytest
 
-from cli import parse_options
 from running import continuations, greedy, load_recipe, recipe, run, sample_text, straight_run, trained
 
 generate = load_recipe("generate")
@@ -121,10 +119,3 @@ def test_missing_files(tmp_path, capsys):
         with pytest.raises(SystemExit) as stopped:
             generate.main(options)
         assert stopped.value.code == 1 and message in capsys.readouterr().err
-
-
-def test_the_commands_of_the_docstring_are_parsed():
-    lines = [line.split("| ")[-1].strip() for line in generate.__doc__.splitlines() if line.startswith("    ")]
-    assert len(lines) == 5
-    for line in lines:
-        parse_options(generate.Options, description="", argv=shlex.split(line)[2:])

@@ -44,7 +44,7 @@ def brute_force(tables: list[Counter], alphas, window: tuple, left_out=0) -> flo
 @pytest.mark.parametrize("order", [0, 1, 2, 3])
 def test_counts_and_entropy_of_a_dictionary(order):
     rows = random_rows(30, 12, seed=order)
-    expected, found = windows(rows, order), ngrams.count_ngrams(rows, order, VOCABULARY)
+    expected, found = windows(rows, order), ngrams.NgramCounts(rows, order, VOCABULARY)
     digits = [[int(code) // VOCABULARY**place % VOCABULARY for place in range(order, -1, -1)] for code in found.codes]
     assert dict(zip(map(tuple, digits), found.counts.tolist(), strict=True)) == expected
     contexts = Counter()
@@ -58,15 +58,15 @@ def test_counts_and_entropy_of_a_dictionary(order):
 
 def test_entropies_in_closed_form():
     cycle = np.arange(20)[None, :] % 4  # the next token is certain; alone, each of the four is as likely
-    assert ngrams.conditional_entropy(ngrams.count_ngrams(cycle, 0, 4)) == pytest.approx(math.log(4), rel=1e-12)
-    assert ngrams.conditional_entropy(ngrams.count_ngrams(cycle, 1, 4)) == 0
+    assert ngrams.conditional_entropy(ngrams.NgramCounts(cycle, 0, 4)) == pytest.approx(math.log(4), rel=1e-12)
+    assert ngrams.conditional_entropy(ngrams.NgramCounts(cycle, 1, 4)) == 0
     coins = np.array([[a, b, c] for a in (0, 1) for b in (0, 1) for c in (0, 1)])  # every order is one bit
     for order in range(3):
-        assert ngrams.conditional_entropy(ngrams.count_ngrams(coins, order, 2)) == pytest.approx(math.log(2), rel=1e-12)
+        assert ngrams.conditional_entropy(ngrams.NgramCounts(coins, order, 2)) == pytest.approx(math.log(2), rel=1e-12)
     # After 0: a third 0, two thirds 1; after 1: always 1. No pair crosses from a row into the next.
     rows = np.array([[0, 0], [0, 1], [0, 1], [1, 1]])
     third = -(math.log(1 / 3) + 2 * math.log(2 / 3)) / 3
-    assert ngrams.conditional_entropy(ngrams.count_ngrams(rows, 1, 2)) == pytest.approx(0.75 * third, rel=1e-12)
+    assert ngrams.conditional_entropy(ngrams.NgramCounts(rows, 1, 2)) == pytest.approx(0.75 * third, rel=1e-12)
 
 
 @pytest.mark.parametrize("order", [0, 1, 2, 3])
@@ -74,7 +74,7 @@ def test_held_out_loss_of_a_dictionary(order):
     train, held_out = random_rows(8, 9, seed=1), random_rows(25, 9, seed=2)
     held_out[0, 4] = VOCABULARY - 1  # a token that training never had
     alphas = [0.5, 3.0, 0.25, 8.0][: order + 1]
-    tables = [ngrams.count_ngrams(train, k, VOCABULARY) for k in range(order + 1)]
+    tables = [ngrams.NgramCounts(train, k, VOCABULARY) for k in range(order + 1)]
     counted = [windows(train, k) for k in range(order + 1)]
     expected = 0.0
     for row in held_out.tolist():
@@ -95,7 +95,7 @@ def test_held_out_loss_of_a_dictionary(order):
 
 def test_probabilities_sum_to_one_also_after_an_unseen_context():
     train = random_rows(5, 8, seed=3)
-    tables = [ngrams.count_ngrams(train, order, VOCABULARY) for order in range(3)]
+    tables = [ngrams.NgramCounts(train, order, VOCABULARY) for order in range(3)]
     codes = np.arange(VOCABULARY**3)
     found = ngrams.probabilities(tables, [1.0, 2.0, 4.0], codes).reshape(-1, VOCABULARY)
     assert found.min() > 0 and np.abs(found.sum(1) - 1).max() < 1e-12  # seven float64 numbers
@@ -106,7 +106,7 @@ def test_probabilities_sum_to_one_also_after_an_unseen_context():
 
 def test_alphas_are_the_likeliest_when_each_token_is_left_out():
     train = random_rows(12, 10, seed=4)
-    tables = [ngrams.count_ngrams(train, order, VOCABULARY) for order in range(3)]
+    tables = [ngrams.NgramCounts(train, order, VOCABULARY) for order in range(3)]
     counted = [windows(train, order) for order in range(3)]
     expected = []
     for order in range(3):
@@ -121,11 +121,11 @@ def test_alphas_are_the_likeliest_when_each_token_is_left_out():
 
 def test_what_cannot_be_counted_is_refused():
     with pytest.raises(ValueError, match="do not fit into 63 bits"):
-        ngrams.count_ngrams(np.zeros((1, 9), dtype=int), 4, 50_257)
+        ngrams.NgramCounts(np.zeros((1, 9), dtype=int), 4, 50_257)
     with pytest.raises(ValueError, match="token numbers go from 0 to 9"):
-        ngrams.count_ngrams(np.arange(10)[None, :], 1, 9)
+        ngrams.NgramCounts(np.arange(10)[None, :], 1, 9)
     with pytest.raises(ValueError, match="no window of 3 tokens"):
-        ngrams.conditional_entropy(ngrams.count_ngrams(np.zeros((4, 2), dtype=int), 2, 9))
+        ngrams.conditional_entropy(ngrams.NgramCounts(np.zeros((4, 2), dtype=int), 2, 9))
 
 
 # --- the recipe -------------------------------------------------------------------------------------------------------
@@ -165,7 +165,7 @@ def test_the_recipe_writes_what_a_dictionary_counts(data, tmp_path, capsys):
         assert row["perplexity"] == pytest.approx(math.exp(row["cross_entropy"]), rel=1e-12)
     assert found["orders"][1]["cross_entropy"] < found["orders"][0]["cross_entropy"] < math.log(found["vocabulary"])
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 3 and f"{found['orders'][1]['cross_entropy']:.4f}" in lines[2]
+    assert len(lines) == 4 and f"{found['orders'][1]['cross_entropy']:.4f}" in lines[3]
 
 
 @pytest.mark.parametrize(
@@ -185,7 +185,7 @@ def test_a_folder_without_a_test_split(data, tmp_path, capsys):
     del manifest["splits"]["test"]
     (tmp_path / "manifest.json").write_text(json.dumps(manifest))
     error = fails(capsys, "--data", tmp_path, "--split", "test", "--out", tmp_path / "x.json")
-    assert "has no such rows; prepare it with --test SHARE" in error
+    assert "has no test rows; prepare it again with --test SHARE" in error
 
 
 def test_the_commands_of_the_docstring_are_parsed():

@@ -166,7 +166,7 @@ def test_drills_make_rows_of_any_length(base, tmp_path):
 def test_a_killed_run_leaves_nothing_that_looks_finished(base, tmp_path):
     options = ["--context", 512, "--rows", 2500, "--validation_rows", 4]
     command = [*recipe("prepare_recall"), "--data", source(base), *options, "--out", tmp_path / "out"]
-    kill_when(lambda: list((tmp_path / "out").glob(".partial-train/stream/*")), *command)
+    kill_when(lambda: list((tmp_path / "out").glob("train.*.part/stream/*")), *command)
     assert not (tmp_path / "out" / "manifest.json").exists() and not (tmp_path / "out" / "train").exists()
     killed = prepare(tmp_path / "out", base, *options)
     assert killed["stages"]["tokenizer"]["reused"] and not killed["stages"]["train"]["reused"]
@@ -198,7 +198,7 @@ def test_train_reads_the_folder(base, tmp_path):
         (["--mix", "facts=1", "--context", 48], "rows of 48 tokens have no room for a fact"),
         (["--mix", "passkey=1", "--context", 48], "give a longer --context"),
         (["--mix", "text=1", "--context", 10**6], "has no row of --context 1,000,000"),
-        (["--rows", 0], "--rows is 0; give 1 or more"),
+        (["--rows", 0], "--rows must be at least 1, got 0"),
     ],
 )
 def test_user_errors(base, tmp_path, options, message, capsys):

@@ -266,7 +266,7 @@ def test_a_killed_task_goes_on_where_it_was(base, tmp_path):
         (["--task", "passkey"], "exactly one of --data and --text"),
         (["--task", "passkey", "--text", __file__, "--depths", "0.5", "3"], "--depths 0.5 3.0: give shares from 0 to 1"),
         (["--task", "passkey", "--text", __file__, "--lengths", "64", "64"], "--lengths 64 64: give different numbers"),
-        (["--task", "facts", "--distances", "-1"], "--distances -1: give different numbers of at least 0"),
+        (["--task", "facts", "--distances", "-1"], "--distances must be at least 0, got -1"),
         (["--task", "facts", "--segment_length", "0"], "--segment_length must be at least 1"),
     ],
 )

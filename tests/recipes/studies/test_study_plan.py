@@ -83,7 +83,7 @@ def test_grids_and_seeds_make_names(tmp_path):
         (["--set", "variants.data={}"], "would share the folder data"),
         (["--set", "train.n_layr=3"], "unrecognised arguments: --n_layr 3; did you mean --n_layer?"),
         (["--set", "variants.s1.attention=quadratic"], "invalid choice: 'quadratic'"),
-        (["--set", "data.fraction=2"], "--fraction is 2"),
+        (["--set", "data.fraction=2"], "--fraction must be greater than 0 and at most 1, got 2.0"),
         (["--set", "evaluate.long.lenght=2"], "unrecognised arguments: --lenght 2"),
         (["--set", "evaluate.far.task=facts"], "evaluate 'far': give options of evaluate_model.py's task perplexity"),
         (["--set", "train.out=x"], "'out' cannot be an option of a run: study.py sets it"),

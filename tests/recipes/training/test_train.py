@@ -122,7 +122,7 @@ def test_a_finished_run_says_so_and_other_options_are_refused(base, capsys):
 def test_a_run_of_other_options_is_another_run(tmp_path):
     (tmp_path / "run.json").write_text('{"attention": "self", "n_layer": 2, "seed": 0}')
     now = {"attention": "self", "n_layer": 2, "seed": 0, "score": None}
-    assert run_folder.check_same_run(tmp_path, now)
+    run_folder.check_same_run(tmp_path, now)
     for changed in ({"model": "causal_mha"}, {"score": "dot"}, {"n_layer": None}):
         with pytest.raises(UserError, match=f"{[*changed][0]} was"):
             run_folder.check_same_run(tmp_path, now | changed)
@@ -237,17 +237,12 @@ def test_only_complete_checkpoints_count(tmp_path):
         checkpoint = tmp_path / f"checkpoint-{step}"
         checkpoint.mkdir()
         (checkpoint / "model").write_bytes(b"x" * step)
-        run_folder.mark_complete(checkpoint, training_seconds=1.0)
+        run_folder.mark_complete(checkpoint)
     assert run_folder.last_complete_checkpoint(tmp_path).name == "checkpoint-100"  # by number, not by name
     (tmp_path / "checkpoint-100" / "model").write_bytes(b"x" * 99)
     assert run_folder.last_complete_checkpoint(tmp_path).name == "checkpoint-20"
     (tmp_path / "checkpoint-20" / "model").unlink()
     assert run_folder.last_complete_checkpoint(tmp_path).name == "checkpoint-5"
-
-
-def test_unfinished_lines_are_dropped(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"st')
-    assert run_folder.read_jsonl(tmp_path / "metrics.jsonl") == [{"step": 1}, {"step": 2}]
 
 
 @pytest.mark.parametrize(

@@ -185,6 +185,7 @@ def test_defaults_are_the_configurations_own(tokenizer):
         ({"n_head": 3}, "n_head=3 must divide n_embd=256"),
         ({"activation_function": "sigmoidal"}, "activation_function must be one of"),
         ({"dropout": 1.5}, "dropout must be at least 0 and below 1"),
+        ({"model": "gpt2", "dropout": 2.0}, "--dropout must be at least 0 and below 1; got 2"),
     ],
 )
 def test_options_that_do_not_go_together(tokenizer, options, message):
