@@ -186,10 +186,21 @@ def segments_cost(tokens: int = 2048, width: int = 64) -> str:
     return markdown_table(["segment length", "segments", "thousand operations a token", "state, KiB"], rows, 1)
 
 
+def families() -> str:
+    """The families of decoders with Infini-attention, and those that are refused by name."""
+    from hf_infini.configuration_infini import REFUSED
+    from hf_infini.families import PROBED
+    from support.markdown import markdown_table
+
+    rows = [["supported", ", ".join(f"`{name}`" for name in ("gpt2", *PROBED))]]
+    rows += [[f"refused: {reason}", ", ".join(f"`{name}`" for name in names)] for reason, names in REFUSED.items()]
+    return markdown_table(["", "`model_type`"], rows, 0)
+
+
 # --- the hook ---------------------------------------------------------------------------------------------------------
 
 FIGURES = {"reach": reach, "growth": growth, "memory": memory}
-TABLES = {"options_cost": options_cost, "segments_cost": segments_cost}
+TABLES = {"options_cost": options_cost, "segments_cost": segments_cost, "families": families}
 
 
 @functools.cache

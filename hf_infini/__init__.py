@@ -12,37 +12,40 @@ modules to import by name: `training` (the Trainer and its parameter groups), `r
 
 import transformers
 
-from . import modeling_causal_mha, modeling_infini_gpt2_heads
+from . import families, modeling_causal_mha
 from .attention import infini_attention
 from .cache import InfiniCache
 from .causal_mha import CausalMultiHeadAttention
 from .configuration_causal_mha import CausalMHAConfig
+from .configuration_infini import infini_config
 from .configuration_infini_gpt2 import InfiniGPT2Config
+from .families import AutoInfiniModelForCausalLM
 from .inspection import inspect_attention
 from .modeling_causal_mha import CausalMHAForCausalLM, CausalMHAModel
-from .modeling_infini_gpt2 import GPT2InfiniAttention, InfiniGPT2LMHeadModel, InfiniGPT2Model
-from .modeling_infini_gpt2_heads import (
-    InfiniGPT2DoubleHeadsModel,
-    InfiniGPT2ForQuestionAnswering,
-    InfiniGPT2ForSequenceClassification,
-    InfiniGPT2ForTokenClassification,
-)
+from .modeling_infini_gpt2 import GPT2InfiniAttention
 from .naive import naive_infini_attention
 from .patching import patch_model, unpatch_model
 from .state import InfiniState
 
-for config, models in (
-    (InfiniGPT2Config, modeling_infini_gpt2_heads.AUTO_CLASSES),
-    (CausalMHAConfig, modeling_causal_mha.AUTO_CLASSES),
-):
-    transformers.AutoConfig.register(config.model_type, config, exist_ok=True)
-    for auto_class, model in models.items():
-        getattr(transformers, auto_class).register(config, model, exist_ok=True)
+InfiniGPT2Model, InfiniGPT2LMHeadModel, InfiniGPT2DoubleHeadsModel = (
+    families.infini_class(getattr(transformers, name)) for name in ("GPT2Model", "GPT2LMHeadModel", "GPT2DoubleHeadsModel")
+)
+InfiniGPT2ForSequenceClassification, InfiniGPT2ForTokenClassification, InfiniGPT2ForQuestionAnswering = (
+    families.infini_class(getattr(transformers, f"GPT2For{task}"))
+    for task in ("SequenceClassification", "TokenClassification", "QuestionAnswering")
+)
+transformers.AutoConfig.register("causal_mha", CausalMHAConfig, exist_ok=True)
+transformers.AutoConfig.register("infini_gpt2", InfiniGPT2Config, exist_ok=True)
+for auto_class, model in modeling_causal_mha.AUTO_CLASSES.items():
+    getattr(transformers, auto_class).register(CausalMHAConfig, model, exist_ok=True)
+for model_type in families.PROBED:
+    infini_config(transformers.CONFIG_MAPPING[model_type])
 # GPT-2's vocab.json and merges.txt say of themselves that they are a GPT-2 tokenizer only beside a GPT-2's config.json
 transformers.AutoTokenizer.register(InfiniGPT2Config, tokenizer_class=transformers.GPT2Tokenizer, exist_ok=True)
 
 __version__ = "0.1.0"
 __all__ = [
+    "AutoInfiniModelForCausalLM",
     "CausalMHAConfig",
     "CausalMHAForCausalLM",
     "CausalMHAModel",

@@ -162,7 +162,7 @@ class InfiniCache(Cache):
         if len(bounded) < len(own):
             own = DynamicCache(config=config).layers or own  # layers that slide keep their window only
         super().__init__(layers=[InfiniLayer() if i in bounded else layer for i, layer in enumerate(own)])
-        self._window = config.window
+        self._config, self._window = config, config.window
         self.documents: Tensor | None = None  # see full_attention_mask
         self.text = ReadText()
 
@@ -185,10 +185,16 @@ class InfiniCache(Cache):
         return StatesOfCall(self.layers, self.documents)
 
     def drop_unfinished(self) -> None:
-        """Removes the keys and values that a failed call has left in layers of full attention."""
+        """Removes the keys and values that a failed call has left in layers of full attention.
+
+        Raises:
+            ValueError: it has left some in a sliding layer, which has dropped others for them.
+        """
         columns = self.get_seq_length()
         for layer in self.layers:
             if not isinstance(layer, InfiniLayer) and layer.get_seq_length() > columns:
+                if layer.is_sliding:
+                    raise ValueError("a call with this cache has failed halfway: make a new one and read the text again.")
                 layer.keys, layer.values = layer.keys[:, :, :columns], layer.values[:, :, :columns]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -313,6 +319,8 @@ class InfiniCache(Cache):
                 layer.advance(InfiniState.from_tensors(own), record["columns"])
             else:
                 layer.update(own["keys"], own["values"])
+                if layer.is_sliding:
+                    layer.cumulative_length = record["columns"]
         cache.documents = tensors["documents"].to(model.device) if "documents" in tensors else None
         cache.text = ReadText.from_tensors({name: tensor.to(model.device) for name, tensor in tensors.items()})
         count = len(record["tokens_seen"])
@@ -326,9 +334,7 @@ class InfiniCache(Cache):
         self._first_layer.crop(tokens_to_remove)
 
     def reset(self) -> None:
-        for layer in self.layers:
-            layer.reset() if isinstance(layer, InfiniLayer) else layer.__init__()
-        self.documents, self.text = None, ReadText()
+        self.__init__(self._config)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         super().reorder_cache(beam_idx)

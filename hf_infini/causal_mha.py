@@ -11,7 +11,7 @@ from transformers.cache_utils import Cache
 from .cache import StatesOfCall
 from .configuration_causal_mha import ATTENTION_OPTIONS, CausalMHAConfig
 from .layout import Layout
-from .memory_layer import MemoryLayerMixin, rope
+from .memory_layer import MemoryLayerMixin, rope_tables
 from .options_causal_mha import IN_EMBEDDING, RELATIVE
 from .positions import Rotary, alibi_bias, relative_key_bias, relative_keys, rotate, rotation, t5_buckets
 from .scores import (
@@ -220,10 +220,15 @@ class CausalMultiHeadAttention(MemoryLayerMixin, nn.Module):
         projections = (self.W_query(hidden_states), self.W_key(hidden_states), self.W_value(hidden_states))
         return tuple(part.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2) for part in projections)
 
+    def projections(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor, Softmax]:
+        """As `project`, and how the windows of `attention="infini"` are computed."""
+        query, key, value = self.project(hidden_states)
+        return query, key, value, self.window_softmax(query)
+
     def window_softmax(self, query: Tensor, rotary: Rotary | None = None, return_weights: bool = False) -> Softmax:
         """How the windows of `attention="infini"` are computed; arguments as of `forward`."""
         if rotary is None and self.config.position_encoding == "rope":
-            rotary = rope(self.config.window, self.head_dim, query, self.config.rope_theta)
+            rotary = Rotary(rope_tables(self.config.window, self.head_dim, query, self.config.rope_theta))
         return Softmax(
             scaling=self.head_dim**-0.5 if self.config.score == "scaled_dot" else 1.0,
             dropout=self.dropout.p if self.training else 0.0,

@@ -23,11 +23,16 @@ class OptionsMixin:
     @classmethod
     def from_dict(cls, config_dict, **kwargs):
         """As usual, but options in `kwargs` count before the check, and what is unknown is refused there, too."""
-        if config_dict.get("model_type", cls.model_type) != cls.model_type:
+        other_type = config_dict.get("model_type", cls.model_type) != cls.model_type
+        if other_type:
             config_dict = cls.without_ignored(config_dict)  # as the other model ignored them
+            config_dict.pop("model_type", None)
         refuse_ignored(cls, kwargs)
         own = {name: kwargs.pop(name) for name in own_options(cls) & kwargs.keys()}
-        return super().from_dict({**config_dict, **own}, **kwargs)
+        found = super().from_dict({**config_dict, **own}, **kwargs)
+        if other_type and cls.model_type.startswith("infini_"):  # its model compares the layers once they are loaded
+            (found[0] if isinstance(found, tuple) else found).__dict__["_from_other_type"] = True
+        return found
 
     @classmethod
     def without_ignored(cls, values: dict) -> dict:
@@ -72,3 +77,12 @@ def refuse_ignored(config_class: type[PreTrainedConfig], values: dict) -> None:
         message = reason_to_refuse(config_class, name, value)
         if message is not None:
             raise ValueError(message)
+
+
+def layer_kinds(config: PreTrainedConfig) -> list[str]:
+    """What each layer's own attention sees, by transformers' names: "full_attention", "sliding_attention", …"""
+    kinds = getattr(config, "layer_types", None)
+    if kinds is not None:
+        return list(kinds)
+    sliding = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
+    return ["sliding_attention" if sliding else "full_attention"] * config.num_hidden_layers

@@ -55,4 +55,4 @@ class InfiniGPT2Config(MemoryOptions, OptionsMixin, HubConfigMixin, GPT2Config):
             raise ValueError("cross-attention has no segments: add_cross_attention=True is not supported.")
 
 
-carry_code("modeling_infini_gpt2_heads", AutoConfig=InfiniGPT2Config)
+carry_code("families", AutoConfig=InfiniGPT2Config)

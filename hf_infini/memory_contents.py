@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from .configuration_common import layer_kinds
 from .state import empty_places
 
 # A window's tensors have one dtype, that of the keys and values; the memory's are wider.
@@ -19,12 +20,12 @@ AUTOCAST = {torch.bfloat16, torch.float16}
 
 
 def fill_with_one_token(model, cache) -> None:
-    """Has the attention of each layer put one token, of zeros, into an empty cache: then its tensors have the names, dtypes
-    and, but for rows and columns, the shapes of all caches of this model. Draws no random numbers that others would miss."""
-    hidden_states = torch.zeros(1, 1, model.config.n_embd, dtype=model.dtype, device=model.device)
+    """Has the model put one token, of zeros, into an empty cache: then its tensors have the names, dtypes and, but for rows
+    and columns, the shapes of all caches of this model. Draws no random numbers that others would miss."""
+    embeddings = torch.zeros(1, 1, model.config.hidden_size, dtype=model.dtype, device=model.device)
+    written = torch.ones(1, 1, dtype=torch.bool, device=model.device)
     with torch.no_grad(), torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):
-        for block in model.base_model.h:
-            block.attn(hidden_states, past_key_values=cache)
+        model.base_model(inputs_embeds=embeddings, memory_mask=written, past_key_values=cache, use_cache=True)
 
 
 def find_problem(record: dict, tensors: dict[str, Tensor], example: dict[str, Tensor], model) -> str | None:
@@ -77,7 +78,7 @@ def _problems_of_form(record, tensors, example, model) -> Iterator[str]:
         if kind.startswith("start_"):
             shape = tuple(one.shape)
         elif kind in ("keys", "values"):
-            shape = (rows, one.shape[1], columns, one.shape[3])
+            shape = (rows, one.shape[1], _kept_columns(model.config, int(layer.split(".")[1]), columns), one.shape[3])
         elif kind == "local_key":
             optional[f"{layer}.local_skipped"] = ((rows, one.shape[2]), {torch.bool})
         if kind in WINDOW:
@@ -100,6 +101,14 @@ def _problems_of_form(record, tensors, example, model) -> Iterator[str]:
         if tensor.dtype not in dtypes:
             names = " or ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
             yield f"{name} is {str(tensor.dtype).removeprefix('torch.')} and must be {names}"
+
+
+def _kept_columns(config, layer: int, columns: int) -> int:
+    """How many of the columns a layer without a memory keeps: all, or those of its sliding window before the next token."""
+    kind = layer_kinds(config)[layer]
+    if kind == "full_attention":
+        return columns
+    return min(columns, (config.sliding_window if kind == "sliding_attention" else config.attention_chunk_size) - 1)
 
 
 def _problems_of_numbers(tensors) -> Iterator[str]:

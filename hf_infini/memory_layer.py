@@ -11,7 +11,7 @@ from .attention import attend
 from .convolution import short_convolution
 from .layout import Layout
 from .memory import MemoryRule
-from .positions import Rotary, rotation
+from .positions import rotation
 from .segments import segment_layout
 from .state import InfiniState, Projections
 from .window import Softmax
@@ -73,12 +73,14 @@ class LayerCall:
     outside_model: bool
 
 
-def rope(window: tuple[int, int, int], width: int, like: Tensor, theta: float = 10_000.0) -> Rotary:
-    """The [`Rotary`] of a window (`segment_length`, `local_segments`, `sink_tokens`), for heads of `width` numbers with the
-    dtype and device of `like`."""
+def rope_tables(
+    window: tuple[int, int, int], width: int, like: Tensor, theta: float = 10_000.0
+) -> tuple[Tensor, Tensor]:
+    """The [`rotation`] of the places of a window (`segment_length`, `local_segments`, `sink_tokens`), for heads of `width`
+    numbers with the dtype and device of `like`."""
     segment_length, local_segments, sink_tokens = window
     places = torch.arange(sink_tokens + (local_segments + 1) * segment_length, device=like.device)
-    return Rotary(rotation(places, width, like.dtype, theta))
+    return rotation(places, width, like.dtype, theta)
 
 
 class MemoryLayerMixin:
@@ -105,7 +107,7 @@ class MemoryLayerMixin:
     def add_memory_parameters(self, width: int, **options) -> None:
         """Makes the parameters, uninitialised. `width`: of the layer's input; options: their `device` and `dtype`."""
         query_heads, heads, size = self.head_counts
-        self.gate = Gate(query_heads, **options)
+        self.gate = Gate(query_heads, **options).train(self.training)
         if self.config.memory_init == "learned":
             self.start_memory = nn.Parameter(torch.empty(heads, size, size, **options))
             self.start_normaliser = nn.Parameter(torch.empty(heads, size, **options))
@@ -194,7 +196,8 @@ class MemoryLayerMixin:
         tokens, state, states = Projections(query, key, value, self.log_weight(call)), call.state, call.states
         if state is None:
             options = {"log_weights": tokens.log_weight is not None, **self.start()}
-            state = InfiniState.initial(key, value, *self.config.window, **options)
+            window = (call.layout.segment_length, call.layout.local_segments, call.layout.sink_tokens)
+            state = InfiniState.initial(key, value, *window, **options)
         output, state, weights = attend(
             tokens,
             self.gate(),

@@ -17,7 +17,7 @@ from .causal_mha import CausalMultiHeadAttention
 from .configuration_causal_mha import CausalMHAConfig
 from .generation import MemoryGenerationMixin
 from .hub_code import HubModelMixin, carry_code
-from .memory_layer import rope
+from .memory_layer import rope_tables
 from .modeling_common import (
     InitializationMixin,
     check_inputs,
@@ -30,7 +30,7 @@ from .modeling_common import (
     memory_mask_of,
 )
 from .options_causal_mha import RELATIVE
-from .positions import sinusoidal_encoding
+from .positions import Rotary, sinusoidal_encoding
 
 
 class FeedForward(nn.Module):
@@ -179,7 +179,8 @@ class CausalMHAModel(CausalMHAPreTrainedModel):
             layout = layout_of_call(self.config, embeddings, *masks, past_key_values, max_documents)
             reach = {"layout": layout, "states": states}
             if self.config.position_encoding == "rope":
-                reach["rotary"] = rope(self.config.window, self.config.head_dim, embeddings, self.config.rope_theta)
+                tables = rope_tables(self.config.window, self.config.head_dim, embeddings, self.config.rope_theta)
+                reach["rotary"] = Rotary(tables)
             if position_ids is None:
                 position_ids = counted_positions(layout, past_key_values)
         else:

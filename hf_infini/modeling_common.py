@@ -7,6 +7,7 @@ from transformers.utils import logging
 
 from .cache import InfiniCache, InfiniLayer
 from .checks import bool_mask
+from .configuration_common import layer_kinds
 from .generation import check_cache
 from .layout import Layout
 from .read_text import check_rows
@@ -268,3 +269,60 @@ def full_attention_mask(
     # Padding sees itself, because a row of the softmax needs something to see.
     own = columns == torch.arange(past, past + tokens, device=device)[:, None]
     return (mask | own).unsqueeze(1), documents
+
+
+def kept_layers_masks(
+    config, layout: Layout, cache: InfiniCache | None, states, dtype: torch.dtype
+) -> dict[str, Tensor | None]:
+    """The masks of the layers without a memory, by the type of layer: `[batch or 1, 1, tokens, keys]`, in the form that the
+    model's attention implementation takes. Types of which no such layer is left get a mask of one number, so that nobody
+    makes one that grows with the text.
+
+    Args:
+        states: of the call; they get the documents of its columns.
+        dtype: of masks that are added to scores.
+    """
+    tokens, device = layout.positions.shape[1], layout.tokens_seen.device
+    kinds = layer_kinds(config)
+    kept = {kind for layer, kind in enumerate(kinds) if layer not in config.infini_layers}
+    masks = dict.fromkeys(kinds, torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device))
+    if not kept:
+        return masks
+    past = 0 if cache is None else cache.get_seq_length()
+    full, documents = full_attention_mask(layout, tokens, past, None if states is None else states.documents)
+    if states is not None:
+        states.documents = documents
+    for kind in kept:
+        mask = full
+        if kind != "full_attention":
+            columns = torch.arange(past + tokens, device=device)
+            numbers = columns if documents is None else _numbers(documents)
+            query, key = numbers[..., past:, None], numbers[..., None, :]
+            if kind == "sliding_attention":
+                near = columns[past:, None] - columns < config.sliding_window
+            else:
+                near = query // config.attention_chunk_size == key // config.attention_chunk_size
+            mask = (columns <= columns[past:, None]) & near if mask is None else mask & near
+            layer = next(layer for layer, other in enumerate(kinds) if other == kind and layer not in config.infini_layers)
+            if cache is not None:
+                keys, offset = cache.get_mask_sizes(tokens, layer)
+                mask = mask[..., offset : offset + keys]
+            mask = mask[None, None] if mask.dim() == 2 else mask
+        masks[kind] = mask
+    if config._attn_implementation != "eager":
+        return masks
+    for kind in kept:
+        mask = masks[kind]
+        if mask is None:
+            mask = torch.ones(tokens, past + tokens, dtype=torch.bool, device=device).tril(past)[None, None]
+        masks[kind] = torch.zeros(mask.shape, dtype=dtype, device=device).masked_fill(~mask, torch.finfo(dtype).min)
+    return masks
+
+
+def _numbers(documents: Tensor) -> Tensor:
+    """`[batch, 1, columns]`: the number of each column's token within its document; `documents`: `[batch, columns]`, −1 for
+    padding."""
+    real = documents >= 0
+    counted = real.cumsum(1)
+    begins = real & (documents != torch.nn.functional.pad(documents.cummax(1).values[:, :-1], (1, 0), value=-1))
+    return (counted - torch.where(begins, counted, 0).cummax(1).values).unsqueeze(1)

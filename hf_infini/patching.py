@@ -1,80 +1,79 @@
 """Swapping a loaded model's attention in place, and back."""
 
-import functools
+import copy
 
 import torch
-from transformers import GPT2Config, PreTrainedModel
-from transformers.models.gpt2 import modeling_gpt2 as stock
+import transformers
+from transformers import PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from . import modeling_infini_gpt2_heads as memory
-from .configuration_infini_gpt2 import OPTIONS, InfiniGPT2Config
-from .modeling_infini_gpt2 import GPT2InfiniAttention, InfiniGPT2PreTrainedModel
+from .configuration_infini import infini_config
+from .configuration_infini_gpt2 import OPTIONS as GPT2_OPTIONS
+from .configuration_infini_gpt2 import InfiniGPT2Config
+from .families import add_memory, attention_layers, decoder_of, infini_class
+from .modeling_infini import InfiniPreTrainedMixin
+from .modeling_infini_layer import InfiniAttentionMixin
+from .options import MEMORY_OPTIONS, MemoryOptions
 
-# The support table: class of the loaded model → class with memory. Base models are among them.
-SUPPORTED = {
-    stock.GPT2Model: memory.InfiniGPT2Model,
-    stock.GPT2LMHeadModel: memory.InfiniGPT2LMHeadModel,
-    stock.GPT2DoubleHeadsModel: memory.InfiniGPT2DoubleHeadsModel,
-    stock.GPT2ForSequenceClassification: memory.InfiniGPT2ForSequenceClassification,
-    stock.GPT2ForTokenClassification: memory.InfiniGPT2ForTokenClassification,
-    stock.GPT2ForQuestionAnswering: memory.InfiniGPT2ForQuestionAnswering,
-}
-PLAIN = {infini: plain for plain, infini in SUPPORTED.items()}
+CONSTRUCTED: set[type] = set()
 
 
 def patch_model(model, *, base_only: bool = False, **options):
-    """Gives a loaded GPT-2 Infini-attention, in place.
+    """Gives a loaded decoder Infini-attention, in place.
 
     Modules and weights stay the same objects (optimisers, PEFT adapters and forward hooks keep working on them). The gates
-    and the other parameters of [`MemoryLayerMixin`] are added; with `position_encoding="rope"` the position embedding is
-    set aside. Class and configuration change too, so that the model saves as an `infini_gpt2` and the Auto class that loaded
-    the model loads it patched. Other models attached to this one stay as they are.
+    and the other parameters of [`MemoryLayerMixin`] are added; a GPT-2's position embedding is set aside with
+    `position_encoding="rope"`. Class and configuration change too, so that the model saves as an `infini_gpt2`,
+    `infini_llama`, … and the Auto class that loaded it loads it patched. Other models attached to it stay as they are.
+
+    Each swapped layer is compared with what it computed before: attention over rotary positions, or none, that goes through
+    transformers' attention interface. A model that computes something else is refused, and stays as it was.
 
     Args:
-        model: a whole GPT-2, with any of the heads that transformers has for it.
-        base_only: say that `model` is a base model, a `GPT2Model`, and not part of another model, which cannot be checked.
-            Inside another model it must not be patched: that model would remain a plain GPT-2, saved and generating
-            without the memory.
-        options: those of [`MemoryOptions`], such as `segment_length=256`, and `position_encoding` of [`InfiniGPT2Config`].
+        model: a whole decoder of transformers, such as a `GPT2LMHeadModel` or a `LlamaForCausalLM`, with any of its heads.
+        base_only: say that `model` is a base model, such as a `GPT2Model`, and not part of another model, which cannot be
+            checked. Inside another model it must not be patched: that model would be saved and generate without the memory.
+        options: those of [`MemoryOptions`], such as `segment_length=256`; for a GPT-2 also `position_encoding` of
+            [`InfiniGPT2Config`].
 
     Returns:
         The same model.
 
     Raises:
-        ValueError: a model of another kind, one that is patched already, or one with cross-attention; a base model without
-            `base_only`, and the other way round.
+        ValueError: a model of another kind, one that is patched already, or one with cross-attention; a layer that computes
+            something else with its memory empty; a base model without `base_only`, and the other way round.
     """
-    if isinstance(model, InfiniGPT2PreTrainedModel):
+    if isinstance(model, InfiniPreTrainedMixin):
         raise ValueError("this model has Infini-attention already; unpatch_model() it first to change its options.")
-    if type(model) not in SUPPORTED or type(model.base_model) not in SUPPORTED:
-        kind = getattr(getattr(model, "config", None), "model_type", None)
+    name, kind = type(model).__name__, getattr(getattr(model, "config", None), "model_type", None)
+    if getattr(transformers, name, None) is not type(model) or kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise ValueError(
-            f"cannot patch a {type(model).__name__} (model_type {kind!r}). Supported: "
-            + ", ".join(f"{cls.__name__} (model_type {cls.config_class.model_type!r})" for cls in SUPPORTED)
-            + "."
+            f"cannot patch a {name} (model_type {kind!r}): it is no decoder of transformers. Supported are GPT-2 and "
+            "decoders with rotary positions, such as LlamaForCausalLM, with any head that transformers has for them."
         )
-    _check_whole(model, base_only)
-    unknown = set(options) - set(OPTIONS)
-    if unknown:
-        raise ValueError(f"unknown options {', '.join(sorted(unknown))}; patch_model takes {', '.join(OPTIONS)}.")
-    if model.config.add_cross_attention:
-        raise ValueError("cross-attention has no segments: a GPT-2 with add_cross_attention=True cannot be patched.")
+    config_class = infini_config(model.config_class)
+    base = decoder_of(model)
+    _check_whole(model, base, base_only)
+    known = GPT2_OPTIONS if config_class is InfiniGPT2Config else MEMORY_OPTIONS
+    if unknown := set(options) - set(known):
+        raise ValueError(f"unknown options {', '.join(sorted(unknown))}; patch_model takes {', '.join(known)}.")
+    if getattr(model.config, "add_cross_attention", False):
+        raise ValueError(f"cross-attention has no segments: a {name} with add_cross_attention=True cannot be patched.")
     values = model.config.to_dict()
-    accepted = InfiniGPT2Config.without_ignored(values)
-    config = _convert(model.config, InfiniGPT2Config, accepted, **options)
-    model._unpatched_config_class = type(model.config)
+    accepted = config_class.without_ignored(values)
+    config = _convert(model.config, config_class, accepted, **options)
+    attention_layers(base)  # or it is refused
+    model.__dict__["_unpatched_config_class"] = type(model.config)
     model.__dict__["_unpatched_ignored"] = {name: values[name] for name in values.keys() - accepted.keys()}
-    base = model.base_model
-    _adopt(model, SUPPORTED, config)
-    for layer in config.infini_layers:
-        attention = base.h[layer].attn
-        attention.__class__ = GPT2InfiniAttention
-        weight = attention.c_attn.bias
-        attention.add_memory_parameters(attention.embed_dim, device=weight.device, dtype=weight.dtype)
-        attention.init_memory_parameters()
-    if config.position_encoding == "rope":
+    _adopt(model, base, infini_class, config)
+    if getattr(config, "position_encoding", None) == "rope":
         model.__dict__["_unpatched_embedding"] = base.wpe  # not a module of the model any more: neither trained nor saved
-        base.wpe = None
+    try:
+        add_memory(model)
+        model.check_layers()
+    except Exception:
+        unpatch_model(model, base_only=base_only)
+        raise
     return model
 
 
@@ -82,10 +81,10 @@ def unpatch_model(model, *, base_only: bool = False):
     """Removes Infini-attention in place, and nothing else.
 
     What [`patch_model`] added is dropped, trained or not: the gates, the memory's start, its convolution and its write
-    weights. The GPT-2's weights, and other changes to the model or its configuration, stay as they are now; the
+    weights. The model's own weights, and other changes to the model or its configuration, stay as they are now; the
     position embedding that `position_encoding="rope"` had set aside comes back as it was. So the result is the original
-    model only if nothing was trained or changed in between. A model that was loaded or built as `infini_gpt2` becomes the
-    plain GPT-2 with the same weights.
+    model only if nothing was trained or changed in between. A model that was loaded or built with Infini-attention becomes
+    the plain one with the same weights.
 
     Args:
         base_only: that `model` is a base model and no part of another, as for [`patch_model`].
@@ -97,34 +96,33 @@ def unpatch_model(model, *, base_only: bool = False):
         ValueError: the model has no Infini-attention, or no position embedding to restore; a base model without
             `base_only`, and the other way round.
     """
-    if type(model) not in PLAIN or type(model.base_model) not in PLAIN:
+    if not isinstance(model, InfiniPreTrainedMixin) or not isinstance(base := decoder_of(model), InfiniPreTrainedMixin):
+        raise ValueError(f"a {type(model).__name__} has no Infini-attention to take out.")
+    _check_whole(model, base, base_only)
+    config_class = model.__dict__.get("_unpatched_config_class") or _own(type(model)).config_class
+    if getattr(model.config, "position_encoding", None) == "rope" and "_unpatched_embedding" not in model.__dict__:
         raise ValueError(
-            f"a {type(model).__name__} has no Infini-attention to take out; unpatch_model is for "
-            + ", ".join(cls.__name__ for cls in PLAIN)
-            + "."
+            "this model was built with position_encoding='rope': it has no position embedding, and a plain GPT-2 needs one."
         )
-    _check_whole(model, base_only)
-    base = model.base_model
-    if base.wpe is None:
-        if "_unpatched_embedding" not in model.__dict__:
-            raise ValueError(
-                "this model was built with position_encoding='rope': it has no position embedding, and a plain GPT-2 "
-                "needs one."
-            )
+    if "_unpatched_embedding" in model.__dict__:
         base.wpe = model.__dict__.pop("_unpatched_embedding").to(model.device, model.dtype)
-    config_class, ignored = (model.__dict__.pop(f"_unpatched_{name}", None) for name in ("config_class", "ignored"))
-    config = _convert(model.config, config_class or GPT2Config, model.config.to_dict(), **(ignored or {}))
-    for block in base.h:
-        if isinstance(block.attn, GPT2InfiniAttention):
-            block.attn.drop_memory_parameters()
-            block.attn.__class__ = stock.GPT2Attention
-    _adopt(model, PLAIN, config)
+    model.__dict__.pop("_unpatched_config_class", None)
+    config = _convert(model.config, config_class, model.config.to_dict(), **model.__dict__.pop("_unpatched_ignored", {}))
+    for attention in attention_layers(base):
+        if isinstance(attention, InfiniAttentionMixin):
+            attention.swap_out()
+    _adopt(model, base, _own, config)
     return model
 
 
-def _check_whole(model, base_only: bool) -> None:
+def _own(infini: type) -> type:
+    """The inverse of [`infini_class`]."""
+    return infini.own_class
+
+
+def _check_whole(model, base, base_only: bool) -> None:
     """Refuses a base model that may be part of another, which would not learn of the change."""
-    name, is_base = type(model).__name__, model.base_model is model
+    name, is_base = type(model).__name__, base is model
     if is_base and not base_only:
         raise ValueError(
             f"a {name} can be part of a larger model, which would not learn of the change: saved and loaded again, it would "
@@ -136,24 +134,24 @@ def _check_whole(model, base_only: bool) -> None:
 
 def _convert(config, config_class, values: dict, **options):
     """`values` of `config` that the two configuration classes share, with `options` on top."""
-    own = {"model_type", "transformers_version", "architectures", "auto_map", *OPTIONS}
-    converted = config_class(**{name: value for name, value in values.items() if name not in own}, **options)
+    own = {"model_type", "transformers_version", "architectures", "auto_map", *GPT2_OPTIONS}
+    converted = config_class(**({name: value for name, value in values.items() if name not in own} | options))
     converted._attn_implementation = config._attn_implementation
     converted._name_or_path = config._name_or_path
     if config.architectures:
-        names = {cls.__name__: other.__name__ for cls, other in (SUPPORTED | PLAIN).items()}
-        converted.architectures = [names.get(name, name) for name in config.architectures]
+        prefix = "Infini" if issubclass(config_class, MemoryOptions) else ""
+        converted.architectures = [prefix + name.removeprefix("Infini") for name in config.architectures]
     return converted
 
 
-def _adopt(model, classes: dict[type, type], config) -> None:
-    """Makes `model`, and the base model inside it, instances of their other classes, with the other configuration."""
-    base = model.base_model
-    _construct_once(classes[type(model)])
+def _adopt(model, base, class_of, config) -> None:
+    """Makes the model, and the base model inside it, instances of their other classes, with the other configuration."""
+    before = model.config
+    _construct_once(class_of(type(model)), config)
     for part in {model, base}:
-        part.__class__ = classes[type(part)]
+        part.__class__ = class_of(type(part))
     for module in (model, *_modules_of(base)):
-        if isinstance(getattr(module, "config", None), GPT2Config):
+        if getattr(getattr(module, "config", None), "model_type", None) == before.model_type:
             module.config = config
 
 
@@ -166,11 +164,10 @@ def _modules_of(base):
         waiting += [child for child in module.children() if not isinstance(child, PreTrainedModel)]
 
 
-@functools.cache
-def _construct_once(model_class: type) -> None:
+def _construct_once(model_class: type, config) -> None:
     """transformers learns at construction which outputs a class can record (`output_attentions`); an adopted class may
-    never have been constructed, so a model of one number is, without memory for it."""
-    options = {"segment_length": 1} if issubclass(model_class, InfiniGPT2PreTrainedModel) else {}
-    sizes = dict.fromkeys(("vocab_size", "n_positions", "n_embd", "n_layer", "n_head"), 1)
-    with torch.device("meta"):
-        model_class(model_class.config_class(**sizes, bos_token_id=None, eos_token_id=None, **options))
+    never have been constructed, so one is, without memory for it."""
+    if model_class not in CONSTRUCTED:
+        with torch.device("meta"):
+            model_class(copy.deepcopy(config))
+        CONSTRUCTED.add(model_class)

@@ -96,7 +96,8 @@ def softmax_weights(
     Scores that would be float16 are float32, for they can leave its range; torch's own kernel has them in float32, too.
     """
     kind, scaling = query.device.type, softmax.scaling_of(query)
-    given = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
+    autocast = kind != "meta" and torch.is_autocast_enabled(kind)  # meta: while a model is made
+    given = torch.get_autocast_dtype(kind) if autocast else query.dtype
     if softmax.upcast or given == torch.float16:
         with torch.autocast(kind, enabled=False):
             scores = query.float() @ key.float().transpose(-1, -2) * scaling

@@ -57,7 +57,7 @@ def gpt2_parts(module: GPT2Attention, hidden_states: Tensor, given: dict) -> Par
 
 def infini_gpt2_parts(module: GPT2InfiniAttention, hidden_states: Tensor, given: dict) -> Parts:
     """GPT-2's attention with a memory."""
-    return _infini_parts(module, hidden_states, given["layout"])
+    return _infini_parts(module, hidden_states, given["infini"].layout)
 
 
 def causal_mha_parts(module: CausalMultiHeadAttention, hidden_states: Tensor, given: dict) -> Parts:
@@ -110,9 +110,10 @@ def softmax_parts(
 def _infini_parts(module: MemoryLayerMixin, hidden_states: Tensor, layout: GridLayout) -> Parts:
     """Equations 2 to 5 for a call that begins its rows, as [`hf_infini.attention.attend`] does them all at once."""
     call, rule = module.begin(hidden_states, layout=layout), module.rule
-    query, key, value = (_widen(part) for part in module.project(call.hidden_states))
+    query, key, value, softmax = module.projections(call.hidden_states)
+    query, key, value = (_widen(part) for part in (query, key, value))
     segments = _segments(layout)
-    scores, weights = visible_softmax(*_window_scores(module.window_softmax(query), query, key, segments, layout))
+    scores, weights = visible_softmax(*_window_scores(softmax, query, key, segments, layout))
     local = weights @ value
     batch, heads, _, width = key.shape
     (group,) = layout.groups(0)

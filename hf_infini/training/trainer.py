@@ -28,10 +28,12 @@ def parameter_groups(model, learning_rate: float, gate_learning_rate: float, wei
         "gates": {"params": [], "lr": gate_learning_rate, "weight_decay": 0.0},
     }
     gates = {parameter for gate in gates_of(model).values() for parameter in gate.parameters()}
-    for name, parameter in model.named_parameters():
+    attention = [module for module in model.modules() if hasattr(type(module), "attend_with_memory")]
+    own = {parameter for module in attention for parameter in module.parameters(recurse=False)}
+    for parameter in model.parameters():
         if parameter in gates:
             kind = "gates"
-        elif parameter.ndim < 2 or ".attn." in name and not name.endswith(".weight"):
+        elif parameter.ndim < 2 or parameter in own:
             kind = "vectors"  # biases, layer norms, and what an attention layer owns beside its projections
         else:
             kind = "matrices"
@@ -41,7 +43,8 @@ def parameter_groups(model, learning_rate: float, gate_learning_rate: float, wei
 
 def gate_values(model) -> dict[str, list[float]]:
     """sigmoid(gate) of each head, by layer: the share of the memory in that head's output; empty without gates."""
-    logits = {name.split(".h.")[1].split(".")[0]: gate().detach() for name, gate in gates_of(model).items()}
+    gates = gates_of(model).items()
+    logits = {[part for part in name.split(".") if part.isdigit()][-1]: gate().detach() for name, gate in gates}
     for layer, shard in logits.items():
         if isinstance(shard, DTensor):
             logits[layer] = shard.full_tensor()  # from all processes, which all come here

@@ -18,10 +18,20 @@ import torch
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GPT2LMHeadModel, Trainer, TrainingArguments
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    GPT2LMHeadModel,
+    Trainer,
+    TrainingArguments,
+)
 from transformers.dynamic_module_utils import get_imports
 
 import hf_infini
+from decoders import decoder
 from hf_infini import (
     CausalMHAConfig,
     CausalMHAForCausalLM,
@@ -30,6 +40,7 @@ from hf_infini import (
     patch_model,
     unpatch_model,
 )
+from hf_infini.families import infini_class
 from hub_files import code_of, config_of, modules_of
 from load_with_code import numbers
 from models import causal_mha, gpt2, infini_gpt2, token_ids
@@ -37,7 +48,8 @@ from models import causal_mha, gpt2, infini_gpt2, token_ids
 PACKAGE = Path(hf_infini.__file__).parent
 MEMORY = {"memory_conv": 3, "memory_write": "learned", "update_rule": "delta", "feature_map": "exp", "local_segments": 1}
 REPOSITORY = "somebody/infini-gpt2.small"  # neither - nor . may stand in the name of a module
-SOURCES = ("infini_gpt2", "inner", "trained", "causal_mha_infini", "causal_mha_relative", "repository")
+FAMILIES = ("llama", "gemma2", "qwen3_moe", "stablelm")  # plain, with sliding layers, with experts, one that drops keywords
+SOURCES = ("infini_gpt2", "inner", "trained", "causal_mha_infini", "causal_mha_relative", "repository", *FAMILIES)
 
 
 def requirements(*names: str) -> dict[str, Distribution]:
@@ -88,7 +100,9 @@ def saved(tmp_path_factory):
         "causal_mha_relative": causal_mha(position_encoding="relative_key"),
         "repository": infini,
     }
-    for name in ("infini_gpt2", "causal_mha_infini", "causal_mha_relative"):
+    window = {"segment_length": 8, "local_segments": 1, "sink_tokens": 2}
+    models |= {name: patch_model(decoder(name), **window) for name in FAMILIES}
+    for name in ("infini_gpt2", "causal_mha_infini", "causal_mha_relative", *FAMILIES):
         models[name].save_pretrained(root / name)
     infini.transformer.save_pretrained(root / "inner")  # its embedding is the output head, too
     train(models["trained"], root / "runs")
@@ -98,7 +112,7 @@ def saved(tmp_path_factory):
     (commit / "refs").mkdir()
     (commit / "refs" / "main").write_text("c" * 40)
     return {
-        name: (REPOSITORY if name == "repository" else root / name, numbers(model.eval(), model.transformer, ids))
+        name: (REPOSITORY if name == "repository" else root / name, numbers(model.eval(), model.base_model, ids))
         for name, model in models.items()
     }
 
@@ -179,7 +193,7 @@ def test_memory_is_used_and_bounded(name, saved):
     assert (wanted["bytes_4"] == wanted["bytes_24"]) == (name != "trained")  # layer 1 of that one keeps full attention
     model = AutoModelForCausalLM.from_pretrained(saved[name][0])
     for layer in model.config.infini_layers:
-        model.transformer.h[layer].attn.gate.weight.data.fill_(-100.0)
+        model.base_model.h[layer].attn.gate.weight.data.fill_(-100.0)
     with torch.no_grad():
         assert not torch.allclose(model(token_ids(2, 40)).logits, wanted["logits"], atol=1e-2)
 
@@ -189,6 +203,8 @@ def test_memory_is_used_and_bounded(name, saved):
 @pytest.mark.parametrize("trust", [None, True])
 def test_the_installed_classes_come_first(name, trust, saved, loaded):
     language_model = CausalMHAForCausalLM if name.startswith("causal") else InfiniGPT2LMHeadModel
+    if name in FAMILIES:
+        language_model = infini_class(MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[name]])
     records = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = records.append
@@ -207,7 +223,7 @@ def test_the_installed_classes_come_first(name, trust, saved, loaded):
     finally:
         logger.removeHandler(handler)
     assert records == []
-    assert type(AutoModel.from_pretrained(folder, trust_remote_code=trust)) is type(model.transformer)
+    assert type(AutoModel.from_pretrained(folder, trust_remote_code=trust)) is type(model.base_model)
     assert not any(module.startswith("transformers_modules") for module in sys.modules)
 
 

@@ -210,7 +210,8 @@ def test_a_long_context_needs_the_memory_of_a_chunk(infini, tokenizer):
     assert length > 30 * 128 and sum(read) == length + answer - 1 and max(read) == 128
     assert max(places) <= max(answer, 1)  # a chunk without one of them gives the logits of its last token
     read.clear(), places.clear()
-    model.generate_until(requests("generate_until", (text, {"until": [], "max_gen_toks": 3, "do_sample": False})))
+    options = {"until": [], "max_gen_toks": 3, "min_new_tokens": 3, "do_sample": False}
+    model.generate_until(requests("generate_until", (text, options)))
     assert max(read) == 128 and sum(read) == length + 2 and max(places) == 1
     for hook in hooks:
         hook.remove()

@@ -155,7 +155,7 @@ def test_a_token_weighs_what_its_input_says(update_rule, position_encoding):
     model = convolved(feature_map="exp", **options)
     attention, inputs = model.transformer.h[0].attn, torch.randn(2, 50, 32, dtype=torch.float64)
     call = attention.begin(inputs, layout=segment_layout(2, 50, 8, 1))
-    query, key, value = attention.project(call.hidden_states)
+    query, key, value, softmax = attention.projections(call.hidden_states)
     layout = call.layout
     added, _ = short_convolution(inputs, attention.memory_conv, layout, inputs.new_zeros(2, 2, 32))
     weights = torch.einsum("btc,hc->bht", inputs + added, attention.memory_write).exp()
@@ -164,7 +164,7 @@ def test_a_token_weighs_what_its_input_says(update_rule, position_encoding):
     log_weight = attention.log_weight(call)
     torch.testing.assert_close((key + log_weight).exp(), wanted, rtol=FLOAT64, atol=0)
     options = {"local_segments": 1, "update_rule": update_rule, "feature_map": "exp", "log_weight": log_weight}
-    options["rotary"] = attention.window_softmax(query).rotary
+    options["rotary"] = softmax.rotary
     wanted = naive_infini_attention(query, key, value, attention.gate(), 8, **options)
     wanted = attention.c_proj(wanted.transpose(1, 2).flatten(2))
     torch.testing.assert_close(attention(inputs)[0], wanted, rtol=FLOAT64, atol=FLOAT64)

@@ -10,8 +10,6 @@ from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
     GPT2Model,
-    LlamaConfig,
-    LlamaForCausalLM,
 )
 from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
 
@@ -228,8 +226,8 @@ def test_errors_name_what_is_supported():
     with pytest.raises(ValueError, match="unknown options segments; patch_model takes segment_length"):
         patch_model(gpt2(), segments=8)
     sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=8)
-    with pytest.raises(ValueError, match=r"LlamaForCausalLM \(model_type 'llama'\). Supported: GPT2Model .*GPT2LMHeadModel"):
-        patch_model(LlamaForCausalLM(LlamaConfig(**sizes)), **OPTIONS)
+    with pytest.raises(ValueError, match="a BertModel cannot have Infini-attention: it is not made of 1 decoder layers"):
+        patch_model(BertModel(BertConfig(**sizes)), **OPTIONS, base_only=True)
     broken = gpt2()
     with pytest.raises(Exception, match="exactly one of segment_length"):
         patch_model(broken)
