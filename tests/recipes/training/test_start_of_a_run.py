@@ -59,12 +59,13 @@ def test_options_that_make_no_model_can_be_corrected(base, tmp_path, monkeypatch
 
 
 # A file gets its name by os.replace: where that is the process's last act, the file is written, and has no name yet
-KILLED = "import os, runpy; os.replace = lambda *_: os._exit(9); runpy.run_path('{}', run_name='__main__')"
+KILLED = "import os, runpy, sys; os.replace = lambda *_: os._exit(9); sys.path.insert(0, '{}'); "
+KILLED += "runpy.run_path('{}', run_name='__main__')"
 
 
 @pytest.mark.slow
 def test_killed_while_it_writes_its_first_file_it_goes_on_by_the_same_command(base, tmp_path):
-    script = KILLED.format(ROOT / "recipes" / "train.py")
+    script = KILLED.format(ROOT / "recipes", ROOT / "recipes" / "train.py")
     assert run(sys.executable, "-c", script, *options(base, tmp_path), check=False).returncode == 9
     assert [path.name.split(".")[:2] for path in tmp_path.iterdir() if path.is_file()] == [["run", "json"]]
     assert not (tmp_path / "run.json").exists()
