@@ -18,7 +18,10 @@ from hf_infini.modeling_infini_layer import InfiniAttentionMixin
 # Logits of size 5 from four layers in float32, summed in another order
 FLOAT32 = {"rtol": 1e-5, "atol": 2e-5}
 WINDOW = {"segment_length": 8, "local_segments": 1, "sink_tokens": 2}
-each_type = pytest.mark.parametrize("model_type", TYPES)
+QUICK = ("gpt2", "llama", "gemma2", "smollm3")  # GPT-2, plain, with sliding layers, with layers without positions
+each_type = pytest.mark.parametrize(
+    "model_type", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in TYPES]
+)
 
 
 def naive_attend(tokens, gate, layout, rule, softmax, state, **options):
