@@ -39,7 +39,8 @@ transformers.AutoConfig.register("infini_gpt2", InfiniGPT2Config, exist_ok=True)
 for auto_class, model in modeling_causal_mha.AUTO_CLASSES.items():
     getattr(transformers, auto_class).register(CausalMHAConfig, model, exist_ok=True)
 for model_type in families.PROBED:
-    infini_config(transformers.CONFIG_MAPPING[model_type])
+    if model_type in transformers.CONFIG_MAPPING:  # older versions of transformers do not know them all
+        infini_config(transformers.CONFIG_MAPPING[model_type])
 # GPT-2's vocab.json and merges.txt say of themselves that they are a GPT-2 tokenizer only beside a GPT-2's config.json
 transformers.AutoTokenizer.register(InfiniGPT2Config, tokenizer_class=transformers.GPT2Tokenizer, exist_ok=True)
 

@@ -40,7 +40,7 @@ OPTIONS = {
     "olmoe": EXPERTS | {"num_experts": 4},
     "qwen3_moe": EXPERTS | {"num_experts": 4},
 }  # fmt: skip
-TYPES = ("gpt2", *PROBED)
+TYPES = ("gpt2", *(name for name in PROBED if name in CONFIG_MAPPING))
 
 
 def decoder(model_type: str, **options):
