@@ -25,7 +25,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from cli import UserError, exit_on_user_error, option, parse_options
+from cli import UserError, exit_on_error, option, parse_options
 
 PARTS = ["attention", "scaling", "model", "decoding", "options", "compiled"]
 
@@ -46,7 +46,7 @@ class Options:
     seed: int = option(0, "Of weights, inputs and the order of contestants.")
 
 
-@exit_on_user_error
+@exit_on_error(when_stopped="the parts that are finished are in --out; the same command measures all of them again")
 def main(argv: list[str] | None = None) -> None:
     (options,) = parse_options(Options, description=__doc__, argv=argv)
     shapes = shapes_of(options.shapes)

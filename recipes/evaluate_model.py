@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from cli import UserError, exit_on_user_error, option, parse_options
+from cli import UserError, exit_on_error, option, parse_options
 
 
 @dataclass
@@ -78,7 +78,7 @@ TASKS = {
 }
 
 
-@exit_on_user_error
+@exit_on_error(when_stopped="finished cells of a recall task are kept; the same command goes on from them")
 def main(argv: list[str] | None = None) -> None:
     (options,) = parse_options(Options, description=__doc__, argv=argv)
     manifest = check_options(options)

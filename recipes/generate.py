@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from cli import UserError, exit_on_user_error, option, parse_options
+from cli import UserError, exit_on_error, option, parse_options
 
 SAMPLING = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}  # the defaults: any token, by its probability
 
@@ -58,7 +58,7 @@ class Options:
     )
 
 
-@exit_on_user_error
+@exit_on_error(when_stopped="what is printed above is all there is")
 def main(argv: list[str] | None = None) -> None:
     (options,) = parse_options(Options, description=__doc__, argv=argv)
     check(options)

@@ -15,7 +15,7 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cli import UserError, exit_on_user_error, option, parse_options
+from cli import UserError, exit_on_error, option, parse_options
 
 LARGEST_PAGE = 100e6  # bytes; browsers take long over more
 
@@ -31,7 +31,7 @@ class Options:
     out: str | None = option(None, "Folder to write into; default: heads, in the model's folder.", group="output")
 
 
-@exit_on_user_error
+@exit_on_error(when_stopped="nothing was written; the same command starts again")
 def main(argv: list[str] | None = None) -> None:
     (options,) = parse_options(Options, description=__doc__, argv=argv)
     text = read_text(options)

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from cli import UserError, exit_on_user_error, option, parse_options
+from cli import UserError, exit_on_error, option, parse_options
 
 
 @dataclass
@@ -41,7 +41,7 @@ class Options:
     dtype: Literal["float32", "bfloat16"] = option("float32", "Of weights and memory; generate.py then needs the same.")
 
 
-@exit_on_user_error
+@exit_on_error(when_stopped="nothing was written; the same command starts again")
 def main(argv: list[str] | None = None) -> None:
     (options,) = parse_options(Options, description=__doc__, argv=argv)
     files = memory_files_of(options)

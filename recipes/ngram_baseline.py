@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from cli import UserError, exit_on_user_error, option, parse_options
+from cli import UserError, exit_on_error, option, parse_options
 
 HIGHEST = 5  # beyond that a window is mostly seen once, and its code may not fit into an integer
 
@@ -30,7 +30,7 @@ class Options:
     orders: list[int] = option([0, 1, 2], f"Earlier tokens to predict from, each 0 to {HIGHEST}.", group="n-grams")
 
 
-@exit_on_user_error
+@exit_on_error(when_stopped="nothing was written; the same command starts again")
 def main(argv: list[str] | None = None) -> None:
     (options,) = parse_options(Options, description=__doc__, argv=argv)
     manifest = check(options)

@@ -21,7 +21,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cli import UserError, exit_on_user_error, option, parse_options
+from cli import UserError, exit_on_error, option, parse_options
 from cli.corpus_options import CorpusOptions
 
 
@@ -45,7 +45,7 @@ class BlockOptions:
     max_tokens: int | None = option(None, "Stop the training text after so many tokens.", at_least=1)
 
 
-@exit_on_user_error
+@exit_on_error(when_stopped="finished stages are kept; the same command goes on from the last one")
 def main(argv: list[str] | None = None) -> None:
     corpus, tokens, blocks = parse_options(CorpusOptions, TokenizerOptions, BlockOptions, description=__doc__, argv=argv)
     check_options(corpus, tokens, blocks)

@@ -31,7 +31,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cli import UserError, exit_on_user_error, option, parse_options
+from cli import UserError, exit_on_error, option, parse_options
 
 
 @dataclass
@@ -48,7 +48,7 @@ class Options:
     seed: int = option(0, "Seed of every choice by chance.")
 
 
-@exit_on_user_error
+@exit_on_error(when_stopped="a finished folder stays as it was; the same command starts again")
 def main(argv: list[str] | None = None) -> None:
     (options,) = parse_options(Options, description=__doc__, argv=argv)
     from recall.rows import read_mix

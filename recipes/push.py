@@ -18,7 +18,7 @@ With it the folder is pushed: all in one commit, or nothing. A push that was int
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cli import UserError, exit_on_user_error, option, parse_options
+from cli import UserError, exit_on_error, option, parse_options
 
 
 @dataclass
@@ -52,7 +52,7 @@ class Options:
         return Path(self.repo_id or self.out).resolve().name
 
 
-@exit_on_user_error
+@exit_on_error(when_stopped="a push publishes all or nothing; the same command goes on")
 def main(argv: list[str] | None = None) -> None:
     (options,) = parse_options(Options, description=__doc__, argv=argv)
     run, out = Path(options.run), Path(options.out)

@@ -21,12 +21,11 @@ run is in OUT/NAME.
 import os
 import shlex
 import shutil
-import signal
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cli import UserError, exit_on_user_error, option, parse_options
+from cli import UserError, exit_on_error, option, parse_options
 
 
 @dataclass
@@ -52,7 +51,7 @@ class Options:
     dry_run: bool = option(False, "Print the commands and do nothing.", group="output")
 
 
-@exit_on_user_error
+@exit_on_error(when_stopped="the same command goes on from here")
 def main(argv: list[str] | None = None) -> None:
     (options,) = parse_options(Options, description=__doc__, argv=argv)
     check_options(options)
@@ -67,13 +66,8 @@ def main(argv: list[str] | None = None) -> None:
         print("\n".join(tasks.commands))
         return
     os.environ["OMP_NUM_THREADS"] = str(options.threads)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a polite kill is Ctrl-C
-    try:
-        with locked_folder(Path(options.out)) as out:
-            run_study(options, study, tasks, out)
-    except KeyboardInterrupt:
-        print("\nstopped: the same command goes on from here", file=sys.stderr)
-        raise SystemExit(130) from None
+    with locked_folder(Path(options.out)) as out:
+        run_study(options, study, tasks, out)
 
 
 def check_options(options: Options) -> None:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from cli import exit_on_user_error, option, parse_options
+from cli import exit_on_error, option, parse_options
 from cli.model_options import ModelOptions, build_config, build_model
 
 
@@ -78,7 +78,7 @@ class OptimizerOptions:
     logging_steps: int = option(10, "Steps between lines of training loss.", greater_than=0, rare=True)
 
 
-@exit_on_user_error
+@exit_on_error(when_stopped="the same command goes on from the last checkpoint")
 def main(argv: list[str] | None = None) -> None:
     run, shape, optimizer = parse_options(RunOptions, ModelOptions, OptimizerOptions, description=__doc__, argv=argv)
 

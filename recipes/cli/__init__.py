@@ -1,40 +1,23 @@
 """The recipes' command lines: the fields of dataclasses are the options; flags override the entries of a YAML file.
 
-Every recipe calls [`parse_options`] and wraps its `main` in [`exit_on_user_error`]. Nothing here imports hf_infini, which
+Every recipe calls [`parse_options`] and decorates its `main` with [`exit_on_error`]. Nothing here imports hf_infini, which
 takes seconds: `--help` answers at once.
 """
 
 import argparse
 import difflib
-import functools
-import json
 import operator
-import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import field, fields
 from pathlib import Path
 
-# A program that starts recipes names in this environment variable the file that takes why one failed, as JSON
-# (`{"status", "reason"}`). An exit status would not do: launchers of distributed runs have their own.
-FAILURE_FILE = "HF_INFINI_FAILURE_FILE"
+from .errors import FAILURE_FILE, TRACEBACK, NotPossible, UserError, exit_on_error, report_failure
+
+__all__ = ["FAILURE_FILE", "NotPossible", "UserError", "exit_on_error", "option", "parse_options", "report_failure"]
+
 # What an option's metadata may demand of its number, or of each in its list
 BOUNDS = {"at_least": operator.ge, "greater_than": operator.gt, "at_most": operator.le, "below": operator.lt}
-
-
-class UserError(Exception):
-    """Something that the user can mend (a wrong path, a damaged file, options that clash): shown without a traceback."""
-
-    status, prefix = "failed", ""
-
-    def __str__(self) -> str:
-        return self.prefix + super().__str__()
-
-
-class NotPossible(UserError):
-    """Options that no model can have together: a grid of runs lists them and is no failure for it."""
-
-    status, prefix = "not possible", "these model options do not go together: "
 
 
 def option(default, help_text: str, **metadata):
@@ -66,6 +49,7 @@ def parse_options(*option_classes: type, description: str, argv: Sequence[str] |
     parser = OptionParser(option_classes, description, show_all="--help_all" in argv)
     config = {"metavar": "FILE.yaml", "help": "YAML file of options; flags override its entries."}
     parser.group(GENERAL).add_argument("--config", **config)
+    parser.group(GENERAL).add_argument(TRACEBACK, action="store_true", help="Show where an error comes from.")
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False, usage=parser.usage)
     finder.add_argument("--config", **config)
     file_name = finder.parse_known_args(argv)[0].config
@@ -90,38 +74,6 @@ def _check_bounds(options) -> None:
                 raise UserError(f"--{described.name} must be {wanted}, got {number}")
 
 
-def exit_on_user_error(main: Callable[..., None]) -> Callable[..., None]:
-    """Decorator: a [`UserError`] inside `main`, or a package that is not installed, becomes one line on standard error and
-    exit status 1."""
-
-    @functools.wraps(main)
-    def wrapper(*args, **kwargs):
-        try:
-            main(*args, **kwargs)
-        except UserError as error:
-            shown, status, reason = str(error), error.status, error.args[0]
-        except ModuleNotFoundError as error:
-            if error.name is None or "." in error.name:  # a module of a package that is there: no matter of installing
-                raise
-            shown, status = f"{error.name} is not installed: pip install 'hf-infini[recipes]'", UserError.status
-            reason = shown
-        else:
-            return
-        report_failure(status, reason)
-        print(f"error: {shown}", file=sys.stderr)
-        raise SystemExit(1)
-
-    return wrapper
-
-
-def report_failure(status: str, reason: str) -> None:
-    """Tells the program that started this one why it fails, see [`FAILURE_FILE`]; without one, does nothing."""
-    if file := os.environ.get(FAILURE_FILE):
-        part = Path(f"{file}.{os.getpid()}")  # of several processes the last one's is kept, whole
-        part.write_text(json.dumps({"status": status, "reason": reason}), encoding="utf-8")
-        os.replace(part, file)
-
-
 def _arguments_from_yaml(file_name: str, parser) -> list[str]:
     import yaml
 
@@ -134,7 +86,7 @@ def _arguments_from_yaml(file_name: str, parser) -> list[str]:
         parser.error(f"--config: {file_name} is not valid YAML: {error}")
     if not isinstance(entries, dict):
         parser.error(f"--config: {file_name} must hold `option: value` lines, got a {type(entries).__name__}")
-    known = {action.dest for action in parser._actions} - {"help", "help_all", "config"}
+    known = {action.dest for action in parser._actions} - {"help", "help_all", "config", "traceback"}
     arguments = []
     for name, value in entries.items():
         if name not in known:

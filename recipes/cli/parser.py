@@ -8,7 +8,8 @@ from collections.abc import Sequence
 
 from transformers import HfArgumentParser
 
-from . import BOUNDS, UserError, report_failure
+from . import BOUNDS
+from .errors import UserError, report_failure
 
 GENERAL, OTHER = "general", "options"
 

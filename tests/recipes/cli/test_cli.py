@@ -2,16 +2,20 @@
 
 import ast
 import dataclasses
+import json
+import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
-from cli import UserError, exit_on_user_error, option, parse_options
+from cli import FAILURE_FILE, NotPossible, UserError, exit_on_error, option, parse_options
 from cli.model_options import ModelOptions
 from cli.parser import OptionParser
 from hf_infini.options import MemoryOptions, choices
@@ -91,15 +95,51 @@ def test_errors(config, capsys, text, flags, message):
     assert message in capsys.readouterr().err
 
 
-def test_user_errors_are_one_line_and_status_1(capsys):
-    @exit_on_user_error
-    def main():
-        raise UserError("there is no corpus in x: give --source")
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (UserError("there is no corpus in x: give --source"), "error: there is no corpus in x: give --source"),
+        (NotPossible("no"), "error: these model options do not go together: no"),
+        (OSError(28, "No space left on device", "runs/a"), "error: No space left on device: runs/a"),
+        (OSError(28, "No space"), "error: No space (no file is named; --traceback shows where)"),
+        (MemoryError(), "error: there is not enough memory for this: smaller batches, rows or models need less"),
+        (ModuleNotFoundError("x", name="peft"), "error: peft is not installed: pip install 'hf-infini[recipes]'"),
+        (ValueError("two\n lines"), "error: ValueError: two lines (--traceback shows where)"),
+    ],
+)
+def test_errors_are_one_line_and_status_1(error, line, capsys):
+    @exit_on_error(when_stopped="go on")
+    def main(argv=None):
+        raise error
 
     with pytest.raises(SystemExit) as stop:
-        main()
+        main([])
     assert stop.value.code == 1
-    assert capsys.readouterr().err == "error: there is no corpus in x: give --source\n"
+    assert capsys.readouterr().err == line + "\n"
+    with pytest.raises(SystemExit):
+        main(["--traceback"])
+    shown = capsys.readouterr().err
+    assert shown.startswith("Traceback") and "raise error" in shown and shown.endswith(line + "\n")
+
+
+@pytest.mark.parametrize(("number", "name", "code"), [(signal.SIGINT, "Ctrl-C", 130), (signal.SIGTERM, "SIGTERM", 143)])
+def test_a_stopped_recipe_says_how_to_go_on(number, name, code, capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv(FAILURE_FILE, str(tmp_path / "failure"))
+    handler = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}[number]
+    restored = signal.signal(number, handler)  # what a shell starts behind itself ignores interrupts
+
+    @exit_on_error(when_stopped="the same command goes on")
+    def main(argv=None):
+        os.kill(os.getpid(), number)
+        time.sleep(5)
+
+    with pytest.raises(SystemExit) as stop:
+        main([])
+    assert stop.value.code == code and signal.getsignal(number) is handler
+    signal.signal(number, restored)
+    line = f"stopped by {name}: the same command goes on"
+    assert capsys.readouterr().err == f"\n{line}\n"
+    assert json.loads((tmp_path / "failure").read_text()) == {"status": "failed", "reason": line}
 
 
 HELP = """
@@ -158,7 +198,7 @@ def test_help_shows_the_docstring_as_it_is_written(recipe, helps):
     assert helps[recipe.name][begin : begin + len(written)] == written
 
 
-class Parsed(Exception):
+class Parsed(BaseException):
     pass
 
 

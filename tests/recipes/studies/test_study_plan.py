@@ -171,14 +171,14 @@ def test_processes_end_with_what_became_of_them(tmp_path):
 REFUSALS = """
 import sys
 from dataclasses import dataclass
-from cli import NotPossible, UserError, exit_on_user_error, parse_options
+from cli import NotPossible, UserError, exit_on_error, parse_options
 
 @dataclass
 class Options:
     score: float = 1.0
 
-@exit_on_user_error
-def main():
+@exit_on_error(when_stopped="")
+def main(argv=None):
     parse_options(Options, description="", argv=sys.argv[2:])
     if sys.argv[1] == "package":
         import no_such_package
