@@ -3,10 +3,9 @@
 import functools
 
 import transformers
-from huggingface_hub.dataclasses import strict
 from transformers import GPT2Config, PreTrainedConfig
 
-from .configuration_common import OptionsMixin, layer_kinds
+from .configuration_common import OptionsMixin, checked, layer_kinds
 from .configuration_infini_gpt2 import InfiniGPT2Config
 from .hub_code import HubConfigMixin, carry_code
 from .options import MemoryOptions
@@ -85,8 +84,9 @@ def infini_config(own: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
         "model_type": PREFIX + own.model_type,
         "undeclared_options": _computed(own),
         "own_class": own,
+        "own_type": own.model_type,
     }
-    config = strict(type(f"Infini{own.__name__}", (FamilyConfigMixin, own), attributes))
+    config = checked(type(f"Infini{own.__name__}", (FamilyConfigMixin, own), attributes))
     carry_code("families", AutoConfig=config)
     transformers.AutoConfig.register(config.model_type, config, exist_ok=True)
     return config
