@@ -2,10 +2,12 @@
 `LlamaModel` with the mixins of modeling_infini.py before it, and so on for all of its heads.
 """
 
+import copy
 import functools
 import inspect
 import sys
 
+import torch
 import transformers
 from torch import nn
 from transformers import GenerationMixin, GPT2Config, PreTrainedConfig, PreTrainedModel
@@ -42,6 +44,7 @@ PROBED = (
 )
 # Families whose layers do not pass on keywords to their attention
 DROP_KEYWORDS = ("stablelm", "nemotron")
+CONSTRUCTED: set[type] = set()
 
 
 @functools.cache
@@ -84,6 +87,7 @@ def add_memory(model: PreTrainedModel) -> None:
     base = decoder_of(model)
     if not isinstance(base, InfiniModelMixin):
         base.__class__ = infini_class(type(base))
+        construct_once(type(base), base.config)
     base.set_positions()
     layers, config = attention_layers(base), LayerConfig(base.config)
     for number in base.config.infini_layers:
@@ -91,6 +95,15 @@ def add_memory(model: PreTrainedModel) -> None:
         if not isinstance(attention, InfiniAttentionMixin):
             attention.__class__ = infini_class(type(attention))
             attention.swap_in(config, base.rotary_tables(1))
+
+
+def construct_once(model_class: type, config: PreTrainedConfig) -> None:
+    """transformers learns at construction which outputs a class can record (`output_attentions`); a class that models adopt
+    may never have been constructed, so one is, without memory for it."""
+    if model_class not in CONSTRUCTED:
+        CONSTRUCTED.add(model_class)
+        with torch.device("meta"):
+            model_class(copy.deepcopy(config))
 
 
 def attention_layers(base: PreTrainedModel) -> list[nn.Module]:
