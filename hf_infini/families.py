@@ -13,6 +13,7 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping, r
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.models.auto import modeling_auto
 from transformers.models.gpt2.modeling_gpt2 import GPT2Attention, GPT2DoubleHeadsModel
+from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from .configuration_infini import PREFIX, infini_config
 from .configuration_infini_gpt2 import InfiniGPT2Config
@@ -83,7 +84,7 @@ def add_memory(model: PreTrainedModel) -> None:
     """Gives the layers that the model's configuration names their memory, in place, if they do not have it."""
     base = decoder_of(model)
     if not isinstance(base, InfiniModelMixin):
-        base.__class__ = infini_class(type(base))
+        change_class(base, infini_class(type(base)))
     base.set_positions()
     layers, config = attention_layers(base), LayerConfig(base.config)
     for number in base.config.infini_layers:
@@ -91,6 +92,13 @@ def add_memory(model: PreTrainedModel) -> None:
         if not isinstance(attention, InfiniAttentionMixin):
             attention.__class__ = infini_class(type(attention))
             attention.swap_in(config, base.rotary_tables(1))
+
+
+def change_class(model: PreTrainedModel, new: type[PreTrainedModel]) -> None:
+    """Makes a model one of another class. transformers finds what it can record of a model (attentions, hidden states) by
+    the class that the model was constructed as; the new one may never have been."""
+    model.__class__ = new
+    dict.__setitem__(_CAN_RECORD_REGISTRY, str(new), model._can_record_outputs)  # newer ones take a model for a key
 
 
 def attention_layers(base: PreTrainedModel) -> list[nn.Module]:
