@@ -9,15 +9,15 @@ import sys
 import transformers
 from torch import nn
 from transformers import GenerationMixin, GPT2Config, PreTrainedConfig, PreTrainedModel
-from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.models.auto import modeling_auto
 from transformers.models.gpt2.modeling_gpt2 import GPT2Attention, GPT2DoubleHeadsModel
 
-from .configuration_infini import PREFIX, infini_config
+from .configuration_infini import infini_config
 from .configuration_infini_gpt2 import InfiniGPT2Config
 from .generation import MemoryGenerationMixin
 from .hub_code import HubModelMixin, carry_code
+from .lookups import PREFIX, enter_tokenizer
 from .modeling_infini import InfiniModelMixin, InfiniPreTrainedMixin
 from .modeling_infini_gpt2 import GPT2InfiniAttention, InfiniGPT2ModelMixin
 from .modeling_infini_layer import InfiniAttentionMixin, LayerConfig
@@ -134,22 +134,13 @@ def register_models(config: type[PreTrainedConfig]) -> None:
     """Registers all models of a family with the Auto classes, and has them saved with their code."""
     own = GPT2Config if config is InfiniGPT2Config else config.own_class
     classes = {}
-    _load_weights_as(own.model_type, config.model_type)
+    enter_tokenizer(own, config)
     for auto_class, table in AUTO_CLASSES.items():
         if own in table:
-            _load_weights_as(table[own].__name__, f"Infini{table[own].__name__}")
             classes[auto_class] = infini_class(table[own])
             getattr(transformers, auto_class).register(config, classes[auto_class], exist_ok=True)
     others = [infini_class(GPT2DoubleHeadsModel)] if own is GPT2Config else []  # as the own class, none that Auto loads
     carry_code("families", *others, **classes)
-
-
-def _load_weights_as(own: str, infini: str) -> None:
-    """Has the weights of a model type or class renamed and joined as those of the own one, whose checkpoints name some of
-    them otherwise than its modules (experts)."""
-    mapping = get_checkpoint_conversion_mapping(own)
-    if mapping is not None:
-        register_checkpoint_conversion_mapping(infini, mapping, overwrite=True)
 
 
 class AutoInfiniModelForCausalLM:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .cache import InfiniCache, StatesOfCall
 from .layout import Layout
+from .lookups import enter_weights
 from .modeling_common import (
     InitializationMixin,
     check_inputs,
@@ -28,6 +29,8 @@ from .modeling_infini_layer import TEST_TOKENS, InfiniAttentionMixin, ModelCall
 class InfiniPreTrainedMixin(InitializationMixin):
     """What base models and heads share; comes before the own class of either."""
 
+    own_class: type  # the class that comes after this one
+
     _supports_flash_attn = False
     _supports_flex_attn = False
     _supports_attention_backend = False
@@ -38,6 +41,8 @@ class InfiniPreTrainedMixin(InitializationMixin):
         from .families import add_memory
 
         super().__init__(config, *args, **kwargs)
+        enter_weights(self.own_class.config_class.model_type, config.model_type)
+        enter_weights(self.own_class.__name__, f"Infini{self.own_class.__name__}")
         add_memory(self)
 
     @classmethod
