@@ -16,6 +16,7 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2Attention, GPT2DoubleHead
 from .configuration_infini import infini_config
 from .configuration_infini_gpt2 import InfiniGPT2Config
 from .generation import MemoryGenerationMixin
+from .hooks import become
 from .hub_code import HubModelMixin, carry_code
 from .lookups import PREFIX, enter_tokenizer
 from .modeling_infini import InfiniModelMixin, InfiniPreTrainedMixin
@@ -83,13 +84,13 @@ def add_memory(model: PreTrainedModel) -> None:
     """Gives the layers that the model's configuration names their memory, in place, if they do not have it."""
     base = decoder_of(model)
     if not isinstance(base, InfiniModelMixin):
-        base.__class__ = infini_class(type(base))
+        become(base, infini_class(type(base)))
     base.set_positions()
     layers, config = attention_layers(base), LayerConfig(base.config)
     for number in base.config.infini_layers:
         attention = layers[number]
         if not isinstance(attention, InfiniAttentionMixin):
-            attention.__class__ = infini_class(type(attention))
+            become(attention, infini_class(type(attention)))
             attention.swap_in(config, base.rotary_tables(1))
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .cache import InfiniCache, StatesOfCall
+from .hooks import device_of
 from .layout import Layout
 from .lookups import enter_weights
 from .modeling_common import (
@@ -51,11 +52,16 @@ class InfiniPreTrainedMixin(InitializationMixin):
         then compared with what they compute there.
 
         Raises:
-            ValueError: a layer computes something else with its memory empty.
+            ValueError: a layer computes something else with its memory empty; or weights of the own class stay on disk.
         """
         loaded = super().from_pretrained(*args, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded  # with output_loading_info
         if model.config.__dict__.pop("_from_other_type", False):
+            if "disk" in getattr(model, "hf_device_map", {}).values():
+                raise ValueError(
+                    "device_map leaves weights on disk, and those of the memory are not in a plain checkpoint: load it once "
+                    "without, save it with save_pretrained, and give the device_map when you load that."
+                )
             model.check_layers()
         return loaded
 
@@ -64,7 +70,7 @@ class InfiniPreTrainedMixin(InitializationMixin):
         from .families import decoder_of
 
         base = decoder_of(self)
-        if base.device.type == "meta":
+        if device_of(base.get_input_embeddings()).type == "meta":
             return
         training, tables = [module for module in base.modules() if module.training], base.rotary_tables(TEST_TOKENS + 1)
         base.eval()
@@ -153,7 +159,7 @@ class InfiniModelMixin:
         rotary = getattr(self, "rotary_emb", None)
         if rotary is None:
             return {}
-        device = self.get_input_embeddings().weight.device
+        device = device_of(self.get_input_embeddings())
         given = (torch.empty(1, 1, 1, device=device, dtype=self.dtype), torch.arange(places, device=device)[None])
         kinds: list[str | None] = [None]
         if "layer_type" in inspect.signature(rotary.forward).parameters:

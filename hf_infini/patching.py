@@ -11,6 +11,7 @@ from .configuration_infini import infini_config
 from .configuration_infini_gpt2 import OPTIONS as GPT2_OPTIONS
 from .configuration_infini_gpt2 import InfiniGPT2Config
 from .families import add_memory, attention_layers, decoder_of, infini_class
+from .hooks import become
 from .modeling_infini import InfiniPreTrainedMixin
 from .modeling_infini_layer import InfiniAttentionMixin
 from .options import MEMORY_OPTIONS, MemoryOptions
@@ -149,7 +150,7 @@ def _adopt(model, base, class_of, config) -> None:
     before = model.config
     _construct_once(class_of(type(model)), config)
     for part in {model, base}:
-        part.__class__ = class_of(type(part))
+        become(part, class_of(type(part)))
     for module in (model, *_modules_of(base)):
         if getattr(getattr(module, "config", None), "model_type", None) == before.model_type:
             module.config = config
