@@ -123,7 +123,8 @@ class InfiniAttentionMixin(MemoryLayerMixin):
         """Makes it a layer of the own class again, whatever its memory has learned."""
         self.drop_memory_parameters()
         self.config = self.config.of_model
-        del self.rotary_type, self.turns_states
+        for name in ("rotary_type", "turns_states"):
+            self.__dict__.pop(name, None)  # not there where the memory could not be added
         become(self, self.own_class)
 
     @property
@@ -145,6 +146,8 @@ class InfiniAttentionMixin(MemoryLayerMixin):
             tables = tuple(table[:1].detach().to(like.device, copy=True).requires_grad_() for table in tables)
             hidden_states = torch.ones(1, 1, self.config.hidden_size, device=like.device, dtype=like.dtype)
             output = self.in_one_window(hidden_states, tables if len(tables) > 1 else tables[0], None)
+            if not output.requires_grad:  # neither they nor the weights, which may be frozen or of 8 bits, reach it
+                return False
             return torch.autograd.grad(output.sum(), tables[0], allow_unused=True)[0] is not None
 
     def projections(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor, Softmax]:
