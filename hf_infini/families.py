@@ -9,16 +9,16 @@ import sys
 import transformers
 from torch import nn
 from transformers import GenerationMixin, GPT2Config, PreTrainedConfig, PreTrainedModel
-from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.models.auto import modeling_auto
 from transformers.models.gpt2.modeling_gpt2 import GPT2Attention, GPT2DoubleHeadsModel
-from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
-from .configuration_infini import PREFIX, infini_config
+from .configuration_infini import infini_config
 from .configuration_infini_gpt2 import InfiniGPT2Config
 from .generation import MemoryGenerationMixin
+from .hooks import become
 from .hub_code import HubModelMixin, carry_code
+from .lookups import PREFIX, enter_tokenizer
 from .modeling_infini import InfiniModelMixin, InfiniPreTrainedMixin
 from .modeling_infini_gpt2 import GPT2InfiniAttention, InfiniGPT2ModelMixin
 from .modeling_infini_layer import InfiniAttentionMixin, LayerConfig
@@ -84,21 +84,14 @@ def add_memory(model: PreTrainedModel) -> None:
     """Gives the layers that the model's configuration names their memory, in place, if they do not have it."""
     base = decoder_of(model)
     if not isinstance(base, InfiniModelMixin):
-        change_class(base, infini_class(type(base)))
+        become(base, infini_class(type(base)))
     base.set_positions()
     layers, config = attention_layers(base), LayerConfig(base.config)
     for number in base.config.infini_layers:
         attention = layers[number]
         if not isinstance(attention, InfiniAttentionMixin):
-            attention.__class__ = infini_class(type(attention))
+            become(attention, infini_class(type(attention)))
             attention.swap_in(config, base.rotary_tables(1))
-
-
-def change_class(model: PreTrainedModel, new: type[PreTrainedModel]) -> None:
-    """Makes a model one of another class. transformers finds what it can record of a model (attentions, hidden states) by
-    the class that the model was constructed as; the new one may never have been."""
-    model.__class__ = new
-    dict.__setitem__(_CAN_RECORD_REGISTRY, str(new), model._can_record_outputs)  # newer ones take a model for a key
 
 
 def attention_layers(base: PreTrainedModel) -> list[nn.Module]:
@@ -142,22 +135,13 @@ def register_models(config: type[PreTrainedConfig]) -> None:
     """Registers all models of a family with the Auto classes, and has them saved with their code."""
     own = GPT2Config if config is InfiniGPT2Config else config.own_class
     classes = {}
-    _load_weights_as(own.model_type, config.model_type)
+    enter_tokenizer(own, config)
     for auto_class, table in AUTO_CLASSES.items():
         if own in table:
-            _load_weights_as(table[own].__name__, f"Infini{table[own].__name__}")
             classes[auto_class] = infini_class(table[own])
             getattr(transformers, auto_class).register(config, classes[auto_class], exist_ok=True)
     others = [infini_class(GPT2DoubleHeadsModel)] if own is GPT2Config else []  # as the own class, none that Auto loads
     carry_code("families", *others, **classes)
-
-
-def _load_weights_as(own: str, infini: str) -> None:
-    """Has the weights of a model type or class renamed and joined as those of the own one, whose checkpoints name some of
-    them otherwise than its modules (experts)."""
-    mapping = get_checkpoint_conversion_mapping(own)
-    if mapping is not None:
-        register_checkpoint_conversion_mapping(infini, mapping, overwrite=True)
 
 
 class AutoInfiniModelForCausalLM:
