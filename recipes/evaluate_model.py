@@ -200,7 +200,9 @@ def read_texts(options: Options) -> list[str]:
     if not Path(file).is_file():
         raise UserError(f"{file} is missing; prepare {options.data} again, or give the source with --text")
     if options.data is not None and Path(file).stat().st_size == 0:
-        raise UserError(f"{options.data} was split by block and holds no documents: give the source with --text")
+        raise UserError(
+            f"{file} holds no documents: {options.data} was split by block, or is damaged; give the source with --text"
+        )
     texts = [document.text for document in corpus_documents(CorpusOptions(file))]
     texts = [text for text in texts if text and len(text) >= options.min_characters]
     if not texts:

@@ -5,6 +5,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import shutil
 import sys
 import time
@@ -140,6 +141,8 @@ def read_manifest(data: Path, split: str | None = None) -> dict:
     check_entries(manifest["splits"], dict.fromkeys(("train", "validation"), dict), f"{file}: splits", remedy)
     for name, found in manifest["splits"].items():
         check_entries(found, {"blocks": int, "tokens": int, "sha256": str}, f"{file}: the split {name}", remedy)
+        if not re.fullmatch("[0-9a-f]{64}", found["sha256"]):
+            raise UserError(f"{file}: the split {name} has the sha256 {shown(found['sha256'])}, which is none; {remedy}")
     if split is not None and manifest["splits"].get(split, {"blocks": 0})["blocks"] == 0:
         raise UserError(
             f"--split {split}: {data} has no {split} rows; prepare it again with --{split} SHARE, and train on what that "

@@ -44,7 +44,9 @@ def go_on(base, run, capsys, monkeypatch) -> str:
 FILES = ("model.safetensors", "optimizer.pt", "scheduler.pt", "trainer_state.json", "rng_state.pth", "config.json")
 FILES += ("training_args.bin", "tokenizer.json", "run.json")
 CHECKPOINTS = [
-    (f"{damage.__name__} {name}", name, damage) for name in (*FILES, "complete.json") for damage in (empty, cut, flip, remove)
+    (f"{damage.__name__} {name}", name, damage)
+    for name in (*FILES, "complete.json")
+    for damage in (empty, cut, flip, remove)
 ]
 MARKERS = {"no files": '{"files": {}}', "number": '{"files": 3}', "list": "[]", "null": "null", "no entries": "{}"}
 MARKERS |= {"sizes as words": '{"files": {"config.json": "x"}}', "three": '{"files": {"config.json": [1, 2, 3]}}'}
@@ -108,7 +110,10 @@ def test_a_damaged_run_json_without_a_checkpoint(base, tmp_path, capsys, damage)
     refused(train.main, training(small_data(base), run), capsys, "run.json", "choose another --out", keeps=run)
 
 
-@pytest.mark.parametrize("damage", [*NO_JSON.values(), remove, text('{"step": 1}\n{"st')], ids=[*NO_JSON, "remove", "bad line"])
+METRICS = NO_JSON | {"remove": remove, "bad line": text('{"step": 1}\n{"st')}
+
+
+@pytest.mark.parametrize("damage", METRICS.values(), ids=METRICS)
 def test_damaged_metrics_of_a_stopped_run_are_written_again(base, tmp_path, damage):
     run = stopped_run(base, tmp_path / "run")
     damage(run / "metrics.jsonl")
@@ -134,6 +139,11 @@ FINISHED = RESULT | {
 every = pytest.mark.parametrize(("name", "damage"), FINISHED.values(), ids=FINISHED)
 
 
+def card_words(run, tmp_path) -> list:
+    words = ["--run", run, "--out", tmp_path / "card", "--language", "en", "--data_license", "none"]
+    return [*words, "--prompt", "To"]
+
+
 @pytest.fixture
 def finished(base, tmp_path):
     return shutil.copytree(small_run(base), tmp_path / "run")
@@ -156,8 +166,7 @@ def test_a_damaged_run_is_not_studied(base, finished, tmp_path, capsys, name, da
 @every
 def test_a_damaged_run_is_not_published(finished, tmp_path, capsys, name, damage):
     damage(finished / name)
-    words = ["--run", finished, "--out", tmp_path / "card", "--language", "en", "--data_license", "none", "--prompt", "To"]
-    refused(push.main, words, capsys, str(finished), name, keeps=finished)
+    refused(push.main, card_words(finished, tmp_path), capsys, str(finished), name, keeps=finished)
     assert not (tmp_path / "card").exists()
 
 
@@ -188,9 +197,8 @@ def test_damaged_evaluations(base, finished, tmp_path, capsys, damage):
     file = finished / "evaluation_long.json"
     file.write_text('{"perplexity": 2.5}')
     damage(file)
+    refused(push.main, card_words(finished, tmp_path), capsys, str(file), keeps=finished)
     if file.is_file():
-        words = ["--run", finished, "--out", tmp_path / "card", "--language", "en", "--data_license", "none", "--prompt", "To"]
-        refused(push.main, words, capsys, str(file), "evaluate again" if file.stat().st_size else "", keeps=finished)
         words = ["--runs", finished, "--data", small_data(base), "--out", tmp_path / "study"]
         refused(study.main, words, capsys, str(file), "evaluate", keeps=finished)
 
@@ -200,5 +208,5 @@ def test_damaged_n_grams(base, finished, tmp_path, capsys, damage):
     file = tmp_path / "ngrams.json"
     file.write_text('{"orders": []}')
     damage(file)
-    words = ["--run", finished, "--out", tmp_path / "card", "--language", "en", "--data_license", "none", "--prompt", "To"]
-    refused(push.main, [*words, "--baseline", file], capsys, str(file), "leave it out", keeps=finished)
+    words = [*card_words(finished, tmp_path), "--baseline", file]
+    refused(push.main, words, capsys, str(file), "leave it out", keeps=finished)

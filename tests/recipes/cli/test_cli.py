@@ -106,7 +106,7 @@ MEMORY = "there is not enough memory for this: smaller batches, rows or models n
         (NotPossible("no"), "error: these model options do not go together: no"),
         (OSError(28, "No space left on device", "runs/a"), f"error: no space left for runs/a: {ROOM}"),
         (OSError(36, "File name too long", "a"), "error: File name too long: a; choose a shorter name"),
-        (RuntimeError("[enforce fail] . unexpected pos 64 vs 0"), f"error: no space left for what was being written: {ROOM}"),
+        (RuntimeError("unexpected pos 64 vs 0"), f"error: no space left for what was being written: {ROOM}"),
         (RuntimeError("can't allocate memory: 9 bytes"), f"error: {MEMORY}"),
         (OSError(28, "No space"), f"error: no space left for what was being written: {ROOM}"),
         (MemoryError(), f"error: {MEMORY}"),
