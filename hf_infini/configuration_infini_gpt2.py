@@ -6,13 +6,14 @@ from transformers import GPT2Config
 
 from .configuration_common import OptionsMixin, checked
 from .hub_code import HubConfigMixin, carry_code
+from .lookups import AdaptersOfOwnMixin
 from .options import MEMORY_OPTIONS, MemoryOptions
 
 OPTIONS = (*MEMORY_OPTIONS, "position_encoding")  # what it has beside those of GPT-2
 
 
 @checked
-class InfiniGPT2Config(MemoryOptions, OptionsMixin, HubConfigMixin, GPT2Config):
+class InfiniGPT2Config(MemoryOptions, OptionsMixin, AdaptersOfOwnMixin, HubConfigMixin, GPT2Config):
     """Configuration of [`InfiniGPT2LMHeadModel`]: all of `GPT2Config`, all of [`MemoryOptions`], and
 
     Args:

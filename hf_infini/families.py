@@ -2,25 +2,24 @@
 `LlamaModel` with the mixins of modeling_infini.py before it, and so on for all of its heads.
 """
 
-import copy
 import functools
 import inspect
 import sys
 
-import torch
 import transformers
 from torch import nn
 from transformers import GenerationMixin, GPT2Config, PreTrainedConfig, PreTrainedModel
-from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.models.auto import modeling_auto
 from transformers.models.gpt2.modeling_gpt2 import GPT2Attention, GPT2DoubleHeadsModel
 
 from .checkpoints import HUB_OPTIONS
-from .configuration_infini import PREFIX, infini_config
+from .configuration_infini import infini_config
 from .configuration_infini_gpt2 import InfiniGPT2Config
 from .generation import MemoryGenerationMixin
+from .hooks import become
 from .hub_code import HubModelMixin, carry_code
+from .lookups import PREFIX, enter_tokenizer
 from .modeling_infini import InfiniModelMixin, InfiniPreTrainedMixin
 from .modeling_infini_gpt2 import GPT2InfiniAttention, InfiniGPT2ModelMixin
 from .modeling_infini_layer import InfiniAttentionMixin, LayerConfig
@@ -44,7 +43,6 @@ PROBED = (
 )
 # Families whose layers do not pass on keywords to their attention
 DROP_KEYWORDS = ("stablelm", "nemotron")
-CONSTRUCTED: set[type] = set()
 
 
 @functools.cache
@@ -86,24 +84,14 @@ def add_memory(model: PreTrainedModel) -> None:
     """Gives the layers that the model's configuration names their memory, in place, if they do not have it."""
     base = decoder_of(model)
     if not isinstance(base, InfiniModelMixin):
-        base.__class__ = infini_class(type(base))
-        construct_once(type(base), base.config)
+        become(base, infini_class(type(base)))
     base.set_positions()
     layers, config = attention_layers(base), LayerConfig(base.config)
     for number in base.config.infini_layers:
         attention = layers[number]
         if not isinstance(attention, InfiniAttentionMixin):
-            attention.__class__ = infini_class(type(attention))
+            become(attention, infini_class(type(attention)))
             attention.swap_in(config, base.rotary_tables(1))
-
-
-def construct_once(model_class: type, config: PreTrainedConfig) -> None:
-    """transformers learns at construction which outputs a class can record (`output_attentions`); a class that models adopt
-    may never have been constructed, so one is, without memory for it."""
-    if model_class not in CONSTRUCTED:
-        CONSTRUCTED.add(model_class)
-        with torch.device("meta"):
-            model_class(copy.deepcopy(config))
 
 
 def attention_layers(base: PreTrainedModel) -> list[nn.Module]:
@@ -147,22 +135,13 @@ def register_models(config: type[PreTrainedConfig]) -> None:
     """Registers all models of a family with the Auto classes, and has them saved with their code."""
     own = GPT2Config if config is InfiniGPT2Config else config.own_class
     classes = {}
-    _load_weights_as(own.model_type, config.model_type)
+    enter_tokenizer(own, config)
     for auto_class, table in AUTO_CLASSES.items():
         if own in table:
-            _load_weights_as(table[own].__name__, f"Infini{table[own].__name__}")
             classes[auto_class] = infini_class(table[own])
             getattr(transformers, auto_class).register(config, classes[auto_class], exist_ok=True)
     others = [infini_class(GPT2DoubleHeadsModel)] if own is GPT2Config else []  # as the own class, none that Auto loads
     carry_code("families", *others, **classes)
-
-
-def _load_weights_as(own: str, infini: str) -> None:
-    """Has the weights of a model type or class renamed and joined as those of the own one, whose checkpoints name some of
-    them otherwise than its modules (experts)."""
-    mapping = get_checkpoint_conversion_mapping(own)
-    if mapping is not None:
-        register_checkpoint_conversion_mapping(infini, mapping, overwrite=True)
 
 
 class AutoInfiniModelForCausalLM:

@@ -61,8 +61,9 @@ class MemoryOptions:
             How a segment is written into the memory: `"linear"` adds its values, `"delta"` its values minus what the memory
             already returns for their keys (which does not overwrite: a key repeated many times reads half its value).
         feature_map (`str`, *optional*, defaults to `"elu"`):
-            The function that makes positive features of the memory's queries and keys: `"elu"`, ELU + 1, as in the paper; or
-            `"exp"`, with which one token can outweigh many others.
+            The function that makes positive features of the memory's queries and keys: `"elu"`, ELU + 1, as in the paper;
+            `"exp"`, with which one token can outweigh many others; or `"learned"`, exp(x W) with a matrix W for each head,
+            one for queries and one for keys, that starts as the identity.
         denominator (`str`, *optional*, defaults to `"separate"`):
             `"separate"`: window and memory each have one, and only the gate sets the memory's share, as in the
             paper; `"shared"`: one softmax over both, in which each token of the memory weighs e^β σ(q)·σ(k) / head_dim, so
@@ -89,7 +90,7 @@ class MemoryOptions:
         memory_write (`str`, *optional*, defaults to `"equal"`):
             Weight of a token in the memory: `"equal"` for all; or `"learned"`, where σ(k) is multiplied by e^(w·x), with x
             the input of the layer's projections and a w for each head that starts at zero. Filler can then stay out of the
-            memory, so that the rest is still found in a long text. Needs `feature_map="exp"`.
+            memory, so that the rest is still found in a long text. Not with `feature_map="elu"`.
         mask_special_tokens (`bool`, *optional*, defaults to `True`):
             Tokens with the configuration's bos, eos or pad id are seen inside the window but not written into the memory.
     """
@@ -97,7 +98,7 @@ class MemoryOptions:
     segment_length: int | None = number(None, at_least=1, at_most=2**20)
     n_segments: int | None = number(None, at_least=1)
     update_rule: Literal["linear", "delta"] = "linear"
-    feature_map: Literal["elu", "exp"] = "elu"
+    feature_map: Literal["elu", "exp", "learned"] = "elu"
     denominator: Literal["separate", "shared"] = "separate"
     local_segments: int = number(0, at_least=0, at_most=2**16)
     sink_tokens: int = number(0, at_least=0)
@@ -153,10 +154,10 @@ class MemoryOptions:
             raise ValueError(
                 f"sink_tokens must be fewer than the {self.tokens_per_segment} tokens of a segment; got {self.sink_tokens}."
             )
-        if self.memory_write == "learned" and self.feature_map != "exp":
+        if self.memory_write == "learned" and self.feature_map == "elu":
             raise ValueError(
-                "memory_write='learned' multiplies features by adding to their exponents: give feature_map='exp' with it; "
-                f"got feature_map={self.feature_map!r}."
+                "memory_write='learned' multiplies features by adding to their exponents: give feature_map='exp' or "
+                f"'learned' with it; got feature_map={self.feature_map!r}."
             )
         self._validate_layers()
 

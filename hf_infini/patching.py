@@ -7,7 +7,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from .configuration_infini import infini_config
 from .configuration_infini_gpt2 import OPTIONS as GPT2_OPTIONS
 from .configuration_infini_gpt2 import InfiniGPT2Config
-from .families import add_memory, attention_layers, construct_once, decoder_of, infini_class
+from .families import add_memory, attention_layers, decoder_of, infini_class
+from .hooks import become
 from .modeling_infini import InfiniPreTrainedMixin
 from .modeling_infini_layer import InfiniAttentionMixin
 from .options import MEMORY_OPTIONS, MemoryOptions
@@ -142,9 +143,8 @@ def _convert(config, config_class, values: dict, **options):
 def _adopt(model, base, class_of, config) -> None:
     """Makes the model, and the base model inside it, instances of their other classes, with the other configuration."""
     before = model.config
-    construct_once(class_of(type(model)), config)
     for part in {model, base}:
-        part.__class__ = class_of(type(part))
+        become(part, class_of(type(part)))
     for module in (model, *_modules_of(base)):
         if getattr(getattr(module, "config", None), "model_type", None) == before.model_type:
             module.config = config

@@ -390,7 +390,7 @@ def test_what_a_checkpoint_lacks_is_initialised(tmp_path):
         ({"attention": "infini"}, "exactly one of segment_length .* got segment_length=None, n_segments=None"),
         ({"attention": "infini", "segment_length": 0}, "segment_length must be at least 1 and .*; got 0"),
         ({"attention": "infini", "n_segments": 5}, "n_segments must divide n_positions=1024; got 5"),
-        ({"attention": "infini", "segment_length": 4, "memory_write": "learned"}, "give feature_map='exp' with it"),
+        ({"attention": "infini", "segment_length": 4, "memory_write": "learned"}, "memory_write='learned' multiplies"),
         ({"attention": "infini", "segment_length": 4, "layers": [0]}, r"layers=\[0\] is for infini_gpt2"),
         ({"sliding_window": 5}, "sliding_window=5 belongs to attention='local' and does nothing with attention='global'"),
         ({"segment_length": 5}, "segment_length=5 belongs to attention='infini'"),

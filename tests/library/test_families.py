@@ -11,7 +11,7 @@ from transformers.utils import output_capturing
 
 import hf_infini.memory_layer
 from decoders import TYPES, decoder, token_ids
-from hf_infini import AutoInfiniModelForCausalLM, InfiniCache, families, naive_infini_attention, patch_model, unpatch_model
+from hf_infini import AutoInfiniModelForCausalLM, InfiniCache, naive_infini_attention, patch_model, unpatch_model
 from hf_infini.configuration_infini import REFUSED, infini_config
 from hf_infini.families import attention_layers, decoder_of
 from hf_infini.modeling_infini_layer import InfiniAttentionMixin
@@ -158,10 +158,11 @@ def test_a_memory_file_goes_on(model_type, tmp_path):
 
 
 @each_type
-def test_a_plain_checkpoint_is_loaded_with_a_memory(model_type, tmp_path):
+def test_a_plain_checkpoint_is_loaded_with_a_memory(model_type, tmp_path, capfd):
     model, ids = decoder(model_type), token_ids(1, 40)
     model.save_pretrained(tmp_path / "plain")
     loaded = AutoInfiniModelForCausalLM.from_pretrained(tmp_path / "plain", **WINDOW)
+    assert "to instantiate a model of type" not in capfd.readouterr().err
     patched = patch_model(model, **WINDOW)
     assert type(loaded) is type(patched) and loaded.config.model_type == f"infini_{model_type}"
     assert "_from_other_type" not in loaded.config.to_dict()
@@ -181,6 +182,25 @@ def test_what_a_layer_does_beside_rotary_attention_is_found(monkeypatch):
     monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", other)
     wanted = model(ids).logits
     with pytest.raises(ValueError, match="layer 0, a LlamaAttention, cannot be given a memory: .* would differ by"):
+        patch_model(model, **WINDOW)
+    assert type(model).__name__ == "LlamaForCausalLM" and torch.equal(model(ids).logits, wanted)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "smollm3"])
+def test_frozen_models_are_patched(model_type):
+    model, ids = decoder(model_type).requires_grad_(False), token_ids(1, 20)
+    wanted = model(ids).logits
+    torch.testing.assert_close(patch_model(model, segment_length=32)(ids).logits, wanted, **FLOAT32)
+
+
+def test_a_layer_that_takes_no_memory_leaves_the_model_as_it_was(monkeypatch):
+    def fail(layer, tables):
+        raise ValueError(f"layer {layer.layer_idx} is called otherwise")
+
+    model, ids = decoder("llama"), token_ids(1, 20)
+    wanted = model(ids).logits
+    monkeypatch.setattr(InfiniAttentionMixin, "_turns_states", fail)
+    with pytest.raises(ValueError, match="layer 0 is called otherwise"):
         patch_model(model, **WINDOW)
     assert type(model).__name__ == "LlamaForCausalLM" and torch.equal(model(ids).logits, wanted)
 
@@ -243,14 +263,13 @@ def test_in_bfloat16_it_is_the_own_model_too(model_type):
 
 
 @pytest.mark.parametrize("loaded", [False, True])
-def test_hidden_states_and_weights_are_recorded_by_a_class_that_was_never_constructed(loaded, monkeypatch, tmp_path):
+def test_hidden_states_and_weights_are_recorded_by_a_class_that_was_never_constructed(loaded, tmp_path):
     """A patched model's base adopts its class; transformers learns what a class can record when one is constructed."""
     model = decoder("llama")
     ids = token_ids(1, 20)
     patch_model(model, segment_length=8)
     if loaded:
         model.save_pretrained(tmp_path)
-    monkeypatch.setattr(families, "CONSTRUCTED", set())
     for adopted in (type(model), type(model.model)):
         output_capturing._CAN_RECORD_REGISTRY.pop(str(adopted), None)
     model = AutoModelForCausalLM.from_pretrained(tmp_path) if loaded else patch_model(decoder("llama"), segment_length=8)

@@ -34,7 +34,7 @@ FAMILIES = ("gpt2", "causal_mha", "llama", "qwen2", "gpt_neox", "gemma2")
 def memories(draw, layers: int, family: str) -> dict:
     """Options of a memory that go together."""
     options = {"segment_length": draw(st.integers(1, 9)), "update_rule": draw(st.sampled_from(["linear", "delta"]))}
-    options["feature_map"] = draw(st.sampled_from(["elu", "exp"]))
+    options["feature_map"] = draw(st.sampled_from(["elu", "exp", "learned"]))
     options["denominator"] = draw(st.sampled_from(["separate", "shared"]))
     options["local_segments"] = draw(st.integers(0, 2))
     options["sink_tokens"] = draw(st.integers(0, min(3, options["segment_length"] - 1)))
@@ -42,7 +42,7 @@ def memories(draw, layers: int, family: str) -> dict:
     options["memory_conv"] = draw(st.integers(0, 4))
     options["gate_init"] = draw(st.floats(-4, 4, width=32))
     options["mask_special_tokens"] = draw(st.booleans())
-    if options["feature_map"] == "exp":
+    if options["feature_map"] != "elu":
         options["memory_write"] = draw(st.sampled_from(["equal", "learned"]))
     if family != "causal_mha":
         options["layers"] = draw(st.none() | st.lists(st.integers(0, layers - 1), min_size=1, unique=True))

@@ -35,7 +35,8 @@ from running import (
     straight_run,
     trained,
 )
-from training import run_folder, setup
+from support import stages
+from training import setup
 
 train = load_recipe("train")
 
@@ -54,7 +55,7 @@ def test_every_kind_of_attention_trains(base, kind):
     from datasets import load_from_disk
 
     folder = trained(base, kind)
-    found, lines = result(folder), run_folder.read_jsonl(folder / "metrics.jsonl")
+    found, lines = result(folder), stages.read_jsonl(folder / "metrics.jsonl")
     trainings = [line["train_loss"] for line in lines if "train_loss" in line]
     assert trainings[-1] < trainings[0] - 0.2  # it learns
     model = AutoModelForCausalLM.from_pretrained(folder)
