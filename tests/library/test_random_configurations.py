@@ -119,8 +119,11 @@ def logits(model, batch, cuts, cache=None):
     return torch.cat(found, 1), cache
 
 
-def assert_close(found, wanted, batch, dtype) -> None:
+def assert_close(found, wanted, batch, model) -> None:
     """Where the tokens are real."""
+    kept = model.config.num_hidden_layers - len(model.config.infini_layers)
+    # Layers with their own attention have a softmax in float32, if they do it by themselves (Gemma 2)
+    dtype = torch.float32 if kept and model.config._attn_implementation == "eager" else model.dtype
     mask = batch[1]
     real = torch.ones_like(batch[0], dtype=torch.bool) if mask is None else mask.bool()
     if real.any():
@@ -135,7 +138,7 @@ def test_one_pass_chunks_and_single_steps_agree(model, batch):
     wanted, _ = logits(model, batch, [])
     for places in (cuts, range(1, ids.shape[1])):
         found, _ = logits(model, batch, places)
-        assert_close(found, wanted, batch, model.dtype)
+        assert_close(found, wanted, batch, model)
 
 
 @given(st.integers(0, 2**31 - 1), st.sampled_from([torch.float64, torch.float32]))
@@ -169,7 +172,7 @@ def test_saved_and_loaded_is_the_same_bit_for_bit(model, batch):
         assert Path(folder, "again").read_bytes() == Path(folder, "memory").read_bytes()
     if batch[1] is None and batch[2] is None and batch[0].shape[1] < 30:  # positions go on to 60, of 64
         more = (batch[0], None, None, [])
-        assert_close(logits(twice, more, [], memory)[0], logits(once, more, [], cache)[0], more, model.dtype)
+        assert_close(logits(twice, more, [], memory)[0], logits(once, more, [], cache)[0], more, once)
 
 
 def saved_and_loaded(model):
