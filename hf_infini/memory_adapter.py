@@ -1,7 +1,7 @@
 """What a memory has learned, apart from the model: a folder of a few megabytes, put on the plain model with one call.
 
 `infini_adapter.json` has the options of [`patch_model`], and which model they were trained with;
-`infini_adapter.safetensors` has the parameters of the memory. A LoRA that was trained with them is saved beside them by PEFT.
+`infini_adapter.safetensors` has the parameters of the memory. A LoRA trained with them is beside them, saved by PEFT.
 """
 
 import hashlib
