@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoConfig, GPT2Config, GPT2LMHeadModel
 
 from hf_infini import CausalMHAConfig, InfiniGPT2Config, InfiniGPT2LMHeadModel, patch_model, unpatch_model
-from hf_infini.options import MEMORY_OPTIONS, MemoryOptions, help_texts
+from hf_infini.options import MEMORY_OPTIONS, MemoryOptions, help_texts, in_words, limits_of
 from hf_infini.options_causal_mha import ScratchOptions
 from models import SIZES, gpt2
 
@@ -58,6 +58,16 @@ def test_every_option_is_told_with_its_choices_and_its_default(options):
         assert (ast.literal_eval(written[field.name]) if written[field.name] else None) == field.default
         for choice in typing.get_args(types[field.name]) if typing.get_origin(types[field.name]) is typing.Literal else ():
             assert f'"{choice}"' in texts[field.name]
+
+
+@pytest.mark.parametrize("options", [MemoryOptions, ScratchOptions])
+def test_every_number_has_limits_and_its_help_text_says_them(options):
+    texts, types = help_texts(options), typing.get_type_hints(options)
+    kinds = {name: {kind, *typing.get_args(kind)} for name, kind in types.items()}
+    numbers = [field for field in dataclasses.fields(options) if {int, float} & kinds[field.name] and field.name != "layers"]
+    assert len(numbers) >= 6
+    for field in numbers:
+        assert limits_of(field) and texts[field.name].endswith(f"{in_words(limits_of(field)).capitalize()}."), field.name
 
 
 @pytest.mark.parametrize(("config", "given"), [(InfiniGPT2Config, {}), (CausalMHAConfig, {"attention": "infini"})])
