@@ -249,7 +249,7 @@ def test_only_what_the_model_needs_is_copied(name, other, saved):
     folder = saved[name][0]
     assert set(folder.glob("*.safetensors")) == {folder / "model.safetensors"} and not list(folder.glob("*.bin"))
     code, modules = code_of(folder), modules_of(folder)
-    assert "cache.py" in modules and len(code) <= 30 and sum(map(len, code.values())) < 320_000
+    assert "cache.py" in modules and len(code) <= 34 and sum(map(len, code.values())) < 320_000
     assert not [module for module in modules if other in module]
     assert set(modules).isdisjoint({"__init__.py", "naive.py", "patching.py", "heads.py"})
     for file, text in code.items():  # the same but for the names that it imports
@@ -287,8 +287,8 @@ def test_an_unpatched_model_carries_no_code(tmp_path):
 def test_a_configuration_alone_carries_its_own_modules(config, tmp_path):
     config.save_pretrained(tmp_path)
     module = f"configuration_{config.model_type}"
-    options = {"options.py", "options_causal_mha.py"} if config.model_type == "causal_mha" else {"options.py"}
-    assert {"hub_code.py", "configuration_common.py", f"{module}.py"} | options == set(modules_of(tmp_path))
+    own = "options_causal_mha.py" if config.model_type == "causal_mha" else "lookups.py"
+    assert {"hub_code.py", "configuration_common.py", "options.py", own, f"{module}.py"} == set(modules_of(tmp_path))
     prefix = next(iter(code_of(tmp_path)))[: len("hf_infini_12345678_")]
     assert config_of(tmp_path)["auto_map"] == {"AutoConfig": f"{prefix}{module}.{type(config).__name__}"}
     assert type(AutoConfig.from_pretrained(tmp_path)) is type(config)
