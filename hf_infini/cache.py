@@ -256,7 +256,7 @@ class InfiniCache(Cache):
 
         Raises:
             ValueError: nothing has been read yet, `text_sha256` is not one for each row, or the state is not finite.
-            OSError: the file cannot be written, or is a folder.
+            MemoryFileAccessError: the file cannot be written, or is a folder (a ValueError and an OSError).
         """
         if self.first_state() is None:
             raise ValueError("this cache has read nothing yet: give it to model(ids, past_key_values=cache) before saving.")
@@ -302,8 +302,8 @@ class InfiniCache(Cache):
         Raises:
             MemoryFileError: the file is damaged, no memory file, of another model, or holds what no cache of this model
                 can hold: the message says what is wrong.
+            MemoryFileAccessError: there is no such file, or it may not be read (also an OSError).
             ValueError: there is no such row.
-            OSError: there is no such file, or it may not be read.
         """
         record, tensors = read_memory_file(path)
         check_model(path, record, model)
@@ -327,7 +327,7 @@ class InfiniCache(Cache):
         cache.text = ReadText.from_tensors({name: tensor.to(devices[""]) for name, tensor in tensors.items()})
         count = len(record["tokens_seen"])
         if rows is not None:
-            if not all(0 <= row < count for row in rows):
+            if not rows or not all(hasattr(row, "__index__") and 0 <= row < count for row in rows):
                 raise ValueError(f"rows must be numbers from 0 to {count - 1}, the rows of {path}; got {list(rows)}.")
             cache.batch_select_indices(torch.tensor(rows, dtype=torch.long))
         return cache

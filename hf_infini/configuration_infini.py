@@ -6,11 +6,10 @@ from collections import ChainMap
 from collections.abc import Iterable
 
 import transformers
-from huggingface_hub.dataclasses import strict
 from transformers import GPT2Config, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-from .configuration_common import OptionsMixin, layer_kinds
+from .configuration_common import OptionsMixin, checked, layer_kinds
 from .configuration_infini_gpt2 import InfiniGPT2Config
 from .hub_code import HubConfigMixin, carry_code
 from .lookups import PREFIX, AdaptersOfOwnMixin
@@ -89,8 +88,9 @@ def infini_config(own: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
         "model_type": PREFIX + own.model_type,
         "undeclared_options": _computed(own),
         "own_class": own,
+        "own_type": own.model_type,
     }
-    config = strict(type(f"Infini{own.__name__}", (FamilyConfigMixin, own), attributes))
+    config = checked(type(f"Infini{own.__name__}", (FamilyConfigMixin, own), attributes))
     carry_code("families", AutoConfig=config)
     transformers.AutoConfig.register(config.model_type, config, exist_ok=True)
     return config

@@ -13,6 +13,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.models.auto import modeling_auto
 from transformers.models.gpt2.modeling_gpt2 import GPT2Attention, GPT2DoubleHeadsModel
 
+from .checkpoints import HUB_OPTIONS
 from .configuration_infini import infini_config
 from .configuration_infini_gpt2 import InfiniGPT2Config
 from .generation import MemoryGenerationMixin
@@ -33,7 +34,6 @@ AUTO_CLASSES = {
     "AutoModelForTokenClassification": modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
     "AutoModelForQuestionAnswering": modeling_auto.MODEL_FOR_QUESTION_ANSWERING_MAPPING,
 }
-HUB_OPTIONS = {"cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder", "trust_remote_code"}
 # Families that are known to go with it; others may, and say so when they are patched
 PROBED = (
     *("apertus", "arcee", "bitnet", "cohere", "cohere2", "ernie4_5", "exaone4", "exaone_moe", "gemma", "gemma2"),
@@ -162,6 +162,7 @@ class AutoInfiniModelForCausalLM:
             ValueError: the checkpoint is of a family that cannot have Infini-attention, or a layer computes something else
                 with its memory empty; the message says why.
         """
+        options = {"trust_remote_code": False} | options  # nobody is asked whether a folder's code may run
         hub = {name: options[name] for name in HUB_OPTIONS & options.keys()}
         config_class = type(transformers.AutoConfig.from_pretrained(path, **hub))
         if not issubclass(config_class, MemoryOptions):

@@ -1,7 +1,9 @@
-"""Modules on which accelerate has put hooks (`device_map`): where they compute, and how their class is changed."""
+"""Modules on which accelerate has put hooks (`device_map`): where they compute; and how a module's class is changed."""
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
+from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 
 def device_of(module: nn.Module) -> torch.device:
@@ -13,8 +15,14 @@ def device_of(module: nn.Module) -> torch.device:
 
 
 def become(module: nn.Module, other: type) -> None:
-    """Makes a module an instance of another class in place, also for a hook, which keeps the forward that it wraps."""
+    """Makes a module an instance of another class in place, also for a hook, which keeps the forward that it wraps.
+
+    transformers finds what it can record of a model (attentions, hidden states) by the class that the model was constructed
+    as; the other one may never have been.
+    """
     own, module.__class__ = type(module), other
     wrapped = module.__dict__.get("_old_forward")
     if getattr(wrapped, "__func__", None) is own.forward:
         module._old_forward = other.forward.__get__(module)
+    if isinstance(module, PreTrainedModel):
+        dict.__setitem__(_CAN_RECORD_REGISTRY, str(other), module._can_record_outputs)  # newer ones take a model for a key

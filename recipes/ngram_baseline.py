@@ -36,17 +36,18 @@ def main(argv: list[str] | None = None) -> None:
     manifest = check(options)
 
     from tqdm import tqdm
-    from transformers import AutoTokenizer
 
     from corpora.blocks import read_rows
     from evaluation import ngrams
     from hf_infini import metrics
     from support import measurement
     from support.markdown import markdown_table
-    from support.stages import write_json
+    from support.prepared import read_tokenizer
+    from support.stages import check_place, write_json
     from training import setup
 
-    started, data = time.perf_counter(), Path(options.data)
+    started, data, out = time.perf_counter(), Path(options.data), Path(options.out)
+    check_place(out, {"orders": list, "training_tokens": int})
     vocabulary = manifest["tokenizer"]["vocabulary"]
     train, held_out = (read_rows(data / split) for split in ("train", options.split))
     try:
@@ -56,7 +57,7 @@ def main(argv: list[str] | None = None) -> None:
     except ValueError as error:
         raise UserError(f"--orders {' '.join(map(str, options.orders))}: {error}") from error
     alphas = ngrams.choose_alphas(tables)
-    special_ids = AutoTokenizer.from_pretrained(data / "tokenizer").all_special_ids
+    special_ids = read_tokenizer(data).all_special_ids
     rows = []
     for order, entropy in tqdm(entropies.items(), desc="predicting", unit="order"):
         loss, tokens = ngrams.held_out_loss(tables[: order + 1], alphas, held_out, special_ids)
@@ -74,8 +75,6 @@ def main(argv: list[str] | None = None) -> None:
         **measurement.peak_memory(),
         **measurement.environment(),
     }
-    out = Path(options.out)
-    out.parent.mkdir(parents=True, exist_ok=True)
     write_json(out, result)
     columns = {"order": "", "entropy": ".4f", "cross_entropy": ".4f", "perplexity": ".2f", "tokens": ",", "alpha": ".4g"}
     print(markdown_table(list(columns), [[format(row[name], how) for name, how in columns.items()] for row in rows], left=0))

@@ -98,7 +98,7 @@ def prepare(options: Options, shares: dict[str, float], source: dict, out: Path)
 
     files = [file for file in stages.state_of_files(str(data / "tokenizer")) if not file[0].endswith("stage.json")]
     record["tokenizer"] = stages.run_stage(out / "tokenizer", {"files": files}, copy_tokenizer)
-    tokenizer = AutoTokenizer.from_pretrained(out / "tokenizer")
+    tokenizer = AutoTokenizer.from_pretrained(out / "tokenizer", trust_remote_code=False)
 
     def build(split: str, settings: dict, folder: Path) -> dict:
         rows = make_rows(tokenizer, read_rows(data / split).reshape(-1), split=split, **settings)

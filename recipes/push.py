@@ -52,7 +52,7 @@ class Options:
         return Path(self.repo_id or self.out).resolve().name
 
 
-@exit_on_error(when_stopped="a push publishes all or nothing; the same command goes on")
+@exit_on_error(when_stopped="the folder is as it was or all new, a push publishes all or nothing; the same command goes on")
 def main(argv: list[str] | None = None) -> None:
     (options,) = parse_options(Options, description=__doc__, argv=argv)
     run, out = Path(options.run), Path(options.out)
@@ -64,9 +64,10 @@ def main(argv: list[str] | None = None) -> None:
     from hf_infini import __version__
 
     if options.repo_id is not None:
-        upload.check_target(HfApi(), options.repo_id, options.private, options.update)
-    write(options, run, out)
-    folder.check_folder(out)
+        upload.check_target(HfApi(), options.repo_id, options.private, options.update, out)
+    with folder.new_version(out) as part:
+        write(options, run, part)
+        folder.check_folder(part)
     sizes = {file.name: file.stat().st_size for file in folder.pushed_files(out)}
     for name, size in sizes.items():
         print(f"{size:>12,}  {name}")
@@ -80,8 +81,6 @@ def main(argv: list[str] | None = None) -> None:
 def check_options(options: Options, run: Path, out: Path) -> None:
     if out.resolve() == run.resolve():
         raise UserError(f"--out {out} is --run itself, whose weights stay as they are: choose another folder")
-    if out.exists() and not out.is_dir():
-        raise UserError(f"--out {out} is a file: give the folder to write")
     if options.max_new_tokens < 1:
         raise UserError(f"--max_new_tokens must be at least 1, got {options.max_new_tokens}")
     if options.notes is not None and not Path(options.notes).is_file():

@@ -143,10 +143,10 @@ def save_rows(rows: "datasets.Dataset", folder: Path) -> dict:
 
 
 def read_rows(folder: Path, column: str = "input_ids") -> "np.ndarray":
-    """A column of a folder of [`save_rows`], [rows, context] int32."""
-    from datasets import load_from_disk
+    """A column of a split of a prepared folder, [rows, context] int32."""
+    from support.prepared import open_rows
 
-    rows = load_from_disk(folder)
+    rows = open_rows(folder.parent, folder.name)
     return rows.data.column(column).combine_chunks().flatten().to_numpy().reshape(len(rows), -1)
 
 

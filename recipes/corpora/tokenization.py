@@ -69,7 +69,7 @@ def load_tokenizer(name_or_path: str) -> "PreTrainedTokenizerBase":
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name_or_path)
+        tokenizer = AutoTokenizer.from_pretrained(name_or_path, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         raise UserError(
             f"--tokenizer: {name_or_path!r} is not 'bpe' or 'characters', and cannot be loaded as a tokenizer "
