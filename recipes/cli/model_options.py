@@ -94,6 +94,7 @@ def build_config(options: ModelOptions, tokenizer, context: int):
     from hf_infini import CausalMHAConfig, InfiniGPT2Config
     from hf_infini.configuration_causal_mha import NEEDS
     from hf_infini.configurations import context_limit
+    from hf_infini.loading import fingerprint
 
     family = options.model
     if not 0 <= options.dropout < 1:
@@ -108,6 +109,7 @@ def build_config(options: ModelOptions, tokenizer, context: int):
     values |= {"vocab_size": len(tokenizer), "n_positions": context, "attention": ATTENTIONS[family][0]}
     values |= start | given
     values |= {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    values["tokenizer_sha256"] = fingerprint(tokenizer)  # load_tokenizer refuses another one
 
     # An option that needs another one is refused where it was given, and left behind where --init_from has it
     for name, (needed, kinds) in NEEDS.items():
@@ -159,9 +161,13 @@ def build_model(config, init_from: str | None):
     """The model of a configuration: with random weights, or in float32 with those of a model folder.
 
     Where the folder's model has a shorter convolution, the taps that it does not have start at zero.
+
+    Raises UserError when the folder's model is damaged.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
+
+    from hf_infini.loading import load_causal_lm
 
     if init_from is None:
         model = AutoModelForCausalLM.from_config(config)
@@ -172,8 +178,10 @@ def build_model(config, init_from: str | None):
         if grows:
             config = copy.deepcopy(config)
             config.memory_conv = saved
-        how = {"dtype": torch.float32, "trust_remote_code": False}
-        model = AutoModelForCausalLM.from_pretrained(init_from, config=config, **how)
+        try:
+            model = load_causal_lm(init_from, config=config, dtype=torch.float32)
+        except ValueError as error:
+            raise UserError(f"--init_from: {error}") from error
         if grows:
             _grow_convolutions(model, taps)
     model.loss_type = "ForCausalLM"  # what transformers falls back to, with a warning
@@ -200,6 +208,8 @@ def _config_of(options: ModelOptions, tokenizer) -> dict:
     """The entries of the configuration in `--init_from`, after the checks that need no other."""
     from transformers import AutoConfig
 
+    from hf_infini.loading import fingerprint
+
     folder = options.init_from
     if not (Path(folder) / "config.json").is_file():
         raise UserError(f"--init_from: {folder} holds no config.json; give the folder of a saved model")
@@ -220,5 +230,7 @@ def _config_of(options: ModelOptions, tokenizer) -> dict:
         raise UserError(f"--memory_conv {options.memory_conv}, but {folder} has {taps} taps: give as many, or more")
     if config.vocab_size < len(tokenizer):
         raise UserError(f"--init_from: {folder} knows {config.vocab_size} tokens, the data has {len(tokenizer)}")
+    if getattr(config, "tokenizer_sha256", None) not in (None, fingerprint(tokenizer)):
+        raise UserError(f"--init_from: {folder} was trained with another tokenizer: prepare the data with that one")
     own = ("model_type", "architectures", "auto_map", "use_cache")  # of the folder's class and its last use
     return {name: value for name, value in config.to_dict().items() if name not in own}
