@@ -27,7 +27,7 @@ class Options:
     data: str = field(metadata={"help": "Folder made by recipes/prepare.py.", "group": "data"})
     out: str = field(metadata={"help": "The .json file to write.", "group": "output"})
     split: Literal["validation", "test"] = option("validation", "The held-out rows to predict.", group="data")
-    orders: list[int] = option([0, 1, 2], f"Earlier tokens to predict from, each 0 to {HIGHEST}.", group="n-grams")
+    orders: list[int] = option([0, 1, 2], "Earlier tokens to predict from.", at_least=0, at_most=HIGHEST, group="n-grams")
 
 
 @exit_on_error(when_stopped="nothing was written; the same command starts again")
@@ -36,9 +36,9 @@ def main(argv: list[str] | None = None) -> None:
     manifest = check(options)
 
     from tqdm import tqdm
-    from transformers import AutoTokenizer
 
     from corpora.blocks import read_rows
+    from corpora.tokenization import tokenizer_of
     from evaluation import ngrams
     from hf_infini import metrics
     from support import measurement
@@ -56,7 +56,7 @@ def main(argv: list[str] | None = None) -> None:
     except ValueError as error:
         raise UserError(f"--orders {' '.join(map(str, options.orders))}: {error}") from error
     alphas = ngrams.choose_alphas(tables)
-    special_ids = AutoTokenizer.from_pretrained(data / "tokenizer").all_special_ids
+    special_ids = tokenizer_of(data).all_special_ids
     rows = []
     for order, entropy in tqdm(entropies.items(), desc="predicting", unit="order"):
         loss, tokens = ngrams.held_out_loss(tables[: order + 1], alphas, held_out, special_ids)
@@ -84,12 +84,11 @@ def main(argv: list[str] | None = None) -> None:
 
 def check(options: Options) -> dict:
     """The manifest of --data; a UserError for options that cannot work."""
-    from support.stages import read_manifest
+    from support.stages import check_own_files, has_entries, read_manifest
 
     if not options.out.endswith(".json"):
         raise UserError(f"--out {options.out}: give a file that ends in .json")
-    if not options.orders or not all(0 <= order <= HIGHEST for order in options.orders):
-        raise UserError(f"--orders {' '.join(map(str, options.orders))}: give one or more numbers from 0 to {HIGHEST}")
+    check_own_files(Path(options.out), has_entries("orders", "training_tokens"))
     return read_manifest(Path(options.data), options.split)
 
 

@@ -45,6 +45,17 @@ def pushed_files(folder: Path) -> list[Path]:
     return sorted(file for file in folder.iterdir() if file.is_file() and allowed(file.name))
 
 
+def check_place(folder: Path) -> None:
+    """UserError where what would be written over is no earlier version of a published model, which has its code or card."""
+    theirs = pushed_files(folder) if folder.is_dir() else []
+    card = folder / CARD
+    ours = any(folder.glob("hf_infini_*.py"))
+    if card.is_file():
+        ours = "hf_infini" in card.read_text(encoding="utf-8", errors="replace")
+    if theirs and (not ours or (folder / "run.json").exists()):
+        raise UserError(f"--out {folder} holds {theirs[0].name} of something else: choose a new or empty folder")
+
+
 def write_model(run: Path, folder: Path) -> None:
     """Writes the model and the tokenizer of a run into `folder`; files of an earlier version that may be pushed go first.
 

@@ -93,6 +93,9 @@ def report_failure(status: str, reason: str) -> None:
 
 def _end(code: int, status: str, reason: str, shown: str) -> None:
     report_failure(status, reason)
+    if "tqdm" in sys.modules:
+        for bar in list(sys.modules["tqdm"].tqdm._instances):  # the message begins on a line of its own
+            bar.close()
     print(shown, file=sys.stderr)
     raise SystemExit(code) from None
 

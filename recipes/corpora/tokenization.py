@@ -6,10 +6,13 @@ All three come back as fast `transformers` tokenizers with an end-of-text token 
 """
 
 import itertools
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cli import UserError
+from support.stages import check_stage
 
 from .documents import one_line
 
@@ -20,6 +23,7 @@ if TYPE_CHECKING:
 END_OF_TEXT = "<|endoftext|>"
 PADDING = "<|pad|>"
 UNKNOWN = "<|unk|>"
+LONGEST_WORD = 1000  # characters; each merge of a BPE's training reads all of every word that has its pair
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> "PreTrainedTokenizerBase":
@@ -30,6 +34,8 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> "PreTrainedTokenizerBase
         vocab_size: entries of the vocabulary, the 256 bytes and the 2 special tokens among them. A small corpus can give
             fewer: no pair of tokens that occurs only once is merged.
 
+    Learning is linear in the text also where it has no white space: longer stretches are cut after 1,000 characters.
+
     Raises:
         UserError: `vocab_size` has no room for the bytes and the special tokens.
     """
@@ -38,8 +44,19 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> "PreTrainedTokenizerBase
     if vocab_size < 258:
         raise UserError(f"--vocab_size is {vocab_size}; byte-level BPE needs at least 258 (256 bytes and 2 special tokens)")
     trained = ByteLevelBPETokenizer()
-    trained.train_from_iterator(texts, vocab_size, min_frequency=2, special_tokens=[END_OF_TEXT, PADDING])
+    pieces = itertools.chain.from_iterable(map(_without_long_words, texts))
+    trained.train_from_iterator(pieces, vocab_size, min_frequency=2, special_tokens=[END_OF_TEXT, PADDING])
     return _wrap(Tokenizer.from_str(trained.to_str()))
+
+
+def _without_long_words(text: str) -> Iterator[str]:
+    """The text in pieces, in which neither a word nor white space is longer than `LONGEST_WORD`; mostly in one piece."""
+    begin = 0
+    if max(map(len, text.split()), default=0) > LONGEST_WORD or re.search(rf"\s{{{LONGEST_WORD}}}", text):
+        for stretch in re.finditer(rf"\S{{{LONGEST_WORD}}}|\s{{{LONGEST_WORD}}}", text):
+            yield text[begin : stretch.end()]
+            begin = stretch.end()
+    yield text[begin:]
 
 
 def build_character_tokenizer(texts: Iterable[str]) -> "PreTrainedTokenizerBase":
@@ -57,29 +74,51 @@ def build_character_tokenizer(texts: Iterable[str]) -> "PreTrainedTokenizerBase"
     return _wrap(backend, unk_token=UNKNOWN)
 
 
-def load_tokenizer(name_or_path: str) -> "PreTrainedTokenizerBase":
+def load_tokenizer(
+    name_or_path: str | Path,
+    what: str = "--tokenizer",
+    remedy: str = "give bpe, characters, the folder of a saved tokenizer, or a name on the Hub",
+) -> "PreTrainedTokenizerBase":
     """Loads a ready tokenizer by its name on the Hub (`gpt2`) or its folder; it comes back with a padding token.
 
     A missing padding token becomes the end-of-text token: a new one would be beyond the embedding of the tokenizer's
-    model.
+    model. Code in the folder is not executed.
+
+    Args:
+        name_or_path: the tokenizer.
+        what, remedy: what errors begin and end with.
 
     Raises:
-        UserError: there is no such tokenizer, or it has no end-of-text token.
+        UserError: there is no such tokenizer, it is damaged, or it has no end-of-text token.
     """
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name_or_path)
-    except (OSError, ValueError, KeyError) as error:
+        tokenizer = AutoTokenizer.from_pretrained(name_or_path, trust_remote_code=False)
+    except Exception as error:  # of a damaged file, tokenizers and transformers raise almost anything
         raise UserError(
-            f"--tokenizer: {name_or_path!r} is not 'bpe' or 'characters', and cannot be loaded as a tokenizer "
-            f"({one_line(error)[:300]})"
+            f"{what} {name_or_path} cannot be loaded as a tokenizer ({one_line(error)[:300]}): {remedy}"
         ) from error
+    files = list(tokenizer.vocab_files_names.values())
+    if files and Path(name_or_path).is_dir() and not any((Path(name_or_path) / name).exists() for name in files):
+        raise UserError(f"{what} {name_or_path} holds no vocabulary ({' or '.join(files)}): {remedy}")
+    if len(tokenizer) <= len(set(tokenizer.all_special_ids)):
+        raise UserError(f"{what} {name_or_path} has an empty vocabulary: {remedy}")
     if tokenizer.eos_token_id is None:
-        raise UserError(f"--tokenizer {name_or_path}: it has no end-of-text token (eos_token) to put between documents")
+        raise UserError(
+            f"{what} {name_or_path} has no end-of-text token to put between documents: set eos_token in its "
+            "tokenizer_config.json, or take another one"
+        )
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def tokenizer_of(data: Path) -> "PreTrainedTokenizerBase":
+    """The tokenizer of a folder made by recipes/prepare.py; a UserError where it is damaged."""
+    remedy = "make the folder again with recipes/prepare.py"
+    check_stage(data / "tokenizer", remedy)
+    return load_tokenizer(data / "tokenizer", "--data: the tokenizer", remedy)
 
 
 def encode_texts(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str]) -> "list[np.ndarray]":
