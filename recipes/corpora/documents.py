@@ -64,7 +64,7 @@ def read_text(path: Path, max_gb: float = math.inf) -> str:
             while piece := file.read(_PIECE):
                 data += piece
                 if len(data) > max_gb * 1e9:
-                    raise UserError(f"{path}: more than --max_file_gb {max_gb:g} of text; split the file, or give prepare.py more")
+                    raise UserError(f"{path}: more than --max_file_gb {max_gb:g} of text; split it, or give prepare.py more")
     except (EOFError, zlib.error, lzma.LZMAError, OSError) as error:
         raise UserError(f"{path}: damaged or truncated, it cannot be read to its end ({one_line(error)})") from error
     except MemoryError as error:

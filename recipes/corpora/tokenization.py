@@ -93,6 +93,9 @@ def load_tokenizer(
     """
     from transformers import AutoTokenizer
 
+    place = Path(name_or_path)
+    if place.is_file() or not (place.exists() or re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", str(name_or_path))):
+        raise UserError(f"{what} {name_or_path} cannot be loaded as a tokenizer (it is no folder): {remedy}")
     try:
         tokenizer = AutoTokenizer.from_pretrained(name_or_path, trust_remote_code=False)
     except Exception as error:  # of a damaged file, tokenizers and transformers raise almost anything
