@@ -64,7 +64,7 @@ def main(argv: list[str] | None = None) -> None:
 
     from benchmarks import contestants, measuring, models, parts, report
     from support import measurement
-    from support.stages import check_own_files, has_entries, write_json
+    from support.stages import check_place, write_json
 
     names = options.contestants or list(contestants.CONTESTANTS)
     unknown = [name for name in names if name not in contestants.CONTESTANTS]
@@ -82,8 +82,7 @@ def main(argv: list[str] | None = None) -> None:
     spec = models.ModelSpec(**size.model, checkpoint=options.model, device=options.device, seed=options.seed)
     how = parts.How(spec, size, options.dtypes, names, options.rounds, options.threads)
     out = Path(options.out)
-    check_own_files(out, has_entries("parts", "threads"))
-    out.parent.mkdir(parents=True, exist_ok=True)
+    check_place(out, {"parts": dict, "threads": int})
     content = {**measurement.environment(), "options": vars(options), "threads": torch.get_num_threads(), "parts": {}}
     for part in options.parts:
         rows = content["parts"][part] = []

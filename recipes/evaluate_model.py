@@ -87,8 +87,8 @@ def main(argv: list[str] | None = None) -> None:
     from plots.recall import plot_facts, plot_passkey
     from plots.run import plot_positions
     from support import measurement
-    from support.stages import check_own_files, has_entries
-    from training import run_folder, setup
+    from support.stages import check_place, write_json
+    from training import setup
 
     model, tokenizer = inference.load_model(options.model, options.device)
     if options.memory == "off":
@@ -100,8 +100,8 @@ def main(argv: list[str] | None = None) -> None:
     parts = ["evaluation" if plain else options.task, "text" if options.task == "facts" and options.source else None]
     parts += [options.split if options.split == "test" else None, "memory_off" if options.memory == "off" else None]
     name = options.out or str(Path(options.model) / "_".join(filter(None, parts)))
-    check_own_files(Path(f"{name}.json"), has_entries("model", "memory", "split"), [Path(f"{name}.png")])
-    Path(name).parent.mkdir(parents=True, exist_ok=True)
+    entries = {"options": dict, "model": str, "memory": str}
+    check_place(Path(f"{name}.json"), entries, [Path(f"{name}.png")])
     found = {"perplexity": perplexity, "passkey": passkey, "facts": facts}[options.task](options, model, tokenizer, name)
     result = {
         **found,
@@ -114,7 +114,7 @@ def main(argv: list[str] | None = None) -> None:
         "options": vars(options),
         **measurement.environment(),
     }
-    run_folder.write_json(Path(f"{name}.json"), result)
+    write_json(Path(f"{name}.json"), result)
     title = Path(options.model).name + (" without its memory" if options.memory == "off" else "")
     title += f" on {Path(options.source).name}" if options.source else ""
     draw = {"perplexity": plot_positions, "passkey": plot_passkey, "facts": plot_facts}
@@ -127,9 +127,15 @@ def perplexity(options: Options, model, tokenizer, name: str) -> dict:
     from evaluation.inference import check_length
     from evaluation.perplexity import measure_perplexity, positions_table, prepared_rows, text_rows
     from hf_infini.rows import RowReader
+    from support.prepared import read_tokenizer
 
     if options.data is not None and options.length is None:
-        rows = prepared_rows(Path(options.data) / options.split, options.max_tokens)
+        if read_tokenizer(Path(options.data)).get_vocab() != tokenizer.get_vocab():
+            raise UserError(
+                f"--data {options.data} was made with another tokenizer than that of --model {options.model}: prepare it "
+                "with --tokenizer and the model's folder, or give --length to read its documents"
+            )
+        rows = prepared_rows(Path(options.data), options.split, options.max_tokens)
     else:
         length = options.length or model.config.n_positions
         check_length(model.config, length)
@@ -191,8 +197,12 @@ def read_texts(options: Options) -> list[str]:
     from corpora.sources import corpus_documents
 
     file = source_file(options)
+    if not Path(file).is_file():
+        raise UserError(f"{file} is missing; prepare {options.data} again, or give the source with --text")
     if options.data is not None and Path(file).stat().st_size == 0:
-        raise UserError(f"{options.data} was split by block and holds no documents: give the source with --text")
+        raise UserError(
+            f"{file} holds no documents: {options.data} was split by block, or is damaged; give the source with --text"
+        )
     texts = [document.text for document in corpus_documents(CorpusOptions(file))]
     texts = [text for text in texts if text and len(text) >= options.min_characters]
     if not texts:

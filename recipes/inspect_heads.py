@@ -48,9 +48,9 @@ def main(argv: list[str] | None = None) -> None:
     from hf_infini.inspection.labels import unique_labels
     from hf_infini.inspection.page import inspection_page
     from plots.heads import plot_heads, plot_memory
-    from support.stages import check_own_files, new_file
+    from support.stages import new_file
 
-    check_own_files(out / "heads.html", lambda page: TITLE in page, [*sorted(out.glob("layer_*.png")), out / "memory.png"])
+    check_out(out)
     model, tokenizer = inference.load_model(options.model, options.device)
     ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     read = ids[: options.max_tokens]
@@ -90,6 +90,14 @@ def main(argv: list[str] | None = None) -> None:
             out / "memory.png",
         )
     print(f"{out / 'heads.html'} ({len(page) / 1e6:.1f} MB): open it in a browser")
+
+
+def check_out(out: Path) -> None:
+    """UserError where the folder has files of these names that are of something else: the page is always written first."""
+    page, written = out / "heads.html", [*sorted(out.glob("layer_*.png")), out / "memory.png"]
+    if there := [file for file in (page, *written) if file.exists()]:
+        if not page.is_file() or TITLE not in page.read_text(encoding="utf-8", errors="replace"):
+            raise UserError(f"--out: {there[0]} exists and is not from this recipe: move it away, or choose another --out")
 
 
 def read_text(options: Options) -> str:

@@ -41,7 +41,7 @@ class Options:
     dtype: Literal["float32", "bfloat16"] = option("float32", "Of weights and memory; generate.py then needs the same.")
 
 
-@exit_on_error(when_stopped="nothing was written; the same command starts again")
+@exit_on_error(when_stopped="finished files are kept, and FILE.partial with the memory so far; the same command goes on")
 def main(argv: list[str] | None = None) -> None:
     (options,) = parse_options(Options, description=__doc__, argv=argv)
     files = memory_files_of(options)
@@ -58,10 +58,7 @@ def main(argv: list[str] | None = None) -> None:
     except ValueError as error:
         raise UserError(f"--model {options.model}: {error}") from error
     for text, file in files.items():
-        try:
-            memorize(options, model, tokenizer, description, text, file)
-        except OSError as error:
-            raise UserError(f"{file}: {error}") from error
+        memorize(options, model, tokenizer, description, text, file)
 
 
 def memory_files_of(options: Options) -> dict[Path, Path]:

@@ -38,15 +38,16 @@ def main(argv: list[str] | None = None) -> None:
     from tqdm import tqdm
 
     from corpora.blocks import read_rows
-    from corpora.tokenization import tokenizer_of
     from evaluation import ngrams
     from hf_infini import metrics
     from support import measurement
     from support.markdown import markdown_table
-    from support.stages import write_json
+    from support.prepared import read_tokenizer
+    from support.stages import check_place, write_json
     from training import setup
 
-    started, data = time.perf_counter(), Path(options.data)
+    started, data, out = time.perf_counter(), Path(options.data), Path(options.out)
+    check_place(out, {"orders": list, "training_tokens": int})
     vocabulary = manifest["tokenizer"]["vocabulary"]
     train, held_out = (read_rows(data / split) for split in ("train", options.split))
     try:
@@ -56,7 +57,7 @@ def main(argv: list[str] | None = None) -> None:
     except ValueError as error:
         raise UserError(f"--orders {' '.join(map(str, options.orders))}: {error}") from error
     alphas = ngrams.choose_alphas(tables)
-    special_ids = tokenizer_of(data).all_special_ids
+    special_ids = read_tokenizer(data).all_special_ids
     rows = []
     for order, entropy in tqdm(entropies.items(), desc="predicting", unit="order"):
         loss, tokens = ngrams.held_out_loss(tables[: order + 1], alphas, held_out, special_ids)
@@ -74,8 +75,6 @@ def main(argv: list[str] | None = None) -> None:
         **measurement.peak_memory(),
         **measurement.environment(),
     }
-    out = Path(options.out)
-    out.parent.mkdir(parents=True, exist_ok=True)
     write_json(out, result)
     columns = {"order": "", "entropy": ".4f", "cross_entropy": ".4f", "perplexity": ".2f", "tokens": ",", "alpha": ".4g"}
     print(markdown_table(list(columns), [[format(row[name], how) for name, how in columns.items()] for row in rows], left=0))
@@ -84,11 +83,10 @@ def main(argv: list[str] | None = None) -> None:
 
 def check(options: Options) -> dict:
     """The manifest of --data; a UserError for options that cannot work."""
-    from support.stages import check_own_files, has_entries, read_manifest
+    from support.stages import read_manifest
 
     if not options.out.endswith(".json"):
         raise UserError(f"--out {options.out}: give a file that ends in .json")
-    check_own_files(Path(options.out), has_entries("orders", "training_tokens"))
     return read_manifest(Path(options.data), options.split)
 
 

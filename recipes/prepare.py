@@ -98,7 +98,7 @@ def prepare(corpus: CorpusOptions, tokens: TokenizerOptions, blocks: BlockOption
     settings = dataclasses.asdict(tokens) | {"files": stages.state_of_files(tokens.tokenizer)}
     settings |= split if tokens.tokenizer in ("bpe", "characters") else {}
     record["tokenizer"] = stages.run_stage(out / "tokenizer", settings, make, waiting)
-    tokenizer = AutoTokenizer.from_pretrained(record["tokenizer"]["folder"])
+    tokenizer = AutoTokenizer.from_pretrained(record["tokenizer"]["folder"], trust_remote_code=False)
 
     # 4. Rows: of each split's documents, or of all documents, which are then shuffled and dealt out.
     def pack(name: str, folder: Path) -> dict:

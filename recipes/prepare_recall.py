@@ -84,15 +84,15 @@ def prepare(options: Options, shares: dict[str, float], source: dict, out: Path)
     import datasets
 
     from corpora.blocks import read_rows
-    from corpora.tokenization import tokenizer_of
     from recall.rows import make_rows, write_rows
     from support import stages
+    from support.prepared import read_tokenizer
 
     datasets.disable_progress_bars()  # they would stand between those of this program
     start, data, record = time.perf_counter(), Path(options.data), {}
     waiting = out / stages.LOCK_FOLDER / "new"  # what is finished stays until all of the new is there
 
-    tokenizer = tokenizer_of(data)
+    tokenizer = read_tokenizer(data)
 
     def copy_tokenizer(folder: Path) -> dict:
         shutil.copytree(data / "tokenizer", folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("stage.json"))

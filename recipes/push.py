@@ -52,7 +52,7 @@ class Options:
         return Path(self.repo_id or self.out).resolve().name
 
 
-@exit_on_error(when_stopped="a push publishes all or nothing; the same command goes on")
+@exit_on_error(when_stopped="the folder is as it was or all new, a push publishes all or nothing; the same command goes on")
 def main(argv: list[str] | None = None) -> None:
     (options,) = parse_options(Options, description=__doc__, argv=argv)
     run, out = Path(options.run), Path(options.out)
@@ -63,11 +63,11 @@ def main(argv: list[str] | None = None) -> None:
     from cards import folder, upload
     from hf_infini import __version__
 
-    folder.check_place(out)
     if options.repo_id is not None:
-        upload.check_target(HfApi(), options.repo_id, options.private, options.update)
-    write(options, run, out)
-    folder.check_folder(out)
+        upload.check_target(HfApi(), options.repo_id, options.private, options.update, out)
+    with folder.new_version(out) as part:
+        write(options, run, part)
+        folder.check_folder(part)
     sizes = {file.name: file.stat().st_size for file in folder.pushed_files(out)}
     for name, size in sizes.items():
         print(f"{size:>12,}  {name}")
@@ -81,8 +81,6 @@ def main(argv: list[str] | None = None) -> None:
 def check_options(options: Options, run: Path, out: Path) -> None:
     if out.resolve() == run.resolve():
         raise UserError(f"--out {out} is --run itself, whose weights stay as they are: choose another folder")
-    if out.exists() and not out.is_dir():
-        raise UserError(f"--out {out} is a file: give the folder to write")
     if options.notes is not None and not Path(options.notes).is_file():
         raise UserError(f"--notes: there is no file {options.notes}")
 

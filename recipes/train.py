@@ -21,6 +21,7 @@ from typing import Literal
 
 from cli import SEED, exit_on_error, option, parse_options
 from cli.model_options import ModelOptions, build_config, build_model
+from support.parents import end_with_launcher
 
 
 @dataclass
@@ -81,9 +82,10 @@ class OptimizerOptions:
 @exit_on_error(when_stopped="the same command goes on from the last checkpoint")
 def main(argv: list[str] | None = None) -> None:
     run, shape, optimizer = parse_options(RunOptions, ModelOptions, OptimizerOptions, description=__doc__, argv=argv)
+    end_with_launcher()
 
     import torch
-    from transformers import AutoTokenizer, set_seed
+    from transformers import set_seed
 
     from hf_infini import metrics
     from hf_infini.configurations import attention_of
@@ -91,7 +93,8 @@ def main(argv: list[str] | None = None) -> None:
     from hf_infini.training import PerplexityTrainer, gate_values, parameter_groups
     from plots.run import plot_gates, plot_loss_curve
     from support import measurement
-    from support.stages import read_manifest, write_json
+    from support.prepared import read_tokenizer
+    from support.stages import read_manifest, seal, write_json
     from training import dilution, run_folder, setup
 
     data, out = Path(run.data), Path(run.out)
@@ -105,7 +108,7 @@ def main(argv: list[str] | None = None) -> None:
     tokens_per_step = rows_per_step * context
     arguments.max_steps = setup.number_of_steps(run, len(train) // rows_per_step, tokens_per_step)
 
-    tokenizer = AutoTokenizer.from_pretrained(data / "tokenizer")
+    tokenizer = read_tokenizer(data)
     config = build_config(shape, tokenizer, context)
     dilution.check_options(run, optimizer, config)
     setup.set_gate_rate(optimizer, config)
@@ -147,7 +150,7 @@ def main(argv: list[str] | None = None) -> None:
             run_folder.begin_run(out, options, checkpoint)
         note = f"from step {run_folder.checkpoint_step(checkpoint)}" if checkpoint else "from the start"
         length = f"{arguments.max_steps:,} steps of {tokens_per_step:,} tokens"
-        setup.say(f"{model.num_parameters():,} parameters, {length}, {note}")
+        run_folder.say(f"{model.num_parameters():,} parameters, {length}, {note}")
         model, lines = setup.train_to_end(trainer, checkpoint)
 
         # Always in float32, so that recipes/evaluate_model.py finds the same number
@@ -180,6 +183,7 @@ def main(argv: list[str] | None = None) -> None:
             "options": options,
             "command": shlex.join([Path(sys.executable).name, *sys.argv]),
             **measurement.environment(),
+            "files": seal(out, (file for pattern in run_folder.SEALED for file in out.glob(pattern))),
         }
         write_json(out / "result.json", result)  # the last file: it says that the run is finished
     print(f"cross-entropy {result['cross_entropy']:.4f}, perplexity {result['perplexity']:.2f}, {out / 'result.json'}")
@@ -191,7 +195,7 @@ def training_arguments(run: RunOptions, optimizer: OptimizerOptions):
     from transformers import TrainingArguments
 
     from support import measurement
-    from training import setup
+    from training import run_folder, setup
 
     use_cpu = run.use_cpu or not torch.accelerator.is_available()
     bf16 = optimizer.precision == "bf16" or optimizer.precision == "auto" and measurement.supports_bfloat16(use_cpu)
@@ -220,7 +224,7 @@ def training_arguments(run: RunOptions, optimizer: OptimizerOptions):
         run_name=Path(run.out).resolve().name,
         **{setup.checkpointing_name(): optimizer.gradient_checkpointing},
     )
-    setup.say(f"{arguments.world_size} process(es) on {arguments.device}, {'bf16' if bf16 else 'float32'}")
+    run_folder.say(f"{arguments.world_size} process(es) on {arguments.device}, {'bf16' if bf16 else 'float32'}")
     if use_cpu:
         measurement.keep_freed_memory()
     setup.check_processes(arguments, run.num_processes)

@@ -26,6 +26,7 @@ CHANGES = {
     UNCHANGED: {},
     "update_rule=delta": {"update_rule": "delta"},
     "feature_map=exp": {"feature_map": "exp"},
+    "feature_map=learned": {"feature_map": "learned"},
     "denominator=shared": {"denominator": "shared"},
     "local_segments=1": {"local_segments": 1},
     "memory_conv=3": {"memory_conv": 3},

@@ -1,18 +1,20 @@
 """The folder of a published model: weights in bfloat16, tokenizer, the code that travels, the card; written and checked."""
 
+import contextlib
 import json
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 
-from cli import UserError
+from cli import UserError, describe
 from evaluation import inference
 from hf_infini.configurations import context_limit
 from support.stages import read_json
@@ -45,15 +47,41 @@ def pushed_files(folder: Path) -> list[Path]:
     return sorted(file for file in folder.iterdir() if file.is_file() and allowed(file.name))
 
 
-def check_place(folder: Path) -> None:
-    """UserError where what would be written over is no earlier version of a published model, which has its code or card."""
-    theirs = pushed_files(folder) if folder.is_dir() else []
-    card = folder / CARD
-    ours = any(folder.glob("hf_infini_*.py"))
-    if card.is_file():
-        ours = "hf_infini" in card.read_text(encoding="utf-8", errors="replace")
-    if theirs and (not ours or (folder / "run.json").exists()):
-        raise UserError(f"--out {folder} holds {theirs[0].name} of something else: choose a new or empty folder")
+@contextlib.contextmanager
+def new_version(folder: Path) -> Iterator[Path]:
+    """Gives an empty folder to write a published folder into, whose files replace those of `folder` when all are written and
+    checked; after an error, `folder` is as it was.
+
+    Raises UserError where `folder` cannot be written, or holds other things than a published model.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"--out {folder} is a file: give the folder to write")
+    others = [name for name in ("result.json", "run.json", "manifest.json") if (folder / name).exists()]
+    if others or (folder.is_dir() and pushed_files(folder) and not _is_ours(folder / CARD)):
+        what = others[0] if others else "a model without a card of this recipe"
+        raise UserError(f"--out {folder} holds {what}, which is not replaced: choose another folder")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        part = Path(tempfile.mkdtemp(prefix=".part_", dir=folder))
+    except OSError as error:
+        raise UserError(f"--out {folder}: {describe(error)}") from error
+    try:
+        yield part
+        new = sorted(pushed_files(part), key=lambda file: file.name != CARD)  # the card tells whose folder it is
+        for file in new:
+            os.replace(file, folder / file.name)
+        for file in set(pushed_files(folder)) - {folder / file.name for file in new}:
+            file.unlink()
+    except UserError as error:
+        raise UserError(error.args[0].replace(str(part), str(folder))) from error
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+        if not any(folder.iterdir()):
+            folder.rmdir()
+
+
+def _is_ours(card: Path) -> bool:
+    return card.is_file() and "\n- hf_infini\n" in card.read_text(encoding="utf-8", errors="replace")
 
 
 def write_model(run: Path, folder: Path) -> None:
@@ -107,7 +135,11 @@ def check_folder(folder: Path) -> None:
         lines = "".join(f"\n  {line}" for line in found)
         raise UserError(f"{folder} holds what nobody else should read; take it out of the run's files:{lines}")
     largest = max(_load(AutoTokenizer, folder).get_vocab().values(), default=-1)
-    size = read_json(folder / "config.json")["vocab_size"]
+    config = read_json(folder / "config.json", {"vocab_size": int})
+    size = config["vocab_size"]
+    for name, entry in config.get("auto_map", {}).items():
+        if not (folder / f"{str(entry).split('.')[0]}.py").is_file() or not allowed(f"{str(entry).split('.')[0]}.py"):
+            raise UserError(f"{folder}/config.json has {name} load {entry}, code that is not this package's: take it out")
     if not 0 <= largest < size:
         raise UserError(f"{folder}: the tokenizer's ids reach {largest:,}, the embeddings of the model {size - 1:,}")
     with tempfile.TemporaryDirectory() as cache:
@@ -121,7 +153,7 @@ def check_folder(folder: Path) -> None:
 
 def _load(loader, folder: Path, **options):
     try:
-        return loader.from_pretrained(folder, local_files_only=True, **options)
+        return loader.from_pretrained(folder, local_files_only=True, trust_remote_code=False, **options)
     except Exception as error:  # of any library on the way
         raise UserError(f"{loader.__name__} cannot load {folder}: {str(error).strip().splitlines()[0]}") from error
 

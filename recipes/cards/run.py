@@ -1,19 +1,23 @@
 """What a card is written from: the JSON files of a run, found, read, and checked to be of the same model and data."""
 
 import datetime
-import math
 import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from cli import UserError
 from evaluation.ngrams import read_baseline
-from support.stages import read_json
+from support import stages
+from support.stages import check_entries, read_json
+from training.run_folder import RESULT_ENTRIES, read_result
 from training.setup import data_fingerprint
 
 from .text import last_part, shorten_path
 
 TASKS = ("evaluation", "perplexity", "passkey", "facts")  # how recipes/evaluate_model.py names its files
+
+EVALUATION = {"options": dict} | dict.fromkeys(("model", "memory", "date", "hardware"), str)
+MEASURED = {"perplexity": {"cross_entropy": float, "perplexity": float, "tokens": int, "by_position": list}}
 
 
 @dataclass(frozen=True)
@@ -59,9 +63,7 @@ def read_run(folder: Path, data: str | None = None, evaluations: list[str] = (),
     missing = [name for name in ("result.json", "config.json", "tokenizer_config.json") if not (folder / name).is_file()]
     if missing:
         raise UserError(f"--run: {folder} has no {', '.join(missing)}: finish it with the same command of recipes/train.py")
-    result = read_json(folder / "result.json")
-    if not math.isfinite(result["cross_entropy"]):
-        raise UserError(f"--run: {folder} ended with a loss of {result['cross_entropy']}: train again at a lower rate")
+    result = read_result(folder)
     own = [file for task in TASKS for file in sorted(folder.glob(f"{task}*.json")) if not file.name.endswith(".cells.json")]
     given = [Path(name) for name in evaluations if Path(name).resolve() not in {file.resolve() for file in own}]
     return Run(
@@ -79,7 +81,7 @@ def read_manifest(result: dict, given: str | None = None) -> dict | None:
     folder = given or data_folder(result)
     if given is None and (folder is None or not (Path(folder) / "manifest.json").is_file()):
         return None
-    manifest = read_json(Path(folder) / "manifest.json")
+    manifest = stages.read_manifest(Path(folder))
     if data_fingerprint(manifest) == result["data_fingerprint"]:
         return manifest
     if given is None:
@@ -88,13 +90,13 @@ def read_manifest(result: dict, given: str | None = None) -> dict | None:
 
 
 def read_evaluation(file: Path, folder: Path, result: dict) -> dict:
-    content = read_json(file)
-    absent = [name for name in ("options", "model", "memory", "date") if name not in content]
-    if absent:
-        raise UserError(f"{file} has no {', '.join(absent)}: it is no file of recipes/evaluate_model.py")
+    remedy = "it is no file of recipes/evaluate_model.py, or damaged: remove it, or evaluate again"
+    content = read_json(file, EVALUATION, remedy)
+    check_entries(content["options"], {"task": str, "precision": str}, f"{file}: options", remedy)
+    check_entries(content, MEASURED.get(content["options"]["task"], {"cells": list}), file, remedy)
     if file.resolve().parent != folder.resolve() and last_part(content["model"]) != folder.resolve().name:
         raise UserError(f"{file} is of the model {content['model']}, not of {folder}")
-    if when(content) < when(result):
+    if when(content, file) < when(result, folder):
         raise UserError(f"{file} is older than the training in {folder}: evaluate the model again, or remove the file")
     return content
 
@@ -105,21 +107,28 @@ def earlier_runs(result: dict) -> list[tuple[str, dict | None]]:
     runs: list[tuple[str, dict | None]] = []
     while (start := result["options"].get("init_from")) is not None:
         file = Path(start) / "result.json"
-        before = read_json(file) if file.is_file() else None
-        if before is None or when(before) >= when(result):
+        before = read_json(file, RESULT_ENTRIES, f"train {start} again") if file.is_file() else None
+        if before is None or when(before, file) >= when(result, start):
             return [(shorten_path(start), None), *runs]
         runs.insert(0, (shorten_path(start), before))
         result = before
     return runs
 
 
-def when(content: dict) -> datetime.datetime:
-    return datetime.datetime.fromisoformat(content["date"])
+def when(content: dict, where: Path | str) -> datetime.datetime:
+    try:
+        return datetime.datetime.fromisoformat(content["date"])
+    except ValueError:
+        raise UserError(f"{where} has the date {content['date']!r}: it is damaged; measure it again") from None
 
 
 def data_folder(result: dict) -> str | None:
     """What --data was in the command of a result.json; None where a --config file named it."""
-    words = [piece for word in shlex.split(result["command"]) for piece in word.split("=", 1)]
+    try:
+        given = shlex.split(result["command"])
+    except ValueError as error:
+        raise UserError(f"result.json has the command {result['command']!r}: {error}; train again") from error
+    words = [piece for word in given for piece in word.split("=", 1)]
     return next((words[number + 1] for number, word in reversed([*enumerate(words[:-1])]) if word == "--data"), None)
 
 

@@ -1,6 +1,7 @@
 """A folder's way to the Hub, in one commit."""
 
 import contextlib
+import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -8,12 +9,15 @@ from huggingface_hub import HfApi
 from huggingface_hub.errors import HTTPError
 
 from cli import UserError
+from support.stages import sha256
 
-from .folder import ALLOWED
+from .folder import ALLOWED, pushed_files
 
 
-def check_target(api: HfApi, repo_id: str, private: bool = False, update: bool = False) -> bool:
+def check_target(api: HfApi, repo_id: str, private: bool, update: bool, folder: Path) -> bool:
     """Whether a repository is there.
+
+    One that has the very files of `folder` was published by a push that was interrupted behind its commit, and may be.
 
     Raises:
         UserError: there is no connection or no valid token, or the repository is not as the options say.
@@ -29,9 +33,19 @@ def check_target(api: HfApi, repo_id: str, private: bool = False, update: bool =
         if private and not api.model_info(repo_id).private:
             raise UserError("it is public: make it private in its settings on the Hub first, or leave --private out")
         # An interrupted push leaves only .gitattributes
-        if not update and set(api.list_repo_files(repo_id)) - {".gitattributes"}:
+        found = {file.path: file for file in api.list_repo_tree(repo_id) if file.path != ".gitattributes"}
+        ours = {file.name for file in pushed_files(folder)} if folder.is_dir() else set()
+        if not update and found and (ours != found.keys() or not all(_is_same(folder / name, found[name]) for name in ours)):
             raise UserError("it exists: --update publishes a new version there")
         return True
+
+
+def _is_same(file: Path, there) -> bool:
+    """Whether a file is what the Hub has: large ones are named there by SHA-256, others as git does."""
+    if getattr(there, "lfs", None):
+        return sha256(file) == there.lfs.sha256
+    content = file.read_bytes()
+    return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest() == there.blob_id
 
 
 def publish(api: HfApi, folder: Path, repo_id: str, private: bool, update: bool, message: str) -> str:
@@ -41,7 +55,7 @@ def publish(api: HfApi, folder: Path, repo_id: str, private: bool, update: bool,
     A push that is refused or interrupted publishes nothing: a repository that it made stays without a commit, and the next
     call goes on with the files that have arrived.
     """
-    there = check_target(api, repo_id, private, update)
+    there = check_target(api, repo_id, private, update, folder)
     files = {"allow_patterns": [*ALLOWED], "ignore_patterns": "*/*", "delete_patterns": [*ALLOWED]}
     with explained(repo_id, "nothing was published, and the same command goes on"):
         if not there:

@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from dataclasses import MISSING, field, fields
 from pathlib import Path
 
-from .errors import FAILURE_FILE, TRACEBACK, NotPossible, UserError, exit_on_error, report_failure
+from .errors import FAILURE_FILE, TRACEBACK, NotPossible, UserError, describe, exit_on_error, report_failure
 
-__all__ = ["FAILURE_FILE", "NotPossible", "UserError", "exit_on_error", "option", "parse_options", "parse_yaml", "read_yaml",
-           "report_failure"]  # fmt: skip
+__all__ = ["FAILURE_FILE", "NotPossible", "UserError", "describe", "exit_on_error", "option", "parse_options"]
+__all__ += ["parse_yaml", "read_yaml", "report_failure"]
 
 # What an option's metadata may demand of its number, or of each in its list
 BOUNDS = {"at_least": operator.ge, "greater_than": operator.gt, "at_most": operator.le, "below": operator.lt}

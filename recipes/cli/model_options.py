@@ -167,12 +167,13 @@ def build_model(config, init_from: str | None):
         model = AutoModelForCausalLM.from_config(config)
     else:
         taps = getattr(config, "memory_conv", 0)
-        saved = getattr(AutoConfig.from_pretrained(init_from), "memory_conv", 0)
+        saved = getattr(AutoConfig.from_pretrained(init_from, trust_remote_code=False), "memory_conv", 0)
         grows = 0 < saved < taps  # where there is none at all, transformers starts it
         if grows:
             config = copy.deepcopy(config)
             config.memory_conv = saved
-        model = AutoModelForCausalLM.from_pretrained(init_from, config=config, dtype=torch.float32)
+        how = {"dtype": torch.float32, "trust_remote_code": False}
+        model = AutoModelForCausalLM.from_pretrained(init_from, config=config, **how)
         if grows:
             _grow_convolutions(model, taps)
     model.loss_type = "ForCausalLM"  # what transformers falls back to, with a warning
@@ -202,7 +203,7 @@ def _config_of(options: ModelOptions, tokenizer) -> dict:
     folder = options.init_from
     if not (Path(folder) / "config.json").is_file():
         raise UserError(f"--init_from: {folder} holds no config.json; give the folder of a saved model")
-    config = AutoConfig.from_pretrained(folder)
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     wanted = f"--model {options.model}"
     fitting = [options.model]
     if options.model == "gpt2":

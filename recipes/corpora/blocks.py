@@ -7,10 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cli import UserError
-from support.stages import check_stage
-
-from .documents import Document, one_line
+from .documents import Document
 from .selection import choose
 from .tokenization import build_character_tokenizer, encode_texts, load_tokenizer, train_bpe
 
@@ -146,17 +143,11 @@ def save_rows(rows: "datasets.Dataset", folder: Path) -> dict:
 
 
 def read_rows(folder: Path, column: str = "input_ids") -> "np.ndarray":
-    """A column of a folder of [`save_rows`], [rows, context] int32; a UserError where it is damaged."""
-    from datasets import load_from_disk
+    """A column of a split of a prepared folder, [rows, context] int32."""
+    from support.prepared import open_rows
 
-    check_stage(folder, "make the folder again with recipes/prepare.py")
-    try:
-        rows = load_from_disk(folder)
-        return rows.data.column(column).combine_chunks().flatten().to_numpy().reshape(len(rows), -1)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(
-            f"{folder}: the rows cannot be read ({one_line(error)}); make the folder again with recipes/prepare.py"
-        ) from error
+    rows = open_rows(folder.parent, folder.name)
+    return rows.data.column(column).combine_chunks().flatten().to_numpy().reshape(len(rows), -1)
 
 
 def shuffle_blocks(count: int, shares: dict[str, float], seed: int) -> dict[str, "np.ndarray"]:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cli import UserError
-from support.stages import check_stage
 
 from .documents import one_line
 
@@ -74,54 +73,40 @@ def build_character_tokenizer(texts: Iterable[str]) -> "PreTrainedTokenizerBase"
     return _wrap(backend, unk_token=UNKNOWN)
 
 
-def load_tokenizer(
-    name_or_path: str | Path,
-    what: str = "--tokenizer",
-    remedy: str = "give bpe, characters, the folder of a saved tokenizer, or a name on the Hub",
-) -> "PreTrainedTokenizerBase":
+def load_tokenizer(name_or_path: str) -> "PreTrainedTokenizerBase":
     """Loads a ready tokenizer by its name on the Hub (`gpt2`) or its folder; it comes back with a padding token.
 
     A missing padding token becomes the end-of-text token: a new one would be beyond the embedding of the tokenizer's
     model. Code in the folder is not executed.
-
-    Args:
-        name_or_path: the tokenizer.
-        what, remedy: what errors begin and end with.
 
     Raises:
         UserError: there is no such tokenizer, it is damaged, or it has no end-of-text token.
     """
     from transformers import AutoTokenizer
 
-    place = Path(name_or_path)
-    if place.is_file() or not (place.exists() or re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", str(name_or_path))):
-        raise UserError(f"{what} {name_or_path} cannot be loaded as a tokenizer (it is no folder): {remedy}")
+    what, place = f"--tokenizer {name_or_path}", Path(name_or_path)
+    remedy = "give bpe, characters, the folder of a saved tokenizer, or a name on the Hub"
+    if place.is_file() or not (place.exists() or re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", name_or_path)):
+        raise UserError(f"{what} cannot be loaded as a tokenizer (it is no folder): {remedy}")
     try:
         tokenizer = AutoTokenizer.from_pretrained(name_or_path, trust_remote_code=False)
     except Exception as error:  # of a damaged file, tokenizers and transformers raise almost anything
         raise UserError(
-            f"{what} {name_or_path} cannot be loaded as a tokenizer ({one_line(error)[:300]}): {remedy}"
+            f"{what} cannot be loaded as a tokenizer ({one_line(error)[:300]}): {remedy}"
         ) from error
     files = list(tokenizer.vocab_files_names.values())
-    if files and Path(name_or_path).is_dir() and not any((Path(name_or_path) / name).exists() for name in files):
-        raise UserError(f"{what} {name_or_path} holds no vocabulary ({' or '.join(files)}): {remedy}")
+    if files and place.is_dir() and not any((place / name).exists() for name in files):
+        raise UserError(f"{what} holds no vocabulary ({' or '.join(files)}): {remedy}")
     if len(tokenizer) <= len(set(tokenizer.all_special_ids)):
-        raise UserError(f"{what} {name_or_path} has an empty vocabulary: {remedy}")
+        raise UserError(f"{what} has an empty vocabulary: {remedy}")
     if tokenizer.eos_token_id is None:
         raise UserError(
-            f"{what} {name_or_path} has no end-of-text token to put between documents: set eos_token in its "
+            f"{what} has no end-of-text token to put between documents: set eos_token in its "
             "tokenizer_config.json, or take another one"
         )
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
-
-
-def tokenizer_of(data: Path) -> "PreTrainedTokenizerBase":
-    """The tokenizer of a folder made by recipes/prepare.py; a UserError where it is damaged."""
-    remedy = "make the folder again with recipes/prepare.py"
-    check_stage(data / "tokenizer", remedy)
-    return load_tokenizer(data / "tokenizer", "--data: the tokenizer", remedy)
 
 
 def encode_texts(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str]) -> "list[np.ndarray]":

@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 
 from cli import UserError
-from support.stages import read_json
+from support.stages import check_entries, read_json
 
 ALPHAS = tuple(2.0**power for power in range(-10, 21))
 
@@ -134,9 +134,11 @@ def held_out_loss(
 
 def read_baseline(file: Path, data_fingerprint: str) -> dict:
     """The content of a file of recipes/ngram_baseline.py; a UserError unless it is of the data with this fingerprint."""
-    content = read_json(file)
-    if not isinstance(content, dict) or "orders" not in content:
-        raise UserError(f"{file} has no orders: it was not written by recipes/ngram_baseline.py")
+    remedy = "it was not written by recipes/ngram_baseline.py, or is damaged: leave it out, or count again"
+    entries = {"orders": list, "split": str, "data_fingerprint": str, "training_tokens": int, "hardware": str, "date": str}
+    content = read_json(file, entries, remedy)
+    for order in content["orders"]:
+        check_entries(order, {"name": str, "cross_entropy": float, "perplexity": float, "tokens": int}, file, remedy)
     if content["data_fingerprint"] != data_fingerprint:
         raise UserError(f"{file} is of other data than the run ({data_fingerprint}): count the n-grams of the run's")
     return content

@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     Row = tuple[np.ndarray, np.ndarray]
 
 
-def prepared_rows(folder: Path, max_tokens: int | None = None) -> "list[Row]":
-    """The rows of a prepared split as train.py reads them, up to the one with which `max_tokens` are reached."""
-    from datasets import load_from_disk
+def prepared_rows(data: Path, split: str, max_tokens: int | None = None) -> "list[Row]":
+    """The rows of a split of a prepared folder as train.py reads them, up to the one with which `max_tokens` are reached."""
+    from support.prepared import open_rows
 
-    rows = load_from_disk(folder).with_format("numpy")
+    rows = open_rows(data, split).with_format("numpy")
     labels = rows["labels" if "labels" in rows.column_names else "input_ids"]
     return _enough(list(zip(rows["input_ids"][:], labels[:], strict=True)), max_tokens)
 

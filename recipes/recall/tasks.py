@@ -16,7 +16,7 @@ from corpora.tokenization import encode_texts
 from evaluation.inference import check_length
 from hf_infini.metrics import score_spans
 from support.markdown import markdown_table
-from support.stages import write_json
+from support.stages import read_json, write_json
 
 from .examples import DoesNotFit, Example, passkey_example
 from .facts import FACT_NAMES, fact_example
@@ -222,7 +222,7 @@ def _run_cells(runner: Runner, cells: list[dict], run_cell: Callable[[dict], dic
 
     kept = {"identity": runner.identity, "cells": []}
     if runner.file.is_file():
-        found = json.loads(runner.file.read_text(encoding="utf-8"))
+        found = read_json(runner.file, {"identity": dict, "cells": list}, "delete it: its finished cells are measured again")
         same = found["identity"] == json.loads(json.dumps(runner.identity))  # both as they come back from a file
         kept = found if same else kept
     done = kept["cells"]

@@ -105,7 +105,8 @@ class Tasks:
         """Evaluates these runs, unless that was done with the same options. Returns what was not possible, and why."""
         left = []
         for run, settings, file, task in self._evaluate:
-            done = read_json(file)["options"] if file.is_file() else None
+            remedy = f"delete it: {run.folder} is evaluated again"
+            done = read_json(file, {"options": dict}, remedy)["options"] if file.is_file() else None
             if run in runs and (done is None or not settings.items() <= done.items()):
                 left.append(task)
         run_tasks(left, "evaluating", **self._how)

@@ -14,8 +14,9 @@ from hf_infini.configurations import context_limit
 from hf_infini.metrics import stream_losses
 from hf_infini.rows import RowReader
 from support.measurement import cache_bytes
-from support.stages import read_json, read_manifest, write_json
-from training.run_folder import read_jsonl
+from support.prepared import REMEDY
+from support.stages import read_json, read_jsonl, read_manifest, write_json
+from training.run_folder import METRICS, RESULT, read_result
 from training.setup import data_fingerprint
 
 from .execution import evaluation_file
@@ -23,6 +24,7 @@ from .plan import BASE, Run
 from .report import Finished
 
 BATCH_ROWS = 4  # rows per call while losses are measured
+EVALUATION = {"perplexity": float, "by_position": list}  # what the report uses of one
 EVALUATED = ("data_fingerprint", "split", "length", "memory")  # what evaluations in one column have in common
 CONTEXTS = 8  # the cache is measured after one trained context and after so many
 
@@ -55,8 +57,10 @@ def measure_runs(runs: list[Run], data: dict[str, Path], out: Path, evaluations:
         file = out / "measured" / f"{run.name}.json"
         measured = measure_run(run.folder, results[run.name], data[run.data], documents, file)
         files = {name: evaluation_file(run, name) for name in evaluations}
-        read = {name: read_json(file) for name, file in files.items() if file.is_file()}
-        lines = read_jsonl(run.folder / "metrics.jsonl")
+        remedy = f"delete it, and evaluate {run.folder} again"
+        read = {name: read_json(file, EVALUATION, remedy) for name, file in files.items() if file.is_file()}
+        remedy = f"delete {run.folder / RESULT}, and the run's command makes both again"
+        lines = read_jsonl(run.folder / METRICS, {"step": int, "tokens": int}, remedy)
         found.append(Finished(run.name, run.variant, run.folder, results[run.name], lines, measured, read))
     check_evaluations(found)
     return found
@@ -73,13 +77,6 @@ def check_evaluations(runs: list[Finished]) -> None:
                     f"{run.folder}/evaluation_{name}.json was made with other {', '.join(EVALUATED)} than another run's: "
                     "evaluate all runs in the same way"
                 )
-
-
-def read_result(folder: Path) -> dict:
-    """A run's result.json, or a UserError that says what is missing."""
-    if not (folder / "result.json").is_file():
-        raise UserError(f"{folder} has no result.json: it is no run of recipes/train.py, or not finished")
-    return read_json(folder / "result.json")
 
 
 def read_ngrams(file: Path, run: Finished) -> list[dict]:
@@ -105,13 +102,13 @@ def measure_run(run: Path, result: dict, data: Path, documents: list[dict], file
     """
     identity = {"trained": result["date"], "data": result["data_fingerprint"], "documents": [d["id"] for d in documents]}
     if file.is_file():
-        content = read_json(file)
+        content = read_json(file, {"identity": dict}, "delete it: the run is measured again")
         if content["identity"] == identity:
             return content
     model, tokenizer = load_model(str(run), "cpu" if result["options"]["use_cpu"] else "auto")
     end_of_text = tokenizer.eos_token_id if result["options"]["separate_documents"] else None
     reader = RowReader(tokenizer.all_special_ids, end_of_text)
-    tokens, labels = (np.stack(column) for column in zip(*prepared_rows(data / "validation"), strict=True))
+    tokens, labels = (np.stack(column) for column in zip(*prepared_rows(data, "validation"), strict=True))
     losses, counted = token_losses(model, reader, tokens, labels)
     context = tokens.shape[1]
     content = {
@@ -194,10 +191,15 @@ def state_bytes(model, length: int, chunk: int) -> int | None:
 def unseen_documents(data: Path, others: Sequence[Path]) -> list[dict]:
     """The validation documents of a prepared folder that none of the other folders has for training or its tokenizer."""
     seen = set().union(*map(trained_on, others))
-    return [document for document in read_jsonl(data / "validation_documents.jsonl") if document["id"] not in seen]
+    return [document for document in held_out_documents(data / "validation_documents.jsonl") if document["id"] not in seen]
+
+
+def held_out_documents(file: Path) -> list[dict]:
+    """The documents in a `SPLIT_documents.jsonl` of a prepared folder."""
+    return read_jsonl(file, {"id": str, "text": str}, REMEDY)
 
 
 def trained_on(data: Path) -> set[str]:
     """The ids of the documents that a prepared folder holds out for nothing."""
-    held_out = {document["id"] for file in data.glob("*_documents.jsonl") for document in read_jsonl(file)}
+    held_out = {document["id"] for file in data.glob("*_documents.jsonl") for document in held_out_documents(file)}
     return set(read_documents(data / ".stages" / "documents")["id"]) - held_out

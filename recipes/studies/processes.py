@@ -1,16 +1,16 @@
 """Commands as processes: several at a time, a log each, and none of them outlives the program that started it."""
 
-import ctypes
-import json
+import functools
 import os
 import signal
 import subprocess
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from cli import FAILURE_FILE, NotPossible, UserError
+from support.parents import end_with_parent
+from support.stages import read_json
 
 FINISHED, IMPOSSIBLE, FAILED = "finished", NotPossible.status, UserError.status
 
@@ -35,17 +35,10 @@ class Task:
         self.log.parent.mkdir(parents=True, exist_ok=True)
         self.failure.unlink(missing_ok=True)
         environment = os.environ | {"OMP_NUM_THREADS": str(threads), FAILURE_FILE: str(self.failure.absolute())}
-        libc = ctypes.CDLL(None) if sys.platform == "linux" else None
-        parent = os.getpid()
-
-        def end_with_parent() -> None:
-            libc.prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
-            if os.getppid() != parent:  # which is gone already, and will send nothing
-                os._exit(1)
-
+        end = functools.partial(end_with_parent, os.getpid(), signal.SIGTERM)  # so that it ends those that it has started
         with self.log.open("w", encoding="utf-8") as log:
             settings = {"env": environment, "stdout": log, "stderr": subprocess.STDOUT}
-            return subprocess.Popen(self.command, preexec_fn=libc and end_with_parent, **settings)
+            return subprocess.Popen(self.command, preexec_fn=end, **settings)
 
     def finish(self, exit_status: int) -> None:
         """Notes what became of the process, and why it did not finish.
@@ -56,10 +49,11 @@ class Task:
         if exit_status == 0:
             self.status, self.reason = FINISHED, ""
         elif self.failure.is_file():
-            found = json.loads(self.failure.read_text(encoding="utf-8"))
+            found = read_json(self.failure, {"status": str, "reason": str})
             self.status, self.reason = found["status"], found["reason"]
         else:
-            lines = [line.strip() for line in self.log.read_text(encoding="utf-8").splitlines() if line.strip()]
+            text = self.log.read_text(encoding="utf-8", errors="replace")
+            lines = [line.strip() for line in text.splitlines() if line.strip()]
             self.status, self.reason = FAILED, f"exit status {exit_status}: {lines[-1] if lines else 'no output'}"
         self.failure.unlink(missing_ok=True)
 

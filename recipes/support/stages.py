@@ -3,7 +3,9 @@
 import contextlib
 import hashlib
 import json
+import math
 import os
+import re
 import shutil
 import sys
 import time
@@ -11,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from uuid import uuid4
 
-from cli import UserError
+from cli import UserError, describe
 from hf_infini import __version__
 
 LOCK_FOLDER = ".stages"
@@ -42,7 +44,7 @@ def locked_folder(path: Path, owner: str | None = None) -> Iterator[Path]:
     except Timeout:
         raise UserError(f"--out {path}: another run is writing there; wait for it or choose another folder") from None
     except OSError as error:
-        raise UserError(f"--out {path}: the folder cannot be written ({error})") from error
+        raise UserError(f"--out {path}: {describe(error)}") from error
     with lock:
         if owner is not None:
             write_text(path / LOCK_FOLDER / _OWNER_FILE, owner)
@@ -98,7 +100,7 @@ def run_stage(folder: Path, options: dict, build: Callable[[Path], dict], waitin
 
     Returns:
         `{"key", "options", "result", "files", "seconds", "reused", "folder"}`; `key` is a hash of the options, for stages
-        that build on this one, `files` has the hash of each file, `folder` is where the stage is now.
+        that build on this one, `files` is a [`seal`], `folder` is where the stage is now.
 
     Raises:
         UserError: `folder` exists and was not made by a stage (it stays as it is).
@@ -109,16 +111,17 @@ def run_stage(folder: Path, options: dict, build: Callable[[Path], dict], waitin
     for place in dict.fromkeys((folder, target)):
         record = _read_stage(place)
         if record is not None and record["key"] == key:
-            changed = _changed_files(place, record["files"])
-            if not changed:
+            changed = damage(place, record["files"])
+            if changed is None:
                 return {**record, "reused": True, "folder": place}
-            print(f"{place}: {changed[0]} is damaged or missing, the folder is made again", file=sys.stderr)
+            print(f"{place}: {changed}, so it is made again", file=sys.stderr)
     partial = _part_of(target)
     partial.mkdir(parents=True)
     start = time.perf_counter()
     try:
         result = build(partial)
-        record = {"key": key, "options": options, "result": result, "files": _hashes(partial)}
+        files = seal(partial, (file for file in partial.rglob("*") if file.is_file()))
+        record = {"key": key, "options": options, "result": result, "files": files}
         record["seconds"] = round(time.perf_counter() - start, 2)
         (partial / _STAGE_FILE).write_text(json.dumps(record, indent=1, ensure_ascii=False), encoding="utf-8")
         _replace(target, partial)
@@ -155,36 +158,12 @@ def _read_stage(folder: Path) -> dict | None:
         return None
     try:
         record = json.loads((folder / _STAGE_FILE).read_text(encoding="utf-8"))
-        return {"files": None, **record, "key": record["key"]}
+        return {"files": {}, **record, "key": record["key"]}
     except (OSError, ValueError, TypeError, KeyError):
         raise UserError(
             f"{folder} exists and was not written by this program, or its {_STAGE_FILE} is damaged; move it away or choose "
             "another --out"
         ) from None
-
-
-def check_stage(folder: Path, remedy: str) -> None:
-    """UserError, with the remedy, where a file of a stage's folder is damaged or missing; other folders pass."""
-    if (folder / _STAGE_FILE).is_file() and (recorded := _read_stage(folder)["files"]) is not None:
-        for name in _changed_files(folder, recorded):
-            raise UserError(f"{folder / name} is damaged or missing; {remedy}")
-
-
-def _hashes(folder: Path) -> dict[str, str]:
-    """The hash of every file under a stage's folder by its relative name, but that of its record."""
-    hashes = {}
-    for path in sorted(path for path in folder.rglob("*") if path.is_file() and path.name != _STAGE_FILE):
-        with open(path, "rb") as file:
-            hashes[path.relative_to(folder).as_posix()] = hashlib.file_digest(file, "sha256").hexdigest()
-    return hashes
-
-
-def _changed_files(folder: Path, recorded: dict[str, str] | None) -> list[str]:
-    """The recorded files that are missing or have another content; an older record, without hashes, is one of them."""
-    if recorded is None:
-        return [_STAGE_FILE]
-    found = _hashes(folder)
-    return [name for name, value in recorded.items() if found.get(name) != value]
 
 
 def _replace(folder: Path, new: Path) -> None:
@@ -219,21 +198,23 @@ def write_manifest(path: Path, *, options: dict, source: dict, record: dict, spl
 
 
 def read_manifest(data: Path, split: str | None = None) -> dict:
-    """The `manifest.json` of a prepared folder, which is there once it is finished; a UserError where it is missing or
-    damaged, or where there are no rows of `split`."""
-    file, remedy = Path(data) / "manifest.json", "make the folder with recipes/prepare.py"
+    """The `manifest.json` of a prepared folder, which is there once it is finished; a UserError where it is not, is damaged,
+    or has no rows of `split`."""
+    file = Path(data) / "manifest.json"
     if not file.is_file():
-        raise UserError(f"--data: {data} has no manifest.json; {remedy}")
-    manifest = read_json(file, f"; {remedy} again")
-    try:
-        blocks = {name: (entry["blocks"], entry["tokens"], entry["sha256"]) for name, entry in manifest["splits"].items()}
-        complete = {"train", "validation"} <= blocks.keys() and manifest["options"]["split_by"]
-        complete = complete and isinstance(manifest["tokenizer"]["vocabulary"], int)
-    except (KeyError, TypeError, AttributeError):
-        complete = False
-    if not complete:
-        raise UserError(f"--data: {file} is no manifest of a prepared folder; {remedy} again")
-    if split is not None and (split not in blocks or blocks[split][0] == 0):
+        raise UserError(f"--data: {data} has no manifest.json; make the folder with recipes/prepare.py")
+    remedy = "delete it and make the folder again with its command of recipes/prepare.py"
+    manifest = read_json(file, {"options": dict, "source": dict, "tokenizer": dict, "splits": dict}, remedy)
+    options = {"source": str, "tokenizer": str, "context": int, "split_by": str}
+    check_entries(manifest["options"], options, f"{file}: options", remedy)
+    check_entries(manifest["source"], {"documents": int}, f"{file}: source", remedy)
+    check_entries(manifest["tokenizer"], {"vocabulary": int}, f"{file}: tokenizer", remedy)
+    check_entries(manifest["splits"], dict.fromkeys(("train", "validation"), dict), f"{file}: splits", remedy)
+    for name, found in manifest["splits"].items():
+        check_entries(found, {"blocks": int, "tokens": int, "sha256": str}, f"{file}: the split {name}", remedy)
+        if not re.fullmatch("[0-9a-f]{64}", found["sha256"]):
+            raise UserError(f"{file}: the split {name} has the sha256 {shown(found['sha256'])}, which is none; {remedy}")
+    if split is not None and manifest["splits"].get(split, {"blocks": 0})["blocks"] == 0:
         raise UserError(
             f"--split {split}: {data} has no {split} rows; prepare it again with --{split} SHARE, and train on what that "
             "leaves"
@@ -241,43 +222,91 @@ def read_manifest(data: Path, split: str | None = None) -> dict:
     return manifest
 
 
-def read_json(path: Path, remedy: str = ""):
-    """The content of a JSON file; a UserError, with the remedy, where it cannot be read."""
-    try:
-        return json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"cannot read {path}: {error}{remedy}") from error
-
-
-def check_own_files(path: Path, is_own: Callable[[str], bool], others: Iterable[Path] = ()) -> None:
-    """UserError where files that are to be written exist and are something else.
+def read_json(path: Path, entries: dict[str, type] | None = None, remedy: str = ""):
+    """The content of a JSON file.
 
     Args:
-        path: the file, a text; is_own: whether this is an earlier version of it.
-        others: are written after it, so that they are the same recipe's if it is.
+        path: the file.
+        entries: names and types that its content, an object, must have at least; None takes any content.
+        remedy: what the user can do about a file that is not so.
+
+    Raises UserError, which names the file and what is wrong with it.
     """
-    there = [file for file in (path, *others) if file.exists() or file.is_symlink()]
     try:
-        own = not there or is_own(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        own = False
-    if not own:
-        raise UserError(f"--out: {there[0]} exists and is not from this recipe: move it away, or choose another --out")
+        content = json.loads(Path(path).read_text(encoding="utf-8"), parse_constant=_refuse_constant)
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(_with_remedy(f"cannot read {path}: {error or type(error).__name__}", remedy)) from error
+    if entries is not None:
+        check_entries(content, entries, path, remedy)
+    return content
 
 
-def has_entries(*names: str) -> Callable[[str], bool]:
-    """Whether a text is a JSON object with all of these entries."""
+def read_jsonl(path: Path, entries: dict[str, type] | None = None, remedy: str = "") -> list[dict]:
+    """The objects of a JSON-lines file, checked like that of [`read_json`]."""
+    found = []
+    try:
+        for number, line in enumerate(Path(path).read_text(encoding="utf-8").split("\n"), start=1):
+            if line:
+                found.append(json.loads(line, parse_constant=_refuse_constant))
+                check_entries(found[-1], entries or {}, f"{path}: line {number}", remedy)
+    except (ValueError, RecursionError) as error:
+        raise UserError(_with_remedy(f"cannot read line {number} of {path}: {error}", remedy)) from error
+    except OSError as error:
+        raise UserError(_with_remedy(f"cannot read {path}: {error}", remedy)) from error
+    return found
 
-    def check(text: str) -> bool:
-        content = json.loads(text)
-        return isinstance(content, dict) and content.keys() >= set(names)
 
-    return check
+def check_entries(content, entries: dict[str, type], where: Path | str, remedy: str = "") -> None:
+    """UserError unless `content` is an object with these names, and values of these types (an int is a float as well)."""
+    if not isinstance(content, dict):
+        raise UserError(_with_remedy(f"{where} must hold an object of JSON, got {shown(content)}", remedy))
+    if missing := [name for name in entries if name not in content]:
+        raise UserError(_with_remedy(f"{where} has no {', '.join(missing)}", remedy))
+    for name, kind in entries.items():
+        value = content[name]
+        if not isinstance(value, (int, float) if kind is float else kind) or isinstance(value, bool):
+            text = f"{where} has {name} {shown(value)}, which must be of the type {kind.__name__}"
+            raise UserError(_with_remedy(text, remedy))
+
+
+def shown(value) -> str:
+    """A value as JSON, cut to what fits into a message."""
+    text = json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:60]}…"
+
+
+def _with_remedy(text: str, remedy: str) -> str:
+    return f"{text}; {remedy}" if remedy else text
+
+
+def _refuse_constant(name: str):
+    raise ValueError(f"{name} is no number of JSON")
+
+
+def to_json(content, where: Path, **how) -> str:
+    """JSON of finite numbers; a UserError that names the first other one, as readers of other languages stop at NaN."""
+    for name, number in _numbers(content):
+        if not math.isfinite(number):
+            raise UserError(
+                f"{where} is not written: {name} is {number}, so the model or its training is broken; train at a lower "
+                "--learning_rate or with --precision float32, or use another model"
+            )
+    return json.dumps(content, ensure_ascii=False, allow_nan=False, **how)
+
+
+def _numbers(content, name: str = "the content") -> Iterator[tuple[str, float]]:
+    """Every float in JSON-safe content, and the names that lead to it."""
+    if isinstance(content, float):
+        yield name, content
+    elif isinstance(content, dict | list | tuple):
+        items = content.items() if isinstance(content, dict) else enumerate(content)
+        for key, value in items:
+            yield from _numbers(value, str(key) if name == "the content" else f"{name}.{key}")
 
 
 def write_json(path: Path, content) -> None:
     """Writes JSON so that a reader finds the old file or the new one, never half of it."""
-    write_text(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+    write_text(path, to_json(content, path, indent=2) + "\n")
 
 
 def write_text(path: Path, text: str) -> None:
@@ -286,15 +315,88 @@ def write_text(path: Path, text: str) -> None:
         part.write_text(text, encoding="utf-8")
 
 
+def check_place(file: Path, entries: dict[str, type], others: Sequence[Path] = ()) -> None:
+    """UserError unless a recipe can write its files, and would replace nothing but what it wrote before: to be known before
+    hours of work, not behind them. The folder of the files is made.
+
+    Args:
+        file: the JSON file.
+        entries: what the recipe's own JSON has, see [`read_json`].
+        others: files that are written together with it.
+    """
+    part = _part_of(file)
+    try:
+        if file.exists():
+            read_json(file, entries, "it is no such file of this recipe: choose another --out, or move it away")
+        elif there := [str(other) for other in others if other.exists()]:
+            raise UserError(f"--out: {', '.join(there)} is there without {file}: choose another --out, or move it away")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        part.touch()
+    except OSError as error:
+        raise UserError(f"--out {file}: {describe(error)}") from error
+    finally:
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)
+
+
 @contextlib.contextmanager
 def new_file(path: Path) -> Iterator[Path]:
-    """Gives the path of a file to write, which replaces `path` at the end; after an error, `path` is as it was."""
+    """Gives the path of a file to write, which replaces `path` at the end, when all of it is on the disk; after an error,
+    `path` is as it was."""
     part = _part_of(Path(path))
     try:
         yield part
+        flush(part)
         os.replace(part, path)
+        flush(part.parent)
     finally:
-        part.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # where the name itself is the error
+            part.unlink(missing_ok=True)
+
+
+def flush(path: Path) -> None:
+    """Returns when what was written into a file, or which names a folder has, is on the disk and outlives a power cut."""
+    is_folder = path.is_dir()
+    if is_folder and os.name == "nt":  # where folders cannot be opened
+        return
+    place = os.open(path, os.O_RDONLY if is_folder else os.O_RDWR)
+    try:
+        os.fsync(place)
+    finally:
+        os.close(place)
+
+
+def seal(folder: Path, files: Iterable[Path]) -> dict[str, list]:
+    """Flushes files in a folder and their folders, and returns `[bytes, SHA-256]` of each by its name from there, for
+    [`damage`]."""
+    seals, folders = {}, {folder}
+    for file in sorted(files):
+        flush(file)
+        seals[file.relative_to(folder).as_posix()] = [file.stat().st_size, sha256(file)]
+        folders.update(parent for parent in file.parents if parent.is_relative_to(folder))
+    for place in folders:
+        flush(place)
+    return seals
+
+
+def damage(folder: Path, seals: dict[str, list]) -> str | None:
+    """What the first file is that is not as [`seal`] found it, and how; None where all are whole. Of versions before the
+    hashes, a seal is the size."""
+    for name, sealed in seals.items():
+        size, digest = sealed if isinstance(sealed, list) else (sealed, None)
+        file = folder / name
+        if not file.is_file():
+            return f"{name} is missing"
+        if file.stat().st_size != size:
+            return f"{name} has {file.stat().st_size:,} bytes of {size:,}"
+        if digest is not None and sha256(file) != digest:
+            return f"{name} has changed since it was written"
+    return None
+
+
+def sha256(file: Path) -> str:
+    with open(file, "rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()
 
 
 def _part_of(path: Path) -> Path:

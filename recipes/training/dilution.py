@@ -16,6 +16,7 @@ import torch
 from cli import UserError
 from hf_infini.cache import InfiniCache, InfiniLayer
 from hf_infini.configurations import attention_of, context_limit
+from support.prepared import open_rows, read_tokenizer
 
 DILUTE_UP_TO = 32.0
 
@@ -35,15 +36,13 @@ class Dilution:
     @classmethod
     def from_folder(cls, folder: Path, most: float, data: Path) -> "Dilution":
         """With the training rows of a folder made by recipes/prepare.py; a UserError where its tokens are not `data`'s."""
-        from datasets import load_from_disk
-
-        files = (Path(place) / "tokenizer" / "tokenizer.json" for place in (folder, data))
-        if len({file.read_bytes() for file in files}) > 1:
+        first, second = (read_tokenizer(place).get_vocab() for place in (folder, data))
+        if first != second:
             raise UserError(
                 f"--dilute_with {folder} and --data {data} have different tokenizers: prepare one of them with the other's "
                 "(--tokenizer FOLDER/tokenizer)"
             )
-        return cls(load_from_disk(str(Path(folder) / "train")).with_format("torch"), most)
+        return cls(open_rows(folder, "train").with_format("torch"), most)
 
     def past(self, model, batch: int, device: torch.device) -> InfiniCache:
         """The cache of `model` after one row of text for each of `batch` rows, M and z multiplied by the row's factor.

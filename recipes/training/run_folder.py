@@ -1,14 +1,16 @@
 """A run's folder, which survives a kill at any point, and the callback that writes into it while the run trains.
 
-It holds `run.json` (the options it was started with), `checkpoint-N/` (complete once they hold `complete.json`),
-`metrics.jsonl`, and, when it is finished, the model and `result.json`.
+It holds `run.json` (the options it was started with), `checkpoint-N/` (with a copy of `run.json`; complete once they hold
+`complete.json`, which has the hashes of all their files), `metrics.jsonl`, and, when it is finished, the model and
+`result.json`, which has the hashes of the model's files.
 """
 
 import contextlib
-import json
 import math
+import os
 import shutil
 import statistics
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,37 +22,58 @@ from transformers import TrainerCallback, TrainerState
 
 from cli import UserError
 from hf_infini.training import gate_values
-from support.stages import LEFTOVER, LOCK_FOLDER, locked_folder, write_json
+from support.stages import (
+    LEFTOVER,
+    LOCK_FOLDER,
+    damage,
+    flush,
+    locked_folder,
+    read_json,
+    seal,
+    to_json,
+    write_json,
+    write_text,
+)
 
-COMPLETE = "complete.json"
+COMPLETE, OPTIONS, RESULT, METRICS = "complete.json", "run.json", "result.json", "metrics.jsonl"
+# The files of a finished run whose hashes are in result.json
+SEALED = (METRICS, "config.json", "generation_config.json", "model*.safetensors", "model.safetensors.index.json",
+          "tokenizer.json", "tokenizer_config.json")  # fmt: skip
+# What readers of result.json use of it; recipes/train.py writes it
+RESULT_ENTRIES = dict.fromkeys(("cross_entropy", "perplexity", "seconds", "tokens_per_second", "peak_rss_mib"), float)
+RESULT_ENTRIES |= dict.fromkeys(("validation_tokens", "tokens", "steps", "parameters"), int)
+RESULT_ENTRIES |= dict.fromkeys(("gates", "options", "versions"), dict)
+RESULT_ENTRIES |= dict.fromkeys(("data_fingerprint", "command", "hardware", "date"), str)
 
 
 @contextlib.contextmanager
 def open_run(folder: Path, options: dict) -> Iterator[tuple[bool, Path | None]]:
-    """Locks the folder for this run and yields how far the run is: whether it is finished, and its newest complete
-    checkpoint. A finished run is not locked.
+    """Locks the folder for this run and yields how far the run is: whether it is finished, and its newest whole checkpoint.
+    A finished run is not locked.
 
     All processes of a launch call this. The main process locks the folder and looks, and the others get what it found.
 
-    Raises UserError, in all of them, when another process holds the folder, or where [`check_same_run`] does.
+    Raises UserError, in all of them, when another process holds the folder, where [`check_same_run`] does, or where the run
+    was finished and its files have been damaged since.
     """
 
-    def look() -> tuple[bool, Path | None]:
+    def is_finished() -> bool:
         check_same_run(folder, options)
-        return (folder / "result.json").is_file(), last_complete_checkpoint(folder)
+        return (folder / RESULT).exists() and bool(read_result(folder))
 
     with contextlib.ExitStack() as stack:
         found = [None]
         if PartialState().is_main_process:
             try:
-                found = [look()]  # before the lock, which writes: a folder of something else stays as it is
-                if not found[0][0]:
+                finished = is_finished()  # before the lock, which writes: a folder of something else stays as it is
+                if not finished:
                     stack.enter_context(locked_folder(folder))
-                    found = [look()]  # as its last holder left it
-            except UserError as error:
+                    finished = is_finished()  # as its last holder left it
+                found = [(finished, None if finished else last_complete_checkpoint(folder))]
+            except (UserError, OSError) as error:
                 found = [error]
         broadcast_object_list(found)
-        if isinstance(found[0], UserError):
+        if isinstance(found[0], Exception):
             raise found[0]
         yield found[0]
 
@@ -60,7 +83,7 @@ def begin_run(folder: Path, options: dict, checkpoint: Path | None) -> None:
 
     They would count towards the limit by which the Trainer deletes old checkpoints, and could push out the good one.
     """
-    write_json(folder / "run.json", options)
+    write_json(folder / OPTIONS, options)
     for path in _checkpoints(folder):
         if path != checkpoint:
             shutil.rmtree(path)
@@ -72,15 +95,13 @@ def check_same_run(folder: Path, options: dict) -> None:
     Args:
         folder: the run's folder; need not exist.
         options: what decides the run's outcome, JSON-safe; `run.json` must equal it. An option that one of the two does not
-            have counts as None.
+            have counts as None. Where `run.json` is damaged, the copy in the newest whole checkpoint counts.
     """
-    file = folder / "run.json"
-    if not file.is_file():
-        entries = folder.iterdir() if folder.is_dir() else ()
-        if not all(entry.name == LOCK_FOLDER or entry.match(LEFTOVER) for entry in entries):
-            raise UserError(f"{folder} is not empty and holds no run of this recipe: choose another --out")
+    if not folder.is_dir() or all(entry.name == LOCK_FOLDER or entry.match(LEFTOVER) for entry in folder.iterdir()):
         return
-    started_with = json.loads(file.read_text(encoding="utf-8"))
+    started_with = _options_of(folder)
+    if started_with is None:
+        raise UserError(f"{folder} is not empty and holds no run of this recipe: choose another --out")
     different = [
         f"{name} was {started_with.get(name)!r} and is now {options.get(name)!r}"
         for name in sorted(started_with.keys() | options.keys())
@@ -93,17 +114,43 @@ def check_same_run(folder: Path, options: dict) -> None:
         )
 
 
+def read_result(folder: Path) -> dict:
+    """The result.json of a finished run; a UserError where the run is not finished, or the file or the model beside it is
+    not as the run left them."""
+    file = folder / RESULT
+    if not file.exists():
+        raise UserError(f"{folder} has no {RESULT}: it is no run of recipes/train.py, or finish it with its command")
+    try:
+        result = read_json(file, RESULT_ENTRIES)
+        problem = damage(folder, result.get("files", {}))
+    except UserError as error:
+        problem = str(error)
+    if problem:
+        whole = next(_whole_checkpoints(folder), None)
+        remedy = f"the run's own command goes on from {whole.name}" if whole else "train again: no checkpoint is whole"
+        raise UserError(f"{folder} is a finished run, but {problem}; delete {file}, and {remedy}")
+    return result
+
+
 def mark_complete(checkpoint: Path) -> None:
-    """Writes the list of a checkpoint's files and their sizes: the last thing that happens to a checkpoint."""
-    files = {str(file.relative_to(checkpoint)): file.stat().st_size for file in _files_of(checkpoint)}
-    write_json(checkpoint / COMPLETE, {"files": files})
+    """Writes the list of a checkpoint's files with their sizes and hashes: the last thing that happens to a checkpoint."""
+    files = (file for file in checkpoint.rglob("*") if file.is_file() and not file.name.startswith(COMPLETE))
+    content = {"files": seal(checkpoint, files)}
+    flush(checkpoint.parent)
+    write_json(checkpoint / COMPLETE, content)
 
 
 def last_complete_checkpoint(folder: Path) -> Path | None:
-    """The newest `checkpoint-N` whose every file is there in full, or None. A process killed while it was saving, or
-    while it was deleting an old checkpoint, leaves others behind; they are passed over."""
-    complete = [path for path in _checkpoints(folder) if _is_complete(path)]
-    return max(complete, key=checkpoint_step, default=None)
+    """The newest `checkpoint-N` whose every file is as it was written, or None; what is passed over is said.
+
+    A process killed while it was saving, or while it was deleting an old checkpoint, leaves others behind.
+    """
+    problems = {}
+    checkpoint = next(_whole_checkpoints(folder, problems), None)
+    if problems:
+        passed = "; ".join(f"{name} is not whole ({problem})" for name, problem in problems.items())
+        say(f"{passed}: going on {f'from {checkpoint.name}' if checkpoint else 'from the start'}")
+    return checkpoint
 
 
 def checkpoint_step(path: Path) -> int:
@@ -115,16 +162,39 @@ def _checkpoints(folder: Path) -> list[Path]:
     return [path for path in folder.glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdigit()]
 
 
-def _files_of(checkpoint: Path) -> list[Path]:
-    return [file for file in checkpoint.rglob("*") if file.is_file() and not file.name.startswith(COMPLETE)]
+def _whole_checkpoints(folder: Path, problems: dict[str, str] | None = None) -> Iterator[Path]:
+    """The whole checkpoints, the newest first. `problems` receives what is wrong with the others, by name."""
+    for checkpoint in sorted(_checkpoints(folder), key=checkpoint_step, reverse=True):
+        problem = _problem_of(checkpoint)
+        if problem is None:
+            yield checkpoint
+        elif problems is not None:
+            problems[checkpoint.name] = problem
 
 
-def _is_complete(checkpoint: Path) -> bool:
-    marker = checkpoint / COMPLETE
-    if not marker.is_file():
-        return False
-    files = json.loads(marker.read_text(encoding="utf-8"))["files"]
-    return all((checkpoint / name).is_file() and (checkpoint / name).stat().st_size == files[name] for name in files)
+def _options_of(folder: Path) -> dict | None:
+    """What `run.json` holds, or its copy in the newest whole checkpoint that has one; None where there is neither."""
+    file = folder / OPTIONS
+    try:
+        return read_json(file, {}, "no whole checkpoint has a copy: choose another --out, or delete the folder")
+    except UserError as error:
+        for checkpoint in _whole_checkpoints(folder):
+            if (checkpoint / OPTIONS).is_file():
+                return read_json(checkpoint / OPTIONS, {})
+        if file.exists():
+            raise error
+        return None
+
+
+def _problem_of(checkpoint: Path) -> str | None:
+    """Why a checkpoint is not whole; None where it is."""
+    if not (checkpoint / COMPLETE).is_file():
+        return "it was not written to the end"
+    try:
+        seals = read_json(checkpoint / COMPLETE, {"files": dict})["files"]
+        return damage(checkpoint, seals) if seals else f"{COMPLETE} names no file"
+    except (UserError, TypeError, ValueError):
+        return f"{COMPLETE} is damaged"
 
 
 class RunRecorder(TrainerCallback):
@@ -138,13 +208,13 @@ class RunRecorder(TrainerCallback):
     """
 
     def __init__(self, folder: Path, tokens_per_step: int):
-        self.file = Path(folder) / "metrics.jsonl"
+        self.file = Path(folder) / METRICS
         self.tokens_per_step = tokens_per_step
 
     def on_train_begin(self, args, state, control, **kwargs):
         lines = lines_of(state)
         if state.is_world_process_zero:  # what a killed process logged after its last checkpoint is logged again
-            self.file.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+            write_lines(self.file.parent, lines)
         self.seconds = lines[-1]["seconds"] if lines else 0.0  # in training steps, earlier starts of the run counted in
         self._last_logged = (state.global_step, self.seconds)
         self._clock = time.perf_counter()
@@ -181,7 +251,7 @@ class RunRecorder(TrainerCallback):
         state.log_history[-1]["line"] = line
         if state.is_world_process_zero:
             with self.file.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(line) + "\n")
+                file.write(to_json(line, self.file) + "\n")
 
     def on_evaluate(self, args, state, control, **kwargs):
         self._clock = time.perf_counter()
@@ -191,7 +261,9 @@ class RunRecorder(TrainerCallback):
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             torch.distributed.barrier()
         if state.is_world_process_zero:
-            mark_complete(Path(args.output_dir) / f"checkpoint-{state.global_step}")
+            checkpoint = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+            shutil.copyfile(checkpoint.parent / OPTIONS, checkpoint / OPTIONS)
+            mark_complete(checkpoint)
         self._clock = time.perf_counter()
 
 
@@ -200,6 +272,13 @@ def lines_of(state: TrainerState) -> list[dict]:
     return [entry["line"] for entry in state.log_history if "line" in entry]
 
 
-def read_jsonl(path: Path) -> list[dict]:
-    """The objects of a JSON-lines file."""
-    return [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
+def write_lines(folder: Path, lines: list[dict]) -> None:
+    """Writes `metrics.jsonl` as a whole."""
+    file = folder / METRICS
+    write_text(file, "".join(to_json(line, file) + "\n" for line in lines))
+
+
+def say(text: str) -> None:
+    """A note on standard error, from the first process only."""
+    if int(os.environ.get("RANK", 0)) == 0:
+        print(text, file=sys.stderr, flush=True)

@@ -6,7 +6,6 @@ import hashlib
 import json
 import math
 import os
-import sys
 from pathlib import Path
 
 import torch
@@ -15,8 +14,9 @@ from transformers.integrations import get_available_reporting_integrations
 from transformers.trainer import TRAINER_STATE_NAME
 
 from cli import UserError
+from support.prepared import open_rows
 
-from .run_folder import lines_of
+from .run_folder import lines_of, write_lines
 
 # The trackers that a run can report to; pip has them by these names.
 TRACKERS = ("tensorboard", "trackio", "wandb", "mlflow", "comet_ml", "clearml", "codecarbon", "dvclive", "swanlab")
@@ -33,9 +33,7 @@ def load_rows(data: Path, rows_per_step: int) -> tuple:
 
     Raises UserError when there are too few.
     """
-    from datasets import load_from_disk
-
-    train, validation = (load_from_disk(str(data / split)).with_format("torch") for split in ("train", "validation"))
+    train, validation = (open_rows(data, split).with_format("torch") for split in ("train", "validation"))
     if len(train) < rows_per_step or len(validation) == 0:
         raise UserError(
             f"{data} has {len(train)} training and {len(validation)} validation rows, but one step takes {rows_per_step} "
@@ -57,6 +55,8 @@ def train_to_end(trainer: Trainer, checkpoint: Path | None) -> tuple:
     if checkpoint != last:  # otherwise the Trainer would take one step more
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     lines = lines_of(TrainerState.load_from_json(last / TRAINER_STATE_NAME))
+    if trainer.args.should_save:
+        write_lines(last.parent, lines)
     return model_class.from_pretrained(last, dtype=torch.float32).to(trainer.args.device), lines
 
 
@@ -151,9 +151,3 @@ def checkpointing_name() -> str:
     """TrainingArguments' name for gradient checkpointing, which changed between the supported versions."""
     names = {entry.name for entry in dataclasses.fields(TrainingArguments)}
     return "activation_checkpointing" if "activation_checkpointing" in names else "gradient_checkpointing"
-
-
-def say(text: str) -> None:
-    """A note on standard error, from the first process only."""
-    if int(os.environ.get("RANK", 0)) == 0:
-        print(text, file=sys.stderr, flush=True)

@@ -100,7 +100,7 @@ OVER_RECALL = {
     "itself as data": (["--data", "data", "--out", "data"], "is --data itself"),
     "over a prepared folder": (["--out", "data2"], "is a folder of prepare.py"),
     "over a model": (["--out", "model"], "holds other files"),
-    "over a file": (["--out", "text.jsonl"], "the folder cannot be written"),
+    "over a file": (["--out", "text.jsonl"], "--out text.jsonl"),
 }
 
 
@@ -124,9 +124,11 @@ def test_prepare_writes_over_nothing_else(out, made, capsys):
     refused(main_of("prepare"), argv, capsys, f"--out {made / out}", keeps=made)
 
 
-@pytest.mark.parametrize("out", ["data", "recall", "model", "README.md"])
+@pytest.mark.parametrize("out", ["data", "recall", "model", "README.md", "notes"])
 def test_study_writes_over_nothing_else(out, made, capsys):
     (made / "README.md").write_text("mine")
+    (made / "notes").mkdir()
+    (made / "notes" / "report.md").write_text("mine")
     argv = ["--runs", made / "model", made / "data", "--data", made / "data", "--out", made / out]
     refused(main_of("study"), argv, capsys, f"--out {made / out}", keeps=made)
 
@@ -152,13 +154,13 @@ def test_files_of_something_else(recipe, case, made, capsys):
         "ngram_baseline": ["--data", made / "data", "--out", file],
         "evaluate_model": ["--model", made / "model", "--data", made / "data", "--out", made / "result"],
     }[recipe]
-    refused(main_of(recipe), argv, capsys, f"--out: {file} exists", "choose another --out", keeps=made)
+    refused(main_of(recipe), argv, capsys, str(file), "choose another --out", keeps=made)
 
 
 @pytest.mark.parametrize("name", ["config", "generation_config", "tokenizer_config"])
 def test_an_evaluation_is_no_part_of_the_model(name, made, capsys):
     argv = ["--model", made / "model", "--data", made / "data", "--out", made / "model" / name]
-    refused(main_of("evaluate_model"), argv, capsys, f"{name}.json exists", keeps=made)
+    refused(main_of("evaluate_model"), argv, capsys, f"{name}.json", "choose another --out", keeps=made)
 
 
 @pytest.mark.parametrize("name", ["heads.html", "layer_00.png", "memory.png"])
@@ -223,7 +225,7 @@ def test_damaged_stages_are_made_again(name, damage, made, capsys):
     manifest = json.loads((made / "data" / "manifest.json").read_text())
     damage(made / "data" / name)
     argv = ["--source", manifest["options"]["source"], "--out", made / "data", *PREPARE]
-    handled(main_of("prepare"), argv, capsys, f"{Path(name).name} is damaged or missing, the folder is made again")
+    handled(main_of("prepare"), argv, capsys, f"{Path(name).name} ", "so it is made again")
     now = json.loads((made / "data" / "manifest.json").read_text())
     assert now["splits"] == manifest["splits"] and now["stages"][Path(name).parent.name]["reused"] is False
     stages = {key for key in before if not key.endswith(("stage.json", "state.json"))}  # with seconds, a random name
@@ -238,7 +240,7 @@ def test_damaged_data_is_not_read(recipe, name, damage, made, capsys):
     damage(made / "data" / name)
     argv = ["--data", made / "data", "--out", made / ("n.json" if recipe == "ngram_baseline" else "new"), *RECALL]
     argv = argv[:4] if recipe == "ngram_baseline" else argv
-    refused(main_of(recipe), argv, capsys, str(made / "data" / name), "is damaged or missing", "recipes/prepare.py")
+    refused(main_of(recipe), argv, capsys, str(made / "data" / name.split("/")[0]), "recipes/prepare.py")
 
 
 @pytest.mark.parametrize("content", ["[]", "{}", '{"splits": []}', '{"splits": {"train": 1}}', "null", "\ufffd", "[" * 9999])

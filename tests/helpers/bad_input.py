@@ -12,8 +12,10 @@ def contents(folder: Path) -> dict[str, str]:
     return {str(file.relative_to(folder)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
 
 
-def refused(main, argv, capsys, *mentions: str, keeps: Path | None = None, code: int = 1) -> str:
-    """Runs a recipe's `main` in this process and checks that it refuses its input; returns the line it prints.
+def refused(
+    main, argv, capsys, *mentions: str, keeps: Path | None = None, code: int = 1, prints: bool = False
+) -> str:
+    """Runs a recipe's `main` in this process and checks that it refuses its input; returns the line it prints at the end.
 
     Args:
         main: the function, decorated with `cli.exit_on_error`.
@@ -22,6 +24,7 @@ def refused(main, argv, capsys, *mentions: str, keeps: Path | None = None, code:
         mentions: what the line must contain: the file or option, what is wrong, the remedy.
         keeps: a folder whose files must be the same afterwards.
         code: the exit status; 2 is that of a malformed command line.
+        prints: return all that was printed on standard error.
     """
     before = contents(keeps) if keeps else None
     capsys.readouterr()
@@ -37,7 +40,7 @@ def refused(main, argv, capsys, *mentions: str, keeps: Path | None = None, code:
     if keeps:
         after = contents(keeps)
         assert after == before, {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
-    return line
+    return errors if prints else line
 
 
 def handled(main, argv, capsys, *mentions: str) -> str:

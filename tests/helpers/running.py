@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from training import run_folder
+from support import stages
 
 ROOT = Path(__file__).parents[2]
 DATA = Path(os.environ.get("HF_INFINI_DATA", ROOT.parent / "shared" / "data"))  # real text, where there is some
@@ -111,7 +111,7 @@ def result(folder: Path) -> dict:
 
 
 def losses(folder: Path) -> list[tuple]:
-    lines = run_folder.read_jsonl(folder / "metrics.jsonl")
+    lines = stages.read_jsonl(folder / "metrics.jsonl")
     return [(line["step"], line.get("train_loss"), line.get("eval_loss"), line.get("gates")) for line in lines]
 
 

@@ -123,6 +123,8 @@ def test_every_change_changes_what_is_computed():
             torch.nn.init.ones_(model.transformer.h[0].attn.memory_conv)
         if name == "memory_write=learned":
             torch.nn.init.normal_(model.transformer.h[0].attn.memory_write)
+        if name == "feature_map=learned":
+            torch.nn.init.normal_(model.transformer.h[0].attn.query_map)
     logits = {name: model(ids).logits for name, model in found.items()}
     assert all(not torch.allclose(logits[name], logits[UNCHANGED]) for name in CHANGES if name != UNCHANGED)
 

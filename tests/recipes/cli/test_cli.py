@@ -95,14 +95,21 @@ def test_errors(config, capsys, text, flags, message):
     assert message in capsys.readouterr().err
 
 
+ROOM = "make room, or choose another place; go on"
+MEMORY = "there is not enough memory for this: smaller batches, rows or models need less"
+
+
 @pytest.mark.parametrize(
     ("error", "line"),
     [
         (UserError("there is no corpus in x: give --source"), "error: there is no corpus in x: give --source"),
         (NotPossible("no"), "error: these model options do not go together: no"),
-        (OSError(28, "No space left on device", "runs/a"), "error: No space left on device: runs/a"),
-        (OSError(28, "No space"), "error: No space (no file is named; --traceback shows where)"),
-        (MemoryError(), "error: there is not enough memory for this: smaller batches, rows or models need less"),
+        (OSError(28, "No space left on device", "runs/a"), f"error: no space left for runs/a: {ROOM}"),
+        (OSError(36, "File name too long", "a"), "error: File name too long: a; choose a shorter name"),
+        (RuntimeError("unexpected pos 64 vs 0"), f"error: no space left for what was being written: {ROOM}"),
+        (RuntimeError("can't allocate memory: 9 bytes"), f"error: {MEMORY}"),
+        (OSError(28, "No space"), f"error: no space left for what was being written: {ROOM}"),
+        (MemoryError(), f"error: {MEMORY}"),
         (ModuleNotFoundError("x", name="peft"), "error: peft is not installed: pip install 'hf-infini[recipes]'"),
         (ValueError("two\n lines"), "error: ValueError: two lines (--traceback shows where)"),
     ],

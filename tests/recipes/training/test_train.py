@@ -25,6 +25,7 @@ from running import (
     self_options,
     straight_run,
 )
+from support import stages
 from training import run_folder, setup
 
 train = load_recipe("train")
@@ -61,7 +62,7 @@ def test_a_run_leaves_a_model_and_its_numbers(base):
 
 @pytest.mark.slow
 def test_metrics_lines(base):
-    lines = run_folder.read_jsonl(straight_run(base) / "metrics.jsonl")
+    lines = stages.read_jsonl(straight_run(base) / "metrics.jsonl")
     training_lines = [line for line in lines if "train_loss" in line]
     evaluations = [line for line in lines if "eval_loss" in line]
     assert all(line["tokens"] == line["step"] * 64 * CONTEXT for line in lines)

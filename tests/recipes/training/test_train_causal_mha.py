@@ -35,7 +35,8 @@ from running import (
     straight_run,
     trained,
 )
-from training import run_folder, setup
+from support import stages
+from training import setup
 
 train = load_recipe("train")
 
@@ -54,7 +55,7 @@ def test_every_kind_of_attention_trains(base, kind):
     from datasets import load_from_disk
 
     folder = trained(base, kind)
-    found, lines = result(folder), run_folder.read_jsonl(folder / "metrics.jsonl")
+    found, lines = result(folder), stages.read_jsonl(folder / "metrics.jsonl")
     trainings = [line["train_loss"] for line in lines if "train_loss" in line]
     assert trainings[-1] < trainings[0] - 0.2  # it learns
     model = AutoModelForCausalLM.from_pretrained(folder)
@@ -181,7 +182,7 @@ def test_defaults_are_the_configurations_own(tokenizer):
         ({"position_encoding": "alibi", "max_distance": 9}, "--max_distance belongs to .* relative_key or t5 and does"),
         ({"attention": "infini", "position_encoding": "alibi"}, "attention='infini' goes with position_encoding"),
         ({"attention": "none", "position_encoding": "rope"}, "attention='none' has none"),
-        ({"attention": "local", "sliding_window": 0}, "needs a sliding_window of 1 token or more; got 0"),
+        ({"attention": "local", "sliding_window": 0}, "sliding_window must be at least 1; got 0"),
         ({"n_head": 3}, "n_head=3 must divide n_embd=256"),
         ({"activation_function": "sigmoidal"}, "activation_function must be one of"),
         ({"dropout": 1.5}, "dropout must be at least 0 and below 1"),
