@@ -8,8 +8,8 @@
 `input_ids`, rows of `--context` tokens), `validation_documents.jsonl` and `test_documents.jsonl` (id, title, source and
 text of every held-out document) and `manifest.json` (options, counts, hashes), which is written last: a folder
 without it is not finished. `.stages/` keeps the documents; a second run redoes only what depends on an option that
-changed. Choose by the validation split, report the test split: with --test or without it, the same documents
-(or blocks) are held out for validation.
+changed, and what was damaged since. What is finished stays until all of the new is there. Choose by the validation split,
+report the test split: with --test or without it, the same documents (or blocks) are held out for validation.
 
 Exits with 1 and a message for damaged, missing or empty input, with 2 for unknown or malformed options.
 """
@@ -77,14 +77,14 @@ def prepare(corpus: CorpusOptions, tokens: TokenizerOptions, blocks: BlockOption
     from transformers import AutoTokenizer
 
     from corpora import blocks as blocking
-    from support import stages
+    from support import preparation, stages
 
     datasets.disable_progress_bars()  # they would stand between those of this program
     start, hidden, record = time.perf_counter(), out / stages.LOCK_FOLDER, {}
-    waiting = hidden / "new"  # what is finished stays until all of the new is there
+    waiting = hidden / stages.WAITING  # what is finished stays until all of the new is there
     # 1. Documents: read, filter, sample.
     settings = dataclasses.asdict(corpus) | {"files": stages.state_of_files(corpus.source)}
-    record["documents"] = stages.run_stage(hidden / "documents", settings, functools.partial(collect, corpus))
+    record["documents"] = preparation.run_stage(hidden / "documents", settings, functools.partial(collect, corpus))
     documents = blocking.read_documents(hidden / "documents")
 
     # 2. The split. By document it comes before the tokenizer, which learns from training documents only.
@@ -97,7 +97,7 @@ def prepare(corpus: CorpusOptions, tokens: TokenizerOptions, blocks: BlockOption
     make = functools.partial(blocking.save_tokenizer, parts["train"], seed=corpus.seed, **dataclasses.asdict(tokens))
     settings = dataclasses.asdict(tokens) | {"files": stages.state_of_files(tokens.tokenizer)}
     settings |= split if tokens.tokenizer in ("bpe", "characters") else {}
-    record["tokenizer"] = stages.run_stage(out / "tokenizer", settings, make, waiting)
+    record["tokenizer"] = preparation.run_stage(out / "tokenizer", settings, make, waiting)
     tokenizer = AutoTokenizer.from_pretrained(record["tokenizer"]["folder"], trust_remote_code=False)
 
     # 4. Rows: of each split's documents, or of all documents, which are then shuffled and dealt out.
@@ -125,21 +125,21 @@ def prepare(corpus: CorpusOptions, tokens: TokenizerOptions, blocks: BlockOption
             )
 
     if not by_document:
-        record["rows"] = stages.run_stage(hidden / "rows", settings, functools.partial(pack, "train"))
+        record["rows"] = preparation.run_stage(hidden / "rows", settings, functools.partial(pack, "train"))
         check_rows("rows", "train")
     for name in ("train", *shares):
         build = functools.partial(pack if by_document else deal, name)
-        record[name] = stages.run_stage(out / name, settings | {"shares": shares}, build, waiting)
+        record[name] = preparation.run_stage(out / name, settings | {"shares": shares}, build, waiting)
         check_rows(name, name)
 
     # 5. All of it in its place, and the manifest, which says that all is done. Without a test split, what an earlier run
     #    held out for testing is trained on.
     unwanted = [] if "test" in shares else [out / "test", out / "test_documents.jsonl"]
-    stages.replace_stages(out, waiting, record.values(), unwanted)
+    preparation.replace_stages(out, waiting, record.values(), unwanted)
     for name in shares:
         with stages.new_file(out / f"{name}_documents.jsonl") as part:
             parts[name].to_json(part, force_ascii=False)
-    return stages.write_manifest(
+    return preparation.write_manifest(
         out / "manifest.json",
         options={name: value for group in (corpus, tokens, blocks) for name, value in vars(group).items()},
         source=record["documents"]["result"],

@@ -85,12 +85,12 @@ def prepare(options: Options, shares: dict[str, float], source: dict, out: Path)
 
     from corpora.blocks import read_rows
     from recall.rows import make_rows, write_rows
-    from support import stages
+    from support import preparation, stages
     from support.prepared import read_tokenizer
 
     datasets.disable_progress_bars()  # they would stand between those of this program
     start, data, record = time.perf_counter(), Path(options.data), {}
-    waiting = out / stages.LOCK_FOLDER / "new"  # what is finished stays until all of the new is there
+    waiting = out / stages.LOCK_FOLDER / stages.WAITING  # what is finished stays until all of the new is there
 
     tokenizer = read_tokenizer(data)
 
@@ -99,7 +99,7 @@ def prepare(options: Options, shares: dict[str, float], source: dict, out: Path)
         return source["tokenizer"]
 
     files = [file for file in stages.state_of_files(str(data / "tokenizer")) if not file[0].endswith("stage.json")]
-    record["tokenizer"] = stages.run_stage(out / "tokenizer", {"files": files}, copy_tokenizer, waiting)
+    record["tokenizer"] = preparation.run_stage(out / "tokenizer", {"files": files}, copy_tokenizer, waiting)
 
     def build(split: str, settings: dict, folder: Path) -> dict:
         rows = make_rows(tokenizer, read_rows(data / split).reshape(-1), split=split, **settings)
@@ -109,11 +109,11 @@ def prepare(options: Options, shares: dict[str, float], source: dict, out: Path)
     for split, rows in (("train", options.rows), ("validation", options.validation_rows)):
         settings = {**same, "shares": shares, "rows": rows}
         identity = {**settings, "text": source["splits"][split]["sha256"], "tokenizer": record["tokenizer"]["key"]}
-        record[split] = stages.run_stage(out / split, identity, functools.partial(build, split, settings), waiting)
-    stages.replace_stages(out, waiting, record.values())
+        record[split] = preparation.run_stage(out / split, identity, functools.partial(build, split, settings), waiting)
+    preparation.replace_stages(out, waiting, record.values())
     with stages.new_file(out / "validation_documents.jsonl") as part:
         shutil.copyfile(data / "validation_documents.jsonl", part)
-    return stages.write_manifest(
+    return preparation.write_manifest(
         out / "manifest.json",
         options={**source["options"], **vars(options), "prepared_from": options.data},
         source=source["source"],

@@ -324,11 +324,18 @@ def test_a_shard_whose_address_is_none(tmp_path, capsys):
     assert manifest(tmp_path / "out")["source"]["documents"] == 1
 
 
-@pytest.mark.parametrize("tokenizer", ["bpe", "characters"])
-@pytest.mark.parametrize("stretch", ["a", " ", "ab1+", "\n"], ids=["letter", "space", "base64", "lines"])
-def test_stretches_without_a_break_take_linear_time(stretch, tokenizer, tmp_path, capsys):
+STRETCHES = {"letters": "a", "spaces": " ", "base64": "ab1+", "lines": "\n"}
+STRETCHED = [(name, tokenizer) for name in STRETCHES for tokenizer in ("bpe", "characters")]
+
+
+@pytest.mark.parametrize(
+    ("name", "tokenizer"),
+    [pytest.param(*case, marks=() if case == ("letters", "bpe") else pytest.mark.slow) for case in STRETCHED],
+)
+def test_stretches_without_a_break_take_linear_time(name, tokenizer, tmp_path, capsys):
     """The BPE's training took 280 s and more where these take two: each of its merges read the whole stretch."""
     words = " ".join(f"{number:x}abc{number * 7919:x}" for number in range(4000))
+    stretch = STRETCHES[name]
     (tmp_path / "a.txt").write_text(words + stretch * (500_000 // len(stretch)) + words)
     argv = [*options(tmp_path / "a.txt", tmp_path / "out"), "--vocab_size", "2000", "--tokenizer", tokenizer]
     start = time.process_time()

@@ -7,7 +7,7 @@ import pytest
 
 from bad_input import refused
 from cli import bounds_in_words
-from running import load_recipe
+from running import ROOT, load_recipe
 
 NEEDED = {
     "benchmark": ["--out", "x.json"],
@@ -112,6 +112,10 @@ def numbers_of(recipe: str) -> dict[str, tuple[type, dict]]:
             if number:
                 found[entry.name] = number.pop(), entry.metadata
     return found
+
+
+def test_all_recipes_are_here():
+    assert NUMBERS.keys() == NEEDED.keys() == {file.stem for file in (ROOT / "recipes").glob("*.py")}
 
 
 @pytest.mark.parametrize("recipe", NUMBERS)

@@ -281,9 +281,9 @@ def test_a_run_that_is_stopped_in_between_leaves_the_old_folder(made, capsys, mo
 
 
 def test_a_folder_half_replaced_has_no_manifest_and_is_finished_later(made, capsys, monkeypatch):
-    from support import stages
+    from support import preparation
 
-    real = stages._replace
+    real = preparation._replace
 
     def stops_at_validation(folder, new):
         if folder == made / "data" / "validation":
@@ -291,11 +291,11 @@ def test_a_folder_half_replaced_has_no_manifest_and_is_finished_later(made, caps
         real(folder, new)
 
     argv = [str(word) for word in ("--source", made / "text.jsonl", "--out", made / "data", *PREPARE, "--context", "32")]
-    monkeypatch.setattr(stages, "_replace", stops_at_validation)
+    monkeypatch.setattr(preparation, "_replace", stops_at_validation)
     with pytest.raises(SystemExit):
         main_of("prepare")(argv)
     assert not (made / "data" / "manifest.json").exists()
-    monkeypatch.setattr(stages, "_replace", real)
+    monkeypatch.setattr(preparation, "_replace", real)
     handled(main_of("prepare"), argv, capsys)
     manifest = json.loads((made / "data" / "manifest.json").read_text())
     assert all(manifest["stages"][name]["reused"] for name in ("tokenizer", "train", "validation"))

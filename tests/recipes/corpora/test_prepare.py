@@ -270,7 +270,7 @@ def test_folders_that_are_not_its_own_are_left_alone(tmp_path, capsys):
     assert "holds other files, such as tokenizer" in fails(capsys, *BIOGRAPHIES, out=tmp_path / "out")
     assert (tmp_path / "out" / "tokenizer" / "mine").read_text() == "precious"
     (tmp_path / "file").write_text("")
-    assert "the folder cannot be written" in fails(capsys, *BIOGRAPHIES, out=tmp_path / "file")
+    assert "a file is where a folder should be" in fails(capsys, *BIOGRAPHIES, out=tmp_path / "file")
     (tmp_path / "a.txt").write_text("texto")
     assert "is inside --source" in fails(capsys, "--source", tmp_path, out=tmp_path / "inside")
     (tmp_path / "begun" / ".stages").mkdir(parents=True)

@@ -94,7 +94,7 @@ def test_ready_tokenizers(bpe, tmp_path):
         bpe.save_pretrained(tmp_path / "no-eos")
     finally:
         bpe.eos_token = kept
-    with pytest.raises(UserError, match="it has no end-of-text token"):
+    with pytest.raises(UserError, match="has no end-of-text token"):
         load_tokenizer(str(tmp_path / "no-eos"))
 
 

@@ -124,7 +124,7 @@ def test_what_else_is_refused(tmp_path, capsys):
         assert message in capsys.readouterr().err
     (tmp_path / "list.yaml").write_text("- 1\n- 2\n")
     with pytest.raises(UserError, match="must hold `name: value` lines"):
-        plan.read_yaml(str(tmp_path / "list.yaml"))
+        plan.read_study([str(tmp_path / "list.yaml")])
 
 
 def test_characters_of_tokens_add_up_to_the_text():
