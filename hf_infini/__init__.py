@@ -20,6 +20,7 @@ from .configuration_causal_mha import CausalMHAConfig
 from .configuration_infini_gpt2 import InfiniGPT2Config
 from .families import AutoInfiniModelForCausalLM
 from .inspection import inspect_attention
+from .memory_adapter import load_adapter, save_adapter
 from .modeling_causal_mha import CausalMHAForCausalLM, CausalMHAModel
 from .modeling_infini_gpt2 import GPT2InfiniAttention
 from .naive import naive_infini_attention
@@ -58,7 +59,9 @@ __all__ = [
     "InfiniState",
     "infini_attention",
     "inspect_attention",
+    "load_adapter",
     "naive_infini_attention",
     "patch_model",
+    "save_adapter",
     "unpatch_model",
 ]

@@ -16,6 +16,8 @@ from .segments import segment_layout
 from .state import InfiniState, Projections
 from .window import Softmax
 
+# What `MemoryLayerMixin.add_memory_parameters` makes
+PARAMETERS = ("gate", "start_memory", "start_normaliser", "memory_conv", "memory_write", "query_map", "key_map")
 # Normaliser of a learned start before training: softplus(0.5413) = 1, the value of σ at a key of zeros.
 LEARNED_NORMALISER = 0.5413
 NOISE = 1e-10  # the study's start
@@ -128,7 +130,7 @@ class MemoryLayerMixin:
 
     def drop_memory_parameters(self) -> None:
         """Drops what `add_memory_parameters` made, whatever it has learned; the attention's own weights stay."""
-        for name in ("gate", "start_memory", "start_normaliser", "memory_conv", "memory_write", "query_map", "key_map"):
+        for name in PARAMETERS:
             if hasattr(self, name):
                 delattr(self, name)
 
