@@ -193,6 +193,7 @@ def _dataset_documents(options: CorpusOptions, kind: str, log: ReadingLog) -> It
     import datasets
     from tqdm.auto import tqdm
 
+    datasets.utils.logging.set_verbosity(datasets.utils.logging.CRITICAL)  # what it reports is in the error below
     source, split = options.source, options.dataset_split
     files = [] if kind == "hub" else _files_of_kind(source_files(source), "arrow" if kind == "saved" else kind)
     try:
