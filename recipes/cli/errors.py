@@ -104,6 +104,8 @@ def describe(error: Exception) -> str:
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or NO_MEMORY.search(str(error)):
         return "there is not enough memory for this: smaller batches, rows or models need less"
     text = " ".join(str(error).split())
+    if text.startswith("Symlink loop"):  # a RuntimeError of pathlib
+        return f"{text}: {REMEDIES[errno.ELOOP]}"
     if isinstance(error, OSError) and error.errno is not None:
         places = " -> ".join(str(name) for name in (error.filename, error.filename2) if name is not None)
         remedy = REMEDIES.get(error.errno, f"{TRACEBACK} shows where")
@@ -117,7 +119,7 @@ def full_place(error: BaseException | None, argv: list[str]) -> str | None:
         if getattr(error, "errno", None) in FULL or (not isinstance(error, UserError) and FULL_TEXT.search(str(error))):
             named = getattr(error, "filename", None)
             out = next((after for word, after in zip(argv, argv[1:], strict=False) if word == "--out"), None)
-            return str(named or out or "what was being written") if _stdout_works() else "standard output"
+            return str(named or out or "the output") if _stdout_works() else "standard output"
         error = error.__cause__ or error.__context__
     return None
 
