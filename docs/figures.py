@@ -144,6 +144,7 @@ def options_cost() -> str:
         "… `segment_length=32`": dict(segment_length=32),
         '… `update_rule="delta"`': dict(update_rule="delta"),
         '… `feature_map="exp"`': dict(feature_map="exp"),
+        '… `feature_map="learned"`': dict(feature_map="learned"),
         '… `denominator="shared"`': dict(denominator="shared"),
         "… `local_segments=1`": dict(local_segments=1),
         '… `memory_init="learned"`': dict(memory_init="learned"),

@@ -12,12 +12,11 @@ modules to import by name: `training` (the Trainer and its parameter groups), `r
 
 import transformers
 
-from . import families, modeling_causal_mha
+from . import configuration_infini, families, modeling_causal_mha
 from .attention import infini_attention
 from .cache import InfiniCache
 from .causal_mha import CausalMultiHeadAttention
 from .configuration_causal_mha import CausalMHAConfig
-from .configuration_infini import infini_config
 from .configuration_infini_gpt2 import InfiniGPT2Config
 from .families import AutoInfiniModelForCausalLM
 from .inspection import inspect_attention
@@ -38,11 +37,7 @@ transformers.AutoConfig.register("causal_mha", CausalMHAConfig, exist_ok=True)
 transformers.AutoConfig.register("infini_gpt2", InfiniGPT2Config, exist_ok=True)
 for auto_class, model in modeling_causal_mha.AUTO_CLASSES.items():
     getattr(transformers, auto_class).register(CausalMHAConfig, model, exist_ok=True)
-for model_type in families.PROBED:
-    if model_type in transformers.CONFIG_MAPPING:  # older versions of transformers do not know them all
-        infini_config(transformers.CONFIG_MAPPING[model_type])
-# GPT-2's vocab.json and merges.txt say of themselves that they are a GPT-2 tokenizer only beside a GPT-2's config.json
-transformers.AutoTokenizer.register(InfiniGPT2Config, tokenizer_class=transformers.GPT2Tokenizer, exist_ok=True)
+configuration_infini.register_lazily(families.PROBED)
 
 __version__ = "0.1.0"
 __all__ = [

@@ -47,6 +47,7 @@ def infini_attention(
     state: InfiniState | None = None,
     return_state: bool = False,
     max_documents: int | None = None,
+    feature_maps: tuple[Tensor, Tensor] | None = None,
     log_weight: Tensor | None = None,
     rotary: Rotary | None = None,
     scaling: float | None = None,
@@ -83,8 +84,10 @@ def infini_attention(
         state: continues an earlier call; see [`InfiniState`].
         return_state: also return the state after the last token.
         max_documents: how many documents a row holds at most, where sizes must not depend on the data: [`segment_layout`].
-        log_weight: `[batch, kv_heads, tokens, 1]`, added to the keys that the memory takes in; with exponential features the
-            logarithm of a token's weight.
+        feature_maps: `[heads, head_dim, head_dim]` and `[kv_heads, head_dim, head_dim]`, what the memory's queries and keys
+            are multiplied by before the feature map.
+        log_weight: `[batch, kv_heads, tokens, 1]`, added to the memory's keys right before the feature map; with exponential
+            features the logarithm of a token's weight.
         rotary: for rotary models, which give query and key un-rotated: turns both by their places in the window, which has
             `sink_tokens + (local_segments + 1) * segment_length` of them. The memory has no positions.
         scaling: of the local dot products; by default `head_dim ** -0.5`.
@@ -102,10 +105,10 @@ def infini_attention(
         ValueError: shapes, options or the state do not fit together; the message names them.
     """
     window = (segment_length, local_segments, sink_tokens)
-    check_arguments(query, key, value, gate, log_weight, query_weight)
+    check_arguments(query, key, value, gate, log_weight, query_weight, feature_maps)
     check_window(*window, rotary)
     tokens = Projections(query, key, value, log_weight)
-    rule = MemoryRule(update_rule, feature_map, denominator, eps)
+    rule = MemoryRule(update_rule, feature_map, denominator, eps, *(feature_maps or ()))
     masks = {"attention_mask": attention_mask, "memory_mask": memory_mask, "position_ids": position_ids}
     if 0 in query.shape[::2]:
         check_shapes(*query.shape[::2], **masks)
@@ -212,12 +215,12 @@ def _attend_grid(
 
         with torch.autocast(tokens.key.device.type, enabled=False):
             local = local.flatten(3, 4)
-            leaving_keys = leaving_keys.to(dtype)
+            log_weight = None
             if grids.log_weight is not None:
-                leaving_keys = leaving_keys + _blocks(grids.log_weight[number][:, :count], block).to(dtype)
-            key_features = rule.features(leaving_keys.flatten(3, 4))
+                log_weight = _blocks(grids.log_weight[number][:, :count], block).flatten(3, 4)
+            key_features = rule.key_features(leaving_keys.flatten(3, 4).to(dtype), log_weight)
             block_values = leaving_values.flatten(3, 4).to(dtype)
-            query_features = rule.features(queries.flatten(3, 4).to(dtype))
+            query_features = rule.query_features(queries.flatten(3, 4).to(dtype))
             query_features = query_features.unflatten(2, (kv_heads, -1)).flatten(3, 4)
             if _is_padded(count, block) or group.written is not None:  # σ(0) is not zero
                 written = key_features.new_ones(1, count, slots) if group.written is None else group.written

@@ -256,7 +256,7 @@ class InfiniCache(Cache):
 
         Raises:
             ValueError: nothing has been read yet, `text_sha256` is not one for each row, or the state is not finite.
-            OSError: the file cannot be written, or is a folder.
+            MemoryFileAccessError: the file cannot be written, or is a folder (a ValueError and an OSError).
         """
         if self.first_state() is None:
             raise ValueError("this cache has read nothing yet: give it to model(ids, past_key_values=cache) before saving.")
@@ -290,7 +290,7 @@ class InfiniCache(Cache):
 
     @classmethod
     def from_pretrained(cls, path: str | Path, model, *, rows: Sequence[int] | None = None) -> "InfiniCache":
-        """The cache that [`InfiniCache.save_pretrained`] wrote, on the model's device.
+        """The cache that [`InfiniCache.save_pretrained`] wrote, on the model's devices.
 
         Hashes the model's weights to compare them with those that wrote the memory (see [`describe_model`] for the time).
 
@@ -302,8 +302,8 @@ class InfiniCache(Cache):
         Raises:
             MemoryFileError: the file is damaged, no memory file, of another model, or holds what no cache of this model
                 can hold: the message says what is wrong.
+            MemoryFileAccessError: there is no such file, or it may not be read (also an OSError).
             ValueError: there is no such row.
-            OSError: there is no such file, or it may not be read.
         """
         record, tensors = read_memory_file(path)
         check_model(path, record, model)
@@ -312,22 +312,24 @@ class InfiniCache(Cache):
         fill_with_one_token(model, example)
         if problem := find_problem(record, tensors, example._tensors(), model):
             raise MemoryFileError(f"{path} is of this model, but was not written by save_pretrained: {problem}.")
+        devices = {name.rpartition(".")[0]: tensor.device for name, tensor in example._tensors().items()}
         for number, layer in enumerate(cache.layers):
-            prefix = f"layers.{number}."
-            own = {n.removeprefix(prefix): t.to(model.device) for n, t in tensors.items() if n.startswith(prefix)}
+            prefix = f"layers.{number}"
+            of_layer = {n.rpartition(".")[2]: t for n, t in tensors.items() if n.rpartition(".")[0] == prefix}
+            own = {name: tensor.to(devices[prefix]) for name, tensor in of_layer.items()}
             if isinstance(layer, InfiniLayer):
                 layer.advance(InfiniState.from_tensors(own), record["columns"])
             else:
                 layer.update(own["keys"], own["values"])
                 if layer.is_sliding:
                     layer.cumulative_length = record["columns"]
-        cache.documents = tensors["documents"].to(model.device) if "documents" in tensors else None
-        cache.text = ReadText.from_tensors({name: tensor.to(model.device) for name, tensor in tensors.items()})
+        cache.documents = tensors["documents"].to(devices[""]) if "documents" in tensors else None
+        cache.text = ReadText.from_tensors({name: tensor.to(devices[""]) for name, tensor in tensors.items()})
         count = len(record["tokens_seen"])
         if rows is not None:
-            if not all(0 <= row < count for row in rows):
+            if not rows or not all(hasattr(row, "__index__") and 0 <= row < count for row in rows):
                 raise ValueError(f"rows must be numbers from 0 to {count - 1}, the rows of {path}; got {list(rows)}.")
-            cache.batch_select_indices(torch.tensor(rows, dtype=torch.long, device=model.device))
+            cache.batch_select_indices(torch.tensor(rows, dtype=torch.long))
         return cache
 
     def crop(self, tokens_to_remove: int) -> None:

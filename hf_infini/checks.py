@@ -6,7 +6,7 @@ from torch import Tensor
 from .positions import Rotary
 
 
-def check_arguments(query, key, value, gate, log_weight, query_weight) -> None:
+def check_arguments(query, key, value, gate, log_weight, query_weight, feature_maps) -> None:
     """ValueError unless these arguments of [`infini_attention`] have the shapes that it says."""
     if query.dim() != 4 or key.dim() != 4 or value.dim() != 4:
         shapes = ", ".join(str(list(tensor.shape)) for tensor in (query, key, value))
@@ -21,10 +21,15 @@ def check_arguments(query, key, value, gate, log_weight, query_weight) -> None:
         raise ValueError(f"the {key.shape[1]} key/value heads must divide the {heads} query heads.")
     if gate.shape != (heads,):
         raise ValueError(f"gate must be [heads] = [{heads}], got {list(gate.shape)}.")
-    wanted = {"log_weight": (*key.shape[:3], 1), "query_weight": (heads, head_dim, head_dim)}
-    for name, tensor in (("log_weight", log_weight), ("query_weight", query_weight)):
-        if tensor is not None and tensor.shape != wanted[name]:
-            raise ValueError(f"{name} must be {list(wanted[name])}, got {list(tensor.shape)}.")
+    query_map, key_map = feature_maps or (None, None)
+    for name, tensor, wanted in (
+        ("log_weight", log_weight, (*key.shape[:3], 1)),
+        ("query_weight", query_weight, (heads, head_dim, head_dim)),
+        ("feature_maps[0]", query_map, (heads, head_dim, head_dim)),
+        ("feature_maps[1]", key_map, (key.shape[1], head_dim, head_dim)),
+    ):
+        if tensor is not None and tensor.shape != wanted:
+            raise ValueError(f"{name} must be {list(wanted)}, got {list(tensor.shape)}.")
 
 
 def check_window(segment_length: int, local_segments: int, sink_tokens: int, rotary: Rotary | None = None) -> None:

@@ -1,10 +1,8 @@
 """The configuration of the from-scratch model: its sizes, and what its heads see, score and know of positions."""
 
-from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
-from transformers.activations import ACT2FN
 
-from .configuration_common import OptionsMixin
+from .configuration_common import OptionsMixin, checked
 from .hub_code import HubConfigMixin, carry_code
 from .options import MEMORY_OPTIONS, MemoryOptions
 from .options_causal_mha import IN_EMBEDDING, ScratchOptions
@@ -22,7 +20,7 @@ INFINI_SCORES = ("scaled_dot", "dot", "general")
 INFINI_POSITIONS = ("learned", "sinusoidal", "rope", "none")
 
 
-@strict
+@checked
 class CausalMHAConfig(ScratchOptions, MemoryOptions, OptionsMixin, HubConfigMixin, PreTrainedConfig):
     """Configuration of [`CausalMHAForCausalLM`]: what its heads see, score and know of positions ([`ScratchOptions`]); with
     `attention="infini"`, its memory ([`MemoryOptions`], but for `layers`); and its sizes, which are named as GPT-2's
@@ -45,11 +43,10 @@ class CausalMHAConfig(ScratchOptions, MemoryOptions, OptionsMixin, HubConfigMixi
             Added to the variance in a layer norm.
 
     Raises:
-        StrictDataclassFieldValidationError: a value of the wrong type, naming the option.
-        StrictDataclassClassValidationError: a value that is not allowed, or options that do not go together; the message
-            says what was given and what is allowed.
-        ValueError: an attribute that would be ignored though it looks like an option: one of stock decoders that this model
-            has not (`rope_scaling`), or nearly the name of one of these. Attributes of other names are kept.
+        ValueError: a value of the wrong type, one that is not allowed, or options that do not go together; the message says
+            what was given and what is allowed. Or an attribute that would be ignored though it looks like an option: one of
+            stock decoders that this model has not (`rope_scaling`), or nearly the name of one of these. Attributes of other
+            names are kept.
     """
 
     model_type = "causal_mha"
@@ -86,22 +83,15 @@ class CausalMHAConfig(ScratchOptions, MemoryOptions, OptionsMixin, HubConfigMixi
 
     def validate_causal_mha(self):
         """Run by the base class after every construction."""
-        for name in ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head", "max_distance", "num_buckets"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1; got {getattr(self, name)}.")
         if self.n_embd % self.n_head:
             raise ValueError(f"n_head={self.n_head} must divide n_embd={self.n_embd}: every head is as wide as the others.")
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout must be at least 0 and below 1; got {self.dropout}.")
-        if self.activation_function not in ACT2FN:
-            raise ValueError(f"activation_function must be one of {', '.join(ACT2FN)}; got {self.activation_function!r}.")
         self._validate_reach()
         self._validate_positions()
 
     def _validate_reach(self):
         """A window for `attention="local"`, and no option that does nothing beside the others."""
-        if self.attention == "local" and (self.sliding_window is None or self.sliding_window < 1):
-            raise ValueError(f"attention='local' needs a sliding_window of 1 token or more; got {self.sliding_window}.")
+        if self.attention == "local" and self.sliding_window is None:
+            raise ValueError("attention='local' needs a sliding_window of 1 token or more; got None.")
         for name, (needed, kinds) in NEEDS.items():
             value, found = getattr(self, name), getattr(self, needed)
             if found not in kinds and value != type(self).__dataclass_fields__[name].default:

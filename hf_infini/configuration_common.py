@@ -1,15 +1,44 @@
-"""What the configurations share: they refuse options that the model would ignore."""
+"""What the configurations share: they refuse values that no model can have, and options that the model would ignore."""
 
+import dataclasses
 import difflib
 import functools
+import math
 
 import transformers
+from huggingface_hub.dataclasses import strict
+from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig
+from transformers.activations import ACT2FN
+
+from .options import check_number, limits_of
 
 # Stock models, whose options people are likely to try; and names of options that are not declared there
 STOCK = "GPT2 Llama Mistral Mixtral Qwen2 Gemma2 GPTNeoX GPTJ Phi Falcon Bloom OPT T5 Granite Cohere GptOss".split()
 UNDECLARED = ("rope_theta", "rope_scaling", "partial_rotary_factor", "per_layer_config")
+ACTIVATIONS = ("activation_function", "hidden_act", "hidden_activation")  # names of an activation, by name
 ALIKE = 0.9  # similarity of names, at most 1: one letter more or less, or two swapped
+
+
+def checked(config_class: type) -> type:
+    """Decorator of a configuration: checks types and runs its validators, as transformers' own do, and raises what they find
+    as a ValueError of one line."""
+    config_class = strict(config_class)
+    for name in ("__init__", "__setattr__"):
+        setattr(config_class, name, _with_one_error(getattr(config_class, name)))
+    return config_class
+
+
+def _with_one_error(method):
+    @functools.wraps(method)
+    def wrapped(*args, **kwargs):
+        try:
+            return method(*args, **kwargs)
+        except StrictDataclassError as error:
+            reason = str(error.__cause__).partition(" Errors:")[0]  # without a union's, one for each of its types
+            raise ValueError(" ".join(reason.split())) from None
+
+    return wrapped
 
 
 class OptionsMixin:
@@ -21,16 +50,40 @@ class OptionsMixin:
     """
 
     @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
+        """As usual; errors name the place."""
+        kwargs = {"name_or_path": str(pretrained_model_name_or_path)} | kwargs  # as AutoConfig gives it to from_dict
+        return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+
+    @classmethod
     def from_dict(cls, config_dict, **kwargs):
-        """As usual, but options in `kwargs` count before the check, and what is unknown is refused there, too."""
-        other_type = config_dict.get("model_type", cls.model_type) != cls.model_type
+        """As usual, but options in `kwargs` count before the check, and what is unknown is refused there, too.
+
+        Raises:
+            ValueError: a value that cannot be, or values of another kind of model.
+        """
+        place = kwargs.get("name_or_path")
+        try:
+            return cls._from_dict(config_dict, **kwargs)
+        except ValueError as error:
+            raise ValueError(f"the configuration of {place} cannot be used: {error}" if place else str(error)) from error
+
+    @classmethod
+    def _from_dict(cls, config_dict, **kwargs):
+        kind, kinds = config_dict.get("model_type", cls.model_type), [cls.model_type, getattr(cls, "own_type", None)]
+        if kind not in kinds:
+            raise ValueError(
+                f"it is of the model type {kind!r}, and a {cls.__name__} is made from {' or '.join(filter(None, kinds))}. "
+                "AutoModelForCausalLM and AutoInfiniModelForCausalLM load any."
+            )
+        other_type = kind != cls.model_type
         if other_type:
             config_dict = cls.without_ignored(config_dict)  # as the other model ignored them
             config_dict.pop("model_type", None)
         refuse_ignored(cls, kwargs)
         own = {name: kwargs.pop(name) for name in own_options(cls) & kwargs.keys()}
         found = super().from_dict({**config_dict, **own}, **kwargs)
-        if other_type and cls.model_type.startswith("infini_"):  # its model compares the layers once they are loaded
+        if other_type:  # its model compares the layers once they are loaded
             (found[0] if isinstance(found, tuple) else found).__dict__["_from_other_type"] = True
         return found
 
@@ -40,9 +93,28 @@ class OptionsMixin:
         return {name: value for name, value in values.items() if reason_to_refuse(cls, name, value) is None}
 
     def __post_init__(self, **kwargs):
-        """Checks the names of undeclared attributes before they are kept."""
+        """Checks numbers before anything is computed of them, and undeclared attributes before they are kept."""
+        common = {own: name for name, own in self.attribute_map.items()}
+        for field in dataclasses.fields(self):
+            check_number(field.name, getattr(self, field.name), limits_of(field, common.get(field.name)))
+        for name, value in {**vars(self), **kwargs}.items():
+            if not _is_finite(value):
+                raise ValueError(f"{name} holds NaN or infinity, and is {value}: no option does. Mend or leave it out.")
+        for name in ACTIVATIONS:
+            value = getattr(self, name, None)
+            if isinstance(value, str) and value not in ACT2FN:
+                raise ValueError(f"{name} must be one of {', '.join(ACT2FN)}; got {value!r}.")
         refuse_ignored(type(self), kwargs)
         super().__post_init__(**kwargs)
+
+
+def _is_finite(value) -> bool:
+    """Whether all numbers inside a value of a JSON file are."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_finite, value))
+    return not isinstance(value, float) or math.isfinite(value)
 
 
 def own_options(config_class: type[PreTrainedConfig]) -> set[str]:

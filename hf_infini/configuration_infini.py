@@ -1,17 +1,20 @@
 """The configuration of a decoder of transformers with Infini-attention, made for a family when it is asked for."""
 
 import functools
+import sys
+from collections import ChainMap
+from collections.abc import Iterable
 
 import transformers
-from huggingface_hub.dataclasses import strict
 from transformers import GPT2Config, PreTrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-from .configuration_common import OptionsMixin, layer_kinds
+from .configuration_common import OptionsMixin, checked, layer_kinds
 from .configuration_infini_gpt2 import InfiniGPT2Config
 from .hub_code import HubConfigMixin, carry_code
+from .lookups import PREFIX, AdaptersOfOwnMixin
 from .options import MemoryOptions
 
-PREFIX = "infini_"  # model_type of a family with Infini-attention: this and the family's
 # Families that a swapped layer's test would pass or fail without telling the reason
 REFUSED = {
     "multi-head latent attention makes its keys from a compressed state": (
@@ -32,7 +35,7 @@ REFUSED = {
 }
 
 
-class FamilyConfigMixin(MemoryOptions, OptionsMixin, HubConfigMixin):
+class FamilyConfigMixin(MemoryOptions, OptionsMixin, AdaptersOfOwnMixin, HubConfigMixin):
     """All options of the own configuration, and those of [`MemoryOptions`]."""
 
     has_no_defaults_at_init = True  # transformers 5.17 would otherwise build one without options to compare with
@@ -85,11 +88,23 @@ def infini_config(own: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
         "model_type": PREFIX + own.model_type,
         "undeclared_options": _computed(own),
         "own_class": own,
+        "own_type": own.model_type,
     }
-    config = strict(type(f"Infini{own.__name__}", (FamilyConfigMixin, own), attributes))
+    config = checked(type(f"Infini{own.__name__}", (FamilyConfigMixin, own), attributes))
     carry_code("families", AutoConfig=config)
     transformers.AutoConfig.register(config.model_type, config, exist_ok=True)
     return config
+
+
+def register_lazily(model_types: Iterable[str]) -> None:
+    """Has `AutoConfig` know families by their own types, and make the configuration of one when it is asked for it."""
+    known = transformers.CONFIG_MAPPING  # older versions of transformers do not have them all
+    names = {PREFIX + own: f"Infini{CONFIG_MAPPING_NAMES[own]}" for own in model_types if own in CONFIG_MAPPING_NAMES}
+    for model_type in names.keys() & known:  # a copy of this code, loaded with a model, came before
+        __getattr__(names[model_type])
+    # Not in CONFIG_MAPPING_NAMES: whoever iterates over models would look there for modules of transformers
+    known._mapping = ChainMap(known._mapping, names)
+    known._modules |= dict.fromkeys(names, sys.modules[__name__])
 
 
 def __getattr__(name: str) -> type:

@@ -2,18 +2,18 @@
 
 from typing import Literal
 
-from huggingface_hub.dataclasses import strict
 from transformers import GPT2Config
 
-from .configuration_common import OptionsMixin
+from .configuration_common import OptionsMixin, checked
 from .hub_code import HubConfigMixin, carry_code
+from .lookups import AdaptersOfOwnMixin
 from .options import MEMORY_OPTIONS, MemoryOptions
 
 OPTIONS = (*MEMORY_OPTIONS, "position_encoding")  # what it has beside those of GPT-2
 
 
-@strict
-class InfiniGPT2Config(MemoryOptions, OptionsMixin, HubConfigMixin, GPT2Config):
+@checked
+class InfiniGPT2Config(MemoryOptions, OptionsMixin, AdaptersOfOwnMixin, HubConfigMixin, GPT2Config):
     """Configuration of [`InfiniGPT2LMHeadModel`]: all of `GPT2Config`, all of [`MemoryOptions`], and
 
     Args:
@@ -25,14 +25,14 @@ class InfiniGPT2Config(MemoryOptions, OptionsMixin, HubConfigMixin, GPT2Config):
             it: a pretrained GPT-2 loses its position embedding. The head width must be even.
 
     Raises:
-        StrictDataclassFieldValidationError: a value of the wrong type, or none of the choices, naming the option.
-        StrictDataclassClassValidationError: a value that is not allowed, or options that do not go together; the message
-            says what was given and what is allowed.
-        ValueError: an attribute that would be ignored though it looks like an option: one of stock decoders that this model
-            does not have (`rope_scaling`), or nearly the name of one of these. Attributes of other names are kept.
+        ValueError: a value of the wrong type, one that is not allowed, or options that do not go together; the message says
+            what was given and what is allowed. Or an attribute that would be ignored though it looks like an option: one of
+            stock decoders that this model does not have (`rope_scaling`), or nearly the name of one of these. Attributes of
+            other names are kept.
     """
 
     model_type = "infini_gpt2"
+    own_type = "gpt2"
     undeclared_options = ("classifier_dropout", "hidden_dropout")  # which GPT2ForTokenClassification looks for
     has_no_defaults_at_init = True  # transformers 5.17 would otherwise build one without options to compare with
 

@@ -4,6 +4,7 @@ A step writes its key and value into the row's next slot of the window and atten
 segment is full then writes the oldest segment of its window into the memory, and moves the window one segment on.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -81,15 +82,16 @@ class StepLayout(Layout):
         """The oldest segment of the window, `[batch, heads, L, dim]`."""
         return window[:, :, self.sink_tokens : self.sink_tokens + self.segment_length]
 
-    def compress(self, rule: MemoryRule, keys: Tensor, values: Tensor, state: InfiniState) -> tuple[Tensor, Tensor]:
-        """Memory and normaliser with the oldest segment, keys and values, of the windows in the rows that lose one."""
+    def compress(self, rule: MemoryRule, windows: Sequence[Tensor | None], state: InfiniState) -> tuple[Tensor, Tensor]:
+        """Memory and normaliser with the oldest segment of the windows (the state's), in the rows that lose one."""
         memory, normaliser = state.memory, state.normaliser
         if not self.compressing:
             return memory, normaliser
         everyone = len(self.compressing) == len(memory)
-        rows = slice(None) if everyone else torch.tensor(self.compressing, device=keys.device)
+        rows = slice(None) if everyone else torch.tensor(self.compressing, device=memory.device)
         kept_out = None if self.kept_out is None else self.kept_out[rows]
-        new = _written(rule, keys[rows], values[rows], kept_out, memory[rows], normaliser[rows])
+        leaving = [None if window is None else self.oldest(window)[rows] for window in windows]
+        new = _written(rule, leaving, kept_out, memory[rows], normaliser[rows])
         if everyone:
             return new
         return memory.index_copy(0, rows, new[0]), normaliser.index_copy(0, rows, new[1])
@@ -127,22 +129,22 @@ class GraphStepLayout(StepLayout):
     def shift(self, window: Tensor) -> Tensor:
         return torch.where(self.completing[:, None, None, None], self._moved(window), window)
 
-    def compress(self, rule: MemoryRule, keys: Tensor, values: Tensor, state: InfiniState) -> tuple[Tensor, Tensor]:
+    def compress(self, rule: MemoryRule, windows: Sequence[Tensor | None], state: InfiniState) -> tuple[Tensor, Tensor]:
         """Computed for all rows, as they are not known, and only in those calls in which one of them needs it."""
-        kept_out = self.kept_out
+        kept_out, leaving = self.kept_out, [self.oldest(window) for window in windows if window is not None]
         if kept_out is None:
-            kept_out = torch.zeros(len(keys), self.segment_length, dtype=torch.bool, device=keys.device)
+            kept_out = torch.zeros(leaving[0].shape[0], self.segment_length, dtype=torch.bool, device=leaving[0].device)
 
-        def compress(keys, values, kept_out, rows, memory, normaliser):
-            new = _written(rule, keys, values, kept_out, memory, normaliser)
+        def compress(kept_out, rows, memory, normaliser, *leaving):
+            new = _written(rule, (*leaving, None)[:3], kept_out, memory, normaliser)
             memory = torch.where(rows[:, None, None, None], new[0], memory)
             return memory, torch.where(rows[:, None, None], new[1], normaliser)
 
-        def keep(keys, values, kept_out, rows, memory, normaliser):
+        def keep(kept_out, rows, memory, normaliser, *leaving):
             return memory.clone(), normaliser.clone()
 
         anyone = self.compressing.any()
-        operands = (keys, values, kept_out, self.compressing, state.memory, state.normaliser)
+        operands = (kept_out, self.compressing, state.memory, state.normaliser, *leaving)
         if torch.compiler.is_compiling():
             return torch.cond(anyone, compress, keep, operands)
         return (compress if anyone else keep)(*operands)
@@ -163,7 +165,7 @@ def attend_step(
     new = (tokens.key, tokens.value, tokens.log_weight)
     windows = zip(state.windows(), new, strict=True)
     windows = [None if token is None else layout.put(window, token, in_place) for window, token in windows]
-    keys, values, log_weights = windows
+    keys, values, _ = windows
 
     query = softmax.compared_queries(tokens.query, layout.place)
     seen = slice(layout.begin, layout.end)
@@ -183,7 +185,8 @@ def attend_step(
 
     dtype = state.memory.dtype
     with torch.autocast(keys.device.type, enabled=False):
-        queries = rule.features(tokens.query.to(dtype)).unflatten(1, (kv_heads, heads_per_key)).squeeze(3)  # [B, K, R, D]
+        queries = rule.query_features(tokens.query.to(dtype))
+        queries = queries.unflatten(1, (kv_heads, heads_per_key)).squeeze(3)  # [B, K, R, D]
         one_block = (tensor.unsqueeze(1) for tensor in (queries, state.memory, state.normaliser))
         read, mass = (tensor.flatten(1, 3).unsqueeze(2) for tensor in read_memory(*one_block, rule.eps))  # [B, H, 1, E or 1]
         log_sum = log_sum.unsqueeze(-1) if rule.shared else None
@@ -191,18 +194,18 @@ def attend_step(
         if state.start_memory is None:
             share = share * layout.filled.unsqueeze(-1)
         output = torch.lerp(output.to(dtype), read, share.expand_as(read)).to(output.dtype)
-        leaving = layout.oldest(keys).to(dtype)
-        leaving = leaving if log_weights is None else leaving + layout.oldest(log_weights).to(dtype)
-        memory, normaliser = layout.compress(rule, leaving, layout.oldest(values), state)
+        memory, normaliser = layout.compress(rule, windows, state)
     if layout.real is not None:
         output = output.masked_fill(~layout.real[:, :, None, None], 0)
     state = state.with_windows(*(window if window is None else layout.shift(window) for window in windows))
     return output, state.after(layout, memory=memory, normaliser=normaliser), weights
 
 
-def _written(rule: MemoryRule, keys, values, kept_out, memory, normaliser) -> tuple[Tensor, Tensor]:
-    """Memory and normaliser after a segment: keys and values `[batch, kv_heads, L, dim]`, `kept_out` `[batch, L]`."""
-    features = rule.features(keys.to(memory.dtype)).unsqueeze(1)  # [B, 1, K, L, D]
+def _written(rule: MemoryRule, leaving, kept_out, memory, normaliser) -> tuple[Tensor, Tensor]:
+    """Memory and normaliser after a segment: its keys, values and log weights `[batch, kv_heads, L, dim]`, `kept_out`
+    `[batch, L]`."""
+    keys, values, log_weights = leaving
+    features = rule.key_features(keys.to(memory.dtype), log_weights).unsqueeze(1)  # [B, 1, K, L, D]
     if kept_out is not None:
         features = features * ~kept_out[:, None, None, :, None]
     states = rule.states(features, values.to(memory.dtype).unsqueeze(1), memory, normaliser)

@@ -9,15 +9,17 @@ import sys
 import transformers
 from torch import nn
 from transformers import GenerationMixin, GPT2Config, PreTrainedConfig, PreTrainedModel
-from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.models.auto import modeling_auto
 from transformers.models.gpt2.modeling_gpt2 import GPT2Attention, GPT2DoubleHeadsModel
 
-from .configuration_infini import PREFIX, infini_config
+from .checkpoints import HUB_OPTIONS
+from .configuration_infini import infini_config
 from .configuration_infini_gpt2 import InfiniGPT2Config
 from .generation import MemoryGenerationMixin
+from .hooks import become
 from .hub_code import HubModelMixin, carry_code
+from .lookups import PREFIX, enter_tokenizer
 from .modeling_infini import InfiniModelMixin, InfiniPreTrainedMixin
 from .modeling_infini_gpt2 import GPT2InfiniAttention, InfiniGPT2ModelMixin
 from .modeling_infini_layer import InfiniAttentionMixin, LayerConfig
@@ -32,7 +34,6 @@ AUTO_CLASSES = {
     "AutoModelForTokenClassification": modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
     "AutoModelForQuestionAnswering": modeling_auto.MODEL_FOR_QUESTION_ANSWERING_MAPPING,
 }
-HUB_OPTIONS = {"cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder", "trust_remote_code"}
 # Families that are known to go with it; others may, and say so when they are patched
 PROBED = (
     *("apertus", "arcee", "bitnet", "cohere", "cohere2", "ernie4_5", "exaone4", "exaone_moe", "gemma", "gemma2"),
@@ -83,13 +84,13 @@ def add_memory(model: PreTrainedModel) -> None:
     """Gives the layers that the model's configuration names their memory, in place, if they do not have it."""
     base = decoder_of(model)
     if not isinstance(base, InfiniModelMixin):
-        base.__class__ = infini_class(type(base))
+        become(base, infini_class(type(base)))
     base.set_positions()
     layers, config = attention_layers(base), LayerConfig(base.config)
     for number in base.config.infini_layers:
         attention = layers[number]
         if not isinstance(attention, InfiniAttentionMixin):
-            attention.__class__ = infini_class(type(attention))
+            become(attention, infini_class(type(attention)))
             attention.swap_in(config, base.rotary_tables(1))
 
 
@@ -134,22 +135,13 @@ def register_models(config: type[PreTrainedConfig]) -> None:
     """Registers all models of a family with the Auto classes, and has them saved with their code."""
     own = GPT2Config if config is InfiniGPT2Config else config.own_class
     classes = {}
-    _load_weights_as(own.model_type, config.model_type)
+    enter_tokenizer(own, config)
     for auto_class, table in AUTO_CLASSES.items():
         if own in table:
-            _load_weights_as(table[own].__name__, f"Infini{table[own].__name__}")
             classes[auto_class] = infini_class(table[own])
             getattr(transformers, auto_class).register(config, classes[auto_class], exist_ok=True)
     others = [infini_class(GPT2DoubleHeadsModel)] if own is GPT2Config else []  # as the own class, none that Auto loads
     carry_code("families", *others, **classes)
-
-
-def _load_weights_as(own: str, infini: str) -> None:
-    """Has the weights of a model type or class renamed and joined as those of the own one, whose checkpoints name some of
-    them otherwise than its modules (experts)."""
-    mapping = get_checkpoint_conversion_mapping(own)
-    if mapping is not None:
-        register_checkpoint_conversion_mapping(infini, mapping, overwrite=True)
 
 
 class AutoInfiniModelForCausalLM:
@@ -168,6 +160,7 @@ class AutoInfiniModelForCausalLM:
             ValueError: the checkpoint is of a family that cannot have Infini-attention, or a layer computes something else
                 with its memory empty; the message says why.
         """
+        options = {"trust_remote_code": False} | options  # nobody is asked whether a folder's code may run
         hub = {name: options[name] for name in HUB_OPTIONS & options.keys()}
         config_class = type(transformers.AutoConfig.from_pretrained(path, **hub))
         if not issubclass(config_class, MemoryOptions):

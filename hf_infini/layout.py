@@ -12,7 +12,7 @@ every row needs no grid: [`StepLayout`] in decoding.py.
 
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -68,6 +68,16 @@ class Layout:
     def places(self) -> int:
         """Places of a window: the sinks, and the segments that a query sees."""
         return self.sink_tokens + (self.local_segments + 1) * self.segment_length
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> "Layout":
+        """The layout on another device: accelerate asks for it where a model's layers are on several."""
+        if torch.device(device) == self.positions.device:
+            return self
+        moved = self.__dict__.setdefault("_moved", {})
+        if device not in moved:
+            to = functools.partial(Tensor.to, device=device, non_blocking=non_blocking)
+            moved[device] = replace(self, **{k: to(value) for k, value in vars(self).items() if isinstance(value, Tensor)})
+        return moved[device]
 
     @property
     def order(self) -> tuple[Tensor, Tensor]:

@@ -202,9 +202,12 @@ FEATURE_MAPS = {"elu": elu_features, "exp": exp_features}
 DENOMINATORS = ("separate", "shared")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class MemoryRule:
     """How a memory is written, read and mixed in: the options of [`infini_attention`] with these names.
+
+    Attributes:
+        query_map, key_map: `[heads, D, D]` and `[kv_heads, D, D]`, [`infini_attention`]'s `feature_maps`, or `None`.
 
     Raises:
         ValueError: an option has another value than those allowed.
@@ -214,6 +217,8 @@ class MemoryRule:
     feature_map: str = "elu"
     denominator: str = "separate"
     eps: float = EPS
+    query_map: Tensor | None = None
+    key_map: Tensor | None = None
 
     def __post_init__(self):
         choices = {"update_rule": UPDATE_RULES, "feature_map": FEATURE_MAPS, "denominator": DENOMINATORS}
@@ -226,10 +231,19 @@ class MemoryRule:
         """Whether window and memory have one denominator."""
         return self.denominator == "shared"
 
-    def features(self, x: Tensor) -> Tensor:
-        """σ(x), positive, so that every denominator of equation 3 is."""
-        return FEATURE_MAPS[self.feature_map](x)
+    def query_features(self, query: Tensor) -> Tensor:
+        """σ(q W), positive, so that every denominator of equation 3 is; `[…, heads, tokens, D]`."""
+        return FEATURE_MAPS[self.feature_map](_mapped(query, self.query_map))
+
+    def key_features(self, key: Tensor, log_weight: Tensor | None = None) -> Tensor:
+        """σ(k W + log w), `[…, kv_heads, tokens, D]`; `log_weight` has 1 in the place of D."""
+        key = _mapped(key, self.key_map)
+        return FEATURE_MAPS[self.feature_map](key if log_weight is None else key + log_weight.to(key.dtype))
 
     def states(self, *arguments) -> States:
         """[`linear_states`] or [`delta_states`], with the arguments of the first."""
         return linear_states(*arguments) if self.update_rule == "linear" else delta_states(*arguments, eps=self.eps)
+
+
+def _mapped(x: Tensor, weight: Tensor | None) -> Tensor:
+    return x if weight is None else x @ weight.to(x.dtype)

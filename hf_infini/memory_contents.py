@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .configuration_common import layer_kinds
+from .hooks import device_of
 from .state import empty_places
 
 # A window's tensors have one dtype, that of the keys and values; the memory's are wider.
@@ -22,9 +23,10 @@ AUTOCAST = {torch.bfloat16, torch.float16}
 def fill_with_one_token(model, cache) -> None:
     """Has the model put one token, of zeros, into an empty cache: then its tensors have the names, dtypes and, but for rows
     and columns, the shapes of all caches of this model. Draws no random numbers that others would miss."""
-    embeddings = torch.zeros(1, 1, model.config.hidden_size, dtype=model.dtype, device=model.device)
-    written = torch.ones(1, 1, dtype=torch.bool, device=model.device)
-    with torch.no_grad(), torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):
+    device = device_of(model)
+    embeddings = torch.zeros(1, 1, model.config.hidden_size, dtype=model.dtype, device=device)
+    written = torch.ones(1, 1, dtype=torch.bool, device=device)
+    with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
         model.base_model(inputs_embeds=embeddings, memory_mask=written, past_key_values=cache, use_cache=True)
 
 

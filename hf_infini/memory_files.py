@@ -23,7 +23,8 @@ import json
 import os
 import re
 import secrets
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import BinaryIO
@@ -55,6 +56,21 @@ DESCRIBED_INDIRECTLY = {"n_segments", "segment_length", "layers", "mask_special_
 
 class MemoryFileError(ValueError):
     """A file that is no memory file, is damaged, or holds the memory of another model; the message says which."""
+
+
+class MemoryFileAccessError(MemoryFileError, OSError):
+    """A memory file that is not there, or that the system does not read or write; the message says why."""
+
+
+@contextmanager
+def _naming(path: Path, done: str) -> Iterator[None]:
+    """Has errors of the system say that `path` cannot be `done`, and why."""
+    try:
+        yield
+    except MemoryFileAccessError:
+        raise
+    except OSError as error:
+        raise MemoryFileAccessError(f"{path} cannot be {done}: {error.strerror or error}.") from error
 
 
 def _is_count(value) -> bool:
@@ -134,11 +150,13 @@ def write_memory_file(path: str | Path, tensors: dict[str, Tensor], record: dict
 
     Raises:
         ValueError: an entry of the record is missing, or cannot be.
-        OSError: the file cannot be written, or is a folder; an old one is still there.
+        MemoryFileAccessError: the file cannot be written, or is a folder; an old one is still there.
     """
     path = Path(path)
-    if path.is_dir():
-        raise IsADirectoryError(f"{path} is a folder: give the name of a file, such as {path / 'memory.safetensors'}.")
+    with _naming(path, "written"):
+        if path.is_dir():
+            name = path / "memory.safetensors"
+            raise MemoryFileAccessError(f"{path} is a folder: give the name of a file, such as {name}.")
     # Copies: layers share tensors, and views of larger ones
     tensors = {
         name: tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format) for name, tensor in tensors.items()
@@ -148,6 +166,11 @@ def write_memory_file(path: str | Path, tensors: dict[str, Tensor], record: dict
     if wrong := _wrong_entries(record):
         raise ValueError(f"this is no record of a memory: {wrong}. The model's entry is what describe_model() gives.")
     content = save(tensors, {METADATA_KEY: json.dumps(record, sort_keys=True)})
+    with _naming(path, "written"):
+        _replace(path, content)
+
+
+def _replace(path: Path, content: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     _delete_leftovers(path)
     # Not save_file, which knows nothing of other writers and of what they left
@@ -180,7 +203,7 @@ def read_record(path: str | Path) -> dict:
 
     Raises:
         MemoryFileError: this is no memory file, an unreadable one, or one of a later version.
-        OSError: there is no such file, or it may not be read.
+        MemoryFileAccessError: there is no such file, or it may not be read.
     """
     return _read(path, whole=False)[0]
 
@@ -190,7 +213,7 @@ def read_memory_file(path: str | Path) -> tuple[dict, dict[str, Tensor]]:
 
     Raises:
         MemoryFileError: this is no memory file, a damaged one, or one of a later version.
-        OSError: there is no such file, or it may not be read.
+        MemoryFileAccessError: there is no such file, or it may not be read.
     """
     record, tensors = _read(path, whole=True)
     if record.pop("sha256") != _checksum(record, tensors):
@@ -274,23 +297,8 @@ def _delete_leftovers(path: Path) -> None:
 def _read(path: str | Path, whole: bool) -> tuple[dict, dict[str, Tensor]]:
     """The record and, if `whole`, the tensors."""
     path = Path(path)
-    if path.exists() and not path.is_file():
-        raise MemoryFileError(f"{path} is no memory file: it is {'a folder' if path.is_dir() else 'no regular file'}.")
-    if not path.exists():
-        raise FileNotFoundError(f"there is no memory file {path}.")
-    try:
-        if whole:
-            # One read: safe_open opens a file twice for torch, and another writer may replace it between
-            content = path.read_bytes()
-            tensors = load(content)
-            metadata = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")]).get("__metadata__")
-        else:
-            with safe_open(path, framework="np") as file:
-                metadata, tensors = file.metadata(), {}
-    except OSError:
-        raise
-    except Exception as error:  # safetensors and torch have no common class for what a header may say
-        raise MemoryFileError(f"{path} is damaged or no memory file ({type(error).__name__}: {error}).") from error
+    with _naming(path, "read"):
+        metadata, tensors = _content(path, whole)
     try:
         record = json.loads(metadata[METADATA_KEY])
         version = record["format_version"]
@@ -307,6 +315,31 @@ def _read(path: str | Path, whole: bool) -> tuple[dict, dict[str, Tensor]]:
     if wrong := _wrong_entries(record):
         raise MemoryFileError(f"{path} is damaged, or was not written by hf_infini: in its record {wrong}.")
     return record, tensors
+
+
+def _content(path: Path, whole: bool) -> tuple[dict, dict[str, Tensor]]:
+    """The metadata and, if `whole`, the tensors."""
+    if path.exists() and not path.is_file():
+        raise MemoryFileError(f"{path} is no memory file: it is {'a folder' if path.is_dir() else 'no regular file'}.")
+    if not path.exists():
+        raise MemoryFileAccessError(f"there is no memory file {path}.")
+    try:
+        if not whole:
+            with safe_open(path, framework="np") as file:
+                return file.metadata(), {}
+        # One read: safe_open opens a file twice for torch, and another writer may replace it between
+        with path.open("rb") as file:
+            content = file.read(8)
+            end = 8 + int.from_bytes(content, "little")
+            if not 8 < end <= os.fstat(file.fileno()).st_size:  # or a hole of any size would be read
+                raise ValueError("no header")
+            content += file.read()
+        return json.loads(content[8:end]).get("__metadata__"), load(content)
+    except OSError:
+        raise
+    except Exception as error:  # safetensors and torch have no common class for what a header may say
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise MemoryFileError(f"{path} is damaged or no memory file ({reason}).") from error
 
 
 def _wrong_entries(record: dict) -> str:

@@ -91,7 +91,9 @@ class MemoryLayerMixin:
     `memory_init="learned"` also `start_memory` `[kv_heads, head_dim, head_dim]` and `start_normaliser`
     `[kv_heads, head_dim]` (the logarithmic size: z_0 is its softplus); with `"noise"` a buffer `start_normaliser` (z_0
     itself); with `memory_conv` the convolution's weights `memory_conv` `[taps, width]`; with `memory_write="learned"` the
-    logarithm of a token's weight in the memory, per head, `memory_write` `[kv_heads, width]`.
+    logarithm of a token's weight in the memory, per head, `memory_write` `[kv_heads, width]`; with `feature_map="learned"`
+    what queries and keys are multiplied by before the exponential, `query_map` `[heads, head_dim, head_dim]` and `key_map`
+    `[kv_heads, head_dim, head_dim]`.
     """
 
     @property
@@ -102,7 +104,10 @@ class MemoryLayerMixin:
     @property
     def rule(self) -> MemoryRule:
         """How the memory is written, read and mixed in."""
-        return MemoryRule(self.config.update_rule, self.config.feature_map, self.config.denominator)
+        feature_map, maps = self.config.feature_map, {}
+        if feature_map == "learned":
+            feature_map, maps = "exp", {"query_map": self.query_map, "key_map": self.key_map}
+        return MemoryRule(self.config.update_rule, feature_map, self.config.denominator, **maps)
 
     def add_memory_parameters(self, width: int, **options) -> None:
         """Makes the parameters, uninitialised. `width`: of the layer's input; options: their `device` and `dtype`."""
@@ -117,10 +122,13 @@ class MemoryLayerMixin:
             self.memory_conv = nn.Parameter(torch.empty(self.config.memory_conv, width, **options))
         if self.config.memory_write == "learned":
             self.memory_write = nn.Parameter(torch.empty(heads, width, **options))
+        if self.config.feature_map == "learned":
+            self.query_map = nn.Parameter(torch.empty(query_heads, size, size, **options))
+            self.key_map = nn.Parameter(torch.empty(heads, size, size, **options))
 
     def drop_memory_parameters(self) -> None:
         """Drops what `add_memory_parameters` made, whatever it has learned; the attention's own weights stay."""
-        for name in ("gate", "start_memory", "start_normaliser", "memory_conv", "memory_write"):
+        for name in ("gate", "start_memory", "start_normaliser", "memory_conv", "memory_write", "query_map", "key_map"):
             if hasattr(self, name):
                 delattr(self, name)
 
@@ -136,6 +144,9 @@ class MemoryLayerMixin:
             init.zeros_(self.memory_conv)
         if self.config.memory_write == "learned":
             init.zeros_(self.memory_write)
+        if self.config.feature_map == "learned":
+            for weight in (self.query_map, self.key_map):
+                init.copy_(weight, torch.eye(weight.shape[-1]).expand_as(weight))
 
     def start(self) -> dict[str, Tensor]:
         """M_0 and z_0 as [`InfiniState.initial`] takes them; empty for a memory that starts empty."""

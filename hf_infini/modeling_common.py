@@ -6,6 +6,7 @@ from transformers import Cache, DynamicCache
 from transformers.utils import logging
 
 from .cache import InfiniCache, InfiniLayer
+from .checkpoints import CheckedLoadingMixin
 from .checks import bool_mask
 from .configuration_common import layer_kinds
 from .generation import check_cache
@@ -17,8 +18,8 @@ from .state import InfiniState
 logger = logging.get_logger(__name__)
 
 
-class InitializationMixin:
-    """Has `_init_weights` called for every module; comes before `PreTrainedModel`.
+class InitializationMixin(CheckedLoadingMixin):
+    """Loads whole checkpoints only, and has `_init_weights` called for every module; comes before `PreTrainedModel`.
 
     For classes outside of transformers, it passes over modules whose own parameters are all initialised, and takes a module
     without any (GPT-2's MLP) for one: the scaled start of the projections inside would be lost. What was loaded is safe

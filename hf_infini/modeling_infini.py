@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from .cache import InfiniCache, StatesOfCall
+from .hooks import device_of
 from .layout import Layout
+from .lookups import enter_weights
 from .modeling_common import (
     InitializationMixin,
     check_inputs,
@@ -28,6 +30,8 @@ from .modeling_infini_layer import TEST_TOKENS, InfiniAttentionMixin, ModelCall
 class InfiniPreTrainedMixin(InitializationMixin):
     """What base models and heads share; comes before the own class of either."""
 
+    own_class: type  # the class that comes after this one
+
     _supports_flash_attn = False
     _supports_flex_attn = False
     _supports_attention_backend = False
@@ -38,6 +42,8 @@ class InfiniPreTrainedMixin(InitializationMixin):
         from .families import add_memory
 
         super().__init__(config, *args, **kwargs)
+        enter_weights(self.own_class.config_class.model_type, config.model_type)
+        enter_weights(self.own_class.__name__, f"Infini{self.own_class.__name__}")
         add_memory(self)
 
     @classmethod
@@ -46,11 +52,16 @@ class InfiniPreTrainedMixin(InitializationMixin):
         then compared with what they compute there.
 
         Raises:
-            ValueError: a layer computes something else with its memory empty.
+            ValueError: a layer computes something else with its memory empty; or weights of the own class stay on disk.
         """
         loaded = super().from_pretrained(*args, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded  # with output_loading_info
         if model.config.__dict__.pop("_from_other_type", False):
+            if "disk" in getattr(model, "hf_device_map", {}).values():
+                raise ValueError(
+                    "device_map leaves weights on disk, and those of the memory are not in a plain checkpoint: load it once "
+                    "without, save it with save_pretrained, and give the device_map when you load that."
+                )
             model.check_layers()
         return loaded
 
@@ -59,7 +70,7 @@ class InfiniPreTrainedMixin(InitializationMixin):
         from .families import decoder_of
 
         base = decoder_of(self)
-        if base.device.type == "meta":
+        if device_of(base.get_input_embeddings()).type == "meta":
             return
         training, tables = [module for module in base.modules() if module.training], base.rotary_tables(TEST_TOKENS + 1)
         base.eval()
@@ -148,7 +159,7 @@ class InfiniModelMixin:
         rotary = getattr(self, "rotary_emb", None)
         if rotary is None:
             return {}
-        device = self.get_input_embeddings().weight.device
+        device = device_of(self.get_input_embeddings())
         given = (torch.empty(1, 1, 1, device=device, dtype=self.dtype), torch.arange(places, device=device)[None])
         kinds: list[str | None] = [None]
         if "layer_type" in inspect.signature(rotary.forward).parameters:

@@ -6,6 +6,7 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
 
 from .cache import InfiniCache
 from .configuration_infini_gpt2 import InfiniGPT2Config
+from .hooks import device_of
 from .layout import Layout
 from .memory_layer import rope_tables
 from .modeling_common import check_positions, counted_positions
@@ -72,7 +73,7 @@ class InfiniGPT2ModelMixin(InfiniModelMixin):
     def rotary_tables(self, places: int) -> dict[str | None, tuple[Tensor, ...]]:
         if self.config.position_encoding != "rope":
             return {}
-        like = torch.empty(0, device=self.wte.weight.device, dtype=self.dtype)
+        like = torch.empty(0, device=device_of(self.wte), dtype=self.dtype)
         return {None: rope_tables(self.config.window, self.config.n_embd // self.config.n_head, like)}
 
     def needs_a_mask(self) -> bool:

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from .cache import StatesOfCall
+from .hooks import become, device_of
 from .layout import Layout
 from .memory_layer import LayerCall, MemoryLayerMixin
 from .positions import Rotary
@@ -122,8 +123,9 @@ class InfiniAttentionMixin(MemoryLayerMixin):
         """Makes it a layer of the own class again, whatever its memory has learned."""
         self.drop_memory_parameters()
         self.config = self.config.of_model
-        del self.rotary_type, self.turns_states
-        self.__class__ = self.own_class
+        for name in ("rotary_type", "turns_states"):
+            self.__dict__.pop(name, None)  # not there where the memory could not be added
+        become(self, self.own_class)
 
     @property
     def head_counts(self) -> tuple[int, int, int]:
@@ -133,16 +135,19 @@ class InfiniAttentionMixin(MemoryLayerMixin):
         return heads, getattr(self.config, "num_key_value_heads", None) or heads, width
 
     def _like(self) -> Tensor:
-        """A parameter that tells the device and the dtype of the layer."""
-        return next(parameter for parameter in self.parameters() if parameter.is_floating_point())
+        """A tensor of the device and the dtype of the layer."""
+        dtype = next(parameter.dtype for parameter in self.parameters() if parameter.is_floating_point())
+        return torch.empty(0, device=device_of(self), dtype=dtype)
 
     def _turns_states(self, tables: tuple[Tensor, ...]) -> bool:
         """Whether queries depend on the position embeddings: some models have layers without positions."""
         with torch.enable_grad():
-            tables = tuple(table[:1].detach().clone().requires_grad_() for table in tables)
             like = self._like()
+            tables = tuple(table[:1].detach().to(like.device, copy=True).requires_grad_() for table in tables)
             hidden_states = torch.ones(1, 1, self.config.hidden_size, device=like.device, dtype=like.dtype)
             output = self.in_one_window(hidden_states, tables if len(tables) > 1 else tables[0], None)
+            if not output.requires_grad:  # neither they nor the weights, which may be frozen or of 8 bits, reach it
+                return False
             return torch.autograd.grad(output.sum(), tables[0], allow_unused=True)[0] is not None
 
     def projections(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor, Softmax]:
@@ -171,6 +176,7 @@ class InfiniAttentionMixin(MemoryLayerMixin):
             ValueError: they differ.
         """
         like, of_layer = self._like(), tables.get(self.rotary_type)
+        of_layer = None if of_layer is None else tuple(table.to(like.device) for table in of_layer)
         hidden_states = torch.randn(1, TEST_TOKENS, self.config.hidden_size, generator=torch.Generator().manual_seed(0)).to(
             like
         )
@@ -213,15 +219,16 @@ class InfiniAttentionMixin(MemoryLayerMixin):
         if given.get("encoder_hidden_states") is not None:
             raise ValueError(f"a {type(self).__name__} is causal self-attention; cross-attention is not supported.")
         cache = given.pop(self.cache_argument, None)
+        tables = None if infini is None else infini.rotary.get(self.rotary_type)
+        rotary = self.window_rotary(tables, hidden_states)
         if infini is None:
             masks = {name: given.get(name) for name in ("attention_mask", "position_ids")}
             call = self.begin(hidden_states, past_key_values=cache, **masks)
-            columns, tables = 0 if cache is None else cache.get_seq_length(), None
-            weights = bool(given.get("output_attentions"))
+            columns, weights = 0 if cache is None else cache.get_seq_length(), bool(given.get("output_attentions"))
         else:
             call = self.begin(hidden_states, layout=infini.layout, states=infini.states)
-            columns, tables, weights = infini.columns, infini.rotary.get(self.rotary_type), infini.return_weights
-        told = Told(call, self.window_rotary(tables, hidden_states), weights)
+            columns, weights = infini.columns, infini.return_weights
+        told = Told(call, rotary, weights)
         if "position_embeddings" in self.argument_names:
             given["position_embeddings"] = neutral(tables)
         given |= {"attention_mask": None, self.cache_argument: PastColumns(columns), "told": told}
@@ -230,7 +237,10 @@ class InfiniAttentionMixin(MemoryLayerMixin):
     def window_rotary(self, tables: tuple[Tensor, ...] | None, like: Tensor) -> Rotary | None:
         """How queries and keys are turned, of the model's tables (`None` outside of a model); `None`: not at all."""
         if tables is None and "position_embeddings" in self.argument_names:
-            raise ValueError(f"a {type(self).__name__} needs what its model makes for all layers: call the model.")
+            raise ValueError(
+                f"a {type(self).__name__} needs what its model makes for all layers: call the model. (Layers that take no "
+                "keywords, those of stablelm and nemotron, must be on one device.)"
+            )
         return Rotary(tables, self.turn) if self.turns_states else None
 
     def turn(self, states: Tensor, *rows: Tensor) -> Tensor:

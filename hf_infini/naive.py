@@ -53,6 +53,7 @@ def naive_infini_attention(
     memory_mask: Tensor | None = None,
     state: InfiniState | None = None,
     return_state: bool = False,
+    feature_maps: tuple[Tensor, Tensor] | None = None,
     log_weight: Tensor | None = None,
     rotary: Rotary | None = None,
     scaling: float | None = None,
@@ -70,7 +71,7 @@ def naive_infini_attention(
     rows = []
     states = []
     for row in range(query.shape[0]):
-        rule = (update_rule, FEATURE_MAPS[feature_map], denominator)
+        rule = (update_rule, FEATURE_MAPS[feature_map], feature_maps or (None, None), denominator)
         reader = _Row(state, row, query.shape[1], window, rule, (scaling, softcap, rotary, query_weight), dropout, eps)
         outputs = []
         for token in range(query.shape[2]):
@@ -100,7 +101,7 @@ class _Row:
 
     def __init__(self, state, row, heads, window, rule, score, dropout, eps):
         self.length, self.local_segments, self.sink_tokens = window
-        self.rule, self.feature_map, self.denominator = rule
+        self.rule, self.feature_map, (self.query_map, self.key_map), self.denominator = rule
         self.scaling, self.softcap, self.rotary, self.query_weight = score
         self.dropout, self.eps = dropout, eps
         self.memory, self.normaliser = state.memory[row], state.normaliser[row]
@@ -153,7 +154,7 @@ class _Row:
         weights = F.dropout(weights, self.dropout)
         output = (weights.unsqueeze(1) @ values).squeeze(1)
         if self.memory_tokens or self.start[0] is not None:
-            features = self.feature_map(query).unsqueeze(1)  # [heads, 1, head_dim]
+            features = self.feature_map(self.mapped(query.unsqueeze(1), self.query_map))  # [heads, 1, head_dim]
             numerator = (features @ self.memory.repeat_interleave(heads_per_key, 0)).squeeze(1)
             denominator = (features.squeeze(1) * self.normaliser.repeat_interleave(heads_per_key, 0)).sum(-1, keepdim=True)
             if self.denominator == "separate":
@@ -179,13 +180,17 @@ class _Row:
         """Queries or keys `[heads, tokens, head_dim]` turned by their places in the window."""
         return states if self.rotary is None else self.rotary.turn(states, *(table[places] for table in self.rotary.tables))
 
+    def mapped(self, states, weight):
+        """Queries or keys `[heads, tokens, head_dim]` as the feature map takes them."""
+        return states if weight is None else states @ self.widen(weight)
+
     def write(self, segment, first):
         """Equation 4, or the delta rule, for the segment that leaves the window; `first`: the document's first."""
         segment = [token for token in segment[self.sink_tokens if first else 0 :] if not token[3]]
         if not segment:
             return
         keys, values, log_weights = (torch.stack(column, 1) for column in list(zip(*segment, strict=True))[:3])
-        features = self.feature_map(keys + log_weights)  # [kv_heads, length, head_dim]
+        features = self.feature_map(self.mapped(keys, self.key_map) + log_weights)  # [kv_heads, length, head_dim]
         if self.rule == "delta":
             retrieved = features @ self.memory / (features @ self.normaliser.unsqueeze(-1) + self.eps)
             values = values - retrieved

@@ -3,9 +3,49 @@
 Only the standard library is imported here: a command line reads the options without waiting for torch.
 """
 
+import math
+import operator
 import re
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Literal, get_args, get_origin, get_type_hints
+
+# What the metadata of a number's field may demand of it
+LIMITS = {"at_least": operator.ge, "greater_than": operator.gt, "at_most": operator.le, "below": operator.lt}
+# Of options that transformers declares, by the names that all configurations have for them. The largest that make sense
+# are far below: what is larger would run for hours, or out of memory, before anybody is told.
+SIZES = {name: {"at_least": 1, "at_most": 2**20} for name in ("hidden_size", "intermediate_size", "n_inner", "head_dim")}
+SIZES |= {"vocab_size": {"at_least": 1, "at_most": 2**26}, "max_position_embeddings": {"at_least": 1, "at_most": 2**31 - 1}}
+COUNTS = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+SIZES |= dict.fromkeys(COUNTS, {"at_least": 1, "at_most": 2**16})
+SIZES |= {"initializer_range": {"at_least": 0, "at_most": 100}}
+# The same, by how their names end
+ENDINGS = dict.fromkeys(("dropout", "_pdrop"), {"at_least": 0, "below": 1})
+ENDINGS |= dict.fromkeys(("_eps", "_epsilon"), {"at_least": 0, "at_most": 1})
+
+
+def number(default, **limits):
+    """A field of a number with its [`LIMITS`]."""
+    return field(default=default, metadata=limits)
+
+
+def limits_of(entry, name: str | None = None) -> dict:
+    """The limits of a dataclass's field; `name`: by which `SIZES` may have them."""
+    own = {limit: entry.metadata[limit] for limit in LIMITS if limit in entry.metadata}
+    endings = (limits for ending, limits in ENDINGS.items() if entry.name.endswith(ending))
+    return own or SIZES.get(name or entry.name) or next(endings, {})
+
+
+def in_words(limits: dict) -> str:
+    """Limits as a sentence has them: "at least 0 and below 1"."""
+    return " and ".join(f"{name.replace('_', ' ')} {limit}" for name, limit in limits.items())
+
+
+def check_number(name: str, value, limits: dict) -> None:
+    """ValueError unless a number is finite and within its limits; anything else than a number passes."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return
+    if not math.isfinite(value) or not all(LIMITS[limit](value, bound) for limit, bound in limits.items()):
+        raise ValueError(f"{name} must be {in_words(limits) or 'a finite number'}; got {value}.")
 
 
 @dataclass(init=False, repr=False, eq=False)
@@ -21,8 +61,9 @@ class MemoryOptions:
             How a segment is written into the memory: `"linear"` adds its values, `"delta"` its values minus what the memory
             already returns for their keys (which does not overwrite: a key repeated many times reads half its value).
         feature_map (`str`, *optional*, defaults to `"elu"`):
-            The function that makes positive features of the memory's queries and keys: `"elu"`, ELU + 1, as in the paper; or
-            `"exp"`, with which one token can outweigh many others.
+            The function that makes positive features of the memory's queries and keys: `"elu"`, ELU + 1, as in the paper;
+            `"exp"`, with which one token can outweigh many others; or `"learned"`, exp(x W) with a matrix W for each head,
+            one for queries and one for keys, that starts as the identity.
         denominator (`str`, *optional*, defaults to `"separate"`):
             `"separate"`: window and memory each have one, and only the gate sets the memory's share, as in the
             paper; `"shared"`: one softmax over both, in which each token of the memory weighs e^β σ(q)·σ(k) / head_dim, so
@@ -49,22 +90,22 @@ class MemoryOptions:
         memory_write (`str`, *optional*, defaults to `"equal"`):
             Weight of a token in the memory: `"equal"` for all; or `"learned"`, where σ(k) is multiplied by e^(w·x), with x
             the input of the layer's projections and a w for each head that starts at zero. Filler can then stay out of the
-            memory, so that the rest is still found in a long text. Needs `feature_map="exp"`.
+            memory, so that the rest is still found in a long text. Not with `feature_map="elu"`.
         mask_special_tokens (`bool`, *optional*, defaults to `True`):
             Tokens with the configuration's bos, eos or pad id are seen inside the window but not written into the memory.
     """
 
-    segment_length: int | None = None
-    n_segments: int | None = None
+    segment_length: int | None = number(None, at_least=1, at_most=2**20)
+    n_segments: int | None = number(None, at_least=1)
     update_rule: Literal["linear", "delta"] = "linear"
-    feature_map: Literal["elu", "exp"] = "elu"
+    feature_map: Literal["elu", "exp", "learned"] = "elu"
     denominator: Literal["separate", "shared"] = "separate"
-    local_segments: int = 0
-    sink_tokens: int = 0
-    gate_init: float | int = 0.0
+    local_segments: int = number(0, at_least=0, at_most=2**16)
+    sink_tokens: int = number(0, at_least=0)
+    gate_init: float | int = number(0.0, at_least=-1000, at_most=80)  # e^β is a number in float32
     memory_init: Literal["zeros", "learned", "noise"] = "zeros"
     layers: list[int] | None = None
-    memory_conv: int = 0
+    memory_conv: int = number(0, at_least=0, at_most=1024)
     memory_write: Literal["equal", "learned"] = "equal"
     mask_special_tokens: bool = True
 
@@ -106,24 +147,17 @@ class MemoryOptions:
                 "give exactly one of segment_length (tokens in a segment) and n_segments (segments in the context); "
                 f"got segment_length={self.segment_length}, n_segments={self.n_segments}."
             )
-        if self.n_segments is not None and (self.n_segments < 1 or self.max_position_embeddings % self.n_segments):
+        if self.n_segments is not None and self.max_position_embeddings % self.n_segments:
             name = self.attribute_map.get("max_position_embeddings", "max_position_embeddings")
             raise ValueError(f"n_segments must divide {name}={self.max_position_embeddings}; got {self.n_segments}.")
-        if self.segment_length is not None and self.segment_length < 1:
-            raise ValueError(f"segment_length must be at least 1 token; got {self.segment_length}.")
-        if self.local_segments < 0:
-            raise ValueError(f"local_segments must be 0 or more; got {self.local_segments}.")
-        if not 0 <= self.sink_tokens < self.tokens_per_segment:
+        if self.sink_tokens >= self.tokens_per_segment:
             raise ValueError(
-                f"sink_tokens must be 0 or more, and fewer than the {self.tokens_per_segment} tokens of a segment; got "
-                f"{self.sink_tokens}."
+                f"sink_tokens must be fewer than the {self.tokens_per_segment} tokens of a segment; got {self.sink_tokens}."
             )
-        if self.memory_conv < 0:
-            raise ValueError(f"memory_conv must be 0 (none) or a number of taps; got {self.memory_conv}.")
-        if self.memory_write == "learned" and self.feature_map != "exp":
+        if self.memory_write == "learned" and self.feature_map == "elu":
             raise ValueError(
-                "memory_write='learned' multiplies features by adding to their exponents: give feature_map='exp' with it; "
-                f"got feature_map={self.feature_map!r}."
+                "memory_write='learned' multiplies features by adding to their exponents: give feature_map='exp' or "
+                f"'learned' with it; got feature_map={self.feature_map!r}."
             )
         self._validate_layers()
 
@@ -148,6 +182,9 @@ def choices(options: type) -> dict[str, tuple[str, ...]]:
 
 
 def help_texts(options: type) -> dict[str, str]:
-    """The help text of each option of a class by name: in its docstring, the text below ``name (`type`, …):``."""
+    """The help text of each option of a class by name: in its docstring, the text below ``name (`type`, …):``; and the
+    limits of a number."""
     entry = r"^        (\w+) \(`[^\n]*\):\n((?:            [^\n]*\n)+)"
-    return {name: " ".join(text.split()) for name, text in re.findall(entry, options.__doc__ or "", re.MULTILINE)}
+    texts = {name: " ".join(text.split()) for name, text in re.findall(entry, options.__doc__ or "", re.MULTILINE)}
+    ranges = {entry.name: in_words(limits_of(entry)) for entry in fields(options)}
+    return {name: f"{text} {ranges[name].capitalize()}." if ranges.get(name) else text for name, text in texts.items()}

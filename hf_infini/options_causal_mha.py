@@ -3,7 +3,7 @@
 Only the standard library is imported here: a command line reads the options without waiting for torch.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 RELATIVE = ("relative_key", "t5", "alibi")  # depend on the distance of each query and key
@@ -54,10 +54,11 @@ class ScratchOptions:
     attention: Literal["global", "local", "infini", "none"] = "global"
     score: Literal["scaled_dot", "dot", "general", "additive"] = "scaled_dot"
     position_encoding: Literal["learned", "sinusoidal", "relative_key", "t5", "alibi", "rope", "none"] = "learned"
-    max_distance: int = 128
-    num_buckets: int = 32
-    rope_theta: float | int = 10000.0
-    sliding_window: int | None = None
+    # Limits as in options.py
+    max_distance: int = field(default=128, metadata={"at_least": 1, "at_most": 2**20})
+    num_buckets: int = field(default=32, metadata={"at_least": 1, "at_most": 2**20})
+    rope_theta: float | int = field(default=10000.0, metadata={"greater_than": 0})
+    sliding_window: int | None = field(default=None, metadata={"at_least": 1})
     qkv_bias: bool = False
     n_inner: int | None = None
     activation_function: str = "gelu"

@@ -1,8 +1,5 @@
 """Swapping a loaded model's attention in place, and back."""
 
-import copy
-
-import torch
 import transformers
 from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -11,11 +8,10 @@ from .configuration_infini import infini_config
 from .configuration_infini_gpt2 import OPTIONS as GPT2_OPTIONS
 from .configuration_infini_gpt2 import InfiniGPT2Config
 from .families import add_memory, attention_layers, decoder_of, infini_class
+from .hooks import become
 from .modeling_infini import InfiniPreTrainedMixin
 from .modeling_infini_layer import InfiniAttentionMixin
 from .options import MEMORY_OPTIONS, MemoryOptions
-
-CONSTRUCTED: set[type] = set()
 
 
 def patch_model(model, *, base_only: bool = False, **options):
@@ -147,9 +143,8 @@ def _convert(config, config_class, values: dict, **options):
 def _adopt(model, base, class_of, config) -> None:
     """Makes the model, and the base model inside it, instances of their other classes, with the other configuration."""
     before = model.config
-    _construct_once(class_of(type(model)), config)
     for part in {model, base}:
-        part.__class__ = class_of(type(part))
+        become(part, class_of(type(part)))
     for module in (model, *_modules_of(base)):
         if getattr(getattr(module, "config", None), "model_type", None) == before.model_type:
             module.config = config
@@ -162,12 +157,3 @@ def _modules_of(base):
         module = waiting.pop()
         yield module
         waiting += [child for child in module.children() if not isinstance(child, PreTrainedModel)]
-
-
-def _construct_once(model_class: type, config) -> None:
-    """transformers learns at construction which outputs a class can record (`output_attentions`); an adopted class may
-    never have been constructed, so one is, without memory for it."""
-    if model_class not in CONSTRUCTED:
-        with torch.device("meta"):
-            model_class(copy.deepcopy(config))
-        CONSTRUCTED.add(model_class)

@@ -12,6 +12,7 @@ Parts:
     decoding   cache bytes and seconds of a new token after long contexts, beside stock GPT-2's growing cache
     options    a training step with one option of the memory changed at a time
     compiled   a training step and new tokens as they are and under torch.compile
+    pretrained prompts and new tokens of a checkpoint (--model) as it is and with Infini-attention
 
 Contestants take turns in one process, in a new random order every round; figures are medians of the rounds with the
 extremes, and ratios are taken within the rounds. Memory is the real peak: of a fresh process's resident set on a CPU, of
@@ -27,19 +28,22 @@ from typing import Literal
 
 from cli import UserError, exit_on_error, option, parse_options
 
-PARTS = ["attention", "scaling", "model", "decoding", "options", "compiled"]
+PARTS = ["attention", "scaling", "model", "decoding", "options", "compiled"]  # without being asked for
 
 
 @dataclass
 class Options:
     out: str = field(metadata={"help": "JSON file to write.", "group": "output"})
-    parts: list[str] = option(PARTS, "What to measure.", choices=PARTS, group="measurement")
+    parts: list[str] = option(PARTS, "What to measure.", choices=[*PARTS, "pretrained"], group="measurement")
+    model: str | None = option(None, "pretrained: folder or name on the Hub of a plain language model.")
     size: Literal["small", "mini", "tiny"] = option("small", "GPT-2 small; the study's model; one to see that all runs.")
-    dtypes: list[str] = option(["float32", "bfloat16"], "Of the layer, and of training (bfloat16: autocast).",
-                               choices=["float32", "bfloat16"])  # fmt: skip
+    dtypes: list[str] = option(["float32", "bfloat16"], "Of the layer, of training (bfloat16: autocast), of a checkpoint's "
+                               "weights (int8: by torchao, the rest bfloat16).",
+                               choices=["float32", "bfloat16", "int8"])  # fmt: skip
     shapes: list[str] | None = option(None, "attention: TOKENSxSEGMENT, tokens and tokens in a segment (or a window).")
     contestants: list[str] | None = option(None, "attention: names of contestants; default: all.")
-    contexts: list[int] | None = option(None, "model, options, compiled: tokens in a row of a training step.")
+    contexts: list[int] | None = option(None, "model, options, compiled: tokens in a row of a training step. pretrained: "
+                                        "tokens of a prompt.")
     rounds: int = option(5, "Rounds, each timing every contestant once.")
     device: str = option("cpu", "cpu, cuda, …", group="machine")
     threads: int | None = option(None, "CPU threads; default: torch's own choice.")
@@ -55,6 +59,11 @@ def main(argv: list[str] | None = None) -> None:
         for number in value if isinstance(value, list) else [value]:
             if number is not None and number <= 0:
                 raise UserError(f"--{name} must be greater than 0, got {number}")
+
+    if ("pretrained" in options.parts) != (options.model is not None):
+        raise UserError("--parts pretrained and --model NAME go together: give both or neither")
+    if "int8" in options.dtypes and options.parts != ["pretrained"]:
+        raise UserError("--dtypes int8 is for --parts pretrained only")
 
     import torch
     from tqdm import tqdm
@@ -75,7 +84,8 @@ def main(argv: list[str] | None = None) -> None:
         measurement.keep_freed_memory()
     size = parts.SIZES[options.size]
     size = replace(size, shapes=shapes or size.shapes, contexts=tuple(options.contexts or size.contexts))
-    spec = models.ModelSpec(**size.model, device=options.device, seed=options.seed)
+    size = replace(size, read=tuple(options.contexts or size.read))
+    spec = models.ModelSpec(**size.model, checkpoint=options.model, device=options.device, seed=options.seed)
     how = parts.How(spec, size, options.dtypes, names, options.rounds, options.threads)
     out = Path(options.out)
     out.parent.mkdir(parents=True, exist_ok=True)

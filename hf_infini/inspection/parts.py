@@ -125,10 +125,10 @@ def _infini_parts(module: MemoryLayerMixin, hidden_states: Tensor, layout: GridL
         start = (start_memory.to(value.dtype), start_normaliser.to(value.dtype))
         has_memory = torch.ones(1, layout.segments, dtype=torch.bool, device=value.device)
     log_weight = module.log_weight(call)
-    written = key if log_weight is None else key + _widen(log_weight)
-    queries, keys, values = (layout.to_grid(tensor, None) for tensor in (query, written, value))
-    keys, values = (layout.delay(grid).transpose(2, 3) for grid in (keys, values))
-    keys, queries = rule.features(keys), rule.features(queries.transpose(2, 3))
+    log_weight = log_weight if log_weight is None else _widen(log_weight)
+    grids = (part if part is None else layout.to_grid(part, None) for part in (key, value, log_weight))
+    keys, values, log_weight = (grid if grid is None else layout.delay(grid).transpose(2, 3) for grid in grids)
+    keys, queries = rule.key_features(keys, log_weight), rule.query_features(layout.to_grid(query, None).transpose(2, 3))
     if group.written is not None:
         keys = keys * group.written[:, :, None, :, None]
     incoming = (first.expand(batch, *first.shape) for first in start)

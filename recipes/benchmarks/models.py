@@ -19,13 +19,14 @@ KINDS = ("infini", "gpt2")
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """Sizes of both models, and the segments of the one that has some."""
+    """Sizes of both models, and the segments of the one that has some; `checkpoint` is the model of the part pretrained."""
 
     n_layer: int = 12
     n_embd: int = 768
     n_head: int = 12
     vocab_size: int = 50257
     segment_length: int = 256
+    checkpoint: str | None = None
     device: str = "cpu"
     seed: int = 0
 
@@ -88,10 +89,11 @@ def prepare_training(kind: str, spec: ModelSpec, context: int, rows: int, dtype:
 
 
 def random_cache(model, context: int) -> DynamicCache:
-    """Stock GPT-2's cache after `context` tokens, of random keys and values: what a step costs does not depend on them."""
+    """A stock model's cache after `context` tokens, of random keys and values: what a step costs does not depend on them."""
     cache, config = DynamicCache(config=model.config), model.config
-    shape = (1, config.n_head, context, config.n_embd // config.n_head)
-    for layer in range(config.n_layer):
+    heads, width = config.num_attention_heads, getattr(config, "head_dim", None)
+    shape = (1, getattr(config, "num_key_value_heads", heads), context, width or config.hidden_size // heads)
+    for layer in range(config.num_hidden_layers):
         keys, values = (torch.randn(shape, device=model.device, dtype=model.dtype) for _ in range(2))
         cache.update(keys, values, layer)
     return cache

@@ -16,6 +16,7 @@ from support.measurement import cache_bytes
 from . import contestants, measuring, models
 from .contestants import BASE, Problem, Shape
 from .models import KINDS, ModelSpec
+from .pretrained import pretrained
 
 RULES = ("infini", "infini-delta")  # what is measured where this package is measured against itself
 SKIP_ABOVE = 60.0  # seconds; a layer that takes more in a process of its own is not timed (CPU)
@@ -25,6 +26,7 @@ CHANGES = {
     UNCHANGED: {},
     "update_rule=delta": {"update_rule": "delta"},
     "feature_map=exp": {"feature_map": "exp"},
+    "feature_map=learned": {"feature_map": "learned"},
     "denominator=shared": {"denominator": "shared"},
     "local_segments=1": {"local_segments": 1},
     "memory_conv=3": {"memory_conv": 3},
@@ -43,7 +45,8 @@ class Size:
         shapes: (tokens, segment length) of one layer; lengths: tokens that double, in segments of the model's length;
             segments: segment lengths at `lengths[1]` tokens.
         contexts, rows: of a training step; prompts: tokens that are read; stock_prompt: the longest for stock GPT-2, which
-            takes quadratic time; padded: rows and longest prompt of a padded batch; after: contexts of new tokens.
+            takes quadratic time; padded: rows and longest prompt of a padded batch; after: contexts of new tokens; read:
+            prompts of a pretrained checkpoint.
     """
 
     model: dict
@@ -56,6 +59,7 @@ class Size:
     stock_prompt: int = 16384
     padded: tuple = (16, 512)
     after: tuple = (1024, 8192, 65536)
+    read: tuple = (2048, 8192, 32768, 65536)
     chunk: int = 4096
 
 
@@ -64,7 +68,7 @@ TINY = {"n_layer": 1, "n_embd": 32, "n_head": 2, "vocab_size": 97, "segment_leng
 SIZES = {
     "small": Size({}),  # GPT-2 small
     "mini": Size(MINI, contexts=(1024,), rows=4),  # the study's
-    "tiny": Size(TINY, ((64, 8),), (64, 128), (8,), (40,), 1, (90, 200), 100, (3, 20), (50, 400), 70),
+    "tiny": Size(TINY, ((64, 8),), (64, 128), (8,), (40,), 1, (90, 200), 100, (3, 20), (50, 400), (50, 150), 70),
 }
 
 
@@ -263,4 +267,4 @@ def _rows(same: dict, names) -> dict[str, dict]:
     return {name: {**same, "name": name} for name in names}
 
 
-PARTS = {function.__name__: function for function in (attention, scaling, model, decoding, options, compiled)}
+PARTS = {function.__name__: function for function in (attention, scaling, model, decoding, options, compiled, pretrained)}

@@ -1,10 +1,10 @@
 """Loading a trained model for evaluation and generation, and how long its inputs may be."""
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cli import UserError
 from hf_infini.configurations import context_limit
+from hf_infini.loading import load_causal_lm, load_tokenizer
 from hf_infini.memory_layer import gates_of
 from support.measurement import keep_freed_memory
 
@@ -15,15 +15,15 @@ def load_model(name: str, device: str = "auto"):
     Args:
         device: a torch device, or "auto" for the GPU where there is one.
 
-    Raises UserError when there is no such model or device.
+    Raises UserError when there is no such model or device, or the model is damaged.
     """
     if device == "auto":
         device = str(torch.accelerator.current_accelerator() or "cpu") if torch.accelerator.is_available() else "cpu"
     try:
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, trust_remote_code=False)
-        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise UserError(f"--model: cannot load {name}: {str(error).splitlines()[0]}") from error
+        model = load_causal_lm(name, dtype=torch.float32)
+        tokenizer = load_tokenizer(name, model)
+    except ValueError as error:
+        raise UserError(f"--model: cannot load {name}: {error}") from error
     if device == "cpu":
         keep_freed_memory()
     try:

@@ -23,15 +23,19 @@ class Case:
     options: dict = field(default_factory=dict)
 
     def leaves(self) -> list[torch.Tensor]:
-        """Fresh copies that ask for gradients: query, key, value, gate, and the log weights if there are any."""
+        """Fresh copies that ask for gradients: query, key, value, gate, then log weights and feature maps if any."""
         tensors = [self.query, self.key, self.value, self.gate]
         tensors += [self.options[name] for name in TENSORS[3:] if name in self.options]
+        tensors += self.options.get("feature_maps", ())
         return [tensor.detach().clone().requires_grad_() for tensor in tensors]
 
     def call(self, function, leaves=None, cuts=(), state=None):
         """Runs the case in one call, or in one call for each part between `cuts`; returns the output and the last state."""
-        query, key, value, gate, *weight = leaves or self.leaves()
-        whole = dict(self.options) | dict(zip(TENSORS[3:], weight, strict=False))
+        query, key, value, gate, *others = leaves or self.leaves()
+        names = [name for name in TENSORS[3:] if name in self.options]
+        whole = dict(self.options) | dict(zip(names, others, strict=False))
+        if "feature_maps" in whole:
+            whole["feature_maps"] = tuple(others[-2:])
         edges = [0, *cuts, query.shape[2]]
         outputs = []
         for begin, end in zip(edges, edges[1:], strict=False):
@@ -48,7 +52,7 @@ class Case:
 
 def random_case(seed: int, dtype=torch.float32, **fixed) -> Case:
     """A small problem of random shape: any of ragged padding, packing, grouped heads, sinks, log weights, rotary,
-    soft cap, query weights."""
+    soft cap, query weights, feature maps."""
     pick = random.Random(seed)
     draw = torch.Generator().manual_seed(seed)
 
@@ -84,6 +88,9 @@ def random_case(seed: int, dtype=torch.float32, **fixed) -> Case:
     options |= fixed
     if pick.random() < 0.4 and "rotary" not in fixed:
         options["rotary"] = rotary_of(segment_length, options, width, dtype)
+    if pick.random() < 0.3 and "feature_maps" not in fixed:  # near the identity, as they begin
+        heads = (kv_heads * heads_per_key, kv_heads)
+        options["feature_maps"] = tuple(torch.eye(width, dtype=dtype) + 0.3 * normal(count, width, width) for count in heads)
     return Case(
         query=normal(batch, kv_heads * heads_per_key, tokens, width),
         key=normal(batch, kv_heads, tokens, width),

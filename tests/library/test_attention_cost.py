@@ -35,12 +35,12 @@ print(peak / (tokens * 4 * 64 * 4))
 @pytest.mark.slow
 @pytest.mark.parametrize(("length", "mode"), [(16, "plain"), (16, "packed"), (256, "plain")])
 def test_peak_memory_of_a_long_sequence(length, mode):
-    """100,000 tokens, forward and backward, in units of one of q, k, v: they and their gradients are 6 of them, output and
+    """40,000 tokens, forward and backward, in units of one of q, k, v: they and their gradients are 6 of them, output and
     its gradient 2. Stored for the backward pass are q, k and v with the heads first, σ(q), σ(k), the read and the local
     output (7; the backward pass frees them as it goes), and a state for each step of at least a head's width (1 to 2; 8 for
     packed documents, whose steps are segments of 16). A state per segment in the plain form would add 8 more, a quadratic
-    mask 400."""
-    command = [sys.executable, "-c", PEAK, "100000", str(length), mode]
+    mask 160."""
+    command = [sys.executable, "-c", PEAK, "40000", str(length), mode]
     # glibc then gives every large block back when it is freed; as it is, it keeps as much again, more or less by chance
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "1000000"}
     units = float(subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout)

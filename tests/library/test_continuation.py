@@ -19,7 +19,7 @@ MODELS = {
     "table": lambda: infini_gpt2(n_positions=96, segment_length=5, update_rule="delta", local_segments=1),
     "rope": lambda: infini_gpt2(position_encoding="rope", memory_conv=3, segment_length=4, memory_init="learned"),
     "mixed": lambda: infini_gpt2(layers=[1], position_encoding="segment"),
-    "exp": lambda: infini_gpt2(feature_map="exp", memory_write="learned", denominator="shared", segment_length=3),
+    "exp": lambda: infini_gpt2(feature_map="learned", memory_write="learned", denominator="shared", segment_length=3),
     "causal_mha": lambda: causal_mha(attention="infini", segment_length=4, local_segments=1, position_encoding="rope"),
     "learned": lambda: causal_mha(attention="infini", segment_length=6, n_positions=96),
 }

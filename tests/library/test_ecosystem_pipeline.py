@@ -8,6 +8,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TextIteratorStream
 
 from corpora.biographies import biography_documents
 from corpora.tokenization import train_bpe
+from decoders import decoder
+from hf_infini import patch_model
 from models import causal_mha, infini_gpt2
 
 TEXTS = [document.text for document in biography_documents(10)]
@@ -15,6 +17,7 @@ PROMPTS = [TEXTS[0][:60], TEXTS[1][:9], TEXTS[2][:110]]  # within one segment, l
 KINDS = {
     "learned": lambda **ids: infini_gpt2(position_encoding="learned", n_positions=128, **ids),
     "segment": lambda **ids: infini_gpt2(position_encoding="segment", memory_conv=3, **ids),
+    "llama": lambda **ids: patch_model(decoder("llama", **ids), segment_length=8, local_segments=1, sink_tokens=2),
     "causal_mha_infini": lambda **ids: causal_mha(attention="infini", segment_length=8, position_encoding="rope", **ids),
     "causal_mha_global": lambda **ids: causal_mha(position_encoding="alibi", **ids),
 }
@@ -61,3 +64,14 @@ def test_a_streamer_gives_the_same_text_piece_by_piece(folder):
     thread.join()
     assert "".join(pieces) == greedy(folder, PROMPTS[0], 12)
     assert len(pieces) > 1
+
+
+def test_a_chat_is_the_text_that_its_template_gives(folder):
+    template = "{% for turn in messages %}{{ turn.role }}: {{ turn.content }}\n{% endfor %}"
+    (folder / "chat_template.jinja").write_text(template + "{% if add_generation_prompt %}assistant: {% endif %}")
+    generate = pipeline("text-generation", model=str(folder), device="cpu")
+    (folder / "chat_template.jinja").unlink()
+    chat = [{"role": "user", "content": PROMPTS[0]}]
+    [found] = generate(chat, max_new_tokens=8, do_sample=False)
+    answer = found["generated_text"][-1]
+    assert answer == {"role": "assistant", "content": greedy(folder, f"user: {PROMPTS[0]}\nassistant: ", 8)}

@@ -184,6 +184,25 @@ def test_what_a_layer_does_beside_rotary_attention_is_found(monkeypatch):
     assert type(model).__name__ == "LlamaForCausalLM" and torch.equal(model(ids).logits, wanted)
 
 
+@pytest.mark.parametrize("model_type", ["llama", "smollm3"])
+def test_frozen_models_are_patched(model_type):
+    model, ids = decoder(model_type).requires_grad_(False), token_ids(1, 20)
+    wanted = model(ids).logits
+    torch.testing.assert_close(patch_model(model, segment_length=32)(ids).logits, wanted, **FLOAT32)
+
+
+def test_a_layer_that_takes_no_memory_leaves_the_model_as_it_was(monkeypatch):
+    def fail(layer, tables):
+        raise ValueError(f"layer {layer.layer_idx} is called otherwise")
+
+    model, ids = decoder("llama"), token_ids(1, 20)
+    wanted = model(ids).logits
+    monkeypatch.setattr(InfiniAttentionMixin, "_turns_states", fail)
+    with pytest.raises(ValueError, match="layer 0 is called otherwise"):
+        patch_model(model, **WINDOW)
+    assert type(model).__name__ == "LlamaForCausalLM" and torch.equal(model(ids).logits, wanted)
+
+
 @pytest.mark.parametrize("model_type", sorted(set(sum(REFUSED.values(), ())) & set(CONFIG_MAPPING)))
 def test_families_that_cannot_are_refused_by_name(model_type):
     with pytest.raises(ValueError, match=f"a '{model_type}' cannot have Infini-attention: "):

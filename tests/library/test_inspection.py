@@ -29,7 +29,7 @@ INFINIS = [
     {"update_rule": "delta", "memory_init": "noise", "segment_length": 5},
     {"layers": [0, 2], "attn_implementation": "eager"},
     {"position_encoding": "rope", "local_segments": 1, "layers": [0, 2]},
-    {"feature_map": "exp", "memory_write": "learned", "memory_conv": 2, "denominator": "shared"},
+    {"feature_map": "learned", "memory_write": "learned", "memory_conv": 2, "denominator": "shared"},
     {"layers": [1], "memory_init": "learned", "update_rule": "delta", "scale_attn_by_inverse_layer_idx": True},
 ]
 MHAS = [
@@ -51,7 +51,7 @@ all_models = pytest.mark.parametrize(("make", "options"), MODELS, ids=lambda val
 def learned_start(model):
     """Starts of the memory, convolutions and weights of what is written that are not the same for all heads and places."""
     for name, parameter in model.named_parameters():
-        if name.rsplit(".")[-1] in ("start_memory", "start_normaliser", "memory_conv", "memory_write"):
+        if name.rsplit(".")[-1] in ("start_memory", "start_normaliser", "memory_conv", "memory_write", "query_map"):
             parameter.data.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
     return model
 

@@ -282,7 +282,7 @@ def test_foreign_files_are_refused(kept, tmp_path):
         message = f"{name} has format version {version}, and this version of hf_infini reads 2: have this one read the text"
         with pytest.raises(MemoryFileError, match=message):
             InfiniCache.from_pretrained(tmp_path / name, infini_gpt2())
-    with pytest.raises(FileNotFoundError, match="there is no memory file"):
+    with pytest.raises(MemoryFileError, match="there is no memory file"):
         InfiniCache.from_pretrained(tmp_path / "nowhere", infini_gpt2())
 
 

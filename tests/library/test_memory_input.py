@@ -5,6 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import hf_infini.memory_layer
+from decoders import decoder
 from hf_infini import InfiniGPT2Config, naive_infini_attention, patch_model, unpatch_model
 from hf_infini.convolution import short_convolution
 from hf_infini.segments import segment_layout
@@ -25,13 +26,17 @@ families = pytest.mark.parametrize("make", [infini_gpt2, scratch], ids=["infini_
 
 
 def convolved(seed=0, make=infini_gpt2, **options):
-    """A float64 model whose convolution, and what tokens weigh if that is learned, are far from their starts at zero."""
+    """A float64 model whose convolution, and what tokens weigh and feature maps if they are learned, are far from their
+    starts."""
     model = make(seed, **{"memory_conv": 3} | options).double()
     for block in model.transformer.h:
         if hasattr(block.attn, "memory_conv"):
             block.attn.memory_conv.data.normal_()
         if hasattr(block.attn, "memory_write"):
             block.attn.memory_write.data.normal_(std=0.3)
+        if hasattr(block.attn, "query_map"):
+            for weight in (block.attn.query_map, block.attn.key_map):
+                weight.data.add_(torch.randn_like(weight), alpha=0.3)
     return model
 
 
@@ -77,7 +82,7 @@ def test_the_convolution_is_its_formula_document_by_document(taps):
     assert torch.equal(latest, inputs[:, 50 - (taps - 1) :])
 
 
-OURS = {"feature_map": "exp", "denominator": "shared", "memory_write": "learned", "position_encoding": "rope"}
+OURS = {"feature_map": "learned", "denominator": "shared", "memory_write": "learned", "position_encoding": "rope"}
 
 
 @pytest.mark.slow
@@ -186,8 +191,36 @@ def test_weights_start_equal_are_learned_and_come_back(tmp_path):
     assert torch.equal(unpatch_model(model)(ids).logits, gpt2()(ids).logits)
 
 
+@pytest.mark.parametrize("make", [gpt2, lambda: decoder("llama")], ids=["gpt2", "llama"])
+def test_learned_feature_maps_start_as_exp_are_trained_and_come_back(make, tmp_path):
+    """The second has two query heads to a key's, each with a map; below, each head against the naive reference."""
+    ids, options = token_ids(2, 50), {"segment_length": 8, "local_segments": 1}
+    plain = patch_model(make(), **options, feature_map="exp")(ids).logits
+    model = patch_model(make(), **options, feature_map="learned")
+    assert torch.equal(model(ids).logits, plain)
+    model(ids, labels=ids).loss.backward()
+    for name, parameter in model.named_parameters():
+        if name.endswith(("query_map", "key_map")):
+            assert bool((parameter.grad != 0).flatten(1).any(1).all())
+            parameter.data.add_(torch.randn_like(parameter), alpha=0.3)
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(loaded(ids).logits, model(ids).logits) and not torch.allclose(model(ids).logits, plain)
+    assert torch.equal(unpatch_model(model)(ids).logits, make()(ids).logits)
+
+
+def test_a_learned_feature_map_against_the_naive_reference():
+    model = convolved(memory_conv=0, feature_map="learned", local_segments=1)
+    attention, inputs = model.transformer.h[0].attn, torch.randn(2, 50, 32, dtype=torch.float64)
+    query, key, value, _ = attention.projections(inputs)
+    options = {"local_segments": 1, "feature_map": "exp", "feature_maps": (attention.query_map, attention.key_map)}
+    wanted = naive_infini_attention(query, key, value, attention.gate(), 8, **options)
+    wanted = attention.c_proj(wanted.transpose(1, 2).flatten(2))
+    torch.testing.assert_close(attention(inputs)[0], wanted, rtol=FLOAT64, atol=FLOAT64)
+
+
 def test_learned_weights_need_exponents():
-    with pytest.raises(Exception, match="give feature_map='exp' with it; got feature_map='elu'"):
+    with pytest.raises(Exception, match="give feature_map='exp' or 'learned' with it; got feature_map='elu'"):
         InfiniGPT2Config(segment_length=8, memory_write="learned")
 
 

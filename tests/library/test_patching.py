@@ -12,7 +12,9 @@ from transformers import (
     GPT2Model,
 )
 from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
+from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
+from decoders import decoder
 from hf_infini import (
     GPT2InfiniAttention,
     InfiniGPT2LMHeadModel,
@@ -38,6 +40,23 @@ def test_swaps_in_place_and_keeps_the_tensors():
     assert set(after) - set(tensors) == {f"transformer.h.{layer}.attn.gate.weight" for layer in range(3)}
     known = {id(parameter) for group in optimiser.param_groups for parameter in group["params"]}
     assert all(id(p) in known for name, p in model.named_parameters() if not name.endswith("gate.weight"))
+
+
+@pytest.mark.parametrize("make", [gpt2, lambda: decoder("llama")], ids=["gpt2", "llama"])
+def test_what_a_model_records_does_not_depend_on_other_models(make):
+    """transformers looks it up by class, and knows the classes that were constructed in this process: here, none."""
+    model, ids, known = make(), token_ids(2, 20), dict(_CAN_RECORD_REGISTRY)
+    model.set_attn_implementation("eager")
+    _CAN_RECORD_REGISTRY.clear()
+    try:
+        for change in (lambda: patch_model(model, **OPTIONS), lambda: unpatch_model(model)):
+            change()
+            output = model(ids, output_attentions=True, output_hidden_states=True)
+            layers = model.config.num_hidden_layers
+            assert len(output.attentions) == layers and len(output.hidden_states) == layers + 1
+    finally:
+        _CAN_RECORD_REGISTRY.clear()
+        _CAN_RECORD_REGISTRY.update(known)
 
 
 def test_the_patched_layer_computes_infini_attention():

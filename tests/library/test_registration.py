@@ -4,20 +4,66 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import tokenizers
 import torch
-from transformers import AutoTokenizer, GPT2Config, GPT2Tokenizer, Trainer, TrainingArguments
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoProcessor,
+    AutoTokenizer,
+    GPT2Config,
+    GPT2Tokenizer,
+    Trainer,
+    TrainingArguments,
+)
 from transformers.modelcard import TrainingSummary
 
+import hf_infini
+from decoders import decoder
 from hf_infini import InfiniGPT2Config, patch_model
+from hf_infini.configuration_infini import infini_config
 from models import causal_mha, gpt2, infini_gpt2, token_ids
 
 FAMILIES = {
     "patched": lambda: patch_model(gpt2(), segment_length=8),
+    "llama": lambda: patch_model(decoder("llama"), segment_length=8),
+    "gemma2": lambda: patch_model(decoder("gemma2"), segment_length=8),
     "infini_gpt2": infini_gpt2,
     "causal_mha": causal_mha,
 }
+
+
+LAZY = """
+import sys
+from transformers import AutoConfig, AutoModelForCausalLM, conversion_mapping
+before = set(sys.modules)
+import hf_infini
+from hf_infini.families import PROBED
+made = {name for name in set(sys.modules) - before if name.startswith("transformers.models.")}
+assert not {name.split(".")[2] for name in made} & set(PROBED), made
+assert conversion_mapping._checkpoint_conversion_mapping_cache is None  # 0.3 s
+for folder in sys.argv[1:]:
+    config, model = AutoConfig.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
+    assert type(config).__name__.startswith("Infini") and type(config) is type(model.config), folder
+    assert type(model).__module__ == "hf_infini.families", folder
+"""
+
+
+@pytest.mark.slow
+def test_families_cost_nothing_until_one_is_loaded(tmp_path):
+    folders = [tmp_path / name for name in ("gpt2", "llama", "qwen3_moe")]
+    for folder in folders:
+        patch_model(decoder(folder.name), segment_length=8).save_pretrained(folder)
+    done = subprocess.run(
+        [sys.executable, "-c", LAZY, *folders],
+        env=os.environ | {"PYTHONPATH": str(Path(hf_infini.__file__).parents[1])},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def smoothed_loss(logits, labels, smoothing: float):
@@ -41,6 +87,35 @@ def test_smoothed_labels_are_those_of_the_next_token(model, tmp_path):
     # Float32 sums of the same 92 terms in another order
     torch.testing.assert_close(loss, wanted, rtol=1e-5, atol=1e-5)
     assert TrainingSummary.from_trainer(trainer, model_name="its card").tasks == "text-generation"
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2", "gemma2", "qwen3_moe", "gpt_neox"))],
+)
+def test_the_trainer_computes_the_loss_of_the_plain_model(model_type, tmp_path):
+    """Over the labels of two batches that it accumulates, of which there are not as many in each."""
+    rows = [{"input_ids": row, "labels": row.clone(), "attention_mask": torch.ones_like(row)} for row in token_ids(8, 24)]
+    for number, row in enumerate(rows):
+        row["labels"][: 2 * number] = -100
+
+    def train(model) -> tuple[Trainer, list[dict]]:
+        options = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 3, "logging_steps": 1}
+        options |= {"use_cpu": True, "report_to": "none", "save_strategy": "no", "disable_tqdm": True, "learning_rate": 1e-3}
+        for module in model.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.0
+        trainer = Trainer(model, TrainingArguments(str(tmp_path), **options), train_dataset=rows)
+        trainer.train()
+        return trainer, [line for line in trainer.state.log_history if "grad_norm" in line]
+
+    own, found = train(decoder(model_type)), train(patch_model(decoder(model_type), segment_length=24))
+    assert found[0].model_accepts_loss_kwargs is own[0].model_accepts_loss_kwargs is True
+    assert len(found[1]) == 3
+    for line, wanted in zip(found[1], own[1], strict=True):
+        # Sums of float32 in another order; gradients are those of weights that have moved by as much
+        assert line["loss"] == pytest.approx(wanted["loss"], rel=1e-4)
+        assert line["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-2)
 
 
 LOSS = """
@@ -82,3 +157,26 @@ def test_a_tokenizer_of_gpt2_is_one_beside_a_patched_model(tmp_path):
         tokenizer = AutoTokenizer.from_pretrained(tmp_path)
         assert type(tokenizer) is GPT2Tokenizer and tokenizer.eos_token == "<|endoftext|>"
         assert tokenizer("ab").input_ids == [3]
+
+
+@pytest.mark.parametrize("named", [None, "LlamaTokenizer", "GPT2Tokenizer", "PreTrainedTokenizerFast"])
+@pytest.mark.parametrize("model_type", ["llama", "gemma2", "qwen2", "phi3", "gpt_neox", "mistral"])
+def test_a_tokenizer_is_the_one_that_it_is_beside_the_own_model(model_type, named, tmp_path):
+    """transformers decides by type: whether to believe the class that the files name, and which it is without one."""
+    own = CONFIG_MAPPING[model_type]()
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0, "b": 1, "ab": 2, "<s>": 3}, [("a", "b")], unk_token="<s>"))
+    backend.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": named} if named else {}))
+    (tmp_path / "chat_template.jinja").write_text("{% for turn in messages %}{{ turn.content }}{% endfor %}")
+
+    def loaded(config):
+        config.save_pretrained(tmp_path)
+        assert AutoConfig.from_pretrained(tmp_path).model_type == config.model_type
+        tokenizer, processor = (auto.from_pretrained(tmp_path) for auto in (AutoTokenizer, AutoProcessor))
+        assert type(processor) is type(tokenizer)
+        turns = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "b"}]
+        return type(tokenizer), tokenizer("ab").input_ids, tokenizer.apply_chat_template(turns, tokenize=False)
+
+    wanted = loaded(own)
+    assert loaded(infini_config(type(own))(segment_length=8, layers=[0])) == wanted
+    assert wanted[2] == "abb"

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 import hf_infini
+from decoders import decoder
+from hf_infini import patch_model
 from models import causal_mha, infini_gpt2
 
 SCRIPT = """
@@ -54,7 +56,13 @@ assert type(again) is type(own)
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "make", [infini_gpt2, lambda: causal_mha(attention="infini", segment_length=8)], ids=["gpt2", "mha"]
+    "make",
+    [
+        infini_gpt2,
+        lambda: causal_mha(attention="infini", segment_length=8),
+        lambda: patch_model(decoder("llama"), segment_length=8),
+    ],
+    ids=["gpt2", "mha", "llama"],
 )
 def test_a_cache_of_the_other_copy_is_refused_with_where_each_is_from(make, tmp_path):
     make().save_pretrained(tmp_path / "model")

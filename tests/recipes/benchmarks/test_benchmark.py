@@ -15,6 +15,7 @@ from benchmarks import contestants, measuring, models
 from benchmarks.contestants import Shape
 from benchmarks.models import ModelSpec
 from benchmarks.parts import CHANGES, PARTS, UNCHANGED
+from decoders import decoder
 from running import ROOT, load_recipe
 
 pytestmark = pytest.mark.slow  # they share trained runs
@@ -122,6 +123,8 @@ def test_every_change_changes_what_is_computed():
             torch.nn.init.ones_(model.transformer.h[0].attn.memory_conv)
         if name == "memory_write=learned":
             torch.nn.init.normal_(model.transformer.h[0].attn.memory_write)
+        if name == "feature_map=learned":
+            torch.nn.init.normal_(model.transformer.h[0].attn.query_map)
     logits = {name: model(ids).logits for name, model in found.items()}
     assert all(not torch.allclose(logits[name], logits[UNCHANGED]) for name in CHANGES if name != UNCHANGED)
 
@@ -133,6 +136,26 @@ def test_a_new_token_after_long_contexts(everything):
     assert rows[0]["cache_bytes"] == rows[2]["cache_bytes"]
     assert rows[1]["cache_bytes"] == (50 + 8 * 3) * 2 * 32 * 4  # tokens, keys and values, width, float32; one layer
     assert all(0 < row["seconds_lowest"] <= row["seconds"] <= row["seconds_highest"] for row in rows)
+
+
+def test_a_checkpoint_as_it_is_and_with_a_memory(tmp_path):
+    model = decoder("llama")
+    model.save_pretrained(tmp_path / "llama")
+    settings = ["--parts", "pretrained", "--model", tmp_path / "llama", "--contexts", "50", "150"]
+    measure(*TINY, *settings, "--out", tmp_path / "x.json", "--dtypes", "float32", "int8")
+    prompts = rows_of(tmp_path / "x.json", "pretrained", "prompt")
+    both = [(tokens, name) for tokens in (50, 150) for name in ("infini", "stock")]
+    assert [(row["tokens"], row["name"]) for row in prompts] == 2 * (both[:2] + both[2:3])  # 150 are too many for stock
+    assert all(row["peak_bytes"] >= 0 and row["tokens_per_second"] > 0 for row in prompts)
+    tokens = rows_of(tmp_path / "x.json", "pretrained", "new token")
+    assert [(row["tokens"], row["name"], row["dtype"]) for row in tokens] == [
+        (*case, dtype) for dtype in ("float32", "int8") for case in both
+    ]
+    config, added = model.config, 8 * 3
+    keys = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+    assert tokens[1]["cache_bytes"] == (50 + added) * keys * 4 and tokens[3]["cache_bytes"] == (150 + added) * keys * 4
+    assert tokens[5]["cache_bytes"] == (50 + added) * keys * 2
+    assert tokens[0]["cache_bytes"] == tokens[2]["cache_bytes"]
 
 
 def test_files_of_a_run(everything):
@@ -150,7 +173,7 @@ def test_what_was_measured_before_an_error_is_kept(tmp_path, monkeypatch):
         raise RuntimeError("of a contestant")
 
     monkeypatch.setitem(PARTS, "decoding", broken)
-    with pytest.raises(RuntimeError, match="of a contestant"):
+    with pytest.raises(SystemExit):
         measure(*TINY, "--parts", "decoding", "--out", tmp_path / "x.json")
     assert [row["name"] for row in rows_of(tmp_path / "x.json", "decoding")] == ["b"]
 
@@ -163,6 +186,8 @@ def test_what_was_measured_before_an_error_is_kept(tmp_path, monkeypatch):
         (["--rounds", "0"], "--rounds must be greater than 0, got 0"),
         (["--contexts", "5", "-1"], "--contexts must be greater than 0, got -1"),
         (["--contestants", "infini", "loops"], "there is no loops; allowed are infini, infini-delta, "),
+        (["--parts", "pretrained"], "--parts pretrained and --model NAME go together"),
+        (["--dtypes", "int8"], "--dtypes int8 is for --parts pretrained only"),
         (["--device", "cuda"], "torch finds no GPU here"),
     ],
 )

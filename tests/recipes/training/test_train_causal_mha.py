@@ -182,7 +182,7 @@ def test_defaults_are_the_configurations_own(tokenizer):
         ({"position_encoding": "alibi", "max_distance": 9}, "--max_distance belongs to .* relative_key or t5 and does"),
         ({"attention": "infini", "position_encoding": "alibi"}, "attention='infini' goes with position_encoding"),
         ({"attention": "none", "position_encoding": "rope"}, "attention='none' has none"),
-        ({"attention": "local", "sliding_window": 0}, "needs a sliding_window of 1 token or more; got 0"),
+        ({"attention": "local", "sliding_window": 0}, "sliding_window must be at least 1; got 0"),
         ({"n_head": 3}, "n_head=3 must divide n_embd=256"),
         ({"activation_function": "sigmoidal"}, "activation_function must be one of"),
         ({"dropout": 1.5}, "dropout must be at least 0 and below 1"),

@@ -1,0 +1,101 @@
+"""A language model and its tokenizer from any folder: whole, and fitting each other, or a ValueError of one line."""
+
+import hashlib
+import json
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from .checkpoints import HUB_OPTIONS, REMEDY, Checkpoint, one_line, read_json
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json")
+
+
+def load_causal_lm(path, **options) -> PreTrainedModel:
+    """The causal language model of a folder or Hub name, with all of its weights: none is random but those of a memory that
+    `options` add.
+
+    Args:
+        path: where the model is. Its code is not run, unless `trust_remote_code=True` is given.
+        options: those of `AutoModelForCausalLM.from_pretrained`.
+
+    Raises:
+        ValueError: there is no such model, a file of it is damaged, or weights and configuration do not fit.
+    """
+    options = {"trust_remote_code": False} | options
+    hub = {name: options[name] for name in HUB_OPTIONS & options.keys()}
+    ignore = options.pop("ignore_mismatched_sizes", False)
+
+    def make(values: dict) -> PreTrainedModel:
+        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path, **hub))
+
+    try:
+        checkpoint = Checkpoint(path, make, **hub)
+        given = options | {"ignore_mismatched_sizes": True, "output_loading_info": True}  # the check below names them
+        model, info = AutoModelForCausalLM.from_pretrained(path, **given)
+        checkpoint.check(model, info, ignore)
+    except (torch.OutOfMemoryError, MemoryError):
+        raise
+    except Exception as error:  # nobody knows what all of transformers raises for what a file may hold
+        raise _as_value_error(path, "model", error) from error
+    head = sorted(name for name in info["missing_keys"] if not name.startswith(checkpoint.base))
+    if head:
+        raise ValueError(
+            f"{path} is no language model: its head is missing ({', '.join(head)}), and would be random. Save the whole "
+            "model there, not its base model."
+        )
+    return model
+
+
+def load_tokenizer(path, model: PreTrainedModel | None = None, **options) -> PreTrainedTokenizerBase:
+    """The tokenizer of a folder or Hub name.
+
+    Args:
+        path: where the tokenizer is. Its code is not run, unless `trust_remote_code=True` is given.
+        model: that is to read its ids. If its configuration has a `tokenizer_sha256`, [`fingerprint`] must give the same.
+        options: those of `AutoTokenizer.from_pretrained`.
+
+    Raises:
+        ValueError: there is none, a file of it is damaged, or it is the tokenizer of another model.
+    """
+    folder = Path(path, options.get("subfolder", ""))
+    try:
+        for name in TOKENIZER_FILES:
+            if (folder / name).is_file():
+                read_json(folder / name)
+        tokenizer = AutoTokenizer.from_pretrained(path, **{"trust_remote_code": False} | options)
+    except Exception as error:  # those of its library have no class of their own
+        raise _as_value_error(path, "tokenizer", error) from error
+    if len(tokenizer) <= len(tokenizer.all_special_ids):  # what transformers makes where there are no files
+        raise ValueError(f"{path} has no tokenizer: files are missing. Save it there, as it was when the model was trained.")
+    if model is not None:
+        _check_fit(path, tokenizer, model)
+    return tokenizer
+
+
+def _check_fit(path, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> None:
+    remedy = "Save the tokenizer there that the model was trained with."
+    rows = model.get_input_embeddings().weight.shape[0]
+    if len(tokenizer) > rows:
+        sizes = f"has {len(tokenizer)} tokens, and the model {rows}"
+        raise ValueError(f"the tokenizer of {path} {sizes}: it is another's. {remedy}")
+    recorded = getattr(model.config, "tokenizer_sha256", None)
+    if recorded is not None and recorded != fingerprint(tokenizer):
+        raise ValueError(
+            f"the tokenizer of {path} is not the model's: its tokens have other ids than tokenizer_sha256 in config.json "
+            f"says. {remedy}"
+        )
+
+
+def fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+    """The SHA-256 of a tokenizer's tokens and their ids; what tells tokenizers of the same size apart."""
+    return hashlib.sha256(json.dumps(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()
+
+
+def _as_value_error(path, what: str, error: Exception) -> ValueError:
+    reason = one_line(error)
+    if isinstance(error, (OSError, ValueError)) and str(path) in reason:
+        return ValueError(reason)
+    name = "" if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: "
+    return ValueError(f"the {what} of {path} cannot be loaded: {name}{reason} {REMEDY}.")

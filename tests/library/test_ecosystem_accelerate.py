@@ -1,0 +1,133 @@
+"""accelerate and FSDP with families: the layers that stay in one piece, weights on disk, layers on several devices."""
+
+import contextlib
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.trainer_pt_utils import get_module_class_from_name
+
+from decoders import TYPES, decoder, token_ids
+from hf_infini import AutoInfiniModelForCausalLM, InfiniCache, patch_model, unpatch_model
+from hf_infini.families import decoder_of
+from hf_infini.lookups import PREFIX
+
+accelerate = pytest.importorskip("accelerate", reason="pip install accelerate")
+
+WINDOW = {"segment_length": 8, "local_segments": 1, "sink_tokens": 2}
+QUICK = ("gpt2", "llama", "gemma2")
+some_types = pytest.mark.parametrize(
+    "model_type",
+    [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt_neox", "qwen3_moe", "smollm3"))],
+)
+
+
+def layers_of(model) -> torch.nn.ModuleList:
+    return next(child for child in decoder_of(model).children() if isinstance(child, torch.nn.ModuleList))
+
+
+def names_of_layers(model) -> list[str]:
+    layers = layers_of(model)
+    return [name for name, module in model.named_modules() if any(module is layer for layer in layers)]
+
+
+def device_map(model, layer) -> dict[str, str]:
+    """Everything on disk but the layers, of which `layer(number)` says where each is."""
+    places = {name: layer(number) for number, name in enumerate(names_of_layers(model))}
+    for name, module in model.named_modules():
+        if next(module.parameters(recurse=False), None) is not None and not any(name.startswith(p + ".") for p in places):
+            places[name] = "disk"
+    return places
+
+
+@pytest.mark.parametrize(
+    "model_type", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in TYPES]
+)
+def test_layers_are_kept_in_one_piece_as_in_the_plain_model(model_type):
+    own, model = decoder(model_type), patch_model(decoder(model_type), **WINDOW)
+    assert own._no_split_modules and model._no_split_modules == own._no_split_modules
+    for name in own._no_split_modules:
+        assert get_module_class_from_name(model, name) is get_module_class_from_name(own, name)
+    size = {name: accelerate.utils.compute_module_sizes(model)[name] for name in ("", *names_of_layers(model))}
+    most = {0: size[""] - 2 * min(size.values()), "cpu": 10**9}
+    places = accelerate.infer_auto_device_map(model, most, list(own._no_split_modules))
+    assert set(places.values()) == {0, "cpu"}
+    assert not [name for name in places if any(name.startswith(layer + ".") for layer in names_of_layers(model))]
+
+
+@some_types
+def test_weights_may_be_on_disk_until_they_are_needed(model_type, tmp_path):
+    own, ids = decoder(model_type), token_ids(2, 40)
+    own.save_pretrained(tmp_path / "plain")
+    model = patch_model(own, **WINDOW)
+    model.save_pretrained(tmp_path / "model")
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 5, "do_sample": False, "eos_token_id": None}
+    with torch.no_grad():
+        wanted, texts = model(ids).logits, model.generate(ids, **options)
+    maps = (
+        ("auto", {"max_memory": {"cpu": "60KB"}}),
+        (device_map(model, lambda number: "disk"), {}),
+        (device_map(model, lambda number: ("disk", "cpu")[number % 2]), {}),
+        ({"": "cpu"}, {}),
+    )
+    for places, sizes in maps:
+        loaded = AutoModelForCausalLM.from_pretrained(
+            tmp_path / "model", device_map=places, offload_folder=tmp_path / "disk", **sizes
+        )
+        kept = any(parameter.is_meta for parameter in loaded.parameters())
+        assert kept == (places != {"": "cpu"})
+        with torch.no_grad():
+            assert torch.equal(loaded(ids).logits, wanted)
+        assert torch.equal(loaded.generate(ids, **options), texts)
+    plain = {"device_map": maps[1][0], "offload_folder": tmp_path / "own"}
+    patched = patch_model(AutoModelForCausalLM.from_pretrained(tmp_path / "plain", **plain), **WINDOW)
+    with torch.no_grad():
+        assert torch.equal(patched(ids).logits, wanted)
+        assert torch.equal(unpatch_model(patched)(ids).logits, unpatch_model(model)(ids).logits)
+    with pytest.raises(ValueError, match="those of the memory are not in a plain checkpoint"):
+        AutoInfiniModelForCausalLM.from_pretrained(tmp_path / "plain", **plain, **WINDOW)
+
+
+@pytest.mark.parametrize("model_type", [*QUICK, pytest.param("smollm3", marks=pytest.mark.slow)])
+def test_layers_may_be_on_several_devices(model_type, monkeypatch):
+    """The second half of them is on "meta", whose operations refuse tensors of other devices, as a second GPU's do."""
+    monkeypatch.setattr(torch, "autocast", lambda *args, **kwargs: contextlib.nullcontext())  # "meta" has none
+    model, ids = patch_model(decoder(model_type), **WINDOW), token_ids(2, 40)
+    base, layers = decoder_of(model), layers_of(model)
+    after = [child for name, child in base.named_children() if "norm" in name or name == "ln_f"]
+    after += [child for child in model.children() if child is not base]
+    for module in (*layers, *base.children(), *model.children()):
+        if module is not base and module is not layers:
+            device = "meta" if any(module is each for each in (*layers[2:], *after)) else "cpu"
+            hook = accelerate.hooks.AlignDevicesHook(device, skip_keys=model._skip_keys_device_placement)
+            accelerate.hooks.add_hook_to_module(module.to(device), hook)
+    with torch.no_grad():
+        output = model(ids, use_cache=True)
+        cache = output.past_key_values
+        for more in (1, 20):
+            output = model(ids[:, :more], past_key_values=cache)
+            assert output.logits.is_meta
+    for layer, device in ((0, "cpu"), (3, "meta")):
+        tensors = cache._tensors().items()
+        assert {tensor.device.type for name, tensor in tensors if name.startswith(f"layers.{layer}.")} == {device}
+
+
+def test_a_memory_file_is_read_to_where_the_layers_are(tmp_path):
+    model, ids = patch_model(decoder("llama"), **WINDOW), token_ids(2, 40)
+    model.save_pretrained(tmp_path / "model")
+    with torch.no_grad():
+        cache = model(ids, use_cache=True).past_key_values
+        cache.save_pretrained(tmp_path / "read.safetensors", model)
+        wanted = model(ids[:, :9], past_key_values=cache).logits
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model", device_map={"": "cpu"})
+        found = InfiniCache.from_pretrained(tmp_path / "read.safetensors", loaded)
+        assert torch.equal(loaded(ids[:, :9], past_key_values=found).logits, wanted)
+
+
+def test_layers_that_take_no_keywords_must_be_on_one_device():
+    model = patch_model(decoder("stablelm"), **WINDOW)
+    assert model.config.model_type == PREFIX + "stablelm"
+    hook = accelerate.hooks.AlignDevicesHook("meta")
+    accelerate.hooks.add_hook_to_module(layers_of(model)[1].to("meta"), hook)
+    with pytest.raises(ValueError, match="stablelm and nemotron, must be on one device"):
+        model(token_ids(1, 20))

@@ -1,0 +1,54 @@
+"""8-bit weights by torchao in families, whose projections are `nn.Linear`: the plain model with the same weights."""
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, TorchAoConfig
+
+from decoders import TYPES, decoder, token_ids
+from hf_infini import AutoInfiniModelForCausalLM, patch_model
+
+torchao = pytest.importorskip("torchao.quantization", reason="pip install torchao")
+
+INT8 = torchao.Int8WeightOnlyConfig()
+QUICK = ("llama", "gemma2")
+each_type = pytest.mark.parametrize(
+    "model_type",
+    [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in TYPES if name != "gpt2"],
+)
+
+
+def quantized_layers(model) -> list[str]:
+    layers = ((name, layer) for name, layer in model.named_modules() if isinstance(layer, nn.Linear))
+    return [name for name, layer in layers if type(layer.weight.data) is not torch.Tensor]
+
+
+@each_type
+@torch.no_grad()
+def test_in_one_segment_it_is_the_plain_model_with_the_same_weights(model_type, tmp_path):
+    decoder(model_type).save_pretrained(tmp_path / "plain")
+    options, ids = {"quantization_config": TorchAoConfig(INT8)}, token_ids(2, 40)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", **options).eval()
+    loaded = AutoInfiniModelForCausalLM.from_pretrained(tmp_path / "plain", segment_length=64, **options).eval()
+    assert quantized_layers(loaded) == quantized_layers(plain) != []
+    assert all(gate.dtype == torch.float32 for name, gate in loaded.named_parameters() if name.endswith("attn.gate.weight"))
+    wanted = plain(ids, use_cache=False).logits
+    # Sums of float32 in another order, in four layers
+    torch.testing.assert_close(loaded(ids, use_cache=False).logits, wanted, rtol=1e-4, atol=1e-4)
+    patched = patch_model(plain, segment_length=64)
+    torch.testing.assert_close(patched(ids, use_cache=False).logits, wanted, rtol=1e-4, atol=1e-4)
+
+
+@each_type
+def test_a_saved_model_is_loaded_in_8_bits_and_decodes(model_type, tmp_path):
+    model, ids = patch_model(decoder(model_type), segment_length=8, local_segments=1, sink_tokens=2), token_ids(2, 30)
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=TorchAoConfig(INT8)).eval()
+    assert type(loaded) is type(model) and quantized_layers(loaded)
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 10, "do_sample": False, "eos_token_id": None}
+    cached, uncached = (loaded.generate(ids, use_cache=on, **options) for on in (True, False))
+    assert cached.shape == (2, 40) and torch.equal(cached, uncached)
+    with torch.no_grad():
+        given, exact = loaded(ids).logits, model(ids).logits
+    # See test_ecosystem_quantization.py; 4 to 7 projections in each of four layers. A token may get another expert
+    assert 0 < (given - exact).norm() / exact.norm() < (0.5 if hasattr(model.config, "num_experts_per_tok") else 0.1)
