@@ -147,6 +147,9 @@ def _end(code: int, status: str, reason: str, shown: str) -> None:
     _stdout_works()
     with contextlib.suppress(OSError):  # a full disk must not hide what happened
         report_failure(status, reason)
+    if "tqdm" in sys.modules:
+        for bar in list(sys.modules["tqdm"].tqdm._instances):  # the message begins on a line of its own
+            bar.close()
     print(shown, file=sys.stderr)
     raise SystemExit(code) from None
 

@@ -17,17 +17,25 @@ from cli import UserError, describe
 from hf_infini import __version__
 
 LOCK_FOLDER = ".stages"
+_OWNER_FILE = "made_by"  # in it
 LEFTOVER = f"*.{'[0-9a-f]' * 32}.part"  # what a killed process was writing, see [`_part_of`]
 _STAGE_FILE = "stage.json"
 
 
 @contextlib.contextmanager
-def locked_folder(path: Path) -> Iterator[Path]:
+def locked_folder(path: Path, owner: str | None = None) -> Iterator[Path]:
     """Makes the folder, holds a lock in it that dies with the process, and clears away what a killed run left.
 
+    Args:
+        path: the folder.
+        owner: the recipe that writes there. A folder that has anything else in it, or is another recipe's, is refused;
+            `None`: the caller sees to that itself.
+
     Raises:
-        UserError: the folder cannot be made, or another process holds it.
+        UserError: the folder cannot be made, another process holds it, or it is not the owner's.
     """
+    if owner is not None:
+        _check_owner(path, owner)
     from filelock import FileLock, Timeout
 
     try:
@@ -38,67 +46,130 @@ def locked_folder(path: Path) -> Iterator[Path]:
     except OSError as error:
         raise UserError(f"--out {path}: {describe(error)}") from error
     with lock:
+        if owner is not None:
+            write_text(path / LOCK_FOLDER / _OWNER_FILE, owner)
         for leftover in [*path.glob(LEFTOVER), *path.glob(f"{LOCK_FOLDER}/{LEFTOVER}")]:
             shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
         yield path
 
 
+def _check_owner(path: Path, owner: str) -> None:
+    """UserError unless the folder is missing, empty, or one that the recipe `owner` has begun."""
+    try:
+        there = next(path.iterdir(), None)
+        file = path / LOCK_FOLDER / _OWNER_FILE
+        found = file.read_text(encoding="utf-8") if file.is_file() else None
+    except (OSError, UnicodeDecodeError):  # what is wrong with the folder is said when it is locked
+        return
+    if found is None and there is not None and not (path / LOCK_FOLDER).is_dir():
+        raise UserError(f"--out {path} holds other files, such as {there.name}: choose a new or empty folder")
+    if found not in (None, owner):
+        raise UserError(f"--out {path} is a folder of {found}: choose another one")
+
+
 def source_files(source: str) -> list[Path]:
-    """The file `source`, or all files under the folder `source`, sorted; empty where it is a name and not a path."""
+    """The file `source`, or all files under the folder `source`, sorted; empty where it is a name and not a path.
+
+    Links that lead nowhere are among them: a text that is missing is not passed over.
+    """
     path = Path(source)
-    return [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
+    return [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file() or _leads_nowhere(file))
+
+
+def _leads_nowhere(file: Path) -> bool:
+    return file.is_symlink() and not file.exists()
 
 
 def state_of_files(source: str) -> list[tuple[str, int, int]]:
     """Name, size in bytes and time of change of the files of [`source_files`]: whether a source has changed."""
-    return [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in source_files(source)]
+    states = ((str(file), file.lstat() if _leads_nowhere(file) else file.stat()) for file in source_files(source))
+    return [(name, state.st_size, state.st_mtime_ns) for name, state in states]
 
 
-def run_stage(folder: Path, options: dict, build: Callable[[Path], dict]) -> dict:
-    """Makes `folder` unless it was made with the same options before, and returns its record.
+def run_stage(folder: Path, options: dict, build: Callable[[Path], dict], waiting: Path | None = None) -> dict:
+    """Makes `folder` unless it was made with the same options before and is whole, and returns its record.
 
     `build(partial)` writes into a new folder beside it and returns a JSON-safe result; the folder gets its name only
     when all is written, so a killed run leaves nothing that looks finished.
 
+    Args:
+        folder: what it makes.
+        options: JSON-safe; what the content depends on.
+        build: makes the content.
+        waiting: a new folder waits in here, and the old one stays, until [`replace_stages`] is called.
+
     Returns:
-        `{"key", "options", "result", "seconds", "reused"}`; `key` is a hash of the options, for stages that
-        build on this one.
+        `{"key", "options", "result", "files", "seconds", "reused", "folder"}`; `key` is a hash of the options, for stages
+        that build on this one, `files` is a [`seal`], `folder` is where the stage is now.
 
     Raises:
         UserError: `folder` exists and was not made by a stage (it stays as it is).
     """
     identity = json.dumps({"version": __version__, "options": options}, sort_keys=True)
     key = hashlib.sha256(identity.encode()).hexdigest()[:16]
-    if folder.exists():
-        try:
-            record = json.loads((folder / _STAGE_FILE).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            raise UserError(
-                f"{folder} exists and was not written by this program; move it away or choose another --out"
-            ) from None
-        if record["key"] == key:
-            return {**record, "reused": True}
-    partial = _part_of(folder)
+    target = folder if waiting is None else waiting / folder.name
+    for place in dict.fromkeys((folder, target)):
+        record = _read_stage(place)
+        if record is not None and record["key"] == key:
+            changed = damage(place, record["files"])
+            if changed is None:
+                return {**record, "reused": True, "folder": place}
+            print(f"{place}: {changed}, so it is made again", file=sys.stderr)
+    partial = _part_of(target)
     partial.mkdir(parents=True)
     start = time.perf_counter()
     try:
         result = build(partial)
-        record = {"key": key, "options": options, "result": result, "seconds": round(time.perf_counter() - start, 2)}
+        files = seal(partial, (file for file in partial.rglob("*") if file.is_file()))
+        record = {"key": key, "options": options, "result": result, "files": files}
+        record["seconds"] = round(time.perf_counter() - start, 2)
         (partial / _STAGE_FILE).write_text(json.dumps(record, indent=1, ensure_ascii=False), encoding="utf-8")
-        if folder.exists():
-            shutil.rmtree(folder)
-        partial.rename(folder)
+        _replace(target, partial)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    return {**record, "reused": False}
+    return {**record, "reused": False, "folder": target}
 
 
-def drop_stage(folder: Path, *files: Path) -> None:
-    """Deletes `files` and the folder of a stage that is no longer wanted; a folder that no stage made stays."""
-    if (folder / _STAGE_FILE).is_file():
-        for file in files:
-            file.unlink(missing_ok=True)
+def replace_stages(out: Path, waiting: Path, records: Iterable[dict], unwanted: Sequence[Path] = ()) -> None:
+    """Puts the stages that wait for it into `out`, whose manifest goes before the first of them.
+
+    Args:
+        out: the prepared folder.
+        waiting: that of [`run_stage`]; it is deleted.
+        records: what [`run_stage`] returned; `folder` of those that waited becomes the folder in `out`.
+        unwanted: files and folders of an earlier version, which are deleted; a folder that no stage made stays.
+    """
+    new = [record for record in records if record["folder"].parent == waiting]
+    old = [path for path in unwanted if path.is_file() or (path / _STAGE_FILE).is_file()]
+    if new or old:
+        (out / "manifest.json").unlink(missing_ok=True)
+    for record in new:
+        folder = out / record["folder"].name
+        _replace(folder, record["folder"])
+        record["folder"] = folder
+    for path in old:
+        path.unlink() if path.is_file() else shutil.rmtree(path)
+    shutil.rmtree(waiting, ignore_errors=True)
+
+
+def _read_stage(folder: Path) -> dict | None:
+    """The record of a stage's folder, None where there is no folder; a UserError where no stage made it."""
+    if not folder.exists():
+        return None
+    try:
+        record = json.loads((folder / _STAGE_FILE).read_text(encoding="utf-8"))
+        return {"files": {}, **record, "key": record["key"]}
+    except (OSError, ValueError, TypeError, KeyError):
+        raise UserError(
+            f"{folder} exists and was not written by this program, or its {_STAGE_FILE} is damaged; move it away or choose "
+            "another --out"
+        ) from None
+
+
+def _replace(folder: Path, new: Path) -> None:
+    if folder.exists():
         shutil.rmtree(folder)
+    new.rename(folder)
 
 
 def write_manifest(path: Path, *, options: dict, source: dict, record: dict, splits: Sequence[str], start: float) -> dict:

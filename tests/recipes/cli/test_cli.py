@@ -81,10 +81,10 @@ def test_a_file_and_flags_above_it(config):
         ("out: x\nrates: 3\n", [], "unknown option 'rates'; did you mean rate?"),
         ("out: x\nrate: fast\n", [], "invalid float value: 'fast'"),
         ("rate: 1\n", [], "required: --out"),
-        ("- a\n", [], "must hold `option: value` lines, got a list"),
+        ("- a\n", [], "must hold `name: value` lines, got a list"),
         ("a: [", [], "is not valid YAML"),
         ("out: x\n", ["--rat", "3"], "unrecognised arguments: --rat 3; did you mean --rate?"),
-        (None, ["--config", "nowhere.yaml"], "there is no file nowhere.yaml"),
+        (None, ["--config", "nowhere.yaml"], "--config nowhere.yaml: there is no file of this name"),
     ],
 )
 def test_errors(config, capsys, text, flags, message):
