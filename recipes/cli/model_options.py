@@ -161,19 +161,23 @@ def build_model(config, init_from: str | None):
     Where the folder's model has a shorter convolution, the taps that it does not have start at zero.
     """
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
+
+    from hf_infini.loading import load_causal_lm
 
     if init_from is None:
         model = AutoModelForCausalLM.from_config(config)
     else:
         taps = getattr(config, "memory_conv", 0)
-        saved = getattr(AutoConfig.from_pretrained(init_from, trust_remote_code=False), "memory_conv", 0)
+        saved = getattr(_read_config(init_from), "memory_conv", 0)
         grows = 0 < saved < taps  # where there is none at all, transformers starts it
         if grows:
             config = copy.deepcopy(config)
             config.memory_conv = saved
-        how = {"dtype": torch.float32, "trust_remote_code": False}
-        model = AutoModelForCausalLM.from_pretrained(init_from, config=config, **how)
+        try:
+            model = load_causal_lm(init_from, config=config, dtype=torch.float32)
+        except ValueError as error:
+            raise UserError(f"--init_from: {error}") from error
         if grows:
             _grow_convolutions(model, taps)
     model.loss_type = "ForCausalLM"  # what transformers falls back to, with a warning
@@ -196,14 +200,22 @@ def _given(options: ModelOptions, names) -> dict:
     return {name: getattr(options, name) for name in names if getattr(options, name) is not None}
 
 
-def _config_of(options: ModelOptions, tokenizer) -> dict:
-    """The entries of the configuration in `--init_from`, after the checks that need no other."""
+def _read_config(folder: str):
     from transformers import AutoConfig
 
+    try:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # nobody knows what all of transformers raises for what a file may hold
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(f"--init_from: cannot read {folder}/config.json: {reason}; save the model again") from error
+
+
+def _config_of(options: ModelOptions, tokenizer) -> dict:
+    """The entries of the configuration in `--init_from`, after the checks that need no other."""
     folder = options.init_from
     if not (Path(folder) / "config.json").is_file():
         raise UserError(f"--init_from: {folder} holds no config.json; give the folder of a saved model")
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    config = _read_config(folder)
     wanted = f"--model {options.model}"
     fitting = [options.model]
     if options.model == "gpt2":
