@@ -50,10 +50,11 @@ class OptionsMixin:
     """
 
     @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
-        """As usual; errors name the place."""
-        kwargs = {"name_or_path": str(pretrained_model_name_or_path)} | kwargs  # as AutoConfig gives it to from_dict
-        return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+    def from_pretrained(cls, pretrained_model_name_or_path, **kwargs):
+        """As usual, but errors name the place, and there is no warning that a plain model's is of another type."""
+        place = pretrained_model_name_or_path
+        values, kwargs = cls.get_config_dict(place, **kwargs)
+        return cls.from_dict(values, **{"name_or_path": str(place)} | kwargs)  # as AutoConfig gives it
 
     @classmethod
     def from_dict(cls, config_dict, **kwargs):

@@ -329,7 +329,7 @@ GPT2_ENTRIES = [
     ({"layers": []}, "layers must name some"),
     ({"layers": [True]}, "layers"),
     ({"layers": "0"}, "'layers' with value '0' doesn't match any type"),
-    ({"memory_write": "learned"}, "give feature_map='exp' with it"),
+    ({"memory_write": "learned"}, "give feature_map='exp' or 'learned' with it"),
     ({"mask_special_tokens": "yes"}, "'mask_special_tokens' expected bool, got str"),
     ({"position_encoding": "none"}, "'position_encoding' expected one of"),
     ({"segment_lenght": 4}, "has no option segment_lenght: .* Did you mean segment_length"),

@@ -157,10 +157,11 @@ def test_a_memory_file_goes_on(model_type, tmp_path):
 
 
 @each_type
-def test_a_plain_checkpoint_is_loaded_with_a_memory(model_type, tmp_path):
+def test_a_plain_checkpoint_is_loaded_with_a_memory(model_type, tmp_path, capfd):
     model, ids = decoder(model_type), token_ids(1, 40)
     model.save_pretrained(tmp_path / "plain")
     loaded = AutoInfiniModelForCausalLM.from_pretrained(tmp_path / "plain", **WINDOW)
+    assert "to instantiate a model of type" not in capfd.readouterr().err
     patched = patch_model(model, **WINDOW)
     assert type(loaded) is type(patched) and loaded.config.model_type == f"infini_{model_type}"
     assert "_from_other_type" not in loaded.config.to_dict()
