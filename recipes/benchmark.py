@@ -26,7 +26,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from cli import UserError, exit_on_error, option, parse_options
+from cli import SEED, UserError, exit_on_error, option, parse_options
 
 PARTS = ["attention", "scaling", "model", "decoding", "options", "compiled"]  # without being asked for
 
@@ -43,23 +43,17 @@ class Options:
     shapes: list[str] | None = option(None, "attention: TOKENSxSEGMENT, tokens and tokens in a segment (or a window).")
     contestants: list[str] | None = option(None, "attention: names of contestants; default: all.")
     contexts: list[int] | None = option(None, "model, options, compiled: tokens in a row of a training step. pretrained: "
-                                        "tokens of a prompt.")
-    rounds: int = option(5, "Rounds, each timing every contestant once.")
+                                        "tokens of a prompt.", at_least=1)
+    rounds: int = option(5, "Rounds, each timing every contestant once.", at_least=1)
     device: str = option("cpu", "cpu, cuda, …", group="machine")
-    threads: int | None = option(None, "CPU threads; default: torch's own choice.")
-    seed: int = option(0, "Of weights, inputs and the order of contestants.")
+    threads: int | None = option(None, "CPU threads; default: torch's own choice.", at_least=1, at_most=1024)
+    seed: int = option(0, "Of weights, inputs and the order of contestants.", **SEED)
 
 
 @exit_on_error(when_stopped="the parts that are finished are in --out; the same command measures all of them again")
 def main(argv: list[str] | None = None) -> None:
     (options,) = parse_options(Options, description=__doc__, argv=argv)
     shapes = shapes_of(options.shapes)
-    for name in ("rounds", "threads", "contexts"):
-        value = getattr(options, name)
-        for number in value if isinstance(value, list) else [value]:
-            if number is not None and number <= 0:
-                raise UserError(f"--{name} must be greater than 0, got {number}")
-
     if ("pretrained" in options.parts) != (options.model is not None):
         raise UserError("--parts pretrained and --model NAME go together: give both or neither")
     if "int8" in options.dtypes and options.parts != ["pretrained"]:
@@ -70,7 +64,7 @@ def main(argv: list[str] | None = None) -> None:
 
     from benchmarks import contestants, measuring, models, parts, report
     from support import measurement
-    from support.stages import write_json
+    from support.stages import check_place, write_json
 
     names = options.contestants or list(contestants.CONTESTANTS)
     unknown = [name for name in names if name not in contestants.CONTESTANTS]
@@ -88,7 +82,7 @@ def main(argv: list[str] | None = None) -> None:
     spec = models.ModelSpec(**size.model, checkpoint=options.model, device=options.device, seed=options.seed)
     how = parts.How(spec, size, options.dtypes, names, options.rounds, options.threads)
     out = Path(options.out)
-    out.parent.mkdir(parents=True, exist_ok=True)
+    check_place(out, {"parts": dict, "threads": int})
     content = {**measurement.environment(), "options": vars(options), "threads": torch.get_num_threads(), "parts": {}}
     for part in options.parts:
         rows = content["parts"][part] = []

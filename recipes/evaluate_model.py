@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from cli import UserError, exit_on_error, option, parse_options
+from cli import SEED, UserError, exit_on_error, option, parse_options
 
 
 @dataclass
@@ -44,15 +44,15 @@ class Options:
         [1024, 2048, 4096, 8192], "passkey: lengths of the examples in tokens.", at_least=2, group="passkeys and facts"
     )
     depths: list[float] = option([5], "passkey: shares of the text in front of the number, 0 to 1; one number from 2 on: so "
-                                 "many, evenly spaced.")  # fmt: skip
+                                 "many, evenly spaced.", at_least=0, at_most=1000)  # fmt: skip
     distances: list[int] = option([0, 1, 2, 4, 8, 16, 32, 64], "facts: segments from a fact to its question.", at_least=0)
     segment_length: int | None = option(None, "facts: tokens per segment; default: the model's own.", rare=True, at_least=1)
     samples: int = option(48, "passkey, facts: examples per cell.", at_least=1)
-    seed: int = option(0, "passkey, facts: seed of the examples.", rare=True)
+    seed: int = option(0, "passkey, facts: seed of the examples.", **SEED, rare=True)
     separate_documents: bool = option(
         False, "Keep the documents of a row apart, as train.py's option of this name does.", group="data"
     )
-    min_characters: int = option(0, "Leave out documents shorter than this.")
+    min_characters: int = option(0, "Leave out documents shorter than this.", at_least=0)
     max_tokens: int | None = option(None, "Stop after the row in which so many tokens are reached.", at_least=1)
     chunk: int = option(1024, "Tokens per call of the model in rows longer than this: memory grows with it.", at_least=1,
                         group="machine", rare=True)  # fmt: skip
@@ -87,7 +87,7 @@ def main(argv: list[str] | None = None) -> None:
     from plots.recall import plot_facts, plot_passkey
     from plots.run import plot_positions
     from support import measurement
-    from support.stages import check_place, write_json
+    from support.stages import check_place, new_file, write_json
     from training import setup
 
     model, tokenizer = inference.load_model(options.model, options.device)
@@ -114,11 +114,12 @@ def main(argv: list[str] | None = None) -> None:
         "options": vars(options),
         **measurement.environment(),
     }
-    write_json(Path(f"{name}.json"), result)
     title = Path(options.model).name + (" without its memory" if options.memory == "off" else "")
     title += f" on {Path(options.source).name}" if options.source else ""
     draw = {"perplexity": plot_positions, "passkey": plot_passkey, "facts": plot_facts}
-    draw[options.task](found["by_position" if options.task == "perplexity" else "cells"], Path(f"{name}.png"), title)
+    with new_file(Path(f"{name}.png")) as picture:  # both files are new, or none is
+        draw[options.task](found["by_position" if options.task == "perplexity" else "cells"], picture, title)
+        write_json(Path(f"{name}.json"), result)
     Path(f"{name}.cells.json").unlink(missing_ok=True)
     print(f"{name}.json, {name}.png", file=sys.stderr)
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from cli import UserError, exit_on_error, option, parse_options
+from cli import SEED, UserError, exit_on_error, option, parse_options
 
 SAMPLING = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}  # the defaults: any token, by its probability
 
@@ -48,7 +48,7 @@ class Options:
     repetition_penalty: float = option(
         1.0, "Above 1, tokens already in prompt or continuation become less likely.", greater_than=0
     )
-    seed: int = option(0, "Seed of sampling.")
+    seed: int = option(0, "Seed of sampling.", **SEED)
     chunk: int = option(4096, "Tokens of the prompt per call of the model.", greater_than=0, group="machine")
     batch_size: int = option(8, "Prompts per call of the model.", greater_than=0)
     device: str = option("auto", "cpu, cuda, cuda:1, …; auto: a GPU where there is one.")
@@ -74,6 +74,10 @@ def main(argv: list[str] | None = None) -> None:
     model = model.to(getattr(torch, options.dtype))
     memory = None if options.memory is None else load_memory(options.memory, model)
     tokenizer.padding_side = "left"
+    if tokenizer.pad_token_id is None:  # any will do, as padding is never looked at
+        if tokenizer.eos_token_id is None:
+            raise UserError(f"--model {options.model}: its tokenizer has no end-of-text token (eos_token): give it one")
+        tokenizer.pad_token = tokenizer.eos_token
     if context_limit(model.config) is None:
         logging.set_verbosity_error()  # transformers warns of lengths beyond n_positions, which limits nothing here
     set_seed(options.seed)
@@ -129,7 +133,8 @@ def read_prompts(options: Options) -> list[str]:
         source = sys.stdin.buffer.read() if options.prompt_file is None else Path(options.prompt_file).read_bytes()
         text = source.decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read {options.prompt_file or 'standard input'}: {error}") from error
+        place = "standard input" if options.prompt_file is None else f"--prompt_file {options.prompt_file}"
+        raise UserError(f"cannot read {place}: {error}") from error
     return [text.removesuffix("\n")]
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from cli import UserError, exit_on_error, option, parse_options
 
 LARGEST_PAGE = 100e6  # bytes; browsers take long over more
+TITLE = "<title>Attention heads: "  # of every page
 
 
 @dataclass
@@ -26,7 +27,7 @@ class Options:
     text: str | None = option(None, "The text. Or --text_file.", group="text")
     text_file: str | None = option(None, "UTF-8 file with the text. Or --text.")
     max_tokens: int = option(200, "Read so many tokens at most, from the beginning of the text.", greater_than=0)
-    layers: list[int] | None = option(None, "The layers to look into, from 0; default: all.", group="model")
+    layers: list[int] | None = option(None, "The layers to look into, from 0; default: all.", at_least=0, group="model")
     device: str = option("auto", "cpu, cuda, cuda:1, …; auto: a GPU where there is one.", group="machine")
     out: str | None = option(None, "Folder to write into; default: heads, in the model's folder.", group="output")
 
@@ -49,6 +50,7 @@ def main(argv: list[str] | None = None) -> None:
     from plots.heads import plot_heads, plot_memory
     from support.stages import new_file
 
+    check_out(out)
     model, tokenizer = inference.load_model(options.model, options.device)
     ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     read = ids[: options.max_tokens]
@@ -71,6 +73,8 @@ def main(argv: list[str] | None = None) -> None:
             "--max_tokens"
         )
     out.mkdir(parents=True, exist_ok=True)
+    with new_file(out / "heads.html") as part:
+        part.write_bytes(page)
     labels = unique_labels(inspection.texts[0])
     for number, layer in tqdm(layers.items(), desc="pictures", unit="layer"):
         hidden = layer.scores.values[0] == float("-inf")
@@ -85,9 +89,15 @@ def main(argv: list[str] | None = None) -> None:
             {number: layer.memory_norm.values[0].numpy() for number, layer in memories.items()},
             out / "memory.png",
         )
-    with new_file(out / "heads.html") as part:
-        part.write_bytes(page)
     print(f"{out / 'heads.html'} ({len(page) / 1e6:.1f} MB): open it in a browser")
+
+
+def check_out(out: Path) -> None:
+    """UserError where the folder has files of these names that are of something else: the page is always written first."""
+    page, written = out / "heads.html", [*sorted(out.glob("layer_*.png")), out / "memory.png"]
+    if there := [file for file in (page, *written) if file.exists()]:
+        if not page.is_file() or TITLE not in page.read_text(encoding="utf-8", errors="replace"):
+            raise UserError(f"--out: {there[0]} exists and is not from this recipe: move it away, or choose another --out")
 
 
 def read_text(options: Options) -> str:

@@ -27,7 +27,7 @@ class Options:
     data: str = field(metadata={"help": "Folder made by recipes/prepare.py.", "group": "data"})
     out: str = field(metadata={"help": "The .json file to write.", "group": "output"})
     split: Literal["validation", "test"] = option("validation", "The held-out rows to predict.", group="data")
-    orders: list[int] = option([0, 1, 2], f"Earlier tokens to predict from, each 0 to {HIGHEST}.", group="n-grams")
+    orders: list[int] = option([0, 1, 2], "Earlier tokens to predict from.", at_least=0, at_most=HIGHEST, group="n-grams")
 
 
 @exit_on_error(when_stopped="nothing was written; the same command starts again")
@@ -87,8 +87,6 @@ def check(options: Options) -> dict:
 
     if not options.out.endswith(".json"):
         raise UserError(f"--out {options.out}: give a file that ends in .json")
-    if not options.orders or not all(0 <= order <= HIGHEST for order in options.orders):
-        raise UserError(f"--orders {' '.join(map(str, options.orders))}: give one or more numbers from 0 to {HIGHEST}")
     return read_manifest(Path(options.data), options.split)
 
 

@@ -8,14 +8,15 @@
 `input_ids`, rows of `--context` tokens), `validation_documents.jsonl` and `test_documents.jsonl` (id, title, source and
 text of every held-out document) and `manifest.json` (options, counts, hashes), which is written last: a folder
 without it is not finished. `.stages/` keeps the documents; a second run redoes only what depends on an option that
-changed. Choose by the validation split, report the test split: with --test or without it, the same documents
-(or blocks) are held out for validation.
+changed, and what was damaged since. What is finished stays until all of the new is there. Choose by the validation split,
+report the test split: with --test or without it, the same documents (or blocks) are held out for validation.
 
 Exits with 1 and a message for damaged, missing or empty input, with 2 for unknown or malformed options.
 """
 
 import dataclasses
 import functools
+import os
 import time
 from collections import Counter
 from dataclasses import dataclass, field
@@ -29,15 +30,16 @@ from cli.corpus_options import CorpusOptions
 class TokenizerOptions:
     tokenizer: str = option("bpe", "bpe (byte-level, trained here), characters, or a ready one: name (gpt2) or folder.",
                             group="tokenizer")
-    vocab_size: int = option(8000, "bpe: entries of the vocabulary, 256 bytes and 2 special tokens among them.")
-    tokenizer_sample: float = option(0.35, "bpe: share of the training documents that it is trained on, 0 to 1.",
+    vocab_size: int = option(8000, "bpe: entries of the vocabulary, 256 bytes and 2 special tokens among them.",
+                             at_least=258, at_most=2**26)
+    tokenizer_sample: float = option(0.35, "bpe: share of the training documents that it is trained on.",
                                      greater_than=0, at_most=1, rare=True)
 
 
 @dataclass
 class BlockOptions:
     out: str = field(metadata={"help": "The folder to write.", "group": "output"})
-    context: int = option(1024, "Tokens per block.", at_least=1, group="blocks and splits")
+    context: int = option(1024, "Tokens per block.", at_least=1, at_most=2**31 - 1, group="blocks and splits")
     validation: float = option(0.02, "Share of the documents (or blocks) held out for validation.", at_least=0, below=1)
     test: float = option(0.0, "Share of the documents (or blocks) held out for a test split.", at_least=0, below=1)
     split_by: str = option("document", "document: no document is in two splits; block: all documents are concatenated, "
@@ -51,7 +53,7 @@ def main(argv: list[str] | None = None) -> None:
     check_options(corpus, tokens, blocks)
     from support.stages import locked_folder
 
-    with locked_folder(Path(blocks.out)) as out:
+    with locked_folder(Path(blocks.out), owner="prepare.py") as out:
         manifest = prepare(corpus, tokens, blocks, out)
     for name, split in manifest["splits"].items():
         print(f"{name}: {split['blocks']:,} blocks of {blocks.context:,} tokens, {split['documents']:,} documents")
@@ -64,7 +66,8 @@ def check_options(corpus: CorpusOptions, tokens: TokenizerOptions, blocks: Block
             f"--validation {blocks.validation} and --test {blocks.test} leave nothing for training; give shares that are "
             "below 1 together"
         )
-    if Path(corpus.source).is_dir() and Path(blocks.out).resolve().is_relative_to(Path(corpus.source).resolve()):
+    source, out = (Path(os.path.realpath(path)) for path in (corpus.source, blocks.out))
+    if source.is_dir() and out.is_relative_to(source):
         raise UserError(f"--out {blocks.out} is inside --source and would be read as a source next time; move it")
 
 
@@ -74,15 +77,15 @@ def prepare(corpus: CorpusOptions, tokens: TokenizerOptions, blocks: BlockOption
     from transformers import AutoTokenizer
 
     from corpora import blocks as blocking
-    from support import stages
+    from support import preparation, stages
 
     datasets.disable_progress_bars()  # they would stand between those of this program
-    start, hidden, record = time.perf_counter(), out / ".stages", {}
+    start, hidden, record = time.perf_counter(), out / stages.LOCK_FOLDER, {}
+    waiting = hidden / stages.WAITING  # what is finished stays until all of the new is there
     # 1. Documents: read, filter, sample.
     settings = dataclasses.asdict(corpus) | {"files": stages.state_of_files(corpus.source)}
-    record["documents"] = stages.run_stage(hidden / "documents", settings, functools.partial(collect, corpus))
+    record["documents"] = preparation.run_stage(hidden / "documents", settings, functools.partial(collect, corpus))
     documents = blocking.read_documents(hidden / "documents")
-    (out / "manifest.json").unlink(missing_ok=True)  # from here to the end the folder is between two states
 
     # 2. The split. By document it comes before the tokenizer, which learns from training documents only.
     by_document = blocks.split_by == "document"
@@ -94,8 +97,8 @@ def prepare(corpus: CorpusOptions, tokens: TokenizerOptions, blocks: BlockOption
     make = functools.partial(blocking.save_tokenizer, parts["train"], seed=corpus.seed, **dataclasses.asdict(tokens))
     settings = dataclasses.asdict(tokens) | {"files": stages.state_of_files(tokens.tokenizer)}
     settings |= split if tokens.tokenizer in ("bpe", "characters") else {}
-    record["tokenizer"] = stages.run_stage(out / "tokenizer", settings, make)
-    tokenizer = AutoTokenizer.from_pretrained(out / "tokenizer", trust_remote_code=False)
+    record["tokenizer"] = preparation.run_stage(out / "tokenizer", settings, make, waiting)
+    tokenizer = AutoTokenizer.from_pretrained(record["tokenizer"]["folder"], trust_remote_code=False)
 
     # 4. Rows: of each split's documents, or of all documents, which are then shuffled and dealt out.
     def pack(name: str, folder: Path) -> dict:
@@ -112,26 +115,31 @@ def prepare(corpus: CorpusOptions, tokens: TokenizerOptions, blocks: BlockOption
         return {**record["rows"]["result"], **saved, **none}
 
     settings = split | {"tokenizer": record["tokenizer"]["key"], "context": blocks.context, "max_tokens": blocks.max_tokens}
-    if not by_document:
-        record["rows"] = stages.run_stage(hidden / "rows", settings, functools.partial(pack, "train"))
-    for name in ("train", *shares):
-        build = functools.partial(pack if by_document else deal, name)
-        record[name] = stages.run_stage(out / name, settings | {"shares": shares}, build)
-    for name in ("train", *shares):
-        if record[name]["result"]["blocks"] == 0 and shares.get(name, 1) > 0:
+    def check_rows(stage: str, name: str) -> None:
+        if record[stage]["result"]["blocks"] == 0 and shares.get(name, 1) > 0:
             now = ", ".join(f"--{split} (now {share})" for split, share in shares.items())
-            text = record.get("rows", record[name])["result"]["stream_tokens"]
+            text = record.get("rows", record[stage])["result"]["stream_tokens"]
             raise UserError(
                 f"the text of {text:,} tokens that {name} is cut from is too few for a block of "
                 f"{blocks.context:,}; lower --context, take more documents, or change {now}"
             )
-    for name in shares:
-        parts[name].to_json(out / f"{name}_documents.jsonl", force_ascii=False)
-    if "test" not in shares:  # what an earlier run held out for testing is trained on now
-        stages.drop_stage(out / "test", out / "test_documents.jsonl")
 
-    # 5. The manifest, which says that all is done.
-    return stages.write_manifest(
+    if not by_document:
+        record["rows"] = preparation.run_stage(hidden / "rows", settings, functools.partial(pack, "train"))
+        check_rows("rows", "train")
+    for name in ("train", *shares):
+        build = functools.partial(pack if by_document else deal, name)
+        record[name] = preparation.run_stage(out / name, settings | {"shares": shares}, build, waiting)
+        check_rows(name, name)
+
+    # 5. All of it in its place, and the manifest, which says that all is done. Without a test split, what an earlier run
+    #    held out for testing is trained on.
+    unwanted = [] if "test" in shares else [out / "test", out / "test_documents.jsonl"]
+    preparation.replace_stages(out, waiting, record.values(), unwanted)
+    for name in shares:
+        with stages.new_file(out / f"{name}_documents.jsonl") as part:
+            parts[name].to_json(part, force_ascii=False)
+    return preparation.write_manifest(
         out / "manifest.json",
         options={name: value for group in (corpus, tokens, blocks) for name, value in vars(group).items()},
         source=record["documents"]["result"],

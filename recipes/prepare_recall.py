@@ -31,21 +31,21 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cli import UserError, exit_on_error, option, parse_options
+from cli import SEED, UserError, exit_on_error, option, parse_options
 
 
 @dataclass
 class Options:
     data: str = field(metadata={"help": "Folder made by recipes/prepare.py, split by document.", "group": "data"})
     out: str = field(metadata={"help": "The folder to write.", "group": "output"})
-    context: int = option(1024, "Tokens per row.", at_least=2, group="rows")
+    context: int = option(1024, "Tokens per row.", at_least=2, at_most=2**31 - 1, group="rows")
     rows: int = option(20_000, "Training rows.", at_least=1)
     validation_rows: int = option(200, "Validation rows.", at_least=1)
     mix: list[str] = option(["passkey=0.3", "facts=0.4", "text=0.3"], "Shares of the rows by kind (passkey, facts, codes, "
                             "echo, paragraphs, text), 1 together.")  # fmt: skip
     questions: int = option(4, "passkey: how often a row asks for its number.", at_least=1)
     answers_only: bool = option(True, "Where rows ask, only the answers are learned; false: every token.")
-    seed: int = option(0, "Seed of every choice by chance.")
+    seed: int = option(0, "Seed of every choice by chance.", **SEED)
 
 
 @exit_on_error(when_stopped="a finished folder stays as it was; the same command starts again")
@@ -58,7 +58,7 @@ def main(argv: list[str] | None = None) -> None:
     source = read_source(Path(options.data))
     if Path(options.out).resolve() == Path(options.data).resolve():
         raise UserError(f"--out {options.out} is --data itself: choose another folder")
-    with locked_folder(Path(options.out)) as out:
+    with locked_folder(Path(options.out), owner="prepare_recall.py") as out:
         manifest = prepare(options, shares, source, out)
     for name, split in manifest["splits"].items():
         kinds = ", ".join(f"{count:,} {kind}" for kind, count in split["rows_by_kind"].items())
@@ -82,23 +82,24 @@ def read_source(data: Path) -> dict:
 def prepare(options: Options, shares: dict[str, float], source: dict, out: Path) -> dict:
     """Runs the stages; each is redone only when its options or --data changed."""
     import datasets
-    from transformers import AutoTokenizer
 
     from corpora.blocks import read_rows
     from recall.rows import make_rows, write_rows
-    from support import stages
+    from support import preparation, stages
+    from support.prepared import read_tokenizer
 
     datasets.disable_progress_bars()  # they would stand between those of this program
     start, data, record = time.perf_counter(), Path(options.data), {}
-    (out / "manifest.json").unlink(missing_ok=True)  # from here to the end the folder is between two states
+    waiting = out / stages.LOCK_FOLDER / stages.WAITING  # what is finished stays until all of the new is there
+
+    tokenizer = read_tokenizer(data)
 
     def copy_tokenizer(folder: Path) -> dict:
         shutil.copytree(data / "tokenizer", folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("stage.json"))
         return source["tokenizer"]
 
     files = [file for file in stages.state_of_files(str(data / "tokenizer")) if not file[0].endswith("stage.json")]
-    record["tokenizer"] = stages.run_stage(out / "tokenizer", {"files": files}, copy_tokenizer)
-    tokenizer = AutoTokenizer.from_pretrained(out / "tokenizer", trust_remote_code=False)
+    record["tokenizer"] = preparation.run_stage(out / "tokenizer", {"files": files}, copy_tokenizer, waiting)
 
     def build(split: str, settings: dict, folder: Path) -> dict:
         rows = make_rows(tokenizer, read_rows(data / split).reshape(-1), split=split, **settings)
@@ -108,9 +109,11 @@ def prepare(options: Options, shares: dict[str, float], source: dict, out: Path)
     for split, rows in (("train", options.rows), ("validation", options.validation_rows)):
         settings = {**same, "shares": shares, "rows": rows}
         identity = {**settings, "text": source["splits"][split]["sha256"], "tokenizer": record["tokenizer"]["key"]}
-        record[split] = stages.run_stage(out / split, identity, functools.partial(build, split, settings))
-    shutil.copyfile(data / "validation_documents.jsonl", out / "validation_documents.jsonl")
-    return stages.write_manifest(
+        record[split] = preparation.run_stage(out / split, identity, functools.partial(build, split, settings), waiting)
+    preparation.replace_stages(out, waiting, record.values())
+    with stages.new_file(out / "validation_documents.jsonl") as part:
+        shutil.copyfile(data / "validation_documents.jsonl", part)
+    return preparation.write_manifest(
         out / "manifest.json",
         options={**source["options"], **vars(options), "prepared_from": options.data},
         source=source["source"],

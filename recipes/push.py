@@ -18,7 +18,7 @@ With it the folder is pushed: all in one commit, or nothing. A push that was int
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cli import UserError, exit_on_error, option, parse_options
+from cli import SEED, UserError, exit_on_error, option, parse_options
 
 
 @dataclass
@@ -37,8 +37,8 @@ class Options:
     )
     evaluation: list[str] = option([], "Files of recipes/evaluate_model.py that are not in the run's folder.")
     baseline: list[str] = option([], "Files of recipes/ngram_baseline.py on the same data.")
-    max_new_tokens: int = option(200, "Tokens of a sample at most.", group="samples")
-    seed: int = option(0, "Seed of each sample.")
+    max_new_tokens: int = option(200, "Tokens of a sample at most.", at_least=1, group="samples")
+    seed: int = option(0, "Seed of each sample.", **SEED)
     device: str = option("auto", "To generate the samples on. cpu, cuda, cuda:1, …; auto: a GPU where there is one.")
     repo_id: str | None = option(
         None, "Where to push: user/name or organisation/name; default: nothing is pushed.", group="repository"
@@ -81,8 +81,6 @@ def main(argv: list[str] | None = None) -> None:
 def check_options(options: Options, run: Path, out: Path) -> None:
     if out.resolve() == run.resolve():
         raise UserError(f"--out {out} is --run itself, whose weights stay as they are: choose another folder")
-    if options.max_new_tokens < 1:
-        raise UserError(f"--max_new_tokens must be at least 1, got {options.max_new_tokens}")
     if options.notes is not None and not Path(options.notes).is_file():
         raise UserError(f"--notes: there is no file {options.notes}")
 

@@ -25,7 +25,7 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cli import UserError, exit_on_error, option, parse_options
+from cli import SEED, UserError, exit_on_error, option, parse_options
 
 
 @dataclass
@@ -36,7 +36,7 @@ class Options:
     set: list[str] | None = option(None, "SECTION.NAME=VALUE entries, above the files: train.max_steps=20.")
     variants: list[str] | None = option(None, "Those to train, the one to compare with first; default: all, in their order.")
     grid: list[str] | None = option(None, "OPTION=VALUE,VALUE entries: every combination, of every variant.")
-    seeds: list[int] | None = option(None, "Seeds to train everything with; default: the study's, or train.py's.")
+    seeds: list[int] | None = option(None, "Seeds to train everything with; default: the study's, or train.py's.", **SEED)
     source: str | None = option(None, "The corpus to prepare: --source of prepare.py. Or --data.", group="data")
     data: str | None = option(None, "Folder made by prepare.py that all runs read.")
     runs: list[str] | None = option(None, "Out folders of finished runs to compare, trained on --data.", group="comparison")
@@ -46,8 +46,8 @@ class Options:
     launcher: str = option(
         "", "What starts train.py on several devices: 'accelerate launch --multi_gpu …'.", group="machine"
     )
-    jobs: int = option(1, "Processes at the same time.")
-    threads: int = option(1, "CPU threads of each process, and of the measurements.")
+    jobs: int = option(1, "Processes at the same time.", at_least=1, at_most=1024)
+    threads: int = option(1, "CPU threads of each process, and of the measurements.", at_least=1, at_most=1024)
     dry_run: bool = option(False, "Print the commands and do nothing.", group="output")
 
 
@@ -79,9 +79,6 @@ def check_options(options: Options) -> None:
         raise UserError("give what is to be trained with --study, --train or --grid, or finished runs with --runs")
     if (options.data is None) == (options.source is None):
         raise UserError("give --data with --runs, otherwise exactly one of --source and --data")
-    for name in ("jobs", "threads"):
-        if getattr(options, name) < 1:
-            raise UserError(f"--{name} must be at least 1, got {getattr(options, name)}")
     if options.launcher and shutil.which(shlex.split(options.launcher)[0]) is None:
         raise UserError(f"--launcher: there is no program {shlex.split(options.launcher)[0]}; is its environment activated?")
 
@@ -89,7 +86,7 @@ def check_options(options: Options) -> None:
 def check_out(out: Path) -> None:
     """UserError where the folder holds something else than a study."""
     others = ["manifest.json", "run.json", "result.json", "config.json"]
-    others += [] if (out / "report.json").is_file() else ["report.md", "loss.png"]
+    others += [] if (out / "report.json").is_file() else ["report.md"]
     there = [name for name in others if (out / name).exists()]
     if there:
         raise UserError(f"--out {out} holds {there[0]}, so it is no folder of a study: choose another --out")

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from cli import exit_on_error, option, parse_options
+from cli import SEED, exit_on_error, option, parse_options
 from cli.model_options import ModelOptions, build_config, build_model
 from support.parents import end_with_launcher
 
@@ -45,11 +45,11 @@ class RunOptions:
                                      "up to --dilute_up_to times as heavy, so that short rows train what long texts "
                                      "need.")  # fmt: skip
     dilute_up_to: float | None = option(None, "--dilute_with: the largest factor; each row's is drawn log-uniformly from "
-                                        "1 to it; default: 32.", rare=True)  # fmt: skip
+                                        "1 to it; default: 32.", at_least=1, rare=True)  # fmt: skip
     num_processes: int | None = option(None, "Processes that must have been started; default: any number.", group="machine",
                                       greater_than=0, rare=True)  # fmt: skip
     use_cpu: bool = option(False, "Train on the CPU even where there is a GPU.")
-    seed: int = option(0, "Seed of the weights, the order of the rows and dropout.", group="optimisation")
+    seed: int = option(0, "Seed of the weights, the order of the rows and dropout.", **SEED, group="optimisation")
     report_to: list[str] = option(["none"], "Trackers that receive losses, learning rate and gates: none, or any of "
                                   "tensorboard (files in OUT/runs), trackio, wandb, mlflow, …", group="output")  # fmt: skip
 
@@ -58,14 +58,14 @@ class RunOptions:
 class OptimizerOptions:
     batch_size: int = option(4, "Rows per device and forward pass.", greater_than=0, group="optimisation")
     gradient_accumulation: int = option(4, "Forward passes per optimiser step.", greater_than=0)
-    learning_rate: float = option(1e-3, "Peak learning rate (AdamW, betas 0.9 and 0.95).")
+    learning_rate: float = option(1e-3, "Peak learning rate (AdamW, betas 0.9 and 0.95).", greater_than=0)
     gate_learning_rate: float | None = option(
-        None, "infini: peak learning rate of the gates, which have no weight decay; default: 0.01.", rare=True
+        None, "infini: peak learning rate of the gates, which have no weight decay; default: 0.01.", at_least=0, rare=True
     )
     schedule: Literal["cosine", "linear", "constant_with_warmup"] = option("cosine", "Learning rates after warm-up.")
-    warmup: float = option(0.05, "Linear warm-up: a share of the steps below 1, a number of steps from 1 on.")
-    weight_decay: float = option(0.1, "Weight decay of the matrices.", rare=True)
-    max_grad_norm: float = option(1.0, "Gradients are scaled down to this norm.", rare=True)
+    warmup: float = option(0.05, "Linear warm-up: a share of the steps below 1, a number of steps from 1 on.", at_least=0)
+    weight_decay: float = option(0.1, "Weight decay of the matrices.", at_least=0, rare=True)
+    max_grad_norm: float = option(1.0, "Gradients are scaled down to this norm.", greater_than=0, rare=True)
     precision: Literal["auto", "bf16", "float32"] = option(
         "auto", "bf16 autocast; auto: where it is native.", group="machine"
     )
@@ -114,7 +114,7 @@ def main(argv: list[str] | None = None) -> None:
     setup.set_gate_rate(optimizer, config)
     options = {**vars(shape), "attention": attention_of(config), **vars(optimizer), **vars(run), "data": fingerprint}
     options |= {"precision": "bf16" if arguments.bf16 else "float32", "num_processes": arguments.world_size}
-    if run.dilute_with:
+    if run.dilute_with is not None:
         options["dilute_with"] = setup.data_fingerprint(read_manifest(Path(run.dilute_with)))
     for name in ("out", "report_to"):  # these may change between two starts of a run
         del options[name]
@@ -129,7 +129,7 @@ def main(argv: list[str] | None = None) -> None:
         set_seed(run.seed)
         model = build_model(config, shape.init_from)
         rates = (optimizer.learning_rate, optimizer.gate_learning_rate, optimizer.weight_decay)
-        diluted = dilution.Dilution.from_folder(Path(run.dilute_with), run.dilute_up_to, data) if run.dilute_with else None
+        diluted = run.dilute_with and dilution.Dilution.from_folder(Path(run.dilute_with), run.dilute_up_to, data)
         trainer = PerplexityTrainer(
             model=model,
             args=arguments,

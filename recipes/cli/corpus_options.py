@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from . import option
+from . import SEED, option
 
 
 @dataclass
@@ -17,15 +17,18 @@ class CorpusOptions:
     dataset_split: str = option("train", "Datasets: the split to read.")
     revision: str | None = option(None, "Sources on the Hub: branch, tag or commit.")
     biographies: int = option(1000, "Generated biographies: how many.", at_least=1, group="generated biographies")
-    biography_distance: int = option(6000, "Generated biographies: characters between a fact and its return, at least.")
+    biography_distance: int = option(6000, "Generated biographies: characters between a fact and its return.",
+                                    at_least=0)
     prose_filter: bool = option(False, "Keep running prose only: from --prose_host, --prose_min_characters long, half "
                                 "of it in paragraphs of 80 characters or more; near-duplicates are removed.",
                                 group="choice of documents")
     prose_host: str = option("pt.wikipedia.org", "Prose filter: the host to keep, or 'any'; without a URL all pass.")
-    prose_min_characters: int = option(1000, "Prose filter: the shortest document, in characters.")
-    fraction: float = option(1.0, "Share of the documents to use, 0 to 1; a smaller one is a part of a larger.",
+    prose_min_characters: int = option(1000, "Prose filter: the shortest document, in characters.", at_least=0)
+    fraction: float = option(1.0, "Share of the documents to use; a smaller one is a part of a larger.",
                              greater_than=0, at_most=1)
     max_documents: int | None = option(None, "Stop reading after so many documents, in the corpus's order.", at_least=1)
-    skip_bad: bool = option(False, "Leave a damaged shard, text or JSONL file out as a whole, listed in the manifest, "
-                            "instead of stopping.")
-    seed: int = option(0, "Seed of every choice by chance.")
+    max_file_gb: float = option(1.0, "Text, JSONL and Carolina: gigabytes of text in one file, unpacked; reading it takes "
+                                "about four times as much memory.", greater_than=0)  # fmt: skip
+    skip_bad: bool = option(False, "Instead of stopping, leave out a damaged or too large file, as a whole and listed in "
+                            "the manifest, and rows without text, which are counted there.")  # fmt: skip
+    seed: int = option(0, "Seed of every choice by chance.", **SEED)

@@ -165,7 +165,7 @@ def build_model(config, init_from: str | None):
     Raises UserError when the folder's model is damaged.
     """
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     from hf_infini.loading import load_causal_lm
 
@@ -173,7 +173,7 @@ def build_model(config, init_from: str | None):
         model = AutoModelForCausalLM.from_config(config)
     else:
         taps = getattr(config, "memory_conv", 0)
-        saved = getattr(AutoConfig.from_pretrained(init_from, trust_remote_code=False), "memory_conv", 0)
+        saved = getattr(_read_config(init_from), "memory_conv", 0)
         grows = 0 < saved < taps  # where there is none at all, transformers starts it
         if grows:
             config = copy.deepcopy(config)
@@ -204,16 +204,24 @@ def _given(options: ModelOptions, names) -> dict:
     return {name: getattr(options, name) for name in names if getattr(options, name) is not None}
 
 
-def _config_of(options: ModelOptions, tokenizer) -> dict:
-    """The entries of the configuration in `--init_from`, after the checks that need no other."""
+def _read_config(folder: str):
     from transformers import AutoConfig
 
+    try:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # nobody knows what all of transformers raises for what a file may hold
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(f"--init_from: cannot read {folder}/config.json: {reason}; save the model again") from error
+
+
+def _config_of(options: ModelOptions, tokenizer) -> dict:
+    """The entries of the configuration in `--init_from`, after the checks that need no other."""
     from hf_infini.loading import fingerprint
 
     folder = options.init_from
     if not (Path(folder) / "config.json").is_file():
         raise UserError(f"--init_from: {folder} holds no config.json; give the folder of a saved model")
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    config = _read_config(folder)
     wanted = f"--model {options.model}"
     fitting = [options.model]
     if options.model == "gpt2":

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from transformers import HfArgumentParser
 
-from . import BOUNDS
+from . import BOUNDS, bounds_in_words
 from .errors import UserError, report_failure
 
 GENERAL, OTHER = "general", "options"
@@ -66,6 +66,8 @@ class OptionParser(HfArgumentParser):
             shown, ours = copy.copy(field), ("group", "rare", *BOUNDS)  # the rest goes to argparse
             metadata = {name: value for name, value in field.metadata.items() if name not in ours}
             title, rare = field.metadata.get("group", title), field.metadata.get("rare", False)
+            if words := bounds_in_words(field.metadata):
+                metadata["help"] += f" {words.capitalize()}."
             self._some_are_rare |= rare
             if rare and not self._show_all:
                 metadata["help"] = argparse.SUPPRESS

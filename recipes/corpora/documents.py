@@ -3,6 +3,7 @@
 import bz2
 import gzip
 import lzma
+import math
 import zlib
 from collections import Counter
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ from urllib.parse import urlsplit
 
 from cli import UserError
 
+_PIECE = 1 << 22  # bytes that are read at a time
 _COMPRESSED = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
 
 
@@ -47,18 +49,30 @@ def inner_suffix(path: Path) -> str:
     return (Path(path.stem) if path.suffix in _COMPRESSED else path).suffix.lower()
 
 
-def read_text(path: Path) -> str:
+def read_text(path: Path, max_gb: float = math.inf) -> str:
     """The UTF-8 text (without its byte-order mark) of a plain, gzip, xz or bzip2 file.
 
-    Raises UserError if the file is damaged, empty or not UTF-8.
+    Args:
+        path: the file.
+        max_gb: gigabytes of text that it may have, unpacked: a few kilobytes of gzip can hold any number of them.
+
+    Raises UserError if the file is damaged, empty, too large, not UTF-8, or no text.
     """
+    data = bytearray()
     try:
         with _COMPRESSED.get(path.suffix, open)(path, "rb") as file:
-            data = file.read()
+            while piece := file.read(_PIECE):
+                data += piece
+                if len(data) > max_gb * 1e9:
+                    raise UserError(f"{path}: more than --max_file_gb {max_gb:g} of text; split it, or give prepare.py more")
     except (EOFError, zlib.error, lzma.LZMAError, OSError) as error:
         raise UserError(f"{path}: damaged or truncated, it cannot be read to its end ({one_line(error)})") from error
+    except MemoryError as error:
+        raise UserError(f"{path}: its text needs more memory than there is; split the file") from error
     if not data:
         raise UserError(f"{path}: the file is empty")
+    if (place := data.find(b"\0")) >= 0:
+        raise UserError(f"{path}: no text, byte {place:,} is 0; is it binary, or UTF-16? iconv converts that")
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -74,4 +88,7 @@ def one_line(error: Exception) -> str:
 
 def url_host(document: Document) -> str:
     """The host of the document's URL, or "" where it has none."""
-    return urlsplit(document.source).netloc.lower() if "://" in document.source else ""
+    try:
+        return urlsplit(document.source).netloc.lower() if "://" in document.source else ""
+    except ValueError:  # such as "http://[": no address
+        return ""

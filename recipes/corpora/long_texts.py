@@ -1,6 +1,7 @@
 """The tokens of a text file of any size, in bounded memory: made piece by piece, kept in a file."""
 
 import re
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, TextIO
@@ -38,14 +39,26 @@ def tokens_of_file(path: Path, tokenizer, store: BinaryIO) -> "np.ndarray":
         bar = tqdm(total=path.stat().st_size, desc=f"tokenising {path.name}", unit="B", unit_scale=True, delay=1)
         with open(path, encoding="utf-8-sig", newline="") as file, bar:
             for piece in pieces_of_text(file, tokenizer):
-                encode_texts(tokenizer, [piece])[0].astype(np.int32).tofile(store)
+                _write(encode_texts(tokenizer, [piece])[0].astype(np.int32), store)
                 bar.update(len(piece.encode()))
-    except (OSError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
+        raise UserError(f"cannot read {path}: not UTF-8 ({error}); convert it, for example with iconv") from error
+    except OSError as error:
         raise UserError(f"cannot read {path}: {error}") from error
     if not store.tell():
         raise UserError(f"{path}: the file is empty")
     store.flush()
     return np.memmap(store, dtype=np.int32, mode="r")
+
+
+def _write(tokens: "np.ndarray", store: BinaryIO) -> None:
+    try:
+        store.write(tokens.tobytes())
+    except OSError as error:
+        raise UserError(
+            f"{tempfile.gettempdir()} has no room for the tokens of the text ({error}): free some, or set TMPDIR to another "
+            "folder"
+        ) from error
 
 
 def pieces_of_text(file: TextIO, tokenizer, size: int = PIECE) -> Iterator[str]:

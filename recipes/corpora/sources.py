@@ -9,7 +9,7 @@ import hashlib
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from cli import UserError
@@ -78,6 +78,8 @@ def detect_source_type(source: str) -> str:
         return "hub"
     if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
         return "saved"
+    if not (path.is_file() or path.is_dir()):
+        raise UserError(f"--source: {source} is neither a file nor a folder (a pipe or a device?); give a path of one")
     files = source_files(source)
     kinds = [kind for kind in _SUFFIXES if _files_of_kind(files, kind)]
     if len(set(kinds).intersection(_TABLES)) > 1:
@@ -93,13 +95,14 @@ def _read(options: CorpusOptions, log: ReadingLog) -> Iterator[Document]:
         return _dataset_documents(options, kind, log)
     if kind == "carolina":
         path = path if path.exists() else download_carolina(options.taxonomy, options.revision)
-        files, read = carolina_shards(path, options.taxonomy), read_carolina_shard
+        files = carolina_shards(path, options.taxonomy)
+        read = functools.partial(read_carolina_shard, max_gb=options.max_file_gb)
     else:
         files = [path] if path.is_file() else _files_of_kind(source_files(options.source), kind)
         if kind == "text":
-            read = functools.partial(_text_documents, unit=options.text_unit)
+            read = functools.partial(_text_documents, unit=options.text_unit, max_gb=options.max_file_gb)
         else:
-            read = functools.partial(_jsonl_documents, text_field=options.text_field)
+            read = functools.partial(_jsonl_documents, options=options, log=log)
     if not files:
         raise UserError(f"--source: the folder {path} holds no {kind} file ({', '.join(_SUFFIXES[kind])}, also compressed)")
     return _read_files(files, path, read, options.skip_bad, log)
@@ -127,49 +130,70 @@ def _read_files(
             documents, entry = read(path, name), _log_entry(path, root)
         except (UserError, OSError) as error:
             if not skip_bad:
-                raise UserError(f"{one_line(error)}. Replace the file, or pass --skip_bad to leave it out") from error
+                raise UserError(f"{one_line(error)}. With --skip_bad, prepare.py leaves out what is bad") from error
             log.skipped.append({"file": name, "reason": one_line(error)})
             continue
         log.files.append(entry)
         yield from documents
 
 
-def _text_documents(path: Path, name: str, unit: str) -> list[Document]:
-    text = read_text(path)
+def _text_documents(path: Path, name: str, unit: str, max_gb: float) -> list[Document]:
+    text = read_text(path, max_gb)
     if not text.strip():
         raise UserError(f"{path}: the file holds no text")
     if unit == "file":
         return [Document(text, name, path.stem, name)]
-    pieces = text.splitlines() if unit == "line" else re.split(r"\n[ \t]*\n\s*", text)
+    pieces = text.splitlines() if unit == "line" else re.split(r"\r?\n[ \t]*\r?\n\s*", text)
     numbered = enumerate(filter(str.strip, pieces), start=1)
     return [Document(piece, f"{name}:{number}", f"{path.stem} {number}", name) for number, piece in numbered]
 
 
-def _jsonl_documents(path: Path, name: str, text_field: str) -> list[Document]:
-    documents = []
-    for number, line in enumerate(read_text(path).split("\n"), start=1):
+def _jsonl_documents(path: Path, name: str, options: CorpusOptions, log: ReadingLog) -> list[Document]:
+    rows = []
+    for number, line in enumerate(read_text(path, options.max_file_gb).split("\n"), start=1):
         if line.strip():
             try:
-                row = json.loads(line)
+                rows.append((json.loads(line), f"{name}:{number}", f"{path}: line {number}"))
+            except RecursionError as error:
+                raise UserError(f"{path}: line {number} nests JSON too deeply") from error
             except ValueError as error:
                 raise UserError(f"{path}: line {number} is not valid JSON ({error})") from error
-            documents.append(_row_document(row, text_field, f"{name}:{number}", f"{path}: line {number}"))
-    return documents
+    return list(_row_documents(rows, options, log))
+
+
+def _row_documents(rows: Iterable[tuple], options: CorpusOptions, log: ReadingLog) -> Iterator[Document]:
+    """The documents of rows, each with an id for those without one and its place for people; with --skip_bad, rows without a
+    text are counted."""
+    for row, fallback_id, place in rows:
+        try:
+            yield _row_document(row, options.text_field, fallback_id, place)
+        except UserError:
+            if not options.skip_bad:
+                raise
+            log.dropped[f"without text in {options.text_field!r}"] += 1
 
 
 def _row_document(row, text_field: str, fallback_id: str, place: str) -> Document:
     if not isinstance(row, dict) or not isinstance(row.get(text_field), str):
-        fields = ", ".join(map(str, row)) if isinstance(row, dict) else type(row).__name__
+        fields = " ".join(", ".join(map(str, row)).split())[:200] if isinstance(row, dict) else type(row).__name__
         raise UserError(
             f"{place} has no text in the field {text_field!r} (--text_field); it has: {fields or 'nothing'}"
         )
-    return Document(row[text_field], str(row.get("id", fallback_id)), str(row.get("title") or ""), fallback_id)
+    document = Document(row[text_field], str(row.get("id", fallback_id)), str(row.get("title") or ""), fallback_id)
+    try:
+        (document.text + document.id + document.title).encode()
+    except UnicodeEncodeError as error:
+        raise UserError(
+            f"{place} holds half of a surrogate pair (such as \\ud800), which is no character; repair the line"
+        ) from error
+    return document
 
 
 def _dataset_documents(options: CorpusOptions, kind: str, log: ReadingLog) -> Iterator[Document]:
     import datasets
     from tqdm.auto import tqdm
 
+    datasets.utils.logging.set_verbosity(datasets.utils.logging.CRITICAL)  # what it reports is in the error below
     source, split = options.source, options.dataset_split
     files = [] if kind == "hub" else _files_of_kind(source_files(source), "arrow" if kind == "saved" else kind)
     try:
@@ -179,15 +203,23 @@ def _dataset_documents(options: CorpusOptions, kind: str, log: ReadingLog) -> It
             )
         elif kind == "saved":
             rows = datasets.load_from_disk(source)
-            rows = rows[split] if isinstance(rows, datasets.DatasetDict) else rows
+            if isinstance(rows, datasets.DatasetDict):
+                if split not in rows:
+                    has = ", ".join(rows)
+                    raise UserError(f"--source {source}: there is no split {split!r} (--dataset_split); it has {has}")
+                rows = rows[split]
         else:
             rows = datasets.load_dataset(kind, data_files=list(map(str, files)), split="train", streaming=True)
-        for number, row in enumerate(tqdm(rows, desc="reading", unit="row")):
-            yield _row_document(row, options.text_field, str(number), f"--source {source}: row {number}")
-    except KeyError as error:
-        raise UserError(f"--source {source}: there is no split {split!r} (--dataset_split); it has {error}") from error
-    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-        raise UserError(f"--source {source}: the dataset cannot be read ({one_line(error)})") from error
+        numbered = enumerate(tqdm(rows, desc="reading", unit="row"))
+        places = ((row, str(number), f"--source {source}: row {number}") for number, row in numbered)
+        yield from _row_documents(places, options, log)
+    except UserError:
+        raise
+    except Exception as error:  # of damaged files, datasets and its readers raise almost anything
+        raise UserError(
+            f"--source {source}: the dataset cannot be read ({one_line(error)[:300]}); replace it, or check the options "
+            "--dataset_config, --dataset_split and --revision"
+        ) from error
     log.files += [_log_entry(file, Path(source)) for file in files]
 
 

@@ -6,7 +6,9 @@ All three come back as fast `transformers` tokenizers with an end-of-text token 
 """
 
 import itertools
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cli import UserError
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
 END_OF_TEXT = "<|endoftext|>"
 PADDING = "<|pad|>"
 UNKNOWN = "<|unk|>"
+LONGEST_WORD = 1000  # characters; each merge of a BPE's training reads all of every word that has its pair
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> "PreTrainedTokenizerBase":
@@ -30,6 +33,8 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> "PreTrainedTokenizerBase
         vocab_size: entries of the vocabulary, the 256 bytes and the 2 special tokens among them. A small corpus can give
             fewer: no pair of tokens that occurs only once is merged.
 
+    Learning is linear in the text also where it has no white space: longer stretches are cut after 1,000 characters.
+
     Raises:
         UserError: `vocab_size` has no room for the bytes and the special tokens.
     """
@@ -38,8 +43,19 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> "PreTrainedTokenizerBase
     if vocab_size < 258:
         raise UserError(f"--vocab_size is {vocab_size}; byte-level BPE needs at least 258 (256 bytes and 2 special tokens)")
     trained = ByteLevelBPETokenizer()
-    trained.train_from_iterator(texts, vocab_size, min_frequency=2, special_tokens=[END_OF_TEXT, PADDING])
+    pieces = itertools.chain.from_iterable(map(_without_long_words, texts))
+    trained.train_from_iterator(pieces, vocab_size, min_frequency=2, special_tokens=[END_OF_TEXT, PADDING])
     return _wrap(Tokenizer.from_str(trained.to_str()))
+
+
+def _without_long_words(text: str) -> Iterator[str]:
+    """The text in pieces, in which neither a word nor white space is longer than `LONGEST_WORD`; mostly in one piece."""
+    begin = 0
+    if max(map(len, text.split()), default=0) > LONGEST_WORD or re.search(rf"\s{{{LONGEST_WORD}}}", text):
+        for stretch in re.finditer(rf"\S{{{LONGEST_WORD}}}|\s{{{LONGEST_WORD}}}", text):
+            yield text[begin : stretch.end()]
+            begin = stretch.end()
+    yield text[begin:]
 
 
 def build_character_tokenizer(texts: Iterable[str]) -> "PreTrainedTokenizerBase":
@@ -61,22 +77,33 @@ def load_tokenizer(name_or_path: str) -> "PreTrainedTokenizerBase":
     """Loads a ready tokenizer by its name on the Hub (`gpt2`) or its folder; it comes back with a padding token.
 
     A missing padding token becomes the end-of-text token: a new one would be beyond the embedding of the tokenizer's
-    model.
+    model. Code in the folder is not executed.
 
     Raises:
-        UserError: there is no such tokenizer, or it has no end-of-text token.
+        UserError: there is no such tokenizer, it is damaged, or it has no end-of-text token.
     """
     from transformers import AutoTokenizer
 
+    what, place = f"--tokenizer {name_or_path}", Path(name_or_path)
+    remedy = "give bpe, characters, the folder of a saved tokenizer, or a name on the Hub"
+    if place.is_file() or not (place.exists() or re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", name_or_path)):
+        raise UserError(f"{what} cannot be loaded as a tokenizer (it is no folder): {remedy}")
     try:
         tokenizer = AutoTokenizer.from_pretrained(name_or_path, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # of a damaged file, tokenizers and transformers raise almost anything
         raise UserError(
-            f"--tokenizer: {name_or_path!r} is not 'bpe' or 'characters', and cannot be loaded as a tokenizer "
-            f"({one_line(error)[:300]})"
+            f"{what} cannot be loaded as a tokenizer ({one_line(error)[:300]}): {remedy}"
         ) from error
+    files = list(tokenizer.vocab_files_names.values())
+    if files and place.is_dir() and not any((place / name).exists() for name in files):
+        raise UserError(f"{what} holds no vocabulary ({' or '.join(files)}): {remedy}")
+    if len(tokenizer) <= len(set(tokenizer.all_special_ids)):
+        raise UserError(f"{what} has an empty vocabulary: {remedy}")
     if tokenizer.eos_token_id is None:
-        raise UserError(f"--tokenizer {name_or_path}: it has no end-of-text token (eos_token) to put between documents")
+        raise UserError(
+            f"{what} has no end-of-text token to put between documents: set eos_token in its "
+            "tokenizer_config.json, or take another one"
+        )
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer

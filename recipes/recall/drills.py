@@ -24,7 +24,8 @@ def codes_row(rng: random.Random, encode: Encode, names, filler: Filler, length:
     """
     names.seed_instance(rng.getrandbits(64))
     people = set()
-    wanted = rng.randint(min(2, length // TOKENS_PER_CODE), max(1, length // TOKENS_PER_CODE))
+    most = max(1, length // TOKENS_PER_CODE)
+    wanted = rng.randint(min(2, most), most)
     while len(people) < wanted:
         people.add(names.first_name())
     codes = {}

@@ -146,4 +146,6 @@ def write_rows(rows: "Iterator[tuple[str, np.ndarray, np.ndarray]]", count: int,
             yield {"input_ids": tokens, "labels": labels}
 
     saved = blocks.write_rows(arrays(), ["input_ids", "labels"], context, folder)
+    if not sum(counted.values()):
+        raise UserError(f"--context {context}: no token of these rows would be learned; give a longer --context")
     return {**saved, "rows_by_kind": dict(kinds), "counted_tokens": dict(counted)}

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from cli import UserError
+from cli import UserError, parse_yaml, read_yaml
 
 SECTIONS = ("data", "train", "variants", "grid", "seeds", "evaluate")
 BASE = "base"  # the data of all variants but those that have their own
@@ -29,8 +29,8 @@ class Run:
 def read_study(files: Sequence[str], train: str | None = None, settings: Sequence[str] = ()) -> dict:
     """The sections of a study: `train` (a file of train.py's options) below the files, later files above earlier ones,
     and `settings` (`train.max_steps=20`, the value in YAML) above all."""
-    layers = [{"train": read_yaml(train)}] if train else []
-    layers += [read_yaml(file) for file in files]
+    layers = [{"train": read_yaml(Path(train), f"--train {train}")}] if train else []
+    layers += [read_yaml(Path(file), f"--study {file}") for file in files]
     for setting in settings:
         path, equals, text = setting.partition("=")
         if not equals:
@@ -53,25 +53,6 @@ def read_study(files: Sequence[str], train: str | None = None, settings: Sequenc
         if not isinstance(settings, dict) or settings.get("task", "perplexity") != "perplexity":
             raise UserError(f"evaluate {name!r}: give options of evaluate_model.py's task perplexity, got {settings!r}")
     return study
-
-
-def read_yaml(file: str) -> dict:
-    try:
-        content = parse_yaml(Path(file).read_text(encoding="utf-8"), file)
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read {file}: {error}") from error
-    if not isinstance(content, dict):
-        raise UserError(f"{file} must hold `name: value` lines")
-    return content
-
-
-def parse_yaml(text: str, where: str):
-    import yaml
-
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise UserError(f"{where} is not valid YAML: {error}") from error
 
 
 def merge(below: dict, above: dict) -> dict:

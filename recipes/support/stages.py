@@ -1,4 +1,4 @@
-"""Stages of a long preparation: reused when nothing they depend on changed, never half written, one run at a time."""
+"""Files and folders that are never half written, that have one writer at a time, and that are checked when they are read."""
 
 import contextlib
 import hashlib
@@ -8,26 +8,32 @@ import os
 import re
 import shutil
 import sys
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from uuid import uuid4
 
 from cli import UserError, describe
-from hf_infini import __version__
 
 LOCK_FOLDER = ".stages"
+WAITING = "new"  # in it: what takes the place of finished folders, see [`preparation.replace_stages`]
+_OWNER_FILE = "made_by"  # in it
 LEFTOVER = f"*.{'[0-9a-f]' * 32}.part"  # what a killed process was writing, see [`_part_of`]
-_STAGE_FILE = "stage.json"
 
 
 @contextlib.contextmanager
-def locked_folder(path: Path) -> Iterator[Path]:
+def locked_folder(path: Path, owner: str | None = None) -> Iterator[Path]:
     """Makes the folder, holds a lock in it that dies with the process, and clears away what a killed run left.
 
+    Args:
+        path: the folder.
+        owner: the recipe that writes there. A folder that has anything else in it, or is another recipe's, is refused;
+            `None`: the caller sees to that itself.
+
     Raises:
-        UserError: the folder cannot be made, or another process holds it.
+        UserError: the folder cannot be made, another process holds it, or it is not the owner's.
     """
+    if owner is not None:
+        _check_owner(path, owner)
     from filelock import FileLock, Timeout
 
     try:
@@ -38,92 +44,45 @@ def locked_folder(path: Path) -> Iterator[Path]:
     except OSError as error:
         raise UserError(f"--out {path}: {describe(error)}") from error
     with lock:
-        for leftover in [*path.glob(LEFTOVER), *path.glob(f"{LOCK_FOLDER}/{LEFTOVER}")]:
+        if owner is not None:
+            write_text(path / LOCK_FOLDER / _OWNER_FILE, owner)
+        places = (path, path / LOCK_FOLDER, path / LOCK_FOLDER / WAITING)
+        for leftover in [leftover for place in places for leftover in place.glob(LEFTOVER)]:
             shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
         yield path
 
 
+def _check_owner(path: Path, owner: str) -> None:
+    """UserError unless the folder is missing, empty, or one that the recipe `owner` has begun."""
+    try:
+        there = next(path.iterdir(), None)
+        file = path / LOCK_FOLDER / _OWNER_FILE
+        found = file.read_text(encoding="utf-8") if file.is_file() else None
+    except (OSError, UnicodeDecodeError):  # what is wrong with the folder is said when it is locked
+        return
+    if found is None and there is not None and not (path / LOCK_FOLDER).is_dir():
+        raise UserError(f"--out {path} holds other files, such as {there.name}: choose a new or empty folder")
+    if found not in (None, owner):
+        raise UserError(f"--out {path} is a folder of {found}: choose another one")
+
+
 def source_files(source: str) -> list[Path]:
-    """The file `source`, or all files under the folder `source`, sorted; empty where it is a name and not a path."""
+    """The file `source`, or all files under the folder `source`, sorted; empty where it is a name and not a path.
+
+    Links that lead nowhere are among them: a text that is missing is not passed over.
+    """
     path = Path(source)
-    return [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
+    return [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file() or _leads_nowhere(file))
+
+
+def _leads_nowhere(file: Path) -> bool:
+    return file.is_symlink() and not file.exists()
 
 
 def state_of_files(source: str) -> list[tuple[str, int, int]]:
     """Name, size in bytes and time of change of the files of [`source_files`]: whether a source has changed."""
-    return [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in source_files(source)]
-
-
-def run_stage(folder: Path, options: dict, build: Callable[[Path], dict]) -> dict:
-    """Makes `folder` unless it was made with the same options before, and returns its record.
-
-    `build(partial)` writes into a new folder beside it and returns a JSON-safe result; the folder gets its name only
-    when all is written, so a killed run leaves nothing that looks finished.
-
-    Returns:
-        `{"key", "options", "result", "seconds", "reused"}`; `key` is a hash of the options, for stages that
-        build on this one.
-
-    Raises:
-        UserError: `folder` exists and was not made by a stage (it stays as it is).
-    """
-    identity = json.dumps({"version": __version__, "options": options}, sort_keys=True)
-    key = hashlib.sha256(identity.encode()).hexdigest()[:16]
-    if folder.exists():
-        try:
-            record = json.loads((folder / _STAGE_FILE).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            raise UserError(
-                f"{folder} exists and was not written by this program; move it away or choose another --out"
-            ) from None
-        if record["key"] == key:
-            return {**record, "reused": True}
-    partial = _part_of(folder)
-    partial.mkdir(parents=True)
-    start = time.perf_counter()
-    try:
-        result = build(partial)
-        record = {"key": key, "options": options, "result": result, "seconds": round(time.perf_counter() - start, 2)}
-        (partial / _STAGE_FILE).write_text(json.dumps(record, indent=1, ensure_ascii=False), encoding="utf-8")
-        if folder.exists():
-            shutil.rmtree(folder)
-        partial.rename(folder)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-    return {**record, "reused": False}
-
-
-def drop_stage(folder: Path, *files: Path) -> None:
-    """Deletes `files` and the folder of a stage that is no longer wanted; a folder that no stage made stays."""
-    if (folder / _STAGE_FILE).is_file():
-        for file in files:
-            file.unlink(missing_ok=True)
-        shutil.rmtree(folder)
-
-
-def write_manifest(path: Path, *, options: dict, source: dict, record: dict, splits: Sequence[str], start: float) -> dict:
-    """Writes `manifest.json` in one step and returns it.
-
-    Args:
-        path: the file.
-        options: those of the run.
-        source: what was read.
-        record: what [`run_stage`] returned, by stage: "tokenizer" and the splits among them.
-        splits: the stages that are splits.
-        start: `time.perf_counter()` at the beginning of the run.
-    """
-    manifest = {
-        "hf_infini": __version__,
-        "options": options,
-        "source": source,
-        "tokenizer": record["tokenizer"]["result"],
-        "splits": {name: record[name]["result"] for name in splits},
-        "stages": {name: {key: stage[key] for key in ("key", "seconds", "reused")} for name, stage in record.items()},
-        "wall_seconds": round(time.perf_counter() - start, 2),
-        "peak_memory_bytes": peak_memory_bytes(),
-    }
-    write_json(path, manifest)
-    return manifest
+    states = ((str(file), file.lstat() if _leads_nowhere(file) else file.stat()) for file in source_files(source))
+    return [(name, state.st_size, state.st_mtime_ns) for name, state in states]
 
 
 def read_manifest(data: Path, split: str | None = None) -> dict:
@@ -131,7 +90,7 @@ def read_manifest(data: Path, split: str | None = None) -> dict:
     or has no rows of `split`."""
     file = Path(data) / "manifest.json"
     if not file.is_file():
-        raise UserError(f"--data: {data} has no manifest.json; make the folder with recipes/prepare.py")
+        raise UserError(f"{data} has no manifest.json; make the folder with recipes/prepare.py")
     remedy = "delete it and make the folder again with its command of recipes/prepare.py"
     manifest = read_json(file, {"options": dict, "source": dict, "tokenizer": dict, "splits": dict}, remedy)
     options = {"source": str, "tokenizer": str, "context": int, "split_by": str}

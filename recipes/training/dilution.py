@@ -8,7 +8,6 @@ Gradients reach that text as well. Were it a constant, a row would gain by makin
 next row's past: weights that only grow (those of `memory_write` then reach the limit of the exponents).
 """
 
-import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -92,5 +91,3 @@ def check_options(run, optimizer, config) -> None:
         if (vars(run) | vars(optimizer))[name]:
             raise UserError(f"--dilute_with and --{name} do not go together: leave one of them out")
     run.dilute_up_to = DILUTE_UP_TO if run.dilute_up_to is None else run.dilute_up_to
-    if not 1 <= run.dilute_up_to < math.inf:
-        raise UserError(f"--dilute_up_to must be a factor from 1 on, got {run.dilute_up_to:g}")

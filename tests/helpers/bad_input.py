@@ -41,3 +41,21 @@ def refused(
         after = contents(keeps)
         assert after == before, {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
     return errors if prints else line
+
+
+def handled(main, argv, capsys, *mentions: str) -> str:
+    """Runs a recipe's `main` in this process, which must take its input as it is; returns what it prints.
+
+    Args:
+        main, argv, capsys: as for [`refused`].
+        mentions: what it must print.
+    """
+    capsys.readouterr()
+    try:
+        main([str(argument) for argument in argv])
+    except SystemExit:
+        pytest.fail(capsys.readouterr().err)
+    shown = "".join(capsys.readouterr())
+    for text in mentions:
+        assert text in shown, f"{text!r} is not in: {shown}"
+    return shown

@@ -183,8 +183,8 @@ def test_what_was_measured_before_an_error_is_kept(tmp_path, monkeypatch):
     [
         (["--shapes", "64"], "--shapes 64: give TOKENSxSEGMENT"),
         (["--shapes", "64x0"], "--shapes 64x0: give TOKENSxSEGMENT"),
-        (["--rounds", "0"], "--rounds must be greater than 0, got 0"),
-        (["--contexts", "5", "-1"], "--contexts must be greater than 0, got -1"),
+        (["--rounds", "0"], "--rounds must be at least 1, got 0"),
+        (["--contexts", "5", "-1"], "--contexts must be at least 1, got -1"),
         (["--contestants", "infini", "loops"], "there is no loops; allowed are infini, infini-delta, "),
         (["--parts", "pretrained"], "--parts pretrained and --model NAME go together"),
         (["--dtypes", "int8"], "--dtypes int8 is for --parts pretrained only"),

@@ -102,7 +102,7 @@ DAMAGED = {
     "bad utf-8": (lambda: gzip.compress(GOOD.replace("Água".encode(), b"\xc1gua")), "not UTF-8, byte"),
     "utf-16": (
         lambda: gzip.compress(GOOD.decode().replace("utf-8", "utf-16").encode("utf-16-le")),
-        "DOCTYPE or NUL|UTF-8",
+        "byte 1 is 0; is it binary, or UTF-16",
     ),
     "entity bomb": (lambda: gzip.compress(billion_laughs()), "DOCTYPE"),
     "external entity": (lambda: gzip.compress(EXTERNAL), "DOCTYPE"),

@@ -171,7 +171,7 @@ def test_the_recipe_writes_what_a_dictionary_counts(data, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--orders", "0", "9"], "--orders 0 9: give one or more numbers from 0 to 5"),
+        (["--orders", "0", "9"], "--orders must be at least 0 and at most 5, got 9"),
         (["--out", "ngrams"], "give a file that ends in .json"),
         (["--data", "nowhere"], "nowhere has no manifest.json"),
     ],

@@ -166,7 +166,7 @@ def test_drills_make_rows_of_any_length(base, tmp_path):
 def test_a_killed_run_leaves_nothing_that_looks_finished(base, tmp_path):
     options = ["--context", 512, "--rows", 2500, "--validation_rows", 4]
     command = [*recipe("prepare_recall"), "--data", source(base), *options, "--out", tmp_path / "out"]
-    kill_when(lambda: list((tmp_path / "out").glob("train.*.part/stream/*")), *command)
+    kill_when(lambda: list((tmp_path / "out" / ".stages" / "new").glob("train.*.part/stream/*")), *command)
     assert not (tmp_path / "out" / "manifest.json").exists() and not (tmp_path / "out" / "train").exists()
     killed = prepare(tmp_path / "out", base, *options)
     assert killed["stages"]["tokenizer"]["reused"] and not killed["stages"]["train"]["reused"]

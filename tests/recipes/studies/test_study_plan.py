@@ -97,7 +97,7 @@ def test_grids_and_seeds_make_names(tmp_path):
         (["--grid", "n_layer=1,1"], "would share the folder s1,n_layer=1"),
         (["--grid", "seed=0,1"], "a study's seeds are in 'seeds'"),
         (["--set", "grid.n_layer=3"], "gives each option a list of values"),
-        (["--jobs", "0"], "--jobs must be at least 1, got 0"),
+        (["--jobs", "0"], "--jobs must be at least 1 and at most 1024, got 0"),
         (["--launcher", "no_launcher x"], "--launcher: there is no program no_launcher"),
         (["--data", "data/x"], "exactly one of --source and --data"),
         (["--runs", "a", "b"], "--study is for runs to be trained"),
@@ -117,14 +117,14 @@ def test_what_else_is_refused(tmp_path, capsys):
         (["--data", "x"], "give what is to be trained with --study, --train or --grid, or finished runs with --runs"),
         (["--runs", "x/a", "y/a", "--data", "x"], "give folders of different names"),
         (["--study", VARIANTS, "--data", "x"], "i2 has data of its own: give --source instead of --data"),
-        (["--study", str(tmp_path / "none.yaml"), "--data", "x"], "cannot read"),
+        (["--study", str(tmp_path / "none.yaml"), "--data", "x"], "there is no file of this name"),
     ):
         with pytest.raises(SystemExit):
             study.main([*words, *out])
         assert message in capsys.readouterr().err
     (tmp_path / "list.yaml").write_text("- 1\n- 2\n")
     with pytest.raises(UserError, match="must hold `name: value` lines"):
-        plan.read_yaml(str(tmp_path / "list.yaml"))
+        plan.read_study([str(tmp_path / "list.yaml")])
 
 
 def test_characters_of_tokens_add_up_to_the_text():

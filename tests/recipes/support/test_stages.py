@@ -6,7 +6,7 @@ import os
 import pytest
 
 from cli import UserError
-from support import stages
+from support import preparation, stages
 
 
 def test_one_writer_of_a_file_inside_another(tmp_path):
@@ -36,15 +36,15 @@ def test_one_writer_of_a_stage_inside_another(tmp_path):
         return {"text": text}
 
     def inner():
-        stages.run_stage(folder, {"text": "inner"}, lambda partial: build(partial, "inner"))
+        preparation.run_stage(folder, {"text": "inner"}, lambda partial: build(partial, "inner"))
         assert {file.name: file.read_text() for file in folder.glob("*d")} == {"second": "inner"}
         assert (folder / "first").read_text() == "inner"
 
-    record = stages.run_stage(folder, {"text": "outer"}, lambda partial: build(partial, "outer", inner))
+    record = preparation.run_stage(folder, {"text": "outer"}, lambda partial: build(partial, "outer", inner))
     assert record["result"] == {"text": "outer"} and not record["reused"]
     assert (folder / "first").read_text() == (folder / "second").read_text() == "outer"
     assert os.listdir(tmp_path) == ["rows"]
-    assert stages.run_stage(folder, {"text": "outer"}, build)["reused"]
+    assert preparation.run_stage(folder, {"text": "outer"}, build)["reused"]
 
 
 def test_a_lock_clears_what_was_left_and_keeps_others_out(tmp_path):

@@ -118,7 +118,7 @@ def test_a_diluted_run_resumes_as_if_it_had_never_stopped(base, tmp_path):  # no
         (["--dilute_with", "DATA", "--attention", "self"], "needs --attention infini"),
         (["--dilute_with", "DATA", "--position_encoding", "learned"], "give --position_encoding rope or segment"),
         (["--dilute_with", "DATA", "--separate_documents", "true"], "--separate_documents do not go together"),
-        (["--dilute_with", "DATA", "--dilute_up_to", 0.5], "must be a factor from 1 on, got 0.5"),
+        (["--dilute_with", "DATA", "--dilute_up_to", 0.5], "--dilute_up_to must be at least 1, got 0.5"),
         (["--dilute_with", "nowhere"], "nowhere has no manifest.json"),
     ],
 )
