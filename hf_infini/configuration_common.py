@@ -51,9 +51,16 @@ class OptionsMixin:
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, **kwargs):
-        """As usual, but errors name the place, and there is no warning that a plain model's is of another type."""
+        """As usual, but errors name the place, and there is no warning that a plain model's is of another type.
+
+        A plain model's configuration stays one where no segments are given: PEFT asks the class of a patched model for the
+        vocabulary of its checkpoint.
+        """
         place = pretrained_model_name_or_path
         values, kwargs = cls.get_config_dict(place, **kwargs)
+        own = getattr(cls, "own_class", None)
+        if own and values.get("model_type") == own.model_type and not {"segment_length", "n_segments"} & kwargs.keys():
+            return own.from_dict(values, **kwargs)
         return cls.from_dict(values, **{"name_or_path": str(place)} | kwargs)  # as AutoConfig gives it
 
     @classmethod
@@ -71,7 +78,8 @@ class OptionsMixin:
 
     @classmethod
     def _from_dict(cls, config_dict, **kwargs):
-        kind, kinds = config_dict.get("model_type", cls.model_type), [cls.model_type, getattr(cls, "own_type", None)]
+        own_type = getattr(getattr(cls, "own_class", None), "model_type", None)
+        kind, kinds = config_dict.get("model_type", cls.model_type), [cls.model_type, own_type]
         if kind not in kinds:
             raise ValueError(
                 f"it is of the model type {kind!r}, and a {cls.__name__} is made from {' or '.join(filter(None, kinds))}. "

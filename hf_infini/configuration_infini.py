@@ -88,7 +88,6 @@ def infini_config(own: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
         "model_type": PREFIX + own.model_type,
         "undeclared_options": _computed(own),
         "own_class": own,
-        "own_type": own.model_type,
     }
     config = checked(type(f"Infini{own.__name__}", (FamilyConfigMixin, own), attributes))
     carry_code("families", AutoConfig=config)

@@ -32,7 +32,7 @@ class InfiniGPT2Config(MemoryOptions, OptionsMixin, AdaptersOfOwnMixin, HubConfi
     """
 
     model_type = "infini_gpt2"
-    own_type = "gpt2"
+    own_class = GPT2Config
     undeclared_options = ("classifier_dropout", "hidden_dropout")  # which GPT2ForTokenClassification looks for
     has_no_defaults_at_init = True  # transformers 5.17 would otherwise build one without options to compare with
 

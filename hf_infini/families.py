@@ -135,7 +135,7 @@ def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
 @functools.cache
 def register_models(config: type[PreTrainedConfig]) -> None:
     """Registers all models of a family with the Auto classes, and has them saved with their code."""
-    own = GPT2Config if config is InfiniGPT2Config else config.own_class
+    own = config.own_class
     classes = {}
     enter_tokenizer(own, config)
     for auto_class, table in AUTO_CLASSES.items():

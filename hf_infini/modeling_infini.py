@@ -40,6 +40,11 @@ class InfiniPreTrainedMixin(InitializationMixin):
     def __init__(self, config, *args, **kwargs):
         from .families import add_memory
 
+        if not hasattr(config, "infini_layers"):
+            raise ValueError(
+                f"a {type(self).__name__} needs the options of its memory, and this {type(config).__name__} has none: give "
+                "segment_length=… (tokens in a segment), such as 256."
+            )
         super().__init__(config, *args, **kwargs)
         enter_weights(self.own_class.config_class.model_type, config.model_type)
         enter_weights(self.own_class.__name__, f"Infini{self.own_class.__name__}")

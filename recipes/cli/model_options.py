@@ -79,6 +79,18 @@ ModelOptions = make_dataclass(
 )  # fmt: skip
 
 
+MemoryChoices = make_dataclass(
+    "MemoryChoices",
+    _optional(_OPTIONS["MemoryOptions"], "memory", SHOWN),
+    namespace={"__doc__": "Options of a memory that were given; `None` is the default."},
+)
+
+
+def given_options(options) -> dict:
+    """Those of a dataclass that were given."""
+    return _given(options, [entry.name for entry in fields(options)])
+
+
 def build_config(options: ModelOptions, tokenizer, context: int):
     """The configuration that the options ask for, checked: an option that would do nothing is refused.
 

@@ -109,3 +109,18 @@ def test_peft_may_be_imported_after_the_model_is_loaded(code, tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "['q_proj', 'v_proj']"
+
+
+@pytest.mark.parametrize("loaded", ["patched", "with its memory"])
+def test_an_adapter_of_a_plain_checkpoint_is_saved(loaded, tmp_path):
+    """PEFT reads the checkpoint's configuration again, by the class of the model's, to see whether the vocabulary grew."""
+    decoder("llama").save_pretrained(tmp_path / "plain")
+    if loaded == "patched":
+        model = patch_model(AutoModelForCausalLM.from_pretrained(tmp_path / "plain"), segment_length=8)
+    else:
+        model = hf_infini.AutoInfiniModelForCausalLM.from_pretrained(tmp_path / "plain", segment_length=8)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM"))
+    adapted.save_pretrained(tmp_path / "adapter")
+    assert (tmp_path / "adapter" / "adapter_model.safetensors").is_file()
+    with pytest.raises(ValueError, match="give segment_length="):
+        type(model).from_pretrained(tmp_path / "plain")

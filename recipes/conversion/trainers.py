@@ -1,0 +1,169 @@
+"""The two trainings of a conversion: each layer on the teacher's own input, then all layers together on its predictions.
+
+Both train and save only an adapter ([`hf_infini.save_adapter`]): checkpoints have a few megabytes.
+"""
+
+import contextlib
+import random
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import Trainer
+
+from hf_infini import save_adapter
+from hf_infini.families import decoder_of
+from hf_infini.memory_adapter import restore_adapter
+
+from .teacher import full_attention
+
+SMALLEST = 1e-12  # of an error, whose logarithm is taken
+
+
+class ConversionTrainer(Trainer):
+    """Trains the adapter of a patched model, with the window narrowed in a share of the steps.
+
+    A memory that is trained beside a window that finds nearly everything is not learned to be used (arXiv 2510.05901). So in
+    some steps segments are shorter, and more of a row is only in the memory.
+
+    Args:
+        *args, **kwargs: the Trainer's own.
+        narrow: share of the steps with a narrower window, at the first and at the last step; in between it falls linearly.
+        lengths: tokens of a segment then, one of them drawn for each step.
+    """
+
+    def __init__(self, *args, narrow: tuple[float, float] = (0.0, 0.0), lengths: Sequence[int] = (), **kwargs):
+        super().__init__(*args, **kwargs)
+        self.narrow, self.lengths = narrow, lengths
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        if not model.training:
+            loss = self.loss_of(model, inputs["input_ids"])
+        else:
+            with segments_of(decoder_of(self.model).config, self.segment_length()):
+                loss = self.loss_of(model, inputs["input_ids"])
+        return (loss, {"loss": loss}) if return_outputs else loss
+
+    def loss_of(self, model, ids: Tensor) -> Tensor:
+        """The loss of rows `[batch, tokens]`, without padding."""
+        raise NotImplementedError
+
+    def segment_length(self) -> int | None:
+        """Tokens of a segment in this step, the same in all processes and after a restart; `None`: the model's own."""
+        step, last = self.state.global_step, max(1, self.state.max_steps - 1)
+        draw = random.Random(f"{self.args.seed} {step}")
+        first, end = self.narrow
+        if not self.lengths or draw.random() >= first + (end - first) * step / last:
+            return None
+        return draw.choice(self.lengths)
+
+    def _save(self, output_dir: str | None = None, state_dict=None) -> None:
+        save_adapter(self.accelerator.unwrap_model(self.model), output_dir or self.args.output_dir)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model=None) -> None:
+        restore_adapter(self.model if model is None else model, resume_from_checkpoint)
+
+
+class Transfer(ConversionTrainer):
+    """Every layer learns to give with its memory what its own attention gives, on the plain model's input.
+
+    The loss is the mean over layers of log Σ (with memory − own)²: by its logarithm every layer counts the same, however
+    large its outputs are. Inside the window both are equal, so that what is learned is what comes from beyond it.
+    """
+
+    def loss_of(self, model, ids: Tensor) -> Tensor:
+        found: list[Tensor] = []
+
+        def compare(number: int, mine: Tensor, full: Tensor) -> None:
+            if mine.requires_grad:  # others have their window only
+                found.append((mine - full).float().square().sum((1, 2)).clamp(min=SMALLEST).log().mean())
+
+        with full_attention(self.model, ids.shape[1], compare):
+            model(input_ids=ids, use_cache=False, logits_to_keep=1)
+        return torch.stack(found).mean()
+
+
+class Together(ConversionTrainer):
+    """The whole model learns what the plain one predicts: cross-entropy to the text, and KL divergence from the teacher's
+    distribution.
+
+    Args:
+        text: the weight of the cross-entropy; the divergence has the rest.
+    """
+
+    def __init__(self, *args, text: float = 0.5, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.text = text
+
+    def loss_of(self, model, ids: Tensor) -> Tensor:
+        with torch.no_grad(), full_attention(self.model, ids.shape[1]), without_lora(self.model):
+            taught = model(input_ids=ids, use_cache=False).logits[:, :-1].float().log_softmax(-1)
+        found = model(input_ids=ids, use_cache=False).logits[:, :-1].float().log_softmax(-1)
+        to_text = F.nll_loss(found.flatten(0, 1), ids[:, 1:].flatten())
+        to_teacher = F.kl_div(found, taught, log_target=True, reduction="none").sum(-1).mean()
+        return self.text * to_text + (1 - self.text) * to_teacher
+
+
+@contextlib.contextmanager
+def segments_of(config, length: int | None) -> Iterator[None]:
+    """Within it, a model's segments have so many tokens; `None`: as many as before."""
+    before = config.segment_length
+    config.segment_length = before if length is None else length
+    try:
+        yield
+    finally:
+        config.segment_length = before
+
+
+@contextlib.contextmanager
+def without_lora(model) -> Iterator[None]:
+    """Within it, PEFT's adapter of a model does nothing, if it has one."""
+    with model.disable_adapter() if hasattr(model, "disable_adapter") else contextlib.nullcontext():
+        yield
+
+
+@torch.no_grad()
+def unexplained(model, rows: Tensor) -> dict[int, float]:
+    """How much of what the window misses the memory does not supply, by layer: Σ (with memory − own)² over the same without
+    the memory; 0 is the plain model, 1 no better than the window.
+
+    Args:
+        rows: `[batch, tokens]`, longer than the window.
+    """
+    with_memory = errors(model, rows)
+    with gates_closed(model):
+        without = errors(model, rows)
+    return {number: with_memory[number] / max(without[number], SMALLEST) for number in with_memory}
+
+
+@contextlib.contextmanager
+def gates_closed(model) -> Iterator[None]:
+    """Within it, a model has its window only: no head takes anything from its memory."""
+    from hf_infini.memory_layer import gates_of
+
+    weights = [parameter for gate in gates_of(model).values() for parameter in gate.parameters()]
+    before = [weight.detach().clone() for weight in weights]
+    with torch.no_grad():
+        for weight in weights:
+            weight.fill_(-torch.inf)
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for weight, old in zip(weights, before, strict=True):
+                weight.copy_(old)
+
+
+@torch.no_grad()
+def errors(model, rows: Tensor) -> dict[int, float]:
+    """Σ (with memory − own)² by layer, over `rows`."""
+    found: dict[int, float] = {}
+
+    def compare(number: int, mine: Tensor, full: Tensor) -> None:
+        found[number] = found.get(number, 0.0) + float((mine - full).double().square().sum())
+
+    for row in rows:
+        with full_attention(model, len(row), compare):
+            model(input_ids=row[None], use_cache=False, logits_to_keep=1)
+    return found

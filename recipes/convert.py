@@ -1,0 +1,94 @@
+r"""Gives a pretrained model memories that it can use, and trains nothing but an adapter of a few megabytes.
+
+    python recipes/prepare.py --source texts.jsonl --tokenizer CHECKPOINT --context 2048 --out data/long
+    python recipes/convert.py --config recipes/configs/convert.yaml --model CHECKPOINT --data data/long --out runs/converted
+    torchrun --nproc_per_node 2 recipes/convert.py --config … --model CHECKPOINT --data data/long --out runs/converted
+
+CHECKPOINT is a plain model: a folder or a name on the Hub. Its own attention is the teacher; no second model is loaded.
+
+    calibrate  for each layer, the scale of the feature maps and the gate with which the memory explains most, of a few
+    transfer   each layer learns to give with its memory what its own attention gives, on the plain model's input
+    together   all layers and a LoRA learn what the plain model predicts
+
+Stopped at any point and started again with the same command, it goes on. Writes OUT/adapter, which `hf_infini.load_adapter`
+puts on the plain model, and OUT/result.json: how much of what the window misses the memory supplies, by layer, and the
+cross-entropy of validation rows beyond the window: of the plain model, of its window and sinks untrained, and of the trained
+model with its memory switched off and on.
+"""
+
+import shlex
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from cli import SEED, UserError, exit_on_error, option, parse_options
+from cli.model_options import MemoryChoices, given_options
+from support.parents import end_with_launcher
+
+
+@dataclass
+class Options:
+    model: str = field(metadata={"help": "Plain model: a folder or a name on the Hub.", "group": "model"})
+    data: str = field(
+        metadata={"help": "Folder made by recipes/prepare.py with the model's tokenizer.", "group": "data"}
+    )
+    out: str = field(metadata={"help": "Folder of the conversion; continued when it holds this one.", "group": "output"})
+    memory_in: list[int] | None = option(
+        None, "Layers, counted from 0, whose memory is trained and read; the others have their window only. Default: all.",
+        at_least=0, group="model",
+    )  # fmt: skip
+    calibration_rows: int = option(4, "Training rows that calibrate; 0: no calibration.", at_least=0, group="training")
+    transfer_steps: int = option(150, "Optimiser steps of the second stage; 0: leave it out.", at_least=0)
+    together_steps: int = option(100, "Optimiser steps of the third stage; 0: leave it out.", at_least=0)
+    transfer_learning_rate: float = option(1e-2, "Peak learning rate of the second stage.", greater_than=0)
+    together_learning_rate: float = option(3e-4, "Peak learning rate of the third stage.", greater_than=0)
+    lora_rank: int = option(8, "together: rank of the LoRA of all projections of attention; 0: none.", at_least=0)
+    text_weight: float = option(0.5, "together: weight of the text against that of the plain model's predictions.",
+                                at_least=0, at_most=1)  # fmt: skip
+    narrow: list[float] = option([0.9, 0.5], "Share of the steps with a narrower window, first and last; linear between.",
+                                 at_least=0, at_most=1)  # fmt: skip
+    narrow_to: list[int] = option([32, 64, 128], "Tokens of a segment in these steps, one drawn for each.", at_least=1)
+    batch_size: int = option(1, "Rows per device and forward pass.", at_least=1)
+    gradient_accumulation: int = option(4, "Forward passes per optimiser step.", at_least=1)
+    save_steps: int = option(10, "Steps between checkpoints; the last two are kept.", at_least=1)
+    evaluation_rows: int = option(32, "Validation rows of the evaluation at the end.", at_least=1)
+    precision: str = option("auto", "bf16 autocast; auto: where it is native.", choices=["auto", "bf16", "float32"],
+                            group="machine")  # fmt: skip
+    use_cpu: bool = option(False, "Train on the CPU even where there is a GPU.")
+    seed: int = option(0, "Seed of the order of rows, narrower windows and LoRA.", **SEED, group="training")
+
+
+@exit_on_error(when_stopped="the same command goes on from the last checkpoint")
+def main(argv: list[str] | None = None) -> None:
+    options, memory = parse_options(Options, MemoryChoices, description=__doc__, argv=argv)
+    end_with_launcher()
+    if len(options.narrow) != 2:
+        raise UserError(f"--narrow takes two shares, of the first and of the last step; got {len(options.narrow)}")
+
+    from conversion import evaluation, stages
+    from hf_infini import save_adapter
+    from support import measurement
+    from support.stages import read_manifest, write_json
+    from training import run_folder, setup
+
+    data, out = Path(options.data), Path(options.out)
+    fingerprint = setup.data_fingerprint(read_manifest(data))
+    conversion = stages.Conversion(options, given_options(memory), data, out, fingerprint)
+    conversion.check()
+    model, found = conversion.plain_model(), {}
+    for stage in conversion.stages():
+        model, found[stage.name] = conversion.run(stage, model)
+    if not conversion.is_main_process:
+        return
+    save_adapter(model, out / "adapter")
+    found |= evaluation.evaluate(model, conversion.evaluation_rows(), conversion.window)
+    result = {**found, "options": vars(options), "memory": given_options(memory), "data_fingerprint": fingerprint}
+    result |= {"command": shlex.join([Path(sys.executable).name, *sys.argv]), **measurement.peak_memory()}
+    write_json(out / "result.json", {**result, **measurement.environment()})
+    evaluation.plot_layers(found, out / "layers.png")
+    print(evaluation.table(found["cross_entropy"]))
+    run_folder.say(f"{out / 'adapter'}, {out / 'result.json'}, {out / 'layers.png'}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,105 @@
+"""recipes/convert.py, run as a user runs it: on a tiny pretrained decoder, stopped and continued, and refused."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoTokenizer, GPT2Config, LlamaConfig, LlamaForCausalLM
+
+from bad_input import refused
+from hf_infini import load_adapter
+from models import gpt2
+from running import CONTEXT, load_recipe, prepared_data
+
+convert = load_recipe("convert")
+WINDOW = ["--segment_length", 8, "--local_segments", 1, "--sink_tokens", 2, "--narrow_to", 4, 6]
+STEPS = ["--transfer_steps", 4, "--together_steps", 3, "--save_steps", 2, "--gradient_accumulation", 1, "--lora_rank", 2]
+SMALL = ["--calibration_rows", 1, "--evaluation_rows", 2, "--use_cpu", "true", "--precision", "float32"]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(base):
+    """A tiny Llama for the prepared rows."""
+    tokenizer = AutoTokenizer.from_pretrained(prepared_data(base) / "tokenizer")
+    sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2)
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), initializer_range=0.3, **sizes))
+    model.save_pretrained(base / "llama")
+    tokenizer.save_pretrained(base / "llama")
+    return base / "llama"
+
+
+def run(checkpoint, base, out, *options) -> dict:
+    argv = ["--model", checkpoint, "--data", prepared_data(base), "--out", out, *WINDOW, *STEPS, *SMALL, *options]
+    convert.main([*map(str, argv)])
+    return json.loads((out / "result.json").read_text())
+
+
+@pytest.mark.slow
+def test_a_conversion_leaves_an_adapter_and_its_measurements(checkpoint, base, tmp_path, capsys):
+    result = run(checkpoint, base, tmp_path / "out", "--memory_in", 1, 2)
+    conditions = result["cross_entropy"]
+    assert list(conditions) == [
+        "plain model", "window and sinks, untrained", "trained, memory off", "trained, memory on"
+    ]  # fmt: skip
+    assert conditions["trained, memory on"]["above_memory_on"] == {"value": 0, "low": 0, "high": 0}
+    assert result["tokens"] == 2 * (CONTEXT - 18) and "| plain model " in capsys.readouterr().out
+    assert (tmp_path / "out" / "layers.png").is_file()
+    for stage in ("transfer", "together"):
+        assert set(result[stage]["unexplained"]) == {"0", "1", "2"}
+    assert result["transfer"]["unexplained"]["0"] == 1  # no memory there
+    model = load_adapter(LlamaForCausalLM.from_pretrained(checkpoint), tmp_path / "out" / "adapter").eval()
+    adapted = [name for name, _ in model.named_parameters() if "lora" in name]
+    assert adapted and not any(".layers.0." in name for name in adapted)
+    from conversion.evaluation import evaluate
+    from support.prepared import open_rows
+
+    rows = open_rows(prepared_data(base), "validation").with_format("torch")[:2]["input_ids"]
+    again = evaluate(model, rows, 18)["cross_entropy"]
+    for name, values in conditions.items():
+        assert again[name]["nats"]["value"] == pytest.approx(values["nats"]["value"], rel=1e-5)
+
+
+@pytest.mark.slow
+def test_stopped_it_goes_on_and_ends_the_same(checkpoint, base, tmp_path, monkeypatch):
+    run(checkpoint, base, tmp_path / "whole")
+    from conversion import trainers
+
+    def stop(self, model, ids, own=trainers.Together.loss_of):
+        if self.state.global_step == 2 and self.model.training:
+            raise KeyboardInterrupt
+        return own(self, model, ids)
+
+    with monkeypatch.context() as patch, pytest.raises(SystemExit) as end:
+        patch.setattr(trainers.Together, "loss_of", stop)
+        run(checkpoint, base, tmp_path / "stopped")
+    assert end.value.code == 130 and not (tmp_path / "stopped" / "adapter").exists()
+    run(checkpoint, base, tmp_path / "stopped")
+    for name in ("infini_adapter.safetensors", "adapter_model.safetensors"):
+        whole, stopped = (load_file(tmp_path / folder / "adapter" / name) for folder in ("whole", "stopped"))
+        assert whole.keys() == stopped.keys() and all(torch.equal(whole[key], stopped[key]) for key in whole)
+
+
+@pytest.mark.parametrize(
+    ("options", "mentions"),
+    [
+        (["--segment_length", 32], ["rows of 64 tokens, and the window sees 66", "Prepare longer rows"]),
+        (["--narrow_to", 8], ["--narrow_to 8: give lengths below --segment_length 8"]),
+        (["--narrow_to", 2], ["--narrow_to 2: give lengths", "above --sink_tokens 2"]),
+        (["--narrow", 0.5], ["--narrow takes two shares"]),
+        (["--memory_in", 3], ["--memory_in 3: its layers are [0, 1, 2]"]),
+        (["--text_weight", 2], ["--text_weight must be at least 0 and at most 1, got 2"]),
+        (["--feature_map", "elu", "--memory_write", "learned"], ["give feature_map='exp' or 'learned'"]),
+    ],
+)
+def test_what_cannot_be_converted(options, mentions, checkpoint, base, tmp_path, capsys):
+    argv = ["--model", checkpoint, "--data", prepared_data(base), "--out", tmp_path / "out", *WINDOW, *SMALL, *options]
+    refused(convert.main, argv, capsys, *mentions, keeps=tmp_path)
+
+
+def test_a_model_of_another_kind(base, tmp_path, capsys):
+    gpt2(vocab_size=20).save_pretrained(tmp_path / "small")
+    assert isinstance(gpt2().config, GPT2Config)
+    argv = ["--model", tmp_path / "small", "--data", prepared_data(base), "--out", tmp_path / "out", *WINDOW, *SMALL]
+    refused(convert.main, argv, capsys, "was prepared with another tokenizer than that of", keeps=tmp_path)
