@@ -35,7 +35,8 @@ class CheckedLoadingMixin:
         """
         path, checkpoint = pretrained_model_name_or_path, None
         if path is not None and kwargs.get("state_dict") is None and kwargs.get("gguf_file") is None:
-            hub = {name: kwargs[name] for name in HUB_OPTIONS & kwargs.keys()}
+            # Files are read here, no code
+            hub = {name: kwargs[name] for name in HUB_OPTIONS & (kwargs.keys() - {"trust_remote_code"})}
             with suppress(OSError):  # no config.json: transformers says so, or finds an adapter's model
                 checkpoint = Checkpoint(path, cls._of_values, kwargs.get("config"), **hub)
         ignored = ignore_mismatched_sizes or checkpoint is not None  # the check below names them

@@ -12,7 +12,6 @@ from torch import Tensor
 from .cache import InfiniCache, StatesOfCall
 from .hooks import device_of
 from .layout import Layout
-from .lookups import enter_weights
 from .modeling_common import (
     InitializationMixin,
     check_inputs,
@@ -46,8 +45,6 @@ class InfiniPreTrainedMixin(InitializationMixin):
                 "segment_length=… (tokens in a segment), such as 256."
             )
         super().__init__(config, *args, **kwargs)
-        enter_weights(self.own_class.config_class.model_type, config.model_type)
-        enter_weights(self.own_class.__name__, f"Infini{self.own_class.__name__}")
         add_memory(self)
 
     @classmethod

@@ -180,3 +180,31 @@ def test_a_tokenizer_is_the_one_that_it_is_beside_the_own_model(model_type, name
     wanted = loaded(own)
     assert loaded(infini_config(type(own))(segment_length=8, layers=[0])) == wanted
     assert wanted[2] == "abb"
+
+
+SAVED = """
+import sys
+import torch
+from safetensors import safe_open
+from decoders import decoder
+from hf_infini import patch_model
+
+own = decoder("qwen3_moe")
+own.save_pretrained(sys.argv[1] + "/own")
+patch_model(own, segment_length=8).save_pretrained(sys.argv[1] + "/patched")
+names = [set(safe_open(f"{sys.argv[1]}/{name}/model.safetensors", "pt").keys()) for name in ("own", "patched")]
+assert any(".experts.0." in name for name in names[0])
+assert {name for name in names[1] if "attn.gate" not in name} == names[0], names[1] ^ names[0]
+"""
+
+
+@pytest.mark.slow
+def test_a_patched_model_s_weights_are_saved_by_the_names_of_the_plain_ones(tmp_path):
+    """Also where no model of its class has been built yet: experts are one tensor each in files, and joined in the model."""
+    done = subprocess.run(
+        [sys.executable, "-c", SAVED, tmp_path],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join((str(Path(hf_infini.__file__).parents[1]), *sys.path))},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
