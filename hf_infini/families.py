@@ -58,6 +58,8 @@ def infini_class(own: type) -> type:
         forward = inspect.unwrap(own.forward)
         attributes["argument_names"] = _arguments(forward)
         attributes["layers_drop_keywords"] = own.config_class.model_type in DROP_KEYWORDS
+        rotary = [c for name, c in vars(sys.modules[own.__module__]).items() if name.endswith("RotaryEmbedding")]
+        attributes["turns_by_layer_type"] = any("layer_type" in _arguments(c.forward) for c in rotary)
         attributes["takes_masks_by_type"] = "causal_mask_mapping" in forward.__code__.co_varnames
     if issubclass(own, GenerationMixin):
         bases.append(MemoryGenerationMixin)

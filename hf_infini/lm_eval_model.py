@@ -11,6 +11,7 @@ import sys
 
 import torch
 
+from .configuration_common import layer_kinds
 from .configurations import context_limit
 from .extras import needs
 from .metrics import score_spans
@@ -42,7 +43,8 @@ class InfiniLM(HFLM):
     Args:
         pretrained: a model's folder or its name on the Hub; or a model.
         max_length: tokens of the longest input; longer ones lose their beginning, with a warning. Default: no limit for
-            positions that have none, `n_positions` for learned ones.
+            positions that have none, `n_positions` for learned ones, what lm-eval finds where layers of full attention have
+            no memory.
         chunk_tokens: tokens per call of the model, of each row of a batch. Memory grows with it.
         options: as `hf` takes them (`dtype`, `device`, `tokenizer`, `revision`, …).
 
@@ -63,7 +65,7 @@ class InfiniLM(HFLM):
         if max_length is not None:
             if limit is not None and max_length > limit:
                 raise RequestError(f"max_length={max_length}: the model has {limit} learned positions, give no more")
-        elif hasattr(self.config, "n_positions"):  # of other models lm-eval finds out by itself
+        elif hasattr(self.config, "n_positions") or _is_bounded(self.config):  # of others lm-eval finds out by itself
             self._max_length = limit or UNLIMITED
 
     def _loglikelihood_tokens(
@@ -116,6 +118,13 @@ class InfiniLM(HFLM):
         longest = max((len(context) + len(continuation) - 1 for _, context, continuation in requests or ()), default=None)
         tokens = min(self.chunk_tokens, self.max_length, longest or self.chunk_tokens)
         return super()._detect_batch_size([(None, [0], [0] * tokens)])
+
+
+def _is_bounded(config) -> bool:
+    """Whether every layer has a memory, or sees a window of its own: then positions have no end."""
+    with_memory = getattr(config, "infini_layers", ())
+    kept = (kind for layer, kind in enumerate(layer_kinds(config)) if layer not in with_memory)
+    return bool(with_memory) and "full_attention" not in kept
 
 
 def main() -> None:

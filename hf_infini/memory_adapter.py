@@ -72,14 +72,9 @@ def load_adapter(model: PreTrainedModel, path, **hub):
     if different:
         differences = "; ".join(f"{name} is {found.get(name)!r}, not {wanted[name]!r}" for name in different)
         raise ValueError(f"the adapter of {path} was trained with another model: {differences}.")
-    file = _file(path, WEIGHTS, hub)
-    try:
-        tensors = load_file(file)
-    except Exception as error:  # the library's own errors
-        raise ValueError(f"{file} is damaged or no safetensors file ({one_line(error)}). Save the adapter again.") from error
     patch_model(model, **record["options"])
     try:
-        _put(tensors, _parameters(model), file)
+        restore_adapter(model, path, **hub)
     except ValueError:
         unpatch_model(model)
         raise
@@ -88,6 +83,32 @@ def load_adapter(model: PreTrainedModel, path, **hub):
     from peft import PeftModel
 
     return PeftModel.from_pretrained(model, path, **hub)
+
+
+def restore_adapter(model, path, **hub) -> None:
+    """Gives a model that has its memories already the parameters of [`save_adapter`]; its LoRA too, if it has one.
+
+    Raises:
+        ValueError: as [`load_adapter`].
+    """
+    inside, file = without_wrappers(model), _file(path, WEIGHTS, hub)
+    try:
+        tensors = load_file(file)
+    except Exception as error:  # the library's own errors
+        raise ValueError(f"{file} is damaged or no safetensors file ({one_line(error)}). Save the adapter again.") from error
+    parameters = _parameters(inside)
+    for name in sorted(tensors.keys() | parameters.keys()):
+        if name not in tensors or name not in parameters or tensors[name].shape != parameters[name].shape:
+            raise ValueError(f"{file} does not have what its options say: look at {name}. Save the adapter again.")
+        if not tensors[name].isfinite().all():
+            raise ValueError(f"{file} holds NaN or infinity in {name}: its training diverged, or it is damaged.")
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(tensors[name])
+    if model is not inside:
+        from peft import load_peft_weights, set_peft_model_state_dict
+
+        set_peft_model_state_dict(model, load_peft_weights(str(path), device="cpu"))
 
 
 def describe(model: PreTrainedModel) -> dict:
@@ -112,17 +133,6 @@ def _parameters(model: PreTrainedModel) -> dict[str, Tensor]:
             if name.partition(".")[0] in PARAMETERS:
                 found[f"{number}.{name}"] = tensor
     return found
-
-
-def _put(tensors: dict[str, Tensor], parameters: dict[str, Tensor], file: Path) -> None:
-    for name in sorted(tensors.keys() | parameters.keys()):
-        if name not in tensors or name not in parameters or tensors[name].shape != parameters[name].shape:
-            raise ValueError(f"{file} does not have what its options say: look at {name}. Save the adapter again.")
-        if not tensors[name].isfinite().all():
-            raise ValueError(f"{file} holds NaN or infinity in {name}: its training diverged, or it is damaged.")
-    with torch.no_grad():
-        for name, parameter in parameters.items():
-            parameter.copy_(tensors[name])
 
 
 def _file(path, name: str, hub: dict) -> Path:

@@ -4,7 +4,6 @@ No model code is copied. The layers are swapped in place ([`InfiniAttentionMixin
 call once, and passes it down with the layers' states as a keyword.
 """
 
-import inspect
 from collections.abc import Sequence
 
 import torch
@@ -94,6 +93,7 @@ class InfiniModelMixin:
 
     argument_names: Sequence[str]  # of the own forward, in order
     takes_masks_by_type: bool  # whether that takes a mask for each type of layer, by name
+    turns_by_layer_type: bool  # whether its position embeddings are made for a type of layer, by name
     layers_drop_keywords: bool  # whether its layers pass no keywords on to their attention
 
     def forward(self, *args, max_documents: int | None = None, memory_mask: Tensor | None = None, **kwargs):
@@ -162,7 +162,7 @@ class InfiniModelMixin:
         device = device_of(self.get_input_embeddings())
         given = (torch.empty(1, 1, 1, device=device, dtype=self.dtype), torch.arange(places, device=device)[None])
         kinds: list[str | None] = [None]
-        if "layer_type" in inspect.signature(rotary.forward).parameters:
+        if self.turns_by_layer_type:
             kinds = sorted({self.config.layer_types[layer] for layer in self.config.infini_layers})
         found = {kind: rotary(*given) if kind is None else rotary(*given, kind) for kind in kinds}
         return {k: (t[0],) if isinstance(t, Tensor) else tuple(table[0] for table in t) for k, t in found.items()}

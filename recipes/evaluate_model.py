@@ -87,7 +87,7 @@ def main(argv: list[str] | None = None) -> None:
     from plots.recall import plot_facts, plot_passkey
     from plots.run import plot_positions
     from support import measurement
-    from support.stages import check_place, write_json
+    from support.stages import check_place, new_file, write_json
     from training import setup
 
     model, tokenizer = inference.load_model(options.model, options.device)
@@ -114,11 +114,12 @@ def main(argv: list[str] | None = None) -> None:
         "options": vars(options),
         **measurement.environment(),
     }
-    write_json(Path(f"{name}.json"), result)
     title = Path(options.model).name + (" without its memory" if options.memory == "off" else "")
     title += f" on {Path(options.source).name}" if options.source else ""
     draw = {"perplexity": plot_positions, "passkey": plot_passkey, "facts": plot_facts}
-    draw[options.task](found["by_position" if options.task == "perplexity" else "cells"], Path(f"{name}.png"), title)
+    with new_file(Path(f"{name}.png")) as picture:  # both files are new, or none is
+        draw[options.task](found["by_position" if options.task == "perplexity" else "cells"], picture, title)
+        write_json(Path(f"{name}.json"), result)
     Path(f"{name}.cells.json").unlink(missing_ok=True)
     print(f"{name}.json, {name}.png", file=sys.stderr)
 

@@ -133,7 +133,8 @@ def read_prompts(options: Options) -> list[str]:
         source = sys.stdin.buffer.read() if options.prompt_file is None else Path(options.prompt_file).read_bytes()
         text = source.decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read {options.prompt_file or 'standard input'}: {error}") from error
+        place = "standard input" if options.prompt_file is None else f"--prompt_file {options.prompt_file}"
+        raise UserError(f"cannot read {place}: {error}") from error
     return [text.removesuffix("\n")]
 
 

@@ -86,7 +86,7 @@ def check_options(options: Options) -> None:
 def check_out(out: Path) -> None:
     """UserError where the folder holds something else than a study."""
     others = ["manifest.json", "run.json", "result.json", "config.json"]
-    others += [] if (out / "report.json").is_file() else ["report.md", "loss.png"]
+    others += [] if (out / "report.json").is_file() else ["report.md"]
     there = [name for name in others if (out / name).exists()]
     if there:
         raise UserError(f"--out {out} holds {there[0]}, so it is no folder of a study: choose another --out")

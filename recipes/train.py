@@ -114,7 +114,7 @@ def main(argv: list[str] | None = None) -> None:
     setup.set_gate_rate(optimizer, config)
     options = {**vars(shape), "attention": attention_of(config), **vars(optimizer), **vars(run), "data": fingerprint}
     options |= {"precision": "bf16" if arguments.bf16 else "float32", "num_processes": arguments.world_size}
-    if run.dilute_with:
+    if run.dilute_with is not None:
         options["dilute_with"] = setup.data_fingerprint(read_manifest(Path(run.dilute_with)))
     for name in ("out", "report_to"):  # these may change between two starts of a run
         del options[name]
@@ -129,7 +129,7 @@ def main(argv: list[str] | None = None) -> None:
         set_seed(run.seed)
         model = build_model(config, shape.init_from)
         rates = (optimizer.learning_rate, optimizer.gate_learning_rate, optimizer.weight_decay)
-        diluted = dilution.Dilution.from_folder(Path(run.dilute_with), run.dilute_up_to, data) if run.dilute_with else None
+        diluted = run.dilute_with and dilution.Dilution.from_folder(Path(run.dilute_with), run.dilute_up_to, data)
         trainer = PerplexityTrainer(
             model=model,
             args=arguments,

@@ -55,7 +55,7 @@ def new_version(folder: Path) -> Iterator[Path]:
     Raises UserError where `folder` cannot be written, or holds other things than a published model.
     """
     if folder.exists() and not folder.is_dir():
-        raise UserError(f"--out {folder} is a file: give the folder to write")
+        raise UserError(f"--out {folder} is a file: choose another folder")
     others = [name for name in ("result.json", "run.json", "manifest.json") if (folder / name).exists()]
     if others or (folder.is_dir() and pushed_files(folder) and not _is_ours(folder / CARD)):
         what = others[0] if others else "a model without a card of this recipe"

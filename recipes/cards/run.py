@@ -78,7 +78,7 @@ def read_run(folder: Path, data: str | None = None, evaluations: list[str] = (),
 
 def read_manifest(result: dict, given: str | None = None) -> dict | None:
     """The manifest of a run's data; None where the folder that its command names is gone or holds other data now."""
-    folder = given or data_folder(result)
+    folder = data_folder(result) if given is None else given
     if given is None and (folder is None or not (Path(folder) / "manifest.json").is_file()):
         return None
     manifest = stages.read_manifest(Path(folder))

@@ -17,6 +17,7 @@ from pathlib import Path
 # (`{"status", "reason"}`). An exit status would not do: launchers of distributed runs have their own.
 FAILURE_FILE = "HF_INFINI_FAILURE_FILE"
 TRACEBACK = "--traceback"
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 REMEDIES = {  # by the kind of error that the system reports
     errno.EACCES: "give it the rights, or choose another place",
     errno.EPERM: "give it the rights, or choose another place",
@@ -30,9 +31,9 @@ REMEDIES = {  # by the kind of error that the system reports
     errno.ENODEV: "choose another place",
     errno.EINVAL: "choose another place",
     errno.EIO: "the disk cannot be read or written there: look after it",
+    **dict.fromkeys(FULL, "make room, or choose another place"),
     errno.EMFILE: "raise the limit of open files: ulimit -n",
 }
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # What torch and safetensors, which raise errors of their own, say of a full disk
 FULL_TEXT = re.compile(r"No space left|os error (27|28|122)\b|File too large|PytorchStreamWriter failed|unexpected pos")
 NO_MEMORY = re.compile(r"can't allocate memory|not enough memory|out of memory|Unable to allocate", re.IGNORECASE)
@@ -86,7 +87,9 @@ def exit_on_error(when_stopped: str) -> Callable[[Callable[..., None]], Callable
                     traceback.print_exc()
                 status, reason = getattr(error, "status", UserError.status), describe(error)
                 if full := full_place(error, sys.argv[1:] if argv is None else argv):
-                    reason = f"no space left for {full}: make room, or choose another place; {when_stopped}"
+                    if not isinstance(error, UserError):  # which names the place itself
+                        reason = f"no space left for {full}: {REMEDIES[errno.ENOSPC]}"
+                    reason += f"; {when_stopped}"
                 prefix = error.prefix if isinstance(error, UserError) else ""
                 _end(1, status, reason, f"error: {prefix}{reason}")
 
@@ -104,6 +107,8 @@ def describe(error: Exception) -> str:
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or NO_MEMORY.search(str(error)):
         return "there is not enough memory for this: smaller batches, rows or models need less"
     text = " ".join(str(error).split())
+    if text.startswith("Symlink loop"):  # a RuntimeError of pathlib
+        return f"{text}: {REMEDIES[errno.ELOOP]}"
     if isinstance(error, OSError) and error.errno is not None:
         places = " -> ".join(str(name) for name in (error.filename, error.filename2) if name is not None)
         remedy = REMEDIES.get(error.errno, f"{TRACEBACK} shows where")
@@ -115,9 +120,9 @@ def full_place(error: BaseException | None, argv: list[str]) -> str | None:
     """What could not be written where a full disk (or a limit of a file's size) is behind an error; None where it is not."""
     while error is not None:
         if getattr(error, "errno", None) in FULL or (not isinstance(error, UserError) and FULL_TEXT.search(str(error))):
-            named = getattr(error, "filename", None)
+            named = getattr(error, "filename2", None) or getattr(error, "filename", None)  # of a copy, the new file
             out = next((after for word, after in zip(argv, argv[1:], strict=False) if word == "--out"), None)
-            return str(named or out or "what was being written") if _stdout_works() else "standard output"
+            return str(named or out or "the output") if _stdout_works() else "standard output"
         error = error.__cause__ or error.__context__
     return None
 

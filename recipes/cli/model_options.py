@@ -94,6 +94,7 @@ def build_config(options: ModelOptions, tokenizer, context: int):
     from hf_infini import CausalMHAConfig, InfiniGPT2Config
     from hf_infini.configuration_causal_mha import NEEDS
     from hf_infini.configurations import context_limit
+    from hf_infini.loading import fingerprint
 
     family = options.model
     if not 0 <= options.dropout < 1:
@@ -108,6 +109,7 @@ def build_config(options: ModelOptions, tokenizer, context: int):
     values |= {"vocab_size": len(tokenizer), "n_positions": context, "attention": ATTENTIONS[family][0]}
     values |= start | given
     values |= {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    values["tokenizer_sha256"] = fingerprint(tokenizer)  # load_tokenizer refuses another one
 
     # An option that needs another one is refused where it was given, and left behind where --init_from has it
     for name, (needed, kinds) in NEEDS.items():
@@ -159,21 +161,27 @@ def build_model(config, init_from: str | None):
     """The model of a configuration: with random weights, or in float32 with those of a model folder.
 
     Where the folder's model has a shorter convolution, the taps that it does not have start at zero.
+
+    Raises UserError when the folder's model is damaged.
     """
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
+
+    from hf_infini.loading import load_causal_lm
 
     if init_from is None:
         model = AutoModelForCausalLM.from_config(config)
     else:
         taps = getattr(config, "memory_conv", 0)
-        saved = getattr(AutoConfig.from_pretrained(init_from, trust_remote_code=False), "memory_conv", 0)
+        saved = getattr(_read_config(init_from), "memory_conv", 0)
         grows = 0 < saved < taps  # where there is none at all, transformers starts it
         if grows:
             config = copy.deepcopy(config)
             config.memory_conv = saved
-        how = {"dtype": torch.float32, "trust_remote_code": False}
-        model = AutoModelForCausalLM.from_pretrained(init_from, config=config, **how)
+        try:
+            model = load_causal_lm(init_from, config=config, dtype=torch.float32)
+        except ValueError as error:
+            raise UserError(f"--init_from: {error}") from error
         if grows:
             _grow_convolutions(model, taps)
     model.loss_type = "ForCausalLM"  # what transformers falls back to, with a warning
@@ -196,14 +204,24 @@ def _given(options: ModelOptions, names) -> dict:
     return {name: getattr(options, name) for name in names if getattr(options, name) is not None}
 
 
+def _read_config(folder: str):
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # nobody knows what all of transformers raises for what a file may hold
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(f"--init_from: cannot read {folder}/config.json: {reason}; save the model again") from error
+
+
 def _config_of(options: ModelOptions, tokenizer) -> dict:
     """The entries of the configuration in `--init_from`, after the checks that need no other."""
-    from transformers import AutoConfig
+    from hf_infini.loading import fingerprint
 
     folder = options.init_from
     if not (Path(folder) / "config.json").is_file():
         raise UserError(f"--init_from: {folder} holds no config.json; give the folder of a saved model")
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    config = _read_config(folder)
     wanted = f"--model {options.model}"
     fitting = [options.model]
     if options.model == "gpt2":
@@ -220,5 +238,7 @@ def _config_of(options: ModelOptions, tokenizer) -> dict:
         raise UserError(f"--memory_conv {options.memory_conv}, but {folder} has {taps} taps: give as many, or more")
     if config.vocab_size < len(tokenizer):
         raise UserError(f"--init_from: {folder} knows {config.vocab_size} tokens, the data has {len(tokenizer)}")
+    if getattr(config, "tokenizer_sha256", None) not in (None, fingerprint(tokenizer)):
+        raise UserError(f"--init_from: {folder} was trained with another tokenizer: prepare the data with that one")
     own = ("model_type", "architectures", "auto_map", "use_cache")  # of the folder's class and its last use
     return {name: value for name, value in config.to_dict().items() if name not in own}

@@ -29,7 +29,7 @@ def plot_passkey(cells: list[dict], file: Path, title: str) -> None:
     axes.set_yticks(range(len(depths)), [f"{depth:g}" for depth in depths])
     axes.set(title=title, xlabel="length (tokens)", ylabel="depth of the number")
     figure.colorbar(image, ax=axes, label="exact answers")
-    figure.savefig(file)
+    figure.savefig(file, format="png")
 
 
 def plot_facts(cells: list[dict], file: Path, title: str) -> None:
@@ -50,4 +50,4 @@ def plot_facts(cells: list[dict], file: Path, title: str) -> None:
     axes.set_xticks(range(len(places)), [str(distance) for distance in places])
     axes.set_ylim(-0.02, 1.02)
     axes.legend()
-    figure.savefig(file)
+    figure.savefig(file, format="png")

@@ -28,7 +28,7 @@ def plot_loss_curve(lines: list[dict], file: Path) -> None:
         if points:
             axes.plot(*zip(*points, strict=True), label=label, **style)
     axes.legend()
-    figure.savefig(file)
+    figure.savefig(file, format="png")
 
 
 def plot_gates(lines: list[dict], file: Path) -> None:
@@ -47,7 +47,7 @@ def plot_gates(lines: list[dict], file: Path) -> None:
     axes.set_ylim(0, 1)
     if lines:
         axes.legend()
-    figure.savefig(file)
+    figure.savefig(file, format="png")
 
 
 def plot_positions(table: list[dict], file: Path, title: str) -> None:
@@ -58,7 +58,7 @@ def plot_positions(table: list[dict], file: Path, title: str) -> None:
     """
     figure, axes = figure_with_axes(title, "position in the context (tokens before the predicted one)", "perplexity")
     add_positions(axes, table, None)
-    figure.savefig(file)
+    figure.savefig(file, format="png")
 
 
 def add_positions(axes, table: list[dict], label: str | None) -> None:

@@ -90,7 +90,7 @@ def read_manifest(data: Path, split: str | None = None) -> dict:
     or has no rows of `split`."""
     file = Path(data) / "manifest.json"
     if not file.is_file():
-        raise UserError(f"--data: {data} has no manifest.json; make the folder with recipes/prepare.py")
+        raise UserError(f"{data} has no manifest.json; make the folder with recipes/prepare.py")
     remedy = "delete it and make the folder again with its command of recipes/prepare.py"
     manifest = read_json(file, {"options": dict, "source": dict, "tokenizer": dict, "splits": dict}, remedy)
     options = {"source": str, "tokenizer": str, "context": int, "split_by": str}

@@ -221,7 +221,7 @@ TEXTS = {
         "no file": (["--text_file", "none"], "cannot read none"),
         "a folder": (["--text_file", "folder"], "cannot read folder"),
         "binary": (["--text_file", "binary"], "cannot read binary"),
-        "empty": (["--text", ""], "the text is empty"),
+        "empty": (["--text", ""], "--text '' is empty"),
         "empty file": (["--text_file", "empty"], "the text is empty"),
         "half a character": (["--text", "\ud800"], "--text '\\ud800' is not UTF-8"),
         "too long": (["--text_file", "long", "--max_tokens", "100"], "64 learned positions"),

@@ -9,19 +9,31 @@ import torch
 from torch._dynamo.utils import counters
 from transformers import TrainingArguments
 
-from hf_infini import InfiniCache
+from decoders import decoder
+from hf_infini import InfiniCache, patch_model
 from hf_infini.training import PerplexityTrainer
 from models import causal_mha, infini_gpt2, token_ids
 
 # Fused kernels round in float32 in other places, and add in another order.
 TOLERANCE, GRADIENT_TOLERANCE = 1e-4, 1e-3
 
+def family(model_type: str, layers: int = 1, **options):
+    """A decoder of few layers with a memory, a window of two segments, and sinks."""
+    model = decoder(model_type, num_hidden_layers=layers, **options)
+    return patch_model(model, segment_length=8, local_segments=1, sink_tokens=2)
+
+
+MIXED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}
 SHARED_ROPE = dict(denominator="shared", position_encoding="rope")
 MODELS = {
     "gpt2": lambda: infini_gpt2(n_layer=1, position_encoding="segment"),
     "delta": lambda: infini_gpt2(n_layer=2, layers=[1], update_rule="delta", memory_init="learned"),
     "convolution": lambda: infini_gpt2(n_layer=1, memory_conv=2, local_segments=1, feature_map="learned", **SHARED_ROPE),
     "causal_mha": lambda: causal_mha(n_layer=1, attention="infini", segment_length=8, position_encoding="rope"),
+    "llama": lambda: family("llama"),
+    "gemma2": lambda: family("gemma2", 2, **MIXED),
+    "qwen3": lambda: family("qwen3"),
+    "gpt_neox": lambda: family("gpt_neox"),
 }
 
 
@@ -62,6 +74,10 @@ def loss_and_gradients(model, call, inputs) -> tuple[torch.Tensor, dict]:
         ("convolution", True, False, "eager"),
         ("causal_mha", False, True, "eager"),
         ("causal_mha", False, False, "eager"),
+        ("llama", True, False, "eager"),
+        ("gemma2", True, True, "eager"),
+        ("qwen3", False, False, "eager"),
+        ("gpt_neox", True, False, "eager"),
     ],
 )
 def test_a_training_step_is_one_graph_with_eagers_loss_and_gradients(name, padded, packed, backend):
@@ -137,6 +153,7 @@ def test_positions_beyond_the_table_stop_the_graph():
         ("causal_mha", 2, "eager"),
         ("gpt2", 1, "eager"),
         ("convolution", 1, "eager"),
+        ("gemma2", 2, "eager"),
     ],
 )
 def test_decoding_is_one_graph_for_all_tokens(name, batch, backend):
@@ -191,7 +208,7 @@ def test_the_trainer_compiles(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name, padded", [("gpt2", True), ("delta", False), ("causal_mha", False)])
+@pytest.mark.parametrize("name, padded", [("gpt2", True), ("delta", False), ("causal_mha", False), ("llama", False)])
 def test_an_exported_forward_computes_the_same_logits_after_loading(name, padded, tmp_path):
     """Any number of rows; with the linear rule also any multiple of the segment length."""
     model = MODELS[name]()
@@ -199,7 +216,8 @@ def test_an_exported_forward_computes_the_same_logits_after_loading(name, padded
     batch, segments = torch.export.Dim("batch", min=1, max=64), torch.export.Dim("segments", min=2, max=64)
     dynamic = {0: batch} if name == "delta" else {0: batch, 1: 8 * segments}
     shapes = dict.fromkeys(inputs, dynamic) | {"use_cache": None}
-    program = torch.export.export(model, (), inputs | {"use_cache": False}, dynamic_shapes=shapes)
+    with torch.set_grad_enabled(name != "llama"):  # torch does not load a part without gradients that nothing uses
+        program = torch.export.export(model, (), inputs | {"use_cache": False}, dynamic_shapes=shapes)
     torch.export.save(program, tmp_path / "model.pt2")
     module = torch.export.load(tmp_path / "model.pt2").module()
     for batch, tokens in ((1, 32), (5, 32)) + (() if name == "delta" else ((3, 16), (2, 64))):

@@ -79,6 +79,13 @@ def test_it_is_saved_loaded_and_merged(model_type, kind, tmp_path):
         torch.testing.assert_close(merged(ids).logits, wanted, rtol=1e-4, atol=1e-4)
 
 
+def test_gates_are_trained_and_routers_stay():
+    config = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], modules_to_save=["attn.gate"])
+    learned = adapter(patch_model(decoder("qwen3_moe"), **WINDOW), config)
+    kept = {name.partition(".modules_to_save.")[0] for name in learned if ".modules_to_save." in name}
+    assert kept == {f"base_model.model.model.layers.{layer}.self_attn.gate" for layer in range(4)}
+
+
 ORDER = """
 import sys, torch
 from transformers import AutoModelForCausalLM

@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.models.llama import modeling_llama
+from transformers.utils import output_capturing
 
 import hf_infini.memory_layer
 from decoders import TYPES, decoder, token_ids
@@ -259,3 +260,18 @@ def test_in_bfloat16_it_is_the_own_model_too(model_type):
     assert found.dtype == torch.bfloat16
     # Scores and sums are rounded to 8 bits in another order, in each of four layers, and a token may get another expert
     assert (found.float() - wanted).abs().mean() < 0.05 * wanted.abs().mean()
+
+
+@pytest.mark.parametrize("loaded", [False, True])
+def test_hidden_states_and_weights_are_recorded_by_a_class_that_was_never_constructed(loaded, tmp_path):
+    """A patched model's base adopts its class; transformers learns what a class can record when one is constructed."""
+    model = decoder("llama")
+    ids = token_ids(1, 20)
+    patch_model(model, segment_length=8)
+    if loaded:
+        model.save_pretrained(tmp_path)
+    for adopted in (type(model), type(model.model)):
+        output_capturing._CAN_RECORD_REGISTRY.pop(str(adopted), None)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path) if loaded else patch_model(decoder("llama"), segment_length=8)
+    output = model(ids, output_hidden_states=True, output_attentions=True)
+    assert len(output.hidden_states) == 5 and len(output.attentions) == 4

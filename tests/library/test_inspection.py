@@ -5,6 +5,7 @@ import torch
 from transformers import BertConfig, BertModel
 
 from corpora.tokenization import build_character_tokenizer, train_bpe
+from decoders import decoder
 from hf_infini import InfiniCache, InfiniState, naive_infini_attention, patch_model
 from hf_infini.inspection import inspect_attention
 from hf_infini.inspection.heads import DIMENSIONS
@@ -373,10 +374,12 @@ def test_what_a_tokenizer_returns_is_an_input(bpe):
 
 def test_refusals(bpe):
     model, ids = gpt2(), token_ids(1, 8)
+    patched_llama = patch_model(decoder("llama"), segment_length=8)
     bert = BertModel(BertConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8))
     for arguments, message in (
         ((bert, ids), r"cannot inspect a BertModel \(model_type 'bert'\). Supported: GPT-2"),
         ((torch.nn.Linear(2, 2), ids), "cannot inspect a Linear"),
+        ((patched_llama, ids), r"cannot inspect a InfiniLlamaForCausalLM \(model_type 'infini_llama'\). Supported: GPT-2"),
         ((model, "text"), "texts need the model's tokenizer"),
         ((model, "", bpe), "every text needs a token"),
         ((model, []), "inputs must be text"),

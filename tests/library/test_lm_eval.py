@@ -12,6 +12,8 @@ import yaml
 from lm_eval.api.instance import Instance
 
 from corpora.tokenization import train_bpe
+from decoders import decoder
+from hf_infini import patch_model, unpatch_model
 from hf_infini.lm_eval_model import UNLIMITED, InfiniLM
 from models import gpt2, infini_gpt2
 from running import ROOT, sample_text
@@ -220,6 +222,30 @@ def test_greedy_answers_of_a_padded_batch(infini, tokenizer):
     options = {"until": ["\n\n"], "max_gen_toks": 12, "do_sample": False}
     found = model.generate_until(requests("generate_until", *((text, options) for text in CONTEXTS)))
     assert found == [direct_answer(infini, tokenizer, text, 12) for text in CONTEXTS]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", ["llama", "gemma2"])
+def test_a_family_reads_contexts_as_a_whole(model_type, tokenizer):
+    """Its layers with a memory have no positions to run out of; others do."""
+    ids = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": 0}
+    network = decoder(model_type, vocab_size=len(tokenizer), max_position_embeddings=POSITIONS, **ids)
+    assert InfiniLM(network, tokenizer=tokenizer).max_length == POSITIONS
+    if model_type == "llama":
+        patch_model(network, segment_length=8, layers=[1])
+        assert InfiniLM(network, tokenizer=tokenizer).max_length == POSITIONS
+        unpatch_model(network)
+    patch_model(network, segment_length=8, local_segments=1, sink_tokens=2)
+    model = InfiniLM(network, tokenizer=tokenizer, batch_size=2, chunk_tokens=30)
+    assert model.max_length == UNLIMITED
+    pairs = [(text, choice) for text, choices in zip(CONTEXTS, CHOICES, strict=True) for choice in choices[:2]]
+    found = model.loglikelihood(requests("loglikelihood", *pairs), disable_tqdm=True)
+    for (context, continuation), (value, is_greedy) in zip(pairs, found, strict=True):
+        expected = direct_pair(network, tokenizer, context, continuation)
+        assert value == pytest.approx(expected[0], rel=1e-4, abs=1e-4) and is_greedy is expected[1]
+    options = {"until": ["\n\n"], "max_gen_toks": 6, "do_sample": False}
+    answers = model.generate_until(requests("generate_until", *((text, options) for text in CONTEXTS)))
+    assert answers == [direct_answer(network, tokenizer, text, 6) for text in CONTEXTS]
 
 
 def test_a_batch_size_that_is_looked_for(infini, tokenizer):

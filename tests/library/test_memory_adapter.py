@@ -9,7 +9,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 
 from decoders import decoder
 from hf_infini import load_adapter, patch_model, save_adapter
-from hf_infini.memory_adapter import RECORD, WEIGHTS
+from hf_infini.memory_adapter import RECORD, WEIGHTS, restore_adapter
 from models import gpt2, token_ids
 
 IDS = token_ids(2, 50)
@@ -50,6 +50,10 @@ def test_a_lora_comes_along_and_can_be_merged(tmp_path):
     save_adapter(model, tmp_path)
     found = load_adapter(MAKERS["llama"]().eval(), tmp_path)
     assert isinstance(found, PeftModel) and torch.equal(logits(found), logits(model.eval()))
+    again = get_peft_model(patch_model(MAKERS["llama"]().eval(), **OPTIONS), lora).eval()
+    assert not torch.allclose(logits(again), logits(model))
+    restore_adapter(again, tmp_path)
+    assert torch.equal(logits(again), logits(model))
     merged = found.merge_and_unload()
     # Adding a product of thin matrices before and not after a product rounds differently
     torch.testing.assert_close(logits(merged), logits(model), rtol=1e-4, atol=1e-4)
