@@ -79,7 +79,7 @@ def _check(options) -> None:
     """UserError for a number that is out of its bounds, and for a text that no file, name or tokenizer can have."""
     for described in fields(options):
         bounds, given = described.metadata, getattr(options, described.name)
-        is_needed = described.default is MISSING or (described.default is None and isinstance(given, str))
+        is_needed = isinstance(given, str) and described.default in (MISSING, None)
         for value in given if isinstance(given, list) else [given]:
             if isinstance(value, str) and (problem := _problem_of_text(value, is_needed)):
                 raise UserError(f"--{described.name} {value!r} {problem}")

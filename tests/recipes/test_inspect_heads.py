@@ -256,7 +256,7 @@ def test_chosen_layers_and_models_without_a_memory(models, tmp_path, name, layer
     ("name", "options", "message"),
     [
         ("gpt2", ["--text", "a" * 65], "65 tokens, but this model has 64 learned positions: ask for fewer"),
-        ("gpt2", ["--text", ""], "the text is empty"),
+        ("gpt2", ["--text", ""], "--text '' is empty"),
         ("gpt2", ["--text", "a", "--layers", "3"], "layers must be numbers from 0 to 2; got [3]"),
         ("gpt2", ["--text", "a", "--text_file", "b"], "exactly one of --text and --text_file"),
         ("gpt2", [], "exactly one of --text and --text_file"),
