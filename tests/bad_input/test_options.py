@@ -11,6 +11,7 @@ from running import ROOT, load_recipe
 
 NEEDED = {
     "benchmark": ["--out", "x.json"],
+    "convert": ["--model", "x", "--data", "x", "--out", "x"],
     "evaluate_model": ["--model", "x"],
     "generate": ["--model", "x"],
     "inspect_heads": ["--model", "x"],
@@ -26,6 +27,23 @@ NO_WHOLE_NUMBERS = ["nan", "inf", "1.5", "1e3", "many", ""]
 # What each number must not be, beside what no number may be: infinite, not a number, no number
 NUMBERS = {
     "benchmark": {"contexts": [0, -1], "rounds": [0, -5], "threads": [0, -1, 10**6], "seed": [-1, 2**32]},
+    "convert": {
+        "memory_in": [-1],
+        "calibration_rows": [-1],
+        "transfer_steps": [-1, 10**30],
+        "together_steps": [-1],
+        "transfer_learning_rate": [0, -1],
+        "together_learning_rate": [0, -1],
+        "lora_rank": [-1],
+        "text_weight": [-0.1, 1.1],
+        "narrow": [-0.1, 1.1],
+        "narrow_to": [0, -1],
+        "batch_size": [0, -1],
+        "gradient_accumulation": [0, -1],
+        "save_steps": [0, -1],
+        "evaluation_rows": [0, -1],
+        "seed": [-1, 2**32],
+    },
     "evaluate_model": {
         "length": [1, 0, -8],
         "lengths": [1, -1],
@@ -124,7 +142,8 @@ def test_every_number_has_a_range_that_help_shows(recipe, capsys):
     assert numbers.keys() == NUMBERS[recipe].keys()
     assert all(bounds_in_words(metadata) for _, metadata in numbers.values())
     main, shown = load_recipe(recipe).main, ""
-    for flag in ("--help", "--help_all") if recipe in ("evaluate_model", "memorize", "prepare", "train") else ("--help",):
+    with_rare = ("convert", "evaluate_model", "memorize", "prepare", "train")
+    for flag in ("--help", "--help_all") if recipe in with_rare else ("--help",):
         with pytest.raises(SystemExit):
             main([flag])
         shown = " ".join(capsys.readouterr().out.split())
