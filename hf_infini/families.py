@@ -19,7 +19,7 @@ from .configuration_infini_gpt2 import InfiniGPT2Config
 from .generation import MemoryGenerationMixin
 from .hooks import become
 from .hub_code import HubModelMixin, carry_code
-from .lookups import PREFIX, enter_tokenizer, enter_weights
+from .lookups import PREFIX, enter_adapters, enter_tokenizer, enter_weights
 from .modeling_infini import InfiniModelMixin, InfiniPreTrainedMixin
 from .modeling_infini_gpt2 import GPT2InfiniAttention, InfiniGPT2ModelMixin
 from .modeling_infini_layer import InfiniAttentionMixin, LayerConfig
@@ -90,6 +90,7 @@ def add_memory(model: PreTrainedModel) -> None:
     for part in (model, base):
         enter_weights(part.own_class.config_class.model_type, part.config.model_type)
         enter_weights(part.own_class.__name__, f"Infini{part.own_class.__name__}")
+    enter_adapters(base.config.model_type)  # of experts PEFT looks for the type before it asks for `to_dict()`
     base.set_positions()
     layers, config = attention_layers(base), LayerConfig(base.config)
     for number in base.config.infini_layers:

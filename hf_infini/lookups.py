@@ -37,19 +37,23 @@ def enter_weights(own: str, infini: str) -> None:
         register_checkpoint_conversion_mapping(infini, mapping, overwrite=True)
 
 
-class AdaptersOfOwnMixin:
-    """Has PEFT choose and name the modules of an adapter as in a model of the own type; comes before the own configuration.
+def enter_adapters(infini: str) -> None:
+    """Has PEFT, where it has been imported, choose and name the modules of an adapter as in a model of the own type."""
+    if "peft" in sys.modules:
+        constants, weights = map(importlib.import_module, PEFT_TABLES)
+        found = [table for name, table in vars(constants).items() if name.startswith("TRANSFORMERS_MODELS_TO_")]
+        own = infini.removeprefix(PREFIX)
+        for table in (*found, weights._MODEL_TO_CONVERSION_PATTERN):
+            if own in table:
+                table[infini] = table[own]
 
-    PEFT looks into tables by the type in `to_dict()`. It may be imported at any time, and need not be installed: so the
-    entries are made whenever it may be about to look.
+
+class AdaptersOfOwnMixin:
+    """[`enter_adapters`] of a configuration; comes before the own one.
+
+    PEFT may be imported after a model is made. It looks for the type in `to_dict()`: so the entries are made there, too.
     """
 
     def to_dict(self) -> dict:
-        if "peft" in sys.modules:
-            constants, weights = map(importlib.import_module, PEFT_TABLES)
-            found = [table for name, table in vars(constants).items() if name.startswith("TRANSFORMERS_MODELS_TO_")]
-            own = self.model_type.removeprefix(PREFIX)
-            for table in (*found, weights._MODEL_TO_CONVERSION_PATTERN):
-                if own in table:
-                    table[self.model_type] = table[own]
+        enter_adapters(self.model_type)
         return super().to_dict()

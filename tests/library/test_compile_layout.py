@@ -35,7 +35,8 @@ def bounded_attention(query, key, value, gate, segment_length, *, state=None, lo
     restart = None if position_ids is None else restarts(position_ids, real, state)
     window = (segment_length, local_segments, sink_tokens)
     call = Call(batch, 1, *window, real, position_ids, masks["memory_mask"], state, query.device)
-    rule = MemoryRule(**{name: options[name] for name in ("update_rule", "feature_map", "denominator")})
+    maps = dict(zip(("query_map", "key_map"), options.get("feature_maps", ()), strict=False))
+    rule = MemoryRule(**{name: options[name] for name in ("update_rule", "feature_map", "denominator")}, **maps)
     projections = Projections(query, key, value, options.get("log_weight"))
     softmax = Softmax(**{name: options.get(name) for name in ("softcap", "rotary", "query_weight")})
     return attend(projections, gate, graph_step_layout(call, restart), rule, softmax, state)[:2]

@@ -45,13 +45,14 @@ def with_weights(case, cuts):
     of_tokens = {name: options.pop(name, None) for name in ("attention_mask", "position_ids", "memory_mask")}
     window = (case.segment_length, options.pop("local_segments"), options.pop("sink_tokens", 0))
     softmax = Softmax(written_out=True, **{name: options.pop(name, None) for name in ("softcap", "rotary", "query_weight")})
+    rule = MemoryRule(**dict(zip(("query_map", "key_map"), options.pop("feature_maps", ()), strict=False)), **options)
     outputs, weights = [], []
     for begin, end in zip(edges, edges[1:], strict=False):
         now = {name: None if tensor is None else tensor[:, begin:end] for name, tensor in of_tokens.items()}
         layout = segment_layout(len(case.query), end - begin, *window, state=state, **now)
         pieces = Projections(*(None if tensor is None else tensor[:, :, begin:end] for tensor in tensors))
         call = {"softmax": softmax, "return_state": True, "return_weights": True}
-        output, state, weight = attend(pieces, case.gate, layout, MemoryRule(**options), state=state, **call)
+        output, state, weight = attend(pieces, case.gate, layout, rule, state=state, **call)
         weight.retain_grad()
         outputs.append(output)
         weights.append(weight)

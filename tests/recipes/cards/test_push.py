@@ -24,6 +24,8 @@ from cli import UserError, parse_options
 from hub_repository import WRITE
 from hub_server import HubServer
 from running import CONTEXT, ROOT, load_recipe, prepared_data, result, straight_run
+from support.stages import seal
+from training.run_folder import RESULT_ENTRIES
 
 pytestmark = pytest.mark.slow  # they share trained runs
 
@@ -31,11 +33,6 @@ pytestmark = pytest.mark.slow  # they share trained runs
 push = load_recipe("push")
 NAME = "user/infini"
 MODELS = sorted(path for path in (ROOT / "model_cards").iterdir() if path.is_dir())
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    return tmp_path_factory.getbasetemp()
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +62,7 @@ def published(trained, tmp_path_factory):
     out.mkdir()
     for old in ("hf_infini_0123abcd_cache.py", "vocab.txt", "mine.txt"):
         (out / old).write_text("an older version's, but for the last one")
+    (out / "README.md").write_text("---\ntags:\n- hf_infini\n---\n")  # or it would not be replaced
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as printed:
         patch.setattr(constants, "ENDPOINT", hub.url)
         patch.setattr(constants, "HF_HUB_OFFLINE", False)
@@ -173,25 +171,34 @@ def test_runs_that_cannot_be_published(trained, base, tmp_path, capsys, monkeypa
     assert "is --run itself" in error(out=trained)
     assert "--notes: there is no file" in error("--notes", tmp_path / "none.md")
     assert "must be at least 1, got 0" in error("--max_new_tokens", 0)
-    assert "--prompt '' has no token" in error("--prompt", "")
+    assert "--prompt '' is empty" in error("--prompt", "")
     assert "give user/name" in error("--repo_id", "infini") and "offline" in error("--repo_id", NAME)  # as all tests are
     folder = shutil.copytree(trained, tmp_path / "runs" / "infini")
     weights = load_file(folder / "model.safetensors")
     name, tensor = max(weights.items(), key=lambda item: item[1].numel())
     tensor.view(-1)[3] = float("nan")
+
+    def save_and_seal() -> None:
+        save_file(weights, folder / "model.safetensors", {"format": "pt"})
+        content = result(folder)
+        seals = seal(folder, [folder / name for name in content["files"]])
+        (folder / "result.json").write_text(json.dumps(content | {"files": seals}))
+
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    assert "is a finished run, but model.safetensors" in error(folder=folder)
+    save_and_seal()
     assert f"not all numbers of {name} are finite" in error(folder=folder)
     del weights[name]
-    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    save_and_seal()
     assert f"missing keys: {name}" in error(folder=folder)
     numbers = result(folder)
     (folder / "result.json").write_text(json.dumps(numbers | {"cross_entropy": float("inf")}))
-    assert "ended with a loss of inf" in error(folder=folder)
+    assert "result.json" in error(folder=folder)
     (folder / "result.json").unlink()
     assert "has no result.json: finish it" in error(folder=folder)
 
 
-def test_measurements_of_something_else_are_refused(trained, tmp_path):
+def test_measurements_of_something_else_are_refused(trained, base, tmp_path):
     def error(*given) -> str:
         with pytest.raises(UserError) as caught:
             cards_run.read_run(trained, *given)
@@ -210,7 +217,9 @@ def test_measurements_of_something_else_are_refused(trained, tmp_path):
     baseline = json.loads((trained.parent / "ngrams.json").read_text())
     file.write_text(json.dumps(baseline | {"data_fingerprint": "0"}))
     assert "is of other data" in error(None, [], [file])
-    (tmp_path / "manifest.json").write_text(json.dumps({"splits": {}, "options": {}, "tokenizer": {}}))
+    manifest = json.loads((prepared_data(base) / "manifest.json").read_text())
+    manifest["splits"]["train"]["sha256"] = "0"
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
     assert "is other data than the run's" in error(str(tmp_path))
     file.write_text("{")
     assert f"cannot read {file}" in error(None, [file])
@@ -220,7 +229,8 @@ def test_earlier_runs_are_those_that_were_continued(tmp_path):
     for name, date, start in (("first", 1, None), ("second", 2, "first")):
         (tmp_path / name).mkdir()
         options = {"init_from": start and str(tmp_path / start)}
-        content = {"date": f"2026-11-0{date}T00:00:00+00:00", "options": options}
+        content = {entry: kind() for entry, kind in RESULT_ENTRIES.items()}
+        content |= {"date": f"2026-11-0{date}T00:00:00+00:00", "options": options}
         (tmp_path / name / "result.json").write_text(json.dumps(content))
     last = {"date": "2026-11-03T00:00:00+00:00", "options": {"init_from": str(tmp_path / "second")}}
     found = cards_run.earlier_runs(last)

@@ -10,14 +10,10 @@ from datasets import load_from_disk
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cli import parse_options
+from corpora.blocks import save_rows
 from running import CONTEXT, infini_options, load_recipe, prepared_data, result, self_options, straight_run
 
 evaluate_model = load_recipe("evaluate_model")
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    return tmp_path_factory.getbasetemp()
 
 
 @pytest.fixture(scope="module")
@@ -166,7 +162,9 @@ def test_documents_kept_apart_and_labels_give_train_s_number(base, tmp_path):
     shutil.copytree(prepared_data(base), data, ignore=shutil.ignore_patterns("validation"))
     rows = load_from_disk(str(prepared_data(base) / "validation"))
     labels = [[token if place % 3 else -100 for place, token in enumerate(row)] for row in rows["input_ids"]]
-    rows.add_column("labels", labels).save_to_disk(str(data / "validation"))
+    manifest = json.loads((data / "manifest.json").read_text())
+    manifest["splits"]["validation"] |= save_rows(rows.add_column("labels", labels), data / "validation")
+    (data / "manifest.json").write_text(json.dumps(manifest))
     options = [*infini_options(data), "--epochs", 0.2, "--separate_documents", "true", "--out", tmp_path / "run"]
     load_recipe("train").main([*map(str, options)])
     options, expected = ["--model", tmp_path / "run", "--data", data], result(tmp_path / "run")

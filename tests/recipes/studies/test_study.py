@@ -252,7 +252,8 @@ def test_interrupted_it_stops_its_children(base, finished, tmp_path):
         assert process.wait(timeout=60) == 130
     finally:
         process.kill()
-    # One that was just being started ends with its parent, and is then nobody's to put away
+    # One that was just being started ends with its parent, a little later, and is then nobody's to put away
+    psutil.wait_procs(children, timeout=30)
     left = [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
     assert len(children) == 2 and not left
     text = (tmp_path / "output").read_text()
