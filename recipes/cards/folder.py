@@ -1,7 +1,6 @@
 """The folder of a published model: weights in bfloat16, tokenizer, the code that travels, the card; written and checked."""
 
 import contextlib
-import json
 import os
 import shutil
 import subprocess
@@ -12,11 +11,12 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
+from transformers import set_seed
 
 from cli import UserError, describe
 from evaluation import inference
 from hf_infini.configurations import context_limit
+from hf_infini.loading import load_causal_lm, load_tokenizer
 from support.stages import read_json
 
 from .text import private_lines
@@ -30,11 +30,10 @@ NEUTRAL = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}  # whatever the model's
 METHODS = ({"do_sample": False, "num_beams": 1}, {"do_sample": True, **NEUTRAL, "top_p": 0.9})
 # Loads a folder by the code in it, as a stranger without hf_infini does
 LOAD = """
-import json, sys
+import sys
 from transformers import AutoModelForCausalLM, AutoTokenizer
 AutoTokenizer.from_pretrained(sys.argv[1], trust_remote_code=True)
-_, report = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True, output_loading_info=True)
-print(json.dumps({kind: sorted(map(str, names)) for kind, names in report.items() if kind.endswith("_keys")}))
+AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)
 """
 
 
@@ -88,18 +87,15 @@ def write_model(run: Path, folder: Path) -> None:
     """Writes the model and the tokenizer of a run into `folder`; files of an earlier version that may be pushed go first.
 
     Raises:
-        UserError: the run's weights cannot be loaded, do not fit its configuration, or are not finite.
+        UserError: the run's model or tokenizer cannot be loaded, is damaged, or does not fit the other.
     """
-    model, report = _load(AutoModelForCausalLM, run, dtype=torch.bfloat16, output_loading_info=True)
-    _check_keys(run, {kind: names for kind, names in report.items() if kind.endswith("_keys")})
-    broken = [name for name, tensor in model.state_dict().items() if not torch.isfinite(tensor).all()]
-    if broken:
-        raise UserError(f"{run}: not all numbers of {', '.join(broken)} are finite: train again at a lower learning rate")
+    model = _loaded(load_causal_lm, run, dtype=torch.bfloat16)
+    tokenizer = _loaded(load_tokenizer, run, model=model)
     folder.mkdir(parents=True, exist_ok=True)
     for file in pushed_files(folder):
         file.unlink()
     model.save_pretrained(folder)
-    _load(AutoTokenizer, run).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
     if (run / LOSS_CURVE).is_file():
         shutil.copyfile(run / LOSS_CURVE, folder / LOSS_CURVE)
 
@@ -134,7 +130,7 @@ def check_folder(folder: Path) -> None:
     if found:
         lines = "".join(f"\n  {line}" for line in found)
         raise UserError(f"{folder} holds what nobody else should read; take it out of the run's files:{lines}")
-    largest = max(_load(AutoTokenizer, folder).get_vocab().values(), default=-1)
+    largest = max(_loaded(load_tokenizer, folder).get_vocab().values(), default=-1)
     config = read_json(folder / "config.json", {"vocab_size": int})
     size = config["vocab_size"]
     for name, entry in config.get("auto_map", {}).items():
@@ -148,17 +144,10 @@ def check_folder(folder: Path) -> None:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     if done.returncode:
         raise UserError(f"{folder} cannot be loaded by the code in it: {done.stderr.strip().splitlines()[-1]}")
-    _check_keys(folder, json.loads(done.stdout.splitlines()[-1]))
 
 
-def _load(loader, folder: Path, **options):
+def _loaded(load, folder: Path, **options):
     try:
-        return loader.from_pretrained(folder, local_files_only=True, trust_remote_code=False, **options)
-    except Exception as error:  # of any library on the way
-        raise UserError(f"{loader.__name__} cannot load {folder}: {str(error).strip().splitlines()[0]}") from error
-
-
-def _check_keys(folder: Path, report: dict) -> None:
-    problems = [f"{kind.replace('_', ' ')}: {', '.join(sorted(map(str, names)))}" for kind, names in report.items() if names]
-    if problems:
-        raise UserError(f"{folder}: weights and configuration do not fit each other; {'; '.join(problems)}")
+        return load(folder, local_files_only=True, **options)
+    except ValueError as error:
+        raise UserError(str(error)) from error

@@ -143,7 +143,7 @@ def test_what_is_measured_beside_the_losses(base, content):
 
 
 def test_the_report_says_what_there_is_to_say(base, content, text):
-    assert "- nowhere: not possible: its data cannot be made: --tokenizer: 'no/such_tokenizer'" in text
+    assert "- nowhere: not possible: its data cannot be made: --tokenizer no/such_tokenizer cannot be loaded" in text
     assert "- odd: not possible: " in text
     assert f"{variant(content, 'best')['perplexity']['value']:,.2f}" in text and "not** in one ranking" in text
     assert text.index("not** in one ranking") < text.index("| **letters**")  # in the second table
