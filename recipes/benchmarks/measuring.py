@@ -135,6 +135,11 @@ def _peak(work: Work, device: str) -> int:
     return peak_memory_bytes() - before
 
 
+def held_bytes(device: str) -> int:
+    """What is held now: by this process on a CPU, by tensors on a GPU."""
+    return torch.cuda.memory_allocated(device) if device.startswith("cuda") else psutil.Process().memory_info().rss
+
+
 def give_back_memory() -> None:
     """Returns freed memory to the system, for the processes measured next (glibc; elsewhere it only collects garbage)."""
     gc.collect()
