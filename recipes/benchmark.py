@@ -86,7 +86,7 @@ def main(argv: list[str] | None = None) -> None:
     size = parts.SIZES[options.size]
     size = replace(size, shapes=shapes or size.shapes, contexts=tuple(options.contexts or size.contexts))
     size = replace(size, read=tuple(options.contexts or size.read), soaked=tuple(options.contexts or size.soaked))
-    least = 10 * size.chunk
+    least = 40 * size.chunk  # most of it after the warm-up
     if "soak" in options.parts and (short := [tokens for tokens in size.soaked if tokens < least]):
         raise UserError(f"--contexts {short[0]}: a soak of this size takes at least {least:,} tokens")
     spec = models.ModelSpec(**size.model, checkpoint=options.model, device=options.device, seed=options.seed)

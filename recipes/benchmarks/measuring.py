@@ -136,8 +136,12 @@ def _peak(work: Work, device: str) -> int:
 
 
 def held_bytes(device: str) -> int:
-    """What is held now: by this process on a CPU, by tensors on a GPU."""
-    return torch.cuda.memory_allocated(device) if device.startswith("cuda") else psutil.Process().memory_info().rss
+    """What is held now: by tensors on a GPU; on a CPU the process's resident set, without freed memory that the C library
+    keeps for what comes next."""
+    if device.startswith("cuda"):
+        return torch.cuda.memory_allocated(device)
+    _trim()
+    return psutil.Process().memory_info().rss
 
 
 def give_back_memory() -> None:
@@ -145,5 +149,9 @@ def give_back_memory() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+    _trim()
+
+
+def _trim() -> None:
     if platform.libc_ver()[0] == "glibc":
         ctypes.CDLL(None).malloc_trim(0)
