@@ -21,7 +21,9 @@ DIMENSIONS = {
     "output": ("batch", "query", "width"),
     "local_heads": ("batch", "head", "query", "head_dim"),
     "memory_heads": ("batch", "head", "query", "head_dim"),
+    "memory_weights": ("batch", "head", "query", "key"),
     "gate": ("head",),
+    "token_gate": ("batch", "head", "query"),
     "memory_share": ("batch", "head", "query"),
     "memory_norm": ("batch", "head", "segment"),
     "normaliser_norm": ("batch", "head", "segment"),
@@ -62,11 +64,17 @@ class LayerInspection:
     and, with Infini-attention (`kind == "infini"`), where heads = g · memory_heads + (1 − g) · local_heads:
 
     Attributes:
-        gate: `[head]`, g = sigmoid(β).
+        gate: `[head]`, sigmoid(β).
+        token_gate: `[batch, head, query]`, g: sigmoid(β), but 0 where the document has no memory yet, and another for each
+            token where window and memory share a denominator.
         local_heads: `[batch, head, query, head_dim]`, weights · values: the softmax attention of the local window.
         memory_heads: `[batch, head, query, head_dim]`, what was read from the memory; 0 where the document has none yet.
+        memory_weights: `[batch, head, query, key]`, the part that each token's value has in that: memory_heads =
+            memory_weights · values, and what a learned start adds. 0 for tokens that the memory does not hold when the
+            query reads it: its window, sinks, later tokens, other documents. By the linear rule weights are not negative,
+            and a row sums to 1 if the memory started empty; by the delta rule neither need be so.
         memory_share: `[batch, head, query]`, ‖g · memory‖ / (‖g · memory‖ + ‖(1 − g) · local‖), Euclidean norms of a token's
-            context vectors: 0, all local, to 1, all memory. 0 where the document has no memory yet (g counts as 0 there).
+            context vectors: 0, all local, to 1, all memory.
         memory_norm: `[batch, head, segment]`, Frobenius norm of the memory M. Entry s is what the row's segment s reads, so
             entry s + 1 comes after segment s; the last entry is the end of the call. A segment is written when it leaves the
             local window; a new document starts it again; in a row of fewer segments, the last value repeats.
@@ -83,6 +91,8 @@ class LayerInspection:
     gate: NamedTensor | None = None
     local_heads: NamedTensor | None = None
     memory_heads: NamedTensor | None = None
+    memory_weights: NamedTensor | None = None
+    token_gate: NamedTensor | None = None
     memory_share: NamedTensor | None = None
     memory_norm: NamedTensor | None = None
     normaliser_norm: NamedTensor | None = None
@@ -112,7 +122,7 @@ class Inspection:
         out.
 
         Args:
-            name: of the tensor, such as "weights", "scores", "heads", "output", "memory_share" or "gate".
+            name: of the tensor, such as "weights", "memory_weights", "scores", "heads", "output" or "gate".
 
         Raises:
             ValueError: there is no such layer, head, row or tensor.
@@ -178,7 +188,7 @@ def inspect_attention(
         tokenizer: makes the labels readable; without it they are the ids.
         position_ids: `[batch, tokens]`; where they go back to 0, a new document begins (packed rows). By default, the real
             tokens of a padded row are counted; else it is left to the model.
-        layers: numbers of the layers to keep; `None`: all. A layer takes 8 · batch · heads · tokens² bytes and more.
+        layers: numbers of the layers to keep; `None`: all. A layer takes 12 · batch · heads · tokens² bytes and more.
 
     Raises:
         ValueError: a model of another kind or attention implementation, no such layer, or inputs that do not fit.
