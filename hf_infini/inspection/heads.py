@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -9,6 +10,7 @@ from transformers import GPT2Model
 
 from ..extras import needs
 from ..modeling_causal_mha import CausalMHAModel
+from .inputs import check_positions, model_inputs
 from .labels import token_texts, unique_labels
 from .parts import kind_of, parts_of
 
@@ -107,12 +109,39 @@ class Inspection:
         input_ids: `[batch, tokens]`; real: `[batch, tokens]` bool, False for padding. On the CPU.
         texts: for each row the readable text of its real tokens, white space visible: `·cidade`.
         layers: number of the layer → [`LayerInspection`].
+        name: the model's: its folder's, or its class's.
+
+    A notebook shows it as the page of `show`, unless that would be larger than 20 MB.
     """
 
     input_ids: Tensor
     real: Tensor
     texts: list[list[str]]
     layers: dict[int, LayerInspection] = field(repr=False)
+    name: str = ""
+
+    def show(self, *, title: str | None = None, row: int = 0) -> Path | None:
+        """Shows each head's weights with their tokens, and the memory: in a notebook below the cell, else in a browser.
+
+        Args:
+            title: of the page; by default the model's name.
+            row: of the batch.
+
+        Returns:
+            Outside of a notebook, the page's file, a temporary one.
+
+        Raises:
+            ValueError: there is no such row, or no layer has attention heads.
+        """
+        from .page import show_page
+
+        return show_page(self, title=title or self.name, row=row)
+
+    def _repr_html_(self) -> str | None:
+        from .page import LARGEST_FRAME, page_frame
+
+        weights = [layer.weights.values[0].numel() for layer in self.layers.values() if layer.weights is not None]
+        return page_frame(self, title=self.name) if 0 < sum(weights) <= LARGEST_FRAME else None
 
     def table(self, name: str = "weights", *, layer: int = 0, head: int = 0, row: int = 0):
         """One layer's tensor for one row and, where it is one matrix per head, one head, as a `pandas.DataFrame`.
@@ -197,13 +226,13 @@ def inspect_attention(
     wanted = list(range(len(base.h))) if layers is None else sorted(set(layers))
     if not set(wanted) <= set(range(len(base.h))):
         raise ValueError(f"layers must be numbers from 0 to {len(base.h) - 1}; got {wanted}.")
-    given = _model_inputs(inputs, tokenizer, position_ids)
+    given = model_inputs(inputs, tokenizer, position_ids)
     ids = given["input_ids"]
     mask = given.get("attention_mask")
     real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.to(ids.device, torch.bool)
     if not real.any(1).all():
         raise ValueError("every row needs a token: the text is empty, or its attention_mask has zeros only.")
-    _check_positions(base, given)
+    check_positions(base, given)
     device = next(base.parameters()).device
     given = {name: tensor.to(device) for name, tensor in given.items()}
     found = {}
@@ -211,7 +240,7 @@ def inspect_attention(
         found[number] = _inspect_layer(number, base.h[number], call, real.to(device))
     ids, real = ids.cpu(), real.cpu()
     texts = [token_texts(tokenizer, row[kept].tolist()) for row, kept in zip(ids, real, strict=True)]
-    return Inspection(ids, real, texts, found)
+    return Inspection(ids, real, texts, found, Path(base.config.name_or_path).name or type(model).__name__)
 
 
 def _supported_base(model):
@@ -267,61 +296,3 @@ def _inspect_layer(number: int, block, call: tuple | None, real: Tensor) -> Laye
                 tensor = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
             named[name] = NamedTensor(tensor.cpu(), DIMENSIONS[name])
     return LayerInspection(number, kind_of(block.attn), **named)
-
-
-def _model_inputs(inputs, tokenizer, position_ids: Tensor | None) -> dict[str, Tensor]:
-    """`input_ids` `[batch, tokens]` and, where there are any, `attention_mask` and `position_ids`."""
-    if isinstance(inputs, str):
-        inputs = [inputs]
-    if isinstance(inputs, Tensor):
-        given = {"input_ids": inputs}
-    elif isinstance(inputs, Mapping):
-        given = dict(inputs)
-        unknown = set(given) - {"input_ids", "attention_mask", "position_ids"}
-        if unknown or "input_ids" not in given:
-            raise ValueError(f"inputs by name are input_ids, attention_mask and position_ids; got {', '.join(given)}.")
-    elif isinstance(inputs, Sequence) and inputs and all(isinstance(text, str) for text in inputs):
-        given = _encode(list(inputs), tokenizer)
-    else:
-        raise ValueError(
-            f"inputs must be text, texts, ids [batch, tokens] or a dict of tensors; got {type(inputs).__name__}."
-        )
-    if position_ids is not None:
-        given["position_ids"] = position_ids
-    ids = given["input_ids"]
-    if ids.dim() != 2 or ids.is_floating_point() or not ids.numel():
-        raise ValueError(
-            f"token ids must be whole numbers [batch, tokens], one or more; got {list(ids.shape)}, {ids.dtype}."
-        )
-    mask = given.get("attention_mask")
-    if mask is not None and mask.shape != ids.shape:
-        raise ValueError(f"attention_mask must be [batch, tokens] = {list(ids.shape)}; got {list(mask.shape)}.")
-    if mask is not None and "position_ids" not in given and not bool(mask.all()):
-        given["position_ids"] = (mask.long().cumsum(-1) - 1).clamp(min=0)
-    return given
-
-
-def _encode(texts: list[str], tokenizer) -> dict[str, Tensor]:
-    """Ids of the texts, padded to the longest on the tokenizer's side, with a mask where anything was padded."""
-    if tokenizer is None:
-        raise ValueError("texts need the model's tokenizer: inspect_attention(model, text, tokenizer).")
-    rows = [torch.tensor(row, dtype=torch.long) for row in tokenizer(texts, add_special_tokens=False)["input_ids"]]
-    if not all(map(len, rows)):
-        raise ValueError("every text needs a token; one of them is empty.")
-    options = {"batch_first": True, "padding_side": tokenizer.padding_side}
-    # Padding is masked, so that any id will do where a tokenizer has none for it
-    ids = torch.nn.utils.rnn.pad_sequence(rows, padding_value=tokenizer.pad_token_id or 0, **options)
-    if len(set(map(len, rows))) == 1:
-        return {"input_ids": ids}
-    return {"input_ids": ids, "attention_mask": torch.nn.utils.rnn.pad_sequence(list(map(torch.ones_like, rows)), **options)}
-
-
-def _check_positions(base, given: dict) -> None:
-    """Plain GPT-2 answers a position that it does not have with an index error; the other models say what is wrong."""
-    positions = given.get("position_ids")
-    furthest = given["input_ids"].shape[1] - 1 if positions is None else int(positions.max())
-    if base.config.model_type == "gpt2" and furthest >= base.config.n_positions:
-        raise ValueError(
-            f"position {furthest} is beyond this model's {base.config.n_positions} learned positions (n_positions): "
-            "shorten the input."
-        )
