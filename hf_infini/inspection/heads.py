@@ -13,6 +13,7 @@ from ..modeling_causal_mha import CausalMHAModel
 from .inputs import check_positions, model_inputs
 from .labels import token_texts, unique_labels
 from .parts import kind_of, parts_of
+from .predictions import Prediction, predictions_of
 
 SUPPORTED = "GPT-2 (model_type 'gpt2'), GPT-2 with Infini-attention ('infini_gpt2') and 'causal_mha'"
 
@@ -110,6 +111,8 @@ class Inspection:
         texts: for each row the readable text of its real tokens, white space visible: `·cidade`.
         layers: number of the layer → [`LayerInspection`].
         name: the model's: its folder's, or its class's.
+        predictions: for each row what a language model expects after each real token, a [`Prediction`]; `None` without a
+            language-model head.
 
     A notebook shows it as the page of `show`, unless that would be larger than 20 MB.
     """
@@ -119,6 +122,7 @@ class Inspection:
     texts: list[list[str]]
     layers: dict[int, LayerInspection] = field(repr=False)
     name: str = ""
+    predictions: list[list[Prediction]] | None = field(default=None, repr=False)
 
     def show(self, *, title: str | None = None, row: int = 0) -> Path | None:
         """Shows each head's weights with their tokens, and the memory: in a notebook below the cell, else in a browser.
@@ -235,12 +239,16 @@ def inspect_attention(
     check_positions(base, given)
     device = next(base.parameters()).device
     given = {name: tensor.to(device) for name, tensor in given.items()}
-    found = {}
-    for number, call in _captured_calls(base, wanted, given).items():
-        found[number] = _inspect_layer(number, base.h[number], call, real.to(device))
+    found, real = {}, real.to(device)
+    calls, hidden_states = _captured_calls(base, wanted, given)
+    for number, call in calls.items():
+        found[number] = _inspect_layer(number, base.h[number], call, real)
+    head = getattr(model, "lm_head", None)
+    predictions = None if head is None else predictions_of(head, hidden_states, given["input_ids"], real, tokenizer)
     ids, real = ids.cpu(), real.cpu()
     texts = [token_texts(tokenizer, row[kept].tolist()) for row, kept in zip(ids, real, strict=True)]
-    return Inspection(ids, real, texts, found, Path(base.config.name_or_path).name or type(model).__name__)
+    name = Path(base.config.name_or_path).name or type(model).__name__
+    return Inspection(ids, real, texts, found, name, predictions)
 
 
 def _supported_base(model):
@@ -257,8 +265,9 @@ def _supported_base(model):
     return base
 
 
-def _captured_calls(base, wanted: Sequence[int], given: dict) -> dict[int, tuple | None]:
-    """One forward pass: number of the layer → (input, arguments by name, output) of its attention, `None` without one."""
+def _captured_calls(base, wanted: Sequence[int], given: dict) -> tuple[dict[int, tuple | None], Tensor]:
+    """One forward pass: number of the layer → (input, arguments by name, output) of its attention, `None` without one; and
+    the last hidden states."""
     calls: dict[int, tuple | None] = dict.fromkeys(wanted)
 
     def catch(number):
@@ -275,13 +284,13 @@ def _captured_calls(base, wanted: Sequence[int], given: dict) -> dict[int, tuple
     ]
     try:
         base.eval()
-        base(**given, use_cache=False)
+        hidden_states = base(**given, use_cache=False).last_hidden_state
     finally:
         for hook in hooks:
             hook.remove()
         for module in training:
             module.training = True
-    return calls
+    return calls, hidden_states
 
 
 def _inspect_layer(number: int, block, call: tuple | None, real: Tensor) -> LayerInspection:

@@ -111,6 +111,25 @@ function drawSentence() {
     const wrap = space ? [element("wbr")] : [];  // lines break between words
     return text.endsWith("⏎") ? [...wrap, part, element("br")] : [...wrap, part];
   }));
+  drawPrediction();
+}
+
+// What the model expects after the query.
+function drawPrediction() {
+  $("next").hidden = !data.predictions;
+  if (!data.predictions) return;
+  const [likeliest, following] = data.predictions[state.query], spelled = ([text, probability]) =>
+    [element("b", {textContent: text}), ` ${percent(probability)}`];
+  const parts = likeliest.flatMap((guess, rank) => [rank ? " · " : " ", ...spelled(guess)]);
+  $("next").replaceChildren(`${say("next")}:`, ...parts);
+  if (following !== null) {
+    $("next").append(` — ${say("inText")}: `, ...spelled([tokens[state.query + 1], following]));
+  }
+}
+
+function percent(probability) {
+  if (probability === null) return say("notFinite");
+  return probability < 5e-4 ? "< 0.1 %" : `${(100 * probability).toFixed(probability < 0.1 ? 1 : 0)} %`;
 }
 
 function moveTo(query, key) {

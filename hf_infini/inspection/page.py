@@ -87,14 +87,20 @@ def page_data(inspection: Inspection, *, title: str, row: int = 0) -> dict:
     """What the page's script draws, JSON-safe.
 
     Returns:
-        `title`, `tokens` (their texts), and `layers`: for each `layer`, `kind` and, with heads, `first` (per query the
-        first key it sees), `levels` and `sums` (per head, base64 of little-endian uint16 and float32: see the module) and,
-        with a memory, `gate`, `tokenGate`, `share`, `memory`, `normaliser` (norms), `segments`, `memoryFirst` and
-        `memoryStop` (per query, where the tokens begin and end that the memory holds), `memoryLevels` and `memoryTops`.
+        `title`, `tokens` (their texts), `predictions` after each token (`None` without: its likeliest next tokens with
+        their probabilities, and the probability of the token that follows), and `layers`: for each `layer`, `kind` and,
+        with heads, `first` (per query the first key it sees), `levels` and `sums` (per head, base64 of little-endian
+        uint16 and float32: see the module) and, with a memory, `gate`, `tokenGate`, `share`, `memory`, `normaliser`
+        (norms), `segments`, `memoryFirst` and `memoryStop` (per query, where the tokens begin and end that the memory
+        holds), `memoryLevels` and `memoryTops`.
     """
     real = inspection.real[row]
     layers = [_layer_data(layer, real, row) for layer in inspection.layers.values()]
-    return {"title": title, "tokens": inspection.texts[row], "layers": layers}
+    predictions = None
+    if inspection.predictions is not None:
+        found = inspection.predictions[row]
+        predictions = [[[[text, _short(p)] for text, p in likeliest], _short(after)] for likeliest, after in found]
+    return {"title": title, "tokens": inspection.texts[row], "predictions": predictions, "layers": layers}
 
 
 def _layer_data(layer: LayerInspection, real: Tensor, row: int) -> dict:
@@ -155,4 +161,8 @@ def _numbers(tensor: Tensor) -> list:
     """Nested lists with 5 digits, `None` for what is not finite (JSON has no name for it)."""
     if tensor.dim() > 1:
         return [_numbers(part) for part in tensor]
-    return [float(f"{number:.5g}") if math.isfinite(number) else None for number in tensor.tolist()]
+    return list(map(_short, tensor.tolist()))
+
+
+def _short(number: float | None) -> float | None:
+    return float(f"{number:.5g}") if number is not None and math.isfinite(number) else None

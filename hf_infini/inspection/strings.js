@@ -21,6 +21,7 @@ const STRINGS = {
     looks: "Where token {0}, “{1}”, looks",
     sentenceNote: "The outlined token is the query, the others are coloured by the weight it gives them. Choose a token" +
       " to make it the query.",
+    next: "The model expects next", inText: "the text goes on with",
     weight: "weight", score: "score", localWeight: "local weight", memoryWeight: "memory weight",
     inOutput: "in the output",
     gate: "gate g", share: "memory's share", atMost: "at most {0}", notFinite: "not finite",
@@ -59,6 +60,7 @@ const STRINGS = {
     looks: "Para onde olha o token {0}, “{1}”",
     sentenceNote: "O token contornado é a consulta; os outros têm a cor do peso que ela lhes dá. Escolha um token para " +
       "que ele seja a consulta.",
+    next: "O modelo espera a seguir", inText: "o texto continua com",
     weight: "peso", score: "pontuação", localWeight: "peso local", memoryWeight: "peso na memória", inOutput: "na saída",
     gate: "gate g", share: "parte da memória", atMost: "no máximo {0}", notFinite: "não finito",
     later: "nenhum: a chave vem depois", outOfSight: "nenhum: fora da vista da consulta",
