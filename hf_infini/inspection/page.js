@@ -72,10 +72,16 @@ function decode(layer, head) {
 }
 
 function meanOf(layer) {
-  const heads = layer.levels.map((_, head) => decode(layer, head));
-  const mean = name =>
-    heads[0][name].map((_, place) => heads.reduce((sum, head) => sum + head[name][place], 0) / heads.length);
-  return {before: mean("before"), output: mean("output"), kinds: heads[0].kinds};
+  const {before, output, kinds} = decode(layer, 0), heads = layer.levels.length;
+  for (let head = 1; head < heads; head++) {
+    const other = decode(layer, head);
+    for (let place = 0; place < before.length; place++) {
+      before[place] += other.before[place];
+      if (output !== before) output[place] += other.output[place];
+    }
+  }
+  for (const weights of new Set([before, output])) weights.forEach((sum, place) => { weights[place] = sum / heads; });
+  return {before, output, kinds};
 }
 
 // With what is drawn: the weights before or behind the gate, the memory's largest if beyond 1, and whether any is negative.
@@ -191,10 +197,8 @@ function buildOverview() {
 }
 
 function drawOverview() {
-  for (const layer of withHeads) setTimeout(() => {  // a layer at a time: the page answers in between
-    for (const button of layer.buttons) {
-      draw(button.firstChild, viewOf(layer, Number(button.value)), Math.min(count, THUMB));
-      button.firstChild.style.imageRendering = count < 40 ? "pixelated" : "auto";
-    }
+  for (const layer of withHeads) for (const button of layer.buttons) setTimeout(() => {  // the page answers in between
+    draw(button.firstChild, viewOf(layer, Number(button.value)), Math.min(count, THUMB));
+    button.firstChild.style.imageRendering = count < 40 ? "pixelated" : "auto";
   });
 }

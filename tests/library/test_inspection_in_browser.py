@@ -30,6 +30,7 @@ def test_a_memory_is_seen_in_map_tip_and_text(width, tmp_path):
     steps = [point_at(30, 28), point_at(30, 5), point_at(30, 190), '() => $("language").click()', '() => $("theme").click()']
     steps += ["() => choose(state.layer, MEAN)", '() => { $("view").value = "before"; $("view").onchange(); }']
     steps += ['() => [...$("sentence").children].filter(part => part.className === "later").length']
+    steps += [point_at(30, 5)]
     seen = visit(page, tmp_path, steps, width=width, address="#layer=1&head=2&language=en")
     gate = layer.token_gate.values[0, 2, 30].item()
     weight, memory = layer.weights.values[0, 2, 30, 28].item(), layer.memory_weights.values[0, 2, 30, 5].item()
@@ -47,6 +48,10 @@ def test_a_memory_is_seen_in_map_tip_and_text(width, tmp_path):
     assert "média das cabeças" in seen[5]["text"] and "head=mean" in seen[5]["address"]
     assert "weights=before" in seen[6]["address"]
     assert seen[7]["value"] == 200 - 31  # every token before the query is seen, the later ones are not
+    mean, memories = seen[8]["value"], layer.memory_weights.values[0, :, 30, 5]
+    assert float(mean["peso na memória"]) == pytest.approx(memories.mean().item(), rel=5e-3)
+    mixed = (layer.token_gate.values[0, :, 30] * memories).mean().item()
+    assert float(mean["na saída"]) == pytest.approx(mixed, rel=5e-3) and "pontuação" not in mean
 
 
 @needs_browser
@@ -66,9 +71,14 @@ def test_an_address_brings_the_view_back(tmp_path):
     "model", [lambda: gpt2(), lambda: causal_mha(attention="local", sliding_window=5, position_encoding="alibi")]
 )
 def test_models_without_a_memory(model, width, tmp_path):
-    page = inspection_page(inspect_attention(model(), token_ids(1, 60)), title="a-name-without-a-break" * 8)
-    (seen,) = visit(page, tmp_path, [point_at(59, 3)], width=width)
+    inspection = inspect_attention(model(), token_ids(1, 60))
+    page = inspection_page(inspection, title="a-name-without-a-break" * 8)
+    steps = [point_at(59, 57), "() => choose(state.layer, MEAN)", point_at(59, 57)]
+    seen, _, mean = visit(page, tmp_path, steps, width=width)
     assert "emory" not in seen["text"] and "gate" not in seen["text"]
+    weights = inspection.layers[0].weights.values[0, :, 59, 57]
+    assert float(seen["value"]["weight"]) == pytest.approx(weights[0].item(), rel=5e-3)
+    assert float(mean["value"]["weight"]) == pytest.approx(weights.mean().item(), rel=5e-3)
 
 
 # --- show -------------------------------------------------------------------------------------------------------------
