@@ -6,6 +6,7 @@ r"""Gives a pretrained model memories that it can use, and trains nothing but an
 
 CHECKPOINT is a plain model: a folder or a name on the Hub. Its own attention is the teacher; no second model is loaded.
 
+    layers     with --memory_layers: which layers need what is beyond the window, of a few rows
     calibrate  for each layer, the scale of the feature maps and the gate with which the memory explains most, of a few
     transfer   each layer learns to give with its memory what its own attention gives, on the plain model's input
     together   all layers and a LoRA learn what the plain model predicts
@@ -29,15 +30,19 @@ from support.parents import end_with_launcher
 @dataclass
 class Options:
     model: str = field(metadata={"help": "Plain model: a folder or a name on the Hub.", "group": "model"})
-    data: str = field(
-        metadata={"help": "Folder made by recipes/prepare.py with the model's tokenizer.", "group": "data"}
-    )
+    data: list[str] = field(metadata={"help": "Folders made by recipes/prepare.py with the model's tokenizer, rows of one "
+                            "length; all are trained on, and each is evaluated.", "group": "data"})  # fmt: skip
     out: str = field(metadata={"help": "Folder of the conversion; continued when it holds this one.", "group": "output"})
     memory_in: list[int] | None = option(
         None, "Layers, counted from 0, whose memory is trained and read; the others have their window only. Default: all.",
         at_least=0, group="model",
     )  # fmt: skip
-    calibration_rows: int = option(4, "Training rows that calibrate; 0: no calibration.", at_least=0, group="training")
+    memory_layers: int | None = option(
+        None, "How many layers have a memory: those in which attention beyond the window lowers the loss of the calibration "
+        "rows most. Default: all.", at_least=1,
+    )  # fmt: skip
+    calibration_rows: int = option(4, "Training rows of each folder that calibrate; 0: no calibration.", at_least=0,
+                                   group="training")  # fmt: skip
     transfer_steps: int = option(150, "Optimiser steps of the second stage; 0: leave it out.", at_least=0)
     together_steps: int = option(100, "Optimiser steps of the third stage; 0: leave it out.", at_least=0)
     transfer_learning_rate: float = option(1e-2, "Peak learning rate of the second stage.", greater_than=0)
@@ -51,7 +56,7 @@ class Options:
     batch_size: int = option(1, "Rows per device and forward pass.", at_least=1)
     gradient_accumulation: int = option(4, "Forward passes per optimiser step.", at_least=1)
     save_steps: int = option(10, "Steps between checkpoints; the last two are kept.", at_least=1)
-    evaluation_rows: int = option(32, "Validation rows of the evaluation at the end.", at_least=1)
+    evaluation_rows: int = option(32, "Validation rows of each folder, for the evaluation at the end.", at_least=1)
     precision: str = option("auto", "bf16 autocast; auto: where it is native.", choices=["auto", "bf16", "float32"],
                             group="machine")  # fmt: skip
     use_cpu: bool = option(False, "Train on the CPU even where there is a GPU.")
@@ -68,25 +73,31 @@ def main(argv: list[str] | None = None) -> None:
     from conversion import evaluation, stages
     from hf_infini import save_adapter
     from support import measurement
-    from support.stages import read_manifest, write_json
-    from training import run_folder, setup
+    from support.stages import write_json
+    from training import run_folder
 
-    data, out = Path(options.data), Path(options.out)
-    fingerprint = setup.data_fingerprint(read_manifest(data))
-    conversion = stages.Conversion(options, given_options(memory), data, out, fingerprint)
+    out = Path(options.out)
+    conversion = stages.Conversion(options, given_options(memory))
     conversion.check()
-    model, found = conversion.plain_model(), {}
+    model = conversion.plain_model()
+    found = {"calibrate": {"unexplained": conversion.unexplained(model)}}
     for stage in conversion.stages():
         model, found[stage.name] = conversion.run(stage, model)
     if not conversion.is_main_process:
         return
     save_adapter(model, out / "adapter")
-    found |= evaluation.evaluate(model, conversion.evaluation_rows(), conversion.window)
-    result = {**found, "options": vars(options), "memory": given_options(memory), "data_fingerprint": fingerprint}
+    found["validation"] = {
+        folder: evaluation.evaluate(model, rows, conversion.window, conversion.trained)
+        for folder, rows in conversion.rows_of("validation", options.evaluation_rows).items()
+    }
+    result = {**found, "options": vars(options), "memory": given_options(memory)}
+    result |= {"data_fingerprints": conversion.fingerprints, "layers": conversion.trained}
     result |= {"command": shlex.join([Path(sys.executable).name, *sys.argv]), **measurement.peak_memory()}
     write_json(out / "result.json", {**result, **measurement.environment()})
     evaluation.plot_layers(found, out / "layers.png")
-    print(evaluation.table(found["cross_entropy"]))
+    for folder, measured in found["validation"].items():
+        print(f"{folder}: {measured['tokens']:,} tokens beyond the window of {conversion.window}\n")
+        print(evaluation.table(measured["cross_entropy"]))
     run_folder.say(f"{out / 'adapter'}, {out / 'result.json'}, {out / 'layers.png'}")
 
 

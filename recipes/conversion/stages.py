@@ -1,27 +1,31 @@
 """The stages of a conversion: each begins with the model that the one before left, and goes on after a stop."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from datasets import concatenate_datasets
 from torch import Tensor
 from transformers import TrainingArguments, set_seed
 
 from cli import UserError
 from hf_infini import patch_model
 from hf_infini.families import attention_layers, decoder_of
-from hf_infini.loading import load_causal_lm
+from hf_infini.loading import fingerprint, load_causal_lm, load_tokenizer
 from hf_infini.memory_adapter import restore_adapter
 from hf_infini.memory_layer import PARAMETERS
 from support import measurement
 from support.prepared import open_rows, read_tokenizer
-from support.stages import read_json, write_json
+from support.stages import read_json, read_manifest, write_json
 from training import run_folder, setup
 
+from .layers import gap_by_layer
 from .trainers import SMALLEST, Together, Transfer, errors, unexplained
 
 DEFAULTS = {"segment_length": 256, "local_segments": 1, "sink_tokens": 4, "feature_map": "learned", "denominator": "shared"}
 SCALES, GATES = (0.03, 0.1, 0.3), (-8.0, -4.0, 0.0)  # of which calibration chooses
+EVALUATED_ROWS = 4  # of each folder, after each stage
 CLOSED = -1000.0  # the gate of a layer that has its window only: its sigmoid is 0
 
 
@@ -41,18 +45,25 @@ class Conversion:
 
     Args:
         options: of recipes/convert.py; memory: those of [`patch_model`] that were given.
-        data, out: the folders.
-        fingerprint: of the data.
+
+    Attributes:
+        fingerprints: of the data, by folder; context: tokens of a row; trained: numbers of the layers with a memory.
     """
 
-    def __init__(self, options, memory: dict, data: Path, out: Path, fingerprint: str):
-        self.options, self.data, self.out = options, data, out
+    def __init__(self, options, memory: dict):
+        self.options, self.out = options, Path(options.out)
         self.memory = DEFAULTS | memory
-        self.identity = {**vars(options), "memory": self.memory, "data": fingerprint}
-        for name in ("out", "data"):
-            del self.identity[name]
-        self.rows = {split: open_rows(data, split).with_format("torch") for split in ("train", "validation")}
-        self.context = len(self.rows["train"][0]["input_ids"])
+        self.fingerprints = {folder: setup.data_fingerprint(read_manifest(folder)) for folder in options.data}
+        self.identity = {**vars(options), "memory": self.memory, "data": [*self.fingerprints.values()]}
+        del self.identity["out"]
+        self._rows = {
+            split: {folder: open_rows(folder, split).with_format("torch") for folder in options.data}
+            for split in ("train", "validation")
+        }
+        contexts = {folder: len(rows[0]["input_ids"]) for folder, rows in self._rows["train"].items()}
+        self.context = min(contexts.values())
+        if max(contexts.values()) != self.context:
+            raise UserError(f"--data: the rows of all folders must be of one length; got {contexts}")
 
     @property
     def window(self) -> int:
@@ -64,10 +75,12 @@ class Conversion:
         return self._arguments("transfer", 1, 1.0).should_save
 
     def check(self) -> None:
-        """UserError unless rows reach beyond the window, and there are enough of them."""
+        """UserError unless rows reach beyond the window, and the options go together."""
+        if self.options.memory_layers is not None and (self.options.memory_in or not self.options.calibration_rows):
+            raise UserError("--memory_layers chooses by rows: without --memory_in, with --calibration_rows of at least 1")
         if self.context < 2 * self.window:
             raise UserError(
-                f"{self.data} has rows of {self.context} tokens, and the window sees {self.window}: rows must have twice as "
+                f"--data has rows of {self.context} tokens, and the window sees {self.window}: rows must have twice as "
                 "many, so that there is something beyond it. Prepare longer rows, or give a smaller --segment_length"
             )
         too_long = [length for length in self.options.narrow_to if length >= self.memory["segment_length"]]
@@ -84,20 +97,18 @@ class Conversion:
         """
         try:
             model = load_causal_lm(self.options.model, dtype=torch.float32)
-            size = model.get_input_embeddings().weight.shape[0]
-            if len(read_tokenizer(self.data)) > size:
-                raise UserError(f"{self.data} was prepared with another tokenizer than that of {self.options.model}")
+            tokenizer = load_tokenizer(self.options.model, model)
+            for folder in self.options.data:
+                if fingerprint(read_tokenizer(folder)) != fingerprint(tokenizer):
+                    raise UserError(f"{folder} was prepared with another tokenizer than that of {self.options.model}")
             patch_model(model, **self.memory)
         except ValueError as error:
             raise UserError(f"--model: {error}") from error
-        layers = model.config.infini_layers
-        self.trained = layers if self.options.memory_in is None else sorted(set(self.options.memory_in))
-        if not set(self.trained) <= set(layers):
-            raise UserError(f"--memory_in {' '.join(map(str, self.options.memory_in))}: its layers are {layers}")
-        for number, layer in enumerate(attention_layers(decoder_of(model))):
-            if number in layers and number not in self.trained:
-                torch.nn.init.constant_(layer.gate.weight, CLOSED)
         model.to(self._arguments("transfer", 1, 1.0).device).eval()
+        self.trained = self._choose_layers(model)
+        for number, layer in self._layers(model).items():
+            if number not in self.trained:
+                torch.nn.init.constant_(layer.gate.weight, CLOSED)
         self._choose_parameters(model)
         self._calibrate(model)
         return model
@@ -126,7 +137,7 @@ class Conversion:
             trainer = stage.trainer(
                 model,
                 arguments,
-                train_dataset=self.rows["train"],
+                train_dataset=concatenate_datasets([*self._rows["train"].values()]),
                 callbacks=[run_folder.RunRecorder(folder, tokens_per_step)],
                 **stage.options,
             )
@@ -138,21 +149,65 @@ class Conversion:
                 run_folder.say(f"{stage.name}: {stage.steps:,} steps of {tokens_per_step:,} tokens, {note}")
                 trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
             restore_adapter(model, last)
-        found = {"steps": stage.steps, "tokens": stage.steps * tokens_per_step}
-        if arguments.should_save:
-            found["unexplained"] = unexplained(model.eval(), self.evaluation_rows()[:4])
+        found = {"steps": stage.steps, "tokens": stage.steps * tokens_per_step, "unexplained": self.unexplained(model)}
         return model, found
 
-    def evaluation_rows(self) -> Tensor:
-        """`[rows, tokens]`, on the model's device."""
-        rows = self.rows["validation"][: self.options.evaluation_rows]["input_ids"]
-        return rows.to(self._arguments("transfer", 1, 1.0).device)
+    def unexplained(self, model) -> dict[int, float]:
+        """[`trainers.unexplained`] of a few validation rows of each folder; empty beside the main process."""
+        if not self.is_main_process:
+            return {}
+        return unexplained(model.eval(), torch.cat([*self.rows_of("validation", EVALUATED_ROWS).values()]))
+
+    def rows_of(self, split: str, count: int) -> dict[str, Tensor]:
+        """The first `count` rows of each folder, `[rows, tokens]`, on the model's device."""
+        device = self._arguments("transfer", 1, 1.0).device
+        return {folder: rows[:count]["input_ids"].to(device) for folder, rows in self._rows[split].items()}
+
+    def _calibration_rows(self) -> Tensor:
+        return torch.cat([*self.rows_of("train", self.options.calibration_rows).values()])
+
+    def _layers(self, model) -> dict:
+        """The attention layers with a memory, by number."""
+        layers = attention_layers(decoder_of(model))
+        return {number: layers[number] for number in model.config.infini_layers}
+
+    def _choose_layers(self, model) -> list[int]:
+        """Numbers of the layers whose memory is trained: those given, or those where full attention brings most."""
+        options, layers = self.options, model.config.infini_layers
+        if options.memory_in is not None:
+            if not set(options.memory_in) <= set(layers):
+                raise UserError(f"--memory_in {' '.join(map(str, options.memory_in))}: its layers are {layers}")
+            return sorted(set(options.memory_in))
+        if options.memory_layers is None:
+            return layers
+        if options.memory_layers > len(layers):
+            raise UserError(f"--memory_layers {options.memory_layers}: the model has {len(layers)}")
+
+        def measure() -> dict[int, float]:
+            return gap_by_layer(model, self._calibration_rows(), self.window)
+
+        gaps = self._measured("layers.json", measure)
+        return sorted(sorted(gaps, key=gaps.get, reverse=True)[: options.memory_layers])
+
+    def _measured(self, name: str, measure: Callable[[], dict]) -> dict:
+        """What `measure` finds for each layer; from the file, if this conversion found it before."""
+        file = self.out / name
+        if file.is_file():
+            content = read_json(file, {"options": dict, "by_layer": dict})
+            if content["options"] != self.identity:
+                raise UserError(f"{file} is of a conversion with other options: choose another --out")
+            return {int(number): value for number, value in content["by_layer"].items()}
+        found = measure()
+        if self.is_main_process:
+            self.out.mkdir(parents=True, exist_ok=True)
+            write_json(file, {"options": self.identity, "by_layer": found})
+        return found
 
     def _choose_parameters(self, model) -> None:
         for parameter in model.parameters():
             parameter.requires_grad_(False)
         for number in self.trained:
-            for name, parameter in attention_layers(decoder_of(model))[number].named_parameters():
+            for name, parameter in self._layers(model)[number].named_parameters():
                 parameter.requires_grad_(name.partition(".")[0] in PARAMETERS)
 
     def _with_lora(self, model):
@@ -176,32 +231,26 @@ class Conversion:
         leaves least unexplained; layers do not depend on each other, so that all are tried at once."""
         if not self.options.calibration_rows:
             return
-        file = self.out / "calibration.json"
-        layers = {number: attention_layers(decoder_of(model))[number] for number in self.trained}
-        scales = SCALES if self.memory["feature_map"] == "learned" else (1.0,)
+        layers = self._layers(model)
+        learned = self.memory["feature_map"] == "learned"
 
         def choose(number: int, scale: float, gate: float) -> None:
             layers[number].gate.weight.fill_(gate)
-            for weight in (layers[number].query_map, layers[number].key_map) if len(scales) > 1 else ():
+            for weight in (layers[number].query_map, layers[number].key_map) if learned else ():
                 weight.copy_(scale * torch.eye(weight.shape[-1], device=weight.device))
 
-        if file.is_file():
-            chosen = {int(number): values for number, values in read_json(file).items()}
-        else:
-            rows = self.rows["train"][: self.options.calibration_rows]["input_ids"].to(model.device)
-            tried = {number: {} for number in layers}
-            for scale, gate in [(scale, gate) for scale in scales for gate in GATES]:
-                for number in layers:
+        def measure() -> dict[int, list[float]]:
+            tried = {number: {} for number in self.trained}
+            for scale, gate in [(scale, gate) for scale in (SCALES if learned else (1.0,)) for gate in GATES]:
+                for number in self.trained:
                     choose(number, scale, gate)
-                for number, error in errors(model, rows).items():
+                for number, error in errors(model, self._calibration_rows()).items():
                     if number in tried:
                         tried[number][max(error, SMALLEST)] = [scale, gate]
-            chosen = {number: values[min(values)] for number, values in tried.items()}
-        for number, (scale, gate) in chosen.items():
+            return {number: values[min(values)] for number, values in tried.items()}
+
+        for number, (scale, gate) in self._measured("calibration.json", measure).items():
             choose(number, scale, gate)
-        if not file.is_file() and self.is_main_process:
-            self.out.mkdir(parents=True, exist_ok=True)
-            write_json(file, chosen)
 
     def _arguments(self, stage: str, steps: int, learning_rate: float) -> TrainingArguments:
         use_cpu = self.options.use_cpu or not torch.accelerator.is_available()

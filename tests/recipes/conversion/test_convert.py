@@ -8,6 +8,7 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer, GPT2Config, LlamaConfig, LlamaForCausalLM
 
 from bad_input import refused
+from corpora.tokenization import build_character_tokenizer
 from hf_infini import load_adapter
 from models import gpt2
 from running import CONTEXT, load_recipe, prepared_data
@@ -39,12 +40,14 @@ def run(checkpoint, base, out, *options) -> dict:
 @pytest.mark.slow
 def test_a_conversion_leaves_an_adapter_and_its_measurements(checkpoint, base, tmp_path, capsys):
     result = run(checkpoint, base, tmp_path / "out", "--memory_in", 1, 2)
-    conditions = result["cross_entropy"]
+    measured = result["validation"][str(prepared_data(base))]
+    conditions = measured["cross_entropy"]
     assert list(conditions) == [
-        "plain model", "window and sinks, untrained", "trained, memory off", "trained, memory on"
+        "plain model", "full attention in the layers with a memory", "window and sinks, untrained", "trained, memory off",
+        "trained, memory on",
     ]  # fmt: skip
     assert conditions["trained, memory on"]["above_memory_on"] == {"value": 0, "low": 0, "high": 0}
-    assert result["tokens"] == 2 * (CONTEXT - 18) and "| plain model " in capsys.readouterr().out
+    assert measured["tokens"] == 2 * (CONTEXT - 18) and "| plain model " in capsys.readouterr().out
     assert (tmp_path / "out" / "layers.png").is_file()
     for stage in ("transfer", "together"):
         assert set(result[stage]["unexplained"]) == {"0", "1", "2"}
@@ -56,14 +59,16 @@ def test_a_conversion_leaves_an_adapter_and_its_measurements(checkpoint, base, t
     from support.prepared import open_rows
 
     rows = open_rows(prepared_data(base), "validation").with_format("torch")[:2]["input_ids"]
-    again = evaluate(model, rows, 18)["cross_entropy"]
+    again = evaluate(model, rows, 18, [1, 2])["cross_entropy"]
     for name, values in conditions.items():
         assert again[name]["nats"]["value"] == pytest.approx(values["nats"]["value"], rel=1e-5)
 
 
 @pytest.mark.slow
 def test_stopped_it_goes_on_and_ends_the_same(checkpoint, base, tmp_path, monkeypatch):
-    run(checkpoint, base, tmp_path / "whole")
+    chosen = run(checkpoint, base, tmp_path / "whole", "--memory_layers", 2)["layers"]
+    parts = json.loads((tmp_path / "whole" / "layers.json").read_text())["by_layer"]
+    assert len(chosen) == 2 and set(chosen) == {int(number) for number in parts if parts[number] > min(parts.values())}
     from conversion import trainers
 
     def stop(self, model, ids, own=trainers.Together.loss_of):
@@ -73,9 +78,9 @@ def test_stopped_it_goes_on_and_ends_the_same(checkpoint, base, tmp_path, monkey
 
     with monkeypatch.context() as patch, pytest.raises(SystemExit) as end:
         patch.setattr(trainers.Together, "loss_of", stop)
-        run(checkpoint, base, tmp_path / "stopped")
+        run(checkpoint, base, tmp_path / "stopped", "--memory_layers", 2)
     assert end.value.code == 130 and not (tmp_path / "stopped" / "adapter").exists()
-    run(checkpoint, base, tmp_path / "stopped")
+    run(checkpoint, base, tmp_path / "stopped", "--memory_layers", 2)
     for name in ("infini_adapter.safetensors", "adapter_model.safetensors"):
         whole, stopped = (load_file(tmp_path / folder / "adapter" / name) for folder in ("whole", "stopped"))
         assert whole.keys() == stopped.keys() and all(torch.equal(whole[key], stopped[key]) for key in whole)
@@ -89,6 +94,9 @@ def test_stopped_it_goes_on_and_ends_the_same(checkpoint, base, tmp_path, monkey
         (["--narrow_to", 2], ["--narrow_to 2: give lengths", "above --sink_tokens 2"]),
         (["--narrow", 0.5], ["--narrow takes two shares"]),
         (["--memory_in", 3], ["--memory_in 3: its layers are [0, 1, 2]"]),
+        (["--memory_layers", 4], ["--memory_layers 4: the model has 3"]),
+        (["--memory_layers", 2, "--memory_in", 1], ["--memory_layers chooses by rows: without --memory_in"]),
+        (["--memory_layers", 2, "--calibration_rows", 0], ["with --calibration_rows of at least 1"]),
         (["--text_weight", 2], ["--text_weight must be at least 0 and at most 1, got 2"]),
         (["--feature_map", "elu", "--memory_write", "learned"], ["give feature_map='exp' or 'learned'"]),
     ],
@@ -101,5 +109,6 @@ def test_what_cannot_be_converted(options, mentions, checkpoint, base, tmp_path,
 def test_a_model_of_another_kind(base, tmp_path, capsys):
     gpt2(vocab_size=20).save_pretrained(tmp_path / "small")
     assert isinstance(gpt2().config, GPT2Config)
+    build_character_tokenizer(["0123456789abcdef"]).save_pretrained(tmp_path / "small")
     argv = ["--model", tmp_path / "small", "--data", prepared_data(base), "--out", tmp_path / "out", *WINDOW, *SMALL]
     refused(convert.main, argv, capsys, "was prepared with another tokenizer than that of", keeps=tmp_path)

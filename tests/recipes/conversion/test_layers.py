@@ -1,0 +1,63 @@
+"""Parts of the gap between window and full attention: they add up to it, and are those of the layers that cause it."""
+
+import pytest
+import torch
+
+from conversion import layers
+from conversion.layers import gap_by_layer, loss_beyond, losses_with_full_attention
+from conversion.teacher import partly_full_attention
+from conversion.trainers import gates_closed
+from decoders import decoder
+from hf_infini import patch_model
+from hf_infini.families import attention_layers
+from models import token_ids
+
+WINDOW, ROWS = 18, token_ids(3, 60)
+
+
+def patched():
+    return patch_model(decoder("llama"), segment_length=8, local_segments=1, sink_tokens=2)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+def test_a_share_of_full_attention(share):
+    model, seen = patched(), []
+    layer = attention_layers(model.model)[1]
+    layer.register_forward_hook(lambda module, given, output: seen.append(output[0]))
+    for shares in ({1: share}, {1: 0.0}, {1: 1.0}):
+        given = {number: torch.tensor(shares.get(number, 0.0)) for number in range(4)}
+        with partly_full_attention(model, 60, given):
+            model(ROWS)
+    mixed, window, full = seen
+    torch.testing.assert_close(mixed, window + share * (full - window))
+    assert not torch.allclose(window, full, atol=1e-3)
+
+
+def test_the_parts_add_up_to_the_gap(monkeypatch):
+    monkeypatch.setattr(layers, "POINTS", 64)
+    model = patched()
+    parts = gap_by_layer(model, ROWS, WINDOW)
+    window, full = (torch.tensor(losses_with_full_attention(model, ROWS, WINDOW, full_in)) for full_in in ([], None))
+    gap = float((window - full).sum()) / (3 * (60 - WINDOW))
+    # The error of the midpoints falls with their square; that of so few as are used is large for such wild random weights
+    assert list(parts) == [0, 1, 2, 3] and sum(parts.values()) == pytest.approx(gap, rel=0.01)
+    assert "forward" not in vars(model.model.layers[0].self_attn)
+
+
+def test_a_layer_that_needs_nothing_from_beyond_the_window_has_no_part():
+    model = patched()
+    with torch.no_grad():
+        model.model.layers[2].self_attn.o_proj.weight.zero_()  # whatever it attends to, it gives nothing
+    parts = gap_by_layer(model, ROWS, WINDOW)
+    assert parts[2] == 0 and all(parts[number] != 0 for number in (0, 1, 3))
+
+
+@torch.no_grad()
+def test_losses_with_full_attention_in_some_layers():
+    model, stock = patched(), decoder("llama")
+    closed, full, some = (losses_with_full_attention(model, ROWS, WINDOW, layers) for layers in ([], None, [1, 3]))
+    assert full == pytest.approx([float(loss_beyond(stock, row, WINDOW)) for row in ROWS], rel=1e-4)
+    with gates_closed(model):
+        assert closed == [float(loss_beyond(model, row, WINDOW)) for row in ROWS]
+    assert all(a != b for a, b in zip(some, closed, strict=True)) and all(a != b for a, b in zip(some, full, strict=True))
