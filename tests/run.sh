@@ -11,4 +11,5 @@ trap 'rm -rf "$environment"' EXIT
 bash "$root/recipes/setup.sh" "$environment" test
 cd "$root"
 "$environment/bin/ruff" check .
+"$environment/bin/pyrefly" check --python-interpreter-path "$environment/bin/python"
 "$environment/bin/pytest" -n 2 --dist worksteal "$@"

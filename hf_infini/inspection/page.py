@@ -13,6 +13,7 @@ import html
 import json
 import math
 from importlib import resources
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,7 +59,7 @@ def page_data(inspection: Inspection, *, title: str, row: int = 0) -> dict:
 
 
 def _layer_data(layer: LayerInspection, real: Tensor, row: int) -> dict:
-    found = {"layer": layer.layer, "kind": layer.kind}
+    found: dict[str, Any] = {"layer": layer.layer, "kind": layer.kind}
     if layer.scores is None:
         return found
     scores = layer.scores.values[row][:, real][:, :, real]
@@ -70,20 +71,20 @@ def _layer_data(layer: LayerInspection, real: Tensor, row: int) -> dict:
     found["first"] = first.tolist()
     found["levels"] = [_base64(head[stored], "<u2") for head in levels]
     found["sums"] = [_base64(head, "<f4") for head in sums]
-    if layer.gate is not None:
+    norms = {"memory": layer.memory_norm, "normaliser": layer.normaliser_norm}
+    if layer.gate is not None and layer.segments is not None and layer.memory_share is not None:
         segments = layer.segments.values[row][real]
         stop = int(segments.max()) + 2
         found["segments"] = segments.tolist()
         found["gate"] = _numbers(layer.gate.values)
         found["share"] = _numbers(layer.memory_share.values[row][:, real])
-        found["memory"] = _numbers(layer.memory_norm.values[row, :, :stop])
-        found["normaliser"] = _numbers(layer.normaliser_norm.values[row, :, :stop])
+        found |= {name: _numbers(norm.values[row, :, :stop]) for name, norm in norms.items() if norm is not None}
     return found
 
 
 def _text(name: str) -> str:
     """A file beside this module, such as the script: the wheel holds the kinds that pyproject.toml lists."""
-    return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
+    return resources.files("hf_infini.inspection").joinpath(name).read_text(encoding="utf-8")
 
 
 def _base64(tensor: Tensor, dtype: str) -> str:

@@ -7,7 +7,9 @@ projections on, in float32 or wider; [`KINDS`] is the table of them.
 Shapes: `B` batch, `H` heads, `T` tokens, `S` segments, `D` head dimension.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +18,6 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
 from ..causal_mha import CausalMultiHeadAttention
 from ..layout import GridLayout
 from ..memory import memory_weight, read_memory
-from ..memory_layer import MemoryLayerMixin
 from ..modeling_infini_gpt2 import GPT2InfiniAttention
 from ..scores import visible_softmax
 from ..window import Softmax
@@ -68,7 +69,7 @@ def causal_mha_parts(module: CausalMultiHeadAttention, hidden_states: Tensor, gi
 
 
 # Class of the attention module → how its parts are computed; the first that fits counts.
-KINDS = {
+KINDS: dict[type, Callable[[Any, Tensor, dict], Parts]] = {
     GPT2InfiniAttention: infini_gpt2_parts,
     GPT2Attention: gpt2_parts,
     CausalMultiHeadAttention: causal_mha_parts,
@@ -107,7 +108,9 @@ def softmax_parts(
     return scores, weights, weights @ value
 
 
-def _infini_parts(module: MemoryLayerMixin, hidden_states: Tensor, layout: GridLayout) -> Parts:
+def _infini_parts(
+    module: GPT2InfiniAttention | CausalMultiHeadAttention, hidden_states: Tensor, layout: GridLayout
+) -> Parts:
     """Equations 2 to 5 for a call that begins its rows, as [`hf_infini.attention.attend`] does them all at once."""
     call, rule = module.begin(hidden_states, layout=layout), module.rule
     query, key, value, softmax = module.projections(call.hidden_states)
@@ -117,18 +120,20 @@ def _infini_parts(module: MemoryLayerMixin, hidden_states: Tensor, layout: GridL
     local = weights @ value
     batch, heads, _, width = key.shape
     (group,) = layout.groups(0)
-    start_memory, start_normaliser = (module.start() or {"start_memory": None, "start_normaliser": None}).values()
-    if start_memory is None:
-        start = (value.new_zeros(heads, width, width), value.new_zeros(heads, width))
-        has_memory = layout.memory_tokens_before > 0
+    given, has_memory = module.start(), group.filled
+    if given:
+        start = (given["start_memory"].to(value.dtype), given["start_normaliser"].to(value.dtype))
     else:
-        start = (start_memory.to(value.dtype), start_normaliser.to(value.dtype))
+        start = (value.new_zeros(heads, width, width), value.new_zeros(heads, width))
+    if given or has_memory is None:
         has_memory = torch.ones(1, layout.segments, dtype=torch.bool, device=value.device)
+
+    def written(part: Tensor) -> Tensor:
+        return layout.delay(layout.to_grid(part, None)).transpose(2, 3)
+
     log_weight = module.log_weight(call)
-    log_weight = log_weight if log_weight is None else _widen(log_weight)
-    grids = (part if part is None else layout.to_grid(part, None) for part in (key, value, log_weight))
-    keys, values, log_weight = (grid if grid is None else layout.delay(grid).transpose(2, 3) for grid in grids)
-    keys, queries = rule.key_features(keys, log_weight), rule.query_features(layout.to_grid(query, None).transpose(2, 3))
+    keys = rule.key_features(written(key), None if log_weight is None else written(_widen(log_weight)))
+    values, queries = written(value), rule.query_features(layout.to_grid(query, None).transpose(2, 3))
     if group.written is not None:
         keys = keys * group.written[:, :, None, :, None]
     incoming = (first.expand(batch, *first.shape) for first in start)
