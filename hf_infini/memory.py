@@ -98,7 +98,7 @@ def read_memory(
     return Read.apply(features, memory, normaliser, eps, *(within or (None, None, None)))[:2]
 
 
-def memory_weight(gate: Tensor, mass: Tensor | None, log_sum: Tensor | None, width: int, eps: float) -> Tensor:
+def memory_weight(gate: Tensor, mass: Tensor, log_sum: Tensor | None, width: int, eps: float) -> Tensor:
     """The memory's share of the output, of any shape that broadcasts: sigmoid(β), equation 5, without a `log_sum`.
 
     With it, window and memory have one denominator: the window's tokens weigh e^s each, as in its softmax, and the memory's
@@ -107,7 +107,7 @@ def memory_weight(gate: Tensor, mass: Tensor | None, log_sum: Tensor | None, wid
 
     Args:
         gate: β.
-        mass: σ(q) z, the sum of σ(q)·σ(k) over the memory's tokens; `None` without a `log_sum`.
+        mass: σ(q) z, the sum of σ(q)·σ(k) over the memory's tokens.
         log_sum: log Σ e^s over the window's tokens, or `None`.
         width: D.
         eps: of equation 3.
@@ -191,6 +191,8 @@ def _running_sum(
         if written.device.type == "cpu" and not torch.compiler.is_compiling():
             return RunningSum.apply(written, incoming, False)
         sums = torch.cat([incoming.unsqueeze(1), written], 1).cumsum(1)
+    elif start is None:
+        raise ValueError("borders need the start of the documents that begin there.")
     else:
         sources = torch.cat([incoming.unsqueeze(1), start.expand_as(incoming).unsqueeze(1), written], 1)
         sums = (borders.reach.to(written.dtype) @ sources.flatten(2)).unflatten(2, written.shape[2:])

@@ -7,7 +7,9 @@ projections on, in float32 or wider; [`KINDS`] is the table of them.
 Shapes: `B` batch, `H` heads, `T` tokens, `S` segments, `D` head dimension.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +18,6 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
 from ..causal_mha import CausalMultiHeadAttention
 from ..layout import GridLayout
 from ..memory import States, memory_weight, read_memory
-from ..memory_layer import MemoryLayerMixin
 from ..modeling_infini_gpt2 import GPT2InfiniAttention
 from ..scores import visible_softmax
 from ..window import Softmax
@@ -73,7 +74,7 @@ def causal_mha_parts(module: CausalMultiHeadAttention, hidden_states: Tensor, gi
 
 
 # Class of the attention module → how its parts are computed; the first that fits counts.
-KINDS = {
+KINDS: dict[type, Callable[[Any, Tensor, dict], Parts]] = {
     GPT2InfiniAttention: infini_gpt2_parts,
     GPT2Attention: gpt2_parts,
     CausalMultiHeadAttention: causal_mha_parts,
@@ -112,7 +113,9 @@ def softmax_parts(
     return scores, weights, weights @ value
 
 
-def _infini_parts(module: MemoryLayerMixin, hidden_states: Tensor, layout: GridLayout) -> Parts:
+def _infini_parts(
+    module: GPT2InfiniAttention | CausalMultiHeadAttention, hidden_states: Tensor, layout: GridLayout
+) -> Parts:
     """Equations 2 to 5 for a call that begins its rows, as [`hf_infini.attention.attend`] does them all at once."""
     call, rule = module.begin(hidden_states, layout=layout), module.rule
     query, key, value, softmax = module.projections(call.hidden_states)
@@ -122,16 +125,15 @@ def _infini_parts(module: MemoryLayerMixin, hidden_states: Tensor, layout: GridL
     local = weights @ value
     batch, heads, tokens, width = key.shape
     (group,) = layout.groups(0)
-    start_memory, start_normaliser = (module.start() or {"start_memory": None, "start_normaliser": None}).values()
-    if start_memory is None:
-        start_memory, start_normaliser = value.new_zeros(heads, width, width), value.new_zeros(heads, width)
-        has_memory = layout.memory_tokens_before > 0
-    else:
+    empty = {"start_memory": value.new_zeros(heads, width, width), "start_normaliser": value.new_zeros(heads, width)}
+    start_memory, start_normaliser = (module.start() or empty).values()
+    has_memory = group.filled
+    if has_memory is None or module.start():
         has_memory = torch.ones(1, layout.segments, dtype=torch.bool, device=value.device)
     log_weight = module.log_weight(call)
-    log_weight = log_weight if log_weight is None else _widen(log_weight)
-    keys, log_weight = (part if part is None else _delayed(layout, part) for part in (key, log_weight))
-    keys, queries = rule.key_features(keys, log_weight), rule.query_features(layout.to_grid(query, None).transpose(2, 3))
+    log_weight = None if log_weight is None else _delayed(layout, _widen(log_weight))
+    keys = rule.key_features(_delayed(layout, key), log_weight)
+    queries = rule.query_features(layout.to_grid(query, None).transpose(2, 3))
     if group.written is not None:
         keys = keys * group.written[:, :, None, :, None]
 
@@ -142,8 +144,8 @@ def _infini_parts(module: MemoryLayerMixin, hidden_states: Tensor, layout: GridL
         return rule.states(keys, _delayed(layout, values), *incoming, start, group.borders)
 
     def read(states: States) -> tuple[Tensor, Tensor]:
-        found = read_memory(queries, states.memory, states.normaliser, rule.eps)
-        return tuple(layout.from_grid(blocks.transpose(2, 3)) for blocks in found)
+        found, mass = read_memory(queries, states.memory, states.normaliser, rule.eps)
+        return layout.from_grid(found.transpose(2, 3)), layout.from_grid(mass.transpose(2, 3))
 
     states = states_of(value, start_memory)
     memory, mass = read(states)
