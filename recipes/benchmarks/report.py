@@ -53,7 +53,7 @@ MEASURES = {
     "ratio": _number("memory_ratio", ".2f"),
     "beyond q, k, v, out and gradients, × those": _number("extra", ".2f"),
     "cache, MiB": _number("cache_bytes", ",.1f", MIB),
-    "µs a token, first tenth": _number("seconds_first", ",.2f", 1e-6),
+    "µs a token (CPU: processor time), first tenth": _number("seconds_first", ",.2f", 1e-6),
     "last tenth": _number("seconds_last", ",.2f", 1e-6),
     "held, MiB": _number("held_bytes", ",.1f", MIB),
     "growth": _number("held_growth", ".2%"),

@@ -37,7 +37,8 @@ class Streamed(NamedTuple):
 
     Attributes:
         ends: tokens read after each call; logits: `[calls, vocabulary]`, of the last of them.
-        seconds, held: seconds per token, and bytes held, of each call but those of a single token.
+        seconds, held: seconds per token (of the processors on a CPU, where other programs may delay a call), and bytes
+            held, of each call but those of a single token.
         cache: after the last call.
     """
 
@@ -98,13 +99,14 @@ def stream(model, ids: Tensor, chunk: int) -> Streamed:
     # All of it is held from the beginning, so that it does not count as growth
     logits = torch.full((len(pieces), model.config.vocab_size), torch.nan, device=ids.device)
     seconds, held, cache, device = [], [], None, str(ids.device)
+    clock = time.process_time if device == "cpu" else time.perf_counter
     for number, piece in enumerate(pieces):
-        begin = time.perf_counter()
+        begin = clock()
         output = model(input_ids=piece, past_key_values=cache, use_cache=True, logits_to_keep=1)
         cache, logits[number] = output.past_key_values, output.logits[0, -1]
         measuring.wait_for(device)
         if piece.shape[1] == chunk:
-            seconds.append((time.perf_counter() - begin) / chunk)
+            seconds.append((clock() - begin) / chunk)
             held.append(measuring.held_bytes(device))
     ends = torch.tensor([piece.shape[1] for piece in pieces]).cumsum(0).tolist()
     return Streamed(ends, logits, seconds, held, cache)
