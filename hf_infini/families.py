@@ -56,7 +56,9 @@ def infini_class(own: type) -> type:
     attributes |= {"own_class": own, "config_class": infini_config(config)}
     bases: list[type] = [HubModelMixin, InfiniPreTrainedMixin]
     if own.__name__ == base_model_name(config):
-        bases.append(InfiniGPT2ModelMixin if config is GPT2Config else InfiniModelMixin)
+        mixin = InfiniGPT2ModelMixin if config is GPT2Config else InfiniModelMixin
+        bases.append(mixin)
+        attributes["forward"] = _with_arguments_of(own.forward, mixin.forward)
         forward = inspect.unwrap(own.forward)
         attributes["argument_names"] = _arguments(forward)
         attributes["layers_drop_keywords"] = config.model_type in DROP_KEYWORDS
@@ -68,6 +70,19 @@ def infini_class(own: type) -> type:
         # transformers looks for a loss by the class's name, and where it finds none, its warning breaks a compiled graph
         attributes["_loss_function"] = staticmethod(ForCausalLMLoss)
     return type("Infini" + own.__name__, (*bases, own), attributes)
+
+
+def _with_arguments_of(own, forward):
+    """A mixin's `forward` with the `own` one's signature and what the mixins add to it: others ask it what a model takes."""
+    signature, added = inspect.signature(own), inspect.signature(InfiniModelMixin.forward).parameters.values()
+    named = [*signature.parameters.values(), *(argument for argument in added if argument.kind is argument.KEYWORD_ONLY)]
+
+    @functools.wraps(forward)
+    def with_arguments(self, *args, **kwargs):
+        return forward(self, *args, **kwargs)
+
+    vars(with_arguments)["__signature__"] = signature.replace(parameters=sorted(named, key=lambda argument: argument.kind))
+    return with_arguments
 
 
 def _attention_class(own: type) -> type:

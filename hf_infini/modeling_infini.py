@@ -49,6 +49,16 @@ class InfiniPreTrainedMixin(InitializationMixin):
         super().__init__(config, *args, **kwargs)
         add_memory(self)
 
+    # transformers reads these two from the file of a class, and this one's layers and experts are those of the own class
+
+    @classmethod
+    def _can_set_attn_implementation(cls) -> bool:
+        return cls.own_class._can_set_attn_implementation()
+
+    @classmethod
+    def _can_set_experts_implementation(cls) -> bool:
+        return cls.own_class._can_set_experts_implementation()
+
     @classmethod
     def from_pretrained(cls, *args, **kwargs):
         """As usual. The checkpoint may also be that of the own class, with the options of the memory by name; its layers are
