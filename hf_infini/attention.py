@@ -178,10 +178,8 @@ def _attend_grid(
     gate = gate.to(dtype)[:, None, None]
     earlier = None if block == 1 else _earlier_segments(block, slots, heads_per_key, gate)
 
-    first_tokens = []
-    if sinks:
-        grids_and_windows = ((all_keys, state.local_key), (all_values, state.local_value))
-        first_tokens = [layout.sinks(*pair).expand(-1, layout.segments, -1, -1, -1) for pair in grids_and_windows]
+    grids_and_windows = ((all_keys, state.local_key), (all_values, state.local_value)) if sinks else ()
+    first_tokens = [layout.sinks(*pair).expand(-1, layout.segments, -1, -1, -1) for pair in grids_and_windows]
     # The windows of a group begin w segments before it; what leaves them is what the memory takes in
     all_queries, all_keys = _groups(all_queries, size), _groups(all_keys, size, local_segments)
     all_values = _groups(all_values, size, local_segments)
@@ -190,9 +188,8 @@ def _attend_grid(
     for number, group in enumerate(layout.groups(size)):
         count = group.end - group.begin
         queries = _blocks(all_queries[number], block).contiguous()
-        leaving_keys, leaving_values = (
-            _blocks(groups[number][:, :count], block).contiguous() for groups in (all_keys, all_values)
-        )
+        leaving_keys = _blocks(all_keys[number][:, :count], block).contiguous()
+        leaving_values = _blocks(all_values[number][:, :count], block).contiguous()
         windows = [leaving_keys, leaving_values]
         if local_segments:
             reach = slice(number, number + 2)

@@ -98,8 +98,7 @@ class InfiniLayer(CacheLayerMixin):
             self._map(lambda tensor: tensor.to("cpu"))
 
     def prefetch(self) -> None:
-        if self._state is not None:
-            self._map(lambda tensor: tensor.to(getattr(self, "device", tensor.device)))
+        self._map(lambda tensor: tensor.to(getattr(self, "device", tensor.device)))
 
 
 class StatesOfCall:
@@ -163,7 +162,6 @@ class InfiniCache(Cache):
             own = DynamicCache(config=config).layers or own  # layers that slide keep their window only
         super().__init__(layers=[InfiniLayer() if i in bounded else layer for i, layer in enumerate(own)])
         self._config, self._window = config, config.window
-        self.documents: Tensor | None = None  # see full_attention_mask
         self.text = ReadText()
 
     def __copy__(self) -> "InfiniCache":
@@ -182,7 +180,7 @@ class InfiniCache(Cache):
 
     def states(self) -> StatesOfCall:
         """The states for a call of the model."""
-        return StatesOfCall(self.layers, self.documents)
+        return StatesOfCall(self.layers, self.text.documents)
 
     def drop_unfinished(self) -> None:
         """Removes the keys and values that a failed call has left in layers of full attention.
@@ -209,18 +207,14 @@ class InfiniCache(Cache):
     def advance(self, states: StatesOfCall, input_ids: Tensor | None, layout: Layout, tokens: int) -> None:
         """Takes over what a call of `tokens` columns has left; `input_ids` `[batch, tokens]`, or `None` for embeddings."""
         states.advance_layers(tokens)
-        self.documents = states.documents
+        self.text.documents = states.documents
         self.text.extend(input_ids, layout.real, len(layout.tokens_seen), tokens, layout.tokens_seen.device)
 
     def nbytes(self) -> int:
         """Bytes that the cache holds now."""
-        total = 0
-        for layer in self.layers:
-            if isinstance(layer, InfiniLayer):
-                total += layer._state.nbytes() if layer._state is not None else 0
-            else:
-                total += sum(tensor.nbytes for tensor in _tensors_of(layer).values())
-        return total
+        states = [layer._state for layer in self.layers if isinstance(layer, InfiniLayer) and layer._state is not None]
+        others = [_tensors_of(layer).values() for layer in self.layers if not isinstance(layer, InfiniLayer)]
+        return sum(state.nbytes() for state in states) + sum(tensor.nbytes for tensors in others for tensor in tensors)
 
     def attention_mask(self, attention_mask: Tensor) -> Tensor:
         """The mask with which `generate()` continues from this cache with only new tokens, for example from a memory file,
@@ -247,8 +241,7 @@ class InfiniCache(Cache):
     def save_pretrained(self, path: str | Path, model, *, text_sha256: Sequence[str] | None = None) -> None:
         """Writes what has been read so far into a memory file (see memory_files.py): the whole state, bit for bit.
 
-        Whoever reads the file finds the one that was there before or this one, whole, also while several processes write it
-        (see [`write_memory_file`]).
+        Whoever reads the file finds the old one or this one, whole, also where several write it: [`write_memory_file`].
 
         Args:
             path: the file, by custom `NAME.safetensors`.
@@ -283,7 +276,7 @@ class InfiniCache(Cache):
 
     def _tensors(self) -> dict[str, Tensor]:
         """All tensors, by their names in a memory file."""
-        tensors = self.text.tensors() | ({} if self.documents is None else {"documents": self.documents})
+        tensors = self.text.tensors()
         for number, layer in enumerate(self.layers):
             tensors |= {f"layers.{number}.{name}": tensor for name, tensor in _tensors_of(layer).items()}
         return tensors
@@ -315,15 +308,14 @@ class InfiniCache(Cache):
         devices = {name.rpartition(".")[0]: tensor.device for name, tensor in example._tensors().items()}
         for number, layer in enumerate(cache.layers):
             prefix = f"layers.{number}"
-            of_layer = {n.rpartition(".")[2]: t for n, t in tensors.items() if n.rpartition(".")[0] == prefix}
-            own = {name: tensor.to(devices[prefix]) for name, tensor in of_layer.items()}
+            of_layer = {n: t.to(devices[prefix]) for n, t in tensors.items() if n.rpartition(".")[0] == prefix}
+            own = {name.rpartition(".")[2]: tensor for name, tensor in of_layer.items()}
             if isinstance(layer, InfiniLayer):
                 layer.advance(InfiniState.from_tensors(own), record["columns"])
             elif isinstance(layer, DynamicLayer):
                 layer.update(own["keys"], own["values"])
                 if isinstance(layer, DynamicSlidingWindowLayer):
                     layer.cumulative_length = record["columns"]
-        cache.documents = tensors["documents"].to(devices[""]) if "documents" in tensors else None
         cache.text = ReadText.from_tensors({name: tensor.to(devices[""]) for name, tensor in tensors.items()})
         count = len(record["tokens_seen"])
         if rows is not None:
@@ -340,21 +332,15 @@ class InfiniCache(Cache):
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         super().reorder_cache(beam_idx)
-        self._map_own(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
+        self.text.map_rows(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         super().batch_repeat_interleave(repeats)
-        self._map_own(lambda tensor: tensor.repeat_interleave(repeats, 0))
+        self.text.map_rows(lambda tensor: tensor.repeat_interleave(repeats, 0))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         super().batch_select_indices(indices)
-        self._map_own(lambda tensor: tensor[indices])
-
-    def _map_own(self, function) -> None:
-        """Applies a function of rows to what the cache has beside its layers."""
-        self.text.map_rows(function)
-        if self.documents is not None:
-            self.documents = function(self.documents)
+        self.text.map_rows(lambda tensor: tensor[indices])
 
 
 def _tensors_of(layer) -> dict[str, Tensor]:

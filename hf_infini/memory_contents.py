@@ -3,13 +3,17 @@ and not by the attention, or by nothing.
 
 The checksum in a file tells of damage; it says nothing of who computed it. What is checked here: which tensors there are,
 their shapes, dtypes and finite numbers, and that the counts of tokens in the record, in every layer and in what the windows
-hold are the same. What cannot be checked is whether the numbers of a memory came from a text.
+hold are the same. What cannot be checked is whether the numbers of a memory came from a text. And which options of the model
+decide what its memory means, which must be the same.
 """
 
+import json
 from collections.abc import Iterator
+from dataclasses import fields
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedConfig
 
 from .configuration_common import layer_kinds
 from .hooks import device_of
@@ -18,6 +22,38 @@ from .state import empty_places
 # A window's tensors have one dtype, that of the keys and values; the memory's are wider.
 WINDOW = ("local_key", "local_value", "local_log_weight", "keys", "values")
 AUTOCAST = {torch.bfloat16, torch.float16}
+# Options that change nothing of what given weights write into a memory.
+WITHOUT_EFFECT = {"attn_pdrop", "embd_pdrop", "resid_pdrop", "dropout", "gate_init", "initializer_range", "use_cache"}
+WITHOUT_EFFECT |= {f"summary_{name}" for name in ("type", "use_proj", "activation", "proj_to_labels", "first_dropout")}
+WITHOUT_EFFECT |= {"tie_word_embeddings"}
+# Options that a description has by what they come to.
+SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+DESCRIBED_INDIRECTLY = {"n_segments", "segment_length", "layers", "mask_special_tokens", *SPECIAL_TOKENS}
+
+
+def meaning(config) -> dict:
+    """The options of a configuration that decide what a memory means, as JSON gives them back.
+
+    All options of the class but those known to change nothing: a new one counts from its first day.
+    """
+    passed_over = {field.name for field in fields(PreTrainedConfig)} | WITHOUT_EFFECT | DESCRIBED_INDIRECTLY
+    options = {field.name: getattr(config, field.name) for field in fields(config) if field.name not in passed_over}
+    options |= {name: getattr(config, name) for name in ("model_type", "infini_layers", "tokens_per_segment")}
+    kept_out = [getattr(config, name) for name in SPECIAL_TOKENS] if config.mask_special_tokens else []
+    return json.loads(json.dumps(options | {"tokens_kept_out": kept_out}))
+
+
+def different_options(written: dict, given: dict, config) -> list[str]:
+    """Which options differ, in words. One that the file does not know yet had its default when the file was written."""
+    if written["model_type"] != given["model_type"]:
+        written, given = ({"model_type": side["model_type"]} for side in (written, given))
+    defaults = {field.name: field.default for field in fields(config)}
+    differences = []
+    for name in sorted(written.keys() | given.keys()):
+        before = written.get(name, defaults.get(name))
+        if before != given.get(name):
+            differences.append(f"{name} is {before!r} in the file and {given.get(name)!r} in the model")
+    return differences
 
 
 def fill_with_one_token(model, cache) -> None:

@@ -25,7 +25,6 @@ import re
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import fields
 from pathlib import Path
 from typing import BinaryIO
 
@@ -33,7 +32,6 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load, save
 from torch import Tensor
-from transformers import PreTrainedConfig
 
 try:
     import fcntl
@@ -41,17 +39,11 @@ except ImportError:  # Windows
     fcntl = None
 
 from .adapters import acting, adapter_layers, settings, without_wrappers
+from .memory_contents import different_options, meaning
 
 FORMAT_VERSION = 2
 # The only key of the metadata: several would be written in an order that differs from process to process.
 METADATA_KEY = "hf_infini_memory"
-# Options that change nothing of what given weights write into a memory.
-WITHOUT_EFFECT = {"attn_pdrop", "embd_pdrop", "resid_pdrop", "dropout", "gate_init", "initializer_range", "use_cache"}
-WITHOUT_EFFECT |= {f"summary_{name}" for name in ("type", "use_proj", "activation", "proj_to_labels", "first_dropout")}
-WITHOUT_EFFECT |= {"tie_word_embeddings"}
-# Options that a description has by what they come to.
-SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
-DESCRIBED_INDIRECTLY = {"n_segments", "segment_length", "layers", "mask_special_tokens", *SPECIAL_TOKENS}
 
 
 class MemoryFileError(ValueError):
@@ -133,7 +125,7 @@ def describe_model(model) -> dict:
     if layers:
         digest.update(settings(layers).encode())
     return {
-        "config": _meaning(model.config),
+        "config": meaning(model.config),
         "dtype": str(model.dtype).removeprefix("torch."),
         "adapters": acting(layers),
         "weights_sha256": digest.hexdigest(),
@@ -224,7 +216,7 @@ def read_memory_file(path: str | Path) -> tuple[dict, dict[str, Tensor]]:
 def check_model(path: str | Path, record: dict, model) -> None:
     """MemoryFileError, naming all that differs, unless the record is of a memory of this model's weights and options."""
     written, given = record["model"], describe_model(model)
-    differences = _differences(written["config"], given["config"], without_wrappers(model).config)
+    differences = different_options(written["config"], given["config"], without_wrappers(model).config)
     if not differences and written["dtype"] != given["dtype"]:
         differences = [f"dtype is {written['dtype']} in the file and {given['dtype']} in the model"]
     adapters = [side["adapters"] for side in (written, given)]
@@ -240,31 +232,6 @@ def check_model(path: str | Path, record: dict, model) -> None:
             f"{path} holds the memory of another model: {'; '.join(differences)}. A memory means nothing to other weights: "
             "load the model that wrote it, or have this one read the text (recipes/memorize.py)."
         )
-
-
-def _meaning(config) -> dict:
-    """The options of a configuration that decide what a memory means, as JSON gives them back.
-
-    All options of the class but those known to change nothing: a new one counts from its first day.
-    """
-    passed_over = {field.name for field in fields(PreTrainedConfig)} | WITHOUT_EFFECT | DESCRIBED_INDIRECTLY
-    options = {field.name: getattr(config, field.name) for field in fields(config) if field.name not in passed_over}
-    options |= {name: getattr(config, name) for name in ("model_type", "infini_layers", "tokens_per_segment")}
-    kept_out = [getattr(config, name) for name in SPECIAL_TOKENS] if config.mask_special_tokens else []
-    return json.loads(json.dumps(options | {"tokens_kept_out": kept_out}))
-
-
-def _differences(written: dict, given: dict, config) -> list[str]:
-    """Which options differ, in words. One that the file does not know yet had its default when the file was written."""
-    if written["model_type"] != given["model_type"]:
-        written, given = ({"model_type": side["model_type"]} for side in (written, given))
-    defaults = {field.name: field.default for field in fields(config)}
-    differences = []
-    for name in sorted(written.keys() | given.keys()):
-        before = written.get(name, defaults.get(name))
-        if before != given.get(name):
-            differences.append(f"{name} is {before!r} in the file and {given.get(name)!r} in the model")
-    return differences
 
 
 def _new_part(path: Path) -> tuple[Path, BinaryIO]:

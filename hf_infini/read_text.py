@@ -14,11 +14,13 @@ class ReadText:
     """What has been read of all rows, in the columns that a cache has passed.
 
     Attributes:
+        documents: see [`full_attention_mask`], of all columns.
         real: `[batch]` int64, how many of the columns were no padding; `None` before the first call.
         fingerprint: `[batch, 2]` int64, see [`extend_fingerprint`]; `None` before the first call, and after one without ids.
     """
 
     def __init__(self):
+        self.documents: Tensor | None = None
         self.real: Tensor | None = None
         self.fingerprint: Tensor | None = None
 
@@ -42,7 +44,7 @@ class ReadText:
 
     def tensors(self) -> dict[str, Tensor]:
         """What is known, by name, as a memory file has it."""
-        known = {"text_real": self.real, "text_fingerprint": self.fingerprint}
+        known = {"text_real": self.real, "text_fingerprint": self.fingerprint, "documents": self.documents}
         return {name: tensor for name, tensor in known.items() if tensor is not None}
 
     @classmethod
@@ -50,11 +52,12 @@ class ReadText:
         """The inverse of `tensors`; others are passed over."""
         text = cls()
         text.real, text.fingerprint = tensors.get("text_real"), tensors.get("text_fingerprint")
+        text.documents = tensors.get("documents")
         return text
 
     def map_rows(self, function) -> None:
         """Applies a function of rows, such as a choice among them."""
-        for name in ("real", "fingerprint"):
+        for name in ("real", "fingerprint", "documents"):
             if getattr(self, name) is not None:
                 setattr(self, name, function(getattr(self, name)))
 
