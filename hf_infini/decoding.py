@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .layout import Call, Layout
-from .memory import MemoryRule, memory_weight, read_memory
+from .memory import MemoryRule, memory_weight
 from .state import InfiniState, Projections
 from .tensors import pad
 from .window import Softmax, softmax_weights
@@ -188,7 +188,8 @@ def attend_step(
         queries = rule.query_features(tokens.query.to(dtype))
         queries = queries.unflatten(1, (kv_heads, heads_per_key)).squeeze(3)  # [B, K, R, D]
         one_block = (tensor.unsqueeze(1) for tensor in (queries, state.memory, state.normaliser))
-        read, mass = (tensor.flatten(1, 3).unsqueeze(2) for tensor in read_memory(*one_block, rule.eps))  # [B, H, 1, E or 1]
+        found = rule.read(*one_block)
+        read, mass = (part if part is None else part.flatten(1, 3).unsqueeze(2) for part in found)  # [B, H, 1, E or 1]
         log_sum = log_sum.unsqueeze(-1) if rule.shared else None
         share = memory_weight(gate.to(dtype)[None, :, None, None], mass, log_sum, width, rule.eps)
         if state.start_memory is None:
@@ -204,11 +205,9 @@ def attend_step(
 def _written(rule: MemoryRule, leaving, kept_out, memory, normaliser) -> tuple[Tensor, Tensor]:
     """Memory and normaliser after a segment: its keys, values and log weights `[batch, kv_heads, L, dim]`, `kept_out`
     `[batch, L]`."""
-    keys, values, log_weights = leaving
-    features = rule.key_features(keys.to(memory.dtype), log_weights).unsqueeze(1)  # [B, 1, K, L, D]
-    if kept_out is not None:
-        features = features * ~kept_out[:, None, None, :, None]
-    states = rule.states(features, values.to(memory.dtype).unsqueeze(1), memory, normaliser)
+    block = (None if part is None else part.to(memory.dtype).unsqueeze(1) for part in leaving)  # [B, 1, K, L, dim]
+    taken_in = None if kept_out is None else ~kept_out[:, None, None, :, None]
+    states = rule.states(rule.written(*block, taken_in), memory, normaliser)
     return states.last_memory, states.last_normaliser
 
 

@@ -15,7 +15,7 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
 
 from ..causal_mha import CausalMultiHeadAttention
 from ..layout import GridLayout
-from ..memory import memory_weight, read_memory
+from ..memory import memory_weight
 from ..memory_layer import MemoryLayerMixin
 from ..modeling_infini_gpt2 import GPT2InfiniAttention
 from ..scores import visible_softmax
@@ -39,7 +39,7 @@ class Parts:
     gate: Tensor | None = None  # [H]: sigmoid(β)
     memory_share: Tensor | None = None  # [B, H, T]: ‖g A_mem‖ / (‖g A_mem‖ + ‖(1 − g) A_local‖)
     memory_norm: Tensor | None = None  # [B, H, S + 1]: Frobenius norm of M as segment 0, 1, … reads it, and at the end
-    normaliser_norm: Tensor | None = None  # [B, H, S + 1]: norm of z, likewise
+    normaliser_norm: Tensor | None = None  # [B, H, S + 1]: norm of z, likewise; 0 where the rule has none
     segments: Tensor | None = None  # [B, T], int64: the segment of its row that each token lies in, −1 for padding
 
 
@@ -119,7 +119,7 @@ def _infini_parts(module: MemoryLayerMixin, hidden_states: Tensor, layout: GridL
     (group,) = layout.groups(0)
     start_memory, start_normaliser = (module.start() or {"start_memory": None, "start_normaliser": None}).values()
     if start_memory is None:
-        start = (value.new_zeros(heads, width, width), value.new_zeros(heads, width))
+        start = (value.new_zeros(heads, width, width), value.new_zeros(heads, width if rule.normalised else 0))
         has_memory = layout.memory_tokens_before > 0
     else:
         start = (start_memory.to(value.dtype), start_normaliser.to(value.dtype))
@@ -128,14 +128,13 @@ def _infini_parts(module: MemoryLayerMixin, hidden_states: Tensor, layout: GridL
     log_weight = log_weight if log_weight is None else _widen(log_weight)
     grids = (part if part is None else layout.to_grid(part, None) for part in (key, value, log_weight))
     keys, values, log_weight = (grid if grid is None else layout.delay(grid).transpose(2, 3) for grid in grids)
-    keys, queries = rule.key_features(keys, log_weight), rule.query_features(layout.to_grid(query, None).transpose(2, 3))
-    if group.written is not None:
-        keys = keys * group.written[:, :, None, :, None]
+    queries = rule.query_features(layout.to_grid(query, None).transpose(2, 3))
+    taken_in = None if group.written is None else group.written[:, :, None, :, None]
     incoming = (first.expand(batch, *first.shape) for first in start)
-    states = rule.states(keys, values, *incoming, start, group.borders)
+    states = rule.states(rule.written(keys, values, log_weight, taken_in), *incoming, start, group.borders)
     memory, mass = (
-        layout.from_grid(blocks.transpose(2, 3))
-        for blocks in read_memory(queries, states.memory, states.normaliser, rule.eps)
+        blocks if blocks is None else layout.from_grid(blocks.transpose(2, 3))
+        for blocks in rule.read(queries, states.memory, states.normaliser)
     )
 
     logits = _widen(module.gate())

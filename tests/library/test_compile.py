@@ -28,6 +28,7 @@ SHARED_ROPE = dict(denominator="shared", position_encoding="rope")
 MODELS = {
     "gpt2": lambda: infini_gpt2(n_layer=1, position_encoding="segment"),
     "delta": lambda: infini_gpt2(n_layer=2, layers=[1], update_rule="delta", memory_init="learned"),
+    "gated_delta": lambda: infini_gpt2(n_layer=2, layers=[1], update_rule="gated_delta", memory_init="learned"),
     "convolution": lambda: infini_gpt2(n_layer=1, memory_conv=2, local_segments=1, feature_map="learned", **SHARED_ROPE),
     "causal_mha": lambda: causal_mha(n_layer=1, attention="infini", segment_length=8, position_encoding="rope"),
     "llama": lambda: family("llama"),
