@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from .gated_delta import gated_delta_scan
-from .memory_gradients import DeltaScan, EluFeatures, ExpFeatures, Mix, Read, RunningSum
+from .memory_gradients import DeltaScan, EluFeatures, ExpFeatures, Mix, Read, RunningSum, UnitLength
 from .options import check_rule
 
 EPS = 1e-6
@@ -105,11 +105,6 @@ def exp_features(x: Tensor) -> Tensor:
     linearly. x beyond 30 counts as 30: sums of a million products then still fit into float32.
     """
     return ExpFeatures.apply(x)
-
-
-def unit_length(x: Tensor, eps: float = EPS) -> Tensor:
-    """x / √(|x|² + ε), of vectors in the last dimension."""
-    return x * (x.square().sum(-1, keepdim=True) + eps).rsqrt()
 
 
 def read_memory(
@@ -331,7 +326,7 @@ class MemoryRule:
     def _features(self, x: Tensor) -> Tensor:
         """σ(x), or without a normaliser (σ(x) − σ(0)) / |σ(x) − σ(0)|: positive features would nearly be parallel."""
         features = FEATURE_MAPS[self.feature_map](x)
-        return features if self.normalised else unit_length(features - 1, self.eps)
+        return features if self.normalised else UnitLength.apply(features, self.eps)[0]
 
 
 def _mapped(x: Tensor, weight: Tensor | None) -> Tensor:

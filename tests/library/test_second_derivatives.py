@@ -23,6 +23,7 @@ from hf_infini.memory import (
     mix,
     read_memory,
 )
+from hf_infini.memory_gradients import UnitLength
 from hf_infini.tensors import gather
 from hf_infini.window import Softmax, window_attention
 
@@ -52,6 +53,7 @@ STATES = [(positive, 1, 2, 1, tokens, 2) for tokens in (2, 1)]
 FUNCTIONS = {
     "elu": (elu_features, [(normal, 4, 3)]),
     "exp": (exp_features, [(normal, 4, 3)]),
+    "unit length": (lambda x: UnitLength.apply(x, 0.1)[0], [(normal, 4, 3)]),
     "read": (
         lambda *tensors: read_memory(*tensors, 0.1),
         [(positive, 1, 2, 1, 3, 2), (normal, 1, 2, 1, 2, 3), (positive, 1, 2, 1, 2)],
