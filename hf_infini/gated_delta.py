@@ -80,7 +80,8 @@ class ChunkMaps(Function):
     def backward(ctx, to_added, to_erased):
         key, value, log_beta, log_kept, decay, products, weighted_inverse, weighted = ctx.saved_tensors
         if torch.is_grad_enabled():  # a second derivative is wanted
-            inputs = (key, value, log_beta, log_kept)
+            tensors = (key, value, log_beta, log_kept)
+            inputs = [part if part.requires_grad else part.detach().requires_grad_() for part in tensors]
             return torch.autograd.grad(_maps(*inputs)[:2], inputs, (to_added, to_erased), create_graph=True)
         kept, fading = log_kept.exp().unsqueeze(-1), (log_kept[:, -1:] - log_kept).exp().unsqueeze(-1)
         to_weighted = (key @ to_erased.mT).mul_(kept)

@@ -1,14 +1,14 @@
 """Shows what every head of a trained model does with a text: one HTML page to look around in, and pictures.
 
-    python recipes/inspect_heads.py --model runs/infini --text "A cidade de São Paulo fica no sudeste do Brasil."
+    python recipes/inspect_heads.py --model runs/infini
     python recipes/inspect_heads.py --model runs/infini --text_file livro.txt --max_tokens 300 --out heads
     python recipes/inspect_heads.py --model gpt2 --text "The cat sat on the mat." --layers 0 5 11 --out gpt2_heads
 
 Writes OUT/heads.html, which needs no other file and no network: a heat map of every head's attention weights with their
-tokens, and, with Infini-attention, the memory's share of each head's output, its norm after every segment, and the gates;
-the same as pictures, OUT/layer_00.png and so on (all heads of a layer) and OUT/memory.png. The numbers themselves, context
-vectors included, come from `hf_infini.inspection.inspect_attention`. Models: GPT-2, with Infini-attention or without, and
-causal_mha.
+tokens, and, with Infini-attention, what every older token weighs through the memory, the memory's share of each head's
+output, its norm after every segment, and the gates; local weights and memory also as pictures, OUT/layer_00.png and so on
+(all heads of a layer) and OUT/memory.png. The numbers themselves, context vectors included, come from
+`hf_infini.inspection.inspect_attention`. Models: GPT-2, with Infini-attention or without, and causal_mha.
 """
 
 import sys
@@ -19,14 +19,27 @@ from cli import UserError, exit_on_error, option, parse_options
 
 LARGEST_PAGE = 100e6  # bytes; browsers take long over more
 TITLE = "<title>Attention heads: "  # of every page
+TOKENS, MOST_TOKENS = 200, 1000  # read by default: the second where the model's segments are long
+# Without --text: names and numbers that come again, as often as it takes to reach the memory
+STORY = """A biblioteca da rua do Porto abre às oito horas. Marina chega cedo, senta-se perto da janela e abre um livro de \
+mapas. O rio que passa pela cidade nasce na serra, atravessa três vales e encontra o mar depois de noventa quilômetros. Na \
+mesa ao lado, Tomás escreve uma carta para a irmã, que mora em Recife e estuda o clima. Ele conta que choveu durante doze \
+dias, que a ponte velha foi fechada e que a feira mudou de lugar. Marina pergunta onde o rio nasce. Na serra, diz Tomás, \
+e mostra no mapa os três vales. Às seis horas a biblioteca da rua do Porto fecha, e os dois voltam para casa pela ponte nova.
+"""
 
 
 @dataclass
 class Options:
     model: str = field(metadata={"help": "Model folder or name on the Hub.", "group": "model"})
-    text: str | None = option(None, "The text. Or --text_file.", group="text")
+    text: str | None = option(None, "The text, or --text_file; default: a story in Portuguese.", group="text")
     text_file: str | None = option(None, "UTF-8 file with the text. Or --text.")
-    max_tokens: int = option(200, "Read so many tokens at most, from the beginning of the text.", greater_than=0)
+    max_tokens: int | None = option(
+        None,
+        f"Read so many tokens at most, from the beginning of the text; default: {TOKENS}, or as many as it takes until a "
+        f"whole segment reads the memory, but {MOST_TOKENS:,} at most.",
+        greater_than=0,
+    )
     layers: list[int] | None = option(None, "The layers to look into, from 0; default: all.", at_least=0, group="model")
     device: str = option("auto", "cpu, cuda, cuda:1, …; auto: a GPU where there is one.", group="machine")
     out: str | None = option(None, "Folder to write into; default: heads, in the model's folder.", group="output")
@@ -44,6 +57,7 @@ def main(argv: list[str] | None = None) -> None:
     from tqdm import tqdm
 
     from evaluation import inference
+    from hf_infini.configurations import context_limit
     from hf_infini.inspection import inspect_attention
     from hf_infini.inspection.labels import unique_labels
     from hf_infini.inspection.page import inspection_page
@@ -52,12 +66,21 @@ def main(argv: list[str] | None = None) -> None:
 
     check_out(out)
     model, tokenizer = inference.load_model(options.model, options.device)
+    length, local, _ = getattr(model.config, "window", (None, 0, 0))
+    window = (local + 1) * (length or 0)  # tokens that a model with a memory (else 0) sees without it
+    wanted = options.max_tokens or max(TOKENS, min(window + (length or 0), MOST_TOKENS))
+    if text is None:
+        wanted = min(wanted, context_limit(model.config) or wanted)
+        once = len(tokenizer(STORY, add_special_tokens=False)["input_ids"])
+        text = STORY * -(-wanted // once)
     ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    read = ids[: options.max_tokens]
+    read = ids[:wanted]
     if not read:
         raise UserError("the text is empty: there is no token to look at")
     inference.check_length(model.config, len(read))
     print(f"{len(read):,} of the text's {len(ids):,} tokens", file=sys.stderr)
+    if len(read) <= window:
+        print(f"no token reads the memory: that takes more than {window:,} tokens", file=sys.stderr)
     try:
         inspection = inspect_attention(model, torch.tensor([read]), tokenizer, layers=options.layers)
     except ValueError as error:
@@ -100,11 +123,11 @@ def check_out(out: Path) -> None:
             raise UserError(f"--out: {there[0]} exists and is not from this recipe: move it away, or choose another --out")
 
 
-def read_text(options: Options) -> str:
-    """The text, from the flag or the file. A file's last line break is not part of it."""
-    if (options.text is None) == (options.text_file is None):
-        raise UserError("give exactly one of --text and --text_file")
-    if options.text is not None:
+def read_text(options: Options) -> str | None:
+    """The text, from the flag or the file; `None`: neither is given. A file's last line break is not part of it."""
+    if options.text is not None and options.text_file is not None:
+        raise UserError("give one of --text and --text_file, not both")
+    if options.text_file is None:
         return options.text
     try:
         return Path(options.text_file).read_text(encoding="utf-8").removesuffix("\n")

@@ -12,8 +12,12 @@ from pathlib import Path
 from urllib.parse import unquote, urldefrag
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
+from decoders import decoder
 from hf_infini.configuration_infini_gpt2 import OPTIONS
+from models import token_ids
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
@@ -28,6 +32,26 @@ CODE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 def decimals(text: str) -> set[str]:
     """The decimal numbers outside of code, versions and arXiv's names, that is what a reader takes for a measurement."""
     return set(re.findall(r"(?<![\w.])(?!\d{4}\.\d{5})\d+\.\d+(?![\w.]*`|\.?\d)", CODE.sub("", text)))
+
+
+def test_the_first_lines_of_the_readme_run(tmp_path):
+    """With a small model of the same kind in the place of the one that would be downloaded."""
+    model = decoder("llama")
+    model.save_pretrained(tmp_path / "stock")
+    code = re.search("```python\n(.*?)\n```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)[1]
+    assert code.count("HuggingFaceTB/SmolLM2-135M-Instruct") == 1
+    names = {}
+    exec(code.replace("HuggingFaceTB/SmolLM2-135M-Instruct", str(tmp_path / "stock")), names)
+    patched, ids = names["model"], token_ids(1, 400)
+    with torch.no_grad():  # beyond one segment, inside the window
+        torch.testing.assert_close(patched(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-4)
+    assert patched.generate(ids, max_new_tokens=3, do_sample=False).shape == (1, 403)
+    patched.save_pretrained(tmp_path / "patched")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "patched")
+    assert type(again) is type(patched) and again.config.sink_tokens == 4
+    names["hf_infini"].unpatch_model(patched)
+    with torch.no_grad():
+        assert type(patched) is type(model) and torch.equal(patched(ids).logits, model(ids).logits)
 
 
 class Page(html.parser.HTMLParser):

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -9,8 +10,10 @@ from transformers import GPT2Model
 
 from ..extras import needs
 from ..modeling_causal_mha import CausalMHAModel
+from .inputs import check_positions, model_inputs
 from .labels import token_texts, unique_labels
 from .parts import kind_of, parts_of
+from .predictions import Prediction, predictions_of
 
 SUPPORTED = "GPT-2 (model_type 'gpt2'), GPT-2 with Infini-attention ('infini_gpt2') and 'causal_mha'"
 
@@ -21,7 +24,9 @@ DIMENSIONS = {
     "output": ("batch", "query", "width"),
     "local_heads": ("batch", "head", "query", "head_dim"),
     "memory_heads": ("batch", "head", "query", "head_dim"),
+    "memory_weights": ("batch", "head", "query", "key"),
     "gate": ("head",),
+    "token_gate": ("batch", "head", "query"),
     "memory_share": ("batch", "head", "query"),
     "memory_norm": ("batch", "head", "segment"),
     "normaliser_norm": ("batch", "head", "segment"),
@@ -62,11 +67,17 @@ class LayerInspection:
     and, with Infini-attention (`kind == "infini"`), where heads = g · memory_heads + (1 − g) · local_heads:
 
     Attributes:
-        gate: `[head]`, g = sigmoid(β).
+        gate: `[head]`, sigmoid(β).
+        token_gate: `[batch, head, query]`, g: sigmoid(β), but 0 where the document has no memory yet, and another for each
+            token where window and memory share a denominator.
         local_heads: `[batch, head, query, head_dim]`, weights · values: the softmax attention of the local window.
         memory_heads: `[batch, head, query, head_dim]`, what was read from the memory; 0 where the document has none yet.
+        memory_weights: `[batch, head, query, key]`, the part that each token's value has in that: memory_heads =
+            memory_weights · values, and what a learned start adds. 0 for tokens that the memory does not hold when the
+            query reads it: its window, sinks, later tokens, other documents. By the linear rule weights are not negative,
+            and a row sums to 1 if the memory started empty; by the delta rule neither need be so.
         memory_share: `[batch, head, query]`, ‖g · memory‖ / (‖g · memory‖ + ‖(1 − g) · local‖), Euclidean norms of a token's
-            context vectors: 0, all local, to 1, all memory. 0 where the document has no memory yet (g counts as 0 there).
+            context vectors: 0, all local, to 1, all memory.
         memory_norm: `[batch, head, segment]`, Frobenius norm of the memory M. Entry s is what the row's segment s reads, so
             entry s + 1 comes after segment s; the last entry is the end of the call. A segment is written when it leaves the
             local window; a new document starts it again; in a row of fewer segments, the last value repeats.
@@ -83,6 +94,8 @@ class LayerInspection:
     gate: NamedTensor | None = None
     local_heads: NamedTensor | None = None
     memory_heads: NamedTensor | None = None
+    memory_weights: NamedTensor | None = None
+    token_gate: NamedTensor | None = None
     memory_share: NamedTensor | None = None
     memory_norm: NamedTensor | None = None
     normaliser_norm: NamedTensor | None = None
@@ -97,12 +110,42 @@ class Inspection:
         input_ids: `[batch, tokens]`; real: `[batch, tokens]` bool, False for padding. On the CPU.
         texts: for each row the readable text of its real tokens, white space visible: `·cidade`.
         layers: number of the layer → [`LayerInspection`].
+        name: the model's: its folder's, or its class's.
+        predictions: for each row what a language model expects after each real token, a [`Prediction`]; `None` without a
+            language-model head.
+
+    A notebook shows it as the page of `show`, unless that would be larger than 20 MB.
     """
 
     input_ids: Tensor
     real: Tensor
     texts: list[list[str]]
     layers: dict[int, LayerInspection] = field(repr=False)
+    name: str = ""
+    predictions: list[list[Prediction]] | None = field(default=None, repr=False)
+
+    def show(self, *, title: str | None = None, row: int = 0) -> Path | None:
+        """Shows each head's weights with their tokens, and the memory: in a notebook below the cell, else in a browser.
+
+        Args:
+            title: of the page; by default the model's name.
+            row: of the batch.
+
+        Returns:
+            Outside of a notebook, the page's file, a temporary one.
+
+        Raises:
+            ValueError: there is no such row, or no layer has attention heads.
+        """
+        from .page import show_page
+
+        return show_page(self, title=title or self.name, row=row)
+
+    def _repr_html_(self) -> str | None:
+        from .page import LARGEST_FRAME, page_frame
+
+        weights = [layer.weights.values[0].numel() for layer in self.layers.values() if layer.weights is not None]
+        return page_frame(self, title=self.name) if 0 < sum(weights) <= LARGEST_FRAME else None
 
     def table(self, name: str = "weights", *, layer: int = 0, head: int = 0, row: int = 0):
         """One layer's tensor for one row and, where it is one matrix per head, one head, as a `pandas.DataFrame`.
@@ -112,7 +155,7 @@ class Inspection:
         out.
 
         Args:
-            name: of the tensor, such as "weights", "scores", "heads", "output", "memory_share" or "gate".
+            name: of the tensor, such as "weights", "memory_weights", "scores", "heads", "output" or "gate".
 
         Raises:
             ValueError: there is no such layer, head, row or tensor.
@@ -178,7 +221,7 @@ def inspect_attention(
         tokenizer: makes the labels readable; without it they are the ids.
         position_ids: `[batch, tokens]`; where they go back to 0, a new document begins (packed rows). By default, the real
             tokens of a padded row are counted; else it is left to the model.
-        layers: numbers of the layers to keep; `None`: all. A layer takes 8 · batch · heads · tokens² bytes and more.
+        layers: numbers of the layers to keep; `None`: all. A layer takes 12 · batch · heads · tokens² bytes and more.
 
     Raises:
         ValueError: a model of another kind or attention implementation, no such layer, or inputs that do not fit.
@@ -187,21 +230,25 @@ def inspect_attention(
     wanted = list(range(len(base.h))) if layers is None else sorted(set(layers))
     if not set(wanted) <= set(range(len(base.h))):
         raise ValueError(f"layers must be numbers from 0 to {len(base.h) - 1}; got {wanted}.")
-    given = _model_inputs(inputs, tokenizer, position_ids)
+    given = model_inputs(inputs, tokenizer, position_ids)
     ids = given["input_ids"]
     mask = given.get("attention_mask")
     real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.to(ids.device, torch.bool)
     if not real.any(1).all():
         raise ValueError("every row needs a token: the text is empty, or its attention_mask has zeros only.")
-    _check_positions(base, given)
+    check_positions(base, given)
     device = next(base.parameters()).device
     given = {name: tensor.to(device) for name, tensor in given.items()}
-    found = {}
-    for number, call in _captured_calls(base, wanted, given).items():
-        found[number] = _inspect_layer(number, base.h[number], call, real.to(device))
+    found, real = {}, real.to(device)
+    calls, hidden_states = _captured_calls(base, wanted, given)
+    for number, call in calls.items():
+        found[number] = _inspect_layer(number, base.h[number], call, real)
+    head = getattr(model, "lm_head", None)
+    predictions = None if head is None else predictions_of(head, hidden_states, given["input_ids"], real, tokenizer)
     ids, real = ids.cpu(), real.cpu()
     texts = [token_texts(tokenizer, row[kept].tolist()) for row, kept in zip(ids, real, strict=True)]
-    return Inspection(ids, real, texts, found)
+    name = Path(base.config.name_or_path).name or type(model).__name__
+    return Inspection(ids, real, texts, found, name, predictions)
 
 
 def _supported_base(model):
@@ -218,8 +265,9 @@ def _supported_base(model):
     return base
 
 
-def _captured_calls(base, wanted: Sequence[int], given: dict) -> dict[int, tuple | None]:
-    """One forward pass: number of the layer → (input, arguments by name, output) of its attention, `None` without one."""
+def _captured_calls(base, wanted: Sequence[int], given: dict) -> tuple[dict[int, tuple | None], Tensor]:
+    """One forward pass: number of the layer → (input, arguments by name, output) of its attention, `None` without one; and
+    the last hidden states."""
     calls: dict[int, tuple | None] = dict.fromkeys(wanted)
 
     def catch(number):
@@ -236,13 +284,13 @@ def _captured_calls(base, wanted: Sequence[int], given: dict) -> dict[int, tuple
     ]
     try:
         base.eval()
-        base(**given, use_cache=False)
+        hidden_states = base(**given, use_cache=False).last_hidden_state
     finally:
         for hook in hooks:
             hook.remove()
         for module in training:
             module.training = True
-    return calls
+    return calls, hidden_states
 
 
 def _inspect_layer(number: int, block, call: tuple | None, real: Tensor) -> LayerInspection:
@@ -257,61 +305,3 @@ def _inspect_layer(number: int, block, call: tuple | None, real: Tensor) -> Laye
                 tensor = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
             named[name] = NamedTensor(tensor.cpu(), DIMENSIONS[name])
     return LayerInspection(number, kind_of(block.attn), **named)
-
-
-def _model_inputs(inputs, tokenizer, position_ids: Tensor | None) -> dict[str, Tensor]:
-    """`input_ids` `[batch, tokens]` and, where there are any, `attention_mask` and `position_ids`."""
-    if isinstance(inputs, str):
-        inputs = [inputs]
-    if isinstance(inputs, Tensor):
-        given = {"input_ids": inputs}
-    elif isinstance(inputs, Mapping):
-        given = dict(inputs)
-        unknown = set(given) - {"input_ids", "attention_mask", "position_ids"}
-        if unknown or "input_ids" not in given:
-            raise ValueError(f"inputs by name are input_ids, attention_mask and position_ids; got {', '.join(given)}.")
-    elif isinstance(inputs, Sequence) and inputs and all(isinstance(text, str) for text in inputs):
-        given = _encode(list(inputs), tokenizer)
-    else:
-        raise ValueError(
-            f"inputs must be text, texts, ids [batch, tokens] or a dict of tensors; got {type(inputs).__name__}."
-        )
-    if position_ids is not None:
-        given["position_ids"] = position_ids
-    ids = given["input_ids"]
-    if ids.dim() != 2 or ids.is_floating_point() or not ids.numel():
-        raise ValueError(
-            f"token ids must be whole numbers [batch, tokens], one or more; got {list(ids.shape)}, {ids.dtype}."
-        )
-    mask = given.get("attention_mask")
-    if mask is not None and mask.shape != ids.shape:
-        raise ValueError(f"attention_mask must be [batch, tokens] = {list(ids.shape)}; got {list(mask.shape)}.")
-    if mask is not None and "position_ids" not in given and not bool(mask.all()):
-        given["position_ids"] = (mask.long().cumsum(-1) - 1).clamp(min=0)
-    return given
-
-
-def _encode(texts: list[str], tokenizer) -> dict[str, Tensor]:
-    """Ids of the texts, padded to the longest on the tokenizer's side, with a mask where anything was padded."""
-    if tokenizer is None:
-        raise ValueError("texts need the model's tokenizer: inspect_attention(model, text, tokenizer).")
-    rows = [torch.tensor(row, dtype=torch.long) for row in tokenizer(texts, add_special_tokens=False)["input_ids"]]
-    if not all(map(len, rows)):
-        raise ValueError("every text needs a token; one of them is empty.")
-    options = {"batch_first": True, "padding_side": tokenizer.padding_side}
-    # Padding is masked, so that any id will do where a tokenizer has none for it
-    ids = torch.nn.utils.rnn.pad_sequence(rows, padding_value=tokenizer.pad_token_id or 0, **options)
-    if len(set(map(len, rows))) == 1:
-        return {"input_ids": ids}
-    return {"input_ids": ids, "attention_mask": torch.nn.utils.rnn.pad_sequence(list(map(torch.ones_like, rows)), **options)}
-
-
-def _check_positions(base, given: dict) -> None:
-    """Plain GPT-2 answers a position that it does not have with an index error; the other models say what is wrong."""
-    positions = given.get("position_ids")
-    furthest = given["input_ids"].shape[1] - 1 if positions is None else int(positions.max())
-    if base.config.model_type == "gpt2" and furthest >= base.config.n_positions:
-        raise ValueError(
-            f"position {furthest} is beyond this model's {base.config.n_positions} learned positions (n_positions): "
-            "shorten the input."
-        )

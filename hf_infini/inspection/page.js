@@ -1,10 +1,19 @@
-"use strict";
 const data = JSON.parse(document.getElementById("data").textContent);
 const tokens = data.tokens, count = tokens.length;
-const LEVELS_PER_NAT = 1000, LAST_LEVEL = 65534, THUMB = 96;
+const LEVELS_PER_NAT = 1000, LAST_LEVEL = 65534, LAST_MEMORY_LEVEL = 32766, NEGATIVE = 32768, NOTHING = 65535;
+const THUMB = 96, MEAN = -1;  // a thumbnail's pixels; the number that stands for the mean over a layer's heads
+const OUT_OF_SIGHT = 0, LOCAL = 1, MEMORY = 2;  // what a query sees a key through
 const RAMPS = {
-  light: ["#fbfdff", "#cfe1f2", "#93c3df", "#4a97c9", "#1764ab", "#08306b"],
-  dark: ["#10141c", "#1d3a66", "#2a63a3", "#4b93cf", "#8fc4ea", "#f1f8ff"],
+  light: {
+    local: ["#fbfdff", "#cfe1f2", "#93c3df", "#4a97c9", "#1764ab", "#08306b"],
+    memory: ["#f6fbf2", "#cdeac0", "#95cf8c", "#4fa85c", "#15793a", "#00441b"],
+    negative: ["#fbf6fb", "#e4cfe6", "#c59fcc", "#9f6aae", "#763d8a", "#40004b"],
+  },
+  dark: {
+    local: ["#10141c", "#1d3a66", "#2a63a3", "#4b93cf", "#8fc4ea", "#f1f8ff"],
+    memory: ["#101a14", "#12452a", "#1d7141", "#47a35f", "#93d397", "#f1fbee"],
+    negative: ["#1a121c", "#472050", "#76388a", "#a665b5", "#d3a6da", "#fdf2fd"],
+  },
 };
 const TICKS = {linear: [0, 0.25, 0.5, 0.75, 1], root: [0, 0.01, 0.1, 0.25, 0.5, 1], log: [0.0001, 0.001, 0.01, 0.1, 1]};
 const SCALES = {
@@ -25,34 +34,80 @@ function element(tag, properties = {}, ...children) {
 
 // --- numbers ---------------------------------------------------------------------------------------------------------
 
-function bytes(text) {
-  return Uint8Array.from(atob(text), character => character.charCodeAt(0)).buffer;
+function numbersOf(text, Type) {
+  return new Type(Uint8Array.from(atob(text), character => character.charCodeAt(0)).buffer);
 }
 
+// The weights of a head, [query · count + key]: `before` the gate, in its `output`, and `kinds`, what they come through.
 function decode(layer, head) {
-  if (!layer.offsets) {  // where each query's keys begin among the levels
-    let next = 0;
-    layer.offsets = layer.first.map((first, query) => {
-      const begin = next;
-      next += query - first + 1;
-      return begin;
-    });
+  if (head === MEAN) return meanOf(layer);
+  const before = new Float32Array(count * count), kinds = new Uint8Array(count * count);
+  const levels = numbersOf(layer.levels[head], Uint16Array), sums = numbersOf(layer.sums[head], Float32Array);
+  let next = 0;
+  layer.first.forEach((first, query) => {
+    for (let place = query * count + first; place <= query * count + query; place++) {
+      const level = levels[next++];
+      if (level === NOTHING) continue;
+      before[place] = Math.exp(-level / LEVELS_PER_NAT);
+      kinds[place] = LOCAL;
+    }
+  });
+  if (!layer.gate) return {before, output: before, kinds, sums};
+  const memory = numbersOf(layer.memoryLevels[head], Uint16Array), tops = numbersOf(layer.memoryTops[head], Float32Array);
+  next = 0;
+  layer.memoryFirst.forEach((first, query) => {
+    for (let place = query * count + first; place < query * count + layer.memoryStop[query]; place++) {
+      const level = memory[next++];
+      if (level === NOTHING) continue;
+      const size = level % NEGATIVE, weight = size < LAST_MEMORY_LEVEL ? tops[query] * Math.exp(-size / LEVELS_PER_NAT) : 0;
+      before[place] = level < NEGATIVE ? weight : -weight;
+      kinds[place] = MEMORY;
+    }
+  });
+  const output = before.map((weight, place) => {
+    const gate = layer.tokenGate[head][Math.floor(place / count)];
+    return weight * (kinds[place] === MEMORY ? gate : 1 - gate);
+  });
+  return {before, output, kinds, sums};
+}
+
+function meanOf(layer) {
+  const {before, output, kinds} = decode(layer, 0), heads = layer.levels.length;
+  for (let head = 1; head < heads; head++) {
+    const other = decode(layer, head);
+    for (let place = 0; place < before.length; place++) {
+      before[place] += other.before[place];
+      if (output !== before) output[place] += other.output[place];
+    }
   }
-  const levels = new Uint16Array(bytes(layer.levels[head])), sums = new Float32Array(bytes(layer.sums[head]));
-  const level = (query, key) => levels[layer.offsets[query] + key - layer.first[query]];
-  return {
-    visible: (query, key) => key >= layer.first[query] && key <= query,
-    weight: (query, key) => Math.exp(-level(query, key) / LEVELS_PER_NAT),
-    score: (query, key) => sums[query] - level(query, key) / LEVELS_PER_NAT,
-    smallest: (query, key) => level(query, key) === LAST_LEVEL,
-  };
+  for (const weights of new Set([before, output])) weights.forEach((sum, place) => { weights[place] = sum / heads; });
+  return {before, output, kinds};
+}
+
+// With what is drawn: the weights before or behind the gate, the memory's largest if beyond 1, and whether any is negative.
+function viewOf(layer, head) {
+  const found = decode(layer, head), weights = found[$("view").value];
+  let top = 1, negative = false;
+  weights.forEach((weight, place) => {
+    if (found.kinds[place] !== MEMORY) return;
+    top = Math.max(top, Math.abs(weight));
+    negative ||= weight < 0;
+  });
+  return {...found, weights, top: top > 1 ? roundUp(top) : 1, negative};
 }
 
 function spell(number) {
-  if (number === null) return "not finite";
+  if (number === null) return say("notFinite");
   const size = Math.abs(number);
   if (!size) return "0";
   return size < 1e-3 || size >= 1e5 ? number.toExponential(2) : number.toPrecision(4);
+}
+
+// A number at least as large that is short to write, and its half too.
+function roundUp(number) {
+  if (!(number > 0)) return 1;
+  const power = 10 ** Math.floor(Math.log10(number));
+  return Number(([1, 2, 3, 4, 5, 6, 8, 10].find(digit => digit * power >= number) * power).toPrecision(2));
 }
 
 // --- colours ---------------------------------------------------------------------------------------------------------
@@ -62,225 +117,88 @@ function isDark() {
   return chosen ? chosen === "dark" : darkScheme.matches;
 }
 
-let colours = [];
+const colours = {};  // 256 of each ramp
 function mixColours() {
-  const ramp = RAMPS[isDark() ? "dark" : "light"].map(text => [1, 3, 5].map(at => parseInt(text.slice(at, at + 2), 16)));
-  colours = Array.from({length: 256}, (_, place) => {
-    const at = place / 255 * (ramp.length - 1), low = Math.min(Math.floor(at), ramp.length - 2);
-    return ramp[low].map((channel, index) => Math.round(channel + (ramp[low + 1][index] - channel) * (at - low)));
-  });
+  for (const [name, texts] of Object.entries(RAMPS[isDark() ? "dark" : "light"])) {
+    const ramp = texts.map(text => [1, 3, 5].map(at => parseInt(text.slice(at, at + 2), 16)));
+    colours[name] = Array.from({length: 256}, (_, place) => {
+      const at = place / 255 * (ramp.length - 1), low = Math.min(Math.floor(at), ramp.length - 2);
+      return ramp[low].map((channel, index) => Math.round(channel + (ramp[low + 1][index] - channel) * (at - low)));
+    });
+  }
 }
 
-function colour(share) {
-  return colours[Math.round(Math.min(Math.max(share, 0), 1) * 255)];
+function colour(share, ramp = "local") {
+  return colours[ramp][Math.round(Math.min(Math.max(share, 0), 1) * 255)];
 }
 
-function paint(node, share) {
-  const [red, green, blue] = colour(share);
+// The colour of a weight in a head's view, at a place that is in sight.
+function weightColour(view, place, scale = SCALES[$("scale").value]) {
+  const weight = view.weights[place];
+  if (view.kinds[place] === LOCAL) return colour(scale(weight));
+  return colour(scale(Math.abs(weight) / view.top), weight < 0 ? "negative" : "memory");
+}
+
+function paint(node, [red, green, blue]) {
   node.style.background = `rgb(${red} ${green} ${blue})`;
   node.style.color = 0.3 * red + 0.59 * green + 0.11 * blue > 140 ? "#111" : "#fff";
 }
 
-// The weights as an image of `size` pixels a side; where several cells share a pixel, the largest is seen.
-function draw(canvas, head, size) {
-  const scale = SCALES[$("scale").value], largest = new Float32Array(size * size).fill(-1);
+// A view's weights as an image of `size` pixels a side; where several cells share a pixel, the largest is seen.
+function draw(canvas, view, size) {
+  const shown = new Int32Array(size * size).fill(-1);  // the place of that cell
   for (let query = 0; query < count; query++) {
     const row = Math.floor(query * size / count) * size;
     for (let key = 0; key <= query; key++) {
-      if (!head.visible(query, key)) continue;
-      const pixel = row + Math.floor(key * size / count);
-      largest[pixel] = Math.max(largest[pixel], head.weight(query, key));
+      const place = query * count + key, pixel = row + Math.floor(key * size / count), other = shown[pixel];
+      if (view.kinds[place] === OUT_OF_SIGHT) continue;
+      if (other < 0 || Math.abs(view.weights[place]) > Math.abs(view.weights[other])) shown[pixel] = place;
     }
   }
-  const image = new ImageData(size, size);
-  largest.forEach((weight, pixel) => {
-    if (weight >= 0) image.data.set([...colour(scale(weight)), 255], 4 * pixel);
+  const image = new ImageData(size, size), scale = SCALES[$("scale").value];
+  shown.forEach((place, pixel) => {
+    if (place < 0) return;
+    image.data.set(weightColour(view, place, scale), 4 * pixel);
+    image.data[4 * pixel + 3] = 255;
   });
   canvas.width = canvas.height = size;
   canvas.getContext("2d").putImageData(image, 0, 0);
 }
 
-// --- overview and controls -------------------------------------------------------------------------------------------
+// --- overview --------------------------------------------------------------------------------------------------------
+
+function headsAndMean(layer) {
+  return [...layer.levels.keys(), ...layer.levels.length > 1 ? [MEAN] : []];
+}
+
+function headName(layer, head) {
+  return head === MEAN ? say("ofMean", layer.layer) : say("ofHead", layer.layer, head);
+}
 
 function buildOverview() {
-  const heads = Math.max(...withHeads.map(layer => layer.levels.length));
-  const thumbs = $("thumbs");
-  thumbs.style.gridTemplateColumns = `auto repeat(${heads}, minmax(24px, 92px))`;
-  thumbs.append(element("span", {className: "name"}));
-  for (let head = 0; head < heads; head++) thumbs.append(element("span", {className: "name", textContent: head}));
+  const thumbs = $("thumbs"), heads = headsAndMean(withHeads[0]);
+  thumbs.style.gridTemplateColumns = `auto repeat(${heads.length}, minmax(24px, 92px))`;
+  const name = text => element("span", {className: "name", textContent: text});
+  const made = [name(""), ...heads.map(head => name(head === MEAN ? say("mean") : head))];
   for (const layer of data.layers) {
-    thumbs.append(element("span", {className: "name", textContent: layer.layer}));
-    if (!layer.levels) thumbs.append(element("span", {className: "none", textContent: "no attention"}));
-    else layer.buttons = layer.levels.map((_, head) => {
-      const name = `Layer ${layer.layer}, head ${head}`, button = element("button", {type: "button", title: name});
-      button.setAttribute("aria-label", name);
-      button.append(element("canvas"));
-      button.onclick = () => choose(layer, head);
-      return button;
-    });
-    if (layer.buttons) thumbs.append(...layer.buttons);
+    made.push(name(layer.layer));
+    if (layer.levels) {
+      layer.buttons = headsAndMean(layer).map(head => {
+        const title = headName(layer, head), button = element("button", {type: "button", title, value: head});
+        button.setAttribute("aria-label", title);
+        button.append(element("canvas"));
+        button.onclick = () => choose(layer, head);
+        return button;
+      });
+      made.push(...layer.buttons);
+    } else made.push(element("span", {className: "none", textContent: say("noAttention")}));
   }
+  thumbs.replaceChildren(...made);
 }
 
 function drawOverview() {
-  for (const layer of withHeads) setTimeout(() => {  // a layer at a time: the page answers in between
-    layer.buttons.forEach((button, head) => {
-      draw(button.firstChild, decode(layer, head), Math.min(count, THUMB));
-      button.firstChild.style.imageRendering = count < 40 ? "pixelated" : "auto";
-    });
+  for (const layer of withHeads) for (const button of layer.buttons) setTimeout(() => {  // the page answers in between
+    draw(button.firstChild, viewOf(layer, Number(button.value)), Math.min(count, THUMB));
+    button.firstChild.style.imageRendering = count < 40 ? "pixelated" : "auto";
   });
-}
-
-function choose(layer, head) {
-  state.layer = layer;
-  state.head = Math.min(head, layer.levels.length - 1);
-  state.shown = decode(layer, state.head);
-  $("layer").value = layer.layer;
-  $("head").replaceChildren(...layer.levels.map((_, number) => element("option", {value: number, textContent: number})));
-  $("head").value = state.head;
-  $("detail-title").textContent = `Layer ${layer.layer}, head ${state.head} (${layer.kind})`;
-  for (const other of withHeads) other.buttons.forEach((button, number) =>
-    button.setAttribute("aria-pressed", other === layer && number === state.head));
-  drawMap();
-  drawMemory();
-}
-
-// --- the heat map ----------------------------------------------------------------------------------------------------
-
-function drawMap() {
-  draw($("cells"), state.shown, count);
-  const borders = [], segments = state.layer.segments || [];
-  for (let token = 1; token < count; token++) {
-    if (segments[token] === segments[token - 1]) continue;
-    const at = `${100 * token / count}%`, row = element("i"), column = element("i");
-    Object.assign(row.style, {top: at, left: 0, right: 0, height: "1px"});
-    Object.assign(column.style, {left: at, top: 0, bottom: 0, width: "1px"});
-    borders.push(row, column);
-  }
-  $("borders").replaceChildren(...borders);
-  const bar = element("div"), legend = element("div", {className: "bar"}, bar), scale = SCALES[$("scale").value];
-  const stops = Array.from({length: 11}, (_, place) => `rgb(${colour(place / 10).join(" ")}) ${10 * place}%`);
-  bar.style.background = `linear-gradient(to right, ${stops.join(", ")})`;
-  for (const tick of TICKS[$("scale").value]) {
-    const label = element("span", {textContent: tick});
-    label.style.left = `${100 * scale(tick)}%`;
-    legend.append(label);
-  }
-  $("legend").replaceChildren(element("span", {textContent: "weight"}), legend);
-  drawSentence();
-}
-
-function fittingCell() {
-  const gutter = $("rows").offsetWidth, room = $("detail").clientWidth - gutter - 4;
-  const high = Math.max(0.86 * innerHeight - gutter, 300);
-  return Math.min(Math.max(Math.floor(Math.min(room, high) / count), 2), 40);
-}
-
-function zoom(cell) {
-  state.cell = cell;
-  $("zoom").value = cell;
-  $("cell").textContent = `${cell} px`;
-  const side = `${cell * count}px`;
-  Object.assign($("plane").style, {width: side, height: side});
-  const step = Math.ceil(14 / cell);  // a label needs the height of a line
-  for (const [id, from, size] of [["columns", "left", "width"], ["rows", "top", "height"]]) {
-    const labels = [];
-    for (let token = Math.floor(step / 2); token < count; token += step) {
-      if (step === 1 || cell * (count - token - 0.5) >= 7) labels.push(label(token, from, size));
-    }
-    $(id).replaceChildren(...labels);
-  }
-  drawCursor();
-}
-
-function label(token, from, size, extra = "") {
-  const made = element("span", {textContent: tokens[token], className: extra});
-  const thick = Math.max(state.cell, 14);
-  const begin = Math.max(0, Math.min(state.cell * (token + 0.5) - thick / 2, state.cell * count - thick));
-  Object.assign(made.style, {[from]: `${begin}px`, [size]: `${thick}px`, lineHeight: `${thick}px`});
-  return made;
-}
-
-function drawCursor() {
-  const cursor = $("cursor"), {cell, query, key} = state, side = Math.max(cell, 7);
-  const [top, left] = [query, key].map(place => cell * (place + 0.5) - side / 2);
-  Object.assign(cursor.style, {top: `${top}px`, left: `${left}px`, width: `${side}px`, height: `${side}px`});
-  for (const [id, token, from, size] of [["columns", key, "left", "width"], ["rows", query, "top", "height"]]) {
-    $(id).querySelector(".now")?.remove();
-    if (!cursor.hidden) $(id).append(label(token, from, size, "now"));
-  }
-}
-
-function drawSentence() {
-  const {query, shown} = state, scale = SCALES[$("scale").value];
-  $("sentence-title").textContent = `Where token ${query}, “${tokens[query]}”, looks`;
-  $("sentence").replaceChildren(...tokens.flatMap((text, token) => {
-    const part = element("span", {textContent: text, title: `token ${token}`});
-    if (shown.visible(query, token)) paint(part, scale(shown.weight(query, token)));
-    else part.className = "later";
-    if (token === query) part.classList.add("query");
-    part.onclick = () => moveTo(token, token);
-    const wrap = text.startsWith("·") ? [element("wbr")] : [];  // lines break between words
-    return text.endsWith("⏎") ? [...wrap, part, element("br")] : [...wrap, part];
-  }));
-}
-
-function moveTo(query, key) {
-  const changed = query !== state.query;
-  Object.assign(state, {query, key});
-  $("cursor").hidden = false;
-  drawCursor();
-  if (changed) {
-    drawSentence();
-    moveMarker(query);
-  }
-}
-
-function facts() {
-  const {query, key, shown, layer, head} = state;
-  const found = [["query", `${query} ${tokens[query]}`], ["key", `${key} ${tokens[key]}`]];
-  if (key > query) found.push(["weight", "none: the key comes later"]);
-  else if (!shown.visible(query, key)) found.push(["weight", "none: out of the query's sight"]);
-  else {
-    const least = shown.smallest(query, key) ? "at most " : "";
-    found.push(["weight", least + spell(shown.weight(query, key))], ["score", least + spell(shown.score(query, key))]);
-  }
-  if (layer.share) found.push(["memory's share", spell(layer.share[head][query])]);
-  return found;
-}
-
-function tell(found, x, y) {
-  const tip = $("tip");
-  tip.replaceChildren(element("dl", {}, ...found.flatMap(([name, value]) =>
-    [element("dt", {textContent: name}), element("dd", {textContent: value})])));
-  tip.hidden = false;
-  tip.style.left = `${Math.max(4, Math.min(x + 16, innerWidth - tip.offsetWidth - 8))}px`;
-  tip.style.top = `${y + 18 + tip.offsetHeight > innerHeight ? Math.max(4, y - 12 - tip.offsetHeight) : y + 18}px`;
-}
-
-function pointed(event) {
-  const box = $("plane").getBoundingClientRect();
-  const place = offset => Math.max(0, Math.min(count - 1, Math.floor(offset / state.cell)));
-  moveTo(place(event.clientY - box.top), place(event.clientX - box.left));
-  tell(facts(), event.clientX, event.clientY);
-}
-
-function pressed(event) {
-  const {query, key} = state, moves = {
-    ArrowUp: [query - 1, key], ArrowDown: [query + 1, key], ArrowLeft: [query, key - 1], ArrowRight: [query, key + 1],
-    Home: [query, 0], End: [query, query], PageUp: [query - 10, key], PageDown: [query + 10, key],
-  };
-  if (event.key === "Escape") $("tip").hidden = true;
-  if (!moves[event.key] || event.ctrlKey || event.metaKey || event.altKey) return;
-  event.preventDefault();
-  moveTo(...moves[event.key].map(place => Math.max(0, Math.min(count - 1, place))));
-  const map = $("map"), gutter = $("rows").offsetWidth;
-  const sides = [[state.query, "scrollTop", "clientHeight"], [state.key, "scrollLeft", "clientWidth"]];
-  for (const [place, scroll, size] of sides) {
-    const at = place * state.cell, room = map[size] - gutter;
-    map[scroll] = Math.min(at, Math.max(map[scroll], at + state.cell - room));
-  }
-  const box = $("cursor").getBoundingClientRect();
-  tell(facts(), box.right, box.bottom);
-  $("said").textContent = facts().map(fact => fact.join(" ")).join(", ");
 }

@@ -1,18 +1,25 @@
 """One HTML page of what [`hf_infini.inspection.inspect_attention`] found: no other file, nothing from a network.
 
-Its frame is `page.html`, which takes in the style `page.css` and the scripts, plain JavaScript without a library: `page.js`,
-and `charts.js` for the charts and tables of the memory, and to start the page.
+Its frame is `page.html`, which takes in the style `page.css` and the scripts, plain JavaScript without a library: what it
+says (`strings.js`), its numbers and colours (`page.js`), a head's heat map (`map.js`), the charts and tables of the memory
+(`charts.js`), and what reacts to the reader (`start.js`).
 
 The weights travel compactly. The row of a query is stored from the first key that it sees to the query itself, each weight
 as a 16-bit level: weight = exp(−level / 1000), so 0.05 % exact, and score = −level / 1000 + s, with a number s per row, the
-logarithm of the sum of its exponentials. That is about 2.7 · tokens² bytes of base64 characters a head for full attention.
+logarithm of the sum of its exponentials. That is about 1.3 · tokens² bytes of base64 characters a head for full attention.
+Weights through the memory likewise, from the first to the last token that it holds: weight = ± top · exp(−level / 1000),
+with a number per row, its largest, and 32768 added to the level of a negative weight.
 """
 
 import base64
 import html
 import json
 import math
+import sys
+import tempfile
+import webbrowser
 from importlib import resources
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -21,6 +28,10 @@ from .heads import Inspection, LayerInspection
 
 LEVELS_PER_NAT = 1000
 LAST_LEVEL = 65534  # exp(−65.5) = 4e-29: what is smaller is shown as this
+LAST_MEMORY_LEVEL, NEGATIVE = 32766, 32768  # exp(−32.8) = 6e-15 of the row's largest
+NOTHING = 65535  # a token that the query does not see
+LARGEST_FRAME = 15e6  # weights, of 1.3 bytes each
+SCRIPTS = ("strings.js", "page.js", "map.js", "charts.js", "start.js")
 
 
 def inspection_page(inspection: Inspection, *, title: str, row: int = 0) -> str:
@@ -30,7 +41,14 @@ def inspection_page(inspection: Inspection, *, title: str, row: int = 0) -> str:
         inspection: of a model's layers; at least one has attention heads.
         title: such as the model's name.
         row: of the batch; its padding is left out.
+
+    Raises:
+        ValueError: there is no such row, or no layer has attention heads.
     """
+    if not 0 <= row < len(inspection.texts):
+        raise ValueError(f"row must be 0 to {len(inspection.texts) - 1}; got {row}.")
+    if all(layer.weights is None for layer in inspection.layers.values()):
+        raise ValueError("the page needs a layer with attention heads; none of these layers has any.")
     content = json.dumps(page_data(inspection, title=title, row=row), ensure_ascii=False, allow_nan=False)
     # In a script element only "</script" and "<!--" end the data or change its reading: without "<" there is neither.
     content = content.replace("<", "\\u003c")
@@ -39,22 +57,50 @@ def inspection_page(inspection: Inspection, *, title: str, row: int = 0) -> str:
         title=html.escape(title),
         style=_text("page.css"),
         data=content,
-        script=_text("page.js"),
-        charts=_text("charts.js"),
+        script="".join(map(_text, SCRIPTS)),
     )
+
+
+def page_frame(inspection: Inspection, *, title: str, row: int = 0) -> str:
+    """The page as an element of another page, such as a notebook's; it cannot reach anything of that page."""
+    page = html.escape(inspection_page(inspection, title=title, row=row))
+    style = "width: 100%; height: 900px; border: 0"
+    return f'<iframe title="Attention heads" sandbox="allow-scripts" style="{style}" srcdoc="{page}"></iframe>'
+
+
+def show_page(inspection: Inspection, *, title: str, row: int = 0) -> Path | None:
+    """[`Inspection.show`]."""
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    if hasattr(shell, "kernel"):  # a notebook's, not a terminal's
+        from IPython.display import HTML, display
+
+        display(HTML(page_frame(inspection, title=title, row=row)))
+        return None
+    page = inspection_page(inspection, title=title, row=row)
+    with tempfile.NamedTemporaryFile("w", encoding="utf-8", prefix="heads_", suffix=".html", delete=False) as file:
+        file.write(page)
+    webbrowser.open(Path(file.name).as_uri())
+    return Path(file.name)
 
 
 def page_data(inspection: Inspection, *, title: str, row: int = 0) -> dict:
     """What the page's script draws, JSON-safe.
 
     Returns:
-        `title`, `tokens` (their texts), and `layers`: for each `layer`, `kind` and, with heads, `first` (per query the
-        first key it sees), `levels` and `sums` (per head, base64 of little-endian uint16 and float32: see the module) and,
-        with a memory, `gate`, `share`, `memory`, `normaliser` (norms) and `segments`.
+        `title`, `tokens` (their texts), `predictions` after each token (`None` without: its likeliest next tokens with
+        their probabilities, and the probability of the token that follows), and `layers`: for each `layer`, `kind` and,
+        with heads, `first` (per query the first key it sees), `levels` and `sums` (per head, base64 of little-endian
+        uint16 and float32: see the module) and, with a memory, `gate`, `tokenGate`, `share`, `memory`, `normaliser`
+        (norms), `segments`, `memoryFirst` and `memoryStop` (per query, where the tokens begin and end that the memory
+        holds), `memoryLevels` and `memoryTops`.
     """
     real = inspection.real[row]
     layers = [_layer_data(layer, real, row) for layer in inspection.layers.values()]
-    return {"title": title, "tokens": inspection.texts[row], "layers": layers}
+    predictions = None
+    if inspection.predictions is not None:
+        found = inspection.predictions[row]
+        predictions = [[[[text, _short(p)] for text, p in likeliest], _short(after)] for likeliest, after in found]
+    return {"title": title, "tokens": inspection.texts[row], "predictions": predictions, "layers": layers}
 
 
 def _layer_data(layer: LayerInspection, real: Tensor, row: int) -> dict:
@@ -62,23 +108,44 @@ def _layer_data(layer: LayerInspection, real: Tensor, row: int) -> dict:
     if layer.scores is None:
         return found
     scores = layer.scores.values[row][:, real][:, :, real]
-    first = torch.isfinite(scores[0]).int().argmax(-1)
     sums = scores.logsumexp(-1)
-    levels = ((sums.unsqueeze(-1) - scores) * LEVELS_PER_NAT).round().clamp(0, LAST_LEVEL).to(torch.int32)
-    places = torch.arange(len(first))
-    stored = (places >= first[:, None]) & (places <= places[:, None])
-    found["first"] = first.tolist()
-    found["levels"] = [_base64(head[stored], "<u2") for head in levels]
+    visible = torch.isfinite(scores[0])
+    levels = _levels(scores - sums.unsqueeze(-1), LAST_LEVEL)
+    found["first"], _, found["levels"] = _rows(levels, visible)
     found["sums"] = [_base64(head, "<f4") for head in sums]
     if layer.gate is not None:
         segments = layer.segments.values[row][real]
         stop = int(segments.max()) + 2
         found["segments"] = segments.tolist()
         found["gate"] = _numbers(layer.gate.values)
+        found["tokenGate"] = _numbers(layer.token_gate.values[row][:, real])
+        weights = layer.memory_weights.values[row][:, real][:, :, real]
+        held, tops = (weights != 0).any(0), weights.abs().amax(-1)
+        levels = _levels((weights.abs() / tops.unsqueeze(-1)).log(), LAST_MEMORY_LEVEL) + NEGATIVE * (weights < 0)
+        found["memoryFirst"], found["memoryStop"], found["memoryLevels"] = _rows(levels, held)
+        found["memoryTops"] = [_base64(head, "<f4") for head in tops]
         found["share"] = _numbers(layer.memory_share.values[row][:, real])
         found["memory"] = _numbers(layer.memory_norm.values[row, :, :stop])
         found["normaliser"] = _numbers(layer.normaliser_norm.values[row, :, :stop])
     return found
+
+
+def _levels(logarithms: Tensor, last: int) -> Tensor:
+    """Logarithms of weights as levels; what is not a number, or too small, as the last one."""
+    return (-logarithms * LEVELS_PER_NAT).nan_to_num(last).round().clamp(0, last).to(torch.int32)
+
+
+def _rows(levels: Tensor, seen: Tensor) -> tuple[list[int], list[int], list[str]]:
+    """Where each query's keys begin and end, and each head's levels from there to there, row after row, in base64.
+
+    Args:
+        levels: `[head, query, key]`; seen: `[query, key]` bool, the keys that have one.
+    """
+    places = torch.arange(len(seen))
+    first, stop = seen.int().argmax(-1), torch.where(seen, places + 1, 0).amax(-1)
+    stored = (places >= first[:, None]) & (places < stop[:, None])
+    levels = levels.masked_fill(~seen, NOTHING)
+    return first.tolist(), stop.tolist(), [_base64(head[stored], "<u2") for head in levels]
 
 
 def _text(name: str) -> str:
@@ -94,4 +161,8 @@ def _numbers(tensor: Tensor) -> list:
     """Nested lists with 5 digits, `None` for what is not finite (JSON has no name for it)."""
     if tensor.dim() > 1:
         return [_numbers(part) for part in tensor]
-    return [float(f"{number:.5g}") if math.isfinite(number) else None for number in tensor.tolist()]
+    return list(map(_short, tensor.tolist()))
+
+
+def _short(number: float | None) -> float | None:
+    return float(f"{number:.5g}") if number is not None and math.isfinite(number) else None

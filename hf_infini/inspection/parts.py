@@ -15,16 +15,19 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
 
 from ..causal_mha import CausalMultiHeadAttention
 from ..layout import GridLayout
-from ..memory import memory_weight
+from ..memory import States, memory_weight
 from ..memory_layer import MemoryLayerMixin
 from ..modeling_infini_gpt2 import GPT2InfiniAttention
 from ..scores import visible_softmax
 from ..window import Softmax
 
+# Of the states that are made at once to find the memory's weights
+COLUMN_ELEMENTS = 2**24
+
 
 @dataclass
 class Parts:
-    """What one layer's heads did. The last seven are `None` in a layer without a memory.
+    """What one layer's heads did. The last nine are `None` in a layer without a memory.
 
     With A_mem the heads' memory reads (equation 3), A_local their softmax attention (equation 2), and g = sigmoid(β) where
     the document has a memory, 0 before: heads = g · A_mem + (1 − g) · A_local (equation 5). Where window and memory share a
@@ -36,7 +39,9 @@ class Parts:
     heads: Tensor  # [B, H, T, D], before the output projection
     local_heads: Tensor | None = None  # [B, H, T, D]: A_local
     memory_heads: Tensor | None = None  # [B, H, T, D]: A_mem, 0 where the document has no memory yet
+    memory_weights: Tensor | None = None  # [B, H, T, T]: what A_mem takes of each token's value
     gate: Tensor | None = None  # [H]: sigmoid(β)
+    token_gate: Tensor | None = None  # [B, H, T]: g
     memory_share: Tensor | None = None  # [B, H, T]: ‖g A_mem‖ / (‖g A_mem‖ + ‖(1 − g) A_local‖)
     memory_norm: Tensor | None = None  # [B, H, S + 1]: Frobenius norm of M as segment 0, 1, … reads it, and at the end
     normaliser_norm: Tensor | None = None  # [B, H, S + 1]: norm of z, likewise; 0 where the rule has none
@@ -115,27 +120,38 @@ def _infini_parts(module: MemoryLayerMixin, hidden_states: Tensor, layout: GridL
     segments = _segments(layout)
     scores, weights = visible_softmax(*_window_scores(softmax, query, key, segments, layout))
     local = weights @ value
-    batch, heads, _, width = key.shape
+    batch, heads, tokens, width = key.shape
     (group,) = layout.groups(0)
     start_memory, start_normaliser = (module.start() or {"start_memory": None, "start_normaliser": None}).values()
     if start_memory is None:
-        start = (value.new_zeros(heads, width, width), value.new_zeros(heads, width if rule.normalised else 0))
+        start_memory = value.new_zeros(heads, width, width)
+        start_normaliser = value.new_zeros(heads, width if rule.normalised else 0)
         has_memory = layout.memory_tokens_before > 0
     else:
-        start = (start_memory.to(value.dtype), start_normaliser.to(value.dtype))
         has_memory = torch.ones(1, layout.segments, dtype=torch.bool, device=value.device)
     log_weight = module.log_weight(call)
     log_weight = log_weight if log_weight is None else _widen(log_weight)
-    grids = (part if part is None else layout.to_grid(part, None) for part in (key, value, log_weight))
-    keys, values, log_weight = (grid if grid is None else layout.delay(grid).transpose(2, 3) for grid in grids)
+    keys, log_weight = (part if part is None else _delayed(layout, part) for part in (key, log_weight))
     queries = rule.query_features(layout.to_grid(query, None).transpose(2, 3))
     taken_in = None if group.written is None else group.written[:, :, None, :, None]
-    incoming = (first.expand(batch, *first.shape) for first in start)
-    states = rule.states(rule.written(keys, values, log_weight, taken_in), *incoming, start, group.borders)
-    memory, mass = (
-        blocks if blocks is None else layout.from_grid(blocks.transpose(2, 3))
-        for blocks in rule.read(queries, states.memory, states.normaliser)
-    )
+    written = rule.written(keys, _delayed(layout, value), log_weight, taken_in)
+
+    def states_of(values: Tensor, first_memory: Tensor) -> States:
+        """The states where these `[B, H, T, E]` are the values, and a document begins with this memory `[H, D, E]`."""
+        start = first_memory.to(value.dtype), start_normaliser.to(value.dtype)
+        incoming = (first.expand(batch, *first.shape) for first in start)
+        return rule.states(written._replace(value=_delayed(layout, values)), *incoming, start, group.borders)
+
+    def read(states: States) -> tuple[Tensor, Tensor | None]:
+        found = rule.read(queries, states.memory, states.normaliser)
+        return tuple(part if part is None else layout.from_grid(part.transpose(2, 3)) for part in found)
+
+    states = states_of(value, start_memory)
+    memory, mass = read(states)
+    # Memory and read are linear in the values: with the unit matrix for values, the read is the tokens' weights
+    units = torch.eye(tokens, dtype=value.dtype, device=value.device).expand(batch, heads, -1, -1)
+    parts = units.split(max(1, COLUMN_ELEMENTS // (layout.segments * key[:, :, 0].numel())), -1)
+    weights_of_memory = [read(states_of(part, value.new_zeros(heads, width, part.shape[-1])))[0] for part in parts]
 
     logits = _widen(module.gate())
     log_sum = scores.logsumexp(-1, keepdim=True) if rule.shared else None
@@ -149,12 +165,19 @@ def _infini_parts(module: MemoryLayerMixin, hidden_states: Tensor, layout: GridL
         heads=from_memory + from_local,
         local_heads=local,
         memory_heads=memory,
+        memory_weights=torch.cat(weights_of_memory, -1),
         gate=torch.sigmoid(logits),
+        token_gate=share.squeeze(-1),
         memory_share=torch.where(sizes[0] > 0, sizes[0] / (sizes[0] + sizes[1]), 0),
         memory_norm=torch.cat([states.memory, states.last_memory.unsqueeze(1)], 1).flatten(3).norm(dim=-1).transpose(1, 2),
         normaliser_norm=torch.cat([states.normaliser, states.last_normaliser.unsqueeze(1)], 1).norm(dim=-1).transpose(1, 2),
         segments=segments,
     )
+
+
+def _delayed(layout: GridLayout, tokens: Tensor) -> Tensor:
+    """`[B, H, T, D]` as blocks `[B, S, H, slots, D]` in the order in which the memory takes them in."""
+    return layout.delay(layout.to_grid(tokens, None)).transpose(2, 3)
 
 
 def _segments(layout: GridLayout) -> Tensor:

@@ -89,7 +89,8 @@ def peak_of(prepare: Callable[..., Work], *settings, device: str, threads: int |
     method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
     context = multiprocessing.get_context(method)
     if method == "forkserver":
-        context.set_forkserver_preload([f"{__package__}.parts"])
+        # Of what is installed: the server of Python 3.11 and 3.12 does not see the folder of a script
+        context.set_forkserver_preload(["hf_infini.training"])
     with ProcessPoolExecutor(1, mp_context=context, initializer=_begin, initargs=(threads, limit_seconds)) as pool:
         try:
             return pool.submit(_peak_here, prepare, settings, "cpu").result()

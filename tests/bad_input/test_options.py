@@ -29,6 +29,7 @@ NUMBERS = {
     "benchmark": {"contexts": [0, -1], "rounds": [0, -5], "threads": [0, -1, 10**6], "seed": [-1, 2**32]},
     "convert": {
         "memory_in": [-1],
+        "memory_layers": [0, -1],
         "calibration_rows": [-1],
         "transfer_steps": [-1, 10**30],
         "together_steps": [-1],

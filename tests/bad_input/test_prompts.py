@@ -216,8 +216,7 @@ def test_tokenizers_without_special_tokens(needs, models, tmp_path, capsys):
 
 TEXTS = {
     "inspect_heads": {
-        "both": (["--text", "a", "--text_file", "long"], "exactly one of --text and --text_file"),
-        "none": ([], "exactly one of --text and --text_file"),
+        "both": (["--text", "a", "--text_file", "long"], "give one of --text and --text_file, not both"),
         "no file": (["--text_file", "none"], "cannot read none"),
         "a folder": (["--text_file", "folder"], "cannot read folder"),
         "binary": (["--text_file", "binary"], "cannot read binary"),

@@ -1,10 +1,13 @@
 """Runs the recipes: as programs and as modules, on a small text, with tiny models."""
 
+import contextlib
 import functools
 import importlib.util
+import io
 import itertools
 import json
 import lzma
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -41,25 +44,46 @@ def run(*command, check: bool = True) -> subprocess.CompletedProcess:
     return done
 
 
-def kill_when(ready, *command, seconds: int = 200) -> None:
-    """Starts a command in the repository and kills it, without a chance to clean up, as soon as `ready()` is true."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with tempfile.TemporaryFile("w+") as log:
-        process = subprocess.Popen([*map(str, command)], cwd=ROOT, env=environment, stdout=log, stderr=log)
+def run_recipe(name: str, *argv, check: bool = True) -> subprocess.CompletedProcess:
+    """[`run`] of a recipe in this process, without the seconds that imports take: what it prints and its exit status."""
+    words, code = [*map(str, argv)], 0
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as errors:
+        try:
+            load_recipe(name).main(words)
+        except SystemExit as stop:
+            code = stop.code or 0
+    assert not check or code == 0, errors.getvalue()
+    return subprocess.CompletedProcess([name, *words], code, out.getvalue(), errors.getvalue())
+
+
+def kill_when(ready, name: str, *argv, seconds: int = 200) -> None:
+    """Starts a recipe in a process and kills it, without a chance to clean up, as soon as `ready()` is true. The process is
+    forked from a server that has imported the libraries and done nothing."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["transformers.trainer", "datasets", "hf_infini.training"])
+    with tempfile.NamedTemporaryFile("r") as log:
+        process = context.Process(target=_main_of, args=(name, [*map(str, argv)], log.name))
+        process.start()
         try:
             deadline = time.monotonic() + seconds
             while not ready():
-                if process.poll() is not None:
-                    log.seek(0)
-                assert process.poll() is None, f"ended too early\n{log.read()}"
+                assert process.is_alive(), f"ended too early\n{log.read()}"
                 assert time.monotonic() < deadline, f"not ready after {seconds} s"
                 time.sleep(0.002)
         finally:
             process.kill()
-            process.wait()
+            process.join()
+
+
+def _main_of(name: str, argv: list[str], log: str) -> None:
+    with open(log, "w", buffering=1) as file:
+        os.dup2(file.fileno(), sys.stdout.fileno())
+        os.dup2(file.fileno(), sys.stderr.fileno())
+        load_recipe(name).main(argv)
 
 
 def recipe(name: str) -> list[str]:
+    """The command of a recipe as a program."""
     return [sys.executable, str(ROOT / "recipes" / f"{name}.py")]
 
 
@@ -84,14 +108,14 @@ def prepared_data(base: Path) -> Path:
     rows = [json.dumps({"id": f"{number:03}", "text": text}) + "\n" for number, text in enumerate(documents)]
     (base / "text.jsonl").write_text("".join(rows), encoding="utf-8")
     options = ["--source", base / "text.jsonl", "--tokenizer", "characters", "--context", CONTEXT]
-    run(*recipe("prepare"), *options, "--validation", 0.1, "--out", base / "data")
+    run_recipe("prepare", *options, "--validation", 0.1, "--out", base / "data")
     return base / "data"
 
 
 @functools.cache
 def straight_run(base: Path) -> Path:
     """An uninterrupted run of an infini model with segment positions, dropout and more than two epochs."""
-    run(*recipe("train"), *infini_options(prepared_data(base)), "--out", base / "straight")
+    run_recipe("train", *infini_options(prepared_data(base)), "--out", base / "straight")
     return base / "straight"
 
 

@@ -33,7 +33,7 @@ print(peak / (tokens * 4 * 64 * 4))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("length", "mode"), [(16, "plain"), (16, "packed"), (256, "plain")])
+@pytest.mark.parametrize(("length", "mode"), [(16, "plain"), (16, "packed")])
 def test_peak_memory_of_a_long_sequence(length, mode):
     """40,000 tokens, forward and backward, in units of one of q, k, v: they and their gradients are 6 of them, output and
     its gradient 2. Stored for the backward pass are q, k and v with the heads first, σ(q), σ(k), the read and the local
@@ -44,7 +44,7 @@ def test_peak_memory_of_a_long_sequence(length, mode):
     # glibc then gives every large block back when it is freed; as it is, it keeps as much again, more or less by chance
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "1000000"}
     units = float(subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout)
-    assert units < (24 if mode == "packed" else 18)  # measured: 20.4; 14.2 and 15.2
+    assert units < (24 if mode == "packed" else 18)  # measured: 20.4 and 14.2
 
 
 class CountedBytes(TorchDispatchMode):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cli import UserError
-from running import SIZES, load_recipe, prepared_data, recipe, run
+from running import SIZES, load_recipe, prepared_data, run_recipe
 from training import setup
 
 pytestmark = pytest.mark.slow  # they share trained runs
@@ -28,8 +28,8 @@ def folder(tmp_path_factory) -> Path:
     data = prepared_data(tmp_path_factory.getbasetemp())
     os.environ["TRACKIO_DIR"] = str(out.parent / "trackio")
     try:
-        command = [*recipe("train"), "--data", data, "--out", out, *SIZES, *options, "--eval_rows", 8]
-        run(*command, "--report_to", "tensorboard", "trackio")
+        command = ["train", "--data", data, "--out", out, *SIZES, *options, "--eval_rows", 8]
+        run_recipe(*command, "--report_to", "tensorboard", "trackio")
     finally:
         del os.environ["TRACKIO_DIR"]
     return out

@@ -250,6 +250,7 @@ def test_packed_documents_are_the_documents_alone(make, options):
             compare_rows(layer, 0, kept, alone.layers[number], norms=False)
             assert (layer.weights.values[0][:, kept][..., ~kept] == 0).all()
             if layer.kind == "infini":  # what the document's own segments read
+                assert (layer.memory_weights.values[0][:, kept][..., ~kept] == 0).all()
                 places = layer.segments.values[0, kept].unique()
                 norms = alone.layers[number].memory_norm.values[0, :, : len(places)]
                 torch.testing.assert_close(layer.memory_norm.values[0][:, places], norms, rtol=1e-4, atol=1e-6)

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_infini import InfiniGPT2LMHeadModel, training
 from models import causal_mha, infini_gpt2, token_ids
-from running import ROOT, SIZES, load_recipe, losses, prepared_data, recipe, result, run
+from running import ROOT, SIZES, load_recipe, losses, prepared_data, recipe, result, run, run_recipe
 
 pytestmark = pytest.mark.slow  # they share trained runs
 
@@ -146,6 +146,6 @@ def test_a_model_that_is_sharded_carries_the_same_code(make, process_group, tmp_
 def test_a_launch_that_would_shard_nothing_is_refused(base, monkeypatch):
     """accelerate passes over such a configuration on CPUs; the launch leaves no more than this variable of it."""
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    done = run(*recipe("train"), *options(base), "--out", base / "refused", check=False)
+    done = run_recipe("train", *options(base), "--out", base / "refused", check=False)
     assert done.returncode == 1 and "error: accelerate's configuration asks for FSDP" in done.stderr
     assert not list((base / "refused").glob("checkpoint-*"))

@@ -16,7 +16,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from corpora.tokenization import build_character_tokenizer, train_bpe
 from hf_infini.inspection import inspect_attention
-from hf_infini.inspection.page import LAST_LEVEL, LEVELS_PER_NAT, inspection_page, page_data
+from hf_infini.inspection import page as page_module
+from hf_infini.inspection.page import LAST_LEVEL, NEGATIVE, NOTHING, SCRIPTS, inspection_page, page_data
 from models import causal_mha, gpt2, infini_gpt2
 from plots.heads import plot_heads, plot_memory
 from running import load_recipe
@@ -63,11 +64,26 @@ def decoded(layer: dict, head: int) -> tuple[np.ndarray, np.ndarray]:
     begin = 0
     for query, first in enumerate(layer["first"]):
         row = levels[begin : begin + query - first + 1]
+        begin += len(row)
+        row = np.where(row == NOTHING, np.nan, row)
         weights[query, first : query + 1] = np.exp(-row / 1000)
         scores[query, first : query + 1] = sums[query] - row / 1000
-        begin += len(row)
     assert begin == len(levels)
     return weights, scores
+
+
+def decoded_memory(layer: dict, head: int) -> np.ndarray:
+    """A head's weights through the memory [queries, keys] from the page's data, NaN where it holds nothing."""
+    levels = np.frombuffer(base64.b64decode(layer["memoryLevels"][head]), "<u2").astype(np.int64)
+    tops = np.frombuffer(base64.b64decode(layer["memoryTops"][head]), "<f4")
+    weights, begin = np.full((len(tops), len(tops)), np.nan), 0
+    for query, (first, stop) in enumerate(zip(layer["memoryFirst"], layer["memoryStop"], strict=True)):
+        row = levels[begin : begin + stop - first]
+        begin += len(row)
+        sizes = tops[query] * np.exp(-(row % NEGATIVE) / 1000)
+        weights[query, first:stop] = np.where(row == NOTHING, np.nan, np.where(row < NEGATIVE, sizes, -sizes))
+    assert begin == len(levels)
+    return weights
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +96,7 @@ def bpe():
     [
         (gpt2, {}),
         (infini_gpt2, {"local_segments": 1, "layers": [0, 2]}),
+        (infini_gpt2, {"update_rule": "delta", "sink_tokens": 2, "segment_length": 4}),
         (causal_mha, {"attention": "local", "sliding_window": 5, "position_encoding": "alibi"}),
     ],
 )
@@ -112,6 +129,12 @@ def test_the_page_holds_the_inspection_s_numbers(make, options, row, bpe):
             assert found["segments"] == segments.tolist()
             # Five digits are kept
             assert found["gate"] == pytest.approx(layer.gate.values.tolist(), rel=1e-4)
+            for head in range(4):
+                weights = decoded_memory(found, head)
+                wanted = layer.memory_weights.values[row, head][real][:, real].numpy()
+                assert np.array_equal(np.isnan(weights), wanted == 0)
+                assert np.nan_to_num(weights) == pytest.approx(wanted, rel=0.00051, abs=1e-6)
+            assert np.array(found["tokenGate"]) == pytest.approx(layer.token_gate.values[row][:, real].numpy(), rel=1e-4)
             assert np.array(found["share"]) == pytest.approx(layer.memory_share.values[row][:, real].numpy(), rel=1e-4)
             stop = int(segments.max()) + 2
             for name, norms in (("memory", layer.memory_norm), ("normaliser", layer.normaliser_norm)):
@@ -138,7 +161,8 @@ def test_the_page_needs_nothing_else(bpe):
     assert not [name for name, _ in page.attributes if name in ("src", "href", "srcset", "action") or name.startswith("on")]
     addresses = re.findall(r"https?://[^\"'\s]*|url\(|@import|fetch\(|import\(|XMLHttpRequest", text)
     assert addresses == ["http://www.w3.org/2000/svg"]  # the name of a namespace, which nobody loads
-    assert f"LEVELS_PER_NAT = {LEVELS_PER_NAT}, LAST_LEVEL = {LAST_LEVEL}," in text  # the script's are the writer's
+    for name in ("LEVELS_PER_NAT", "LAST_LEVEL", "LAST_MEMORY_LEVEL", "NEGATIVE", "NOTHING"):  # as the writer has them
+        assert re.search(rf"\b{name} = {getattr(page_module, name)}[,;]", text)
     policy = next(value for name, value in page.attributes if name == "content" and "default-src" in value)
     assert "default-src 'none'" in policy and "http" not in policy
     ids = {value for name, value in page.attributes if name == "id"}
@@ -151,7 +175,7 @@ def test_the_page_needs_nothing_else(bpe):
 def test_the_script_is_valid(bpe, tmp_path):
     page = Page(inspection_page(inspect_attention(gpt2(), torch.ones(1, 3, dtype=torch.long)), title="m"))
     (tmp_path / "page.js").write_text(page.content["script", None], encoding="utf-8")
-    for name in ("page.js", "charts.js"):
+    for name in SCRIPTS:
         assert resources.files("hf_infini.inspection").joinpath(name).read_text("utf-8") in page.content["script", None]
     done = subprocess.run(["node", "--check", tmp_path / "page.js"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -163,13 +187,16 @@ def test_numbers_that_are_not_finite_and_layers_without_attention():
     assert Page(inspection_page(inspection, title="m")).data()["layers"][0]["memory"][0][1] is None
     inspection = inspect_attention(causal_mha(attention="none"), torch.ones(1, 20, dtype=torch.long))
     assert page_data(inspection, title="m")["layers"][1] == {"layer": 1, "kind": "none"}
+    with pytest.raises(ValueError, match="needs a layer with attention heads"):
+        inspection.show()
+    assert inspection._repr_html_() is None
 
 
 def test_a_page_is_compact():
     ids = torch.randint(1, 89, (1, 200), generator=torch.Generator().manual_seed(0))
     page = inspection_page(inspect_attention(gpt2(n_positions=200), ids), title="m")
-    # 12 heads of 200 · 201 / 2 weights, 2 bytes each, as base64; script, style, tokens and row sums are the 5 % and 40 kB
-    assert len(page) < 1.05 * 12 * 200 * 201 / 2 * 2 * 4 / 3 + 40_000
+    # 12 heads of 200 · 201 / 2 weights, 2 bytes each, as base64; script, style, tokens and row sums are the 5 % and 60 kB
+    assert len(page) < 1.05 * 12 * 200 * 201 / 2 * 2 * 4 / 3 + 60_000
 
 
 # --- pictures ---------------------------------------------------------------------------------------------------------
@@ -209,6 +236,7 @@ def models(tmp_path_factory, bpe):
         "gpt2": gpt2(**sizes),
         "mha": causal_mha(position_encoding="rope", **sizes),
         "none": causal_mha(attention="none", **sizes),
+        "long": infini_gpt2(segment_length=90, local_segments=1, position_encoding="rope", n_layer=1, **sizes),
         "llama": LlamaForCausalLM(llama),
     }
     for name, model in made.items():
@@ -252,14 +280,29 @@ def test_chosen_layers_and_models_without_a_memory(models, tmp_path, name, layer
     assert [layer["layer"] for layer in data["layers"]] == layers and "".join(data["tokens"]) == TEXT[:20].replace(" ", "·")
 
 
+@pytest.mark.parametrize(("name", "tokens"), [("gpt2", 64), ("hybrid", 200), ("long", 270)])
+def test_without_a_text_a_story_reaches_the_memory(models, tmp_path, name, tokens, capsys):
+    options = ["--model", models / name, "--layers", 0, "--out", tmp_path, "--device", "cpu"]
+    inspect_heads.main([*map(str, options)])
+    assert "no token reads" not in capsys.readouterr().err
+    data = Page((tmp_path / "heads.html").read_text(encoding="utf-8")).data()
+    assert len(data["tokens"]) == tokens
+    if name != "gpt2":
+        assert all(share > 0 for head in data["layers"][0]["share"] for share in head[-90:])
+
+
+def test_a_text_too_short_for_the_memory_is_named(models, tmp_path, capsys):
+    inspect_heads.main(["--model", str(models / "long"), "--text", TEXT, "--out", str(tmp_path), "--device", "cpu"])
+    assert "no token reads the memory: that takes more than 180 tokens" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
         ("gpt2", ["--text", "a" * 65], "65 tokens, but this model has 64 learned positions: ask for fewer"),
         ("gpt2", ["--text", ""], "--text '' is empty"),
         ("gpt2", ["--text", "a", "--layers", "3"], "layers must be numbers from 0 to 2; got [3]"),
-        ("gpt2", ["--text", "a", "--text_file", "b"], "exactly one of --text and --text_file"),
-        ("gpt2", [], "exactly one of --text and --text_file"),
+        ("gpt2", ["--text", "a", "--text_file", "b"], "give one of --text and --text_file, not both"),
         ("gpt2", ["--text_file", "nowhere.txt"], "--text_file: cannot read nowhere.txt"),
         ("gpt2", ["--text", "a", "--max_tokens", "0"], "--max_tokens must be greater than 0, got 0"),
         ("none", ["--text", "a"], "has no attention heads"),

@@ -13,7 +13,7 @@ from corpora.tokenization import build_character_tokenizer, encode_texts, train_
 from hf_infini import InfiniCache
 from hf_infini.memory_files import read_memory_file, read_record, write_memory_file
 from models import gpt2, infini_gpt2
-from running import continuations, greedy, kill_when, load_recipe, recipe, run, sample_text
+from running import continuations, greedy, kill_when, load_recipe, run_recipe, sample_text
 
 memorize = load_recipe("memorize")
 TOKENS = 700  # of a short text; one token is one character
@@ -159,11 +159,11 @@ def test_killed_while_it_writes_it_goes_on_and_ends_with_the_same_bytes(tmp_path
         writing = any(tmp_path.glob(f"{partial.name}.*.part"))
         return partial.exists() and (writing or read_record(partial)["columns"] > tokens / 2)
 
-    kill_when(ready, *recipe("memorize"), *options, "--out", file)
+    kill_when(ready, "memorize", *options, "--out", file)
     done = read_record(partial)["columns"]
     assert 0 < done < tokens and done % 24 == 0 and not file.exists()
     shutil.copy(partial, tmp_path / "kept")
-    resumed = run(*recipe("memorize"), *options, "--out", file)
+    resumed = run_recipe("memorize", *options, "--out", file)
     assert f"continuing after {done:,} tokens" in resumed.stderr and "reading long.txt: 100%" in resumed.stderr
     assert file.read_bytes() == (tmp_path / "straight").read_bytes()
     assert {path.name for path in tmp_path.iterdir()} == {"long.txt", "long.safetensors", "straight", "kept"}
@@ -171,7 +171,7 @@ def test_killed_while_it_writes_it_goes_on_and_ends_with_the_same_bytes(tmp_path
     assert resumed.stdout.startswith(f"{file}: {size:,} bytes for {tokens:,} tokens of long.txt, read at ")
     assert f"a full key/value cache would take {full:,} bytes, {full / size:,.1f} times as many" in resumed.stdout
     asked = ["--model", model, "--memory", file, "--prompt", "The king", "--max_new_tokens", 8, "--device", "cpu"]
-    assert run(*recipe("generate"), *asked).stdout == greedy(model, sample_text()[:tokens] + "The king", 8) + "\n"
+    assert run_recipe("generate", *asked).stdout == greedy(model, sample_text()[:tokens] + "The king", 8) + "\n"
 
     # What an earlier start has read of another text, or what is damaged, is not gone on with
     for change, message in (

@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 from cli import parse_options
 from corpora.biographies import biography_documents
 from recall.rows import deal_kinds, read_mix
-from running import SIZES, kill_when, load_recipe, recipe
+from running import SIZES, kill_when, load_recipe
 
 prepare_recall = load_recipe("prepare_recall")
 CONTEXT = 512
@@ -165,7 +165,7 @@ def test_drills_make_rows_of_any_length(base, tmp_path):
 @pytest.mark.slow
 def test_a_killed_run_leaves_nothing_that_looks_finished(base, tmp_path):
     options = ["--context", 512, "--rows", 2500, "--validation_rows", 4]
-    command = [*recipe("prepare_recall"), "--data", source(base), *options, "--out", tmp_path / "out"]
+    command = ["prepare_recall", "--data", source(base), *options, "--out", tmp_path / "out"]
     kill_when(lambda: list((tmp_path / "out" / ".stages" / "new").glob("train.*.part/stream/*")), *command)
     assert not (tmp_path / "out" / "manifest.json").exists() and not (tmp_path / "out" / "train").exists()
     killed = prepare(tmp_path / "out", base, *options)

@@ -16,7 +16,7 @@ from models import causal_mha, gpt2, infini_gpt2, token_ids
 from recall.examples import NEEDLES, QUESTIONS, Example, Question
 from recall.facts import FACT_NAMES
 from recall.tasks import constant_guesses, score_answers, wilson_interval
-from running import kill_when, load_recipe, recipe
+from running import kill_when, load_recipe
 
 evaluate_model = load_recipe("evaluate_model")
 
@@ -239,7 +239,7 @@ def test_a_killed_task_goes_on_where_it_was(base, tmp_path):
     options += ["--samples", 4, "--chunk", 64, "--batch_size", 2]
     options = [*map(str, options), "--lengths", *map(str, range(200, 3200, 200))]
     file = tmp_path / "out.cells.json"
-    command = [*recipe("evaluate_model"), *options, "--device", "cpu", "--out", str(tmp_path / "out")]
+    command = ["evaluate_model", *options, "--device", "cpu", "--out", str(tmp_path / "out")]
     kill_when(lambda: file.exists() and len(json.loads(file.read_text(encoding="utf-8"))["cells"]) >= 3, *command)
     assert not (tmp_path / "out.json").exists()
     kept = json.loads(file.read_text(encoding="utf-8"))

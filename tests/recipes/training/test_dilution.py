@@ -12,7 +12,7 @@ from transformers import TrainingArguments
 
 from hf_infini.training import PerplexityTrainer
 from models import RowsOf, causal_mha, infini_gpt2, token_ids
-from running import infini_options, load_recipe, losses, prepared_data, recipe, result, run, self_options
+from running import infini_options, load_recipe, losses, prepared_data, result, run_recipe, self_options
 from training.dilution import Dilution, weigh_memories
 
 train = load_recipe("train")
@@ -97,16 +97,16 @@ def test_a_step_with_a_past_has_its_loss_and_moves_every_parameter(tmp_path, fir
 def test_a_diluted_run_resumes_as_if_it_had_never_stopped(base, tmp_path):  # noqa: F811
     data = prepared_data(base)
     options = [*infini_options(data), "--dilute_with", data, "--dilute_up_to", 8, "--epochs", 1, "--save_steps", 2]
-    run(*recipe("train"), *options, "--out", tmp_path / "straight")
+    run_recipe("train", *options, "--out", tmp_path / "straight")
     last = result(tmp_path / "straight")["steps"]
     shutil.copytree(tmp_path / "straight", tmp_path / "resumed")
     (tmp_path / "resumed" / "result.json").unlink()
     shutil.rmtree(tmp_path / "resumed" / f"checkpoint-{last}")
-    done = run(*recipe("train"), *options, "--out", tmp_path / "resumed")
+    done = run_recipe("train", *options, "--out", tmp_path / "resumed")
     assert f"from step {(last - 1) // 2 * 2}" in done.stderr
     assert losses(tmp_path / "resumed") == losses(tmp_path / "straight")
     begin = options.index("--dilute_with")
-    run(*recipe("train"), *options[:begin], *options[begin + 4 :], "--out", tmp_path / "plain")
+    run_recipe("train", *options[:begin], *options[begin + 4 :], "--out", tmp_path / "plain")
     assert losses(tmp_path / "plain") != losses(tmp_path / "straight")
 
 

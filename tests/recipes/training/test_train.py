@@ -22,6 +22,7 @@ from running import (
     recipe,
     result,
     run,
+    run_recipe,
     self_options,
     straight_run,
 )
@@ -33,7 +34,7 @@ train = load_recipe("train")
 
 @pytest.fixture(scope="module")
 def self_run(base):
-    run(*recipe("train"), *self_options(prepared_data(base)), "--gradient_accumulation", 4, "--out", base / "self")
+    run_recipe("train", *self_options(prepared_data(base)), "--gradient_accumulation", 4, "--out", base / "self")
     return base / "self"
 
 
@@ -78,7 +79,7 @@ def test_metrics_lines(base):
 @pytest.mark.slow
 def test_killed_and_started_again_it_ends_as_if_it_had_run_through(base):
     straight, folder = straight_run(base), base / "killed"
-    command = [*recipe("train"), *infini_options(prepared_data(base)), "--out", folder]
+    command = ["train", *infini_options(prepared_data(base)), "--out", folder]
     kill_when((folder / "checkpoint-12" / "model.safetensors").exists, *command)
     assert not (folder / "result.json").exists()
     resumes_at = run_folder.checkpoint_step(run_folder.last_complete_checkpoint(folder))
@@ -87,7 +88,7 @@ def test_killed_and_started_again_it_ends_as_if_it_had_run_through(base):
     (folder / "checkpoint-90" / "optimizer.pt").write_bytes(b"half")
     shutil.copytree(folder / f"checkpoint-{resumes_at}", folder / "checkpoint-91")
     (folder / "checkpoint-91" / "complete.json").unlink()
-    done = run(*command)
+    done = run_recipe(*command)
     assert f"from step {resumes_at}" in done.stderr
     assert losses(folder) == losses(straight)
     assert result(folder)["cross_entropy"] == result(straight)["cross_entropy"]

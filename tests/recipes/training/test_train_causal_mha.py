@@ -29,9 +29,8 @@ from running import (
     load_recipe,
     losses,
     prepared_data,
-    recipe,
     result,
-    run,
+    run_recipe,
     straight_run,
     trained,
 )
@@ -213,7 +212,7 @@ def test_a_rate_of_gates_is_for_models_with_gates(tokenizer, attention, rate):
 @pytest.mark.slow
 def test_a_refused_model_leaves_no_folder(base, tmp_path):
     shared = ["--data", prepared_data(base), "--use_cpu", "true", "--out", tmp_path / "out"]
-    done = run(*recipe("train"), *shared, "--model", "causal_mha", "--rope_theta", 10, check=False)
+    done = run_recipe("train", *shared, "--model", "causal_mha", "--rope_theta", 10, check=False)
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert done.stderr.splitlines()[-1].startswith(f"error: {NotPossible.prefix}--rope_theta belongs to")
     assert not (tmp_path / "out").exists()
