@@ -4,6 +4,7 @@ PEFT itself is not imported: its layers are known by what they have in common.
 """
 
 import json
+from typing import Any
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -25,7 +26,7 @@ def without_wrappers(model):
     return next((module for module in model.modules() if isinstance(module, PreTrainedModel)), model)
 
 
-def adapter_layers(model: nn.Module) -> dict[str, nn.Module]:
+def adapter_layers(model: nn.Module) -> dict[str, Any]:
     """The layers that hold adapters, by name.
 
     Raises:
@@ -44,7 +45,7 @@ def adapter_layers(model: nn.Module) -> dict[str, nn.Module]:
     return layers
 
 
-def acting(layers: dict[str, nn.Module]) -> list[str]:
+def acting(layers: dict[str, Any]) -> list[str]:
     """The names of the adapters that act in any of the layers, merged ones included."""
     names = set()
     for layer in layers.values():
@@ -52,7 +53,7 @@ def acting(layers: dict[str, nn.Module]) -> list[str]:
     return sorted(names)
 
 
-def settings(layers: dict[str, nn.Module]) -> str:
+def settings(layers: dict[str, Any]) -> str:
     """All that decides what the adapters of the layers do beside their tensors, as JSON: which act, in their order (sums
     round), which are merged, and their numbers, such as LoRA's scaling."""
     found = {
@@ -69,5 +70,5 @@ def settings(layers: dict[str, nn.Module]) -> str:
     )
 
 
-def _active(layer: nn.Module) -> list[str]:
+def _active(layer) -> list[str]:
     return [] if layer.disable_adapters else list(layer.active_adapters)

@@ -17,11 +17,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .checks import check_arguments, check_shapes, check_window
-from .decoding import attend_step
-from .layout import GridLayout, Layout
+from .decoding import StepLayout, attend_step
+from .layout import GridLayout
 from .memory import EPS, MemoryRule, Within, memory_weight, mix
 from .positions import Rotary
-from .segments import segment_layout
+from .segments import SegmentLayout, segment_layout
 from .state import InfiniState, Projections
 from .tensors import pad_to
 from .window import Softmax, for_every_head, window_attention, window_weights
@@ -113,21 +113,22 @@ def infini_attention(
     check_window(*window, rotary)
     tokens = Projections(query, key, value, log_weight)
     masks = {"attention_mask": attention_mask, "memory_mask": memory_mask, "position_ids": position_ids}
-    if 0 in query.shape[::2]:
-        check_shapes(*query.shape[::2], **masks)
+    batch, count = query.shape[::2]
+    if 0 in (batch, count):
+        check_shapes(batch, count, **masks)
         output, new_state = _of_no_tokens(tokens, gate, window, rule, state)
     else:
         options = {"state": state, "max_documents": max_documents, "device": query.device}
-        layout = segment_layout(*query.shape[::2], *window, **options, **masks)
+        layout = segment_layout(batch, count, *window, **options, **masks)
         softmax = Softmax(scaling, dropout, softcap=softcap, rotary=rotary, query_weight=query_weight)
         output, new_state, _ = attend(tokens, gate, layout, rule, softmax, state, return_state=return_state)
-    return (output, new_state) if return_state else output
+    return output if new_state is None or not return_state else (output, new_state)
 
 
 def attend(
     tokens: Projections,
     gate: Tensor,
-    layout: Layout,
+    layout: SegmentLayout,
     rule: MemoryRule,
     softmax: Softmax,
     state: InfiniState | None = None,
@@ -151,13 +152,12 @@ def attend(
     if state is None:
         state = _initial(tokens, (layout.segment_length, layout.local_segments, layout.sink_tokens), rule)
     state = state.before(tokens, layout.places, rule.normalised)
-    if layout.one_token:
+    if isinstance(layout, StepLayout):
         return attend_step(tokens, gate, layout, rule, softmax, state, in_place)
     output, memory, normaliser, weights = _attend_grid(tokens, gate, layout, rule, softmax, state, return_weights)
     if not return_state:
         return output, None, weights
-    windows = zip(tokens[1:], state.windows(), strict=True)
-    state = state.with_windows(*(None if new is None else layout.next_window(new, window) for new, window in windows))
+    state = state.map_windows(lambda window, new: layout.next_window(new, window), tokens)
     return output, state.after(layout, memory=_own(memory), normaliser=_own(normaliser)), weights
 
 
@@ -174,33 +174,32 @@ def _attend_grid(
     local_segments, sinks, slots = layout.local_segments, layout.sink_tokens, layout.slots
     kv_heads, width = tokens.key.shape[1], tokens.key.shape[3]
     heads_per_key = tokens.query.shape[1] // kv_heads
-    grids = _grids(tokens, layout, state)
-    block, size = _sizes(layout, grids.key, rule)
+    all_queries, all_keys, all_values, all_log_weights = _grids(tokens, layout, state)
+    block, size = _sizes(layout, all_keys, rule)
     size = 0 if return_weights else size  # all segments at once: the weights are returned as one
     memory, normaliser, start, dtype = state.memory, state.normaliser, state.start(), state.memory.dtype
     gate = gate.to(dtype)[:, None, None]
     earlier = None if block == 1 else _earlier_segments(block, slots, heads_per_key, gate)
 
-    first_tokens = None
+    first_tokens = []
     if sinks:
-        grids_and_windows = ((grids.key, state.local_key), (grids.value, state.local_value))
+        grids_and_windows = ((all_keys, state.local_key), (all_values, state.local_value))
         first_tokens = [layout.sinks(*pair).expand(-1, layout.segments, -1, -1, -1) for pair in grids_and_windows]
-    if local_segments:  # the windows of a group begin w segments before it; what leaves them is what the memory takes in
-        early = [grid if grid is None else F.pad(grid, (0,) * 6 + (local_segments, 0)) for grid in grids[1:]]
-        grids = Projections(grids.query, *early)
-    grids = Projections(*(grid if grid is None else grid.split(size, 1) if size else (grid,) for grid in grids))
+    # The windows of a group begin w segments before it; what leaves them is what the memory takes in
+    all_queries, all_keys = _groups(all_queries, size), _groups(all_keys, size, local_segments)
+    all_values = _groups(all_values, size, local_segments)
+    all_log_weights = None if all_log_weights is None else _groups(all_log_weights, size, local_segments)
     outputs, weights = [], None
     for number, group in enumerate(layout.groups(size)):
         count = group.end - group.begin
-        queries = _blocks(grids.query[number], block).contiguous()
+        queries = _blocks(all_queries[number], block).contiguous()
         leaving_keys, leaving_values = (
-            _blocks(parts[number][:, :count], block).contiguous() for parts in (grids.key, grids.value)
+            _blocks(groups[number][:, :count], block).contiguous() for groups in (all_keys, all_values)
         )
-        windows = (leaving_keys, leaving_values)
+        windows = [leaving_keys, leaving_values]
         if local_segments:
-            windows = [
-                _windows(parts[number : number + 2], count, local_segments, block) for parts in (grids.key, grids.value)
-            ]
+            reach = slice(number, number + 2)
+            windows = [_windows(groups[reach], count, local_segments, block) for groups in (all_keys, all_values)]
         if sinks:
             parts = zip(first_tokens, windows, strict=True)
             windows = [torch.cat([_blocks(part[:, group.begin : group.end], block), window], 4) for part, window in parts]
@@ -219,8 +218,8 @@ def _attend_grid(
         with torch.autocast(tokens.key.device.type, enabled=False):
             local = local.flatten(3, 4)
             log_weight = None
-            if grids.log_weight is not None:
-                log_weight = _blocks(grids.log_weight[number][:, :count], block).flatten(3, 4)
+            if all_log_weights is not None:
+                log_weight = _blocks(all_log_weights[number][:, :count], block).flatten(3, 4)
             block_keys, block_values = (part.flatten(3, 4).to(dtype) for part in (leaving_keys, leaving_values))
             query_features = rule.query_features(queries.flatten(3, 4).to(dtype))
             query_features = query_features.unflatten(2, (kv_heads, -1)).flatten(3, 4)
@@ -231,12 +230,12 @@ def _attend_grid(
             written = rule.written(block_keys, block_values, log_weight, taken_in)
             states = rule.states(written, memory, normaliser, start, group.borders)
             memory, normaliser = states.last_memory, states.last_normaliser
-            within = None if block == 1 else Within(written.key_features, block_values, earlier)
+            within = None if earlier is None else Within(written.key_features, block_values, earlier)
             read, mass = (
-                tensor if tensor is None else tensor.unflatten(3, (heads_per_key, -1)).flatten(2, 3)
+                tensor.unflatten(3, (heads_per_key, -1)).flatten(2, 3)
                 for tensor in rule.read(query_features, states.memory, states.normaliser, within)
             )
-            log_sum = log_sum.flatten(3, 4).unsqueeze(-1) if rule.shared else None
+            log_sum = None if log_sum is None else log_sum.flatten(3, 4).unsqueeze(-1)
             share = memory_weight(gate, mass, log_sum, width, rule.eps)
             if state.start_memory is None and group.filled is not None:
                 share = share * _per_token(group.filled.unsqueeze(-1).expand(-1, -1, slots), block)
@@ -248,10 +247,16 @@ def _attend_grid(
 
 def _grids(tokens: Projections, layout: GridLayout, state: InfiniState) -> Projections:
     """The tokens, and those of the state's window, in the grid: `[B, S, C, heads, dim]` each."""
-    windows = (None, *state.windows())
-    return Projections(
-        *(None if new is None else layout.to_grid(new, window) for new, window in zip(tokens, windows, strict=True))
-    )
+    query, key = layout.to_grid(tokens.query, None), layout.to_grid(tokens.key, state.local_key)
+    value, log_weight = layout.to_grid(tokens.value, state.local_value), tokens.log_weight
+    log_weight = None if log_weight is None else layout.to_grid(log_weight, state.local_log_weight)
+    return Projections(query, key, value, log_weight)
+
+
+def _groups(grid: Tensor, size: int, early: int = 0) -> Sequence[Tensor]:
+    """The grid in groups of `size` segments (0: in one), the first of which begins so many segments early."""
+    grid = F.pad(grid, (0,) * 6 + (early, 0)) if early else grid
+    return grid.split(size, 1) if size else (grid,)
 
 
 def _weights_per_token(weights: Tensor, layout: GridLayout) -> Tensor:

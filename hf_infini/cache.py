@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from .adapters import without_wrappers
 from .layout import Layout
@@ -192,10 +192,11 @@ class InfiniCache(Cache):
         """
         columns = self.get_seq_length()
         for layer in self.layers:
-            if not isinstance(layer, InfiniLayer) and layer.get_seq_length() > columns:
+            if isinstance(layer, DynamicLayer) and layer.get_seq_length() > columns:
                 if layer.is_sliding:
                     raise ValueError("a call with this cache has failed halfway: make a new one and read the text again.")
-                layer.keys, layer.values = layer.keys[:, :, :columns], layer.values[:, :, :columns]
+                for name, tensor in _tensors_of(layer).items():
+                    setattr(layer, name, tensor[:, :, :columns])
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Columns that all layers have read; layers of full attention may hold more, where a call has failed."""
@@ -217,8 +218,8 @@ class InfiniCache(Cache):
         for layer in self.layers:
             if isinstance(layer, InfiniLayer):
                 total += layer._state.nbytes() if layer._state is not None else 0
-            elif layer.is_initialized:
-                total += layer.keys.nbytes + layer.values.nbytes
+            else:
+                total += sum(tensor.nbytes for tensor in _tensors_of(layer).values())
         return total
 
     def attention_mask(self, attention_mask: Tensor) -> Tensor:
@@ -258,14 +259,15 @@ class InfiniCache(Cache):
             ValueError: nothing has been read yet, `text_sha256` is not one for each row, or the state is not finite.
             MemoryFileAccessError: the file cannot be written, or is a folder (a ValueError and an OSError).
         """
-        if self.first_state() is None:
+        state = self.first_state()
+        if state is None:
             raise ValueError("this cache has read nothing yet: give it to model(ids, past_key_values=cache) before saving.")
-        tokens_seen = self.first_state().tokens_seen.tolist()
+        tokens_seen = state.tokens_seen.tolist()
         if text_sha256 is not None and (isinstance(text_sha256, str) or len(text_sha256) != len(tokens_seen)):
             raise ValueError(f"text_sha256 must be a list with one for each of the {len(tokens_seen)} rows.")
         self.drop_unfinished()
         tensors = self._tensors()
-        empty = empty_places(self.first_state().tokens_seen, *self._window)[:, None, :, None]
+        empty = empty_places(state.tokens_seen, *self._window)[:, None, :, None]
         for name in [name for name in tensors if name.endswith((".local_key", ".local_value", ".local_log_weight"))]:
             tensors[name] = tensors[name].masked_fill(empty, 0)  # a step that failed may have written its token there
         for name, tensor in tensors.items():
@@ -283,9 +285,7 @@ class InfiniCache(Cache):
         """All tensors, by their names in a memory file."""
         tensors = self.text.tensors() | ({} if self.documents is None else {"documents": self.documents})
         for number, layer in enumerate(self.layers):
-            bounded = isinstance(layer, InfiniLayer)
-            own = layer._state.tensors() if bounded else {"keys": layer.keys, "values": layer.values}
-            tensors |= {f"layers.{number}.{name}": tensor for name, tensor in own.items()}
+            tensors |= {f"layers.{number}.{name}": tensor for name, tensor in _tensors_of(layer).items()}
         return tensors
 
     @classmethod
@@ -319,9 +319,9 @@ class InfiniCache(Cache):
             own = {name: tensor.to(devices[prefix]) for name, tensor in of_layer.items()}
             if isinstance(layer, InfiniLayer):
                 layer.advance(InfiniState.from_tensors(own), record["columns"])
-            else:
+            elif isinstance(layer, DynamicLayer):
                 layer.update(own["keys"], own["values"])
-                if layer.is_sliding:
+                if isinstance(layer, DynamicSlidingWindowLayer):
                     layer.cumulative_length = record["columns"]
         cache.documents = tensors["documents"].to(devices[""]) if "documents" in tensors else None
         cache.text = ReadText.from_tensors({name: tensor.to(devices[""]) for name, tensor in tensors.items()})
@@ -338,7 +338,7 @@ class InfiniCache(Cache):
     def reset(self) -> None:
         self.__init__(self._config)
 
-    def reorder_cache(self, beam_idx: Tensor) -> None:
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         super().reorder_cache(beam_idx)
         self._map_own(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
 
@@ -355,3 +355,10 @@ class InfiniCache(Cache):
         self.text.map_rows(function)
         if self.documents is not None:
             self.documents = function(self.documents)
+
+
+def _tensors_of(layer) -> dict[str, Tensor]:
+    """What a layer of the cache holds, by name; nothing before the first call."""
+    if isinstance(layer, InfiniLayer):
+        return {} if layer._state is None else layer._state.tensors()
+    return {name: getattr(layer, name) for name in ("keys", "values") if getattr(layer, name) is not None}

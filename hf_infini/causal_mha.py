@@ -1,6 +1,6 @@
 """Causal multi-head attention written out: projections, scores, softmax, heads, and the projection that joins them."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +10,6 @@ from transformers.cache_utils import Cache
 
 from .cache import StatesOfCall
 from .configuration_causal_mha import ATTENTION_OPTIONS, CausalMHAConfig
-from .layout import Layout
 from .memory_layer import MemoryLayerMixin, rope_tables
 from .options_causal_mha import IN_EMBEDDING, RELATIVE
 from .positions import Rotary, alibi_bias, relative_key_bias, relative_keys, rotate, rotation, t5_buckets
@@ -22,6 +21,7 @@ from .scores import (
     scaled_dot_scores,
     visible_softmax,
 )
+from .segments import SegmentLayout
 from .window import Softmax
 
 
@@ -121,12 +121,12 @@ class CausalMultiHeadAttention(MemoryLayerMixin, nn.Module):
         mask: Tensor | None = None,
         distance: Tensor | None = None,
         position_ids: Tensor | None = None,
-        layout: Layout | None = None,
+        layout: SegmentLayout | None = None,
         rotary: Rotary | None = None,
         past_key_values: Cache | None = None,
         states: StatesOfCall | None = None,
         output_attentions: bool = False,
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    ) -> Tensor | tuple[Tensor, Tensor | None]:
         """
         Args:
             hidden_states: `[batch, tokens, d_in]`. Outside of a model, this is all it needs.
@@ -190,8 +190,7 @@ class CausalMultiHeadAttention(MemoryLayerMixin, nn.Module):
     ) -> HeadParts:
         """Scores, weights and context vectors of global or local attention, step by step; arguments as of `forward`."""
         query, key, value = self._with_cached(hidden_states, position_ids, past_key_values)
-        distance = self._distance(query, key, mask) if distance is None else distance
-        visible = self._visible(distance) if mask is None else mask
+        visible, distance = self._reach(query, key, mask, distance)
         scores, weights = visible_softmax(self.scores(query, key, distance), visible)
         return HeadParts(scores, weights, self.dropout(weights) @ value)
 
@@ -202,7 +201,7 @@ class CausalMultiHeadAttention(MemoryLayerMixin, nn.Module):
         """
         if self.config.score == "additive":
             added = None
-            if self.config.position_encoding == "relative_key":
+            if distance is not None and self.config.position_encoding == "relative_key":
                 added = relative_keys(self.relative_table, distance)
             scores = additive_scores(query, key, self.score_weight, self.score_vector, added)
             bias = self._distance_bias(distance)
@@ -261,28 +260,32 @@ class CausalMultiHeadAttention(MemoryLayerMixin, nn.Module):
         plain = self.config.attention == "global" and self.config.position_encoding not in RELATIVE
         causal = mask is None and plain and query.shape[2] == key.shape[2]
         if not causal:
-            distance = self._distance(query, key, mask) if distance is None else distance
-            mask = self._visible(distance) if mask is None else mask
+            mask, distance = self._reach(query, key, mask, distance)
             bias = self._bias(query, distance)
             mask = mask if bias is None else bias.to(query.dtype).masked_fill(~mask, float("-inf"))
         query, scaling = as_dot_product(self.config.score, query, getattr(self, "score_weight", None))
         dropout = self.dropout.p if self.training else 0.0
         return F.scaled_dot_product_attention(query, key, value, mask, dropout, is_causal=causal, scale=scaling)
 
-    def _distance(self, query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor | None:
-        """`[tokens, keys]`, where the tokens are the last of the keys; `None` where neither score nor mask depends on it."""
-        if mask is not None and self.config.position_encoding not in RELATIVE:
-            return None
-        keys = torch.arange(key.shape[2], device=key.device)
-        return keys[keys.shape[0] - query.shape[2] :, None] - keys
-
-    def _visible(self, distance: Tensor) -> Tensor:
-        """`[tokens, keys]` bool: nothing later than the token, and nothing beyond a local window."""
-        visible = distance >= 0
-        return visible if self.config.sliding_window is None else visible & (distance < self.config.sliding_window)
+    def _reach(
+        self, query: Tensor, key: Tensor, mask: Tensor | None, distance: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Which keys are visible (without a mask: nothing later than the token, or beyond a local window), and how far they
+        are, `[tokens, keys]`; without a distance the tokens are the last keys. `None`: no score depends on it."""
+        if mask is not None and (distance is not None or self.config.position_encoding not in RELATIVE):
+            return mask, distance
+        if distance is None:
+            keys = torch.arange(key.shape[2], device=key.device)
+            distance = keys[keys.shape[0] - query.shape[2] :, None] - keys
+        if mask is None:
+            mask, window = distance >= 0, self.config.sliding_window
+            mask = mask if window is None else mask & (distance < window)
+        return mask, distance
 
     def _distance_bias(self, distance: Tensor | None) -> Tensor | None:
         """What the distance adds to a score, whatever the query: `[heads, tokens, keys]`, or `None`."""
+        if distance is None:
+            return None
         if self.config.position_encoding == "alibi":
             return alibi_bias(distance, self.num_heads)
         if self.config.position_encoding == "t5":
@@ -292,18 +295,18 @@ class CausalMultiHeadAttention(MemoryLayerMixin, nn.Module):
 
     def _bias(self, query: Tensor, distance: Tensor | None) -> Tensor | None:
         """What is added to scores that are products of query and key: `[…, heads, tokens, keys]`, or `None`."""
-        if self.config.position_encoding != "relative_key":
+        if distance is None or self.config.position_encoding != "relative_key":
             return self._distance_bias(distance)
         query, scaling = as_dot_product(self.config.score, query, getattr(self, "score_weight", None))
         return relative_key_bias(query, self.relative_table, distance) * scaling
 
 
-def _config_of_options(d_out: int, num_heads: int, options: dict) -> CausalMHAConfig:
+def _config_of_options(d_out: int, num_heads: int, options: dict[str, Any]) -> CausalMHAConfig:
     """The configuration of an attention outside of a model."""
     unknown = sorted(set(options) - set(ATTENTION_OPTIONS))
     if unknown:
         raise ValueError(f"unknown options {', '.join(unknown)}; an attention takes {', '.join(ATTENTION_OPTIONS)}.")
-    options = {"position_encoding": "none"} | options
+    options.setdefault("position_encoding", "none")
     if options["position_encoding"] in IN_EMBEDDING:
         raise ValueError(
             f"position_encoding={options['position_encoding']!r} is added to the embeddings, by the model: an attention "

@@ -8,19 +8,24 @@ import math
 import re
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from .hub_code import ModelBase
+
 HUB_OPTIONS = {"cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder", "trust_remote_code"}
 REMEDY = "Get the file again, or save the model again"
 SUMMED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
-class CheckedLoadingMixin:
+class CheckedLoadingMixin(ModelBase):
     """Loads whole checkpoints only; comes before `PreTrainedModel`."""
+
+    config_class: type[PreTrainedConfig]
 
     @classmethod
     def from_pretrained(
@@ -41,7 +46,8 @@ class CheckedLoadingMixin:
                 checkpoint = Checkpoint(path, cls._of_values, kwargs.get("config"), **hub)
         ignored = ignore_mismatched_sizes or checkpoint is not None  # the check below names them
         options = {"ignore_mismatched_sizes": ignored, "output_loading_info": True}
-        model, info = super().from_pretrained(path, *args, **options, **kwargs)
+        loaded: Any = super().from_pretrained(path, *args, **options, **kwargs)  # declared as the model only
+        model, info = loaded
         if checkpoint is not None:
             checkpoint.check(model, info, ignore_mismatched_sizes)
         return (model, info) if output_loading_info else model

@@ -11,7 +11,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 
-from .options import check_number, limits_of
+from .options import ConfigBase, check_number, limits_of
 
 # Stock models, whose options people are likely to try; and names of options that are not declared there
 STOCK = "GPT2 Llama Mistral Mixtral Qwen2 Gemma2 GPTNeoX GPTJ Phi Falcon Bloom OPT T5 Granite Cohere GptOss".split()
@@ -41,7 +41,7 @@ def _with_one_error(method):
     return wrapped
 
 
-class OptionsMixin:
+class OptionsMixin(ConfigBase):
     """Refuses options that a configuration would keep and its model ignore; comes before the configuration's base class.
 
     An extra attribute may have any name but that of an option of stock decoders (`rope_scaling`, `num_key_value_heads`, …),

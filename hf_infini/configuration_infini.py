@@ -4,6 +4,7 @@ import functools
 import sys
 from collections import ChainMap
 from collections.abc import Iterable
+from typing import ClassVar
 
 import transformers
 from transformers import GPT2Config, PreTrainedConfig
@@ -38,6 +39,7 @@ REFUSED = {
 class FamilyConfigMixin(MemoryOptions, OptionsMixin, AdaptersOfOwnMixin, HubConfigMixin):
     """All options of the own configuration, and those of [`MemoryOptions`]."""
 
+    own_class: ClassVar[type[PreTrainedConfig]]
     has_no_defaults_at_init = True  # transformers 5.17 would otherwise build one without options to compare with
 
     def __post_init__(self, **kwargs):
@@ -71,7 +73,7 @@ def _computed(config_class: type[PreTrainedConfig]) -> tuple[str, ...]:
 
 
 @functools.cache
-def infini_config(own: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
+def infini_config(own: type[PreTrainedConfig]) -> type[FamilyConfigMixin] | type[InfiniGPT2Config]:
     """The configuration class of a family with Infini-attention; `own`: that of the family, or one derived from it.
 
     Raises:

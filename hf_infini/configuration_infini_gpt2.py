@@ -46,7 +46,7 @@ class InfiniGPT2Config(MemoryOptions, OptionsMixin, AdaptersOfOwnMixin, HubConfi
                 f"position_encoding='rope' turns pairs of numbers: the head width n_embd / n_head must be even; got "
                 f"{self.n_embd} / {self.n_head} = {self.n_embd // self.n_head}."
             )
-        if self.position_encoding == "segment" and self.tokens_per_segment > self.n_positions:
+        if self.position_encoding == "segment" and self.window[0] > self.n_positions:
             raise ValueError(
                 f"position_encoding='segment' needs an embedding for every place in a segment: segment_length="
                 f"{self.tokens_per_segment} is more than n_positions={self.n_positions}."

@@ -4,9 +4,7 @@ A step writes its key and value into the row's next slot of the window and atten
 segment is full then writes the oldest segment of its window into the memory, and moves the window one segment on.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -38,7 +36,6 @@ class StepLayout(Layout):
             and sinks; `None`: it takes in all.
     """
 
-    one_token: ClassVar[bool] = True
     rows: Tensor
     slots: Tensor
     place: Tensor
@@ -82,18 +79,17 @@ class StepLayout(Layout):
         """The oldest segment of the window, `[batch, heads, L, dim]`."""
         return window[:, :, self.sink_tokens : self.sink_tokens + self.segment_length]
 
-    def compress(self, rule: MemoryRule, windows: Sequence[Tensor | None], state: InfiniState) -> tuple[Tensor, Tensor]:
-        """Memory and normaliser with the oldest segment of the windows (the state's), in the rows that lose one."""
-        memory, normaliser = state.memory, state.normaliser
+    def compress(self, rule: MemoryRule, state: InfiniState) -> tuple[Tensor, Tensor]:
+        """Memory and normaliser with the oldest segment of the state's windows, in the rows that lose one."""
+        memory, normaliser, kept_out = state.memory, state.normaliser, self.kept_out
         if not self.compressing:
             return memory, normaliser
-        everyone = len(self.compressing) == len(memory)
-        rows = slice(None) if everyone else torch.tensor(self.compressing, device=memory.device)
-        kept_out = None if self.kept_out is None else self.kept_out[rows]
-        leaving = [None if window is None else self.oldest(window)[rows] for window in windows]
-        new = _written(rule, leaving, kept_out, memory[rows], normaliser[rows])
-        if everyone:
-            return new
+        leaving = [None if window is None else self.oldest(window) for window in state.windows()]
+        if len(self.compressing) == len(memory):
+            return _written(rule, leaving, kept_out, memory, normaliser)
+        rows = torch.tensor(self.compressing, device=memory.device)
+        leaving = [None if part is None else part[rows] for part in leaving]
+        new = _written(rule, leaving, None if kept_out is None else kept_out[rows], memory[rows], normaliser[rows])
         return memory.index_copy(0, rows, new[0]), normaliser.index_copy(0, rows, new[1])
 
 
@@ -108,6 +104,8 @@ class GraphStepLayout(StepLayout):
         here: `[batch, 1, places, 1]` bool, the place that the row's token takes, and that among the sinks; none for padding.
     """
 
+    completing: Tensor
+    compressing: Tensor
     here: Tensor
 
     def opened(self, state: InfiniState) -> InfiniState:
@@ -116,9 +114,8 @@ class GraphStepLayout(StepLayout):
             return state
         begins = self.restart[:, :, None, None]
         start_memory, start_normaliser = state.start()
-        state = state.with_windows(*(w if w is None else w.masked_fill(begins, 0) for w in state.windows()))
         return replace(
-            state,
+            state.map_windows(lambda window: window.masked_fill(begins, 0)),
             memory=torch.where(begins, start_memory, state.memory),
             normaliser=torch.where(begins[..., 0], start_normaliser, state.normaliser),
         )
@@ -129,9 +126,9 @@ class GraphStepLayout(StepLayout):
     def shift(self, window: Tensor) -> Tensor:
         return torch.where(self.completing[:, None, None, None], self._moved(window), window)
 
-    def compress(self, rule: MemoryRule, windows: Sequence[Tensor | None], state: InfiniState) -> tuple[Tensor, Tensor]:
+    def compress(self, rule: MemoryRule, state: InfiniState) -> tuple[Tensor, Tensor]:
         """Computed for all rows, as they are not known, and only in those calls in which one of them needs it."""
-        kept_out, leaving = self.kept_out, [self.oldest(window) for window in windows if window is not None]
+        kept_out, leaving = self.kept_out, [self.oldest(window) for window in state.windows() if window is not None]
         if kept_out is None:
             kept_out = torch.zeros(leaving[0].shape[0], self.segment_length, dtype=torch.bool, device=leaving[0].device)
 
@@ -161,11 +158,8 @@ def attend_step(
 ) -> tuple[Tensor, InfiniState, Tensor | None]:
     """[`attend`] for one token per row, which returns the weights wherever they are written out."""
     kv_heads, width = tokens.key.shape[1], tokens.key.shape[3]
-    state = layout.opened(state)
-    new = (tokens.key, tokens.value, tokens.log_weight)
-    windows = zip(state.windows(), new, strict=True)
-    windows = [None if token is None else layout.put(window, token, in_place) for window, token in windows]
-    keys, values, _ = windows
+    state = layout.opened(state).map_windows(lambda window, new: layout.put(window, new, in_place), tokens)
+    keys, values, _ = state.windows()
 
     query = softmax.compared_queries(tokens.query, layout.place)
     seen = slice(layout.begin, layout.end)
@@ -187,34 +181,35 @@ def attend_step(
     with torch.autocast(keys.device.type, enabled=False):
         queries = rule.query_features(tokens.query.to(dtype))
         queries = queries.unflatten(1, (kv_heads, heads_per_key)).squeeze(3)  # [B, K, R, D]
-        one_block = (tensor.unsqueeze(1) for tensor in (queries, state.memory, state.normaliser))
-        found = rule.read(*one_block)
-        read, mass = (part if part is None else part.flatten(1, 3).unsqueeze(2) for part in found)  # [B, H, 1, E or 1]
-        log_sum = log_sum.unsqueeze(-1) if rule.shared else None
+        found = rule.read(queries.unsqueeze(1), state.memory.unsqueeze(1), state.normaliser.unsqueeze(1))
+        read, mass = (tensor.flatten(1, 3).unsqueeze(2) for tensor in found)  # [B, H, 1, E or 1]
+        log_sum = None if log_sum is None else log_sum.unsqueeze(-1)
         share = memory_weight(gate.to(dtype)[None, :, None, None], mass, log_sum, width, rule.eps)
         if state.start_memory is None:
             share = share * layout.filled.unsqueeze(-1)
         output = torch.lerp(output.to(dtype), read, share.expand_as(read)).to(output.dtype)
-        memory, normaliser = layout.compress(rule, windows, state)
+        memory, normaliser = layout.compress(rule, state)
     if layout.real is not None:
         output = output.masked_fill(~layout.real[:, :, None, None], 0)
-    state = state.with_windows(*(window if window is None else layout.shift(window) for window in windows))
-    return output, state.after(layout, memory=memory, normaliser=normaliser), weights
+    state = state.map_windows(layout.shift).after(layout, memory=memory, normaliser=normaliser)
+    return output, state, weights
 
 
 def _written(rule: MemoryRule, leaving, kept_out, memory, normaliser) -> tuple[Tensor, Tensor]:
     """Memory and normaliser after a segment: its keys, values and log weights `[batch, kv_heads, L, dim]`, `kept_out`
     `[batch, L]`."""
-    block = (None if part is None else part.to(memory.dtype).unsqueeze(1) for part in leaving)  # [B, 1, K, L, dim]
+    keys, values, log_weights = leaving
+    keys, values = (part.to(memory.dtype).unsqueeze(1) for part in (keys, values))  # [B, 1, K, L, dim]
+    log_weights = None if log_weights is None else log_weights.unsqueeze(1)
     taken_in = None if kept_out is None else ~kept_out[:, None, None, :, None]
-    states = rule.states(rule.written(*block, taken_in), memory, normaliser)
+    states = rule.states(rule.written(keys, values, log_weights, taken_in), memory, normaliser)
     return states.last_memory, states.last_normaliser
 
 
-def step_layout(call: Call, seen: list[int]) -> StepLayout:
+def step_layout(call: Call, state: InfiniState, seen: list[int]) -> StepLayout:
     """The layout of one token per row that goes on with the row's document, or is padding; `seen` is `state.tokens_seen` as
     a list."""
-    state, real, length, local, batch = call.state, call.real, call.segment_length, call.local_segments, call.batch
+    real, length, local, batch = call.real, call.segment_length, call.local_segments, call.batch
     sinks, device = call.sink_tokens, state.tokens_seen.device
     rows = list(range(batch)) if real is None else real[:, 0].nonzero()[:, 0].tolist()
     slots = [sinks + local * length + count % length for count in seen]
@@ -261,7 +256,7 @@ def step_layout(call: Call, seen: list[int]) -> StepLayout:
         compressing=compressing,
         positions=state.tokens_seen.unsqueeze(1),
         tokens_seen=state.tokens_seen + (1 if real is None else real[:, 0].long()),
-        last_position=_last_position(call),
+        last_position=_last_position(call, state.last_position),
         memory_tokens=memory_tokens,
         skipped=skipped,
         kept_out=kept_out,
@@ -270,13 +265,14 @@ def step_layout(call: Call, seen: list[int]) -> StepLayout:
     return _with_next_skipped(layout)
 
 
-def graph_step_layout(call: Call, restart: Tensor | None) -> GraphStepLayout:
+def graph_step_layout(call: Call, state: InfiniState, restart: Tensor | None) -> StepLayout:
     """The layout of one token per row for a graph; `restart` as in [`Layout`]."""
-    state, real, length, local = call.state, call.real, call.segment_length, call.local_segments
+    real, length, local = call.real, call.segment_length, call.local_segments
     seen, in_memory = state.tokens_seen, state.memory_tokens
-    if real is not None or restart is not None:  # whoever reads one of them reads both
-        real = torch.ones_like(restart) if real is None else real
-        restart = torch.zeros_like(real) if restart is None else restart
+    given = real if restart is None else restart
+    if given is not None:  # whoever reads one of them reads both
+        real = torch.ones_like(given) if real is None else real
+        restart = torch.zeros_like(given) if restart is None else restart
         seen, in_memory = (count.masked_fill(restart[:, 0], 0) for count in (seen, in_memory))
     sinks = call.sink_tokens
     segment, slot = seen // length, sinks + local * length + seen % length
@@ -313,7 +309,7 @@ def graph_step_layout(call: Call, restart: Tensor | None) -> GraphStepLayout:
         compressing=compressing,
         positions=seen.unsqueeze(1),
         tokens_seen=after,
-        last_position=_last_position(call),
+        last_position=_last_position(call, state.last_position),
         memory_tokens=_after_compressing(in_memory, compressing, kept_out, length),
         skipped=skipped,
         kept_out=kept_out,
@@ -324,9 +320,9 @@ def graph_step_layout(call: Call, restart: Tensor | None) -> GraphStepLayout:
     return _with_next_skipped(layout)
 
 
-def _last_position(call: Call) -> Tensor:
+def _last_position(call: Call, before: Tensor) -> Tensor:
     """`[batch]`, after the step."""
-    before, positions, real = call.state.last_position, call.position_ids, call.real
+    positions, real = call.position_ids, call.real
     after = before + 1 if positions is None else positions[:, 0].long()
     return after if real is None else torch.where(real[:, 0], after, before)
 

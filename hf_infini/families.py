@@ -5,6 +5,7 @@
 import functools
 import inspect
 import sys
+from typing import Any
 
 import transformers
 from torch import nn
@@ -14,7 +15,7 @@ from transformers.models.auto import modeling_auto
 from transformers.models.gpt2.modeling_gpt2 import GPT2Attention, GPT2DoubleHeadsModel
 
 from .checkpoints import HUB_OPTIONS
-from .configuration_infini import infini_config
+from .configuration_infini import FamilyConfigMixin, infini_config
 from .configuration_infini_gpt2 import InfiniGPT2Config
 from .generation import MemoryGenerationMixin
 from .hooks import become
@@ -50,14 +51,17 @@ def infini_class(own: type) -> type:
     """The class with Infini-attention of a family's own attention, base model, or model with a head."""
     if not issubclass(own, PreTrainedModel):
         return GPT2InfiniAttention if own is GPT2Attention else _attention_class(own)
-    attributes = {"__module__": __name__, "__doc__": f"`{own.__name__}` with Infini-attention.", "own_class": own}
-    attributes["config_class"] = infini_config(own.config_class)
-    bases = [HubModelMixin, InfiniPreTrainedMixin]
-    if own.__name__ == base_model_name(own.config_class):
-        bases.append(InfiniGPT2ModelMixin if own.config_class is GPT2Config else InfiniModelMixin)
+    config: Any = own.config_class
+    attributes: dict[str, Any] = {"__module__": __name__, "__doc__": f"`{own.__name__}` with Infini-attention."}
+    attributes |= {"own_class": own, "config_class": infini_config(config)}
+    bases: list[type] = [HubModelMixin, InfiniPreTrainedMixin]
+    if own.__name__ == base_model_name(config):
+        mixin = InfiniGPT2ModelMixin if config is GPT2Config else InfiniModelMixin
+        bases.append(mixin)
+        attributes["forward"] = _with_arguments_of(own.forward, mixin.forward)
         forward = inspect.unwrap(own.forward)
         attributes["argument_names"] = _arguments(forward)
-        attributes["layers_drop_keywords"] = own.config_class.model_type in DROP_KEYWORDS
+        attributes["layers_drop_keywords"] = config.model_type in DROP_KEYWORDS
         rotary = [c for name, c in vars(sys.modules[own.__module__]).items() if name.endswith("RotaryEmbedding")]
         attributes["turns_by_layer_type"] = any("layer_type" in _arguments(c.forward) for c in rotary)
         attributes["takes_masks_by_type"] = "causal_mask_mapping" in forward.__code__.co_varnames
@@ -68,12 +72,26 @@ def infini_class(own: type) -> type:
     return type("Infini" + own.__name__, (*bases, own), attributes)
 
 
+def _with_arguments_of(own, forward):
+    """A mixin's `forward` with the `own` one's signature and what the mixins add to it: others ask it what a model takes."""
+    signature, added = inspect.signature(own), inspect.signature(InfiniModelMixin.forward).parameters.values()
+    named = [*signature.parameters.values(), *(argument for argument in added if argument.kind is argument.KEYWORD_ONLY)]
+
+    @functools.wraps(forward)
+    def with_arguments(self, *args, **kwargs):
+        return forward(self, *args, **kwargs)
+
+    vars(with_arguments)["__signature__"] = signature.replace(parameters=sorted(named, key=lambda argument: argument.kind))
+    return with_arguments
+
+
 def _attention_class(own: type) -> type:
     arguments = _arguments(own.forward)[1:]
     cache = next(name for name in ("past_key_values", "layer_past") if name in arguments)
     module = sys.modules[own.__module__]
     turn = getattr(module, "apply_rotary_pos_emb", None) or getattr(module, "apply_rotary_emb", None)
-    attributes = {"__module__": __name__, "own_class": own, "argument_names": arguments, "cache_argument": cache}
+    attributes: dict[str, Any] = {"__module__": __name__, "own_class": own}
+    attributes |= {"argument_names": arguments, "cache_argument": cache}
     attributes["turning_function"] = None if turn is None else staticmethod(turn)
     return type("Infini" + own.__name__, (InfiniAttentionMixin, own), attributes)
 
@@ -82,9 +100,9 @@ def _arguments(function) -> list[str]:
     return [name for name in inspect.signature(function).parameters if name not in ("self", "kwargs")]
 
 
-def add_memory(model: PreTrainedModel) -> None:
+def add_memory(model: InfiniPreTrainedMixin) -> None:
     """Gives the layers that the model's configuration names their memory, in place, if they do not have it."""
-    base = decoder_of(model)
+    base: Any = decoder_of(model)  # is made an InfiniModelMixin
     if not isinstance(base, InfiniModelMixin):
         become(base, infini_class(type(base)))
     for part in (model, base):
@@ -94,7 +112,7 @@ def add_memory(model: PreTrainedModel) -> None:
     base.set_positions()
     layers, config = attention_layers(base), LayerConfig(base.config)
     for number in base.config.infini_layers:
-        attention = layers[number]
+        attention: Any = layers[number]  # is made an InfiniAttentionMixin
         if not isinstance(attention, InfiniAttentionMixin):
             become(attention, infini_class(type(attention)))
             attention.swap_in(config, base.rotary_tables(1))
@@ -118,8 +136,8 @@ def attention_layers(base: PreTrainedModel) -> list[nn.Module]:
     )
 
 
-def base_model_name(config: type[PreTrainedConfig]) -> str | None:
-    """The name of a family's own base model, or `None`."""
+def base_model_name(config: type[PreTrainedConfig]) -> str | tuple[str, ...] | None:
+    """The name of a family's own base model (of some encoders: two), or `None`."""
     return modeling_auto.MODEL_MAPPING_NAMES.get(config.model_type.removeprefix(PREFIX))
 
 
@@ -130,14 +148,15 @@ def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
         ValueError: there is none.
     """
     name = base_model_name(type(model.config))
-    found = next((m for m in model.modules() if type(m).__name__ in (name, f"Infini{name}")), None)
+    models = (module for module in model.modules() if isinstance(module, PreTrainedModel))
+    found = next((module for module in models if type(module).__name__ in (name, f"Infini{name}")), None)
     if found is None:
         raise ValueError(f"no {name} is inside this {type(model).__name__}.")
     return found
 
 
 @functools.cache
-def register_models(config: type[PreTrainedConfig]) -> None:
+def register_models(config: type[FamilyConfigMixin] | type[InfiniGPT2Config]) -> None:
     """Registers all models of a family with the Auto classes, and has them saved with their code."""
     own = config.own_class
     classes = {}

@@ -1,6 +1,7 @@
 """What `generate` does with a memory: its cache, the masks of what it has read, and the padding after finished rows."""
 
 import functools
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -9,8 +10,16 @@ from transformers.generation import GenerationMode
 
 from .cache import InfiniCache
 
+if TYPE_CHECKING:  # what the mixin comes before; it has no base when the code runs
+    from transformers._typing import GenerativePreTrainedModel
 
-class MemoryGenerationMixin:
+    class GenerativeBase(GenerationMixin, GenerativePreTrainedModel): ...
+
+else:
+    GenerativeBase = object
+
+
+class MemoryGenerationMixin(GenerativeBase):
     """Gives `generate` an [`InfiniCache`] for a model with infini layers and the mask of the ids that a given cache has not
     read, and keeps the padding after finished rows out of the memory; comes before `GenerationMixin`."""
 

@@ -1,18 +1,28 @@
 """How a saved model carries its code: copies of the modules that define it, under names that nobody else's files have."""
 
 import hashlib
+import inspect
 import os
 import re
-import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from transformers import PreTrainedConfig
 from transformers.dynamic_module_utils import get_relative_import_files
 from transformers.models.auto import modeling_auto
+from transformers.utils import PushToHubMixin
+
+from .options import ConfigBase
+
+if TYPE_CHECKING:  # what a model's mixins come before; they have no base when the code runs
+    from transformers import PreTrainedModel as ModelBase
+else:
+    ModelBase = object
 
 PREFIX = re.compile(r"hf_infini_[0-9a-f]{8}_")
 
 
-class HubCodeMixin:
+class HubCodeMixin(PushToHubMixin):
     """What [`HubConfigMixin`] and [`HubModelMixin`] share. They act in the classes that [`carry_code`] names, and not in
     their subclasses, but for those that torch makes of them to shard a model (FSDP2).
 
@@ -33,6 +43,7 @@ class HubCodeMixin:
         """Has transformers save a subclass with its file. Of the classes here it would overwrite what has the same name, and
         it calls this whenever it loads one by its copy."""
         if not cls.auto_entries:
+            # pyrefly: ignore[missing-attribute]  # models and configurations have it, and not what both derive from
             super().register_for_auto_class(*args, **kwargs)
 
     def _get_files_timestamps(self, working_dir):
@@ -41,7 +52,7 @@ class HubCodeMixin:
         return {name: time for name, time in times.items() if not PREFIX.match(name)}
 
 
-class HubConfigMixin(HubCodeMixin):
+class HubConfigMixin(HubCodeMixin, ConfigBase):
     """Saves a configuration with the code that it consists of; comes before `PreTrainedConfig`."""
 
     def save_pretrained(self, save_directory, *args, **kwargs):
@@ -62,8 +73,10 @@ class HubConfigMixin(HubCodeMixin):
         return ours and not (PREFIX.match(module) and Path(folder, f"{module}.py").is_file())
 
 
-class HubModelMixin(HubCodeMixin):
+class HubModelMixin(HubCodeMixin, ModelBase):
     """Saves a model with its code, so that it loads where this package is not installed; comes before `PreTrainedModel`."""
+
+    config_class: type[PreTrainedConfig]
 
     def save_pretrained(self, save_directory, is_main_process: bool = True, *args, **kwargs):
         defined = type(self)
@@ -89,10 +102,9 @@ def carry_code(code_entry: str, *others: type[HubCodeMixin], **classes: type[Hub
     """
     entries = {}
     for auto_class, cls in classes.items():
-        module = code_entry
-        if auto_class == "AutoConfig":
-            module = PREFIX.sub("", cls.__module__.rpartition(".")[2])
-        else:
+        module = PREFIX.sub("", cls.__module__.rpartition(".")[2])
+        if issubclass(cls, HubModelMixin):
+            module = code_entry
             names = getattr(modeling_auto, auto_class)._model_mapping._model_mapping  # MODEL_FOR_…_MAPPING_NAMES
             names[cls.config_class.model_type] = cls.__name__
         entries[auto_class] = f"{module}.{cls.__name__}"
@@ -103,7 +115,7 @@ def carry_code(code_entry: str, *others: type[HubCodeMixin], **classes: type[Hub
 def write_code(cls: type[HubCodeMixin], folder: str | os.PathLike) -> dict[str, str]:
     """Writes the modules that `cls.auto_entries` names, and all that they import with one dot, and removes those of other
     versions. Returns the entries with the names that the modules have there."""
-    source = Path(sys.modules[cls.__module__].__file__)
+    source = Path(inspect.getfile(cls))
     copied = PREFIX.match(source.name)  # this module is a copy itself: its names and imports are as they should be
     known = copied[0] if copied else ""
     modules = {entry.split(".")[0] for entry in cls.auto_entries.values()}

@@ -5,22 +5,22 @@ forward, and the layers share it; they see one interface, [`Layout`].
 
 The *grid* of a row is its list of segments in order, each with `slots` places. Tokens fill the slots of a segment from the
 first on, so a causal mask inside the segment is all that padding needs. A call that continues a state begins its grid with
-the segments of the window. Two forms hold the same thing: [`PlainLayout`], where the rows agree and hold one document each,
-is a reshape; [`IndexedLayout`], for padding, packed documents and rows of different lengths, is a gather. One more token for
-every row needs no grid: [`StepLayout`] in decoding.py.
+the segments of the window: [`GridLayout`], whose two forms are in grids.py. One more token for every row needs no grid:
+[`StepLayout`] in decoding.py.
 """
 
 import functools
+from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .memory import Borders
 from .state import InfiniState
-from .tensors import gather, pad, pad_to
+from .tensors import pad
 
 
 class Call(NamedTuple):
@@ -49,10 +49,8 @@ class Layout:
         real, restart: `[batch, tokens]` bool, which tokens are no padding, and which begin a document; `None`: all, none.
         next_skipped: `[batch, S + (w + 1) * L]` bool, which tokens of the next state's window `memory_mask` keeps out of the
             memory; `None`: none.
-        one_token: whether this is a [`StepLayout`].
     """
 
-    one_token: ClassVar[bool] = False
     segment_length: int
     local_segments: int
     sink_tokens: int = 0
@@ -91,12 +89,14 @@ class Layout:
         return self._new_order()
 
     def _new_order(self) -> tuple[Tensor, Tensor]:
-        batch, tokens = self.real.shape
-        rank = (self.real.cumsum(1) - 1).clamp(min=0)
-        columns = torch.arange(tokens, device=self.real.device).expand(batch, tokens)
-        place = torch.zeros(batch, tokens + 1, dtype=torch.long, device=self.real.device)
+        if (real := self.real) is None:
+            raise ValueError("the order of a row's tokens is that of its columns where no token is padding.")
+        batch, tokens = real.shape
+        rank = (real.cumsum(1) - 1).clamp(min=0)
+        columns = torch.arange(tokens, device=real.device).expand(batch, tokens)
+        place = torch.zeros(batch, tokens + 1, dtype=torch.long, device=real.device)
         # An extra place takes the padding, and is cut off
-        place = place.scatter(1, torch.where(self.real, rank, tokens), columns)
+        place = place.scatter(1, torch.where(real, rank, tokens), columns)
         return rank, place[:, :tokens]
 
 
@@ -133,7 +133,7 @@ class GridLayout(Layout):
             slots (0 without a state). Sinks are in the grid only as tokens of their segment.
         skipped: `[batch, segments, slots]` bool, which tokens never reach the memory; `None`: all do.
         memory_tokens_before: `[batch, segments]`, int64: how many tokens of its document the memory holds when each segment
-            reads it.
+            reads it; `None`: not counted yet.
         document: `[batch or 1, segments + 1]`: grid index where the document of each segment begins (that of a continued
             one may be negative); the last column is that of the row's next token.
         packed: whether a row holds more than one document.
@@ -145,8 +145,41 @@ class GridLayout(Layout):
     slots: int
     carried: int
     skipped: Tensor | None = None
+    document: Tensor
     memory_tokens_before: Tensor | None = None
     packed: bool = False
+
+    @abstractmethod
+    def to_grid(self, new: Tensor, window: Tensor | None) -> Tensor:
+        """`new [batch, heads, tokens, dim]` and the state's window `[batch, heads, S + (w + 1) * L, dim]` (`None` for
+        queries: zeros) as `[batch, segments, slots, heads, dim]`."""
+
+    @abstractmethod
+    def from_grid(self, grid: Tensor) -> Tensor:
+        """`[batch, segments, slots, heads, dim]` back to the new tokens, `[batch, heads, tokens, dim]`; padding is zero."""
+
+    @abstractmethod
+    def next_window(self, new: Tensor, window: Tensor) -> Tensor:
+        """The window of the next state from this call's tokens and the state's window, both `[batch, heads, …, dim]`."""
+
+    @abstractmethod
+    def sinks(self, grid: Tensor, window: Tensor) -> Tensor:
+        """The sinks that segments see whose window is beyond them, `[batch, segments or 1, S, heads, dim]`, from the grid
+        and the state's window."""
+
+    @abstractmethod
+    def borders(self, begin: int, end: int) -> Borders | None:
+        """Where the memory starts again among the delayed grid's segments `begin … end`; `None` without packed documents."""
+
+    @abstractmethod
+    def _is_steady(self, begin: int, end: int) -> bool:
+        """Whether the delayed segments `begin … end` are written as a whole, and every query of them has a full window and
+        a memory that holds something, so that no mask is needed. Where values would have to be read back from the device,
+        or from the shapes of a graph, the answer is no."""
+
+    @abstractmethod
+    def _leaving(self) -> Tensor | None:
+        """As `written`, of all tokens: those of segments that leave the window."""
 
     @property
     def query_places(self) -> slice:
@@ -167,7 +200,7 @@ class GridLayout(Layout):
         """The grid in groups of so many segments; 0: in one."""
         # Number of each segment within its document
         numbers = torch.arange(self.segments, device=self.tokens_seen.device) - self.document[:, :-1]
-        written = self.written()
+        written, held = self.written(), self.memory_tokens_before
         for begin in range(0, self.segments, size) if size else (0,):
             end = min(begin + size, self.segments) if size else self.segments
             if self._is_steady(begin, end):
@@ -178,7 +211,7 @@ class GridLayout(Layout):
                 end,
                 mask=self._window_mask(numbers[:, begin:end]) if self.local_segments or self.sink_tokens else None,
                 written=None if written is None else written[:, begin:end],
-                filled=self.memory_tokens_before[:, begin:end] > 0,
+                filled=None if held is None else held[:, begin:end] > 0,
                 borders=self.borders(begin, end),
             )
 
@@ -217,161 +250,3 @@ class GridLayout(Layout):
             return mask
         left = numbers[..., None, None] > self.local_segments  # the document's first segment has left the window
         return torch.cat([left.expand(*mask.shape[:-1], self.sink_tokens), mask], -1)
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlainLayout(GridLayout):
-    """One document in every row, all of the same length, without padding.
-
-    Attributes:
-        first: number, within the document, of the grid's first segment.
-        seen: tokens of the document before this call.
-        memory_in_use: whether the memory of every row held any token before the call.
-    """
-
-    first: int
-    seen: int
-    memory_in_use: bool
-
-    def to_grid(self, new: Tensor, window: Tensor | None) -> Tensor:
-        """`new [batch, heads, tokens, dim]` and the state's window `[batch, heads, S + (w + 1) * L, dim]` (`None` for
-        queries: zeros) as `[batch, segments, slots, heads, dim]`."""
-        tokens = new.transpose(1, 2)
-        if self.carried:
-            begin = (self.local_segments - self.seen // self.segment_length + self.first) * self.segment_length
-            begin += self.sink_tokens
-            old = (
-                tokens.new_zeros(self.batch, self.carried, *tokens.shape[2:])
-                if window is None
-                else window[:, :, begin : begin + self.carried].transpose(1, 2)
-            )
-            tokens = torch.cat([old, tokens], 1)
-        return pad_to(tokens, self.segments * self.slots).unflatten(1, (self.segments, self.slots))
-
-    def from_grid(self, grid: Tensor) -> Tensor:
-        """`[batch, segments, slots, heads, dim]` back to the new tokens, `[batch, heads, tokens, dim]`; padding is zero."""
-        return grid.flatten(1, 2)[:, self.carried : self.carried + self.tokens].transpose(1, 2)
-
-    def next_window(self, new: Tensor, window: Tensor) -> Tensor:
-        """The window of the next state from this call's tokens and the state's window, both `[batch, heads, …, dim]`."""
-        length, local, sinks = self.segment_length, self.local_segments, self.sink_tokens
-        end = self.seen + self.tokens
-        first = max(0, end // length - local) * length  # first token that stays, counted in the document
-        begin = sinks + (local - self.seen // length) * length + first
-        old = window[:, :, begin:] if first < self.seen else window[:, :, :0]
-        old = old[:, :, : max(0, self.seen - first)]
-        tokens = torch.cat([old, new[:, :, max(0, first - self.seen) :]], 2)
-        before = max(0, local - end // length) * length
-        tokens = pad(tokens, (0, 0, before, self.places - sinks - before - tokens.shape[2]))
-        if not sinks:
-            return tokens
-        known = min(self.seen, sinks)
-        front = torch.cat([window[:, :, :known], new[:, :, : sinks - known]], 2)
-        return torch.cat([pad(front, (0, 0, 0, sinks - front.shape[2])), tokens], 2)
-
-    def sinks(self, grid: Tensor, window: Tensor) -> Tensor:
-        """The sinks that segments see whose window is beyond them, `[batch, segments or 1, S, heads, dim]`, from the grid
-        and the state's window."""
-        if self.first:
-            return window[:, :, : self.sink_tokens].transpose(1, 2).unsqueeze(1)
-        front = grid[:, :1, : self.sink_tokens]
-        return pad(front, (0, 0, 0, 0, 0, self.sink_tokens - front.shape[2]))
-
-    @property
-    def document(self) -> Tensor:
-        return torch.full((1, self.segments + 1), -self.first, device=self.tokens_seen.device)
-
-    def borders(self, begin: int, end: int) -> None:
-        """No document begins inside of the grid."""
-
-    def _is_steady(self, begin: int, end: int) -> bool:
-        """Whether the delayed segments `begin … end` are written as a whole, and every query of them has a full window and
-        a memory that holds something, so that no mask is needed. Where values would have to be read back from the device,
-        or from the shapes of a graph, the answer is no."""
-        if self.skipped is not None or torch.compiler.is_compiling():
-            return False
-        local, complete = self.local_segments, (self.seen + self.tokens) // self.segment_length - self.first
-        return begin >= local and (begin > local or self.memory_in_use) and end <= complete
-
-    def _leaving(self) -> Tensor | None:
-        """As `written`, of all tokens: those of segments that leave the window."""
-        end = (self.seen + self.tokens) // self.segment_length - self.first
-        if isinstance(end, int) and end == self.segments and not self.local_segments:
-            return None
-        places = torch.arange(self.segments, device=self.tokens_seen.device)
-        leaving = (places >= self.local_segments) & (places < end)
-        return leaving[None, :, None].expand(1, self.segments, self.slots)
-
-
-@dataclass(frozen=True, kw_only=True)
-class IndexedLayout(GridLayout):
-    """Any rows; the methods are those of [`PlainLayout`].
-
-    Attributes:
-        source: `[batch, segments * slots]`, which row of (window without sinks, new tokens) fills the slot; −1: none.
-        target: `[batch, tokens]`, the token's slot in the grid; −1: padding.
-        document: see [`GridLayout`].
-        window: `[batch, S + (w + 1) * L]`, which row of (window, new tokens) the next state keeps; −1: none.
-    """
-
-    source: Tensor
-    target: Tensor
-    document: Tensor
-    window: Tensor
-
-    def to_grid(self, new: Tensor, window: Tensor | None) -> Tensor:
-        tokens = new.transpose(1, 2)
-        if self.carried and window is not None:
-            tokens = torch.cat([window[:, :, self.sink_tokens :].transpose(1, 2), tokens], 1)
-            # In which slot of the grid each slot of the carried window lies: its own place, −1 where it is empty
-            places = torch.arange(self.carried, device=self.source.device)
-            carried = torch.where(self.source[:, : self.carried] >= 0, places, -1)
-            grid = gather(tokens, self.source, torch.cat([carried, self.target], 1))
-        else:
-            grid = gather(tokens, self._source_of_new(), self.target)
-        return grid.unflatten(1, (self.segments, self.slots))
-
-    def from_grid(self, grid: Tensor) -> Tensor:
-        return gather(grid.flatten(1, 2), self.target, self._source_of_new()).transpose(1, 2)
-
-    def _source_of_new(self) -> Tensor:
-        """`source` counted among the new tokens only."""
-        return torch.where(self.source >= self.carried, self.source - self.carried, -1)
-
-    def next_window(self, new: Tensor, window: Tensor) -> Tensor:
-        tokens = torch.cat([window, new], 2) if self.carried else new
-        index = self.window.clamp(min=0)[:, None, :, None].expand(-1, tokens.shape[1], -1, tokens.shape[3])
-        return tokens.gather(2, index).masked_fill((self.window < 0)[:, None, :, None], 0)
-
-    def sinks(self, grid: Tensor, window: Tensor) -> Tensor:
-        rows = torch.arange(self.batch, device=grid.device).unsqueeze(1)
-        document = self.document[:, :-1]
-        front = grid[:, :, : self.sink_tokens]
-        front = pad(front, (0, 0, 0, 0, 0, self.sink_tokens - front.shape[2]))[rows, document.clamp(min=0)]
-        if not self.carried:
-            return front
-        before = window[:, :, : self.sink_tokens].transpose(1, 2).unsqueeze(1)
-        return torch.where((document < 0)[:, :, None, None, None], before, front)
-
-    def borders(self, begin: int, end: int) -> Borders | None:
-        """Where the memory starts again among the delayed grid's segments `begin … end`; `None` without packed documents."""
-        if not self.packed:
-            return None
-        reading = self.document[:, begin : end + 1]
-        places = torch.arange(begin, end + 1, device=reading.device)
-        writing = self.document[:, (places[:-1] - self.local_segments).clamp(min=0)]
-        inside = (writing.unsqueeze(1) == reading.unsqueeze(2)) & (places[:-1] < places[:, None])
-        inside = inside & (places[:-1] >= self.local_segments)
-        continued = (reading == reading[:, :1]).unsqueeze(-1)
-        return Borders(torch.cat([continued, ~continued, inside], -1), reading[:, 1:] == reading[:, :-1])
-
-    def _is_steady(self, begin: int, end: int) -> bool:
-        return False
-
-    def _leaving(self) -> Tensor:
-        places = torch.arange(self.segments, device=self.tokens_seen.device)
-        last = self.document[:, -1:]
-        current = self.tokens_seen.unsqueeze(1) // self.segment_length + last  # grid index of the next token's segment
-        complete = (self.document[:, :-1] != last) | (places < current - self.local_segments)
-        filled = (self.source >= 0).unflatten(1, (self.segments, self.slots)) & complete.unsqueeze(-1)
-        return self.delay(filled[..., None, None])[..., 0, 0]

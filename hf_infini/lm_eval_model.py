@@ -8,6 +8,7 @@ command. In Python, `import hf_infini.lm_eval_model` comes before `lm_eval.simpl
 """
 
 import sys
+from typing import Any
 
 import torch
 
@@ -87,7 +88,9 @@ class InfiniLM(HFLM):
                     f"{self.max_length:,}, and a context"
                 )
 
-        batch_size = override_bs or self.batch_size
+        batch_size: Any = override_bs or self.batch_size  # these are declared as more than they can be here
+        device: Any = self.device
+        dtype: Any = self.mixed_precision_dtype
         if batch_size == "auto":
             batch_size = self._detect_batch_size(requests)
         order = sorted(range(len(rows)), key=lambda number: len(rows[number]), reverse=True)
@@ -98,7 +101,7 @@ class InfiniLM(HFLM):
                 batch = [rows[number] for number in numbers]
                 widths = [len(requests[number][2]) for number in numbers]
                 spans = [(place, len(row) - widths[place], len(row)) for place, row in enumerate(batch)]
-                with torch.autocast(self.device.type, self.mixed_precision_dtype, self.mixed_precision_dtype is not None):
+                with torch.autocast(device.type, dtype, dtype is not None):
                     scores = score_spans(self.model, batch, spans, self.chunk_tokens)
                 for number, (loss, is_greedy) in zip(numbers, scores, strict=True):
                     found[number] = (-loss, is_greedy)

@@ -3,6 +3,7 @@
 import hashlib
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
@@ -23,7 +24,7 @@ def load_causal_lm(path, **options) -> PreTrainedModel:
     Raises:
         ValueError: there is no such model, a file of it is damaged, or weights and configuration do not fit.
     """
-    options = {"trust_remote_code": False} | options
+    options: dict[str, Any] = {"trust_remote_code": False} | options
     hub = {name: options[name] for name in HUB_OPTIONS & options.keys()}
     ignore = options.pop("ignore_mismatched_sizes", False)
 
@@ -67,7 +68,8 @@ def load_tokenizer(path, model: PreTrainedModel | None = None, **options) -> Pre
         tokenizer = AutoTokenizer.from_pretrained(path, **{"trust_remote_code": False} | options)
     except Exception as error:  # those of its library have no class of their own
         raise _as_value_error(path, "tokenizer", error) from error
-    if len(tokenizer) <= len(tokenizer.all_special_ids):  # what transformers makes where there are no files
+    # Without files, transformers makes one of special tokens only
+    if tokenizer is None or len(tokenizer) <= len(tokenizer.all_special_ids):
         raise ValueError(f"{path} has no tokenizer: files are missing. Save it there, as it was when the model was trained.")
     if model is not None:
         _check_fit(path, tokenizer, model)
@@ -76,7 +78,8 @@ def load_tokenizer(path, model: PreTrainedModel | None = None, **options) -> Pre
 
 def _check_fit(path, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> None:
     remedy = "Save the tokenizer there that the model was trained with."
-    rows = model.get_input_embeddings().weight.shape[0]
+    embeddings: Any = model.get_input_embeddings()
+    rows = embeddings.weight.shape[0]
     if len(tokenizer) > rows:
         sizes = f"has {len(tokenizer)} tokens, and the model {rows}"
         raise ValueError(f"the tokenizer of {path} {sizes}: it is another's. {remedy}")

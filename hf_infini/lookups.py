@@ -11,6 +11,8 @@ from transformers import PreTrainedConfig
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.models.auto import tokenization_auto
 
+from .options import ConfigBase
+
 PREFIX = "infini_"  # model_type of a family with Infini-attention: this and the family's
 PEFT_TABLES = ("peft.utils.constants", "peft.utils.transformers_weight_conversion")
 
@@ -48,7 +50,7 @@ def enter_adapters(infini: str) -> None:
                 table[infini] = table[own]
 
 
-class AdaptersOfOwnMixin:
+class AdaptersOfOwnMixin(ConfigBase):
     """[`enter_adapters`] of a configuration; comes before the own one.
 
     PEFT may be imported after a model is made. It looks for the type in `to_dict()`: so the entries are made there, too.

@@ -123,7 +123,7 @@ def read_memory(
     return Read.apply(features, memory, normaliser, eps, *(within or (None, None, None)))[:2]
 
 
-def memory_weight(gate: Tensor, mass: Tensor | None, log_sum: Tensor | None, width: int, eps: float) -> Tensor:
+def memory_weight(gate: Tensor, mass: Tensor, log_sum: Tensor | None, width: int, eps: float) -> Tensor:
     """The memory's share of the output, of any shape that broadcasts: sigmoid(β), equation 5, without a `log_sum`.
 
     With it, window and memory have one denominator: the window's tokens weigh e^s each, as in its softmax, and the memory's
@@ -132,7 +132,7 @@ def memory_weight(gate: Tensor, mass: Tensor | None, log_sum: Tensor | None, wid
 
     Args:
         gate: β.
-        mass: σ(q) z, the sum of σ(q)·σ(k) over the memory's tokens; `None` without a `log_sum`.
+        mass: σ(q) z, the sum of σ(q)·σ(k) over the memory's tokens.
         log_sum: log Σ e^s over the window's tokens, or `None`.
         width: D.
         eps: of equation 3.
@@ -208,18 +208,19 @@ def delta_states(
 
 
 def gated_delta_states(
-    written: Written,
+    key: Tensor,
+    value: Tensor,
+    log_weight: Tensor,
     memory: Tensor,
     normaliser: Tensor,
     start: tuple[Tensor, Tensor] | None = None,
     borders: Borders | None = None,
 ) -> States:
-    """As [`linear_states`], by the gated delta rule: [`gated_delta_scan`]."""
-    key, value, log_weight = written
-    continues = first_memory = None
+    """As [`linear_states`], by the gated delta rule: [`gated_delta_scan`]; `log_weight` as in [`Written`]."""
+    first_memory, _ = start or (None, None)
+    continues = None
     if borders is not None:
         key, log_weight, continues = key * borders.wrote, log_weight * borders.wrote, borders.continues
-        first_memory = start[0]
     memories, last_memory = gated_delta_scan(key, value, log_weight, memory, continues, first_memory)
     return States(memories, normaliser.unsqueeze(1).expand(-1, key.shape[1], -1, -1), last_memory, normaliser)
 
@@ -232,6 +233,8 @@ def _running_sum(
         if written.device.type == "cpu" and not torch.compiler.is_compiling():
             return RunningSum.apply(written, incoming, False)
         sums = torch.cat([incoming.unsqueeze(1), written], 1).cumsum(1)
+    elif start is None:
+        raise ValueError("borders need the start of the documents that begin there.")
     else:
         sources = torch.cat([incoming.unsqueeze(1), start.expand_as(incoming).unsqueeze(1), written], 1)
         sums = (borders.reach.to(written.dtype) @ sources.flatten(2)).unflatten(2, written.shape[2:])
@@ -309,19 +312,19 @@ class MemoryRule:
 
     def states(self, written: Written, *arguments) -> States:
         """The states by the rule, with the arguments of [`linear_states`] after key features and value."""
-        if not self.normalised:
-            return gated_delta_states(written, *arguments)
+        if written.log_weight is not None:
+            return gated_delta_states(written.key_features, written.value, written.log_weight, *arguments)
         if self.update_rule == "delta":
             return delta_states(*written[:2], *arguments, eps=self.eps)
         return linear_states(*written[:2], *arguments)
 
     def read(
         self, features: Tensor, memory: Tensor, normaliser: Tensor, within: Within | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        """[`read_memory`], or q M, which has no σ(q) z: `None`."""
+    ) -> tuple[Tensor, Tensor]:
+        """[`read_memory`], or q M, whose σ(q) z is 0 without a normaliser."""
         if self.normalised:
             return read_memory(features, memory, normaliser, self.eps, within)
-        return features @ memory, None
+        return features @ memory, features.new_zeros(*features.shape[:-1], 1)
 
     def _features(self, x: Tensor) -> Tensor:
         """σ(x), or without a normaliser (σ(x) − σ(0)) / |σ(x) − σ(0)|: positive features would nearly be parallel."""

@@ -7,6 +7,7 @@
 import hashlib
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -115,7 +116,8 @@ def describe(model: PreTrainedModel) -> dict:
     """What tells one plain model from another: its type, its sizes, and a hash of its first weights, rounded to bfloat16 so
     that it does not depend on the dtype that the model was loaded with."""
     config = model.config
-    rows = model.get_input_embeddings().weight[:64].detach().to("cpu", torch.bfloat16).contiguous()
+    embeddings: Any = model.get_input_embeddings()
+    rows = embeddings.weight[:64].detach().to("cpu", torch.bfloat16).contiguous()
     return {
         "model_type": config.model_type.removeprefix("infini_"),
         "layers": config.num_hidden_layers,
@@ -137,6 +139,7 @@ def _parameters(model: PreTrainedModel) -> dict[str, Tensor]:
 
 def _file(path, name: str, hub: dict) -> Path:
     try:
-        return Path(cached_file(path, name, **hub))
+        found: Any = cached_file(path, name, **hub)  # without further options never None
+        return Path(found)
     except OSError as error:
         raise ValueError(f"{path} is no adapter of a memory: {one_line(error)}") from error

@@ -69,10 +69,10 @@ def _problems_of_form(record, tensors, example, model) -> Iterator[str]:
     """Names, shapes and dtypes."""
     rows, columns = len(record["tokens_seen"]), record["columns"]
     full = any(name.endswith(".keys") for name in example)
+    wanted: dict[str, tuple[tuple[int, ...], set[torch.dtype]]] = {"text_real": ((rows,), {torch.int64})}
     optional = {"text_fingerprint": ((rows, 2), {torch.int64})}
     if full:
         optional["documents"] = ((rows, columns), {torch.int64})
-    wanted = {"text_real": ((rows,), {torch.int64})}
     computed = {model.dtype} | (AUTOCAST if model.dtype == torch.float32 else set())
     for name, one in example.items():
         layer, _, kind = name.rpartition(".")

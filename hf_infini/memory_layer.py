@@ -1,6 +1,7 @@
 """An attention layer's memory, in any model: its parameters, and one call from the layer's input to the heads' output."""
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -8,11 +9,11 @@ from torch.nn import functional as F
 from transformers import initialization as init
 
 from .attention import attend
+from .cache import StatesOfCall
 from .convolution import short_convolution
-from .layout import Layout
 from .memory import MemoryRule
 from .positions import rotation
-from .segments import segment_layout
+from .segments import SegmentLayout, segment_layout
 from .state import InfiniState, Projections
 from .window import Softmax
 
@@ -54,7 +55,7 @@ def gates_of(model: nn.Module) -> dict[str, nn.Module]:
     the gate.
     """
     layers = {name: module for name, module in model.named_modules() if hasattr(type(module), "attend_with_memory")}
-    return {f"{name}.gate": module.gate for name, module in layers.items() if hasattr(module, "gate")}
+    return {f"{name}.gate": gate for name, layer in layers.items() for own, gate in layer.named_children() if own == "gate"}
 
 
 @dataclass(frozen=True)
@@ -71,9 +72,9 @@ class LayerCall:
     """
 
     hidden_states: Tensor
-    layout: Layout
+    layout: SegmentLayout
     state: InfiniState | None
-    states: object | None
+    states: StatesOfCall | None
     recent: Tensor | None
     outside_model: bool
 
@@ -88,7 +89,7 @@ def rope_tables(
     return rotation(places, width, like.dtype, theta)
 
 
-class MemoryLayerMixin:
+class MemoryLayerMixin(nn.Module):
     """A layer's memory; comes before the attention's class, whose forward calls `begin`, its own projections, and
     `attend_with_memory`.
 
@@ -103,6 +104,12 @@ class MemoryLayerMixin:
     `start_normaliser`.
     """
 
+    config: Any
+    layer_idx: Any  # a number, which only a cache needs
+    num_heads: int
+    head_dim: int
+    gate: Gate
+
     @property
     def head_counts(self) -> tuple[int, int, int]:
         """Query heads, key/value heads, and the width of one."""
@@ -111,10 +118,11 @@ class MemoryLayerMixin:
     @property
     def rule(self) -> MemoryRule:
         """How the memory is written, read and mixed in."""
-        feature_map, maps = self.config.feature_map, {}
+        feature_map, query_map, key_map = self.config.feature_map, None, None
         if feature_map == "learned":
-            feature_map, maps = "exp", {"query_map": self.query_map, "key_map": self.key_map}
-        return MemoryRule(self.config.update_rule, feature_map, self.config.denominator, **maps)
+            feature_map, query_map, key_map = "exp", self.query_map, self.key_map
+        rule, denominator = self.config.update_rule, self.config.denominator
+        return MemoryRule(rule, feature_map, denominator, query_map=query_map, key_map=key_map)
 
     def add_memory_parameters(self, width: int, **options) -> None:
         """Makes the parameters, uninitialised. `width`: of the layer's input; options: their `device` and `dtype`."""
@@ -181,8 +189,8 @@ class MemoryLayerMixin:
         self,
         hidden_states: Tensor,
         *,
-        layout: Layout | None = None,
-        states=None,
+        layout: SegmentLayout | None = None,
+        states: StatesOfCall | None = None,
         past_key_values=None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
@@ -230,11 +238,11 @@ class MemoryLayerMixin:
         """
         tokens, state, states = Projections(query, key, value, self.log_weight(call)), call.state, call.states
         if state is None:
-            weights = 0 if tokens.log_weight is None else tokens.log_weight.shape[-1]
-            options = {"log_weights": weights, "normalised": self.rule.normalised, **self.start()}
             window = (call.layout.segment_length, call.layout.local_segments, call.layout.sink_tokens)
-            state = InfiniState.initial(key, value, *window, **options)
-        output, state, weights = attend(
+            weights = 0 if tokens.log_weight is None else tokens.log_weight.shape[-1]
+            options = {"log_weights": weights, "normalised": self.rule.normalised}
+            state = InfiniState.initial(key, value, *window, **options, **self.start())
+        output, after, weights = attend(
             tokens,
             self.gate(),
             call.layout,
@@ -245,8 +253,8 @@ class MemoryLayerMixin:
             return_weights=return_weights,
             in_place=states is not None and states.may_overwrite(self.layer_idx),
         )
-        if states is not None:
-            states.leave(self.layer_idx, replace(state, recent_inputs=call.recent))
-        if call.outside_model:
-            states.advance_layers(call.hidden_states.shape[1])
+        if states is not None and after is not None:
+            states.leave(self.layer_idx, replace(after, recent_inputs=call.recent))
+            if call.outside_model:
+                states.advance_layers(call.hidden_states.shape[1])
         return output, weights if return_weights else None

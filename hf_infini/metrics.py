@@ -7,6 +7,7 @@ division; averages are never averaged. `perplexity_metric.py` offers the same as
 import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 
 def summarize(loss_sums: Iterable[float], token_counts: Iterable[int]) -> dict[str, float]:
@@ -195,7 +196,8 @@ def evaluate_rows(model, rows, batch_size: int, reader=None, together: bool = Fa
         if not (own or together):
             break
         start = start if own else first
-        for _, losses, targets in stream_losses(model, **reader(rows[start : start + batch_size])):
+        inputs: dict[str, Any] = reader(rows[start : start + batch_size])
+        for _, losses, targets in stream_losses(model, **inputs):
             loss_sum += own * losses.sum(dtype=torch.float64).item()
             tokens += own * int((targets != -100).sum())
     model.train(was_training)

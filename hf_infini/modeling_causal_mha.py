@@ -1,6 +1,7 @@
 """A causal language model from scratch: pre-norm decoder blocks around [`CausalMultiHeadAttention`]."""
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -170,19 +171,21 @@ class CausalMHAModel(CausalMHAPreTrainedModel):
         embeddings = self.wte(input_ids) if inputs_embeds is None else inputs_embeds
         if use_cache is None:
             use_cache = self.config.use_cache and not checkpoints_gradients(self)
-        states = None
+        states = written = None
         memory_mask = memory_mask_of(self.config, input_ids, inputs_embeds, memory_mask)
         if self.config.attention == "infini":
-            past_key_values = memory_cache(self, past_key_values, use_cache, embeddings.shape[0])
-            states = None if past_key_values is None else past_key_values.states()
+            past_key_values = cache = memory_cache(self, past_key_values, use_cache, embeddings.shape[0])
             masks = (attention_mask, position_ids, memory_mask)
-            layout = layout_of_call(self.config, embeddings, *masks, past_key_values, max_documents)
-            reach = {"layout": layout, "states": states}
+            layout = layout_of_call(self.config, embeddings, *masks, cache, max_documents)
+            if cache is not None:
+                states = cache.states()
+                written = (cache, states, layout)
+            reach: dict[str, Any] = {"layout": layout, "states": states}
             if self.config.position_encoding == "rope":
                 tables = rope_tables(self.config.window, self.config.head_dim, embeddings, self.config.rope_theta)
                 reach["rotary"] = Rotary(tables)
             if position_ids is None:
-                position_ids = counted_positions(layout, past_key_values)
+                position_ids = counted_positions(layout, cache)
         else:
             given, past_key_values = past_key_values, key_value_cache(self, past_key_values, use_cache)
             past = 0 if given is None else given.get_seq_length()
@@ -201,8 +204,9 @@ class CausalMHAModel(CausalMHAPreTrainedModel):
             )
             all_hidden_states += (hidden_states,)
             all_weights += (weights,)
-        if states is not None:
-            past_key_values.advance(states, input_ids, layout, embeddings.shape[1])
+        if written is not None:
+            cache, states, layout = written
+            cache.advance(states, input_ids, layout, embeddings.shape[1])
         hidden_states = self.ln_f(hidden_states)
         return BaseModelOutputWithPast(
             last_hidden_state=hidden_states,
@@ -241,7 +245,7 @@ class CausalMHAModel(CausalMHAPreTrainedModel):
             return {}
         make_mask = create_causal_mask if self.config.sliding_window is None else create_sliding_window_causal_mask
         # The cache that this call makes is empty: without it, the mask function finds packed documents by their positions
-        mask = make_mask(self.config, embeddings, attention_mask, given, position_ids)
+        mask: Any = make_mask(self.config, embeddings, attention_mask, given, position_ids)
         if mask is not None and mask.dtype != torch.bool:
             mask = mask == 0  # the eager form, which is added to the scores
         keys, offset = (tokens, 0) if given is None else given.get_mask_sizes(tokens, 0)

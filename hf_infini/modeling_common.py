@@ -12,7 +12,7 @@ from .configuration_common import layer_kinds
 from .generation import check_cache
 from .layout import Layout
 from .read_text import check_rows
-from .segments import segment_layout
+from .segments import SegmentLayout, segment_layout
 from .state import InfiniState
 
 logger = logging.get_logger(__name__)
@@ -30,7 +30,7 @@ class InitializationMixin(CheckedLoadingMixin):
         super()._initialize_weights(module, False)
 
 
-def memory_cache(model, given, use_cache: bool | None, batch: int):
+def memory_cache(model, given, use_cache: bool | None, batch: int) -> InfiniCache | None:
     """The [`InfiniCache`] of one call of `batch` rows of a model with infini layers, or `None`: the given one, checked, or a
     new one.
 
@@ -71,7 +71,7 @@ def memory_cache(model, given, use_cache: bool | None, batch: int):
     return cache
 
 
-def key_value_cache(model, given, use_cache: bool | None):
+def key_value_cache(model, given, use_cache: bool | None) -> Cache | None:
     """The cache of one call of a model without memory, or `None`: the given one, checked, or a new one.
 
     Raises:
@@ -115,13 +115,15 @@ def counted_positions(layout: Layout, cache: InfiniCache | None) -> Tensor:
     return layout.positions + (state.last_position + 1 - state.tokens_seen).unsqueeze(1)
 
 
-def check_inputs(input_ids, inputs_embeds) -> None:
-    """Raises a ValueError unless one of the two is given, with a token in it."""
+def check_inputs(input_ids, inputs_embeds) -> Tensor:
+    """The one of the two that is given, or a ValueError unless there is one, with a token in it."""
     if (input_ids is None) == (inputs_embeds is None):
         raise ValueError("give exactly one of input_ids and inputs_embeds.")
-    shape = list((inputs_embeds if input_ids is None else input_ids).shape[:2])
+    given = inputs_embeds if input_ids is None else input_ids
+    shape = list(given.shape[:2])
     if not torch.compiler.is_compiling() and 0 in shape:
         raise ValueError(f"the input must be [batch, tokens] with a row and a token at least; got {shape}.")
+    return given
 
 
 def mask_of_call(attention_mask, batch: int, tokens: int, cache: InfiniCache | None):
@@ -140,14 +142,14 @@ def mask_of_call(attention_mask, batch: int, tokens: int, cache: InfiniCache | N
             f"attention_mask must be [batch, tokens] = [{batch}, {tokens}] or [{batch}, {past + tokens}] (this call's "
             f"tokens, or those of the {past} before as well), 1 for real tokens; got {list(attention_mask.shape)}."
         )
-    if past and attention_mask.shape[1] != tokens:
+    if cache is not None and past and attention_mask.shape[1] != tokens:
         cache.text.check_past(attention_mask[:, :past])
     return attention_mask[:, -tokens:]
 
 
 def layout_of_call(
     config, embeddings: Tensor, attention_mask, position_ids, memory_mask, cache: InfiniCache | None, max_documents
-) -> Layout:
+) -> SegmentLayout:
     """The [`segment_layout`] of a model's call with these `embeddings` `[batch, tokens, width]`, once for all layers; of the
     mask, only the columns of this call may be given, or those of the past as well.
 
@@ -286,7 +288,7 @@ def kept_layers_masks(
     tokens, device = layout.positions.shape[1], layout.tokens_seen.device
     kinds = layer_kinds(config)
     kept = {kind for layer, kind in enumerate(kinds) if layer not in config.infini_layers}
-    masks = dict.fromkeys(kinds, torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device))
+    masks: dict[str, Tensor | None] = dict.fromkeys(kinds, torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device))
     if not kept:
         return masks
     past = 0 if cache is None else cache.get_seq_length()

@@ -5,12 +5,14 @@ call once, and passes it down with the layers' states as a keyword.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .cache import InfiniCache, StatesOfCall
 from .hooks import device_of
+from .hub_code import ModelBase
 from .layout import Layout
 from .modeling_common import (
     InitializationMixin,
@@ -28,7 +30,7 @@ from .modeling_infini_layer import TEST_TOKENS, InfiniAttentionMixin, ModelCall
 class InfiniPreTrainedMixin(InitializationMixin):
     """What base models and heads share; comes before the own class of either."""
 
-    own_class: type  # the class that comes after this one
+    own_class: type[Any]  # the class that comes after this one
 
     _supports_flash_attn = False
     _supports_flex_attn = False
@@ -46,6 +48,16 @@ class InfiniPreTrainedMixin(InitializationMixin):
             )
         super().__init__(config, *args, **kwargs)
         add_memory(self)
+
+    # transformers reads these two from the file of a class, and this one's layers and experts are those of the own class
+
+    @classmethod
+    def _can_set_attn_implementation(cls) -> bool:
+        return cls.own_class._can_set_attn_implementation()
+
+    @classmethod
+    def _can_set_experts_implementation(cls) -> bool:
+        return cls.own_class._can_set_experts_implementation()
 
     @classmethod
     def from_pretrained(cls, *args, **kwargs):
@@ -70,7 +82,7 @@ class InfiniPreTrainedMixin(InitializationMixin):
         """[`InfiniAttentionMixin.check_swapped`] for every layer with a memory, in evaluation mode; not on a meta device."""
         from .families import decoder_of
 
-        base = decoder_of(self)
+        base: Any = decoder_of(self)
         if device_of(base.get_input_embeddings()).type == "meta":
             return
         training, tables = [module for module in base.modules() if module.training], base.rotary_tables(TEST_TOKENS + 1)
@@ -90,7 +102,7 @@ class InfiniPreTrainedMixin(InitializationMixin):
             module.init_memory_parameters()
 
 
-class InfiniModelMixin:
+class InfiniModelMixin(ModelBase):
     """A base model whose layers have a memory; comes before its own class, after [`InfiniPreTrainedMixin`]."""
 
     argument_names: Sequence[str]  # of the own forward, in order
@@ -120,11 +132,10 @@ class InfiniModelMixin:
         """
         given = dict(zip(self.argument_names, args, strict=False)) | kwargs
         ids, embeddings = given.get("input_ids"), given.get("inputs_embeds")
-        check_inputs(ids, embeddings)
+        tokens = check_inputs(ids, embeddings)
         weights = given.get("output_attentions")
         weights = bool(self.config.output_attentions if weights is None else weights)
         self._check_weights(weights)
-        tokens = ids if embeddings is None else embeddings
         memory_mask = memory_mask_of(self.config, ids, embeddings, memory_mask)
         use_cache = given.get("use_cache")
         if use_cache is None:
@@ -137,12 +148,12 @@ class InfiniModelMixin:
         segment_length, local_segments, sink_tokens = self.config.window
         tables = self.rotary_tables(sink_tokens + (local_segments + 1) * segment_length)
         call = ModelCall(layout, states, 0 if cache is None else cache.get_seq_length(), tables, weights)
-        masks = self._masks(layout, cache, states)
+        mask: Any = self._masks(layout, cache, states)
         if self.layers_drop_keywords:
-            masks.infini = call
-        given |= {"attention_mask": masks, "past_key_values": cache, "use_cache": use_cache, "infini": call}
+            mask.infini = call
+        given |= {"attention_mask": mask, "past_key_values": cache, "use_cache": use_cache, "infini": call}
         output = super().forward(**given)
-        if cache is not None:
+        if cache is not None and states is not None:
             cache.advance(states, ids, layout, tokens.shape[1])
             if use_cache and not isinstance(output, tuple):  # the own forward drops it in training with checkpoints
                 output.past_key_values = cache

@@ -47,6 +47,8 @@ class NoPositions(nn.Module):
 class InfiniGPT2ModelMixin(InfiniModelMixin):
     """[`InfiniModelMixin`] for `GPT2Model`, whose rows may also be `[batch, choices, tokens]` (GPT2DoubleHeadsModel)."""
 
+    wte: nn.Module
+
     def set_positions(self) -> None:
         if self.config.position_encoding == "rope":
             self.wpe = NoPositions()

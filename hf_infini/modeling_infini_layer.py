@@ -7,7 +7,7 @@ window, however long the text.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,9 +15,9 @@ from transformers import AttentionInterface
 
 from .cache import StatesOfCall
 from .hooks import become, device_of
-from .layout import Layout
 from .memory_layer import LayerCall, MemoryLayerMixin
 from .positions import Rotary
+from .segments import SegmentLayout
 from .window import Softmax, window_attention
 
 # The copies that travel with models have other module names, and register their own function
@@ -34,7 +34,7 @@ class ModelCall(NamedTuple):
         return_weights: whether the layers are asked for their local weights.
     """
 
-    layout: Layout
+    layout: SegmentLayout
     states: StatesOfCall | None
     columns: int
     rotary: dict[str | None, tuple[Tensor, ...]]
@@ -91,8 +91,8 @@ def infini_attention_function(module, query, key, value, attention_mask, *, scal
     if told.call is None:
         places = slice(1, 1 + query.shape[2])
         query, key = softmax.compared_queries(query, places), softmax.compared_keys(key, places)
-        parts = (part[:, None, :, None] for part in (query, key, value))  # one segment of one block
-        output, weights = window_attention(*parts, None, softmax)[0][:, 0, :, 0], None
+        query, key, value = (part[:, None, :, None] for part in (query, key, value))  # one segment of one block
+        output, weights = window_attention(query, key, value, None, softmax)[0][:, 0, :, 0], None
     else:
         output, weights = module.attend_with_memory(told.call, query, key, value, softmax, written_out)
     return output.transpose(1, 2), weights
@@ -108,7 +108,7 @@ class InfiniAttentionMixin(MemoryLayerMixin):
     own_class: type  # the attention class that comes after this one
     argument_names: Sequence[str]  # of its forward, from the second on
     cache_argument: str  # which of them is the cache
-    turning_function = None  # turns a query and a key by rotary positions
+    turning_function: Any = None  # turns a query and a key by rotary positions
 
     def swap_in(self, config: LayerConfig, tables: dict[str | None, tuple[Tensor, ...]]) -> None:
         """Gives the layer its memory; `tables`: the model's [`InfiniModelMixin.rotary_tables`]."""
@@ -153,9 +153,10 @@ class InfiniAttentionMixin(MemoryLayerMixin):
     def projections(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor, Softmax]:
         """Queries, keys and values of `[batch, tokens, width]`, `[batch, heads, tokens, head_dim]` each, un-rotated, and how
         its windows are computed outside of a model."""
-        told = Told([], self.window_rotary(None, hidden_states))
+        found: list[tuple[Tensor, Tensor, Tensor, Softmax]] = []
+        told = Told(found, self.window_rotary(None, hidden_states))
         super().forward(hidden_states, told=told, **dict.fromkeys(self.argument_names))
-        return told.call[0]
+        return found[0]
 
     def in_one_window(self, hidden_states: Tensor, position_embeddings, rotary: Rotary | None) -> Tensor:
         """The output of softmax attention inside one window, without a memory, from its second place on;
@@ -181,7 +182,8 @@ class InfiniAttentionMixin(MemoryLayerMixin):
             like
         )
         mask = torch.full((TEST_TOKENS, TEST_TOKENS), torch.finfo(like.dtype).min).triu(1)[None, None].to(like)
-        given, neutral_ones = {"attention_mask": mask}, None
+        given: dict[str, Any] = {"attention_mask": mask}
+        neutral_ones = None
         if of_layer is not None and "position_embeddings" in self.argument_names:
             embeddings, neutral_ones = tuple(table[None, :TEST_TOKENS] for table in of_layer), neutral(of_layer)
             given["position_embeddings"] = embeddings if len(embeddings) > 1 else embeddings[0]
@@ -190,7 +192,7 @@ class InfiniAttentionMixin(MemoryLayerMixin):
             wanted = super().forward(hidden_states, **given)[0]
         finally:
             self.config = config
-        rotary = Rotary(of_layer, self.turn) if self.turns_states else None
+        rotary = Rotary(of_layer, self.turn) if of_layer is not None and self.turns_states else None
         difference = float((self.in_one_window(hidden_states, neutral_ones, rotary) - wanted).abs().max())
         size = float(wanted.abs().max())
         # Rounding in another order: a few units in the last place of sums of some hundred products
@@ -229,7 +231,7 @@ class InfiniAttentionMixin(MemoryLayerMixin):
             call = self.begin(hidden_states, layout=infini.layout, states=infini.states)
             columns, weights = infini.columns, infini.return_weights
         told = Told(call, rotary, weights)
-        if "position_embeddings" in self.argument_names:
+        if tables is not None and "position_embeddings" in self.argument_names:
             given["position_embeddings"] = neutral(tables)
         given |= {"attention_mask": None, self.cache_argument: PastColumns(columns), "told": told}
         return super().forward(call.hidden_states, **given)
@@ -241,12 +243,12 @@ class InfiniAttentionMixin(MemoryLayerMixin):
                 f"a {type(self).__name__} needs what its model makes for all layers: call the model. (Layers that take no "
                 "keywords, those of stablelm and nemotron, must be on one device.)"
             )
-        return Rotary(tables, self.turn) if self.turns_states else None
+        return Rotary(tables, self.turn) if tables is not None and self.turns_states else None
 
-    def turn(self, states: Tensor, *rows: Tensor) -> Tensor:
-        """States `[…, tokens, head_dim]` turned by the model's own function; `rows` of the tables `[tokens, width]`, or
-        `[batch, 1, tokens, width]`, of which only so many of a head's numbers are turned."""
-        rows = [row[None] if row.dim() == 2 else row.squeeze(1) for row in rows]
+    def turn(self, states: Tensor, *places: Tensor) -> Tensor:
+        """States `[…, tokens, head_dim]` turned by the model's own function; `places`: their rows of the tables,
+        `[tokens, width]` or `[batch, 1, tokens, width]`; of a head's numbers only so many are turned."""
+        rows = [row[None] if row.dim() == 2 else row.squeeze(1) for row in places]
         flat = states if states.dim() == 4 else states.reshape(-1, 1, *states.shape[-2:])
         if rows[0].is_complex():  # Llama 4: heads after tokens
             turned, _ = self.turning_function(flat.transpose(1, 2), flat.transpose(1, 2)[:, :, :0], *rows)

@@ -2,6 +2,7 @@
 with every option. Slow, obvious, and the reference of every test."""
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,14 +18,13 @@ def attend_by_segments(
 ) -> Tensor:
     """The paper's algorithm (arXiv 2404.07143, section 2): query, key and value of one segment after the other,
     `[batch, heads, tokens, head_dim]` each, gate `[heads]`; returns the output of all tokens."""
-    share, memory, outputs = torch.sigmoid(gate)[:, None, None], None, []
+    share, outputs = torch.sigmoid(gate)[:, None, None], []
+    memory = normaliser = torch.zeros((), device=gate.device)
     for query, key, value in segments:
         wide = torch.promote_types(query.dtype, torch.float32)
         output = F.scaled_dot_product_attention(query, key, value, is_causal=True)  # equation 2
         query, key, value = F.elu(query.to(wide)) + 1, F.elu(key.to(wide)) + 1, value.to(wide)  # σ(Q), σ(K), V
-        if memory is None:  # the first segment finds nothing in the memory
-            memory, normaliser = 0, 0
-        else:
+        if outputs:  # the first segment finds nothing in the memory
             read = query @ memory / (query @ normaliser + EPS)  # equation 3
             # Equation 5: (1 − share) · output + share · read
             output = torch.lerp(output.to(wide), read, share.to(wide)).to(output.dtype)
@@ -70,7 +70,7 @@ def naive_infini_attention(
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     real = torch.ones(query.shape[0], query.shape[2]) if attention_mask is None else attention_mask
     rows = []
-    states = []
+    states: list[dict[str, Any]] = []
     for row in range(query.shape[0]):
         rule = (update_rule, FEATURE_MAPS[feature_map], feature_maps or (None, None), denominator)
         reader = _Row(state, row, query.shape[1], window, rule, (scaling, softcap, rotary, query_weight), dropout, eps)
@@ -92,7 +92,7 @@ def naive_infini_attention(
         return output
     names = ("memory", "normaliser", "local_key", "local_value", "local_log_weight", "local_skipped")
     names += ("tokens_seen", "last_position", "memory_tokens")
-    stacked = {n: None if states[0][n] is None else torch.stack([s[n] for s in states]) for n in names}
+    stacked: dict[str, Any] = {n: None if states[0][n] is None else torch.stack([s[n] for s in states]) for n in names}
     return output, InfiniState(**stacked, start_memory=state.start_memory, start_normaliser=state.start_normaliser)
 
 
@@ -109,13 +109,13 @@ class _Row:
         self.start, self.heads, self.initial = (state.start_memory, state.start_normaliser), heads, state
         self.seen, self.last_position = int(state.tokens_seen[row]), int(state.last_position[row])
         self.memory_tokens = int(state.memory_tokens[row])
-        windows = [None if window is None else self.widen(window[row]) for window in state.windows()]
         self.no_weight = self.memory.new_zeros(len(self.memory), 2 if self.rule == "gated_delta" else 1)
+        keys, values = self.widen(state.local_key[row]), self.widen(state.local_value[row])
+        weights = None if state.local_log_weight is None else self.widen(state.local_log_weight[row])
 
         def token(place):
-            key, value, weight = (None if window is None else window[:, place] for window in windows)
             skipped = state.local_skipped is not None and bool(state.local_skipped[row, place])
-            return key, value, self.no_weight if weight is None else weight, skipped
+            return keys[:, place], values[:, place], self.no_weight if weights is None else weights[:, place], skipped
 
         self.sinks = [token(place) for place in range(min(self.seen, self.sink_tokens))]
         self.window = []  # segments, oldest first
@@ -158,16 +158,16 @@ class _Row:
         if self.memory_tokens or self.start[0] is not None:
             features = self.features(query.unsqueeze(1), self.query_map)  # [heads, 1, head_dim]
             read = (features @ self.memory.repeat_interleave(heads_per_key, 0)).squeeze(1)
+            denominator = 1
             if self.rule != "gated_delta":
                 normaliser = self.normaliser.repeat_interleave(heads_per_key, 0)
-                denominator = (features.squeeze(1) * normaliser).sum(-1, keepdim=True)
-                read = read / (denominator + self.eps)
+                denominator = (features.squeeze(1) * normaliser).sum(-1, keepdim=True) + self.eps
             if self.denominator == "separate":
                 share = torch.sigmoid(gate).unsqueeze(-1)
             else:
-                of_memory = gate.exp().unsqueeze(-1) * (denominator + self.eps) / query.shape[-1]
+                of_memory = gate.exp().unsqueeze(-1) * denominator / query.shape[-1]
                 share = of_memory / (of_memory + scores.exp().sum(-1, keepdim=True))
-            output = share * read + (1 - share) * output
+            output = share * read / denominator + (1 - share) * output
         self.seen += 1
         if self.seen % self.length == 0:
             if len(self.window) > self.local_segments:
@@ -222,9 +222,12 @@ class _Row:
             slots[place] = token
         windows = []
         for part, like in enumerate(self.initial.windows()):
-            blank = None if like is None else torch.zeros_like(like[0, :, 0], dtype=self.memory.dtype)
+            if like is None:
+                windows.append(None)
+                continue
+            blank = torch.zeros_like(like[0, :, 0], dtype=self.memory.dtype)
             found = [blank if slot is None else slot[part] for slot in slots]
-            windows.append(None if like is None else torch.stack(found, 1).to(value_dtype if part == 1 else key_dtype))
+            windows.append(torch.stack(found, 1).to(value_dtype if part == 1 else key_dtype))
         skipped = [slot is not None and slot[3] for slot in slots]
         counts = {"tokens_seen": self.seen, "last_position": self.last_position, "memory_tokens": self.memory_tokens}
         return {

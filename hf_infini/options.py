@@ -7,7 +7,12 @@ import math
 import operator
 import re
 from dataclasses import dataclass, field, fields
-from typing import Literal, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Literal, get_args, get_origin, get_type_hints
+
+if TYPE_CHECKING:  # what a configuration's mixins come before; they have no base when the code runs
+    from transformers import PreTrainedConfig as ConfigBase
+else:
+    ConfigBase = object
 
 # What the metadata of a number's field may demand of it
 LIMITS = {"at_least": operator.ge, "greater_than": operator.gt, "at_most": operator.le, "below": operator.lt}
@@ -66,7 +71,7 @@ def check_rule(options: dict) -> None:
 
 
 @dataclass(init=False, repr=False, eq=False)
-class MemoryOptions:
+class MemoryOptions(ConfigBase):
     """What a configuration says of its model's memory; comes before `PreTrainedConfig` among the bases.
 
     Args:
@@ -148,7 +153,10 @@ class MemoryOptions:
     @property
     def window(self) -> tuple[int, int, int]:
         """What the softmax sees: tokens of a segment, earlier segments, first tokens of a document."""
-        return self.tokens_per_segment, self.local_segments, self.sink_tokens
+        length = self.tokens_per_segment
+        if length is None:
+            raise ValueError(f"a {type(self).__name__} without a memory has no segments.")
+        return length, self.local_segments, self.sink_tokens
 
     @property
     def infini_layers(self) -> list[int]:
@@ -169,7 +177,7 @@ class MemoryOptions:
         if self.n_segments is not None and self.max_position_embeddings % self.n_segments:
             name = self.attribute_map.get("max_position_embeddings", "max_position_embeddings")
             raise ValueError(f"n_segments must divide {name}={self.max_position_embeddings}; got {self.n_segments}.")
-        if self.sink_tokens >= self.tokens_per_segment:
+        if self.sink_tokens >= self.window[0]:
             raise ValueError(
                 f"sink_tokens must be fewer than the {self.tokens_per_segment} tokens of a segment; got {self.sink_tokens}."
             )

@@ -141,6 +141,8 @@ class ReadText:
 
     def _rows(self, rows: int) -> Tensor:
         """`real` for so many rows, of which each may have several equal ones here (beams)."""
+        if self.real is None:
+            raise ValueError("nothing has been read yet, of which rows could be chosen.")
         return self.real[:: max(1, len(self.real) // rows)]
 
 

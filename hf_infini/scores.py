@@ -62,5 +62,7 @@ def as_dot_product(score: str, query: Tensor, weight: Tensor | None) -> tuple[Te
         score: `"scaled_dot"`, `"dot"` or `"general"` (whose weight is `[H, D, D]`).
     """
     if score == "general":
+        if weight is None:
+            raise ValueError("score='general' needs its weight, [heads, head_dim, head_dim].")
         return query @ weight.to(query.dtype), 1.0
     return query, query.shape[-1] ** -0.5 if score == "scaled_dot" else 1.0

@@ -12,11 +12,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .checks import bool_mask, check_shapes, check_window
-from .decoding import graph_step_layout, step_layout
-from .layout import Call, GridLayout, IndexedLayout, Layout, PlainLayout
+from .decoding import StepLayout, graph_step_layout, step_layout
+from .grids import IndexedLayout, PlainLayout
+from .layout import Call, GridLayout
 from .state import InfiniState
 from .tensors import pad
 
+SegmentLayout = StepLayout | GridLayout
 UNBOUNDED = (
     "position_ids can begin any number of documents, and the layout of their segments is made outside of the graph. "
     "Say with max_documents how many a row holds at most, or leave position_ids out."
@@ -36,7 +38,7 @@ def segment_layout(
     state: InfiniState | None = None,
     max_documents: int | None = None,
     device: torch.device | None = None,
-) -> Layout:
+) -> SegmentLayout:
     """Lays out a call of `[batch, tokens]`.
 
     Args:
@@ -69,7 +71,7 @@ def segment_layout(
     window = (segment_length, local_segments, sink_tokens)
     call = Call(batch, tokens, *window, real, position_ids, memory_mask, state, device)
     if compiling and tokens == 1 and state is not None:
-        return graph_step_layout(call, None if position_ids is None else restarts(position_ids, real, state))
+        return graph_step_layout(call, state, None if position_ids is None else restarts(position_ids, real, state))
     if max_documents is not None or (compiling and position_ids is None):
         return _bounded_layout(call, 1 if max_documents is None else max_documents)
     if torch.compiler.is_exporting():
@@ -77,7 +79,7 @@ def segment_layout(
     return (_layout_outside_graph if compiling else _smallest_layout)(call)
 
 
-def _smallest_layout(call: Call) -> Layout:
+def _smallest_layout(call: Call) -> SegmentLayout:
     """Whose form and sizes follow from values that are read back from the device."""
     state, real, memory_mask, restart = call.state, call.real, call.memory_mask, None
     seen = in_memory = [0] * call.batch
@@ -96,7 +98,7 @@ def _smallest_layout(call: Call) -> Layout:
     call = call._replace(real=real, memory_mask=None if answers.get("all written") else memory_mask)
     restarting = answers.get("restarting", False)
     if call.tokens == 1 and not restarting and state is not None:
-        return step_layout(call, seen)
+        return step_layout(call, state, seen)
     if real is None and not restarting and len(set(seen)) == 1:
         return _with_memory(_plain_layout(call, seen[0], memory_in_use=all(in_memory)), call)
     carried = (call.local_segments + 1) * call.segment_length if any(seen) else 0
@@ -172,6 +174,7 @@ def _plain_layout(call: Call, seen: int, memory_in_use: bool) -> PlainLayout:
     first = max(0, seen // length - call.local_segments)
     carried = seen - first * length
     total = carried + call.tokens
+    segments = -(-total // length)
     before = torch.full((call.batch,), -1, device=call.device) if call.state is None else call.state.last_position
     return PlainLayout(
         batch=call.batch,
@@ -179,12 +182,13 @@ def _plain_layout(call: Call, seen: int, memory_in_use: bool) -> PlainLayout:
         segment_length=length,
         local_segments=call.local_segments,
         sink_tokens=call.sink_tokens,
-        segments=-(-total // length),
+        segments=segments,
         slots=length if total >= length else total,
         carried=carried,
         first=first,
         seen=seen,
         memory_in_use=memory_in_use,
+        document=torch.full((1, segments + 1), -first, device=call.device),
         positions=torch.arange(seen, seen + call.tokens, device=call.device).unsqueeze(0),
         tokens_seen=torch.full((call.batch,), seen + call.tokens, device=call.device),
         last_position=before + call.tokens if call.position_ids is None else call.position_ids[:, -1].to(torch.long),

@@ -1,8 +1,9 @@
 """A layer's projections of the new tokens, [`Projections`], and its state between two calls, [`InfiniState`], constant in
 size."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -93,15 +94,15 @@ class InfiniState:
             log_weights: numbers in a token's [`Projections.log_weight`], 0 where none is given.
             normalised: whether the memory has a normaliser.
         """
-        if (start_memory is None) != (start_normaliser is None):
-            raise ValueError("start_memory and start_normaliser come together: give both or neither.")
         batch, heads, _, head_dim = key.shape
         value_dim = value.shape[-1]
         dtype = torch.promote_types(key.dtype, torch.float32)
         places = sink_tokens + (local_segments + 1) * segment_length
-        if start_memory is None:
+        if start_memory is None and start_normaliser is None:
             memory = key.new_zeros(batch, heads, head_dim, value_dim, dtype=dtype)
             normaliser = key.new_zeros(batch, heads, head_dim if normalised else 0, dtype=dtype)
+        elif start_memory is None or start_normaliser is None:
+            raise ValueError("start_memory and start_normaliser come together: give both or neither.")
         else:
             memory = start_memory.to(dtype).expand(batch, heads, head_dim, value_dim)
             normaliser = start_normaliser.to(dtype).expand(batch, heads, -1)
@@ -123,7 +124,8 @@ class InfiniState:
     @classmethod
     def from_tensors(cls, tensors: dict[str, Tensor]) -> "InfiniState":
         """The state whose fields [`InfiniState.tensors`] gave."""
-        return cls(**{field.name: tensors.get(field.name) for field in fields(cls)})
+        optional: dict[str, Any] = {field.name: tensors.get(field.name) for field in fields(cls)}
+        return cls(**optional)
 
     def tensors(self) -> dict[str, Tensor]:
         """The fields by name, without those that are `None`."""
@@ -132,7 +134,7 @@ class InfiniState:
     def start(self) -> tuple[Tensor, Tensor]:
         """M_0 and z_0 of a new document, `[kv_heads, head_dim, value_dim]` and `[kv_heads, head_dim]`: zeros where it starts
         empty."""
-        if self.start_memory is None:
+        if self.start_memory is None or self.start_normaliser is None:
             return self.memory.new_zeros(self.memory.shape[1:]), self.normaliser.new_zeros(self.normaliser.shape[1:])
         return self.start_memory.to(self.memory.dtype), self.start_normaliser.to(self.memory.dtype)
 
@@ -161,13 +163,13 @@ class InfiniState:
                 f"the state's normaliser is {list(self.normaliser.shape)}: with update_rule='gated_delta' its width is 0, "
                 "with the other rules that of a head. Continue a state with the rule that it was made with."
             )
-        windows = zip(self.windows(), (tokens.key, tokens.value, tokens.log_weight), strict=True)
-        wide = [w if w is None else w.to(torch.promote_types(w.dtype, new.dtype)) for w, new in windows]
-        return self.with_windows(*wide)
+        return self.map_windows(lambda window, new: window.to(torch.promote_types(window.dtype, new.dtype)), tokens)
 
-    def with_windows(self, local_key: Tensor, local_value: Tensor, local_log_weight: Tensor | None) -> "InfiniState":
-        """The state with these [`InfiniState.windows`]."""
-        return replace(self, local_key=local_key, local_value=local_value, local_log_weight=local_log_weight)
+    def map_windows(self, function: Callable[..., Tensor], *tokens: Projections) -> "InfiniState":
+        """The state with `function(window, *new)` for each of its windows; new: what the tokens have for the same."""
+        names = ("local_key", "local_value", "local_log_weight")
+        windows = zip(names, self.windows(), *(each[1:] for each in tokens), strict=True)
+        return replace(self, **{name: None if old is None else function(old, *new) for name, old, *new in windows})
 
     def after(self, layout, **tensors: Tensor | None) -> "InfiniState":
         """The state after a call with this [`Layout`], which left these memory, normaliser and windows."""

@@ -185,7 +185,7 @@ class _Tiled(Function):
         shapes, dtype = [tensor.shape for tensor in (query, key, value)], query.dtype
         wide = torch.float32 if dtype == torch.float16 else dtype  # whose range scores can leave
         query, key, value, gradient = (tensor.flatten(0, -3).to(wide) for tensor in (query, key, value, gradient))
-        to_query, to_key = torch.empty_like(query), None
+        to_query, whole = torch.empty_like(query), []
         # The last tile sees all of the window: what the others add goes into its products, not into zeros
         for tile, seen in reversed(_tiles(query, key)):
             queries, gradients, keys, values = query[:, tile], gradient[:, tile], key[:, :seen], value[:, :seen]
@@ -202,13 +202,11 @@ class _Tiled(Function):
             if log_sum_gradient is not None:
                 to_scores += weights * log_sum_gradient.flatten(0, -2)[:, tile, None].to(weights.dtype)
             to_query[:, tile] = _scaled_product(to_scores, keys, ctx.scaling)
-            to_keys, to_values = _scaled_product(to_scores.mT, queries, ctx.scaling), weights.mT @ gradients
-            if to_key is None:
-                to_key, to_value = to_keys, to_values
-            else:
-                to_key[:, :seen] += to_keys
-                to_value[:, :seen] += to_values
-        gradients = (to.view(shape).to(dtype) for to, shape in zip((to_query, to_key, to_value), shapes, strict=True))
+            parts = [_scaled_product(to_scores.mT, queries, ctx.scaling), weights.mT @ gradients]  # to keys and values
+            for to, part in zip(whole, parts, strict=False):  # at first there are none
+                to[:, :seen] += part
+            whole = whole or parts
+        gradients = (to.view(shape).to(dtype) for to, shape in zip((to_query, *whole), shapes, strict=True))
         return *gradients, None, None, None
 
 

@@ -3,6 +3,7 @@
     python recipes/benchmark.py --out runs/benchmark.json
     python recipes/benchmark.py --parts attention --shapes 4096x256 16384x64 --dtypes bfloat16 --out runs/attention.json
     python recipes/benchmark.py --parts options --size mini --dtypes bfloat16 --out runs/options.json
+    python recipes/benchmark.py --parts soak --size micro --threads 1 --out runs/soak.json
 
 Parts:
     attention  one layer, forward and backward, beside full causal attention, loops over segments, sliding windows and
@@ -13,6 +14,11 @@ Parts:
     options    a training step with one option of the memory changed at a time
     compiled   a training step and new tokens as they are and under torch.compile
     pretrained prompts and new tokens of a checkpoint (--model) as it is and with Infini-attention
+    soak       a million tokens through a cached model, by each update rule: what it holds and its time per token stay the
+               same, its logits are those of a reference in float64 without cache and chunks, and its memory has drifted
+               from that one's by less than 1e-3; ends with status 1 where memory or results do not hold
+
+The last two are left out where --parts does not name them.
 
 Contestants take turns in one process, in a new random order every round; figures are medians of the rounds with the
 extremes, and ratios are taken within the rounds. Memory is the real peak: of a fresh process's resident set on a CPU, of
@@ -34,16 +40,17 @@ PARTS = ["attention", "scaling", "model", "decoding", "options", "compiled"]  # 
 @dataclass
 class Options:
     out: str = field(metadata={"help": "JSON file to write.", "group": "output"})
-    parts: list[str] = option(PARTS, "What to measure.", choices=[*PARTS, "pretrained"], group="measurement")
+    parts: list[str] = option(PARTS, "What to measure.", choices=[*PARTS, "pretrained", "soak"], group="measurement")
     model: str | None = option(None, "pretrained: folder or name on the Hub of a plain language model.")
-    size: Literal["small", "mini", "tiny"] = option("small", "GPT-2 small; the study's model; one to see that all runs.")
+    size: Literal["small", "mini", "micro", "tiny"] = option("small", "GPT-2 small; the study's model; one for "
+                                                             "a soak; one to see that all runs.")  # fmt: skip
     dtypes: list[str] = option(["float32", "bfloat16"], "Of the layer, of training (bfloat16: autocast), of a checkpoint's "
                                "weights (int8: by torchao, the rest bfloat16).",
                                choices=["float32", "bfloat16", "int8"])  # fmt: skip
     shapes: list[str] | None = option(None, "attention: TOKENSxSEGMENT, tokens and tokens in a segment (or a window).")
     contestants: list[str] | None = option(None, "attention: names of contestants; default: all.")
     contexts: list[int] | None = option(None, "model, options, compiled: tokens in a row of a training step. pretrained: "
-                                        "tokens of a prompt.", at_least=1)
+                                        "tokens of a prompt. soak: tokens of a text.", at_least=1)
     rounds: int = option(5, "Rounds, each timing every contestant once.", at_least=1)
     device: str = option("cpu", "cpu, cuda, …", group="machine")
     threads: int | None = option(None, "CPU threads; default: torch's own choice.", at_least=1, at_most=1024)
@@ -78,7 +85,10 @@ def main(argv: list[str] | None = None) -> None:
         measurement.keep_freed_memory()
     size = parts.SIZES[options.size]
     size = replace(size, shapes=shapes or size.shapes, contexts=tuple(options.contexts or size.contexts))
-    size = replace(size, read=tuple(options.contexts or size.read))
+    size = replace(size, read=tuple(options.contexts or size.read), soaked=tuple(options.contexts or size.soaked))
+    least = 40 * size.chunk  # most of it after the warm-up
+    if "soak" in options.parts and (short := [tokens for tokens in size.soaked if tokens < least]):
+        raise UserError(f"--contexts {short[0]}: a soak of this size takes at least {least:,} tokens")
     spec = models.ModelSpec(**size.model, checkpoint=options.model, device=options.device, seed=options.seed)
     how = parts.How(spec, size, options.dtypes, names, options.rounds, options.threads)
     out = Path(options.out)
@@ -92,6 +102,8 @@ def main(argv: list[str] | None = None) -> None:
             measuring.give_back_memory()
         print(f"{report.markdown(rows)}\n", flush=True)
     print(out)
+    if broken := [words for rows in content["parts"].values() for row in rows for words in row.get("broken", ())]:
+        raise UserError(f"the soak shows a defect: {'; '.join(broken)} ({out} has all figures)")
 
 
 def shapes_of(shapes: list[str] | None) -> tuple[tuple[int, int], ...]:

@@ -11,4 +11,5 @@ trap 'rm -rf "$environment"' EXIT
 PIP_NO_COMPILE=1 bash "$root/recipes/setup.sh" "$environment" test # what is imported is compiled then
 cd "$root"
 "$environment/bin/ruff" check .
+"$environment/bin/pyrefly" check --python-interpreter-path "$environment/bin/python"
 "$environment/bin/pytest" -n 2 --dist worksteal "$@"

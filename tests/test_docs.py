@@ -23,7 +23,8 @@ ROOT = Path(__file__).parents[1]
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
 NO_NETWORK = dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:9")
 # The pages on which figures are given with their commands; the first draws on those behind the third
-RESULTS = "measured quickstart memory-files study recall speed shakespeare notes/recall notes/study notes/speed".split()
+RESULTS = "measured quickstart memory-files study recall speed shakespeare notes/recall notes/study notes/speed robustness"
+RESULTS = RESULTS.split()
 RESULTS = [ROOT / "docs" / f"{name}.md" for name in RESULTS]
 OTHERS = [page for page in (ROOT / "README.md", *PAGES) if page not in RESULTS]
 CODE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
@@ -173,3 +174,18 @@ def test_commands_have_flags_that_exist(recipe, flags, capsys, monkeypatch):
     with pytest.raises(SystemExit):
         module.main()
     assert not flags - set(re.findall(r"--\w+", capsys.readouterr().out))
+
+
+@pytest.mark.slow
+def test_the_counts_of_bad_inputs_are_those_of_the_suites():
+    page = (ROOT / "docs" / "robustness.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| .*\(\.\./(tests/\S+\.py)\).* \| (\d+) \|$", page, re.MULTILINE)
+    shown = {file: int(count) for file, count in rows}
+    assert shown.keys() >= {str(file.relative_to(ROOT)) for file in (ROOT / "tests" / "bad_input").glob("test_*.py")}
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", *shown]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
+    lines = [line.partition("::")[0] for line in run.stdout.splitlines() if "::" in line]
+    found = {file: lines.count(file) for file in shown}
+    # A twentieth, so that not every new case has to change the page
+    assert {file: count for file, count in found.items() if abs(shown[file] - count) > count / 20} == {}

@@ -247,7 +247,7 @@ def inspect_attention(
     predictions = None if head is None else predictions_of(head, hidden_states, given["input_ids"], real, tokenizer)
     ids, real = ids.cpu(), real.cpu()
     texts = [token_texts(tokenizer, row[kept].tolist()) for row, kept in zip(ids, real, strict=True)]
-    name = Path(base.config.name_or_path).name or type(model).__name__
+    name = Path(base.config.name_or_path or "").name or type(model).__name__
     return Inspection(ids, real, texts, found, name, predictions)
 
 

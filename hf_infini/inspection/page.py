@@ -20,11 +20,12 @@ import tempfile
 import webbrowser
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .heads import Inspection, LayerInspection
+from .heads import Inspection, LayerInspection, NamedTensor
 
 LEVELS_PER_NAT = 1000
 LAST_LEVEL = 65534  # exp(−65.5) = 4e-29: what is smaller is shown as this
@@ -104,29 +105,30 @@ def page_data(inspection: Inspection, *, title: str, row: int = 0) -> dict:
 
 
 def _layer_data(layer: LayerInspection, real: Tensor, row: int) -> dict:
-    found = {"layer": layer.layer, "kind": layer.kind}
-    if layer.scores is None:
+    found: dict[str, Any] = {"layer": layer.layer, "kind": layer.kind}
+    known = {name: tensor.values for name, tensor in vars(layer).items() if isinstance(tensor, NamedTensor)}
+    if "scores" not in known:
         return found
-    scores = layer.scores.values[row][:, real][:, :, real]
+    scores = known["scores"][row][:, real][:, :, real]
     sums = scores.logsumexp(-1)
     visible = torch.isfinite(scores[0])
     levels = _levels(scores - sums.unsqueeze(-1), LAST_LEVEL)
     found["first"], _, found["levels"] = _rows(levels, visible)
     found["sums"] = [_base64(head, "<f4") for head in sums]
-    if layer.gate is not None:
-        segments = layer.segments.values[row][real]
+    if "gate" in known:
+        segments = known["segments"][row][real]
         stop = int(segments.max()) + 2
         found["segments"] = segments.tolist()
-        found["gate"] = _numbers(layer.gate.values)
-        found["tokenGate"] = _numbers(layer.token_gate.values[row][:, real])
-        weights = layer.memory_weights.values[row][:, real][:, :, real]
+        found["gate"] = _numbers(known["gate"])
+        found["tokenGate"] = _numbers(known["token_gate"][row][:, real])
+        weights = known["memory_weights"][row][:, real][:, :, real]
         held, tops = (weights != 0).any(0), weights.abs().amax(-1)
         levels = _levels((weights.abs() / tops.unsqueeze(-1)).log(), LAST_MEMORY_LEVEL) + NEGATIVE * (weights < 0)
         found["memoryFirst"], found["memoryStop"], found["memoryLevels"] = _rows(levels, held)
         found["memoryTops"] = [_base64(head, "<f4") for head in tops]
-        found["share"] = _numbers(layer.memory_share.values[row][:, real])
-        found["memory"] = _numbers(layer.memory_norm.values[row, :, :stop])
-        found["normaliser"] = _numbers(layer.normaliser_norm.values[row, :, :stop])
+        found["share"] = _numbers(known["memory_share"][row][:, real])
+        found["memory"] = _numbers(known["memory_norm"][row, :, :stop])
+        found["normaliser"] = _numbers(known["normaliser_norm"][row, :, :stop])
     return found
 
 
@@ -150,7 +152,7 @@ def _rows(levels: Tensor, seen: Tensor) -> tuple[list[int], list[int], list[str]
 
 def _text(name: str) -> str:
     """A file beside this module, such as the script: the wheel holds the kinds that pyproject.toml lists."""
-    return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
+    return resources.files("hf_infini.inspection").joinpath(name).read_text(encoding="utf-8")
 
 
 def _base64(tensor: Tensor, dtype: str) -> str:

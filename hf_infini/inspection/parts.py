@@ -7,7 +7,9 @@ projections on, in float32 or wider; [`KINDS`] is the table of them.
 Shapes: `B` batch, `H` heads, `T` tokens, `S` segments, `D` head dimension.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +18,6 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
 from ..causal_mha import CausalMultiHeadAttention
 from ..layout import GridLayout
 from ..memory import States, memory_weight
-from ..memory_layer import MemoryLayerMixin
 from ..modeling_infini_gpt2 import GPT2InfiniAttention
 from ..scores import visible_softmax
 from ..window import Softmax
@@ -73,7 +74,7 @@ def causal_mha_parts(module: CausalMultiHeadAttention, hidden_states: Tensor, gi
 
 
 # Class of the attention module → how its parts are computed; the first that fits counts.
-KINDS = {
+KINDS: dict[type, Callable[[Any, Tensor, dict], Parts]] = {
     GPT2InfiniAttention: infini_gpt2_parts,
     GPT2Attention: gpt2_parts,
     CausalMultiHeadAttention: causal_mha_parts,
@@ -112,7 +113,9 @@ def softmax_parts(
     return scores, weights, weights @ value
 
 
-def _infini_parts(module: MemoryLayerMixin, hidden_states: Tensor, layout: GridLayout) -> Parts:
+def _infini_parts(
+    module: GPT2InfiniAttention | CausalMultiHeadAttention, hidden_states: Tensor, layout: GridLayout
+) -> Parts:
     """Equations 2 to 5 for a call that begins its rows, as [`hf_infini.attention.attend`] does them all at once."""
     call, rule = module.begin(hidden_states, layout=layout), module.rule
     query, key, value, softmax = module.projections(call.hidden_states)
@@ -122,19 +125,17 @@ def _infini_parts(module: MemoryLayerMixin, hidden_states: Tensor, layout: GridL
     local = weights @ value
     batch, heads, tokens, width = key.shape
     (group,) = layout.groups(0)
-    start_memory, start_normaliser = (module.start() or {"start_memory": None, "start_normaliser": None}).values()
-    if start_memory is None:
-        start_memory = value.new_zeros(heads, width, width)
-        start_normaliser = value.new_zeros(heads, width if rule.normalised else 0)
-        has_memory = layout.memory_tokens_before > 0
-    else:
+    empty_normaliser = value.new_zeros(heads, width if rule.normalised else 0)
+    empty = {"start_memory": value.new_zeros(heads, width, width), "start_normaliser": empty_normaliser}
+    start_memory, start_normaliser = (module.start() or empty).values()
+    has_memory = group.filled
+    if has_memory is None or module.start():
         has_memory = torch.ones(1, layout.segments, dtype=torch.bool, device=value.device)
     log_weight = module.log_weight(call)
-    log_weight = log_weight if log_weight is None else _widen(log_weight)
-    keys, log_weight = (part if part is None else _delayed(layout, part) for part in (key, log_weight))
+    log_weight = None if log_weight is None else _delayed(layout, _widen(log_weight))
     queries = rule.query_features(layout.to_grid(query, None).transpose(2, 3))
     taken_in = None if group.written is None else group.written[:, :, None, :, None]
-    written = rule.written(keys, _delayed(layout, value), log_weight, taken_in)
+    written = rule.written(_delayed(layout, key), _delayed(layout, value), log_weight, taken_in)
 
     def states_of(values: Tensor, first_memory: Tensor) -> States:
         """The states where these `[B, H, T, E]` are the values, and a document begins with this memory `[H, D, E]`."""
@@ -142,9 +143,9 @@ def _infini_parts(module: MemoryLayerMixin, hidden_states: Tensor, layout: GridL
         incoming = (first.expand(batch, *first.shape) for first in start)
         return rule.states(written._replace(value=_delayed(layout, values)), *incoming, start, group.borders)
 
-    def read(states: States) -> tuple[Tensor, Tensor | None]:
-        found = rule.read(queries, states.memory, states.normaliser)
-        return tuple(part if part is None else layout.from_grid(part.transpose(2, 3)) for part in found)
+    def read(states: States) -> tuple[Tensor, Tensor]:
+        found, mass = rule.read(queries, states.memory, states.normaliser)
+        return layout.from_grid(found.transpose(2, 3)), layout.from_grid(mass.transpose(2, 3))
 
     states = states_of(value, start_memory)
     memory, mass = read(states)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -22,7 +23,7 @@ def parameter_groups(model, learning_rate: float, gate_learning_rate: float, wei
     At a usual learning rate the gates hardly move, and weight decay pulls them back to sigmoid = 0.5. A learned memory start
     need not be small either.
     """
-    groups = {
+    groups: dict[str, dict[str, Any]] = {
         "matrices": {"params": [], "lr": learning_rate, "weight_decay": weight_decay},
         "vectors": {"params": [], "lr": learning_rate, "weight_decay": 0.0},
         "gates": {"params": [], "lr": gate_learning_rate, "weight_decay": 0.0},
@@ -63,6 +64,8 @@ class PerplexityTrainer(Trainer):
         past_of: makes the cache that training rows begin with, of a model, the number of rows and a device; None: they begin
             with nothing.
     """
+
+    model: Any
 
     def __init__(
         self,
@@ -116,7 +119,7 @@ class PerplexityTrainer(Trainer):
 
         Trackers (`report_to`) also get each head's sigmoid(gate).
         """
-        rows = self.eval_dataset if eval_dataset is None else eval_dataset
+        rows: Any = self.eval_dataset if eval_dataset is None else eval_dataset
         rows = rows if self.eval_rows is None else rows.select(range(min(self.eval_rows, len(rows))))
         with self.accelerator.autocast():
             size, reader = self.args.per_device_eval_batch_size, self.eval_reader
@@ -135,6 +138,7 @@ class PerplexityTrainer(Trainer):
         """The Trainer's draft of a card, which `push_to_hub` asks for; a card that was written otherwise stays as it is."""
         from huggingface_hub import ModelCard
 
-        file = Path(self.args.output_dir) / "README.md"
-        if not file.is_file() or "generated_from_trainer" in (ModelCard.load(file).data.tags or []):
+        file = Path(self.args.output_dir or "") / "README.md"
+        card: Any = ModelCard.load(file).data if file.is_file() else None
+        if card is None or "generated_from_trainer" in (card.tags or []):
             super().create_model_card(*args, **kwargs)

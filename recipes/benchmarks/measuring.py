@@ -136,10 +136,23 @@ def _peak(work: Work, device: str) -> int:
     return peak_memory_bytes() - before
 
 
+def held_bytes(device: str) -> int:
+    """What is held now: by tensors on a GPU; on a CPU the process's resident set, without freed memory that the C library
+    keeps for what comes next."""
+    if device.startswith("cuda"):
+        return torch.cuda.memory_allocated(device)
+    _trim()
+    return psutil.Process().memory_info().rss
+
+
 def give_back_memory() -> None:
     """Returns freed memory to the system, for the processes measured next (glibc; elsewhere it only collects garbage)."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+    _trim()
+
+
+def _trim() -> None:
     if platform.libc_ver()[0] == "glibc":
         ctypes.CDLL(None).malloc_trim(0)

@@ -17,6 +17,7 @@ from . import contestants, measuring, models
 from .contestants import BASE, Problem, Shape
 from .models import KINDS, ModelSpec
 from .pretrained import pretrained
+from .soak import soak
 
 RULES = ("infini", "infini-delta")  # what is measured where this package is measured against itself
 SKIP_ABOVE = 60.0  # seconds; a layer that takes more in a process of its own is not timed (CPU)
@@ -47,7 +48,7 @@ class Size:
             segments: segment lengths at `lengths[1]` tokens.
         contexts, rows: of a training step; prompts: tokens that are read; stock_prompt: the longest for stock GPT-2, which
             takes quadratic time; padded: rows and longest prompt of a padded batch; after: contexts of new tokens; read:
-            prompts of a pretrained checkpoint.
+            prompts of a pretrained checkpoint; soaked: tokens of a soak.
     """
 
     model: dict
@@ -62,14 +63,17 @@ class Size:
     after: tuple = (1024, 8192, 65536)
     read: tuple = (2048, 8192, 32768, 65536)
     chunk: int = 4096
+    soaked: tuple = (1_000_000,)
 
 
 MINI = {"n_layer": 4, "n_embd": 256, "n_head": 4, "vocab_size": 8000, "segment_length": 64}
+MICRO = {"n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 1000, "segment_length": 64}
 TINY = {"n_layer": 1, "n_embd": 32, "n_head": 2, "vocab_size": 97, "segment_length": 16}
 SIZES = {
     "small": Size({}),  # GPT-2 small
     "mini": Size(MINI, contexts=(1024,), rows=4),  # the study's
-    "tiny": Size(TINY, ((64, 8),), (64, 128), (8,), (40,), 1, (90, 200), 100, (3, 20), (50, 400), (50, 150), 70),
+    "micro": Size(MICRO),
+    "tiny": Size(TINY, ((64, 8),), (64, 128), (8,), (40,), 1, (90, 200), 100, (3, 20), (50, 400), (50, 150), 70, (9000,)),
 }
 
 
@@ -268,4 +272,5 @@ def _rows(same: dict, names) -> dict[str, dict]:
     return {name: {**same, "name": name} for name in names}
 
 
-PARTS = {function.__name__: function for function in (attention, scaling, model, decoding, options, compiled, pretrained)}
+PARTS = (attention, scaling, model, decoding, options, compiled, soak, pretrained)
+PARTS = {function.__name__: function for function in PARTS}

@@ -53,4 +53,11 @@ MEASURES = {
     "ratio": _number("memory_ratio", ".2f"),
     "beyond q, k, v, out and gradients, × those": _number("extra", ".2f"),
     "cache, MiB": _number("cache_bytes", ",.1f", MIB),
+    "µs a token, first tenth": _number("seconds_first", ",.2f", 1e-6),
+    "last tenth": _number("seconds_last", ",.2f", 1e-6),
+    "held, MiB": _number("held_bytes", ",.1f", MIB),
+    "growth": _number("held_growth", ".2%"),
+    "error of logits": _number("output_error", ".1e"),
+    "drift of z": _number("normaliser_drift", ".1e"),
+    "drift of M": _number("memory_drift", ".1e"),
 }

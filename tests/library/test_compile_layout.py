@@ -39,7 +39,7 @@ def bounded_attention(query, key, value, gate, segment_length, *, state=None, lo
     rule = MemoryRule(**{name: options[name] for name in ("update_rule", "feature_map", "denominator")}, **maps)
     projections = Projections(query, key, value, options.get("log_weight"))
     softmax = Softmax(**{name: options.get(name) for name in ("softcap", "rotary", "query_weight")})
-    return attend(projections, gate, graph_step_layout(call, restart), rule, softmax, state)[:2]
+    return attend(projections, gate, graph_step_layout(call, state, restart), rule, softmax, state)[:2]
 
 
 @pytest.mark.slow

@@ -1,11 +1,12 @@
 """Every family of decoders with Infini-attention: the own model in one segment, the naive function beyond."""
 
 import copy
+import inspect
 from dataclasses import replace
 
 import pytest
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, MODEL_MAPPING, AutoModelForCausalLM
 from transformers.models.llama import modeling_llama
 from transformers.utils import output_capturing
 
@@ -13,7 +14,7 @@ import hf_infini.memory_layer
 from decoders import TYPES, decoder, token_ids
 from hf_infini import AutoInfiniModelForCausalLM, InfiniCache, naive_infini_attention, patch_model, unpatch_model
 from hf_infini.configuration_infini import REFUSED, infini_config
-from hf_infini.families import attention_layers, decoder_of
+from hf_infini.families import attention_layers, decoder_of, infini_class
 from hf_infini.modeling_infini_layer import InfiniAttentionMixin
 from models import with_rates
 
@@ -129,6 +130,30 @@ def test_generation_is_that_of_the_whole_text(model_type):
         assert torch.equal(found, model.generate(ids, **options, num_beams=beams, use_cache=False))
     whole = model.generate(ids, **options, prefill_chunk_size=5)
     assert torch.equal(whole, model.generate(ids, **options))
+
+
+@each_type
+def test_a_base_model_shows_the_arguments_that_it_takes(model_type):
+    """Others choose by the signature what they pass to a model."""
+    own = MODEL_MAPPING[CONFIG_MAPPING[model_type]]
+    *arguments, keywords = inspect.signature(own.forward).parameters
+    shown = inspect.signature(infini_class(own).forward).parameters
+    assert list(shown) == [*arguments, "max_documents", "memory_mask", keywords]
+
+
+@pytest.mark.parametrize("model_type", ["olmoe", pytest.param("mixtral", marks=pytest.mark.slow)])
+def test_experts_are_computed_as_in_the_own_model(model_type, tmp_path, monkeypatch):
+    """In one product, not in a loop, unless a loop is asked for; also where no model of the own class came before."""
+    plain = decoder(model_type)
+    own, implementation = type(plain), plain.config._experts_implementation
+    patch_model(plain, **WINDOW).save_pretrained(tmp_path)
+    for model_class in (own, infini_class(own)):
+        if "_can_set_experts_implementation_cached_value" in vars(model_class):
+            monkeypatch.delattr(model_class, "_can_set_experts_implementation_cached_value")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert model.config._experts_implementation == implementation == "grouped_mm"
+    model.set_experts_implementation("eager")
+    assert model.config._experts_implementation == "eager"
 
 
 @each_type

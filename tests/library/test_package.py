@@ -75,6 +75,16 @@ def test_rooms_hide_nothing():
     assert not taken & set(ROOMS)
 
 
+def test_security_lists_every_dependency_with_its_extra():
+    text = (ROOT / "SECURITY.md").read_text(encoding="utf-8").partition("## Dependencies")[2]
+    rows = re.findall(r"^\| ([^|]+) \| ([^|]*)\| [^|]+ \|$", text, re.MULTILINE)[1:]  # behind the heading
+    listed = {(name, extra) for names, extras in rows for name in names.split(", ") for extra in extras.strip().split(", ")}
+    declared = PROJECT["project"]["optional-dependencies"] | {"": PROJECT["project"]["dependencies"]}
+    declared["build"] = PROJECT["build-system"]["requires"]
+    wanted = {(Requirement(entry).name, extra) for extra, entries in declared.items() for entry in entries}
+    assert listed - {("---", "---")} == {(name, extra) for name, extra in wanted if name != PROJECT["project"]["name"]}
+
+
 def required(names: list[str]) -> set[str]:
     """The distributions that pip installs for these requirements, by their normalised names."""
     found, left = set(), list(map(Requirement, names))

@@ -188,6 +188,7 @@ def test_what_was_measured_before_an_error_is_kept(tmp_path, monkeypatch):
         (["--contestants", "infini", "loops"], "there is no loops; allowed are infini, infini-delta, "),
         (["--parts", "pretrained"], "--parts pretrained and --model NAME go together"),
         (["--dtypes", "int8"], "--dtypes int8 is for --parts pretrained only"),
+        (["--parts", "soak", "--size", "tiny", "--contexts", "2799"], "--contexts 2799: a soak of this size takes"),
         (["--device", "cuda"], "torch finds no GPU here"),
     ],
 )
