@@ -143,6 +143,7 @@ def options_cost() -> str:
         '`segment_length=128, position_encoding="segment"`': {},
         "… `segment_length=32`": dict(segment_length=32),
         '… `update_rule="delta"`': dict(update_rule="delta"),
+        '… `update_rule="gated_delta"`': dict(update_rule="gated_delta"),
         '… `feature_map="exp"`': dict(feature_map="exp"),
         '… `feature_map="learned"`': dict(feature_map="learned"),
         '… `denominator="shared"`': dict(denominator="shared"),

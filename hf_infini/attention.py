@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from .checks import check_arguments, check_shapes, check_window
 from .decoding import StepLayout, attend_step
 from .layout import GridLayout
-from .memory import EPS, MemoryRule, Within, memory_weight, mix, read_memory
+from .memory import EPS, MemoryRule, Within, memory_weight, mix
 from .positions import Rotary
 from .segments import SegmentLayout, segment_layout
 from .state import InfiniState, Projections
@@ -69,10 +69,13 @@ def infini_attention(
             to key/value head `h // (heads // kv_heads)`.
         gate: `[heads]`, the logit β.
         segment_length: tokens in a segment, L ≥ 1.
-        update_rule: "linear" or "delta", which writes values less what the memory already answers to their keys.
-        feature_map: what makes positive features of the memory's queries and keys: "elu", ELU + 1 (the paper), or "exp".
+        update_rule: "linear"; "delta", which writes values less what the memory already answers to their keys; or
+            "gated_delta", which does so token by token (arXiv 2412.06464): M = α (M − β k kᵀ M) + β k vᵀ, read as q M.
+        feature_map: what makes positive features of the memory's queries and keys: "elu", ELU + 1 (the paper), or "exp". The
+            gated delta rule subtracts 1, their value at zero, and brings them to length one.
         denominator: "separate", one for the window and one for the memory, so that only the gate sets the memory's share
-            (the paper); or "shared", one for both, so that it also depends on what the token finds: [`memory_weight`].
+            (the paper); or "shared", one for both, so that it also depends on what the token finds: [`memory_weight`]. The
+            gated delta rule divides by nothing, and has only the first.
         local_segments: earlier segments that the softmax sees, 0 in the paper.
         sink_tokens: how many first tokens of its document every query sees by softmax (attention sinks, arXiv 2309.17453);
             the memory never takes them in. Fewer than a segment has; 0 in the paper.
@@ -87,14 +90,14 @@ def infini_attention(
         feature_maps: `[heads, head_dim, head_dim]` and `[kv_heads, head_dim, head_dim]`, what the memory's queries and keys
             are multiplied by before the feature map.
         log_weight: `[batch, kv_heads, tokens, 1]`, added to the memory's keys right before the feature map; with exponential
-            features the logarithm of a token's weight.
+            features the logarithm of a token's weight. For the gated delta rule `[…, 2]`, log β and log α, neither positive.
         rotary: for rotary models, which give query and key un-rotated: turns both by their places in the window, which has
             `sink_tokens + (local_segments + 1) * segment_length` of them. The memory has no positions.
         scaling: of the local dot products; by default `head_dim ** -0.5`.
         softcap: local scores s become `softcap * tanh(s / softcap)`; by default they stay.
         query_weight: `[heads, head_dim, head_dim]`, what the window's queries are multiplied by, after they are turned.
         dropout: probability of dropping a local attention weight.
-        eps: added to the denominator of equation 3.
+        eps: added to the denominator of equation 3; by the gated delta rule to the squared length of a query or a key.
 
     Returns:
         `[batch, heads, tokens, value_dim]` in the value's dtype, and the state if asked for; no tokens leave it as it
@@ -105,15 +108,15 @@ def infini_attention(
         ValueError: shapes, options or the state do not fit together; the message names them.
     """
     window = (segment_length, local_segments, sink_tokens)
-    check_arguments(query, key, value, gate, log_weight, query_weight, feature_maps)
+    rule = MemoryRule(update_rule, feature_map, denominator, eps, *(feature_maps or ()))
+    check_arguments(query, key, value, gate, log_weight, query_weight, feature_maps, rule.weights)
     check_window(*window, rotary)
     tokens = Projections(query, key, value, log_weight)
-    rule = MemoryRule(update_rule, feature_map, denominator, eps, *(feature_maps or ()))
     masks = {"attention_mask": attention_mask, "memory_mask": memory_mask, "position_ids": position_ids}
     batch, count = query.shape[::2]
     if 0 in (batch, count):
         check_shapes(batch, count, **masks)
-        output, new_state = _of_no_tokens(tokens, gate, window, state)
+        output, new_state = _of_no_tokens(tokens, gate, window, rule, state)
     else:
         options = {"state": state, "max_documents": max_documents, "device": query.device}
         layout = segment_layout(batch, count, *window, **options, **masks)
@@ -147,8 +150,8 @@ def attend(
         The output, the state and the weights; what was not asked for may be `None`.
     """
     if state is None:
-        state = _initial(tokens, (layout.segment_length, layout.local_segments, layout.sink_tokens))
-    state = state.before(tokens, layout.places)
+        state = _initial(tokens, (layout.segment_length, layout.local_segments, layout.sink_tokens), rule)
+    state = state.before(tokens, layout.places, rule.normalised)
     if isinstance(layout, StepLayout):
         return attend_step(tokens, gate, layout, rule, softmax, state, in_place)
     output, memory, normaliser, weights = _attend_grid(tokens, gate, layout, rule, softmax, state, return_weights)
@@ -214,19 +217,20 @@ def _attend_grid(
             log_weight = None
             if all_log_weights is not None:
                 log_weight = _blocks(all_log_weights[number][:, :count], block).flatten(3, 4)
-            key_features = rule.key_features(leaving_keys.flatten(3, 4).to(dtype), log_weight)
-            block_values = leaving_values.flatten(3, 4).to(dtype)
+            block_keys, block_values = (part.flatten(3, 4).to(dtype) for part in (leaving_keys, leaving_values))
             query_features = rule.query_features(queries.flatten(3, 4).to(dtype))
             query_features = query_features.unflatten(2, (kv_heads, -1)).flatten(3, 4)
-            if _is_padded(count, block) or group.written is not None:  # σ(0) is not zero
-                written = key_features.new_ones(1, count, slots) if group.written is None else group.written
-                key_features = key_features * _per_token(written, block)
-            states = rule.states(key_features, block_values, memory, normaliser, start, group.borders)
+            taken_in = None
+            if _is_padded(count, block) or group.written is not None:
+                taken_in = block_keys.new_ones(1, count, slots) if group.written is None else group.written
+                taken_in = _per_token(taken_in, block)
+            written = rule.written(block_keys, block_values, log_weight, taken_in)
+            states = rule.states(written, memory, normaliser, start, group.borders)
             memory, normaliser = states.last_memory, states.last_normaliser
-            within = None if earlier is None else Within(key_features, block_values, earlier)
+            within = None if earlier is None else Within(written.key_features, block_values, earlier)
             read, mass = (
                 tensor.unflatten(3, (heads_per_key, -1)).flatten(2, 3)
-                for tensor in read_memory(query_features, states.memory, states.normaliser, rule.eps, within)
+                for tensor in rule.read(query_features, states.memory, states.normaliser, within)
             )
             log_sum = None if log_sum is None else log_sum.flatten(3, 4).unsqueeze(-1)
             share = memory_weight(gate, mass, log_sum, width, rule.eps)
@@ -272,7 +276,7 @@ def _sizes(layout: GridLayout, key: Tensor, rule: MemoryRule) -> tuple[int, int]
     in one group, as in a graph, where the compiler keeps intermediate results small.
 
     Segments shorter than a head is wide are joined to blocks of at least that many tokens, so that the states never hold
-    more than the tokens do. The delta rule, and rows whose documents may change inside a block, need a state per segment.
+    more than the tokens do. The delta rules, and rows whose documents may change inside a block, need a state per segment.
     """
     block = 1
     if rule.update_rule == "linear" and not layout.packed:
@@ -327,18 +331,19 @@ def _earlier_segments(block: int, slots: int, heads_per_key: int, like: Tensor) 
     return (segment[None, :] < segment[:, None]).to(like.dtype).repeat(heads_per_key, 1)
 
 
-def _initial(tokens: Projections, window: tuple[int, int, int]) -> InfiniState:
-    return InfiniState.initial(tokens.key, tokens.value, *window, log_weights=tokens.log_weight is not None)
+def _initial(tokens: Projections, window: tuple[int, int, int], rule: MemoryRule) -> InfiniState:
+    weights = 0 if tokens.log_weight is None else rule.weights
+    return InfiniState.initial(tokens.key, tokens.value, *window, log_weights=weights, normalised=rule.normalised)
 
 
 def _of_no_tokens(
-    tokens: Projections, gate: Tensor, window: tuple[int, int, int], state: InfiniState | None
+    tokens: Projections, gate: Tensor, window: tuple[int, int, int], rule: MemoryRule, state: InfiniState | None
 ) -> tuple[Tensor, InfiniState]:
     """Output and state of a call of no rows or no tokens: an empty tensor that everything has a gradient from, and the state
     as it was."""
-    empty = _initial(tokens, window)
+    empty = _initial(tokens, window, rule)
     state = empty if state is None else state
-    state.before(tokens, empty.local_key.shape[2])
+    state.before(tokens, empty.local_key.shape[2], rule.normalised)
     local = F.scaled_dot_product_attention(tokens.query, tokens.key, tokens.value, enable_gqa=True)
     return mix(local, local, gate[:, None, None]), state
 

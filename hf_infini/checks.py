@@ -6,8 +6,8 @@ from torch import Tensor
 from .positions import Rotary
 
 
-def check_arguments(query, key, value, gate, log_weight, query_weight, feature_maps) -> None:
-    """ValueError unless these arguments of [`infini_attention`] have the shapes that it says."""
+def check_arguments(query, key, value, gate, log_weight, query_weight, feature_maps, weights: int) -> None:
+    """ValueError unless these arguments of [`infini_attention`] have the shapes that it says; `weights`: of a token."""
     if query.dim() != 4 or key.dim() != 4 or value.dim() != 4:
         shapes = ", ".join(str(list(tensor.shape)) for tensor in (query, key, value))
         raise ValueError(f"query, key and value must be [batch, heads, tokens, head_dim], got {shapes}.")
@@ -23,7 +23,7 @@ def check_arguments(query, key, value, gate, log_weight, query_weight, feature_m
         raise ValueError(f"gate must be [heads] = [{heads}], got {list(gate.shape)}.")
     query_map, key_map = feature_maps or (None, None)
     for name, tensor, wanted in (
-        ("log_weight", log_weight, (*key.shape[:3], 1)),
+        ("log_weight", log_weight, (*key.shape[:3], weights)),
         ("query_weight", query_weight, (heads, head_dim, head_dim)),
         ("feature_maps[0]", query_map, (heads, head_dim, head_dim)),
         ("feature_maps[1]", key_map, (key.shape[1], head_dim, head_dim)),

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .layout import Call, Layout
-from .memory import MemoryRule, memory_weight, read_memory
+from .memory import MemoryRule, memory_weight
 from .state import InfiniState, Projections
 from .tensors import pad
 from .window import Softmax, softmax_weights
@@ -181,7 +181,7 @@ def attend_step(
     with torch.autocast(keys.device.type, enabled=False):
         queries = rule.query_features(tokens.query.to(dtype))
         queries = queries.unflatten(1, (kv_heads, heads_per_key)).squeeze(3)  # [B, K, R, D]
-        found = read_memory(queries.unsqueeze(1), state.memory.unsqueeze(1), state.normaliser.unsqueeze(1), rule.eps)
+        found = rule.read(queries.unsqueeze(1), state.memory.unsqueeze(1), state.normaliser.unsqueeze(1))
         read, mass = (tensor.flatten(1, 3).unsqueeze(2) for tensor in found)  # [B, H, 1, E or 1]
         log_sum = None if log_sum is None else log_sum.unsqueeze(-1)
         share = memory_weight(gate.to(dtype)[None, :, None, None], mass, log_sum, width, rule.eps)
@@ -199,10 +199,10 @@ def _written(rule: MemoryRule, leaving, kept_out, memory, normaliser) -> tuple[T
     """Memory and normaliser after a segment: its keys, values and log weights `[batch, kv_heads, L, dim]`, `kept_out`
     `[batch, L]`."""
     keys, values, log_weights = leaving
-    features = rule.key_features(keys.to(memory.dtype), log_weights).unsqueeze(1)  # [B, 1, K, L, D]
-    if kept_out is not None:
-        features = features * ~kept_out[:, None, None, :, None]
-    states = rule.states(features, values.to(memory.dtype).unsqueeze(1), memory, normaliser)
+    keys, values = (part.to(memory.dtype).unsqueeze(1) for part in (keys, values))  # [B, 1, K, L, dim]
+    log_weights = None if log_weights is None else log_weights.unsqueeze(1)
+    taken_in = None if kept_out is None else ~kept_out[:, None, None, :, None]
+    states = rule.states(rule.written(keys, values, log_weights, taken_in), memory, normaliser)
     return states.last_memory, states.last_normaliser
 
 

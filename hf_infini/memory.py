@@ -4,10 +4,12 @@
     A_mem = σ(Q) M / (σ(Q) z + ε)                                      read, equation 3
     M ← M + σ(K)ᵀ V,  z ← z + Σ σ(k)                                   write by the linear rule, equation 4
     M ← M + σ(K)ᵀ (V − σ(K) M / (σ(K) z + ε))                          write by the delta rule
+    M ← α (M − β k kᵀ M) + β k vᵀ,  A_mem = q M                        the gated delta rule, token by token: |k| = |q| = 1
     A = sigmoid(β) A_mem + (1 − sigmoid(β)) A_dot                      mix, equation 5
 
 Pure functions on tensors; of padding and documents they see only the masks that they are given. "The paper" is
-Munkhdalai, Faruqui and Gopal, "Leave No Context Behind" (arXiv 2404.07143). Their gradients are in memory_gradients.py.
+Munkhdalai, Faruqui and Gopal, "Leave No Context Behind" (arXiv 2404.07143). Their gradients are in memory_gradients.py. The
+gated delta rule is that of Yang, Kautz and Hatamizadeh, "Gated Delta Networks" (arXiv 2412.06464).
 
 Shapes: `B` batch, `N` blocks (a segment, or several short ones), `P` tokens in a block, `K` key/value heads, `R` queries of
 a block that read a key/value head's memory, `D` head dimension, `E` value dimension. The heads come before the tokens, so
@@ -21,7 +23,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .memory_gradients import DeltaScan, EluFeatures, ExpFeatures, Mix, Read, RunningSum
+from .gated_delta import gated_delta_scan
+from .memory_gradients import DeltaScan, EluFeatures, ExpFeatures, Mix, Read, RunningSum, UnitLength
+from .options import check_rule
 
 EPS = 1e-6
 
@@ -37,6 +41,11 @@ class Borders(NamedTuple):
 
     reach: Tensor
     continues: Tensor
+
+    @property
+    def wrote(self) -> Tensor:
+        """`[B, N, 1, 1, 1]` bool: whether the state after a block holds what the block wrote."""
+        return self.reach[:, 1:, 2:].diagonal(dim1=1, dim2=2)[:, :, None, None, None]
 
 
 class Within(NamedTuple):
@@ -54,12 +63,28 @@ class Within(NamedTuple):
     visible: Tensor
 
 
+class Written(NamedTuple):
+    """What the blocks write into the memory.
+
+    Attributes:
+        key_features: σ(k), zero for tokens that are not to be written, `[B, N, K, P, D]`; value: `[B, N, K, P, E]`.
+        log_weight: log β and log α of the gated delta rule, `[B, N, K, P, 2]`, zero for tokens that are not to be written;
+            `None` for the others.
+    """
+
+    key_features: Tensor
+    value: Tensor
+    log_weight: Tensor | None
+
+
 class States(NamedTuple):
     """Memory and normaliser over the blocks of a call.
 
     Attributes:
         memory, normaliser: before each block, `[B, N, K, D, E]` and `[B, N, K, D]`.
         last_memory, last_normaliser: after the last block, `[B, K, D, E]` and `[B, K, D]`.
+
+    The gated delta rule has no normaliser: there the width of z is 0.
     """
 
     memory: Tensor
@@ -172,8 +197,7 @@ def delta_states(
     scaled = key_features / ((key_features * normalisers.unsqueeze(-2)).sum(-1, keepdim=True) + eps)
     continues = None
     if borders is not None:
-        wrote = borders.reach[:, 1:, 2:].diagonal(dim1=1, dim2=2)  # whether the state after a block has its tokens
-        key_features = key_features * wrote[:, :, None, None, None]
+        key_features = key_features * borders.wrote
         continues = borders.continues
     keys = key_features.transpose(-1, -2)
     # In shorter segments two thin products a block cost less than one D × D matrix a block
@@ -181,6 +205,24 @@ def delta_states(
     factors = (value, keys, scaled) if thin else (keys @ value, None, keys @ scaled)
     memories, last_memory = DeltaScan.apply(*factors, memory, continues, None if borders is None else first_memory)
     return States(memories, normalisers, last_memory, last_normaliser)
+
+
+def gated_delta_states(
+    key: Tensor,
+    value: Tensor,
+    log_weight: Tensor,
+    memory: Tensor,
+    normaliser: Tensor,
+    start: tuple[Tensor, Tensor] | None = None,
+    borders: Borders | None = None,
+) -> States:
+    """As [`linear_states`], by the gated delta rule: [`gated_delta_scan`]; `log_weight` as in [`Written`]."""
+    first_memory, _ = start or (None, None)
+    continues = None
+    if borders is not None:
+        key, log_weight, continues = key * borders.wrote, log_weight * borders.wrote, borders.continues
+    memories, last_memory = gated_delta_scan(key, value, log_weight, memory, continues, first_memory)
+    return States(memories, normaliser.unsqueeze(1).expand(-1, key.shape[1], -1, -1), last_memory, normaliser)
 
 
 def _running_sum(
@@ -199,7 +241,7 @@ def _running_sum(
     return sums[:, :-1], sums[:, -1]
 
 
-UPDATE_RULES = ("linear", "delta")
+UPDATE_RULES = ("linear", "delta", "gated_delta")
 FEATURE_MAPS = {"elu": elu_features, "exp": exp_features}
 DENOMINATORS = ("separate", "shared")
 
@@ -212,7 +254,7 @@ class MemoryRule:
         query_map, key_map: `[heads, D, D]` and `[kv_heads, D, D]`, [`infini_attention`]'s `feature_maps`, or `None`.
 
     Raises:
-        ValueError: an option has another value than those allowed.
+        ValueError: an option has another value than those allowed, or one that does not go with the update rule.
     """
 
     update_rule: str = "linear"
@@ -227,24 +269,67 @@ class MemoryRule:
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}.")
+        check_rule(vars(self))
 
     @property
     def shared(self) -> bool:
         """Whether window and memory have one denominator."""
         return self.denominator == "shared"
 
+    @property
+    def normalised(self) -> bool:
+        """Whether the memory has a normaliser, by which reads are divided."""
+        return self.update_rule != "gated_delta"
+
+    @property
+    def weights(self) -> int:
+        """Numbers in a token's log weight: log w, or log β and log α."""
+        return 1 if self.normalised else 2
+
     def query_features(self, query: Tensor) -> Tensor:
-        """σ(q W), positive, so that every denominator of equation 3 is; `[…, heads, tokens, D]`."""
-        return FEATURE_MAPS[self.feature_map](_mapped(query, self.query_map))
+        """σ(q W), `[…, heads, tokens, D]`: positive, so that every denominator of equation 3 is, or of length one."""
+        return self._features(_mapped(query, self.query_map))
 
-    def key_features(self, key: Tensor, log_weight: Tensor | None = None) -> Tensor:
-        """σ(k W + log w), `[…, kv_heads, tokens, D]`; `log_weight` has 1 in the place of D."""
+    def written(self, key: Tensor, value: Tensor, log_weight: Tensor | None, mask: Tensor | None = None) -> Written:
+        """What these tokens write: σ(k W + log w), or σ(k W) beside log β and log α.
+
+        Args:
+            key: `[B, N, K, P, D]`; value: `[B, N, K, P, E]`; log_weight: `[B, N, K, P, 1 or 2]`; `None`: zeros.
+            mask: which tokens are written, of a shape that broadcasts to `[B, N, K, P, 1]`; `None`: all.
+        """
         key = _mapped(key, self.key_map)
-        return FEATURE_MAPS[self.feature_map](key if log_weight is None else key + log_weight.to(key.dtype))
+        if log_weight is not None:
+            log_weight = log_weight.to(key.dtype)
+        if self.normalised:
+            key, log_weight = key if log_weight is None else key + log_weight, None
+        elif log_weight is None:
+            log_weight = key.new_zeros(*key.shape[:-1], self.weights)
+        features = self._features(key)
+        if mask is not None:  # σ(0) is not zero
+            features = features * mask
+            log_weight = None if log_weight is None else log_weight * mask
+        return Written(features, value, log_weight)
 
-    def states(self, *arguments) -> States:
-        """[`linear_states`] or [`delta_states`], with the arguments of the first."""
-        return linear_states(*arguments) if self.update_rule == "linear" else delta_states(*arguments, eps=self.eps)
+    def states(self, written: Written, *arguments) -> States:
+        """The states by the rule, with the arguments of [`linear_states`] after key features and value."""
+        if written.log_weight is not None:
+            return gated_delta_states(written.key_features, written.value, written.log_weight, *arguments)
+        if self.update_rule == "delta":
+            return delta_states(*written[:2], *arguments, eps=self.eps)
+        return linear_states(*written[:2], *arguments)
+
+    def read(
+        self, features: Tensor, memory: Tensor, normaliser: Tensor, within: Within | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """[`read_memory`], or q M, whose σ(q) z is 0 without a normaliser."""
+        if self.normalised:
+            return read_memory(features, memory, normaliser, self.eps, within)
+        return features @ memory, features.new_zeros(*features.shape[:-1], 1)
+
+    def _features(self, x: Tensor) -> Tensor:
+        """σ(x), or without a normaliser (σ(x) − σ(0)) / |σ(x) − σ(0)|: positive features would nearly be parallel."""
+        features = FEATURE_MAPS[self.feature_map](x)
+        return features if self.normalised else UnitLength.apply(features, self.eps)[0]
 
 
 def _mapped(x: Tensor, weight: Tensor | None) -> Tensor:

@@ -51,6 +51,31 @@ class ExpFeatures(Function):
         return (gradient * features).masked_fill_(x > EXP_LIMIT, 0)
 
 
+class UnitLength(Function):
+    """y = r c with c = x − 1 and r = 1 / √(|c|² + ε), of vectors in the last dimension;  g_x = r (g − (y·g + r g_r) y).
+
+    Returns y and r, which is an output for the second derivative only.
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        unit = x - 1
+        inverse = unit.square().sum(-1, keepdim=True).add_(eps).rsqrt_()
+        unit *= inverse
+        ctx.save_for_backward(unit, inverse)
+        ctx.set_materialize_grads(False)
+        return unit, inverse
+
+    @staticmethod
+    def backward(ctx, gradient, inverse_gradient):
+        unit, inverse = ctx.saved_tensors
+        gradient = torch.zeros_like(unit) if gradient is None else gradient
+        along = (unit * gradient).sum(-1, keepdim=True)
+        if inverse_gradient is not None:
+            along = along + inverse * inverse_gradient
+        return torch.addcmul(gradient, unit, along, value=-1) * inverse, None
+
+
 class Read(Function):
     """A = n / (m + ε), n = σ(q) M + C V, m = σ(q) z + Σ C, with C = σ(q) σ(K)ᵀ of the visible tokens of the same block;
 

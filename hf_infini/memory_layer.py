@@ -19,9 +19,12 @@ from .window import Softmax
 
 # What `MemoryLayerMixin.add_memory_parameters` makes
 PARAMETERS = ("gate", "start_memory", "start_normaliser", "memory_conv", "memory_write", "query_map", "key_map")
+PARAMETERS += ("memory_rates", "memory_rates_bias")
 # Normaliser of a learned start before training: softplus(0.5413) = 1, the value of σ at a key of zeros.
 LEARNED_NORMALISER = 0.5413
 NOISE = 1e-10  # the study's start
+# Logits of β and α before training: β = 1/2; α = 0.999994, of which 16,384 tokens leave 90 %, and which still has a gradient
+RATES = (0.0, 12.0)
 
 
 class Gate(nn.Module):
@@ -96,7 +99,9 @@ class MemoryLayerMixin(nn.Module):
     itself); with `memory_conv` the convolution's weights `memory_conv` `[taps, width]`; with `memory_write="learned"` the
     logarithm of a token's weight in the memory, per head, `memory_write` `[kv_heads, width]`; with `feature_map="learned"`
     what queries and keys are multiplied by before the exponential, `query_map` `[heads, head_dim, head_dim]` and `key_map`
-    `[kv_heads, head_dim, head_dim]`.
+    `[kv_heads, head_dim, head_dim]`; with `update_rule="gated_delta"` what the layer's input is multiplied by, and what is
+    added, for the logits of β and α, `memory_rates` `[kv_heads, 2, width]` and `memory_rates_bias` `[kv_heads, 2]`, and no
+    `start_normaliser`.
     """
 
     config: Any
@@ -122,16 +127,21 @@ class MemoryLayerMixin(nn.Module):
     def add_memory_parameters(self, width: int, **options) -> None:
         """Makes the parameters, uninitialised. `width`: of the layer's input; options: their `device` and `dtype`."""
         query_heads, heads, size = self.head_counts
+        gated = self.config.update_rule == "gated_delta"
         self.gate = Gate(query_heads, **options).train(self.training)
         if self.config.memory_init == "learned":
             self.start_memory = nn.Parameter(torch.empty(heads, size, size, **options))
-            self.start_normaliser = nn.Parameter(torch.empty(heads, size, **options))
+            if not gated:
+                self.start_normaliser = nn.Parameter(torch.empty(heads, size, **options))
         elif self.config.memory_init == "noise":
             self.register_buffer("start_normaliser", torch.empty(heads, size, **options))
         if self.config.memory_conv:
             self.memory_conv = nn.Parameter(torch.empty(self.config.memory_conv, width, **options))
         if self.config.memory_write == "learned":
             self.memory_write = nn.Parameter(torch.empty(heads, width, **options))
+        if gated:
+            self.memory_rates = nn.Parameter(torch.empty(heads, 2, width, **options))
+            self.memory_rates_bias = nn.Parameter(torch.empty(heads, 2, **options))
         if self.config.feature_map == "learned":
             self.query_map = nn.Parameter(torch.empty(query_heads, size, size, **options))
             self.key_map = nn.Parameter(torch.empty(heads, size, size, **options))
@@ -147,13 +157,17 @@ class MemoryLayerMixin(nn.Module):
         init.constant_(self.gate.weight, self.config.gate_init)
         if self.config.memory_init == "learned":
             init.zeros_(self.start_memory)
-            init.constant_(self.start_normaliser, LEARNED_NORMALISER)
+            if hasattr(self, "start_normaliser"):
+                init.constant_(self.start_normaliser, LEARNED_NORMALISER)
         elif self.config.memory_init == "noise":
             init.uniform_(self.start_normaliser, 0.0, NOISE)
         if self.config.memory_conv:
             init.zeros_(self.memory_conv)
         if self.config.memory_write == "learned":
             init.zeros_(self.memory_write)
+        if hasattr(self, "memory_rates"):
+            init.zeros_(self.memory_rates)
+            init.copy_(self.memory_rates_bias, torch.tensor(RATES).expand_as(self.memory_rates_bias))
         if self.config.feature_map == "learned":
             for weight in (self.query_map, self.key_map):
                 init.copy_(weight, torch.eye(weight.shape[-1]).expand_as(weight))
@@ -161,7 +175,11 @@ class MemoryLayerMixin(nn.Module):
     def start(self) -> dict[str, Tensor]:
         """M_0 and z_0 as [`InfiniState.initial`] takes them; empty for a memory that starts empty."""
         if self.config.memory_init == "learned":
-            return {"start_memory": self.start_memory, "start_normaliser": F.softplus(self.start_normaliser.float())}
+            if hasattr(self, "start_normaliser"):
+                normaliser = F.softplus(self.start_normaliser.float())
+            else:
+                normaliser = self.start_memory.new_empty(len(self.start_memory), 0)
+            return {"start_memory": self.start_memory, "start_normaliser": normaliser}
         if self.config.memory_init == "noise":
             empty = self.start_normaliser.new_zeros(*self.start_normaliser.shape, self.start_normaliser.shape[1])
             return {"start_memory": empty, "start_normaliser": self.start_normaliser}
@@ -201,7 +219,11 @@ class MemoryLayerMixin(nn.Module):
         return LayerCall(hidden_states, layout, state, states, recent, outside_model)
 
     def log_weight(self, call: LayerCall) -> Tensor | None:
-        """The logarithm of what each token weighs in the memory, `[batch, heads, tokens, 1]`; `None`: all weigh 1."""
+        """The logarithm of what each token weighs in the memory, `[batch, heads, tokens, 1]`; `None`: all weigh 1. For the
+        gated delta rule log β and log α, `[batch, heads, tokens, 2]`."""
+        if hasattr(self, "memory_rates"):
+            logits = F.linear(call.hidden_states, self.memory_rates.flatten(0, 1), self.memory_rates_bias.flatten())
+            return F.logsigmoid(logits).unflatten(-1, (-1, 2)).transpose(1, 2)
         if self.config.memory_write == "equal":
             return None
         return F.linear(call.hidden_states, self.memory_write).transpose(1, 2).unsqueeze(-1)
@@ -217,7 +239,9 @@ class MemoryLayerMixin(nn.Module):
         tokens, state, states = Projections(query, key, value, self.log_weight(call)), call.state, call.states
         if state is None:
             window = (call.layout.segment_length, call.layout.local_segments, call.layout.sink_tokens)
-            state = InfiniState.initial(key, value, *window, log_weights=tokens.log_weight is not None, **self.start())
+            weights = 0 if tokens.log_weight is None else tokens.log_weight.shape[-1]
+            options = {"log_weights": weights, "normalised": self.rule.normalised}
+            state = InfiniState.initial(key, value, *window, **options, **self.start())
         output, after, weights = attend(
             tokens,
             self.gate(),

@@ -65,7 +65,8 @@ def naive_infini_attention(
     """[`infini_attention`] with the same arguments and results, one token after the other, all in float32 or wider."""
     window = (segment_length, local_segments, sink_tokens)
     if state is None:
-        state = InfiniState.initial(key, value, *window, log_weights=log_weight is not None)
+        weights, normalised = 0 if log_weight is None else log_weight.shape[-1], update_rule != "gated_delta"
+        state = InfiniState.initial(key, value, *window, log_weights=weights, normalised=normalised)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     real = torch.ones(query.shape[0], query.shape[2]) if attention_mask is None else attention_mask
     rows = []
@@ -81,7 +82,7 @@ def naive_infini_attention(
             position = None if position_ids is None else int(position_ids[row, token])
             reader.begin_document_at(position)
             q, k, v = (reader.widen(tensor[row, :, token]) for tensor in (query, key, value))
-            weight = torch.zeros_like(k[:, :1]) if log_weight is None else reader.widen(log_weight[row, :, token])
+            weight = reader.no_weight if log_weight is None else reader.widen(log_weight[row, :, token])
             skipped = memory_mask is not None and not memory_mask[row, token]
             outputs.append(reader.attend(q, (k, v, weight, skipped), gate.to(q.dtype)))
         rows.append(torch.stack(outputs, 1))
@@ -108,13 +109,13 @@ class _Row:
         self.start, self.heads, self.initial = (state.start_memory, state.start_normaliser), heads, state
         self.seen, self.last_position = int(state.tokens_seen[row]), int(state.last_position[row])
         self.memory_tokens = int(state.memory_tokens[row])
+        self.no_weight = self.memory.new_zeros(len(self.memory), 2 if self.rule == "gated_delta" else 1)
         keys, values = self.widen(state.local_key[row]), self.widen(state.local_value[row])
-        weights = state.local_log_weight
-        weights = torch.zeros_like(keys[..., :1]) if weights is None else self.widen(weights[row])
+        weights = None if state.local_log_weight is None else self.widen(state.local_log_weight[row])
 
         def token(place):
             skipped = state.local_skipped is not None and bool(state.local_skipped[row, place])
-            return keys[:, place], values[:, place], weights[:, place], skipped
+            return keys[:, place], values[:, place], self.no_weight if weights is None else weights[:, place], skipped
 
         self.sinks = [token(place) for place in range(min(self.seen, self.sink_tokens))]
         self.window = []  # segments, oldest first
@@ -155,15 +156,18 @@ class _Row:
         weights = F.dropout(weights, self.dropout)
         output = (weights.unsqueeze(1) @ values).squeeze(1)
         if self.memory_tokens or self.start[0] is not None:
-            features = self.feature_map(self.mapped(query.unsqueeze(1), self.query_map))  # [heads, 1, head_dim]
-            numerator = (features @ self.memory.repeat_interleave(heads_per_key, 0)).squeeze(1)
-            denominator = (features.squeeze(1) * self.normaliser.repeat_interleave(heads_per_key, 0)).sum(-1, keepdim=True)
+            features = self.features(query.unsqueeze(1), self.query_map)  # [heads, 1, head_dim]
+            read = (features @ self.memory.repeat_interleave(heads_per_key, 0)).squeeze(1)
+            denominator = 1
+            if self.rule != "gated_delta":
+                normaliser = self.normaliser.repeat_interleave(heads_per_key, 0)
+                denominator = (features.squeeze(1) * normaliser).sum(-1, keepdim=True) + self.eps
             if self.denominator == "separate":
                 share = torch.sigmoid(gate).unsqueeze(-1)
             else:
-                of_memory = gate.exp().unsqueeze(-1) * (denominator + self.eps) / query.shape[-1]
+                of_memory = gate.exp().unsqueeze(-1) * denominator / query.shape[-1]
                 share = of_memory / (of_memory + scores.exp().sum(-1, keepdim=True))
-            output = share * numerator / (denominator + self.eps) + (1 - share) * output
+            output = share * read / denominator + (1 - share) * output
         self.seen += 1
         if self.seen % self.length == 0:
             if len(self.window) > self.local_segments:
@@ -181,23 +185,34 @@ class _Row:
         """Queries or keys `[heads, tokens, head_dim]` turned by their places in the window."""
         return states if self.rotary is None else self.rotary.turn(states, *(table[places] for table in self.rotary.tables))
 
-    def mapped(self, states, weight):
-        """Queries or keys `[heads, tokens, head_dim]` as the feature map takes them."""
-        return states if weight is None else states @ self.widen(weight)
+    def features(self, states, weight, log_weights=0):
+        """The memory's queries or keys, `[heads, tokens, head_dim]`."""
+        states = states if weight is None else states @ self.widen(weight)
+        if self.rule != "gated_delta":
+            return self.feature_map(states + log_weights)
+        states = self.feature_map(states) - 1
+        return states / (states.square().sum(-1, keepdim=True) + self.eps).sqrt()
 
     def write(self, segment, first):
-        """Equation 4, or the delta rule, for the segment that leaves the window; `first`: the document's first."""
+        """Equation 4, or a delta rule, for the segment that leaves the window; `first`: the document's first."""
         segment = [token for token in segment[self.sink_tokens if first else 0 :] if not token[3]]
         if not segment:
             return
         keys, values, log_weights = (torch.stack(column, 1) for column in list(zip(*segment, strict=True))[:3])
-        features = self.feature_map(self.mapped(keys, self.key_map) + log_weights)  # [kv_heads, length, head_dim]
+        features = self.features(keys, self.key_map, log_weights)  # [kv_heads, length, head_dim]
+        self.memory_tokens += len(segment)
+        if self.rule == "gated_delta":
+            for key, value, weight in zip(features.unbind(1), values.unbind(1), log_weights.exp().unbind(1), strict=True):
+                beta, alpha = weight[:, :1], weight[:, 1:, None]
+                retrieved = (key.unsqueeze(1) @ self.memory).squeeze(1)
+                self.memory = alpha * (self.memory - torch.einsum("hd,he->hde", beta * key, retrieved))
+                self.memory = self.memory + torch.einsum("hd,he->hde", beta * key, value)
+            return
         if self.rule == "delta":
             retrieved = features @ self.memory / (features @ self.normaliser.unsqueeze(-1) + self.eps)
             values = values - retrieved
         self.memory = self.memory + features.transpose(1, 2) @ values
         self.normaliser = self.normaliser + features.sum(1)
-        self.memory_tokens += len(segment)
 
     def state(self, key_dtype, value_dtype):
         """The row's share of an [`InfiniState`]."""

@@ -53,6 +53,23 @@ def check_number(name: str, value, limits: dict) -> None:
         raise ValueError(f"{name} must be {in_words(limits) or 'a finite number'}; got {value}.")
 
 
+# Which value of another option an update rule does not go with, and why
+MEANINGLESS = {
+    "gated_delta": {
+        "denominator": ("shared", "its memory has no denominator that the window could share"),
+        "memory_init": ("noise", "the noise is a first normaliser, and its memory has none"),
+        "memory_write": ("learned", "its β already is a learned weight of each token"),
+    }
+}
+
+
+def check_rule(options: dict) -> None:
+    """ValueError where these options, by name, have a value that means nothing with their update rule."""
+    for name, (value, reason) in MEANINGLESS.get(options["update_rule"], {}).items():
+        if options.get(name) == value:
+            raise ValueError(f"update_rule={options['update_rule']!r} does not go with {name}={value!r}: {reason}.")
+
+
 @dataclass(init=False, repr=False, eq=False)
 class MemoryOptions(ConfigBase):
     """What a configuration says of its model's memory; comes before `PreTrainedConfig` among the bases.
@@ -65,6 +82,8 @@ class MemoryOptions(ConfigBase):
         update_rule (`str`, *optional*, defaults to `"linear"`):
             How a segment is written into the memory: `"linear"` adds its values, `"delta"` its values minus what the memory
             already returns for their keys (which does not overwrite: a key repeated many times reads half its value).
+            `"gated_delta"` overwrites, token by token: it replaces a share β of what the memory returns for the token's key,
+            of length one, by its value, and keeps a share α of everything; both are learned from the layer's input.
         feature_map (`str`, *optional*, defaults to `"elu"`):
             The function that makes positive features of the memory's queries and keys: `"elu"`, ELU + 1, as in the paper;
             `"exp"`, with which one token can outweigh many others; or `"learned"`, exp(x W) with a matrix W for each head,
@@ -102,7 +121,7 @@ class MemoryOptions(ConfigBase):
 
     segment_length: int | None = number(None, at_least=1, at_most=2**20)
     n_segments: int | None = number(None, at_least=1)
-    update_rule: Literal["linear", "delta"] = "linear"
+    update_rule: Literal["linear", "delta", "gated_delta"] = "linear"
     feature_map: Literal["elu", "exp", "learned"] = "elu"
     denominator: Literal["separate", "shared"] = "separate"
     local_segments: int = number(0, at_least=0, at_most=2**16)
@@ -162,6 +181,7 @@ class MemoryOptions(ConfigBase):
             raise ValueError(
                 f"sink_tokens must be fewer than the {self.tokens_per_segment} tokens of a segment; got {self.sink_tokens}."
             )
+        check_rule(vars(self))
         if self.memory_write == "learned" and self.feature_map == "elu":
             raise ValueError(
                 "memory_write='learned' multiplies features by adding to their exponents: give feature_map='exp' or "

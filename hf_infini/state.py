@@ -16,7 +16,8 @@ class Projections(NamedTuple):
         query: `[batch, heads, tokens, head_dim]`; key: `[batch, kv_heads, tokens, head_dim]`; value: `[batch, kv_heads,
             tokens, value_dim]`.
         log_weight: `[batch, kv_heads, tokens, 1]`, added to the keys that the memory takes in: with exponential features the
-            logarithm of what a token weighs there; `None`: all weigh 1.
+            logarithm of what a token weighs there. For the gated delta rule `[…, 2]`: log β, of what a token weighs, and
+            log α, of what it keeps of the memory before it. `None`: zeros.
 
     None of them is rotated: [`Softmax`] says how the window is.
     """
@@ -38,10 +39,10 @@ class InfiniState:
 
     Attributes:
         memory: `[batch, kv_heads, head_dim, value_dim]`, float32 (float64 for float64 inputs): M of equation 4.
-        normaliser: `[batch, kv_heads, head_dim]`, same dtype: z of equation 4.
+        normaliser: `[batch, kv_heads, head_dim]`, same dtype: z of equation 4. The gated delta rule has none: width 0.
         local_key: `[batch, kv_heads, P, head_dim]`, the model's dtype, never rotated.
         local_value: `[batch, kv_heads, P, value_dim]`.
-        local_log_weight: `[batch, kv_heads, P, 1]`, [`Projections.log_weight`]; `None` where all tokens weigh 1.
+        local_log_weight: `[batch, kv_heads, P, 1 or 2]`, [`Projections.log_weight`]; `None` where all tokens weigh 1.
         local_skipped: `[batch, P]` bool: which tokens of the window `memory_mask` keeps out of the memory; `None`: none.
         tokens_seen: `[batch]`, int64: real tokens of the row's current document.
         last_position: `[batch]`, int64: position id of the last real token, −1 before the first.
@@ -50,7 +51,7 @@ class InfiniState:
         recent_inputs: `[batch, taps − 1, channels]`, what a short convolution before the memory still needs of the row's
             document, oldest first and zero where there is none; `None` without a convolution.
         start_memory: `[kv_heads, head_dim, value_dim]` that every new document starts from; `None` is an empty memory.
-        start_normaliser: `[kv_heads, head_dim]`, with `start_memory` or `None`.
+        start_normaliser: `[kv_heads, head_dim]` (width 0 without a normaliser), with `start_memory` or `None`.
     """
 
     memory: Tensor
@@ -77,7 +78,8 @@ class InfiniState:
         *,
         start_memory: Tensor | None = None,
         start_normaliser: Tensor | None = None,
-        log_weights: bool = False,
+        log_weights: int = 0,
+        normalised: bool = True,
     ) -> "InfiniState":
         """The state before the first token of every row.
 
@@ -89,7 +91,8 @@ class InfiniState:
             sink_tokens: `S`, how many first tokens of a document every query sees.
             start_memory: `[kv_heads, head_dim, value_dim]` and start_normaliser `[kv_heads, head_dim]` (positive): M_0, z_0
                 of every document. `None`: empty, and then the first tokens use only local attention.
-            log_weights: whether tokens differ in what they weigh in the memory.
+            log_weights: numbers in a token's [`Projections.log_weight`], 0 where none is given.
+            normalised: whether the memory has a normaliser.
         """
         batch, heads, _, head_dim = key.shape
         value_dim = value.shape[-1]
@@ -97,12 +100,12 @@ class InfiniState:
         places = sink_tokens + (local_segments + 1) * segment_length
         if start_memory is None and start_normaliser is None:
             memory = key.new_zeros(batch, heads, head_dim, value_dim, dtype=dtype)
-            normaliser = key.new_zeros(batch, heads, head_dim, dtype=dtype)
+            normaliser = key.new_zeros(batch, heads, head_dim if normalised else 0, dtype=dtype)
         elif start_memory is None or start_normaliser is None:
             raise ValueError("start_memory and start_normaliser come together: give both or neither.")
         else:
             memory = start_memory.to(dtype).expand(batch, heads, head_dim, value_dim)
-            normaliser = start_normaliser.to(dtype).expand(batch, heads, head_dim)
+            normaliser = start_normaliser.to(dtype).expand(batch, heads, -1)
         # One zero, seen as a whole window: a call that reads no window and keeps no state pays for none.
         zero = key.new_zeros(1)
         return cls(
@@ -110,7 +113,7 @@ class InfiniState:
             normaliser=normaliser,
             local_key=zero.expand(batch, heads, places, head_dim),
             local_value=value.new_zeros(1).expand(batch, heads, places, value_dim),
-            local_log_weight=zero.expand(batch, heads, places, 1) if log_weights else None,
+            local_log_weight=zero.expand(batch, heads, places, log_weights) if log_weights else None,
             tokens_seen=torch.zeros(batch, dtype=torch.long, device=key.device),
             last_position=torch.full((batch,), -1, dtype=torch.long, device=key.device),
             memory_tokens=torch.zeros(batch, dtype=torch.long, device=key.device),
@@ -139,9 +142,10 @@ class InfiniState:
         """What is kept of the window's tokens: keys, values and log weights."""
         return self.local_key, self.local_value, self.local_log_weight
 
-    def before(self, tokens: Projections, places: int) -> "InfiniState":
-        """The state that a call of these tokens continues, with a window of so many `places`. The window gets the wider
-        dtype of the two, because one call may run under autocast and the next one without.
+    def before(self, tokens: Projections, places: int, normalised: bool) -> "InfiniState":
+        """The state that a call of these tokens continues, with a window of so many `places`, and with or without a
+        normaliser. The window gets the wider dtype of the two, because one call may run under autocast and the next one
+        without.
 
         Raises:
             ValueError: the state is of another shape than the call.
@@ -154,6 +158,11 @@ class InfiniState:
             )
         if (tokens.log_weight is None) != (self.local_log_weight is None):
             raise ValueError("log_weight must be given in every call of a sequence or in none; the state says otherwise.")
+        if self.normaliser.shape[-1] != (tokens.key.shape[3] if normalised else 0):
+            raise ValueError(
+                f"the state's normaliser is {list(self.normaliser.shape)}: with update_rule='gated_delta' its width is 0, "
+                "with the other rules that of a head. Continue a state with the rule that it was made with."
+            )
         return self.map_windows(lambda window, new: window.to(torch.promote_types(window.dtype, new.dtype)), tokens)
 
     def map_windows(self, function: Callable[..., Tensor], *tokens: Projections) -> "InfiniState":

@@ -17,7 +17,7 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
 
 from ..causal_mha import CausalMultiHeadAttention
 from ..layout import GridLayout
-from ..memory import States, memory_weight, read_memory
+from ..memory import States, memory_weight
 from ..modeling_infini_gpt2 import GPT2InfiniAttention
 from ..scores import visible_softmax
 from ..window import Softmax
@@ -45,7 +45,7 @@ class Parts:
     token_gate: Tensor | None = None  # [B, H, T]: g
     memory_share: Tensor | None = None  # [B, H, T]: ‖g A_mem‖ / (‖g A_mem‖ + ‖(1 − g) A_local‖)
     memory_norm: Tensor | None = None  # [B, H, S + 1]: Frobenius norm of M as segment 0, 1, … reads it, and at the end
-    normaliser_norm: Tensor | None = None  # [B, H, S + 1]: norm of z, likewise
+    normaliser_norm: Tensor | None = None  # [B, H, S + 1]: norm of z, likewise; 0 where the rule has none
     segments: Tensor | None = None  # [B, T], int64: the segment of its row that each token lies in, −1 for padding
 
 
@@ -125,26 +125,26 @@ def _infini_parts(
     local = weights @ value
     batch, heads, tokens, width = key.shape
     (group,) = layout.groups(0)
-    empty = {"start_memory": value.new_zeros(heads, width, width), "start_normaliser": value.new_zeros(heads, width)}
+    empty_normaliser = value.new_zeros(heads, width if rule.normalised else 0)
+    empty = {"start_memory": value.new_zeros(heads, width, width), "start_normaliser": empty_normaliser}
     start_memory, start_normaliser = (module.start() or empty).values()
     has_memory = group.filled
     if has_memory is None or module.start():
         has_memory = torch.ones(1, layout.segments, dtype=torch.bool, device=value.device)
     log_weight = module.log_weight(call)
     log_weight = None if log_weight is None else _delayed(layout, _widen(log_weight))
-    keys = rule.key_features(_delayed(layout, key), log_weight)
     queries = rule.query_features(layout.to_grid(query, None).transpose(2, 3))
-    if group.written is not None:
-        keys = keys * group.written[:, :, None, :, None]
+    taken_in = None if group.written is None else group.written[:, :, None, :, None]
+    written = rule.written(_delayed(layout, key), _delayed(layout, value), log_weight, taken_in)
 
     def states_of(values: Tensor, first_memory: Tensor) -> States:
         """The states where these `[B, H, T, E]` are the values, and a document begins with this memory `[H, D, E]`."""
         start = first_memory.to(value.dtype), start_normaliser.to(value.dtype)
         incoming = (first.expand(batch, *first.shape) for first in start)
-        return rule.states(keys, _delayed(layout, values), *incoming, start, group.borders)
+        return rule.states(written._replace(value=_delayed(layout, values)), *incoming, start, group.borders)
 
     def read(states: States) -> tuple[Tensor, Tensor]:
-        found, mass = read_memory(queries, states.memory, states.normaliser, rule.eps)
+        found, mass = rule.read(queries, states.memory, states.normaliser)
         return layout.from_grid(found.transpose(2, 3)), layout.from_grid(mass.transpose(2, 3))
 
     states = states_of(value, start_memory)

@@ -221,6 +221,7 @@ def _causal(function: Callable, **options) -> Callable[[Problem], Forward]:
 CONTESTANTS = {  # name → problem → what computes `[batch, heads, tokens, head_dim]`
     BASE: _same(infini_attention),
     "infini-delta": _same(infini_attention, update_rule="delta"),
+    "infini-gated-delta": _same(infini_attention, update_rule="gated_delta"),
     "causal-sdpa": _causal(F.scaled_dot_product_attention, is_causal=True),
     "causal-eager": _causal(eager),
     "loop-sliced": _same(loop, split=False),

@@ -26,6 +26,7 @@ UNCHANGED, UNCOMPILED = "none", "as it is"  # what the others are compared with
 CHANGES = {
     UNCHANGED: {},
     "update_rule=delta": {"update_rule": "delta"},
+    "update_rule=gated_delta": {"update_rule": "gated_delta"},
     "feature_map=exp": {"feature_map": "exp"},
     "feature_map=learned": {"feature_map": "learned"},
     "denominator=shared": {"denominator": "shared"},

@@ -4,6 +4,7 @@ import random
 from dataclasses import dataclass, field
 
 import torch
+from torch.nn import functional as F
 
 from hf_infini import InfiniState
 from hf_infini.positions import Rotary, rotation
@@ -62,9 +63,10 @@ def random_case(seed: int, dtype=torch.float32, **fixed) -> Case:
     batch, kv_heads, heads_per_key = pick.choice([1, 2, 3]), pick.choice([1, 2]), pick.choice([1, 2, 3])
     tokens, width = pick.choice([1, 2, 5, 7, 12, 17, 33]), pick.choice([2, 4, 8])
     value_width = pick.choice([width, width, width + 1])
-    options = {"update_rule": pick.choice(["linear", "delta"]), "local_segments": pick.choice([0, 0, 1, 2])}
+    options = {"update_rule": pick.choice(["linear", "delta", "gated_delta"]), "local_segments": pick.choice([0, 0, 1, 2])}
+    gated = options["update_rule"] == "gated_delta"
     options["feature_map"] = pick.choice(["elu", "elu", "exp"])
-    options["denominator"] = pick.choice(["separate", "separate", "shared"])
+    options["denominator"] = "separate" if gated else pick.choice(["separate", "separate", "shared"])
     if pick.random() < 0.5:
         options["attention_mask"] = torch.rand(batch, tokens, generator=draw) < pick.choice([0.3, 0.8])
     if pick.random() < 0.5:
@@ -76,8 +78,9 @@ def random_case(seed: int, dtype=torch.float32, **fixed) -> Case:
         # Some rows begin with tokens of which none is written, often whole segments and sometimes all of them
         unwritten = torch.randint(0, tokens + 1, (batch, 1), generator=draw)
         options["memory_mask"] &= torch.arange(tokens) >= unwritten * (torch.rand(batch, 1, generator=draw) < 0.7)
-    if pick.random() < 0.3:
-        options["log_weight"] = normal(batch, kv_heads, tokens, 1)
+    if pick.random() < (0.8 if gated else 0.3):
+        weights = normal(batch, kv_heads, tokens, 2 if gated else 1)
+        options["log_weight"] = F.logsigmoid(weights) if gated else weights  # log β and log α
     segment_length = fixed.pop("segment_length", pick.choice([1, 2, 3, 4, 5, 8, 40]))
     if pick.random() < 0.4:
         options["sink_tokens"] = pick.randrange(min(segment_length, 5))
@@ -119,6 +122,7 @@ def random_state(case: Case, seed: int) -> InfiniState:
     draw = torch.Generator().manual_seed(seed)
     heads, width, value_width = case.key.shape[1], case.key.shape[3], case.value.shape[3]
     dtype = torch.promote_types(case.key.dtype, torch.float32)
+    normalised = case.options["update_rule"] != "gated_delta"
     return InfiniState.initial(
         case.key,
         case.value,
@@ -126,8 +130,9 @@ def random_state(case: Case, seed: int) -> InfiniState:
         case.options["local_segments"],
         case.options.get("sink_tokens", 0),
         start_memory=torch.randn(heads, width, value_width, generator=draw, dtype=dtype).requires_grad_(),
-        start_normaliser=torch.rand(heads, width, generator=draw, dtype=dtype).add(0.5).requires_grad_(),
-        log_weights="log_weight" in case.options,
+        start_normaliser=torch.rand(heads, width * normalised, generator=draw, dtype=dtype).add(0.5).requires_grad_(),
+        log_weights=case.options["log_weight"].shape[-1] if "log_weight" in case.options else 0,
+        normalised=normalised,
     )
 
 
@@ -157,8 +162,11 @@ def assert_same_state(left: InfiniState, right: InfiniState, tolerance: float) -
 
 def assert_same_gradients(left, right, tolerance: float) -> None:
     """Largest difference against the largest entry of each gradient."""
-    largest = max(float(other.abs().max()) for other in right)
+    largest = max(float(other.abs().max()) for other in right if other.numel())
     for number, (one, other) in enumerate(zip(left, right, strict=True)):
+        assert one.shape == other.shape
+        if not other.numel():  # of a normaliser that there is not
+            continue
         # A gradient whose terms cancel, as a query's does that sees a single key, keeps the rounding of the terms; how
         # large they are the other gradients tell
         scale = max(float(other.abs().max()), 0.05 * largest)

@@ -31,6 +31,8 @@ VARIANTS = [
     (mha, {"position_encoding": "rope", "local_segments": 1, "score": "dot", "sink_tokens": 3}),
     (mha, {"position_encoding": "learned", "update_rule": "delta"}),
     (mha, {"memory_conv": 3, "feature_map": "exp", "memory_write": "learned", "memory_init": "learned"}),
+    (convolved, {"memory_conv": 3, "update_rule": "gated_delta", "memory_init": "learned", "sink_tokens": 2}),
+    (mha, {"update_rule": "gated_delta", "local_segments": 1, "position_encoding": "rope"}),
 ]
 MIXED = [VARIANTS[number] for number in (1, 4, 5, 7)]
 

@@ -23,7 +23,7 @@ def infini_gpt2(seed=0, **options) -> InfiniGPT2LMHeadModel:
     model = InfiniGPT2LMHeadModel(InfiniGPT2Config(**SIZES | {"initializer_range": 0.2} | options)).eval()
     for layer in model.config.infini_layers:
         model.transformer.h[layer].attn.gate.weight.data.copy_(torch.linspace(-1, 1, 4))
-    return model
+    return with_rates(model)
 
 
 def causal_mha(seed=0, **options) -> CausalMHAForCausalLM:
@@ -38,6 +38,16 @@ def causal_mha(seed=0, **options) -> CausalMHAForCausalLM:
         for name, parameter in getattr(block, "attn", model.lm_head).named_parameters():
             if name in ("gate.weight", "score_weight", "score_vector"):
                 parameter.data.normal_()
+    return with_rates(model)
+
+
+def with_rates(model):
+    """The model with rates of the gated delta rule that differ from token to token, so that memories forget."""
+    for name, parameter in model.named_parameters():
+        if name.endswith("memory_rates"):
+            parameter.data.normal_(std=0.3)
+        if name.endswith("memory_rates_bias"):
+            parameter.data.copy_(torch.tensor([0.0, 3.0]))
     return model
 
 

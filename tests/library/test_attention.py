@@ -19,7 +19,7 @@ from hf_infini.memory import FEATURE_MAPS, exp_features
 from hf_infini.naive import attend_by_segments
 from hf_infini.positions import Rotary, rotation
 
-RULES = ("linear", "delta")
+RULES = ("linear", "delta", "gated_delta")
 # Both sides round every step in float32 and add in different orders.
 FLOAT32, FLOAT32_GRADIENT = 1e-5, 1e-4
 # In float64 the same differences shrink by about 2e-9: what is left would be a mistake.
@@ -84,7 +84,7 @@ def test_short_segments_joined_to_steps(tokens, sizes):
     assert_same_gradients(found, wanted_gradients, FLOAT64)
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", ["linear", "delta"])  # those of the paper
 @pytest.mark.parametrize("length", [3, 4, 16])
 def test_loop_over_segments_token_by_token_and_all_at_once_agree(rule, length):
     """Three ways to compute it: as the paper prints the equations, the full reference, and the fast function."""
@@ -95,10 +95,12 @@ def test_loop_over_segments_token_by_token_and_all_at_once_agree(rule, length):
         torch.testing.assert_close(case.call(function)[0], wanted, rtol=FLOAT64, atol=FLOAT64)
 
 
-@pytest.mark.parametrize(("rule", "answers"), [("linear", (1.0, 3.0)), ("delta", (0.5, 2.0))])
-def test_neither_rule_overwrites(rule, answers):
+@pytest.mark.parametrize(
+    ("rule", "answers"), [("linear", (1.0, 3.0)), ("delta", (0.5, 2.0)), ("gated_delta", (1.0, 5.0))]
+)
+def test_which_rule_overwrites(rule, answers):
     """The figures of docs/options.md: one key written 4,096 times with the value 1, and 4,096 times more with 5."""
-    same = torch.zeros(1, 1, 8193, 4, dtype=torch.float64)
+    same = torch.ones(1, 1, 8193, 4, dtype=torch.float64)
     value = torch.ones(1, 1, 8193, 1, dtype=torch.float64)
     value[:, :, 4096:] = 5
     gate = torch.full((1,), 40.0, dtype=torch.float64)  # the output is what the memory answers
@@ -339,7 +341,7 @@ def test_no_tokens_give_no_output_and_leave_the_state_as_it_was(batch, tokens, o
     ("change", "message"),
     [
         ({"segment_length": 0}, "segment_length must be ≥ 1"),
-        ({"update_rule": "sum"}, "linear, delta, got 'sum'"),
+        ({"update_rule": "sum"}, "linear, delta, gated_delta, got 'sum'"),
         ({"feature_map": "relu"}, "feature_map must be one of elu, exp, got 'relu'"),
         ({"denominator": "one"}, "denominator must be one of separate, shared, got 'one'"),
         ({"local_segments": -1}, "local_segments ≥ 0"),
@@ -351,6 +353,9 @@ def test_no_tokens_give_no_output_and_leave_the_state_as_it_was(batch, tokens, o
         ({"position_ids": torch.ones(3, 24)}, "position_ids must be"),
         ({"state": "of another length"}, "the state does not fit this call"),
         ({"log_weight": torch.zeros(2, 2, 24, 1), "state": "of this length"}, "log_weight must be given in every call"),
+        ({"update_rule": "gated_delta", "state": "of this length"}, "with update_rule='gated_delta' its width is 0"),
+        ({"update_rule": "gated_delta", "denominator": "shared"}, "does not go with denominator='shared': its memory"),
+        ({"update_rule": "gated_delta", "log_weight": torch.zeros(2, 2, 24, 1)}, r"log_weight must be \[2, 2, 24, 2\], got"),
         ({"log_weight": torch.zeros(2, 2, 24)}, r"log_weight must be \[2, 2, 24, 1\], got \[2, 2, 24\]"),
         ({"query_weight": torch.zeros(4, 4)}, r"query_weight must be \[2, 4, 4\], got \[4, 4\]"),
         ({"sink_tokens": 5}, "sink_tokens from 0 to segment_length - 1, got 5, 0 and 5"),

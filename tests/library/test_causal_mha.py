@@ -9,6 +9,7 @@ from torch import nn
 from transformers import DynamicCache
 
 from hf_infini import CausalMHAConfig, CausalMultiHeadAttention, InfiniCache, InfiniState, naive_infini_attention
+from hf_infini.memory_layer import PARAMETERS
 from hf_infini.positions import alibi_slopes, t5_buckets
 from hf_infini.segments import segment_layout
 
@@ -186,8 +187,12 @@ RICH = {"feature_map": "exp", "denominator": "shared", "memory_write": "learned"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("memory", [{}, RICH, {"memory_init": "noise", "memory_conv": 1}], ids=["plain", "rich", "noise"])
-@pytest.mark.parametrize("rule", ["linear", "delta"])
+@pytest.mark.parametrize(
+    ("rule", "memory"),
+    [(rule, memory) for rule in ("linear", "delta") for memory in ({}, RICH, {"memory_init": "noise", "memory_conv": 1})]
+    + [("gated_delta", {}), ("gated_delta", {"feature_map": "exp", "memory_init": "learned", "memory_conv": 3})],
+    ids=str,
+)
 @pytest.mark.parametrize("kept", [0, 1])
 @pytest.mark.parametrize("score", ["scaled_dot", "dot", "general"])
 @pytest.mark.parametrize("position", ["none", "rope"])
@@ -204,7 +209,8 @@ def test_infini_is_the_naive_function(position, score, kept, rule, memory):
         call = module.begin(x)
         query, key, value = module.project(call.hidden_states)
         softmax, log_weight = module.window_softmax(query), module.log_weight(call)
-        start = module.start() | {"log_weights": log_weight is not None}
+        start = module.start() | {"log_weights": 0 if log_weight is None else log_weight.shape[-1]}
+        start["normalised"] = rule != "gated_delta"
         options = {name: getattr(module.config, name) for name in ("update_rule", "feature_map", "denominator")}
         options |= {name: getattr(softmax, name) for name in ("scaling", "rotary", "query_weight")}
         heads = naive_infini_attention(
@@ -219,7 +225,7 @@ def test_infini_is_the_naive_function(position, score, kept, rule, memory):
         return
     # What the window compares is the score of the other kinds: inside the first segment nothing else counts
     other = attention(score=score, position_encoding=position)
-    other.load_state_dict({k: v for k, v in module.state_dict().items() if k != "gate.weight"})
+    other.load_state_dict({k: v for k, v in module.state_dict().items() if k.partition(".")[0] not in PARAMETERS})
     torch.testing.assert_close(module(x)[:, :4], other(x[:, :4]))
 
 

@@ -26,6 +26,7 @@ KINDS += [REACHES["local"] | {"position_encoding": p} for p in ("relative_key", 
 KINDS += [REACHES["infini"] | {"position_encoding": "rope", "score": "dot", "local_segments": 1}]
 KINDS += [REACHES["infini"] | {"position_encoding": "rope", "sink_tokens": 3}, REACHES["infini"] | {"score": "general"}]
 KINDS += [REACHES["infini"] | {"position_encoding": "sinusoidal", "update_rule": "delta"}]
+KINDS += [REACHES["infini"] | {"position_encoding": "rope", "update_rule": "gated_delta", "memory_init": "learned"}]
 RICH = {"feature_map": "exp", "denominator": "shared", "memory_write": "learned", "memory_conv": 3, "memory_init": "learned"}
 KINDS += [{"attention": "infini", "n_segments": 8, "position_encoding": "rope"} | RICH]
 # Windows of one token, whose queries and keys do nothing, and of two: what is left of a cache is nothing and one token
@@ -391,6 +392,10 @@ def test_what_a_checkpoint_lacks_is_initialised(tmp_path):
         ({"attention": "infini", "segment_length": 0}, "segment_length must be at least 1 and .*; got 0"),
         ({"attention": "infini", "n_segments": 5}, "n_segments must divide n_positions=1024; got 5"),
         ({"attention": "infini", "segment_length": 4, "memory_write": "learned"}, "memory_write='learned' multiplies"),
+        (
+            {"attention": "infini", "segment_length": 4, "update_rule": "gated_delta", "memory_init": "noise"},
+            "update_rule='gated_delta' does not go with memory_init='noise': the noise is a first normaliser",
+        ),
         ({"attention": "infini", "segment_length": 4, "layers": [0]}, r"layers=\[0\] is for infini_gpt2"),
         ({"sliding_window": 5}, "sliding_window=5 belongs to attention='local' and does nothing with attention='global'"),
         ({"segment_length": 5}, "segment_length=5 belongs to attention='infini'"),

@@ -28,6 +28,7 @@ SHARED_ROPE = dict(denominator="shared", position_encoding="rope")
 MODELS = {
     "gpt2": lambda: infini_gpt2(n_layer=1, position_encoding="segment"),
     "delta": lambda: infini_gpt2(n_layer=2, layers=[1], update_rule="delta", memory_init="learned"),
+    "gated_delta": lambda: infini_gpt2(n_layer=1, update_rule="gated_delta", memory_init="learned", segment_length=10),
     "convolution": lambda: infini_gpt2(n_layer=1, memory_conv=2, local_segments=1, feature_map="learned", **SHARED_ROPE),
     "causal_mha": lambda: causal_mha(n_layer=1, attention="infini", segment_length=8, position_encoding="rope"),
     "llama": lambda: family("llama"),
@@ -68,6 +69,7 @@ def loss_and_gradients(model, call, inputs) -> tuple[torch.Tensor, dict]:
     [
         ("gpt2", True, True, "eager"),
         ("delta", True, True, "eager"),
+        ("gated_delta", True, True, "eager"),
         ("convolution", True, True, "inductor"),
         ("causal_mha", False, False, "eager"),
         ("llama", True, False, "eager"),
@@ -143,6 +145,7 @@ def test_positions_beyond_the_table_stop_the_graph():
     "name, batch, backend",
     [
         ("delta", 2, "eager"),
+        ("gated_delta", 2, "eager"),
         ("causal_mha", 2, "eager"),
         ("gpt2", 1, "inductor"),
         ("gemma2", 2, "eager"),
@@ -201,19 +204,20 @@ def test_the_trainer_compiles(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name, padded", [("gpt2", True), ("delta", False), ("llama", False)])
+@pytest.mark.parametrize("name, padded", [("gpt2", True), ("delta", False), ("gated_delta", False), ("llama", False)])
 def test_an_exported_forward_computes_the_same_logits_after_loading(name, padded, tmp_path):
     """Any number of rows; with the linear rule also any multiple of the segment length."""
     model = MODELS[name]()
     inputs = {"input_ids": token_ids(2, 32)} | ({"attention_mask": rows_with_padding(2, 32)} if padded else {})
     batch, segments = torch.export.Dim("batch", min=1, max=64), torch.export.Dim("segments", min=2, max=64)
-    dynamic = {0: batch} if name == "delta" else {0: batch, 1: 8 * segments}
+    loops = name in ("delta", "gated_delta")
+    dynamic = {0: batch} if loops else {0: batch, 1: 8 * segments}
     shapes = dict.fromkeys(inputs, dynamic) | {"use_cache": None}
     with torch.set_grad_enabled(name != "llama"):  # torch does not load a part without gradients that nothing uses
         program = torch.export.export(model, (), inputs | {"use_cache": False}, dynamic_shapes=shapes)
     torch.export.save(program, tmp_path / "model.pt2")
     module = torch.export.load(tmp_path / "model.pt2").module()
-    for batch, tokens in ((1, 32), (5, 32)) + (() if name == "delta" else ((3, 16), (2, 64))):
+    for batch, tokens in ((1, 32), (5, 32)) + (() if loops else ((3, 16), (2, 64))):
         inputs = {"input_ids": token_ids(batch, tokens, seed=3)}
         inputs |= {"attention_mask": rows_with_padding(batch, tokens)} if padded else {}
         logits = module(**inputs, use_cache=False).logits

@@ -20,6 +20,7 @@ MODELS = {
     "rope": lambda: infini_gpt2(position_encoding="rope", memory_conv=3, segment_length=4, memory_init="learned"),
     "mixed": lambda: infini_gpt2(layers=[1], position_encoding="segment"),
     "exp": lambda: infini_gpt2(feature_map="learned", memory_write="learned", denominator="shared", segment_length=3),
+    "gated_delta": lambda: infini_gpt2(update_rule="gated_delta", segment_length=5, memory_conv=2, position_encoding="rope"),
     "causal_mha": lambda: causal_mha(attention="infini", segment_length=4, local_segments=1, position_encoding="rope"),
     "learned": lambda: causal_mha(attention="infini", segment_length=6, n_positions=96),
 }

@@ -16,6 +16,7 @@ KINDS = {
     "segment": dict(position_encoding="segment", **NO_DROPOUT),
     "rope": dict(position_encoding="rope", local_segments=1, **NO_DROPOUT),
     "delta": dict(update_rule="delta", local_segments=1, memory_conv=3, **NO_DROPOUT),
+    "gated_delta": dict(update_rule="gated_delta", memory_conv=3, position_encoding="rope", **NO_DROPOUT),
     "mixed": dict(layers=[1], **NO_DROPOUT),  # full attention in the other layers
     "causal_mha": dict(attention="infini", segment_length=8, dropout=0.0),
 }

@@ -16,6 +16,7 @@ from hf_infini import AutoInfiniModelForCausalLM, InfiniCache, naive_infini_atte
 from hf_infini.configuration_infini import REFUSED, infini_config
 from hf_infini.families import attention_layers, decoder_of, infini_class
 from hf_infini.modeling_infini_layer import InfiniAttentionMixin
+from models import with_rates
 
 # Logits of size 5 from four layers in float32, summed in another order
 FLOAT32 = {"rtol": 1e-5, "atol": 1e-4}
@@ -23,6 +24,11 @@ WINDOW = {"segment_length": 8, "local_segments": 1, "sink_tokens": 2}
 QUICK = ("gpt2", "llama", "gemma2", "smollm3")  # GPT-2, plain, with sliding layers, with layers without positions
 each_type = pytest.mark.parametrize(
     "model_type", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in TYPES]
+)
+each_rule = pytest.mark.parametrize(
+    ("model_type", "rule"),
+    [pytest.param(name, "linear", marks=[] if name in QUICK else pytest.mark.slow) for name in TYPES]
+    + [(name, "gated_delta") for name in QUICK],
 )
 
 
@@ -34,6 +40,8 @@ def naive_attend(tokens, gate, layout, rule, softmax, state, **options):
         layout.segment_length,
         local_segments=layout.local_segments,
         sink_tokens=layout.sink_tokens,
+        update_rule=rule.update_rule,
+        log_weight=tokens.log_weight,
         state=state,
         rotary=softmax.rotary,
         scaling=softmax.scaling,
@@ -79,9 +87,9 @@ def test_one_segment_is_the_own_model(model_type):
     assert torch.equal(again[0], wanted[0]) and again[2].keys() == wanted[2].keys()
 
 
-@each_type
-def test_beyond_a_segment_it_is_the_naive_function(model_type, monkeypatch):
-    model, ids = patch_model(decoder(model_type), **WINDOW, gate_init=-1.0), token_ids(2, 40)
+@each_rule
+def test_beyond_a_segment_it_is_the_naive_function(model_type, rule, monkeypatch):
+    model, ids = with_rates(patch_model(decoder(model_type), **WINDOW, gate_init=-1.0, update_rule=rule)), token_ids(2, 40)
     with torch.no_grad():
         fast = model(ids, use_cache=False).logits
         chunks = in_calls(model, ids, (5, 6, 19, 20))
@@ -93,9 +101,9 @@ def test_beyond_a_segment_it_is_the_naive_function(model_type, monkeypatch):
     torch.testing.assert_close(steps, fast[:1], rtol=1e-4, atol=1e-4)
 
 
-@each_type
-def test_rows_do_not_depend_on_padding_or_packing(model_type):
-    model = patch_model(decoder(model_type), **WINDOW)
+@each_rule
+def test_rows_do_not_depend_on_padding_or_packing(model_type, rule):
+    model = with_rates(patch_model(decoder(model_type), **WINDOW, update_rule=rule))
     first, second = token_ids(1, 30), token_ids(1, 21, seed=1)
     padded = torch.cat([first, torch.cat([torch.zeros(1, 9, dtype=torch.long), second], 1)])
     mask = torch.ones_like(padded)

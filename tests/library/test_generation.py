@@ -17,6 +17,7 @@ VARIANTS = [
     {"layers": [1], "position_encoding": "segment"},
     {"position_encoding": "rope", "local_segments": 1},
     {"segment_length": 3, "update_rule": "delta", "local_segments": 2, "attn_implementation": "eager"},
+    {"segment_length": 10, "update_rule": "gated_delta", "memory_conv": 2, "sink_tokens": 2},
 ]
 
 

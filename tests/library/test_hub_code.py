@@ -96,7 +96,7 @@ def saved(tmp_path_factory):
         "infini_gpt2": infini,
         "inner": infini,
         "trained": patch_model(gpt2(), segment_length=8, memory_init="noise", layers=[0, 2]),
-        "causal_mha_infini": causal_mha(attention="infini", segment_length=8, position_encoding="rope"),
+        "causal_mha_infini": causal_mha(**{"attention": "infini", "update_rule": "gated_delta", "segment_length": 8}),
         "causal_mha_relative": causal_mha(position_encoding="relative_key"),
         "repository": infini,
     }
@@ -249,7 +249,7 @@ def test_only_what_the_model_needs_is_copied(name, other, saved):
     folder = saved[name][0]
     assert set(folder.glob("*.safetensors")) == {folder / "model.safetensors"} and not list(folder.glob("*.bin"))
     code, modules = code_of(folder), modules_of(folder)
-    assert "cache.py" in modules and len(code) <= 34 and sum(map(len, code.values())) < 320_000
+    assert "cache.py" in modules and len(code) <= 34 and sum(map(len, code.values())) < 335_000
     assert not [module for module in modules if other in module]
     assert set(modules).isdisjoint({"__init__.py", "naive.py", "patching.py", "heads.py"})
     for file, text in code.items():  # the same but for the names that it imports

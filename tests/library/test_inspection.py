@@ -32,6 +32,7 @@ INFINIS = [
     {"position_encoding": "rope", "local_segments": 1, "layers": [0, 2]},
     {"feature_map": "learned", "memory_write": "learned", "memory_conv": 2, "denominator": "shared"},
     {"layers": [1], "memory_init": "learned", "update_rule": "delta", "scale_attn_by_inverse_layer_idx": True},
+    {"update_rule": "gated_delta", "local_segments": 1, "memory_init": "learned", "feature_map": "learned"},
 ]
 MHAS = [
     {},
@@ -40,6 +41,7 @@ MHAS = [
     {"position_encoding": "alibi", "attention": "local", "sliding_window": 5},
     {"score": "dot", "position_encoding": "rope", "attention": "infini", "segment_length": 8},
     {"score": "general", "attention": "infini", "segment_length": 8, "update_rule": "delta", "local_segments": 1},
+    {"attention": "infini", "segment_length": 20, "update_rule": "gated_delta", "memory_conv": 2},
     {
         **{"attention": "infini", "n_segments": 8, "position_encoding": "rope", "memory_init": "learned"},
         **{"feature_map": "exp", "memory_write": "learned", "memory_conv": 2, "denominator": "shared"},
@@ -135,8 +137,11 @@ def test_local_weights_lie_at_their_key_tokens(make, kept):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kept", [0, 1, 2])
-@pytest.mark.parametrize("rule", ["linear", "delta"])
-@pytest.mark.parametrize("start", ["zeros", "learned", "noise"])
+@pytest.mark.parametrize(
+    ("rule", "start"),
+    [(rule, start) for rule in ("linear", "delta") for start in ("zeros", "learned", "noise")]
+    + [("gated_delta", "zeros"), ("gated_delta", "learned")],
+)
 def test_memory_and_local_attention_are_the_naive_function_s(rule, kept, start):
     model = learned_start(infini_gpt2(update_rule=rule, local_segments=kept, memory_init=start, n_layer=1))
     attention, ids, inputs = model.transformer.h[0].attn, token_ids(2, 45), []
@@ -145,14 +150,18 @@ def test_memory_and_local_attention_are_the_naive_function_s(rule, kept, start):
     with torch.no_grad():
         parts = attention.c_attn(inputs[0]).split(32, dim=2)
         tensors = [part.unflatten(-1, (4, 8)).transpose(1, 2) for part in parts]
-        states = [InfiniState.initial(tensors[1], tensors[2], 8, kept, **attention.start())]
+        log_weight = attention.log_weight(attention.begin(inputs[0]))
+        initial = {"log_weights": 2, "normalised": False} if rule == "gated_delta" else {}
+        states = [InfiniState.initial(tensors[1], tensors[2], 8, kept, **attention.start(), **initial)]
         options = {"update_rule": rule, "local_segments": kept}
 
         def naive(pieces, gate, state):
-            return naive_infini_attention(*pieces, gate, 8, state=state, return_state=True, **options)
+            *pieces, weights = pieces
+            return naive_infini_attention(*pieces, gate, 8, log_weight=weights, state=state, return_state=True, **options)
 
+        tensors.append(log_weight)
         for begin in range(0, 45, 8):  # segment by segment, each from the state after the one before
-            pieces = [tensor[:, :, begin : begin + 8] for tensor in tensors]
+            pieces = [None if tensor is None else tensor[:, :, begin : begin + 8] for tensor in tensors]
             states.append(naive(pieces, attention.gate(), states[-1])[1])
         # sigmoid is 1 and 0 in float32
         memory, local = (naive(tensors, torch.full((4,), gate), states[0])[0] for gate in (100.0, -100.0))

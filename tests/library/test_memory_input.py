@@ -233,7 +233,7 @@ def sprinkle(ids, special, seed=0):
     return ids.masked_fill(chosen, special)
 
 
-@pytest.mark.parametrize("rule", ["linear", "delta"])
+@pytest.mark.parametrize("rule", ["linear", "delta", "gated_delta"])
 @pytest.mark.parametrize("local_segments", [0, 2])
 def test_special_tokens_are_not_written_into_the_memory(rule, local_segments, monkeypatch):
     """A one-layer model against the naive function that is told which tokens to leave out."""
@@ -247,6 +247,7 @@ def test_special_tokens_are_not_written_into_the_memory(rule, local_segments, mo
 
     def naive(tokens, gate, layout, rule, softmax, *arguments, **options):
         options = {"update_rule": rule.update_rule, "scaling": softmax.scaling, "memory_mask": ids != 0}
+        options["log_weight"] = tokens.log_weight
         attended = naive_infini_attention(*tokens[:3], gate, 8, local_segments=local_segments, **options)
         return attended, None, None
 

@@ -10,6 +10,7 @@ MODELS = [
     (infini_gpt2, {}),
     (infini_gpt2, {"layers": [1], "position_encoding": "rope", "memory_conv": 2, "update_rule": "delta"}),
     (causal_mha, {"attention": "infini", "segment_length": 8, "position_encoding": "rope", "local_segments": 1}),
+    (infini_gpt2, {"update_rule": "gated_delta", "local_segments": 1, "sink_tokens": 2, "position_encoding": "rope"}),
 ]
 all_models = pytest.mark.parametrize(("make", "options"), MODELS)
 FLOAT32 = {"rtol": 1e-4, "atol": 1e-4}  # logits up to about 30, through three layers

@@ -89,10 +89,14 @@ def test_attention_dropout_matches_gpt2_in_distribution(implementation):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("rule", "feature_map", "denominator"),
-    [("linear", "elu", "separate"), ("delta", "elu", "separate"), ("linear", "exp", "shared")],
+    ("rule", "feature_map", "denominator", "memory_init"),
+    [
+        (*options, start)
+        for options in (("linear", "elu", "separate"), ("delta", "elu", "separate"), ("linear", "exp", "shared"))
+        for start in ("zeros", "learned", "noise")
+    ]
+    + [("gated_delta", "elu", "separate", "zeros"), ("gated_delta", "exp", "separate", "learned")],
 )
-@pytest.mark.parametrize("memory_init", ["zeros", "learned", "noise"])
 @pytest.mark.parametrize(("local_segments", "position_encoding"), [(0, "learned"), (1, "learned"), (1, "rope")])
 def test_equals_the_naive_function_inside_the_model(
     rule, feature_map, denominator, memory_init, local_segments, position_encoding, monkeypatch
@@ -129,6 +133,7 @@ def test_registered_with_the_auto_classes():
         {"memory_init": "learned", "position_encoding": "segment", "local_segments": 1},
         {"position_encoding": "rope", "memory_conv": 2, "feature_map": "exp", "memory_write": "learned"},
         {"n_segments": 8, "layers": [1]},
+        {"update_rule": "gated_delta", "memory_init": "learned", "feature_map": "learned", "memory_conv": 2},
     ],
 )
 def test_saves_and_loads_bit_for_bit(options, tmp_path):
@@ -226,7 +231,7 @@ def test_gradient_checkpointing_gives_the_same_gradients():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("rule", ["linear", "delta"])
+@pytest.mark.parametrize("rule", ["linear", "delta", "gated_delta"])
 def test_half_precision_stays_finite_over_100000_tokens(dtype, rule):
     model = infini_gpt2(n_layer=2, update_rule=rule, position_encoding="segment", segment_length=50, initializer_range=0.02)
     model = model.to(dtype)
@@ -237,6 +242,8 @@ def test_half_precision_stays_finite_over_100000_tokens(dtype, rule):
             assert torch.isfinite(logits).all()
     for layer in cache.layers:
         assert layer.state.memory.dtype == torch.float32 and torch.isfinite(layer.state.memory).all()
+        if rule == "gated_delta":  # it has no normaliser
+            continue
         # Written were all segments, each token adding a σ of about 1 (projections of small weights): nothing was lost to
         # rounding, as it would be in half precision, where 2,048 + 1 (or 256 + 1) is 2,048 (256) again.
         assert 70_000 < float(layer.state.normaliser.mean()) < 200_000

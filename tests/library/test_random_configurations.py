@@ -33,16 +33,18 @@ FAMILIES = ("gpt2", "causal_mha", "llama", "qwen2", "gpt_neox", "gemma2")
 @st.composite
 def memories(draw, layers: int, family: str) -> dict:
     """Options of a memory that go together."""
-    options = {"segment_length": draw(st.integers(1, 9)), "update_rule": draw(st.sampled_from(["linear", "delta"]))}
+    options = {"segment_length": draw(st.integers(1, 9))}
+    options["update_rule"] = draw(st.sampled_from(["linear", "delta", "gated_delta"]))
+    normalised = options["update_rule"] != "gated_delta"
     options["feature_map"] = draw(st.sampled_from(["elu", "exp", "learned"]))
-    options["denominator"] = draw(st.sampled_from(["separate", "shared"]))
+    options["denominator"] = draw(st.sampled_from(["separate", "shared"][: 1 + normalised]))
     options["local_segments"] = draw(st.integers(0, 2))
     options["sink_tokens"] = draw(st.integers(0, min(3, options["segment_length"] - 1)))
-    options["memory_init"] = draw(st.sampled_from(["zeros", "learned", "noise"]))
+    options["memory_init"] = draw(st.sampled_from(["zeros", "learned", "noise"][: 2 + normalised]))
     options["memory_conv"] = draw(st.integers(0, 4))
     options["gate_init"] = draw(st.floats(-4, 4, width=32))
     options["mask_special_tokens"] = draw(st.booleans())
-    if options["feature_map"] != "elu":
+    if normalised and options["feature_map"] != "elu":
         options["memory_write"] = draw(st.sampled_from(["equal", "learned"]))
     if family != "causal_mha":
         options["layers"] = draw(st.none() | st.lists(st.integers(0, layers - 1), min_size=1, unique=True))
@@ -80,7 +82,7 @@ def infini_models(draw):
         model = patch_model(plain, **options)
     noise = torch.Generator().manual_seed(1)
     for name, parameter in model.named_parameters():
-        if name.endswith(("gate.weight", "start_memory", "start_normaliser", "memory_conv", "memory_write")):
+        if name.endswith(("gate.weight", "start_memory", "start_normaliser", "memory_conv", "memory_write", "memory_rates")):
             parameter.data += 0.5 * torch.randn(parameter.shape, generator=noise)  # far from the start at zero
     return model.to(dtype)
 

@@ -12,6 +12,7 @@ import hf_infini.attention
 import hf_infini.window
 from cases import assert_same_gradients, random_case, random_cuts
 from hf_infini import infini_attention, naive_infini_attention
+from hf_infini.gated_delta import gated_delta_scan
 from hf_infini.memory import (
     Borders,
     Within,
@@ -22,6 +23,7 @@ from hf_infini.memory import (
     mix,
     read_memory,
 )
+from hf_infini.memory_gradients import UnitLength
 from hf_infini.tensors import gather
 from hf_infini.window import Softmax, window_attention
 
@@ -51,6 +53,7 @@ STATES = [(positive, 1, 2, 1, tokens, 2) for tokens in (2, 1)]
 FUNCTIONS = {
     "elu": (elu_features, [(normal, 4, 3)]),
     "exp": (exp_features, [(normal, 4, 3)]),
+    "unit length": (lambda x: UnitLength.apply(x, 0.1)[0], [(normal, 4, 3)]),
     "read": (
         lambda *tensors: read_memory(*tensors, 0.1),
         [(positive, 1, 2, 1, 3, 2), (normal, 1, 2, 1, 2, 3), (positive, 1, 2, 1, 2)],
@@ -66,6 +69,13 @@ FUNCTIONS = {
         [(normal, 1, 3, 2)],
     ),
 }
+for name, continues in (("", None), (" packed", PACKED.continues)):
+    for tokens in (1, 3):  # the second in chunks of two
+        shapes = [(normal, 1, 2, 1, tokens, 2), (normal, 1, 2, 1, tokens, 3), (positive, 1, 2, 1, tokens, 2)]
+        FUNCTIONS[f"gated_delta_scan{name}, {tokens} tokens"] = (
+            lambda key, value, weight, memory, start, c=continues: gated_delta_scan(key, value, -weight, memory, c, start),
+            [*shapes, (normal, 1, 1, 2, 3), (normal, 1, 2, 3)],
+        )
 for rule in (linear_states, delta_states):
     for packing, borders in (("", None), (" packed", PACKED)):
         for keys in STATES:

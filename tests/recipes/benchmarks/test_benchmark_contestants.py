@@ -15,6 +15,7 @@ from hf_infini import infini_attention, naive_infini_attention
 LINEAR = ["infini", "loop-sliced", "loop-split", "parallel"]
 PACKAGES = ("local-attention", "infini-transformer-pytorch")  # PyPI has them under these names
 DELTA = ["infini-delta", "loop-split-delta"]
+GATED = [("infini-gated-delta", "gated_delta")]
 SHAPES = [Shape(24, 8, 3, 4), Shape(19, 8, 2, 4, batch=2), Shape(5, 8, 2, 4), Shape(7, 1, 2, 4)]
 
 
@@ -30,7 +31,7 @@ def reference(problem, **options):
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize(("name", "rule"), [(n, "linear") for n in LINEAR] + [(n, "delta") for n in DELTA])
+@pytest.mark.parametrize(("name", "rule"), [(n, "linear") for n in LINEAR] + [(n, "delta") for n in DELTA] + GATED)
 def test_the_same_equations(name, rule, shape):
     problem = Problem.random(shape)
     forward, parameters = CONTESTANTS[name](problem)
