@@ -70,12 +70,10 @@ def infini_attention(
         gate: `[heads]`, the logit β.
         segment_length: tokens in a segment, L ≥ 1.
         update_rule: "linear"; "delta", which writes values less what the memory already answers to their keys; or
-            "gated_delta", which does so token by token (arXiv 2412.06464): M = α (M − β k kᵀ M) + β k vᵀ, read as q M.
-        feature_map: what makes positive features of the memory's queries and keys: "elu", ELU + 1 (the paper), or "exp". The
-            gated delta rule subtracts 1, their value at zero, and brings them to length one.
+            "gated_delta", token by token with features less σ(0) of length one: M = α (M − β k kᵀ M) + β k vᵀ, read as q M.
+        feature_map: what makes positive features of the memory's queries and keys: "elu", ELU + 1 (the paper), or "exp".
         denominator: "separate", one for the window and one for the memory, so that only the gate sets the memory's share
-            (the paper); or "shared", one for both, so that it also depends on what the token finds: [`memory_weight`]. The
-            gated delta rule divides by nothing, and has only the first.
+            (the paper); or "shared", one for both, so that it also depends on what the token finds: [`memory_weight`].
         local_segments: earlier segments that the softmax sees, 0 in the paper.
         sink_tokens: how many first tokens of its document every query sees by softmax (attention sinks, arXiv 2309.17453);
             the memory never takes them in. Fewer than a segment has; 0 in the paper.
@@ -220,18 +218,16 @@ def _attend_grid(
             block_keys, block_values = (part.flatten(3, 4).to(dtype) for part in (leaving_keys, leaving_values))
             query_features = rule.query_features(queries.flatten(3, 4).to(dtype))
             query_features = query_features.unflatten(2, (kv_heads, -1)).flatten(3, 4)
-            taken_in = None
-            if _is_padded(count, block) or group.written is not None:
-                taken_in = block_keys.new_ones(1, count, slots) if group.written is None else group.written
-                taken_in = _per_token(taken_in, block)
+            taken_in = group.written
+            if taken_in is None and _is_padded(count, block):
+                taken_in = block_keys.new_ones(1, count, slots)
+            taken_in = None if taken_in is None else _per_token(taken_in, block)
             written = rule.written(block_keys, block_values, log_weight, taken_in)
             states = rule.states(written, memory, normaliser, start, group.borders)
             memory, normaliser = states.last_memory, states.last_normaliser
             within = None if earlier is None else Within(written.key_features, block_values, earlier)
-            read, mass = (
-                tensor.unflatten(3, (heads_per_key, -1)).flatten(2, 3)
-                for tensor in rule.read(query_features, states.memory, states.normaliser, within)
-            )
+            found = rule.read(query_features, states.memory, states.normaliser, within)
+            read, mass = (tensor.unflatten(3, (heads_per_key, -1)).flatten(2, 3) for tensor in found)
             log_sum = None if log_sum is None else log_sum.flatten(3, 4).unsqueeze(-1)
             share = memory_weight(gate, mass, log_sum, width, rule.eps)
             if state.start_memory is None and group.filled is not None:
