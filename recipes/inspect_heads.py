@@ -66,9 +66,9 @@ def main(argv: list[str] | None = None) -> None:
 
     check_out(out)
     model, tokenizer = inference.load_model(options.model, options.device)
-    length, local, _ = getattr(model.config, "window", (None, 0, 0))
-    window = (local + 1) * (length or 0)  # tokens that a model with a memory (else 0) sees without it
-    wanted = options.max_tokens or max(TOKENS, min(window + (length or 0), MOST_TOKENS))
+    length, local, _ = model.config.window if getattr(model.config, "has_memory", False) else (0, 0, 0)
+    window = (local + 1) * length  # tokens that a model with a memory sees without it
+    wanted = options.max_tokens or max(TOKENS, min(window + length, MOST_TOKENS))
     if text is None:
         wanted = min(wanted, context_limit(model.config) or wanted)
         once = len(tokenizer(STORY, add_special_tokens=False)["input_ids"])

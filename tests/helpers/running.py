@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from unittest import mock
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -47,7 +48,11 @@ def run(*command, check: bool = True) -> subprocess.CompletedProcess:
 def run_recipe(name: str, *argv, check: bool = True) -> subprocess.CompletedProcess:
     """[`run`] of a recipe in this process, without the seconds that imports take: what it prints and its exit status."""
     words, code = [*map(str, argv)], 0
-    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as errors:
+    with (
+        mock.patch.object(sys, "argv", [f"recipes/{name}.py", *words]),  # results record the command
+        contextlib.redirect_stdout(io.StringIO()) as out,
+        contextlib.redirect_stderr(io.StringIO()) as errors,
+    ):
         try:
             load_recipe(name).main(words)
         except SystemExit as stop:
