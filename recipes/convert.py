@@ -17,8 +17,6 @@ cross-entropy of validation rows beyond the window: of the plain model, of its w
 model with its memory switched off and on.
 """
 
-import shlex
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -92,8 +90,8 @@ def main(argv: list[str] | None = None) -> None:
     }
     result = {**found, "options": vars(options), "memory": given_options(memory)}
     result |= {"data_fingerprints": conversion.fingerprints, "layers": conversion.trained}
-    result |= {"command": shlex.join([Path(sys.executable).name, *sys.argv]), **measurement.peak_memory()}
-    write_json(out / "result.json", {**result, **measurement.environment()})
+    result |= {**measurement.peak_memory(), **measurement.environment()}
+    write_json(out / "result.json", result)
     evaluation.plot_layers(found, out / "layers.png")
     for folder, measured in found["validation"].items():
         print(f"{folder}: {measured['tokens']:,} tokens beyond the window of {conversion.window}\n")

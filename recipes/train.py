@@ -13,8 +13,6 @@ if it had never been stopped; one command at a time may train in a folder. The o
 gates.json and gates.png.
 """
 
-import shlex
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -181,7 +179,6 @@ def main(argv: list[str] | None = None) -> None:
             "gates": gates,
             "data_fingerprint": fingerprint,
             "options": options,
-            "command": shlex.join([Path(sys.executable).name, *sys.argv]),
             **measurement.environment(),
             "files": seal(out, (file for pattern in run_folder.SEALED for file in out.glob(pattern))),
         }

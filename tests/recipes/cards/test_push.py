@@ -5,7 +5,6 @@ import io
 import json
 import os
 import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -20,7 +19,7 @@ import hf_infini  # noqa: F401
 from card_runs import cells
 from cards import folder as cards_folder
 from cards import run as cards_run
-from cli import UserError, parse_options
+from cli import UserError
 from hub_repository import WRITE
 from hub_server import HubServer
 from running import CONTEXT, ROOT, load_recipe, prepared_data, result, straight_run
@@ -250,15 +249,6 @@ def test_samples_end_where_the_positions_do(base, tmp_path):
     assert short["arguments"]["max_new_tokens"] == 3 and sampled["arguments"]["do_sample"]
     with pytest.raises(UserError, match=f"{CONTEXT + 1} tokens, but this model has {CONTEXT} learned positions"):
         cards_folder.generate_samples(tmp_path / "card", ["a" * CONTEXT], 50, seed=0, device="cpu")
-
-
-def test_the_commands_of_the_docstring_are_parsed():
-    text = push.__doc__.replace("\\\n", " ")
-    commands = [line for line in text.splitlines() if line.startswith("    python ")]
-    assert len(commands) == 2
-    for command in commands:
-        (options,) = parse_options(push.Options, description="", argv=shlex.split(command)[2:])
-        assert options.out.startswith("model_cards/") and options.prompt == ["To be"]
 
 
 @pytest.mark.parametrize("folder", MODELS, ids=lambda folder: folder.name)

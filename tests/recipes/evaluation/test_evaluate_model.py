@@ -9,7 +9,6 @@ import torch
 from datasets import load_from_disk
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from cli import parse_options
 from corpora.blocks import save_rows
 from running import CONTEXT, infini_options, load_recipe, prepared_data, result, self_options, straight_run
 
@@ -190,10 +189,3 @@ def test_documents_too_short(model_and_data, tmp_path, capsys):
     with pytest.raises(SystemExit):
         evaluate(tmp_path, "--model", folder, "--data", data, "--length", 64, "--min_characters", 10**9)
     assert "no document of at least --min_characters 1000000000" in capsys.readouterr().err
-
-
-def test_the_commands_of_the_docstring_are_parsed():
-    commands = [line.split() for line in evaluate_model.__doc__.splitlines() if line.startswith("    python ")]
-    assert len(commands) == 7
-    for command in commands:
-        parse_options(evaluate_model.Options, description="", argv=command[2:])

@@ -2,14 +2,12 @@
 
 import json
 import math
-import shlex
 from collections import Counter
 
 import datasets
 import numpy as np
 import pytest
 
-from cli import parse_options
 from evaluation import ngrams
 from running import load_recipe
 
@@ -186,10 +184,3 @@ def test_a_folder_without_a_test_split(data, tmp_path, capsys):
     (tmp_path / "manifest.json").write_text(json.dumps(manifest))
     error = fails(capsys, "--data", tmp_path, "--split", "test", "--out", tmp_path / "x.json")
     assert "has no test rows; prepare it again with --test SHARE" in error
-
-
-def test_the_commands_of_the_docstring_are_parsed():
-    commands = [line for line in ngram_baseline.__doc__.splitlines() if line.startswith("    python ")]
-    assert len(commands) == 2
-    for command in commands:
-        parse_options(ngram_baseline.Options, description="", argv=shlex.split(command)[2:])

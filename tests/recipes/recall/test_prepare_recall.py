@@ -14,7 +14,6 @@ import pytest
 from datasets import Features, List, Value, load_from_disk
 from transformers import AutoTokenizer
 
-from cli import parse_options
 from corpora.biographies import biography_documents
 from recall.rows import deal_kinds, read_mix
 from running import SIZES, kill_when, load_recipe
@@ -232,10 +231,3 @@ def test_every_row_is_dealt():
     for rows in (1, 2, 3, 7, 10):
         kinds = deal_kinds(rows, shares, random.Random(0))
         assert len(kinds) == rows and abs(kinds.count("passkey") - 0.3 * rows) < 1 and "facts" not in kinds
-
-
-def test_the_commands_of_the_docstring_are_parsed():
-    commands = [line.split() for line in prepare_recall.__doc__.splitlines() if line.startswith("    python ")]
-    assert len(commands) == 2
-    for command in commands:
-        parse_options(prepare_recall.Options, description="", argv=command[2:])
