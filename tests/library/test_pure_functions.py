@@ -1,0 +1,66 @@
+"""What the core's pure functions promise beside the results that are compared with the reference everywhere else."""
+
+import pytest
+import torch
+
+from cases import assert_same_state, random_case, random_cuts
+from hf_infini import InfiniState, naive_infini_attention
+from hf_infini.grids import PlainLayout
+from hf_infini.memory import Borders, exp_features, linear_states
+from hf_infini.scores import as_dot_product
+from hf_infini.segments import segment_layout
+
+ONE = torch.ones(1, 1, 1, 1)
+PACKED = Borders(torch.ones(1, 2, 3, dtype=torch.bool), torch.ones(1, 1, dtype=torch.bool))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: as_dot_product("general", ONE, None), "score='general' needs its weight"),
+        (lambda: InfiniState.initial(ONE, ONE, 2, start_memory=ONE[0]), "give both or neither"),
+        (lambda: InfiniState.initial(ONE, ONE, 2, start_normaliser=ONE[0, 0]), "give both or neither"),
+        (lambda: linear_states(ONE[None], ONE[None], ONE, ONE[0], None, PACKED), "borders need the start"),
+        (lambda: segment_layout(1, 2, 2).order, "where no token is padding"),
+    ],
+)
+def test_arguments_that_do_not_go_together(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_reference_itself_does_not_depend_on_how_the_input_is_cut(seed):
+    case = random_case(seed, dtype=torch.float64)
+    cuts = random_cuts(seed, case.query.shape[2]) if case.query.shape[2] > 1 else []
+    output, state = case.call(naive_infini_attention, cuts=cuts)
+    wanted, wanted_state = case.call(naive_infini_attention)
+    torch.testing.assert_close(output, wanted, rtol=1e-9, atol=1e-9)  # float64, added up in the same order
+    assert_same_state(state, wanted_state, 1e-9)
+
+
+def test_a_layout_moves_to_another_device_once():
+    layout = segment_layout(2, 3, 2, attention_mask=torch.tensor([[0, 1, 1], [1, 1, 1]]))
+    moved = layout.to(torch.device("meta"))
+    assert layout.to(torch.device("cpu")) is layout and layout.to(torch.device("meta")) is moved
+    tensors = {name: value for name, value in vars(layout).items() if isinstance(value, torch.Tensor)}
+    assert {name: value.shape for name, value in tensors.items()} == {name: vars(moved)[name].shape for name in tensors}
+    assert all(vars(moved)[name].device.type == "meta" for name in tensors)
+
+
+def test_a_mask_of_ones_gives_the_plain_layout():
+    assert isinstance(segment_layout(2, 7, 3, attention_mask=torch.ones(2, 7)), PlainLayout)
+
+
+@pytest.mark.parametrize(("size", "wanted"), [(0, [(0, 3)]), (1, [(0, 1), (1, 2), (2, 3)]), (2, [(0, 2), (2, 3)])])
+def test_groups_of_a_size_and_one_of_all(size, wanted):
+    assert [(group.begin, group.end) for group in segment_layout(1, 7, 3).groups(size)] == wanted
+
+
+def test_exp_features_and_their_gradient_up_to_the_bound_and_beyond():
+    """As a clamp has it: at the bound the gradient is there, beyond it none."""
+    x = torch.tensor([-1.0, 29.0, 30.0, 30.5, 99.0], dtype=torch.float64, requires_grad=True)
+    other = x.detach().clone().requires_grad_()
+    features, wanted = exp_features(x), other.clamp(max=30).exp()
+    torch.testing.assert_close(features, wanted)
+    torch.testing.assert_close(*(torch.autograd.grad(y.sum(), z)[0] for y, z in ((features, x), (wanted, other))))
