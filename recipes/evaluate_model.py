@@ -88,8 +88,9 @@ def main(argv: list[str] | None = None) -> None:
     from plots.run import plot_positions
     from support import measurement
     from support.stages import check_place, new_file, write_json
-    from training import setup
+    from training import run_folder, setup
 
+    trained = run_folder.trained_length_of(Path(options.model))
     model, tokenizer = inference.load_model(options.model, options.device)
     if options.memory == "off":
         inference.switch_memory_off(model)
@@ -114,14 +115,23 @@ def main(argv: list[str] | None = None) -> None:
         "options": vars(options),
         **measurement.environment(),
     }
-    title = Path(options.model).name + (" without its memory" if options.memory == "off" else "")
-    title += f" on {Path(options.source).name}" if options.source else ""
-    draw = {"perplexity": plot_positions, "passkey": plot_passkey, "facts": plot_facts}
     with new_file(Path(f"{name}.png")) as picture:  # both files are new, or none is
-        draw[options.task](found["by_position" if options.task == "perplexity" else "cells"], picture, title)
+        if options.task == "perplexity":
+            plot_positions(found["by_position"], picture, subtitle(options), trained)
+        elif options.task == "passkey":
+            plot_passkey(found["cells"], picture, subtitle(options), trained)
+        else:
+            plot_facts(found["cells"], picture, subtitle(options), trained, found["segment_length"])
         write_json(Path(f"{name}.json"), result)
     Path(f"{name}.cells.json").unlink(missing_ok=True)
     print(f"{name}.json, {name}.png", file=sys.stderr)
+
+
+def subtitle(options: Options) -> str:
+    """Which model read what: `model conv8b, its memory off; carolina, validation`."""
+    source = "invented text" if options.source is None else Path(options.source).name
+    memory = ", its memory off" if options.memory == "off" else ""
+    return f"model {Path(options.model).name}{memory}; {source}{f', {options.split}' if options.data else ''}"
 
 
 def perplexity(options: Options, model, tokenizer, name: str) -> dict:
