@@ -157,8 +157,8 @@ def test_passkeys_of_a_random_model(base, capsys):
         assert cell["high"] == pytest.approx(wilson_interval(0, 6)[1]) and cell["cross_entropy"] > 3
     assert found["memory"] == "on" and found["options"]["samples"] == 6 and found["versions"]["torch"]
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].replace("|", "").split() == ["tokens", "depth", "0", "depth", "0.5", "depth", "1"]
-    assert lines[-1].count("0.0 %") == 3
+    assert lines[0].replace("|", "").split() == ["tokens", "depth", "0", "depth", "0.5", "depth", "1", "questions"]
+    assert lines[-1].count(" 0.0 % (0–39) ") == 3 and lines[-1].endswith(" 6 |")
     assert (base / "passkey.png").read_bytes()[:4] == b"\x89PNG" and not (base / "passkey.cells.json").exists()
     off = evaluate(base / "off", *options, "--depths", 0, 1, "--samples", 6, "--memory", "off")
     assert off["memory"] == "off"
