@@ -34,9 +34,11 @@ def measurements(run: Run) -> list[dict]:
 
 
 def text_of(run: Run, found: dict) -> dict:
-    """`data` and `split` that an evaluation read, and whether they are the run's `own`."""
+    """`data` and `split` that an evaluation read, and whether it is the text of the run's `own` data."""
     same = found["data_fingerprint"] == run.result["data_fingerprint"]
-    return {"data": run.data if same else last_part(found["source"]), "split": found["split"], "own": same}
+    name = run.data if same else last_part(found["source"] or "generated biographies")
+    made_from = last_part((run.manifest or {"options": {}})["options"].get("prepared_from", ""))
+    return {"data": name, "split": found["split"], "own": same or name == made_from}
 
 
 def losses(run: Run) -> str:
@@ -97,20 +99,21 @@ def eval_results(run: Run, dataset: str | None) -> list[EvalResult] | None:
     """The losses, and the share of right answers at each length (of all depths) or distance, for the Hub's metadata; None
     where there are none.
 
-    The Hub links what it is told to be a dataset: only what was measured on the run's own data is there, under their name on
-    the Hub, and nothing where they have none. With its memory off, a model is another one.
+    The Hub links what it is told to be a dataset: only what was measured on the run's own data, or the text that they were
+    made from, is there, under their name on the Hub, and nothing where they have none. With its memory off, a model is
+    another one.
     """
     found, rows = [], exercises(run)
     of_rows = "" if rows is None else f" of exercises ({rows}), not of running text"
     for row in measurements(run):
         if row["own"] and "memory off" not in row["how"]:
-            # With a length, running text was read
-            what = "" if "length" in row["how"] else of_rows
+            # With a length, or of what the exercises were made of, running text was read
+            what = of_rows if row["data"] == run.data and "length" not in row["how"] else ""
             for metric, name in (("perplexity", "Perplexity"), ("cross_entropy", "Loss (cross-entropy, nats per token)")):
                 found.append(_entry(dataset, row["split"], metric, name + what, row["how"] or None, row[metric]))
     on = [evaluation for evaluation in run.evaluations if evaluation["memory"] == "on"]
     for evaluation in (evaluation for evaluation in on if evaluation["options"]["task"] != "perplexity"):
-        if evaluation["data_fingerprint"] != run.result["data_fingerprint"]:
+        if not text_of(run, evaluation)["own"]:
             continue
         by_length = evaluation["options"]["task"] == "passkey"
         place, unit = ("length", "tokens") if by_length else ("distance", "segments between")

@@ -79,7 +79,7 @@ def duration(seconds: float) -> str:
 
 def sample(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, row: torch.Tensor, seed: int) -> tuple[str, str]:
     """The beginning of a row `[tokens]`, and how the model continues it (drawn, top_p 0.9)."""
-    prompt = row[: min(PROMPT_TOKENS, len(row) // 2)][None].to(model.device)
+    prompt = row[: min(PROMPT_TOKENS, max(1, len(row) // 2))][None].to(model.device)
     room = min(NEW_TOKENS, len(row) - prompt.shape[1])  # positions may end with the row
     ends = [token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if token is not None]
     set_seed(seed)

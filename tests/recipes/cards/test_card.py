@@ -54,9 +54,14 @@ def test_metadata_name_no_dataset_that_is_not_on_the_hub(tmp_path):
 def test_numbers_of_exercises_are_no_language_model_s(tmp_path):
     rows = manifest(rows_by_kind={"codes": 30, "text": 4, "echo": 6})
     rows["options"]["prepared_from"] = "data/carolina"
-    run = run_of(manifest=rows, evaluations=[evaluation("validation", 1.4, 29_000, length=4096)])
+    asked = {"source": "/home/maria/data/carolina", "data_fingerprint": "that of the text"}
+    found = [evaluation("validation", 1.4, 29_000, length=4096), recall("passkey", [cell(48, length=64, depth=0)]) | asked]
+    found.append(recall("facts", [cell(12, distance=3)]))  # among invented text, which is no dataset
+    run = run_of(manifest=rows, evaluations=found)
     whole = write_card(run, about(dataset="user/data"), [SAMPLE])
-    names = [entry.metric_name for entry in load(whole, tmp_path).data.eval_results]
+    entries = load(whole, tmp_path).data.eval_results
+    names = [entry.metric_name for entry in entries]
+    assert names[4:] == ["Passkeys found (48 of 48)"] and {entry.dataset_name for entry in entries} == {"user/data"}
     assert names[0] == "Perplexity of exercises (codes, echo), not of running text" and names[2] == "Perplexity"
     assert "plays has exercises of recall (codes, echo): its numbers say nothing of running text" in whole
     assert "exercises" not in write_card(run_of(manifest=manifest()), about(), [SAMPLE])
