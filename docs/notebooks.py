@@ -16,7 +16,12 @@ FORMULA = re.compile(r"\$\$(.+?)\$\$|\$([^$\n]+)\$", re.DOTALL)
 TITLE = re.compile(r"^# .*$", re.MULTILINE)
 # Language of the page → what its title is followed by
 OFFERS = {"en": "Download the notebook", "pt-BR": "Baixe o notebook"}
-PORTUGUESE = {"atencao_passo_a_passo", "inicio_rapido"}
+PORTUGUESE = {"atencao_passo_a_passo", "inicio_rapido", "inicio-rapido"}
+
+
+def language_of(name: str) -> str:
+    """Of a page or a notebook, by its name."""
+    return "pt-BR" if Path(name).stem in PORTUGUESE else "en"
 
 
 def with_formulas(text: str) -> str:
@@ -42,7 +47,6 @@ def output(data: dict) -> str:
 
 def lesson(file: Path) -> str:
     """The notebook's page."""
-    language = "pt-BR" if file.stem in PORTUGUESE else "en"
     parts = []
     for cell in json.loads(file.read_text(encoding="utf-8"))["cells"]:
         text = "".join(cell["source"])
@@ -54,9 +58,8 @@ def lesson(file: Path) -> str:
         if outputs:
             # Blank lines would end the block of HTML
             parts.append('<div class="output">\n' + re.sub(r"\n\s*\n", "\n", outputs) + "\n</div>")
-    offer = f"[{OFFERS[language]}]({file.name}): `recipes/{file.name}`"
-    page = TITLE.sub(lambda title: f"{title[0]}\n\n{offer}", "\n\n".join(parts), count=1)
-    return f"---\nlanguage: {language}\n---\n\n{page}\n"
+    offer = f"[{OFFERS[language_of(file.name)]}]({file.name}): `recipes/{file.name}`"
+    return TITLE.sub(lambda title: f"{title[0]}\n\n{offer}", "\n\n".join(parts), count=1)
 
 
 def on_files(files, config):
@@ -68,5 +71,4 @@ def on_files(files, config):
 
 def on_post_page(output, page, config):
     """A page in another language says so, to screen readers and browsers that translate."""
-    language = page.meta.get("language", "en")
-    return output.replace('<html lang="en"', f'<html lang="{language}"', 1)
+    return output.replace('<html lang="en"', f'<html lang="{language_of(page.file.src_uri)}"', 1)

@@ -188,6 +188,24 @@ def test_every_public_name_is_on_an_api_page(pages):
     assert not [name for name in hf_infini.__all__ if f"hf_infini.{name}" not in anchors]
 
 
+@pytest.mark.parametrize(
+    ("page", "language"),
+    [("lessons/quickstart", "en"), ("lessons/inicio_rapido", "pt-BR"), ("lessons/atencao_passo_a_passo", "pt-BR")]
+    + [("inicio-rapido", "pt-BR"), ("index", "en")],
+)
+def test_a_page_tells_its_language(site, page, language):
+    text = (site / f"{page}.html").read_text(encoding="utf-8")
+    assert f'<html lang="{language}"' in text
+
+
+def test_lessons_show_formulas_outputs_and_pictures(site):
+    text = (site / "lessons" / "attention_step_by_step.html").read_text(encoding="utf-8")
+    article = text[text.index("<article") : text.index("</article")]
+    assert article.count("<math") > 20 and "$" not in re.sub(r"<pre.*?</pre>", "", article, flags=re.DOTALL)
+    assert article.count('src="data:image/png') == 8 and article.count('class="output"') > 15
+    assert (site / "lessons" / "attention_step_by_step.ipynb").is_file()
+
+
 def test_figures_and_tables_are_made_from_the_package(site):
     assert {file.stem for file in (site / "figures").glob("*.png")} == {"reach", "growth", "memory"}
     text = re.sub(r"<[^>]+>", " ", (site / "options.html").read_text(encoding="utf-8"))
