@@ -4,7 +4,7 @@
     python recipes/evaluate_model.py --model runs/infini --data data/quickstart --length 32768
     python recipes/evaluate_model.py --model runs/mha --data data/shakespeare --split test
     python recipes/evaluate_model.py --model runs/infini --text plays.txt --length 8192 --out runs/infini/plays
-    python recipes/evaluate_model.py --model model_cards/recall --task passkey --lengths 1024 131072 --samples 2
+    python recipes/evaluate_model.py --model model_cards/recall --task passkey --lengths 1024 131072 --out runs/passkey
     python recipes/evaluate_model.py --model runs/recall --task passkey --data data/carolina --lengths 1024 8192
     python recipes/evaluate_model.py --model runs/recall --task facts --distances 0 1 4 16 64 --memory off
     python recipes/evaluate_model.py --model runs/recall --task facts --data data/carolina
