@@ -16,7 +16,7 @@ PAGES = ROOT / "docs"
 FENCE = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
 RELATIVE_LINK = re.compile(r"(!?)\[([^\]\n]+)\]\((?!https?:|#)([^)\s]+)\)")
 PICTURES, SOURCES, LESSONS = "pictures", "source", "lessons"  # the site's folders of them
-LANGUAGES = {".py": "python", ".yaml": "yaml", ".sh": "bash"}
+LANGUAGES = {".py": "python", ".yaml": "yaml", ".sh": "bash", ".md": "markdown"}
 
 
 def for_the_site(text: str, page: Path) -> str:

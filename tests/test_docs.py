@@ -227,6 +227,12 @@ def test_the_figures_of_measured_are_those_of_the_pages_that_tell_how():
     assert not decimals(measured) - known
 
 
+def test_the_numbers_of_the_landing_page_are_those_of_the_readme():
+    numbers = re.findall("<strong>(.*?)</strong>", (ROOT / "docs" / "index.md").read_text(encoding="utf-8"))
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(numbers) == 3 and not [number for number in numbers if number not in readme]
+
+
 def commands() -> dict[str, set[str]]:
     """Recipe → the flags that README and pages give it."""
     found = {}
