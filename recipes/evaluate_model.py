@@ -132,7 +132,8 @@ def main(argv: list[str] | None = None) -> None:
 
 def subtitle(options: Options) -> str:
     """Which model read what: `model conv8b, its memory off; carolina, validation`."""
-    source = "invented text" if options.source is None else Path(options.source).name
+    invented = "generated biographies" if options.task == "passkey" else "invented text"
+    source = invented if options.source is None else Path(options.source).name
     memory = ", its memory off" if options.memory == "off" else ""
     return f"model {Path(options.model).name}{memory}; {source}{f', {options.split}' if options.data else ''}"
 

@@ -57,7 +57,7 @@ def losses(run: Run) -> str:
     table = markdown_table(["", "text", "tokens", "cross-entropy", "perplexity"], cells, left=2)
     text = "Cross-entropy in nats per token over all predicted tokens, perplexity its exponential."
     if rows := exercises(run):
-        text += f" {run.data} has exercises of recall ({rows}): its numbers say nothing of running text."
+        text += f" The rows of {run.data} are exercises of recall ({rows}): their numbers say nothing of running text."
     if run.baselines:
         text += f" The n-grams are smoothed counts of {run.baselines[0]['training_tokens']:,} training tokens."
     return f"{table}\n\n{text} Measured on {measured_on(run.result, *run.of_task('perplexity'), *run.baselines)}."

@@ -63,7 +63,7 @@ def test_numbers_of_exercises_are_no_language_model_s(tmp_path):
     names = [entry.metric_name for entry in entries]
     assert names[4:] == ["Passkeys found (48 of 48)"] and {entry.dataset_name for entry in entries} == {"user/data"}
     assert names[0] == "Perplexity of exercises (codes, echo), not of running text" and names[2] == "Perplexity"
-    assert "plays has exercises of recall (codes, echo): its numbers say nothing of running text" in whole
+    assert "The rows of plays are exercises of recall (codes, echo): their numbers say nothing" in whole
     assert "exercises" not in write_card(run_of(manifest=manifest()), about(), [SAMPLE])
 
 
