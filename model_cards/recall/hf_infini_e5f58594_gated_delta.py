@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from .hf_infini_76f551d7_memory_gradients import DeltaScan
-from .hf_infini_76f551d7_tensors import pad
+from .hf_infini_e5f58594_memory_gradients import DeltaScan
+from .hf_infini_e5f58594_tensors import pad
 
 SMALL = 32  # tokens of a triangular system that is solved as it is
 

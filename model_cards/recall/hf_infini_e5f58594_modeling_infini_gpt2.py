@@ -4,15 +4,15 @@ import torch
 from torch import Tensor, nn
 from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
 
-from .hf_infini_76f551d7_cache import InfiniCache
-from .hf_infini_76f551d7_configuration_infini_gpt2 import InfiniGPT2Config
-from .hf_infini_76f551d7_hooks import device_of
-from .hf_infini_76f551d7_layout import Layout
-from .hf_infini_76f551d7_memory_layer import rope_tables
-from .hf_infini_76f551d7_modeling_common import check_positions, counted_positions
-from .hf_infini_76f551d7_modeling_infini import InfiniModelMixin
-from .hf_infini_76f551d7_modeling_infini_layer import InfiniAttentionMixin, LayerConfig
-from .hf_infini_76f551d7_positions import Rotary
+from .hf_infini_e5f58594_cache import InfiniCache
+from .hf_infini_e5f58594_configuration_infini_gpt2 import InfiniGPT2Config
+from .hf_infini_e5f58594_hooks import device_of
+from .hf_infini_e5f58594_layout import Layout
+from .hf_infini_e5f58594_memory_layer import rope_tables
+from .hf_infini_e5f58594_modeling_common import check_positions, counted_positions
+from .hf_infini_e5f58594_modeling_infini import InfiniModelMixin
+from .hf_infini_e5f58594_modeling_infini_layer import InfiniAttentionMixin, LayerConfig
+from .hf_infini_e5f58594_positions import Rotary
 
 
 class GPT2InfiniAttention(InfiniAttentionMixin, GPT2Attention):

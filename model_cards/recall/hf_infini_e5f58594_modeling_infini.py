@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .hf_infini_76f551d7_cache import InfiniCache, StatesOfCall
-from .hf_infini_76f551d7_hooks import device_of
-from .hf_infini_76f551d7_hub_code import ModelBase
-from .hf_infini_76f551d7_layout import Layout
-from .hf_infini_76f551d7_modeling_common import (
+from .hf_infini_e5f58594_cache import InfiniCache, StatesOfCall
+from .hf_infini_e5f58594_hooks import device_of
+from .hf_infini_e5f58594_hub_code import ModelBase
+from .hf_infini_e5f58594_layout import Layout
+from .hf_infini_e5f58594_modeling_common import (
     InitializationMixin,
     check_inputs,
     checkpoints_gradients,
@@ -24,7 +24,7 @@ from .hf_infini_76f551d7_modeling_common import (
     memory_cache,
     memory_mask_of,
 )
-from .hf_infini_76f551d7_modeling_infini_layer import TEST_TOKENS, InfiniAttentionMixin, ModelCall
+from .hf_infini_e5f58594_modeling_infini_layer import TEST_TOKENS, InfiniAttentionMixin, ModelCall
 
 
 class InfiniPreTrainedMixin(InitializationMixin):
@@ -39,7 +39,7 @@ class InfiniPreTrainedMixin(InitializationMixin):
     _is_stateful = True  # a memory cannot be cropped, so assisted decoding is refused
 
     def __init__(self, config, *args, **kwargs):
-        from .hf_infini_76f551d7_families import add_memory
+        from .hf_infini_e5f58594_families import add_memory
 
         if not hasattr(config, "infini_layers"):
             raise ValueError(
@@ -80,7 +80,7 @@ class InfiniPreTrainedMixin(InitializationMixin):
 
     def check_layers(self) -> None:
         """[`InfiniAttentionMixin.check_swapped`] for every layer with a memory, in evaluation mode; not on a meta device."""
-        from .hf_infini_76f551d7_families import decoder_of
+        from .hf_infini_e5f58594_families import decoder_of
 
         base: Any = decoder_of(self)
         if device_of(base.get_input_embeddings()).type == "meta":

@@ -14,17 +14,17 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.models.auto import modeling_auto
 from transformers.models.gpt2.modeling_gpt2 import GPT2Attention, GPT2DoubleHeadsModel
 
-from .hf_infini_76f551d7_checkpoints import HUB_OPTIONS
-from .hf_infini_76f551d7_configuration_infini import FamilyConfigMixin, infini_config
-from .hf_infini_76f551d7_configuration_infini_gpt2 import InfiniGPT2Config
-from .hf_infini_76f551d7_generation import MemoryGenerationMixin
-from .hf_infini_76f551d7_hooks import become
-from .hf_infini_76f551d7_hub_code import HubModelMixin, carry_code
-from .hf_infini_76f551d7_lookups import PREFIX, enter_adapters, enter_tokenizer, enter_weights
-from .hf_infini_76f551d7_modeling_infini import InfiniModelMixin, InfiniPreTrainedMixin
-from .hf_infini_76f551d7_modeling_infini_gpt2 import GPT2InfiniAttention, InfiniGPT2ModelMixin
-from .hf_infini_76f551d7_modeling_infini_layer import InfiniAttentionMixin, LayerConfig
-from .hf_infini_76f551d7_options import MemoryOptions
+from .hf_infini_e5f58594_checkpoints import HUB_OPTIONS
+from .hf_infini_e5f58594_configuration_infini import FamilyConfigMixin, infini_config
+from .hf_infini_e5f58594_configuration_infini_gpt2 import InfiniGPT2Config
+from .hf_infini_e5f58594_generation import MemoryGenerationMixin
+from .hf_infini_e5f58594_hooks import become
+from .hf_infini_e5f58594_hub_code import HubModelMixin, carry_code
+from .hf_infini_e5f58594_lookups import PREFIX, enter_adapters, enter_tokenizer, enter_weights
+from .hf_infini_e5f58594_modeling_infini import InfiniModelMixin, InfiniPreTrainedMixin
+from .hf_infini_e5f58594_modeling_infini_gpt2 import GPT2InfiniAttention, InfiniGPT2ModelMixin
+from .hf_infini_e5f58594_modeling_infini_layer import InfiniAttentionMixin, LayerConfig
+from .hf_infini_e5f58594_options import MemoryOptions
 
 # Auto classes that load a decoder, with the tables that say which class of a family they load
 AUTO_CLASSES = {

@@ -8,14 +8,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import initialization as init
 
-from .hf_infini_76f551d7_attention import attend
-from .hf_infini_76f551d7_cache import StatesOfCall
-from .hf_infini_76f551d7_convolution import short_convolution
-from .hf_infini_76f551d7_memory import MemoryRule
-from .hf_infini_76f551d7_positions import rotation
-from .hf_infini_76f551d7_segments import SegmentLayout, segment_layout
-from .hf_infini_76f551d7_state import InfiniState, Projections
-from .hf_infini_76f551d7_window import Softmax
+from .hf_infini_e5f58594_attention import attend
+from .hf_infini_e5f58594_cache import StatesOfCall
+from .hf_infini_e5f58594_convolution import short_convolution
+from .hf_infini_e5f58594_memory import MemoryRule
+from .hf_infini_e5f58594_positions import rotation
+from .hf_infini_e5f58594_segments import SegmentLayout, segment_layout
+from .hf_infini_e5f58594_state import InfiniState, Projections
+from .hf_infini_e5f58594_window import Softmax
 
 # What `MemoryLayerMixin.add_memory_parameters` makes
 PARAMETERS = ("gate", "start_memory", "start_normaliser", "memory_conv", "memory_write", "query_map", "key_map")

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface
 
-from .hf_infini_76f551d7_cache import StatesOfCall
-from .hf_infini_76f551d7_hooks import become, device_of
-from .hf_infini_76f551d7_memory_layer import LayerCall, MemoryLayerMixin
-from .hf_infini_76f551d7_positions import Rotary
-from .hf_infini_76f551d7_segments import SegmentLayout
-from .hf_infini_76f551d7_window import Softmax, window_attention
+from .hf_infini_e5f58594_cache import StatesOfCall
+from .hf_infini_e5f58594_hooks import become, device_of
+from .hf_infini_e5f58594_memory_layer import LayerCall, MemoryLayerMixin
+from .hf_infini_e5f58594_positions import Rotary
+from .hf_infini_e5f58594_segments import SegmentLayout
+from .hf_infini_e5f58594_window import Softmax, window_attention
 
 # The copies that travel with models have other module names, and register their own function
 INTERFACE = f"infini_attention of {__name__}"

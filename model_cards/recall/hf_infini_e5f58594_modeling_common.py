@@ -5,15 +5,15 @@ from torch import Tensor
 from transformers import Cache, DynamicCache
 from transformers.utils import logging
 
-from .hf_infini_76f551d7_cache import InfiniCache, InfiniLayer
-from .hf_infini_76f551d7_checkpoints import CheckedLoadingMixin
-from .hf_infini_76f551d7_checks import bool_mask
-from .hf_infini_76f551d7_configuration_common import layer_kinds
-from .hf_infini_76f551d7_generation import check_cache
-from .hf_infini_76f551d7_layout import Layout
-from .hf_infini_76f551d7_read_text import check_rows
-from .hf_infini_76f551d7_segments import SegmentLayout, segment_layout
-from .hf_infini_76f551d7_state import InfiniState
+from .hf_infini_e5f58594_cache import InfiniCache, InfiniLayer
+from .hf_infini_e5f58594_checkpoints import CheckedLoadingMixin
+from .hf_infini_e5f58594_checks import bool_mask
+from .hf_infini_e5f58594_configuration_common import layer_kinds
+from .hf_infini_e5f58594_generation import check_cache
+from .hf_infini_e5f58594_layout import Layout
+from .hf_infini_e5f58594_read_text import check_rows
+from .hf_infini_e5f58594_segments import SegmentLayout, segment_layout
+from .hf_infini_e5f58594_state import InfiniState
 
 logger = logging.get_logger(__name__)
 

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from .hf_infini_76f551d7_adapters import without_wrappers
-from .hf_infini_76f551d7_layout import Layout
-from .hf_infini_76f551d7_memory_contents import fill_with_one_token, find_problem
-from .hf_infini_76f551d7_memory_files import MemoryFileError, check_model, describe_model, read_memory_file, write_memory_file
-from .hf_infini_76f551d7_read_text import ReadText, check_rows
-from .hf_infini_76f551d7_state import InfiniState, empty_places
+from .hf_infini_e5f58594_adapters import without_wrappers
+from .hf_infini_e5f58594_layout import Layout
+from .hf_infini_e5f58594_memory_contents import fill_with_one_token, find_problem
+from .hf_infini_e5f58594_memory_files import MemoryFileError, check_model, describe_model, read_memory_file, write_memory_file
+from .hf_infini_e5f58594_read_text import ReadText, check_rows
+from .hf_infini_e5f58594_state import InfiniState, empty_places
 
 
 class InfiniLayer(CacheLayerMixin):

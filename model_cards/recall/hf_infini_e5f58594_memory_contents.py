@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from .hf_infini_76f551d7_configuration_common import layer_kinds
-from .hf_infini_76f551d7_hooks import device_of
-from .hf_infini_76f551d7_state import empty_places
+from .hf_infini_e5f58594_configuration_common import layer_kinds
+from .hf_infini_e5f58594_hooks import device_of
+from .hf_infini_e5f58594_state import empty_places
 
 # A window's tensors have one dtype, that of the keys and values; the memory's are wider.
 WINDOW = ("local_key", "local_value", "local_log_weight", "keys", "values")
