@@ -14,15 +14,13 @@ RECIPES = str(Path(__file__).parents[1] / "recipes")  # of which a few functions
 PLACE = re.compile(r"^<!-- table: (\w+) -->$", re.MULTILINE)
 SIZES = dict(vocab_size=256, n_positions=1024, n_embd=128, n_layer=4, n_head=2, bos_token_id=None, eos_token_id=None)
 SEGMENT = dict(segment_length=128, position_encoding="segment")
-SEEN, BY_MEMORY = "#1f77b4", "#ff9f40"
 
 
 def png(figure) -> bytes:
-    import matplotlib.pyplot as plt
+    from plots.style import save
 
     buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=110, bbox_inches="tight")
-    plt.close(figure)
+    save(figure, buffer)
     return buffer.getvalue()
 
 
@@ -59,75 +57,82 @@ def cache_sizes(reader, contexts: list[int]) -> list[int]:
 def reach(tokens: int = 24) -> bytes:
     """Which tokens a token sees by softmax, from the inspected weights, and which through the memory: those on which the
     attention's output depends without such a weight."""
-    import matplotlib.pyplot as plt
     import torch
     from matplotlib.colors import ListedColormap
     from matplotlib.patches import Patch
 
     from hf_infini import inspect_attention
+    from plots.style import COLOURS, SMALL, WIDTH, new_figure, say_above
 
+    seen, by_memory = COLOURS[0], COLOURS[4]
     kinds = {
         "GPT-2": {},
         "segments of 8": dict(segment_length=8),
-        "segments of 8, local_segments=1": dict(segment_length=8, local_segments=1),
+        "the same,\nlocal_segments=1": dict(segment_length=8, local_segments=1),
     }
-    figure, panels = plt.subplots(1, 3, figsize=(12, 4), layout="constrained")
-    for axes, (name, options) in zip(panels, kinds.items(), strict=True):
+    figure, panels = new_figure("Which tokens a token sees", "", 1, 3, (WIDTH, 2.9), sharey=True)
+    for axes, (name, options) in zip(panels.flat, kinds.items(), strict=True):
         reader = model(**options)
         softmax = inspect_attention(reader, torch.arange(tokens)[None]).layers[0].weights.values[0].sum(0) > 0
         attention, inputs = reader.transformer.h[0].attn, torch.randn(1, tokens, SIZES["n_embd"])
         jacobian = torch.autograd.functional.jacobian(lambda x, f=attention: f(x)[0].sum((0, 2)), inputs)
         depends = jacobian[:, 0].abs().amax(-1) > 0  # [output token, input token]
         shown = torch.where(softmax, 1, torch.where(depends, 2, 0))
-        axes.imshow(shown.numpy(), cmap=ListedColormap(["white", SEEN, BY_MEMORY]), vmin=0, vmax=2)
-        axes.set(title=name, xlabel="token that is seen", xticks=range(0, tokens, 8), yticks=range(0, tokens, 8))
-    panels[0].set_ylabel("token that looks")
-    patches = [Patch(color=SEEN, label="by softmax"), Patch(color=BY_MEMORY, label="through the memory")]
-    panels[0].legend(handles=patches, loc="upper right")
+        axes.imshow(shown.numpy(), cmap=ListedColormap(["white", seen, by_memory]), vmin=0, vmax=2)
+        axes.grid(False)
+        axes.set(xlabel="token that is seen", xticks=range(0, tokens, 8), yticks=range(0, tokens, 8))
+        say_above(axes, name)
+    panels[0, 0].set_ylabel("token that looks")
+    patches = [Patch(color=seen, label="by softmax"), Patch(color=by_memory, label="through the memory")]
+    figure.legend(handles=patches, loc="outside lower center", ncols=2, frameon=False, fontsize=SMALL)
     return png(figure)
 
 
 def growth() -> bytes:
     """The cache's size over the context; GPT-2 stops at its `n_positions`."""
-    import matplotlib.pyplot as plt
+    from plots.style import draw_line, label_lines, new_figure
 
     contexts = [64, 128, 256, 512, 1024]
     kinds = {
         "GPT-2, dynamic cache": {},
         "Infini-attention, segments of 128": SEGMENT,
         "the same, local_segments=1": SEGMENT | dict(local_segments=1),
-        "the same, in layers 0 and 2 alone": SEGMENT | dict(layers=[0, 2]),
+        "the same, only in layers 0 and 2": SEGMENT | dict(layers=[0, 2]),
     }
-    figure, axes = plt.subplots(figsize=(7.5, 4), layout="constrained")
-    for (name, options), style in zip(kinds.items(), ("o-", "s-", "^-", "v--"), strict=True):
+    figure, axes = new_figure("What the cache takes", "one row, MiB; GPT-2 stops at its 1,024 positions")
+    for name, options in kinds.items():
         reader, lengths = model(**options), contexts + ([2048, 4096] if options else [])
-        axes.plot(lengths, [size / 2**20 for size in cache_sizes(reader, lengths)], style, label=name)
-    axes.set(xlabel="context, tokens", ylabel="cache of one row, MiB", xscale="log", yscale="log")
+        draw_line(axes, lengths, [size / 2**20 for size in cache_sizes(reader, lengths)], name)
+    axes.set(xlabel="tokens read", ylabel="MiB", xscale="log", yscale="log")
     axes.set_xticks([64, 256, 1024, 4096], ["64", "256", "1,024", "4,096"])
     axes.set_yticks([0.25, 0.5, 1, 2, 4, 8], ["0.25", "0.5", "1", "2", "4", "8"])
     axes.minorticks_off()
-    axes.legend()
-    axes.grid(alpha=0.3)
+    label_lines(axes)
     return png(figure)
 
 
 def memory(segments: int = 6) -> bytes:
-    """What the inspection shows of a memory: its norm before each segment, and its share of the tokens' outputs."""
-    import matplotlib.pyplot as plt
+    """What the inspection shows of a memory: its norm before each segment that reads it, and its share of these tokens'
+    outputs."""
     import torch
 
     from hf_infini import inspect_attention
+    from plots.style import draw_line, label_lines, new_figure, say_above
 
-    reader = model(segment_length=8)
-    layer = inspect_attention(reader, torch.randint(SIZES["vocab_size"], (1, 8 * segments))).layers[0]
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 3.4), layout="constrained")
+    length = 8
+    reader = model(segment_length=length)
+    layer = inspect_attention(reader, torch.randint(SIZES["vocab_size"], (1, length * segments))).layers[0]
+    norms, shares = layer.memory_norm.values[0].numpy(), layer.memory_share.values[0].numpy()
+    figure, panels = new_figure("A memory that grows", f"norm of the memory; segments have {length} tokens", 2)
+    (above,), (below,) = panels
+    say_above(below, "the memory's share of a token's output; the first segment finds it empty")
     for head in range(SIZES["n_head"]):
-        left.plot(layer.memory_norm.values[0, head], "o-", label=f"head {head}")
-        right.plot(layer.memory_share.values[0, head], ".-", label=f"head {head}")
-    left.set(xlabel="segments written", ylabel="norm of the memory")
-    right.set(xlabel="token", ylabel="share of the memory", ylim=(0, 1), xticks=range(0, 8 * segments + 1, 8))
-    right.grid(axis="x")
-    left.legend()
+        draw_line(above, range(1, segments + 1), norms[head, 1:], f"head {head}")
+        draw_line(below, range(length, length * segments), shares[head, length:], f"head {head}")
+    above.set(xlabel="segments written", ylabel="Frobenius norm")
+    below.set(xlabel="token", ylabel="share", ylim=(0, 1), xticks=range(0, length * segments + 1, length))
+    for axes in (above, below):
+        label_lines(axes)
     return png(figure)
 
 
@@ -208,9 +213,6 @@ TABLES = {"options_cost": options_cost, "segments_cost": segments_cost, "familie
 @functools.cache
 def made(name: str) -> bytes | str:
     """A figure or table, made once in a process however often `mkdocs serve` builds."""
-    import matplotlib
-
-    matplotlib.use("agg")
     if RECIPES not in sys.path:  # mkdocs takes back what a hook adds while it is loaded
         sys.path.append(RECIPES)
     return (FIGURES | TABLES)[name]()

@@ -75,6 +75,11 @@ class MemoryGenerationMixin(GenerativeBase):
 
     def _get_stopping_criteria(self, generation_config, *args, **kwargs):
         criteria = super()._get_stopping_criteria(generation_config, *args, **kwargs)
+        config = self.config
+        if len(config.infini_layers) == config.num_hidden_layers and getattr(config, "position_encoding", "") != "learned":
+            for criterion in criteria:
+                if hasattr(criterion, "max_position_embeddings"):
+                    criterion.max_position_embeddings = None  # no reminder of an end that these positions do not have
         finished = getattr(generation_config, "_finished_rows", None)
         return criteria if finished is None else finished.watch(criteria)
 

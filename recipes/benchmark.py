@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Literal
 
 from cli import SEED, UserError, exit_on_error, option, parse_options
+from cli.names import check_name
 
 PARTS = ["attention", "scaling", "model", "decoding", "options", "compiled"]  # without being asked for
 
@@ -89,6 +90,8 @@ def main(argv: list[str] | None = None) -> None:
     least = 40 * size.chunk  # most of it after the warm-up
     if "soak" in options.parts and (short := [tokens for tokens in size.soaked if tokens < least]):
         raise UserError(f"--contexts {short[0]}: a soak of this size takes at least {least:,} tokens")
+    if options.model is not None:
+        check_name("--model", options.model)
     spec = models.ModelSpec(**size.model, checkpoint=options.model, device=options.device, seed=options.seed)
     how = parts.How(spec, size, options.dtypes, names, options.rounds, options.threads)
     out = Path(options.out)

@@ -96,7 +96,8 @@ def main(argv: list[str] | None = None) -> None:
     for folder, measured in found["validation"].items():
         print(f"{folder}: {measured['tokens']:,} tokens beyond the window of {conversion.window}\n")
         print(evaluation.table(measured["cross_entropy"]))
-    run_folder.say(f"{out / 'adapter'}, {out / 'result.json'}, {out / 'layers.png'}")
+    run_folder.say(f"files    {out / 'adapter'}, {out / 'result.json'}, {out / 'layers.png'}")
+    run_folder.say(f"next     model = hf_infini.load_adapter(plain_model, {str(out / 'adapter')!r})")
 
 
 if __name__ == "__main__":

@@ -4,7 +4,8 @@
     python recipes/evaluate_model.py --model runs/infini --data data/quickstart --length 32768
     python recipes/evaluate_model.py --model runs/mha --data data/shakespeare --split test
     python recipes/evaluate_model.py --model runs/infini --text plays.txt --length 8192 --out runs/infini/plays
-    python recipes/evaluate_model.py --model runs/recall --task passkey --data data/carolina --lengths 1024 8192 131072
+    python recipes/evaluate_model.py --model model_cards/recall --task passkey --lengths 1024 131072 --out runs/passkey
+    python recipes/evaluate_model.py --model runs/recall --task passkey --data data/carolina --lengths 1024 8192
     python recipes/evaluate_model.py --model runs/recall --task facts --distances 0 1 4 16 64 --memory off
     python recipes/evaluate_model.py --model runs/recall --task facts --data data/carolina
 
@@ -12,14 +13,15 @@ perplexity: overall and by position in the context. Without --length, --data is 
 are, which is the number in train.py's result.json. --split test reads the test rows instead, for the one model that the
 validation rows chose. With --length, texts are read in rows of that length.
 
-passkey: five digits stand somewhere in real text (the documents of --data or --text) and are asked for at its end, for
-every length and depth. facts: a generated biography states a fact and asks for it --distances segments later; between them
-stand invented paragraphs, full of other people and years, or with --data or --text lines of these documents. Both count the
-answers that greedy decoding gives exactly, with 95 % intervals. A started task that was killed goes on where it was.
+passkey: five digits are hidden in a text (the documents of --data or --text; without them, generated biographies) and asked
+for at its end, for every length and depth. facts: a generated biography states a fact and asks for it --distances segments
+later; between them are invented paragraphs, full of other people and years, or with --data or --text lines of these
+documents. Both count the answers that greedy decoding gives exactly, with 95 % intervals. A started task that was killed
+goes on where it was.
 
-Everything is read in chunks through the model's cache: a model with `positions: rope` or `segment` takes any length in
-constant memory; one with learned or learned positions stops at its `n_positions`. --memory off leaves a model
-with Infini-attention its local attention alone.
+Everything is read in chunks through the model's cache: a model with Infini-attention whose `position_encoding` is rope or
+segment takes any length in constant memory; one with learned positions stops at its `n_positions`. --memory off leaves it
+only its local attention.
 Writes OUT.json, OUT.png, and the same table on standard output.
 """
 
@@ -69,6 +71,7 @@ class Options:
         return self.text or self.data
 
 
+BIOGRAPHIES = 60
 # Options that say nothing about the other tasks
 TASKS = {
     ("length", "separate_documents", "max_tokens"): ("perplexity",),
@@ -88,8 +91,9 @@ def main(argv: list[str] | None = None) -> None:
     from plots.run import plot_positions
     from support import measurement
     from support.stages import check_place, new_file, write_json
-    from training import setup
+    from training import run_folder, setup
 
+    trained = run_folder.trained_length_of(Path(options.model))
     model, tokenizer = inference.load_model(options.model, options.device)
     if options.memory == "off":
         inference.switch_memory_off(model)
@@ -114,14 +118,24 @@ def main(argv: list[str] | None = None) -> None:
         "options": vars(options),
         **measurement.environment(),
     }
-    title = Path(options.model).name + (" without its memory" if options.memory == "off" else "")
-    title += f" on {Path(options.source).name}" if options.source else ""
-    draw = {"perplexity": plot_positions, "passkey": plot_passkey, "facts": plot_facts}
     with new_file(Path(f"{name}.png")) as picture:  # both files are new, or none is
-        draw[options.task](found["by_position" if options.task == "perplexity" else "cells"], picture, title)
+        if options.task == "perplexity":
+            plot_positions(found["by_position"], picture, subtitle(options), trained)
+        elif options.task == "passkey":
+            plot_passkey(found["cells"], picture, subtitle(options), trained)
+        else:
+            plot_facts(found["cells"], picture, subtitle(options), trained, found["segment_length"])
         write_json(Path(f"{name}.json"), result)
     Path(f"{name}.cells.json").unlink(missing_ok=True)
     print(f"{name}.json, {name}.png", file=sys.stderr)
+
+
+def subtitle(options: Options) -> str:
+    """Which model read what: `model conv8b, its memory off; carolina, validation`."""
+    invented = "generated biographies" if options.task == "passkey" else "invented text"
+    source = invented if options.source is None else Path(options.source).name
+    memory = ", its memory off" if options.memory == "off" else ""
+    return f"model {Path(options.model).name}{memory}; {source}{f', {options.split}' if options.data else ''}"
 
 
 def perplexity(options: Options, model, tokenizer, name: str) -> dict:
@@ -158,7 +172,8 @@ def passkey(options: Options, model, tokenizer, name: str) -> dict:
     depths, count = options.depths, int(options.depths[0])
     if len(depths) == 1 and count >= 2:
         depths = [place / (count - 1) for place in range(count)]
-    found = run_passkey(runner(options, model, tokenizer, name), read_texts(options), options.lengths, depths)
+    texts = read_texts(options) if options.source else generated_texts()
+    found = run_passkey(runner(options, model, tokenizer, name), texts, options.lengths, depths)
     print(passkey_table(found["cells"]))
     return found
 
@@ -211,6 +226,14 @@ def read_texts(options: Options) -> list[str]:
     return texts
 
 
+def generated_texts() -> list[str]:
+    """Biographies that are the same everywhere: some 150,000 tokens, which come again in longer examples."""
+    from cli.corpus_options import CorpusOptions
+    from corpora.sources import corpus_documents
+
+    return [document.text for document in corpus_documents(CorpusOptions("biographies", biographies=BIOGRAPHIES))]
+
+
 def check_options(options: Options) -> dict | None:
     """A UserError for options that cannot work or say nothing about the task; the manifest of --data where it is given."""
     from support.stages import read_manifest
@@ -227,13 +250,13 @@ def check_options(options: Options) -> dict | None:
     one, depths = len(options.depths) == 1, options.depths
     if not all(0 <= depth <= 1 or (one and depth >= 2 and depth % 1 == 0) for depth in depths):
         raise UserError(f"--depths {' '.join(map(str, depths))}: give shares from 0 to 1, or one number of depths from 2 on")
-    if options.source is None and options.task == "facts":
+    if options.source is None and options.task != "perplexity":
         for name in ("split", "min_characters"):
             if getattr(options, name) != getattr(defaults, name):
                 raise UserError(f"--{name} chooses among the texts of --data or --text: give one of them, or leave it out")
         return None
     if (options.data is None) == (options.text is None):
-        raise UserError(f"give {'at most' if options.task == 'facts' else 'exactly'} one of --data and --text")
+        raise UserError(f"give {'exactly' if options.task == 'perplexity' else 'at most'} one of --data and --text")
     if options.text is not None:
         if options.split != "validation":
             raise UserError(f"--split {options.split} chooses among the rows of --data, and --text has none: leave it out")

@@ -6,9 +6,10 @@
     cat livro.txt | python recipes/generate.py --model runs/infini
     python recipes/generate.py --model runs/infini --memory livro.safetensors --prompt " O autor" " No fim"
 
-Standard output receives only the text (with --json one object per continuation), standard error everything else. A
-single continuation appears while it is made. A prompt longer than --chunk is read in pieces into the model's cache. A model
-with learned positions takes prompts up to its context, others take any length.
+Standard output receives only the text (with --json one object per continuation), standard error everything else: before
+each continuation the end of its prompt, in lines that begin with ">" (--json has it in its objects). A single continuation
+appears while it is made. A prompt longer than --chunk is read in pieces into the model's cache. A model with learned
+positions takes prompts up to its context, others take any length.
 
 With --memory, a file that recipes/memorize.py wrote, every prompt continues that text, with the logits that text and
 prompt together would give. The two are tokenised apart: begin the prompt with the space or line break that belongs between.
@@ -23,6 +24,7 @@ from typing import Literal
 
 from cli import SEED, UserError, exit_on_error, option, parse_options
 
+SHOWN = 300  # characters of a prompt
 SAMPLING = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}  # the defaults: any token, by its probability
 
 
@@ -103,6 +105,8 @@ def main(argv: list[str] | None = None) -> None:
             inputs, cache = behind_memory(inputs, memory)
         inference.check_length(model.config, inputs["input_ids"].shape[1] + options.max_new_tokens)
         cache = read_in_chunks(model, inputs["input_ids"], inputs["attention_mask"], options.chunk, cache)
+        if streaming:
+            show_prompt(prompts[0])
         with torch.no_grad():
             output = model.generate(**inputs, **arguments, past_key_values=cache, pad_token_id=tokenizer.pad_token_id)
         if streaming:
@@ -113,6 +117,7 @@ def main(argv: list[str] | None = None) -> None:
                 count = int((ids != tokenizer.pad_token_id).sum())
                 print(json.dumps({"prompt": prompt, "text": text, "new_tokens": count}, ensure_ascii=False), flush=True)
             else:
+                show_prompt(prompt)
                 print(text, flush=True)
 
 
@@ -136,6 +141,12 @@ def read_prompts(options: Options) -> list[str]:
         place = "standard input" if options.prompt_file is None else f"--prompt_file {options.prompt_file}"
         raise UserError(f"cannot read {place}: {error}") from error
     return [text.removesuffix("\n")]
+
+
+def show_prompt(prompt: str) -> None:
+    """The end of a prompt on standard error, a line of it behind each ">"."""
+    text = prompt if len(prompt) <= SHOWN else f"… {prompt[-SHOWN:]}"
+    print("\n".join(f"> {line}" for line in text.split("\n")), file=sys.stderr, flush=True)
 
 
 def load_memory(file: str, model):

@@ -79,7 +79,7 @@ def main(argv: list[str] | None = None) -> None:
         raise UserError("the text is empty: there is no token to look at")
     inference.check_length(model.config, len(read))
     print(f"{len(read):,} of the text's {len(ids):,} tokens", file=sys.stderr)
-    if len(read) <= window:
+    if length and not inference.reads_memory(model.config, len(read)):
         print(f"no token reads the memory: that takes more than {window:,} tokens", file=sys.stderr)
     try:
         inspection = inspect_attention(model, torch.tensor([read]), tokenizer, layers=options.layers)
@@ -105,13 +105,15 @@ def main(argv: list[str] | None = None) -> None:
         title = f"{Path(options.model).name}: layer {number}, {layer.kind}"
         plot_heads(weights, labels, out / f"layer_{number:02}.png", title)
     memories = {number: layer for number, layer in layers.items() if layer.gate is not None}
-    if memories:
-        plot_memory(
-            {number: layer.gate.values.numpy() for number, layer in memories.items()},
-            {number: layer.memory_share.values[0].numpy() for number, layer in memories.items()},
-            {number: layer.memory_norm.values[0].numpy() for number, layer in memories.items()},
-            out / "memory.png",
-        )
+    drawn = plot_memory(
+        {number: layer.gate.values.numpy() for number, layer in memories.items()},
+        {number: layer.memory_share.values[0].numpy() for number, layer in memories.items()},
+        {number: layer.memory_norm.values[0].numpy() for number, layer in memories.items()},
+        out / "memory.png",
+        f"{Path(options.model).name}, {len(read):,} tokens",
+    )
+    if not drawn:  # nor is one of another text left
+        (out / "memory.png").unlink(missing_ok=True)
     print(f"{out / 'heads.html'} ({len(page) / 1e6:.1f} MB): open it in a browser")
 
 

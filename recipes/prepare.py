@@ -17,6 +17,7 @@ Exits with 1 and a message for damaged, missing or empty input, with 2 for unkno
 import dataclasses
 import functools
 import os
+import shlex
 import time
 from collections import Counter
 from dataclasses import dataclass, field
@@ -58,6 +59,8 @@ def main(argv: list[str] | None = None) -> None:
     for name, split in manifest["splits"].items():
         print(f"{name}: {split['blocks']:,} blocks of {blocks.context:,} tokens, {split['documents']:,} documents")
     print(f"{out}: vocabulary {manifest['tokenizer']['vocabulary']:,}, {manifest['wall_seconds']} s")
+    data = shlex.quote(blocks.out)
+    print(f"next: python recipes/train.py --config recipes/configs/quickstart_infini.yaml --data {data} --out runs/infini")
 
 
 def check_options(corpus: CorpusOptions, tokens: TokenizerOptions, blocks: BlockOptions) -> None:

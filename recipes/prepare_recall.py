@@ -26,6 +26,7 @@ cannot be used and for rows too short, with 2 for unknown or malformed options.
 """
 
 import functools
+import shlex
 import shutil
 import time
 from dataclasses import dataclass, field
@@ -65,6 +66,8 @@ def main(argv: list[str] | None = None) -> None:
         counted = sum(split["counted_tokens"].values())
         print(f"{name}: {split['blocks']:,} rows ({kinds}), {counted:,} of {split['tokens']:,} tokens are learned")
     print(f"{out}: {manifest['wall_seconds']} s")
+    data = shlex.quote(options.out)
+    print(f"next: python recipes/train.py --config recipes/configs/recall.yaml --data {data} --out runs/recall")
 
 
 def read_source(data: Path) -> dict:

@@ -65,7 +65,7 @@ done
 
 step "Generating"
 for attention in self infini; do
-    printf '\n[%s] ' "$attention"
+    printf '\n[%s]\n' "$attention"
     python recipes/generate.py --model "$out/$attention" --prompt "A cidade de" --do_sample --top_p 0.9 --max_new_tokens 60
 done
 

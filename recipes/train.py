@@ -10,7 +10,7 @@ r"""Trains a GPT-2 (self- or Infini-attention) or a causal_mha model on a folder
 Stopped at any point and started again with the same command, it continues from its last complete checkpoint, and ends as
 if it had never been stopped; one command at a time may train in a folder. The out folder receives the model and tokenizer
 (`AutoModelForCausalLM.from_pretrained` loads them), metrics.jsonl, loss_curve.png, result.json and, for Infini-attention,
-gates.json and gates.png.
+gates.json and gates.png, where rows are longer than the window, so that some token reads a memory.
 """
 
 from dataclasses import dataclass, field
@@ -85,6 +85,7 @@ def main(argv: list[str] | None = None) -> None:
     import torch
     from transformers import set_seed
 
+    from evaluation import inference
     from hf_infini import metrics
     from hf_infini.configurations import attention_of
     from hf_infini.rows import RowReader
@@ -93,7 +94,7 @@ def main(argv: list[str] | None = None) -> None:
     from support import measurement
     from support.prepared import read_tokenizer
     from support.stages import read_manifest, seal, write_json
-    from training import dilution, run_folder, setup
+    from training import console, dilution, run_folder, setup
 
     data, out = Path(run.data), Path(run.out)
     manifest = read_manifest(data)
@@ -127,6 +128,7 @@ def main(argv: list[str] | None = None) -> None:
         set_seed(run.seed)
         model = build_model(config, shape.init_from)
         rates = (optimizer.learning_rate, optimizer.gate_learning_rate, optimizer.weight_decay)
+        reads_memory = run.dilute_with is not None or inference.reads_memory(config, context)
         diluted = run.dilute_with and dilution.Dilution.from_folder(Path(run.dilute_with), run.dilute_up_to, data)
         trainer = PerplexityTrainer(
             model=model,
@@ -135,7 +137,7 @@ def main(argv: list[str] | None = None) -> None:
             eval_dataset=validation,
             data_collator=learned.collate,
             processing_class=tokenizer,
-            callbacks=[run_folder.RunRecorder(out, tokens_per_step)],
+            callbacks=[run_folder.RunRecorder(out, tokens_per_step, reads_memory)],
             eval_rows=optimizer.eval_rows,
             eval_reader=judged,
             optimizer_of=lambda model: torch.optim.AdamW(
@@ -143,7 +145,7 @@ def main(argv: list[str] | None = None) -> None:
             ),
             past_of=diluted and diluted.past,
         )
-        setup.check_sharding(trainer)
+        setup.check_sharding(console.speak_in_lines(trainer))
         if arguments.should_save:  # not before: options that make no model or Trainer may be corrected
             run_folder.begin_run(out, options, checkpoint)
         note = f"from step {run_folder.checkpoint_step(checkpoint)}" if checkpoint else "from the start"
@@ -159,7 +161,7 @@ def main(argv: list[str] | None = None) -> None:
         model.config.use_cache = model.generation_config.use_cache = True  # the Trainer switched it off for training
         model.save_pretrained(out)
         tokenizer.save_pretrained(out)
-        gates = gate_values(model)
+        gates = gate_values(model) if reads_memory else {}
         if gates:
             write_json(out / "gates.json", gates)
             plot_gates(lines, out / "gates.png")
@@ -183,7 +185,7 @@ def main(argv: list[str] | None = None) -> None:
             "files": seal(out, (file for pattern in run_folder.SEALED for file in out.glob(pattern))),
         }
         write_json(out / "result.json", result)  # the last file: it says that the run is finished
-    print(f"cross-entropy {result['cross_entropy']:.4f}, perplexity {result['perplexity']:.2f}, {out / 'result.json'}")
+    print(console.ending(out, data, result, console.sample(model, tokenizer, validation[0]["input_ids"], run.seed)))
 
 
 def training_arguments(run: RunOptions, optimizer: OptimizerOptions):

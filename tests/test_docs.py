@@ -1,5 +1,6 @@
-"""The documentation's site builds without a warning and without a network, its links lead somewhere, it has every option and
-recipe, and its figures and commands are no others than those of the pages of results and the recipes'."""
+"""The documentation's site builds without a warning and without a network, its links lead somewhere, a browser shows it
+whole, it has every option and recipe, its programs run, and its figures and commands are no others than those of the pages
+of results and the recipes'."""
 
 import html.parser
 import importlib.util
@@ -13,8 +14,10 @@ from urllib.parse import unquote, urldefrag
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from browser import needs_browser, survey
 from decoders import decoder
 from hf_infini.configuration_infini_gpt2 import OPTIONS
 from models import token_ids
@@ -24,7 +27,7 @@ PAGES = sorted((ROOT / "docs").rglob("*.md"))
 NO_NETWORK = dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:9")
 # The pages on which figures are given with their commands; the first draws on those behind the third
 RESULTS = "measured quickstart memory-files study recall speed shakespeare notes/recall notes/study notes/speed robustness"
-RESULTS = RESULTS.split()
+RESULTS = [*RESULTS.split(), "fine-tune"]
 RESULTS = [ROOT / "docs" / f"{name}.md" for name in RESULTS]
 OTHERS = [page for page in (ROOT / "README.md", *PAGES) if page not in RESULTS]
 CODE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
@@ -53,6 +56,28 @@ def test_the_first_lines_of_the_readme_run(tmp_path):
     names["hf_infini"].unpatch_model(patched)
     with torch.no_grad():
         assert type(patched) is type(model) and torch.equal(patched(ids).logits, model(ids).logits)
+
+
+@pytest.mark.slow
+def test_the_program_that_fine_tunes_runs(tmp_path, monkeypatch):
+    """With a small model of the same kind in the place of the one that would be downloaded."""
+    letters = Tokenizer(models.WordLevel({letter: number for number, letter in enumerate("?abcdefgh")}, unk_token="?"))
+    letters.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    PreTrainedTokenizerFast(tokenizer_object=letters).save_pretrained(tmp_path / "stock")
+    decoder("llama").save_pretrained(tmp_path / "stock")
+    (tmp_path / "livro.txt").write_text("abacadefhg" * 500, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    code = re.search("```python\n(.*?)\n```", (ROOT / "docs" / "fine-tune.md").read_text(encoding="utf-8"), re.DOTALL)[1]
+    assert code.count("HuggingFaceTB/SmolLM2-135M") == 1
+    names = {}
+    exec(code.replace("HuggingFaceTB/SmolLM2-135M", str(tmp_path / "stock")), names)
+    assert len(names["rows"]) == 2 and names["trainer"].state.global_step == 3
+    tuned, stock = AutoModelForCausalLM.from_pretrained("tuned"), AutoModelForCausalLM.from_pretrained("stock")
+    moved = [(layer.self_attn.gate.weight + 4).abs().max().item() for layer in tuned.model.layers]
+    # Adam's steps are about the learning rate, which falls to a third in three steps: 0.01 for the gates, 1e-4 for the rest
+    assert min(moved) > 0.005
+    assert 0 < (tuned.lm_head.weight - stock.lm_head.weight).abs().max().item() < 0.001
+    assert tuned.config.segment_length == 256 and names["tokenizer"]("ab").input_ids == [1, 2]
 
 
 class Page(html.parser.HTMLParser):
@@ -90,7 +115,11 @@ def pages(site) -> dict[Path, Page]:
 
 @pytest.mark.slow
 def test_every_link_resolves_and_nothing_comes_from_elsewhere(site, pages):
-    assert len(pages) == len(PAGES) + 1  # and 404.html
+    wanted = {page.relative_to(ROOT / "docs").with_suffix(".html") for page in PAGES}
+    wanted |= {Path("lessons", f"{notebook.stem}.html") for notebook in (ROOT / "recipes").glob("*.ipynb")}
+    shown = {file.relative_to(site) for file in pages}
+    assert len(wanted) > 30 and not wanted - shown
+    assert {file.parts[0] for file in shown - wanted} == {"source", "404.html"}
     lost, foreign, followed = [], [], 0
     for file, page in pages.items():
         foreign += [(file.name, address) for address in page.loaded if re.match(r"(https?:)?//", address)]
@@ -107,6 +136,35 @@ def test_every_link_resolves_and_nothing_comes_from_elsewhere(site, pages):
     assert not foreign and not lost and followed > 1000
 
 
+@pytest.mark.slow
+@needs_browser
+def test_a_browser_shows_every_page_whole(site, pages, tmp_path):
+    """At 1,280 and 390 pixels, light and dark: nothing is cut, broken or faint, and the console stays empty."""
+    addresses = [str(file.relative_to(site)) for file in pages if file.name != "404.html"]
+    # Pages of source files come from one function: the three largest are enough
+    sources = sorted((a for a in addresses if a.startswith("source")), key=lambda address: (site / address).stat().st_size)
+    addresses = [address for address in addresses if address not in sources[:-3]]
+    report = survey(site, tmp_path, addresses, {"index.html": "treinamento", "api/index.html": "streaming"})
+    assert not report["faults"]
+    # "treinar": the stem of a Portuguese word finds its other forms
+    assert any("Início rápido" in title for title in report["found"]["treinamento"])
+    assert any("Streaming" in title for title in report["found"]["streaming"])
+
+
+@needs_browser
+def test_a_broken_page_of_a_site_is_noticed(tmp_path):
+    body = """<div class="md-content"><pre style="overflow: auto">{0}</pre><p style="color: #eee">light</p>
+        <p style="overflow: hidden; white-space: nowrap">{0}</p><img src="http://localhost/x.png">
+        <table><td><code style="display: block; width: 3em; word-break: break-all">a_long_name</code></table></div>"""
+    (tmp_path / "index.html").write_text(f"<html><head></head><body>{body.format('word ' * 400)}</body></html>")
+    faults = "\n".join(survey(tmp_path, tmp_path, ["index.html"], {})["faults"]["index.html"])
+    for fault in ("no heading", "1280, default: cut (auto)", "390, default: cut (hidden)", "faint: p", "img-src http://local"):
+        assert fault in faults, faults
+    assert "broken word: a_long_name" in faults and "390, default: cut (auto)" not in faults
+    with pytest.raises(AssertionError, match="missing.html"):
+        survey(tmp_path, tmp_path, ["missing.html"], {})
+
+
 def test_every_option_has_its_section():
     text = (ROOT / "docs" / "options.md").read_text(encoding="utf-8")
     headings = re.findall(r"^## `(\w+)`$", text, re.MULTILINE)
@@ -119,9 +177,8 @@ def test_every_option_has_its_section():
 @pytest.mark.slow
 def test_every_recipe_is_on_its_page(site):
     text = (site / "recipes.html").read_text(encoding="utf-8")
-    missing = [recipe.name for recipe in sorted((ROOT / "recipes").glob("*.py")) if f"<code>{recipe.name}" not in text]
-    missing = [name for name in missing if f"<code>recipes/{name}" not in text]
-    assert not missing
+    recipes = [recipe.name for recipe in sorted((ROOT / "recipes").glob("*.py"))]
+    assert not [name for name in recipes if f'href="source/recipes/{name}.html"' not in text]
 
 
 def test_every_public_name_is_on_an_api_page(pages):
@@ -129,6 +186,24 @@ def test_every_public_name_is_on_an_api_page(pages):
 
     anchors = set().union(*(page.anchors for page in pages.values()))
     assert not [name for name in hf_infini.__all__ if f"hf_infini.{name}" not in anchors]
+
+
+@pytest.mark.parametrize(
+    ("page", "language"),
+    [("lessons/quickstart", "en"), ("lessons/inicio_rapido", "pt-BR"), ("lessons/atencao_passo_a_passo", "pt-BR")]
+    + [("inicio-rapido", "pt-BR"), ("index", "en")],
+)
+def test_a_page_tells_its_language(site, page, language):
+    text = (site / f"{page}.html").read_text(encoding="utf-8")
+    assert f'<html lang="{language}"' in text
+
+
+def test_lessons_show_formulas_outputs_and_pictures(site):
+    text = (site / "lessons" / "attention_step_by_step.html").read_text(encoding="utf-8")
+    article = text[text.index("<article") : text.index("</article")]
+    assert article.count("<math") > 20 and "$" not in re.sub(r"<pre.*?</pre>", "", article, flags=re.DOTALL)
+    assert article.count('src="data:image/png') == 8 and article.count('class="output"') > 15
+    assert (site / "lessons" / "attention_step_by_step.ipynb").is_file()
 
 
 def test_figures_and_tables_are_made_from_the_package(site):
@@ -150,6 +225,12 @@ def test_the_figures_of_measured_are_those_of_the_pages_that_tell_how():
     measured, _, _, *pages = (file.read_text(encoding="utf-8") for file in RESULTS)
     known = set(re.findall(r"\d+\.\d+", "\n".join(pages)))
     assert not decimals(measured) - known
+
+
+def test_the_numbers_of_the_landing_page_are_those_of_the_readme():
+    numbers = re.findall("<strong>(.*?)</strong>", (ROOT / "docs" / "index.md").read_text(encoding="utf-8"))
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(numbers) == 3 and not [number for number in numbers if number not in readme]
 
 
 def commands() -> dict[str, set[str]]:

@@ -50,7 +50,7 @@ def write_card(run: Run, about, samples: list[dict], loss_curve: str | None = No
         tags=["hf_infini", config["model_type"], ATTENTION[kind].lower().replace(" ", "-")],
         datasets=about.dataset and [about.dataset],
         base_model=about.base_model,
-        eval_results=eval_results(run),
+        eval_results=eval_results(run, about.dataset),
     )
     chosen = {name: config[name] for name in result["options"] if config.get(name) is not None}
     template = Template(TEMPLATE.read_text(encoding="utf-8"), undefined=StrictUndefined, keep_trailing_newline=True)

@@ -20,7 +20,7 @@ def measurements(run: Run) -> list[dict]:
     The validation of result.json comes first; an evaluation that only repeats it is left out.
     """
     names = ("tokens", "cross_entropy", "perplexity")
-    first = {"data": run.data, "split": "validation", "how": "", "tokens": run.result["validation_tokens"]}
+    first = {"data": run.data, "own": True, "split": "validation", "how": "", "tokens": run.result["validation_tokens"]}
     rows = [first | {name: run.result[name] for name in names[1:]}]
     usual = USUAL | {"separate_documents": bool(run.result["options"].get("separate_documents"))}
     for found in run.of_task("perplexity"):
@@ -34,9 +34,11 @@ def measurements(run: Run) -> list[dict]:
 
 
 def text_of(run: Run, found: dict) -> dict:
-    """`data` and `split` that an evaluation read."""
+    """`data` and `split` that an evaluation read, and whether it is the text of the run's `own` data."""
     same = found["data_fingerprint"] == run.result["data_fingerprint"]
-    return {"data": run.data if same else last_part(found["source"]), "split": found["split"]}
+    name = run.data if same else last_part(found["source"] or "generated biographies")
+    made_from = last_part((run.manifest or {"options": {}})["options"].get("prepared_from", ""))
+    return {"data": name, "split": found["split"], "own": same or name == made_from}
 
 
 def losses(run: Run) -> str:
@@ -54,6 +56,8 @@ def losses(run: Run) -> str:
     ]
     table = markdown_table(["", "text", "tokens", "cross-entropy", "perplexity"], cells, left=2)
     text = "Cross-entropy in nats per token over all predicted tokens, perplexity its exponential."
+    if rows := exercises(run):
+        text += f" The rows of {run.data} are exercises of recall ({rows}): their numbers say nothing of running text."
     if run.baselines:
         text += f" The n-grams are smoothed counts of {run.baselines[0]['training_tokens']:,} training tokens."
     return f"{table}\n\n{text} Measured on {measured_on(run.result, *run.of_task('perplexity'), *run.baselines)}."
@@ -83,34 +87,51 @@ def measured_on(*files: dict) -> str:
     return "; ".join(dict.fromkeys(f"{file['hardware']}, {file['date'][:10]}" for file in files))
 
 
-def eval_results(run: Run) -> list[EvalResult]:
-    """The losses, and the share of right answers at each length (of all depths) or distance; with its memory off, a model
-    is another one and has no place here."""
-    found = []
+def exercises(run: Run) -> str | None:
+    """What the rows of the run's data ask for where they are no running text but exercises of recall: `codes, echo`."""
+    if run.manifest is None or "prepared_from" not in run.manifest["options"]:
+        return None
+    kinds = dict.fromkeys(kind for split in run.manifest["splits"].values() for kind in split.get("rows_by_kind", {}))
+    return ", ".join(kind for kind in kinds if kind != "text")
+
+
+def eval_results(run: Run, dataset: str | None) -> list[EvalResult] | None:
+    """The losses, and the share of right answers at each length (of all depths) or distance, for the Hub's metadata; None
+    where there are none.
+
+    The Hub links what it is told to be a dataset: only what was measured on the run's own data, or the text that they were
+    made from, is there, under their name on the Hub, and nothing where they have none. With its memory off, a model is
+    another one.
+    """
+    found, rows = [], exercises(run)
+    of_rows = "" if rows is None else f" of exercises ({rows}), not of running text"
     for row in measurements(run):
-        if "memory off" not in row["how"]:
+        if row["own"] and "memory off" not in row["how"]:
+            # With a length, or of what the exercises were made of, running text was read
+            what = of_rows if row["data"] == run.data and "length" not in row["how"] else ""
             for metric, name in (("perplexity", "Perplexity"), ("cross_entropy", "Loss (cross-entropy, nats per token)")):
-                found.append(_entry(row, metric, name, row["how"] or None, row[metric]))
+                found.append(_entry(dataset, row["split"], metric, name + what, row["how"] or None, row[metric]))
     on = [evaluation for evaluation in run.evaluations if evaluation["memory"] == "on"]
     for evaluation in (evaluation for evaluation in on if evaluation["options"]["task"] != "perplexity"):
+        if not text_of(run, evaluation)["own"]:
+            continue
         by_length = evaluation["options"]["task"] == "passkey"
         place, unit = ("length", "tokens") if by_length else ("distance", "segments between")
-        text = text_of(run, evaluation) if evaluation["source"] else {"data": "generated biographies", "split": None}
         cells = [cell for cell in evaluation["cells"] if "accuracy" in cell]
         for value, group in groupby(cells, key=lambda cell: cell[place]):
             of_place = list(group)
-            share = sum(cell["correct"] for cell in of_place) / sum(cell["samples"] for cell in of_place)
-            name = "Passkeys found" if by_length else "Facts recalled"
-            found.append(_entry(text, "accuracy", name, f"{value:,} {unit}", share))
-    return found
+            right, asked = (sum(cell[name] for cell in of_place) for name in ("correct", "samples"))
+            name = f"{'Passkeys found' if by_length else 'Facts recalled'} ({right} of {asked})"
+            found.append(_entry(dataset, evaluation["split"], "accuracy", name, f"{value:,} {unit}", right / asked))
+    return found if found and dataset is not None else None
 
 
-def _entry(text: dict, metric: str, name: str, how: str | None, value: float) -> EvalResult:
+def _entry(dataset: str | None, split: str, metric: str, name: str, how: str | None, value: float) -> EvalResult:
     return EvalResult(
         task_type="text-generation",
-        dataset_type=text["data"],
-        dataset_name=text["data"],
-        dataset_split=text["split"],
+        dataset_type=dataset,
+        dataset_name=dataset,
+        dataset_split=split,
         dataset_config=how,
         metric_type=metric,
         metric_name=name,

@@ -49,8 +49,9 @@ def parse_options(*option_classes: type, description: str, argv: Sequence[str] |
     Exits with status 2 and a message on standard error when an option is unknown, missing or malformed. Raises UserError
     when a number is out of its bounds or not finite, or a text is no text.
     """
-    from .parser import GENERAL, OptionParser
+    from .parser import GENERAL, OptionParser, show_no_bars_of_weights
 
+    show_no_bars_of_weights()
     argv = list(sys.argv[1:] if argv is None else argv)
     parser = OptionParser(option_classes, description, show_all="--help_all" in argv)
     config = {"metavar": "FILE.yaml", "help": "YAML file of options; flags override its entries."}

@@ -6,12 +6,22 @@ import dataclasses
 import typing
 from collections.abc import Sequence
 
+from huggingface_hub.utils import are_progress_bars_disabled, enable_progress_bars
 from transformers import HfArgumentParser
+from transformers.utils import logging
 
 from . import BOUNDS, bounds_in_words
 from .errors import UserError, report_failure
 
 GENERAL, OTHER = "general", "options"
+
+
+def show_no_bars_of_weights() -> None:
+    """Weights are loaded and saved without progress bars; downloads from the Hub, which take minutes, keep theirs."""
+    hub_has_bars = not are_progress_bars_disabled()
+    logging.disable_progress_bar()
+    if hub_has_bars:
+        enable_progress_bars()
 
 
 class Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
@@ -73,3 +83,13 @@ class OptionParser(HfArgumentParser):
                 metadata["help"] = argparse.SUPPRESS
             shown.type, shown.metadata = types[field.name], metadata
             self._parse_dataclass_field(self.group(title), shown)
+            self._explain_complement(field.name)
+
+    def _explain_complement(self, name: str) -> None:
+        """The flag --no_NAME that an option gets which is on by default says what it is."""
+        action = self._option_string_actions.get(f"--no_{name}")
+        if action is not None:
+            action.default = argparse.SUPPRESS  # the option itself has it
+            if action.help != argparse.SUPPRESS:
+                action.help = f"The same as --{name} false."
+

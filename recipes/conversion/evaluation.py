@@ -57,13 +57,18 @@ def table(found: dict) -> str:
 
 def plot_layers(found: dict, file: Path) -> None:
     """What the memory of each layer leaves unexplained of what the window misses, after each stage."""
-    from plots.run import figure_with_axes
+    from matplotlib.ticker import PercentFormatter
 
-    figure, axes = figure_with_axes("What the memory does not supply", "layer", "share of what the window misses")
+    from plots.style import draw_line, label_lines, mark_level, new_figure, save
+
+    figure, axes = new_figure("What the memory does not supply", "0 %: as full attention; 100 %: no better than the window")
+    axes.set(xlabel="layer", ylabel="share of what the window misses")
     for name in [name for name in ("calibrate", "transfer", "together") if name in found]:
         values = found[name]["unexplained"]
-        axes.plot([int(layer) for layer in values], list(values.values()), marker="o", label=f"after {name}")
-    axes.axhline(1, color="gray", linestyle="--", label="window only")
+        draw_line(axes, [int(layer) for layer in values], list(values.values()), f"after {name}")
+    mark_level(axes, 1, "window only")
     axes.set_ylim(bottom=0)
-    axes.legend()
-    figure.savefig(file)
+    axes.yaxis.set_major_formatter(PercentFormatter(1, 0))
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    label_lines(axes)
+    save(figure, file)

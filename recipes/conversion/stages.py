@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import TrainingArguments, set_seed
 
 from cli import UserError
+from cli.names import check_name
 from hf_infini import patch_model
 from hf_infini.families import attention_layers, decoder_of
 from hf_infini.loading import fingerprint, load_causal_lm, load_tokenizer
@@ -18,7 +19,7 @@ from hf_infini.memory_layer import PARAMETERS
 from support import measurement
 from support.prepared import open_rows, read_tokenizer
 from support.stages import read_json, read_manifest, write_json
-from training import run_folder, setup
+from training import console, run_folder, setup
 
 from .layers import gap_by_layer
 from .trainers import SMALLEST, Together, Transfer, errors, unexplained
@@ -95,6 +96,7 @@ class Conversion:
 
         Raises UserError when it cannot have them, or the data are of another tokenizer.
         """
+        check_name("--model", self.options.model)
         try:
             model = load_causal_lm(self.options.model, dtype=torch.float32)
             tokenizer = load_tokenizer(self.options.model, model)
@@ -147,7 +149,7 @@ class Conversion:
             if checkpoint != last:
                 note = f"from step {run_folder.checkpoint_step(checkpoint)}" if checkpoint else "from the start"
                 run_folder.say(f"{stage.name}: {stage.steps:,} steps of {tokens_per_step:,} tokens, {note}")
-                trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+                console.speak_in_lines(trainer).train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
             restore_adapter(model, last)
         found = {"steps": stage.steps, "tokens": stage.steps * tokens_per_step, "unexplained": self.unexplained(model)}
         return model, found

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cli import UserError
+from cli.names import check_name
 
 from .documents import one_line
 
@@ -88,6 +89,7 @@ def load_tokenizer(name_or_path: str) -> "PreTrainedTokenizerBase":
     remedy = "give bpe, characters, the folder of a saved tokenizer, or a name on the Hub"
     if place.is_file() or not (place.exists() or re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", name_or_path)):
         raise UserError(f"{what} cannot be loaded as a tokenizer (it is no folder): {remedy}")
+    check_name("--tokenizer", name_or_path)
     try:
         tokenizer = AutoTokenizer.from_pretrained(name_or_path, trust_remote_code=False)
     except Exception as error:  # of a damaged file, tokenizers and transformers raise almost anything

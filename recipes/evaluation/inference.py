@@ -3,6 +3,7 @@
 import torch
 
 from cli import UserError
+from cli.names import check_name
 from hf_infini.configurations import context_limit
 from hf_infini.loading import load_causal_lm, load_tokenizer
 from hf_infini.memory_layer import gates_of
@@ -17,6 +18,7 @@ def load_model(name: str, device: str = "auto"):
 
     Raises UserError when there is no such model or device, or the model is damaged.
     """
+    check_name("--model", name)
     if device == "auto":
         device = str(torch.accelerator.current_accelerator() or "cpu") if torch.accelerator.is_available() else "cpu"
     try:
@@ -40,6 +42,17 @@ def check_length(config, tokens: int) -> None:
             f"{tokens:,} tokens, but this model has {limit:,} learned positions: ask for fewer, or train one that takes "
             "any length: `--attention infini --position_encoding rope`, or `--model causal_mha --position_encoding rope`"
         )
+
+
+def reads_memory(config, tokens: int) -> bool:
+    """Whether any of so many tokens reads a memory; where none does, gates say nothing.
+
+    Those in the first window find it empty, unless it begins with something.
+    """
+    if not getattr(config, "has_memory", False):
+        return False
+    length, local, _ = config.window
+    return config.memory_init != "zeros" or tokens > (local + 1) * length
 
 
 @torch.inference_mode()

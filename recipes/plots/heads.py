@@ -1,6 +1,8 @@
-"""Plots of what the heads did with a text: their attention weights, and their use of the memory."""
+"""Figures of what the heads did with a text: their attention weights, and their use of the memory."""
 
 from pathlib import Path
+
+from .style import EMPTY, INK, SMALL, WIDTH, draw_line, heat_map, label_lines, look_of, new_figure, save, say_above
 
 
 def plot_heads(weights, labels: list[str], file: Path, title: str) -> None:
@@ -14,33 +16,35 @@ def plot_heads(weights, labels: list[str], file: Path, title: str) -> None:
 
     from matplotlib import colormaps
     from matplotlib.colors import PowerNorm
-    from matplotlib.figure import Figure
 
-    columns = min(len(weights), 4)
+    columns = min(len(weights), 2)
     rows = -(-len(weights) // columns)
-    figure = Figure(figsize=(1.5 + 3.4 * columns, 1.2 + 3.4 * rows), dpi=120, layout="constrained")
-    panels = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
-    shown = range(0, len(labels), -(-len(labels) // 30))  # 30 lines of small print fit beside a panel
+    figure, panels = new_figure(title, "", rows, columns, (WIDTH, 1.2 + 4.6 / columns * rows), sharex=True, sharey=True)
+    panels = [panels] if len(weights) == 1 else [*panels.flat]
+    shown = range(0, len(labels), -(-len(labels) // (32 // columns)))  # so many lines of small print fit beside a panel
     texts = [labels[place] for place in shown]
-    for axes in panels.flat[len(weights) :]:
+    for axes in panels[len(weights) :]:
         axes.set_axis_off()
-    for head, axes in enumerate(panels.flat[: len(weights)]):
-        image = axes.imshow(weights[head], norm=PowerNorm(0.5, 0, 1), cmap=colormaps["Blues"].with_extremes(bad="0.88"))
-        axes.set_title(f"head {head}", fontsize=10)
-        axes.set_xticks(shown, texts, rotation=90, fontsize=7, parse_math=False)
-        axes.set_yticks(shown, texts, fontsize=7, parse_math=False)
+    for head, axes in enumerate(panels[: len(weights)]):
+        image = axes.imshow(weights[head], norm=PowerNorm(0.5, 0, 1), cmap=colormaps["Blues"].with_extremes(bad=EMPTY))
+        say_above(axes, f"head {head}")
+        axes.grid(False)
+        axes.set_xticks(shown, texts, rotation=90, fontsize=7.5, parse_math=False)
+        axes.set_yticks(shown, texts, fontsize=7.5, parse_math=False)
         axes.tick_params(length=2)
-    figure.colorbar(image, ax=panels, label="weight", shrink=0.8, ticks=[0, 0.01, 0.1, 0.25, 0.5, 1])
-    figure.suptitle(title, parse_math=False)
-    figure.supxlabel("key")
-    figure.supylabel("query")
+    bar = figure.colorbar(image, ax=panels, shrink=min(1, 1.5 / rows), fraction=0.05, ticks=[0, 0.01, 0.1, 0.25, 0.5, 1])
+    bar.set_label("weight", color=INK, fontsize=SMALL)
+    bar.ax.tick_params(labelsize=8, labelcolor=INK, color=INK)
+    figure.supxlabel("token that is looked at", fontsize=SMALL)
+    figure.supylabel("token that looks", fontsize=SMALL)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph")  # letters that the font lacks are drawn as boxes
-        figure.savefig(file)
+        save(figure, file)
 
 
-def plot_memory(gates: dict, shares: dict, norms: dict, file: Path) -> None:
-    """How much the heads of each layer use their memory, and how it grows; all arguments map layer to a numpy array.
+def plot_memory(gates: dict, shares: dict, norms: dict, file: Path, subtitle: str = "") -> bool:
+    """How much the heads of each layer use their memory, and how it grows; all arguments map layer to a numpy array. Layers
+    whose memory no token reads are left out; returns whether there are others.
 
     Args:
         gates: sigmoid(gate), `[heads]`.
@@ -49,28 +53,31 @@ def plot_memory(gates: dict, shares: dict, norms: dict, file: Path) -> None:
         norms: of the memory as each segment reads it, and at the end, `[heads, segments + 1]`; a line for each head.
     """
     import numpy as np
-    from matplotlib.figure import Figure
 
-    heads, layers = len(next(iter(gates.values()))), list(gates)
-    figure = Figure(figsize=(9 + 0.7 * heads, 4.5), dpi=120, layout="constrained")
-    panels = figure.subplots(1, 3, width_ratios=[0.35 * heads, 0.35 * heads, 6])
+    layers = [layer for layer, share in shares.items() if (share > 0).any()]
+    if not layers:
+        return False
+    heads = len(gates[layers[0]])
     means = [[np.mean(head[head > 0]) if (head > 0).any() else np.nan for head in shares[layer]] for layer in layers]
-    titles = ("gate: sigmoid(β)", "memory's mean share")
-    for axes, title, values in zip(panels, titles, (list(gates.values()), means), strict=False):
-        axes.imshow(values, vmin=0, vmax=1, cmap="Blues", aspect="auto")
-        for place, value in np.ndenumerate(values):
-            text = "–" if np.isnan(value) else f"{value:.2f}"
-            axes.text(*place[::-1], text, ha="center", va="center", fontsize=8, color="white" if value > 0.6 else "black")
+    size = (max(5.6, 1.2 + 0.5 * heads), 5.2 + 0.7 * len(layers))
+    height = 0.8 + 0.35 * len(layers)
+    figure, panels = new_figure("How the heads use their memory", subtitle, 3, 1, size, height_ratios=[height, height, 2.8])
+    titles = ("gate, sigmoid(β)", "the memory's mean share of the output, over the tokens that read it")
+    for axes, title, values in zip(panels.flat, titles, ([gates[layer] for layer in layers], means), strict=False):
+        values = np.array(values)
+        heat_map(axes, values, lambda *place, values=values: "–" if np.isnan(values[place]) else f"{values[place]:.2f}")
+        say_above(axes, title)
         axes.set(xlabel="head", ylabel="layer", xticks=range(heads))
-        axes.set_title(title, fontsize=10)
         axes.set_yticks(range(len(layers)), layers)
+    axes = panels[2, 0]
     for number, layer in enumerate(layers):
-        lines = panels[2].plot(norms[layer].T, ".-", color=f"C{number % 10}", alpha=0.8)
-        lines[0].set_label(f"layer {layer}")
-    panels[2].set(xlabel="segment that reads the memory (last point: the end of the text)", ylabel="Frobenius norm of M")
-    panels[2].set_title("norm of the memory", fontsize=10)
-    panels[2].set_ylim(bottom=0)
-    panels[2].xaxis.get_major_locator().set_params(integer=True)
-    panels[2].grid(alpha=0.3)
-    panels[2].legend(fontsize=8)
-    figure.savefig(file)
+        read = np.flatnonzero(norms[layer].any(0))  # the first segments find it empty
+        for head, norm in enumerate(norms[layer]):
+            draw_line(axes, read, norm[read], None if head else f"layer {layer}", **look_of(number))
+    say_above(axes, "norm of the memory as each segment reads it; last: at the end of the text")
+    axes.set(xlabel="segment", ylabel="Frobenius norm")
+    axes.set_ylim(bottom=0)
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    label_lines(axes)
+    save(figure, file)
+    return True

@@ -1,53 +1,92 @@
-"""Plots of the recall tasks: accuracy by length and depth, and by the distance in segments."""
+"""Figures of the recall tasks: exact answers by length and depth, and by the distance in segments."""
 
 from pathlib import Path
 
-from .run import figure_with_axes
+from .style import (
+    COLOURS,
+    HEIGHT,
+    INK,
+    WIDTH,
+    draw_line,
+    heat_map,
+    label_lines,
+    look_of,
+    mark_across,
+    new_figure,
+    save,
+)
+
+RIGHT = "exact answers"
 
 
-def plot_passkey(cells: list[dict], file: Path, title: str) -> None:
-    """A heat map of the accuracy; a cell that was not possible is grey.
+def plot_passkey(cells: list[dict], file: Path, subtitle: str, trained: int | None = None) -> None:
+    """The share of right answers in each cell, with its 95 % interval below; a cell that was not possible is grey.
 
     Args:
-        cells: with `length`, `depth`, and `accuracy` where there is one.
+        cells: with `length`, `depth`, and where they were possible `accuracy`, `low`, `high` and `samples`.
+        subtitle: the model and the data.
+        trained: tokens of the rows that the model was trained on, where that is known.
     """
     import numpy as np
-    from matplotlib import colormaps
-    from matplotlib.figure import Figure
+    from matplotlib.ticker import PercentFormatter
 
     lengths, depths = (list(dict.fromkeys(cell[name] for cell in cells)) for name in ("length", "depth"))
-    values = np.full((len(depths), len(lengths)), np.nan)
+    values, texts = np.full((len(depths), len(lengths)), np.nan), {}
     for cell in cells:
-        values[depths.index(cell["depth"]), lengths.index(cell["length"])] = cell.get("accuracy", np.nan)
-    figure = Figure(figsize=(3 + 0.9 * len(lengths), 2.2 + 0.45 * len(depths)), dpi=120, layout="constrained")
-    axes = figure.add_subplot()
-    image = axes.imshow(values, vmin=0, vmax=1, cmap=colormaps["Blues"].with_extremes(bad="0.88"), aspect="auto")
-    for (row, column), value in np.ndenumerate(values):
-        text, color = "–" if np.isnan(value) else f"{value:.0%}", "white" if value > 0.6 else "black"
-        axes.text(column, row, text, ha="center", va="center", fontsize=9, color=color)
+        place = depths.index(cell["depth"]), lengths.index(cell["length"])
+        if "accuracy" in cell:
+            values[place] = cell["accuracy"]
+            texts[place] = f"{cell['accuracy']:.0%}\n{100 * cell['low']:.0f}–{100 * cell['high']:.0f}"
+    size = max(WIDTH, 1.6 + 0.75 * len(lengths)), max(HEIGHT, 1.7 + 0.45 * len(depths))
+    figure, axes = new_figure("Hidden numbers found", f"{subtitle}\n{counted(cells)}", size=size)
+    image = heat_map(axes, values, lambda *place: texts.get(place, "–"))
     axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths])
-    axes.set_yticks(range(len(depths)), [f"{depth:g}" for depth in depths])
-    axes.set(title=title, xlabel="length (tokens)", ylabel="depth of the number")
-    figure.colorbar(image, ax=axes, label="exact answers")
-    figure.savefig(file, format="png")
+    axes.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths])
+    axes.set(xlabel="length of the text (tokens)", ylabel="text in front of the number")
+    shorter = sum(length <= trained for length in lengths) if trained is not None else 0
+    if 0 < shorter < len(lengths) and lengths == sorted(lengths):
+        axes.axvline(shorter - 0.5, color=INK, linestyle="--", linewidth=1.2)
+        axes.set_xlabel(f"length of the text (tokens); dashed: the trained length, {trained:,}")
+    bar = figure.colorbar(image, ax=axes, format=PercentFormatter(1, 0))
+    bar.ax.tick_params(labelsize=8, length=0, labelcolor=INK)
+    bar.outline.set_visible(False)
+    save(figure, file)
 
 
-def plot_facts(cells: list[dict], file: Path, title: str) -> None:
-    """Accuracy over the distance, with 95 % intervals, and what a constant guess reaches.
+def plot_facts(
+    cells: list[dict], file: Path, subtitle: str, trained: int | None = None, segment_length: int | None = None
+) -> None:
+    """Right answers over the distance, with 95 % intervals, and what a constant guess reaches.
 
     Args:
-        cells: with `distance`, and where they were possible `accuracy`, `low`, `high` and `chance`.
+        cells: with `distance`, and where they were possible `accuracy`, `low`, `high`, `samples` and `chance`.
+        subtitle, trained: as in [`plot_passkey`].
+        segment_length: tokens of a segment.
     """
-    figure, axes = figure_with_axes(title, "segments between the fact and the question", "exact answers")
-    places = {cell["distance"]: place for place, cell in enumerate(cells)}
-    cells = [cell for cell in cells if "accuracy" in cell]
-    x = [places[cell["distance"]] for cell in cells]
-    y = [cell["accuracy"] for cell in cells]
-    below = [cell["accuracy"] - cell["low"] for cell in cells]
-    above = [cell["high"] - cell["accuracy"] for cell in cells]
-    axes.errorbar(x, y, (below, above), marker="o", capsize=3, label="model, 95 % interval")
-    axes.plot(x, [cell["chance"] for cell in cells], color="0.4", linestyle="--", label="the most frequent answers")
-    axes.set_xticks(range(len(places)), [str(distance) for distance in places])
-    axes.set_ylim(-0.02, 1.02)
-    axes.legend()
-    figure.savefig(file, format="png")
+    from matplotlib.ticker import PercentFormatter
+
+    figure, axes = new_figure("Facts recalled", f"{subtitle}\n{counted(cells)}")
+    axes.set(xlabel="segments between the fact and the question", ylabel=RIGHT, ylim=(-0.02, 1.02))
+    axes.set_xticks(range(len(cells)), [str(cell["distance"]) for cell in cells])
+    axes.yaxis.set_major_formatter(PercentFormatter(1, 0))
+    shown = [(place, cell) for place, cell in enumerate(cells) if "accuracy" in cell]
+    x, y = [place for place, _ in shown], [cell["accuracy"] for _, cell in shown]
+    around = [[max(0, cell["accuracy"] - cell["low"]) for _, cell in shown],
+              [max(0, cell["high"] - cell["accuracy"]) for _, cell in shown]]  # fmt: skip
+    axes.errorbar(x, y, around, color=COLOURS[0], capsize=3, linestyle="none")
+    draw_line(axes, x, y, "model", **look_of(0))
+    guess = [cell["chance"] for _, cell in shown]
+    draw_line(axes, x, guess, "constant guess", **look_of(1) | {"linestyle": "--"})
+    if trained is not None and segment_length is not None:
+        shorter = sum(cell["distance"] * segment_length < trained for cell in cells)
+        if 0 < shorter < len(cells):
+            mark_across(axes, shorter - 0.5, "trained length")
+    label_lines(axes)
+    save(figure, file)
+
+
+def counted(cells: list[dict]) -> str:
+    """How many questions a rate is of, and what is beside it."""
+    counts = sorted({cell["samples"] for cell in cells if "samples" in cell})
+    each = f"{counts[0]:,}" if len(counts) == 1 else f"{counts[0]:,} to {counts[-1]:,}" if counts else "no"
+    return f"{each} questions each, with the 95 % interval"

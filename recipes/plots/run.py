@@ -1,19 +1,18 @@
-"""Plots of a run: the loss curve, the gates, perplexity by position. All are PNG files drawn without a display."""
+"""Figures of a run: its losses, its gates, its perplexity by position."""
 
 from pathlib import Path
 
-
-def figure_with_axes(title: str, x_label: str, y_label: str, columns: int = 1):
-    """An empty figure of the size and style that the plots share, and its axes (an array of them beside each other where
-    there are several columns)."""
-    from matplotlib.figure import Figure  # without pyplot: no global state, and Agg is the only backend it can meet
-
-    figure = Figure(figsize=(8 if columns == 1 else 6.5 * columns, 5), dpi=120, layout="constrained")
-    panels = figure.subplots(1, columns, squeeze=False)[0]
-    for axes in panels:
-        axes.set(title=title, xlabel=x_label, ylabel=y_label)
-        axes.grid(alpha=0.3)
-    return figure, panels[0] if columns == 1 else panels
+from .style import (
+    draw_line,
+    label_lines,
+    look_of,
+    mark_across,
+    new_figure,
+    plain_logarithm,
+    save,
+    say_above,
+    tokens_along,
+)
 
 
 def plot_loss_curve(lines: list[dict], file: Path) -> None:
@@ -22,48 +21,71 @@ def plot_loss_curve(lines: list[dict], file: Path) -> None:
     Args:
         lines: of a run's `metrics.jsonl`: `tokens` with `train_loss` or `eval_loss`, nats per token.
     """
-    figure, axes = figure_with_axes("Loss", "tokens", "cross-entropy (nats per token)")
-    for name, label, style in (("train_loss", "training", {"alpha": 0.7}), ("eval_loss", "validation", {"marker": "o"})):
+    figure, axes = new_figure("Loss during the training")
+    axes.set(xlabel="tokens trained on", ylabel="cross-entropy (nats per token)")
+    for name, label in (("train_loss", "training"), ("eval_loss", "validation")):
         points = [(line["tokens"], line[name]) for line in lines if name in line]
         if points:
-            axes.plot(*zip(*points, strict=True), label=label, **style)
-    axes.legend()
-    figure.savefig(file, format="png")
+            draw_line(axes, *zip(*points, strict=True), label)
+            say_above(axes, f"{label} at the end: {points[-1][1]:.4f} nats per token")
+    tokens_along(axes.xaxis)
+    label_lines(axes)
+    save(figure, file)
 
 
 def plot_gates(lines: list[dict], file: Path) -> None:
-    """sigmoid(gate) of every head over the tokens trained on, one colour per layer.
+    """sigmoid(gate) of every head over the tokens trained on, one colour and marker for each layer.
 
     Args:
         lines: of a run's `metrics.jsonl`: those with `gates`, `{layer: [a value per head]}`, are drawn.
     """
-    figure, axes = figure_with_axes("Gates of the memory, a line for each head", "tokens", "sigmoid(gate)")
     lines = [line for line in lines if "gates" in line]
+    figure, axes = new_figure("How much each head takes from the memory", "a line for each head; 0: nothing, 1: all of it")
+    axes.set(xlabel="tokens trained on", ylabel="gate, sigmoid(β)", ylim=(0, 1))
     for number, layer in enumerate(lines[0]["gates"] if lines else ()):
-        heads = axes.plot([line["tokens"] for line in lines], [line["gates"][layer] for line in lines], ".-")
-        for head in heads:
-            head.set(color=f"C{number % 10}", alpha=0.8)
-        heads[0].set_label(f"layer {layer}")
-    axes.set_ylim(0, 1)
-    if lines:
-        axes.legend()
-    figure.savefig(file, format="png")
+        look = look_of(number)
+        for head in range(len(lines[0]["gates"][layer])):
+            values = [line["gates"][layer][head] for line in lines]
+            draw_line(axes, [line["tokens"] for line in lines], values, None if head else f"layer {layer}", **look)
+    tokens_along(axes.xaxis)
+    label_lines(axes)
+    save(figure, file)
 
 
-def plot_positions(table: list[dict], file: Path, title: str) -> None:
-    """Perplexity by position in the context, in log-2 buckets.
+def plot_positions(table: list[dict], file: Path, subtitle: str, trained: int | None = None) -> None:
+    """Perplexity by position in the row, in log-2 buckets.
 
     Args:
         table: `LossByPosition.table()`: rows with `first`, `last` and `perplexity`.
+        subtitle: the model and the data.
+        trained: tokens of the rows that the model was trained on, where that is known.
     """
-    figure, axes = figure_with_axes(title, "position in the context (tokens before the predicted one)", "perplexity")
-    add_positions(axes, table, None)
-    figure.savefig(file, format="png")
+    figure, axes = positions_figure(subtitle)
+    add_positions(axes, table)
+    end_positions(axes, [table], trained)
+    save(figure, file)
 
 
-def add_positions(axes, table: list[dict], label: str | None) -> None:
-    """A line of perplexities over positions, as [`plot_positions`] draws one."""
-    middles = [(row["first"] * row["last"]) ** 0.5 for row in table]
-    axes.plot(middles, [row["perplexity"] for row in table], marker="o", label=label)
+def positions_figure(subtitle: str):
+    """An empty figure of perplexities over positions; [`add_positions`] draws a line, [`end_positions`] the rest."""
+    figure, axes = new_figure("Perplexity by position in the text", subtitle)
+    axes.set(xlabel="tokens before the predicted one", ylabel="perplexity")
+    return figure, axes
+
+
+def add_positions(axes, table: list[dict], label: str | None = None) -> None:
+    """A line of perplexities, each at the middle of its bucket."""
+    draw_line(axes, [(row["first"] * row["last"]) ** 0.5 for row in table], [row["perplexity"] for row in table], label)
+
+
+def end_positions(axes, tables: list[list[dict]], trained: int | None) -> None:
+    """The axes of the lines that are drawn, and the trained length if they reach it."""
+    from matplotlib.ticker import FuncFormatter, NullLocator
+
     axes.set_xscale("log", base=2)
-    axes.set_ylim(bottom=0)
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    axes.xaxis.set_minor_locator(NullLocator())
+    plain_logarithm(axes.yaxis, [row["perplexity"] for table in tables for row in table])
+    if trained is not None and any(row["last"] >= trained for table in tables for row in table):
+        mark_across(axes, trained, "trained length")
+    label_lines(axes)

@@ -3,7 +3,10 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .run import add_positions, figure_with_axes
+from training.run_folder import trained_length
+
+from .run import add_positions, end_positions, positions_figure
+from .style import draw_line, label_lines, mark_level, new_figure, save, say_above, tokens_along
 
 if TYPE_CHECKING:
     from studies.report import Finished
@@ -16,38 +19,40 @@ def draw(runs: "list[Finished]", baselines: list[dict], out: Path) -> dict[str, 
     plot_losses(same, {ngram["name"]: ngram["cross_entropy"] for ngram in baselines}, out / "loss.png")
     figures = {"loss.png": "Validation loss, and its difference to the first variant's"}
     for name in dict.fromkeys(name for run in same for name in run.evaluations):
-        title = f"Perplexity by position: {name}"
-        figures[f"evaluation_{name}.png"] = title
-        figure, axes = figure_with_axes(title, "position (tokens before the predicted one)", "perplexity")
-        for run in same:
-            if name in run.evaluations:
-                add_positions(axes, run.evaluations[name]["by_position"], run.name)
-        axes.legend(fontsize=8)
-        figure.savefig(out / f"evaluation_{name}.png")
+        figures[f"evaluation_{name}.png"] = f"Perplexity by position: {name}"
+        figure, axes = positions_figure(name)
+        shown = [run for run in same if name in run.evaluations]
+        for run in shown:
+            add_positions(axes, run.evaluations[name]["by_position"], run.name)
+        lengths = {trained_length(run.result) for run in shown}
+        trained = lengths.pop() if len(lengths) == 1 else None
+        end_positions(axes, [run.evaluations[name]["by_position"] for run in shown], trained)
+        save(figure, out / f"evaluation_{name}.png")
     return figures
 
 
 def plot_losses(runs: "list[Finished]", levels: dict[str, float], file: Path) -> None:
-    """Validation loss over the tokens trained on, a line for each variant (the mean over its seeds), and beside it minus
-    that of the first: below zero a variant is ahead.
+    """Validation loss over the tokens trained on, a line for each variant (the mean over its seeds), and below it minus that
+    of the first: below zero a variant is ahead.
 
     Args:
-        levels: name → cross-entropy of what is not trained in steps, drawn as a horizontal line with its name beside it.
+        levels: name → cross-entropy of what is not trained in steps, drawn as a horizontal line with its name on it.
     """
     import pandas
 
     evaluated = {run.name: {line["tokens"]: line["eval_loss"] for line in run.lines if "eval_loss" in line} for run in runs}
     curves = pandas.DataFrame({name: pandas.Series(points, dtype=float) for name, points in evaluated.items()}).sort_index()
     curves = curves.T.groupby([run.variant for run in runs], sort=False).mean().T
-    figure, axes = figure_with_axes("Validation loss", "tokens trained on", "cross-entropy (nats per token)", columns=2)
-    for panel, lines in zip(axes, (curves, curves.sub(curves.iloc[:, 0], axis=0)), strict=True):
+    figure, panels = new_figure("Validation loss", "cross-entropy, nats per token", rows=2, sharex=True)
+    (above,), (below,) = panels
+    say_above(below, f"minus that of {curves.columns[0]}: below zero is better")
+    for axes, lines in ((above, curves), (below, curves.sub(curves.iloc[:, 0], axis=0))):
         for name, line in lines.items():
-            panel.plot(line.dropna(), marker=".", label=name)
-    axes[1].set(title=f"minus that of {curves.columns[0]}", ylabel="difference (nats per token)")
+            line = line.dropna()
+            draw_line(axes, list(line.index), list(line), name)
     for name, loss in levels.items():
-        axes[0].axhline(loss, color="0.4", linestyle="--", linewidth=1)
-        axes[0].annotate(
-            f"{name} {loss:.3f}", (1, loss), xycoords=("axes fraction", "data"), ha="right", va="bottom", fontsize=8
-        )
-    axes[0].legend(fontsize=8)
-    figure.savefig(file)
+        mark_level(above, loss, f"{name} {loss:.3f}")
+    below.set_xlabel("tokens trained on")
+    tokens_along(below.xaxis)
+    label_lines(above)
+    save(figure, file)

@@ -242,13 +242,14 @@ def _run_cells(runner: Runner, cells: list[dict], run_cell: Callable[[dict], dic
 
 
 def passkey_table(cells: Sequence[dict]) -> str:
-    """Accuracy by length (rows) and depth (columns)."""
+    """Accuracy with its 95 % interval by length (rows) and depth (columns), and the questions of a cell."""
     depths = list(dict.fromkeys(cell["depth"] for cell in cells))
     rows = []
     for length in dict.fromkeys(cell["length"] for cell in cells):
         own = {cell["depth"]: cell for cell in cells if cell["length"] == length}
-        rows.append([f"{length:,}", *(_percent(own[depth]) for depth in depths)])
-    return markdown_table(["tokens", *(f"depth {depth:g}" for depth in depths)], rows, left=0)
+        asked = max(cell.get("samples", 0) for cell in own.values())
+        rows.append([f"{length:,}", *(f"{_percent(own[depth])}{_interval(own[depth])}" for depth in depths), f"{asked:,}"])
+    return markdown_table(["tokens", *(f"depth {depth:g}" for depth in depths), "questions"], rows, left=0)
 
 
 def facts_table(cells: Sequence[dict]) -> str:
@@ -262,6 +263,10 @@ def facts_table(cells: Sequence[dict]) -> str:
         rows.append(row + [""] * (6 - len(row)))
     header = ["segments between", "right", "95 % interval", "nats per token", "most frequent answer", "questions"]
     return markdown_table(header, rows, left=0)
+
+
+def _interval(cell: dict) -> str:
+    return f" ({100 * cell['low']:.0f}–{100 * cell['high']:.0f})" if "accuracy" in cell else ""
 
 
 def _percent(cell: dict) -> str:

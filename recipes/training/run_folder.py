@@ -132,6 +132,20 @@ def read_result(folder: Path) -> dict:
     return result
 
 
+def trained_length(result: dict) -> int:
+    """Tokens of the rows that a run was trained on, of its result.json."""
+    options = result["options"]
+    rows = result["steps"] * options["batch_size"] * options["gradient_accumulation"] * options["num_processes"]
+    return result["tokens"] // rows
+
+
+def trained_length_of(model: Path) -> int | None:
+    """The same for a model's folder; None where it is not that of a run."""
+    file = model / RESULT
+    result = read_json(file, {}) if file.is_file() else {}
+    return trained_length(result) if RESULT_ENTRIES.keys() <= result.keys() else None
+
+
 def mark_complete(checkpoint: Path) -> None:
     """Writes the list of a checkpoint's files with their sizes and hashes: the last thing that happens to a checkpoint."""
     files = (file for file in checkpoint.rglob("*") if file.is_file() and not file.name.startswith(COMPLETE))
@@ -205,9 +219,11 @@ class RunRecorder(TrainerCallback):
     Args:
         folder: the run's folder.
         tokens_per_step: tokens that one optimiser step reads, over all processes.
+        reads_memory: whether any token reads a memory, so that gates mean anything.
     """
 
-    def __init__(self, folder: Path, tokens_per_step: int):
+    def __init__(self, folder: Path, tokens_per_step: int, reads_memory: bool = True):
+        self.reads_memory = reads_memory
         self.file = Path(folder) / METRICS
         self.tokens_per_step = tokens_per_step
 
@@ -243,7 +259,7 @@ class RunRecorder(TrainerCallback):
             line |= {"eval_loss": logs["eval_loss"], "eval_perplexity": logs["eval_perplexity"]}
         else:
             return
-        if gates := gate_values(model):
+        if gates := gate_values(model) if self.reads_memory else {}:
             line |= {"gates": gates} if "eval_loss" in logs else {}
             values = [value for layer in gates.values() for value in layer]
             line |= {"gate_min": min(values), "gate_mean": statistics.fmean(values), "gate_max": max(values)}

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from transformers import DynamicCache, GenerationConfig
+from transformers.generation import stopping_criteria
 from transformers.generation.continuous_batching import ContinuousBatchingManager
 
 from hf_infini import InfiniCache
@@ -308,3 +309,20 @@ def test_the_text_is_known_row_by_row(model):
         generate(model, 4, input_ids=ids[[0, 1]], past_key_values=cache)
     cache.reset()
     assert torch.equal(generate(model, 4, input_ids=ids[[2, 0]], past_key_values=cache), whole)
+
+
+@pytest.mark.parametrize(
+    ("options", "reminds"),
+    [
+        ({"position_encoding": "segment"}, False),
+        ({"position_encoding": "rope", "local_segments": 1}, False),
+        ({"position_encoding": "rope", "layers": [1]}, True),
+    ],
+    ids=str,
+)
+def test_positions_without_an_end_are_not_reminded_of_one(options, reminds, monkeypatch):
+    """The configuration still has the plain model's length; layers with full attention have learned no longer distances."""
+    said = []
+    monkeypatch.setattr(stopping_criteria.logger, "warning_once", said.append)
+    generate(infini_gpt2(n_positions=16, **options), input_ids=token_ids(1, 20))
+    assert bool(said) == reminds

@@ -171,14 +171,13 @@ def test_each_loads_by_its_code_where_the_package_is_not_imported(tmp_path):
         wanted.append({key: value for key, value in model(ids, use_cache=False).items()})
     change = os.environ | {"HF_HOME": str(tmp_path / "home")}
     again = [argument + "_again" if os.sep in argument else argument for argument in arguments]
-    for given in (arguments, again):
-        command = [sys.executable, "-I", "-c", LOAD, *given]
-        done = subprocess.run(command, env=change, cwd=tmp_path, capture_output=True, text=True, stdin=subprocess.DEVNULL)
-        assert done.returncode == 0, done.stderr
-        for number, tensors in enumerate(wanted):
-            found = load_file(tmp_path / f"{number}.safetensors")
-            assert found.keys() == tensors.keys()
-            assert_same([found[key] for key in tensors], [*tensors.values()])
+    command = [sys.executable, "-I", "-c", LOAD, *arguments, *again]
+    done = subprocess.run(command, env=change, cwd=tmp_path, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    assert done.returncode == 0, done.stderr
+    for number, tensors in enumerate([*wanted, *wanted]):
+        found = load_file(tmp_path / f"{number}.safetensors")
+        assert found.keys() == tensors.keys()
+        assert_same([found[key] for key in tensors], [*tensors.values()])
 
 
 def test_one_that_was_saved_with_another_head_keeps_its_memory(tmp_path):

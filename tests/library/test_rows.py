@@ -1,10 +1,6 @@
 """Rows as inputs: what is predicted, documents kept apart, and what a model trained on them makes of it."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,8 +10,8 @@ from hf_infini.metrics import evaluate_rows, stream_losses
 from hf_infini.rows import RowReader, document_positions
 from hf_infini.training.trainer import ROWS_OF_THE_HEAD, PerplexityTrainer
 from models import RowsOf, causal_mha, gpt2, infini_gpt2, token_ids
+from running import run_recipe
 
-ROOT = Path(__file__).parents[2]
 FLOAT32 = 1e-4  # of logits of size 1 to 10, added up in another order
 END = 0
 
@@ -118,19 +114,15 @@ def test_the_loss_of_learned_places_uses_every_input_and_the_smoothing(tmp_path)
 def trained(tmp_path_factory):
     """A model that recipes/train.py trained on generated biographies, many to a row, kept apart; and its data."""
     folder = tmp_path_factory.mktemp("rows")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     text = [{"id": str(i), "text": f"Documento {i}: " + "o rio corre para o mar. " * (1 + i % 3)} for i in range(200)]
     (folder / "text.jsonl").write_text("\n".join(map(json.dumps, text)), encoding="utf-8")
     commands = [
-        f"prepare.py --source {folder}/text.jsonl --vocab_size 300 --context 64 --validation 0.1 --out {folder}/data",
-        f"train.py --data {folder}/data --out {folder}/run --attention infini --segment_length 8 --n_layer 2 --n_embd 32 "
+        f"prepare --source {folder}/text.jsonl --vocab_size 300 --context 64 --validation 0.1 --out {folder}/data",
+        f"train --data {folder}/data --out {folder}/run --attention infini --segment_length 8 --n_layer 2 --n_embd 32 "
         "--n_head 2 --max_steps 8 --batch_size 4 --learning_rate 0.01 --use_cpu true --separate_documents true",
     ]
     for command in commands:
-        name, *options = command.split()
-        command = [sys.executable, str(ROOT / "recipes" / name), *options]
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
-        assert done.returncode == 0, done.stderr
+        run_recipe(*command.split())
     return folder / "run", folder / "data"
 
 

@@ -33,18 +33,38 @@ def test_the_hub_reads_the_metadata_back(tmp_path):
     assert data.tags == ["hf_infini", "infini_gpt2", "infini-attention"]
     found = [(e.dataset_name, e.dataset_split, e.dataset_config, e.metric_type, e.metric_value) for e in data.eval_results]
     assert found == [
-        ("plays", "validation", None, "perplexity", 3.4371),
-        ("plays", "validation", None, "cross_entropy", 1.2345678),
-        ("plays", "test", None, "perplexity", math.exp(1.5)),
-        ("plays", "test", None, "cross_entropy", 1.5),
-        ("plays", "validation", "length 4096", "perplexity", math.exp(1.4)),
-        ("plays", "validation", "length 4096", "cross_entropy", 1.4),
-        ("sonnets.txt", None, "precision bf16", "perplexity", math.exp(2.5)),
-        ("sonnets.txt", None, "precision bf16", "cross_entropy", 2.5),
-        ("plays", "validation", "64 tokens", "accuracy", 84 / 96),  # of all depths
-        ("generated biographies", None, "3 segments between", "accuracy", 0.25),
-    ]
+        ("user/data", "validation", None, "perplexity", 3.4371),
+        ("user/data", "validation", None, "cross_entropy", 1.2345678),
+        ("user/data", "test", None, "perplexity", math.exp(1.5)),
+        ("user/data", "test", None, "cross_entropy", 1.5),
+        ("user/data", "validation", "length 4096", "perplexity", math.exp(1.4)),
+        ("user/data", "validation", "length 4096", "cross_entropy", 1.4),
+        ("user/data", "validation", "64 tokens", "accuracy", 84 / 96),  # of all depths
+    ]  # and nothing of text that is no dataset of the Hub
+    assert {entry.dataset_type for entry in data.eval_results} == {"user/data"}
+    assert data.eval_results[-1].metric_name == "Passkeys found (84 of 96)"
     assert {entry.task_type for entry in data.eval_results} == {"text-generation"}
+
+
+def test_metadata_name_no_dataset_that_is_not_on_the_hub(tmp_path):
+    run = run_of(evaluations=[evaluation("test", 1.5, 30_000)])
+    assert load(write_card(run, about(), [SAMPLE]), tmp_path).data.eval_results is None
+
+
+def test_numbers_of_exercises_are_no_language_model_s(tmp_path):
+    rows = manifest(rows_by_kind={"codes": 30, "text": 4, "echo": 6})
+    rows["options"]["prepared_from"] = "data/carolina"
+    asked = {"source": "/home/maria/data/carolina", "data_fingerprint": "that of the text"}
+    found = [evaluation("validation", 1.4, 29_000, length=4096), recall("passkey", [cell(48, length=64, depth=0)]) | asked]
+    found.append(recall("facts", [cell(12, distance=3)]))  # among invented text, which is no dataset
+    run = run_of(manifest=rows, evaluations=found)
+    whole = write_card(run, about(dataset="user/data"), [SAMPLE])
+    entries = load(whole, tmp_path).data.eval_results
+    names = [entry.metric_name for entry in entries]
+    assert names[4:] == ["Passkeys found (48 of 48)"] and {entry.dataset_name for entry in entries} == {"user/data"}
+    assert names[0] == "Perplexity of exercises (codes, echo), not of running text" and names[2] == "Perplexity"
+    assert "The rows of plays are exercises of recall (codes, echo): their numbers say nothing" in whole
+    assert "exercises" not in write_card(run_of(manifest=manifest()), about(), [SAMPLE])
 
 
 def test_results_are_beside_the_n_grams_of_the_same_split():

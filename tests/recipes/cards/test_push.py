@@ -51,7 +51,7 @@ def trained(base, tmp_path_factory):
 
 def options_of(trained, out, *more) -> list[str]:
     words = ["--run", trained, "--out", out, "--language", "en", "--data_license", "public domain", "--prompt", "To be"]
-    return [*map(str, [*words, "--max_new_tokens", 12, "--device", "cpu", *more])]
+    return [*map(str, [*words, "--max_new_tokens", 12, "--dataset", "user/plays", "--device", "cpu", *more])]
 
 
 @pytest.fixture(scope="module")
@@ -256,7 +256,8 @@ def test_the_models_of_the_repository_are_as_published(folder):
     cards_folder.check_folder(folder)
     assert [file.name for file in folder.iterdir() if not cards_folder.allowed(file.name)] == []
     assert sum(file.stat().st_size for file in folder.glob("*.safetensors")) <= 12e6
-    assert ModelCard.load(folder / "README.md").data.eval_results
+    card = ModelCard.load(folder / "README.md").data
+    assert {entry.dataset_type for entry in card.eval_results or ()} <= {*(card.datasets or ())}  # and none that is nowhere
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     assert model.dtype == torch.bfloat16 and len(tokenizer) <= model.config.vocab_size
 

@@ -26,7 +26,7 @@ def test_standard_output_is_the_text_alone(model, tmp_path, long_prompt):
     options = ["--model", model, "--prompt_file", tmp_path / "prompt.txt", "--chunk", 100, "--max_new_tokens", 12]
     done = run(*recipe("generate"), *options, "--device", "cpu")
     assert done.stdout == greedy(model, long_prompt, 12) + "\n"
-    assert "reading 700 tokens" in done.stderr
+    assert "reading 700 tokens" in done.stderr and "Loading weights" not in done.stderr
 
 
 @pytest.mark.slow
@@ -88,6 +88,21 @@ def test_a_prompt_from_standard_input_and_several_prompts(model, capsys, monkeyp
     assert capsys.readouterr().out == expected[0] + "\n"
     generate.main([*common, "--prompt", "the king", "and so"])
     assert capsys.readouterr().out == "\n".join(expected) + "\n"
+
+
+def test_prompts_are_shown_apart_from_what_follows_them(model, capfd):
+    common = ["--model", str(model), "--device", "cpu", "--max_new_tokens", "4", "--prompt"]
+    long = "b" * generate.SHOWN + " and so"
+    generate.main([*common, "the king"])
+    alone = capfd.readouterr()
+    assert alone.err.splitlines()[-1] == "> the king" and alone.out == greedy(model, "the king", 4) + "\n"
+    capfd.readouterr()
+    generate.main([*common, "two\nlines", long])
+    shown = capfd.readouterr()
+    assert shown.err.splitlines()[-3:] == ["> two", "> lines", f"> … {long[-generate.SHOWN :]}"]
+    assert shown.out == "".join(greedy(model, prompt, 4) + "\n" for prompt in ("two\nlines", long))
+    generate.main([*common, "the king", "--json", "true"])
+    assert "> " not in capfd.readouterr().err  # it is in the object
 
 
 def test_an_empty_prompt_begins_a_text(model, capsys):

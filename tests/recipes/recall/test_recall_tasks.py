@@ -157,8 +157,8 @@ def test_passkeys_of_a_random_model(base, capsys):
         assert cell["high"] == pytest.approx(wilson_interval(0, 6)[1]) and cell["cross_entropy"] > 3
     assert found["memory"] == "on" and found["options"]["samples"] == 6 and found["versions"]["torch"]
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].replace("|", "").split() == ["tokens", "depth", "0", "depth", "0.5", "depth", "1"]
-    assert lines[-1].count("0.0 %") == 3
+    assert lines[0].replace("|", "").split() == ["tokens", "depth", "0", "depth", "0.5", "depth", "1", "questions"]
+    assert lines[-1].count(" 0.0 % (0–39) ") == 3 and lines[-1].endswith(" 6 |")
     assert (base / "passkey.png").read_bytes()[:4] == b"\x89PNG" and not (base / "passkey.cells.json").exists()
     off = evaluate(base / "off", *options, "--depths", 0, 1, "--samples", 6, "--memory", "off")
     assert off["memory"] == "off"
@@ -173,8 +173,12 @@ def test_files_lie_in_the_model_s_folder_and_are_no_perplexities_of_it(base, tmp
     options = ["--model", str(folder), "--device", "cpu", "--memory", "off"]
     evaluate_model.main([*options, "--task", "facts", "--samples", "1", "--distances", "3"])
     evaluate_model.main([*options, "--text", str(texts(base)), "--length", "64", "--max_tokens", "64"])
+    evaluate_model.main([*options, "--task", "passkey", "--samples", "1", "--lengths", "200", "--depths", "0"])
+    found = json.loads((folder / "passkey_memory_off.json").read_text(encoding="utf-8"))
+    assert found["source"] is None and found["filler_tokens"] > 100_000  # biographies, the same everywhere
     names = {file.name for file in folder.glob("*memory_off*")}
-    assert names == {f"{name}_memory_off.{suffix}" for name in ("facts", "perplexity") for suffix in ("json", "png")}
+    tasks = ("facts", "perplexity", "passkey")
+    assert names == {f"{name}_memory_off.{suffix}" for name in tasks for suffix in ("json", "png")}
     assert not list(folder.glob("evaluation*"))  # the name of what is measured on the model as it is
 
 
@@ -263,7 +267,8 @@ def test_a_killed_task_goes_on_where_it_was(base, tmp_path):
         (["--task", "facts", "--text", __file__, "--data", "d"], "at most one of --data and --text"),
         (["--task", "passkey", "--length", "64"], "--length does nothing with --task passkey: it belongs to perplexity"),
         (["--text", __file__, "--samples", "3"], "--samples does nothing with --task perplexity"),
-        (["--task", "passkey"], "exactly one of --data and --text"),
+        (["--task", "passkey", "--text", __file__, "--data", "d"], "at most one of --data and --text"),
+        (["--task", "passkey", "--min_characters", "9"], "--min_characters chooses among the texts of --data or --text"),
         (["--task", "passkey", "--text", __file__, "--depths", "0.5", "3"], "--depths 0.5 3.0: give shares from 0 to 1"),
         (["--task", "passkey", "--text", __file__, "--lengths", "64", "64"], "--lengths 64 64: give different numbers"),
         (["--task", "facts", "--distances", "-1"], "--distances must be at least 0, got -1"),

@@ -1,0 +1,218 @@
+"""The options of a compressive memory: their names, choices, defaults, meaning and checks, for all models and command lines.
+
+Only the standard library is imported here: a command line reads the options without waiting for torch.
+"""
+
+import math
+import operator
+import re
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Literal, get_args, get_origin, get_type_hints
+
+if TYPE_CHECKING:  # what a configuration's mixins come before; they have no base when the code runs
+    from transformers import PreTrainedConfig as ConfigBase
+else:
+    ConfigBase = object
+
+# What the metadata of a number's field may demand of it
+LIMITS = {"at_least": operator.ge, "greater_than": operator.gt, "at_most": operator.le, "below": operator.lt}
+# Of options that transformers declares, by the names that all configurations have for them. The largest that make sense
+# are far below: what is larger would run for hours, or out of memory, before anybody is told.
+SIZES = {name: {"at_least": 1, "at_most": 2**20} for name in ("hidden_size", "intermediate_size", "n_inner", "head_dim")}
+SIZES |= {"vocab_size": {"at_least": 1, "at_most": 2**26}, "max_position_embeddings": {"at_least": 1, "at_most": 2**31 - 1}}
+COUNTS = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+SIZES |= dict.fromkeys(COUNTS, {"at_least": 1, "at_most": 2**16})
+SIZES |= {"initializer_range": {"at_least": 0, "at_most": 100}}
+# The same, by how their names end
+ENDINGS = dict.fromkeys(("dropout", "_pdrop"), {"at_least": 0, "below": 1})
+ENDINGS |= dict.fromkeys(("_eps", "_epsilon"), {"at_least": 0, "at_most": 1})
+
+
+def number(default, **limits):
+    """A field of a number with its [`LIMITS`]."""
+    return field(default=default, metadata=limits)
+
+
+def limits_of(entry, name: str | None = None) -> dict:
+    """The limits of a dataclass's field; `name`: by which `SIZES` may have them."""
+    own = {limit: entry.metadata[limit] for limit in LIMITS if limit in entry.metadata}
+    endings = (limits for ending, limits in ENDINGS.items() if entry.name.endswith(ending))
+    return own or SIZES.get(name or entry.name) or next(endings, {})
+
+
+def in_words(limits: dict) -> str:
+    """Limits as a sentence has them: "at least 0 and below 1"."""
+    return " and ".join(f"{name.replace('_', ' ')} {limit}" for name, limit in limits.items())
+
+
+def check_number(name: str, value, limits: dict) -> None:
+    """ValueError unless a number is finite and within its limits; anything else than a number passes."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return
+    if not math.isfinite(value) or not all(LIMITS[limit](value, bound) for limit, bound in limits.items()):
+        raise ValueError(f"{name} must be {in_words(limits) or 'a finite number'}; got {value}.")
+
+
+# Which value of another option an update rule does not go with, and why
+MEANINGLESS = {
+    "gated_delta": {
+        "denominator": ("shared", "its memory has no denominator that the window could share"),
+        "memory_init": ("noise", "the noise is a first normaliser, and its memory has none"),
+        "memory_write": ("learned", "its β already is a learned weight of each token"),
+    }
+}
+
+
+def check_rule(options: dict) -> None:
+    """ValueError where these options, by name, have a value that means nothing with their update rule."""
+    for name, (value, reason) in MEANINGLESS.get(options["update_rule"], {}).items():
+        if options.get(name) == value:
+            raise ValueError(f"update_rule={options['update_rule']!r} does not go with {name}={value!r}: {reason}.")
+
+
+@dataclass(init=False, repr=False, eq=False)
+class MemoryOptions(ConfigBase):
+    """What a configuration says of its model's memory; comes before `PreTrainedConfig` among the bases.
+
+    Args:
+        segment_length (`int`, *optional*):
+            Tokens in a segment, L. Give this or `n_segments`, one of the two.
+        n_segments (`int`, *optional*):
+            Segments in a context of as many tokens as the model has positions, which it must divide.
+        update_rule (`str`, *optional*, defaults to `"linear"`):
+            How a segment is written into the memory: `"linear"` adds its values, `"delta"` its values minus what the memory
+            already returns for their keys (which does not overwrite: a key repeated many times reads half its value).
+            `"gated_delta"` overwrites, token by token: it replaces a share β of what the memory returns for the token's key,
+            of length one, by its value, and keeps a share α of everything; both are learned from the layer's input.
+        feature_map (`str`, *optional*, defaults to `"elu"`):
+            The function that makes positive features of the memory's queries and keys: `"elu"`, ELU + 1, as in the paper;
+            `"exp"`, with which one token can outweigh many others; or `"learned"`, exp(x W) with a matrix W for each head,
+            one for queries and one for keys, that starts as the identity.
+        denominator (`str`, *optional*, defaults to `"separate"`):
+            `"separate"`: window and memory each have one, and only the gate sets the memory's share, as in the
+            paper; `"shared"`: one softmax over both, in which each token of the memory weighs e^β σ(q)·σ(k) / head_dim, so
+            that the share also depends on what a token finds. The window's softmax is then written out, without a fused
+            kernel.
+        local_segments (`int`, *optional*, defaults to 0):
+            Earlier segments that the softmax attention still sees in full; 0 is the paper.
+        sink_tokens (`int`, *optional*, defaults to 0):
+            How many first tokens of every document stay visible to the softmax of all later ones (attention sinks), and out
+            of the memory; fewer than a segment has. Pretrained models need about 4; 0 is the paper.
+        gate_init (`float`, *optional*, defaults to 0.0):
+            First value of every head's gate logit β; the memory's share of the output is sigmoid(β), unless window and
+            memory share a denominator.
+        memory_init (`str`, *optional*, defaults to `"zeros"`):
+            What a document's memory starts from: `"zeros"` (only local attention until the first segment is written),
+            `"learned"` (parameters of each layer), or `"noise"` (a normaliser of 1e-10 times uniform noise: the study).
+        layers (`list[int]`, *optional*):
+            Layers, counted from 0, that have a memory; the others keep full attention, and their cache grows with the
+            context. `None` is all of them.
+        memory_conv (`int`, *optional*, defaults to 0):
+            Taps (the token itself and those before it) of a depthwise causal convolution, added to the input of the layer's
+            projections: what followed a token can then be recalled by that token. 0 is none. It starts at zero, so that a
+            patched model is unchanged.
+        memory_write (`str`, *optional*, defaults to `"equal"`):
+            Weight of a token in the memory: `"equal"` for all; or `"learned"`, where σ(k) is multiplied by e^(w·x), with x
+            the input of the layer's projections and a w for each head that starts at zero. Filler can then stay out of the
+            memory, so that the rest is still found in a long text. Not with `feature_map="elu"`.
+        mask_special_tokens (`bool`, *optional*, defaults to `True`):
+            Tokens with the configuration's bos, eos or pad id are seen inside the window but not written into the memory.
+    """
+
+    segment_length: int | None = number(None, at_least=1, at_most=2**20)
+    n_segments: int | None = number(None, at_least=1)
+    update_rule: Literal["linear", "delta", "gated_delta"] = "linear"
+    feature_map: Literal["elu", "exp", "learned"] = "elu"
+    denominator: Literal["separate", "shared"] = "separate"
+    local_segments: int = number(0, at_least=0, at_most=2**16)
+    sink_tokens: int = number(0, at_least=0)
+    gate_init: float | int = number(0.0, at_least=-1000, at_most=80)  # e^β is a number in float32
+    memory_init: Literal["zeros", "learned", "noise"] = "zeros"
+    layers: list[int] | None = None
+    memory_conv: int = number(0, at_least=0, at_most=1024)
+    memory_write: Literal["equal", "learned"] = "equal"
+    mask_special_tokens: bool = True
+
+    @classmethod
+    def from_dict(cls, config_dict, **kwargs):
+        """As usual, but a `segment_length` or `n_segments` in `kwargs` replaces either of them in the file."""
+        if "segment_length" in kwargs or "n_segments" in kwargs:
+            config_dict = {k: v for k, v in config_dict.items() if k not in ("segment_length", "n_segments")}
+        return super().from_dict(config_dict, **kwargs)
+
+    @property
+    def has_memory(self) -> bool:
+        """Whether any layer has a memory; where none has, these options are not checked here."""
+        return True
+
+    @property
+    def tokens_per_segment(self) -> int | None:
+        """L, from whichever of `segment_length` and `n_segments` was given; `None` without a memory."""
+        return self.segment_length if self.n_segments is None else self.max_position_embeddings // self.n_segments
+
+    @property
+    def window(self) -> tuple[int, int, int]:
+        """What the softmax sees: tokens of a segment, earlier segments, first tokens of a document."""
+        length = self.tokens_per_segment
+        if length is None:
+            raise ValueError(f"a {type(self).__name__} without a memory has no segments.")
+        return length, self.local_segments, self.sink_tokens
+
+    @property
+    def infini_layers(self) -> list[int]:
+        """Numbers of the layers with a memory, in order."""
+        if not self.has_memory:
+            return []
+        return list(range(self.num_hidden_layers)) if self.layers is None else sorted(self.layers)
+
+    def validate_memory_options(self):
+        """Run by the base class after every construction; the choices and types are checked before, by the annotations."""
+        if not self.has_memory:
+            return
+        if (self.segment_length is None) == (self.n_segments is None):
+            raise ValueError(
+                "give exactly one of segment_length (tokens in a segment) and n_segments (segments in the context); "
+                f"got segment_length={self.segment_length}, n_segments={self.n_segments}."
+            )
+        if self.n_segments is not None and self.max_position_embeddings % self.n_segments:
+            name = self.attribute_map.get("max_position_embeddings", "max_position_embeddings")
+            raise ValueError(f"n_segments must divide {name}={self.max_position_embeddings}; got {self.n_segments}.")
+        if self.sink_tokens >= self.window[0]:
+            raise ValueError(
+                f"sink_tokens must be fewer than the {self.tokens_per_segment} tokens of a segment; got {self.sink_tokens}."
+            )
+        check_rule(vars(self))
+        if self.memory_write == "learned" and self.feature_map == "elu":
+            raise ValueError(
+                "memory_write='learned' multiplies features by adding to their exponents: give feature_map='exp' or "
+                f"'learned' with it; got feature_map={self.feature_map!r}."
+            )
+        self._validate_layers()
+
+    def _validate_layers(self):
+        if self.layers is not None and (
+            not self.layers
+            or len(set(self.layers)) < len(self.layers)
+            or not all(0 <= layer < self.num_hidden_layers for layer in self.layers)
+        ):
+            raise ValueError(
+                f"layers must name some of the {self.num_hidden_layers} layers, 0 to {self.num_hidden_layers - 1}, each "
+                f"once, or be None for all; got {self.layers}."
+            )
+
+
+MEMORY_OPTIONS = tuple(field.name for field in fields(MemoryOptions))
+
+
+def choices(options: type) -> dict[str, tuple[str, ...]]:
+    """The choices of a dataclass's options by name; without options that have a type but no choices."""
+    return {name: get_args(kind) for name, kind in get_type_hints(options).items() if get_origin(kind) is Literal}
+
+
+def help_texts(options: type) -> dict[str, str]:
+    """The help text of each option of a class by name: in its docstring, the text below ``name (`type`, …):``; and the
+    limits of a number."""
+    entry = r"^        (\w+) \(`[^\n]*\):\n((?:            [^\n]*\n)+)"
+    texts = {name: " ".join(text.split()) for name, text in re.findall(entry, options.__doc__ or "", re.MULTILINE)}
+    ranges = {entry.name: in_words(limits_of(entry)) for entry in fields(options)}
+    return {name: f"{text} {ranges[name].capitalize()}." if ranges.get(name) else text for name, text in texts.items()}

@@ -1,0 +1,154 @@
+"""Position encodings: what a model is told about order, each a pure function of positions or distances.
+
+| function | equation | acts on | source |
+| --- | --- | --- | --- |
+| `sinusoidal_encoding` | sin(t / 10000^(2i/d)), cos(t / 10000^(2i/d)) | embeddings | Vaswani et al. 2017, section 3.5 |
+| `relative_keys` | a_ij = w[min(i − j, k)], added to the key | keys | Shaw et al. 2018, section 3.2 and equation 4 |
+| `t5_buckets` | exact up to half of the buckets, logarithmic beyond | scores | Raffel et al. 2020, section 2.1 |
+| `alibi_bias` | −m_h (i − j), m_h = 2^(−8h/H) | scores | Press et al. 2022, section 3 |
+| `rotate`, `Rotary` | pairs of numbers turned by the angle t · θ^(−2i/d) | queries, keys | Su et al. 2021, equation 34 |
+
+A learned position is a row of an embedding (Gehring et al. 2017) and needs no function. `distance` is everywhere the
+query's place minus the key's, in tokens: `[query, key]` int64, 0 for the token itself; what it is for later keys (negative)
+does not matter, since causal attention masks them.
+"""
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+def sinusoidal_encoding(positions: Tensor, width: int) -> Tensor:
+    """One sine and one cosine for each of `width / 2` wavelengths from 2π to 10,000 · 2π tokens.
+
+    Args:
+        positions: int64 of any shape `[…]`.
+        width: of the embedding; even.
+
+    Returns `[…, width]` float32, sines at the even places, cosines at the odd ones.
+    """
+    angles = _angles(positions, width, 10_000.0)
+    return torch.stack([angles.sin(), angles.cos()], -1).flatten(-2).float()
+
+
+def relative_keys(table: Tensor, distance: Tensor) -> Tensor:
+    """What is added to the key for each pair of places.
+
+    Args:
+        table: `[max_distance + 1, head_dim]`; the last row stands for all distances from `max_distance` on.
+        distance: `[query, key]`.
+
+    Returns `[query, key, head_dim]`.
+    """
+    return table[distance.clamp(0, table.shape[0] - 1)]
+
+
+def relative_key_bias(query: Tensor, table: Tensor, distance: Tensor) -> Tensor:
+    """query_i · a_ij, without making `[query, key, head_dim]`: each query meets each row of the table once.
+
+    Args:
+        query: `[batch, heads, query, head_dim]`; table and distance as in [`relative_keys`].
+
+    Returns `[batch, heads, query, key]`.
+    """
+    products = query @ table.to(query.dtype).T  # [batch, heads, query, max_distance + 1]
+    index = distance.clamp(0, table.shape[0] - 1).expand(*query.shape[:2], -1, -1)
+    return products.gather(-1, index)
+
+
+def t5_buckets(distance: Tensor, num_buckets: int, max_distance: int) -> Tensor:
+    """The bucket of each distance: one each for the first `num_buckets // 2`, then logarithmically wider ones.
+
+    Args:
+        distance: int64 of any shape; negative counts as 0.
+        num_buckets: how many there are.
+        max_distance: tokens; from there on all fall into the last bucket.
+
+    Returns int64 of the same shape, 0 to `num_buckets − 1`.
+    """
+    exact = num_buckets // 2
+    distance = distance.clamp(min=0)
+    share = torch.log(distance.clamp(min=1).float() / exact) / math.log(max_distance / exact)
+    wide = exact + (share * (num_buckets - exact)).long()
+    return torch.where(distance < exact, distance, wide.clamp(max=num_buckets - 1))
+
+
+def alibi_slopes(heads: int) -> list[float]:
+    """The slope m of each head: 2^(−8h/H) for h = 1 … H where H is a power of two.
+
+    Another H takes those of the next smaller power of two, and then every other one of the next larger (the authors' code).
+    """
+    power = 2 ** math.floor(math.log2(heads))
+    slopes = [2 ** (-8 * head / power) for head in range(1, power + 1)]
+    between = [2 ** (-4 * head / power) for head in range(1, 2 * power + 1, 2)]
+    return slopes + between[: heads - power]
+
+
+def alibi_bias(distance: Tensor, heads: int) -> Tensor:
+    """−slope · distance, `[heads, query, key]` float32."""
+    slopes = torch.tensor(alibi_slopes(heads), device=distance.device)
+    return -slopes[:, None, None] * distance
+
+
+def rotation(positions: Tensor, width: int, dtype: torch.dtype, theta: float = 10_000.0) -> tuple[Tensor, Tensor]:
+    """The cosines and sines by which [`rotate`] turns heads of `width` numbers, which must be even.
+
+    Args:
+        positions: `[batch or 1, tokens]`, or `[tokens]`.
+        dtype: of the result; angles are worked out in float64.
+        theta: base of the wavelengths.
+
+    Returns `[batch or 1, 1, tokens, width]` each, or `[tokens, width]`: what a number is multiplied by, and its partner in
+    the pair.
+    """
+    angles = _angles(positions, width, theta)
+    angles = angles.unsqueeze(1) if positions.dim() == 2 else angles
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
+
+
+def rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turns the pair (x_i, x_{i + d/2}) of every head by its token's position times θ^(−2i/d).
+
+    The products of two rotated vectors depend only on the distance of their positions. Pairing the halves instead of
+    neighbours is Llama's convention: the same up to the order of the numbers in a head.
+
+    Args:
+        states: `[batch, heads, tokens, head_dim]`, queries or keys.
+        cos, sin: the [`rotation`] of the tokens' positions.
+
+    Returns a tensor like `states`.
+    """
+    return torch.addcmul(states * cos.to(states.dtype), states.roll(states.shape[-1] // 2, -1), sin.to(states.dtype))
+
+
+class Rotary:
+    """Rotary positions in a window: the token in its place p is turned as one in position p of a text. Only distances count,
+    so that neither the length of a text nor the precision of large numbers matters.
+
+    Args:
+        tables: `[places, …]` each, what is known of every place, such as the [`rotation`] of their numbers.
+        turn: function of states `[…, tokens, head_dim]` and the rows of the tables for these tokens, which broadcast to
+            them; returns a tensor like the states.
+    """
+
+    def __init__(self, tables: tuple[Tensor, ...], turn: Callable[..., Tensor] = rotate):
+        self.tables, self.turn = tables, turn
+
+    def __call__(self, states: Tensor, places: slice | Tensor) -> Tensor:
+        """Turns states `[…, tokens, head_dim]`, tokens in these places, or `[batch, heads, tokens, head_dim]` with places
+        `[batch, tokens]`."""
+        rows = [table[places] for table in self.tables]
+        if isinstance(places, Tensor) and places.dim() == 2:
+            rows = [row.unsqueeze(1) for row in rows]
+        return self.turn(states, *rows)
+
+
+def _angles(positions: Tensor, width: int, theta: float) -> Tensor:
+    """position · θ^(−2i/width) for i = 0 … width/2 − 1: `[…, width / 2]` float64, for after ten million tokens float32 would
+    round an angle by half a radian; float32 where a device has nothing wider."""
+    dtype = torch.float32 if positions.device.type == "mps" else torch.float64
+    exponents = torch.arange(0, width, 2, device=positions.device, dtype=dtype) / width
+    return positions.unsqueeze(-1).to(dtype) * theta**-exponents

@@ -1,0 +1,196 @@
+"""A layer's projections of the new tokens, [`Projections`], and its state between two calls, [`InfiniState`], constant in
+size."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Projections(NamedTuple):
+    """What attention is computed from.
+
+    Attributes:
+        query: `[batch, heads, tokens, head_dim]`; key: `[batch, kv_heads, tokens, head_dim]`; value: `[batch, kv_heads,
+            tokens, value_dim]`.
+        log_weight: `[batch, kv_heads, tokens, 1]`, added to the keys that the memory takes in: with exponential features the
+            logarithm of what a token weighs there. For the gated delta rule `[…, 2]`: log β, of what a token weighs, and
+            log α, of what it keeps of the memory before it. `None`: zeros.
+
+    None of them is rotated: [`Softmax`] says how the window is.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    log_weight: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class InfiniState:
+    """The compressive memory of everything that left the local window, and the window itself.
+
+    With `w` local segments of length `L`, the next token of a row is in segment `s = tokens_seen // L`. The memory holds
+    the segments up to `s - 1 - w`; the window holds the document's first `S` tokens (attention sinks), then the segments
+    `s - w … s` in order, `L` slots each, and zeros where there is no token: `P = S + (w + 1) * L` places. A state depends
+    only on the tokens, not on how they were cut into calls.
+
+    Attributes:
+        memory: `[batch, kv_heads, head_dim, value_dim]`, float32 (float64 for float64 inputs): M of equation 4.
+        normaliser: `[batch, kv_heads, head_dim]`, same dtype: z of equation 4. The gated delta rule has none: width 0.
+        local_key: `[batch, kv_heads, P, head_dim]`, the model's dtype, never rotated.
+        local_value: `[batch, kv_heads, P, value_dim]`.
+        local_log_weight: `[batch, kv_heads, P, 1 or 2]`, [`Projections.log_weight`]; `None` where all tokens weigh 1.
+        local_skipped: `[batch, P]` bool: which tokens of the window `memory_mask` keeps out of the memory; `None`: none.
+        tokens_seen: `[batch]`, int64: real tokens of the row's current document.
+        last_position: `[batch]`, int64: position id of the last real token, −1 before the first.
+        memory_tokens: `[batch]`, int64: tokens of the row's current document that the memory holds. Without any, and without
+            a start, it is empty and not read.
+        recent_inputs: `[batch, taps − 1, channels]`, what a short convolution before the memory still needs of the row's
+            document, oldest first and zero where there is none; `None` without a convolution.
+        start_memory: `[kv_heads, head_dim, value_dim]` that every new document starts from; `None` is an empty memory.
+        start_normaliser: `[kv_heads, head_dim]` (width 0 without a normaliser), with `start_memory` or `None`.
+    """
+
+    memory: Tensor
+    normaliser: Tensor
+    local_key: Tensor
+    local_value: Tensor
+    local_log_weight: Tensor | None
+    tokens_seen: Tensor
+    last_position: Tensor
+    memory_tokens: Tensor
+    local_skipped: Tensor | None = None
+    recent_inputs: Tensor | None = None
+    start_memory: Tensor | None = None
+    start_normaliser: Tensor | None = None
+
+    @classmethod
+    def initial(
+        cls,
+        key: Tensor,
+        value: Tensor,
+        segment_length: int,
+        local_segments: int = 0,
+        sink_tokens: int = 0,
+        *,
+        start_memory: Tensor | None = None,
+        start_normaliser: Tensor | None = None,
+        log_weights: int = 0,
+        normalised: bool = True,
+    ) -> "InfiniState":
+        """The state before the first token of every row.
+
+        Args:
+            key: `[batch, kv_heads, tokens, head_dim]` and value `[batch, kv_heads, tokens, value_dim]`: only their shapes,
+                dtype and device are read.
+            segment_length: `L`, in tokens.
+            local_segments: `w`, the number of earlier segments that local attention sees.
+            sink_tokens: `S`, how many first tokens of a document every query sees.
+            start_memory: `[kv_heads, head_dim, value_dim]` and start_normaliser `[kv_heads, head_dim]` (positive): M_0, z_0
+                of every document. `None`: empty, and then the first tokens use only local attention.
+            log_weights: numbers in a token's [`Projections.log_weight`], 0 where none is given.
+            normalised: whether the memory has a normaliser.
+        """
+        batch, heads, _, head_dim = key.shape
+        value_dim = value.shape[-1]
+        dtype = torch.promote_types(key.dtype, torch.float32)
+        places = sink_tokens + (local_segments + 1) * segment_length
+        if start_memory is None and start_normaliser is None:
+            memory = key.new_zeros(batch, heads, head_dim, value_dim, dtype=dtype)
+            normaliser = key.new_zeros(batch, heads, head_dim if normalised else 0, dtype=dtype)
+        elif start_memory is None or start_normaliser is None:
+            raise ValueError("start_memory and start_normaliser come together: give both or neither.")
+        else:
+            memory = start_memory.to(dtype).expand(batch, heads, head_dim, value_dim)
+            normaliser = start_normaliser.to(dtype).expand(batch, heads, -1)
+        # One zero, seen as a whole window: a call that reads no window and keeps no state pays for none.
+        zero = key.new_zeros(1)
+        return cls(
+            memory=memory,
+            normaliser=normaliser,
+            local_key=zero.expand(batch, heads, places, head_dim),
+            local_value=value.new_zeros(1).expand(batch, heads, places, value_dim),
+            local_log_weight=zero.expand(batch, heads, places, log_weights) if log_weights else None,
+            tokens_seen=torch.zeros(batch, dtype=torch.long, device=key.device),
+            last_position=torch.full((batch,), -1, dtype=torch.long, device=key.device),
+            memory_tokens=torch.zeros(batch, dtype=torch.long, device=key.device),
+            start_memory=start_memory,
+            start_normaliser=start_normaliser,
+        )
+
+    @classmethod
+    def from_tensors(cls, tensors: dict[str, Tensor]) -> "InfiniState":
+        """The state whose fields [`InfiniState.tensors`] gave."""
+        optional: dict[str, Any] = {field.name: tensors.get(field.name) for field in fields(cls)}
+        return cls(**optional)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The fields by name, without those that are `None`."""
+        return {field.name: getattr(self, field.name) for field in fields(self) if getattr(self, field.name) is not None}
+
+    def start(self) -> tuple[Tensor, Tensor]:
+        """M_0 and z_0 of a new document, `[kv_heads, head_dim, value_dim]` and `[kv_heads, head_dim]`: zeros where it starts
+        empty."""
+        if self.start_memory is None or self.start_normaliser is None:
+            return self.memory.new_zeros(self.memory.shape[1:]), self.normaliser.new_zeros(self.normaliser.shape[1:])
+        return self.start_memory.to(self.memory.dtype), self.start_normaliser.to(self.memory.dtype)
+
+    def windows(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """What is kept of the window's tokens: keys, values and log weights."""
+        return self.local_key, self.local_value, self.local_log_weight
+
+    def before(self, tokens: Projections, places: int, normalised: bool) -> "InfiniState":
+        """The state that a call of these tokens continues, with a window of so many `places`, and with or without a
+        normaliser. The window gets the wider dtype of the two, because one call may run under autocast and the next one
+        without.
+
+        Raises:
+            ValueError: the state is of another shape than the call.
+        """
+        wanted = (*tokens.key.shape[:2], places, tokens.key.shape[3])
+        if tuple(self.local_key.shape) != wanted or self.local_value.shape[-1] != tokens.value.shape[-1]:
+            raise ValueError(
+                "the state does not fit this call: its window is [batch, kv_heads, sink_tokens + (local_segments + 1) * "
+                f"segment_length, head_dim] = {list(self.local_key.shape)}, the call needs {list(wanted)}."
+            )
+        if (tokens.log_weight is None) != (self.local_log_weight is None):
+            raise ValueError("log_weight must be given in every call of a sequence or in none; the state says otherwise.")
+        if self.normaliser.shape[-1] != (tokens.key.shape[3] if normalised else 0):
+            raise ValueError(
+                f"the state's normaliser is {list(self.normaliser.shape)}: with update_rule='gated_delta' its width is 0, "
+                "with the other rules that of a head. Continue a state with the rule that it was made with."
+            )
+        return self.map_windows(lambda window, new: window.to(torch.promote_types(window.dtype, new.dtype)), tokens)
+
+    def map_windows(self, function: Callable[..., Tensor], *tokens: Projections) -> "InfiniState":
+        """The state with `function(window, *new)` for each of its windows; new: what the tokens have for the same."""
+        names = ("local_key", "local_value", "local_log_weight")
+        windows = zip(names, self.windows(), *(each[1:] for each in tokens), strict=True)
+        return replace(self, **{name: None if old is None else function(old, *new) for name, old, *new in windows})
+
+    def after(self, layout, **tensors: Tensor | None) -> "InfiniState":
+        """The state after a call with this [`Layout`], which left these memory, normaliser and windows."""
+        counts = {name: getattr(layout, name) for name in ("tokens_seen", "last_position", "memory_tokens")}
+        return replace(self, local_skipped=layout.next_skipped, **counts, **tensors)
+
+    def map_rows(self, function) -> "InfiniState":
+        """A state whose per-row tensors (all but the start) are `function(tensor)`: select, repeat or move rows."""
+        return replace(self, **{n: function(t) for n, t in self.tensors().items() if not n.startswith("start_")})
+
+    def nbytes(self) -> int:
+        """Bytes that the per-row tensors hold (the start belongs to the model's weights)."""
+        sizes: list[int] = []
+        self.map_rows(lambda tensor: sizes.append(tensor.numel() * tensor.element_size()) or tensor)
+        return sum(sizes)
+
+
+def empty_places(tokens_seen: Tensor, segment_length: int, local_segments: int, sink_tokens: int) -> Tensor:
+    """`[batch, P]` bool: the places of the windows for which no token has come yet; `tokens_seen` `[batch]`."""
+    seen = tokens_seen.unsqueeze(1)
+    sinks = torch.arange(sink_tokens, device=seen.device).expand(len(seen), -1)
+    places = torch.arange((local_segments + 1) * segment_length, device=seen.device)
+    token = torch.cat([sinks, (seen // segment_length - local_segments) * segment_length + places], 1)
+    return (token < 0) | (token >= seen)

@@ -1,0 +1,223 @@
+"""Softmax inside the window: every query sees its own segment up to itself, the whole of the `w` segments before it, and the
+first `S` tokens of its document (attention sinks), wherever it is.
+
+    A_dot = softmax(scaling · Q Kᵀ) V                                  equation 2
+
+Shapes: `B` batch, `N` blocks of `T` segments, `C` slots in a segment, `W = S + (w + 1) · C` slots in its window, `H`
+query heads, `K` key/value heads, `D` head dimension. The segment of a query is the last of its window.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.nn import functional as F
+
+from .hf_infini_e5f58594_positions import Rotary
+
+TILE = 128  # queries of a segment at a time; skips half of the scores that causality masks
+
+
+@dataclass(frozen=True)
+class Softmax:
+    """How the softmax of a window is computed.
+
+    Attributes:
+        scaling: factor of the dot products; `None`: `head_dim ** -0.5`.
+        dropout: probability with which a weight is dropped.
+        written_out: by plain operations instead of a fused kernel.
+        upcast: in float32 (GPT-2's `reorder_and_upcast_attn`), where it is written out.
+        softcap: scores s become `softcap · tanh(s / softcap)` (Gemma 2), and are then written out; `None`: they stay.
+        rotary: how queries and keys are turned by their places in the window; `None`: they are not.
+        query_weight: `[heads, head_dim, head_dim]`, what turned queries are multiplied by; `None`: nothing.
+    """
+
+    scaling: float | None = None
+    dropout: float = 0.0
+    written_out: bool = False
+    upcast: bool = False
+    softcap: float | None = None
+    rotary: Rotary | None = None
+    query_weight: Tensor | None = None
+
+    def compared_queries(self, query: Tensor, places: slice | Tensor) -> Tensor:
+        """Queries `[…, heads, …, tokens, head_dim]` of these places of the window, as they are compared with keys."""
+        query = query if self.rotary is None else self.rotary(query, places)
+        if self.query_weight is None:
+            return query
+        blocks = (1,) * (query.dim() - 5) if query.dim() > 4 else ()  # the grid's segments, between heads and tokens
+        return query @ self.query_weight.view(-1, *blocks, *self.query_weight.shape[1:]).to(query.dtype)
+
+    def compared_keys(self, key: Tensor, places: slice | Tensor) -> Tensor:
+        """Keys likewise."""
+        return key if self.rotary is None else self.rotary(key, places)
+
+    def scaling_of(self, query: Tensor) -> float:
+        return query.shape[-1] ** -0.5 if self.scaling is None else self.scaling
+
+
+def window_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, softmax: Softmax, with_log_sum: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """Softmax attention inside the window, for many segments in one call.
+
+    Args:
+        query: `[B, N, H, T, C, D]`; key and value: `[B, N, K, T, W, D]`; where a slot is empty the result means nothing.
+        mask: bool, True = visible, `[B or 1, N, 1, T, C, W]`; `None`: every slot of a full window up to the query's own.
+        with_log_sum: also return the logarithm of the softmax's denominator, which is then written out.
+
+    Returns:
+        The output `[B, N, H, T, C, D]`; log Σ e^s `[B, N, H, T, C]` or `None`.
+    """
+    key, value = (for_every_head(tensor, query) for tensor in (key, value))
+    plain = not (softmax.written_out or softmax.dropout or softmax.softcap)
+    if plain and _tiles_are_faster(query, key, value, with_log_sum):
+        if torch.is_autocast_enabled(query.device.type):
+            query, key, value = (t.to(torch.get_autocast_dtype(t.device.type)) for t in (query, key, value))
+        return _Tiled.apply(query, key, value, mask, softmax, with_log_sum)
+    return _all_queries(query, key, value, mask, softmax, with_log_sum)
+
+
+def window_weights(
+    query: Tensor, key: Tensor, mask: Tensor | None, softmax: Softmax, dtype: torch.dtype, with_log_sum: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """The weights `[B, N, H, T, C, W]` of [`window_attention`], and its log Σ e^s; `dtype` is the weights'."""
+    mask = _causal(query, key) if mask is None else mask
+    return softmax_weights(query, for_every_head(key, query), mask, softmax, dtype, with_log_sum)
+
+
+def softmax_weights(
+    query: Tensor, key: Tensor, mask: Tensor | None, softmax: Softmax, dtype: torch.dtype, with_log_sum: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """softmax(scaling · Q Kᵀ) written out; query and key `[…, tokens, D]`; mask: bool, True = visible.
+
+    Returns the weights `[…, tokens, keys]` in `dtype` and, if asked for, log Σ e^s `[…, tokens]`, in float32 or wider.
+    Scores that would be float16 are float32, for they can leave its range; torch's own kernel has them in float32, too.
+    """
+    kind, scaling = query.device.type, softmax.scaling_of(query)
+    autocast = kind != "meta" and torch.is_autocast_enabled(kind)  # meta: while a model is made
+    given = torch.get_autocast_dtype(kind) if autocast else query.dtype
+    if softmax.upcast or given == torch.float16:
+        with torch.autocast(kind, enabled=False):
+            scores = query.float() @ key.float().transpose(-1, -2) * scaling
+    else:
+        scores = query @ key.transpose(-1, -2) * scaling
+    if softmax.softcap:
+        scores = (scores / softmax.softcap).tanh() * softmax.softcap
+    if mask is not None:
+        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+    log_sum = scores.to(torch.promote_types(scores.dtype, torch.float32)).logsumexp(-1) if with_log_sum else None
+    return F.dropout(scores.softmax(-1).to(dtype), softmax.dropout), log_sum
+
+
+def for_every_head(tensor: Tensor, query: Tensor) -> Tensor:
+    """Keys or values `[B, N, K, …]` as `[B, N, H, …]`, once for each head of the query."""
+    repeats = query.shape[2] // tensor.shape[2]
+    return tensor if repeats == 1 else tensor.repeat_interleave(repeats, 2)
+
+
+def _all_queries(query, key, value, mask, softmax: Softmax, with_log_sum: bool) -> tuple[Tensor, Tensor | None]:
+    """[`window_attention`] without tiles, keys and values with the query's heads: written out, or by torch's own kernel."""
+    if not (softmax.written_out or softmax.softcap or with_log_sum):
+        return _fused(query, key, value, mask, softmax), None
+    weights, log_sum = window_weights(query, key, mask, softmax, value.dtype, with_log_sum)
+    return weights @ value, log_sum
+
+
+def _fused(query, key, value, mask, softmax: Softmax) -> Tensor:
+    """[`window_attention`] by torch's own kernel."""
+    slots, width = query.shape[-2], key.shape[-2]
+    if mask is None and width != slots:
+        mask = _causal(query, key)
+    elif mask is not None:
+        mask = mask.expand(query.shape[0], -1, 1 if query.shape[3] == 1 else query.shape[2], -1, -1, -1)
+        mask = mask.flatten(0, 1).flatten(1, 2)
+    flat = (tensor.flatten(0, 1).flatten(1, 2) for tensor in (query, key, value))
+    output = F.scaled_dot_product_attention(
+        *flat, attn_mask=mask, dropout_p=softmax.dropout, is_causal=mask is None, scale=softmax.scaling
+    )
+    return output.view(*query.shape[:-1], value.shape[-1])
+
+
+def _causal(query: Tensor, key: Tensor) -> Tensor:
+    """`[C, W]` bool: a full window up to each query's own slot."""
+    slots, width = query.shape[-2], key.shape[-2]
+    return torch.ones(slots, width, dtype=torch.bool, device=query.device).tril(width - slots)
+
+
+def _tiles_are_faster(query: Tensor, key: Tensor, value: Tensor, with_log_sum: bool) -> bool:
+    """Whether tiles have a faster gradient than torch. On a CPU they do against the fused kernel in half precision (three to
+    nine times), and in segments with so many queries that skipping masked scores saves more than the loop costs. A softmax
+    that is written out would also keep every score."""
+    if query.device.type != "cpu" or torch.compiler.is_compiling():
+        return False
+    wanted = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
+    return wanted and (with_log_sum or query.dtype in (torch.bfloat16, torch.float16) or query.shape[-2] >= TILE)
+
+
+class _Tiled(Function):
+    """A = P V with P = softmax(S), S = scaling · Q Kᵀ; ℓ = log Σ e^S;
+
+    g_V = Pᵀ g,  g_P = g Vᵀ,  g_S = P · (g_P − Σ P g_P) + P · g_ℓ,  g_Q = scaling · g_S K,  g_K = scaling · g_Sᵀ Q.
+
+    Some queries of every segment at a time, with a gradient that computes P again: [`_tiles_are_faster`] says where.
+    """
+
+    @staticmethod
+    def forward(ctx, query, key, value, mask, softmax, with_log_sum):
+        ctx.save_for_backward(query, key, value, mask)
+        ctx.scaling = softmax.scaling_of(query)
+        ctx.set_materialize_grads(False)
+        outputs, log_sums = [], []
+        for tile, seen in _tiles(query, key):
+            queries, keys, values = query[..., tile, :], key[..., :seen, :], value[..., :seen, :]
+            visible = None if mask is None else mask[..., tile, :seen]
+            output, log_sum = _all_queries(queries, keys, values, visible, softmax, with_log_sum)
+            outputs.append(output)
+            log_sums.append(log_sum)
+        return torch.cat(outputs, -2), torch.cat(log_sums, -1) if with_log_sum else None
+
+    @staticmethod
+    def backward(ctx, gradient, log_sum_gradient):
+        query, key, value, mask = ctx.saved_tensors
+        gradient = query.new_zeros(*query.shape[:-1], value.shape[-1]) if gradient is None else gradient
+        shapes, dtype = [tensor.shape for tensor in (query, key, value)], query.dtype
+        wide = torch.float32 if dtype == torch.float16 else dtype  # whose range scores can leave
+        query, key, value, gradient = (tensor.flatten(0, -3).to(wide) for tensor in (query, key, value, gradient))
+        to_query, whole = torch.empty_like(query), []
+        # The last tile sees all of the window: what the others add goes into its products, not into zeros
+        for tile, seen in reversed(_tiles(query, key)):
+            queries, gradients, keys, values = query[:, tile], gradient[:, tile], key[:, :seen], value[:, :seen]
+            scores = _scaled_product(queries, keys.mT, ctx.scaling)
+            lowest = torch.finfo(scores.dtype).min
+            if mask is None:  # all but the last of the slots that the tile sees lie before it
+                diagonal = slice(seen - scores.shape[-2], None)
+                scores[..., diagonal].masked_fill_(~_causal(queries, queries), lowest)
+            else:
+                scores.view(*shapes[0][:-2], *scores.shape[1:]).masked_fill_(~mask[..., tile, :seen], lowest)
+            weights = scores.softmax(-1)
+            to_weights = gradients @ values.mT
+            to_scores = torch._softmax_backward_data(to_weights, weights, -1, weights.dtype)
+            if log_sum_gradient is not None:
+                to_scores += weights * log_sum_gradient.flatten(0, -2)[:, tile, None].to(weights.dtype)
+            to_query[:, tile] = _scaled_product(to_scores, keys, ctx.scaling)
+            parts = [_scaled_product(to_scores.mT, queries, ctx.scaling), weights.mT @ gradients]  # to keys and values
+            for to, part in zip(whole, parts, strict=False):  # at first there are none
+                to[:, :seen] += part
+            whole = whole or parts
+        gradients = (to.view(shape).to(dtype) for to, shape in zip((to_query, *whole), shapes, strict=True))
+        return *gradients, None, None, None
+
+
+def _scaled_product(left: Tensor, right: Tensor, scaling: float) -> Tensor:
+    """`scaling · left @ right` of batches of matrices, without a pass for the factor."""
+    return torch.baddbmm(left.new_empty(1, 1, 1), left, right, beta=0, alpha=scaling)  # beta 0: the first is not read
+
+
+def _tiles(query: Tensor, key: Tensor) -> list[tuple[slice, int]]:
+    """The queries of a segment in tiles, and how many slots of the window the last of each sees."""
+    slots, width = query.shape[-2], key.shape[-2]
+    size = slots if slots < TILE else min(TILE, -(-slots // 2))
+    ends = [min(begin + size, slots) for begin in range(0, slots, size)]
+    return [(slice(begin, end), width - slots + end) for begin, end in zip(range(0, slots, size), ends, strict=True)]

@@ -1,0 +1,149 @@
+"""The one style of all figures: an opaque white card that reads well on light and dark pages, on a phone and in print.
+
+Lines differ by colour, marker and, where they fit, a label at their end. The colours are those of Okabe and Ito (2008),
+which people with any colour vision tell apart, without the yellow, which is too light on white.
+"""
+
+from collections.abc import Sequence
+
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+MARKERS = ("o", "s", "D", "^", "v", "P", "X")
+INK, GREY, GRID = "#262626", "#595959", "#D9D9D9"
+WIDTH, HEIGHT, DPI = 5.6, 3.9, 200  # inches: 10 points are 10 pixels where the figure is 390 pixels wide
+SIZE, SMALL = 11, 9  # points of text
+MOST_LABELS, LONGEST_LABEL = 8, 20  # beside the lines; more or longer ones stand below the figure
+EMPTY = "#E3E3E3"  # a cell without a number
+
+
+def new_figure(title: str, subtitle: str = "", rows: int = 1, columns: int = 1, size: tuple | None = None, **options):
+    """An empty figure, and its axes (an array of them where there are several).
+
+    Args:
+        title: what is shown, in words; subtitle: of which model and data, how many, with which interval.
+        size: inches; default: one of [`WIDTH`] × [`HEIGHT`], higher for more rows.
+        options: of matplotlib's `subplots`.
+    """
+    from cycler import cycler
+    from matplotlib.figure import Figure  # without pyplot: no global state, and Agg is the only backend it can meet
+
+    size = size or (WIDTH, HEIGHT * (1 + 0.75 * (rows - 1)))
+    figure = Figure(figsize=size, dpi=DPI, layout="constrained", facecolor="white")
+    figure.get_layout_engine().set(w_pad=0.07, h_pad=0.06)
+    # Texts of others (names of runs, of files) are no formulas
+    figure.suptitle(title, x=0.015, ha="left", fontsize=SIZE + 1, fontweight="bold", color=INK, parse_math=False)
+    panels = figure.subplots(rows, columns, squeeze=False, **options)
+    for axes in panels.flat:
+        axes.set_prop_cycle(cycler(linestyle=["-", "--"]) * (cycler(color=COLOURS) + cycler(marker=MARKERS)))
+        axes.tick_params(labelsize=SMALL, colors=GREY, labelcolor=INK)
+        axes.grid(color=GRID, linewidth=0.8)
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.spines[["left", "bottom"]].set_color(GREY)
+        axes.xaxis.label.set(size=SIZE - 1, color=INK)
+        axes.yaxis.label.set(size=SIZE - 1, color=INK)
+    if subtitle:
+        say_above(panels[0, 0], subtitle)
+    return figure, panels if panels.size > 1 else panels[0, 0]
+
+
+def say_above(axes, text: str) -> None:
+    """A line above a panel: what it has beside the others, or the figure's subtitle."""
+    axes.set_title(text, loc="left", fontsize=SMALL, color=GREY, parse_math=False)
+
+
+def look_of(number: int) -> dict[str, str]:
+    """Colour, marker and stroke of the lines of one thing, such as a layer, where there are several of each."""
+    return {"color": COLOURS[number % len(COLOURS)], "marker": MARKERS[number % len(MARKERS)], "linestyle": "-"}
+
+
+def draw_line(axes, x: Sequence[float], y: Sequence[float], label: str | None = None, **style):
+    """A line with at most some twenty markers, in the next of the colours."""
+    style = {"linewidth": 1.7, "markersize": 4.5, "markevery": max(1, len(x) // 20)} | style
+    return axes.plot(x, y, label=label, **style)[0]
+
+
+def label_lines(axes) -> None:
+    """Writes the label of each line beside its end, or below the figure where they are too many or too long; to be called
+    when everything is drawn."""
+    lines = [line for line in axes.get_lines() if not line.get_label().startswith("_") and len(line.get_xdata())]
+    figure = axes.get_figure()
+    if len(lines) > MOST_LABELS or any(len(line.get_label()) > LONGEST_LABEL for line in lines):
+        figure.legend(handles=lines, loc="outside lower left", ncols=2, fontsize=SMALL, frameon=False, labelcolor=INK)
+        return
+    figure.draw_without_rendering()  # the layout decides what is how far apart
+    height = axes.get_window_extent().height
+    distance = 1.3 * SMALL * figure.dpi / 72 / height
+    ends = {line: axes.transAxes.inverted().transform(axes.transData.transform(line.get_xydata()[-1]))[1] for line in lines}
+    ordered = sorted(lines, key=ends.get)
+    places = spread([min(max(ends[line], 0), 1) for line in ordered], distance)
+    for line, place in zip(ordered, places, strict=True):
+        look = {"color": line.get_color(), "marker": line.get_marker(), "markersize": 4.5, "linestyle": "none"}
+        axes.plot([1.03], [place], transform=axes.transAxes, clip_on=False, **look)
+        where = {"xycoords": "axes fraction", "va": "center", "annotation_clip": False, "parse_math": False}
+        axes.annotate(line.get_label(), (1.06, place), fontsize=SMALL, color=INK, **where)
+
+
+def spread(places: Sequence[float], distance: float) -> list[float]:
+    """Ascending places between 0 and 1, moved so little that neighbours are `distance` apart (or as far as they can be)."""
+    distance = min(distance, 1 / max(1, len(places) - 1))
+    moved: list[float] = []
+    for number, place in enumerate(places):  # upwards, but so that those above it still have room
+        least = moved[-1] + distance if moved else 0.0
+        moved.append(max(least, min(place, 1 - distance * (len(places) - 1 - number))))
+    return moved
+
+
+def tokens_along(axis) -> None:
+    """Ticks of a number of tokens: `8 M`."""
+    from matplotlib.ticker import EngFormatter
+
+    axis.set_major_formatter(EngFormatter(sep=" "))
+
+
+def plain_logarithm(axis, values: Sequence[float]) -> None:
+    """A logarithmic axis for these values, with plain numbers: 2, 5, 10, 1,000."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+
+    axis.axes.set(**{f"{axis.axis_name}scale": "log"})
+    wide = max(values) > 8 * min(values)
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5)) if wide else MaxNLocator(6, steps=[1, 2, 2.5, 5, 10]))
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}" if value >= 1000 else f"{value:g}"))
+
+
+def mark_across(axes, place: float, text: str) -> None:
+    """A dashed line from bottom to top, with its name beside it: the trained length."""
+    axes.axvline(place, color=GREY, linestyle="--", linewidth=1.2, marker="none", zorder=1.5)
+    axes.annotate(
+        text, (place, 0.98), xycoords=("data", "axes fraction"), xytext=(-3, 0), textcoords="offset points", rotation=90,
+        ha="right", va="top", fontsize=SMALL, color=GREY, parse_math=False, bbox={"color": "white", "pad": 0.5},
+    )  # fmt: skip
+
+
+def mark_level(axes, level: float, text: str) -> None:
+    """A dashed line from left to right, with its name on it."""
+    axes.axhline(level, color=GREY, linestyle="--", linewidth=1.2, marker="none", zorder=1.5)
+    axes.annotate(
+        text, (0.99, level), xycoords=("axes fraction", "data"), xytext=(0, 2), textcoords="offset points", ha="right",
+        va="bottom", fontsize=SMALL, color=GREY, parse_math=False,
+    )  # fmt: skip
+
+
+def heat_map(axes, values, text, scale: float = 1.0):
+    """Cells of numbers from 0 to `scale`, white to blue, with `text(row, column)` in each; a NaN is grey."""
+    import numpy as np
+    from matplotlib import colormaps
+
+    colours = colormaps["Blues"].with_extremes(bad=EMPTY)
+    image = axes.imshow(np.ma.masked_invalid(values), vmin=0, vmax=scale, cmap=colours, aspect="auto")
+    axes.grid(False)
+    axes.tick_params(length=0)
+    for (row, column), value in np.ndenumerate(values):
+        colour = "white" if value > 0.6 * scale else INK
+        axes.text(column, row, text(row, column), ha="center", va="center", fontsize=SMALL, color=colour, linespacing=1.1)
+    return image
+
+
+def save(figure, file) -> None:
+    """Writes a PNG file (or into a buffer)."""
+    figure.savefig(file, format="png")
