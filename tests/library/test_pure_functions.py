@@ -9,6 +9,7 @@ from hf_infini.grids import PlainLayout
 from hf_infini.memory import Borders, exp_features, linear_states
 from hf_infini.scores import as_dot_product
 from hf_infini.segments import segment_layout
+from hf_infini.window import Softmax, window_attention
 
 ONE = torch.ones(1, 1, 1, 1)
 PACKED = Borders(torch.ones(1, 2, 3, dtype=torch.bool), torch.ones(1, 1, dtype=torch.bool))
@@ -52,6 +53,13 @@ def test_a_mask_of_ones_gives_the_plain_layout():
     assert isinstance(segment_layout(2, 7, 3, attention_mask=torch.ones(2, 7)), PlainLayout)
 
 
+@pytest.mark.parametrize("tokens", range(2, 12))
+def test_two_documents_are_laid_out_in_no_more_segments_than_two_can_need(tokens):
+    most = max(-(-first // 3) + -(-(tokens - first) // 3) for first in range(1, tokens))
+    positions = torch.arange(tokens).unsqueeze(0)
+    assert segment_layout(1, tokens, 3, position_ids=positions, max_documents=2).segments == most
+
+
 @pytest.mark.parametrize(("size", "wanted"), [(0, [(0, 3)]), (1, [(0, 1), (1, 2), (2, 3)]), (2, [(0, 2), (2, 3)])])
 def test_groups_of_a_size_and_one_of_all(size, wanted):
     assert [(group.begin, group.end) for group in segment_layout(1, 7, 3).groups(size)] == wanted
@@ -64,3 +72,19 @@ def test_exp_features_and_their_gradient_up_to_the_bound_and_beyond():
     features, wanted = exp_features(x), other.clamp(max=30).exp()
     torch.testing.assert_close(features, wanted)
     torch.testing.assert_close(*(torch.autograd.grad(y.sum(), z)[0] for y, z in ((features, x), (wanted, other))))
+
+
+def test_gradients_of_tiles_where_scores_leave_the_range_of_float16():
+    """Scores of 16 · 100 · 100 = 160,000 for every key: the weights are equal, and the gradients those of float64."""
+    entries, draw = torch.full((1, 1, 1, 1, 4, 16), 100.0), torch.Generator().manual_seed(0)
+    value, weight = torch.randn(2, 1, 1, 1, 1, 4, 16, generator=draw)
+
+    def gradients(dtype):
+        leaves = [tensor.to(dtype).requires_grad_() for tensor in (entries, entries, value)]
+        output, _ = window_attention(*leaves, None, Softmax(scaling=1.0))
+        return [gradient.double() for gradient in torch.autograd.grad((output * weight.to(dtype)).sum(), leaves)]
+
+    for found, wanted in zip(gradients(torch.float16), gradients(torch.float64), strict=True):
+        # Half a unit in the last place of float16 is 5e-4 of a number; those of query and key are sums of entries of 100
+        # times terms that cancel
+        torch.testing.assert_close(found, wanted, rtol=2e-3, atol=2e-3 * float(wanted.abs().max()) + 0.05)
