@@ -85,7 +85,8 @@ class InfiniPreTrainedMixin(InitializationMixin):
         base: Any = decoder_of(self)
         if device_of(base.get_input_embeddings()).type == "meta":
             return
-        training, tables = [module for module in base.modules() if module.training], base.rotary_tables(TEST_TOKENS + 1)
+        training = [module for module in base.modules() if module.training]
+        tables = base.rotary_tables(TEST_TOKENS + 1, torch.promote_types(base.dtype, torch.float32))
         base.eval()
         try:
             for module in base.modules():
@@ -166,14 +167,14 @@ class InfiniModelMixin(ModelBase):
         """The positions that the own forward is given: layers without a memory see them."""
         return counted_positions(layout, cache) if position_ids is None else position_ids
 
-    def rotary_tables(self, places: int) -> dict[str | None, tuple[Tensor, ...]]:
+    def rotary_tables(self, places: int, dtype: torch.dtype | None = None) -> dict[str | None, tuple[Tensor, ...]]:
         """The position embeddings of so many places, `[places, width]` each (one, if they are complex numbers), by the type
-        of layer where that matters; empty for a model without rotary positions."""
+        of layer where that matters; empty for a model without rotary positions. `dtype`: `None` for the model's."""
         rotary = getattr(self, "rotary_emb", None)
         if rotary is None:
             return {}
         device = device_of(self.get_input_embeddings())
-        given = (torch.empty(1, 1, 1, device=device, dtype=self.dtype), torch.arange(places, device=device)[None])
+        given = (torch.empty(1, 1, 1, device=device, dtype=dtype or self.dtype), torch.arange(places, device=device)[None])
         kinds: list[str | None] = [None]
         if self.turns_by_layer_type:
             kinds = sorted({self.config.layer_types[layer] for layer in self.config.infini_layers})

@@ -72,10 +72,10 @@ class InfiniGPT2ModelMixin(InfiniModelMixin):
             output.last_hidden_state = output.last_hidden_state.unflatten(0, rows)
         return output
 
-    def rotary_tables(self, places: int) -> dict[str | None, tuple[Tensor, ...]]:
+    def rotary_tables(self, places: int, dtype: torch.dtype | None = None) -> dict[str | None, tuple[Tensor, ...]]:
         if self.config.position_encoding != "rope":
             return {}
-        like = torch.empty(0, device=device_of(self.wte), dtype=self.dtype)
+        like = torch.empty(0, device=device_of(self.wte), dtype=dtype or self.dtype)
         return {None: rope_tables(self.config.window, self.config.n_embd // self.config.n_head, like)}
 
     def needs_a_mask(self) -> bool:

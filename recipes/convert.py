@@ -1,15 +1,18 @@
 r"""Gives a pretrained model memories that it can use, and trains nothing but an adapter of a few megabytes.
 
     python recipes/prepare.py --source texts.jsonl --tokenizer CHECKPOINT --context 2048 --out data/long
-    python recipes/convert.py --config recipes/configs/convert.yaml --model CHECKPOINT --data data/long --out runs/converted
-    torchrun --nproc_per_node 2 recipes/convert.py --config … --model CHECKPOINT --data data/long --out runs/converted
+    python recipes/prepare_recall.py --data data/long --context 2048 --rows 1000 --out data/asking
+    python recipes/convert.py --config recipes/configs/convert.yaml --model CHECKPOINT --data data/long data/asking \
+        --out runs/converted
+    torchrun --nproc_per_node 2 recipes/convert.py --config … --model CHECKPOINT --data … --out runs/converted
 
 CHECKPOINT is a plain model: a folder or a name on the Hub. Its own attention is the teacher; no second model is loaded.
 
     layers     with --memory_layers: which layers need what is beyond the window, of a few rows
     calibrate  for each layer, the scale of the feature maps and the gate with which the memory explains most, of a few
     transfer   each layer learns to give with its memory what its own attention gives, on the plain model's input
-    together   all layers and a LoRA learn what the plain model predicts
+    together   all layers and a LoRA learn what the plain model predicts, and what the rows say: all of their tokens, or the
+               answers in rows of prepare_recall.py, without which no memory learns to keep what is asked for later
 
 Stopped at any point and started again with the same command, it goes on. Writes OUT/adapter, which `hf_infini.load_adapter`
 puts on the plain model, and OUT/result.json: how much of what the window misses the memory supplies, by layer, and the
@@ -28,9 +31,11 @@ from support.parents import end_with_launcher
 @dataclass
 class Options:
     model: str = field(metadata={"help": "Plain model: a folder or a name on the Hub.", "group": "model"})
-    data: list[str] = field(metadata={"help": "Folders made by recipes/prepare.py with the model's tokenizer, rows of one "
-                            "length; all are trained on, and each is evaluated.", "group": "data"})  # fmt: skip
+    data: list[str] = field(metadata={"help": "Folders of prepare.py or prepare_recall.py, made with the model's tokenizer, "
+                            "rows of one length; all are trained on, and each is evaluated.", "group": "data"})  # fmt: skip
     out: str = field(metadata={"help": "Folder of the conversion; continued when it holds this one.", "group": "output"})
+    save_merged: bool = option(False, "Also write OUT/model: the whole model with the adapter in its weights and the "
+                               "tokenizer, which all recipes and lm-eval load.", group="output")  # fmt: skip
     memory_in: list[int] | None = option(
         None, "Layers, counted from 0, whose memory is trained and read; the others have their window only. Default: all.",
         at_least=0, group="model",
@@ -96,8 +101,13 @@ def main(argv: list[str] | None = None) -> None:
     for folder, measured in found["validation"].items():
         print(f"{folder}: {measured['tokens']:,} tokens beyond the window of {conversion.window}\n")
         print(evaluation.table(measured["cross_entropy"]))
-    run_folder.say(f"files    {out / 'adapter'}, {out / 'result.json'}, {out / 'layers.png'}")
-    run_folder.say(f"next     model = hf_infini.load_adapter(plain_model, {str(out / 'adapter')!r})")
+    files = [out / "adapter", out / "result.json", out / "layers.png"]
+    then = f"model = hf_infini.load_adapter(plain_model, {str(files[0])!r})"
+    if options.save_merged:
+        files.append(conversion.save_merged(model))
+        then = f"python recipes/evaluate_model.py --model {files[-1]} --task passkey"
+    run_folder.say(f"files    {', '.join(map(str, files))}")
+    run_folder.say(f"next     {then}")
 
 
 if __name__ == "__main__":

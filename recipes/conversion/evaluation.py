@@ -9,7 +9,7 @@ from evaluation.bootstrap import difference_interval, mean_interval
 from hf_infini.families import decoder_of
 from support.markdown import markdown_table
 
-from .layers import losses_of, losses_with_full_attention
+from .layers import counted_beyond, losses_of, losses_with_full_attention
 from .trainers import gates_closed, without_lora
 
 PLAIN, SOME = "plain model", "full attention in the layers with a memory"
@@ -22,11 +22,14 @@ def evaluate(model, rows: Tensor, window: int, layers: list[int]) -> dict:
     it is than with the memory on, paired; and the share of the gap between window and plain model that is closed.
 
     Args:
-        rows: `[rows, tokens]`; window: tokens that a model's softmax sees at most.
+        rows: `[rows, 2, tokens]`, ids and labels; those without a label beyond the window are left out.
+        window: tokens that a model's softmax sees at most.
         layers: those whose memory was trained. Where they are not all, what full attention in them would give is one more
             condition: no memory in these layers can be expected to do better.
     """
     model.eval()
+    rows = rows[torch.tensor(counted_beyond(rows, window), device=rows.device) > 0]
+    counts = counted_beyond(rows, window)
     plain = {PLAIN: None, SOME: layers, UNTRAINED: []}
     if set(layers) == set(decoder_of(model).config.infini_layers):
         del plain[SOME]
@@ -37,7 +40,7 @@ def evaluate(model, rows: Tensor, window: int, layers: list[int]) -> dict:
     with gates_closed(model):
         losses[OFF] = losses_of(model, rows, window)
     losses[ON] = losses_of(model, rows, window)
-    counts, found = [rows.shape[1] - window] * len(rows), {}
+    found = {}
     for name, values in losses.items():
         mean, above = mean_interval(values, counts), difference_interval(values, counts, losses[ON], counts)
         found[name] = {"nats": vars(mean), "above_memory_on": vars(above)}

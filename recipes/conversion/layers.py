@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from tqdm.auto import tqdm
 
 from hf_infini.families import decoder_of
+from recall.rows import NOT_COUNTED
 
 from .teacher import full_attention, partly_full_attention
 from .trainers import gates_closed
@@ -20,9 +21,15 @@ POINTS = 4  # of the integral, in the middles of as many intervals
 
 
 def loss_beyond(model, row: Tensor, window: int) -> Tensor:
-    """The summed cross-entropy, in nats, of the tokens of a row `[tokens]` that come after the first `window`."""
-    logits = model(input_ids=row[None], use_cache=False, logits_to_keep=len(row) - window + 1).logits[0, :-1]
-    return F.cross_entropy(logits.float(), row[window:], reduction="sum")
+    """The summed cross-entropy, in nats, of the labels of a row `[2, tokens]` that come after the first `window`."""
+    ids, labels = row
+    logits = model(input_ids=ids[None], use_cache=False, logits_to_keep=len(ids) - window + 1).logits[0, :-1]
+    return F.cross_entropy(logits.float(), labels[window:], reduction="sum", ignore_index=NOT_COUNTED)
+
+
+def counted_beyond(rows: Tensor, window: int) -> list[int]:
+    """How many labels [`loss_beyond`] sums, by row."""
+    return (rows[:, 1, window:] != NOT_COUNTED).sum(1).tolist()
 
 
 def gap_by_layer(model, rows: Tensor, window: int) -> dict[int, float]:
@@ -30,7 +37,7 @@ def gap_by_layer(model, rows: Tensor, window: int) -> dict[int, float]:
 
     Args:
         model: with Infini-attention.
-        rows: `[rows, tokens]`; window: tokens that the softmax sees at most.
+        rows: `[rows, 2, tokens]`, ids and labels; window: tokens that the softmax sees at most.
     """
     numbers = decoder_of(model).config.infini_layers
     shares = torch.empty(len(numbers), device=rows.device, requires_grad=True)
@@ -42,9 +49,9 @@ def gap_by_layer(model, rows: Tensor, window: int) -> dict[int, float]:
                     shares.fill_((point + 0.5) / POINTS)
                 with torch.enable_grad():
                     by_layer = dict(zip(numbers, shares.unbind(), strict=True))
-                    with partly_full_attention(model, len(row), by_layer):
+                    with partly_full_attention(model, row.shape[1], by_layer):
                         total -= torch.autograd.grad(loss_beyond(model, row, window), shares)[0]
-    tokens = rows.shape[0] * (rows.shape[1] - window)
+    tokens = sum(counted_beyond(rows, window))
     return dict(zip(numbers, (total / POINTS / tokens).tolist(), strict=True))
 
 
@@ -56,5 +63,5 @@ def losses_of(model, rows: Tensor, window: int) -> list[float]:
 
 def losses_with_full_attention(model, rows: Tensor, window: int, layers: list[int] | None) -> list[float]:
     """[`losses_of`] with full attention in `layers` (`None`: all), and closed memories in the others."""
-    with gates_closed(model), full_attention(model, rows.shape[1], layers=layers):
+    with gates_closed(model), full_attention(model, rows.shape[2], layers=layers):
         return losses_of(model, rows, window)

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from datasets import concatenate_datasets
 from torch import Tensor
+from torch.utils.data import ConcatDataset
 from transformers import TrainingArguments, set_seed
 
 from cli import UserError
@@ -41,6 +41,12 @@ class Stage:
     options: dict
 
 
+def with_labels(batch: dict) -> dict[str, Tensor]:
+    """Rows of `datasets` as tensors, `input_ids` and `labels`: those that were prepared, or every token."""
+    ids = torch.tensor(batch["input_ids"])
+    return {"input_ids": ids, "labels": torch.tensor(batch["labels"]).long() if "labels" in batch else ids}
+
+
 class Conversion:
     """A conversion's model, rows and stages.
 
@@ -56,9 +62,10 @@ class Conversion:
         self.memory = DEFAULTS | memory
         self.fingerprints = {folder: setup.data_fingerprint(read_manifest(folder)) for folder in options.data}
         self.identity = {**vars(options), "memory": self.memory, "data": [*self.fingerprints.values()]}
-        del self.identity["out"]
+        for name in ("out", "save_merged"):
+            del self.identity[name]
         self._rows = {
-            split: {folder: open_rows(folder, split).with_format("torch") for folder in options.data}
+            split: {folder: open_rows(folder, split).with_transform(with_labels) for folder in options.data}
             for split in ("train", "validation")
         }
         contexts = {folder: len(rows[0]["input_ids"]) for folder, rows in self._rows["train"].items()}
@@ -99,9 +106,9 @@ class Conversion:
         check_name("--model", self.options.model)
         try:
             model = load_causal_lm(self.options.model, dtype=torch.float32)
-            tokenizer = load_tokenizer(self.options.model, model)
+            self.tokenizer = load_tokenizer(self.options.model, model)
             for folder in self.options.data:
-                if fingerprint(read_tokenizer(folder)) != fingerprint(tokenizer):
+                if fingerprint(read_tokenizer(folder)) != fingerprint(self.tokenizer):
                     raise UserError(f"{folder} was prepared with another tokenizer than that of {self.options.model}")
             patch_model(model, **self.memory)
         except ValueError as error:
@@ -139,7 +146,7 @@ class Conversion:
             trainer = stage.trainer(
                 model,
                 arguments,
-                train_dataset=concatenate_datasets([*self._rows["train"].values()]),
+                train_dataset=ConcatDataset([*self._rows["train"].values()]),
                 callbacks=[run_folder.RunRecorder(folder, tokens_per_step)],
                 **stage.options,
             )
@@ -154,6 +161,13 @@ class Conversion:
         found = {"steps": stage.steps, "tokens": stage.steps * tokens_per_step, "unexplained": self.unexplained(model)}
         return model, found
 
+    def save_merged(self, model) -> Path:
+        """The folder of the whole model, which has the adapter in its weights now, and its tokenizer."""
+        whole = model.merge_and_unload() if hasattr(model, "merge_and_unload") else model
+        whole.save_pretrained(self.out / "model")
+        self.tokenizer.save_pretrained(self.out / "model")
+        return self.out / "model"
+
     def unexplained(self, model) -> dict[int, float]:
         """[`trainers.unexplained`] of a few validation rows of each folder; empty beside the main process."""
         if not self.is_main_process:
@@ -161,9 +175,11 @@ class Conversion:
         return unexplained(model.eval(), torch.cat([*self.rows_of("validation", EVALUATED_ROWS).values()]))
 
     def rows_of(self, split: str, count: int) -> dict[str, Tensor]:
-        """The first `count` rows of each folder, `[rows, tokens]`, on the model's device."""
-        device = self._arguments("transfer", 1, 1.0).device
-        return {folder: rows[:count]["input_ids"].to(device) for folder, rows in self._rows[split].items()}
+        """The first `count` rows of each folder, `[rows, 2, tokens]`, ids and labels, on the model's device."""
+        device, found = self._arguments("transfer", 1, 1.0).device, {}
+        for folder, rows in self._rows[split].items():
+            found[folder] = torch.stack([*rows[:count].values()], 1).to(device)
+        return found
 
     def _calibration_rows(self) -> Tensor:
         return torch.cat([*self.rows_of("train", self.options.calibration_rows).values()])

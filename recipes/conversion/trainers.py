@@ -15,6 +15,7 @@ from transformers import Trainer
 from hf_infini import save_adapter
 from hf_infini.families import decoder_of
 from hf_infini.memory_adapter import restore_adapter
+from recall.rows import NOT_COUNTED
 
 from .teacher import full_attention
 
@@ -36,17 +37,19 @@ class ConversionTrainer(Trainer):
     def __init__(self, *args, narrow: tuple[float, float] = (0.0, 0.0), lengths: Sequence[int] = (), **kwargs):
         super().__init__(*args, **kwargs)
         self.narrow, self.lengths = narrow, lengths
+        self.model_accepts_loss_kwargs = False  # every row counts the same, however many labels it has
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        rows = torch.stack([inputs["input_ids"], inputs["labels"]], 1)
         if not model.training:
-            loss = self.loss_of(model, inputs["input_ids"])
+            loss = self.loss_of(model, rows)
         else:
             with segments_of(decoder_of(self.model).config, self.segment_length()):
-                loss = self.loss_of(model, inputs["input_ids"])
+                loss = self.loss_of(model, rows)
         return (loss, {"loss": loss}) if return_outputs else loss
 
-    def loss_of(self, model, ids: Tensor) -> Tensor:
-        """The loss of rows `[batch, tokens]`, without padding."""
+    def loss_of(self, model, rows: Tensor) -> Tensor:
+        """The loss of rows `[batch, 2, tokens]`, ids and labels, without padding."""
         raise NotImplementedError
 
     def segment_length(self) -> int | None:
@@ -72,8 +75,8 @@ class Transfer(ConversionTrainer):
     large its outputs are. Inside the window both are equal, so that what is learned is what comes from beyond it.
     """
 
-    def loss_of(self, model, ids: Tensor) -> Tensor:
-        found: list[Tensor] = []
+    def loss_of(self, model, rows: Tensor) -> Tensor:
+        ids, found = rows[:, 0], []
 
         def compare(number: int, mine: Tensor, full: Tensor) -> None:
             if mine.requires_grad:  # others have their window only
@@ -89,20 +92,27 @@ class Together(ConversionTrainer):
     distribution.
 
     Args:
-        text: the weight of the cross-entropy; the divergence has the rest.
+        text: the weight of the cross-entropy, over a row's labels; the divergence, over all of its tokens, has the rest.
     """
 
     def __init__(self, *args, text: float = 0.5, **kwargs):
         super().__init__(*args, **kwargs)
         self.text = text
 
-    def loss_of(self, model, ids: Tensor) -> Tensor:
+    def loss_of(self, model, rows: Tensor) -> Tensor:
+        ids, labels = rows.unbind(1)
         with torch.no_grad(), full_attention(self.model, ids.shape[1]), without_lora(self.model):
             taught = model(input_ids=ids, use_cache=False).logits[:, :-1].float().log_softmax(-1)
         found = model(input_ids=ids, use_cache=False).logits[:, :-1].float().log_softmax(-1)
-        to_text = F.nll_loss(found.flatten(0, 1), ids[:, 1:].flatten())
+        to_text = _mean_of_rows(found, labels[:, 1:])
         to_teacher = F.kl_div(found, taught, log_target=True, reduction="none").sum(-1).mean()
         return self.text * to_text + (1 - self.text) * to_teacher
+
+
+def _mean_of_rows(log_probabilities: Tensor, labels: Tensor) -> Tensor:
+    """The cross-entropy of rows, each the mean over its labels; rows without any add nothing."""
+    losses = F.nll_loss(log_probabilities.transpose(1, 2), labels, reduction="none", ignore_index=NOT_COUNTED)
+    return (losses.sum(1) / (labels != NOT_COUNTED).sum(1).clamp(min=1)).mean()
 
 
 @contextlib.contextmanager
@@ -129,7 +139,7 @@ def unexplained(model, rows: Tensor) -> dict[int, float]:
     the memory; 0 is the plain model, 1 no better than the window.
 
     Args:
-        rows: `[batch, tokens]`, longer than the window.
+        rows: `[rows, 2, tokens]`, longer than the window.
     """
     with_memory = errors(model, rows)
     with gates_closed(model):
@@ -163,7 +173,7 @@ def errors(model, rows: Tensor) -> dict[int, float]:
     def compare(number: int, mine: Tensor, full: Tensor) -> None:
         found[number] = found.get(number, 0.0) + float((mine - full).double().square().sum())
 
-    for row in rows:
-        with full_attention(model, len(row), compare):
-            model(input_ids=row[None], use_cache=False, logits_to_keep=1)
+    for ids in rows[:, 0]:
+        with full_attention(model, len(ids), compare):
+            model(input_ids=ids[None], use_cache=False, logits_to_keep=1)
     return found

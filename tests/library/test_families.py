@@ -295,6 +295,19 @@ def test_in_bfloat16_it_is_the_own_model_too(model_type):
     assert (found.float() - wanted).abs().mean() < 0.05 * wanted.abs().mean()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_layers_with_large_scores_are_compared_in_float32(dtype):
+    """In 16 bits such scores are rounded by more than 1: the layer would differ from itself by a tenth of what it gives."""
+    model, ids = decoder("llama"), token_ids(1, 40)
+    for layer in model.model.layers:
+        layer.self_attn.q_proj.weight.data.mul_(100)
+    model.to(dtype)
+    before = copy.deepcopy(model.state_dict())
+    patch_model(model, **WINDOW)
+    assert all(torch.equal(model.state_dict()[name], value) for name, value in before.items())
+    assert {parameter.dtype for parameter in model.parameters()} == {dtype} and model(ids).logits.isfinite().all()
+
+
 @pytest.mark.parametrize("loaded", [False, True])
 def test_hidden_states_and_weights_are_recorded_by_a_class_that_was_never_constructed(loaded, tmp_path):
     """A patched model's base adopts its class; transformers learns what a class can record when one is constructed."""

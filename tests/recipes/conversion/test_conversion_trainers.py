@@ -8,9 +8,15 @@ from transformers import TrainingArguments
 from conversion.trainers import Together, Transfer, gates_closed, unexplained
 from decoders import decoder, token_ids
 from hf_infini import patch_model
+from recall.rows import NOT_COUNTED
 
-ROWS = [{"input_ids": row} for row in token_ids(16, 48)]
+ROWS = [{"input_ids": row, "labels": row} for row in token_ids(16, 48)]
 OPTIONS = {"segment_length": 8, "local_segments": 1, "sink_tokens": 2, "feature_map": "learned", "denominator": "shared"}
+
+
+def all_counted(ids: torch.Tensor) -> torch.Tensor:
+    """Rows all of whose tokens are labels."""
+    return torch.stack([ids, ids], 1)
 
 
 def patched(lora: bool = False):
@@ -40,7 +46,7 @@ def weights(made) -> dict:
 
 
 def test_transfer_explains_more_of_what_the_window_misses(tmp_path):
-    made, rows = trainer(Transfer, tmp_path, 40), token_ids(2, 48, seed=5)
+    made, rows = trainer(Transfer, tmp_path, 40), all_counted(token_ids(2, 48, seed=5))
     before = unexplained(made.model, rows)
     with gates_closed(made.model):
         assert unexplained(made.model, rows) == dict.fromkeys(before, 1.0)
@@ -75,18 +81,27 @@ def test_windows_are_narrow_in_a_share_of_the_steps_that_falls(tmp_path):
     assert set(drawn) == {None, 2, 4} and all(abs(share - wanted) < 0.1 for share, wanted in zip(
         shares, (0.875, 0.625, 0.375, 0.125), strict=True))  # a standard deviation of such a share is 0.03  # fmt: skip
     seen, forward = [], made.loss_of
-    made.loss_of = lambda model, ids: seen.append(made.model.config.segment_length) or forward(model, ids)
+    made.loss_of = lambda model, rows: seen.append(made.model.config.segment_length) or forward(model, rows)
     made.state.global_step = 0
-    made.compute_loss(made.model.train(), {"input_ids": token_ids(1, 48)})
+    made.compute_loss(made.model.train(), {"input_ids": token_ids(1, 48), "labels": token_ids(1, 48)})
     assert seen[0] in (2, 4) and made.model.config.segment_length == 8
 
 
 def test_the_teacher_of_a_lora_is_the_plain_model(tmp_path):
     """Whatever the LoRA has learned: with all weight on the teacher and the teacher's own predictions, the loss is 0."""
     made = trainer(Together, tmp_path, lora=True, text=0.0)
-    ids = token_ids(2, 16)  # inside the window
-    assert abs(float(made.loss_of(made.model.eval(), ids))) < 1e-5
+    rows = all_counted(token_ids(2, 16))  # inside the window
+    assert abs(float(made.loss_of(made.model.eval(), rows))) < 1e-5
     for name, parameter in made.model.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter)
-    assert float(made.loss_of(made.model, ids)) > 1e-3
+    assert float(made.loss_of(made.model, rows)) > 1e-3
+
+
+@torch.no_grad()
+def test_the_text_s_loss_is_the_mean_over_a_row_s_labels(tmp_path):
+    made, ids = trainer(Together, tmp_path, text=1.0), token_ids(3, 48)
+    rows, model = all_counted(ids), made.model.eval()
+    rows[1, 1, :40], rows[2, 1] = NOT_COUNTED, NOT_COUNTED
+    own = [float(model(input_ids=row[None, 0], labels=row[None, 1]).loss) for row in rows[:2]]  # the third has no labels
+    assert float(made.loss_of(model, rows)) == pytest.approx(sum(own) / 3, rel=1e-5)

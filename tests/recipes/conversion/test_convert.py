@@ -1,21 +1,26 @@
 """recipes/convert.py, run as a user runs it: on a tiny pretrained decoder, stopped and continued, and refused."""
 
 import json
+import sys
 
 import pytest
 import torch
+from datasets import load_from_disk
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, GPT2Config, LlamaConfig, LlamaForCausalLM
 
+import running
 from bad_input import refused
 from corpora.tokenization import build_character_tokenizer
-from hf_infini import load_adapter
+from hf_infini import InfiniGPT2LMHeadModel, load_adapter
+from hf_infini.loading import load_causal_lm
 from models import gpt2
-from running import CONTEXT, load_recipe, prepared_data
+from running import CONTEXT, ROOT, load_recipe, prepared_data
 
-convert = load_recipe("convert")
+convert, prepare_recall = load_recipe("convert"), load_recipe("prepare_recall")
 WINDOW = ["--segment_length", 8, "--local_segments", 1, "--sink_tokens", 2, "--narrow_to", 4, 6]
 STEPS = ["--transfer_steps", 4, "--together_steps", 3, "--save_steps", 2, "--gradient_accumulation", 1, "--lora_rank", 2]
+IDS = torch.arange(40)[None] % 11
 SMALL = ["--calibration_rows", 1, "--evaluation_rows", 2, "--use_cpu", "true", "--precision", "float32"]
 
 
@@ -39,7 +44,7 @@ def run(checkpoint, base, out, *options) -> dict:
 
 @pytest.mark.slow
 def test_a_conversion_leaves_an_adapter_and_its_measurements(checkpoint, base, tmp_path, capsys):
-    result = run(checkpoint, base, tmp_path / "out", "--memory_in", 1, 2)
+    result = run(checkpoint, base, tmp_path / "out", "--memory_in", 1, 2, "--save_merged", "true")
     measured = result["validation"][str(prepared_data(base))]
     conditions = measured["cross_entropy"]
     assert list(conditions) == [
@@ -54,14 +59,54 @@ def test_a_conversion_leaves_an_adapter_and_its_measurements(checkpoint, base, t
     assert result["transfer"]["unexplained"]["0"] == 1  # no memory there
     model = load_adapter(LlamaForCausalLM.from_pretrained(checkpoint), tmp_path / "out" / "adapter").eval()
     adapted = [name for name, _ in model.named_parameters() if "lora" in name]
+    whole = load_causal_lm(tmp_path / "out" / "model").eval()
+    torch.testing.assert_close(whole(IDS).logits, model(IDS).logits, rtol=1e-4, atol=1e-4)  # weights were added before
+    assert len(AutoTokenizer.from_pretrained(tmp_path / "out" / "model")) == whole.config.vocab_size
     assert adapted and not any(".layers.0." in name for name in adapted)
     from conversion.evaluation import evaluate
+    from conversion.stages import with_labels
     from support.prepared import open_rows
 
-    rows = open_rows(prepared_data(base), "validation").with_format("torch")[:2]["input_ids"]
+    rows = torch.stack([*open_rows(prepared_data(base), "validation").with_transform(with_labels)[:2].values()], 1)
     again = evaluate(model, rows, 18, [1, 2])["cross_entropy"]
     for name, values in conditions.items():
         assert again[name]["nats"]["value"] == pytest.approx(values["nats"]["value"], rel=1e-5)
+
+
+@pytest.mark.slow
+def test_rows_that_ask_beside_running_text(checkpoint, base, tmp_path):
+    asking = tmp_path / "asking"
+    rows = ["--context", CONTEXT, "--rows", 8, "--validation_rows", 3, "--mix", "echo=1"]
+    prepare_recall.main([*map(str, ["--data", prepared_data(base), "--out", asking, *rows])])
+    result = run(checkpoint, base, tmp_path / "out", "--data", prepared_data(base), asking, "--together_steps", 1)
+    labels = torch.tensor(load_from_disk(str(asking / "validation"))[:2]["labels"])[:, 18:]  # beyond the window
+    measured = result["validation"][str(asking)]
+    assert 0 < measured["tokens"] == int((labels != -100).sum()) < labels.numel()
+    assert result["validation"][str(prepared_data(base))]["tokens"] == labels.numel()
+
+
+@pytest.mark.slow
+def test_a_gpt2_of_train_py(base, tmp_path):
+    options = ["--attention", "self", *running.SIZES, "--max_steps", 3, "--save_steps", 3, "--out", tmp_path / "gpt2"]
+    running.run_recipe("train", "--data", prepared_data(base), *options)
+    result = run(tmp_path / "gpt2", base, tmp_path / "out", "--save_merged", "true", "--narrow", 0, 0)
+    assert result["calibrate"]["unexplained"].keys() == {"0", "1"}
+    assert isinstance(load_causal_lm(tmp_path / "out" / "model"), InfiniGPT2LMHeadModel)
+
+
+@pytest.mark.slow
+def test_two_processes_train_what_one_does(checkpoint, base, tmp_path):
+    """Two rows a step, one in each process or one after the other."""
+    script = [sys.executable, ROOT / "recipes" / "convert.py"]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", 2, *script[1:]]
+    same = ["--model", checkpoint, "--data", prepared_data(base), *WINDOW, *STEPS, *SMALL]
+    for name, command, rows in (("one", script, 2), ("two", launch, 1)):
+        running.run(*command, *same, "--gradient_accumulation", rows, "--out", tmp_path / name)
+    for file in ("infini_adapter.safetensors", "adapter_model.safetensors"):
+        one, two = (load_file(tmp_path / name / "adapter" / file) for name in ("one", "two"))
+        assert one.keys() == two.keys()
+        for key in one:  # the gradients of two rows are summed in another order, and seven steps of Adam let that grow
+            torch.testing.assert_close(one[key], two[key], rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.slow

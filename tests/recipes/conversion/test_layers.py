@@ -4,15 +4,17 @@ import pytest
 import torch
 
 from conversion import layers
-from conversion.layers import gap_by_layer, loss_beyond, losses_with_full_attention
+from conversion.layers import counted_beyond, gap_by_layer, loss_beyond, losses_with_full_attention
 from conversion.teacher import partly_full_attention
 from conversion.trainers import gates_closed
 from decoders import decoder
 from hf_infini import patch_model
 from hf_infini.families import attention_layers
 from models import token_ids
+from recall.rows import NOT_COUNTED
 
-WINDOW, ROWS = 18, token_ids(3, 60)
+IDS, WINDOW = token_ids(3, 60), 18
+ROWS = torch.stack([IDS, IDS], 1)  # every token counts
 
 
 def patched():
@@ -28,7 +30,7 @@ def test_a_share_of_full_attention(share):
     for shares in ({1: share}, {1: 0.0}, {1: 1.0}):
         given = {number: torch.tensor(shares.get(number, 0.0)) for number in range(4)}
         with partly_full_attention(model, 60, given):
-            model(ROWS)
+            model(IDS)
     mixed, window, full = seen
     torch.testing.assert_close(mixed, window + share * (full - window))
     assert not torch.allclose(window, full, atol=1e-3)
@@ -61,3 +63,13 @@ def test_losses_with_full_attention_in_some_layers():
     with gates_closed(model):
         assert closed == [float(loss_beyond(model, row, WINDOW)) for row in ROWS]
     assert all(a != b for a, b in zip(some, closed, strict=True)) and all(a != b for a, b in zip(some, full, strict=True))
+
+
+@torch.no_grad()
+def test_only_labels_beyond_the_window_count():
+    model, row = patched(), ROWS[0].clone()
+    row[1, :20], row[1, 30:] = NOT_COUNTED, NOT_COUNTED
+    logits = model(IDS[:1]).logits[0]
+    wanted = torch.nn.functional.cross_entropy(logits[19:29], IDS[0, 20:30], reduction="sum")
+    assert float(loss_beyond(model, row, WINDOW)) == pytest.approx(float(wanted), rel=1e-5)
+    assert counted_beyond(torch.stack([row, ROWS[1]]), WINDOW) == [10, 42]
