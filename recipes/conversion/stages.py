@@ -113,13 +113,15 @@ class Conversion:
             patch_model(model, **self.memory)
         except ValueError as error:
             raise UserError(f"--model: {error}") from error
-        model.to(self._arguments("transfer", 1, 1.0).device).eval()
-        self.trained = self._choose_layers(model)
-        for number, layer in self._layers(model).items():
-            if number not in self.trained:
-                torch.nn.init.constant_(layer.gate.weight, CLOSED)
-        self._choose_parameters(model)
-        self._calibrate(model)
+        arguments = self._arguments("transfer", 1, 1.0)
+        model.to(arguments.device).eval()
+        with torch.autocast(arguments.device.type, torch.bfloat16, enabled=arguments.bf16):
+            self.trained = self._choose_layers(model)
+            for number, layer in self._layers(model).items():
+                if number not in self.trained:
+                    torch.nn.init.constant_(layer.gate.weight, CLOSED)
+            self._choose_parameters(model)
+            self._calibrate(model)
         return model
 
     def stages(self) -> list[Stage]:
