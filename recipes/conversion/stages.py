@@ -292,5 +292,6 @@ class Conversion:
             logging_steps=1,
             logging_nan_inf_filter=False,
             remove_unused_columns=False,
+            ddp_find_unused_parameters=False,  # by the outputs, and what layers are compared by is none of them
             report_to=[],
         )
