@@ -10,10 +10,11 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, Dynam
 
 from .adapters import without_wrappers
 from .layout import Layout
+from .memory import MemoryRule
 from .memory_contents import fill_with_one_token, find_problem
 from .memory_files import MemoryFileError, check_model, describe_model, read_memory_file, write_memory_file
 from .read_text import ReadText, check_rows
-from .state import InfiniState, empty_places
+from .state import InfiniState, Projections, empty_places
 
 
 class InfiniLayer(CacheLayerMixin):
@@ -122,6 +123,14 @@ class StatesOfCall:
         """The state that the layer continues."""
         return self._before[layer]
 
+    def inputs_before(self, inputs: Tensor, recent: Tensor) -> Tensor:
+        """What a short convolution needs of the tokens before these `inputs`; `recent`: what the layer's state has."""
+        return recent
+
+    def continued(self, state: InfiniState, tokens: Projections, layout: Layout, rule: MemoryRule) -> InfiniState:
+        """The state that these tokens of a layer continue; `state`: the one that the layer knows of."""
+        return state
+
     def may_overwrite(self, layer: int) -> bool:
         """Whether a token may be written into the state's own window: nobody has kept it, and no gradient needs it."""
         return not (torch.is_grad_enabled() or self._layers[layer]._shared)
@@ -203,6 +212,10 @@ class InfiniCache(Cache):
     def first_state(self) -> InfiniState | None:
         """As `state`, for a call that keeps nothing of it."""
         return self._first_layer._state
+
+    def state_of_call(self, batch: int, tokens: int, device: torch.device, **masks: Tensor | None) -> InfiniState | None:
+        """The state that the layout of a call continues; `masks` as [`segment_layout`] takes them."""
+        return self.first_state()
 
     def advance(self, states: StatesOfCall, input_ids: Tensor | None, layout: Layout, tokens: int) -> None:
         """Takes over what a call of `tokens` columns has left; `input_ids` `[batch, tokens]`, or `None` for embeddings."""

@@ -214,6 +214,7 @@ class MemoryLayerMixin(nn.Module):
         if taps:
             if recent is None:
                 recent = hidden_states.new_zeros(hidden_states.shape[0], taps - 1, hidden_states.shape[2])
+            recent = recent if states is None else states.inputs_before(hidden_states, recent)
             added, recent = short_convolution(hidden_states, self.memory_conv, layout, recent)
             hidden_states = hidden_states + added
         return LayerCall(hidden_states, layout, state, states, recent, outside_model)
@@ -242,6 +243,7 @@ class MemoryLayerMixin(nn.Module):
             weights = 0 if tokens.log_weight is None else tokens.log_weight.shape[-1]
             options = {"log_weights": weights, "normalised": self.rule.normalised}
             state = InfiniState.initial(key, value, *window, **options, **self.start())
+        state = state if states is None else states.continued(state, tokens, call.layout, self.rule)
         output, after, weights = attend(
             tokens,
             self.gate(),

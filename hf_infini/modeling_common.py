@@ -157,10 +157,10 @@ def layout_of_call(
         ValueError: the mask or the positions do not go on from what the cache has read.
     """
     batch, tokens = embeddings.shape[:2]
-    state = None if cache is None else cache.first_state()
     attention_mask = mask_of_call(attention_mask, batch, tokens, cache)
-    check_continuation(position_ids, attention_mask, state)
+    check_continuation(position_ids, attention_mask, None if cache is None else cache.first_state())
     masks = {"attention_mask": attention_mask, "position_ids": position_ids, "memory_mask": memory_mask}
+    state = None if cache is None else cache.state_of_call(batch, tokens, embeddings.device, **masks)
     options = {"state": state, "max_documents": max_documents, "device": embeddings.device}
     return segment_layout(batch, tokens, *config.window, **masks, **options)
 

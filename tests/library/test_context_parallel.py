@@ -1,0 +1,179 @@
+"""Context parallelism: the ranks that share a row compute what one process does, outputs, losses and gradients."""
+
+import random
+import time
+
+import pytest
+import torch
+from torch import distributed
+
+from decoders import decoder
+from hf_infini import patch_model
+from hf_infini.context_parallel import ShardCache, shard_rows
+from models import causal_mha, infini_gpt2
+from ranks import on_ranks
+
+# Of the largest number that is compared. Sums in another order round differently; transformers computes the loss, and the
+# layers the start of z, in float32 whatever the model's dtype. In float32 the delta rule can lose three digits.
+TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4}
+RULES = ("linear", "delta", "gated_delta")
+SIZES = (2, 3, 4)
+
+
+def model_of(draw: random.Random, dtype: torch.dtype):
+    rule = draw.choice(RULES)
+    options = {
+        "segment_length": draw.choice([4, 6]),
+        "update_rule": rule,
+        "local_segments": draw.randint(0, 2),
+        "sink_tokens": draw.choice([0, 2]),
+        "memory_conv": draw.choice([0, 1, 3]),
+        "memory_init": draw.choice(["zeros", "learned"]),
+        "mask_special_tokens": draw.random() < 0.5,
+    }
+    if rule != "gated_delta":
+        options |= draw.choice([{}, {"denominator": "shared"}, {"feature_map": "exp", "memory_write": "learned"}])
+    kind = draw.choice(["gpt2", "causal_mha", "llama"])
+    if kind == "llama":
+        model = patch_model(decoder("llama", num_hidden_layers=2), **options)
+    elif kind == "gpt2":
+        model = infini_gpt2(n_positions=128, **options)
+    else:
+        model = causal_mha(n_positions=128, attention="infini", position_encoding="rope", **options)
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in model.named_parameters():
+        if name.endswith(("memory_conv", "memory_write", "start_memory", "start_normaliser")):
+            parameter.data += 0.3 * torch.randn(parameter.shape, generator=generator)
+    return model.to(dtype)
+
+
+def rows_of(draw: random.Random, tokens: int) -> dict[str, torch.Tensor]:
+    """Two rows: plain, padded (anywhere, or at the end over whole shards), of documents that begin anywhere, or both."""
+    generator = torch.Generator().manual_seed(draw.randint(0, 10**6))
+    batch = {"input_ids": torch.randint(89, (2, tokens), generator=generator)}
+    real = torch.ones(2, tokens, dtype=torch.long)
+    padding = draw.choice(["none", "anywhere", "end"])
+    if padding == "anywhere":
+        real = (torch.rand(2, tokens, generator=generator) < 0.8).long()
+    elif padding == "end":
+        real[0, draw.randint(tokens // 4, tokens) :] = 0
+    if padding != "none":
+        batch["attention_mask"] = real
+    if draw.random() < 0.6:
+        begins = torch.rand(2, tokens, generator=generator) < draw.choice([0.03, 0.1, 0.3])
+        columns = torch.arange(tokens).expand(2, -1)
+        batch["position_ids"] = columns - torch.where(begins, columns, 0).cummax(1).values
+    labels = batch["input_ids"].masked_fill(real == 0, -100)
+    batch["labels"] = labels.masked_fill(torch.rand(2, tokens, generator=generator) < 0.2, -100)
+    return batch
+
+
+def run(model, batch, count) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    model.zero_grad()
+    output = model(**batch, num_items_in_batch=count)
+    output.loss.backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return output.logits.detach(), output.loss.detach(), gradients
+
+
+def differences(seeds: range, dtype: torch.dtype) -> list[tuple[int, str, float]]:
+    """On every rank: how far what the ranks find together is from what one process does, of the largest number compared."""
+    groups = {size: distributed.new_group(range(size)) for size in SIZES}
+    found = []
+    for seed in seeds:
+        draw = random.Random(seed)
+        size = draw.choice(SIZES)
+        model = model_of(draw, dtype)
+        if draw.random() < 0.25:
+            model.train().gradient_checkpointing_enable({"use_reentrant": False})
+            for module in model.modules():
+                if isinstance(module, torch.nn.Dropout):
+                    module.p = 0.0
+        tokens = model.config.window[0] * draw.randint(1, 4) * size
+        batch = rows_of(draw, tokens)
+        if distributed.get_rank() >= size:
+            continue
+        count = max(1, int((batch["labels"][:, 1:] != -100).sum()))
+        logits, loss, gradients = run(model, batch, count)
+        own_logits, own_loss, own_gradients = run(model, shard_rows(batch, model.config, groups[size]), count)
+        assert own_gradients.keys() == gradients.keys()
+        every = [torch.empty_like(own_logits) for _ in range(size)]
+        distributed.all_gather(every, own_logits, groups[size])
+        real = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
+        pairs = {"logits": (logits[real], torch.cat(every, 1)[real]), "loss": (loss, own_loss)}
+        pairs |= {name: (gradients[name], own_gradients[name]) for name in gradients}
+        for name, (wanted, own) in pairs.items():
+            if name != "logits":
+                distributed.all_reduce(own, group=groups[size])
+            found.append((seed, name, float((own - wanted).abs().max() / wanted.abs().max().clamp(min=1e-30))))
+    return found
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_ranks_compute_what_one_process_does(dtype):
+    seeds = range(40) if dtype == torch.float64 else range(40, 52)
+    for found in on_ranks(differences, max(SIZES), seeds, dtype):
+        assert not isinstance(found, Exception), found
+        assert len(found) > 100
+        assert max(entry[2] for entry in found) < TOLERANCE[dtype], [e for e in found if not e[2] < TOLERANCE[dtype]]
+
+
+def refusals() -> list[str]:
+    """What each call that cannot be right is told, on this rank."""
+    rank, model = distributed.get_rank(), infini_gpt2(n_layer=2)
+    batch = {"input_ids": torch.randint(89, (2, 48), generator=torch.Generator().manual_seed(0))}
+    other, used = infini_gpt2(n_layer=2, update_rule=RULES[rank], sink_tokens=rank), shard_rows(batch, model.config)
+    model(**used)
+    calls = [
+        lambda: shard_rows({"input_ids": batch["input_ids"][:, :44]}, model.config),
+        lambda: shard_rows({"input_ids": batch["input_ids"][:, :16]}, model.config),
+        lambda: shard_rows(batch | {"labels": batch["input_ids"][:, 1:]}, model.config),
+        lambda: shard_rows(batch, infini_gpt2(layers=[1]).config),
+        lambda: model(**used),
+        lambda: model(**shard_rows({"input_ids": batch["input_ids"][: 1 + rank % 2]}, model.config)),
+        lambda: model(**shard_rows(batch | ({"attention_mask": batch["input_ids"] >= 0} if rank else {}), model.config)),
+        lambda: other(**shard_rows(batch, other.config)),
+        lambda: model(input_ids=batch["input_ids"][:, :12], past_key_values=ShardCache(model.config)),
+    ]
+    found = []
+    for call in calls:
+        with pytest.raises(ValueError) as refused:
+            call()
+        found.append(str(refused.value))
+    return found
+
+
+def test_what_cannot_be_right_is_refused_on_every_rank():
+    every = on_ranks(refusals, 3)
+    wanted = [
+        "rows of 44 tokens are 5.5 segments of 8, and 3 ranks need the same number of whole segments each: use fewer ranks",
+        "rows of 16 tokens are 2 segments of 8, fewer than the 3 ranks",
+        "all parts [rows, tokens, …]; got {'input_ids': [2, 48], 'labels': [2, 47]}",
+        "layers [0, 2] of this model have no memory: their attention would need the keys and values of all ranks",
+        "a ShardCache is for one call",
+        "the ranks that share a row differ, listed by rank: {'batch': [1, 2, 1]}",
+        "{'attention_mask': [False, True, True]}",
+        "{'sink_tokens': [0, 1, 2], 'update_rule': ['linear', 'delta', 'gated_delta']}",
+        "a shard must be whole segments of 8 tokens, and 2 tokens at least; these are 12",
+    ]
+    for found in every:
+        assert not isinstance(found, Exception), found
+        for part, message in zip(wanted, found, strict=True):
+            assert part in message
+
+
+def one_dies() -> float:
+    model = infini_gpt2(n_layer=2)
+    batch = {"input_ids": torch.randint(89, (2, 48), generator=torch.Generator().manual_seed(0))}
+    model(**shard_rows(batch, model.config))
+    if distributed.get_rank() == 1:
+        raise KeyboardInterrupt
+    begin = time.monotonic()
+    with pytest.raises(RuntimeError):
+        model(**shard_rows(batch, model.config))
+    return time.monotonic() - begin
+
+
+def test_a_rank_that_dies_ends_the_others():
+    died, *others = sorted(on_ranks(one_dies, 3), key=lambda answer: isinstance(answer, float))
+    assert isinstance(died, KeyboardInterrupt) and all(seconds < 60 for seconds in others)
