@@ -114,7 +114,7 @@ def test_ranks_compute_what_one_process_does(dtype):
     seeds = range(40) if dtype == torch.float64 else range(40, 52)
     for found in on_ranks(differences, max(SIZES), seeds, dtype):
         assert not isinstance(found, Exception), found
-        assert len(found) > 100
+        assert len(found) > 40
         assert max(entry[2] for entry in found) < TOLERANCE[dtype], [e for e in found if not e[2] < TOLERANCE[dtype]]
 
 
