@@ -46,6 +46,9 @@ from .memory import MemoryRule, Written
 from .segments import restarts, segment_layout
 from .state import InfiniState, Projections
 
+# What loading or saving writes into a configuration, perhaps on one rank only
+SAVED = ("_name_or_path", "architectures", "auto_map", "dtype", "transformers_version")
+
 
 def shard_rows(batch: Mapping[str, Tensor], config, group: distributed.ProcessGroup | None = None) -> dict[str, Any]:
     """This rank's share of whole rows, as arguments of the model: `model(**shard_rows(batch, model.config, group)).loss`.
@@ -73,19 +76,31 @@ def shard_rows(batch: Mapping[str, Tensor], config, group: distributed.ProcessGr
     text = batch.get("input_ids", batch.get("inputs_embeds"))
     if text is None or any(shape[:2] != list(text.shape[:2]) for shape in shapes.values()):
         raise ValueError(f"the batch must have input_ids or inputs_embeds, and all parts [rows, tokens, …]; got {shapes}.")
-    tokens, length = text.shape[1], config.window[0]
-    if tokens % (size * length):
+    check_shards(config, text.shape[1], size)
+    parts = dict(batch)
+    if "labels" in batch:
+        parts["shift_labels"] = F.pad(batch["labels"][:, 1:], (0, 1), value=-100)
+    shards = {name: part.chunk(size, 1)[rank].contiguous() for name, part in parts.items()}
+    return shards | {"past_key_values": ShardCache(config, group), "use_cache": False}
+
+
+def check_shards(config, tokens: int | None = None, size: int = 1) -> None:
+    """ValueError unless all layers of a model have a memory and rows of so many tokens (`None`: any) can be cut into `size`
+    shards."""
+    kept = sorted({*range(config.num_hidden_layers)} - {*getattr(config, "infini_layers", ())})
+    if kept:
+        raise ValueError(
+            f"layers {kept} of this model have no memory: their attention would need the keys and values of all ranks, "
+            "which are not exchanged here. Give every layer a memory, or do not cut the rows."
+        )
+    length = config.window[0]
+    if tokens is not None and tokens % (size * length):
         fewer = f", fewer than the {size} ranks" if tokens < size * length else ""
         raise ValueError(
             f"rows of {tokens} tokens are {tokens / length:g} segments of {length}{fewer}, and {size} ranks need the same "
             f"number of whole segments each: use fewer ranks, or rows of a multiple of {size} * {length} = {size * length} "
             "tokens."
         )
-    parts = dict(batch)
-    if "labels" in batch:
-        parts["shift_labels"] = F.pad(batch["labels"][:, 1:], (0, 1), value=-100)
-    shards = {name: part.chunk(size, 1)[rank].contiguous() for name, part in parts.items()}
-    return shards | {"past_key_values": ShardCache(config, group), "use_cache": False}
 
 
 class ShardCache(InfiniCache):
@@ -101,12 +116,8 @@ class ShardCache(InfiniCache):
     """
 
     def __init__(self, config, group: distributed.ProcessGroup | None = None):
+        check_shards(config)
         super().__init__(config)
-        if kept := sorted({*range(config.num_hidden_layers)} - {*config.infini_layers}):
-            raise ValueError(
-                f"layers {kept} of this model have no memory: their attention would need the keys and values of all ranks, "
-                "which are not exchanged here. Give every layer a memory, or do not cut the rows."
-            )
         self.group, self.shard = group, None
         self.rank, self.size = distributed.get_rank(group), distributed.get_world_size(group)
 
@@ -146,7 +157,7 @@ class ShardCache(InfiniCache):
         """ValueError on every rank unless all call the same model on shards of the same shape."""
         from . import __version__
 
-        options = {name: value for name, value in self._config.to_dict().items() if name != "_name_or_path"}
+        options = {name: value for name, value in self._config.to_dict().items() if name not in SAVED}
         call = {"batch": batch, "tokens": tokens} | {name: mask is not None for name, mask in masks.items()}
         versions = {"hf_infini": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
         facts = {**call, **versions, "model": json.dumps(options, sort_keys=True, default=str)}

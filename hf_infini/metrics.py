@@ -170,7 +170,9 @@ class LossByPosition:
         ]
 
 
-def evaluate_rows(model, rows, batch_size: int, reader=None, together: bool = False) -> dict[str, float]:
+def evaluate_rows(
+    model, rows, batch_size: int, reader=None, together: bool = False, chunk: int | None = None
+) -> dict[str, float]:
     """Token-weighted cross-entropy, perplexity and token count of rows of one length, shared among all processes.
 
     Args:
@@ -180,6 +182,7 @@ def evaluate_rows(model, rows, batch_size: int, reader=None, together: bool = Fa
         reader: a [`RowReader`] that makes inputs of them; `None` counts every token.
         together: whether every process has to call the model equally often, as a sharded model wants it: one without rows of
             its own left then reads rows of the first's once more, and does not count them.
+        chunk: tokens per call of the model, as in [`stream_losses`].
     """
     import torch
 
@@ -197,7 +200,7 @@ def evaluate_rows(model, rows, batch_size: int, reader=None, together: bool = Fa
             break
         start = start if own else first
         inputs: dict[str, Any] = reader(rows[start : start + batch_size])
-        for _, losses, targets in stream_losses(model, **inputs):
+        for _, losses, targets in stream_losses(model, chunk=chunk, **inputs):
             loss_sum += own * losses.sum(dtype=torch.float64).item()
             tokens += own * int((targets != -100).sum())
     model.train(was_training)

@@ -46,6 +46,9 @@ class RunOptions:
                                         "1 to it; default: 32.", at_least=1, rare=True)  # fmt: skip
     num_processes: int | None = option(None, "Processes that must have been started; default: any number.", group="machine",
                                       greater_than=0, rare=True)  # fmt: skip
+    context_parallel_size: int | None = option(None, "infini: processes that share each row, each computing the tokens of a "
+                                               "part: for rows too long for one device; default: 1.",
+                                               greater_than=0, rare=True)  # fmt: skip
     use_cpu: bool = option(False, "Train on the CPU even where there is a GPU.")
     seed: int = option(0, "Seed of the weights, the order of the rows and dropout.", **SEED, group="optimisation")
     report_to: list[str] = option(["none"], "Trackers that receive losses, learning rate and gates: none, or any of "
@@ -101,7 +104,8 @@ def main(argv: list[str] | None = None) -> None:
     run.report_to = setup.check_trackers(run.report_to)
     arguments = training_arguments(run, optimizer)
     fingerprint = setup.data_fingerprint(manifest)
-    rows_per_step = optimizer.batch_size * optimizer.gradient_accumulation * arguments.world_size
+    sharing = run.context_parallel_size or 1
+    rows_per_step = optimizer.batch_size * optimizer.gradient_accumulation * (arguments.world_size // sharing)
     train, validation = setup.load_rows(data, rows_per_step)
     context = len(train[0]["input_ids"])
     tokens_per_step = rows_per_step * context
@@ -110,6 +114,7 @@ def main(argv: list[str] | None = None) -> None:
     tokenizer = read_tokenizer(data)
     config = build_config(shape, tokenizer, context)
     dilution.check_options(run, optimizer, config)
+    setup.check_sharing(run, optimizer, config, context)
     setup.set_gate_rate(optimizer, config)
     options = {**vars(shape), "attention": attention_of(config), **vars(optimizer), **vars(run), "data": fingerprint}
     options |= {"precision": "bf16" if arguments.bf16 else "float32", "num_processes": arguments.world_size}
@@ -144,6 +149,7 @@ def main(argv: list[str] | None = None) -> None:
                 parameter_groups(model, *rates), betas=(0.9, 0.95), fused=True
             ),
             past_of=diluted and diluted.past,
+            context_parallel_size=sharing,
         )
         setup.check_sharding(console.speak_in_lines(trainer))
         if arguments.should_save:  # not before: options that make no model or Trainer may be corrected
@@ -154,7 +160,8 @@ def main(argv: list[str] | None = None) -> None:
         model, lines = setup.train_to_end(trainer, checkpoint)
 
         # Always in float32, so that recipes/evaluate_model.py finds the same number
-        validated = metrics.evaluate_rows(model, validation, optimizer.batch_size, judged)
+        chunk = None if sharing == 1 else -(-context // sharing)
+        validated = metrics.evaluate_rows(model, validation, optimizer.batch_size, judged, chunk=chunk)
         setup.leave_process_group(trainer)
         if not arguments.should_save:
             return
@@ -226,7 +233,7 @@ def training_arguments(run: RunOptions, optimizer: OptimizerOptions):
     run_folder.say(f"{arguments.world_size} process(es) on {arguments.device}, {'bf16' if bf16 else 'float32'}")
     if use_cpu:
         measurement.keep_freed_memory()
-    setup.check_processes(arguments, run.num_processes)
+    setup.check_processes(arguments, run.num_processes, run.context_parallel_size)
     return arguments
 
 

@@ -5,10 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from transformers import Cache, Trainer
 
+from ..context_parallel import check_shards, shard_rows
 from ..memory_layer import gates_of
 from ..metrics import evaluate_rows
 from ..rows import RowReader
@@ -63,6 +65,11 @@ class PerplexityTrainer(Trainer):
             be given ready-made (`optimizers`).
         past_of: makes the cache that training rows begin with, of a model, the number of rows and a device; None: they begin
             with nothing.
+        context_parallel_size: how many processes share each row ([`shard_rows`]); neighbours by rank do. The rest is data
+            parallelism: `per_device_train_batch_size` rows for each such group.
+
+    Raises:
+        ValueError: the processes cannot share rows so, or a layer of the model has no memory.
     """
 
     model: Any
@@ -74,15 +81,41 @@ class PerplexityTrainer(Trainer):
         eval_reader: RowReader | None = None,
         optimizer_of: Callable[[torch.nn.Module], torch.optim.Optimizer] | None = None,
         past_of: Callable[[torch.nn.Module, int, torch.device], Cache] | None = None,
+        context_parallel_size: int = 1,
         **kwargs,
     ):
         super().__init__(*args, **kwargs)
         self.past_of = past_of
+        self.context_parallel_size = context_parallel_size
+        self.rows_mesh = None if context_parallel_size == 1 else self._mesh_of_rows(context_parallel_size)
         self.eval_rows = eval_rows
         self.eval_reader = eval_reader
         self.optimizer_of = optimizer_of
         # All processes must take part in every call of a sharded model
         self.is_sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
+
+    def _mesh_of_rows(self, size: int) -> DeviceMesh:
+        check_shards(self.model.config)
+        processes = self.args.world_size
+        if size < 1 or processes % size:
+            raise ValueError(f"context_parallel_size must divide the {processes} processes that were started; got {size}.")
+        refused = {"past_of": self.past_of is not None, "torch_compile": self.args.torch_compile}
+        refused |= {"DeepSpeed": self.is_deepspeed_enabled, "label_smoothing_factor": self.label_smoother is not None}
+        if names := [name for name, given in refused.items() if given]:
+            raise ValueError(f"context_parallel_size={size} does not go with {', '.join(names)}: leave one of the two out.")
+        # The names are accelerate's: its data loaders give all processes along "cp" the same rows
+        return init_device_mesh(self.args.device.type, (processes // size, size), mesh_dim_names=("dp_replicate", "cp"))
+
+    def get_cp_size(self) -> int:
+        return self.context_parallel_size
+
+    def get_train_dataloader(self):
+        state = self.accelerator.state
+        before, state.device_mesh = state.device_mesh, self.rows_mesh or state.device_mesh
+        try:
+            return super().get_train_dataloader()
+        finally:
+            state.device_mesh = before
 
     def create_optimizer(self, model=None) -> torch.optim.Optimizer:
         if self.optimizer is None and self.optimizer_of is not None:
@@ -92,6 +125,11 @@ class PerplexityTrainer(Trainer):
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """As the Trainer's. Where most labels are −100, logits are computed only at the other places: the head over a whole
         vocabulary is much of a small model's work."""
+        if self.rows_mesh is not None:
+            if num_items_in_batch is None:
+                raise ValueError("processes that share rows need the count of all labels: num_items_in_batch is not given.")
+            inputs = shard_rows(inputs, self.model.config, self.rows_mesh.get_group("cp"))
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         context = {"use_cache": False}
         if self.past_of is not None:
             ids = inputs["input_ids"]
@@ -123,7 +161,8 @@ class PerplexityTrainer(Trainer):
         rows = rows if self.eval_rows is None else rows.select(range(min(self.eval_rows, len(rows))))
         with self.accelerator.autocast():
             size, reader = self.args.per_device_eval_batch_size, self.eval_reader
-            total = evaluate_rows(self.model, rows, size, reader, together=self.is_sharded)
+            chunk = None if self.rows_mesh is None else -(-len(rows[0]["input_ids"]) // self.context_parallel_size)
+            total = evaluate_rows(self.model, rows, size, reader, together=self.is_sharded, chunk=chunk)
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in total.items()}
         metrics[f"{metric_key_prefix}_loss"] = total["cross_entropy"]
         if self.args.report_to:  # otherwise they are only in metrics.jsonl and not printed

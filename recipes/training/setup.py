@@ -14,6 +14,7 @@ from transformers.integrations import get_available_reporting_integrations
 from transformers.trainer import TRAINER_STATE_NAME
 
 from cli import UserError
+from hf_infini.context_parallel import check_shards
 from support.prepared import open_rows
 
 from .run_folder import lines_of, write_lines
@@ -103,8 +104,14 @@ def number_of_steps(run, steps_per_epoch: int, tokens_per_step: int) -> int:
     return min(filter(None, ends), default=steps_per_epoch)
 
 
-def check_processes(arguments: TrainingArguments, expected: int | None) -> None:
-    """UserError when other than the expected number of processes was started, or one process sees several GPUs."""
+def check_processes(arguments: TrainingArguments, expected: int | None, sharing: int | None = None) -> None:
+    """UserError when other than the expected number of processes was started, one that so many cannot share rows in, or one
+    process sees several GPUs."""
+    if sharing is not None and arguments.world_size % sharing:
+        raise UserError(
+            f"--context_parallel_size {sharing}, but {arguments.world_size} processes started: as many must start as "
+            f"{sharing} divides, such as `torchrun --nproc_per_node {sharing}`"
+        )
     if expected not in (None, arguments.world_size):
         raise UserError(
             f"--num_processes {expected}, but {arguments.world_size} started. `accelerate launch --cpu` starts "
@@ -116,6 +123,23 @@ def check_processes(arguments: TrainingArguments, expected: int | None) -> None:
             f"one process sees {arguments.n_gpu} GPUs: start with `torchrun --nproc_per_node {arguments.n_gpu}`, or "
             "choose one with CUDA_VISIBLE_DEVICES=0"
         )
+
+
+def check_sharing(run, optimizer, config, context: int) -> None:
+    """UserError when processes cannot share rows of so many tokens as `--context_parallel_size` asks them to.
+
+    Args:
+        run, optimizer: the options of recipes/train.py; config: the model's.
+    """
+    if run.context_parallel_size in (None, 1):
+        return
+    for name, given in (("dilute_with", run.dilute_with), ("torch_compile", optimizer.torch_compile)):
+        if given:
+            raise UserError(f"--context_parallel_size does not go with --{name}: leave one of the two out")
+    try:
+        check_shards(config, context, run.context_parallel_size)
+    except ValueError as error:
+        raise UserError(f"--context_parallel_size {run.context_parallel_size}: {error}") from None
 
 
 def check_sharding(trainer: Trainer) -> None:

@@ -1,0 +1,100 @@
+"""train.py with processes that share rows: what one process trains, killed and resumed, and what is refused."""
+
+import os
+import re
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import psutil
+import pytest
+from transformers import GPT2Config, TrainingArguments
+
+from cli import UserError
+from hf_infini import InfiniGPT2Config
+from hf_infini.training import PerplexityTrainer
+from models import infini_gpt2
+from running import CONTEXT, ROOT, SIZES, load_recipe, losses, prepared_data, recipe, result, run_recipe
+from training import setup
+
+train = load_recipe("train")
+
+
+def options(base, sharing: int, processes: int) -> list:
+    """Of 4 rows for each step, whoever trains them."""
+    given = ["--data", prepared_data(base), *SIZES, "--attention", "infini", "--segment_length", 8, "--local_segments", 1]
+    given += ["--position_encoding", "segment", "--sink_tokens", 2, "--memory_conv", 3, "--separate_documents", "true"]
+    given += ["--max_steps", 12, "--eval_steps", 5, "--eval_rows", 12, "--logging_steps", 1, "--save_steps", 4]
+    given += ["--precision", "float32", "--batch_size", 2, "--gradient_accumulation", 2 * sharing // processes]
+    return given + (["--context_parallel_size", sharing, "--num_processes", processes] if processes > 1 else [])
+
+
+@pytest.fixture(scope="module")
+def alone(base):
+    run_recipe("train", *options(base, 1, 1), "--out", base / "shared_by_one")
+    return base / "shared_by_one"
+
+
+def started(base, sharing: int, processes: int, out) -> subprocess.Popen:
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", processes]
+    command = [*launch, *recipe("train")[1:], *options(base, sharing, processes), "--out", out]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen([*map(str, command)], cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharing, processes", [(2, 2), (2, 4)])
+def test_processes_that_share_rows_train_what_one_does(base, alone, sharing, processes):
+    out = base / f"shared_{sharing}_{processes}"
+    first = started(base, sharing, processes, out)
+    deadline = time.monotonic() + 200
+    while not (out / "checkpoint-4" / "complete.json").is_file():
+        assert first.poll() is None and time.monotonic() < deadline, first.communicate()[1]
+        time.sleep(0.01)
+    psutil.Process(first.pid).children()[-1].kill()
+    begin = time.monotonic()
+    first.communicate(timeout=60)
+    assert time.monotonic() - begin < 60
+    again = started(base, sharing, processes, out)
+    errors = again.communicate(timeout=200)[1]
+    assert again.returncode == 0 and re.search("from step [48]", errors), errors
+    assert [line[0] for line in losses(alone)] == [line[0] for line in losses(out)]
+    for (_, *of_one, _), (_, *of_many, _) in zip(losses(alone), losses(out), strict=True):
+        # Gradients are summed in another order, and 12 steps of AdamW let that grow
+        assert of_one == [pytest.approx(value, rel=1e-4) if value is not None else None for value in of_many]
+    assert result(alone)["tokens"] == result(out)["tokens"]
+    assert result(alone)["cross_entropy"] == pytest.approx(result(out)["cross_entropy"], rel=1e-4)
+
+
+def test_more_or_fewer_processes_than_rows_can_be_shared_by_are_refused(base, tmp_path):
+    given = ["--data", prepared_data(base), *SIZES, "--attention", "infini", "--segment_length", 16]
+    done = run_recipe("train", *given, "--context_parallel_size", 2, "--out", tmp_path / "o", check=False)
+    assert done.returncode == 1 and "--context_parallel_size 2, but 1 processes started" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "config, given, message",
+    [
+        (GPT2Config(n_layer=2), {}, r"--context_parallel_size 2: layers \[0, 1\] of this model have no memory"),
+        (InfiniGPT2Config(segment_length=24), {}, "--context_parallel_size 2: rows of 64 tokens are 2.66667 segments of 24"),
+        (InfiniGPT2Config(segment_length=16), {"torch_compile": True}, "does not go with --torch_compile"),
+        (InfiniGPT2Config(segment_length=16), {"dilute_with": "data"}, "does not go with --dilute_with"),
+    ],
+)
+def test_what_cannot_share_rows_is_refused(config, given, message):
+    options = {"context_parallel_size": 2, "dilute_with": None, "torch_compile": False} | given
+    with pytest.raises(UserError, match=message):
+        setup.check_sharing(SimpleNamespace(**options), SimpleNamespace(**options), config, CONTEXT)
+    options["context_parallel_size"] = 1
+    setup.check_sharing(SimpleNamespace(**options), SimpleNamespace(**options), config, CONTEXT)
+
+
+def test_a_trainer_refuses_what_it_would_get_wrong(tmp_path):
+    arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])
+    for model, size, message in (
+        (infini_gpt2(), 2, "context_parallel_size must divide the 1 processes that were started; got 2"),
+        (infini_gpt2(layers=[0, 2]), 2, r"layers \[1\] of this model have no memory"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            PerplexityTrainer(model=model, args=arguments, context_parallel_size=size)
