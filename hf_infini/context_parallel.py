@@ -197,9 +197,11 @@ class Shard(NamedTuple):
         whole: dict[str, Tensor | None] = {}
         for name, mask in masks.items():
             if mask is not None:
-                mask = mask.expand(batch, tokens).to(torch.long) if name == "position_ids" else bool_mask(name, mask, True)
-                mask = cache.gather(mask.to(torch.int64)).transpose(0, 1).flatten(1)
-            whole[name] = mask if mask is None or name == "position_ids" else mask > 0
+                kind = torch.int32 if name == "position_ids" else torch.uint8
+                mask = mask if name == "position_ids" else bool_mask(name, mask, True)
+                mask = cache.gather(mask.expand(batch, tokens).to(kind)).transpose(0, 1).flatten(1)
+                mask = mask.to(torch.int64 if name == "position_ids" else torch.bool)
+            whole[name] = mask
         kept = torch.ones(size, batch, dtype=torch.bool, device=device)
         if whole["position_ids"] is not None:
             begins = restarts(whole["position_ids"], whole["attention_mask"], None)

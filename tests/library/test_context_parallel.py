@@ -2,6 +2,7 @@
 
 import random
 import time
+from unittest import mock
 
 import pytest
 import torch
@@ -177,3 +178,54 @@ def one_dies() -> float:
 def test_a_rank_that_dies_ends_the_others():
     died, *others = sorted(on_ranks(one_dies, 3), key=lambda answer: isinstance(answer, float))
     assert isinstance(died, KeyboardInterrupt) and all(seconds < 60 for seconds in others)
+
+
+def received(rule: str, tokens: int, **options) -> list[int]:
+    """Bytes that this rank receives from the others in the layers' forward and backward passes of one step, by number of
+    layers: of one layer, and of two."""
+    found, size, rank = [], distributed.get_world_size(), distributed.get_rank()
+    for layers in (1, 2):
+        model = infini_gpt2(n_layer=layers, n_positions=256, update_rule=rule, **options)
+        count = 0
+
+        def all_gather(every, own, group=None, call=distributed.all_gather):
+            nonlocal count
+            count += (size - 1) * own.nbytes * own.is_floating_point()  # those of numbers are once for all layers
+            call(every, own, group)
+
+        def reduce_scatter(own, every, group=None, call=distributed.reduce_scatter):
+            nonlocal count
+            count += (size - 1) * own.nbytes
+            call(own, every, group=group)
+
+        def all_to_all_single(out, given, counts, sent, group=None, call=distributed.all_to_all_single):
+            nonlocal count
+            count += (sum(counts) - counts[rank]) * out[:1].nbytes
+            call(out, given, counts, sent, group)
+
+        batch = {"input_ids": torch.randint(1, 89, (2, tokens), generator=torch.Generator().manual_seed(0))}
+        functions = {"all_gather": all_gather, "reduce_scatter": reduce_scatter, "all_to_all_single": all_to_all_single}
+        with mock.patch.multiple(distributed, **functions):
+            model(**shard_rows(batch | {"labels": batch["input_ids"]}, model.config)).loss.backward()
+        found.append(count)
+    return found
+
+
+def counts() -> dict[str, list[list[int]]]:
+    options = {"segment_length": 8, "local_segments": 2, "memory_conv": 3}
+    return {rule: [received(rule, tokens, **options) for tokens in (96, 192)] for rule in RULES}
+
+
+def test_bytes_do_not_grow_with_the_text():
+    """Per layer and row: the ranks' states, the window of the rank before, the convolution's inputs; backwards likewise."""
+    heads, width, channels = 4, 8, 32
+    maps = {"linear": width * (width + 1), "delta": width + width * 2 * width, "gated_delta": width * 2 * width}
+    for rank, found in enumerate(on_ranks(counts, 3)):
+        assert not isinstance(found, Exception), found
+        for rule, lengths in found.items():
+            states = 2 * heads * maps[rule] * 4
+            weights = 2 * (rule == "gated_delta")  # log β and log α
+            window = 2 * 8 * heads * (2 * width + weights) * 4 + 2 * channels * 4
+            forward, backward = window * (rank > 0), window * (rank < 2)
+            wanted = 2 * (2 * states + forward + backward)  # two rows
+            assert lengths == [[wanted, 2 * wanted]] * 2
