@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from torch.utils.data import ConcatDataset
+from tqdm.auto import tqdm
 from transformers import TrainingArguments, set_seed
 
 from cli import UserError
@@ -261,7 +262,8 @@ class Conversion:
 
         def measure() -> dict[int, list[float]]:
             tried = {number: {} for number in self.trained}
-            for scale, gate in [(scale, gate) for scale in (SCALES if learned else (1.0,)) for gate in GATES]:
+            starts = [(scale, gate) for scale in (SCALES if learned else (1.0,)) for gate in GATES]
+            for scale, gate in tqdm(starts, desc="calibration", unit="start", leave=False):
                 for number in self.trained:
                     choose(number, scale, gate)
                 for number, error in errors(model, self._calibration_rows()).items():
