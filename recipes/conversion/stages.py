@@ -23,7 +23,8 @@ from support.stages import read_json, read_manifest, write_json
 from training import console, run_folder, setup
 
 from .layers import gap_by_layer
-from .trainers import SMALLEST, Together, Transfer, errors, unexplained
+from . import trainers
+from .trainers import SMALLEST, Together, Transfer, errors
 
 DEFAULTS = {"segment_length": 256, "local_segments": 1, "sink_tokens": 4, "feature_map": "learned", "denominator": "shared"}
 SCALES, GATES = (0.03, 0.1, 0.3), (-8.0, -4.0, 0.0)  # of which calibration chooses
@@ -159,8 +160,8 @@ class Conversion:
                 run_folder.say(f"{stage.name}: {stage.steps:,} steps of {tokens_per_step:,} tokens, {note}")
                 console.speak_in_lines(trainer).train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
             restore_adapter(model, last)
-        found = {"steps": stage.steps, "tokens": stage.steps * tokens_per_step, "unexplained": self.unexplained(model, stage.name)}
-        return model, found
+        unexplained = self.unexplained(model, stage.name)
+        return model, {"steps": stage.steps, "tokens": stage.steps * tokens_per_step, "unexplained": unexplained}
 
     def save_merged(self, model) -> Path:
         """The folder of the whole model, which has the adapter in its weights now, and its tokenizer."""
@@ -174,7 +175,7 @@ class Conversion:
         if not self.is_main_process:
             return {}
         rows = torch.cat([*self.rows_of("validation", EVALUATED_ROWS).values()])
-        return self._measured(f"unexplained_after_{stage}.json", lambda: unexplained(model.eval(), rows))
+        return self._measured(f"unexplained_after_{stage}.json", lambda: trainers.unexplained(model.eval(), rows))
 
     def rows_of(self, split: str, count: int) -> dict[str, Tensor]:
         """The first `count` rows of each folder, `[rows, 2, tokens]`, ids and labels, on the model's device."""
