@@ -22,8 +22,8 @@ from support.prepared import open_rows, read_tokenizer
 from support.stages import read_json, read_manifest, write_json
 from training import console, run_folder, setup
 
-from .layers import gap_by_layer
 from . import trainers
+from .layers import gap_by_layer
 from .trainers import SMALLEST, Together, Transfer, errors
 
 DEFAULTS = {"segment_length": 256, "local_segments": 1, "sink_tokens": 4, "feature_map": "learned", "denominator": "shared"}
