@@ -83,7 +83,7 @@ def main(argv: list[str] | None = None) -> None:
     conversion = stages.Conversion(options, given_options(memory))
     conversion.check()
     model = conversion.plain_model()
-    found = {"calibrate": {"unexplained": conversion.unexplained(model)}}
+    found = {"calibrate": {"unexplained": conversion.unexplained(model, "calibrate")}}
     for stage in conversion.stages():
         model, found[stage.name] = conversion.run(stage, model)
     if not conversion.is_main_process:

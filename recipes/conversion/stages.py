@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from torch.utils.data import ConcatDataset
+from tqdm.auto import tqdm
 from transformers import TrainingArguments, set_seed
 
 from cli import UserError
@@ -21,12 +22,13 @@ from support.prepared import open_rows, read_tokenizer
 from support.stages import read_json, read_manifest, write_json
 from training import console, run_folder, setup
 
+from . import trainers
 from .layers import gap_by_layer
-from .trainers import SMALLEST, Together, Transfer, errors, unexplained
+from .trainers import SMALLEST, Together, Transfer, errors
 
 DEFAULTS = {"segment_length": 256, "local_segments": 1, "sink_tokens": 4, "feature_map": "learned", "denominator": "shared"}
 SCALES, GATES = (0.03, 0.1, 0.3), (-8.0, -4.0, 0.0)  # of which calibration chooses
-EVALUATED_ROWS = 4  # of each folder, after each stage
+EVALUATED_ROWS = 2  # of each folder, after each stage
 CLOSED = -1000.0  # the gate of a layer that has its window only: its sigmoid is 0
 
 
@@ -113,15 +115,13 @@ class Conversion:
             patch_model(model, **self.memory)
         except ValueError as error:
             raise UserError(f"--model: {error}") from error
-        arguments = self._arguments("transfer", 1, 1.0)
-        model.to(arguments.device).eval()
-        with torch.autocast(arguments.device.type, torch.bfloat16, enabled=arguments.bf16):
-            self.trained = self._choose_layers(model)
-            for number, layer in self._layers(model).items():
-                if number not in self.trained:
-                    torch.nn.init.constant_(layer.gate.weight, CLOSED)
-            self._choose_parameters(model)
-            self._calibrate(model)
+        model.to(self._arguments("transfer", 1, 1.0).device).eval()
+        self.trained = self._choose_layers(model)
+        for number, layer in self._layers(model).items():
+            if number not in self.trained:
+                torch.nn.init.constant_(layer.gate.weight, CLOSED)
+        self._choose_parameters(model)
+        self._calibrate(model)
         return model
 
     def stages(self) -> list[Stage]:
@@ -160,8 +160,8 @@ class Conversion:
                 run_folder.say(f"{stage.name}: {stage.steps:,} steps of {tokens_per_step:,} tokens, {note}")
                 console.speak_in_lines(trainer).train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
             restore_adapter(model, last)
-        found = {"steps": stage.steps, "tokens": stage.steps * tokens_per_step, "unexplained": self.unexplained(model)}
-        return model, found
+        unexplained = self.unexplained(model, stage.name)
+        return model, {"steps": stage.steps, "tokens": stage.steps * tokens_per_step, "unexplained": unexplained}
 
     def save_merged(self, model) -> Path:
         """The folder of the whole model, which has the adapter in its weights now, and its tokenizer."""
@@ -170,11 +170,12 @@ class Conversion:
         self.tokenizer.save_pretrained(self.out / "model")
         return self.out / "model"
 
-    def unexplained(self, model) -> dict[int, float]:
-        """[`trainers.unexplained`] of a few validation rows of each folder; empty beside the main process."""
+    def unexplained(self, model, stage: str) -> dict[int, float]:
+        """[`trainers.unexplained`] after a stage, of a few validation rows of each folder; empty beside the main process."""
         if not self.is_main_process:
             return {}
-        return unexplained(model.eval(), torch.cat([*self.rows_of("validation", EVALUATED_ROWS).values()]))
+        rows = torch.cat([*self.rows_of("validation", EVALUATED_ROWS).values()])
+        return self._measured(f"unexplained_after_{stage}.json", lambda: trainers.unexplained(model.eval(), rows))
 
     def rows_of(self, split: str, count: int) -> dict[str, Tensor]:
         """The first `count` rows of each folder, `[rows, 2, tokens]`, ids and labels, on the model's device."""
@@ -210,14 +211,16 @@ class Conversion:
         return sorted(sorted(gaps, key=gaps.get, reverse=True)[: options.memory_layers])
 
     def _measured(self, name: str, measure: Callable[[], dict]) -> dict:
-        """What `measure` finds for each layer; from the file, if this conversion found it before."""
+        """What `measure` finds for each layer, in the training's precision; from the file, if it was found before."""
         file = self.out / name
         if file.is_file():
             content = read_json(file, {"options": dict, "by_layer": dict})
             if content["options"] != self.identity:
                 raise UserError(f"{file} is of a conversion with other options: choose another --out")
             return {int(number): value for number, value in content["by_layer"].items()}
-        found = measure()
+        arguments = self._arguments("transfer", 1, 1.0)
+        with torch.autocast(arguments.device.type, torch.bfloat16, enabled=arguments.bf16):
+            found = measure()
         if self.is_main_process:
             self.out.mkdir(parents=True, exist_ok=True)
             write_json(file, {"options": self.identity, "by_layer": found})
@@ -261,7 +264,8 @@ class Conversion:
 
         def measure() -> dict[int, list[float]]:
             tried = {number: {} for number in self.trained}
-            for scale, gate in [(scale, gate) for scale in (SCALES if learned else (1.0,)) for gate in GATES]:
+            starts = [(scale, gate) for scale in (SCALES if learned else (1.0,)) for gate in GATES]
+            for scale, gate in tqdm(starts, desc="calibration", unit="start", leave=False):
                 for number in self.trained:
                     choose(number, scale, gate)
                 for number, error in errors(model, self._calibration_rows()).items():
