@@ -36,18 +36,22 @@ def alone(base):
     return base / "shared_by_one"
 
 
-def started(base, sharing: int, processes: int, out) -> subprocess.Popen:
+def started(base, launcher: str, sharing: int, processes: int, out) -> subprocess.Popen:
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", processes]
+    if launcher == "fsdp2":
+        config = ["--config_file", ROOT / "recipes" / "configs" / "accelerate_fsdp2.yaml"]
+        launch = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", processes, *config]
+        launch.append(ROOT / "tests" / "helpers" / "sharded_on_cpu.py")
     command = [*launch, *recipe("train")[1:], *options(base, sharing, processes), "--out", out]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen([*map(str, command)], cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sharing, processes", [(2, 2), (2, 4)])
-def test_processes_that_share_rows_train_what_one_does(base, alone, sharing, processes):
-    out = base / f"shared_{sharing}_{processes}"
-    first = started(base, sharing, processes, out)
+@pytest.mark.parametrize("launcher, sharing, processes", [("torchrun", 2, 2), ("torchrun", 2, 4), ("fsdp2", 2, 2)])
+def test_processes_that_share_rows_train_what_one_does(base, alone, launcher, sharing, processes):
+    out = base / f"shared_{launcher}_{processes}"
+    first = started(base, launcher, sharing, processes, out)
     deadline = time.monotonic() + 200
     while not (out / "checkpoint-4" / "complete.json").is_file():
         assert first.poll() is None and time.monotonic() < deadline, first.communicate()[1]
@@ -56,7 +60,7 @@ def test_processes_that_share_rows_train_what_one_does(base, alone, sharing, pro
     begin = time.monotonic()
     first.communicate(timeout=60)
     assert time.monotonic() - begin < 60
-    again = started(base, sharing, processes, out)
+    again = started(base, launcher, sharing, processes, out)
     errors = again.communicate(timeout=200)[1]
     assert again.returncode == 0 and re.search("from step [48]", errors), errors
     assert [line[0] for line in losses(alone)] == [line[0] for line in losses(out)]
