@@ -101,13 +101,14 @@ class PerplexityTrainer(Trainer):
             raise ValueError(f"context_parallel_size must divide the {processes} processes that were started; got {size}.")
         refused = {"past_of": self.past_of is not None, "torch_compile": self.args.torch_compile}
         refused |= {"DeepSpeed": self.is_deepspeed_enabled, "label_smoothing_factor": self.label_smoother is not None}
+        refused |= {"average_tokens_across_devices=False": not self.args.average_tokens_across_devices}
         if names := [name for name, given in refused.items() if given]:
-            raise ValueError(f"context_parallel_size={size} does not go with {', '.join(names)}: leave one of the two out.")
+            raise ValueError(f"context_parallel_size={size} does not go with {', '.join(names)}: leave that out, or this.")
         # The names are accelerate's: its data loaders give all processes along "cp" the same rows
         return init_device_mesh(self.args.device.type, (processes // size, size), mesh_dim_names=("dp_replicate", "cp"))
 
-    def get_cp_size(self) -> int:
-        return self.context_parallel_size
+    def get_total_train_batch_size(self, args) -> int:
+        return super().get_total_train_batch_size(args) // self.context_parallel_size
 
     def get_train_dataloader(self):
         state = self.accelerator.state
@@ -129,7 +130,8 @@ class PerplexityTrainer(Trainer):
             if num_items_in_batch is None:
                 raise ValueError("processes that share rows need the count of all labels: num_items_in_batch is not given.")
             inputs = shard_rows(inputs, self.model.config, self.rows_mesh.get_group("cp"))
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+            # The Trainer has counted the labels of a row on every process that shares it
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch / self.context_parallel_size)
         context = {"use_cache": False}
         if self.past_of is not None:
             ids = inputs["input_ids"]
