@@ -43,6 +43,7 @@ from .convolution import short_convolution
 from .exchange import AllGather, Exchange, Exchanged
 from .layout import GridLayout
 from .memory import MemoryRule, Written
+from .read_text import extend_fingerprint
 from .segments import restarts, segment_layout
 from .state import InfiniState, Projections
 
@@ -81,7 +82,10 @@ def shard_rows(batch: Mapping[str, Tensor], config, group: distributed.ProcessGr
     if "labels" in batch:
         parts["shift_labels"] = F.pad(batch["labels"][:, 1:], (0, 1), value=-100)
     shards = {name: part.chunk(size, 1)[rank].contiguous() for name, part in parts.items()}
-    return shards | {"past_key_values": ShardCache(config, group), "use_cache": False}
+    cache = ShardCache(config, group)
+    if "input_ids" in batch:
+        cache.rows = extend_fingerprint(None, text).tolist()
+    return shards | {"past_key_values": cache, "use_cache": False}
 
 
 def check_shards(config, tokens: int | None = None, size: int = 1) -> None:
@@ -111,14 +115,14 @@ class ShardCache(InfiniCache):
         config: of the model; group: as in [`shard_rows`].
 
     Raises:
-        ValueError: layers of the model have no memory. In a call: the ranks' models, versions or shards do not fit together
-            (on every rank).
+        ValueError: layers of the model have no memory. In a call: the ranks' models, versions, rows or shards do not fit
+            together (on every rank).
     """
 
     def __init__(self, config, group: distributed.ProcessGroup | None = None):
         check_shards(config)
         super().__init__(config)
-        self.group, self.shard = group, None
+        self.group, self.shard, self.rows = group, None, None
         self.rank, self.size = distributed.get_rank(group), distributed.get_world_size(group)
 
     def states(self) -> "ShardStates":
@@ -158,7 +162,8 @@ class ShardCache(InfiniCache):
         from . import __version__
 
         options = {name: value for name, value in self._config.to_dict().items() if name not in SAVED}
-        call = {"batch": batch, "tokens": tokens} | {name: mask is not None for name, mask in masks.items()}
+        call = {"batch": batch, "tokens": tokens, "fingerprints of whole rows": self.rows}
+        call |= {name: mask is not None for name, mask in masks.items()}
         versions = {"hf_infini": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
         facts = {**call, **versions, "model": json.dumps(options, sort_keys=True, default=str)}
         digest = hashlib.sha256(json.dumps(facts).encode()).digest()[:8]

@@ -155,6 +155,7 @@ def refusals() -> list[str]:
         lambda: model(**used),
         lambda: model(**shard_rows({"input_ids": batch["input_ids"][: 1 + rank % 2]}, model.config)),
         lambda: model(**shard_rows(batch | ({"attention_mask": batch["input_ids"] >= 0} if rank else {}), model.config)),
+        lambda: model(**shard_rows({"input_ids": batch["input_ids"].roll(rank, 1)}, model.config)),
         lambda: other(**shard_rows(batch, other.config)),
         lambda: model(input_ids=batch["input_ids"][:, :12], past_key_values=ShardCache(model.config)),
     ]
@@ -174,8 +175,9 @@ def test_what_cannot_be_right_is_refused_on_every_rank():
         "all parts [rows, tokens, …]; got {'input_ids': [2, 48], 'labels': [2, 47]}",
         "layers [0, 2] of this model have no memory: their attention would need the keys and values of all ranks",
         "a ShardCache is for one call",
-        "the ranks that share a row differ, listed by rank: {'batch': [1, 2, 1]}",
+        "the ranks that share a row differ, listed by rank: {'batch': [1, 2, 1], 'finger",
         "{'attention_mask': [False, True, True]}",
+        "the ranks that share a row differ, listed by rank: {'fingerprints of whole rows': [[[",
         "{'sink_tokens': [0, 1, 2], 'update_rule': ['linear', 'delta', 'gated_delta']}",
         "a shard must be whole segments of 8 tokens, and 2 tokens at least; these are 12",
     ]
