@@ -9,8 +9,9 @@ r"""Gives a pretrained model memories that it can use, and trains nothing but an
 CHECKPOINT is a plain model: a folder or a name on the Hub. Its own attention is the teacher; no second model is loaded.
 
     layers     with --memory_layers: which layers need what is beyond the window, of a few rows
-    calibrate  for each layer, the scale of the feature maps and the gate with which the memory explains most, of a few
-    transfer   each layer learns to give with its memory what its own attention gives, on the plain model's input
+    calibrate  the scale of the feature maps, by the size of each head's queries and keys
+    transfer   each layer learns to give with its memory what its own attention gives, on the plain model's input, which is
+               computed once for some rows
     together   all layers and a LoRA learn what the plain model predicts, and what the rows say: all of their tokens, or the
                answers in rows of prepare_recall.py, without which no memory learns to keep what is asked for later
 
@@ -41,15 +42,17 @@ class Options:
         at_least=0, group="model",
     )  # fmt: skip
     memory_layers: int | None = option(
-        None, "How many layers have a memory: those in which attention beyond the window lowers the loss of the calibration "
-        "rows most. Default: all.", at_least=1,
+        None, "How many layers have a memory: those in which attention beyond the window lowers the loss of a few rows "
+        "most. Default: all.", at_least=1,
     )  # fmt: skip
-    calibration_rows: int = option(4, "Training rows of each folder that calibrate; 0: no calibration.", at_least=0,
-                                   group="training")  # fmt: skip
-    transfer_steps: int = option(150, "Optimiser steps of the second stage; 0: leave it out.", at_least=0)
-    together_steps: int = option(100, "Optimiser steps of the third stage; 0: leave it out.", at_least=0)
-    transfer_learning_rate: float = option(1e-2, "Peak learning rate of the second stage.", greater_than=0)
-    together_learning_rate: float = option(3e-4, "Peak learning rate of the third stage.", greater_than=0)
+    transfer_rows: int = option(64, "transfer: training rows, of all folders in equal parts. What layers give in the plain "
+                                "model is kept for them: tokens * width * layers * 4 bytes a row, 8 in float32.", at_least=1,
+                                group="training")  # fmt: skip
+    transfer_steps: int = option(400, "Optimiser steps of this stage; 0: leave it out.", at_least=0)
+    together_steps: int = option(400, "Optimiser steps of this stage; 0: leave it out.", at_least=0)
+    transfer_learning_rate: float = option(1e-2, "Peak learning rate of this stage.", greater_than=0)
+    together_learning_rate: float = option(3e-4, "Peak learning rate of the LoRA; the memory has ten times as much.",
+                                           greater_than=0)  # fmt: skip
     lora_rank: int = option(8, "together: rank of the LoRA of all projections of attention; 0: none.", at_least=0)
     text_weight: float = option(0.5, "together: weight of the text against that of the plain model's predictions.",
                                 at_least=0, at_most=1)  # fmt: skip
@@ -57,7 +60,7 @@ class Options:
                                  at_least=0, at_most=1)  # fmt: skip
     narrow_to: list[int] = option([32, 64, 128], "Tokens of a segment in these steps, one drawn for each.", at_least=1)
     batch_size: int = option(1, "Rows per device and forward pass.", at_least=1)
-    gradient_accumulation: int = option(4, "Forward passes per optimiser step.", at_least=1)
+    gradient_accumulation: int = option(1, "Forward passes per optimiser step.", at_least=1)
     save_steps: int = option(10, "Steps between checkpoints; the last two are kept.", at_least=1)
     evaluation_rows: int = option(32, "Validation rows of each folder, for the evaluation at the end.", at_least=1)
     precision: str = option("auto", "bf16 autocast; auto: where it is native.", choices=["auto", "bf16", "float32"],
@@ -83,7 +86,7 @@ def main(argv: list[str] | None = None) -> None:
     conversion = stages.Conversion(options, given_options(memory))
     conversion.check()
     model = conversion.plain_model()
-    found = {"calibrate": {"unexplained": conversion.unexplained(model, "calibrate")}}
+    found = {}
     for stage in conversion.stages():
         model, found[stage.name] = conversion.run(stage, model)
     if not conversion.is_main_process:

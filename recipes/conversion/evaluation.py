@@ -66,7 +66,7 @@ def plot_layers(found: dict, file: Path) -> None:
 
     figure, axes = new_figure("What the memory does not supply", "0 %: as full attention; 100 %: no better than the window")
     axes.set(xlabel="layer", ylabel="share of what the window misses")
-    for name in [name for name in ("calibrate", "transfer", "together") if name in found]:
+    for name in [name for name in ("transfer", "together") if name in found]:
         values = found[name]["unexplained"]
         draw_line(axes, [int(layer) for layer in values], list(values.values()), f"after {name}")
     mark_level(axes, 1, "window only")

@@ -7,7 +7,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from torch.utils.data import ConcatDataset
-from tqdm.auto import tqdm
 from transformers import TrainingArguments, set_seed
 
 from cli import UserError
@@ -24,10 +23,12 @@ from training import console, run_folder, setup
 
 from . import trainers
 from .layers import gap_by_layer
-from .trainers import SMALLEST, Together, Transfer, errors
+from .trainers import Together
+from .transfer import Transfer, calibrated_scales
 
 DEFAULTS = {"segment_length": 256, "local_segments": 1, "sink_tokens": 4, "feature_map": "learned", "denominator": "shared"}
-SCALES, GATES = (0.03, 0.1, 0.3), (-8.0, -4.0, 0.0)  # of which calibration chooses
+DEFAULTS |= {"memory_write": "learned", "gate_init": -2.0}  # nearly closed, a gate would hardly learn
+FEW_ROWS = 1  # of each folder, which choose layers and calibrate
 EVALUATED_ROWS = 2  # of each folder, after each stage
 CLOSED = -1000.0  # the gate of a layer that has its window only: its sigmoid is 0
 
@@ -86,8 +87,8 @@ class Conversion:
 
     def check(self) -> None:
         """UserError unless rows reach beyond the window, and the options go together."""
-        if self.options.memory_layers is not None and (self.options.memory_in or not self.options.calibration_rows):
-            raise UserError("--memory_layers chooses by rows: without --memory_in, with --calibration_rows of at least 1")
+        if self.options.memory_layers is not None and self.options.memory_in is not None:
+            raise UserError("--memory_layers chooses what --memory_in names: give one of them")
         if self.context < 2 * self.window:
             raise UserError(
                 f"--data has rows of {self.context} tokens, and the window sees {self.window}: rows must have twice as "
@@ -128,9 +129,9 @@ class Conversion:
         """Those that have steps, in their order."""
         options = self.options
         narrow = {"narrow": tuple(options.narrow), "lengths": tuple(options.narrow_to)}
-        together = narrow | {"text": options.text_weight}
+        transfer, together = narrow | {"layers": self.trained}, narrow | {"text": options.text_weight}
         stages = [
-            Stage("transfer", Transfer, options.transfer_steps, options.transfer_learning_rate, narrow),
+            Stage("transfer", Transfer, options.transfer_steps, options.transfer_learning_rate, transfer),
             Stage("together", Together, options.together_steps, options.together_learning_rate, together),
         ]
         return [stage for stage in stages if stage.steps]
@@ -143,12 +144,15 @@ class Conversion:
             model = self._with_lora(model)
         folder, rows_per_step = self.out / stage.name, arguments.train_batch_size * arguments.gradient_accumulation_steps
         tokens_per_step = rows_per_step * arguments.world_size * self.context
+        rows = [*self._rows["train"].values()]
+        if stage.trainer is Transfer:
+            rows = [part.select(range(min(len(part), -(-self.options.transfer_rows // len(rows))))) for part in rows]
         with run_folder.open_run(folder, self.identity | {"stage": stage.name}) as (_, checkpoint):
             set_seed(self.options.seed)
             trainer = stage.trainer(
                 model,
                 arguments,
-                train_dataset=ConcatDataset([*self._rows["train"].values()]),
+                train_dataset=ConcatDataset(rows),
                 callbacks=[run_folder.RunRecorder(folder, tokens_per_step)],
                 **stage.options,
             )
@@ -184,8 +188,8 @@ class Conversion:
             found[folder] = torch.stack([*rows[:count].values()], 1).to(device)
         return found
 
-    def _calibration_rows(self) -> Tensor:
-        return torch.cat([*self.rows_of("train", self.options.calibration_rows).values()])
+    def _few_rows(self) -> Tensor:
+        return torch.cat([*self.rows_of("train", FEW_ROWS).values()])
 
     def _layers(self, model) -> dict:
         """The attention layers with a memory, by number."""
@@ -205,7 +209,7 @@ class Conversion:
             raise UserError(f"--memory_layers {options.memory_layers}: the model has {len(layers)}")
 
         def measure() -> dict[int, float]:
-            return gap_by_layer(model, self._calibration_rows(), self.window)
+            return gap_by_layer(model, self._few_rows(), self.window)
 
         gaps = self._measured("layers.json", measure)
         return sorted(sorted(gaps, key=gaps.get, reverse=True)[: options.memory_layers])
@@ -250,31 +254,14 @@ class Conversion:
 
     @torch.no_grad()
     def _calibrate(self, model) -> None:
-        """Gives every layer the scale of its feature maps and the gate, of [`SCALES`] and [`GATES`], with which its memory
-        leaves least unexplained; layers do not depend on each other, so that all are tried at once."""
-        if not self.options.calibration_rows:
+        """Begins learned feature maps as a multiple of the identity: [`calibrated_scales`]."""
+        if self.memory["feature_map"] != "learned":
             return
-        layers = self._layers(model)
-        learned = self.memory["feature_map"] == "learned"
-
-        def choose(number: int, scale: float, gate: float) -> None:
-            layers[number].gate.weight.fill_(gate)
-            for weight in (layers[number].query_map, layers[number].key_map) if learned else ():
-                weight.copy_(scale * torch.eye(weight.shape[-1], device=weight.device))
-
-        def measure() -> dict[int, list[float]]:
-            tried = {number: {} for number in self.trained}
-            starts = [(scale, gate) for scale in (SCALES if learned else (1.0,)) for gate in GATES]
-            for scale, gate in tqdm(starts, desc="calibration", unit="start", leave=False):
-                for number in self.trained:
-                    choose(number, scale, gate)
-                for number, error in errors(model, self._calibration_rows()).items():
-                    if number in tried:
-                        tried[number][max(error, SMALLEST)] = [scale, gate]
-            return {number: values[min(values)] for number, values in tried.items()}
-
-        for number, (scale, gate) in self._measured("calibration.json", measure).items():
-            choose(number, scale, gate)
+        scales = self._measured("calibration.json", lambda: calibrated_scales(model, self._few_rows(), self.trained))
+        for number, of_layer in scales.items():
+            layer = self._layers(model)[number]
+            for weight, scale in zip((layer.query_map, layer.key_map), of_layer, strict=True):
+                weight.mul_(torch.tensor(scale, device=weight.device)[:, None, None])
 
     def _arguments(self, stage: str, steps: int, learning_rate: float) -> TrainingArguments:
         use_cpu = self.options.use_cpu or not torch.accelerator.is_available()
@@ -296,6 +283,5 @@ class Conversion:
             logging_steps=1,
             logging_nan_inf_filter=False,
             remove_unused_columns=False,
-            ddp_find_unused_parameters=False,  # by the outputs, and what layers are compared by is none of them
             report_to=[],
         )

@@ -1,6 +1,6 @@
-"""The two trainings of a conversion: each layer on the teacher's own input, then all layers together on its predictions.
+"""What both trainings of a conversion share, and the second: all layers together, on the plain model's predictions.
 
-Both train and save only an adapter ([`hf_infini.save_adapter`]): checkpoints have a few megabytes.
+They train and save only an adapter ([`hf_infini.save_adapter`]): checkpoints have a few megabytes.
 """
 
 import contextlib
@@ -20,6 +20,9 @@ from recall.rows import NOT_COUNTED
 from .teacher import full_attention
 
 SMALLEST = 1e-12  # of an error, whose logarithm is taken
+# Adam moves each number of a parameter by about the learning rate in a step, and what comes out by as much for each of its
+# inputs: one for a gate, the width of a head for a feature map, that of the model for the write weight
+RATES = {"gate": 10.0, "memory_write": 0.1}
 
 
 class ConversionTrainer(Trainer):
@@ -29,22 +32,42 @@ class ConversionTrainer(Trainer):
     some steps segments are shorter, and more of a row is only in the memory.
 
     Args:
-        *args, **kwargs: the Trainer's own.
+        *args, **kwargs: the Trainer's own. The learning rate is a LoRA's; feature maps have it times `memory_rate`, and
+            others of the memory's parameters times their [`RATES`] as well.
         narrow: share of the steps with a narrower window, at the first and at the last step; in between it falls linearly.
         lengths: tokens of a segment then, one of them drawn for each step.
     """
+
+    memory_rate = 1.0  # the learning rate of the memory's parameters, in those of a LoRA
 
     def __init__(self, *args, narrow: tuple[float, float] = (0.0, 0.0), lengths: Sequence[int] = (), **kwargs):
         super().__init__(*args, **kwargs)
         self.narrow, self.lengths = narrow, lengths
         self.model_accepts_loss_kwargs = False  # every row counts the same, however many labels it has
 
+    @property
+    def patched(self) -> torch.nn.Module:
+        """The model with Infini-attention, perhaps in PEFT's wrapper."""
+        return self.model
+
+    def create_optimizer(self, model=None):
+        if self.optimizer is None:
+            kind, options = self.get_optimizer_cls_and_kwargs(self.args)
+            groups: dict[float, list] = {}
+            for name, parameter in self.model.named_parameters():
+                if parameter.requires_grad:
+                    rate = next((rate for part, rate in RATES.items() if part in name.split(".")), 1.0)
+                    groups.setdefault(1.0 if "lora_" in name else rate * self.memory_rate, []).append(parameter)
+            rate = options.pop("lr")
+            self.optimizer = kind([{"params": group, "lr": rate * factor} for factor, group in groups.items()], **options)
+        return self.optimizer
+
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         rows = torch.stack([inputs["input_ids"], inputs["labels"]], 1)
         if not model.training:
             loss = self.loss_of(model, rows)
         else:
-            with segments_of(decoder_of(self.model).config, self.segment_length()):
+            with segments_of(decoder_of(self.patched).config, self.segment_length()):
                 loss = self.loss_of(model, rows)
         return (loss, {"loss": loss}) if return_outputs else loss
 
@@ -62,29 +85,10 @@ class ConversionTrainer(Trainer):
         return draw.choice(self.lengths)
 
     def _save(self, output_dir: str | None = None, state_dict=None) -> None:
-        save_adapter(self.accelerator.unwrap_model(self.model), output_dir or self.args.output_dir)
+        save_adapter(self.patched, output_dir or self.args.output_dir)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model=None) -> None:
-        restore_adapter(self.model if model is None else model, resume_from_checkpoint)
-
-
-class Transfer(ConversionTrainer):
-    """Every layer learns to give with its memory what its own attention gives, on the plain model's input.
-
-    The loss is the mean over layers of log Σ (with memory − own)²: by its logarithm every layer counts the same, however
-    large its outputs are. Inside the window both are equal, so that what is learned is what comes from beyond it.
-    """
-
-    def loss_of(self, model, rows: Tensor) -> Tensor:
-        ids, found = rows[:, 0], []
-
-        def compare(number: int, mine: Tensor, full: Tensor) -> None:
-            if mine.requires_grad:  # others have their window only
-                found.append((mine - full).float().square().sum((1, 2)).clamp(min=SMALLEST).log().mean())
-
-        with full_attention(self.model, ids.shape[1], compare):
-            model(input_ids=ids, use_cache=False, logits_to_keep=1)
-        return torch.stack(found).mean()
+        restore_adapter(self.patched, resume_from_checkpoint)
 
 
 class Together(ConversionTrainer):
@@ -95,14 +99,18 @@ class Together(ConversionTrainer):
         text: the weight of the cross-entropy, over a row's labels; the divergence, over all of its tokens, has the rest.
     """
 
+    memory_rate = 10.0
+
     def __init__(self, *args, text: float = 0.5, **kwargs):
         super().__init__(*args, **kwargs)
         self.text = text
 
     def loss_of(self, model, rows: Tensor) -> Tensor:
         ids, labels = rows.unbind(1)
+        training = model.training
         with torch.no_grad(), full_attention(self.model, ids.shape[1]), without_lora(self.model):
-            taught = model(input_ids=ids, use_cache=False).logits[:, :-1].float().log_softmax(-1)
+            taught = model.eval()(input_ids=ids, use_cache=False).logits[:, :-1].float().log_softmax(-1)
+        model.train(training)
         found = model(input_ids=ids, use_cache=False).logits[:, :-1].float().log_softmax(-1)
         to_text = _mean_of_rows(found, labels[:, 1:])
         to_teacher = F.kl_div(found, taught, log_target=True, reduction="none").sum(-1).mean()

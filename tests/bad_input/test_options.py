@@ -30,7 +30,7 @@ NUMBERS = {
     "convert": {
         "memory_in": [-1],
         "memory_layers": [0, -1],
-        "calibration_rows": [-1],
+        "transfer_rows": [0],
         "transfer_steps": [-1, 10**30],
         "together_steps": [-1],
         "transfer_learning_rate": [0, -1],

@@ -1,13 +1,17 @@
 """The trainings of a conversion: they learn, save adapters only, and go on from one as if they had never stopped."""
 
+import math
+
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from transformers import TrainingArguments
 
-from conversion.trainers import Together, Transfer, gates_closed, unexplained
+from conversion.trainers import Together, errors, gates_closed, segments_of, unexplained
+from conversion.transfer import SPREAD, LayerComparison, Transfer, calibrated_scales
 from decoders import decoder, token_ids
 from hf_infini import patch_model
+from models import gpt2
 from recall.rows import NOT_COUNTED
 
 ROWS = [{"input_ids": row, "labels": row} for row in token_ids(16, 48)]
@@ -38,6 +42,7 @@ def trainer(kind, folder, steps: int = 6, lora: bool = False, **options):
         save_steps=3, logging_steps=1, report_to=[], remove_unused_columns=False, lr_scheduler_type="constant",
     )  # fmt: skip
     torch.manual_seed(0)
+    options |= {"layers": [0, 1, 2, 3]} if kind is Transfer else {}
     return kind(patched(lora), arguments, train_dataset=ROWS, **options)
 
 
@@ -47,13 +52,50 @@ def weights(made) -> dict:
 
 def test_transfer_explains_more_of_what_the_window_misses(tmp_path):
     made, rows = trainer(Transfer, tmp_path, 40), all_counted(token_ids(2, 48, seed=5))
-    before = unexplained(made.model, rows)
-    with gates_closed(made.model):
-        assert unexplained(made.model, rows) == dict.fromkeys(before, 1.0)
+    model = made.patched
+    before = unexplained(model, rows)
+    with gates_closed(model):
+        assert unexplained(model, rows) == dict.fromkeys(before, 1.0)
     made.train()
-    after = unexplained(made.model, rows)
+    after = unexplained(model, rows)
     # Random rows and 40 steps: of four layers three got better by a third and more when this was written
     assert sum(after.values()) < 0.9 * sum(before.values()) and all(value < 1 for value in after.values())
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma2", "gpt2"])
+def test_layers_are_compared_on_inputs_that_are_computed_once(model_type):
+    model = patch_model(gpt2(vocab_size=200) if model_type == "gpt2" else decoder(model_type), **OPTIONS)
+    rows = token_ids(2, 48, seed=5)
+    layers = model.config.infini_layers[1:]
+    comparison, calls = LayerComparison(model, layers).train(), []
+    assert not model.training  # no dropout in what is compared
+    model.register_forward_hook(lambda *_: calls.append(1))
+    for length, computed in ((8, 2), (4, 1), (8, 0), (4, 0)):  # every row once, and one for the other length
+        with segments_of(model.config, length):
+            wanted = [math.log(errors(model, all_counted(row[None]))[number]) for row in rows for number in layers]
+            calls.clear()
+            found = comparison(rows)
+        assert float(found.detach()) == pytest.approx(sum(wanted) / len(wanted), rel=1e-4)  # of sums of small differences
+        assert len(calls) == computed
+    found.backward()
+    reached = [name.split(".") for name, parameter in comparison.named_parameters() if parameter.grad is not None]
+    assert {next(part for part in name if part.isdigit()) for name in reached} == {str(number) for number in layers}
+
+
+@torch.no_grad()
+def test_calibrated_feature_maps_give_exponents_of_one_size():
+    model, rows = patch_model(decoder("llama"), **OPTIONS), all_counted(token_ids(2, 48, seed=5))
+    for number, scales in calibrated_scales(model, rows, [1, 3]).items():
+        layer = model.model.layers[number].self_attn
+        for weight, scale in zip((layer.query_map, layer.key_map), scales, strict=True):
+            weight.mul_(torch.tensor(scale)[:, None, None])
+        assert "attend_with_memory" not in vars(layer)
+    layer, inputs = model.model.layers[1].self_attn, []
+    layer.register_forward_pre_hook(lambda _, args, keywords: inputs.append(keywords["hidden_states"]), with_kwargs=True)
+    for ids in rows[:, 0]:
+        model(ids[None], use_cache=False)
+    query = layer.q_proj(torch.cat(inputs)).unflatten(-1, (-1, layer.head_dim)).transpose(1, 2) @ layer.query_map
+    torch.testing.assert_close(query.square().mean((0, 2, 3)).sqrt(), torch.full((layer.head_counts[0],), SPREAD))
 
 
 @pytest.mark.parametrize(("kind", "lora"), [(Transfer, False), (Together, False), (Together, True)])
@@ -81,10 +123,10 @@ def test_windows_are_narrow_in_a_share_of_the_steps_that_falls(tmp_path):
     assert set(drawn) == {None, 2, 4} and all(abs(share - wanted) < 0.1 for share, wanted in zip(
         shares, (0.875, 0.625, 0.375, 0.125), strict=True))  # a standard deviation of such a share is 0.03  # fmt: skip
     seen, forward = [], made.loss_of
-    made.loss_of = lambda model, rows: seen.append(made.model.config.segment_length) or forward(model, rows)
+    made.loss_of = lambda model, rows: seen.append(made.patched.config.segment_length) or forward(model, rows)
     made.state.global_step = 0
     made.compute_loss(made.model.train(), {"input_ids": token_ids(1, 48), "labels": token_ids(1, 48)})
-    assert seen[0] in (2, 4) and made.model.config.segment_length == 8
+    assert seen[0] in (2, 4) and made.patched.config.segment_length == 8
 
 
 def test_the_teacher_of_a_lora_is_the_plain_model(tmp_path):

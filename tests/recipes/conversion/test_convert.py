@@ -21,7 +21,7 @@ convert, prepare_recall = load_recipe("convert"), load_recipe("prepare_recall")
 WINDOW = ["--segment_length", 8, "--local_segments", 1, "--sink_tokens", 2, "--narrow_to", 4, 6]
 STEPS = ["--transfer_steps", 4, "--together_steps", 3, "--save_steps", 2, "--gradient_accumulation", 1, "--lora_rank", 2]
 IDS = torch.arange(40)[None] % 11
-SMALL = ["--calibration_rows", 1, "--evaluation_rows", 2, "--use_cpu", "true", "--precision", "float32"]
+SMALL = ["--transfer_rows", 6, "--evaluation_rows", 2, "--use_cpu", "true", "--precision", "float32"]
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +90,7 @@ def test_a_gpt2_of_train_py(base, tmp_path):
     options = ["--attention", "self", *running.SIZES, "--max_steps", 3, "--save_steps", 3, "--out", tmp_path / "gpt2"]
     running.run_recipe("train", "--data", prepared_data(base), *options)
     result = run(tmp_path / "gpt2", base, tmp_path / "out", "--save_merged", "true", "--narrow", 0, 0)
-    assert result["calibrate"]["unexplained"].keys() == {"0", "1"}
+    assert result["transfer"]["unexplained"].keys() == {"0", "1"}
     assert isinstance(load_causal_lm(tmp_path / "out" / "model"), InfiniGPT2LMHeadModel)
 
 
@@ -139,8 +139,7 @@ def test_stopped_it_goes_on_and_ends_the_same(checkpoint, base, tmp_path, monkey
         (["--narrow", 0.5], ["--narrow takes two shares"]),
         (["--memory_in", 3], ["--memory_in 3: its layers are [0, 1, 2]"]),
         (["--memory_layers", 4], ["--memory_layers 4: the model has 3"]),
-        (["--memory_layers", 2, "--memory_in", 1], ["--memory_layers chooses by rows: without --memory_in"]),
-        (["--memory_layers", 2, "--calibration_rows", 0], ["with --calibration_rows of at least 1"]),
+        (["--memory_layers", 2, "--memory_in", 1], ["--memory_layers chooses what --memory_in names: give one"]),
         (["--text_weight", 2], ["--text_weight must be at least 0 and at most 1, got 2"]),
         (["--feature_map", "elu", "--memory_write", "learned"], ["give feature_map='exp' or 'learned'"]),
     ],
