@@ -122,7 +122,9 @@ class ShardCache(InfiniCache):
     def __init__(self, config, group: distributed.ProcessGroup | None = None):
         check_shards(config)
         super().__init__(config)
-        self.group, self.shard, self.rows = group, None, None
+        self.group = group
+        self.rows: list | None = None
+        self.shard: Any = None  # a [`Shard`] from the call on
         self.rank, self.size = distributed.get_rank(group), distributed.get_world_size(group)
 
     def states(self) -> "ShardStates":
@@ -199,14 +201,13 @@ class Shard(NamedTuple):
     @classmethod
     def of_call(cls, cache: ShardCache, batch: int, tokens: int, device, masks: dict[str, Tensor | None]) -> "Shard":
         rank, size, window, taps = cache.rank, cache.size, cache._window, cache._config.memory_conv
-        whole: dict[str, Tensor | None] = {}
+        whole: dict[str, Any] = dict.fromkeys(masks)
         for name, mask in masks.items():
             if mask is not None:
                 kind = torch.int32 if name == "position_ids" else torch.uint8
-                mask = mask if name == "position_ids" else bool_mask(name, mask, True)
-                mask = cache.gather(mask.expand(batch, tokens).to(kind)).transpose(0, 1).flatten(1)
-                mask = mask.to(torch.int64 if name == "position_ids" else torch.bool)
-            whole[name] = mask
+                own: Any = mask if name == "position_ids" else bool_mask(name, mask, True)
+                found = cache.gather(own.expand(batch, tokens).to(kind)).transpose(0, 1).flatten(1)
+                whole[name] = found.to(torch.int64 if name == "position_ids" else torch.bool)
         kept = torch.ones(size, batch, dtype=torch.bool, device=device)
         if whole["position_ids"] is not None:
             begins = restarts(whole["position_ids"], whole["attention_mask"], None)
@@ -215,7 +216,7 @@ class Shard(NamedTuple):
         wanted, state = torch.full((batch, places + max(taps - 1, 0)), -1, device=device), None
         if rank:
             before = {name: None if mask is None else mask[:, : rank * tokens] for name, mask in whole.items()}
-            layout = segment_layout(batch, rank * tokens, *window, **before, device=device)
+            layout: Any = segment_layout(batch, rank * tokens, *window, **before, device=device)
             # What the next state would take of each column is found by giving it the columns' numbers, from 1 on
             numbers = torch.arange(1, rank * tokens + 1, dtype=torch.float64, device=device)
             numbers = numbers.expand(batch, 1, -1).unsqueeze(3)
@@ -281,7 +282,8 @@ class ShardStates(StatesOfCall):
         new_and_old = zip(tokens[1:], state.windows(), strict=True)
         grids = (None if new is None else layout.delay(layout.to_grid(new, old)) for new, old in new_and_old)
         # The blocks of memory.py are segments here: [B, N, K, tokens, …]
-        key, value, log_weight = (None if grid is None else grid.transpose(2, 3).to(memory.dtype) for grid in grids)
+        blocks: Any = [None if grid is None else grid.transpose(2, 3).to(memory.dtype) for grid in grids]
+        key, value, log_weight = blocks
         taken_in = layout.written()
         taken_in = None if taken_in is None else taken_in[:, :, None, :, None]
         written = rule.written(key, value, log_weight, taken_in)
