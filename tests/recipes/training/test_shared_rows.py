@@ -48,21 +48,22 @@ def started(base, launcher: str, sharing: int, processes: int, out) -> subproces
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher, sharing, processes", [("torchrun", 2, 2), ("torchrun", 2, 4), ("fsdp2", 2, 2)])
-def test_processes_that_share_rows_train_what_one_does(base, alone, launcher, sharing, processes):
-    out = base / f"shared_{launcher}_{processes}"
-    first = started(base, launcher, sharing, processes, out)
-    deadline = time.monotonic() + 200
-    while not (out / "checkpoint-4" / "complete.json").is_file():
-        assert first.poll() is None and time.monotonic() < deadline, first.communicate()[1]
-        time.sleep(0.01)
-    psutil.Process(first.pid).children()[-1].kill()
-    begin = time.monotonic()
-    first.communicate(timeout=60)
-    assert time.monotonic() - begin < 60
-    again = started(base, launcher, sharing, processes, out)
-    errors = again.communicate(timeout=200)[1]
-    assert again.returncode == 0 and re.search("from step [48]", errors), errors
+@pytest.mark.parametrize("launcher, processes", [("torchrun", 4), ("fsdp2", 2)])
+def test_processes_that_share_rows_in_pairs_train_what_one_does(base, alone, launcher, processes):
+    """Those of torchrun after one of them was killed."""
+    out, words = base / f"shared_{launcher}_{processes}", "from the start"
+    if launcher == "torchrun":
+        first = started(base, launcher, 2, processes, out)
+        deadline = time.monotonic() + 200
+        while not (out / "checkpoint-4" / "complete.json").is_file():
+            assert first.poll() is None and time.monotonic() < deadline, first.communicate()[1]
+            time.sleep(0.01)
+        psutil.Process(first.pid).children()[-1].kill()
+        first.communicate(timeout=60)  # the others end as well
+        words = "from step [48]"
+    run = started(base, launcher, 2, processes, out)
+    errors = run.communicate(timeout=200)[1]
+    assert run.returncode == 0 and re.search(words, errors), errors
     assert [line[0] for line in losses(alone)] == [line[0] for line in losses(out)]
     for (_, *of_one, _), (_, *of_many, _) in zip(losses(alone), losses(out), strict=True):
         # Gradients are summed in another order, and 12 steps of AdamW let that grow
