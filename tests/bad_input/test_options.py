@@ -101,6 +101,7 @@ NUMBERS = {
         "max_steps": [0, -1, 10**30],
         "dilute_up_to": [0.5, -1],
         "num_processes": [0, -1],
+        "context_parallel_size": [0, -1],
         "seed": [-1, 2**32],
         "batch_size": [0, -1],
         "gradient_accumulation": [0, -1],
