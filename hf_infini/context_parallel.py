@@ -26,11 +26,12 @@ Shapes: `R` ranks, `B` rows, `T` tokens of a shard, `P` places of a window, `K` 
 value dimension.
 """
 
+import copy
 import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import transformers
@@ -39,19 +40,19 @@ from torch.nn import functional as F
 
 from .cache import InfiniCache, StatesOfCall
 from .checks import bool_mask, check_shapes
-from .convolution import short_convolution
-from .exchange import AllGather, Exchange, Exchanged
+from .exchange import AllGather, Shard, gather
 from .layout import GridLayout
 from .memory import MemoryRule, Written
-from .read_text import extend_fingerprint
-from .segments import restarts, segment_layout
+from .modeling_common import check_continuation
 from .state import InfiniState, Projections
 
 # What loading or saving writes into a configuration, perhaps on one rank only
 SAVED = ("_name_or_path", "architectures", "auto_map", "dtype", "transformers_version")
 
 
-def shard_rows(batch: Mapping[str, Tensor], config, group: distributed.ProcessGroup | None = None) -> dict[str, Any]:
+def shard_rows(
+    batch: Mapping[str, Tensor], config, group: distributed.ProcessGroup | None = None, past: InfiniCache | None = None
+) -> dict[str, Any]:
     """This rank's share of whole rows, as arguments of the model: `model(**shard_rows(batch, model.config, group)).loss`.
 
     Every rank of the group passes the same rows. The loss is the rank's own: with `num_items_in_batch`, the count of labels
@@ -63,29 +64,66 @@ def shard_rows(batch: Mapping[str, Tensor], config, group: distributed.ProcessGr
             `position_ids`, `memory_mask` and `labels` (−100: not predicted), `[B, tokens]` each.
         config: of the model, every layer of which has a memory.
         group: the ranks that share the rows, in the order of their shards; `None`: all.
+        past: what the rows go on from, the same on every rank, such as [`ShardCache.whole`] of the call before; it gets no
+            gradient and is not changed. `None`: they begin.
 
     Returns:
         The shards of what is in the batch, `[B, tokens / R, …]`; `shift_labels`, for a label may be on the next rank;
         `past_key_values`, the [`ShardCache`] of this one call; and `use_cache` False.
 
     Raises:
-        ValueError: the rows cannot be cut into one shard for each rank at segment borders, or some layers of the model have
-            no memory; on every rank.
+        ValueError: the rows cannot be cut into one shard for each rank at segment borders, do not go on from `past`, or some
+            layers of the model have no memory; on every rank.
     """
     rank, size = distributed.get_rank(group), distributed.get_world_size(group)
     shapes = {name: list(part.shape) for name, part in batch.items()}
-    text = batch.get("input_ids", batch.get("inputs_embeds"))
+    text: Any = batch.get("input_ids", batch.get("inputs_embeds"))
     if text is None or any(shape[:2] != list(text.shape[:2]) for shape in shapes.values()):
         raise ValueError(f"the batch must have input_ids or inputs_embeds, and all parts [rows, tokens, …]; got {shapes}.")
     check_shards(config, text.shape[1], size)
+    real = bool_mask("attention_mask", batch.get("attention_mask"), True)
+    if past is not None:
+        check_continuation(batch.get("position_ids"), real, past.first_state())
     parts = dict(batch)
     if "labels" in batch:
         parts["shift_labels"] = F.pad(batch["labels"][:, 1:], (0, 1), value=-100)
     shards = {name: part.chunk(size, 1)[rank].contiguous() for name, part in parts.items()}
-    cache = ShardCache(config, group)
-    if "input_ids" in batch:
-        cache.rows = extend_fingerprint(None, text).tolist()
+    cache = ShardCache(config, group, past)
+    cache.text.extend(batch.get("input_ids"), real, text.shape[0], text.shape[1], text.device)
     return shards | {"past_key_values": cache, "use_cache": False}
+
+
+def read_rows(
+    model, batch: Mapping[str, Tensor], past: InfiniCache | None = None, group: distributed.ProcessGroup | None = None
+) -> tuple[list[tuple[int, Any]], InfiniCache]:
+    """Rows of any length, read over the ranks: what no longer makes a segment for each of them is read on all. Without
+    gradients.
+
+    Args:
+        model: with a memory in every layer; batch, past, group: as in [`shard_rows`].
+
+    Returns:
+        The model's outputs of this rank, `(first column, output)` each: together, those of all ranks are of every column
+        once; and the cache of the whole rows, on every rank.
+
+    Raises:
+        ValueError: as [`shard_rows`], on every rank.
+    """
+    text: Any = batch.get("input_ids", batch.get("inputs_embeds"))
+    rank, size, tokens = distributed.get_rank(group), distributed.get_world_size(group), text.shape[1]
+    check_shards(model.config)
+    shared, outputs = tokens - tokens % (size * model.config.window[0]), []
+    cache = InfiniCache(model.config) if past is None else copy.copy(past)
+    with torch.no_grad():
+        if shared:
+            share = shard_rows({name: part[:, :shared] for name, part in batch.items()}, model.config, group, cache)
+            outputs.append((rank * (shared // size), model(**share)))
+            cache = share["past_key_values"].whole()
+        if shared < tokens:
+            rest = {name: part[:, shared:] for name, part in batch.items()}
+            output = model(**rest, past_key_values=cache, use_cache=True)
+            outputs += [(shared, output)] if rank == 0 else []
+    return outputs, cache
 
 
 def check_shards(config, tokens: int | None = None, size: int = 1) -> None:
@@ -108,37 +146,65 @@ def check_shards(config, tokens: int | None = None, size: int = 1) -> None:
 
 
 class ShardCache(InfiniCache):
-    """What the ranks before this one leave: the `past_key_values` of one call of a model on one shard. Nothing can be
-    continued from it.
+    """What the ranks before this one leave: the `past_key_values` of one call of a model on one shard, made by
+    [`shard_rows`]. Only [`ShardCache.whole`] can be continued.
 
     Args:
-        config: of the model; group: as in [`shard_rows`].
+        config, group, past: as in [`shard_rows`].
 
     Raises:
         ValueError: layers of the model have no memory. In a call: the ranks' models, versions, rows or shards do not fit
             together (on every rank).
     """
 
-    def __init__(self, config, group: distributed.ProcessGroup | None = None):
+    def __init__(self, config, group: distributed.ProcessGroup | None = None, past: InfiniCache | None = None):
         check_shards(config)
         super().__init__(config)
-        self.group = group
-        self.rows: list | None = None
+        self.group, self.past = group, InfiniCache(config) if past is None else past
+        self.text = copy.copy(self.past.text)
         self.shard: Any = None  # a [`Shard`] from the call on
         self.rank, self.size = distributed.get_rank(group), distributed.get_world_size(group)
+
+    def whole(self) -> InfiniCache:
+        """What one process has after the whole rows, on every rank; all of them call this, after a call of the model without
+        gradients. To save, to generate from, or as the `past` of more rows.
+
+        Raises:
+            ValueError: there was no such call.
+        """
+        if not self.is_initialized:
+            raise ValueError("nothing is known of the whole rows: call the model under torch.no_grad() with it first.")
+        cache, last = InfiniCache(self._config), distributed.get_process_group_ranks(self.group)[-1]
+        layers: Any = zip(cache.layers, self.layers, strict=True)
+        for layer, own in layers:
+            state = own._state
+            if self.shard.skips and state.local_skipped is None:  # as it may be on some of the ranks only
+                state = replace(state, local_skipped=torch.zeros_like(state.local_key[:, 0, :, 0], dtype=torch.bool))
+            state = state.map_rows(lambda tensor: tensor.detach().clone(memory_format=torch.contiguous_format))
+            for name, tensor in state.tensors().items():
+                if not name.startswith("start_"):  # of the model's weights, which all have
+                    tensor = tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
+                    distributed.broadcast(tensor, last, self.group)
+            layer.advance(state, self.past.get_seq_length() + self.size * self.shard.tokens)
+        cache.text = copy.copy(self.text)
+        return cache
 
     def states(self) -> "ShardStates":
         return ShardStates(self)
 
     def first_state(self) -> InfiniState | None:
-        return None if self.shard is None else self.shard.state
+        if self.shard is None:  # shard_rows has compared the whole rows with the past
+            return None if self.rank else self.past.first_state()
+        return self.shard.state
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Columns of the row before this shard."""
-        return 0 if self.shard is None else self.rank * self.shard.tokens
+        """Columns of the rows before this shard."""
+        return self.past.get_seq_length() + (0 if self.shard is None else self.rank * self.shard.tokens)
 
-    def advance(self, *args) -> None:
-        """Nothing is kept for another call."""
+    def advance(self, states: StatesOfCall, input_ids: Tensor | None, layout, tokens: int) -> None:
+        """Keeps for `whole` what the call has left."""
+        if not torch.is_grad_enabled():
+            states.advance_layers(tokens)
 
     def state_of_call(self, batch: int, tokens: int, device: torch.device, **masks: Tensor | None) -> InfiniState | None:
         if self.shard is not None:
@@ -152,24 +218,24 @@ class ShardCache(InfiniCache):
                 f"a shard must be whole segments of {self._window[0]} tokens, and 2 tokens at least; these are {tokens}. "
                 "shard_rows cuts rows so."
             )
-        self.shard = Shard.of_call(self, batch, tokens, device, masks)
+        options = (self._window, self._config.memory_conv, self.past.first_state())
+        self.shard = Shard.of_call(self.group, batch, tokens, device, masks, *options)
         return self.shard.state
-
-    def gather(self, own: Tensor) -> Tensor:
-        """`own` of every rank, `[R, …]`; without a gradient."""
-        return AllGather.apply(own.detach(), self.group)
 
     def _agree(self, batch: int, tokens: int, device: torch.device, masks: dict[str, Tensor | None]) -> None:
         """ValueError on every rank unless all call the same model on shards of the same shape."""
         from . import __version__
 
         options = {name: value for name, value in self._config.to_dict().items() if name not in SAVED}
-        call = {"batch": batch, "tokens": tokens, "fingerprints of whole rows": self.rows}
+        rows = None if self.text.fingerprint is None else self.text.fingerprint.tolist()
+        autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+        call = {"batch": batch, "tokens": tokens, "fingerprints of whole rows": rows}
+        call |= {"columns before": self.past.get_seq_length(), "autocast": str(autocast)}
         call |= {name: mask is not None for name, mask in masks.items()}
         versions = {"hf_infini": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
         facts = {**call, **versions, "model": json.dumps(options, sort_keys=True, default=str)}
         digest = hashlib.sha256(json.dumps(facts).encode()).digest()[:8]
-        digests = self.gather(torch.frombuffer(bytearray(digest), dtype=torch.int64).to(device))
+        digests = gather(torch.frombuffer(bytearray(digest), dtype=torch.int64).to(device), self.group)
         if (digests == digests[0]).all():
             return
         every: list[Any] = [None] * self.size
@@ -183,75 +249,24 @@ class ShardCache(InfiniCache):
         raise ValueError(f"the ranks that share a row differ, listed by rank: {different}. Start all with the same.")
 
 
-class Shard(NamedTuple):
-    """What is known of a call for all its layers.
-
-    Attributes:
-        tokens: T; state: that its layout continues, with empty windows; `None` for the first rank.
-        kept: `[R, B]` bool, whether a row's document goes on through the whole of each rank's shard.
-        window, recent: the [`Exchange`] of the windows and of the convolution's inputs; `None`: nothing is exchanged.
-    """
-
-    tokens: int
-    state: InfiniState | None
-    kept: Tensor
-    window: Exchange | None
-    recent: Exchange | None
-
-    @classmethod
-    def of_call(cls, cache: ShardCache, batch: int, tokens: int, device, masks: dict[str, Tensor | None]) -> "Shard":
-        rank, size, window, taps = cache.rank, cache.size, cache._window, cache._config.memory_conv
-        whole: dict[str, Any] = dict.fromkeys(masks)
-        for name, mask in masks.items():
-            if mask is not None:
-                kind = torch.int32 if name == "position_ids" else torch.uint8
-                own: Any = mask if name == "position_ids" else bool_mask(name, mask, True)
-                found = cache.gather(own.expand(batch, tokens).to(kind)).transpose(0, 1).flatten(1)
-                whole[name] = found.to(torch.int64 if name == "position_ids" else torch.bool)
-        kept = torch.ones(size, batch, dtype=torch.bool, device=device)
-        if whole["position_ids"] is not None:
-            begins = restarts(whole["position_ids"], whole["attention_mask"], None)
-            kept = ~begins.unflatten(1, (size, tokens)).any(2).T
-        places = window[2] + (window[1] + 1) * window[0]
-        wanted, state = torch.full((batch, places + max(taps - 1, 0)), -1, device=device), None
-        if rank:
-            before = {name: None if mask is None else mask[:, : rank * tokens] for name, mask in whole.items()}
-            layout: Any = segment_layout(batch, rank * tokens, *window, **before, device=device)
-            # What the next state would take of each column is found by giving it the columns' numbers, from 1 on
-            numbers = torch.arange(1, rank * tokens + 1, dtype=torch.float64, device=device)
-            numbers = numbers.expand(batch, 1, -1).unsqueeze(3)
-            found = layout.next_window(numbers, numbers.new_zeros(batch, 1, places, 1))[:, 0, :, 0]
-            if taps > 1:
-                nothing = numbers.new_zeros(batch, taps - 1, 1)
-                latest = short_convolution(numbers[:, 0], numbers.new_zeros(taps, 1), layout, nothing)[1]
-                found = torch.cat([found, latest[..., 0]], 1)
-            wanted = found.long() - 1
-            nothing = numbers.new_zeros(batch, 1, 0, 1)
-            state = InfiniState.initial(nothing, nothing, *window).after(layout)
-        wanted = cache.gather(wanted)
-        exchanges = (Exchange.of(part, rank, tokens) for part in (wanted[:, :, :places], wanted[:, :, places:]))
-        return cls(tokens, state, kept, *exchanges)
-
-
 class ShardStates(StatesOfCall):
     """The states that the layers of one call continue."""
 
     def __init__(self, cache: ShardCache):
-        super().__init__(())
+        super().__init__(cache.layers)
         self.cache = cache
 
-    def before(self, layer: int) -> None:
-        """The layer makes its start."""
+    def before(self, layer: int) -> InfiniState | None:
+        """Of the past, if there is one; the layer makes its start otherwise."""
+        past: Any = self.cache.past.layers[layer]
+        return past.state
 
     def may_overwrite(self, layer: int) -> bool:
         return False
 
-    def leave(self, layer: int, state: InfiniState) -> None:
-        """The next ranks have asked for what they need."""
-
     def inputs_before(self, inputs: Tensor, recent: Tensor) -> Tensor:
-        shard = self.cache.shard
-        return recent if shard.recent is None else Exchanged.apply(inputs, shard.recent, self.cache.group)
+        recents = self.cache.shard.recent
+        return recent if recents is None else recents.before(inputs, recent, self.cache.group)
 
     def continued(self, state: InfiniState, tokens: Projections, layout: GridLayout, rule: MemoryRule) -> InfiniState:
         shard, before = self.cache.shard, self.cache.shard.state
@@ -262,12 +277,13 @@ class ShardStates(StatesOfCall):
         # depends on what it has received: these sums of no numbers are 0, and have a gradient
         reached = state.memory.flatten()[:0].sum() + state.normaliser.flatten()[:0].sum()
         if shard.window is not None:
-            new = [part for part in tokens[1:] if part is not None]
-            rows = torch.cat(new, -1).transpose(1, 2)
-            received = Exchanged.apply(rows.flatten(2), shard.window, self.cache.group)
+            new, old = ([part for part in parts if part is not None] for parts in (tokens[1:], state.windows()))
+            rows, window = (torch.cat(parts, -1).transpose(1, 2) for parts in (new, old))
+            received = shard.window.before(rows.flatten(2), window.flatten(2), self.cache.group)
             reached = reached + received.flatten()[:0].sum()
             windows = received.unflatten(2, rows.shape[2:]).transpose(1, 2).split([part.shape[-1] for part in new], -1)
-            windows = Projections(tokens.query, *(w.to(part.dtype) for w, part in zip(windows, new, strict=True)))
+            dtypes = (torch.promote_types(*(part.dtype for part in pair)) for pair in zip(old, new, strict=True))
+            windows = Projections(tokens.query, *(w.to(dtype) for w, dtype in zip(windows, dtypes, strict=True)))
             state = state.map_windows(lambda old, found: found, windows)
         with torch.autocast(tokens.key.device.type, enabled=False):
             memory, normaliser = self._memory(state, tokens, layout, rule, reached)

@@ -50,7 +50,9 @@ def token_losses(logits, targets):
     return losses
 
 
-def stream_losses(model, input_ids, chunk: int | None = None, labels=None, position_ids=None) -> Iterator[tuple]:
+def stream_losses(
+    model, input_ids, chunk: int | None = None, labels=None, position_ids=None, group=None
+) -> Iterator[tuple]:
     """Reads rows of any length in chunks through the model's cache and yields the losses of each chunk.
 
     The model needs memory for one chunk and its cache only: constant for Infini-attention in every layer,
@@ -62,6 +64,8 @@ def stream_losses(model, input_ids, chunk: int | None = None, labels=None, posit
         chunk: tokens per call of the model; `None` reads all N at once, without a cache.
         labels: [B, N] targets at their own places (−100: not counted); `None` counts every token.
         position_ids: [B, N] that begin again where a document does; `None`: each row is one.
+        group: processes that share the rows ([`context_parallel.read_rows`]), all of which pass the same ones; each yields
+            its own part, and makes logits of `chunk` tokens at once. `None`: this process reads all of them.
 
     Yields `(first, losses, targets)`: the position in the row (0 is the row's first token, which nothing predicts) of
     the first target, and its losses and targets, [B, t] each.
@@ -73,16 +77,23 @@ def stream_losses(model, input_ids, chunk: int | None = None, labels=None, posit
     device = next(model.parameters()).device
     chunk = length if chunk is None else chunk
     cache = None
-    for start in range(0, length - 1, chunk):
-        piece = input_ids[:, start : start + chunk].to(device)
-        kwargs = {"use_cache": False} if chunk >= length else {"past_key_values": cache, "use_cache": True}
-        if position_ids is not None:
-            kwargs["position_ids"] = position_ids[:, start : start + chunk].to(device)
-        with torch.no_grad():
-            output = model(input_ids=piece, **kwargs)
-        cache = output.past_key_values
-        targets = labels[:, start + 1 : start + chunk + 1].to(device)  # the row's last token predicts nothing
-        yield start + 1, token_losses(output.logits[:, : targets.shape[1]], targets), targets
+    size = 1 if group is None else torch.distributed.get_world_size(group)
+    for start in range(0, length - 1, chunk * size):
+        given = {"input_ids": input_ids} | ({} if position_ids is None else {"position_ids": position_ids})
+        piece = {name: part[:, start : start + chunk * size].to(device) for name, part in given.items()}
+        if group is None:
+            kwargs = {"use_cache": False} if chunk >= length else {"past_key_values": cache, "use_cache": True}
+            with torch.no_grad():
+                output = model(**piece, **kwargs)
+            outputs, cache = [(0, output)], output.past_key_values
+        else:
+            from .context_parallel import read_rows
+
+            outputs, cache = read_rows(model, piece, cache, group)
+        for column, output in outputs:
+            first = start + column + 1
+            targets = labels[:, first : first + output.logits.shape[1]].to(device)  # the row's last token predicts nothing
+            yield first, token_losses(output.logits[:, : targets.shape[1]], targets), targets
 
 
 def score_spans(model, rows: Sequence, spans: Sequence[tuple[int, int, int]], chunk: int) -> list[tuple[float, bool]]:
@@ -156,6 +167,15 @@ class LossByPosition:
                 self.token_counts.append(0)
             self.loss_sums[bucket] += loss
             self.token_counts[bucket] += count
+
+    def add_up_processes(self) -> None:
+        """Adds what the other processes of a distributed run have."""
+        buckets = 63  # of positions in 64 bits
+        own = (values + [0] * (buckets - len(values)) for values in (self.loss_sums, self.token_counts))
+        sums = reduce_sums(*(number for values in own for number in values))
+        counts = [int(count) for count in sums[buckets:]]
+        filled = max((bucket + 1 for bucket, count in enumerate(counts) if count), default=0)
+        self.loss_sums, self.token_counts = sums[:filled], counts[:filled]
 
     def total(self) -> dict[str, float]:
         """Cross-entropy, perplexity and tokens over all positions; ValueError when nothing was counted."""

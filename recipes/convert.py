@@ -62,7 +62,13 @@ class Options:
     batch_size: int = option(1, "Rows per device and forward pass.", at_least=1)
     gradient_accumulation: int = option(1, "Forward passes per optimiser step.", at_least=1)
     save_steps: int = option(10, "Steps between checkpoints; the last two are kept.", at_least=1)
-    evaluation_rows: int = option(32, "Validation rows of each folder, for the evaluation at the end.", at_least=1)
+    evaluation_data: list[str] | None = option(
+        None, "Folders that the evaluation at the end reads instead of --data, with rows of another length: prepare.py "
+        "gives the same source the same validation documents, whatever its --context.", group="data",
+    )  # fmt: skip
+    evaluation_rows: int = option(32, "Validation rows of each folder that are evaluated.", at_least=1)
+    evaluation_from: int | None = option(None, "First position of a row that the evaluation counts; default: the first "
+                                         "beyond the window.", at_least=1)  # fmt: skip
     precision: str = option("auto", "bf16 autocast; auto: where it is native.", choices=["auto", "bf16", "float32"],
                             group="machine")  # fmt: skip
     use_cpu: bool = option(False, "Train on the CPU even where there is a GPU.")
@@ -92,17 +98,18 @@ def main(argv: list[str] | None = None) -> None:
     if not conversion.is_main_process:
         return
     save_adapter(model, out / "adapter")
-    found["validation"] = {
-        folder: evaluation.evaluate(model, rows, conversion.window, conversion.trained)
-        for folder, rows in conversion.rows_of("validation", options.evaluation_rows).items()
-    }
+    first, validation = options.evaluation_from or conversion.window, {}
+    for folder, rows in conversion.evaluated_rows().items():
+        run_folder.say(f"evaluation of {len(rows):,} rows of {rows.shape[2]:,} tokens, {folder}")
+        validation[folder] = evaluation.evaluate(model, rows, first, conversion.trained)
+    found["validation"] = validation
     result = {**found, "options": vars(options), "memory": given_options(memory)}
     result |= {"data_fingerprints": conversion.fingerprints, "layers": conversion.trained}
     result |= {**measurement.peak_memory(), **measurement.environment()}
     write_json(out / "result.json", result)
     evaluation.plot_layers(found, out / "layers.png")
-    for folder, measured in found["validation"].items():
-        print(f"{folder}: {measured['tokens']:,} tokens beyond the window of {conversion.window}\n")
+    for folder, measured in validation.items():
+        print(f"{folder}: {measured['tokens']:,} tokens from position {first:,} on; the window has {conversion.window}\n")
         print(evaluation.table(measured["cross_entropy"]))
     files = [out / "adapter", out / "result.json", out / "layers.png"]
     then = f"model = hf_infini.load_adapter(plain_model, {str(files[0])!r})"

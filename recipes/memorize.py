@@ -4,10 +4,13 @@ that does not depend on the text.
     python recipes/memorize.py --model runs/infini --text livro.txt --out livro.safetensors
     python recipes/memorize.py --model runs/infini --text capitulos/01.txt capitulos/02.txt --out memories
     python recipes/generate.py --model runs/infini --memory livro.safetensors --prompt " O autor" --max_new_tokens 200
+    torchrun --nproc_per_node 4 recipes/memorize.py --model runs/infini --text enciclopedia.txt --out tudo.safetensors
 
 With one text, --out is the file; with several it is a folder, and each text's file there has the text's name. What this
 needs of the machine's memory does not grow with the text. While it reads, FILE.partial keeps the memory so far: after a
 kill, the same command continues there and ends with the same bytes; after the end it does nothing.
+
+Several processes share every text, if all layers have a memory; the numbers then differ in their last digits.
 
 The model needs Infini-attention; with learned positions it takes texts up to its context. The text is taken as
 it is, its last line break included, without special tokens. Text and prompt are tokenised apart: where a BPE would join the
@@ -33,9 +36,8 @@ class Options:
     out: str = field(
         metadata={"help": "Memory file to write; for several texts, the folder of their files.", "group": "output"}
     )
-    chunk_tokens: int = option(
-        4096, "Tokens per call of the model; memory use grows with it.", greater_than=0, group="machine", rare=True
-    )
+    chunk_tokens: int = option(4096, "Tokens per call of the model, of each process; memory use grows with it.",
+                               greater_than=0, group="machine", rare=True)  # fmt: skip
     checkpoint_tokens: int = option(65536, "Save the memory so far every so many tokens.", greater_than=0, rare=True)
     device: str = option("auto", "cpu, cuda, cuda:1, …; auto: a GPU where there is one.")
     dtype: Literal["float32", "bfloat16"] = option("float32", "Of weights and memory; generate.py then needs the same.")
@@ -51,14 +53,17 @@ def main(argv: list[str] | None = None) -> None:
     from evaluation import inference
     from hf_infini.memory_files import describe_model
 
-    model, tokenizer = inference.load_model(options.model, options.device)
+    device, group = inference.processes(options.device)
+    model, tokenizer = inference.load_model(options.model, device)
     model = model.to(getattr(torch, options.dtype))
     try:
         description = describe_model(model)
     except ValueError as error:
         raise UserError(f"--model {options.model}: {error}") from error
+    if group is not None:
+        inference.check_shared(model, options.model)
     for text, file in files.items():
-        memorize(options, model, tokenizer, description, text, file)
+        memorize(options, model, tokenizer, description, text, file, group)
 
 
 def memory_files_of(options: Options) -> dict[Path, Path]:
@@ -77,23 +82,27 @@ def memory_files_of(options: Options) -> dict[Path, Path]:
     return files
 
 
-def memorize(options: Options, model, tokenizer, description: dict, text: Path, file: Path) -> None:
-    """Reads one text, from where an earlier start was stopped, writes its memory file and prints its size."""
+def memorize(options: Options, model, tokenizer, description: dict, text: Path, file: Path, group) -> None:
+    """Reads one text, from where an earlier start was stopped, writes its memory file and prints its size; `group`: the
+    processes that share it, or `None`."""
     import torch
     from tqdm import tqdm
 
     from corpora.long_texts import tokens_of_file
     from evaluation import inference
     from hf_infini import InfiniCache
+    from hf_infini.context_parallel import read_rows
     from hf_infini.memory_files import delete_memory_file
 
+    first = inference.is_first(group)
     file.parent.mkdir(parents=True, exist_ok=True)  # now, if it cannot be made, and not after hours
     with text.open("rb") as source:
         text_sha256 = [hashlib.file_digest(source, "sha256").hexdigest()]
     partial = file.with_name(f"{file.name}.partial")
     if read_cache(file, model, text_sha256, "--out: choose another name, or delete it") is not None:
-        delete_memory_file(partial)
-        print(f"{file} is there already", file=sys.stderr)
+        if first:
+            delete_memory_file(partial)
+            print(f"{file} is there already", file=sys.stderr)
         return
     with tempfile.TemporaryFile() as store, torch.inference_mode():
         tokens = tokens_of_file(text, tokenizer, store)
@@ -101,17 +110,25 @@ def memorize(options: Options, model, tokenizer, description: dict, text: Path, 
         cache = read_cache(partial, model, text_sha256, "To start from the beginning of the text, delete it")
         cache = InfiniCache(model.config) if cache is None else cache
         begin, start = cache.get_seq_length(), time.perf_counter()
-        if begin:
+        if begin and first:
             print(f"continuing after {begin:,} tokens", file=sys.stderr)
-        bar = tqdm(total=len(tokens), initial=begin, desc=f"reading {text.name}", unit="token", unit_scale=True)
-        for place in range(begin, len(tokens), options.chunk_tokens):
-            ids = torch.tensor(tokens[place : place + options.chunk_tokens], dtype=torch.long, device=model.device)
-            model.base_model(ids.unsqueeze(0), past_key_values=cache, use_cache=True)
+        bar = tqdm(
+            total=len(tokens), initial=begin, desc=f"reading {text.name}", unit="token", unit_scale=True, disable=not first
+        )
+        step = inference.tokens_per_call(options.chunk_tokens, model.config, group)
+        for place in range(begin, len(tokens), step):
+            ids = torch.tensor(tokens[place : place + step], dtype=torch.long, device=model.device)
+            if group is None:
+                model.base_model(ids.unsqueeze(0), past_key_values=cache, use_cache=True)
+            else:
+                _, cache = read_rows(model.base_model, {"input_ids": ids.unsqueeze(0)}, cache, group)
             bar.update(len(ids))
             end = place + len(ids)
-            if end < len(tokens) and end // options.checkpoint_tokens > place // options.checkpoint_tokens:
+            if first and end < len(tokens) and end // options.checkpoint_tokens > place // options.checkpoint_tokens:
                 cache.save_pretrained(partial, description, text_sha256=text_sha256)
         bar.close()
+        if not first:
+            return
         cache.save_pretrained(file, description, text_sha256=text_sha256)
         seconds = time.perf_counter() - start
     delete_memory_file(partial)

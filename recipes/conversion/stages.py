@@ -65,11 +65,12 @@ class Conversion:
         self.memory = DEFAULTS | memory
         self.fingerprints = {folder: setup.data_fingerprint(read_manifest(folder)) for folder in options.data}
         self.identity = {**vars(options), "memory": self.memory, "data": [*self.fingerprints.values()]}
-        for name in ("out", "save_merged"):
+        for name in ("out", "save_merged", "evaluation_data", "evaluation_rows", "evaluation_from"):
             del self.identity[name]
+        folders = {"train": options.data, "validation": options.data, "evaluation": options.evaluation_data or options.data}
         self._rows = {
-            split: {folder: open_rows(folder, split).with_transform(with_labels) for folder in options.data}
-            for split in ("train", "validation")
+            part: {folder: self._open(folder, "train" if part == "train" else "validation") for folder in of_part}
+            for part, of_part in folders.items()
         }
         contexts = {folder: len(rows[0]["input_ids"]) for folder, rows in self._rows["train"].items()}
         self.context = min(contexts.values())
@@ -94,6 +95,14 @@ class Conversion:
                 f"--data has rows of {self.context} tokens, and the window sees {self.window}: rows must have twice as "
                 "many, so that there is something beyond it. Prepare longer rows, or give a smaller --segment_length"
             )
+        first = self.options.evaluation_from
+        for folder, rows in self._rows["evaluation"].items():
+            tokens = len(rows[0]["input_ids"])
+            if first is not None and not self.window <= first < tokens:
+                raise UserError(
+                    f"--evaluation_from {first}: the window sees {self.window} tokens, and the rows of {folder} have "
+                    f"{tokens}; give a position between"
+                )
         too_long = [length for length in self.options.narrow_to if length >= self.memory["segment_length"]]
         if too_long or min(self.options.narrow_to) <= self.memory["sink_tokens"]:
             raise UserError(
@@ -110,7 +119,7 @@ class Conversion:
         try:
             model = load_causal_lm(self.options.model, dtype=torch.float32)
             self.tokenizer = load_tokenizer(self.options.model, model)
-            for folder in self.options.data:
+            for folder in (*self.options.data, *(self.options.evaluation_data or ())):
                 if fingerprint(read_tokenizer(folder)) != fingerprint(self.tokenizer):
                     raise UserError(f"{folder} was prepared with another tokenizer than that of {self.options.model}")
             patch_model(model, **self.memory)
@@ -181,12 +190,24 @@ class Conversion:
         rows = torch.cat([*self.rows_of("validation", EVALUATED_ROWS).values()])
         return self._measured(f"unexplained_after_{stage}.json", lambda: trainers.unexplained(model.eval(), rows))
 
-    def rows_of(self, split: str, count: int) -> dict[str, Tensor]:
-        """The first `count` rows of each folder, `[rows, 2, tokens]`, ids and labels, on the model's device."""
+    def evaluated_rows(self) -> dict[str, Tensor]:
+        """Those of the evaluation, as [`Conversion.rows_of`] has them."""
+        return self.rows_of("evaluation", self.options.evaluation_rows)
+
+    def rows_of(self, part: str, count: int) -> dict[str, Tensor]:
+        """The first `count` rows of each folder, `[rows, 2, tokens]`, ids and labels, on the model's device.
+
+        Args:
+            part: "train"; "validation", of the same folders; or "evaluation", of those that are evaluated.
+        """
         device, found = self._arguments("transfer", 1, 1.0).device, {}
-        for folder, rows in self._rows[split].items():
+        for folder, rows in self._rows[part].items():
             found[folder] = torch.stack([*rows[:count].values()], 1).to(device)
         return found
+
+    @staticmethod
+    def _open(folder: str, split: str):
+        return open_rows(folder, split).with_transform(with_labels)
 
     def _few_rows(self) -> Tensor:
         return torch.cat([*self.rows_of("train", FEW_ROWS).values()])

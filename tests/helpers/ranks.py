@@ -2,6 +2,7 @@
 
 import contextlib
 import multiprocessing
+import os
 import queue
 import tempfile
 import time
@@ -39,6 +40,16 @@ def on_ranks(function, size: int, *arguments, seconds: int = 200) -> list:
     return [found[rank] for rank in range(size)]
 
 
+def run_as_rank(name: str, *commands: list) -> list:
+    """[`running.run_recipe`] of each command as a process of torchrun, inside [`on_ranks`]."""
+    from running import run_recipe
+
+    rank, size = str(distributed.get_rank()), str(distributed.get_world_size())
+    os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    os.environ["MASTER_ADDR"] = "localhost"  # only looked at
+    return [run_recipe(name, *command, check=False) for command in commands]
+
+
 def _run(rank: int, size: int, store: Path, answers, function, arguments) -> None:
     torch.set_num_threads(1)
     options = {"rank": rank, "world_size": size, "timeout": timedelta(seconds=60)}
@@ -49,4 +60,5 @@ def _run(rank: int, size: int, store: Path, answers, function, arguments) -> Non
         error.add_note(traceback.format_exc())  # which a queue would lose
         found = error
     answers.put((rank, found))
-    distributed.destroy_process_group()
+    if distributed.is_initialized():
+        distributed.destroy_process_group()

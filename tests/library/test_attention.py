@@ -265,6 +265,23 @@ def test_scores_beyond_the_range_of_float16(options, autocast, cuts, sizes):
     torch.testing.assert_close(output.double(), wanted, rtol=0, atol=tolerance)
 
 
+@pytest.mark.parametrize("rule", RULES)
+def test_a_backward_pass_within_autocast(rule, sizes):
+    """Where torch rounds the products of its own gradients to bfloat16."""
+    case = plain_case(tokens=23, dtype=torch.float32, update_rule=rule, local_segments=1)
+    if rule == "gated_delta":
+        case.log_weight = torch.full((2, 2, 23, 2), -0.1)
+    leaves, found = case.leaves(), []
+    for within in (False, True):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = case.call(infini_attention, leaves)[0].float().square().sum()
+            found += [torch.autograd.grad(loss, leaves, retain_graph=True)] if within else []
+        found += [] if within else [torch.autograd.grad(loss, leaves)]
+    for outside, inside in zip(*found, strict=True):
+        assert inside.dtype == outside.dtype
+        assert (inside - outside).norm() < 0.02 * outside.norm()  # bfloat16 has 8 bits: 0.004 for one number
+
+
 def test_exp_features_pick_one_token_out_of_many():
     """The memory's answer is a weighted mean with weights Σ_d exp(q_d + k_d); beyond 30 nothing overflows."""
     case = plain_case(batch=1, tokens=21, segment_length=20, dtype=torch.float32, feature_map="exp")

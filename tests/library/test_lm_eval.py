@@ -97,8 +97,8 @@ def direct_answer(model, tokenizer, context: str, tokens: int) -> str:
 # --- the command ------------------------------------------------------------------------------------------------------
 
 
-def command(*arguments) -> subprocess.CompletedProcess:
-    environment = os.environ | {"HF_DATASETS_OFFLINE": "1", "HF_HUB_OFFLINE": "1"}
+def command(*arguments, **variables) -> subprocess.CompletedProcess:
+    environment = os.environ | {"HF_DATASETS_OFFLINE": "1", "HF_HUB_OFFLINE": "1"} | variables
     line = [sys.executable, "-m", "hf_infini.lm_eval_model", *map(str, arguments)]
     return subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True)
 
@@ -144,6 +144,36 @@ def test_the_command_on_three_tasks(infini, tokenizer, tmp_path):
 
     answers = [direct_answer(infini, tokenizer, text, 6) for text in CONTEXTS]
     assert [found[0] for found in samples["tiny_answer"]] == answers and len(set(answers)) > 1
+
+
+@pytest.mark.slow
+def test_needle_tasks_without_a_network(infini, tokenizer, tmp_path):
+    """Public tasks that make their own texts: each prompt is read whole, and answered as by greedy decoding."""
+    pytest.importorskip("wonderwords", reason="lm-eval's needles are made of its words: pip install lm-eval[ruler]")
+    infini.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    # lm-eval would download nltk's punkt_tab, which only the tasks with essays need
+    (tmp_path / "nltk" / "tokenizers" / "punkt_tab").mkdir(parents=True)
+    options = ["--model", "hf_infini", "--model_args", f"pretrained={tmp_path / 'model'},chunk_tokens=200"]
+    options += ["--tasks", "niah_single_1,niah_multikey_2,niah_multikey_3", "--metadata", '{"max_seq_lengths": [1200]}']
+    options += ["--limit", 2, "--batch_size", 2, "--gen_kwargs", "max_gen_toks=4", "--device", "cpu"]
+    options += ["--log_samples", "--output_path", tmp_path / "out"]
+    done = command(*options, NLTK_DATA=str(tmp_path / "nltk"))
+    assert done.returncode == 0, done.stderr
+    [file] = (tmp_path / "out").rglob("results_*.json")
+    results = json.loads(file.read_text(encoding="utf-8"))["results"]
+    answers = []
+    for name in ("niah_single_1", "niah_multikey_2", "niah_multikey_3"):
+        assert results[name]["1200,none"] == 0 and results[name]["sample_len"] == 2  # the model is random
+        [file] = (tmp_path / "out").rglob(f"samples_{name}_*.jsonl")
+        for sample in map(json.loads, file.read_text(encoding="utf-8").splitlines()):
+            prompt, needle = sample["arguments"]["gen_args_0"]["arg_0"], sample["doc"]["outputs"][0]
+            ids = tokenizer.encode(prompt)
+            assert needle in prompt and 4 * 200 < len(ids) < 1200
+            expected = tokenizer.decode(greedy_tokens(infini, ids, 4), skip_special_tokens=True)
+            assert sample["filtered_resps"] == [expected]
+            answers.append(expected)
+    assert len(set(answers)) > 1
 
 
 @pytest.mark.slow

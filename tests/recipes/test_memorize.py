@@ -13,6 +13,7 @@ from corpora.tokenization import build_character_tokenizer, encode_texts, train_
 from hf_infini import InfiniCache
 from hf_infini.memory_files import read_memory_file, read_record, write_memory_file
 from models import gpt2, infini_gpt2
+from ranks import on_ranks, run_as_rank
 from running import continuations, greedy, kill_when, load_recipe, run_recipe, sample_text
 
 memorize = load_recipe("memorize")
@@ -58,6 +59,31 @@ def refused(capsys, *options) -> str:
         remember(*options)
     assert stopped.value.code == 1
     return capsys.readouterr().err
+
+
+# --- over several processes --------------------------------------------------------------------------------------------
+
+
+def test_processes_share_a_text_and_go_on_with_what_one_has_read(text, tmp_path):
+    options = {"position_encoding": "segment", "update_rule": "delta", "memory_conv": 3, "local_segments": 1}
+    folder = saved(tmp_path / "model", infini_gpt2, **options)
+    remember("--model", folder, "--text", text, "--out", tmp_path / "one")
+    record, tensors = read_memory_file(tmp_path / "one")
+    net, tokenizer = AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
+    ids = torch.tensor([tokenizer(sample_text()[:TOKENS])["input_ids"][:203]])
+    cache = net(ids, use_cache=True).past_key_values
+    cache.save_pretrained(tmp_path / "many.partial", net, text_sha256=record["text_sha256"])
+    common = ["--model", folder, "--text", text, "--out", tmp_path / "many", "--device", "cpu", "--chunk_tokens", 60]
+    answers = on_ranks(run_as_rank, 3, "memorize", common)
+    assert not any(isinstance(answer, BaseException) for answer in answers), answers
+    first, *others = [answer[0] for answer in answers]
+    assert all(done.returncode == 0 for done in (first, *others)), first.stderr
+    assert "continuing after 203 tokens" in first.stderr and "many: " in first.stdout
+    assert all(done.stdout == "" for done in others)
+    found_record, found = read_memory_file(tmp_path / "many")
+    assert found_record == record and found.keys() == tensors.keys()
+    for name, tensor in found.items():  # sums in another order, float32
+        torch.testing.assert_close(tensor, tensors[name], rtol=1e-4, atol=1e-5)
 
 
 # --- from a text to its continuation -----------------------------------------------------------------------------------

@@ -1,7 +1,6 @@
 """recipes/convert.py, run as a user runs it: on a tiny pretrained decoder, stopped and continued, and refused."""
 
 import json
-import sys
 
 import pytest
 import torch
@@ -15,7 +14,8 @@ from corpora.tokenization import build_character_tokenizer
 from hf_infini import InfiniGPT2LMHeadModel, load_adapter
 from hf_infini.loading import load_causal_lm
 from models import gpt2
-from running import CONTEXT, ROOT, load_recipe, prepared_data
+from ranks import on_ranks, run_as_rank
+from running import CONTEXT, load_recipe, prepared_data
 
 convert, prepare_recall = load_recipe("convert"), load_recipe("prepare_recall")
 WINDOW = ["--segment_length", 8, "--local_segments", 1, "--sink_tokens", 2, "--narrow_to", 4, 6]
@@ -72,6 +72,17 @@ def test_a_conversion_leaves_an_adapter_and_its_measurements(checkpoint, base, t
     for name, values in conditions.items():
         assert again[name]["nats"]["value"] == pytest.approx(values["nats"]["value"], rel=1e-5)
 
+    # Nothing is trained again to evaluate other rows
+    longer = tmp_path / "longer"
+    source = ["--source", base / "train_data" / "text.jsonl", "--tokenizer", prepared_data(base) / "tokenizer"]
+    running.run_recipe("prepare", *source, "--context", 2 * CONTEXT, "--validation", 0.1, "--out", longer)
+    documents = [(folder / "validation_documents.jsonl").read_bytes() for folder in (longer, prepared_data(base))]
+    assert documents[0] == documents[1]
+    options = ["--memory_in", 1, 2, "--evaluation_data", longer, "--evaluation_from", CONTEXT, "--evaluation_rows", 1]
+    again = run(checkpoint, base, tmp_path / "out", *options)
+    assert again["validation"].keys() == {str(longer)} and again["validation"][str(longer)]["tokens"] == CONTEXT
+    assert again["together"] == result["together"]
+
 
 @pytest.mark.slow
 def test_rows_that_ask_beside_running_text(checkpoint, base, tmp_path):
@@ -97,9 +108,9 @@ def test_a_gpt2_of_train_py(base, tmp_path):
 @pytest.mark.slow
 def test_two_processes_train_what_one_does(checkpoint, base, tmp_path):
     """Two rows a step, one in each process or one after the other."""
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", 2]
     same = ["--model", checkpoint, "--data", prepared_data(base), *WINDOW, *STEPS, *SMALL]
-    running.run(*launch, ROOT / "recipes" / "convert.py", *same, "--out", tmp_path / "two")
+    for answer in on_ranks(run_as_rank, 2, "convert", [*same, "--out", tmp_path / "two"]):
+        assert not isinstance(answer, BaseException) and answer[0].returncode == 0, answer
     run(checkpoint, base, tmp_path / "one", "--gradient_accumulation", 2)
     for file in ("infini_adapter.safetensors", "adapter_model.safetensors"):
         one, two = (load_file(tmp_path / name / "adapter" / file) for name in ("one", "two"))
@@ -134,6 +145,7 @@ def test_stopped_it_goes_on_and_ends_the_same(checkpoint, base, tmp_path, monkey
     ("options", "mentions"),
     [
         (["--segment_length", 32], ["rows of 64 tokens, and the window sees 66", "Prepare longer rows"]),
+        (["--evaluation_from", 17], ["--evaluation_from 17: the window sees 18 tokens", "have 64; give a position between"]),
         (["--narrow_to", 8], ["--narrow_to 8: give lengths below --segment_length 8"]),
         (["--narrow_to", 2], ["--narrow_to 2: give lengths", "above --sink_tokens 2"]),
         (["--narrow", 0.5], ["--narrow takes two shares"]),

@@ -1,21 +1,23 @@
 """train.py with processes that share rows: what one process trains, killed and resumed, and what is refused."""
 
 import os
-import re
-import subprocess
+import signal
 import sys
+import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
-import psutil
 import pytest
+from torch import distributed
 from transformers import GPT2Config, TrainingArguments
 
 from cli import UserError
 from hf_infini import InfiniGPT2Config
 from hf_infini.training import PerplexityTrainer
 from models import infini_gpt2
-from running import CONTEXT, ROOT, SIZES, load_recipe, losses, prepared_data, recipe, result, run_recipe
+from ranks import on_ranks, run_as_rank
+from running import CONTEXT, ROOT, SIZES, load_recipe, losses, prepared_data, recipe, result, run, run_recipe
 from training import setup
 
 train = load_recipe("train")
@@ -36,40 +38,49 @@ def alone(base):
     return base / "shared_by_one"
 
 
-def started(base, launcher: str, sharing: int, processes: int, out) -> subprocess.Popen:
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", processes]
-    if launcher == "fsdp2":
-        config = ["--config_file", ROOT / "recipes" / "configs" / "accelerate_fsdp2.yaml"]
-        launch = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", processes, *config]
-        launch.append(ROOT / "tests" / "helpers" / "sharded_on_cpu.py")
-    command = [*launch, *recipe("train")[1:], *options(base, sharing, processes), "--out", out]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen([*map(str, command)], cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
+def killed_at(file: Path, *command: list) -> None:
+    """train.py on every rank, the last of which is killed as soon as there is a file."""
 
-
-@pytest.mark.slow
-@pytest.mark.parametrize("launcher, processes", [("torchrun", 4), ("fsdp2", 2)])
-def test_processes_that_share_rows_in_pairs_train_what_one_does(base, alone, launcher, processes):
-    """Those of torchrun after one of them was killed."""
-    out, words = base / f"shared_{launcher}_{processes}", "from the start"
-    if launcher == "torchrun":
-        first = started(base, launcher, 2, processes, out)
-        deadline = time.monotonic() + 200
-        while not (out / "checkpoint-4" / "complete.json").is_file():
-            assert first.poll() is None and time.monotonic() < deadline, first.communicate()[1]
+    def wait() -> None:
+        while not file.is_file():
             time.sleep(0.01)
-        psutil.Process(first.pid).children()[-1].kill()
-        first.communicate(timeout=60)  # the others end as well
-        words = "from step [48]"
-    run = started(base, launcher, 2, processes, out)
-    errors = run.communicate(timeout=200)[1]
-    assert run.returncode == 0 and re.search(words, errors), errors
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if distributed.get_rank() == distributed.get_world_size() - 1:
+        threading.Thread(target=wait, daemon=True).start()
+    run_as_rank("train", *command)
+
+
+def check(base, alone, out) -> None:
     assert [line[0] for line in losses(alone)] == [line[0] for line in losses(out)]
     for (_, *of_one, _), (_, *of_many, _) in zip(losses(alone), losses(out), strict=True):
         # Gradients are summed in another order, and 12 steps of AdamW let that grow
         assert of_one == [pytest.approx(value, rel=1e-4) if value is not None else None for value in of_many]
     assert result(alone)["tokens"] == result(out)["tokens"]
     assert result(alone)["cross_entropy"] == pytest.approx(result(out)["cross_entropy"], rel=1e-4)
+
+
+@pytest.mark.slow
+def test_four_processes_that_share_rows_in_pairs_train_what_one_does(base, alone):
+    """After one of them was killed."""
+    out = base / "shared_by_four"
+    command = [*options(base, 2, 4), "--out", out]
+    with pytest.raises(AssertionError, match=r"ranks \[3\] ended"):
+        on_ranks(killed_at, 4, out / "checkpoint-4" / "complete.json", command)
+    answers = on_ranks(run_as_rank, 4, "train", command)
+    assert all(isinstance(answer, list) and answer[0].returncode == 0 for answer in answers), answers
+    assert "from step 4" in answers[0][0].stderr or "from step 8" in answers[0][0].stderr
+    check(base, alone, out)
+
+
+@pytest.mark.slow
+def test_two_sharded_processes_that_share_rows_train_what_one_does(base, alone):
+    config = ["--config_file", ROOT / "recipes" / "configs" / "accelerate_fsdp2.yaml"]
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", 2, *config]
+    launch.append(ROOT / "tests" / "helpers" / "sharded_on_cpu.py")
+    out = base / "shared_by_two"
+    run(*launch, *recipe("train")[1:], *options(base, 2, 2), "--out", out)
+    check(base, alone, out)
 
 
 def test_more_or_fewer_processes_than_rows_can_be_shared_by_are_refused(base, tmp_path):

@@ -1,15 +1,13 @@
 """The start of a run: one process at a time holds its folder, and a start that came to nothing can be tried again."""
 
 import json
-import os
-import socket
-import subprocess
 import sys
 
 import pytest
 from filelock import FileLock
 
-from running import ROOT, load_recipe, prepared_data, recipe, run, self_options
+from ranks import on_ranks, run_as_rank
+from running import ROOT, load_recipe, prepared_data, run, self_options
 
 train = load_recipe("train")
 
@@ -29,20 +27,12 @@ def test_a_folder_that_another_run_holds_is_left_alone(base, tmp_path, capsys):
 @pytest.mark.slow
 def test_all_processes_of_a_launch_learn_that_the_folder_is_held(base, tmp_path):
     (tmp_path / ".stages").mkdir()
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        launch = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
-    command = [*recipe("train"), *options(base, tmp_path), "--batch_size", "2"]
+    command = [*options(base, tmp_path), "--batch_size", "2"]
     with FileLock(tmp_path / ".stages" / "lock"):
-        processes = [  # without a launcher, which would end the second process as soon as the first has failed
-            subprocess.Popen(
-                command, env=os.environ | launch | {"RANK": rank, "LOCAL_RANK": rank}, stderr=subprocess.PIPE, text=True
-            )
-            for rank in "01"
-        ]
-        errors = [process.communicate(timeout=200)[1] for process in processes]
-    for process, error in zip(processes, errors, strict=True):
-        assert process.returncode == 1 and "another run is writing there" in error.splitlines()[-1]
+        # Not by a launcher, which would end the second process as soon as the first has failed
+        answers = on_ranks(run_as_rank, 2, "train", command)
+    for (done,) in answers:
+        assert done.returncode == 1 and "another run is writing there" in done.stderr.splitlines()[-1]
     assert [path.name for path in tmp_path.iterdir()] == [".stages"]
 
 

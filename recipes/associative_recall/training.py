@@ -1,0 +1,132 @@
+"""The training of one model, in zoology's way, resumable; and how well it answers.
+
+Batches come in the order of the parts, the same in every epoch; AdamW without warm-up, at a learning rate that falls from
+epoch to epoch as a cosine; after each epoch the tests, until their mean accuracy is above a threshold.
+
+Source: HazyResearch/zoology, `zoology/train.py`.
+"""
+
+import math
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from cli import UserError
+from recall.tasks import wilson_interval
+from support.stages import new_file
+from training.console import duration
+from training.run_folder import say
+
+from .model import Recaller
+from .rows import Part, Rows
+
+WEIGHT_DECAY = 0.1
+TEST_BATCH = 32
+SECONDS_BETWEEN_LINES = 30.0
+
+
+def train(model: Recaller, training: Sequence[Rows], tests: Sequence[tuple[Part, Rows]], options, rate: float, file: Path):
+    """Trains to the end, from the state in `file` where it is there. Returns what is known of each epoch, one dict each:
+    `epoch`, `loss` (the mean over its steps), `tokens` and `seconds` so far, and what [`evaluate`] finds.
+
+    A run whose loss is no number any more has `loss` None, and ends.
+
+    Args:
+        options: of recipes/mqar.py; rate: the learning rate of the first epoch.
+    """
+    device = model.embedding.weight.device
+    batches = [batch for rows in training for batch in rows.batches(options.batch_size)]
+    tokens = [batch.inputs.numel() for batch in batches]
+    dtype = torch.bfloat16 if options.precision == "bf16" else torch.float32
+    optimizer = torch.optim.AdamW(model.parameter_groups(WEIGHT_DECAY), lr=rate, fused=True)
+    state = {"step": 0, "loss": 0.0, "seconds": 0.0, "history": []}
+    if file.exists():
+        state = _restore(model, optimizer, file)
+        say(f"  from step {state['step']:,}")
+    clock = began = spoken = time.perf_counter()
+    read = 0
+    model.train()
+    while state["step"] < options.epochs * len(batches) and not _has_ended(state["history"], options):
+        epoch, place = divmod(state["step"], len(batches))
+        for group in optimizer.param_groups:
+            group["lr"] = rate * (1 + math.cos(math.pi * epoch / options.epochs)) / 2
+        torch.manual_seed(options.seed + state["step"])  # so that dropout is the same after a restart
+        loss = model.loss(batches[place].to(device), dtype)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        state["step"] += 1
+        state["loss"] += loss.item()
+        read += tokens[place]
+        ends_epoch = place + 1 == len(batches)
+        if ends_epoch:
+            mean = state["loss"] / len(batches)
+            line = {"epoch": epoch + 1, "loss": mean if math.isfinite(mean) else None, **evaluate(model, tests)}
+            line["tokens"] = (epoch + 1) * sum(tokens)
+        now = time.perf_counter()
+        state["seconds"], clock = state["seconds"] + now - clock, now
+        if ends_epoch:
+            state["history"].append(line | {"seconds": round(state["seconds"], 3)})
+            state["loss"] = 0.0
+        if ends_epoch or state["step"] % options.save_steps == 0:
+            _save(model, optimizer, state, file)
+        if ends_epoch or now - spoken > SECONDS_BETWEEN_LINES:
+            spoken, speed = now, read / (now - began)
+            left = options.epochs * sum(tokens) - epoch * sum(tokens) - sum(tokens[: place + 1])
+            accuracy = f", accuracy {line['accuracy']:.3f}" if ends_epoch else ""
+            say(f"  epoch {epoch + 1}/{options.epochs}, step {place + 1}/{len(batches)}, loss {loss.item():.4f}{accuracy}, "
+                f"{speed:,.0f} tokens/s, at most {duration(left / speed)} left")  # fmt: skip
+    return state["history"]
+
+
+def _has_ended(history: list[dict], options) -> bool:
+    return bool(history) and (history[-1]["loss"] is None or history[-1]["accuracy"] > options.stop_above)
+
+
+def _save(model: Recaller, optimizer, state: dict, file: Path) -> None:
+    with new_file(file) as part:
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "state": state}, part)
+
+
+def _restore(model: Recaller, optimizer, file: Path) -> dict:
+    try:
+        saved = torch.load(file, map_location=model.embedding.weight.device, weights_only=True)
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+        return saved["state"]
+    except Exception as error:  # nobody knows what all of torch raises for what a file may hold
+        raise UserError(f"cannot read {file}: {' '.join(str(error).split())[:200]}; delete it to train again") from error
+
+
+def evaluate(model: Recaller, tests: Sequence[tuple[Part, Rows]]) -> dict:
+    """Accuracy over all rows, as [`summarize`] has it, and `tests`, the same for each of them with its `length` and `pairs`.
+    Always in float32."""
+    device, was_training = model.embedding.weight.device, model.training
+    model.eval()
+    shares, found = [], []
+    for part, rows in tests:
+        correct = torch.cat([model.correct(batch.to(device)) for batch in rows.batches(TEST_BATCH)])
+        shares.append(correct.double().cpu() / part.pairs)
+        of_part = {"length": part.length, "pairs": part.pairs, "questions": part.rows * part.pairs}
+        found.append(of_part | summarize(shares[-1]))
+    model.train(was_training)
+    return {**summarize(torch.cat(shares)), "tests": found}
+
+
+def summarize(shares: Tensor) -> dict:
+    """`rows`, their mean `accuracy`, and its 95 % interval, `low` to `high`.
+
+    The answers of a row depend on each other: it is Wilson's interval of as many independent answers as would vary as much,
+    or, where rows do not vary, of one answer for each.
+
+    Args:
+        shares: of each row's questions, how many were answered rightly.
+    """
+    rows, accuracy = len(shares), shares.mean().item()
+    variance = shares.var(correction=0).item() / rows
+    count = accuracy * (1 - accuracy) / variance if variance else rows
+    low, high = wilson_interval(accuracy * count, count)
+    return {"rows": rows, "accuracy": accuracy, "low": low, "high": high}

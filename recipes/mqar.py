@@ -1,0 +1,172 @@
+r"""Multi-query associative recall (MQAR) in zoology's setting: how much a memory recalls, and how many bytes it needs.
+
+    python recipes/mqar.py --mixers attention window gated_delta linear --out runs/mqar
+    python recipes/mqar.py --mixers gated_delta --d_model 128 --out runs/mqar
+
+A row tells pairs of a key and a value, 4 to 64 of them in training and up to 256 in 1,024 tokens in the tests, and asks for
+every value once. The model has two layers: a gated short convolution, and the mixer.
+
+    attention                       full attention
+    window                          the last --window tokens
+    linear, delta, gated_delta      segments of --segment_length tokens, and a memory with this update rule
+    linear+conv, …                  the same with a short convolution inside the memory's layer
+
+Each mixer is trained with each learning rate; the best counts. Stopped at any point and started again with the same command,
+it goes on. Commands with other mixers, sizes or learning rates may share OUT. Each run has a folder there with its state and
+result.json; OUT/table.md and OUT/accuracy.png compare the finished ones.
+"""
+
+import functools
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from cli import SEED, UserError, exit_on_error, option, parse_options, parse_yaml
+from cli.model_options import MEMORY
+
+# As associative_recall.model has them, whose import takes seconds; what tells most comes first
+MIXERS = ["attention", "window", "gated_delta", "linear", "gated_delta+conv", "delta", "linear+conv", "delta+conv"]
+DECIDED = ("segment_length", "n_segments", "update_rule", "memory_conv", "layers", "mask_special_tokens")
+SHORT = {"d_model": "d", "heads": "h", "segment_length": "s", "window": "w", "precision": ""}  # in the names of runs
+STATE_TOKENS = 1024  # after which the state is counted
+
+
+@dataclass
+class MQAROptions:
+    out: str = field(
+        metadata={"help": "Folder of all runs; those that are there go on, or are finished.", "group": "output"}
+    )
+    mixers: list[str] = option(MIXERS, "What is compared, in this order.", choices=MIXERS, group="model")
+    d_model: int = option(64, "Width.", at_least=1, at_most=2**16)
+    heads: int = option(2, "Heads of the mixer; must divide the width.", at_least=1, at_most=2**16)
+    segment_length: int = option(16, "Tokens of a segment, for the memories.", at_least=1, at_most=2**20)
+    window: int = option(32, "window: tokens that a token sees, itself included. 32 keep about as many bytes as segments of "
+                         "16 and a memory, 64 wide with 2 heads.", at_least=1, at_most=2**20)  # fmt: skip
+    memory: list[str] = option([], "More options of the memories, NAME=VALUE: gate_init=-2 feature_map=exp.")
+    learning_rates: list[float] = option([1e-3, 3.16e-3, 1e-2, 3.16e-2], "Of the first epoch; it falls as a cosine. All are "
+                                         "tried, until one is above --stop_above.", greater_than=0,
+                                         group="training")  # fmt: skip
+    epochs: int = option(32, "Passes over the training rows, at most.", at_least=1, at_most=2**20)
+    stop_above: float = option(0.99, "Mean accuracy of the tests above which a training ends.", at_least=0, at_most=1)
+    batch_size: int = option(256, "Rows of a step.", at_least=1, at_most=2**20)
+    precision: str = option("float32", "Of the products with the output weights, half of the work; bf16 is faster where it "
+                            "is native. The rest and the tests are float32.", choices=["float32", "bf16"])  # fmt: skip
+    seed: int = option(123, "Seed of rows, weights and dropout; zoology's is 123.", **SEED)
+    vocabulary: int = option(8192, "Tokens that there are: half keys, half values.", at_least=8, at_most=2**24, group="data")
+    train: list[str] = option(["64x4x100000", "128x8x20000", "256x16x20000", "256x32x20000", "256x64x20000"],
+                              "Training rows: LENGTHxPAIRSxROWS, tokens of a row, pairs in it, rows.")  # fmt: skip
+    test: list[str] = option(["64x4x1000", "64x8x1000", "64x16x1000", "128x32x1000", "256x64x1000", "512x128x1000",
+                              "1024x256x1000"], "Test rows, likewise.")  # fmt: skip
+    save_steps: int = option(
+        200, "Steps between two states on the disk; each epoch ends with one.", at_least=1, group="machine"
+    )
+    threads: int | None = option(None, "Threads of the CPU; default: as many as cores.", at_least=1, at_most=1024)
+    use_cpu: bool = option(False, "Train on the CPU even where there is a GPU.")
+
+
+@exit_on_error(when_stopped="the same command goes on from the last state")
+def main(argv: list[str] | None = None) -> None:
+    (options,) = parse_options(MQAROptions, description=__doc__, argv=argv)
+    memory = {"segment_length": options.segment_length, **memory_options(options.memory)}
+
+    import torch
+
+    from associative_recall.model import mixer_config
+    from associative_recall.report import write_report
+    from associative_recall.rows import make_all_rows, read_parts
+    from support import measurement
+    from training.run_folder import say
+
+    parts = [read_parts(getattr(options, name), name, options.vocabulary) for name in ("train", "test")]
+    configs = {
+        mixer: mixer_config(mixer, options.d_model, options.heads, options.window, memory) for mixer in options.mixers
+    }
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    device = "cpu" if options.use_cpu or not torch.cuda.is_available() else "cuda"
+    if device == "cpu":
+        measurement.keep_freed_memory()
+
+    @functools.cache
+    def rows() -> tuple:
+        say(f"making {sum(part.rows for both in parts for part in both):,} rows")
+        return make_all_rows(*parts, options.vocabulary, options.seed)
+
+    for mixer, config in configs.items():
+        for rate in options.learning_rates:
+            result = run(options, mixer, config, memory, rate, rows, device)
+            if result["accuracy"] > options.stop_above:
+                break
+        table = write_report(Path(options.out), setting_of(options))
+    print(table)
+    say(f"files    {options.out}/table.md, {options.out}/accuracy.png")
+
+
+def memory_options(texts: list[str]) -> dict:
+    """The options of a memory that NAME=VALUE give; UserError for one that is none, or that is decided elsewhere."""
+    found = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        known = [name for name in MEMORY if name not in DECIDED]
+        if not equals or name not in known or name in found:
+            raise UserError(f"--memory {text}: give NAME=VALUE, each name once, of {', '.join(known)}")
+        found[name] = parse_yaml(value, f"--memory {text}")
+    return found
+
+
+def setting_of(options: MQAROptions) -> dict:
+    """What runs that are compared have in common."""
+    names = ("vocabulary", "train", "test", "seed", "batch_size", "epochs", "stop_above")
+    return {name: getattr(options, name) for name in names}
+
+
+def run(options: MQAROptions, mixer: str, config, memory: dict, rate: float, rows, device: str) -> dict:
+    """The result of one training: what is in its folder, or begun or continued there; `rows()` are those of the training and
+    of the tests."""
+    import torch
+
+    from associative_recall.model import Recaller
+    from associative_recall.training import train
+    from support import measurement
+    from support.stages import locked_folder, read_json, write_json
+    from training.run_folder import OPTIONS, RESULT, check_same_run, say
+
+    shape = {"d_model": options.d_model, "heads": options.heads}
+    shape |= memory if config.has_memory else {"window": options.window} if mixer == "window" else {}
+    shape["precision"] = options.precision
+    model_name = "-".join([mixer, *(f"{SHORT.get(name, f'{name}=')}{value}" for name, value in shape.items())])
+    folder, setting = Path(options.out) / f"{model_name}-lr{rate:g}", setting_of(options)
+    identity = {**setting, "mixer": mixer, **shape, "learning_rate": rate}
+    check_same_run(folder, identity)
+    with locked_folder(folder):
+        say(f"{folder}: {'finished' if (folder / RESULT).exists() else f'training on {device}'}")
+        if (folder / RESULT).exists():
+            return read_json(folder / RESULT, {"accuracy": float})
+        write_json(folder / OPTIONS, identity)
+        torch.manual_seed(options.seed)
+        model = Recaller(config, options.vocabulary).to(device)
+        history = train(model, *rows(), options, rate, folder / "state.pt")
+        last = history[-1]
+        result = {
+            "model": model_name,
+            "mixer": mixer,
+            "setting": setting,
+            "options": identity,
+            "learning_rate": rate,
+            **{name: last[name] for name in ("accuracy", "low", "high", "rows", "tests", "tokens", "seconds")},
+            "epochs": last["epoch"],
+            "diverged": last["loss"] is None,
+            "tokens_per_second": round(last["tokens"] / last["seconds"], 1),
+            "state_bytes": model.state_bytes(STATE_TOKENS),
+            "state_tokens": STATE_TOKENS,
+            "parameters": sum(parameter.numel() for parameter in model.parameters()),
+            "history": history,
+            "threads": torch.get_num_threads(),
+            **measurement.peak_memory(),
+            **measurement.environment(),
+        }
+        write_json(folder / RESULT, result)
+        return result
+
+
+if __name__ == "__main__":
+    main()
