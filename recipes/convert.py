@@ -91,6 +91,8 @@ def main(argv: list[str] | None = None) -> None:
     out = Path(options.out)
     conversion = stages.Conversion(options, given_options(memory))
     conversion.check()
+    if conversion.device.type == "cpu":
+        measurement.keep_freed_memory()
     model = conversion.plain_model()
     found = {}
     for stage in conversion.stages():

@@ -83,6 +83,10 @@ class Conversion:
         return self.memory["sink_tokens"] + (self.memory["local_segments"] + 1) * self.memory["segment_length"]
 
     @property
+    def device(self) -> torch.device:
+        return self._arguments("transfer", 1, 1.0).device
+
+    @property
     def is_main_process(self) -> bool:
         return self._arguments("transfer", 1, 1.0).should_save
 
@@ -125,7 +129,7 @@ class Conversion:
             patch_model(model, **self.memory)
         except ValueError as error:
             raise UserError(f"--model: {error}") from error
-        model.to(self._arguments("transfer", 1, 1.0).device).eval()
+        model.to(self.device).eval()
         self.trained = self._choose_layers(model)
         for number, layer in self._layers(model).items():
             if number not in self.trained:
@@ -200,7 +204,7 @@ class Conversion:
         Args:
             part: "train"; "validation", of the same folders; or "evaluation", of those that are evaluated.
         """
-        device, found = self._arguments("transfer", 1, 1.0).device, {}
+        device, found = self.device, {}
         for folder, rows in self._rows[part].items():
             found[folder] = torch.stack([*rows[:count].values()], 1).to(device)
         return found
