@@ -24,7 +24,9 @@ RULES = {
     "linear": {},
     "delta": {"update_rule": "delta"},
     "linear, exp, learned weights": {"feature_map": "exp", "memory_write": "learned"},
+    "gated delta": {"update_rule": "gated_delta"},
 }
+FORGETTING = 6.0  # logit of α: 0.9975, so that 1,000 tokens leave 8 %; the start's 0.999994 would forget nothing here
 SINGLE = 96  # tokens at the end that are read one a call, as `generate` does
 WARM_UP = 20  # calls, until the allocator has all it needs
 EPS = 1e-6  # of equation 3
@@ -86,7 +88,9 @@ def build(changes: dict, spec: models.ModelSpec):
     model = models.build("infini", spec, 0, changes)
     draw = torch.Generator().manual_seed(spec.seed)
     for name, parameter in model.named_parameters():
-        if name.endswith(("c_attn.weight", "memory_write", "gate.weight")):
+        if name.endswith("memory_rates_bias"):
+            parameter.data[:, 1] = FORGETTING
+        if name.endswith(("c_attn.weight", "memory_write", "memory_rates", "gate.weight")):
             scale = 1 if name.endswith("gate.weight") else spec.n_embd**-0.5
             parameter.data.copy_(scale * torch.randn(parameter.shape, generator=draw))
     return model
@@ -118,7 +122,7 @@ def compare(model, ids: Tensor, streamed: Streamed) -> dict[str, float]:
 
     Returns:
         output_error: the largest difference of a logit, of all that the stream kept, in units of their standard deviation;
-        normaliser_drift: the largest relative one of a number of z; memory_drift: that of M, by its norm in each head.
+        normaliser_drift: the largest relative one of a number of z, 0 where there is none; memory_drift: that of M, by its norm in each head.
     """
     reference, length = Reference(model), model.config.segment_length
     left, errors, variances = deque(zip(streamed.ends, streamed.logits, strict=True)), [], []
@@ -129,9 +133,10 @@ def compare(model, ids: Tensor, streamed: Streamed) -> dict[str, float]:
             wanted = reference.logits(hidden[end - 1 - begin])
             errors.append((wanted - logits).abs().max())
             variances.append(wanted.var())
-    of_z, of_memory = [], []
+    of_z, of_memory = [ids.new_zeros((), dtype=torch.float64)], []  # the gated delta rule has no z
     for layer, memory, normaliser in zip(streamed.cache.layers, reference.memories, reference.normalisers, strict=True):
-        of_z.append((layer.state.normaliser[0] / normaliser - 1).abs().max())
+        if normaliser is not None:
+            of_z.append((layer.state.normaliser[0] / normaliser - 1).abs().max())
         of_memory.append(((layer.state.memory[0] - memory).norm(dim=(1, 2)) / memory.norm(dim=(1, 2))).max())
     return {
         "output_error": (torch.stack(errors).max() / torch.stack(variances).mean().sqrt()).item(),
@@ -141,11 +146,12 @@ def compare(model, ids: Tensor, streamed: Streamed) -> dict[str, float]:
 
 
 class Reference:
-    """The algorithm of the paper (arXiv 2404.07143, section 2) with a GPT-2's weights, in float64.
+    """The algorithm of the paper (arXiv 2404.07143, section 2) with a GPT-2's weights, in float64; for the gated delta rule
+    the recurrence of arXiv 2412.06464, one token after the other.
 
     Attributes:
         memories, normalisers: of each layer, `[heads, head_dim, head_dim]` and `[heads, head_dim]`; `None` before the first
-            whole segment.
+            whole segment, and for the gated delta rule's normaliser.
     """
 
     def __init__(self, model):
@@ -177,7 +183,10 @@ class Reference:
             query = self.features(query)
             share = torch.sigmoid(layer.gate.weight)[:, None, None]
             output = (1 - share) * output + share * _retrieved(query, memory, normaliser)  # equation 5
-        if len(inputs) == self.config.segment_length:
+        whole = len(inputs) == self.config.segment_length
+        if whole and self.config.update_rule == "gated_delta":
+            self.memories[number] = self._written_one_by_one(layer, inputs, self.features(key), value, memory)
+        elif whole:
             if self.config.memory_write == "learned":
                 key = key + (inputs @ layer.memory_write.T).T.unsqueeze(-1)
             key = self.features(key)
@@ -187,10 +196,25 @@ class Reference:
             self.normalisers[number] = key.sum(1) + (0 if memory is None else normaliser)
         return output.transpose(0, 1).flatten(1)
 
+    def _written_one_by_one(self, layer, inputs: Tensor, key: Tensor, value: Tensor, memory: Tensor | None) -> Tensor:
+        """M after a segment, by M ← α (M − β k kᵀ M) + β k vᵀ."""
+        logits = torch.einsum("tw,hrw->rht", inputs, layer.memory_rates) + layer.memory_rates_bias.T.unsqueeze(-1)
+        beta, alpha = logits.sigmoid()[..., None, None]
+        memory = key.new_zeros(len(key), key.shape[-1], value.shape[-1]) if memory is None else memory
+        for token in range(len(inputs)):
+            k, v = key[:, token, :, None], value[:, token, None]
+            forgotten = alpha[:, token] * (memory - beta[:, token] * k @ (k.mT @ memory))
+            memory = forgotten + beta[:, token] * k @ v
+        return memory
+
     def features(self, x: Tensor) -> Tensor:
-        """σ(x)."""
+        """σ(x), and of the gated delta rule its direction from σ(0)."""
+        if self.config.update_rule == "gated_delta":
+            return F.normalize(F.elu(x), dim=-1)
         return x.exp() if self.config.feature_map == "exp" else F.elu(x) + 1
 
 
-def _retrieved(features: Tensor, memory: Tensor, normaliser: Tensor) -> Tensor:
+def _retrieved(features: Tensor, memory: Tensor, normaliser: Tensor | None) -> Tensor:
+    if normaliser is None:
+        return features @ memory
     return features @ memory / (features @ normaliser.unsqueeze(-1) + EPS)  # equation 3

@@ -209,6 +209,25 @@ def test_grouped_heads_are_interleaved():
     torch.testing.assert_close(case.call(infini_attention)[0], wanted, rtol=FLOAT64, atol=FLOAT64)
 
 
+@pytest.mark.parametrize("seed", range(300, 330))
+def test_tensors_are_made_where_the_inputs_are(seed):
+    """Whatever torch's default device is."""
+    case = random_case(seed)
+    leaves, cuts = case.leaves(), random_cuts(seed, case.query.shape[2]) if case.query.shape[2] > 1 else []
+
+    def call():
+        output, state = case.call(infini_attention, leaves, cuts)
+        return output, state, torch.autograd.grad(output.sum() + state.memory.sum(), leaves, allow_unused=True)
+
+    wanted, wanted_state, wanted_gradients = call()
+    with torch.device("meta"):
+        output, state, found = call()
+    assert torch.equal(output, wanted)
+    assert_same_state(state, wanted_state, 0.0)
+    for one, other in zip(found, wanted_gradients, strict=True):
+        assert other is None if one is None else torch.equal(one, other)
+
+
 @pytest.mark.parametrize("seed", range(300, 312))
 def test_gradients_in_bfloat16(seed, sizes):
     """The reference has the same rounded inputs in float64. What is left is the rounding of scores, weights and products to

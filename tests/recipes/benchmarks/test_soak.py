@@ -29,8 +29,8 @@ def test_memory_and_results_stay_what_they_were(tmp_path):
         # float32 has 6e-8, in sums of 560 segments that go through one layer; measured: 1e-6
         assert max(row["output_error"], row["normaliser_drift"], row["memory_drift"]) < 1e-5
         # One layer with 2 heads of 16: a window of 16 keys and values, M and z, three counters and the row's weights
-        weights = 2 * 16 if "weights" in row["name"] else 0
-        assert row["cache_bytes"] == 4 * (2 * 16 * 32 + 2 * (16 * 16 + 16) + weights) + 3 * 8
+        normaliser, weights = {"gated delta": (0, 2), "linear, exp, learned weights": (16, 1)}.get(row["name"], (16, 0))
+        assert row["cache_bytes"] == 4 * (2 * 16 * 32 + 2 * (16 * 16 + normaliser) + 2 * 16 * weights) + 3 * 8
 
 
 def other_features(monkeypatch):
