@@ -122,7 +122,8 @@ def compare(model, ids: Tensor, streamed: Streamed) -> dict[str, float]:
 
     Returns:
         output_error: the largest difference of a logit, of all that the stream kept, in units of their standard deviation;
-        normaliser_drift: the largest relative one of a number of z, 0 where there is none; memory_drift: that of M, by its norm in each head.
+        normaliser_drift: the largest relative one of a number of z, 0 where there is none; memory_drift: that of M, by its
+        norm in each head.
     """
     reference, length = Reference(model), model.config.segment_length
     left, errors, variances = deque(zip(streamed.ends, streamed.logits, strict=True)), [], []
