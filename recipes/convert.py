@@ -12,8 +12,8 @@ CHECKPOINT is a plain model: a folder or a name on the Hub. Its own attention is
     calibrate  the scale of the feature maps, by the size of each head's queries and keys
     transfer   each layer learns to give with its memory what its own attention gives, on the plain model's input, which is
                computed once for some rows
-    together   all layers and a LoRA learn what the plain model predicts, and what the rows say: all of their tokens, or the
-               answers in rows of prepare_recall.py, without which no memory learns to keep what is asked for later
+    together   all layers and a LoRA learn rows of text, and what the plain model predicts there; and the answers in rows of
+               prepare_recall.py, without which no memory learns to keep what is asked for later
 
 Stopped at any point and started again with the same command, it goes on. Writes OUT/adapter, which `hf_infini.load_adapter`
 puts on the plain model, and OUT/result.json: how much of what the window misses the memory supplies, by layer, and the
@@ -54,7 +54,8 @@ class Options:
     together_learning_rate: float = option(3e-4, "Peak learning rate of the LoRA; the memory has ten times as much.",
                                            greater_than=0)  # fmt: skip
     lora_rank: int = option(8, "together: rank of the LoRA of all projections of attention; 0: none.", at_least=0)
-    text_weight: float = option(0.5, "together: weight of the text against that of the plain model's predictions.",
+    text_weight: float = option(0.5, "together: weight of the text against that of the plain model's predictions; rows "
+                                "that ask are learned from their answers only.",
                                 at_least=0, at_most=1)  # fmt: skip
     narrow: list[float] = option([0.9, 0.5], "Share of the steps with a narrower window, first and last; linear between.",
                                  at_least=0, at_most=1)  # fmt: skip

@@ -92,11 +92,14 @@ class ConversionTrainer(Trainer):
 
 
 class Together(ConversionTrainer):
-    """The whole model learns what the plain one predicts: cross-entropy to the text, and KL divergence from the teacher's
-    distribution.
+    """The whole model learns what the plain one predicts, and what rows ask of it.
+
+    Rows of text, all of whose tokens are labels, are learned by cross-entropy and by the KL divergence from the teacher's
+    distribution. Rows that ask are learned by the cross-entropy of their answers only: what the teacher says of all the other
+    tokens would outweigh them. It is not computed there, nor are the logits between the answers.
 
     Args:
-        text: the weight of the cross-entropy, over a row's labels; the divergence, over all of its tokens, has the rest.
+        text: the weight of the cross-entropy in rows of text; the divergence has the rest.
     """
 
     memory_rate = 10.0
@@ -107,20 +110,31 @@ class Together(ConversionTrainer):
 
     def loss_of(self, model, rows: Tensor) -> Tensor:
         ids, labels = rows.unbind(1)
+        counted = labels[:, 1:] != NOT_COUNTED
+        places = counted.any(0).nonzero().squeeze(1)  # of the logits that any row needs
+        taught = counted.all(1) if self.text < 1 else counted.new_zeros(len(ids))
+        wanted = self._taught(model, ids[taught]) if taught.any() else None
+        found = model(input_ids=ids, use_cache=False, logits_to_keep=places).logits.float().log_softmax(-1)
+        losses = _of_labels(found, labels[:, 1 + places])
+        if wanted is None:
+            return losses.mean()
+        divergences = F.kl_div(found[taught], wanted, log_target=True, reduction="none").sum(-1).mean(-1)
+        return torch.cat([losses[~taught], torch.lerp(divergences, losses[taught], self.text)]).mean()
+
+    @torch.no_grad()
+    def _taught(self, model, ids: Tensor) -> Tensor:
+        """The plain model's log-probabilities of each token but the first, `[rows, tokens − 1, vocabulary]`."""
         training = model.training
-        with torch.no_grad(), full_attention(self.model, ids.shape[1]), without_lora(self.model):
-            taught = model.eval()(input_ids=ids, use_cache=False).logits[:, :-1].float().log_softmax(-1)
+        with full_attention(self.model, ids.shape[1]), without_lora(self.model):
+            found = model.eval()(input_ids=ids, use_cache=False).logits[:, :-1].float().log_softmax(-1)
         model.train(training)
-        found = model(input_ids=ids, use_cache=False).logits[:, :-1].float().log_softmax(-1)
-        to_text = _mean_of_rows(found, labels[:, 1:])
-        to_teacher = F.kl_div(found, taught, log_target=True, reduction="none").sum(-1).mean()
-        return self.text * to_text + (1 - self.text) * to_teacher
+        return found
 
 
-def _mean_of_rows(log_probabilities: Tensor, labels: Tensor) -> Tensor:
-    """The cross-entropy of rows, each the mean over its labels; rows without any add nothing."""
+def _of_labels(log_probabilities: Tensor, labels: Tensor) -> Tensor:
+    """The cross-entropy of each row, the mean over its labels; 0 of a row without any."""
     losses = F.nll_loss(log_probabilities.transpose(1, 2), labels, reduction="none", ignore_index=NOT_COUNTED)
-    return (losses.sum(1) / (labels != NOT_COUNTED).sum(1).clamp(min=1)).mean()
+    return losses.sum(1) / (labels != NOT_COUNTED).sum(1).clamp(min=1)
 
 
 @contextlib.contextmanager

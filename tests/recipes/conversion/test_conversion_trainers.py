@@ -141,9 +141,28 @@ def test_the_teacher_of_a_lora_is_the_plain_model(tmp_path):
 
 
 @torch.no_grad()
-def test_the_text_s_loss_is_the_mean_over_a_row_s_labels(tmp_path):
-    made, ids = trainer(Together, tmp_path, text=1.0), token_ids(3, 48)
+def test_rows_that_ask_are_learned_from_their_answers_and_text_from_the_teacher_as_well(tmp_path):
+    made, ids = trainer(Together, tmp_path, text=0.25), token_ids(4, 48)
     rows, model = all_counted(ids), made.model.eval()
     rows[1, 1, :40], rows[2, 1] = NOT_COUNTED, NOT_COUNTED
-    own = [float(model(input_ids=row[None, 0], labels=row[None, 1]).loss) for row in rows[:2]]  # the third has no labels
-    assert float(made.loss_of(model, rows)) == pytest.approx(sum(own) / 3, rel=1e-5)
+    own = [model(input_ids=row[None, 0], labels=row[None, 1]) for row in rows]
+    plain = decoder("llama")
+    plain.load_state_dict(model.state_dict(), strict=False)
+
+    def divergence(number: int) -> float:
+        mine, teacher = (logits[0, :-1].log_softmax(-1) for logits in (own[number].logits, plain(ids[[number]]).logits))
+        return float((teacher.exp() * (teacher - mine)).sum(-1).mean())
+
+    of_text = [0.25 * float(own[number].loss) + 0.75 * divergence(number) for number in (0, 3)]
+    wanted = sum(of_text) + float(own[1].loss)  # the third row has no labels
+    assert float(made.loss_of(model, rows)) == pytest.approx(wanted / 4, rel=1e-5)
+
+    computed = []
+    made._taught = lambda model, ids: computed.append(len(ids)) or Together._taught(made, model, ids)
+    model.register_forward_hook(lambda _, args, found: computed.append(tuple(found.logits.shape[:2])))
+    made.loss_of(model, rows[1:2])
+    assert computed == [(1, 8)]  # no teacher, and logits for the eight answers only
+    computed.clear()
+    made.loss_of(model, rows)
+    assert computed == [2, (2, 48), (4, 47)]
+    assert float(made.loss_of(model, rows[2:3])) == 0
