@@ -65,9 +65,7 @@ def load_adapter(model: PreTrainedModel, path, **hub):
     Raises:
         ValueError: the adapter belongs to another model, or a file of it is missing or damaged; the model stays as it was.
     """
-    record = read_json(_file(path, RECORD, hub))
-    if not all(isinstance(record.get(name), dict) for name in ("options", "model")):
-        raise ValueError(f"{path} is damaged: {RECORD} has no options and model. Save the adapter again.")
+    record = read_record(path, **hub)
     found, wanted = describe(model), record["model"]
     different = [name for name in wanted if found.get(name) != wanted[name]]
     if different:
@@ -84,6 +82,18 @@ def load_adapter(model: PreTrainedModel, path, **hub):
     from peft import PeftModel
 
     return PeftModel.from_pretrained(model, path, **hub)
+
+
+def read_record(path, **hub) -> dict[str, dict]:
+    """`options` of [`patch_model`], and the `model` as [`describe`] tells it, of an adapter.
+
+    Raises:
+        ValueError: as [`load_adapter`].
+    """
+    record = read_json(_file(path, RECORD, hub))
+    if not all(isinstance(record.get(name), dict) for name in ("options", "model")):
+        raise ValueError(f"{path} is damaged: {RECORD} has no options and model. Save the adapter again.")
+    return record
 
 
 def restore_adapter(model, path, **hub) -> None:

@@ -11,10 +11,10 @@ from transformers import TrainingArguments, set_seed
 
 from cli import UserError
 from cli.names import check_name
-from hf_infini import patch_model
+from hf_infini import load_adapter, patch_model
 from hf_infini.families import attention_layers, decoder_of
 from hf_infini.loading import fingerprint, load_causal_lm, load_tokenizer
-from hf_infini.memory_adapter import restore_adapter
+from hf_infini.memory_adapter import read_record, restore_adapter
 from hf_infini.memory_layer import PARAMETERS
 from support import measurement
 from support.prepared import open_rows, read_tokenizer
@@ -62,7 +62,7 @@ class Conversion:
 
     def __init__(self, options, memory: dict):
         self.options, self.out = options, Path(options.out)
-        self.memory = DEFAULTS | memory
+        self.memory = DEFAULTS | memory | self._options_of_start(memory)
         self.fingerprints = {folder: setup.data_fingerprint(read_manifest(folder)) for folder in options.data}
         self.identity = {**vars(options), "memory": self.memory, "data": [*self.fingerprints.values()]}
         for name in ("out", "save_merged", "evaluation_data", "evaluation_rows", "evaluation_from"):
@@ -94,6 +94,8 @@ class Conversion:
         """UserError unless rows reach beyond the window, and the options go together."""
         if self.options.memory_layers is not None and self.options.memory_in is not None:
             raise UserError("--memory_layers chooses what --memory_in names: give one of them")
+        if self.options.start and not self.options.together_steps:
+            raise UserError("--start goes on with the training of all layers: give --together_steps")
         if self.context < 2 * self.window:
             raise UserError(
                 f"--data has rows of {self.context} tokens, and the window sees {self.window}: rows must have twice as "
@@ -126,7 +128,10 @@ class Conversion:
             for folder in (*self.options.data, *(self.options.evaluation_data or ())):
                 if fingerprint(read_tokenizer(folder)) != fingerprint(self.tokenizer):
                     raise UserError(f"{folder} was prepared with another tokenizer than that of {self.options.model}")
-            patch_model(model, **self.memory)
+            if self.options.start:
+                model = self._with_start(model)
+            else:
+                patch_model(model, **self.memory)
         except ValueError as error:
             raise UserError(f"--model: {error}") from error
         model.to(self.device).eval()
@@ -135,7 +140,8 @@ class Conversion:
             if number not in self.trained:
                 torch.nn.init.constant_(layer.gate.weight, CLOSED)
         self._choose_parameters(model)
-        self._calibrate(model)
+        if not self.options.start:
+            self._calibrate(model)
         return model
 
     def stages(self) -> list[Stage]:
@@ -147,13 +153,13 @@ class Conversion:
             Stage("transfer", Transfer, options.transfer_steps, options.transfer_learning_rate, transfer),
             Stage("together", Together, options.together_steps, options.together_learning_rate, together),
         ]
-        return [stage for stage in stages if stage.steps]
+        return [stage for stage in stages if stage.steps and not (stage.trainer is Transfer and self.options.start)]
 
     def run(self, stage: Stage, model) -> tuple:
         """The model after a stage, and what is to be said of it."""
         arguments = self._arguments(stage.name, stage.steps, stage.learning_rate)
         setup.check_processes(arguments, None)
-        if stage.trainer is Together and self.options.lora_rank:
+        if stage.trainer is Together and self.options.lora_rank and not hasattr(model, "peft_config"):
             model = self._with_lora(model)
         folder, rows_per_step = self.out / stage.name, arguments.train_batch_size * arguments.gradient_accumulation_steps
         tokens_per_step = rows_per_step * arguments.world_size * self.context
@@ -221,9 +227,33 @@ class Conversion:
         layers = attention_layers(decoder_of(model))
         return {number: layers[number] for number in model.config.infini_layers}
 
+    def _options_of_start(self, memory: dict) -> dict:
+        """Those of the adapter of --start."""
+        options = self.options
+        if not options.start:
+            return {}
+        given = [*memory, *(name for name in ("memory_in", "memory_layers") if getattr(options, name) is not None)]
+        if given:
+            raise UserError(f"--{given[0]} is as the adapter of --start has it: leave it out")
+        try:
+            return read_record(options.start)["options"]
+        except ValueError as error:
+            raise UserError(f"--start: {error}") from error
+
+    def _with_start(self, model):
+        """The plain model with the adapter of --start; ValueError when it is of another model, or damaged."""
+        model = load_adapter(model, self.options.start)
+        rank = model.peft_config["default"].r if hasattr(model, "peft_config") else 0
+        if rank and rank != self.options.lora_rank:
+            start = self.options.start
+            raise UserError(f"--lora_rank {self.options.lora_rank}: the LoRA of {start} has rank {rank}; give that")
+        return model
+
     def _choose_layers(self, model) -> list[int]:
-        """Numbers of the layers whose memory is trained: those given, or those where full attention brings most."""
+        """Numbers of the layers whose memory is trained: of --start, given, or where full attention brings most."""
         options, layers = self.options, model.config.infini_layers
+        if options.start:
+            return [number for number, layer in self._layers(model).items() if (layer.gate.weight > CLOSED).any()]
         if options.memory_in is not None:
             if not set(options.memory_in) <= set(layers):
                 raise UserError(f"--memory_in {' '.join(map(str, options.memory_in))}: its layers are {layers}")
@@ -261,6 +291,9 @@ class Conversion:
         for number in self.trained:
             for name, parameter in self._layers(model)[number].named_parameters():
                 parameter.requires_grad_(name.partition(".")[0] in PARAMETERS)
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.requires_grad_(True)
 
     def _with_lora(self, model):
         from peft import LoraConfig, get_peft_model

@@ -95,7 +95,7 @@ class Together(ConversionTrainer):
     """The whole model learns what the plain one predicts, and what rows ask of it.
 
     Rows of text, all of whose tokens are labels, are learned by cross-entropy and by the KL divergence from the teacher's
-    distribution. Rows that ask are learned by the cross-entropy of their answers only: what the teacher says of all the other
+    distribution. Rows that ask are learned by the cross-entropy of their answers only: what the teacher says of the other
     tokens would outweigh them. It is not computed there, nor are the logits between the answers.
 
     Args:

@@ -85,6 +85,37 @@ def test_a_conversion_leaves_an_adapter_and_its_measurements(checkpoint, base, t
 
 
 @pytest.mark.slow
+def test_it_goes_on_from_an_adapter(checkpoint, base, tmp_path, capsys):
+    first = run(checkpoint, base, tmp_path / "first", "--memory_in", 1, 2, "--together_learning_rate", 0.01)
+    adapter = tmp_path / "first" / "adapter"
+    same = ["--model", checkpoint, "--data", prepared_data(base), "--start", adapter, "--narrow_to", 4, 6]
+
+    def go_on(name: str, *options) -> dict:
+        convert.main([*map(str, [*same, *STEPS, *SMALL, "--out", tmp_path / name, *options])])
+        return json.loads((tmp_path / name / "result.json").read_text())
+
+    still, further = go_on("still", "--together_learning_rate", 1e-12), go_on("further", "--together_learning_rate", 0.01)
+    nats = [[*found["validation"].values()][0]["cross_entropy"] for found in (first, still, further)]
+    for name, values in nats[0].items():
+        assert nats[1][name]["nats"]["value"] == pytest.approx(values["nats"]["value"], rel=1e-5)
+    assert "transfer" not in further and further["layers"] == [1, 2]
+    assert not (tmp_path / "further" / "calibration.json").exists()
+    for file in ("infini_adapter.safetensors", "adapter_model.safetensors"):
+        before, after = (load_file(tmp_path / name / "adapter" / file) for name in ("first", "further"))
+        changed = {key for key in before if not torch.equal(before[key], after[key])}
+        assert changed == {key for key in before if "lora_" in key or key[0] in "12"}
+    for options, mentions in [
+        (["--segment_length", 16], ["--segment_length is as the adapter of --start has it"]),
+        (["--memory_in", 1], ["--memory_in is as the adapter of --start has it"]),
+        (["--lora_rank", 3], ["--lora_rank 3: the LoRA of", "has rank 2; give that"]),
+        (["--together_steps", 0], ["give --together_steps"]),
+        (["--start", tmp_path / "first"], ["--start: ", "is no adapter of a memory"]),
+    ]:
+        argv = [*same, *STEPS, *SMALL, "--out", tmp_path / "refused", *options]
+        refused(convert.main, argv, capsys, *mentions, keeps=tmp_path)
+
+
+@pytest.mark.slow
 def test_rows_that_ask_beside_running_text(checkpoint, base, tmp_path):
     asking = tmp_path / "asking"
     rows = ["--context", CONTEXT, "--rows", 8, "--validation_rows", 3, "--mix", "echo=1"]
