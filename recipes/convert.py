@@ -2,9 +2,8 @@ r"""Gives a pretrained model memories that it can use, and trains nothing but an
 
     python recipes/prepare.py --source texts.jsonl --tokenizer CHECKPOINT --context 2048 --out data/long
     python recipes/prepare_recall.py --data data/long --context 2048 --rows 1000 --out data/asking
-    python recipes/convert.py --config recipes/configs/convert.yaml --model CHECKPOINT --data data/long data/asking \
-        --out runs/converted
-    torchrun --nproc_per_node 2 recipes/convert.py --config … --model CHECKPOINT --data … --out runs/converted
+    python recipes/convert.py --model CHECKPOINT --data data/long data/asking --memory_layers 12 --out runs/converted
+    torchrun --nproc_per_node 2 recipes/convert.py --model CHECKPOINT --data data/long data/asking --out runs/converted
 
 CHECKPOINT is a plain model: a folder or a name on the Hub. Its own attention is the teacher; no second model is loaded.
 

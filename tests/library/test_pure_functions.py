@@ -1,5 +1,7 @@
 """What the core's pure functions promise beside the results that are compared with the reference everywhere else."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -8,7 +10,7 @@ from hf_infini import InfiniState, naive_infini_attention
 from hf_infini.grids import PlainLayout
 from hf_infini.memory import Borders, exp_features, linear_states
 from hf_infini.scores import as_dot_product
-from hf_infini.segments import segment_layout
+from hf_infini.segments import restarts, segment_layout
 from hf_infini.window import Softmax, window_attention
 
 ONE = torch.ones(1, 1, 1, 1)
@@ -51,6 +53,16 @@ def test_a_layout_moves_to_another_device_once():
 
 def test_a_mask_of_ones_gives_the_plain_layout():
     assert isinstance(segment_layout(2, 7, 3, attention_mask=torch.ones(2, 7)), PlainLayout)
+
+
+@pytest.mark.parametrize("position", [6, 7])
+def test_padding_in_front_of_a_continued_document_starts_no_other(position):
+    key = torch.ones(1, 1, 3, 2)
+    state = dataclasses.replace(
+        InfiniState.initial(key, key, 4), tokens_seen=torch.tensor([7]), last_position=torch.tensor([6])
+    )
+    real, position_ids = torch.tensor([[False, True, True]]), torch.tensor([[0, position, position + 1]])
+    assert restarts(position_ids, real, state).tolist() == [[False, position == 6, False]]
 
 
 @pytest.mark.parametrize("tokens", range(2, 12))

@@ -13,13 +13,14 @@ import pytest
 import torch
 from huggingface_hub import ModelCard, constants
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-import hf_infini  # noqa: F401
 from card_runs import cells
 from cards import folder as cards_folder
 from cards import run as cards_run
 from cli import UserError
+from hf_infini import load_adapter, memory_adapter
+from hf_infini.memory_adapter import read_record
 from hub_repository import WRITE
 from hub_server import HubServer
 from running import CONTEXT, ROOT, load_recipe, prepared_data, result, straight_run
@@ -31,7 +32,8 @@ pytestmark = pytest.mark.slow  # they share trained runs
 
 push = load_recipe("push")
 NAME = "user/infini"
-MODELS = sorted(path for path in (ROOT / "model_cards").iterdir() if path.is_dir())
+MODELS = sorted(path.parent for path in (ROOT / "model_cards").glob("*/config.json"))
+ADAPTERS = sorted(path.parent for path in (ROOT / "model_cards").glob("*/infini_adapter.json"))
 
 
 @pytest.fixture(scope="module")
@@ -261,6 +263,24 @@ def test_the_models_of_the_repository_are_as_published(folder):
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     assert model.dtype == torch.bfloat16 and len(tokenizer) <= model.config.vocab_size
 
+
+@pytest.mark.parametrize("folder", ADAPTERS, ids=lambda folder: folder.name)
+def test_the_adapters_of_the_repository_fit_models_of_their_sizes(folder, monkeypatch):
+    assert sum(file.stat().st_size for file in folder.iterdir()) <= 12e6
+    card = ModelCard.load(folder / "README.md").data
+    assert card.base_model == json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"]
+    described = read_record(folder)["model"]
+    assert described["model_type"] == "llama"
+    sizes = {"hidden_size": described["width"], "num_hidden_layers": described["layers"]}
+    sizes |= {"num_attention_heads": described["heads"]}
+    config = LlamaConfig(vocab_size=99, intermediate_size=32, num_key_value_heads=3, **sizes)
+    plain = LlamaForCausalLM(config)
+    with pytest.raises(ValueError, match="was trained with another model: weights is"):
+        load_adapter(plain, folder)
+    monkeypatch.setattr(memory_adapter, "describe", lambda model: described)
+    model = load_adapter(plain, folder).eval()  # every parameter, of its shape and finite
+    assert any((parameter != 0).any() for name, parameter in model.named_parameters() if "lora_B" in name)
+    assert model(torch.arange(600)[None] % 99).logits.isfinite().all()
 
 # --- the Trainer ------------------------------------------------------------------------------------------------------
 
