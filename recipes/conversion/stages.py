@@ -286,14 +286,12 @@ class Conversion:
         return found
 
     def _choose_parameters(self, model) -> None:
-        for parameter in model.parameters():
-            parameter.requires_grad_(False)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("lora_" in name)
         for number in self.trained:
             for name, parameter in self._layers(model)[number].named_parameters():
-                parameter.requires_grad_(name.partition(".")[0] in PARAMETERS)
-        for name, parameter in model.named_parameters():
-            if "lora_" in name:
-                parameter.requires_grad_(True)
+                if name.partition(".")[0] in PARAMETERS:
+                    parameter.requires_grad_(True)
 
     def _with_lora(self, model):
         from peft import LoraConfig, get_peft_model

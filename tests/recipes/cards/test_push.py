@@ -282,6 +282,7 @@ def test_the_adapters_of_the_repository_fit_models_of_their_sizes(folder, monkey
     assert any((parameter != 0).any() for name, parameter in model.named_parameters() if "lora_B" in name)
     assert model(torch.arange(600)[None] % 99).logits.isfinite().all()
 
+
 # --- the Trainer ------------------------------------------------------------------------------------------------------
 
 
