@@ -63,6 +63,12 @@ class Options:
     narrow: list[float] = option([0.9, 0.5], "Share of the steps with a narrower window, first and last; linear between.",
                                  at_least=0, at_most=1)  # fmt: skip
     narrow_to: list[int] = option([32, 64, 128], "Tokens of a segment in these steps, one drawn for each.", at_least=1)
+    dilute_with: list[str] | None = option(None, "together, linear rule: folders of plain text made by recipes/prepare.py "
+                                           "with the model's tokenizer, rows of one length; a row then begins with the "
+                                           "memory of one of theirs, up to --dilute_up_to times as heavy, so that short "
+                                           "rows train what long texts ask. Each step reads that row as well.")  # fmt: skip
+    dilute_up_to: float | None = option(None, "--dilute_with: the largest factor; each row's is drawn log-uniformly from 1 "
+                                        "on. Default: 32.", at_least=1)  # fmt: skip
     batch_size: int = option(1, "Rows per device and forward pass.", at_least=1)
     gradient_accumulation: int = option(1, "Forward passes per optimiser step.", at_least=1)
     save_steps: int = option(10, "Steps between checkpoints; the last two are kept.", at_least=1)

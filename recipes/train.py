@@ -134,7 +134,9 @@ def main(argv: list[str] | None = None) -> None:
         model = build_model(config, shape.init_from)
         rates = (optimizer.learning_rate, optimizer.gate_learning_rate, optimizer.weight_decay)
         reads_memory = run.dilute_with is not None or inference.reads_memory(config, context)
-        diluted = run.dilute_with and dilution.Dilution.from_folder(Path(run.dilute_with), run.dilute_up_to, data)
+        diluted = run.dilute_with and dilution.Dilution.from_folders(
+            [run.dilute_with], run.dilute_up_to, tokenizer, f"--data {data}"
+        )
         trainer = PerplexityTrainer(
             model=model,
             args=arguments,

@@ -20,6 +20,7 @@ from support import measurement
 from support.prepared import open_rows, read_tokenizer
 from support.stages import read_json, read_manifest, write_json
 from training import console, run_folder, setup
+from training.dilution import Dilution, check_rule, factor_up_to
 
 from . import trainers
 from .layers import gap_by_layer
@@ -67,6 +68,9 @@ class Conversion:
         self.identity = {**vars(options), "memory": self.memory, "data": [*self.fingerprints.values()]}
         for name in ("out", "save_merged", "evaluation_data", "evaluation_rows", "evaluation_from"):
             del self.identity[name]
+        if options.dilute_with:
+            fingerprints = [setup.data_fingerprint(read_manifest(folder)) for folder in options.dilute_with]
+            self.identity["dilute_with"] = fingerprints
         folders = {"train": options.data, "validation": options.data, "evaluation": options.evaluation_data or options.data}
         self._rows = {
             part: {folder: self._open(folder, "train" if part == "train" else "validation") for folder in of_part}
@@ -96,6 +100,10 @@ class Conversion:
             raise UserError("--memory_layers chooses what --memory_in names: give one of them")
         if self.options.start and not self.options.together_steps:
             raise UserError("--start goes on with the training of all layers: give --together_steps")
+        if factor_up_to(self.options) is not None:
+            check_rule(self.memory.get("update_rule", "linear"))
+            if not self.options.together_steps:
+                raise UserError("--dilute_with is of the training of all layers: give --together_steps")
         if self.context < 2 * self.window:
             raise UserError(
                 f"--data has rows of {self.context} tokens, and the window sees {self.window}: rows must have twice as "
@@ -128,6 +136,7 @@ class Conversion:
             for folder in (*self.options.data, *(self.options.evaluation_data or ())):
                 if fingerprint(read_tokenizer(folder)) != fingerprint(self.tokenizer):
                     raise UserError(f"{folder} was prepared with another tokenizer than that of {self.options.model}")
+            self.past_of = self._past_of()
             if self.options.start:
                 model = self._with_start(model)
             else:
@@ -148,7 +157,8 @@ class Conversion:
         """Those that have steps, in their order."""
         options = self.options
         narrow = {"narrow": tuple(options.narrow), "lengths": tuple(options.narrow_to)}
-        transfer, together = narrow | {"layers": self.trained}, narrow | {"text": options.text_weight}
+        transfer = narrow | {"layers": self.trained}
+        together = narrow | {"text": options.text_weight, "past_of": self.past_of}
         stages = [
             Stage("transfer", Transfer, options.transfer_steps, options.transfer_learning_rate, transfer),
             Stage("together", Together, options.together_steps, options.together_learning_rate, together),
@@ -218,6 +228,14 @@ class Conversion:
     @staticmethod
     def _open(folder: str, split: str):
         return open_rows(folder, split).with_transform(with_labels)
+
+    def _past_of(self) -> Callable | None:
+        """Of --dilute_with, what rows begin with."""
+        most = factor_up_to(self.options)
+        if most is None:
+            return None
+        of = f"--model {self.options.model}"
+        return Dilution.from_folders(self.options.dilute_with, most, self.tokenizer, of).past
 
     def _few_rows(self) -> Tensor:
         return torch.cat([*self.rows_of("train", FEW_ROWS).values()])

@@ -5,14 +5,14 @@ They train and save only an adapter ([`hf_infini.save_adapter`]): checkpoints ha
 
 import contextlib
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import Trainer
 
-from hf_infini import save_adapter
+from hf_infini import InfiniCache, save_adapter
 from hf_infini.families import decoder_of
 from hf_infini.memory_adapter import restore_adapter
 from recall.rows import NOT_COUNTED
@@ -100,13 +100,15 @@ class Together(ConversionTrainer):
 
     Args:
         text: the weight of the cross-entropy in rows of text; the divergence has the rest.
+        past_of: makes the cache that rows begin with, of a model, the number of rows and a device ([`Dilution.past`]); the
+            teacher has none. `None`: they begin with nothing.
     """
 
     memory_rate = 10.0
 
-    def __init__(self, *args, text: float = 0.5, **kwargs):
+    def __init__(self, *args, text: float = 0.5, past_of: Callable[..., InfiniCache] | None = None, **kwargs):
         super().__init__(*args, **kwargs)
-        self.text = text
+        self.text, self.past_of = text, past_of
 
     def loss_of(self, model, rows: Tensor) -> Tensor:
         ids, labels = rows.unbind(1)
@@ -114,7 +116,10 @@ class Together(ConversionTrainer):
         places = counted.any(0).nonzero().squeeze(1)  # of the logits that any row needs
         taught = counted.all(1) if self.text < 1 else counted.new_zeros(len(ids))
         wanted = self._taught(model, ids[taught]) if taught.any() else None
-        found = model(input_ids=ids, use_cache=False, logits_to_keep=places).logits.float().log_softmax(-1)
+        cache: dict = {"use_cache": False}
+        if self.past_of is not None and model.training:
+            cache = {"use_cache": True, "past_key_values": self.past_of(model, len(ids), ids.device)}
+        found = model(input_ids=ids, logits_to_keep=places, **cache).logits.float().log_softmax(-1)
         losses = _of_labels(found, labels[:, 1 + places])
         if wanted is None:
             return losses.mean()

@@ -34,15 +34,22 @@ class Dilution:
         self.rows, self.most = rows, most
 
     @classmethod
-    def from_folder(cls, folder: Path, most: float, data: Path) -> "Dilution":
-        """With the training rows of a folder made by recipes/prepare.py; a UserError where its tokens are not `data`'s."""
-        first, second = (read_tokenizer(place).get_vocab() for place in (folder, data))
-        if first != second:
-            raise UserError(
-                f"--dilute_with {folder} and --data {data} have different tokenizers: prepare one of them with the other's "
-                "(--tokenizer FOLDER/tokenizer)"
-            )
-        return cls(open_rows(folder, "train").with_format("torch"), most)
+    def from_folders(cls, folders: list[str], most: float, tokenizer, of: str) -> "Dilution":
+        """With the training rows of folders made by recipes/prepare.py, of one length; a UserError where their tokens are
+        not those of `tokenizer`, that of `of`."""
+        from datasets import concatenate_datasets
+
+        parts = {folder: open_rows(Path(folder), "train").select_columns("input_ids") for folder in folders}
+        for folder in folders:
+            if read_tokenizer(Path(folder)).get_vocab() != tokenizer.get_vocab():
+                raise UserError(
+                    f"--dilute_with {folder} and {of} have different tokenizers: prepare one of them with the other's "
+                    "(--tokenizer FOLDER/tokenizer)"
+                )
+        lengths = {folder: len(rows[0]["input_ids"]) for folder, rows in parts.items()}
+        if len({*lengths.values()}) > 1:
+            raise UserError(f"--dilute_with: the rows of all folders must be of one length; got {lengths}")
+        return cls(concatenate_datasets([*parts.values()]).with_format("torch"), most)
 
     def past(self, model, batch: int, device: torch.device) -> InfiniCache:
         """The cache of `model` after one row of text for each of `batch` rows, M and z multiplied by the row's factor.
@@ -68,20 +75,38 @@ def weigh_memories(cache: InfiniCache, factors: torch.Tensor) -> InfiniCache:
     return cache
 
 
+def factor_up_to(run) -> float | None:
+    """The value of `--dilute_up_to`, or its default; `None` without `--dilute_with`.
+
+    Args:
+        run: options with both.
+
+    Raises UserError when there is a factor and no text."""
+    if run.dilute_with is None:
+        if run.dilute_up_to is not None:
+            raise UserError("--dilute_up_to is of no use without --dilute_with FOLDER")
+        return None
+    return DILUTE_UP_TO if run.dilute_up_to is None else run.dilute_up_to
+
+
+def check_rule(update_rule: str) -> None:
+    """UserError unless memories of this rule can be multiplied."""
+    if update_rule != "linear":
+        raise UserError(
+            "--dilute_with multiplies what the linear rule has written: it needs a memory and --update_rule linear"
+        )
+
+
 def check_options(run, optimizer, config) -> None:
     """UserError when `--dilute_with` cannot do what it is for.
 
     Args:
         run, optimizer: the options of recipes/train.py, of which `dilute_up_to` gets its default here; config: the model's.
     """
+    run.dilute_up_to = factor_up_to(run)
     if run.dilute_with is None:
-        if run.dilute_up_to is not None:
-            raise UserError("--dilute_up_to is of no use without --dilute_with FOLDER")
         return
-    if attention_of(config) != "infini" or config.update_rule != "linear":
-        raise UserError(
-            "--dilute_with multiplies what the linear rule has written: it needs --attention infini and --update_rule linear"
-        )
+    check_rule(config.update_rule if attention_of(config) == "infini" else "none")
     if context_limit(config) is not None:
         raise UserError(
             "--dilute_with puts text in front of rows that take all positions: give --position_encoding rope or segment, or "
@@ -90,4 +115,3 @@ def check_options(run, optimizer, config) -> None:
     for name in ("separate_documents", "gradient_checkpointing", "torch_compile"):
         if (vars(run) | vars(optimizer))[name]:
             raise UserError(f"--dilute_with and --{name} do not go together: leave one of them out")
-    run.dilute_up_to = DILUTE_UP_TO if run.dilute_up_to is None else run.dilute_up_to
