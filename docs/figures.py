@@ -40,13 +40,14 @@ def cache_sizes(reader, contexts: list[int]) -> list[int]:
     """Bytes of the cache after each of these numbers of tokens, which the model reads one after the other."""
     import torch
 
+    from hf_infini.cache_name import CACHE, cache_of
     from support.measurement import cache_bytes
 
     cache, sizes = None, []
     with torch.inference_mode():
         for begin, end in zip([0, *contexts], contexts, strict=False):
             ids = torch.randint(SIZES["vocab_size"], (1, end - begin))
-            cache = reader(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).past_key_values
+            cache = cache_of(reader(ids, use_cache=True, logits_to_keep=1, **{CACHE: cache}))
             sizes.append(cache_bytes(cache))
     return sizes
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from .adapters import without_wrappers
+from .cache_name import CACHE
 from .layout import Layout
 from .memory import MemoryRule
 from .memory_contents import fill_with_one_token, find_problem
@@ -164,7 +165,7 @@ class InfiniCache(Cache):
         if not bounded:
             raise ValueError(
                 f"an InfiniCache is for layers with a compressive memory, and this {type(config).__name__} has none: leave "
-                "past_key_values out, or pass transformers.DynamicCache(config=model.config)."
+                f"{CACHE} out, or pass transformers.DynamicCache(config=model.config)."
             )
         own = [DynamicLayer() for _ in range(config.num_hidden_layers)]
         if len(bounded) < len(own):
@@ -231,7 +232,8 @@ class InfiniCache(Cache):
 
     def attention_mask(self, attention_mask: Tensor) -> Tensor:
         """The mask with which `generate()` continues from this cache with only new tokens, for example from a memory file,
-        whose ids are gone: `generate(ids, attention_mask=cache.attention_mask(mask), past_key_values=cache)`.
+        whose ids are gone: `generate(ids, attention_mask=cache.attention_mask(mask), cache=cache)` (before transformers 5.24
+        `past_key_values=cache`).
 
         `generate()` tells new ids from a whole text by the width of the mask. With beams or several sequences for each row,
         repeat the cache (`batch_repeat_interleave`) after this. Without this mask, `generate()` recognises a whole text by
@@ -267,7 +269,7 @@ class InfiniCache(Cache):
         """
         state = self.first_state()
         if state is None:
-            raise ValueError("this cache has read nothing yet: give it to model(ids, past_key_values=cache) before saving.")
+            raise ValueError(f"this cache has read nothing yet: give it to model(ids, {CACHE}=cache) before saving.")
         tokens_seen = state.tokens_seen.tolist()
         if text_sha256 is not None and (isinstance(text_sha256, str) or len(text_sha256) != len(tokens_seen)):
             raise ValueError(f"text_sha256 must be a list with one for each of the {len(tokens_seen)} rows.")

@@ -9,6 +9,7 @@ from transformers import initialization as init
 from transformers.cache_utils import Cache
 
 from .cache import StatesOfCall
+from .cache_name import takes_either_name
 from .configuration_causal_mha import ATTENTION_OPTIONS, CausalMHAConfig
 from .memory_layer import MemoryLayerMixin, rope_tables
 from .options_causal_mha import IN_EMBEDDING, RELATIVE
@@ -114,6 +115,7 @@ class CausalMultiHeadAttention(MemoryLayerMixin, nn.Module):
         if self.config.attention == "infini":
             self.init_memory_parameters()
 
+    @takes_either_name
     def forward(
         self,
         hidden_states: Tensor,
@@ -123,7 +125,7 @@ class CausalMultiHeadAttention(MemoryLayerMixin, nn.Module):
         position_ids: Tensor | None = None,
         layout: SegmentLayout | None = None,
         rotary: Rotary | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         states: StatesOfCall | None = None,
         output_attentions: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor | None]:
@@ -138,7 +140,7 @@ class CausalMultiHeadAttention(MemoryLayerMixin, nn.Module):
                 `attention="infini"` they say without a layout where documents begin, and rope counts the tokens.
             layout: of the segments, only for `attention="infini"`; `None`: it is made from `position_ids`.
             rotary: likewise the rotary positions of a window.
-            past_key_values: a cache to continue, or `None`.
+            cache: to continue, or `None`; `past_key_values` is its old name.
             states: only for `attention="infini"`, the states of the model's call, from which the layer takes its own, and to
                 which it gives the next one; `None`: those of the cache.
             output_attentions: also return the weights, which goes through the written-out softmax.
@@ -161,7 +163,7 @@ class CausalMultiHeadAttention(MemoryLayerMixin, nn.Module):
         if given := [name for name, value in unused.items() if value is not None]:
             raise ValueError(f"attention={self.config.attention!r} does not use {' and '.join(given)}: leave it out.")
         if segmented:
-            given = {"layout": layout, "states": states, "past_key_values": past_key_values, "position_ids": position_ids}
+            given = {"layout": layout, "states": states, "cache": cache, "position_ids": position_ids}
             call = self.begin(hidden_states, **given)
             query, key, value = self.project(call.hidden_states)
             softmax = self.window_softmax(query, rotary, output_attentions)
@@ -172,10 +174,10 @@ class CausalMultiHeadAttention(MemoryLayerMixin, nn.Module):
                 mask=mask,
                 distance=distance,
                 position_ids=position_ids,
-                past_key_values=past_key_values,
+                cache=cache,
             )
         else:
-            heads, weights = self._fused(hidden_states, mask, distance, position_ids, past_key_values), None
+            heads, weights = self._fused(hidden_states, mask, distance, position_ids, cache), None
         output = self.out_proj(heads.transpose(1, 2).flatten(2))
         return (output, weights) if output_attentions else output
 
@@ -186,10 +188,10 @@ class CausalMultiHeadAttention(MemoryLayerMixin, nn.Module):
         mask: Tensor | None = None,
         distance: Tensor | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
     ) -> HeadParts:
         """Scores, weights and context vectors of global or local attention, step by step; arguments as of `forward`."""
-        query, key, value = self._with_cached(hidden_states, position_ids, past_key_values)
+        query, key, value = self._with_cached(hidden_states, position_ids, cache)
         visible, distance = self._reach(query, key, mask, distance)
         scores, weights = visible_softmax(self.scores(query, key, distance), visible)
         return HeadParts(scores, weights, self.dropout(weights) @ value)
@@ -238,25 +240,25 @@ class CausalMultiHeadAttention(MemoryLayerMixin, nn.Module):
 
     # --- the steps ----------------------------------------------------------------------------------------------------
 
-    def _with_cached(self, hidden_states, position_ids, past_key_values) -> tuple[Tensor, Tensor, Tensor]:
+    def _with_cached(self, hidden_states, position_ids, cache) -> tuple[Tensor, Tensor, Tensor]:
         """Queries of the new tokens; keys and values of these and of the cached ones."""
         query, key, value = self.project(hidden_states)
         if self.config.position_encoding == "rope":
             if position_ids is None:
-                past = 0 if past_key_values is None else past_key_values.get_seq_length(self.layer_idx)
+                past = 0 if cache is None else cache.get_seq_length(self.layer_idx)
                 position_ids = torch.arange(past, past + query.shape[2], device=query.device).unsqueeze(0)
             turns = rotation(position_ids, self.head_dim, query.dtype, self.config.rope_theta)
             query, key = rotate(query, *turns), rotate(key, *turns)
-        if past_key_values is not None:
+        if cache is not None:
             # As many keys as the mask has: with a window of one token, caches keep all keys although they report none
-            keys, _ = past_key_values.get_mask_sizes(query.shape[2], self.layer_idx)
-            cached = past_key_values.update(key, value, self.layer_idx)
+            keys, _ = cache.get_mask_sizes(query.shape[2], self.layer_idx)
+            cached = cache.update(key, value, self.layer_idx)
             key, value = (tensor[:, :, -keys:] for tensor in cached)
         return query, key, value
 
-    def _fused(self, hidden_states, mask, distance, position_ids, past_key_values) -> Tensor:
+    def _fused(self, hidden_states, mask, distance, position_ids, cache) -> Tensor:
         """The context vectors of [`parts`] without its scores and weights, through torch's fused attention."""
-        query, key, value = self._with_cached(hidden_states, position_ids, past_key_values)
+        query, key, value = self._with_cached(hidden_states, position_ids, cache)
         plain = self.config.attention == "global" and self.config.position_encoding not in RELATIVE
         causal = mask is None and plain and query.shape[2] == key.shape[2]
         if not causal:

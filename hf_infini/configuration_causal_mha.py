@@ -50,7 +50,7 @@ class CausalMHAConfig(ScratchOptions, MemoryOptions, OptionsMixin, HubConfigMixi
     """
 
     model_type = "causal_mha"
-    keys_to_ignore_at_inference = ["past_key_values"]
+    keys_to_ignore_at_inference = ["cache", "past_key_values"]
     attribute_map = {
         "hidden_size": "n_embd",
         "intermediate_size": "n_inner",

@@ -39,6 +39,7 @@ from torch import Tensor, distributed
 from torch.nn import functional as F
 
 from .cache import InfiniCache, StatesOfCall
+from .cache_name import CACHE
 from .checks import bool_mask, check_shapes
 from .exchange import AllGather, Shard, gather
 from .layout import GridLayout
@@ -69,7 +70,7 @@ def shard_rows(
 
     Returns:
         The shards of what is in the batch, `[B, tokens / R, …]`; `shift_labels`, for a label may be on the next rank;
-        `past_key_values`, the [`ShardCache`] of this one call; and `use_cache` False.
+        [`CACHE`], the [`ShardCache`] of this one call; and `use_cache` False.
 
     Raises:
         ValueError: the rows cannot be cut into one shard for each rank at segment borders, do not go on from `past`, or some
@@ -90,7 +91,7 @@ def shard_rows(
     shards = {name: part.chunk(size, 1)[rank].contiguous() for name, part in parts.items()}
     cache = ShardCache(config, group, past)
     cache.text.extend(batch.get("input_ids"), real, text.shape[0], text.shape[1], text.device)
-    return shards | {"past_key_values": cache, "use_cache": False}
+    return shards | {CACHE: cache, "use_cache": False}
 
 
 def read_rows(
@@ -118,10 +119,10 @@ def read_rows(
         if shared:
             share = shard_rows({name: part[:, :shared] for name, part in batch.items()}, model.config, group, cache)
             outputs.append((rank * (shared // size), model(**share)))
-            cache = share["past_key_values"].whole()
+            cache = share[CACHE].whole()
         if shared < tokens:
             rest = {name: part[:, shared:] for name, part in batch.items()}
-            output = model(**rest, past_key_values=cache, use_cache=True)
+            output = model(**rest, use_cache=True, **{CACHE: cache})
             outputs += [(shared, output)] if rank == 0 else []
     return outputs, cache
 

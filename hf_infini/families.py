@@ -14,6 +14,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.models.auto import modeling_auto
 from transformers.models.gpt2.modeling_gpt2 import GPT2Attention, GPT2DoubleHeadsModel
 
+from .cache_name import CACHE
 from .checkpoints import HUB_OPTIONS
 from .configuration_infini import FamilyConfigMixin, infini_config
 from .configuration_infini_gpt2 import InfiniGPT2Config
@@ -87,7 +88,7 @@ def _with_arguments_of(own, forward):
 
 def _attention_class(own: type) -> type:
     arguments = _arguments(own.forward)[1:]
-    cache = next(name for name in ("past_key_values", "layer_past") if name in arguments)
+    cache = next(name for name in (CACHE, "layer_past") if name in arguments)
     module = sys.modules[own.__module__]
     turn = getattr(module, "apply_rotary_pos_emb", None) or getattr(module, "apply_rotary_emb", None)
     attributes: dict[str, Any] = {"__module__": __name__, "own_class": own}

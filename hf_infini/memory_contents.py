@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
+from .cache_name import CACHE
 from .configuration_common import layer_kinds
 from .hooks import device_of
 from .state import empty_places
@@ -63,7 +64,7 @@ def fill_with_one_token(model, cache) -> None:
     embeddings = torch.zeros(1, 1, model.config.hidden_size, dtype=model.dtype, device=device)
     written = torch.ones(1, 1, dtype=torch.bool, device=device)
     with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
-        model.base_model(inputs_embeds=embeddings, memory_mask=written, past_key_values=cache, use_cache=True)
+        model.base_model(inputs_embeds=embeddings, memory_mask=written, use_cache=True, **{CACHE: cache})
 
 
 def find_problem(record: dict, tensors: dict[str, Tensor], example: dict[str, Tensor], model) -> str | None:

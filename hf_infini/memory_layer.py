@@ -191,7 +191,7 @@ class MemoryLayerMixin(nn.Module):
         *,
         layout: SegmentLayout | None = None,
         states: StatesOfCall | None = None,
-        past_key_values=None,
+        cache=None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
     ) -> LayerCall:
@@ -201,10 +201,10 @@ class MemoryLayerMixin(nn.Module):
             layout: what the model made for all layers; without it, one is made from `attention_mask` and `position_ids`,
                 `[batch, tokens]` each, which are not looked at otherwise.
             states: the [`StatesOfCall`] of the model, from which the layer takes its own; `None`: those of
-                `past_key_values`, an [`InfiniCache`], for a layer that is called outside of a model.
+                `cache`, an [`InfiniCache`], for a layer that is called outside of a model.
         """
-        outside_model = states is None and past_key_values is not None
-        states = past_key_values.states() if outside_model else states
+        outside_model = states is None and cache is not None
+        states = cache.states() if outside_model else states
         state = None if states is None else states.before(self.layer_idx)
         if layout is None:
             given = {"attention_mask": attention_mask, "position_ids": position_ids, "state": state}

@@ -72,6 +72,8 @@ def stream_losses(
     """
     import torch
 
+    from .cache_name import CACHE, cache_of
+
     rows, length = input_ids.shape
     labels = input_ids if labels is None else labels
     device = next(model.parameters()).device
@@ -82,10 +84,10 @@ def stream_losses(
         given = {"input_ids": input_ids} | ({} if position_ids is None else {"position_ids": position_ids})
         piece = {name: part[:, start : start + chunk * size].to(device) for name, part in given.items()}
         if group is None:
-            kwargs = {"use_cache": False} if chunk >= length else {"past_key_values": cache, "use_cache": True}
+            kwargs = {"use_cache": False} if chunk >= length else {CACHE: cache, "use_cache": True}
             with torch.no_grad():
                 output = model(**piece, **kwargs)
-            outputs, cache = [(0, output)], output.past_key_values
+            outputs, cache = [(0, output)], cache_of(output)
         else:
             from .context_parallel import read_rows
 
@@ -114,6 +116,8 @@ def score_spans(model, rows: Sequence, spans: Sequence[tuple[int, int, int]], ch
     """
     import torch
 
+    from .cache_name import CACHE, cache_of
+
     for row, first, end in spans:
         if not 0 < first < end <= len(rows[row]):
             raise ValueError(f"the span {first}:{end} of row {row} must hold a token, and lie within 1:{len(rows[row])}")
@@ -129,10 +133,10 @@ def score_spans(model, rows: Sequence, spans: Sequence[tuple[int, int, int]], ch
         piece = tokens[:, start : min(start + chunk, last)].to(device)
         here = (places[:, 1] > start) & (places[:, 1] <= start + piece.shape[1])
         kept = (places[here, 1] - 1 - start).unique()  # the logits at a place predict the next
-        kwargs = {"use_cache": False} if chunk >= last else {"past_key_values": cache, "use_cache": True}
+        kwargs = {"use_cache": False} if chunk >= last else {CACHE: cache, "use_cache": True}
         with torch.no_grad():
             output = model(input_ids=piece, logits_to_keep=kept.to(device) if len(kept) else 1, **kwargs)
-        cache = output.past_key_values
+        cache = cache_of(output)
         if len(kept):
             numbers, columns = places[here, 0], torch.searchsorted(kept, places[here, 1] - 1 - start)
             logits = output.logits[numbers.to(device), columns.to(device)].float()

@@ -14,6 +14,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
+from .cache_name import CACHE, cache_of, takes_either_name
 from .causal_mha import CausalMultiHeadAttention
 from .configuration_causal_mha import CausalMHAConfig
 from .generation import MemoryGenerationMixin
@@ -70,23 +71,23 @@ class CausalMHABlock(GradientCheckpointingLayer):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(
-        self, hidden_states: Tensor, past_key_values: Cache | None = None, output_attentions: bool = False, **reach
+        self, hidden_states: Tensor, cache: Cache | None = None, output_attentions: bool = False, **reach
     ) -> tuple[Tensor, Tensor | None]:
         """`[batch, tokens, n_embd]` to the same, and the weights or `None`; `reach` is what the attention takes by name."""
         weights = None
         if hasattr(self, "attn"):
             output = self.attn(
                 self.ln_1(hidden_states),
-                past_key_values=past_key_values,
+                cache=cache,
                 output_attentions=output_attentions,
                 **reach,
             )
             output, weights = output if output_attentions else (output, None)
             hidden_states = hidden_states + self.dropout(output)
-        elif past_key_values is not None:
+        elif cache is not None:
             # A key of one number for each token: caches tell how many tokens they have seen by counting keys
             marks = hidden_states.new_zeros(hidden_states.shape[0], 1, hidden_states.shape[1], 1)
-            past_key_values.update(marks, marks, self.layer_idx)
+            cache.update(marks, marks, self.layer_idx)
         return hidden_states + self.dropout(self.mlp(self.ln_2(hidden_states))), weights
 
 
@@ -98,7 +99,7 @@ class CausalMHAPreTrainedModel(HubModelMixin, InitializationMixin, PreTrainedMod
     base_model_prefix = "transformer"
     supports_gradient_checkpointing = True
     _no_split_modules = ["CausalMHABlock"]
-    _skip_keys_device_placement = ["past_key_values"]
+    _skip_keys_device_placement = ["cache", "past_key_values"]
     _supports_sdpa = True
     _input_embed_layer = "wte"
 
@@ -130,13 +131,14 @@ class CausalMHAModel(CausalMHAPreTrainedModel):
         self.ln_f = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
         self.post_init()
 
+    @takes_either_name
     @can_return_tuple
     def forward(
         self,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
         output_attentions: bool | None = None,
@@ -151,8 +153,8 @@ class CausalMHAModel(CausalMHAPreTrainedModel):
             attention_mask: `[batch, past + tokens]`, 1 = real, 0 = padding.
             position_ids: `[batch, tokens]`; without them a row's real tokens are counted. Without mask and cache, positions
                 that go back begin a new document that sees nothing of the one before (packing).
-            past_key_values: a cache to continue; made if `use_cache` is set and none is given. Gradients go through a
-                memory from call to call, also with gradient checkpointing.
+            cache: to continue (`past_key_values` is its old name); made if `use_cache` is set and none is given. Gradients
+                go through a memory from call to call, also with gradient checkpointing.
             use_cache: `None`: as the configuration says, but not in training with gradient checkpointing.
             max_documents: how many documents a row holds at most, so that packed rows of a model with a memory compile into
                 one graph: [`segment_layout`].
@@ -174,7 +176,7 @@ class CausalMHAModel(CausalMHAPreTrainedModel):
         states = written = None
         memory_mask = memory_mask_of(self.config, input_ids, inputs_embeds, memory_mask)
         if self.config.attention == "infini":
-            past_key_values = cache = memory_cache(self, past_key_values, use_cache, embeddings.shape[0])
+            cache = memory_cache(self, cache, use_cache, embeddings.shape[0])
             masks = (attention_mask, position_ids, memory_mask)
             layout = layout_of_call(self.config, embeddings, *masks, cache, max_documents)
             if cache is not None:
@@ -187,7 +189,7 @@ class CausalMHAModel(CausalMHAPreTrainedModel):
             if position_ids is None:
                 position_ids = counted_positions(layout, cache)
         else:
-            given, past_key_values = past_key_values, key_value_cache(self, past_key_values, use_cache)
+            given, cache = cache, key_value_cache(self, cache, use_cache)
             past = 0 if given is None else given.get_seq_length()
             reach = self._reach(embeddings, attention_mask, position_ids, past, given)
             if position_ids is None:
@@ -197,7 +199,7 @@ class CausalMHAModel(CausalMHAPreTrainedModel):
         for block in self.h:
             hidden_states, weights = block(
                 hidden_states,
-                past_key_values,
+                cache,
                 output_attentions=output_attentions,
                 position_ids=position_ids,
                 **reach,
@@ -210,7 +212,7 @@ class CausalMHAModel(CausalMHAPreTrainedModel):
         hidden_states = self.ln_f(hidden_states)
         return BaseModelOutputWithPast(
             last_hidden_state=hidden_states,
-            past_key_values=past_key_values if use_cache else None,
+            **{CACHE: cache if use_cache else None},
             # As in other models, the last of them is the model's output, after the last norm
             hidden_states=(*all_hidden_states[:-1], hidden_states) if output_hidden_states else None,
             attentions=all_weights if output_attentions else None,
@@ -266,13 +268,14 @@ class CausalMHAForCausalLM(CausalMHAPreTrainedModel, MemoryGenerationMixin, Gene
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         self.post_init()
 
+    @takes_either_name
     @can_return_tuple
     def forward(
         self,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
@@ -292,7 +295,7 @@ class CausalMHAForCausalLM(CausalMHAPreTrainedModel, MemoryGenerationMixin, Gene
             input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            past_key_values=past_key_values,
+            cache=cache,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
             max_documents=max_documents,
@@ -308,7 +311,7 @@ class CausalMHAForCausalLM(CausalMHAPreTrainedModel, MemoryGenerationMixin, Gene
         return CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
-            past_key_values=outputs.past_key_values,
+            **{CACHE: cache_of(outputs)},
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
         )

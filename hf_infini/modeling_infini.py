@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .cache import InfiniCache, StatesOfCall
+from .cache_name import CACHE, with_one_name
 from .hooks import device_of
 from .hub_code import ModelBase
 from .layout import Layout
@@ -115,8 +116,9 @@ class InfiniModelMixin(ModelBase):
         """As the own forward, with the same shapes, and these differences:
 
         Args:
-            past_key_values: an [`InfiniCache`]; made if `use_cache` is set and none is given. Gradients go through it from
-                call to call, also with gradient checkpointing, unless some layers keep their own attention.
+            cache: an [`InfiniCache`] (`past_key_values` is its old name); made if `use_cache` is set and none is given.
+                Gradients go through it from call to call, also with gradient checkpointing, unless some layers keep their
+                own attention.
             use_cache: `None`: as the configuration says, but not in training with gradient checkpointing.
             attention_mask: `[batch, tokens]` or `[batch, past + tokens]`, 1 = real. A padded token is in no segment and no
                 memory, wherever it is in the row.
@@ -131,7 +133,7 @@ class InfiniModelMixin(ModelBase):
             ValueError: a cache or mask of another kind; `output_attentions` where layers with their own attention compute no
                 weights.
         """
-        given = dict(zip(self.argument_names, args, strict=False)) | kwargs
+        given = with_one_name(dict(zip(self.argument_names, args, strict=False)) | kwargs, CACHE)
         ids, embeddings = given.get("input_ids"), given.get("inputs_embeds")
         tokens = check_inputs(ids, embeddings)
         weights = given.get("output_attentions")
@@ -141,7 +143,7 @@ class InfiniModelMixin(ModelBase):
         use_cache = given.get("use_cache")
         if use_cache is None:
             use_cache = self.config.use_cache and not checkpoints_gradients(self)
-        cache = memory_cache(self, given.get("past_key_values"), use_cache, tokens.shape[0])
+        cache = memory_cache(self, given.get(CACHE), use_cache, tokens.shape[0])
         states = None if cache is None else cache.states()
         masks = (given.get("attention_mask"), given.get("position_ids"), memory_mask)
         layout = layout_of_call(self.config, tokens, *masks, cache, max_documents)
@@ -152,12 +154,12 @@ class InfiniModelMixin(ModelBase):
         mask: Any = self._masks(layout, cache, states)
         if self.layers_drop_keywords:
             mask.infini = call
-        given |= {"attention_mask": mask, "past_key_values": cache, "use_cache": use_cache, "infini": call}
+        given |= {"attention_mask": mask, CACHE: cache, "use_cache": use_cache, "infini": call}
         output = super().forward(**given)
         if cache is not None and states is not None:
             cache.advance(states, ids, layout, tokens.shape[1])
             if use_cache and not isinstance(output, tuple):  # the own forward drops it in training with checkpoints
-                output.past_key_values = cache
+                setattr(output, CACHE, cache)
         return output
 
     def set_positions(self) -> None:

@@ -5,6 +5,7 @@ from torch import Tensor, nn
 from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
 
 from .cache import InfiniCache
+from .cache_name import CACHE
 from .configuration_infini_gpt2 import InfiniGPT2Config
 from .hooks import device_of
 from .layout import Layout
@@ -23,9 +24,9 @@ class GPT2InfiniAttention(InfiniAttentionMixin, GPT2Attention):
     """
 
     own_class = GPT2Attention
-    argument_names = ("past_key_values", "attention_mask", "encoder_hidden_states", "encoder_attention_mask")
+    argument_names = (CACHE, "attention_mask", "encoder_hidden_states", "encoder_attention_mask")
     argument_names += ("output_attentions",)
-    cache_argument = "past_key_values"
+    cache_argument = CACHE
 
     def __init__(self, config: InfiniGPT2Config, layer_idx: int | None = None):
         super().__init__(config, layer_idx=layer_idx)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from .cache import StatesOfCall
+from .cache_name import CACHE, with_one_name
 from .hooks import become, device_of
 from .memory_layer import LayerCall, MemoryLayerMixin
 from .positions import Rotary
@@ -228,6 +229,7 @@ class InfiniAttentionMixin(MemoryLayerMixin):
             query's window, in which the sinks come first and the query's own segment last. Padding has zeros.
         """
         given = dict(zip(self.argument_names, args, strict=False)) | kwargs
+        given = with_one_name(given, CACHE)
         infini = getattr(given.get("attention_mask"), "infini", infini)
         if given.get("encoder_hidden_states") is not None:
             raise ValueError(f"a {type(self).__name__} is causal self-attention; cross-attention is not supported.")
@@ -236,7 +238,7 @@ class InfiniAttentionMixin(MemoryLayerMixin):
         rotary = self.window_rotary(tables, hidden_states)
         if infini is None:
             masks = {name: given.get(name) for name in ("attention_mask", "position_ids")}
-            call = self.begin(hidden_states, past_key_values=cache, **masks)
+            call = self.begin(hidden_states, cache=cache, **masks)
             columns, weights = 0 if cache is None else cache.get_seq_length(), bool(given.get("output_attentions"))
         else:
             call = self.begin(hidden_states, layout=infini.layout, states=infini.states)

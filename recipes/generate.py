@@ -70,6 +70,7 @@ def main(argv: list[str] | None = None) -> None:
     from transformers import TextStreamer, logging, set_seed
 
     from evaluation import inference
+    from hf_infini.cache_name import CACHE
     from hf_infini.configurations import context_limit
 
     model, tokenizer = inference.load_model(options.model, options.device)
@@ -108,7 +109,7 @@ def main(argv: list[str] | None = None) -> None:
         if streaming:
             show_prompt(prompts[0])
         with torch.no_grad():
-            output = model.generate(**inputs, **arguments, past_key_values=cache, pad_token_id=tokenizer.pad_token_id)
+            output = model.generate(**inputs, **arguments, pad_token_id=tokenizer.pad_token_id, **{CACHE: cache})
         if streaming:
             continue
         for prompt, ids in zip(batch, output[:, inputs["input_ids"].shape[1] :], strict=True):
@@ -189,20 +190,23 @@ def read_in_chunks(model, input_ids, attention_mask, chunk: int, cache=None):
     import torch
     from tqdm import tqdm
 
+    from hf_infini.cache_name import CACHE, cache_of
+
     begin, length = 0 if cache is None else cache.get_seq_length(), input_ids.shape[1]
     positions = (attention_mask.cumsum(-1) - 1).clamp(min=0)
     stops = range(begin + chunk, length, chunk)
     for stop in tqdm(stops, desc=f"reading {length - begin:,} tokens", unit="chunk", disable=not stops):
         piece = slice(stop - chunk, stop)
         with torch.no_grad():
-            cache = model(
+            output = model(
                 input_ids=input_ids[:, piece],
                 attention_mask=attention_mask[:, :stop],
                 position_ids=positions[:, piece],
-                past_key_values=cache,
                 use_cache=True,
                 logits_to_keep=1,
-            ).past_key_values
+                **{CACHE: cache},
+            )
+            cache = cache_of(output)
     return cache
 
 

@@ -91,6 +91,7 @@ def memorize(options: Options, model, tokenizer, description: dict, text: Path, 
     from corpora.long_texts import tokens_of_file
     from evaluation import inference
     from hf_infini import InfiniCache
+    from hf_infini.cache_name import CACHE
     from hf_infini.context_parallel import read_rows
     from hf_infini.memory_files import delete_memory_file
 
@@ -119,7 +120,7 @@ def memorize(options: Options, model, tokenizer, description: dict, text: Path, 
         for place in range(begin, len(tokens), step):
             ids = torch.tensor(tokens[place : place + step], dtype=torch.long, device=model.device)
             if group is None:
-                model.base_model(ids.unsqueeze(0), past_key_values=cache, use_cache=True)
+                model.base_model(ids.unsqueeze(0), use_cache=True, **{CACHE: cache})
             else:
                 _, cache = read_rows(model.base_model, {"input_ids": ids.unsqueeze(0)}, cache, group)
             bar.update(len(ids))

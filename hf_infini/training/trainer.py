@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from transformers import Cache, Trainer
 
+from ..cache_name import CACHE
 from ..context_parallel import check_shards, shard_rows
 from ..memory_layer import gates_of
 from ..metrics import evaluate_rows
@@ -135,7 +136,7 @@ class PerplexityTrainer(Trainer):
         context = {"use_cache": False}
         if self.past_of is not None:
             ids = inputs["input_ids"]
-            context = {"use_cache": True, "past_key_values": self.past_of(model, len(ids), ids.device)}
+            context = {"use_cache": True, CACHE: self.past_of(model, len(ids), ids.device)}
         learned = inputs["labels"][:, 1:] != -100
         one_process = model is self.model and not self.is_sharded  # a distributed wrapper must see the whole call
         plain = self.label_smoother is None and self.compute_loss_func is None  # others want all logits

@@ -101,7 +101,7 @@ class Recaller(nn.Module):
         in."""
         states = self.dropout(self.embedding(inputs))
         for mixer, (before, after) in zip(self.mixers, self.norms, strict=True):
-            known = {} if isinstance(mixer, GatedConvolution) else {"past_key_values": cache}
+            known = {} if isinstance(mixer, GatedConvolution) else {"cache": cache}
             states = states + mixer(before(states), **known)
             states = states + after(states)
         return self.last_norm(states)

@@ -12,6 +12,7 @@ from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel
 
 from evaluation.inference import read_in_chunks
 from hf_infini import patch_model
+from hf_infini.cache_name import CACHE, cache_of
 from hf_infini.training import parameter_groups
 
 KINDS = ("infini", "gpt2")
@@ -103,7 +104,7 @@ def random_cache(model, context: int) -> DynamicCache:
 def padded_cache(model, ids: torch.Tensor, mask: torch.Tensor):
     """The cache after `[batch, tokens]`; `mask` of the same shape is 0 for padding."""
     places = {"attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0)}
-    return model(ids, use_cache=True, logits_to_keep=1, **places).past_key_values
+    return cache_of(model(ids, use_cache=True, logits_to_keep=1, **places))
 
 
 def new_tokens(model, cache, steps: int, mask: torch.Tensor | None = None) -> Callable[[], None]:
@@ -123,7 +124,7 @@ def new_tokens(model, cache, steps: int, mask: torch.Tensor | None = None) -> Ca
             if mask is not None:
                 mask = torch.cat([mask, mask.new_ones(batch, 1)], 1)
                 padding = {"attention_mask": mask, "position_ids": mask.sum(-1, keepdim=True) - 1}
-            found = model(token, past_key_values=cache, use_cache=True, **padding).logits[:, -1].argmax(-1)
+            found = model(token, use_cache=True, **padding, **{CACHE: cache}).logits[:, -1].argmax(-1)
         found.tolist()  # as a sampler has to see it
 
     return run

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from hf_infini.cache_name import CACHE, cache_of
 from support.measurement import cache_bytes
 
 from . import measuring, models
@@ -106,8 +107,8 @@ def stream(model, ids: Tensor, chunk: int) -> Streamed:
     clock = time.process_time if device == "cpu" else time.perf_counter
     for number, piece in enumerate(pieces):
         begin = clock()
-        output = model(input_ids=piece, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        cache, logits[number] = output.past_key_values, output.logits[0, -1]
+        output = model(input_ids=piece, use_cache=True, logits_to_keep=1, **{CACHE: cache})
+        cache, logits[number] = cache_of(output), output.logits[0, -1]
         measuring.wait_for(device)
         if piece.shape[1] == chunk:
             seconds.append((clock() - begin) / chunk)

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from transformers import Trainer
 
 from hf_infini import InfiniCache, save_adapter
+from hf_infini.cache_name import CACHE
 from hf_infini.families import decoder_of
 from hf_infini.memory_adapter import restore_adapter
 from recall.rows import NOT_COUNTED
@@ -118,7 +119,7 @@ class Together(ConversionTrainer):
         wanted = self._taught(model, ids[taught]) if taught.any() else None
         cache: dict = {"use_cache": False}
         if self.past_of is not None and model.training:
-            cache = {"use_cache": True, "past_key_values": self.past_of(model, len(ids), ids.device)}
+            cache = {"use_cache": True, CACHE: self.past_of(model, len(ids), ids.device)}
         found = model(input_ids=ids, logits_to_keep=places, **cache).logits.float().log_softmax(-1)
         losses = _of_labels(found, labels[:, 1 + places])
         if wanted is None:

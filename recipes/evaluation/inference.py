@@ -6,6 +6,7 @@ import torch
 
 from cli import UserError
 from cli.names import check_name
+from hf_infini.cache_name import CACHE, cache_of
 from hf_infini.configurations import context_limit
 from hf_infini.loading import load_causal_lm, load_tokenizer
 from hf_infini.memory_layer import gates_of
@@ -105,7 +106,7 @@ def read_in_chunks(model, ids: torch.Tensor, chunk: int):
     """The cache of a model that has read `[batch, tokens]`, so many tokens a call."""
     cache = None
     for piece in ids.split(chunk, dim=1):
-        cache = model(input_ids=piece, past_key_values=cache, use_cache=True, logits_to_keep=1).past_key_values
+        cache = cache_of(model(input_ids=piece, use_cache=True, logits_to_keep=1, **{CACHE: cache}))
     return cache
 
 

@@ -15,6 +15,7 @@ import torch
 
 from cli import UserError
 from hf_infini.cache import InfiniCache, InfiniLayer
+from hf_infini.cache_name import cache_of
 from hf_infini.configurations import attention_of, context_limit
 from support.prepared import open_rows, read_tokenizer
 
@@ -59,7 +60,7 @@ class Dilution:
         numbers = torch.randint(len(self.rows), (batch,)).tolist()
         ids = torch.as_tensor(self.rows[numbers]["input_ids"]).long().to(device)
         factors = self.most ** torch.rand(batch).to(device)
-        cache = model(ids, use_cache=True, logits_to_keep=1).past_key_values
+        cache = cache_of(model(ids, use_cache=True, logits_to_keep=1))
         return weigh_memories(cache, factors)
 
 

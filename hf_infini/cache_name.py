@@ -1,0 +1,40 @@
+"""The name of a model's cache: `cache`, and before transformers 5.24 `past_key_values`. Models here take it by either."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any
+
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+NAMES = ("cache", "past_key_values")
+CACHE = next(name for name in NAMES if name in {field.name for field in fields(BaseModelOutputWithPast)})
+
+
+def cache_of(output) -> Any:
+    """The cache in the output of a model or of `generate`, without the warning that its old name brings."""
+    return getattr(output, CACHE)
+
+
+def with_one_name(given: dict[str, Any], name: str = "cache") -> dict[str, Any]:
+    """Arguments by name, in which the cache is called `name`; those without a cache are returned as they are.
+
+    Raises:
+        TypeError: it came with both of its names.
+    """
+    found = [one for one in NAMES if given.get(one) is not None]
+    if len(found) == 2:
+        raise TypeError("cache and past_key_values are two names of one argument: give only one of them.")
+    cache = given[found[0]] if found else None
+    rest = {key: value for key, value in given.items() if key not in NAMES}
+    return rest if len(rest) == len(given) else rest | {name: cache}
+
+
+def takes_either_name(forward: Callable) -> Callable:
+    """A method with an argument `cache`, which may be called `past_key_values` too."""
+
+    @functools.wraps(forward)
+    def with_either(self, *args, **kwargs):
+        return forward(self, *args, **with_one_name(kwargs))
+
+    return with_either
