@@ -11,8 +11,10 @@ from conversion.trainers import Together, errors, gates_closed, segments_of, une
 from conversion.transfer import SPREAD, LayerComparison, Transfer, calibrated_scales
 from decoders import decoder, token_ids
 from hf_infini import patch_model
-from models import gpt2
+from hf_infini.memory_layer import gates_of
+from models import RowsOf, gpt2
 from recall.rows import NOT_COUNTED
+from training.dilution import Dilution
 
 ROWS = [{"input_ids": row, "labels": row} for row in token_ids(16, 48)]
 OPTIONS = {"segment_length": 8, "local_segments": 1, "sink_tokens": 2, "feature_map": "learned", "denominator": "shared"}
@@ -138,6 +140,31 @@ def test_the_teacher_of_a_lora_is_the_plain_model(tmp_path):
         if "lora_B" in name:
             torch.nn.init.normal_(parameter)
     assert float(made.loss_of(made.model, rows)) > 1e-3
+
+
+@torch.no_grad()
+def test_diluted_rows_are_those_behind_another_text(tmp_path):
+    """With a factor of 1, a row's loss is that of its labels behind the other row; the teacher does not see that one."""
+    before, ids = token_ids(1, 24, seed=7), token_ids(2, 48)
+    past = Dilution(RowsOf(before), most=1).past
+    made = trainer(Together, tmp_path, text=0.25, past_of=past)
+    rows, model = all_counted(ids), made.model.train()  # the model has no dropout
+    rows[1, 1, :40] = NOT_COUNTED
+    plain, asked = trainer(Together, tmp_path, text=0.25), trainer(Together, tmp_path, text=1.0)
+    for gate in [*gates_of(model).values(), *gates_of(plain.model).values()]:
+        gate.weight.fill_(3.0)  # of the memory; closed gates would show little of the other text
+    whole = torch.cat([before.expand(2, -1), ids], 1)
+    behind = all_counted(whole)
+    behind[0, 1, :25], behind[1, 1, : 24 + 40] = NOT_COUNTED, NOT_COUNTED  # nothing predicts a row's first token
+    logits = model(whole[:1]).logits[0, 24:-1].log_softmax(-1)
+    teacher = made._taught(model, ids[:1])[0]
+    divergence = float((teacher.exp() * (teacher - logits)).sum(-1).mean())
+    losses = [float(asked.loss_of(model.eval(), behind[[row]])) for row in (0, 1)]
+    wanted = (0.25 * losses[0] + 0.75 * divergence + losses[1]) / 2
+    assert float(made.loss_of(model.train(), rows)) == pytest.approx(wanted, rel=1e-5)
+    alone = float(plain.loss_of(plain.model.eval(), rows))
+    assert float(made.loss_of(model.eval(), rows)) == pytest.approx(alone, rel=1e-6)  # nothing dilutes an evaluation
+    assert wanted != pytest.approx(alone, rel=1e-3)
 
 
 @torch.no_grad()

@@ -21,6 +21,7 @@ convert, prepare_recall = load_recipe("convert"), load_recipe("prepare_recall")
 WINDOW = ["--segment_length", 8, "--local_segments", 1, "--sink_tokens", 2, "--narrow_to", 4, 6]
 STEPS = ["--transfer_steps", 4, "--together_steps", 3, "--save_steps", 2, "--gradient_accumulation", 1, "--lora_rank", 2]
 IDS = torch.arange(40)[None] % 11
+OTHER = ["--tokenizer", "bpe", "--vocab_size", 300]
 SMALL = ["--transfer_rows", 6, "--evaluation_rows", 2, "--use_cpu", "true", "--precision", "float32"]
 
 
@@ -152,7 +153,9 @@ def test_two_processes_train_what_one_does(checkpoint, base, tmp_path):
 
 @pytest.mark.slow
 def test_stopped_it_goes_on_and_ends_the_same(checkpoint, base, tmp_path, monkeypatch):
-    chosen = run(checkpoint, base, tmp_path / "whole", "--memory_layers", 2)["layers"]
+    """Also with the past of diluted rows, which is drawn anew in every step."""
+    options = ["--memory_layers", 2, "--dilute_with", prepared_data(base)]
+    chosen = run(checkpoint, base, tmp_path / "whole", *options)["layers"]
     parts = json.loads((tmp_path / "whole" / "layers.json").read_text())["by_layer"]
     assert len(chosen) == 2 and set(chosen) == {int(number) for number in parts if parts[number] > min(parts.values())}
     from conversion import trainers
@@ -164,9 +167,9 @@ def test_stopped_it_goes_on_and_ends_the_same(checkpoint, base, tmp_path, monkey
 
     with monkeypatch.context() as patch, pytest.raises(SystemExit) as end:
         patch.setattr(trainers.Together, "loss_of", stop)
-        run(checkpoint, base, tmp_path / "stopped", "--memory_layers", 2)
+        run(checkpoint, base, tmp_path / "stopped", *options)
     assert end.value.code == 130 and not (tmp_path / "stopped" / "adapter").exists()
-    run(checkpoint, base, tmp_path / "stopped", "--memory_layers", 2)
+    run(checkpoint, base, tmp_path / "stopped", *options)
     for name in ("infini_adapter.safetensors", "adapter_model.safetensors"):
         whole, stopped = (load_file(tmp_path / folder / "adapter" / name) for folder in ("whole", "stopped"))
         assert whole.keys() == stopped.keys() and all(torch.equal(whole[key], stopped[key]) for key in whole)
@@ -180,6 +183,10 @@ def test_stopped_it_goes_on_and_ends_the_same(checkpoint, base, tmp_path, monkey
         (["--narrow_to", 8], ["--narrow_to 8: give lengths below --segment_length 8"]),
         (["--narrow_to", 2], ["--narrow_to 2: give lengths", "above --sink_tokens 2"]),
         (["--narrow", 0.5], ["--narrow takes two shares"]),
+        (["--dilute_up_to", 8], ["--dilute_up_to is of no use without --dilute_with FOLDER"]),
+        (["--dilute_up_to", 0.5], ["--dilute_up_to must be at least 1, got 0.5"]),
+        (["--dilute_with", "DATA", "--together_steps", 0], ["--dilute_with is of the training of all layers: give"]),
+        (["--dilute_with", "DATA", "--update_rule", "delta"], ["it needs a memory and --update_rule linear"]),
         (["--memory_in", 3], ["--memory_in 3: its layers are [0, 1, 2]"]),
         (["--memory_layers", 4], ["--memory_layers 4: the model has 3"]),
         (["--memory_layers", 2, "--memory_in", 1], ["--memory_layers chooses what --memory_in names: give one"]),
@@ -188,8 +195,23 @@ def test_stopped_it_goes_on_and_ends_the_same(checkpoint, base, tmp_path, monkey
     ],
 )
 def test_what_cannot_be_converted(options, mentions, checkpoint, base, tmp_path, capsys):
+    options = [prepared_data(base) if value == "DATA" else value for value in options]
     argv = ["--model", checkpoint, "--data", prepared_data(base), "--out", tmp_path / "out", *WINDOW, *SMALL, *options]
     refused(convert.main, argv, capsys, *mentions, keeps=tmp_path)
+
+
+def test_rows_of_other_tokens_or_lengths_cannot_dilute(checkpoint, base, tmp_path, capsys):
+    same = ["--model", checkpoint, "--data", prepared_data(base), "--out", tmp_path / "out", *WINDOW, *SMALL]
+    source = ["--source", base / "train_data" / "text.jsonl", "--validation", 0.1]
+    ours = ["--tokenizer", prepared_data(base) / "tokenizer", "--context", CONTEXT // 2]
+    running.run_recipe("prepare", *source, *OTHER, "--context", CONTEXT, "--out", tmp_path / "other")
+    running.run_recipe("prepare", *source, *ours, "--out", tmp_path / "short")
+    for folders, words in [
+        ([tmp_path / "other"], "have different tokenizers: prepare one of them with the other's"),
+        ([prepared_data(base), tmp_path / "short"], "--dilute_with: the rows of all folders must be of one length; got"),
+        ([tmp_path / "nowhere"], "nowhere"),
+    ]:
+        refused(convert.main, [*same, "--dilute_with", *folders], capsys, words, keeps=tmp_path)
 
 
 def test_a_model_of_another_kind(base, tmp_path, capsys):
