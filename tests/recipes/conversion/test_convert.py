@@ -10,12 +10,15 @@ from transformers import AutoTokenizer, GPT2Config, LlamaConfig, LlamaForCausalL
 
 import running
 from bad_input import refused
+from cli import parse_options
+from cli.model_options import MemoryChoices, given_options
 from corpora.tokenization import build_character_tokenizer
-from hf_infini import InfiniGPT2LMHeadModel, load_adapter
+from hf_infini import InfiniGPT2Config, InfiniGPT2LMHeadModel, load_adapter
 from hf_infini.loading import load_causal_lm
 from models import gpt2
 from ranks import on_ranks, run_as_rank
-from running import CONTEXT, load_recipe, prepared_data
+from running import CONTEXT, ROOT, load_recipe, prepared_data
+from training.dilution import factor_up_to
 
 convert, prepare_recall = load_recipe("convert"), load_recipe("prepare_recall")
 WINDOW = ["--segment_length", 8, "--local_segments", 1, "--sink_tokens", 2, "--narrow_to", 4, 6]
@@ -212,6 +215,16 @@ def test_rows_of_other_tokens_or_lengths_cannot_dilute(checkpoint, base, tmp_pat
         ([tmp_path / "nowhere"], "nowhere"),
     ]:
         refused(convert.main, [*same, "--dilute_with", *folders], capsys, words, keeps=tmp_path)
+
+
+@pytest.mark.parametrize("config", sorted((ROOT / "recipes" / "configs").glob("convert*.yaml")), ids=lambda path: path.stem)
+def test_configs_parse_and_name_their_command(config):
+    command = config.read_text(encoding="utf-8").partition("\n")[0].split()
+    assert command[:5] == ["#", "python", "recipes/convert.py", "--config", f"recipes/configs/{config.name}"]
+    argv = [*command[3:4], config, *command[5:]]
+    options, memory = parse_options(convert.Options, MemoryChoices, description="", argv=[*map(str, argv)])
+    assert factor_up_to(options) == (16 if options.dilute_with else None)
+    InfiniGPT2Config(**given_options(memory))  # the memory's options go together
 
 
 def test_a_model_of_another_kind(base, tmp_path, capsys):
