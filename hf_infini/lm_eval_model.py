@@ -15,6 +15,7 @@ import torch
 from .configuration_common import layer_kinds
 from .configurations import context_limit
 from .extras import needs
+from .memory_adapter import load_adapter, merged
 from .metrics import score_spans
 
 try:
@@ -47,6 +48,7 @@ class InfiniLM(HFLM):
             positions that have none, `n_positions` for learned ones, what lm-eval finds where layers of full attention have
             no memory.
         chunk_tokens: tokens per call of the model, of each row of a batch. Memory grows with it.
+        adapter: a folder or Hub name of an adapter ([`load_adapter`]) for the model of `pretrained`, a folder or Hub name.
         options: as `hf` takes them (`dtype`, `device`, `tokenizer`, `revision`, …).
 
     Raises RequestError (a ValueError) for a `max_length` beyond the model's positions, and for options of `hf` that mean
@@ -68,6 +70,15 @@ class InfiniLM(HFLM):
                 raise RequestError(f"max_length={max_length}: the model has {limit} learned positions, give no more")
         elif hasattr(self.config, "n_positions") or _is_bounded(self.config):  # of others lm-eval finds out by itself
             self._max_length = limit or UNLIMITED
+
+    def _create_model(self, pretrained: str, *args, adapter: str | None = None, **options) -> None:
+        super()._create_model(pretrained, *args, **options)
+        if adapter is not None:
+            try:
+                model: Any = merged(load_adapter(self._model, adapter))
+            except ValueError as error:
+                raise RequestError(f"adapter={adapter}: {error}") from error
+            self._model, self._config = model, model.config
 
     def _loglikelihood_tokens(
         self, requests, disable_tqdm: bool = False, override_bs: int | None = None

@@ -84,6 +84,11 @@ def load_adapter(model: PreTrainedModel, path, **hub):
     return PeftModel.from_pretrained(model, path, **hub)
 
 
+def merged(model) -> PreTrainedModel:
+    """What [`load_adapter`] gives, with PEFT's adapter, if there is one, added to the model's weights."""
+    return model.merge_and_unload() if hasattr(model, "merge_and_unload") else model
+
+
 def read_record(path, **hub) -> dict[str, dict]:
     """`options` of [`patch_model`], and the `model` as [`describe`] tells it, of an adapter.
 

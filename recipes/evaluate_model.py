@@ -31,12 +31,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from cli import SEED, UserError, exit_on_error, option, parse_options
+from cli import ADAPTER, SEED, UserError, exit_on_error, option, parse_options
 
 
 @dataclass
 class Options:
     model: str = field(metadata={"help": "Model folder or name on the Hub.", "group": "model"})
+    adapter: str | None = option(None, ADAPTER)
     task: Literal["perplexity", "passkey", "facts"] = option("perplexity", "What to measure.", group="measurement")
     memory: Literal["on", "off"] = option("on", "off: the same model with its memory switched off.", group="model")
     data: str | None = option(None, "Folder made by recipes/prepare.py. Or --text.", group="data")
@@ -62,9 +63,9 @@ class Options:
     batch_size: int = option(4, "Rows per call of the model.", at_least=1)
     precision: Literal["float32", "bf16"] = option("float32", "bf16: autocast.")
     device: str = option("auto", "cpu, cuda, cuda:1, …; auto: a GPU where there is one.")
-    out: str | None = option(None, "Files to write, without suffix; default: evaluation in the model's folder (other tasks, "
-                           "and with the memory off: the task's name), with _text (facts among lines of text), _test and "
-                           "_memory_off behind it.",
+    out: str | None = option(None, "Files to write, without suffix; default: evaluation in the folder of the adapter or "
+                           "model (other tasks, and with the memory off: the task's name), with _text (facts among lines of "
+                           "text), _test and _memory_off behind it.",
                            group="output")  # fmt: skip
 
     @property
@@ -98,16 +99,17 @@ def main(argv: list[str] | None = None) -> None:
     device, group = inference.processes(options.device)
     if group is not None and options.task != "perplexity":
         raise UserError(f"--task {options.task} is measured by one process: start it with python")
-    model, tokenizer = inference.load_model(options.model, device)
+    model, tokenizer = inference.load_model(options.model, device, options.adapter)
     if options.memory == "off":
         inference.switch_memory_off(model)
-    if options.out is None and not Path(options.model).is_dir():
-        raise UserError(f"--out is needed, as --model {options.model} is no folder here")
+    home = options.adapter or options.model
+    if options.out is None and not Path(home).is_dir():
+        raise UserError(f"--out is needed, as --{'adapter' if options.adapter else 'model'} {home} is no folder here")
     # Its own name for each, so that none writes over another one's files
     plain = options.task == "perplexity" and options.memory == "on"
     parts = ["evaluation" if plain else options.task, "text" if options.task == "facts" and options.source else None]
     parts += [options.split if options.split == "test" else None, "memory_off" if options.memory == "off" else None]
-    name = options.out or str(Path(options.model) / "_".join(filter(None, parts)))
+    name = options.out or str(Path(home) / "_".join(filter(None, parts)))
     entries = {"options": dict, "model": str, "memory": str}
     check_place(Path(f"{name}.json"), entries, [Path(f"{name}.png")])
     if options.task == "perplexity":
@@ -119,6 +121,7 @@ def main(argv: list[str] | None = None) -> None:
     result = {
         **found,
         "model": options.model,
+        "adapter": options.adapter,
         "memory": options.memory,
         "source": options.source,
         "split": options.split if manifest else None,
@@ -141,11 +144,11 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def subtitle(options: Options) -> str:
-    """Which model read what: `model conv8b, its memory off; carolina, validation`."""
+    """Which model read what: `model conv8b, its memory off; carolina, validation`. An adapter stands for its model."""
     invented = "generated biographies" if options.task == "passkey" else "invented text"
     source = invented if options.source is None else Path(options.source).name
-    memory = ", its memory off" if options.memory == "off" else ""
-    return f"model {Path(options.model).name}{memory}; {source}{f', {options.split}' if options.data else ''}"
+    name, memory = Path(options.adapter or options.model).name, ", its memory off" if options.memory == "off" else ""
+    return f"model {name}{memory}; {source}{f', {options.split}' if options.data else ''}"
 
 
 def perplexity(options: Options, model, tokenizer, group) -> dict:
@@ -209,7 +212,8 @@ def runner(options: Options, model, tokenizer, name: str):
     from recall.tasks import Runner
     from support.stages import state_of_files
 
-    files = [file for pattern in ("config.json", "*.safetensors") for file in sorted(Path(options.model).glob(pattern))]
+    folders, patterns = filter(None, [options.model, options.adapter]), ("config.json", "*.safetensors")
+    files = [file for folder in folders for pattern in patterns for file in sorted(Path(folder).glob(pattern))]
     files += [source_file(options)] if options.source else []
     identity = {key: value for key, value in vars(options).items() if key != "out"}
     identity["files"] = [state_of_files(str(file)) for file in files]

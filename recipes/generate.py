@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from cli import SEED, UserError, exit_on_error, option, parse_options
+from cli import ADAPTER, SEED, UserError, exit_on_error, option, parse_options
 
 SHOWN = 300  # characters of a prompt
 SAMPLING = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}  # the defaults: any token, by its probability
@@ -31,6 +31,7 @@ SAMPLING = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}  # the defaults: any t
 @dataclass
 class Options:
     model: str = field(metadata={"help": "Model folder or name on the Hub.", "group": "model"})
+    adapter: str | None = option(None, ADAPTER)
     prompt: list[str] | None = option(
         None, "One or more prompts; without --prompt_file too, standard input is read.", group="prompt"
     )
@@ -73,7 +74,7 @@ def main(argv: list[str] | None = None) -> None:
     from hf_infini.cache_name import CACHE
     from hf_infini.configurations import context_limit
 
-    model, tokenizer = inference.load_model(options.model, options.device)
+    model, tokenizer = inference.load_model(options.model, options.device, options.adapter)
     model = model.to(getattr(torch, options.dtype))
     memory = None if options.memory is None else load_memory(options.memory, model)
     tokenizer.padding_side = "left"

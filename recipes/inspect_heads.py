@@ -15,7 +15,7 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cli import UserError, exit_on_error, option, parse_options
+from cli import ADAPTER, UserError, exit_on_error, option, parse_options
 
 LARGEST_PAGE = 100e6  # bytes; browsers take long over more
 TITLE = "<title>Attention heads: "  # of every page
@@ -32,6 +32,7 @@ e mostra no mapa os três vales. Às seis horas a biblioteca da rua do Porto fec
 @dataclass
 class Options:
     model: str = field(metadata={"help": "Model folder or name on the Hub.", "group": "model"})
+    adapter: str | None = option(None, ADAPTER)
     text: str | None = option(None, "The text, or --text_file; default: a story in Portuguese.", group="text")
     text_file: str | None = option(None, "UTF-8 file with the text. Or --text.")
     max_tokens: int | None = option(
@@ -42,16 +43,18 @@ class Options:
     )
     layers: list[int] | None = option(None, "The layers to look into, from 0; default: all.", at_least=0, group="model")
     device: str = option("auto", "cpu, cuda, cuda:1, …; auto: a GPU where there is one.", group="machine")
-    out: str | None = option(None, "Folder to write into; default: heads, in the model's folder.", group="output")
+    out: str | None = option(None, "Folder to write into; default: heads, in the folder of the adapter or model.",
+                             group="output")  # fmt: skip
 
 
 @exit_on_error(when_stopped="nothing was written; the same command starts again")
 def main(argv: list[str] | None = None) -> None:
     (options,) = parse_options(Options, description=__doc__, argv=argv)
     text = read_text(options)
-    if options.out is None and not Path(options.model).is_dir():
-        raise UserError(f"--out is needed, as --model {options.model} is no folder here")
-    out = Path(options.out or Path(options.model) / "heads")
+    home = options.adapter or options.model
+    if options.out is None and not Path(home).is_dir():
+        raise UserError(f"--out is needed, as --{'adapter' if options.adapter else 'model'} {home} is no folder here")
+    out = Path(options.out or Path(home) / "heads")
 
     import torch
     from tqdm import tqdm
@@ -65,7 +68,7 @@ def main(argv: list[str] | None = None) -> None:
     from support.stages import new_file
 
     check_out(out)
-    model, tokenizer = inference.load_model(options.model, options.device)
+    model, tokenizer = inference.load_model(options.model, options.device, options.adapter)
     length, local, _ = model.config.window if getattr(model.config, "has_memory", False) else (0, 0, 0)
     window = (local + 1) * length  # tokens that a model with a memory sees without it
     wanted = options.max_tokens or max(TOKENS, min(window + length, MOST_TOKENS))

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from cli import UserError, exit_on_error, option, parse_options
+from cli import ADAPTER, UserError, exit_on_error, option, parse_options
 
 
 @dataclass
@@ -36,6 +36,7 @@ class Options:
     out: str = field(
         metadata={"help": "Memory file to write; for several texts, the folder of their files.", "group": "output"}
     )
+    adapter: str | None = option(None, ADAPTER, group="model")
     chunk_tokens: int = option(4096, "Tokens per call of the model, of each process; memory use grows with it.",
                                greater_than=0, group="machine", rare=True)  # fmt: skip
     checkpoint_tokens: int = option(65536, "Save the memory so far every so many tokens.", greater_than=0, rare=True)
@@ -54,7 +55,7 @@ def main(argv: list[str] | None = None) -> None:
     from hf_infini.memory_files import describe_model
 
     device, group = inference.processes(options.device)
-    model, tokenizer = inference.load_model(options.model, device)
+    model, tokenizer = inference.load_model(options.model, device, options.adapter)
     model = model.to(getattr(torch, options.dtype))
     try:
         description = describe_model(model)

@@ -22,6 +22,7 @@ __all__ += ["parse_yaml", "read_yaml", "report_failure"]
 # What an option's metadata may demand of its number, or of each in its list
 BOUNDS = {"at_least": operator.ge, "greater_than": operator.gt, "at_most": operator.le, "below": operator.lt}
 SEED = {"at_least": 0, "at_most": 2**32 - 1}  # NumPy's generators take no other
+ADAPTER = "Adapter by recipes/convert.py to put on --model: a folder or a name on the Hub."
 LARGEST = 2**63 - 1  # of whole numbers: what tensors and files can hold
 _LARGEST_CONFIG = 1_000_000  # bytes of a YAML file
 

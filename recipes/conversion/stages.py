@@ -14,7 +14,7 @@ from cli.names import check_name
 from hf_infini import load_adapter, patch_model
 from hf_infini.families import attention_layers, decoder_of
 from hf_infini.loading import fingerprint, load_causal_lm, load_tokenizer
-from hf_infini.memory_adapter import read_record, restore_adapter
+from hf_infini.memory_adapter import merged, read_record, restore_adapter
 from hf_infini.memory_layer import PARAMETERS
 from support import measurement
 from support.prepared import open_rows, read_tokenizer
@@ -137,12 +137,11 @@ class Conversion:
                 if fingerprint(read_tokenizer(folder)) != fingerprint(self.tokenizer):
                     raise UserError(f"{folder} was prepared with another tokenizer than that of {self.options.model}")
             self.past_of = self._past_of()
-            if self.options.start:
-                model = self._with_start(model)
-            else:
+            if not self.options.start:
                 patch_model(model, **self.memory)
         except ValueError as error:
             raise UserError(f"--model: {error}") from error
+        model = self._with_start(model) if self.options.start else model
         model.to(self.device).eval()
         self.trained = self._choose_layers(model)
         for number, layer in self._layers(model).items():
@@ -198,7 +197,7 @@ class Conversion:
 
     def save_merged(self, model) -> Path:
         """The folder of the whole model, which has the adapter in its weights now, and its tokenizer."""
-        whole = model.merge_and_unload() if hasattr(model, "merge_and_unload") else model
+        whole = merged(model)
         whole.save_pretrained(self.out / "model")
         self.tokenizer.save_pretrained(self.out / "model")
         return self.out / "model"
@@ -259,8 +258,11 @@ class Conversion:
             raise UserError(f"--start: {error}") from error
 
     def _with_start(self, model):
-        """The plain model with the adapter of --start; ValueError when it is of another model, or damaged."""
-        model = load_adapter(model, self.options.start)
+        """The plain model with the adapter of --start; UserError when it is of another model, or damaged."""
+        try:
+            model = load_adapter(model, self.options.start)
+        except ValueError as error:
+            raise UserError(f"--start: {error}") from error
         rank = model.peft_config["default"].r if hasattr(model, "peft_config") else 0
         if rank and rank != self.options.lora_rank:
             start = self.options.start

@@ -9,6 +9,7 @@ from cli.names import check_name
 from hf_infini.cache_name import CACHE, cache_of
 from hf_infini.configurations import context_limit
 from hf_infini.loading import load_causal_lm, load_tokenizer
+from hf_infini.memory_adapter import load_adapter, merged
 from hf_infini.memory_layer import gates_of
 from support.measurement import keep_freed_memory
 from support.parents import end_with_launcher
@@ -56,15 +57,18 @@ def is_first(group) -> bool:
     return group is None or group.rank() == 0
 
 
-def load_model(name: str, device: str = "auto"):
+def load_model(name: str, device: str = "auto", adapter: str | None = None):
     """The float32 causal language model of a folder or Hub name, in evaluation mode, and its tokenizer.
 
     Args:
         device: a torch device, or "auto" for the GPU where there is one.
+        adapter: folder or Hub name of one that is put on the model, its LoRA added to the weights; `None`: none.
 
-    Raises UserError when there is no such model or device, or the model is damaged.
+    Raises UserError when there is no such model, adapter or device, or a file is damaged.
     """
     check_name("--model", name)
+    if adapter is not None:
+        check_name("--adapter", adapter)
     if device == "auto":
         device = str(torch.accelerator.current_accelerator() or "cpu") if torch.accelerator.is_available() else "cpu"
     try:
@@ -72,6 +76,10 @@ def load_model(name: str, device: str = "auto"):
         tokenizer = load_tokenizer(name, model)
     except ValueError as error:
         raise UserError(f"--model: cannot load {name}: {error}") from error
+    try:
+        model = model if adapter is None else merged(load_adapter(model, adapter))
+    except ValueError as error:
+        raise UserError(f"--adapter: {error}") from error
     if device == "cpu":
         keep_freed_memory()
     try:

@@ -10,11 +10,13 @@ import pytest
 import torch
 import yaml
 from lm_eval.api.instance import Instance
+from peft import LoraConfig, get_peft_model
 
 from corpora.tokenization import train_bpe
 from decoders import decoder
-from hf_infini import patch_model, unpatch_model
-from hf_infini.lm_eval_model import UNLIMITED, InfiniLM
+from hf_infini import patch_model, save_adapter, unpatch_model
+from hf_infini.lm_eval_model import UNLIMITED, InfiniLM, RequestError
+from hf_infini.memory_adapter import merged
 from models import gpt2, infini_gpt2
 from running import ROOT, sample_text
 
@@ -276,6 +278,26 @@ def test_a_family_reads_contexts_as_a_whole(model_type, tokenizer):
     options = {"until": ["\n\n"], "max_gen_toks": 6, "do_sample": False}
     answers = model.generate_until(requests("generate_until", *((text, options) for text in CONTEXTS)))
     assert answers == [direct_answer(network, tokenizer, text, 6) for text in CONTEXTS]
+
+
+def test_an_adapter_is_put_on_the_plain_model(tokenizer, tmp_path):
+    plain = decoder("llama", vocab_size=len(tokenizer))
+    plain.save_pretrained(tmp_path / "plain")
+    tokenizer.save_pretrained(tmp_path / "plain")
+    model = get_peft_model(patch_model(plain, segment_length=8), LoraConfig(r=2, target_modules=["q_proj"]))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name or name.endswith("gate.weight"):
+            torch.nn.init.normal_(parameter)
+    save_adapter(model, tmp_path / "adapter")
+    asked = requests("loglikelihood", *((context, CHOICES[0][0]) for context in CONTEXTS))
+    options = dict(device="cpu", dtype="float32", batch_size=2, chunk_tokens=64)
+    with_adapter = InfiniLM(str(tmp_path / "plain"), adapter=str(tmp_path / "adapter"), **options)
+    whole = InfiniLM(merged(model), tokenizer=tokenizer, **options)
+    assert with_adapter.max_length == whole.max_length == UNLIMITED  # the plain model's positions end
+    for found, wanted in zip(with_adapter.loglikelihood(asked), whole.loglikelihood(asked), strict=True):
+        assert found[0] == pytest.approx(wanted[0], rel=1e-4) and found[1] == wanted[1]
+    with pytest.raises(RequestError, match="adapter=.*is no adapter of a memory"):
+        InfiniLM(str(tmp_path / "plain"), adapter=str(tmp_path / "plain"), **options)
 
 
 def test_a_batch_size_that_is_looked_for(infini, tokenizer):

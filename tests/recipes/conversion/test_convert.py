@@ -6,21 +6,21 @@ import pytest
 import torch
 from datasets import load_from_disk
 from safetensors.torch import load_file
-from transformers import AutoTokenizer, GPT2Config, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoTokenizer, GPT2Config, LlamaConfig, LlamaForCausalLM
 
 import running
 from bad_input import refused
 from cli import parse_options
 from cli.model_options import MemoryChoices, given_options
 from corpora.tokenization import build_character_tokenizer
-from hf_infini import InfiniGPT2Config, InfiniGPT2LMHeadModel, load_adapter
+from hf_infini import InfiniGPT2Config, InfiniGPT2LMHeadModel, load_adapter, patch_model, save_adapter
 from hf_infini.loading import load_causal_lm
 from models import gpt2
 from ranks import on_ranks, run_as_rank
 from running import CONTEXT, ROOT, load_recipe, prepared_data
 from training.dilution import factor_up_to
 
-convert, prepare_recall = load_recipe("convert"), load_recipe("prepare_recall")
+convert, prepare_recall, evaluate_model = map(load_recipe, ("convert", "prepare_recall", "evaluate_model"))
 WINDOW = ["--segment_length", 8, "--local_segments", 1, "--sink_tokens", 2, "--narrow_to", 4, 6]
 STEPS = ["--transfer_steps", 4, "--together_steps", 3, "--save_steps", 2, "--gradient_accumulation", 1, "--lora_rank", 2]
 IDS = torch.arange(40)[None] % 11
@@ -38,6 +38,13 @@ def checkpoint(base):
     model.save_pretrained(base / "llama")
     tokenizer.save_pretrained(base / "llama")
     return base / "llama"
+
+
+def another_model(checkpoint, folder) -> str:
+    """The folder of a model with other weights and the same tokenizer."""
+    LlamaForCausalLM(AutoConfig.from_pretrained(checkpoint)).save_pretrained(folder / "another")
+    AutoTokenizer.from_pretrained(checkpoint).save_pretrained(folder / "another")
+    return str(folder / "another")
 
 
 def run(checkpoint, base, out, *options) -> dict:
@@ -75,6 +82,16 @@ def test_a_conversion_leaves_an_adapter_and_its_measurements(checkpoint, base, t
     again = evaluate(model, rows, 18, [1, 2])["cross_entropy"]
     for name, values in conditions.items():
         assert again[name]["nats"]["value"] == pytest.approx(values["nats"]["value"], rel=1e-5)
+
+    # Recipes read the plain model with the adapter as the merged one
+    of_both = []
+    for name, model in {"merged": ["--model", tmp_path / "out" / "model"], "adapter": ["--model", checkpoint]}.items():
+        given = [*model, "--data", prepared_data(base), "--max_tokens", 2 * CONTEXT, "--out", tmp_path / name]
+        given += ["--adapter", tmp_path / "out" / "adapter"] if name == "adapter" else []
+        evaluate_model.main([*map(str, given)])
+        of_both.append(json.loads((tmp_path / f"{name}.json").read_text()))
+    assert of_both[1]["cross_entropy"] == pytest.approx(of_both[0]["cross_entropy"], rel=1e-5)
+    assert of_both[1]["adapter"] == str(tmp_path / "out" / "adapter")
 
     # Nothing is trained again to evaluate other rows
     longer = tmp_path / "longer"
@@ -114,9 +131,20 @@ def test_it_goes_on_from_an_adapter(checkpoint, base, tmp_path, capsys):
         (["--lora_rank", 3], ["--lora_rank 3: the LoRA of", "has rank 2; give that"]),
         (["--together_steps", 0], ["give --together_steps"]),
         (["--start", tmp_path / "first"], ["--start: ", "is no adapter of a memory"]),
+        (["--model", another_model(checkpoint, tmp_path)], ["--start: the adapter of", "was trained with another model"]),
     ]:
         argv = [*same, *STEPS, *SMALL, "--out", tmp_path / "refused", *options]
         refused(convert.main, argv, capsys, *mentions, keeps=tmp_path)
+
+
+@pytest.mark.parametrize("recipe", ["evaluate_model", "generate", "memorize", "inspect_heads"])
+def test_recipes_refuse_an_adapter_of_another_model(recipe, checkpoint, tmp_path, capsys):
+    save_adapter(patch_model(LlamaForCausalLM.from_pretrained(checkpoint), segment_length=8), tmp_path / "adapter")
+    (tmp_path / "text.txt").write_text("abc")
+    more = {"evaluate_model": ["--text", tmp_path / "text.txt"], "generate": ["--prompt", "a"], "inspect_heads": []}
+    more["memorize"] = ["--text", tmp_path / "text.txt", "--out", tmp_path / "text.safetensors"]
+    argv = ["--model", another_model(checkpoint, tmp_path), "--adapter", tmp_path / "adapter", *more[recipe]]
+    refused(load_recipe(recipe).main, argv, capsys, "--adapter: the adapter of", "another model", keeps=tmp_path)
 
 
 @pytest.mark.slow
