@@ -4,11 +4,11 @@ import contextlib
 import functools
 import importlib.util
 import io
-import itertools
 import json
 import lzma
 import multiprocessing
 import os
+import random
 import subprocess
 import sys
 import tempfile
@@ -98,9 +98,10 @@ def sample_text() -> str:
     file = DATA / "shakespeare" / "complete_works.txt.xz"
     if file.is_file():
         return lzma.open(file, "rt", encoding="utf-8").read()[300_000:340_000]
-    words = ["the", "king", "speaks", "of", "night", "and", "a", "crown", "falls", "while", "rivers", "turn"]
-    sentences = (" ".join(words[(i * k) % 12] for k in range(1, 9)) for i in itertools.count(1))
-    return "\n".join(itertools.islice(sentences, 1000))
+    draw = random.Random(0)
+    syllables = [first + second for first in "bcdfglmnprst" for second in "aeiou"]
+    words = ["".join(draw.choices(syllables, k=draw.randint(1, 4))) for _ in range(500)]
+    return "\n".join(" ".join(draw.choices(words, k=8)) for _ in range(1000))
 
 
 @functools.cache

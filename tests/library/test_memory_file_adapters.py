@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+import transformers
+from transformers.integrations.peft import MIN_PEFT_VERSION, check_peft_version
 
 from hf_infini import InfiniCache
 from hf_infini.memory_files import MemoryFileError, describe_model, read_memory_file, read_record, write_memory_file
@@ -49,6 +51,10 @@ class Adapted:
         if wrapped:
             self.model = peft.get_peft_model(self.model, lora(family), adapter_name="one")
         else:
+            try:
+                check_peft_version(min_version=MIN_PEFT_VERSION)
+            except ValueError as error:
+                pytest.skip(f"transformers {transformers.__version__} refuses PEFT {peft.__version__}: {error}")
             self.model.add_adapter(lora(family), "one")
         self.model.add_adapter(*(("two", lora(family)) if wrapped else (lora(family), "two")))
         for name, parameter in self.model.named_parameters():

@@ -21,6 +21,7 @@ folders = sys.argv[1:]
 loaded = [AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True) for folder in folders]
 assert all(type(model).__module__.startswith("transformers_modules.") for model in loaded)
 import hf_infini
+from hf_infini.cache_name import CACHE
 
 
 def check(folder, model):
@@ -39,7 +40,7 @@ def check(folder, model):
                 call()
             except ValueError as error:
                 message = str(error)
-                assert message.startswith("past_key_values is an InfiniCache of another copy of the code"), (name, message)
+                assert message.startswith(f"{CACHE} is an InfiniCache of another copy of the code"), (name, message)
                 other = module[own if given is model else model]
                 assert f"the cache's class is of {other}, this model's of {module[given]}." in message, message
                 assert f"by the model's class, sys.modules['{module[given]}'].InfiniCache" in message, message
