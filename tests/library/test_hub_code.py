@@ -49,7 +49,9 @@ PACKAGE = Path(hf_infini.__file__).parent
 MEMORY = {"memory_conv": 3, "memory_write": "learned", "update_rule": "delta", "feature_map": "exp", "local_segments": 1}
 REPOSITORY = "somebody/infini-gpt2.small"  # neither - nor . may stand in the name of a module
 FAMILIES = ("llama", "gemma2", "qwen3_moe", "stablelm")  # plain, with sliding layers, with experts, one that drops keywords
-SOURCES = ("infini_gpt2", "inner", "trained", "causal_mha_infini", "causal_mha_relative", "repository", *FAMILIES)
+SOURCES = ("infini_gpt2", "inner", "trained", "causal_mha_infini", "causal_mha_relative", "repository", "published")
+SOURCES += FAMILIES
+PUBLISHED = Path(__file__).parents[2] / "model_cards" / "recall"
 
 
 def requirements(*names: str) -> dict[str, Distribution]:
@@ -99,6 +101,7 @@ def saved(tmp_path_factory):
         "causal_mha_infini": causal_mha(**{"attention": "infini", "update_rule": "gated_delta", "segment_length": 8}),
         "causal_mha_relative": causal_mha(position_encoding="relative_key"),
         "repository": infini,
+        "published": AutoModelForCausalLM.from_pretrained(PUBLISHED),
     }
     window = {"segment_length": 8, "local_segments": 1, "sink_tokens": 2}
     models |= {name: patch_model(decoder(name), **window) for name in FAMILIES}
@@ -111,10 +114,8 @@ def saved(tmp_path_factory):
     shutil.copytree(root / "infini_gpt2", commit / "snapshots" / ("c" * 40))
     (commit / "refs").mkdir()
     (commit / "refs" / "main").write_text("c" * 40)
-    return {
-        name: (REPOSITORY if name == "repository" else root / name, numbers(model.eval(), model.base_model, ids))
-        for name, model in models.items()
-    }
+    places = {name: root / name for name in models} | {"repository": REPOSITORY, "published": PUBLISHED}
+    return {name: (places[name], numbers(model.eval(), model.base_model, ids)) for name, model in models.items()}
 
 
 def train(model, folder) -> None:
@@ -181,10 +182,16 @@ def test_the_same_without_the_package(name, saved, loaded):
 @pytest.mark.parametrize("name", SOURCES)
 def test_saved_without_the_package_and_loaded_again(name, saved, loaded, loaded_again):
     again = loaded[name] / "again"
-    family = "infini_gpt2" if name in ("inner", "trained", "repository") else name
+    family = "infini_gpt2" if name in ("inner", "trained", "repository", "published") else name
     assert code_of(again) == code_of(saved[family][0])
     assert config_of(again)["auto_map"] == config_of(saved[family][0])["auto_map"]
     assert_same_numbers(loaded_again[name], saved[name][1])
+
+
+def test_the_published_model_has_the_code_of_this_version(saved):
+    """An older code may not run with a newer transformers."""
+    again = f"AutoModelForCausalLM.from_pretrained(x, dtype=torch.bfloat16).save_pretrained(x) with x = {str(PUBLISHED)!r}"
+    assert code_of(PUBLISHED) == code_of(saved["infini_gpt2"][0]), f"save it with the code of this version: {again}"
 
 
 @pytest.mark.parametrize("name", ["infini_gpt2", "trained", "causal_mha_infini"])

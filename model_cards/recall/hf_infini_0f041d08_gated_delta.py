@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from .hf_infini_e5f58594_memory_gradients import DeltaScan
-from .hf_infini_e5f58594_tensors import pad
+from .hf_infini_0f041d08_memory_gradients import DeltaScan
+from .hf_infini_0f041d08_tensors import pad
 
 SMALL = 32  # tokens of a triangular system that is solved as it is
 
@@ -78,32 +78,8 @@ class ChunkMaps(Function):
 
     @staticmethod
     def backward(ctx, to_added, to_erased):
-        key, value, log_beta, log_kept, decay, products, weighted_inverse, weighted = ctx.saved_tensors
-        if torch.is_grad_enabled():  # a second derivative is wanted
-            tensors = (key, value, log_beta, log_kept)
-            inputs = [part if part.requires_grad else part.detach().requires_grad_() for part in tensors]
-            return torch.autograd.grad(_maps(*inputs)[:2], inputs, (to_added, to_erased), create_graph=True)
-        kept, fading = log_kept.exp().unsqueeze(-1), (log_kept[:, -1:] - log_kept).exp().unsqueeze(-1)
-        to_weighted = (key @ to_erased.mT).mul_(kept)
-        spare = torch.mul(weighted, to_weighted)  # a new tensor costs more than a product
-        to_log_kept = spare.sum(-1)
-        to_weighted.baddbmm_(value, to_added.mT)
-        to_log_beta = torch.mul(weighted, to_weighted, out=spare).sum(-1)
-        to_remaining = weighted_inverse @ to_weighted
-        to_products = (weighted @ to_remaining.mT).tril_(-1).neg_()
-        of_exponents = products.mul(to_products)
-        sums = of_exponents.sum(-1)
-        to_log_beta += sums
-        to_log_kept += sums - of_exponents.sum(-2)
-        to_products *= decay
-        of_exponents = torch.add(to_products, to_products.mT, out=of_exponents)
-        to_key = torch.bmm(weighted, to_erased, out=to_weighted).mul_(kept).baddbmm_(of_exponents, key)
-        to_key += to_remaining.mul_(fading)
-        of_fading = torch.mul(to_remaining, key, out=spare).sum(-1)
-        to_log_kept -= of_fading
-        lost = kept[:, -1, 0] * to_erased.diagonal(dim1=1, dim2=2).sum(-1)
-        to_log_kept[:, -1] += of_fading.sum(-1) - lost
-        return to_key, weighted @ to_added, to_log_beta, to_log_kept
+        with torch.autocast(to_added.device.type, enabled=False):  # where products in place are not of one dtype
+            return _gradients_of_maps(ctx.saved_tensors, to_added, to_erased)
 
 
 def _maps(key: Tensor, value: Tensor, log_beta: Tensor, log_kept: Tensor) -> tuple[Tensor, ...]:
@@ -117,6 +93,36 @@ def _maps(key: Tensor, value: Tensor, log_beta: Tensor, log_kept: Tensor) -> tup
     erased = (weighted * kept).mT @ key
     erased.diagonal(dim1=1, dim2=2).sub_(torch.expm1(log_kept[:, -1:]))
     return weighted.mT @ value, erased, decay, products, weighted_inverse, weighted
+
+
+def _gradients_of_maps(saved: tuple[Tensor, ...], to_added: Tensor, to_erased: Tensor) -> tuple[Tensor, ...]:
+    """Of the four tensors, as [`ChunkMaps`] has them."""
+    key, value, log_beta, log_kept, decay, products, weighted_inverse, weighted = saved
+    if torch.is_grad_enabled():  # a second derivative is wanted
+        tensors = (key, value, log_beta, log_kept)
+        inputs = [part if part.requires_grad else part.detach().requires_grad_() for part in tensors]
+        return torch.autograd.grad(_maps(*inputs)[:2], inputs, (to_added, to_erased), create_graph=True)
+    kept, fading = log_kept.exp().unsqueeze(-1), (log_kept[:, -1:] - log_kept).exp().unsqueeze(-1)
+    to_weighted = (key @ to_erased.mT).mul_(kept)
+    spare = torch.mul(weighted, to_weighted)  # a new tensor costs more than a product
+    to_log_kept = spare.sum(-1)
+    to_weighted.baddbmm_(value, to_added.mT)
+    to_log_beta = torch.mul(weighted, to_weighted, out=spare).sum(-1)
+    to_remaining = weighted_inverse @ to_weighted
+    to_products = (weighted @ to_remaining.mT).tril_(-1).neg_()
+    of_exponents = products.mul(to_products)
+    sums = of_exponents.sum(-1)
+    to_log_beta += sums
+    to_log_kept += sums - of_exponents.sum(-2)
+    to_products *= decay
+    of_exponents = torch.add(to_products, to_products.mT, out=of_exponents)
+    to_key = torch.bmm(weighted, to_erased, out=to_weighted).mul_(kept).baddbmm_(of_exponents, key)
+    to_key += to_remaining.mul_(fading)
+    of_fading = torch.mul(to_remaining, key, out=spare).sum(-1)
+    to_log_kept -= of_fading
+    lost = kept[:, -1, 0] * to_erased.diagonal(dim1=1, dim2=2).sum(-1)
+    to_log_kept[:, -1] += of_fading.sum(-1) - lost
+    return to_key, weighted @ to_added, to_log_beta, to_log_kept
 
 
 def _times(new: Tensor, factor: Tensor) -> Tensor:

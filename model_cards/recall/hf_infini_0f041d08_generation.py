@@ -8,7 +8,8 @@ from torch import Tensor
 from transformers import GenerationMixin, StoppingCriteriaList
 from transformers.generation import GenerationMode
 
-from .hf_infini_e5f58594_cache import InfiniCache
+from .hf_infini_0f041d08_cache import InfiniCache
+from .hf_infini_0f041d08_cache_name import CACHE
 
 if TYPE_CHECKING:  # what the mixin comes before; it has no base when the code runs
     from transformers._typing import GenerativePreTrainedModel
@@ -35,7 +36,7 @@ class MemoryGenerationMixin(GenerativeBase):
         return self._mask_of_cache(inputs_tensor, mask, model_kwargs)
 
     def _mask_of_cache(self, input_ids, attention_mask, model_kwargs):
-        cache = model_kwargs.get("past_key_values")
+        cache = model_kwargs.get(CACHE)
         if self.config.infini_layers:
             check_cache(cache)
         if isinstance(cache, InfiniCache) and input_ids.dim() == attention_mask.dim() == 2:  # 3: embeddings
@@ -68,8 +69,8 @@ class MemoryGenerationMixin(GenerativeBase):
             )
         if generation_mode in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):  # a running beam has not ended
             generation_config._finished_rows = model_kwargs["finished_rows"] = FinishedRows()
-        if model_kwargs.get("past_key_values") is None and generation_config.use_cache is not False:
-            model_kwargs["past_key_values"] = InfiniCache(self.config)
+        if model_kwargs.get(CACHE) is None and generation_config.use_cache is not False:
+            model_kwargs[CACHE] = InfiniCache(self.config)
             return None
         return super()._prepare_cache_for_generation(generation_config, model_kwargs, generation_mode, *args, **kwargs)
 
@@ -87,7 +88,7 @@ class MemoryGenerationMixin(GenerativeBase):
         model_kwargs = super()._update_model_kwargs_for_generation(
             outputs, model_kwargs, is_encoder_decoder, num_new_tokens
         )
-        finished, cache = model_kwargs.get("finished_rows"), model_kwargs.get("past_key_values")
+        finished, cache = model_kwargs.get("finished_rows"), model_kwargs.get(CACHE)
         if finished is not None and finished.rows is not None and cache is not None:
             mask = model_kwargs.get("attention_mask")
             if mask is None:  # transformers leaves out a mask of ones
@@ -140,13 +141,13 @@ def check_cache(given) -> None:
     copies = [base for base in type(given).__mro__ if base.__name__ == InfiniCache.__name__]
     if copies:
         raise ValueError(
-            "past_key_values is an InfiniCache of another copy of the code, which may be another version: the cache's class "
+            f"{CACHE} is an InfiniCache of another copy of the code, which may be another version: the cache's class "
             f"is of {copies[0].__module__}, this model's of {InfiniCache.__module__}. Leave it out with use_cache=True and "
-            "go on with the output's past_key_values; or make or load it by the model's class, "
+            "go on with the output's {CACHE}; or make or load it by the model's class, "
             f"sys.modules[{InfiniCache.__module__!r}].InfiniCache. Where hf_infini is imported before a model is loaded "
             "from the Hub, there is only one copy."
         )
     raise ValueError(
-        f"past_key_values must be an InfiniCache, got {type(given).__name__}: a memory does not fit into other caches. "
+        f"{CACHE} must be an InfiniCache, got {type(given).__name__}: a memory does not fit into other caches. "
         "Leave it out with use_cache=True, or pass InfiniCache(model.config)."
     )

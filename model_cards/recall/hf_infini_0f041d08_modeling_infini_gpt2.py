@@ -4,15 +4,16 @@ import torch
 from torch import Tensor, nn
 from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
 
-from .hf_infini_e5f58594_cache import InfiniCache
-from .hf_infini_e5f58594_configuration_infini_gpt2 import InfiniGPT2Config
-from .hf_infini_e5f58594_hooks import device_of
-from .hf_infini_e5f58594_layout import Layout
-from .hf_infini_e5f58594_memory_layer import rope_tables
-from .hf_infini_e5f58594_modeling_common import check_positions, counted_positions
-from .hf_infini_e5f58594_modeling_infini import InfiniModelMixin
-from .hf_infini_e5f58594_modeling_infini_layer import InfiniAttentionMixin, LayerConfig
-from .hf_infini_e5f58594_positions import Rotary
+from .hf_infini_0f041d08_cache import InfiniCache
+from .hf_infini_0f041d08_cache_name import CACHE
+from .hf_infini_0f041d08_configuration_infini_gpt2 import InfiniGPT2Config
+from .hf_infini_0f041d08_hooks import device_of
+from .hf_infini_0f041d08_layout import Layout
+from .hf_infini_0f041d08_memory_layer import rope_tables
+from .hf_infini_0f041d08_modeling_common import check_positions, counted_positions
+from .hf_infini_0f041d08_modeling_infini import InfiniModelMixin
+from .hf_infini_0f041d08_modeling_infini_layer import InfiniAttentionMixin, LayerConfig
+from .hf_infini_0f041d08_positions import Rotary
 
 
 class GPT2InfiniAttention(InfiniAttentionMixin, GPT2Attention):
@@ -23,9 +24,9 @@ class GPT2InfiniAttention(InfiniAttentionMixin, GPT2Attention):
     """
 
     own_class = GPT2Attention
-    argument_names = ("past_key_values", "attention_mask", "encoder_hidden_states", "encoder_attention_mask")
+    argument_names = (CACHE, "attention_mask", "encoder_hidden_states", "encoder_attention_mask")
     argument_names += ("output_attentions",)
-    cache_argument = "past_key_values"
+    cache_argument = CACHE
 
     def __init__(self, config: InfiniGPT2Config, layer_idx: int | None = None):
         super().__init__(config, layer_idx=layer_idx)
@@ -72,10 +73,10 @@ class InfiniGPT2ModelMixin(InfiniModelMixin):
             output.last_hidden_state = output.last_hidden_state.unflatten(0, rows)
         return output
 
-    def rotary_tables(self, places: int) -> dict[str | None, tuple[Tensor, ...]]:
+    def rotary_tables(self, places: int, dtype: torch.dtype | None = None) -> dict[str | None, tuple[Tensor, ...]]:
         if self.config.position_encoding != "rope":
             return {}
-        like = torch.empty(0, device=device_of(self.wte), dtype=self.dtype)
+        like = torch.empty(0, device=device_of(self.wte), dtype=dtype or self.dtype)
         return {None: rope_tables(self.config.window, self.config.n_embd // self.config.n_head, like)}
 
     def needs_a_mask(self) -> bool:

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .hf_infini_e5f58594_cache import InfiniCache, StatesOfCall
-from .hf_infini_e5f58594_hooks import device_of
-from .hf_infini_e5f58594_hub_code import ModelBase
-from .hf_infini_e5f58594_layout import Layout
-from .hf_infini_e5f58594_modeling_common import (
+from .hf_infini_0f041d08_cache import InfiniCache, StatesOfCall
+from .hf_infini_0f041d08_cache_name import CACHE, with_one_name
+from .hf_infini_0f041d08_hooks import device_of
+from .hf_infini_0f041d08_hub_code import ModelBase
+from .hf_infini_0f041d08_layout import Layout
+from .hf_infini_0f041d08_modeling_common import (
     InitializationMixin,
     check_inputs,
     checkpoints_gradients,
@@ -24,7 +25,7 @@ from .hf_infini_e5f58594_modeling_common import (
     memory_cache,
     memory_mask_of,
 )
-from .hf_infini_e5f58594_modeling_infini_layer import TEST_TOKENS, InfiniAttentionMixin, ModelCall
+from .hf_infini_0f041d08_modeling_infini_layer import TEST_TOKENS, InfiniAttentionMixin, ModelCall
 
 
 class InfiniPreTrainedMixin(InitializationMixin):
@@ -39,7 +40,7 @@ class InfiniPreTrainedMixin(InitializationMixin):
     _is_stateful = True  # a memory cannot be cropped, so assisted decoding is refused
 
     def __init__(self, config, *args, **kwargs):
-        from .hf_infini_e5f58594_families import add_memory
+        from .hf_infini_0f041d08_families import add_memory
 
         if not hasattr(config, "infini_layers"):
             raise ValueError(
@@ -80,12 +81,13 @@ class InfiniPreTrainedMixin(InitializationMixin):
 
     def check_layers(self) -> None:
         """[`InfiniAttentionMixin.check_swapped`] for every layer with a memory, in evaluation mode; not on a meta device."""
-        from .hf_infini_e5f58594_families import decoder_of
+        from .hf_infini_0f041d08_families import decoder_of
 
         base: Any = decoder_of(self)
         if device_of(base.get_input_embeddings()).type == "meta":
             return
-        training, tables = [module for module in base.modules() if module.training], base.rotary_tables(TEST_TOKENS + 1)
+        training = [module for module in base.modules() if module.training]
+        tables = base.rotary_tables(TEST_TOKENS + 1, torch.promote_types(base.dtype, torch.float32))
         base.eval()
         try:
             for module in base.modules():
@@ -114,8 +116,9 @@ class InfiniModelMixin(ModelBase):
         """As the own forward, with the same shapes, and these differences:
 
         Args:
-            past_key_values: an [`InfiniCache`]; made if `use_cache` is set and none is given. Gradients go through it from
-                call to call, also with gradient checkpointing, unless some layers keep their own attention.
+            cache: an [`InfiniCache`] (`past_key_values` is its old name); made if `use_cache` is set and none is given.
+                Gradients go through it from call to call, also with gradient checkpointing, unless some layers keep their
+                own attention.
             use_cache: `None`: as the configuration says, but not in training with gradient checkpointing.
             attention_mask: `[batch, tokens]` or `[batch, past + tokens]`, 1 = real. A padded token is in no segment and no
                 memory, wherever it is in the row.
@@ -130,7 +133,7 @@ class InfiniModelMixin(ModelBase):
             ValueError: a cache or mask of another kind; `output_attentions` where layers with their own attention compute no
                 weights.
         """
-        given = dict(zip(self.argument_names, args, strict=False)) | kwargs
+        given = with_one_name(dict(zip(self.argument_names, args, strict=False)) | kwargs, CACHE)
         ids, embeddings = given.get("input_ids"), given.get("inputs_embeds")
         tokens = check_inputs(ids, embeddings)
         weights = given.get("output_attentions")
@@ -140,7 +143,7 @@ class InfiniModelMixin(ModelBase):
         use_cache = given.get("use_cache")
         if use_cache is None:
             use_cache = self.config.use_cache and not checkpoints_gradients(self)
-        cache = memory_cache(self, given.get("past_key_values"), use_cache, tokens.shape[0])
+        cache = memory_cache(self, given.get(CACHE), use_cache, tokens.shape[0])
         states = None if cache is None else cache.states()
         masks = (given.get("attention_mask"), given.get("position_ids"), memory_mask)
         layout = layout_of_call(self.config, tokens, *masks, cache, max_documents)
@@ -151,12 +154,12 @@ class InfiniModelMixin(ModelBase):
         mask: Any = self._masks(layout, cache, states)
         if self.layers_drop_keywords:
             mask.infini = call
-        given |= {"attention_mask": mask, "past_key_values": cache, "use_cache": use_cache, "infini": call}
+        given |= {"attention_mask": mask, CACHE: cache, "use_cache": use_cache, "infini": call}
         output = super().forward(**given)
         if cache is not None and states is not None:
             cache.advance(states, ids, layout, tokens.shape[1])
             if use_cache and not isinstance(output, tuple):  # the own forward drops it in training with checkpoints
-                output.past_key_values = cache
+                setattr(output, CACHE, cache)
         return output
 
     def set_positions(self) -> None:
@@ -166,14 +169,14 @@ class InfiniModelMixin(ModelBase):
         """The positions that the own forward is given: layers without a memory see them."""
         return counted_positions(layout, cache) if position_ids is None else position_ids
 
-    def rotary_tables(self, places: int) -> dict[str | None, tuple[Tensor, ...]]:
+    def rotary_tables(self, places: int, dtype: torch.dtype | None = None) -> dict[str | None, tuple[Tensor, ...]]:
         """The position embeddings of so many places, `[places, width]` each (one, if they are complex numbers), by the type
-        of layer where that matters; empty for a model without rotary positions."""
+        of layer where that matters; empty for a model without rotary positions. `dtype`: `None` for the model's."""
         rotary = getattr(self, "rotary_emb", None)
         if rotary is None:
             return {}
         device = device_of(self.get_input_embeddings())
-        given = (torch.empty(1, 1, 1, device=device, dtype=self.dtype), torch.arange(places, device=device)[None])
+        given = (torch.empty(1, 1, 1, device=device, dtype=dtype or self.dtype), torch.arange(places, device=device)[None])
         kinds: list[str | None] = [None]
         if self.turns_by_layer_type:
             kinds = sorted({self.config.layer_types[layer] for layer in self.config.infini_layers})

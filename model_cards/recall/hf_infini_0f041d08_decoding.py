@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .hf_infini_e5f58594_layout import Call, Layout
-from .hf_infini_e5f58594_memory import MemoryRule, memory_weight
-from .hf_infini_e5f58594_state import InfiniState, Projections
-from .hf_infini_e5f58594_tensors import pad
-from .hf_infini_e5f58594_window import Softmax, softmax_weights
+from .hf_infini_0f041d08_layout import Call, Layout
+from .hf_infini_0f041d08_memory import MemoryRule, memory_weight
+from .hf_infini_0f041d08_state import InfiniState, Projections
+from .hf_infini_0f041d08_tensors import pad
+from .hf_infini_0f041d08_window import Softmax, softmax_weights
 
 
 @dataclass(frozen=True, kw_only=True)

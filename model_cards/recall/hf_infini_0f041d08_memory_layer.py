@@ -8,14 +8,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import initialization as init
 
-from .hf_infini_e5f58594_attention import attend
-from .hf_infini_e5f58594_cache import StatesOfCall
-from .hf_infini_e5f58594_convolution import short_convolution
-from .hf_infini_e5f58594_memory import MemoryRule
-from .hf_infini_e5f58594_positions import rotation
-from .hf_infini_e5f58594_segments import SegmentLayout, segment_layout
-from .hf_infini_e5f58594_state import InfiniState, Projections
-from .hf_infini_e5f58594_window import Softmax
+from .hf_infini_0f041d08_attention import attend
+from .hf_infini_0f041d08_cache import StatesOfCall
+from .hf_infini_0f041d08_convolution import short_convolution
+from .hf_infini_0f041d08_memory import MemoryRule
+from .hf_infini_0f041d08_positions import rotation
+from .hf_infini_0f041d08_segments import SegmentLayout, segment_layout
+from .hf_infini_0f041d08_state import InfiniState, Projections
+from .hf_infini_0f041d08_window import Softmax
 
 # What `MemoryLayerMixin.add_memory_parameters` makes
 PARAMETERS = ("gate", "start_memory", "start_normaliser", "memory_conv", "memory_write", "query_map", "key_map")
@@ -191,7 +191,7 @@ class MemoryLayerMixin(nn.Module):
         *,
         layout: SegmentLayout | None = None,
         states: StatesOfCall | None = None,
-        past_key_values=None,
+        cache=None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
     ) -> LayerCall:
@@ -201,10 +201,10 @@ class MemoryLayerMixin(nn.Module):
             layout: what the model made for all layers; without it, one is made from `attention_mask` and `position_ids`,
                 `[batch, tokens]` each, which are not looked at otherwise.
             states: the [`StatesOfCall`] of the model, from which the layer takes its own; `None`: those of
-                `past_key_values`, an [`InfiniCache`], for a layer that is called outside of a model.
+                `cache`, an [`InfiniCache`], for a layer that is called outside of a model.
         """
-        outside_model = states is None and past_key_values is not None
-        states = past_key_values.states() if outside_model else states
+        outside_model = states is None and cache is not None
+        states = cache.states() if outside_model else states
         state = None if states is None else states.before(self.layer_idx)
         if layout is None:
             given = {"attention_mask": attention_mask, "position_ids": position_ids, "state": state}
@@ -214,6 +214,7 @@ class MemoryLayerMixin(nn.Module):
         if taps:
             if recent is None:
                 recent = hidden_states.new_zeros(hidden_states.shape[0], taps - 1, hidden_states.shape[2])
+            recent = recent if states is None else states.inputs_before(hidden_states, recent)
             added, recent = short_convolution(hidden_states, self.memory_conv, layout, recent)
             hidden_states = hidden_states + added
         return LayerCall(hidden_states, layout, state, states, recent, outside_model)
@@ -242,6 +243,7 @@ class MemoryLayerMixin(nn.Module):
             weights = 0 if tokens.log_weight is None else tokens.log_weight.shape[-1]
             options = {"log_weights": weights, "normalised": self.rule.normalised}
             state = InfiniState.initial(key, value, *window, **options, **self.start())
+        state = state if states is None else states.continued(state, tokens, call.layout, self.rule)
         output, after, weights = attend(
             tokens,
             self.gate(),

@@ -5,15 +5,16 @@ from torch import Tensor
 from transformers import Cache, DynamicCache
 from transformers.utils import logging
 
-from .hf_infini_e5f58594_cache import InfiniCache, InfiniLayer
-from .hf_infini_e5f58594_checkpoints import CheckedLoadingMixin
-from .hf_infini_e5f58594_checks import bool_mask
-from .hf_infini_e5f58594_configuration_common import layer_kinds
-from .hf_infini_e5f58594_generation import check_cache
-from .hf_infini_e5f58594_layout import Layout
-from .hf_infini_e5f58594_read_text import check_rows
-from .hf_infini_e5f58594_segments import SegmentLayout, segment_layout
-from .hf_infini_e5f58594_state import InfiniState
+from .hf_infini_0f041d08_cache import InfiniCache, InfiniLayer
+from .hf_infini_0f041d08_cache_name import CACHE
+from .hf_infini_0f041d08_checkpoints import CheckedLoadingMixin
+from .hf_infini_0f041d08_checks import bool_mask
+from .hf_infini_0f041d08_configuration_common import layer_kinds
+from .hf_infini_0f041d08_generation import check_cache
+from .hf_infini_0f041d08_layout import Layout
+from .hf_infini_0f041d08_read_text import check_rows
+from .hf_infini_0f041d08_segments import SegmentLayout, segment_layout
+from .hf_infini_0f041d08_state import InfiniState
 
 logger = logging.get_logger(__name__)
 
@@ -44,7 +45,7 @@ def memory_cache(model, given, use_cache: bool | None, batch: int) -> InfiniCach
     wanted = [layer in model.config.infini_layers for layer in range(model.config.num_hidden_layers)]
     if given is not None and [isinstance(layer, InfiniLayer) for layer in given.layers] != wanted:
         raise ValueError(
-            f"past_key_values is the cache of a model with other layers: this one has {len(wanted)}, with memory "
+            f"{CACHE} is the cache of a model with other layers: this one has {len(wanted)}, with memory "
             f"in {model.config.infini_layers}. Pass InfiniCache(model.config)."
         )
     state = None if given is None else given.first_state()
@@ -66,7 +67,7 @@ def memory_cache(model, given, use_cache: bool | None, batch: int) -> InfiniCach
             remedy = "" if has_full_attention else ', call gradient_checkpointing_enable({"use_reentrant": False})'
             raise ValueError(
                 f"gradient checkpointing in training does not go with this cache: {reason}. Pass use_cache=False and no "
-                f"past_key_values{remedy}, or call gradient_checkpointing_disable()."
+                f"{CACHE}{remedy}, or call gradient_checkpointing_disable()."
             )
     return cache
 
@@ -83,7 +84,7 @@ def key_value_cache(model, given, use_cache: bool | None) -> Cache | None:
     remedy = "Leave it out with use_cache=True, or pass DynamicCache(config=model.config)."
     if cache is not None and (not isinstance(cache, Cache) or isinstance(cache, InfiniCache)):
         raise ValueError(
-            f"past_key_values must be a transformers cache of keys and values, got {type(given).__name__}: this model has "
+            f"{CACHE} must be a transformers cache of keys and values, got {type(given).__name__}: this model has "
             f"no memory. {remedy}"
         )
     for layer in () if cache is None else cache.layers:
@@ -94,7 +95,7 @@ def key_value_cache(model, given, use_cache: bool | None) -> Cache | None:
     if cache is not None and checkpoints_gradients(model):
         raise ValueError(
             "gradient checkpointing in training does not go with a cache: layers would append their keys and values twice. "
-            "Pass use_cache=False and no past_key_values, or call gradient_checkpointing_disable()."
+            f"Pass use_cache=False and no {CACHE}, or call gradient_checkpointing_disable()."
         )
     return cache
 
@@ -157,10 +158,10 @@ def layout_of_call(
         ValueError: the mask or the positions do not go on from what the cache has read.
     """
     batch, tokens = embeddings.shape[:2]
-    state = None if cache is None else cache.first_state()
     attention_mask = mask_of_call(attention_mask, batch, tokens, cache)
-    check_continuation(position_ids, attention_mask, state)
+    check_continuation(position_ids, attention_mask, None if cache is None else cache.first_state())
     masks = {"attention_mask": attention_mask, "position_ids": position_ids, "memory_mask": memory_mask}
+    state = None if cache is None else cache.state_of_call(batch, tokens, embeddings.device, **masks)
     options = {"state": state, "max_documents": max_documents, "device": embeddings.device}
     return segment_layout(batch, tokens, *config.window, **masks, **options)
 
@@ -224,7 +225,7 @@ def memory_mask_of(config, input_ids, inputs_embeds, given=None):
         raise ValueError(
             f"memory_mask must be [batch, tokens] = [{batch}, {tokens}], 1 for tokens that are written into the memory; got "
             f"{list(given.shape)}. It covers the tokens of one call: for generate(), read the text with "
-            "model(ids, memory_mask=…, past_key_values=cache) and go on from the cache."
+            f"model(ids, memory_mask=…, {CACHE}=cache) and go on from the cache."
         )
     given = bool_mask("memory_mask", given, read_back=not torch.compiler.is_compiling())
     ids = set()

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .hf_infini_e5f58594_checks import bool_mask, check_shapes, check_window
-from .hf_infini_e5f58594_decoding import StepLayout, graph_step_layout, step_layout
-from .hf_infini_e5f58594_grids import IndexedLayout, PlainLayout
-from .hf_infini_e5f58594_layout import Call, GridLayout
-from .hf_infini_e5f58594_state import InfiniState
-from .hf_infini_e5f58594_tensors import pad
+from .hf_infini_0f041d08_checks import bool_mask, check_shapes, check_window
+from .hf_infini_0f041d08_decoding import StepLayout, graph_step_layout, step_layout
+from .hf_infini_0f041d08_grids import IndexedLayout, PlainLayout
+from .hf_infini_0f041d08_layout import Call, GridLayout
+from .hf_infini_0f041d08_state import InfiniState
+from .hf_infini_0f041d08_tensors import pad
 
 SegmentLayout = StepLayout | GridLayout
 UNBOUNDED = (

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from .hf_infini_e5f58594_configuration_common import layer_kinds
-from .hf_infini_e5f58594_hooks import device_of
-from .hf_infini_e5f58594_state import empty_places
+from .hf_infini_0f041d08_cache_name import CACHE
+from .hf_infini_0f041d08_configuration_common import layer_kinds
+from .hf_infini_0f041d08_hooks import device_of
+from .hf_infini_0f041d08_state import empty_places
 
 # A window's tensors have one dtype, that of the keys and values; the memory's are wider.
 WINDOW = ("local_key", "local_value", "local_log_weight", "keys", "values")
@@ -63,7 +64,7 @@ def fill_with_one_token(model, cache) -> None:
     embeddings = torch.zeros(1, 1, model.config.hidden_size, dtype=model.dtype, device=device)
     written = torch.ones(1, 1, dtype=torch.bool, device=device)
     with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
-        model.base_model(inputs_embeds=embeddings, memory_mask=written, past_key_values=cache, use_cache=True)
+        model.base_model(inputs_embeds=embeddings, memory_mask=written, use_cache=True, **{CACHE: cache})
 
 
 def find_problem(record: dict, tensors: dict[str, Tensor], example: dict[str, Tensor], model) -> str | None:

@@ -6,19 +6,21 @@ and the window turns them by its own places ([`Rotary`]) with the model's own fu
 window, however long the text.
 """
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from .hf_infini_e5f58594_cache import StatesOfCall
-from .hf_infini_e5f58594_hooks import become, device_of
-from .hf_infini_e5f58594_memory_layer import LayerCall, MemoryLayerMixin
-from .hf_infini_e5f58594_positions import Rotary
-from .hf_infini_e5f58594_segments import SegmentLayout
-from .hf_infini_e5f58594_window import Softmax, window_attention
+from .hf_infini_0f041d08_cache import StatesOfCall
+from .hf_infini_0f041d08_cache_name import CACHE, with_one_name
+from .hf_infini_0f041d08_hooks import become, device_of
+from .hf_infini_0f041d08_memory_layer import LayerCall, MemoryLayerMixin
+from .hf_infini_0f041d08_positions import Rotary
+from .hf_infini_0f041d08_segments import SegmentLayout
+from .hf_infini_0f041d08_window import Softmax, window_attention
 
 # The copies that travel with models have other module names, and register their own function
 INTERFACE = f"infini_attention of {__name__}"
@@ -145,10 +147,13 @@ class InfiniAttentionMixin(MemoryLayerMixin):
             like = self._like()
             tables = tuple(table[:1].detach().to(like.device, copy=True).requires_grad_() for table in tables)
             hidden_states = torch.ones(1, 1, self.config.hidden_size, device=like.device, dtype=like.dtype)
-            output = self.in_one_window(hidden_states, tables if len(tables) > 1 else tables[0], None)
-            if not output.requires_grad:  # neither they nor the weights, which may be frozen or of 8 bits, reach it
-                return False
-            return torch.autograd.grad(output.sum(), tables[0], allow_unused=True)[0] is not None
+            found: list[tuple[Tensor, Tensor, Tensor, Softmax]] = []
+            given = dict.fromkeys(self.argument_names) | {"told": Told(found, None)}
+            if "position_embeddings" in given:
+                given["position_embeddings"] = tables if len(tables) > 1 else tables[0]
+            super().forward(hidden_states, **given)
+            query = found[0][0]  # not the output, through whose weights of 8 bits there may be no gradient
+            return query.requires_grad and torch.autograd.grad(query.sum(), tables[0], allow_unused=True)[0] is not None
 
     def projections(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor, Softmax]:
         """Queries, keys and values of `[batch, tokens, width]`, `[batch, heads, tokens, head_dim]` each, un-rotated, and how
@@ -171,37 +176,44 @@ class InfiniAttentionMixin(MemoryLayerMixin):
         """Compares attention inside one window, without a memory, with the own class's on random input.
 
         Args:
-            tables: the model's [`InfiniModelMixin.rotary_tables`] of one place more than [`TEST_TOKENS`].
+            tables: the model's [`InfiniModelMixin.rotary_tables`] of one place more than [`TEST_TOKENS`], in float32.
 
         Raises:
             ValueError: they differ.
         """
-        like, of_layer = self._like(), tables.get(self.rotary_type)
-        of_layer = None if of_layer is None else tuple(table.to(like.device) for table in of_layer)
-        hidden_states = torch.randn(1, TEST_TOKENS, self.config.hidden_size, generator=torch.Generator().manual_seed(0)).to(
-            like
-        )
+        with in_float32(self):
+            difference, size = self._difference(tables.get(self.rotary_type))
+        # Rounding in another order: a few units in the last place of sums of some hundred products. Weights of few bits may
+        # round what they are multiplied by
+        quantized = any(type(parameter) is not nn.Parameter for parameter in self.parameters())
+        if not difference <= size * (0.03 if quantized else 1e-4):
+            raise ValueError(
+                f"layer {self.layer_idx}, a {self.own_class.__name__}, cannot be given a memory: inside one window it would "
+                f"differ by {difference:.2g} from its own attention, whose outputs reach {size:.2g}. What it does beside "
+                "softmax attention over rotary positions is not known here."
+            )
+
+    def _difference(self, tables: tuple[Tensor, ...] | None) -> tuple[float, float]:
+        """The largest difference on random input, and the largest number of the own class's output."""
+        like = self._like()
+        like = like.to(torch.promote_types(like.dtype, torch.float32))
+        tables = None if tables is None else tuple(table.to(like.device) for table in tables)
+        shape = 1, TEST_TOKENS, self.config.hidden_size
+        hidden_states = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(like)
         mask = torch.full((TEST_TOKENS, TEST_TOKENS), torch.finfo(like.dtype).min).triu(1)[None, None].to(like)
         given: dict[str, Any] = {"attention_mask": mask}
         neutral_ones = None
-        if of_layer is not None and "position_embeddings" in self.argument_names:
-            embeddings, neutral_ones = tuple(table[None, :TEST_TOKENS] for table in of_layer), neutral(of_layer)
+        if tables is not None and "position_embeddings" in self.argument_names:
+            embeddings, neutral_ones = tuple(table[None, :TEST_TOKENS] for table in tables), neutral(tables)
             given["position_embeddings"] = embeddings if len(embeddings) > 1 else embeddings[0]
         config, self.config = self.config, self.config.of_model
         try:
             wanted = super().forward(hidden_states, **given)[0]
         finally:
             self.config = config
-        rotary = Rotary(of_layer, self.turn) if of_layer is not None and self.turns_states else None
-        difference = float((self.in_one_window(hidden_states, neutral_ones, rotary) - wanted).abs().max())
-        size = float(wanted.abs().max())
-        # Rounding in another order: a few units in the last place of sums of some hundred products
-        if not difference <= size * (1e-4 if wanted.dtype in (torch.float32, torch.float64) else 0.03):
-            raise ValueError(
-                f"layer {self.layer_idx}, a {self.own_class.__name__}, cannot be given a memory: inside one window it would "
-                f"differ by {difference:.2g} from its own attention, whose outputs reach {size:.2g}. What it does beside "
-                "softmax attention over rotary positions is not known here."
-            )
+        rotary = Rotary(tables, self.turn) if tables is not None and self.turns_states else None
+        found = self.in_one_window(hidden_states, neutral_ones, rotary)
+        return float((found - wanted).abs().max()), float(wanted.abs().max())
 
     def forward(self, hidden_states: Tensor, *args, infini: ModelCall | None = None, **kwargs):
         """As the own forward, and
@@ -217,6 +229,7 @@ class InfiniAttentionMixin(MemoryLayerMixin):
             query's window, in which the sinks come first and the query's own segment last. Padding has zeros.
         """
         given = dict(zip(self.argument_names, args, strict=False)) | kwargs
+        given = with_one_name(given, CACHE)
         infini = getattr(given.get("attention_mask"), "infini", infini)
         if given.get("encoder_hidden_states") is not None:
             raise ValueError(f"a {type(self).__name__} is causal self-attention; cross-attention is not supported.")
@@ -225,7 +238,7 @@ class InfiniAttentionMixin(MemoryLayerMixin):
         rotary = self.window_rotary(tables, hidden_states)
         if infini is None:
             masks = {name: given.get(name) for name in ("attention_mask", "position_ids")}
-            call = self.begin(hidden_states, past_key_values=cache, **masks)
+            call = self.begin(hidden_states, cache=cache, **masks)
             columns, weights = 0 if cache is None else cache.get_seq_length(), bool(given.get("output_attentions"))
         else:
             call = self.begin(hidden_states, layout=infini.layout, states=infini.states)
@@ -257,6 +270,22 @@ class InfiniAttentionMixin(MemoryLayerMixin):
         front, rest = flat[..., :width], flat[..., width:]
         turned, _ = self.turning_function(front, front[:, :0], *rows)
         return torch.cat([turned, rest], -1).reshape(states.shape)
+
+
+@contextlib.contextmanager
+def in_float32(module: nn.Module) -> Iterator[None]:
+    """Within it, a module's parameters of 16 bits are in float32; those of quantized weights stay. Where scores are large,
+    16 bits round them by more than 1, and softmax gives something else for every order of the sums."""
+    plain = [parameter for parameter in module.parameters() if type(parameter) is nn.Parameter]
+    short = [parameter for parameter in plain if parameter.is_floating_point() and parameter.itemsize == 2]
+    kept = [parameter.data for parameter in short]
+    try:
+        for parameter in short:
+            parameter.data = parameter.data.float()
+        yield
+    finally:
+        for parameter, data in zip(short, kept, strict=True):
+            parameter.data = data
 
 
 def neutral(tables: tuple[Tensor, ...]) -> tuple[Tensor, ...] | Tensor:

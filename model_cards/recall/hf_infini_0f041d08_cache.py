@@ -8,12 +8,14 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from .hf_infini_e5f58594_adapters import without_wrappers
-from .hf_infini_e5f58594_layout import Layout
-from .hf_infini_e5f58594_memory_contents import fill_with_one_token, find_problem
-from .hf_infini_e5f58594_memory_files import MemoryFileError, check_model, describe_model, read_memory_file, write_memory_file
-from .hf_infini_e5f58594_read_text import ReadText, check_rows
-from .hf_infini_e5f58594_state import InfiniState, empty_places
+from .hf_infini_0f041d08_adapters import without_wrappers
+from .hf_infini_0f041d08_cache_name import CACHE
+from .hf_infini_0f041d08_layout import Layout
+from .hf_infini_0f041d08_memory import MemoryRule
+from .hf_infini_0f041d08_memory_contents import fill_with_one_token, find_problem
+from .hf_infini_0f041d08_memory_files import MemoryFileError, check_model, describe_model, read_memory_file, write_memory_file
+from .hf_infini_0f041d08_read_text import ReadText, check_rows
+from .hf_infini_0f041d08_state import InfiniState, Projections, empty_places
 
 
 class InfiniLayer(CacheLayerMixin):
@@ -122,6 +124,14 @@ class StatesOfCall:
         """The state that the layer continues."""
         return self._before[layer]
 
+    def inputs_before(self, inputs: Tensor, recent: Tensor) -> Tensor:
+        """What a short convolution needs of the tokens before these `inputs`; `recent`: what the layer's state has."""
+        return recent
+
+    def continued(self, state: InfiniState, tokens: Projections, layout: Layout, rule: MemoryRule) -> InfiniState:
+        """The state that these tokens of a layer continue; `state`: the one that the layer knows of."""
+        return state
+
     def may_overwrite(self, layer: int) -> bool:
         """Whether a token may be written into the state's own window: nobody has kept it, and no gradient needs it."""
         return not (torch.is_grad_enabled() or self._layers[layer]._shared)
@@ -155,7 +165,7 @@ class InfiniCache(Cache):
         if not bounded:
             raise ValueError(
                 f"an InfiniCache is for layers with a compressive memory, and this {type(config).__name__} has none: leave "
-                "past_key_values out, or pass transformers.DynamicCache(config=model.config)."
+                f"{CACHE} out, or pass transformers.DynamicCache(config=model.config)."
             )
         own = [DynamicLayer() for _ in range(config.num_hidden_layers)]
         if len(bounded) < len(own):
@@ -204,6 +214,10 @@ class InfiniCache(Cache):
         """As `state`, for a call that keeps nothing of it."""
         return self._first_layer._state
 
+    def state_of_call(self, batch: int, tokens: int, device: torch.device, **masks: Tensor | None) -> InfiniState | None:
+        """The state that the layout of a call continues; `masks` as [`segment_layout`] takes them."""
+        return self.first_state()
+
     def advance(self, states: StatesOfCall, input_ids: Tensor | None, layout: Layout, tokens: int) -> None:
         """Takes over what a call of `tokens` columns has left; `input_ids` `[batch, tokens]`, or `None` for embeddings."""
         states.advance_layers(tokens)
@@ -218,7 +232,8 @@ class InfiniCache(Cache):
 
     def attention_mask(self, attention_mask: Tensor) -> Tensor:
         """The mask with which `generate()` continues from this cache with only new tokens, for example from a memory file,
-        whose ids are gone: `generate(ids, attention_mask=cache.attention_mask(mask), past_key_values=cache)`.
+        whose ids are gone: `generate(ids, attention_mask=cache.attention_mask(mask), cache=cache)` (before transformers 5.24
+        `past_key_values=cache`).
 
         `generate()` tells new ids from a whole text by the width of the mask. With beams or several sequences for each row,
         repeat the cache (`batch_repeat_interleave`) after this. Without this mask, `generate()` recognises a whole text by
@@ -254,7 +269,7 @@ class InfiniCache(Cache):
         """
         state = self.first_state()
         if state is None:
-            raise ValueError("this cache has read nothing yet: give it to model(ids, past_key_values=cache) before saving.")
+            raise ValueError(f"this cache has read nothing yet: give it to model(ids, {CACHE}=cache) before saving.")
         tokens_seen = state.tokens_seen.tolist()
         if text_sha256 is not None and (isinstance(text_sha256, str) or len(text_sha256) != len(tokens_seen)):
             raise ValueError(f"text_sha256 must be a list with one for each of the {len(tokens_seen)} rows.")

@@ -14,17 +14,18 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.models.auto import modeling_auto
 from transformers.models.gpt2.modeling_gpt2 import GPT2Attention, GPT2DoubleHeadsModel
 
-from .hf_infini_e5f58594_checkpoints import HUB_OPTIONS
-from .hf_infini_e5f58594_configuration_infini import FamilyConfigMixin, infini_config
-from .hf_infini_e5f58594_configuration_infini_gpt2 import InfiniGPT2Config
-from .hf_infini_e5f58594_generation import MemoryGenerationMixin
-from .hf_infini_e5f58594_hooks import become
-from .hf_infini_e5f58594_hub_code import HubModelMixin, carry_code
-from .hf_infini_e5f58594_lookups import PREFIX, enter_adapters, enter_tokenizer, enter_weights
-from .hf_infini_e5f58594_modeling_infini import InfiniModelMixin, InfiniPreTrainedMixin
-from .hf_infini_e5f58594_modeling_infini_gpt2 import GPT2InfiniAttention, InfiniGPT2ModelMixin
-from .hf_infini_e5f58594_modeling_infini_layer import InfiniAttentionMixin, LayerConfig
-from .hf_infini_e5f58594_options import MemoryOptions
+from .hf_infini_0f041d08_cache_name import CACHE
+from .hf_infini_0f041d08_checkpoints import HUB_OPTIONS
+from .hf_infini_0f041d08_configuration_infini import FamilyConfigMixin, infini_config
+from .hf_infini_0f041d08_configuration_infini_gpt2 import InfiniGPT2Config
+from .hf_infini_0f041d08_generation import MemoryGenerationMixin
+from .hf_infini_0f041d08_hooks import become
+from .hf_infini_0f041d08_hub_code import HubModelMixin, carry_code
+from .hf_infini_0f041d08_lookups import PREFIX, enter_adapters, enter_tokenizer, enter_weights
+from .hf_infini_0f041d08_modeling_infini import InfiniModelMixin, InfiniPreTrainedMixin
+from .hf_infini_0f041d08_modeling_infini_gpt2 import GPT2InfiniAttention, InfiniGPT2ModelMixin
+from .hf_infini_0f041d08_modeling_infini_layer import InfiniAttentionMixin, LayerConfig
+from .hf_infini_0f041d08_options import MemoryOptions
 
 # Auto classes that load a decoder, with the tables that say which class of a family they load
 AUTO_CLASSES = {
@@ -87,7 +88,7 @@ def _with_arguments_of(own, forward):
 
 def _attention_class(own: type) -> type:
     arguments = _arguments(own.forward)[1:]
-    cache = next(name for name in ("past_key_values", "layer_past") if name in arguments)
+    cache = next(name for name in (CACHE, "layer_past") if name in arguments)
     module = sys.modules[own.__module__]
     turn = getattr(module, "apply_rotary_pos_emb", None) or getattr(module, "apply_rotary_emb", None)
     attributes: dict[str, Any] = {"__module__": __name__, "own_class": own}

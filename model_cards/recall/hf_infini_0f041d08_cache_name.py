@@ -1,0 +1,47 @@
+"""The name of a model's cache: `cache`, and before transformers 5.24 `past_key_values`. Models here take it by either."""
+
+import functools
+import warnings
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any
+
+import torch
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+NAMES = ("cache", "past_key_values")
+CACHE = next(name for name in NAMES if name in {field.name for field in fields(BaseModelOutputWithPast)})
+
+
+def cache_of(output) -> Any:
+    """The cache in the output of a model or of `generate`, without the warning that its old name brings."""
+    return getattr(output, CACHE)
+
+
+def with_one_name(given: dict[str, Any], name: str = "cache") -> dict[str, Any]:
+    """Arguments by name, in which the cache is called `name`; those without a cache are returned as they are.
+
+    As in transformers, the old name brings a FutureWarning from 5.24 on.
+
+    Raises:
+        TypeError: it came with both of its names.
+    """
+    found = [one for one in NAMES if given.get(one) is not None]
+    if len(found) == 2:
+        raise TypeError("cache and past_key_values are two names of one argument: give only one of them.")
+    if "past_key_values" in found and CACHE == "cache" and not torch.compiler.is_compiling():
+        message = "`past_key_values` is deprecated: transformers 5.24 and later call it `cache`. Use `cache` instead."
+        warnings.warn(message, FutureWarning, stacklevel=3)
+    cache = given[found[0]] if found else None
+    rest = {key: value for key, value in given.items() if key not in NAMES}
+    return rest if len(rest) == len(given) else rest | {name: cache}
+
+
+def takes_either_name(forward: Callable) -> Callable:
+    """A method with an argument `cache`, which may be called `past_key_values` too."""
+
+    @functools.wraps(forward)
+    def with_either(self, *args, **kwargs):
+        return forward(self, *args, **with_one_name(kwargs))
+
+    return with_either
