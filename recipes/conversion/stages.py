@@ -17,13 +17,14 @@ from hf_infini.loading import fingerprint, load_causal_lm, load_tokenizer
 from hf_infini.memory_adapter import merged, read_record, restore_adapter
 from hf_infini.memory_layer import PARAMETERS
 from support import measurement
-from support.prepared import open_rows, read_tokenizer
+from support.prepared import read_tokenizer
 from support.stages import read_json, read_manifest, write_json
 from training import console, run_folder, setup
 from training.dilution import Dilution, check_rule, factor_up_to
 
 from . import trainers
 from .layers import gap_by_layer
+from .rows import ConversionRows
 from .trainers import Together
 from .transfer import Transfer, calibrated_scales
 
@@ -43,12 +44,6 @@ class Stage:
     steps: int
     learning_rate: float
     options: dict
-
-
-def with_labels(batch: dict) -> dict[str, Tensor]:
-    """Rows of `datasets` as tensors, `input_ids` and `labels`: those that were prepared, or every token."""
-    ids = torch.tensor(batch["input_ids"])
-    return {"input_ids": ids, "labels": torch.tensor(batch["labels"]).long() if "labels" in batch else ids}
 
 
 class Conversion:
@@ -71,15 +66,8 @@ class Conversion:
         if options.dilute_with:
             fingerprints = [setup.data_fingerprint(read_manifest(folder)) for folder in options.dilute_with]
             self.identity["dilute_with"] = fingerprints
-        folders = {"train": options.data, "validation": options.data, "evaluation": options.evaluation_data or options.data}
-        self._rows = {
-            part: {folder: self._open(folder, "train" if part == "train" else "validation") for folder in of_part}
-            for part, of_part in folders.items()
-        }
-        contexts = {folder: len(rows[0]["input_ids"]) for folder, rows in self._rows["train"].items()}
-        self.context = min(contexts.values())
-        if max(contexts.values()) != self.context:
-            raise UserError(f"--data: the rows of all folders must be of one length; got {contexts}")
+        self.rows = ConversionRows(options)
+        self.context = self.rows.context
 
     @property
     def window(self) -> int:
@@ -110,7 +98,7 @@ class Conversion:
                 "many, so that there is something beyond it. Prepare longer rows, or give a smaller --segment_length"
             )
         first = self.options.evaluation_from
-        for folder, rows in self._rows["evaluation"].items():
+        for folder, rows in self.rows.parts["evaluation"].items():
             tokens = len(rows[0]["input_ids"])
             if first is not None and not self.window <= first < tokens:
                 raise UserError(
@@ -172,7 +160,7 @@ class Conversion:
             model = self._with_lora(model)
         folder, rows_per_step = self.out / stage.name, arguments.train_batch_size * arguments.gradient_accumulation_steps
         tokens_per_step = rows_per_step * arguments.world_size * self.context
-        rows = [*self._rows["train"].values()]
+        rows = [*self.rows.parts["train"].values()]
         if stage.trainer is Transfer:
             rows = [part.select(range(min(len(part), -(-self.options.transfer_rows // len(rows))))) for part in rows]
         with run_folder.open_run(folder, self.identity | {"stage": stage.name}) as (_, checkpoint):
@@ -206,27 +194,12 @@ class Conversion:
         """[`trainers.unexplained`] after a stage, of a few validation rows of each folder; empty beside the main process."""
         if not self.is_main_process:
             return {}
-        rows = torch.cat([*self.rows_of("validation", EVALUATED_ROWS).values()])
+        rows = torch.cat([*self.rows.of("validation", EVALUATED_ROWS, self.device).values()])
         return self._measured(f"unexplained_after_{stage}.json", lambda: trainers.unexplained(model.eval(), rows))
 
     def evaluated_rows(self) -> dict[str, Tensor]:
-        """Those of the evaluation, as [`Conversion.rows_of`] has them."""
-        return self.rows_of("evaluation", self.options.evaluation_rows)
-
-    def rows_of(self, part: str, count: int) -> dict[str, Tensor]:
-        """The first `count` rows of each folder, `[rows, 2, tokens]`, ids and labels, on the model's device.
-
-        Args:
-            part: "train"; "validation", of the same folders; or "evaluation", of those that are evaluated.
-        """
-        device, found = self.device, {}
-        for folder, rows in self._rows[part].items():
-            found[folder] = torch.stack([*rows[:count].values()], 1).to(device)
-        return found
-
-    @staticmethod
-    def _open(folder: str, split: str):
-        return open_rows(folder, split).with_transform(with_labels)
+        """Those of the evaluation, as [`ConversionRows.of`] has them."""
+        return self.rows.of("evaluation", self.options.evaluation_rows, self.device)
 
     def _past_of(self) -> Callable | None:
         """Of --dilute_with, what rows begin with."""
@@ -237,7 +210,7 @@ class Conversion:
         return Dilution.from_folders(self.options.dilute_with, most, self.tokenizer, of).past
 
     def _few_rows(self) -> Tensor:
-        return torch.cat([*self.rows_of("train", FEW_ROWS).values()])
+        return torch.cat([*self.rows.of("train", FEW_ROWS, self.device).values()])
 
     def _layers(self, model) -> dict:
         """The attention layers with a memory, by number."""

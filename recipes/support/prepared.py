@@ -41,6 +41,15 @@ def open_rows(data: Path, split: str) -> "datasets.Dataset":
     return rows.select_columns([name for name in ("input_ids", "labels") if name in columns])
 
 
+def open_folders(option: str, folders: list[str], split: str) -> "dict[str, datasets.Dataset]":
+    """[`open_rows`] of several folders, by folder; a UserError that names the option unless all rows are of one length."""
+    found = {folder: open_rows(Path(folder), split) for folder in folders}
+    lengths = {folder: len(rows[0]["input_ids"]) for folder, rows in found.items()}
+    if len({*lengths.values()}) > 1:
+        raise UserError(f"{option}: the rows of all folders must be of one length; got {lengths}")
+    return found
+
+
 def read_tokenizer(data: Path):
     """The tokenizer of a prepared folder; a UserError where it cannot be loaded or is not the one that made the rows."""
     from transformers import AutoTokenizer

@@ -17,7 +17,7 @@ from cli import UserError
 from hf_infini.cache import InfiniCache, InfiniLayer
 from hf_infini.cache_name import cache_of
 from hf_infini.configurations import attention_of, context_limit
-from support.prepared import open_rows, read_tokenizer
+from support.prepared import open_folders, read_tokenizer
 
 DILUTE_UP_TO = 32.0
 
@@ -40,17 +40,15 @@ class Dilution:
         not those of `tokenizer`, that of `of`."""
         from datasets import concatenate_datasets
 
-        parts = {folder: open_rows(Path(folder), "train").select_columns("input_ids") for folder in folders}
+        parts = open_folders("--dilute_with", folders, "train")
         for folder in folders:
             if read_tokenizer(Path(folder)).get_vocab() != tokenizer.get_vocab():
                 raise UserError(
                     f"--dilute_with {folder} and {of} have different tokenizers: prepare one of them with the other's "
                     "(--tokenizer FOLDER/tokenizer)"
                 )
-        lengths = {folder: len(rows[0]["input_ids"]) for folder, rows in parts.items()}
-        if len({*lengths.values()}) > 1:
-            raise UserError(f"--dilute_with: the rows of all folders must be of one length; got {lengths}")
-        return cls(concatenate_datasets([*parts.values()]).with_format("torch"), most)
+        rows = concatenate_datasets([part.select_columns("input_ids") for part in parts.values()])
+        return cls(rows.with_format("torch"), most)
 
     def past(self, model, batch: int, device: torch.device) -> InfiniCache:
         """The cache of `model` after one row of text for each of `batch` rows, M and z multiplied by the row's factor.

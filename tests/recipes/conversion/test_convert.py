@@ -75,7 +75,7 @@ def test_a_conversion_leaves_an_adapter_and_its_measurements(checkpoint, base, t
     assert len(AutoTokenizer.from_pretrained(tmp_path / "out" / "model")) == whole.config.vocab_size
     assert adapted and not any(".layers.0." in name for name in adapted)
     from conversion.evaluation import evaluate
-    from conversion.stages import with_labels
+    from conversion.rows import with_labels
     from support.prepared import open_rows
 
     rows = torch.stack([*open_rows(prepared_data(base), "validation").with_transform(with_labels)[:2].values()], 1)
