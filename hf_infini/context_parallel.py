@@ -70,7 +70,7 @@ def shard_rows(
 
     Returns:
         The shards of what is in the batch, `[B, tokens / R, …]`; `shift_labels`, for a label may be on the next rank;
-        [`CACHE`], the [`ShardCache`] of this one call; and `use_cache` False.
+        `cache` (before transformers 5.24 `past_key_values`), the [`ShardCache`] of this one call; and `use_cache` False.
 
     Raises:
         ValueError: the rows cannot be cut into one shard for each rank at segment borders, do not go on from `past`, or some

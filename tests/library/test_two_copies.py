@@ -41,6 +41,7 @@ def check(folder, model):
             except ValueError as error:
                 message = str(error)
                 assert message.startswith(f"{CACHE} is an InfiniCache of another copy of the code"), (name, message)
+                assert f"go on with the output's {CACHE};" in message, message
                 other = module[own if given is model else model]
                 assert f"the cache's class is of {other}, this model's of {module[given]}." in message, message
                 assert f"by the model's class, sys.modules['{module[given]}'].InfiniCache" in message, message

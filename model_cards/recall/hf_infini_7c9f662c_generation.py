@@ -8,8 +8,8 @@ from torch import Tensor
 from transformers import GenerationMixin, StoppingCriteriaList
 from transformers.generation import GenerationMode
 
-from .hf_infini_0f041d08_cache import InfiniCache
-from .hf_infini_0f041d08_cache_name import CACHE
+from .hf_infini_7c9f662c_cache import InfiniCache
+from .hf_infini_7c9f662c_cache_name import CACHE
 
 if TYPE_CHECKING:  # what the mixin comes before; it has no base when the code runs
     from transformers._typing import GenerativePreTrainedModel
@@ -143,7 +143,7 @@ def check_cache(given) -> None:
         raise ValueError(
             f"{CACHE} is an InfiniCache of another copy of the code, which may be another version: the cache's class "
             f"is of {copies[0].__module__}, this model's of {InfiniCache.__module__}. Leave it out with use_cache=True and "
-            "go on with the output's {CACHE}; or make or load it by the model's class, "
+            f"go on with the output's {CACHE}; or make or load it by the model's class, "
             f"sys.modules[{InfiniCache.__module__!r}].InfiniCache. Where hf_infini is imported before a model is loaded "
             "from the Hub, there is only one copy."
         )
