@@ -88,12 +88,10 @@ def factor_up_to(run) -> float | None:
     return DILUTE_UP_TO if run.dilute_up_to is None else run.dilute_up_to
 
 
-def check_rule(update_rule: str) -> None:
-    """UserError unless memories of this rule can be multiplied."""
+def check_rule(update_rule: str | None, needs: str = "--update_rule linear") -> None:
+    """UserError, which says what it `needs`, unless memories of this rule (`None`: there are none) can be multiplied."""
     if update_rule != "linear":
-        raise UserError(
-            "--dilute_with multiplies what the linear rule has written: it needs a memory and --update_rule linear"
-        )
+        raise UserError(f"--dilute_with multiplies what the linear rule has written: it needs {needs}")
 
 
 def check_options(run, optimizer, config) -> None:
@@ -105,7 +103,8 @@ def check_options(run, optimizer, config) -> None:
     run.dilute_up_to = factor_up_to(run)
     if run.dilute_with is None:
         return
-    check_rule(config.update_rule if attention_of(config) == "infini" else "none")
+    rule = config.update_rule if attention_of(config) == "infini" else None
+    check_rule(rule, "--attention infini and --update_rule linear")
     if context_limit(config) is not None:
         raise UserError(
             "--dilute_with puts text in front of rows that take all positions: give --position_encoding rope or segment, or "
