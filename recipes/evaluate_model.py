@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Literal
 
 from cli import ADAPTER, SEED, UserError, exit_on_error, option, parse_options
+from cli.names import home_of
 
 
 @dataclass
@@ -102,14 +103,12 @@ def main(argv: list[str] | None = None) -> None:
     model, tokenizer = inference.load_model(options.model, device, options.adapter)
     if options.memory == "off":
         inference.switch_memory_off(model)
-    home = options.adapter or options.model
-    if options.out is None and not Path(home).is_dir():
-        raise UserError(f"--out is needed, as --{'adapter' if options.adapter else 'model'} {home} is no folder here")
+    home = home_of(options)
     # Its own name for each, so that none writes over another one's files
     plain = options.task == "perplexity" and options.memory == "on"
     parts = ["evaluation" if plain else options.task, "text" if options.task == "facts" and options.source else None]
     parts += [options.split if options.split == "test" else None, "memory_off" if options.memory == "off" else None]
-    name = options.out or str(Path(home) / "_".join(filter(None, parts)))
+    name = options.out or str(home / "_".join(filter(None, parts)))
     entries = {"options": dict, "model": str, "memory": str}
     check_place(Path(f"{name}.json"), entries, [Path(f"{name}.png")])
     if options.task == "perplexity":

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from cli import ADAPTER, UserError, exit_on_error, option, parse_options
+from cli.names import home_of
 
 LARGEST_PAGE = 100e6  # bytes; browsers take long over more
 TITLE = "<title>Attention heads: "  # of every page
@@ -51,10 +52,8 @@ class Options:
 def main(argv: list[str] | None = None) -> None:
     (options,) = parse_options(Options, description=__doc__, argv=argv)
     text = read_text(options)
-    home = options.adapter or options.model
-    if options.out is None and not Path(home).is_dir():
-        raise UserError(f"--out is needed, as --{'adapter' if options.adapter else 'model'} {home} is no folder here")
-    out = Path(options.out or Path(home) / "heads")
+    home = home_of(options)
+    out = Path(options.out or home / "heads")
 
     import torch
     from tqdm import tqdm

@@ -1,6 +1,7 @@
 """Names of models: a folder here, or a name on the Hub."""
 
 import os
+from pathlib import Path
 
 from .errors import UserError
 
@@ -18,3 +19,18 @@ def check_name(option: str, name: str) -> None:
             f"{option}: there is no folder {name}; give the folder of a saved model, or a name on the Hub, NAME or "
             "USER/NAME (USER/… is taken for a path where USER is runs or a folder here)"
         )
+
+
+def home_of(options) -> Path:
+    """The folder that results of a model are written into where no other is given: its adapter's, or its own.
+
+    Args:
+        options: with `model`, `adapter` and `out`.
+
+    Raises UserError when it is no folder here and `out` is not given.
+    """
+    option = "adapter" if options.adapter else "model"
+    home = Path(getattr(options, option))
+    if options.out is None and not home.is_dir():
+        raise UserError(f"--out is needed, as --{option} {home} is no folder here")
+    return home
