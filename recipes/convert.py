@@ -69,6 +69,8 @@ class Options:
                                            "rows train what long texts ask. Each step reads that row as well.")  # fmt: skip
     dilute_up_to: float | None = option(None, "--dilute_with: the largest factor; each row's is drawn log-uniformly from 1 "
                                         "on. Default: 32.", at_least=1)  # fmt: skip
+    dilute_share: float | None = option(None, "--dilute_with: share of the steps whose rows begin so; in the others they "
+                                        "begin a text. Default: 1.", at_least=0, at_most=1)  # fmt: skip
     batch_size: int = option(1, "Rows per device and forward pass.", at_least=1)
     gradient_accumulation: int = option(1, "Forward passes per optimiser step.", at_least=1)
     save_steps: int = option(10, "Steps between checkpoints; the last two are kept.", at_least=1)

@@ -50,6 +50,7 @@ class Options:
     )
     depths: list[float] = option([5], "passkey: shares of the text in front of the number, 0 to 1; one number from 2 on: so "
                                  "many, evenly spaced.", at_least=0, at_most=1000)  # fmt: skip
+    language: Literal["pt", "en"] = option("pt", "passkey: language of the sentences about the number.")
     distances: list[int] = option([0, 1, 2, 4, 8, 16, 32, 64], "facts: segments from a fact to its question.", at_least=0)
     segment_length: int | None = option(None, "facts: tokens per segment; default: the model's own.", rare=True, at_least=1)
     samples: int = option(48, "passkey, facts: examples per cell.", at_least=1)
@@ -78,7 +79,7 @@ BIOGRAPHIES = 60
 # Options that say nothing about the other tasks
 TASKS = {
     ("length", "separate_documents", "max_tokens"): ("perplexity",),
-    ("lengths", "depths"): ("passkey",),
+    ("lengths", "depths", "language"): ("passkey",),
     ("distances", "segment_length"): ("facts",),
     ("samples", "seed"): ("passkey", "facts"),
 }

@@ -45,6 +45,7 @@ class Options:
     mix: list[str] = option(["passkey=0.3", "facts=0.4", "text=0.3"], "Shares of the rows by kind (passkey, facts, codes, "
                             "echo, paragraphs, text), 1 together.")  # fmt: skip
     questions: int = option(4, "passkey: how often a row asks for its number.", at_least=1)
+    language: str = option("pt", "Language of what passkeys and codes say; facts are Portuguese.", choices=["pt", "en"])
     answers_only: bool = option(True, "Where rows ask, only the answers are learned; false: every token.")
     seed: int = option(0, "Seed of every choice by chance.", **SEED)
 
@@ -108,7 +109,7 @@ def prepare(options: Options, shares: dict[str, float], source: dict, out: Path)
         rows = make_rows(tokenizer, read_rows(data / split).reshape(-1), split=split, **settings)
         return write_rows(rows, settings["rows"], options.context, folder)
 
-    same = {name: getattr(options, name) for name in ("context", "questions", "answers_only", "seed")}
+    same = {name: getattr(options, name) for name in ("context", "questions", "answers_only", "language", "seed")}
     for split, rows in (("train", options.rows), ("validation", options.validation_rows)):
         settings = {**same, "shares": shares, "rows": rows}
         identity = {**settings, "text": source["splits"][split]["sha256"], "tokenizer": record["tokenizer"]["key"]}

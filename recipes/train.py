@@ -44,6 +44,8 @@ class RunOptions:
                                      "need.")  # fmt: skip
     dilute_up_to: float | None = option(None, "--dilute_with: the largest factor; each row's is drawn log-uniformly from "
                                         "1 to it; default: 32.", at_least=1, rare=True)  # fmt: skip
+    dilute_share: float | None = option(None, "--dilute_with: share of the steps whose rows begin so; in the others they "
+                                        "begin a text; default: 1.", at_least=0, at_most=1, rare=True)  # fmt: skip
     num_processes: int | None = option(None, "Processes that must have been started; default: any number.", group="machine",
                                       greater_than=0, rare=True)  # fmt: skip
     context_parallel_size: int | None = option(None, "infini: processes that share each row, each computing the tokens of a "
@@ -134,8 +136,8 @@ def main(argv: list[str] | None = None) -> None:
         model = build_model(config, shape.init_from)
         rates = (optimizer.learning_rate, optimizer.gate_learning_rate, optimizer.weight_decay)
         reads_memory = run.dilute_with is not None or inference.reads_memory(config, context)
-        diluted = run.dilute_with and dilution.Dilution.from_folders(
-            [run.dilute_with], run.dilute_up_to, tokenizer, f"--data {data}"
+        diluted = run.dilute_with and dilution.Dilution.from_options(
+            run, [run.dilute_with], tokenizer, f"--data {data}"
         )
         trainer = PerplexityTrainer(
             model=model,

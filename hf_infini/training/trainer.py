@@ -64,8 +64,8 @@ class PerplexityTrainer(Trainer):
         eval_reader: makes the inputs of an evaluation from these rows.
         optimizer_of: makes the optimiser of a model; None leaves it to the Trainer. Where a model is to be sharded, none can
             be given ready-made (`optimizers`).
-        past_of: makes the cache that training rows begin with, of a model, the number of rows and a device; None: they begin
-            with nothing.
+        past_of: makes the cache that training rows begin with, of a model, the number of rows and a device; None, or where
+            it makes None: they begin with nothing.
         context_parallel_size: how many processes share each row ([`shard_rows`]); neighbours by rank do. The rest is data
             parallelism: `per_device_train_batch_size` rows for each such group.
 
@@ -81,7 +81,7 @@ class PerplexityTrainer(Trainer):
         eval_rows: int | None = None,
         eval_reader: RowReader | None = None,
         optimizer_of: Callable[[torch.nn.Module], torch.optim.Optimizer] | None = None,
-        past_of: Callable[[torch.nn.Module, int, torch.device], Cache] | None = None,
+        past_of: Callable[[torch.nn.Module, int, torch.device], Cache | None] | None = None,
         context_parallel_size: int = 1,
         **kwargs,
     ):
@@ -133,10 +133,10 @@ class PerplexityTrainer(Trainer):
             inputs = shard_rows(inputs, self.model.config, self.rows_mesh.get_group("cp"))
             # The Trainer has counted the labels of a row on every process that shares it
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch / self.context_parallel_size)
-        context = {"use_cache": False}
+        past = None
         if self.past_of is not None:
-            ids = inputs["input_ids"]
-            context = {"use_cache": True, CACHE: self.past_of(model, len(ids), ids.device)}
+            past = self.past_of(model, len(inputs["input_ids"]), inputs["input_ids"].device)
+        context = {"use_cache": False} if past is None else {"use_cache": True, CACHE: past}
         learned = inputs["labels"][:, 1:] != -100
         one_process = model is self.model and not self.is_sharded  # a distributed wrapper must see the whole call
         plain = self.label_smoother is None and self.compute_loss_func is None  # others want all logits

@@ -12,6 +12,7 @@ from transformers import TrainingArguments, set_seed
 from cli import UserError
 from cli.names import check_name
 from hf_infini import load_adapter, patch_model
+from hf_infini.configurations import context_limit
 from hf_infini.families import attention_layers, decoder_of
 from hf_infini.loading import fingerprint, load_causal_lm, load_tokenizer
 from hf_infini.memory_adapter import merged, read_record, restore_adapter
@@ -20,7 +21,7 @@ from support import measurement
 from support.prepared import read_tokenizer
 from support.stages import read_json, read_manifest, write_json
 from training import console, run_folder, setup
-from training.dilution import Dilution, check_rule, factor_up_to
+from training.dilution import Dilution, check_rule, set_defaults
 
 from . import trainers
 from .layers import gap_by_layer
@@ -58,6 +59,7 @@ class Conversion:
 
     def __init__(self, options, memory: dict):
         self.options, self.out = options, Path(options.out)
+        set_defaults(options)
         self.memory = DEFAULTS | memory | self._options_of_start(memory)
         self.fingerprints = {folder: setup.data_fingerprint(read_manifest(folder)) for folder in options.data}
         self.identity = {**vars(options), "memory": self.memory, "data": [*self.fingerprints.values()]}
@@ -88,7 +90,7 @@ class Conversion:
             raise UserError("--memory_layers chooses what --memory_in names: give one of them")
         if self.options.start and not self.options.together_steps:
             raise UserError("--start goes on with the training of all layers: give --together_steps")
-        if factor_up_to(self.options) is not None:
+        if self.options.dilute_with is not None:
             check_rule(self.memory.get("update_rule", "linear"))
             if not self.options.together_steps:
                 raise UserError("--dilute_with is of the training of all layers: give --together_steps")
@@ -124,12 +126,12 @@ class Conversion:
             for folder in (*self.options.data, *(self.options.evaluation_data or ())):
                 if fingerprint(read_tokenizer(folder)) != fingerprint(self.tokenizer):
                     raise UserError(f"{folder} was prepared with another tokenizer than that of {self.options.model}")
-            self.past_of = self._past_of()
             if not self.options.start:
                 patch_model(model, **self.memory)
         except ValueError as error:
             raise UserError(f"--model: {error}") from error
         model = self._with_start(model) if self.options.start else model
+        self.past_of = self._past_of(model)
         model.to(self.device).eval()
         self.trained = self._choose_layers(model)
         for number, layer in self._layers(model).items():
@@ -201,13 +203,19 @@ class Conversion:
         """Those of the evaluation, as [`ConversionRows.of`] has them."""
         return self.rows.of("evaluation", self.options.evaluation_rows, self.device)
 
-    def _past_of(self) -> Callable | None:
-        """Of --dilute_with, what rows begin with."""
-        most = factor_up_to(self.options)
-        if most is None:
-            return None
-        of = f"--model {self.options.model}"
-        return Dilution.from_folders(self.options.dilute_with, most, self.tokenizer, of).past
+    def _past_of(self, model) -> Callable | None:
+        """Of --dilute_with, what rows begin with; a UserError where they would be too long so."""
+        options, dilution = self.options, None
+        if options.dilute_with is not None:
+            dilution = Dilution.from_options(options, options.dilute_with, self.tokenizer, f"--model {options.model}")
+        limit, tokens = context_limit(model.config), self.context + (dilution.length if dilution else 0)
+        if limit is not None and tokens > limit:
+            before = f" and {dilution.length:,} of --dilute_with before them" if dilution else ""
+            raise UserError(
+                f"--data has rows of {self.context:,} tokens{before}, but {options.model} has {limit:,} learned positions: "
+                "prepare shorter rows"
+            )
+        return dilution.past if dilution else None
 
     def _few_rows(self) -> Tensor:
         return torch.cat([*self.rows.of("train", FEW_ROWS, self.device).values()])

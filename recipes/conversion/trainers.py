@@ -101,13 +101,13 @@ class Together(ConversionTrainer):
 
     Args:
         text: the weight of the cross-entropy in rows of text; the divergence has the rest.
-        past_of: makes the cache that rows begin with, of a model, the number of rows and a device ([`Dilution.past`]); the
-            teacher has none. `None`: they begin with nothing.
+        past_of: makes the cache that rows begin with, or `None`, of a model, the number of rows and a device
+            ([`Dilution.past`]); the teacher has none. `None`: they begin with nothing.
     """
 
     memory_rate = 10.0
 
-    def __init__(self, *args, text: float = 0.5, past_of: Callable[..., InfiniCache] | None = None, **kwargs):
+    def __init__(self, *args, text: float = 0.5, past_of: Callable[..., InfiniCache | None] | None = None, **kwargs):
         super().__init__(*args, **kwargs)
         self.text, self.past_of = text, past_of
 
@@ -117,9 +117,8 @@ class Together(ConversionTrainer):
         places = counted.any(0).nonzero().squeeze(1)  # of the logits that any row needs
         taught = counted.all(1) if self.text < 1 else counted.new_zeros(len(ids))
         wanted = self._taught(model, ids[taught]) if taught.any() else None
-        cache: dict = {"use_cache": False}
-        if self.past_of is not None and model.training:
-            cache = {"use_cache": True, CACHE: self.past_of(model, len(ids), ids.device)}
+        past = self.past_of(model, len(ids), ids.device) if self.past_of is not None and model.training else None
+        cache = {"use_cache": False} if past is None else {"use_cache": True, CACHE: past}
         found = model(input_ids=ids, logits_to_keep=places, **cache).logits.float().log_softmax(-1)
         losses = _of_labels(found, labels[:, 1 + places])
         if wanted is None:

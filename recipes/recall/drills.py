@@ -8,7 +8,7 @@ memory). Shapes and positions as in [`examples`].
 import random
 from collections.abc import Callable
 
-from .examples import CODE, Document, DoesNotFit, Encode, Example, Question
+from .examples import WORDING, Document, DoesNotFit, Encode, Example, Question
 from .filler import Filler
 
 TOKENS_PER_CODE = 64  # a row of 1,024 tokens has up to 16 people
@@ -17,7 +17,9 @@ FRESH, ECHO = (10, 50), (8, 24)  # tokens of a piece of new text, and of one tha
 KNOWN_FROM = 2  # an echo can be known for one from its third token on
 
 
-def codes_row(rng: random.Random, encode: Encode, names, filler: Filler, length: int) -> Example:
+def codes_row(
+    rng: random.Random, encode: Encode, names, filler: Filler, length: int, language: str = "pt"
+) -> Example:
     """Real text in which people are given codes (a number or a surname), all of which are asked for until the row is full.
 
     Raises [`DoesNotFit`] when not even one code and its question fit.
@@ -31,7 +33,8 @@ def codes_row(rng: random.Random, encode: Encode, names, filler: Filler, length:
     codes = {}
     for name in sorted(people):
         codes[name] = f"{rng.randrange(100_000):05d}" if rng.random() < 0.5 else names.last_name().split()[-1]
-    pieces = encode([".", *(CODE.format(name=name) for name in codes), *(f" {code}" for code in codes.values())])
+    told = [WORDING[language]["code"].format(name=name) for name in codes]
+    pieces = encode([".", *told, *(f" {code}" for code in codes.values())])
     stop, sentences = pieces[0], dict(zip(codes, zip(pieces[1:], pieces[1 + len(codes) :], strict=False), strict=False))
 
     document, stated, questions = Document(), {}, []

@@ -23,8 +23,7 @@ if TYPE_CHECKING:
 
 Encode = Callable[[Sequence[str]], "list[np.ndarray]"]
 
-_SENTENCES = yaml.safe_load(Path(__file__).with_name("sentences.yaml").read_text(encoding="utf-8"))
-NEEDLES, QUESTIONS, CODE = (_SENTENCES[kind] for kind in ("needles", "questions", "code"))
+WORDING: dict[str, dict] = yaml.safe_load(Path(__file__).with_name("sentences.yaml").read_text(encoding="utf-8"))
 
 
 class DoesNotFit(ValueError):
@@ -76,19 +75,26 @@ class Document:
 
 
 def passkey_example(
-    rng: random.Random, encode: Encode, filler: Filler, length: int, depth: float, questions: int = 1
+    rng: random.Random,
+    encode: Encode,
+    filler: Filler,
+    length: int,
+    depth: float,
+    questions: int = 1,
+    language: str = "pt",
 ) -> Example:
     """Real text of exactly `length` tokens with a number in it, which is asked for at the very end.
 
     Args:
         depth: share of the filler that stands in front of the number, 0 to 1.
         questions: how often the number is asked for; all questions but the last stand anywhere behind it.
+        language: of the sentences that state it and ask for it, a key of `WORDING`.
 
     Raises [`DoesNotFit`] when the number and the questions alone are longer.
     """
-    number = f"{rng.randrange(100_000):05d}"
-    needle = rng.choice(NEEDLES).split("{answer}")
-    asks = [rng.choice(QUESTIONS) for _ in range(questions)]
+    number, sentences = f"{rng.randrange(100_000):05d}", WORDING[language]
+    needle = rng.choice(sentences["needles"]).split("{answer}")
+    asks = [rng.choice(sentences["questions"]) for _ in range(questions)]
     answer, stop, before, between, behind, *asks = encode([f" {number}", ".\n", *needle, *asks])
     room = length - sum(map(len, (before, answer, between, answer, behind, *asks)))
     room -= questions * len(answer) + (questions - 1) * len(stop)

@@ -63,6 +63,7 @@ def make_rows(
     shares: dict[str, float],
     questions: int,
     answers_only: bool,
+    language: str,
     seed: int,
 ) -> "Iterator[tuple[str, np.ndarray, np.ndarray]]":
     """Yields kind, tokens and labels of each row of one split, the arrays int64 of `context` tokens.
@@ -77,6 +78,7 @@ def make_rows(
         rows: how many.
         shares: of `KINDS`, summing to 1.
         questions: how often a passkey row asks for its number.
+        language: of what passkeys and codes say.
         answers_only: only the answers are learned where a row asks; rows that ask nothing always are learned as a whole.
     """
     encode, names, key = functools.partial(encode_texts, tokenizer), portuguese_names(), f"{split}/{seed}"
@@ -84,9 +86,9 @@ def make_rows(
     kinds = deal_kinds(rows, shares, random.Random(key))
     texts = _blocks_of_text(stream, context, kinds.count("text"), split, random.Random(f"{key}/blocks"))
     examples: dict[str, Callable[[random.Random], Example]] = {
-        "passkey": lambda rng: passkey_example(rng, encode, filler, context, rng.random(), questions),
+        "passkey": lambda rng: passkey_example(rng, encode, filler, context, rng.random(), questions, language),
         "facts": lambda rng: facts_row(rng, encode, names, filler, context),
-        "codes": lambda rng: codes_row(rng, encode, names, filler, context),
+        "codes": lambda rng: codes_row(rng, encode, names, filler, context, language),
         "echo": lambda rng: echo_row(rng, tokenizer.decode, filler, context),
     }
     for number, kind in enumerate(kinds):

@@ -1,5 +1,6 @@
 """How often a model recalls: exact answers in [`examples`], by length and depth or by distance in segments."""
 
+import functools
 import itertools
 import json
 import math
@@ -44,7 +45,8 @@ class Runner:
         model: a causal language model in evaluation mode.
         tokenizer: its tokenizer.
         options: of evaluate_model.py: `chunk`, `batch_size` and `precision` of the model's calls, `samples` (examples per
-            cell), and their `seed`, the same for all cells, so that they ask about the same numbers and people.
+            cell), the `language` of passkeys, and the `seed`, the same for all cells, so that they ask about the same
+            numbers and people.
         file: keeps the finished cells, so that a task that was killed goes on where it was; delete it in the end.
         identity: JSON-safe; cells that were kept under another identity are not used.
     """
@@ -126,7 +128,8 @@ def run_passkey(runner: Runner, texts: Sequence[str], lengths: Sequence[int], de
     def run_cell(cell: dict) -> dict:
         check_length(runner.model.config, cell["length"])
         numbers = map(runner.random, range(runner.options.samples))
-        examples = (passkey_example(rng, runner.encode, filler, cell["length"], cell["depth"]) for rng in numbers)
+        make = functools.partial(passkey_example, encode=runner.encode, filler=filler, language=runner.options.language)
+        examples = (make(rng, length=cell["length"], depth=cell["depth"]) for rng in numbers)
         return summarize_answers(_ask(runner, examples))
 
     cells = [{"length": length, "depth": depth} for length in lengths for depth in depths]

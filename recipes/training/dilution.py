@@ -19,7 +19,7 @@ from hf_infini.cache_name import cache_of
 from hf_infini.configurations import attention_of, context_limit
 from support.prepared import open_folders, read_tokenizer
 
-DILUTE_UP_TO = 32.0
+DEFAULTS = {"dilute_up_to": 32.0, "dilute_share": 1.0}
 
 
 class Dilution:
@@ -29,15 +29,20 @@ class Dilution:
         rows: a dataset in torch's format whose `input_ids` are rows of plain text, one of which is drawn for each training
             row (by torch's own generator, whose state a checkpoint keeps).
         most: the largest factor of a memory; factors are drawn log-uniformly from 1 on.
+        share: of the calls of [`past`] that give one.
     """
 
-    def __init__(self, rows, most: float):
-        self.rows, self.most = rows, most
+    def __init__(self, rows, most: float, share: float = 1.0):
+        self.rows, self.most, self.share = rows, most, share
 
     @classmethod
-    def from_folders(cls, folders: list[str], most: float, tokenizer, of: str) -> "Dilution":
+    def from_options(cls, run, folders: list[str], tokenizer, of: str) -> "Dilution":
         """With the training rows of folders made by recipes/prepare.py, of one length; a UserError where their tokens are
-        not those of `tokenizer`, that of `of`."""
+        not those of `tokenizer`, that of `of`.
+
+        Args:
+            run: options, of which `dilute_up_to` and `dilute_share` are set.
+        """
         from datasets import concatenate_datasets
 
         parts = open_folders("--dilute_with", folders, "train")
@@ -48,13 +53,21 @@ class Dilution:
                     "(--tokenizer FOLDER/tokenizer)"
                 )
         rows = concatenate_datasets([part.select_columns("input_ids") for part in parts.values()])
-        return cls(rows.with_format("torch"), most)
+        return cls(rows.with_format("torch"), run.dilute_up_to, run.dilute_share)
 
-    def past(self, model, batch: int, device: torch.device) -> InfiniCache:
-        """The cache of `model` after one row of text for each of `batch` rows, M and z multiplied by the row's factor.
+    @property
+    def length(self) -> int:
+        """Tokens of a row of text."""
+        return len(self.rows[0]["input_ids"])
+
+    def past(self, model, batch: int, device: torch.device) -> InfiniCache | None:
+        """The cache of `model` after one row of text for each of `batch` rows, M and z multiplied by the row's factor; for
+        the rest of the `share`, `None`: these rows begin a text.
 
         The window keeps the end of the text as it is. Gradients go through all of it.
         """
+        if self.share < 1 and torch.rand(()) >= self.share:
+            return None
         numbers = torch.randint(len(self.rows), (batch,)).tolist()
         ids = torch.as_tensor(self.rows[numbers]["input_ids"]).long().to(device)
         factors = self.most ** torch.rand(batch).to(device)
@@ -74,18 +87,18 @@ def weigh_memories(cache: InfiniCache, factors: torch.Tensor) -> InfiniCache:
     return cache
 
 
-def factor_up_to(run) -> float | None:
-    """The value of `--dilute_up_to`, or its default; `None` without `--dilute_with`.
+def set_defaults(run) -> None:
+    """Sets what `--dilute_up_to` and `--dilute_share` are by default, where there is a text to dilute with.
 
     Args:
-        run: options with both.
+        run: options with these and `dilute_with`.
 
-    Raises UserError when there is a factor and no text."""
-    if run.dilute_with is None:
-        if run.dilute_up_to is not None:
-            raise UserError("--dilute_up_to is of no use without --dilute_with FOLDER")
-        return None
-    return DILUTE_UP_TO if run.dilute_up_to is None else run.dilute_up_to
+    Raises UserError when one of them was given and no text."""
+    for name, default in DEFAULTS.items():
+        if run.dilute_with is not None:
+            setattr(run, name, default if vars(run)[name] is None else vars(run)[name])
+        elif vars(run)[name] is not None:
+            raise UserError(f"--{name} is of no use without --dilute_with FOLDER")
 
 
 def check_rule(update_rule: str | None, needs: str = "--update_rule linear") -> None:
@@ -98,9 +111,9 @@ def check_options(run, optimizer, config) -> None:
     """UserError when `--dilute_with` cannot do what it is for.
 
     Args:
-        run, optimizer: the options of recipes/train.py, of which `dilute_up_to` gets its default here; config: the model's.
+        run, optimizer: the options of recipes/train.py, which get their defaults here; config: the model's.
     """
-    run.dilute_up_to = factor_up_to(run)
+    set_defaults(run)
     if run.dilute_with is None:
         return
     rule = config.update_rule if attention_of(config) == "infini" else None

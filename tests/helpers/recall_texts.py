@@ -15,7 +15,8 @@ TEXTS = [biography.text for biography in biography_documents(30, seed=5, distanc
 
 @functools.cache
 def tokenizer(kind: str):
-    texts = [*TEXTS, *examples.NEEDLES, *examples.QUESTIONS, "0123456789 ÁÂÃÉÊÍÓÔÕÚÇ áâãàéêíóôõúüç"]
+    said = examples.WORDING["pt"]
+    texts = [*TEXTS, *said["needles"], *said["questions"], "0123456789 ÁÂÃÉÊÍÓÔÕÚÇ áâãàéêíóôõúüç"]
     return train_bpe(texts, 600) if kind == "bpe" else build_character_tokenizer(texts)
 
 

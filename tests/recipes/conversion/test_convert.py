@@ -1,6 +1,7 @@
 """recipes/convert.py, run as a user runs it: on a tiny pretrained decoder, stopped and continued, and refused."""
 
 import json
+import math
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from hf_infini.loading import load_causal_lm
 from models import gpt2
 from ranks import on_ranks, run_as_rank
 from running import CONTEXT, ROOT, load_recipe, prepared_data
-from training.dilution import factor_up_to
+from training.dilution import set_defaults
 
 convert, prepare_recall, evaluate_model = map(load_recipe, ("convert", "prepare_recall", "evaluate_model"))
 WINDOW = ["--segment_length", 8, "--local_segments", 1, "--sink_tokens", 2, "--narrow_to", 4, 6]
@@ -160,12 +161,15 @@ def test_rows_that_ask_beside_running_text(checkpoint, base, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_gpt2_of_train_py(base, tmp_path):
+def test_a_gpt2_of_train_py(base, tmp_path, capsys):
     options = ["--attention", "self", *running.SIZES, "--max_steps", 3, "--save_steps", 3, "--out", tmp_path / "gpt2"]
     running.run_recipe("train", "--data", prepared_data(base), *options)
     result = run(tmp_path / "gpt2", base, tmp_path / "out", "--save_merged", "true", "--narrow", 0, 0)
     assert result["transfer"]["unexplained"].keys() == {"0", "1"}
     assert isinstance(load_causal_lm(tmp_path / "out" / "model"), InfiniGPT2LMHeadModel)
+    argv = ["--model", tmp_path / "gpt2", "--data", prepared_data(base), "--dilute_with", prepared_data(base), *WINDOW]
+    words = f"rows of {CONTEXT} tokens and {CONTEXT} of --dilute_with before them", f"has {CONTEXT} learned positions"
+    refused(convert.main, [*argv, *SMALL, "--out", tmp_path / "diluted"], capsys, *words, keeps=tmp_path)
 
 
 @pytest.mark.slow
@@ -180,6 +184,18 @@ def test_two_processes_train_what_one_does(checkpoint, base, tmp_path):
         assert one.keys() == two.keys()
         for key in one:  # the gradients of two rows are summed in another order, and seven steps of Adam let that grow
             torch.testing.assert_close(one[key], two[key], rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_two_processes_dilute(checkpoint, base, tmp_path):
+    """Each step has two calls of the model that processes share, and one loss."""
+    data = prepared_data(base)
+    options = ["--model", checkpoint, "--data", data, "--dilute_with", data, "--dilute_share", 0.5, *WINDOW, *STEPS, *SMALL]
+    options += ["--transfer_steps", 0, "--together_steps", 6, "--out", tmp_path / "two"]
+    for answer in on_ranks(run_as_rank, 2, "convert", options):
+        assert not isinstance(answer, BaseException) and answer[0].returncode == 0, answer
+    lines = (tmp_path / "two" / "together" / "metrics.jsonl").read_text().splitlines()
+    assert all(math.isfinite(json.loads(line)["train_loss"]) for line in lines) and len(lines) == 6
 
 
 @pytest.mark.slow
@@ -215,6 +231,7 @@ def test_stopped_it_goes_on_and_ends_the_same(checkpoint, base, tmp_path, monkey
         (["--narrow_to", 2], ["--narrow_to 2: give lengths", "above --sink_tokens 2"]),
         (["--narrow", 0.5], ["--narrow takes two shares"]),
         (["--dilute_up_to", 8], ["--dilute_up_to is of no use without --dilute_with FOLDER"]),
+        (["--dilute_share", 0.5], ["--dilute_share is of no use without --dilute_with FOLDER"]),
         (["--dilute_up_to", 0.5], ["--dilute_up_to must be at least 1, got 0.5"]),
         (["--dilute_with", "DATA", "--together_steps", 0], ["--dilute_with is of the training of all layers: give"]),
         (["--dilute_with", "DATA", "--update_rule", "delta"], ["it needs --update_rule linear"]),
@@ -251,7 +268,8 @@ def test_configs_parse_and_name_their_command(config):
     assert command[:5] == ["#", "python", "recipes/convert.py", "--config", f"recipes/configs/{config.name}"]
     argv = [*command[3:4], config, *command[5:]]
     options, memory = parse_options(convert.Options, MemoryChoices, description="", argv=[*map(str, argv)])
-    assert factor_up_to(options) == (16 if options.dilute_with else None)
+    set_defaults(options)
+    assert (options.dilute_up_to, options.dilute_share) == ((16, 0.75) if options.dilute_with else (None, None))
     InfiniGPT2Config(**given_options(memory))  # the memory's options go together
 
 

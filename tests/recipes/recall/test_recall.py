@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from recall import examples, facts
+from recall.drills import codes_row
 from recall.examples import DoesNotFit, passkey_example
 from recall.facts import FACT_NAMES, fact_example, facts_row, paragraphs_row
 from recall.filler import Filler, read_stream
@@ -68,11 +69,22 @@ def test_several_questions_stand_behind_the_number():
         assert tokenizer("bpe").decode(example.tokens).count(example.questions[0].answer) == 6
 
 
+def test_sentences_are_in_the_language_asked_for():
+    for seed in range(12):
+        for language, word in (("pt", "O número secreto"), ("en", "number is")):
+            asked = passkey_example(random.Random(seed), encoder("bpe"), filler("bpe"), 400, 0.5, 2, language)
+            coded = codes_row(random.Random(seed), encoder("bpe"), NAMES, filler("bpe"), 400, language)
+            texts = [tokenizer("bpe").decode(example.tokens) for example in (asked, coded)]
+            assert [word in texts[0], "The code of" in texts[1], "O código de" in texts[1]] == [
+                True, language == "en", language == "pt"]  # fmt: skip
+
+
 def test_a_passkey_that_does_not_fit():
     with pytest.raises(DoesNotFit, match="the number and 1 question"):
         passkey_example(random.Random(0), encoder("bpe"), filler("bpe"), 30, 0.5)
-    sizes = [len(encoder("characters")([text])[0]) for text in (examples.NEEDLES[0], examples.QUESTIONS[0])]
-    assert sizes == [len(examples.NEEDLES[0]), len(examples.QUESTIONS[0])]
+    said = [examples.WORDING["pt"][kind][0] for kind in ("needles", "questions")]
+    sizes = [len(encoder("characters")([text])[0]) for text in said]
+    assert sizes == [len(text) for text in said]
 
 
 # --- facts ------------------------------------------------------------------------------------------------------------

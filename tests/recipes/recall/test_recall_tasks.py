@@ -13,7 +13,7 @@ from corpora.biographies import SENTENCES, biography_documents
 from corpora.tokenization import train_bpe
 from evaluation.inference import switch_memory_off
 from models import causal_mha, gpt2, infini_gpt2, token_ids
-from recall.examples import NEEDLES, QUESTIONS, Example, Question
+from recall.examples import WORDING, Example, Question
 from recall.facts import FACT_NAMES
 from recall.tasks import constant_guesses, score_answers, wilson_interval
 from running import kill_when, load_recipe
@@ -42,7 +42,7 @@ def saved(base: Path, kind: str) -> Path:
         model = gpt2(vocab_size=600, n_positions=512)
     model.save_pretrained(base / kind)
     lines = [json.loads(line)["text"] for line in texts(base).read_text(encoding="utf-8").splitlines()]
-    train_bpe([*lines, *NEEDLES, *QUESTIONS], 600).save_pretrained(base / kind)
+    train_bpe([*lines, *WORDING["pt"]["needles"], *WORDING["pt"]["questions"]], 600).save_pretrained(base / kind)
     return base / kind
 
 

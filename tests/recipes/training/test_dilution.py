@@ -70,6 +70,15 @@ def test_factors_are_drawn_between_one_and_the_most_and_come_again_with_the_seed
     assert abs(float(found[0].log().mean()) - math.log(100) / 2) < 0.35
 
 
+def test_a_share_of_the_calls_gives_no_past():
+    model, rows = infini_gpt2(position_encoding="segment", n_layer=1).requires_grad_(False), RowsOf(token_ids(1, 8))
+    torch.manual_seed(0)
+    for share in (0.0, 0.25, 1.0):
+        dilution = Dilution(rows, most=2, share=share)
+        given = sum(dilution.past(model, 1, torch.device("cpu")) is not None for _ in range(200))
+        assert given == 200 * share if share in (0, 1) else abs(given - 50) < 31  # five standard deviations of 6.1
+
+
 # float32: sums in another order; bf16: eight bits of every activation, in a model whose weights are ten times the usual ones
 @pytest.mark.slow
 @pytest.mark.parametrize(("bf16", "tolerance"), [(False, 1e-4), (True, 0.05)], ids=["float32", "bf16"])
@@ -96,17 +105,17 @@ def test_a_step_with_a_past_has_its_loss_and_moves_every_parameter(tmp_path, fir
 @pytest.mark.slow
 def test_a_diluted_run_resumes_as_if_it_had_never_stopped(base, tmp_path):  # noqa: F811
     data = prepared_data(base)
-    options = [*infini_options(data), "--dilute_with", data, "--dilute_up_to", 8, "--epochs", 1, "--save_steps", 2]
-    run_recipe("train", *options, "--out", tmp_path / "straight")
+    options = [*infini_options(data), "--epochs", 1, "--save_steps", 2]
+    diluted = ["--dilute_with", data, "--dilute_up_to", 8, "--dilute_share", 0.75]
+    run_recipe("train", *options, *diluted, "--out", tmp_path / "straight")
     last = result(tmp_path / "straight")["steps"]
     shutil.copytree(tmp_path / "straight", tmp_path / "resumed")
     (tmp_path / "resumed" / "result.json").unlink()
     shutil.rmtree(tmp_path / "resumed" / f"checkpoint-{last}")
-    done = run_recipe("train", *options, "--out", tmp_path / "resumed")
+    done = run_recipe("train", *options, *diluted, "--out", tmp_path / "resumed")
     assert f"from step {(last - 1) // 2 * 2}" in done.stderr
     assert losses(tmp_path / "resumed") == losses(tmp_path / "straight")
-    begin = options.index("--dilute_with")
-    run_recipe("train", *options[:begin], *options[begin + 4 :], "--out", tmp_path / "plain")
+    run_recipe("train", *options, "--out", tmp_path / "plain")
     assert losses(tmp_path / "plain") != losses(tmp_path / "straight")
 
 
@@ -119,6 +128,7 @@ def test_a_diluted_run_resumes_as_if_it_had_never_stopped(base, tmp_path):  # no
         (["--dilute_with", "DATA", "--position_encoding", "learned"], "give --position_encoding rope or segment"),
         (["--dilute_with", "DATA", "--separate_documents", "true"], "--separate_documents do not go together"),
         (["--dilute_with", "DATA", "--dilute_up_to", 0.5], "--dilute_up_to must be at least 1, got 0.5"),
+        (["--dilute_share", 0.5], "--dilute_share is of no use without --dilute_with"),
         (["--dilute_with", "nowhere"], "nowhere has no manifest.json"),
     ],
 )
