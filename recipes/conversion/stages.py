@@ -88,13 +88,12 @@ class Conversion:
         """UserError unless rows reach beyond the window, and the options go together."""
         if self.options.memory_layers is not None and self.options.memory_in is not None:
             raise UserError("--memory_layers chooses what --memory_in names: give one of them")
-        if self.options.start and not self.options.together_steps:
-            raise UserError("--start goes on with the training of all layers: give --together_steps")
         if self.options.dilute_with is not None:
             check_rule(self.memory.get("update_rule", "linear"))
             if not self.options.together_steps:
                 raise UserError("--dilute_with is of the training of all layers: give --together_steps")
-        if self.context < 2 * self.window:
+        trains = self.options.together_steps or self.options.transfer_steps and not self.options.start
+        if trains and self.context < 2 * self.window:
             raise UserError(
                 f"--data has rows of {self.context} tokens, and the window sees {self.window}: rows must have twice as "
                 "many, so that there is something beyond it. Prepare longer rows, or give a smaller --segment_length"
@@ -108,7 +107,7 @@ class Conversion:
                     f"{tokens}; give a position between"
                 )
         too_long = [length for length in self.options.narrow_to if length >= self.memory["segment_length"]]
-        if too_long or min(self.options.narrow_to) <= self.memory["sink_tokens"]:
+        if trains and (too_long or min(self.options.narrow_to) <= self.memory["sink_tokens"]):
             raise UserError(
                 f"--narrow_to {' '.join(map(str, self.options.narrow_to))}: give lengths below --segment_length "
                 f"{self.memory['segment_length']} and above --sink_tokens {self.memory['sink_tokens']}"
@@ -226,15 +225,16 @@ class Conversion:
         return {number: layers[number] for number in model.config.infini_layers}
 
     def _options_of_start(self, memory: dict) -> dict:
-        """Those of the adapter of --start."""
+        """Those of the adapter of --start, but for the length of segments, on which no parameter depends."""
         options = self.options
         if not options.start:
             return {}
         given = [*memory, *(name for name in ("memory_in", "memory_layers") if getattr(options, name) is not None)]
+        given = [name for name in given if name != "segment_length"]
         if given:
             raise UserError(f"--{given[0]} is as the adapter of --start has it: leave it out")
         try:
-            return read_record(options.start)["options"]
+            return read_record(options.start)["options"] | memory
         except ValueError as error:
             raise UserError(f"--start: {error}") from error
 
@@ -248,6 +248,7 @@ class Conversion:
         if rank and rank != self.options.lora_rank:
             start = self.options.start
             raise UserError(f"--lora_rank {self.options.lora_rank}: the LoRA of {start} has rank {rank}; give that")
+        decoder_of(model).config.segment_length = self.memory["segment_length"]
         return model
 
     def _choose_layers(self, model) -> list[int]:

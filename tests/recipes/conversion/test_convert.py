@@ -126,11 +126,18 @@ def test_it_goes_on_from_an_adapter(checkpoint, base, tmp_path, capsys):
         before, after = (load_file(tmp_path / name / "adapter" / file) for name in ("first", "further"))
         changed = {key for key in before if not torch.equal(before[key], after[key])}
         assert changed == {key for key in before if "lora_" in key or key[0] in "12"}
+    # No steps: it is evaluated, here with other segments, for which the rows are too short to train on
+    as_it_is = go_on("as_it_is", "--together_steps", 0, "--segment_length", 24)
+    assert as_it_is["layers"] == [1, 2] and not (tmp_path / "as_it_is" / "layers.png").exists()
+    read = load_adapter(LlamaForCausalLM.from_pretrained(checkpoint), tmp_path / "as_it_is" / "adapter")
+    assert read.config.segment_length == 24 and [*as_it_is["validation"].values()][0]["tokens"] == 2 * (CONTEXT - 50)
+    for name in ("infini_adapter.safetensors", "adapter_model.safetensors"):
+        before, after = (load_file(tmp_path / folder / "adapter" / name) for folder in ("first", "as_it_is"))
+        assert all(torch.equal(before[key], after[key]) for key in before | after)
     for options, mentions in [
-        (["--segment_length", 16], ["--segment_length is as the adapter of --start has it"]),
+        (["--local_segments", 0], ["--local_segments is as the adapter of --start has it"]),
         (["--memory_in", 1], ["--memory_in is as the adapter of --start has it"]),
         (["--lora_rank", 3], ["--lora_rank 3: the LoRA of", "has rank 2; give that"]),
-        (["--together_steps", 0], ["give --together_steps"]),
         (["--start", tmp_path / "first"], ["--start: ", "is no adapter of a memory"]),
         (["--model", another_model(checkpoint, tmp_path)], ["--start: the adapter of", "was trained with another model"]),
     ]:
