@@ -11,11 +11,11 @@ from transformers import TrainingArguments, set_seed
 
 from cli import UserError
 from cli.names import check_name
-from hf_infini import load_adapter, patch_model
+from hf_infini import patch_model
 from hf_infini.configurations import context_limit
 from hf_infini.families import attention_layers, decoder_of
 from hf_infini.loading import fingerprint, load_causal_lm, load_tokenizer
-from hf_infini.memory_adapter import merged, read_record, restore_adapter
+from hf_infini.memory_adapter import merged, restore_adapter
 from hf_infini.memory_layer import PARAMETERS
 from support import measurement
 from support.prepared import read_tokenizer
@@ -26,6 +26,7 @@ from training.dilution import Dilution, check_rule, set_defaults
 from . import trainers
 from .layers import gap_by_layer
 from .rows import ConversionRows
+from .start import CLOSED, FREE, load_start, open_layers, options_of
 from .trainers import Together
 from .transfer import Transfer, calibrated_scales
 
@@ -33,7 +34,6 @@ DEFAULTS = {"segment_length": 256, "local_segments": 1, "sink_tokens": 4, "featu
 DEFAULTS |= {"memory_write": "learned", "gate_init": -2.0}  # nearly closed, a gate would hardly learn
 FEW_ROWS = 1  # of each folder, which choose layers and calibrate
 EVALUATED_ROWS = 2  # of each folder, after each stage
-CLOSED = -1000.0  # the gate of a layer that has its window only: its sigmoid is 0
 
 
 @dataclass(frozen=True)
@@ -225,37 +225,31 @@ class Conversion:
         return {number: layers[number] for number in model.config.infini_layers}
 
     def _options_of_start(self, memory: dict) -> dict:
-        """Those of the adapter of --start, but for the length of segments, on which no parameter depends."""
+        """Those of the adapter of --start, but for what may differ."""
         options = self.options
         if not options.start:
             return {}
         given = [*memory, *(name for name in ("memory_in", "memory_layers") if getattr(options, name) is not None)]
-        given = [name for name in given if name != "segment_length"]
+        given = [name for name in given if name != FREE]
         if given:
             raise UserError(f"--{given[0]} is as the adapter of --start has it: leave it out")
-        try:
-            return read_record(options.start)["options"] | memory
-        except ValueError as error:
-            raise UserError(f"--start: {error}") from error
+        return options_of(options.start) | memory
 
     def _with_start(self, model):
-        """The plain model with the adapter of --start; UserError when it is of another model, or damaged."""
-        try:
-            model = load_adapter(model, self.options.start)
-        except ValueError as error:
-            raise UserError(f"--start: {error}") from error
+        """The plain model with the adapter of --start, or with the mean of several; UserError when they do not fit."""
+        start, wanted = self.options.start, self.options.lora_rank
+        model = load_start(model, start)
         rank = model.peft_config["default"].r if hasattr(model, "peft_config") else 0
-        if rank and rank != self.options.lora_rank:
-            start = self.options.start
-            raise UserError(f"--lora_rank {self.options.lora_rank}: the LoRA of {start} has rank {rank}; give that")
-        decoder_of(model).config.segment_length = self.memory["segment_length"]
+        if rank and rank != wanted:
+            raise UserError(f"--lora_rank {wanted}: the LoRA of {start[0]} has rank {rank}; give that")
+        decoder_of(model).config.segment_length = self.memory[FREE]
         return model
 
     def _choose_layers(self, model) -> list[int]:
         """Numbers of the layers whose memory is trained: of --start, given, or where full attention brings most."""
         options, layers = self.options, model.config.infini_layers
         if options.start:
-            return [number for number, layer in self._layers(model).items() if (layer.gate.weight > CLOSED).any()]
+            return open_layers(model)
         if options.memory_in is not None:
             if not set(options.memory_in) <= set(layers):
                 raise UserError(f"--memory_in {' '.join(map(str, options.memory_in))}: its layers are {layers}")

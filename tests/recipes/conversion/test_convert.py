@@ -134,7 +134,21 @@ def test_it_goes_on_from_an_adapter(checkpoint, base, tmp_path, capsys):
     for name in ("infini_adapter.safetensors", "adapter_model.safetensors"):
         before, after = (load_file(tmp_path / folder / "adapter" / name) for folder in ("first", "as_it_is"))
         assert all(torch.equal(before[key], after[key]) for key in before | after)
+    folders = [tmp_path / name / "adapter" for name in ("first", "further", "still")]
+    go_on("mean", "--start", *folders, "--together_steps", 0)
+    for name in ("infini_adapter.safetensors", "adapter_model.safetensors"):
+        *parts, mean = (load_file(folder / name) for folder in (*folders, tmp_path / "mean" / "adapter"))
+        for key, value in mean.items():  # of float32 numbers, rounded in another order
+            torch.testing.assert_close(value, sum(part[key] for part in parts) / 3, rtol=1e-5, atol=1e-7)
+    same_layers = ["--memory_in", 1, 2]
+    others = {"all_layers": [], "elu": [*same_layers, "--feature_map", "elu", "--memory_write", "equal"]}
+    others["rank"] = [*same_layers, "--lora_rank", 3]
+    for name, more in others.items():
+        run(checkpoint, base, tmp_path / name, "--transfer_steps", 0, "--together_steps", 1, *more)
     for options, mentions in [
+        (["--start", adapter, tmp_path / "all_layers" / "adapter"], ["has memories in the layers [0, 1, 2], and", "[1, 2]"]),
+        (["--start", adapter, tmp_path / "elu" / "adapter"], ["has feature_map='elu' and", "'learned'", "the same options"]),
+        (["--start", adapter, tmp_path / "rank" / "adapter"], ["the LoRA of", "is not like that of"]),
         (["--local_segments", 0], ["--local_segments is as the adapter of --start has it"]),
         (["--memory_in", 1], ["--memory_in is as the adapter of --start has it"]),
         (["--lora_rank", 3], ["--lora_rank 3: the LoRA of", "has rank 2; give that"]),
