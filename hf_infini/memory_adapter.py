@@ -124,7 +124,10 @@ def restore_adapter(model, path, **hub) -> None:
     if model is not inside:
         from peft import load_peft_weights, set_peft_model_state_dict
 
-        set_peft_model_state_dict(model, load_peft_weights(str(path), device="cpu"))
+        try:
+            set_peft_model_state_dict(model, load_peft_weights(str(path), device="cpu"))
+        except (RuntimeError, OSError) as error:  # of a LoRA of other sizes, or of none
+            raise ValueError(f"{path} has no LoRA like that of the model: {one_line(error)}") from error
 
 
 def describe(model: PreTrainedModel) -> dict:

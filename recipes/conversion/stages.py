@@ -204,17 +204,18 @@ class Conversion:
 
     def _past_of(self, model) -> Callable | None:
         """Of --dilute_with, what rows begin with; a UserError where they would be too long so."""
-        options, dilution = self.options, None
+        options, limit = self.options, context_limit(model.config)
+        past_of, tokens, before = None, self.context, ""
         if options.dilute_with is not None:
             dilution = Dilution.from_options(options, options.dilute_with, self.tokenizer, f"--model {options.model}")
-        limit, tokens = context_limit(model.config), self.context + (dilution.length if dilution else 0)
+            past_of, tokens = dilution.past, tokens + dilution.length
+            before = f" and {dilution.length:,} of --dilute_with before them"
         if limit is not None and tokens > limit:
-            before = f" and {dilution.length:,} of --dilute_with before them" if dilution else ""
             raise UserError(
                 f"--data has rows of {self.context:,} tokens{before}, but {options.model} has {limit:,} learned positions: "
                 "prepare shorter rows"
             )
-        return dilution.past if dilution else None
+        return past_of
 
     def _few_rows(self) -> Tensor:
         return torch.cat([*self.rows.of("train", FEW_ROWS, self.device).values()])
@@ -229,8 +230,8 @@ class Conversion:
         options = self.options
         if not options.start:
             return {}
-        given = [*memory, *(name for name in ("memory_in", "memory_layers") if getattr(options, name) is not None)]
-        given = [name for name in given if name != FREE]
+        given = [name for name in memory if name != FREE]
+        given += [name for name in ("memory_in", "memory_layers") if getattr(options, name) is not None]
         if given:
             raise UserError(f"--{given[0]} is as the adapter of --start has it: leave it out")
         return options_of(options.start) | memory

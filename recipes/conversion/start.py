@@ -10,7 +10,6 @@ import torch
 
 from cli import UserError
 from hf_infini import load_adapter
-from hf_infini.checkpoints import one_line
 from hf_infini.families import attention_layers, decoder_of
 from hf_infini.memory_adapter import read_record, restore_adapter
 from hf_infini.memory_layer import PARAMETERS
@@ -31,11 +30,11 @@ def options_of(paths: Sequence[str]) -> dict:
         if record["model"] != first["model"]:
             raise UserError(f"--start: {path} and {paths[0]} belong to different models: only adapters of one have a mean")
         for name in (first["options"] | record["options"]).keys() - {FREE}:
-            values = [each["options"].get(name) for each in (record, first)]
-            if values[0] != values[1]:
+            value, wanted = (each["options"].get(name) for each in (record, first))
+            if value != wanted:
                 raise UserError(
-                    f"--start: {path} has {name}={values[0]!r} and {paths[0]} {values[1]!r}: only adapters with the same "
-                    "options have a mean"
+                    f"--start: {path} has {name}={value!r} and {paths[0]} {wanted!r}: only adapters with the same options "
+                    "have a mean"
                 )
     return first["options"]
 
@@ -44,32 +43,30 @@ def load_start(model, paths: Sequence[str]):
     """The plain model with the adapter of the first path, whose numbers are the means of all adapters'.
 
     Raises UserError where an adapter is of another model, damaged, or has other parameters than the first."""
-    path = paths[0]
+    first, *others = paths
     try:
-        model = load_adapter(model, path)
-        layers = open_layers(model)
+        model = load_adapter(model, first)
         learned = [
             parameter
             for name, parameter in model.named_parameters()
             if "lora_" in name or not set(PARAMETERS).isdisjoint(name.split("."))
         ]
-        for count, path in enumerate(paths[1:], 2):
+        layers = open_layers(model)
+        for count, path in enumerate(others, 2):
             means = [parameter.detach().clone() for parameter in learned]
             restore_adapter(model, path)
-            if open_layers(model) != layers:
-                own = open_layers(model)
-                raise ValueError(f"{path} has memories in the layers {own}, and {paths[0]} in {layers}: they have no mean")
+            own = open_layers(model)
+            if own != layers:
+                raise ValueError(f"{path} has memories in the layers {own}, and {first} in {layers}: they have no mean")
             with torch.no_grad():
                 for parameter, mean in zip(learned, means, strict=True):
                     parameter.copy_(torch.lerp(mean, parameter, 1 / count))
     except ValueError as error:
         raise UserError(f"--start: {error}") from error
-    except (RuntimeError, OSError) as error:  # PEFT's
-        raise UserError(f"--start: the LoRA of {path} is not like that of {paths[0]}: {one_line(error)}") from error
     return model
 
 
 def open_layers(model) -> list[int]:
     """Numbers of the layers whose memory is read."""
-    layers = enumerate(attention_layers(decoder_of(model)))
-    return [number for number, layer in layers if hasattr(layer, "gate") and bool((layer.gate.weight > CLOSED).any())]
+    layers = attention_layers(decoder_of(model))
+    return [number for number in model.config.infini_layers if (layers[number].gate.weight > CLOSED).any()]

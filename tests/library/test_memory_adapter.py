@@ -54,6 +54,9 @@ def test_a_lora_comes_along_and_can_be_merged(tmp_path):
     assert not torch.allclose(logits(again), logits(model))
     restore_adapter(again, tmp_path)
     assert torch.equal(logits(again), logits(model))
+    other = get_peft_model(patch_model(MAKERS["llama"]().eval(), **OPTIONS), LoraConfig(r=3, target_modules=["q_proj"]))
+    with pytest.raises(ValueError, match="has no LoRA like that of the model: .*size mismatch"):
+        restore_adapter(other, tmp_path)
     merged = found.merge_and_unload()
     # Adding a product of thin matrices before and not after a product rounds differently
     torch.testing.assert_close(logits(merged), logits(model), rtol=1e-4, atol=1e-4)

@@ -148,7 +148,7 @@ def test_it_goes_on_from_an_adapter(checkpoint, base, tmp_path, capsys):
     for options, mentions in [
         (["--start", adapter, tmp_path / "all_layers" / "adapter"], ["has memories in the layers [0, 1, 2], and", "[1, 2]"]),
         (["--start", adapter, tmp_path / "elu" / "adapter"], ["has feature_map='elu' and", "'learned'", "the same options"]),
-        (["--start", adapter, tmp_path / "rank" / "adapter"], ["the LoRA of", "is not like that of"]),
+        (["--start", adapter, tmp_path / "rank" / "adapter"], ["--start: ", "has no LoRA like that of the model"]),
         (["--local_segments", 0], ["--local_segments is as the adapter of --start has it"]),
         (["--memory_in", 1], ["--memory_in is as the adapter of --start has it"]),
         (["--lora_rank", 3], ["--lora_rank 3: the LoRA of", "has rank 2; give that"]),
