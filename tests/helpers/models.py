@@ -7,6 +7,14 @@ from hf_infini import CausalMHAConfig, CausalMHAForCausalLM, InfiniGPT2Config, I
 
 FLOAT32 = 1e-4  # of logits up to about 30, through three layers
 SIZES = dict(vocab_size=89, n_positions=64, n_embd=32, n_layer=3, n_head=4, bos_token_id=0, eos_token_id=0)
+# The position encodings of the from-scratch model, and what its tokens see
+POSITIONS = ("learned", "sinusoidal", "relative_key", "t5", "alibi", "rope", "none")
+REACHES = {
+    "global": {},
+    "local": {"attention": "local", "sliding_window": 7},
+    "infini": {"attention": "infini", "segment_length": 8},
+    "none": {"attention": "none"},
+}
 
 
 def gpt2(seed=0, **options) -> GPT2LMHeadModel:

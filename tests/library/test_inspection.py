@@ -2,14 +2,11 @@
 
 import pytest
 import torch
-from transformers import BertConfig, BertModel
 
-from corpora.tokenization import build_character_tokenizer, train_bpe
-from decoders import decoder
+from corpora.tokenization import build_character_tokenizer
 from hf_infini import InfiniCache, InfiniState, naive_infini_attention, patch_model
 from hf_infini.inspection import inspect_attention
 from hf_infini.inspection.heads import DIMENSIONS
-from hf_infini.inspection.labels import token_texts, unique_labels
 from models import causal_mha, gpt2, infini_gpt2, token_ids
 
 # Heads' numbers are of size 1 to 10: the same float32 sums in another order.
@@ -318,101 +315,3 @@ def test_a_block_without_attention_says_so():
     assert inspection.layers[0].weights is None
     with pytest.raises(ValueError, match=r"layer 0 \(none\) has the tensors \(none\)"):
         inspection.table()
-
-
-# --- labels and tables ------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def bpe():
-    return train_bpe(TEXTS, 270)
-
-
-def test_labels_show_every_token(bpe):
-    texts = token_texts(bpe, bpe(TEXTS[1], add_special_tokens=False)["input_ids"])
-    assert "|".join(texts) == "N|ão|·há|·|p|ão|;|·há|·|m|ão|s|.|⏎|⇥|E|·a|·ação|?"
-    labels = "N|ão@1|·há@2|·@3|p|ão@5|;|·há@7|·@8|m|ão@10|s|.|⏎|⇥|E|·a|·ação|?"
-    assert "|".join(unique_labels(texts)) == labels
-    assert token_texts(None, [7, 8]) == ["#7", "#8"] and token_texts(bpe, [10**6]) == ["#1000000"]
-    assert token_texts(bpe, [bpe.eos_token_id]) == ["<|endoftext|>"]
-    assert unique_labels(["a", "b", "a", "a@2"]) == ["a@0", "b@1", "a@2", "a@2@3"]
-    assert unique_labels(["a", "b", "a"]) == ["a@0", "b", "a@2"]
-
-
-def test_a_letter_split_over_two_tokens(bpe):
-    ids = bpe("ü", add_special_tokens=False)["input_ids"]  # not in the texts, so that its bytes were never joined
-    assert len(ids) == 2 and token_texts(bpe, ids) == ["⟨C3⟩", "⟨BC⟩"]
-    marks = build_character_tokenizer(["e\u0301\u200b\u00a0\ufffd"])
-    ids = marks("e\u0301\u200b\u00a0\ufffd", add_special_tokens=False)["input_ids"]
-    assert token_texts(marks, ids) == ["e", "◌\u0301", "⟨U+200B⟩", "⟨U+00A0⟩", "\ufffd"]
-
-
-def test_tables_are_labelled_by_token(bpe):
-    model = infini_gpt2(vocab_size=len(bpe), n_positions=128)
-    inspection = inspect_attention(model, [TEXTS[0], "ü e ü"], bpe)
-    table = inspection.table("weights", layer=1, head=2, row=1)
-    assert list(table.columns) == [f"K:{label}" for label in unique_labels(inspection.texts[1])]
-    assert list(table.index) == [f"Q:{label}" for label in unique_labels(inspection.texts[1])]
-    assert table.index[0] == "Q:⟨C3⟩@0" and "Q:e" in table.index
-    assert len(table) == inspection.real[1].sum() < inspection.real.shape[1]
-    assert table.sum(axis=1).to_numpy() == pytest.approx(1, abs=1e-6)
-    values = inspection.layers[1].weights.values[1, 2]
-    assert table.loc["Q:e", "K:⟨BC⟩@1"] == values[3, 1]
-    assert (inspection.table("scores", row=1).to_numpy()[0, 1:] == float("-inf")).all()
-    share = inspection.table("memory_share", layer=1)
-    assert list(share.columns) == ["H:0", "H:1", "H:2", "H:3"] and share.index[0].startswith("Q:A")
-    assert share.to_numpy()[:, 3] == pytest.approx(inspection.layers[1].memory_share.values[0, 3].numpy())
-    tokens = len(inspection.texts[0])
-    assert inspection.table("heads").shape == (tokens, 8) and inspection.table("output").shape == (tokens, 32)
-    assert inspection.table("gate").index.tolist() == ["H:0", "H:1", "H:2", "H:3"]
-    segments = -(-tokens // 8)
-    assert inspection.table("memory_norm").index.tolist() == [f"S:{n}" for n in range(segments)] + ["S:end"]
-    assert inspection.table("memory_norm", row=1).index.tolist() == ["S:0", "S:end"]
-
-
-def test_what_a_tokenizer_returns_is_an_input(bpe):
-    model, texts = gpt2(vocab_size=len(bpe)), ["ü e ü", "Não há pão"]
-    bpe.padding_side = "left"
-    encoded = inspect_attention(model, bpe(texts, padding=True, return_tensors="pt"), bpe)
-    wanted = inspect_attention(model, texts, bpe)
-    assert encoded.texts == wanted.texts and not encoded.real[1, 0]
-    assert torch.equal(encoded.layers[2].weights.values, wanted.layers[2].weights.values)
-
-
-# --- what is refused --------------------------------------------------------------------------------------------------
-
-
-def test_refusals(bpe):
-    model, ids = gpt2(), token_ids(1, 8)
-    patched_llama = patch_model(decoder("llama"), segment_length=8)
-    bert = BertModel(BertConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8))
-    for arguments, message in (
-        ((bert, ids), r"cannot inspect a BertModel \(model_type 'bert'\). Supported: GPT-2"),
-        ((torch.nn.Linear(2, 2), ids), "cannot inspect a Linear"),
-        ((patched_llama, ids), r"cannot inspect a InfiniLlamaForCausalLM \(model_type 'infini_llama'\). Supported: GPT-2"),
-        ((model, "text"), "texts need the model's tokenizer"),
-        ((model, "", bpe), "every text needs a token"),
-        ((model, []), "inputs must be text"),
-        ((model, ids[0]), r"token ids must be whole numbers \[batch, tokens\]"),
-        ((model, ids.float()), "token ids must be whole numbers"),
-        ((model, {"input_ids": ids, "labels": ids}), "inputs by name are"),
-        ((model, {"input_ids": ids, "attention_mask": torch.ones(1, 9)}), "attention_mask must be"),
-        ((model, {"input_ids": ids, "attention_mask": torch.zeros(1, 8)}), "every row needs a token"),
-        ((model, token_ids(1, 65)), "position 64 is beyond this model's 64 learned positions"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            inspect_attention(*arguments)
-    with pytest.raises(ValueError, match="layers must be numbers from 0 to 2; got"):
-        inspect_attention(model, ids, layers=[0, 3])
-    inspection = inspect_attention(model, ids)
-    for options, message in (
-        ({"layer": 3}, "layer must be one of 0, 1, 2; got 3"),
-        ({"head": 4}, "head must be 0 to 3; got 4"),
-        ({"row": 1}, "batch must be 0 to 0; got 1"),
-        ({"name": "gate"}, r"layer 0 \(global\) has the tensors scores, weights, heads, output; got 'gate'"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            inspection.table(**options)
-    model.config._attn_implementation = "flash_attention_2"
-    with pytest.raises(ValueError, match="set_attn_implementation"):
-        inspect_attention(model, ids)
