@@ -29,9 +29,9 @@ def options_of(paths: Sequence[str]) -> dict:
     for path, record in zip(paths[1:], others, strict=True):
         if record["model"] != first["model"]:
             raise UserError(f"--start: {path} and {paths[0]} belong to different models: only adapters of one have a mean")
-        for name in (first["options"] | record["options"]).keys() - {FREE}:
+        for name in first["options"] | record["options"]:
             value, wanted = (each["options"].get(name) for each in (record, first))
-            if value != wanted:
+            if name != FREE and value != wanted:
                 raise UserError(
                     f"--start: {path} has {name}={value!r} and {paths[0]} {wanted!r}: only adapters with the same options "
                     "have a mean"
