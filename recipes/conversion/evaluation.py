@@ -10,7 +10,7 @@ from hf_infini.families import decoder_of
 from support.markdown import markdown_table
 
 from .layers import counted_beyond, losses_of, losses_with_full_attention
-from .trainers import gates_closed, without_lora
+from .trainers import gates_closed, window_untrained
 
 PLAIN, SOME = "plain model", "full attention in the layers with a memory"
 UNTRAINED, OFF, ON = "window and sinks, untrained", "trained, memory off", "trained, memory on"
@@ -34,7 +34,7 @@ def evaluate(model, rows: Tensor, window: int, layers: list[int]) -> dict:
     if set(layers) == set(decoder_of(model).config.infini_layers):
         del plain[SOME]
     losses = {}
-    with without_lora(model):
+    with window_untrained(model):
         for name, full in plain.items():
             losses[name] = losses_with_full_attention(model, rows, window, full)
     with gates_closed(model):

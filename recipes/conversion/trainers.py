@@ -160,6 +160,15 @@ def without_lora(model) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def window_untrained(model) -> Iterator[None]:
+    """Within it, what a model has learned changes nothing of what its layers see in their windows: PEFT's adapter and the
+    short convolutions do nothing."""
+    convolutions = [parameter for name, parameter in model.named_parameters() if name.endswith(".memory_conv")]
+    with without_lora(model), _filled(convolutions, 0.0):
+        yield
+
+
 @torch.no_grad()
 def unexplained(model, rows: Tensor) -> dict[int, float]:
     """How much of what the window misses the memory does not supply, by layer: Σ (with memory − own)² over the same without
@@ -179,17 +188,23 @@ def gates_closed(model) -> Iterator[None]:
     """Within it, a model has its window only: no head takes anything from its memory."""
     from hf_infini.memory_layer import gates_of
 
-    weights = [parameter for gate in gates_of(model).values() for parameter in gate.parameters()]
-    before = [weight.detach().clone() for weight in weights]
+    with _filled([parameter for gate in gates_of(model).values() for parameter in gate.parameters()], -torch.inf):
+        yield
+
+
+@contextlib.contextmanager
+def _filled(parameters: list[Tensor], value: float) -> Iterator[None]:
+    """Within it, every number of the parameters is this one."""
+    before = [parameter.detach().clone() for parameter in parameters]
     with torch.no_grad():
-        for weight in weights:
-            weight.fill_(-torch.inf)
+        for parameter in parameters:
+            parameter.fill_(value)
     try:
         yield
     finally:
         with torch.no_grad():
-            for weight, old in zip(weights, before, strict=True):
-                weight.copy_(old)
+            for parameter, old in zip(parameters, before, strict=True):
+                parameter.copy_(old)
 
 
 @torch.no_grad()

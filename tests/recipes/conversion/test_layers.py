@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 
 from conversion import layers
+from conversion.evaluation import OFF, ON, PLAIN, SOME, UNTRAINED, evaluate
 from conversion.layers import counted_beyond, gap_by_layer, loss_beyond, losses_with_full_attention
 from conversion.teacher import partly_full_attention
 from conversion.trainers import gates_closed
@@ -63,6 +65,22 @@ def test_losses_with_full_attention_in_some_layers():
     with gates_closed(model):
         assert closed == [float(loss_beyond(model, row, WINDOW)) for row in ROWS]
     assert all(a != b for a, b in zip(some, closed, strict=True)) and all(a != b for a, b in zip(some, full, strict=True))
+
+
+@torch.no_grad()
+def test_untrained_conditions_are_those_of_the_untouched_model():
+    """Whatever was trained: gates, short convolutions (which also change what the window sees), and a LoRA."""
+    fresh = patch_model(decoder("llama"), segment_length=8, local_segments=1, sink_tokens=2, memory_conv=3)
+    trained = patch_model(decoder("llama"), segment_length=8, local_segments=1, sink_tokens=2, memory_conv=3)
+    trained = get_peft_model(trained, LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+    for name, parameter in trained.named_parameters():
+        if name.endswith((".memory_conv", ".gate.weight")):
+            parameter.copy_(0.1 * torch.ones_like(parameter))
+    wanted, found = (evaluate(model.eval(), ROWS, WINDOW, [1, 3])["cross_entropy"] for model in (fresh, trained))
+    for condition in (PLAIN, SOME, UNTRAINED):
+        assert found[condition]["nats"]["value"] == pytest.approx(wanted[condition]["nats"]["value"], rel=1e-6)
+    assert abs(found[OFF]["nats"]["value"] - wanted[OFF]["nats"]["value"]) > 1e-3
+    assert abs(found[OFF]["nats"]["value"] - found[ON]["nats"]["value"]) > 1e-3
 
 
 @torch.no_grad()
