@@ -23,7 +23,8 @@ from .memory_layer import PARAMETERS
 from .modeling_infini import InfiniPreTrainedMixin
 from .patching import patch_model, unpatch_model
 
-RECORD, WEIGHTS, LORA = "infini_adapter.json", "infini_adapter.safetensors", "adapter_config.json"
+RECORD, WEIGHTS = "infini_adapter.json", "infini_adapter.safetensors"
+LORA, LORA_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # PEFT's names
 
 
 def save_adapter(model, folder, dtype: torch.dtype | None = None) -> None:
@@ -32,7 +33,7 @@ def save_adapter(model, folder, dtype: torch.dtype | None = None) -> None:
     Args:
         model: one with Infini-attention, or PEFT's wrapper around one, whose adapter is then saved with it.
         folder: is made where there is none.
-        dtype: of the parameters in the file; `None`: their own.
+        dtype: of the parameters in the files; `None`: their own.
 
     Raises:
         ValueError: the model has no Infini-attention.
@@ -45,6 +46,9 @@ def save_adapter(model, folder, dtype: torch.dtype | None = None) -> None:
     options = {name: getattr(inside.config, name) for name in OPTIONS if hasattr(inside.config, name)}
     if model is not inside:
         model.save_pretrained(folder)
+        for file in folder.glob(LORA_WEIGHTS) if dtype is not None else ():
+            lora = load_file(file)
+            save_file({name: tensor.to(dtype) for name, tensor in lora.items()}, file, metadata={"format": "pt"})
     tensors = {name: tensor.detach().to(dtype or tensor.dtype).contiguous() for name, tensor in _parameters(inside).items()}
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
     record = {"options": options, "model": describe(inside)}

@@ -25,7 +25,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from cli import SEED, UserError, exit_on_error, option, parse_options
-from cli.model_options import MemoryChoices, given_options
+from cli.model_options import given_options, memory_choices
+from conversion.defaults import DEFAULTS, LORA_RANK, NARROW_TO
 from support.parents import end_with_launcher
 
 
@@ -57,21 +58,25 @@ class Options:
     transfer_learning_rate: float = option(1e-2, "Peak learning rate of this stage.", greater_than=0)
     together_learning_rate: float = option(3e-4, "Peak learning rate of the LoRA; the memory has ten times as much.",
                                            greater_than=0)  # fmt: skip
-    lora_rank: int = option(8, "together: rank of the LoRA of all projections of attention; 0: none.", at_least=0)
+    lora_rank: int | None = option(None, f"together: rank of the LoRA of all projections of attention; 0: none. Default: "
+                                   f"{LORA_RANK}, with --start what the adapter has.", at_least=0)  # fmt: skip
     text_weight: float = option(0.5, "together: weight of the text against that of the plain model's predictions; rows "
                                 "that ask are learned from their answers only.",
                                 at_least=0, at_most=1)  # fmt: skip
     narrow: list[float] = option([0.9, 0.5], "Share of the steps with a narrower window, first and last; linear between.",
                                  at_least=0, at_most=1)  # fmt: skip
-    narrow_to: list[int] = option([32, 64, 128], "Tokens of a segment in these steps, one drawn for each.", at_least=1)
+    narrow_to: list[int] | None = option(
+        None, f"Tokens of a segment in these steps, one drawn for each. Default: those of {', '.join(map(str, NARROW_TO))} "
+        "that are shorter than --segment_length.", at_least=1,
+    )  # fmt: skip
     dilute_with: list[str] | None = option(None, "together, linear rule: folders of plain text made by recipes/prepare.py "
                                            "with the model's tokenizer, rows of one length; a row then begins with the "
                                            "memory of one of theirs, up to --dilute_up_to times as heavy, so that short "
-                                           "rows train what long texts ask. Each step reads that row as well.")  # fmt: skip
+                                           "rows train what long texts need. Each step reads that row as well.")  # fmt: skip
     dilute_up_to: float | None = option(None, "--dilute_with: the largest factor; each row's is drawn log-uniformly from 1 "
                                         "on. Default: 32.", at_least=1)  # fmt: skip
-    dilute_share: float | None = option(None, "--dilute_with: share of the steps whose rows begin so; in the others they "
-                                        "begin a text. Default: 1.", at_least=0, at_most=1)  # fmt: skip
+    dilute_share: float | None = option(None, "--dilute_with: share of the forward passes whose rows begin so; in the "
+                                        "others they begin a text. Default: 1.", at_least=0, at_most=1)  # fmt: skip
     batch_size: int = option(1, "Rows per device and forward pass.", at_least=1)
     gradient_accumulation: int = option(1, "Forward passes per optimiser step.", at_least=1)
     save_steps: int = option(10, "Steps between checkpoints; the last two are kept.", at_least=1)
@@ -88,6 +93,9 @@ class Options:
     seed: int = option(0, "Seed of the order of rows, narrower windows and LoRA.", **SEED, group="training")
 
 
+MemoryChoices = memory_choices(DEFAULTS)
+
+
 @exit_on_error(when_stopped="the same command goes on from the last checkpoint")
 def main(argv: list[str] | None = None) -> None:
     options, memory = parse_options(Options, MemoryChoices, description=__doc__, argv=argv)
@@ -95,7 +103,10 @@ def main(argv: list[str] | None = None) -> None:
     if len(options.narrow) != 2:
         raise UserError(f"--narrow takes two shares, of the first and of the last step; got {len(options.narrow)}")
 
+    import torch
+
     from conversion import evaluation, stages
+    from conversion.checks import check
     from hf_infini import save_adapter
     from support import measurement
     from support.stages import write_json
@@ -103,20 +114,23 @@ def main(argv: list[str] | None = None) -> None:
 
     out = Path(options.out)
     conversion = stages.Conversion(options, given_options(memory))
-    conversion.check()
+    check(conversion)
     if conversion.device.type == "cpu":
         measurement.keep_freed_memory()
     model = conversion.plain_model()
+    conversion.claim_folder()
     found = {}
     for stage in conversion.stages():
         model, found[stage.name] = conversion.run(stage, model)
     if not conversion.is_main_process:
         return
-    save_adapter(model, out / "adapter")
+    conversion.round_adapter(model)  # what is evaluated is what the file has
+    save_adapter(model, out / "adapter", torch.bfloat16)
     first, validation = options.evaluation_from or conversion.window, {}
     for folder, rows in conversion.evaluated_rows().items():
         run_folder.say(f"evaluation of {len(rows):,} rows of {rows.shape[2]:,} tokens, {folder}")
-        validation[folder] = evaluation.evaluate(model, rows, first, conversion.trained)
+        with conversion.autocast():
+            validation[folder] = evaluation.evaluate(model, rows, first, conversion.trained)
     found["validation"] = validation
     result = {**found, "options": vars(options), "memory": given_options(memory)}
     result |= {"data_fingerprints": conversion.fingerprints, "layers": conversion.trained}

@@ -54,15 +54,16 @@ class MainOptions:
     )  # fmt: skip
 
 
-def _optional(kind: type, group: str, shown: tuple[str, ...]) -> list[tuple]:
-    """The options of a class of hf_infini as fields that may be left out (None); the parser takes numbers as floats."""
+def _optional(kind: type, group: str, shown: tuple[str, ...], notes: dict[str, str] = NOTES) -> list[tuple]:
+    """The options of a class of hf_infini as fields that may be left out (None); the parser takes numbers as floats.
+    `notes`: what is said of some of them, in the place of their default."""
     texts, kinds, made = _OPTIONS["help_texts"](kind), typing.get_type_hints(kind), []
     for entry in fields(kind):
         alternatives = set(typing.get_args(kinds[entry.name])) - {types.NoneType}
         one = kinds[entry.name]
         if isinstance(one, types.UnionType):
             one = float if float in alternatives else alternatives.pop()
-        note = NOTES.get(entry.name, "" if entry.default is None else f"Default: {entry.default}.")
+        note = notes.get(entry.name, "" if entry.default is None else f"Default: {entry.default}.")
         text = f"{texts.get(entry.name, '')} {note}".replace("`", "").replace("%", "%%").strip()
         metadata = {"help": text, "group": group, "rare": entry.name not in shown}
         made.append((entry.name, one | None, field(default=None, metadata=metadata)))
@@ -79,11 +80,12 @@ ModelOptions = make_dataclass(
 )  # fmt: skip
 
 
-MemoryChoices = make_dataclass(
-    "MemoryChoices",
-    _optional(_OPTIONS["MemoryOptions"], "memory", SHOWN),
-    namespace={"__doc__": "Options of a memory that were given; `None` is the default."},
-)
+def memory_choices(defaults: dict) -> type:
+    """The options of a memory as a dataclass of those that were given; `None` is the default, a recipe's own one of
+    `defaults` or else the configuration's. A segment's length is given in tokens only."""
+    notes = {name: f"Default: {default}." for name, default in defaults.items()}
+    made = _optional(_OPTIONS["MemoryOptions"], "memory", SHOWN, notes)
+    return make_dataclass("MemoryChoices", [entry for entry in made if entry[0] != "n_segments"])
 
 
 def given_options(options) -> dict:

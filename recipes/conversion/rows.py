@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from support.prepared import open_folders, open_rows
+from support.prepared import open_folders
 
 
 def with_labels(batch: dict) -> dict[str, Tensor]:
@@ -28,7 +28,9 @@ class ConversionRows:
     def __init__(self, options):
         evaluated = options.evaluation_data or options.data
         parts = {part: open_folders("--data", options.data, part) for part in ("train", "validation")}
-        parts["evaluation"] = {folder: open_rows(folder, "validation") for folder in evaluated}
+        parts["evaluation"] = {}
+        for folder in evaluated:  # one by one: their rows may differ in length
+            parts["evaluation"] |= open_folders("--evaluation_data", [folder], "validation")
         self.context = len(next(iter(parts["train"].values()))[0]["input_ids"])
         self.parts = {
             part: {folder: rows.with_transform(with_labels) for folder, rows in folders.items()}

@@ -1,5 +1,6 @@
 """The stages of a conversion: each begins with the model that the one before left, and goes on after a stop."""
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,17 +22,16 @@ from support import measurement
 from support.prepared import read_tokenizer
 from support.stages import read_json, read_manifest, write_json
 from training import console, run_folder, setup
-from training.dilution import Dilution, check_rule, set_defaults
+from training.dilution import Dilution, set_defaults
 
 from . import trainers
+from .defaults import DEFAULTS, LORA_RANK, NARROW_TO
 from .layers import gap_by_layer
 from .rows import ConversionRows
-from .start import CLOSED, FREE, load_start, open_layers, options_of
+from .start import CLOSED, FREE, fingerprint_of, learned_parameters, load_start, lora_of, open_layers, options_of
 from .trainers import Together
 from .transfer import Transfer, calibrated_scales
 
-DEFAULTS = {"segment_length": 256, "local_segments": 1, "sink_tokens": 4, "feature_map": "learned", "denominator": "shared"}
-DEFAULTS |= {"memory_write": "learned", "gate_init": -2.0}  # nearly closed, a gate would hardly learn
 FEW_ROWS = 1  # of each folder, which choose layers and calibrate
 EVALUATED_ROWS = 2  # of each folder, after each stage
 
@@ -61,10 +61,16 @@ class Conversion:
         self.options, self.out = options, Path(options.out)
         set_defaults(options)
         self.memory = DEFAULTS | memory | self._options_of_start(memory)
+        if options.lora_rank is None and not options.start:
+            options.lora_rank = LORA_RANK
+        if options.narrow_to is None:
+            options.narrow_to = [length for length in NARROW_TO if length < self.memory["segment_length"]]
         self.fingerprints = {folder: setup.data_fingerprint(read_manifest(folder)) for folder in options.data}
         self.identity = {**vars(options), "memory": self.memory, "data": [*self.fingerprints.values()]}
         for name in ("out", "save_merged", "evaluation_data", "evaluation_rows", "evaluation_from"):
             del self.identity[name]
+        if options.start:
+            self.identity["start"] = [fingerprint_of(path) for path in options.start]
         if options.dilute_with:
             fingerprints = [setup.data_fingerprint(read_manifest(folder)) for folder in options.dilute_with]
             self.identity["dilute_with"] = fingerprints
@@ -76,42 +82,29 @@ class Conversion:
         """Tokens that the softmax sees at most."""
         return self.memory["sink_tokens"] + (self.memory["local_segments"] + 1) * self.memory["segment_length"]
 
+    @functools.cached_property
+    def machine(self) -> TrainingArguments:
+        """Where and with what precision everything is computed; its other options belong to no stage."""
+        return self._arguments("transfer", 1, 1.0)
+
     @property
     def device(self) -> torch.device:
-        return self._arguments("transfer", 1, 1.0).device
+        return self.machine.device
 
     @property
     def is_main_process(self) -> bool:
-        return self._arguments("transfer", 1, 1.0).should_save
+        return self.machine.should_save
 
-    def check(self) -> None:
-        """UserError unless rows reach beyond the window, and the options go together."""
-        if self.options.memory_layers is not None and self.options.memory_in is not None:
-            raise UserError("--memory_layers chooses what --memory_in names: give one of them")
-        if self.options.dilute_with is not None:
-            check_rule(self.memory.get("update_rule", "linear"))
-            if not self.options.together_steps:
-                raise UserError("--dilute_with is of the training of all layers: give --together_steps")
-        trains = self.options.together_steps or self.options.transfer_steps and not self.options.start
-        if trains and self.context < 2 * self.window:
-            raise UserError(
-                f"--data has rows of {self.context} tokens, and the window sees {self.window}: rows must have twice as "
-                "many, so that there is something beyond it. Prepare longer rows, or give a smaller --segment_length"
-            )
-        first = self.options.evaluation_from
-        for folder, rows in self.rows.parts["evaluation"].items():
-            tokens = len(rows[0]["input_ids"])
-            if first is not None and not self.window <= first < tokens:
-                raise UserError(
-                    f"--evaluation_from {first}: the window sees {self.window} tokens, and the rows of {folder} have "
-                    f"{tokens}; give a position between"
-                )
-        too_long = [length for length in self.options.narrow_to if length >= self.memory["segment_length"]]
-        if trains and (too_long or min(self.options.narrow_to) <= self.memory["sink_tokens"]):
-            raise UserError(
-                f"--narrow_to {' '.join(map(str, self.options.narrow_to))}: give lengths below --segment_length "
-                f"{self.memory['segment_length']} and above --sink_tokens {self.memory['sink_tokens']}"
-            )
+    def autocast(self) -> torch.autocast:
+        """The training's precision, for what is measured outside of it."""
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.machine.bf16)
+
+    def claim_folder(self) -> None:
+        """Says in the folder which conversion it is of; a UserError where it is of another."""
+        run_folder.check_same_run(self.out, self.identity)
+        if self.is_main_process:
+            self.out.mkdir(parents=True, exist_ok=True)
+            write_json(self.out / run_folder.OPTIONS, self.identity)
 
     def plain_model(self):
         """The plain model with memories, calibrated, of which only these are trained.
@@ -184,6 +177,12 @@ class Conversion:
         unexplained = self.unexplained(model, stage.name)
         return model, {"steps": stage.steps, "tokens": stage.steps * tokens_per_step, "unexplained": unexplained}
 
+    @torch.no_grad()
+    def round_adapter(self, model) -> None:
+        """Rounds what was learned to bfloat16."""
+        for parameter in learned_parameters(model):
+            parameter.copy_(parameter.bfloat16())
+
     def save_merged(self, model) -> Path:
         """The folder of the whole model, which has the adapter in its weights now, and its tokenizer."""
         whole = merged(model)
@@ -198,9 +197,9 @@ class Conversion:
         rows = torch.cat([*self.rows.of("validation", EVALUATED_ROWS, self.device).values()])
         return self._measured(f"unexplained_after_{stage}.json", lambda: trainers.unexplained(model.eval(), rows))
 
-    def evaluated_rows(self) -> dict[str, Tensor]:
+    def evaluated_rows(self, device: torch.device | None = None) -> dict[str, Tensor]:
         """Those of the evaluation, as [`ConversionRows.of`] has them."""
-        return self.rows.of("evaluation", self.options.evaluation_rows, self.device)
+        return self.rows.of("evaluation", self.options.evaluation_rows, device or self.device)
 
     def _past_of(self, model) -> Callable | None:
         """Of --dilute_with, what rows begin with; a UserError where they would be too long so."""
@@ -239,10 +238,11 @@ class Conversion:
     def _with_start(self, model):
         """The plain model with the adapter of --start, or with the mean of several; UserError when they do not fit."""
         start, wanted = self.options.start, self.options.lora_rank
+        rank = lora_of(start[0]).get("r", 0)
+        if wanted is not None and rank != wanted:
+            raise UserError(f"--lora_rank {wanted}: the LoRA of {start[0]} has rank {rank}; leave it out")
+        self.options.lora_rank = rank
         model = load_start(model, start)
-        rank = model.peft_config["default"].r if hasattr(model, "peft_config") else 0
-        if rank and rank != wanted:
-            raise UserError(f"--lora_rank {wanted}: the LoRA of {start[0]} has rank {rank}; give that")
         decoder_of(model).config.segment_length = self.memory[FREE]
         return model
 
@@ -274,11 +274,10 @@ class Conversion:
             if content["options"] != self.identity:
                 raise UserError(f"{file} is of a conversion with other options: choose another --out")
             return {int(number): value for number, value in content["by_layer"].items()}
-        arguments = self._arguments("transfer", 1, 1.0)
-        with torch.autocast(arguments.device.type, torch.bfloat16, enabled=arguments.bf16):
+        with self.autocast():
             found = measure()
+        self.claim_folder()
         if self.is_main_process:
-            self.out.mkdir(parents=True, exist_ok=True)
             write_json(file, {"options": self.identity, "by_layer": found})
         return found
 

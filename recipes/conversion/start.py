@@ -4,14 +4,19 @@ The mean of adapters of which one began with the other, or all with the same, ca
 Wortsman et al. 2022, arXiv 2203.05482).
 """
 
+import hashlib
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
+from torch import Tensor
+from transformers.utils import cached_file
 
 from cli import UserError
 from hf_infini import load_adapter
+from hf_infini.checkpoints import read_json
 from hf_infini.families import attention_layers, decoder_of
-from hf_infini.memory_adapter import read_record, restore_adapter
+from hf_infini.memory_adapter import LORA, LORA_WEIGHTS, RECORD, WEIGHTS, read_record, restore_adapter
 from hf_infini.memory_layer import PARAMETERS
 
 CLOSED = -1000.0  # the gate of a layer that has its window only: its sigmoid is 0
@@ -26,9 +31,12 @@ def options_of(paths: Sequence[str]) -> dict:
         first, *others = [read_record(path) for path in paths]
     except ValueError as error:
         raise UserError(f"--start: {error}") from error
-    for path, record in zip(paths[1:], others, strict=True):
+    loras = [{name: lora_of(path).get(name) for name in ("r", "lora_alpha")} for path in paths]
+    for path, record, lora in zip(paths[1:], others, loras[1:], strict=True):
         if record["model"] != first["model"]:
             raise UserError(f"--start: {path} and {paths[0]} belong to different models: only adapters of one have a mean")
+        if lora != loras[0]:
+            raise UserError(f"--start: the LoRA of {path} is {lora}, and that of {paths[0]} {loras[0]}: they have no mean")
         for name in first["options"] | record["options"]:
             value, wanted = (each["options"].get(name) for each in (record, first))
             if name != FREE and value != wanted:
@@ -46,11 +54,7 @@ def load_start(model, paths: Sequence[str]):
     first, *others = paths
     try:
         model = load_adapter(model, first)
-        learned = [
-            parameter
-            for name, parameter in model.named_parameters()
-            if "lora_" in name or not set(PARAMETERS).isdisjoint(name.split("."))
-        ]
+        learned = learned_parameters(model)
         layers = open_layers(model)
         for count, path in enumerate(others, 2):
             means = [parameter.detach().clone() for parameter in learned]
@@ -64,6 +68,27 @@ def load_start(model, paths: Sequence[str]):
     except ValueError as error:
         raise UserError(f"--start: {error}") from error
     return model
+
+
+def lora_of(path: str) -> dict:
+    """PEFT's configuration of an adapter's LoRA; empty where it has none."""
+    file = cached_file(path, LORA, _raise_exceptions_for_missing_entries=False)
+    return {} if file is None else read_json(Path(file))
+
+
+def fingerprint_of(path: str) -> str:
+    """What tells an adapter from another one under the same path."""
+    digest = hashlib.sha256()
+    for name in (RECORD, WEIGHTS, LORA, LORA_WEIGHTS):
+        file = cached_file(path, name, _raise_exceptions_for_missing_entries=False)
+        digest.update(b"" if file is None else Path(file).read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def learned_parameters(model) -> list[Tensor]:
+    """Those of the memories and of the LoRA."""
+    named = model.named_parameters()
+    return [tensor for name, tensor in named if "lora_" in name or not set(PARAMETERS).isdisjoint(name.split("."))]
 
 
 def open_layers(model) -> list[int]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 RESAMPLES = 10_000
+DRAWS_AT_ONCE = 2**18  # a few megabytes
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,11 @@ def _interval(statistic, columns: list, seed: int, resamples: int = RESAMPLES) -
     if (blocks[:, 1::2] <= 0).any():
         raise ValueError("every block needs a count above 0: leave blocks without tokens out")
     generator, count = np.random.default_rng(seed), len(blocks)
-    # How often each block is drawn, times the blocks
-    sums = [np.bincount(generator.integers(0, count, size=count), minlength=count) @ blocks for _ in range(resamples)]
-    low, high = np.quantile(statistic(np.stack(sums)), [0.025, 0.975])
+    sums, at_once = [], max(1, DRAWS_AT_ONCE // count)
+    for begin in range(0, resamples, at_once):
+        shape = min(at_once, resamples - begin), count
+        draws = generator.integers(0, count, size=shape) + count * np.arange(shape[0])[:, None]
+        times_drawn = np.bincount(draws.ravel(), minlength=draws.size).reshape(shape)
+        sums.append(times_drawn @ blocks)
+    low, high = np.quantile(statistic(np.concatenate(sums)), [0.025, 0.975])
     return Interval(float(statistic(blocks.sum(0))), float(low), float(high))

@@ -248,7 +248,7 @@ class RunRecorder(TrainerCallback):
             if not math.isfinite(logs["loss"]):
                 raise UserError(
                     f"the training loss is {logs['loss']} at step {state.global_step}: training has diverged. Lower "
-                    "--learning_rate, or train with --precision float32"
+                    "the learning rate, or train with --precision float32"
                 )
             steps = state.global_step - self._last_logged[0]
             seconds = self.seconds - self._last_logged[1]

@@ -72,7 +72,6 @@ def loss_and_gradients(model, call, inputs) -> tuple[torch.Tensor, dict]:
         ("gated_delta", True, True, "eager"),
         ("convolution", True, True, "eager"),
         ("causal_mha", False, False, "inductor"),
-        ("llama", True, False, "eager"),
         ("gemma2", True, True, "eager"),
     ],
 )
@@ -103,12 +102,9 @@ def test_any_padding_is_the_same_graph_and_a_batch_of_another_size_is_not():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("packed", [True, False])
-def test_rows_with_positions_and_without_a_bound_are_several_graphs(packed):
-    """Positions that begin no document count like those that do."""
-    inputs = rows(padded=True, packed=True)
-    if not packed:
-        inputs["position_ids"] = torch.arange(30).expand(3, -1).contiguous()
+def test_rows_with_positions_and_without_a_bound_are_several_graphs():
+    """Also where positions begin no document."""
+    inputs = rows(padded=True, packed=False) | {"position_ids": torch.arange(30).expand(3, -1).contiguous()}
     model = MODELS["gpt2"]()
     assert torch._dynamo.explain(model)(**inputs, use_cache=False).graph_count > 1
     assert torch._dynamo.explain(model)(**inputs, use_cache=False, max_documents=3).graph_count == 1
@@ -144,10 +140,9 @@ def test_positions_beyond_the_table_stop_the_graph():
 @pytest.mark.parametrize(
     "name, batch, backend",
     [
-        ("delta", 2, "eager"),
         ("gated_delta", 2, "eager"),
         ("causal_mha", 2, "eager"),
-        ("gpt2", 1, "inductor"),
+        ("gpt2", 1, "aot_eager"),
         ("gemma2", 2, "eager"),
     ],
 )

@@ -124,12 +124,14 @@ def test_generation_is_that_of_the_whole_text(model_type):
     model, ids = patch_model(decoder(model_type), **WINDOW), token_ids(2, 13)
     ids[1, :4] = 0
     mask = (ids != 0).long()
-    options = {"attention_mask": mask, "max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    for beams in (1, 3):
-        found = model.generate(ids, **options, num_beams=beams)
-        assert torch.equal(found, model.generate(ids, **options, num_beams=beams, use_cache=False))
-    whole = model.generate(ids, **options, prefill_chunk_size=5)
-    assert torch.equal(whole, model.generate(ids, **options))
+    # Over the border of segments at 16; what beams reorder belongs to the cache, which is that of all families
+    options = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    greedy = model.generate(ids, **options)
+    assert torch.equal(greedy, model.generate(ids, **options, use_cache=False))
+    assert torch.equal(greedy, model.generate(ids, **options, prefill_chunk_size=5))
+    if model_type in QUICK:
+        beams = [model.generate(ids, **options, num_beams=3, use_cache=use_cache) for use_cache in (True, False)]
+        assert torch.equal(*beams)
 
 
 @each_type

@@ -230,8 +230,9 @@ def test_gradient_checkpointing_gives_the_same_gradients():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("rule", ["linear", "delta", "gated_delta"])
+@pytest.mark.parametrize(
+    "dtype, rule", [(torch.bfloat16, "linear"), (torch.float16, "delta"), (torch.bfloat16, "gated_delta")]
+)
 def test_half_precision_stays_finite_over_100000_tokens(dtype, rule):
     model = infini_gpt2(n_layer=2, update_rule=rule, position_encoding="segment", segment_length=50, initializer_range=0.02)
     model = model.to(dtype)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 
 import pytest
 import torch
@@ -12,9 +13,11 @@ from transformers import AutoConfig, AutoTokenizer, GPT2Config, LlamaConfig, Lla
 import running
 from bad_input import refused
 from cli import parse_options
-from cli.model_options import MemoryChoices, given_options
+from cli.model_options import given_options
+from conversion.start import load_start
 from corpora.tokenization import build_character_tokenizer
 from hf_infini import InfiniGPT2Config, InfiniGPT2LMHeadModel, load_adapter, patch_model, save_adapter
+from hf_infini.adapters import without_wrappers
 from hf_infini.loading import load_causal_lm
 from models import gpt2
 from ranks import on_ranks, run_as_rank
@@ -135,23 +138,29 @@ def test_it_goes_on_from_an_adapter(checkpoint, base, tmp_path, capsys):
         before, after = (load_file(tmp_path / folder / "adapter" / name) for folder in ("first", "as_it_is"))
         assert all(torch.equal(before[key], after[key]) for key in before | after)
     folders = [tmp_path / name / "adapter" for name in ("first", "further", "still")]
-    go_on("mean", "--start", *folders, "--together_steps", 0)
+    mean_of = load_start(LlamaForCausalLM.from_pretrained(checkpoint), [*map(str, folders)])
+    save_adapter(mean_of, tmp_path / "mean" / "adapter")
     for name in ("infini_adapter.safetensors", "adapter_model.safetensors"):
         *parts, mean = (load_file(folder / name) for folder in (*folders, tmp_path / "mean" / "adapter"))
         for key, value in mean.items():  # of float32 numbers, rounded in another order
-            torch.testing.assert_close(value, sum(part[key] for part in parts) / 3, rtol=1e-5, atol=1e-7)
-    same_layers = ["--memory_in", 1, 2]
-    others = {"all_layers": [], "elu": [*same_layers, "--feature_map", "elu", "--memory_write", "equal"]}
-    others["rank"] = [*same_layers, "--lora_rank", 3]
-    for name, more in others.items():
-        run(checkpoint, base, tmp_path / name, "--transfer_steps", 0, "--together_steps", 1, *more)
+            torch.testing.assert_close(value, sum(part[key].float() for part in parts) / 3, rtol=1e-5, atol=1e-7)
+    read.get_submodule("base_model.model.model.layers.0.self_attn.gate").weight.data.zero_()
+    save_adapter(read, tmp_path / "all_layers")
+    save_adapter(without_wrappers(read), tmp_path / "no_lora")
+    for name, file, change in [("elu", "infini_adapter", {"feature_map": "elu"}), ("rank", "adapter_config", {"r": 3})]:
+        shutil.copytree(adapter, tmp_path / name)
+        record = json.loads((tmp_path / name / f"{file}.json").read_text())
+        record.get("options", record).update(change)
+        (tmp_path / name / f"{file}.json").write_text(json.dumps(record))
     for options, mentions in [
-        (["--start", adapter, tmp_path / "all_layers" / "adapter"], ["has memories in the layers [0, 1, 2], and", "[1, 2]"]),
-        (["--start", adapter, tmp_path / "elu" / "adapter"], ["has feature_map='elu' and", "'learned'", "the same options"]),
-        (["--start", adapter, tmp_path / "rank" / "adapter"], ["--start: ", "has no LoRA like that of the model"]),
+        (["--start", adapter, tmp_path / "all_layers"], ["has memories in the layers [0, 1, 2], and", "[1, 2]"]),
+        (["--start", adapter, tmp_path / "elu"], ["has feature_map='elu' and", "'learned'", "the same options"]),
+        (["--start", adapter, tmp_path / "rank"], ["--start: the LoRA of", "'r': 3", "'r': 2", "they have no mean"]),
+        (["--start", tmp_path / "no_lora", adapter], ["--start: the LoRA of", "'r': None", "they have no mean"]),
+        (["--together_steps", 0, "--out", tmp_path / "still"], ["still holds a run with other options", "choose another"]),
         (["--local_segments", 0], ["--local_segments is as the adapter of --start has it"]),
         (["--memory_in", 1], ["--memory_in is as the adapter of --start has it"]),
-        (["--lora_rank", 3], ["--lora_rank 3: the LoRA of", "has rank 2; give that"]),
+        (["--lora_rank", 3], ["--lora_rank 3: the LoRA of", "has rank 2; leave it out"]),
         (["--start", tmp_path / "first"], ["--start: ", "is no adapter of a memory"]),
         (["--model", another_model(checkpoint, tmp_path)], ["--start: the adapter of", "was trained with another model"]),
     ]:
@@ -248,7 +257,9 @@ def test_stopped_it_goes_on_and_ends_the_same(checkpoint, base, tmp_path, monkey
     [
         (["--segment_length", 32], ["rows of 64 tokens, and the window sees 66", "Prepare longer rows"]),
         (["--evaluation_from", 17], ["--evaluation_from 17: the window sees 18 tokens", "have 64; give a position between"]),
-        (["--narrow_to", 8], ["--narrow_to 8: give lengths below --segment_length 8"]),
+        (["--evaluation_data", "SHORT"], ["of 8 tokens, there is nothing to predict from position 18 on"]),
+        (["--evaluation_data", "NONE"], ["has no validation rows: prepare it with --validation"]),
+        (["--narrow_to", 8], ["--narrow_to 8: give lengths below --segment_length 8", "or --narrow 0 0"]),
         (["--narrow_to", 2], ["--narrow_to 2: give lengths", "above --sink_tokens 2"]),
         (["--narrow", 0.5], ["--narrow takes two shares"]),
         (["--dilute_up_to", 8], ["--dilute_up_to is of no use without --dilute_with FOLDER"]),
@@ -264,9 +275,27 @@ def test_stopped_it_goes_on_and_ends_the_same(checkpoint, base, tmp_path, monkey
     ],
 )
 def test_what_cannot_be_converted(options, mentions, checkpoint, base, tmp_path, capsys):
-    options = [prepared_data(base) if value == "DATA" else value for value in options]
+    folders = {"DATA": prepared_data(base), "SHORT": tmp_path / "short", "NONE": tmp_path / "none"}
+    source = ["--source", base / "train_data" / "text.jsonl", "--tokenizer", prepared_data(base) / "tokenizer"]
+    if "SHORT" in options:
+        running.run_recipe("prepare", *source, "--context", 8, "--validation", 0.1, "--out", tmp_path / "short")
+    if "NONE" in options:
+        running.run_recipe("prepare", *source, "--context", CONTEXT, "--validation", 0, "--out", tmp_path / "none")
+    options = [folders.get(value, value) for value in options]
     argv = ["--model", checkpoint, "--data", prepared_data(base), "--out", tmp_path / "out", *WINDOW, *SMALL, *options]
     refused(convert.main, argv, capsys, *mentions, keeps=tmp_path)
+
+
+@pytest.mark.slow
+def test_a_finished_conversion_is_evaluated_in_the_precision_of_the_training(checkpoint, base, tmp_path):
+    """Whether this process has trained or not. No segment has to be longer than those of --narrow_to, which is not used."""
+    argv = ["--model", checkpoint, "--data", prepared_data(base), "--out", tmp_path / "out", *WINDOW[:6], *SMALL, *STEPS]
+    argv += ["--precision", "bf16", "--narrow", 0, 0, "--transfer_steps", 0]
+    results = []
+    for _ in range(2):
+        convert.main([*map(str, argv)])
+        results.append(json.loads((tmp_path / "out" / "result.json").read_text())["validation"])
+    assert results[0] == results[1]
 
 
 def test_rows_of_other_tokens_or_lengths_cannot_dilute(checkpoint, base, tmp_path, capsys):
@@ -288,7 +317,7 @@ def test_configs_parse_and_name_their_command(config):
     command = config.read_text(encoding="utf-8").partition("\n")[0].split()
     assert command[:5] == ["#", "python", "recipes/convert.py", "--config", f"recipes/configs/{config.name}"]
     argv = [*command[3:4], config, *command[5:]]
-    options, memory = parse_options(convert.Options, MemoryChoices, description="", argv=[*map(str, argv)])
+    options, memory = parse_options(convert.Options, convert.MemoryChoices, description="", argv=[*map(str, argv)])
     set_defaults(options)
     assert (options.dilute_up_to, options.dilute_share) == ((16, 0.75) if options.dilute_with else (None, None))
     InfiniGPT2Config(**given_options(memory))  # the memory's options go together

@@ -4,14 +4,11 @@ import json
 import math
 import multiprocessing
 import shutil
-import signal
-import subprocess
-import time
 
 import psutil
 import pytest
 
-from running import ROOT, kill_when, load_recipe, recipe, result
+from running import kill_when, load_recipe, result
 from studies import execution, measure
 from study_runs import STEPS, arguments, run_here, write_study
 
@@ -233,29 +230,3 @@ def test_a_grid_with_seeds_goes_on_when_one_fails(base, finished, tmp_path, caps
     said = refused(capsys, words)
     assert "1 of 2 runs failed" in said and "max_steps was 2 and is now 3" in said
     assert (tmp_path / "out" / "new,attention=none" / "result.json").is_file()
-
-
-def test_interrupted_it_stops_its_children(base, finished, tmp_path):
-    options = ["--variants", "s1", "best", "--jobs", "2", "--set", "train.max_steps=1000000"]
-    words = ["--study", base / "toy.yaml", "--data", base / "out" / "data" / "base", "--out", tmp_path, *options]
-    with open(tmp_path / "output", "w") as output:
-        # What a shell starts behind itself ignores interrupts
-        process = subprocess.Popen(
-            [*recipe("study"), *map(str, words)], cwd=ROOT, stdout=output, stderr=output,
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-        )  # fmt: skip
-    try:
-        deadline = time.monotonic() + 120
-        while len(children := psutil.Process(process.pid).children()) < 2:
-            assert process.poll() is None and time.monotonic() < deadline, (tmp_path / "output").read_text()
-            time.sleep(0.05)
-        process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=60) == 130
-    finally:
-        process.kill()
-    # One that was just being started ends with its parent, a little later, and is then nobody's to put away
-    psutil.wait_procs(children, timeout=30)
-    left = [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
-    assert len(children) == 2 and not left
-    text = (tmp_path / "output").read_text()
-    assert "the same command goes on from here" in text and "Traceback" not in text

@@ -136,10 +136,8 @@ def test_a_run_of_other_options_is_another_run(tmp_path):
 
 @pytest.mark.slow
 def test_two_processes_train_what_one_does(base, self_run):
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", 2]
     options = [*self_options(prepared_data(base)), "--gradient_accumulation", 2, "--num_processes", 2]
-    command = [*torchrun, *recipe("train")[1:], *options, "--out", base / "two"]
-    assert "2 process(es)" in run(*command).stderr
+    assert "2 process(es)" in on_ranks(run_as_rank, 2, "train", [*options, "--out", base / "two"])[0][0].stderr
     assert (base / "two" / "checkpoint-5" / "rng_state_1.pth").is_file()
     one, two = losses(self_run), losses(base / "two")
     assert [line[0] for line in one] == [line[0] for line in two]
