@@ -41,7 +41,8 @@ class TokenizerOptions:
 class BlockOptions:
     out: str = field(metadata={"help": "The folder to write.", "group": "output"})
     context: int = option(1024, "Tokens per block.", at_least=1, at_most=2**31 - 1, group="blocks and splits")
-    validation: float = option(0.02, "Share of the documents (or blocks) held out for validation.", at_least=0, below=1)
+    validation: float = option(0.02, "Share of the documents (or blocks) held out for validation.", greater_than=0,
+                               below=1)
     test: float = option(0.0, "Share of the documents (or blocks) held out for a test split.", at_least=0, below=1)
     split_by: str = option("document", "document: no document is in two splits; block: all documents are concatenated, "
                            "and the blocks are shuffled and split.", choices=["document", "block"])
@@ -119,7 +120,7 @@ def prepare(corpus: CorpusOptions, tokens: TokenizerOptions, blocks: BlockOption
 
     settings = split | {"tokenizer": record["tokenizer"]["key"], "context": blocks.context, "max_tokens": blocks.max_tokens}
     def check_rows(stage: str, name: str) -> None:
-        if record[stage]["result"]["blocks"] == 0 and shares.get(name, 1) > 0:
+        if record[stage]["result"]["blocks"] == 0:
             now = ", ".join(f"--{split} (now {share})" for split, share in shares.items())
             text = record.get("rows", record[stage])["result"]["stream_tokens"]
             raise UserError(

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from support.prepared import open_folders
+from support.prepared import open_folders, open_rows
 
 
 def with_labels(batch: dict) -> dict[str, Tensor]:
@@ -28,9 +28,7 @@ class ConversionRows:
     def __init__(self, options):
         evaluated = options.evaluation_data or options.data
         parts = {part: open_folders("--data", options.data, part) for part in ("train", "validation")}
-        parts["evaluation"] = {}
-        for folder in evaluated:  # one by one: their rows may differ in length
-            parts["evaluation"] |= open_folders("--evaluation_data", [folder], "validation")
+        parts["evaluation"] = {folder: open_rows(folder, "validation") for folder in evaluated}
         self.context = len(next(iter(parts["train"].values()))[0]["input_ids"])
         self.parts = {
             part: {folder: rows.with_transform(with_labels) for folder, rows in folders.items()}

@@ -287,7 +287,7 @@ def test_yaml(case, capsys, tmp_path):
     ("text", "message"),
     [
         ("validation: .inf\n", "'.inf'"),
-        ("validation: nan\n", "--validation must be at least 0 and below 1, got nan"),
+        ("validation: nan\n", "--validation must be greater than 0 and below 1, got nan"),
         ("seed: -1\n", "--seed must be at least 0"),
         ('out: "a\\0b"\n', "NUL"),
         ("source: ''\n", "--source '' is empty"),

@@ -258,7 +258,6 @@ def test_stopped_it_goes_on_and_ends_the_same(checkpoint, base, tmp_path, monkey
         (["--segment_length", 32], ["rows of 64 tokens, and the window sees 66", "Prepare longer rows"]),
         (["--evaluation_from", 17], ["--evaluation_from 17: the window sees 18 tokens", "have 64; give a position between"]),
         (["--evaluation_data", "SHORT"], ["of 8 tokens, there is nothing to predict from position 18 on"]),
-        (["--evaluation_data", "NONE"], ["has no validation rows: prepare it with --validation"]),
         (["--narrow_to", 8], ["--narrow_to 8: give lengths below --segment_length 8", "or --narrow 0 0"]),
         (["--narrow_to", 2], ["--narrow_to 2: give lengths", "above --sink_tokens 2"]),
         (["--narrow", 0.5], ["--narrow takes two shares"]),
@@ -275,12 +274,10 @@ def test_stopped_it_goes_on_and_ends_the_same(checkpoint, base, tmp_path, monkey
     ],
 )
 def test_what_cannot_be_converted(options, mentions, checkpoint, base, tmp_path, capsys):
-    folders = {"DATA": prepared_data(base), "SHORT": tmp_path / "short", "NONE": tmp_path / "none"}
+    folders = {"DATA": prepared_data(base), "SHORT": tmp_path / "short"}
     source = ["--source", base / "train_data" / "text.jsonl", "--tokenizer", prepared_data(base) / "tokenizer"]
     if "SHORT" in options:
         running.run_recipe("prepare", *source, "--context", 8, "--validation", 0.1, "--out", tmp_path / "short")
-    if "NONE" in options:
-        running.run_recipe("prepare", *source, "--context", CONTEXT, "--validation", 0, "--out", tmp_path / "none")
     options = [folders.get(value, value) for value in options]
     argv = ["--model", checkpoint, "--data", prepared_data(base), "--out", tmp_path / "out", *WINDOW, *SMALL, *options]
     refused(convert.main, argv, capsys, *mentions, keeps=tmp_path)

@@ -245,7 +245,8 @@ def test_damaged_shard_stops_the_run_or_is_listed(tmp_path, capsys):
     ("arguments", "message"),
     [
         (["--fraction", 0], "--fraction must be greater than 0 and at most 1, got 0.0"),
-        (["--validation", 1], "--validation must be at least 0 and below 1, got 1.0"),
+        (["--validation", 1], "--validation must be greater than 0 and below 1, got 1.0"),
+        (["--validation", 0], "--validation must be greater than 0 and below 1, got 0.0"),
         (["--test", -0.1], "--test must be at least 0 and below 1, got -0.1"),
         (["--test", 0.9], "--validation 0.1 and --test 0.9 leave nothing for training"),
         (["--biographies", 2, "--test", 0.1], "the corpus has 2 document(s), which leaves none to train on"),
