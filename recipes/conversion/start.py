@@ -29,9 +29,9 @@ def options_of(paths: Sequence[str]) -> dict:
     Raises UserError where one is missing or damaged, or they differ in more than that."""
     try:
         first, *others = [read_record(path) for path in paths]
+        loras = [{name: lora_of(path).get(name) for name in ("r", "lora_alpha")} for path in paths]
     except ValueError as error:
         raise UserError(f"--start: {error}") from error
-    loras = [{name: lora_of(path).get(name) for name in ("r", "lora_alpha")} for path in paths]
     for path, record, lora in zip(paths[1:], others, loras[1:], strict=True):
         if record["model"] != first["model"]:
             raise UserError(f"--start: {path} and {paths[0]} belong to different models: only adapters of one have a mean")
