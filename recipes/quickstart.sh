@@ -9,7 +9,7 @@
 #                   biographies made by the package, whose facts come back thousands of characters later.
 #   --out FOLDER    results, default runs/quickstart; stopped and started again, it goes on where it was.
 #
-# 5 to 7 minutes on 2 CPU cores.
+# 5 to 11 minutes on 2 CPU cores.
 set -euo pipefail
 
 corpus=
