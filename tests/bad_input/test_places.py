@@ -233,9 +233,10 @@ def test_a_full_disk_keeps_what_was_there(base, tmp_path, capsys, full_disk, mon
 
 
 @pytest.mark.slow
-def test_generate_into_a_full_disk(base):
+@pytest.mark.parametrize("options", [[], ["--json", "true"]])
+def test_generate_into_a_full_disk(base, options):
     """As a program: the interpreter writes what is left in the buffer when it ends."""
-    words = ["--model", small_run(base), "--prompt", "To be", "--device", "cpu", "--max_new_tokens", 9, "--json", "true"]
+    words = ["--model", small_run(base), "--prompt", "To be", "--device", "cpu", "--max_new_tokens", 9, *options]
     with open("/dev/full", "w") as out:
         done = subprocess.run(
             [*recipe("generate"), *map(str, words)], cwd=ROOT, stdout=out, stderr=subprocess.PIPE, text=True
