@@ -15,6 +15,7 @@ python=${PYTHON:-python3}
     exit 1
 }
 [ -x "$folder/bin/python" ] || "$python" -m venv "$folder"
-"$folder/bin/python" -m pip install --quiet --disable-pip-version-check torch==2.13.0
+"$folder/bin/python" -m pip install --quiet --disable-pip-version-check torch==2.13.0 uv
 rm -rf "$root/build" # modules of an earlier version would be installed with it
-"$folder/bin/python" -m pip install --quiet --disable-pip-version-check "$root[$extras]"
+# uv takes seconds where pip takes minutes. Without --reinstall-package it may install a wheel of an earlier version that it kept.
+"$folder/bin/uv" pip install --quiet --python "$folder/bin/python" --reinstall-package hf-infini "$root[$extras]"
