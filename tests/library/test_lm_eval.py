@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import runpy
 import subprocess
 import sys
 
@@ -39,6 +40,7 @@ TASKS = {
         "generation_kwargs": {"until": ["\n\n"], "max_gen_toks": 6}, "metric_list": [{"metric": "exact_match"}],
     },
 }  # fmt: skip
+NEEDLES = ["niah_single_1", "niah_multikey_3"]
 
 
 @pytest.fixture(scope="module")
@@ -113,24 +115,35 @@ def write_tasks(folder) -> None:
         (folder / f"{name}.yaml").write_text(yaml.safe_dump({"task": name, "test_split": "test", **source, **task}))
 
 
-@pytest.mark.slow
-def test_the_command_on_three_tasks(infini, tokenizer, tmp_path):
-    infini.save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
-    (tmp_path / "tasks").mkdir()
-    write_tasks(tmp_path / "tasks")
-    options = ["--model", "hf_infini", "--model_args", f"pretrained={tmp_path / 'model'},chunk_tokens=50", "--device", "cpu"]
-    options += ["--include_path", tmp_path / "tasks", "--tasks", ",".join(TASKS), "--batch_size", 3]
-    done = command(*options, "--log_samples", "--output_path", tmp_path / "out")
+@pytest.fixture(scope="module")
+def by_command(infini, tokenizer, tmp_path_factory) -> dict[str, tuple[dict, list[dict]]]:
+    """The results and the samples of each task, by one call of the command."""
+    pytest.importorskip("wonderwords", reason="lm-eval's needles are made of its words: pip install lm-eval[ruler]")
+    folder = tmp_path_factory.mktemp("command")
+    infini.save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    (folder / "tasks").mkdir()
+    write_tasks(folder / "tasks")
+    # lm-eval would download nltk's punkt_tab, which only the tasks with essays need
+    (folder / "nltk" / "tokenizers" / "punkt_tab").mkdir(parents=True)
+    options = ["--model", "hf_infini", "--model_args", f"pretrained={folder / 'model'},chunk_tokens=50", "--device", "cpu"]
+    options += ["--include_path", folder / "tasks", "--tasks", ",".join([*TASKS, *NEEDLES]), "--batch_size", 3]
+    options += ["--metadata", '{"max_seq_lengths": [1200]}', "--limit", len(CONTEXTS), "--gen_kwargs", "max_gen_toks=6"]
+    done = command(*options, "--log_samples", "--output_path", folder / "out", NLTK_DATA=str(folder / "nltk"))
     assert done.returncode == 0, done.stderr
-    [file] = (tmp_path / "out").rglob("results_*.json")
-    results = json.loads(file.read_text(encoding="utf-8"))["results"]
-    samples = {}
-    for name in TASKS:
-        [file] = (tmp_path / "out").rglob(f"samples_{name}_*.jsonl")
-        lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-        samples[name] = [line["filtered_resps"] for line in sorted(lines, key=lambda line: line["doc_id"])]
+    [file] = (folder / "out").rglob("results_*.json")
+    results, found = json.loads(file.read_text(encoding="utf-8"))["results"], {}
+    for name in [*TASKS, *NEEDLES]:
+        [file] = (folder / "out").rglob(f"samples_{name}_*.jsonl")
+        samples = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+        found[name] = (results[name], sorted(samples, key=lambda sample: sample["doc_id"]))
+    return found
 
+
+@pytest.mark.slow
+def test_the_command_on_three_tasks(by_command, infini, tokenizer):
+    results = {name: by_command[name][0] for name in TASKS}
+    samples = {name: [sample["filtered_resps"] for sample in by_command[name][1]] for name in TASKS}
     right = 0
     for context, choices, found in zip(CONTEXTS, CHOICES, samples["tiny_choice"], strict=True):
         expected = [direct_pair(infini, tokenizer, context, choice) for choice in choices]
@@ -149,42 +162,28 @@ def test_the_command_on_three_tasks(infini, tokenizer, tmp_path):
 
 
 @pytest.mark.slow
-def test_needle_tasks_without_a_network(infini, tokenizer, tmp_path):
+def test_needle_tasks_without_a_network(by_command, infini, tokenizer):
     """Public tasks that make their own texts: each prompt is read whole, and answered as by greedy decoding."""
-    pytest.importorskip("wonderwords", reason="lm-eval's needles are made of its words: pip install lm-eval[ruler]")
-    infini.save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
-    # lm-eval would download nltk's punkt_tab, which only the tasks with essays need
-    (tmp_path / "nltk" / "tokenizers" / "punkt_tab").mkdir(parents=True)
-    options = ["--model", "hf_infini", "--model_args", f"pretrained={tmp_path / 'model'},chunk_tokens=200"]
-    options += ["--tasks", "niah_single_1,niah_multikey_2,niah_multikey_3", "--metadata", '{"max_seq_lengths": [1200]}']
-    options += ["--limit", 2, "--batch_size", 2, "--gen_kwargs", "max_gen_toks=4", "--device", "cpu"]
-    options += ["--log_samples", "--output_path", tmp_path / "out"]
-    done = command(*options, NLTK_DATA=str(tmp_path / "nltk"))
-    assert done.returncode == 0, done.stderr
-    [file] = (tmp_path / "out").rglob("results_*.json")
-    results = json.loads(file.read_text(encoding="utf-8"))["results"]
     answers = []
-    for name in ("niah_single_1", "niah_multikey_2", "niah_multikey_3"):
-        assert results[name]["1200,none"] == 0 and results[name]["sample_len"] == 2  # the model is random
-        [file] = (tmp_path / "out").rglob(f"samples_{name}_*.jsonl")
-        for sample in map(json.loads, file.read_text(encoding="utf-8").splitlines()):
+    for name in NEEDLES:
+        results, samples = by_command[name]
+        assert results["1200,none"] == 0 and results["sample_len"] == len(samples)  # the model is random
+        for sample in samples:
             prompt, needle = sample["arguments"]["gen_args_0"]["arg_0"], sample["doc"]["outputs"][0]
             ids = tokenizer.encode(prompt)
-            assert needle in prompt and 4 * 200 < len(ids) < 1200
-            expected = tokenizer.decode(greedy_tokens(infini, ids, 4), skip_special_tokens=True)
+            assert needle in prompt and 800 < len(ids) < 1200
+            expected = tokenizer.decode(greedy_tokens(infini, ids, 6), skip_special_tokens=True)
             assert sample["filtered_resps"] == [expected]
             answers.append(expected)
     assert len(set(answers)) > 1
 
 
-@pytest.mark.slow
-def test_without_lm_eval():
-    code = "import runpy, sys; sys.modules['lm_eval'] = None; "
-    code += "runpy.run_module('hf_infini.lm_eval_model', run_name='__main__')"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 1
-    assert done.stderr.splitlines()[-1].startswith("error: lm-eval is not installed: pip install")
+def test_without_lm_eval(monkeypatch):
+    for name in [name for name in sys.modules if name.partition(".")[0] == "lm_eval"]:
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.delitem(sys.modules, "hf_infini.lm_eval_model")  # or runpy warns
+    with pytest.raises(SystemExit, match="^error: lm-eval is not installed: pip install"):
+        runpy.run_module("hf_infini.lm_eval_model", run_name="__main__")
 
 
 # --- the class --------------------------------------------------------------------------------------------------------
