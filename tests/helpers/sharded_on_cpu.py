@@ -1,4 +1,5 @@
-"""Runs a script as accelerate's FSDP2 or DeepSpeed on CPU processes: `accelerate launch … sharded_on_cpu.py SCRIPT …`.
+"""Runs a script as accelerate's FSDP2 or DeepSpeed on CPU processes: `accelerate launch … sharded_on_cpu.py SCRIPT …`, or a
+recipe on the ranks of [`ranks.on_ranks`].
 
 torch and DeepSpeed shard on CPUs as well, over gloo; accelerate does not ask them to where it was told of a CPU, or knows
 its processes by the name of several CPUs. Under the name of several GPUs it does all that it does there, on its device.
@@ -8,8 +9,13 @@ import os
 import runpy
 import sys
 
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
+from accelerate.utils.launch import prepare_multi_gpu_env
+from torch import distributed
+
+from ranks import run_as_rank
 
 initialise = AcceleratorState.__init__
 
@@ -19,6 +25,15 @@ def sharded(self, *args, cpu: bool = False, **kwargs):
         PartialState(cpu)
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
     initialise(self, *args, cpu=False, **kwargs)
+
+
+def run_as_sharded_rank(config_file, name: str, command: list) -> list:
+    """[`ranks.run_as_rank`] with the environment that `accelerate launch --config_file` gives its processes."""
+    given = ["--config_file", str(config_file), "--num_processes", str(distributed.get_world_size()), name]
+    arguments, _, _ = _validate_launch_command(launch_command_parser().parse_args(given))
+    os.environ |= prepare_multi_gpu_env(arguments)
+    AcceleratorState.__init__ = sharded
+    return run_as_rank(name, command)
 
 
 if __name__ == "__main__":

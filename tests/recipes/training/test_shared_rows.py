@@ -2,7 +2,6 @@
 
 import os
 import signal
-import sys
 import threading
 import time
 from pathlib import Path
@@ -17,7 +16,8 @@ from hf_infini import InfiniGPT2Config
 from hf_infini.training import PerplexityTrainer
 from models import infini_gpt2
 from ranks import on_ranks, run_as_rank
-from running import CONTEXT, ROOT, SIZES, load_recipe, losses, prepared_data, recipe, result, run, run_recipe
+from running import CONTEXT, ROOT, SIZES, load_recipe, losses, prepared_data, result, run_recipe
+from sharded_on_cpu import run_as_sharded_rank
 from training import setup
 
 train = load_recipe("train")
@@ -75,11 +75,9 @@ def test_four_processes_that_share_rows_in_pairs_train_what_one_does(base, alone
 
 @pytest.mark.slow
 def test_two_sharded_processes_that_share_rows_train_what_one_does(base, alone):
-    config = ["--config_file", ROOT / "recipes" / "configs" / "accelerate_fsdp2.yaml"]
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", 2, *config]
-    launch.append(ROOT / "tests" / "helpers" / "sharded_on_cpu.py")
-    out = base / "shared_by_two"
-    run(*launch, *recipe("train")[1:], *options(base, 2, 2), "--out", out)
+    config, out = ROOT / "recipes" / "configs" / "accelerate_fsdp2.yaml", base / "shared_by_two"
+    answers = on_ranks(run_as_sharded_rank, 2, config, "train", [*options(base, 2, 2), "--out", out])
+    assert all(isinstance(answer, list) and answer[0].returncode == 0 for answer in answers), answers
     check(base, alone, out)
 
 
