@@ -1,6 +1,5 @@
 """Settings that every test needs."""
 
-import functools
 import os
 from pathlib import Path
 
@@ -16,11 +15,3 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 def base(tmp_path_factory) -> Path:
     """The folder of everything that several tests read."""
     return tmp_path_factory.getbasetemp()
-
-
-@pytest.fixture(scope="session", autouse=True)
-def closures():
-    """Which files a saved model's code has is found once for each of them, and not by every save, which takes 0.1 s."""
-    from hf_infini import hub_code
-
-    hub_code._closure = functools.cache(hub_code._closure)

@@ -50,6 +50,13 @@ def run_as_rank(name: str, *commands: list) -> list:
     return [run_recipe(name, *command, check=False) for command in commands]
 
 
+def ended_well(answers: list) -> str:
+    """What the first command printed to standard error on the first rank; all of [`run_as_rank`] must have ended well."""
+    for answer in answers:
+        assert isinstance(answer, list) and all(done.returncode == 0 for done in answer), answers
+    return answers[0][0].stderr
+
+
 def _run(rank: int, size: int, store: Path, answers, function, arguments) -> None:
     torch.set_num_threads(1)
     options = {"rank": rank, "world_size": size, "timeout": timedelta(seconds=60)}

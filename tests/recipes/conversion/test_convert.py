@@ -20,7 +20,7 @@ from hf_infini import InfiniGPT2Config, InfiniGPT2LMHeadModel, load_adapter, pat
 from hf_infini.adapters import without_wrappers
 from hf_infini.loading import load_causal_lm
 from models import gpt2
-from ranks import on_ranks, run_as_rank
+from ranks import ended_well, on_ranks, run_as_rank
 from running import CONTEXT, ROOT, load_recipe, prepared_data
 from training.dilution import set_defaults
 
@@ -209,8 +209,7 @@ def test_a_gpt2_of_train_py(base, tmp_path, capsys):
 def test_two_processes_train_what_one_does(checkpoint, base, tmp_path):
     """Two rows a step, one in each process or one after the other."""
     same = ["--model", checkpoint, "--data", prepared_data(base), *WINDOW, *STEPS, *SMALL]
-    for answer in on_ranks(run_as_rank, 2, "convert", [*same, "--out", tmp_path / "two"]):
-        assert not isinstance(answer, BaseException) and answer[0].returncode == 0, answer
+    ended_well(on_ranks(run_as_rank, 2, "convert", [*same, "--out", tmp_path / "two"]))
     run(checkpoint, base, tmp_path / "one", "--gradient_accumulation", 2)
     for file in ("infini_adapter.safetensors", "adapter_model.safetensors"):
         one, two = (load_file(tmp_path / name / "adapter" / file) for name in ("one", "two"))
@@ -225,8 +224,7 @@ def test_two_processes_dilute(checkpoint, base, tmp_path):
     data = prepared_data(base)
     options = ["--model", checkpoint, "--data", data, "--dilute_with", data, "--dilute_share", 0.5, *WINDOW, *STEPS, *SMALL]
     options += ["--transfer_steps", 0, "--together_steps", 6, "--out", tmp_path / "two"]
-    for answer in on_ranks(run_as_rank, 2, "convert", options):
-        assert not isinstance(answer, BaseException) and answer[0].returncode == 0, answer
+    ended_well(on_ranks(run_as_rank, 2, "convert", options))
     lines = (tmp_path / "two" / "together" / "metrics.jsonl").read_text().splitlines()
     assert all(math.isfinite(json.loads(line)["train_loss"]) for line in lines) and len(lines) == 6
 

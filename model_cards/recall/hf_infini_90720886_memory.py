@@ -23,9 +23,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .hf_infini_7c9f662c_gated_delta import gated_delta_scan
-from .hf_infini_7c9f662c_memory_gradients import DeltaScan, EluFeatures, ExpFeatures, Mix, Read, RunningSum, UnitLength
-from .hf_infini_7c9f662c_options import check_rule
+from .hf_infini_90720886_gated_delta import gated_delta_scan
+from .hf_infini_90720886_memory_gradients import DeltaScan, EluFeatures, ExpFeatures, Mix, Read, RunningSum, UnitLength
+from .hf_infini_90720886_options import check_rule
 
 EPS = 1e-6
 

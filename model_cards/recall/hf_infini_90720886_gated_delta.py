@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from .hf_infini_7c9f662c_memory_gradients import DeltaScan
-from .hf_infini_7c9f662c_tensors import pad
+from .hf_infini_90720886_memory_gradients import DeltaScan
+from .hf_infini_90720886_tensors import pad
 
 SMALL = 32  # tokens of a triangular system that is solved as it is
 

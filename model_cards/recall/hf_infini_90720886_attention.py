@@ -16,15 +16,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .hf_infini_7c9f662c_checks import check_arguments, check_shapes, check_window
-from .hf_infini_7c9f662c_decoding import StepLayout, attend_step
-from .hf_infini_7c9f662c_layout import GridLayout
-from .hf_infini_7c9f662c_memory import EPS, MemoryRule, Within, memory_weight, mix
-from .hf_infini_7c9f662c_positions import Rotary
-from .hf_infini_7c9f662c_segments import SegmentLayout, segment_layout
-from .hf_infini_7c9f662c_state import InfiniState, Projections
-from .hf_infini_7c9f662c_tensors import pad_to
-from .hf_infini_7c9f662c_window import Softmax, for_every_head, window_attention, window_weights
+from .hf_infini_90720886_checks import check_arguments, check_shapes, check_window
+from .hf_infini_90720886_decoding import StepLayout, attend_step
+from .hf_infini_90720886_layout import GridLayout
+from .hf_infini_90720886_memory import EPS, MemoryRule, Within, memory_weight, mix
+from .hf_infini_90720886_positions import Rotary
+from .hf_infini_90720886_segments import SegmentLayout, segment_layout
+from .hf_infini_90720886_state import InfiniState, Projections
+from .hf_infini_90720886_tensors import pad_to
+from .hf_infini_90720886_window import Softmax, for_every_head, window_attention, window_weights
 
 GROUP_ELEMENTS = {"cpu": 2**20, "cuda": 2**26}  # of the keys
 
