@@ -12,4 +12,4 @@ PIP_NO_COMPILE=1 bash "$root/recipes/setup.sh" "$environment" test # what is imp
 cd "$root"
 "$environment/bin/ruff" check .
 "$environment/bin/pyrefly" check --python-interpreter-path "$environment/bin/python"
-"$environment/bin/pytest" -n 2 --dist loadfile "$@"
+"$environment/bin/pytest" -n 2 --dist loadfile --no-loadscope-reorder "$@" # in the order of conftest.py
