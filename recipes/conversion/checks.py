@@ -23,6 +23,11 @@ def check(conversion) -> None:
         check_rule(memory.get("update_rule", "linear"))
         if not options.together_steps:
             raise UserError("--dilute_with is of the training of all layers: give --together_steps")
+    if options.repeat_up_to > 1 and (memory.get("update_rule") != "gated_delta" or not options.together_steps):
+        raise UserError(
+            "--repeat_up_to raises the learned rates of the gated delta rule in the training of all layers: it needs "
+            "--update_rule gated_delta and --together_steps"
+        )
     trains = options.together_steps or options.transfer_steps and not options.start
     if trains and conversion.context < 2 * window:
         raise UserError(

@@ -139,7 +139,7 @@ class Conversion:
         options = self.options
         narrow = {"narrow": tuple(options.narrow), "lengths": tuple(options.narrow_to)}
         transfer = narrow | {"layers": self.trained}
-        together = narrow | {"text": options.text_weight, "past_of": self.past_of}
+        together = narrow | {"text": options.text_weight, "past_of": self.past_of, "repeat": options.repeat_up_to}
         stages = [
             Stage("transfer", Transfer, options.transfer_steps, options.transfer_learning_rate, transfer),
             Stage("together", Together, options.together_steps, options.together_learning_rate, together),

@@ -4,6 +4,7 @@ They train and save only an adapter ([`hf_infini.save_adapter`]): checkpoints ha
 """
 
 import contextlib
+import functools
 import random
 from collections.abc import Callable, Iterator, Sequence
 
@@ -20,7 +21,8 @@ from recall.rows import NOT_COUNTED
 
 from .teacher import full_attention
 
-SMALLEST = 1e-12  # of an error, whose logarithm is taken
+SMALLEST = 1e-12  # of an error or a rate, whose logarithm is taken
+ONCE = 0.25  # share of the steps in which nothing is repeated
 # Adam moves each number of a parameter by about the learning rate in a step, and what comes out by as much for each of its
 # inputs: one for a gate, the width of a head for a feature map, that of the model for the write weight
 RATES = {"gate": 10.0, "memory_write": 0.1}
@@ -103,13 +105,27 @@ class Together(ConversionTrainer):
         text: the weight of the cross-entropy in rows of text; the divergence has the rest.
         past_of: makes the cache that rows begin with, or `None`, of a model, the number of rows and a device
             ([`Dilution.past`]); the teacher has none. `None`: they begin with nothing.
+        repeat: how often each token is written at most ([`repeated`]).
     """
 
     memory_rate = 10.0
 
-    def __init__(self, *args, text: float = 0.5, past_of: Callable[..., InfiniCache | None] | None = None, **kwargs):
+    def __init__(
+        self,
+        *args,
+        text: float = 0.5,
+        past_of: Callable[..., InfiniCache | None] | None = None,
+        repeat: float = 1.0,
+        **kwargs,
+    ):
         super().__init__(*args, **kwargs)
-        self.text, self.past_of = text, past_of
+        self.text, self.past_of, self.repeat = text, past_of, repeat
+
+    def times(self) -> float:
+        """How often each token is written in this step, the same in all processes and after a restart: once in a share of
+        [`ONCE`], else log-uniformly up to `repeat` times."""
+        draw = random.Random(f"repeat {self.args.seed} {self.state.global_step}")
+        return 1.0 if draw.random() < ONCE else self.repeat ** draw.random()
 
     def loss_of(self, model, rows: Tensor) -> Tensor:
         ids, labels = rows.unbind(1)
@@ -119,7 +135,9 @@ class Together(ConversionTrainer):
         wanted = self._taught(model, ids[taught]) if taught.any() else None
         past = self.past_of(model, len(ids), ids.device) if self.past_of is not None and model.training else None
         cache = {"use_cache": False} if past is None else {"use_cache": True, CACHE: past}
-        found = model(input_ids=ids, logits_to_keep=places, **cache).logits.float().log_softmax(-1)
+        times = self.times() if model.training else 1.0
+        with repeated(decoder_of(self.patched), times):
+            found = model(input_ids=ids, logits_to_keep=places, **cache).logits.float().log_softmax(-1)
         losses = _of_labels(found, labels[:, 1 + places])
         if wanted is None:
             return losses.mean()
@@ -151,6 +169,30 @@ def segments_of(config, length: int | None) -> Iterator[None]:
         yield
     finally:
         config.segment_length = before
+
+
+@contextlib.contextmanager
+def repeated(decoder, times: float) -> Iterator[None]:
+    """Within it, the memories of a decoder, of the gated delta rule, take in each token as if it came so many times in a
+    row: of what was written before they keep what so much more text would leave.
+
+    β becomes 1 − (1 − β)ⁿ and α αⁿ. Where α is below 1, the token's own copies do not decay.
+    """
+    layers = [] if times == 1 else [layer for layer in decoder.modules() if hasattr(layer, "memory_rates")]
+    for layer in layers:
+        layer.log_weight = functools.partial(_of_repeated, layer.log_weight, times)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.log_weight
+
+
+def _of_repeated(log_weight: Callable[..., Tensor], times: float, call) -> Tensor:
+    log_beta, log_alpha = log_weight(call).unbind(-1)
+    kept = torch.log1p(-log_beta.exp().clamp(max=1 - torch.finfo(log_beta.dtype).eps))
+    log_beta = (-torch.expm1(times * kept)).clamp(min=SMALLEST).log()
+    return torch.stack([log_beta, times * log_alpha], -1)
 
 
 @contextlib.contextmanager

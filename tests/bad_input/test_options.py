@@ -30,6 +30,7 @@ NUMBERS = {
     "benchmark": {"contexts": [0, -1], "rounds": [0, -5], "threads": [0, -1, 10**6], "seed": [-1, 2**32]},
     "convert": {
         "memory_in": [-1],
+        "repeat_up_to": [0.5, -1],
         "memory_layers": [0, -1],
         "transfer_rows": [0],
         "transfer_steps": [-1, 10**30],

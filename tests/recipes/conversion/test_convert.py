@@ -267,6 +267,8 @@ def test_stopped_it_goes_on_and_ends_the_same(checkpoint, base, tmp_path, monkey
         (["--dilute_up_to", 0.5], ["--dilute_up_to must be at least 1, got 0.5"]),
         (["--dilute_with", "DATA", "--together_steps", 0], ["--dilute_with is of the training of all layers: give"]),
         (["--dilute_with", "DATA", "--update_rule", "delta"], ["it needs --update_rule linear"]),
+        (["--repeat_up_to", 8], ["--repeat_up_to raises the learned rates", "it needs --update_rule gated_delta"]),
+        (["--repeat_up_to", 0.5], ["--repeat_up_to must be at least 1, got 0.5"]),
         (["--memory_in", 3], ["--memory_in 3: its layers are [0, 1, 2]"]),
         (["--memory_layers", 4], ["--memory_layers 4: the model has 3"]),
         (["--memory_layers", 2, "--memory_in", 1], ["--memory_layers chooses what --memory_in names: give one"]),
