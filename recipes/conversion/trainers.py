@@ -78,10 +78,14 @@ class ConversionTrainer(Trainer):
         """The loss of rows `[batch, 2, tokens]`, ids and labels, without padding."""
         raise NotImplementedError
 
+    def draw(self, *name: str) -> random.Random:
+        """What this step's choices are drawn from, the same in all processes and after a restart; `name`: of the choice."""
+        return random.Random(" ".join([*name, str(self.args.seed), str(self.state.global_step)]))
+
     def segment_length(self) -> int | None:
-        """Tokens of a segment in this step, the same in all processes and after a restart; `None`: the model's own."""
+        """Tokens of a segment in this step; `None`: the model's own."""
         step, last = self.state.global_step, max(1, self.state.max_steps - 1)
-        draw = random.Random(f"{self.args.seed} {step}")
+        draw = self.draw()
         first, end = self.narrow
         if not self.lengths or draw.random() >= first + (end - first) * step / last:
             return None
@@ -122,9 +126,9 @@ class Together(ConversionTrainer):
         self.text, self.past_of, self.repeat = text, past_of, repeat
 
     def times(self) -> float:
-        """How often each token is written in this step, the same in all processes and after a restart: once in a share of
-        [`ONCE`], else log-uniformly up to `repeat` times."""
-        draw = random.Random(f"repeat {self.args.seed} {self.state.global_step}")
+        """How often each token is written in this step: once in a share of [`ONCE`], else log-uniformly up to `repeat`
+        times."""
+        draw = self.draw("repeat")
         return 1.0 if draw.random() < ONCE else self.repeat ** draw.random()
 
     def loss_of(self, model, rows: Tensor) -> Tensor:
@@ -136,7 +140,7 @@ class Together(ConversionTrainer):
         past = self.past_of(model, len(ids), ids.device) if self.past_of is not None and model.training else None
         cache = {"use_cache": False} if past is None else {"use_cache": True, CACHE: past}
         times = self.times() if model.training else 1.0
-        with repeated(decoder_of(self.patched), times):
+        with repeated(self.patched, times):
             found = model(input_ids=ids, logits_to_keep=places, **cache).logits.float().log_softmax(-1)
         losses = _of_labels(found, labels[:, 1 + places])
         if wanted is None:
@@ -172,13 +176,13 @@ def segments_of(config, length: int | None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def repeated(decoder, times: float) -> Iterator[None]:
-    """Within it, the memories of a decoder, of the gated delta rule, take in each token as if it came so many times in a
-    row: of what was written before they keep what so much more text would leave.
+def repeated(model, times: float) -> Iterator[None]:
+    """Within it, the gated delta memories of a model take in each token as if it came so many times in a row: of what was
+    written before they keep what so much more text would leave.
 
     β becomes 1 − (1 − β)ⁿ and α αⁿ. Where α is below 1, the token's own copies do not decay.
     """
-    layers = [] if times == 1 else [layer for layer in decoder.modules() if hasattr(layer, "memory_rates")]
+    layers = [] if times == 1 else [layer for layer in model.modules() if hasattr(layer, "memory_rates")]
     for layer in layers:
         layer.log_weight = functools.partial(_of_repeated, layer.log_weight, times)
     try:
@@ -189,6 +193,7 @@ def repeated(decoder, times: float) -> Iterator[None]:
 
 
 def _of_repeated(log_weight: Callable[..., Tensor], times: float, call) -> Tensor:
+    """log β and log α of [`repeated`], `[batch, kv_heads, tokens, 2]`; `log_weight` and `call`: a layer's own."""
     log_beta, log_alpha = log_weight(call).unbind(-1)
     kept = torch.log1p(-log_beta.exp().clamp(max=1 - torch.finfo(log_beta.dtype).eps))
     log_beta = (-torch.expm1(times * kept)).clamp(min=SMALLEST).log()

@@ -253,6 +253,21 @@ def test_stopped_it_goes_on_and_ends_the_same(checkpoint, base, tmp_path, monkey
         assert whole.keys() == stopped.keys() and all(torch.equal(whole[key], stopped[key]) for key in whole)
 
 
+@pytest.mark.slow
+def test_what_repeats_is_the_training_of_all_layers(checkpoint, base, tmp_path, monkeypatch):
+    from conversion import trainers
+
+    used = []
+    own = trainers.repeated
+    monkeypatch.setattr(trainers, "repeated", lambda model, times: used.append(times) or own(model, times))
+    rule = ["--update_rule", "gated_delta", "--denominator", "separate", "--memory_write", "equal"]
+    run(checkpoint, base, tmp_path / "out", *rule, "--repeat_up_to", 8, "--together_steps", 12, "--evaluation_rows", 1)
+    in_training = used[:12]
+    assert min(in_training) == 1 and 2 < max(in_training) <= 8
+    record = json.loads((tmp_path / "out" / "together" / "run.json").read_text())
+    assert record["repeat_up_to"] == 8
+
+
 @pytest.mark.parametrize(
     ("options", "mentions"),
     [
