@@ -131,9 +131,10 @@ def test_the_whole_equals_the_naive_reference(seed, sizes, monkeypatch):
 
 
 @pytest.mark.slow
-def test_with_dropout():
+@pytest.mark.parametrize("seed", [18, 32, 2], ids=["linear", "delta", "gated_delta"])
+def test_with_dropout(seed):
     """The same weights are dropped in both calls, and only local ones: finite differences of the first gradients."""
-    case = random_case(18, dtype=torch.float64, dropout=0.5, segment_length=3, denominator="separate")
+    case = random_case(seed, dtype=torch.float64, dropout=0.5, segment_length=3, denominator="separate")
     assert case.query.shape[2] > 3
 
     def attend(*leaves):
