@@ -70,11 +70,11 @@ FUNCTIONS = {
     ),
 }
 for name, continues in (("", None), (" packed", PACKED.continues)):
-    for tokens in (1, 3):  # the second in chunks of two
-        shapes = [(normal, 1, 2, 1, tokens, 2), (normal, 1, 2, 1, tokens, 3), (positive, 1, 2, 1, tokens, 2)]
+    for tokens, width in ((2, 3), (3, 2)):  # fewer tokens than a head is wide; more, in chunks of two
+        shapes = [(normal, 1, 2, 1, tokens, width), (normal, 1, 2, 1, tokens, 3), (positive, 1, 2, 1, tokens, 2)]
         FUNCTIONS[f"gated_delta_scan{name}, {tokens} tokens"] = (
             lambda key, value, weight, memory, start, c=continues: gated_delta_scan(key, value, -weight, memory, c, start),
-            [*shapes, (normal, 1, 1, 2, 3), (normal, 1, 2, 3)],
+            [*shapes, (normal, 1, 1, width, 3), (normal, 1, width, 3)],
         )
 for rule in (linear_states, delta_states):
     for packing, borders in (("", None), (" packed", PACKED)):
