@@ -170,15 +170,15 @@ class RunningSum(Function):
 
 
 class DeltaScan(Function):
-    """M_{n+1} = M_n + A_n (T_n − B_n M_n), block after block;
+    """M_{n+1} = (1 + f_n) M_n + A_n (T_n − B_n M_n), block after block;
 
-    with g_n the gradient of M_n and c_n = A_nᵀ g_{n+1}:  g_n += g_{n+1} − B_nᵀ c_n,
-    g_T_n = c_n,  g_B_n = −c_n M_nᵀ,  g_A_n = g_{n+1} (T_n − B_n M_n)ᵀ.
+    with g_n the gradient of M_n and c_n = A_nᵀ g_{n+1}:  g_n += (1 + f_n) g_{n+1} − B_nᵀ c_n,
+    g_T_n = c_n,  g_B_n = −c_n M_nᵀ,  g_A_n = g_{n+1} (T_n − B_n M_n)ᵀ,  g_f_n = Σ g_{n+1} M_n.
 
     The loop backwards touches the states' gradient only; what is owed to A, B and T is worked out for all blocks at once.
 
     Args:
-        target: T; left: A, `None`: the identity; right: B. `[B, N, K, …]` each.
+        target: T; left: A, `None`: the identity; right: B. `[B, N, K, …]` each; growth: f, `[B, N, K]`, `None`: zero.
         incoming: M_0, `[B, K, D, E]`.
         continues: `[B, N]` bool: where it is False, M begins again as `start` `[K, D, E]` behind the block; `None`: nowhere.
 
@@ -186,21 +186,24 @@ class DeltaScan(Function):
     """
 
     @staticmethod
-    def forward(ctx, target, left, right, incoming, continues, start):
+    def forward(ctx, target, left, right, growth, incoming, continues, start):
         memory, memories = incoming, []
         for block in range(target.shape[1]):
             memories.append(memory)
             change = target[:, block] - right[:, block] @ memory
-            memory = memory + (change if left is None else left[:, block] @ change)
+            change = change if left is None else left[:, block] @ change
+            if growth is not None:
+                change = torch.addcmul(change, memory, growth[:, block, :, None, None])
+            memory = memory + change
             if continues is not None:
                 memory = torch.where(continues[:, block, None, None, None], memory, start)
         memories = torch.stack(memories, 1)
-        ctx.save_for_backward(target, left, right, continues, memories)
+        ctx.save_for_backward(target, left, right, growth, continues, memories)
         return memories, memory
 
     @staticmethod
     def backward(ctx, memories_gradient, gradient):
-        target, left, right, continues, memories = ctx.saved_tensors
+        target, left, right, growth, continues, memories = ctx.saved_tensors
         to_start = None if continues is None else torch.zeros_like(gradient[0])
         to_states, to_changes = [], []
         for block in range(target.shape[1] - 1, -1, -1):
@@ -211,10 +214,15 @@ class DeltaScan(Function):
             to_change = gradient if left is None else left[:, block].transpose(-1, -2) @ gradient
             to_states.append(gradient)
             to_changes.append(to_change)
-            gradient = gradient - right[:, block].transpose(-1, -2) @ to_change + memories_gradient[:, block]
+            owed = memories_gradient[:, block]
+            if growth is not None:
+                owed = torch.addcmul(owed, gradient, growth[:, block, :, None, None])
+            gradient = gradient - right[:, block].transpose(-1, -2) @ to_change + owed
         to_target = torch.stack(to_changes[::-1], 1)
         to_right = (to_target @ memories.transpose(-1, -2)).neg_()
-        to_left = None
+        to_left = to_growth = None
         if left is not None:
-            to_left = torch.stack(to_states[::-1], 1) @ (target - right @ memories).transpose(-1, -2)
-        return to_target, to_left, to_right, gradient, None, to_start
+            to_state = torch.stack(to_states[::-1], 1)
+            to_left = to_state @ (target - right @ memories).transpose(-1, -2)
+            to_growth = None if growth is None else (to_state * memories).sum((-2, -1))
+        return to_target, to_left, to_right, to_growth, gradient, None, to_start

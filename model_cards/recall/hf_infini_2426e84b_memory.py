@@ -23,9 +23,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .hf_infini_90720886_gated_delta import gated_delta_scan
-from .hf_infini_90720886_memory_gradients import DeltaScan, EluFeatures, ExpFeatures, Mix, Read, RunningSum, UnitLength
-from .hf_infini_90720886_options import check_rule
+from .hf_infini_2426e84b_gated_delta import gated_delta_scan
+from .hf_infini_2426e84b_memory_gradients import DeltaScan, EluFeatures, ExpFeatures, Mix, Read, RunningSum, UnitLength
+from .hf_infini_2426e84b_options import check_rule
 
 EPS = 1e-6
 
@@ -203,7 +203,7 @@ def delta_states(
     # In shorter segments two thin products a block cost less than one D × D matrix a block
     thin = key_features.shape[-2] < key_features.shape[-1]
     factors = (value, keys, scaled) if thin else (keys @ value, None, keys @ scaled)
-    memories, last_memory = DeltaScan.apply(*factors, memory, continues, None if borders is None else first_memory)
+    memories, last_memory = DeltaScan.apply(*factors, None, memory, continues, None if borders is None else first_memory)
     return States(memories, normalisers, last_memory, last_normaliser)
 
 

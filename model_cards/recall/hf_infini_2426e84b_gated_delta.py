@@ -1,0 +1,222 @@
+"""The gated delta rule over blocks of tokens (Yang, Kautz and Hatamizadeh, "Gated Delta Networks", arXiv 2412.06464).
+
+    M_t = α_t (M_{t−1} − β_t k_t k_tᵀ M_{t−1}) + β_t k_t v_tᵀ           |k_t| ≤ 1, 0 ≤ β_t ≤ 1, 0 ≤ α_t ≤ 1
+
+Only the states between blocks are needed, so the tokens of a chunk are taken all at once (the WY form, section 3.3). With
+g_t = α_1 ⋯ α_t, counted from the chunk's first token, the state after t is g_t M_0 + Σ_{i≤t} (g_t / g_i) k_i u_iᵀ, where
+
+    (I + T) U = β V − β g K M_0,  T_ti = β_t (g_t / g_i) k_t·k_i for i < t, else 0.
+
+The state after a chunk is affine in M_0, and the loop over chunks touches the state only.
+
+Shapes as in memory.py: `B` batch, `N` blocks, `K` key/value heads, `P` tokens in a block, `D` head dimension, `E` value
+dimension.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from .hf_infini_2426e84b_memory_gradients import DeltaScan
+from .hf_infini_2426e84b_tensors import pad
+
+SMALL = 32  # tokens of a triangular system that is solved as it is
+
+
+def gated_delta_scan(
+    key: Tensor,
+    value: Tensor,
+    log_weight: Tensor,
+    memory: Tensor,
+    continues: Tensor | None = None,
+    start: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """M before each block, `[B, N, K, D, E]`, and after the last, `[B, K, D, E]`.
+
+    A chunk has at most as many tokens as a head is wide: then neither T nor the states between chunks hold more numbers than
+    the tokens do.
+
+    Args:
+        key: k, `[B, N, K, P, D]`; value: v, `[B, N, K, P, E]`; log_weight: log β and log α, `[B, N, K, P, 2]`. A token with
+            k = 0 and log α = 0 changes nothing.
+        memory: before the first block, `[B, K, D, E]`.
+        continues: `[B, N]` bool: where it is False, M begins again as `start` `[K, D, E]` behind the block; `None`: nowhere.
+    """
+    width = key.shape[-1]
+    chunks = -(-key.shape[-2] // width)
+    if chunks > 1:
+        key, value, log_weight = (_in_chunks(part, chunks) for part in (key, value, log_weight))
+        if continues is not None:  # M begins again behind a block's last chunk
+            inside = continues.new_ones(*continues.shape, chunks - 1)
+            continues = torch.cat([inside, continues.unsqueeze(-1)], -1).flatten(1)
+    log_beta, log_alpha = log_weight.unbind(-1)
+    tensors = (part.flatten(0, 2) for part in (key, value, log_beta, log_alpha.cumsum(-1)))
+    factors = _thin_factors(*tensors) if key.shape[-2] < width else _wide_factors(*tensors)
+    factors = (None if part is None else part.unflatten(0, key.shape[:3]) for part in factors)
+    memories, last = DeltaScan.apply(*factors, memory, continues, start)
+    return memories[:, ::chunks], last
+
+
+def _thin_factors(key: Tensor, value: Tensor, log_beta: Tensor, log_kept: Tensor) -> tuple[Tensor, ...]:
+    """[`DeltaScan`]'s T, A, B and f for M ← g_P M + Zᵀ (V − g K M).
+
+    Where a chunk has fewer tokens than a head is wide, two thin products cost less than one D × D matrix.
+    """
+    tensors = key, log_beta, log_kept
+    weighted = _weights(*tensors)[0] if torch.compiler.is_compiling() else ChunkWeights.apply(*tensors)
+    return value, weighted.mT, key * log_kept.exp().unsqueeze(-1), log_kept[:, -1].expm1()
+
+
+def _wide_factors(*tensors: Tensor) -> tuple[Tensor | None, ...]:
+    """[`DeltaScan`]'s T, A, B and f for M ← M + A − E M."""
+    # A compiler makes the gradient of plain operations
+    added, erased = _maps(*tensors)[:2] if torch.compiler.is_compiling() else ChunkMaps.apply(*tensors)
+    return added, None, erased, None
+
+
+class ChunkWeights(Function):
+    """Z of each chunk, what its values are written with ([`_weights`]), with a gradient of few passes over the tokens: with
+
+    Y = (I + T)⁻¹ β g_Z and H = −tril(Z Yᵀ) g_t / g_i without its diagonal,  g_K = (H + Hᵀ) K + (g_P / g) Y.
+
+    The exponents' gradients are sums of what they multiply.
+
+    Args:
+        key: `[chunks, P, D]`; log_beta, log_kept: log β and log g, `[chunks, P]`.
+
+    Returns Z, `[chunks, P, D]`.
+    """
+
+    @staticmethod
+    def forward(ctx, *tensors):
+        weighted, *others = _weights(*tensors)
+        ctx.save_for_backward(*tensors, weighted, *others)
+        return weighted
+
+    @staticmethod
+    def backward(ctx, to_weighted):
+        saved = ctx.saved_tensors
+        with torch.autocast(to_weighted.device.type, enabled=False):  # where products in place are not of one dtype
+            if torch.is_grad_enabled():  # a second derivative is wanted
+                return _plain_gradients(lambda *inputs: _weights(*inputs)[:1], saved[:3], (to_weighted,))
+            return _gradients_of_weights(*saved, to_weighted)
+
+
+class ChunkMaps(Function):
+    """The map of each chunk, M ← M + A − E M ([`_maps`]), with a gradient of few passes over the tokens: with F = g K g_Eᵀ
+
+    g_Z = V g_Aᵀ + F and g_V = Z g_A,  and g_K = g Z g_E + what [`ChunkWeights`] makes of g_Z.
+
+    Args:
+        key: `[chunks, P, D]`; value: `[chunks, P, E]`; log_beta, log_kept: log β and log g, `[chunks, P]`.
+
+    Returns A `[chunks, D, E]` and E `[chunks, D, D]`.
+    """
+
+    @staticmethod
+    def forward(ctx, *tensors):
+        added, erased, *others = _maps(*tensors)
+        ctx.save_for_backward(*tensors, *others)
+        return added, erased
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        saved = ctx.saved_tensors
+        with torch.autocast(gradients[0].device.type, enabled=False):
+            if torch.is_grad_enabled():
+                return _plain_gradients(lambda *inputs: _maps(*inputs)[:2], saved[:4], gradients)
+            return _gradients_of_maps(*saved, *gradients)
+
+
+def _weights(key: Tensor, log_beta: Tensor, log_kept: Tensor) -> tuple[Tensor, ...]:
+    """Z = β (I + T)⁻ᵀ (g_P / g) K, with P the chunk's last token; and what the gradient needs: g_t / g_i, T / β and
+    (I + T)⁻¹ β. Above their diagonals, the first two mean nothing."""
+    beta = log_beta.exp()
+    decay = (log_kept.unsqueeze(-1) - log_kept.unsqueeze(-2)).tril_(-1).exp_()  # no exponent is positive
+    products = _times(key @ key.mT, decay)
+    weighted_inverse = _times(_inverse(products * beta.unsqueeze(-1)), beta.unsqueeze(-2))
+    weighted = weighted_inverse.mT @ (key * (log_kept[:, -1:] - log_kept).exp().unsqueeze(-1))
+    return weighted, decay, products, weighted_inverse
+
+
+def _maps(key: Tensor, value: Tensor, log_beta: Tensor, log_kept: Tensor) -> tuple[Tensor, ...]:
+    """A = Zᵀ V and E = Zᵀ g K + (1 − g_P) I, and all of [`_weights`]."""
+    weighted, *others = _weights(key, log_beta, log_kept)
+    erased = (weighted * log_kept.exp().unsqueeze(-1)).mT @ key
+    erased.diagonal(dim1=1, dim2=2).sub_(torch.expm1(log_kept[:, -1:]))
+    return weighted.mT @ value, erased, weighted, *others
+
+
+def _plain_gradients(function: Callable, tensors: tuple[Tensor, ...], gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Of the tensors, through `function` of plain operations, with a graph."""
+    inputs = [part if part.requires_grad else part.detach().requires_grad_() for part in tensors]
+    return torch.autograd.grad(function(*inputs), inputs, gradients, create_graph=True)
+
+
+def _gradients_of_weights(
+    key, log_beta, log_kept, weighted, decay, products, weighted_inverse, to_weighted, to_key=None, to_log_kept=None
+) -> tuple[Tensor, ...]:
+    """Of the first three tensors, as [`ChunkWeights`] has them; `to_key` and `to_log_kept`: what they owe already."""
+    fading = (log_kept[:, -1:] - log_kept).exp().unsqueeze(-1)
+    spare = torch.mul(weighted, to_weighted)  # a new tensor costs more than a product
+    to_log_beta = spare.sum(-1)
+    to_remaining = weighted_inverse @ to_weighted
+    to_products = (weighted @ to_remaining.mT).tril_(-1).neg_()
+    of_exponents = products.mul(to_products)
+    sums = of_exponents.sum(-1)
+    to_log_beta += sums
+    owed = sums - of_exponents.sum(-2)
+    to_log_kept = owed if to_log_kept is None else to_log_kept.add_(owed)
+    to_products *= decay
+    of_exponents = torch.add(to_products, to_products.mT, out=of_exponents)
+    to_key = of_exponents @ key if to_key is None else to_key.baddbmm_(of_exponents, key)
+    to_key += to_remaining.mul_(fading)
+    of_fading = torch.mul(to_remaining, key, out=spare).sum(-1)
+    to_log_kept -= of_fading
+    to_log_kept[:, -1] += of_fading.sum(-1)
+    return to_key, to_log_beta, to_log_kept
+
+
+def _gradients_of_maps(
+    key, value, log_beta, log_kept, weighted, decay, products, weighted_inverse, to_added, to_erased
+) -> tuple[Tensor, ...]:
+    """Of the first four tensors, as [`ChunkMaps`] has them."""
+    kept = log_kept.exp().unsqueeze(-1)
+    to_weighted = (key @ to_erased.mT).mul_(kept)
+    to_log_kept = torch.mul(weighted, to_weighted).sum(-1)
+    to_log_kept[:, -1] -= kept[:, -1, 0] * to_erased.diagonal(dim1=1, dim2=2).sum(-1)
+    to_weighted.baddbmm_(value, to_added.mT)
+    owed = (weighted @ to_erased).mul_(kept), to_log_kept
+    others = weighted, decay, products, weighted_inverse
+    to_key, *to_logarithms = _gradients_of_weights(key, log_beta, log_kept, *others, to_weighted, *owed)
+    return to_key, weighted @ to_added, *to_logarithms
+
+
+def _times(new: Tensor, factor: Tensor) -> Tensor:
+    """Their product, in the place of the first where no gradient needs it."""
+    return new * factor if torch.is_grad_enabled() else new.mul_(factor)
+
+
+def _inverse(lower: Tensor) -> Tensor:
+    """(I + T)⁻¹ `[chunks, P, P]`, T being what `lower` has below its diagonal.
+
+    By halves, in products, which a CPU computes several times faster than it solves. None of the entries of the inverse, or
+    of a part's, is larger than 1: those below the diagonal are β_t k_t·(what the tokens between leave of k_i).
+    """
+    tokens = lower.shape[-1]
+    if tokens <= SMALL:
+        eye = torch.eye(tokens, dtype=lower.dtype, device=lower.device)
+        return torch.linalg.solve_triangular(lower, eye, upper=False, unitriangular=True)
+    half = tokens // 2
+    first, last = _inverse(lower[:, :half, :half]), _inverse(lower[:, half:, half:])
+    corner = last @ lower[:, half:, :half] @ first
+    return torch.cat([pad(first, (0, tokens - half)), torch.cat([-corner, last], -1)], 1)
+
+
+def _in_chunks(part: Tensor, chunks: int) -> Tensor:
+    """`[B, N, K, P, X]` as `[B, N · chunks, K, tokens of a chunk, X]`, with zeros at the end of a block's last chunk."""
+    size = -(-part.shape[3] // chunks)
+    part = pad(part, (0, 0, 0, chunks * size - part.shape[3]))
+    return part.unflatten(3, (chunks, size)).transpose(2, 3).flatten(1, 2)
