@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from .hf_infini_2426e84b_memory_gradients import DeltaScan
-from .hf_infini_2426e84b_tensors import pad
+from .hf_infini_03378884_memory_gradients import DeltaScan
+from .hf_infini_03378884_tensors import pad
 
 SMALL = 32  # tokens of a triangular system that is solved as it is
 
@@ -101,7 +101,7 @@ class ChunkWeights(Function):
         with torch.autocast(to_weighted.device.type, enabled=False):  # where products in place are not of one dtype
             if torch.is_grad_enabled():  # a second derivative is wanted
                 return _plain_gradients(lambda *inputs: _weights(*inputs)[:1], saved[:3], (to_weighted,))
-            return _gradients_of_weights(*saved, to_weighted)
+            return _gradients_of_weights(saved, to_weighted)
 
 
 class ChunkMaps(Function):
@@ -127,7 +127,7 @@ class ChunkMaps(Function):
         with torch.autocast(gradients[0].device.type, enabled=False):
             if torch.is_grad_enabled():
                 return _plain_gradients(lambda *inputs: _maps(*inputs)[:2], saved[:4], gradients)
-            return _gradients_of_maps(*saved, *gradients)
+            return _gradients_of_maps(saved, *gradients)
 
 
 def _weights(key: Tensor, log_beta: Tensor, log_kept: Tensor) -> tuple[Tensor, ...]:
@@ -156,9 +156,14 @@ def _plain_gradients(function: Callable, tensors: tuple[Tensor, ...], gradients:
 
 
 def _gradients_of_weights(
-    key, log_beta, log_kept, weighted, decay, products, weighted_inverse, to_weighted, to_key=None, to_log_kept=None
+    saved: tuple[Tensor, ...], to_weighted: Tensor, to_key: Tensor | None = None, to_log_kept: Tensor | None = None
 ) -> tuple[Tensor, ...]:
-    """Of the first three tensors, as [`ChunkWeights`] has them; `to_key` and `to_log_kept`: what they owe already."""
+    """Of the three tensors of [`_weights`], as [`ChunkWeights`] has them; `saved` are these and all that it returns.
+
+    Args:
+        to_key, to_log_kept: gradients that these two have already.
+    """
+    key, log_beta, log_kept, weighted, decay, products, weighted_inverse = saved
     fading = (log_kept[:, -1:] - log_kept).exp().unsqueeze(-1)
     spare = torch.mul(weighted, to_weighted)  # a new tensor costs more than a product
     to_log_beta = spare.sum(-1)
@@ -179,18 +184,16 @@ def _gradients_of_weights(
     return to_key, to_log_beta, to_log_kept
 
 
-def _gradients_of_maps(
-    key, value, log_beta, log_kept, weighted, decay, products, weighted_inverse, to_added, to_erased
-) -> tuple[Tensor, ...]:
-    """Of the first four tensors, as [`ChunkMaps`] has them."""
+def _gradients_of_maps(saved: tuple[Tensor, ...], to_added: Tensor, to_erased: Tensor) -> tuple[Tensor, ...]:
+    """Of the four tensors of [`_maps`], as [`ChunkMaps`] has them; `saved` are these and all of [`_weights`]."""
+    key, value, log_beta, log_kept, weighted, *others = saved
     kept = log_kept.exp().unsqueeze(-1)
     to_weighted = (key @ to_erased.mT).mul_(kept)
     to_log_kept = torch.mul(weighted, to_weighted).sum(-1)
     to_log_kept[:, -1] -= kept[:, -1, 0] * to_erased.diagonal(dim1=1, dim2=2).sum(-1)
     to_weighted.baddbmm_(value, to_added.mT)
     owed = (weighted @ to_erased).mul_(kept), to_log_kept
-    others = weighted, decay, products, weighted_inverse
-    to_key, *to_logarithms = _gradients_of_weights(key, log_beta, log_kept, *others, to_weighted, *owed)
+    to_key, *to_logarithms = _gradients_of_weights((key, log_beta, log_kept, weighted, *others), to_weighted, *owed)
     return to_key, weighted @ to_added, *to_logarithms
 
 

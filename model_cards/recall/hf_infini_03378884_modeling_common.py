@@ -5,16 +5,16 @@ from torch import Tensor
 from transformers import Cache, DynamicCache
 from transformers.utils import logging
 
-from .hf_infini_2426e84b_cache import InfiniCache, InfiniLayer
-from .hf_infini_2426e84b_cache_name import CACHE
-from .hf_infini_2426e84b_checkpoints import CheckedLoadingMixin
-from .hf_infini_2426e84b_checks import bool_mask
-from .hf_infini_2426e84b_configuration_common import layer_kinds
-from .hf_infini_2426e84b_generation import check_cache
-from .hf_infini_2426e84b_layout import Layout
-from .hf_infini_2426e84b_read_text import check_rows
-from .hf_infini_2426e84b_segments import SegmentLayout, segment_layout
-from .hf_infini_2426e84b_state import InfiniState
+from .hf_infini_03378884_cache import InfiniCache, InfiniLayer
+from .hf_infini_03378884_cache_name import CACHE
+from .hf_infini_03378884_checkpoints import CheckedLoadingMixin
+from .hf_infini_03378884_checks import bool_mask
+from .hf_infini_03378884_configuration_common import layer_kinds
+from .hf_infini_03378884_generation import check_cache
+from .hf_infini_03378884_layout import Layout
+from .hf_infini_03378884_read_text import check_rows
+from .hf_infini_03378884_segments import SegmentLayout, segment_layout
+from .hf_infini_03378884_state import InfiniState
 
 logger = logging.get_logger(__name__)
 
