@@ -7,7 +7,7 @@ g_t = α_1 ⋯ α_t, counted from the chunk's first token, the state after t is 
 
     (I + T) U = β V − β g K M_0,  T_ti = β_t (g_t / g_i) k_t·k_i for i < t, else 0.
 
-The state after a chunk is affine in M_0, and the loop over chunks touches the state only.
+The state after a chunk is affine in M_0: the loop over chunks touches the state and, of short chunks, two thin factors.
 
 Shapes as in memory.py: `B` batch, `N` blocks, `K` key/value heads, `P` tokens in a block, `D` head dimension, `E` value
 dimension.

@@ -7,7 +7,7 @@ g_t = α_1 ⋯ α_t, counted from the chunk's first token, the state after t is 
 
     (I + T) U = β V − β g K M_0,  T_ti = β_t (g_t / g_i) k_t·k_i for i < t, else 0.
 
-The state after a chunk is affine in M_0, and the loop over chunks touches the state only.
+The state after a chunk is affine in M_0: the loop over chunks touches the state and, of short chunks, two thin factors.
 
 Shapes as in memory.py: `B` batch, `N` blocks, `K` key/value heads, `P` tokens in a block, `D` head dimension, `E` value
 dimension.
@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from .hf_infini_03378884_memory_gradients import DeltaScan
-from .hf_infini_03378884_tensors import pad
+from .hf_infini_581f92ff_memory_gradients import DeltaScan
+from .hf_infini_581f92ff_tensors import pad
 
 SMALL = 32  # tokens of a triangular system that is solved as it is
 
