@@ -99,9 +99,11 @@ def sample_text() -> str:
     if file.is_file():
         return lzma.open(file, "rt", encoding="utf-8").read()[300_000:340_000]
     draw = random.Random(0)
-    syllables = [first + second for first in "bcdfglmnprst" for second in "aeiou"]
+    syllables = [first + second for first in "bcdfghjklmnpqrstvwxyz" for second in "aeiou"]
     words = ["".join(draw.choices(syllables, k=draw.randint(1, 4))) for _ in range(500)]
-    return "\n".join(" ".join(draw.choices(words, k=8)) for _ in range(1000))
+    names = [word.upper() if number % 5 == 0 else word.title() for number, word in enumerate(words)]
+    lines = (f"{draw.choice(names)} {' '.join(draw.choices(words, k=3))}{draw.choice(',.;:?!')}" for _ in range(1800))
+    return "To be, or not to be\n" + "\n".join(lines)
 
 
 @functools.cache

@@ -199,7 +199,7 @@ def test_documents_kept_apart_and_labels_give_train_s_number(base, tmp_path):
     found = evaluate(tmp_path, *options, "--separate_documents", "true")
     assert found["tokens"] == expected["validation_tokens"] < len(rows) * CONTEXT * 0.7
     assert found["cross_entropy"] == pytest.approx(expected["cross_entropy"], rel=1e-5)  # batches of another size
-    assert abs(evaluate(tmp_path, *options)["cross_entropy"] / expected["cross_entropy"] - 1) > 1e-4
+    assert abs(evaluate(tmp_path, *options)["cross_entropy"] / expected["cross_entropy"] - 1) > 2e-5  # more than that
 
 
 def test_a_folder_without_a_test_split(model_and_data, tmp_path, capsys):
