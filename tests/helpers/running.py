@@ -101,8 +101,7 @@ def sample_text() -> str:
     draw = random.Random(0)
     syllables = [first + second for first in "bcdfghjklmnpqrstvwxyz" for second in "aeiou"]
     words = ["".join(draw.choices(syllables, k=draw.randint(1, 4))) for _ in range(500)]
-    names = [word.upper() if number % 5 == 0 else word.title() for number, word in enumerate(words)]
-    lines = (f"{draw.choice(names)} {' '.join(draw.choices(words, k=3))}{draw.choice(',.;:?!')}" for _ in range(1800))
+    lines = (f"{draw.choice(words).title()} {draw.choice(words)}{draw.choice(',.;:?!-_()')}" for _ in range(3000))
     return "To be, or not to be\n" + "\n".join(lines)
 
 

@@ -70,7 +70,7 @@ FUNCTIONS = {
     ),
 }
 for name, continues in (("", None), (" packed", PACKED.continues)):
-    for tokens, width in ((2, 3), (3, 2)):  # fewer tokens than a head is wide; more, in chunks of two
+    for tokens, width in ((1, 2), (2, 3), (3, 2)):  # fewer tokens than a head is wide, and more, in chunks of two
         shapes = [(normal, 1, 2, 1, tokens, width), (normal, 1, 2, 1, tokens, 3), (positive, 1, 2, 1, tokens, 2)]
         FUNCTIONS[f"gated_delta_scan{name}, {tokens} tokens"] = (
             lambda key, value, weight, memory, start, c=continues: gated_delta_scan(key, value, -weight, memory, c, start),

@@ -184,7 +184,7 @@ def test_recipes_refuse_an_adapter_of_another_model(recipe, checkpoint, tmp_path
 @pytest.mark.slow
 def test_rows_that_ask_beside_running_text(checkpoint, base, tmp_path):
     asking = tmp_path / "asking"
-    rows = ["--context", CONTEXT, "--rows", 8, "--validation_rows", 3, "--seed", 3, "--mix", "echo=1"]
+    rows = ["--context", CONTEXT, "--rows", 8, "--validation_rows", 3, "--mix", "echo=1"]
     prepare_recall.main([*map(str, ["--data", prepared_data(base), "--out", asking, *rows])])
     result = run(checkpoint, base, tmp_path / "out", "--data", prepared_data(base), asking, "--together_steps", 1)
     labels = torch.tensor(load_from_disk(str(asking / "validation"))[:2]["labels"])[:, 18:]  # beyond the window

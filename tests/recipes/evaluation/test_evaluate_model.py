@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from corpora.blocks import save_rows
 from models import gpt2
 from ranks import on_ranks, run_as_rank
-from running import CONTEXT, infini_options, load_recipe, prepared_data, result, self_options, straight_run
+from running import CONTEXT, DATA, infini_options, load_recipe, prepared_data, result, self_options, straight_run
 
 evaluate_model = load_recipe("evaluate_model")
 
@@ -184,6 +184,7 @@ def test_the_test_split(model_and_data, base, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not (DATA / "shakespeare").is_dir(), reason=f"no real text under {DATA}; in made-up text documents are alike")
 def test_documents_kept_apart_and_labels_give_train_s_number(base, tmp_path):
     """A model that was trained with separate documents, and rows of which only some tokens are learned."""
     data = tmp_path / "data"
@@ -199,7 +200,7 @@ def test_documents_kept_apart_and_labels_give_train_s_number(base, tmp_path):
     found = evaluate(tmp_path, *options, "--separate_documents", "true")
     assert found["tokens"] == expected["validation_tokens"] < len(rows) * CONTEXT * 0.7
     assert found["cross_entropy"] == pytest.approx(expected["cross_entropy"], rel=1e-5)  # batches of another size
-    assert abs(evaluate(tmp_path, *options)["cross_entropy"] / expected["cross_entropy"] - 1) > 2e-5  # more than that
+    assert abs(evaluate(tmp_path, *options)["cross_entropy"] / expected["cross_entropy"] - 1) > 1e-4
 
 
 def test_a_folder_without_a_test_split(model_and_data, tmp_path, capsys):

@@ -23,9 +23,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .hf_infini_581f92ff_gated_delta import gated_delta_scan
-from .hf_infini_581f92ff_memory_gradients import DeltaScan, EluFeatures, ExpFeatures, Mix, Read, RunningSum, UnitLength
-from .hf_infini_581f92ff_options import check_rule
+from .hf_infini_22a3b432_gated_delta import gated_delta_scan
+from .hf_infini_22a3b432_memory_gradients import DeltaScan, EluFeatures, ExpFeatures, Mix, Read, RunningSum, UnitLength
+from .hf_infini_22a3b432_options import check_rule
 
 EPS = 1e-6
 

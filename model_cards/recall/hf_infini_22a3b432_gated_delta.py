@@ -7,7 +7,7 @@ g_t = α_1 ⋯ α_t, counted from the chunk's first token, the state after t is 
 
     (I + T) U = β V − β g K M_0,  T_ti = β_t (g_t / g_i) k_t·k_i for i < t, else 0.
 
-The state after a chunk is affine in M_0: the loop over chunks touches the state and, of short chunks, two thin factors.
+The state after a chunk is affine in M_0: the loop over chunks touches states and, in short chunks, two thin factors.
 
 Shapes as in memory.py: `B` batch, `N` blocks, `K` key/value heads, `P` tokens in a block, `D` head dimension, `E` value
 dimension.
@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from .hf_infini_581f92ff_memory_gradients import DeltaScan
-from .hf_infini_581f92ff_tensors import pad
+from .hf_infini_22a3b432_memory_gradients import DeltaScan
+from .hf_infini_22a3b432_tensors import pad
 
 SMALL = 32  # tokens of a triangular system that is solved as it is
 
@@ -52,36 +52,25 @@ def gated_delta_scan(
             inside = continues.new_ones(*continues.shape, chunks - 1)
             continues = torch.cat([inside, continues.unsqueeze(-1)], -1).flatten(1)
     log_beta, log_alpha = log_weight.unbind(-1)
-    tensors = (part.flatten(0, 2) for part in (key, value, log_beta, log_alpha.cumsum(-1)))
-    factors = _thin_factors(*tensors) if key.shape[-2] < width else _wide_factors(*tensors)
+    k, v, *logarithms = (part.flatten(0, 2) for part in (key, value, log_beta, log_alpha.cumsum(-1)))
+    plain = torch.compiler.is_compiling()  # a compiler makes the gradient of plain operations
+    if key.shape[-2] < width:  # M ← g_P M + Zᵀ (V − g K M): two thin products cost less than one D × D matrix
+        weighted = _weights(k, *logarithms)[0] if plain else ChunkWeights.apply(k, *logarithms)
+        log_kept = logarithms[1]
+        factors = v, weighted.mT, k * log_kept.exp().unsqueeze(-1), log_kept[:, -1].expm1()
+    else:  # M ← M + A − E M
+        added, erased = _maps(k, v, *logarithms)[:2] if plain else ChunkMaps.apply(k, v, *logarithms)
+        factors = added, None, erased, None
     factors = (None if part is None else part.unflatten(0, key.shape[:3]) for part in factors)
     memories, last = DeltaScan.apply(*factors, memory, continues, start)
     return memories[:, ::chunks], last
 
 
-def _thin_factors(key: Tensor, value: Tensor, log_beta: Tensor, log_kept: Tensor) -> tuple[Tensor, ...]:
-    """[`DeltaScan`]'s T, A, B and f for M ← g_P M + Zᵀ (V − g K M).
-
-    Where a chunk has fewer tokens than a head is wide, two thin products cost less than one D × D matrix.
-    """
-    tensors = key, log_beta, log_kept
-    weighted = _weights(*tensors)[0] if torch.compiler.is_compiling() else ChunkWeights.apply(*tensors)
-    return value, weighted.mT, key * log_kept.exp().unsqueeze(-1), log_kept[:, -1].expm1()
-
-
-def _wide_factors(*tensors: Tensor) -> tuple[Tensor | None, ...]:
-    """[`DeltaScan`]'s T, A, B and f for M ← M + A − E M."""
-    # A compiler makes the gradient of plain operations
-    added, erased = _maps(*tensors)[:2] if torch.compiler.is_compiling() else ChunkMaps.apply(*tensors)
-    return added, None, erased, None
-
-
 class ChunkWeights(Function):
-    """Z of each chunk, what its values are written with ([`_weights`]), with a gradient of few passes over the tokens: with
+    """Z of each chunk ([`_weights`]), with a gradient of few passes over the tokens:
 
-    Y = (I + T)⁻¹ β g_Z and H = −tril(Z Yᵀ) g_t / g_i without its diagonal,  g_K = (H + Hᵀ) K + (g_P / g) Y.
-
-    The exponents' gradients are sums of what they multiply.
+    with Y = (I + T)⁻¹ β g_Z and H = −tril(Z Yᵀ) g_t / g_i without its diagonal, g_K = (H + Hᵀ) K + (g_P / g) Y. The
+    exponents' gradients are sums of what they multiply.
 
     Args:
         key: `[chunks, P, D]`; log_beta, log_kept: log β and log g, `[chunks, P]`.
@@ -96,18 +85,14 @@ class ChunkWeights(Function):
         return weighted
 
     @staticmethod
-    def backward(ctx, to_weighted):
-        saved = ctx.saved_tensors
-        with torch.autocast(to_weighted.device.type, enabled=False):  # where products in place are not of one dtype
-            if torch.is_grad_enabled():  # a second derivative is wanted
-                return _plain_gradients(lambda *inputs: _weights(*inputs)[:1], saved[:3], (to_weighted,))
-            return _gradients_of_weights(saved, to_weighted)
+    def backward(ctx, *gradients):
+        return _backward(_weights, _gradients_of_weights, ctx.saved_tensors, 3, gradients)
 
 
 class ChunkMaps(Function):
-    """The map of each chunk, M ← M + A − E M ([`_maps`]), with a gradient of few passes over the tokens: with F = g K g_Eᵀ
+    """The map of each chunk, M ← M + A − E M ([`_maps`]), with a gradient of few passes over the tokens:
 
-    g_Z = V g_Aᵀ + F and g_V = Z g_A,  and g_K = g Z g_E + what [`ChunkWeights`] makes of g_Z.
+    with g_Z = V g_Aᵀ + g K g_Eᵀ, g_V = Z g_A and g_K = g Z g_E + what [`ChunkWeights`] makes of g_Z.
 
     Args:
         key: `[chunks, P, D]`; value: `[chunks, P, E]`; log_beta, log_kept: log β and log g, `[chunks, P]`.
@@ -123,11 +108,7 @@ class ChunkMaps(Function):
 
     @staticmethod
     def backward(ctx, *gradients):
-        saved = ctx.saved_tensors
-        with torch.autocast(gradients[0].device.type, enabled=False):
-            if torch.is_grad_enabled():
-                return _plain_gradients(lambda *inputs: _maps(*inputs)[:2], saved[:4], gradients)
-            return _gradients_of_maps(saved, *gradients)
+        return _backward(_maps, _gradients_of_maps, ctx.saved_tensors, 4, gradients)
 
 
 def _weights(key: Tensor, log_beta: Tensor, log_kept: Tensor) -> tuple[Tensor, ...]:
@@ -149,20 +130,19 @@ def _maps(key: Tensor, value: Tensor, log_beta: Tensor, log_kept: Tensor) -> tup
     return weighted.mT @ value, erased, weighted, *others
 
 
-def _plain_gradients(function: Callable, tensors: tuple[Tensor, ...], gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Of the tensors, through `function` of plain operations, with a graph."""
-    inputs = [part if part.requires_grad else part.detach().requires_grad_() for part in tensors]
-    return torch.autograd.grad(function(*inputs), inputs, gradients, create_graph=True)
+def _backward(plain: Callable, by_hand: Callable, saved: tuple[Tensor, ...], count: int, gradients: tuple[Tensor, ...]):
+    """Gradients of the first `count` of `saved`, by hand or, where a second derivative is wanted, through `plain`."""
+    with torch.autocast(gradients[0].device.type, enabled=False):  # where products in place are not of one dtype
+        if not torch.is_grad_enabled():
+            return by_hand(saved, *gradients)
+        inputs = [part if part.requires_grad else part.detach().requires_grad_() for part in saved[:count]]
+        return torch.autograd.grad(plain(*inputs)[: len(gradients)], inputs, gradients, create_graph=True)
 
 
 def _gradients_of_weights(
     saved: tuple[Tensor, ...], to_weighted: Tensor, to_key: Tensor | None = None, to_log_kept: Tensor | None = None
 ) -> tuple[Tensor, ...]:
-    """Of the three tensors of [`_weights`], as [`ChunkWeights`] has them; `saved` are these and all that it returns.
-
-    Args:
-        to_key, to_log_kept: gradients that these two have already.
-    """
+    """Of the tensors of [`_weights`]; `saved`: these and what it returns; `to_key`, `to_log_kept`: what they have so far."""
     key, log_beta, log_kept, weighted, decay, products, weighted_inverse = saved
     fading = (log_kept[:, -1:] - log_kept).exp().unsqueeze(-1)
     spare = torch.mul(weighted, to_weighted)  # a new tensor costs more than a product
@@ -185,7 +165,7 @@ def _gradients_of_weights(
 
 
 def _gradients_of_maps(saved: tuple[Tensor, ...], to_added: Tensor, to_erased: Tensor) -> tuple[Tensor, ...]:
-    """Of the four tensors of [`_maps`], as [`ChunkMaps`] has them; `saved` are these and all of [`_weights`]."""
+    """Of the tensors of [`_maps`]; `saved`: these and what [`_weights`] returns."""
     key, value, log_beta, log_kept, weighted, *others = saved
     kept = log_kept.exp().unsqueeze(-1)
     to_weighted = (key @ to_erased.mT).mul_(kept)
