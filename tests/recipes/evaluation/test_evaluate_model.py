@@ -184,7 +184,7 @@ def test_the_test_split(model_and_data, base, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not (DATA / "shakespeare").is_dir(), reason=f"no real text under {DATA}; in made-up text documents are alike")
+@pytest.mark.skipif(not (DATA / "shakespeare").is_dir(), reason=f"no real text under {DATA} (HF_INFINI_DATA)")
 def test_documents_kept_apart_and_labels_give_train_s_number(base, tmp_path):
     """A model that was trained with separate documents, and rows of which only some tokens are learned."""
     data = tmp_path / "data"
