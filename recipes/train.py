@@ -46,6 +46,9 @@ class RunOptions:
                                         "1 to it; default: 32.", at_least=1, rare=True)  # fmt: skip
     dilute_share: float | None = option(None, "--dilute_with: share of the steps whose rows begin so; in the others they "
                                         "begin a text; default: 1.", at_least=0, at_most=1, rare=True)  # fmt: skip
+    repeat_up_to: float = option(1.0, "infini, gated delta rule: in three of four steps each token is written into the "
+                                 "memory as if it came up to so many times in a row, drawn log-uniformly, so that short "
+                                 "rows train what long texts need.", at_least=1)  # fmt: skip
     num_processes: int | None = option(None, "Processes that must have been started; default: any number.", group="machine",
                                       greater_than=0, rare=True)  # fmt: skip
     context_parallel_size: int | None = option(None, "infini: processes that share each row, each computing the tokens of a "
@@ -99,7 +102,7 @@ def main(argv: list[str] | None = None) -> None:
     from support import measurement
     from support.prepared import read_tokenizer
     from support.stages import read_manifest, seal, write_json
-    from training import console, dilution, run_folder, setup
+    from training import console, dilution, repetition, run_folder, setup
 
     data, out = Path(run.data), Path(run.out)
     manifest = read_manifest(data)
@@ -116,6 +119,7 @@ def main(argv: list[str] | None = None) -> None:
     tokenizer = read_tokenizer(data)
     config = build_config(shape, tokenizer, context)
     dilution.check_options(run, optimizer, config)
+    repetition.check_options(run, optimizer, config)
     setup.check_sharing(run, optimizer, config, context)
     setup.set_gate_rate(optimizer, config)
     options = {**vars(shape), "attention": attention_of(config), **vars(optimizer), **vars(run), "data": fingerprint}
@@ -139,6 +143,9 @@ def main(argv: list[str] | None = None) -> None:
         diluted = run.dilute_with and dilution.Dilution.from_options(
             run, [run.dilute_with], tokenizer, f"--data {data}"
         )
+        callbacks = [run_folder.RunRecorder(out, tokens_per_step, reads_memory)]
+        if run.repeat_up_to > 1:
+            callbacks.append(repetition.Repetition(run.repeat_up_to))
         trainer = PerplexityTrainer(
             model=model,
             args=arguments,
@@ -146,7 +153,7 @@ def main(argv: list[str] | None = None) -> None:
             eval_dataset=validation,
             data_collator=learned.collate,
             processing_class=tokenizer,
-            callbacks=[run_folder.RunRecorder(out, tokens_per_step, reads_memory)],
+            callbacks=callbacks,
             eval_rows=optimizer.eval_rows,
             eval_reader=judged,
             optimizer_of=lambda model: torch.optim.AdamW(

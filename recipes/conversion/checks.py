@@ -3,8 +3,7 @@
 import torch
 
 from cli import UserError
-from training import run_folder
-from training.dilution import check_rule
+from training import dilution, repetition, run_folder
 
 from .layers import counted_beyond
 
@@ -20,14 +19,13 @@ def check(conversion) -> None:
     if options.memory_layers is not None and options.memory_in is not None:
         raise UserError("--memory_layers chooses what --memory_in names: give one of them")
     if options.dilute_with is not None:
-        check_rule(memory.get("update_rule", "linear"))
+        dilution.check_rule(memory.get("update_rule", "linear"))
         if not options.together_steps:
             raise UserError("--dilute_with is of the training of all layers: give --together_steps")
-    if options.repeat_up_to > 1 and (memory.get("update_rule") != "gated_delta" or not options.together_steps):
-        raise UserError(
-            "--repeat_up_to raises the learned rates of the gated delta rule in the training of all layers: it needs "
-            "--update_rule gated_delta and --together_steps"
-        )
+    if options.repeat_up_to > 1:
+        repetition.check_rule(memory.get("update_rule"))
+        if not options.together_steps:
+            raise UserError("--repeat_up_to is of the training of all layers: give --together_steps")
     trains = options.together_steps or options.transfer_steps and not options.start
     if trains and conversion.context < 2 * window:
         raise UserError(

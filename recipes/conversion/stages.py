@@ -23,6 +23,7 @@ from support.prepared import read_tokenizer
 from support.stages import read_json, read_manifest, write_json
 from training import console, run_folder, setup
 from training.dilution import Dilution, set_defaults
+from training.repetition import Repetition
 
 from . import trainers
 from .defaults import DEFAULTS, LORA_RANK, NARROW_TO
@@ -139,7 +140,7 @@ class Conversion:
         options = self.options
         narrow = {"narrow": tuple(options.narrow), "lengths": tuple(options.narrow_to)}
         transfer = narrow | {"layers": self.trained}
-        together = narrow | {"text": options.text_weight, "past_of": self.past_of, "repeat": options.repeat_up_to}
+        together = narrow | {"text": options.text_weight, "past_of": self.past_of}
         stages = [
             Stage("transfer", Transfer, options.transfer_steps, options.transfer_learning_rate, transfer),
             Stage("together", Together, options.together_steps, options.together_learning_rate, together),
@@ -159,11 +160,14 @@ class Conversion:
             rows = [part.select(range(min(len(part), -(-self.options.transfer_rows // len(rows))))) for part in rows]
         with run_folder.open_run(folder, self.identity | {"stage": stage.name}) as (_, checkpoint):
             set_seed(self.options.seed)
+            callbacks = [run_folder.RunRecorder(folder, tokens_per_step)]
+            if stage.trainer is Together and self.options.repeat_up_to > 1:
+                callbacks.append(Repetition(self.options.repeat_up_to))
             trainer = stage.trainer(
                 model,
                 arguments,
                 train_dataset=ConcatDataset(rows),
-                callbacks=[run_folder.RunRecorder(folder, tokens_per_step)],
+                callbacks=callbacks,
                 **stage.options,
             )
             if arguments.should_save:

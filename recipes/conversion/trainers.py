@@ -4,7 +4,6 @@ They train and save only an adapter ([`hf_infini.save_adapter`]): checkpoints ha
 """
 
 import contextlib
-import functools
 import random
 from collections.abc import Callable, Iterator, Sequence
 
@@ -21,8 +20,7 @@ from recall.rows import NOT_COUNTED
 
 from .teacher import full_attention
 
-SMALLEST = 1e-12  # of an error or a rate, whose logarithm is taken
-ONCE = 0.25  # share of the steps in which nothing is repeated
+SMALLEST = 1e-12  # of an error
 # Adam moves each number of a parameter by about the learning rate in a step, and what comes out by as much for each of its
 # inputs: one for a gate, the width of a head for a feature map, that of the model for the write weight
 RATES = {"gate": 10.0, "memory_write": 0.1}
@@ -78,14 +76,10 @@ class ConversionTrainer(Trainer):
         """The loss of rows `[batch, 2, tokens]`, ids and labels, without padding."""
         raise NotImplementedError
 
-    def draw(self, *name: str) -> random.Random:
-        """What this step's choices are drawn from, the same in all processes and after a restart; `name`: of the choice."""
-        return random.Random(" ".join([*name, str(self.args.seed), str(self.state.global_step)]))
-
     def segment_length(self) -> int | None:
         """Tokens of a segment in this step; `None`: the model's own."""
         step, last = self.state.global_step, max(1, self.state.max_steps - 1)
-        draw = self.draw()
+        draw = random.Random(f"{self.args.seed} {self.state.global_step}")  # alike in all processes and after a restart
         first, end = self.narrow
         if not self.lengths or draw.random() >= first + (end - first) * step / last:
             return None
@@ -109,7 +103,6 @@ class Together(ConversionTrainer):
         text: the weight of the cross-entropy in rows of text; the divergence has the rest.
         past_of: makes the cache that rows begin with, or `None`, of a model, the number of rows and a device
             ([`Dilution.past`]); the teacher has none. `None`: they begin with nothing.
-        repeat: how often each token is written at most ([`repeated`]).
     """
 
     memory_rate = 10.0
@@ -119,17 +112,10 @@ class Together(ConversionTrainer):
         *args,
         text: float = 0.5,
         past_of: Callable[..., InfiniCache | None] | None = None,
-        repeat: float = 1.0,
         **kwargs,
     ):
         super().__init__(*args, **kwargs)
-        self.text, self.past_of, self.repeat = text, past_of, repeat
-
-    def times(self) -> float:
-        """How often each token is written in this step: once in a share of [`ONCE`], else log-uniformly up to `repeat`
-        times."""
-        draw = self.draw("repeat")
-        return 1.0 if draw.random() < ONCE else self.repeat ** draw.random()
+        self.text, self.past_of = text, past_of
 
     def loss_of(self, model, rows: Tensor) -> Tensor:
         ids, labels = rows.unbind(1)
@@ -139,9 +125,7 @@ class Together(ConversionTrainer):
         wanted = self._taught(model, ids[taught]) if taught.any() else None
         past = self.past_of(model, len(ids), ids.device) if self.past_of is not None and model.training else None
         cache = {"use_cache": False} if past is None else {"use_cache": True, CACHE: past}
-        times = self.times() if model.training else 1.0
-        with repeated(self.patched, times):
-            found = model(input_ids=ids, logits_to_keep=places, **cache).logits.float().log_softmax(-1)
+        found = model(input_ids=ids, logits_to_keep=places, **cache).logits.float().log_softmax(-1)
         losses = _of_labels(found, labels[:, 1 + places])
         if wanted is None:
             return losses.mean()
@@ -173,31 +157,6 @@ def segments_of(config, length: int | None) -> Iterator[None]:
         yield
     finally:
         config.segment_length = before
-
-
-@contextlib.contextmanager
-def repeated(model, times: float) -> Iterator[None]:
-    """Within it, the gated delta memories of a model take in each token as if it came so many times in a row: of what was
-    written before they keep what so much more text would leave.
-
-    β becomes 1 − (1 − β)ⁿ and α αⁿ. Where α is below 1, the token's own copies do not decay.
-    """
-    layers = [] if times == 1 else [layer for layer in model.modules() if hasattr(layer, "memory_rates")]
-    for layer in layers:
-        layer.log_weight = functools.partial(_of_repeated, layer.log_weight, times)
-    try:
-        yield
-    finally:
-        for layer in layers:
-            del layer.log_weight
-
-
-def _of_repeated(log_weight: Callable[..., Tensor], times: float, call) -> Tensor:
-    """log β and log α of [`repeated`], `[batch, kv_heads, tokens, 2]`; `log_weight` and `call`: a layer's own."""
-    log_beta, log_alpha = log_weight(call).unbind(-1)
-    kept = torch.log1p(-log_beta.exp().clamp(max=1 - torch.finfo(log_beta.dtype).eps))
-    log_beta = (-torch.expm1(times * kept)).clamp(min=SMALLEST).log()
-    return torch.stack([log_beta, times * log_alpha], -1)
 
 
 @contextlib.contextmanager

@@ -120,6 +120,7 @@ NUMBERS = {
         "max_steps": [0, -1, 10**30],
         "dilute_up_to": [0.5, -1],
         "dilute_share": [-0.1, 1.1],
+        "repeat_up_to": [0.5, -1],
         "num_processes": [0, -1],
         "context_parallel_size": [0, -1],
         "seed": [-1, 2**32],

@@ -7,11 +7,10 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import TrainingArguments
 
-from conversion.trainers import Together, errors, gates_closed, repeated, segments_of, unexplained
+from conversion.trainers import Together, errors, gates_closed, segments_of, unexplained
 from conversion.transfer import SPREAD, LayerComparison, Transfer, calibrated_scales
 from decoders import decoder, token_ids
-from hf_infini import infini_attention, patch_model
-from hf_infini.families import attention_layers, decoder_of
+from hf_infini import patch_model
 from hf_infini.memory_layer import gates_of
 from models import RowsOf, gpt2
 from recall.rows import NOT_COUNTED
@@ -166,68 +165,6 @@ def test_diluted_rows_are_those_behind_another_text(tmp_path):
     alone = float(plain.loss_of(plain.model.eval(), rows))
     assert float(made.loss_of(model.eval(), rows)) == pytest.approx(alone, rel=1e-6)  # nothing dilutes an evaluation
     assert wanted != pytest.approx(alone, rel=1e-3)
-
-
-def gated_delta():
-    options = {"segment_length": 8, "local_segments": 1, "update_rule": "gated_delta", "gate_init": 1.0}
-    return patch_model(decoder("llama"), **options).double()
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("times", [2, 5])
-def test_repeated_tokens_leave_what_so_many_copies_would(times):
-    """Of a layer's own rates, where α is 1 and β anything; the copies of a segment are a longer segment."""
-    layer = attention_layers(decoder_of(gated_delta()))[0]
-    layer.memory_rates[:, 0].normal_()
-    layer.memory_rates_bias[:, 1] = torch.inf
-    call = layer.begin(torch.randn(1, 16, layer.memory_rates.shape[-1], dtype=torch.float64))
-    heads, kv_heads, width = layer.head_counts
-    query, key, value = (torch.randn(1, count, 16, width, dtype=torch.float64) for count in (heads, kv_heads, kv_heads))
-
-    def memory(weight, copies: int = 1):
-        tensors = (tensor.repeat_interleave(copies, 2) for tensor in (query, key, value, weight))
-        query_, key_, value_, weight_ = tensors
-        options = {"update_rule": "gated_delta", "log_weight": weight_, "return_state": True}
-        return infini_attention(query_, key_, value_, layer.gate.weight, 8 * copies, **options)[1].memory
-
-    own = layer.log_weight(call)
-    with repeated(layer, times):
-        found = layer.log_weight(call)
-    # Keys are shorter than one by up to the rule's eps, 1e-6 of a squared length
-    torch.testing.assert_close(memory(found), memory(own, times), rtol=1e-4, atol=1e-5)
-    assert torch.equal(layer.log_weight(call), own) and (memory(found) - memory(own)).abs().max() > 0.01
-
-
-def test_rates_at_their_limits_can_be_repeated():
-    """Float32: β of almost 0, which has a gradient, and of 1."""
-    layer = attention_layers(decoder_of(gated_delta().float()))[0]
-    call = layer.begin(torch.zeros(1, 1, layer.memory_rates.shape[-1]))
-    for logit in (-15.0, -200.0, 200.0):
-        bias = layer.memory_rates_bias
-        bias.data.fill_(logit)
-        with repeated(layer, 64):
-            log_beta, log_alpha = layer.log_weight(call).unbind(-1)
-        (gradient,) = torch.autograd.grad(log_beta.sum(), bias)
-        assert all(tensor.isfinite().all() for tensor in (log_beta, log_alpha, gradient))
-        if logit == -15:  # 64 times as much, and as steep as without: rounding of 1 − β is what differs
-            torch.testing.assert_close(log_beta.exp(), torch.full_like(log_beta, 64 * math.exp(-15)), rtol=0.1, atol=0)
-            torch.testing.assert_close(gradient[:, 0], torch.ones(len(bias)), rtol=0.1, atol=0)
-
-
-def test_only_training_repeats(tmp_path):
-    made = trainer(Together, tmp_path, text=1.0, repeat=64.0)
-    drawn = []
-    for step in range(2000):
-        made.state.global_step = step
-        drawn.append(made.times())
-    once = drawn.count(1.0) / len(drawn)
-    assert 0.2 < once < 0.3  # a quarter, with a standard error of 0.01
-    assert min(drawn) == 1 and 60 < max(drawn) <= 64 and sum(times > 8 for times in drawn) == pytest.approx(750, abs=80)
-    made.model, rows = gated_delta(), all_counted(token_ids(2, 48))
-    plain = float(made.loss_of(made.model.eval(), rows).detach())
-    assert float(made.loss_of(made.model.train(), rows).detach()) != pytest.approx(plain, rel=1e-3)
-    made.repeat = 1.0
-    assert float(made.loss_of(made.model, rows).detach()) == pytest.approx(plain, rel=1e-6)
 
 
 @torch.no_grad()

@@ -28,6 +28,7 @@ convert, prepare_recall, evaluate_model = map(load_recipe, ("convert", "prepare_
 WINDOW = ["--segment_length", 8, "--local_segments", 1, "--sink_tokens", 2, "--narrow_to", 4, 6]
 STEPS = ["--transfer_steps", 4, "--together_steps", 3, "--save_steps", 2, "--gradient_accumulation", 1, "--lora_rank", 2]
 IDS = torch.arange(40)[None] % 11
+GATED_DELTA = ["--update_rule", "gated_delta", "--denominator", "separate", "--memory_write", "equal"]
 OTHER = ["--tokenizer", "bpe", "--vocab_size", 300]
 SMALL = ["--transfer_rows", 6, "--evaluation_rows", 2, "--use_cpu", "true", "--precision", "float32"]
 
@@ -254,16 +255,15 @@ def test_stopped_it_goes_on_and_ends_the_same(checkpoint, base, tmp_path, monkey
 
 
 @pytest.mark.slow
-def test_what_repeats_is_the_training_of_all_layers(checkpoint, base, tmp_path, monkeypatch):
-    from conversion import trainers
+def test_the_training_of_all_layers_repeats(checkpoint, base, tmp_path, monkeypatch):
+    from training import repetition
 
     used = []
-    own = trainers.repeated
-    monkeypatch.setattr(trainers, "repeated", lambda model, times: used.append(times) or own(model, times))
-    rule = ["--update_rule", "gated_delta", "--denominator", "separate", "--memory_write", "equal"]
-    run(checkpoint, base, tmp_path / "out", *rule, "--repeat_up_to", 8, "--together_steps", 12, "--evaluation_rows", 1)
-    in_training = used[:12]
-    assert min(in_training) == 1 and 2 < max(in_training) <= 8
+    own = repetition.repeated
+    monkeypatch.setattr(repetition, "repeated", lambda model, times: used.append(times) or own(model, times))
+    steps = ["--together_steps", 12, "--evaluation_rows", 1]
+    run(checkpoint, base, tmp_path / "out", *GATED_DELTA, "--repeat_up_to", 8, *steps)
+    assert len(used) == 12 and min(used) == 1 and 2 < max(used) <= 8
     record = json.loads((tmp_path / "out" / "together" / "run.json").read_text())
     assert record["repeat_up_to"] == 8
 
@@ -283,6 +283,7 @@ def test_what_repeats_is_the_training_of_all_layers(checkpoint, base, tmp_path, 
         (["--dilute_with", "DATA", "--together_steps", 0], ["--dilute_with is of the training of all layers: give"]),
         (["--dilute_with", "DATA", "--update_rule", "delta"], ["it needs --update_rule linear"]),
         (["--repeat_up_to", 8], ["--repeat_up_to raises the learned rates", "it needs --update_rule gated_delta"]),
+        (["--repeat_up_to", 8, *GATED_DELTA, "--together_steps", 0], ["--repeat_up_to is of the training of all layers"]),
         (["--repeat_up_to", 0.5], ["--repeat_up_to must be at least 1, got 0.5"]),
         (["--memory_in", 3], ["--memory_in 3: its layers are [0, 1, 2]"]),
         (["--memory_layers", 4], ["--memory_layers 4: the model has 3"]),
