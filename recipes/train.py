@@ -46,16 +46,17 @@ class RunOptions:
                                         "1 to it; default: 32.", at_least=1, rare=True)  # fmt: skip
     dilute_share: float | None = option(None, "--dilute_with: share of the steps whose rows begin so; in the others they "
                                         "begin a text; default: 1.", at_least=0, at_most=1, rare=True)  # fmt: skip
-    repeat_up_to: float = option(1.0, "infini, gated delta rule: in three of four steps each token is written into the "
-                                 "memory as if it came up to so many times in a row, drawn log-uniformly, so that short "
-                                 "rows train what long texts need.", at_least=1)  # fmt: skip
+    repeat_up_to: float | None = option(None, "infini, gated delta rule: in three of four steps each token is written into "
+                                        "the memory as if it came N times in a row, N drawn log-uniformly from 1 to this "
+                                        "number, so that short rows train what longer texts need; default: 1.",
+                                        at_least=1)  # fmt: skip
     num_processes: int | None = option(None, "Processes that must have been started; default: any number.", group="machine",
                                       greater_than=0, rare=True)  # fmt: skip
     context_parallel_size: int | None = option(None, "infini: processes that share each row, each computing the tokens of a "
                                                "part: for rows too long for one device; default: 1.",
                                                greater_than=0, rare=True)  # fmt: skip
     use_cpu: bool = option(False, "Train on the CPU even where there is a GPU.")
-    seed: int = option(0, "Seed of the weights, the order of the rows and dropout.", **SEED, group="optimisation")
+    seed: int = option(0, "Seed of weights, order of rows, dropout, repetitions.", **SEED, group="optimisation")
     report_to: list[str] = option(["none"], "Trackers that receive losses, learning rate and gates: none, or any of "
                                   "tensorboard (files in OUT/runs), trackio, wandb, mlflow, …", group="output")  # fmt: skip
 
@@ -119,7 +120,7 @@ def main(argv: list[str] | None = None) -> None:
     tokenizer = read_tokenizer(data)
     config = build_config(shape, tokenizer, context)
     dilution.check_options(run, optimizer, config)
-    repetition.check_options(run, optimizer, config)
+    repetition.check_options(run, optimizer, config, context)
     setup.check_sharing(run, optimizer, config, context)
     setup.set_gate_rate(optimizer, config)
     options = {**vars(shape), "attention": attention_of(config), **vars(optimizer), **vars(run), "data": fingerprint}
@@ -144,7 +145,7 @@ def main(argv: list[str] | None = None) -> None:
             run, [run.dilute_with], tokenizer, f"--data {data}"
         )
         callbacks = [run_folder.RunRecorder(out, tokens_per_step, reads_memory)]
-        if run.repeat_up_to > 1:
+        if run.repeat_up_to is not None:
             callbacks.append(repetition.Repetition(run.repeat_up_to))
         trainer = PerplexityTrainer(
             model=model,

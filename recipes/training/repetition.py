@@ -1,8 +1,8 @@
 """Training on short rows for long texts, for the gated delta rule: what a token does to the memory, it does many times over.
 
 The rule replaces a part of what is there with each token that the model has not learned to leave alone. Rows of 512 tokens
-hardly punish that; in texts sixteen times as long nothing is left. Where each token counts as a whole row of its copies, the
-loss asks for filler that leaves the memory as it is, at no cost.
+hardly punish that; in texts sixteen times as long nothing is left. If each token counts as many copies of itself, the loss
+punishes filler that changes the memory, and no longer rows are needed.
 """
 
 import contextlib
@@ -39,6 +39,7 @@ class Repetition(TrainerCallback):
         return 1.0 if draw.random() < ONCE else self.most ** draw.random()
 
     def on_step_begin(self, args, state, control, model=None, **kwargs):
+        self.step.close()  # of a step that ended with an error
         self.step.enter_context(repeated(model, self.times(args.seed, state.global_step)))
 
     def on_step_end(self, args, state, control, **kwargs):
@@ -48,7 +49,7 @@ class Repetition(TrainerCallback):
 @contextlib.contextmanager
 def repeated(model, times: float) -> Iterator[None]:
     """Within it, the gated delta memories of a model take in each token as if it came so many times in a row: of what was
-    written before they keep what so much more text would leave.
+    written before they keep what that many copies would leave.
 
     β becomes 1 − (1 − β)ⁿ and α αⁿ. Where α is below 1, the token's own copies do not decay.
     """
@@ -77,15 +78,21 @@ def check_rule(update_rule: str | None, needs: str = "--update_rule gated_delta"
         raise UserError(f"--repeat_up_to raises the learned rates of the gated delta rule: it needs {needs}")
 
 
-def check_options(run, optimizer, config) -> None:
+def check_options(run, optimizer, config, context: int) -> None:
     """UserError when `--repeat_up_to` cannot do what it is for.
 
     Args:
-        run, optimizer: the options of recipes/train.py; config: the model's.
+        run, optimizer: the options of recipes/train.py; config: the model's; context: tokens of a row.
     """
-    if run.repeat_up_to == 1:
+    if run.repeat_up_to is None:
         return
     rule = config.update_rule if attention_of(config) == "infini" else None
     check_rule(rule, "--attention infini and --update_rule gated_delta")
+    window = (config.local_segments + 1) * config.segment_length
+    if context <= window:
+        raise UserError(
+            f"--repeat_up_to: rows have {context} tokens and the window sees {window}, so that no token reads the memory: "
+            "prepare longer rows, or give a smaller --segment_length"
+        )
     if optimizer.torch_compile:
         raise UserError("--repeat_up_to and --torch_compile do not go together: leave one of them out")

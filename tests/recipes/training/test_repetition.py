@@ -96,9 +96,10 @@ def test_training_steps_repeat_and_evaluations_do_not(tmp_path, monkeypatch):
         plain = float(model.eval()(input_ids=ids, labels=labels).loss)
         with repeated(model, 5.0):
             wanted = float(model(input_ids=ids, labels=labels).loss)
-    assert abs(wanted - plain) > 1e-4  # more than a hundred times what sums in another order differ by
-    torch.testing.assert_close(learned, [wanted, plain, wanted], rtol=1e-6, atol=0)
-    torch.testing.assert_close(evaluated, [plain] * 3, rtol=1e-6, atol=0)
+    assert abs(wanted - plain) > 0.001
+    rounded = 0.00006  # some versions of transformers log losses with four digits
+    torch.testing.assert_close(learned, [wanted, plain, wanted], rtol=0, atol=rounded)
+    torch.testing.assert_close(evaluated, [plain] * 3, rtol=0, atol=rounded)
 
 
 @pytest.mark.slow
@@ -122,6 +123,7 @@ def test_a_repeating_run_resumes_as_if_it_had_never_stopped(base, tmp_path):
         (["--repeat_up_to", 8], "needs --attention infini and --update_rule gated_delta"),
         (["--repeat_up_to", 8, "--attention", "self"], "needs --attention infini and --update_rule gated_delta"),
         (["--repeat_up_to", 0.5], "--repeat_up_to must be at least 1, got 0.5"),
+        ([*GATED_DELTA, "--segment_length", 64], "rows have 64 tokens and the window sees 64, so that no token reads"),
         ([*GATED_DELTA, "--torch_compile", "true"], "--repeat_up_to and --torch_compile do not go together"),
     ],
 )
