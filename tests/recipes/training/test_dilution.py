@@ -2,17 +2,16 @@
 
 import copy
 import math
-import shutil
-import sys
 
 import pytest
 import torch
 from torch.nn import functional as F
 from transformers import TrainingArguments
 
+from bad_input import refused
 from hf_infini.training import PerplexityTrainer
 from models import RowsOf, causal_mha, infini_gpt2, token_ids
-from running import infini_options, load_recipe, losses, prepared_data, result, run_recipe, self_options
+from running import check_resumes, infini_options, load_recipe, prepared_data, self_options
 from training.dilution import Dilution, weigh_memories
 
 train = load_recipe("train")
@@ -107,16 +106,7 @@ def test_a_diluted_run_resumes_as_if_it_had_never_stopped(base, tmp_path):  # no
     data = prepared_data(base)
     options = [*infini_options(data), "--epochs", 1, "--save_steps", 2]
     diluted = ["--dilute_with", data, "--dilute_up_to", 8, "--dilute_share", 0.75]
-    run_recipe("train", *options, *diluted, "--out", tmp_path / "straight")
-    last = result(tmp_path / "straight")["steps"]
-    shutil.copytree(tmp_path / "straight", tmp_path / "resumed")
-    (tmp_path / "resumed" / "result.json").unlink()
-    shutil.rmtree(tmp_path / "resumed" / f"checkpoint-{last}")
-    done = run_recipe("train", *options, *diluted, "--out", tmp_path / "resumed")
-    assert f"from step {(last - 1) // 2 * 2}" in done.stderr
-    assert losses(tmp_path / "resumed") == losses(tmp_path / "straight")
-    run_recipe("train", *options, "--out", tmp_path / "plain")
-    assert losses(tmp_path / "plain") != losses(tmp_path / "straight")
+    check_resumes(tmp_path, options, diluted)
 
 
 @pytest.mark.parametrize(
@@ -132,12 +122,8 @@ def test_a_diluted_run_resumes_as_if_it_had_never_stopped(base, tmp_path):  # no
         (["--dilute_with", "nowhere"], "nowhere has no manifest.json"),
     ],
 )
-def test_what_dilution_cannot_do_is_refused(base, tmp_path, options, message, monkeypatch, capsys):  # noqa: F811
+def test_what_dilution_cannot_do_is_refused(base, tmp_path, options, message, capsys):  # noqa: F811
     data = prepared_data(base)
     options = [data if option == "DATA" else option for option in options]
     others = self_options if "self" in options else infini_options  # which has options of a memory
-    argv = ["train.py", *others(data), *options, "--out", tmp_path / "run"]
-    monkeypatch.setattr(sys, "argv", [*map(str, argv)])
-    with pytest.raises(SystemExit) as error:
-        train.main()
-    assert error.value.code == 1 and message in capsys.readouterr().err
+    refused(train.main, [*others(data), *options, "--out", tmp_path / "run"], capsys, message)

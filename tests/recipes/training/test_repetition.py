@@ -1,20 +1,19 @@
 """Tokens that are written into the memory many times over in training: what it is then, when, and that runs resume."""
 
 import math
-import shutil
-import sys
 
 import pytest
 import torch
 from datasets import Dataset
 from transformers import TrainingArguments
 
+from bad_input import refused
 from decoders import decoder
 from hf_infini import infini_attention, patch_model
 from hf_infini.families import attention_layers, decoder_of
 from hf_infini.training import PerplexityTrainer
 from models import infini_gpt2, token_ids
-from running import infini_options, load_recipe, losses, prepared_data, result, run_recipe, self_options
+from running import check_resumes, infini_options, load_recipe, prepared_data, self_options
 from training.repetition import Repetition, repeated
 
 train = load_recipe("train")
@@ -105,16 +104,7 @@ def test_training_steps_repeat_and_evaluations_do_not(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_a_repeating_run_resumes_as_if_it_had_never_stopped(base, tmp_path):
     options = [*infini_options(prepared_data(base)), "--update_rule", "gated_delta", "--epochs", 1, "--save_steps", 2]
-    run_recipe("train", *options, "--repeat_up_to", 8, "--out", tmp_path / "straight")
-    last = result(tmp_path / "straight")["steps"]
-    shutil.copytree(tmp_path / "straight", tmp_path / "resumed")
-    (tmp_path / "resumed" / "result.json").unlink()
-    shutil.rmtree(tmp_path / "resumed" / f"checkpoint-{last}")
-    done = run_recipe("train", *options, "--repeat_up_to", 8, "--out", tmp_path / "resumed")
-    assert f"from step {(last - 1) // 2 * 2}" in done.stderr
-    assert losses(tmp_path / "resumed") == losses(tmp_path / "straight")
-    run_recipe("train", *options, "--out", tmp_path / "plain")
-    assert losses(tmp_path / "plain") != losses(tmp_path / "straight")
+    check_resumes(tmp_path, options, ["--repeat_up_to", 8])
 
 
 @pytest.mark.parametrize(
@@ -127,11 +117,7 @@ def test_a_repeating_run_resumes_as_if_it_had_never_stopped(base, tmp_path):
         ([*GATED_DELTA, "--torch_compile", "true"], "--repeat_up_to and --torch_compile do not go together"),
     ],
 )
-def test_what_cannot_be_repeated_is_refused(base, tmp_path, options, message, monkeypatch, capsys):
+def test_what_cannot_be_repeated_is_refused(base, tmp_path, options, message, capsys):
     data = prepared_data(base)
     others = self_options if "self" in options else infini_options
-    argv = ["train.py", *others(data), *options, "--out", tmp_path / "run"]
-    monkeypatch.setattr(sys, "argv", [*map(str, argv)])
-    with pytest.raises(SystemExit) as error:
-        train.main()
-    assert error.value.code == 1 and message in capsys.readouterr().err
+    refused(train.main, [*others(data), *options, "--out", tmp_path / "run"], capsys, message)
