@@ -9,12 +9,17 @@ g is the gradient of the output, `g_x` that of x. Shapes as in memory.py: `B` ba
 heads, `P` tokens in a block, `R` queries that read a block's state, `D` head dimension, `E` value dimension.
 """
 
+import math
+
 import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional as F
 
+from .tensors import pad
+
 EXP_LIMIT = 30.0
+GROUPED_STATE = {"cpu": 0, "cuda": 2**18}  # numbers in a batch's state, up to which blocks are scanned in groups
 
 
 class EluFeatures(Function):
@@ -170,15 +175,16 @@ class RunningSum(Function):
 
 
 class DeltaScan(Function):
-    """M_{n+1} = (1 + f_n) M_n + A_n (T_n − B_n M_n), block after block;
+    """M_{n+1} = a_n M_n + A_n (T_n − B_n M_n), block after block ([`_scan`]), or without A and a: M_{n+1} = B_n M_n + T_n;
 
-    with g_n the gradient of M_n and c_n = A_nᵀ g_{n+1}:  g_n += (1 + f_n) g_{n+1} − B_nᵀ c_n,
-    g_T_n = c_n,  g_B_n = −c_n M_nᵀ,  g_A_n = g_{n+1} (T_n − B_n M_n)ᵀ,  g_f_n = Σ g_{n+1} M_n.
+    with g_n the gradient of M_n and c_n = A_nᵀ g_{n+1}:  g_n += a_n g_{n+1} − B_nᵀ c_n,
+    g_T_n = c_n,  g_B_n = −c_n M_nᵀ,  g_A_n = g_{n+1} (T_n − B_n M_n)ᵀ,  g_a_n = Σ g_{n+1} M_n;
+    or without A:  g_n += B_nᵀ g_{n+1},  g_T_n = g_{n+1},  g_B_n = g_{n+1} M_nᵀ.
 
-    The loop backwards touches the states' gradient only; what is owed to A, B and T is worked out for all blocks at once.
+    The scan backwards touches the states' gradient only; what is owed to A, B and T is worked out for all blocks at once.
 
     Args:
-        target: T; left: A, `None`: the identity; right: B. `[B, N, K, …]` each; growth: f, `[B, N, K]`, `None`: zero.
+        target: T; left: A or `None`; right: B. `[B, N, K, …]` each; kept: a, `[B, N, K]`, `None`: one.
         incoming: M_0, `[B, K, D, E]`.
         continues: `[B, N]` bool: where it is False, M begins again as `start` `[K, D, E]` behind the block; `None`: nowhere.
 
@@ -186,43 +192,111 @@ class DeltaScan(Function):
     """
 
     @staticmethod
-    def forward(ctx, target, left, right, growth, incoming, continues, start):
-        memory, memories = incoming, []
-        for block in range(target.shape[1]):
-            memories.append(memory)
-            change = target[:, block] - right[:, block] @ memory
-            change = change if left is None else left[:, block] @ change
-            if growth is not None:
-                change = torch.addcmul(change, memory, growth[:, block, :, None, None])
-            memory = memory + change
-            if continues is not None:
-                memory = torch.where(continues[:, block, None, None, None], memory, start)
-        memories = torch.stack(memories, 1)
-        ctx.save_for_backward(target, left, right, growth, continues, memories)
-        return memories, memory
+    def forward(ctx, target, left, right, kept, incoming, continues, start):
+        memories, last = _scan(_next_state, incoming, target, (left, right, kept, continues), start)
+        ctx.save_for_backward(target, left, right, kept, continues, memories)
+        return memories, last
 
     @staticmethod
     def backward(ctx, memories_gradient, gradient):
-        target, left, right, growth, continues, memories = ctx.saved_tensors
-        to_start = None if continues is None else torch.zeros_like(gradient[0])
-        to_states, to_changes = [], []
-        for block in range(target.shape[1] - 1, -1, -1):
-            if continues is not None:
-                on = continues[:, block, None, None, None]
-                to_start = to_start + gradient.masked_fill(on, 0).sum(0)
-                gradient = gradient * on
-            to_change = gradient if left is None else left[:, block].transpose(-1, -2) @ gradient
-            to_states.append(gradient)
-            to_changes.append(to_change)
-            owed = memories_gradient[:, block]
-            if growth is not None:
-                owed = torch.addcmul(owed, gradient, growth[:, block, :, None, None])
-            gradient = gradient - right[:, block].transpose(-1, -2) @ to_change + owed
-        to_target = torch.stack(to_changes[::-1], 1)
+        target, left, right, kept, continues, memories = ctx.saved_tensors
+        maps = left, right, kept, continues
+        to_state, to_incoming = _scan(_gradient_before, gradient, memories_gradient, maps, backwards=True)
+        to_start = None
+        if continues is not None:
+            arriving, to_state = to_state, to_state * continues[..., None, None, None]
+            to_start = (arriving - to_state).sum((0, 1))
+        if left is None:
+            return to_state, None, to_state @ memories.transpose(-1, -2), None, to_incoming, None, to_start
+        to_target = left.transpose(-1, -2) @ to_state
+        to_left = to_state @ (target - right @ memories).transpose(-1, -2)
         to_right = (to_target @ memories.transpose(-1, -2)).neg_()
-        to_left = to_growth = None
-        if left is not None:
-            to_state = torch.stack(to_states[::-1], 1)
-            to_left = to_state @ (target - right @ memories).transpose(-1, -2)
-            to_growth = None if growth is None else (to_state * memories).sum((-2, -1))
-        return to_target, to_left, to_right, to_growth, gradient, None, to_start
+        to_kept = None if kept is None else (to_state * memories).sum((-2, -1))
+        return to_target, to_left, to_right, to_kept, to_incoming, None, to_start
+
+
+def _next_state(memory, target, left, right, kept, continues, start):
+    """M_{n+1} of [`DeltaScan`]."""
+    if left is None:
+        memory = _add_product(target, right, memory)
+    else:
+        change = _add_product(target, right, memory, -1)
+        memory = _add_product(memory if kept is None else memory * kept[..., None, None], left, change)
+    return memory if continues is None else torch.where(continues[:, None, None, None], memory, start)
+
+
+def _gradient_before(gradient, owed, left, right, kept, continues, start):
+    """g_n of [`DeltaScan`] from g_{n+1} and what the caller owes to M_n."""
+    if continues is not None:
+        gradient = gradient * continues[:, None, None, None]
+    if left is None:
+        return _add_product(owed, right.transpose(-1, -2), gradient)
+    owed = owed + gradient if kept is None else torch.addcmul(owed, gradient, kept[..., None, None])
+    return _add_product(owed, right.transpose(-1, -2), left.transpose(-1, -2) @ gradient, -1)
+
+
+def _add_product(base: Tensor, left: Tensor, right: Tensor, sign: int = 1) -> Tensor:
+    """base ± left right, `[B, K, …]` each, in one operation."""
+    parts = (part.flatten(0, 1) for part in (base, left, right))
+    return torch.baddbmm(*parts, alpha=sign).unflatten(0, base.shape[:2])
+
+
+def _scan(step, state, added, maps, start=None, *, backwards=False):
+    """x_{n+1} = step(x_n, …), affine in x_n: x before each block, `[B, N, K, D, E]`, and after the last.
+
+    A GPU spends a loop over small states waiting for kernels to be launched. There the blocks are scanned in groups, all
+    groups at once: first from zero and from the columns of the identity, which gives each group's map; then a loop over the
+    maps finds the state before each group; from these the groups are scanned once more.
+
+    Args:
+        step: [`_next_state`] or [`_gradient_before`], without a `start`.
+        state: x_0, `[B, K, D, E]`; added: `[B, N, K, …, E]`, what is new in each block.
+        maps: `[B, N, …]` each or `None`, what else `step` takes of each block; start: as in [`DeltaScan`].
+        backwards: begin with the last block.
+    """
+
+    def scan(state, added, start, kept=None):
+        for block in range(len(added))[:: -1 if backwards else 1]:
+            if kept is not None:
+                kept.append(state)
+            state = step(state, added[block], *(part if part is None else part[block] for part in maps), start)
+        return state
+
+    def stacked(states):
+        return torch.stack(states[::-1] if backwards else states, 1)
+
+    before: list[Tensor] = []
+    rows, blocks = added.shape[:2]
+    size = _group_size(blocks, state)
+    if size == 1:
+        maps = [part if part is None else part.transpose(0, 1) for part in maps]
+        last = scan(state, added.transpose(0, 1), start, before)
+        return stacked(before), last
+    groups = blocks // size + 1
+    more = groups * size - blocks  # at least one block of zeros, which is scanned last, and behind the last state
+
+    def in_groups(part):  # `[size, B · groups, …]`, contiguous for what is computed at a time
+        part = pad(part, (0, 0) * (part.dim() - 2) + ((more, 0) if backwards else (0, more)))
+        return part.unflatten(1, (groups, size)).flatten(0, 1).transpose(0, 1).contiguous()
+
+    added, maps = in_groups(added), [part if part is None else in_groups(part) for part in maps]
+    height, width = state.shape[-2:]
+    unit = torch.eye(height, width + height, dtype=state.dtype, device=state.device).roll(width, 1)
+    wide = None if start is None else F.pad(start, (0, height))
+    ends = scan(unit.expand(added.shape[1], state.shape[1], -1, -1), F.pad(added, (0, height)), wide)
+    offset, factor = ends.unflatten(0, (rows, -1)).transpose(0, 1).contiguous().split((width, height), -1)
+    for group in range(groups)[:: -1 if backwards else 1]:
+        before.append(state)
+        state = _add_product(offset[group], factor[group], state)
+    first, before = stacked(before).flatten(0, 1), []
+    scan(first, added, start, before)
+    states = stacked(before).unflatten(0, (rows, -1)).flatten(1, 2)
+    return (states[:, more:], states[:, more - 1]) if backwards else (states[:, :blocks], states[:, blocks])
+
+
+def _group_size(blocks: int, state: Tensor) -> int:
+    """Blocks in a group, so that the loops are shortest; 1: none."""
+    if torch.compiler.is_compiling() or state.numel() > GROUPED_STATE.get(state.device.type, GROUPED_STATE["cuda"]):
+        return 1
+    return max(1, math.isqrt(blocks // 2))
+

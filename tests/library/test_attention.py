@@ -26,10 +26,11 @@ FLOAT32, FLOAT32_GRADIENT = 1e-5, 1e-4
 FLOAT64 = 1e-9
 
 
-@pytest.fixture(params=[(1, 2), (2**20, 128)], ids=["smallest groups and tiles", "one group"])
+@pytest.fixture(params=[(1, 2, 0), (2**20, 128, 2**20)], ids=["smallest groups and tiles", "one group, states in groups"])
 def sizes(request, monkeypatch):
     monkeypatch.setitem(hf_infini.attention.GROUP_ELEMENTS, "cpu", request.param[0])
     monkeypatch.setattr(hf_infini.window, "TILE", request.param[1])
+    monkeypatch.setitem(hf_infini.memory_gradients.GROUPED_STATE, "cpu", request.param[2])
 
 
 @pytest.mark.slow

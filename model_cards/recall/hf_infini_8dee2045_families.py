@@ -14,18 +14,18 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.models.auto import modeling_auto
 from transformers.models.gpt2.modeling_gpt2 import GPT2Attention, GPT2DoubleHeadsModel
 
-from .hf_infini_22a3b432_cache_name import CACHE
-from .hf_infini_22a3b432_checkpoints import HUB_OPTIONS
-from .hf_infini_22a3b432_configuration_infini import FamilyConfigMixin, infini_config
-from .hf_infini_22a3b432_configuration_infini_gpt2 import InfiniGPT2Config
-from .hf_infini_22a3b432_generation import MemoryGenerationMixin
-from .hf_infini_22a3b432_hooks import become
-from .hf_infini_22a3b432_hub_code import HubModelMixin, carry_code
-from .hf_infini_22a3b432_lookups import PREFIX, enter_adapters, enter_tokenizer, enter_weights
-from .hf_infini_22a3b432_modeling_infini import InfiniModelMixin, InfiniPreTrainedMixin
-from .hf_infini_22a3b432_modeling_infini_gpt2 import GPT2InfiniAttention, InfiniGPT2ModelMixin
-from .hf_infini_22a3b432_modeling_infini_layer import InfiniAttentionMixin, LayerConfig
-from .hf_infini_22a3b432_options import MemoryOptions
+from .hf_infini_8dee2045_cache_name import CACHE
+from .hf_infini_8dee2045_checkpoints import HUB_OPTIONS
+from .hf_infini_8dee2045_configuration_infini import FamilyConfigMixin, infini_config
+from .hf_infini_8dee2045_configuration_infini_gpt2 import InfiniGPT2Config
+from .hf_infini_8dee2045_generation import MemoryGenerationMixin
+from .hf_infini_8dee2045_hooks import become
+from .hf_infini_8dee2045_hub_code import HubModelMixin, carry_code
+from .hf_infini_8dee2045_lookups import PREFIX, enter_adapters, enter_tokenizer, enter_weights
+from .hf_infini_8dee2045_modeling_infini import InfiniModelMixin, InfiniPreTrainedMixin
+from .hf_infini_8dee2045_modeling_infini_gpt2 import GPT2InfiniAttention, InfiniGPT2ModelMixin
+from .hf_infini_8dee2045_modeling_infini_layer import InfiniAttentionMixin, LayerConfig
+from .hf_infini_8dee2045_options import MemoryOptions
 
 # Auto classes that load a decoder, with the tables that say which class of a family they load
 AUTO_CLASSES = {
