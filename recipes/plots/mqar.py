@@ -50,8 +50,9 @@ def plot_state(runs: list[dict], file: Path) -> None:
         own = sorted((run for run in runs if run["mixer"] == mixer), key=lambda run: run["state_bytes"])
         x, y = [run["state_bytes"] for run in own], [run["accuracy"] for run in own]
         around = [[run["accuracy"] - run["low"] for run in own], [run["high"] - run["accuracy"] for run in own]]
-        look = {"color": COLOURS[number % len(COLOURS)], "marker": MARKERS[number % len(MARKERS)]}
-        axes.errorbar(x, y, around, color=look["color"], capsize=3, linestyle="none")
+        again = number // len(COLOURS)  # with the same colour as another
+        look = {"color": COLOURS[number % len(COLOURS)], "marker": MARKERS[(number + again) % len(MARKERS)]}
+        axes.errorbar(x, y, around, ecolor=look["color"], capsize=3, fmt="none")
         draw_line(axes, x, y, mixer, linestyle="-" if number < len(COLOURS) else "--", **look)
         sizes += x
     plain_logarithm(axes.xaxis, sizes)
