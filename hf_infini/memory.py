@@ -201,11 +201,8 @@ def delta_states(
         continues = borders.continues
     keys = key_features.transpose(-1, -2)
     # In shorter segments two thin products a block cost less than one D × D matrix a block
-    tokens, width = key_features.shape[-2:]
-    if tokens < width:
-        factors = value, keys, scaled
-    else:
-        factors = keys @ value, None, torch.eye(width, dtype=keys.dtype, device=keys.device) - keys @ scaled
+    thin = key_features.shape[-2] < key_features.shape[-1]
+    factors = (value, keys, scaled) if thin else (keys @ value, None, keys @ scaled)
     memories, last_memory = DeltaScan.apply(*factors, None, memory, continues, None if borders is None else first_memory)
     return States(memories, normalisers, last_memory, last_normaliser)
 

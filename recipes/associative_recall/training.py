@@ -109,7 +109,8 @@ def _loss_in_graphs(model: Recaller, dtype: torch.dtype) -> Callable[[Rows, int]
         tensors = (rows.inputs, rows.places, rows.values)
         shape = (*rows.inputs.shape, rows.places.shape[1])
         if shape not in graphs:
-            graphs[shape] = torch.cuda.make_graphed_callables(Loss(), tensors, pool=pool)
+            own = tuple(tensor.clone() for tensor in tensors)  # where a graph finds its rows
+            graphs[shape] = torch.cuda.make_graphed_callables(Loss(), own, allow_unused_input=True, pool=pool)
         torch.manual_seed(seed)  # after a graph was made, which draws
         return graphs[shape](*tensors)
 

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from .hf_infini_8dee2045_memory_gradients import DeltaScan
-from .hf_infini_8dee2045_tensors import pad
+from .hf_infini_4e749d33_memory_gradients import DeltaScan
+from .hf_infini_4e749d33_tensors import pad
 
 SMALL = 32  # tokens of a triangular system that is solved as it is
 
@@ -57,11 +57,10 @@ def gated_delta_scan(
     if key.shape[-2] < width:  # M ← g_P M + Zᵀ (V − g K M): two thin products cost less than one D × D matrix
         weighted = _weights(k, *logarithms)[0] if plain else ChunkWeights.apply(k, *logarithms)
         log_kept = logarithms[1]
-        kept = log_kept.exp()
-        factors = v, weighted.mT, k * kept.unsqueeze(-1), kept[:, -1]
-    else:  # M ← F M + A
-        added, factor = _maps(k, v, *logarithms)[:2] if plain else ChunkMaps.apply(k, v, *logarithms)
-        factors = added, None, factor, None
+        factors = v, weighted.mT, k * log_kept.exp().unsqueeze(-1), log_kept[:, -1].expm1()
+    else:  # M ← M + A − E M
+        added, erased = _maps(k, v, *logarithms)[:2] if plain else ChunkMaps.apply(k, v, *logarithms)
+        factors = added, None, erased, None
     factors = (None if part is None else part.unflatten(0, key.shape[:3]) for part in factors)
     memories, last = DeltaScan.apply(*factors, memory, continues, start)
     return memories[:, ::chunks], last
@@ -91,21 +90,21 @@ class ChunkWeights(Function):
 
 
 class ChunkMaps(Function):
-    """The map of each chunk, M ← F M + A ([`_maps`]), with a gradient of few passes over the tokens:
+    """The map of each chunk, M ← M + A − E M ([`_maps`]), with a gradient of few passes over the tokens:
 
-    with g_Z = V g_Aᵀ − g K g_Fᵀ, g_V = Z g_A and g_K = −g Z g_F + what [`ChunkWeights`] makes of g_Z.
+    with g_Z = V g_Aᵀ + g K g_Eᵀ, g_V = Z g_A and g_K = g Z g_E + what [`ChunkWeights`] makes of g_Z.
 
     Args:
         key: `[chunks, P, D]`; value: `[chunks, P, E]`; log_beta, log_kept: log β and log g, `[chunks, P]`.
 
-    Returns A `[chunks, D, E]` and F `[chunks, D, D]`.
+    Returns A `[chunks, D, E]` and E `[chunks, D, D]`.
     """
 
     @staticmethod
     def forward(ctx, *tensors):
-        added, factor, *others = _maps(*tensors)
+        added, erased, *others = _maps(*tensors)
         ctx.save_for_backward(*tensors, *others)
-        return added, factor
+        return added, erased
 
     @staticmethod
     def backward(ctx, *gradients):
@@ -124,12 +123,11 @@ def _weights(key: Tensor, log_beta: Tensor, log_kept: Tensor) -> tuple[Tensor, .
 
 
 def _maps(key: Tensor, value: Tensor, log_beta: Tensor, log_kept: Tensor) -> tuple[Tensor, ...]:
-    """A = Zᵀ V and F = g_P I − Zᵀ g K, and all of [`_weights`]."""
+    """A = Zᵀ V and E = Zᵀ g K + (1 − g_P) I, and all of [`_weights`]."""
     weighted, *others = _weights(key, log_beta, log_kept)
-    kept = log_kept.exp()
-    factor = (weighted * -kept.unsqueeze(-1)).mT @ key
-    factor.diagonal(dim1=1, dim2=2).add_(kept[:, -1:])
-    return weighted.mT @ value, factor, weighted, *others
+    erased = (weighted * log_kept.exp().unsqueeze(-1)).mT @ key
+    erased.diagonal(dim1=1, dim2=2).sub_(torch.expm1(log_kept[:, -1:]))
+    return weighted.mT @ value, erased, weighted, *others
 
 
 def _backward(plain: Callable, by_hand: Callable, saved: tuple[Tensor, ...], count: int, gradients: tuple[Tensor, ...]):
@@ -166,16 +164,15 @@ def _gradients_of_weights(
     return to_key, to_log_beta, to_log_kept
 
 
-def _gradients_of_maps(saved: tuple[Tensor, ...], to_added: Tensor, to_factor: Tensor) -> tuple[Tensor, ...]:
+def _gradients_of_maps(saved: tuple[Tensor, ...], to_added: Tensor, to_erased: Tensor) -> tuple[Tensor, ...]:
     """Of the tensors of [`_maps`]; `saved`: these and what [`_weights`] returns."""
     key, value, log_beta, log_kept, weighted, *others = saved
-    kept = log_kept.exp()
-    minus = -kept.unsqueeze(-1)
-    to_weighted = (key @ to_factor.mT).mul_(minus)
+    kept = log_kept.exp().unsqueeze(-1)
+    to_weighted = (key @ to_erased.mT).mul_(kept)
     to_log_kept = torch.mul(weighted, to_weighted).sum(-1)
-    to_log_kept[:, -1] += kept[:, -1] * to_factor.diagonal(dim1=1, dim2=2).sum(-1)
+    to_log_kept[:, -1] -= kept[:, -1, 0] * to_erased.diagonal(dim1=1, dim2=2).sum(-1)
     to_weighted.baddbmm_(value, to_added.mT)
-    owed = (weighted @ to_factor).mul_(minus), to_log_kept
+    owed = (weighted @ to_erased).mul_(kept), to_log_kept
     to_key, *to_logarithms = _gradients_of_weights((key, log_beta, log_kept, weighted, *others), to_weighted, *owed)
     return to_key, weighted @ to_added, *to_logarithms
 

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .hf_infini_8dee2045_checks import bool_mask, check_shapes, check_window
-from .hf_infini_8dee2045_decoding import StepLayout, graph_step_layout, step_layout
-from .hf_infini_8dee2045_grids import IndexedLayout, PlainLayout
-from .hf_infini_8dee2045_layout import Call, GridLayout
-from .hf_infini_8dee2045_state import InfiniState
-from .hf_infini_8dee2045_tensors import pad
+from .hf_infini_4e749d33_checks import bool_mask, check_shapes, check_window
+from .hf_infini_4e749d33_decoding import StepLayout, graph_step_layout, step_layout
+from .hf_infini_4e749d33_grids import IndexedLayout, PlainLayout
+from .hf_infini_4e749d33_layout import Call, GridLayout
+from .hf_infini_4e749d33_state import InfiniState
+from .hf_infini_4e749d33_tensors import pad
 
 SegmentLayout = StepLayout | GridLayout
 UNBOUNDED = (
