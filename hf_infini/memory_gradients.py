@@ -299,4 +299,3 @@ def _group_size(blocks: int, state: Tensor) -> int:
     if torch.compiler.is_compiling() or state.numel() > GROUPED_STATE.get(state.device.type, GROUPED_STATE["cuda"]):
         return 1
     return max(1, math.isqrt(blocks // 2))
-

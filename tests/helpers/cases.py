@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.nn import functional as F
 
-from hf_infini import InfiniState
+from hf_infini import InfiniState, naive_infini_attention
 from hf_infini.positions import Rotary, rotation
 
 TENSORS = ("query", "key", "value", "log_weight")
@@ -146,6 +146,16 @@ def gradients(case: Case, function, cuts=(), state=None, seed=0) -> tuple:
     for tensor in (output, final.memory, final.normaliser, final.local_key, final.local_value):
         total = total + (tensor * torch.randn(tensor.shape, generator=draw, dtype=torch.float64).to(tensor.dtype)).sum()
     return output, final, torch.autograd.grad(total, wanted)
+
+
+def assert_equals_reference(case: Case, function, tolerance: float, cuts=(), state=None, of_gradients=None) -> None:
+    """The function's output, last state and gradients, its calls cut or not, are those of the naive reference in one call;
+    `of_gradients`: their tolerance where it is another."""
+    output, final, found = gradients(case, function, cuts, state)
+    wanted, wanted_final, wanted_gradients = gradients(case, naive_infini_attention, (), state)
+    torch.testing.assert_close(output, wanted, rtol=tolerance, atol=tolerance)
+    assert_same_state(final, wanted_final, tolerance)
+    assert_same_gradients(found, wanted_gradients, of_gradients or tolerance)
 
 
 def assert_same_state(left: InfiniState, right: InfiniState, tolerance: float) -> None:

@@ -7,6 +7,7 @@ from torch.nn import functional as F
 import hf_infini.attention
 from cases import (
     Case,
+    assert_equals_reference,
     assert_same_gradients,
     assert_same_state,
     gradients,
@@ -36,46 +37,27 @@ def sizes(request, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(40))
 def test_equals_the_naive_reference_in_float32(seed, sizes):
-    case = random_case(seed)
-    output, state, found = gradients(case, infini_attention)
-    wanted, wanted_state, wanted_gradients = gradients(case, naive_infini_attention)
-    torch.testing.assert_close(output, wanted, rtol=FLOAT32, atol=FLOAT32)
-    assert_same_state(state, wanted_state, FLOAT32)
-    assert_same_gradients(found, wanted_gradients, FLOAT32_GRADIENT)
+    assert_equals_reference(random_case(seed), infini_attention, FLOAT32, of_gradients=FLOAT32_GRADIENT)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(100, 140))
 def test_does_not_depend_on_how_the_input_is_cut(seed, sizes):
     case = random_case(seed, dtype=torch.float64)
-    cuts = random_cuts(seed, case.query.shape[2]) if case.query.shape[2] > 1 else []
-    output, state, found = gradients(case, infini_attention, cuts)
-    wanted, wanted_state, wanted_gradients = gradients(case, naive_infini_attention)
-    torch.testing.assert_close(output, wanted, rtol=FLOAT64, atol=FLOAT64)
-    assert_same_state(state, wanted_state, FLOAT64)
-    assert_same_gradients(found, wanted_gradients, FLOAT64)
+    assert_equals_reference(case, infini_attention, FLOAT64, random_cuts(seed, case.query.shape[2]))
 
 
 @pytest.mark.parametrize("seed", range(200, 224))
 def test_start_state_and_its_gradient(seed):
     case = random_case(seed, dtype=torch.float64)
-    cuts = random_cuts(seed, case.query.shape[2]) if case.query.shape[2] > 1 else []
-    output, state, found = gradients(case, infini_attention, cuts, random_state(case, seed))
-    wanted, wanted_state, wanted_gradients = gradients(case, naive_infini_attention, (), random_state(case, seed))
-    torch.testing.assert_close(output, wanted, rtol=FLOAT64, atol=FLOAT64)
-    assert_same_state(state, wanted_state, FLOAT64)
-    assert_same_gradients(found, wanted_gradients, FLOAT64)
+    cuts = random_cuts(seed, case.query.shape[2])
+    assert_equals_reference(case, infini_attention, FLOAT64, cuts, random_state(case, seed))
 
 
 @pytest.mark.parametrize("tokens", [15, 18, 20])
 def test_short_segments_joined_to_steps(tokens, sizes):
     """Segments of 3 and heads 8 wide: steps of three segments, of which the last is full or not."""
-    case = plain_case(tokens=tokens, width=8, segment_length=3)
-    output, state, found = gradients(case, infini_attention)
-    wanted, wanted_state, wanted_gradients = gradients(case, naive_infini_attention)
-    torch.testing.assert_close(output, wanted, rtol=FLOAT64, atol=FLOAT64)
-    assert_same_state(state, wanted_state, FLOAT64)
-    assert_same_gradients(found, wanted_gradients, FLOAT64)
+    assert_equals_reference(plain_case(tokens=tokens, width=8, segment_length=3), infini_attention, FLOAT64)
 
 
 @pytest.mark.parametrize("rule", ["linear", "delta"])  # those of the paper
@@ -207,7 +189,7 @@ def test_grouped_heads_are_interleaved():
 def test_tensors_are_made_where_the_inputs_are(seed):
     """Whatever torch's default device is."""
     case = random_case(seed)
-    leaves, cuts = case.leaves(), random_cuts(seed, case.query.shape[2]) if case.query.shape[2] > 1 else []
+    leaves, cuts = case.leaves(), random_cuts(seed, case.query.shape[2])
 
     def call():
         output, state = case.call(infini_attention, leaves, cuts)
@@ -240,7 +222,7 @@ def test_gradients_in_bfloat16(seed, sizes):
 def test_half_precision(seed, dtype):
     """The local softmax and the output are rounded to the inputs' dtype; memory, normaliser and division are not."""
     case = random_case(seed, dtype=dtype)
-    cuts = random_cuts(seed, case.query.shape[2]) if case.query.shape[2] > 1 else []
+    cuts = random_cuts(seed, case.query.shape[2])
     output, state = case.call(infini_attention, cuts=cuts)
     wanted, wanted_state = case.call(naive_infini_attention)
     assert output.dtype == dtype and state.memory.dtype == torch.float32

@@ -67,7 +67,7 @@ def test_a_gradient_reaches_the_weights(seed):
         case.gate = torch.full_like(case.gate, -80.0)  # else the share depends on what the memory finds
     for tensor in (case.query, case.key, case.value):
         tensor.requires_grad_()
-    output, weights = with_weights(case, random_cuts(seed, case.query.shape[2]) if case.query.shape[2] > 1 else [])
+    output, weights = with_weights(case, random_cuts(seed, case.query.shape[2]))
     upstream = torch.randn_like(output)
     (output * upstream).sum().backward()
     weights, found = torch.cat([w.detach() for w in weights], 2), torch.cat([w.grad for w in weights], 2)

@@ -14,18 +14,18 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.models.auto import modeling_auto
 from transformers.models.gpt2.modeling_gpt2 import GPT2Attention, GPT2DoubleHeadsModel
 
-from .hf_infini_4e749d33_cache_name import CACHE
-from .hf_infini_4e749d33_checkpoints import HUB_OPTIONS
-from .hf_infini_4e749d33_configuration_infini import FamilyConfigMixin, infini_config
-from .hf_infini_4e749d33_configuration_infini_gpt2 import InfiniGPT2Config
-from .hf_infini_4e749d33_generation import MemoryGenerationMixin
-from .hf_infini_4e749d33_hooks import become
-from .hf_infini_4e749d33_hub_code import HubModelMixin, carry_code
-from .hf_infini_4e749d33_lookups import PREFIX, enter_adapters, enter_tokenizer, enter_weights
-from .hf_infini_4e749d33_modeling_infini import InfiniModelMixin, InfiniPreTrainedMixin
-from .hf_infini_4e749d33_modeling_infini_gpt2 import GPT2InfiniAttention, InfiniGPT2ModelMixin
-from .hf_infini_4e749d33_modeling_infini_layer import InfiniAttentionMixin, LayerConfig
-from .hf_infini_4e749d33_options import MemoryOptions
+from .hf_infini_45452fd6_cache_name import CACHE
+from .hf_infini_45452fd6_checkpoints import HUB_OPTIONS
+from .hf_infini_45452fd6_configuration_infini import FamilyConfigMixin, infini_config
+from .hf_infini_45452fd6_configuration_infini_gpt2 import InfiniGPT2Config
+from .hf_infini_45452fd6_generation import MemoryGenerationMixin
+from .hf_infini_45452fd6_hooks import become
+from .hf_infini_45452fd6_hub_code import HubModelMixin, carry_code
+from .hf_infini_45452fd6_lookups import PREFIX, enter_adapters, enter_tokenizer, enter_weights
+from .hf_infini_45452fd6_modeling_infini import InfiniModelMixin, InfiniPreTrainedMixin
+from .hf_infini_45452fd6_modeling_infini_gpt2 import GPT2InfiniAttention, InfiniGPT2ModelMixin
+from .hf_infini_45452fd6_modeling_infini_layer import InfiniAttentionMixin, LayerConfig
+from .hf_infini_45452fd6_options import MemoryOptions
 
 # Auto classes that load a decoder, with the tables that say which class of a family they load
 AUTO_CLASSES = {

@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.models.auto import tokenization_auto
 
-from .hf_infini_4e749d33_options import ConfigBase
+from .hf_infini_45452fd6_options import ConfigBase
 
 PREFIX = "infini_"  # model_type of a family with Infini-attention: this and the family's
 PEFT_TABLES = ("peft.utils.constants", "peft.utils.transformers_weight_conversion")

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .hf_infini_4e749d33_layout import GridLayout
-from .hf_infini_4e749d33_memory import Borders
-from .hf_infini_4e749d33_tensors import gather, pad, pad_to
+from .hf_infini_45452fd6_layout import GridLayout
+from .hf_infini_45452fd6_memory import Borders
+from .hf_infini_45452fd6_tensors import gather, pad, pad_to
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 
-from .hf_infini_4e749d33_options import ConfigBase, check_number, limits_of
+from .hf_infini_45452fd6_options import ConfigBase, check_number, limits_of
 
 # Stock models, whose options people are likely to try; and names of options that are not declared there
 STOCK = "GPT2 Llama Mistral Mixtral Qwen2 Gemma2 GPTNeoX GPTJ Phi Falcon Bloom OPT T5 Granite Cohere GptOss".split()

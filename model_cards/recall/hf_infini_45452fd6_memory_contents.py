@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from .hf_infini_4e749d33_cache_name import CACHE
-from .hf_infini_4e749d33_configuration_common import layer_kinds
-from .hf_infini_4e749d33_hooks import device_of
-from .hf_infini_4e749d33_state import empty_places
+from .hf_infini_45452fd6_cache_name import CACHE
+from .hf_infini_45452fd6_configuration_common import layer_kinds
+from .hf_infini_45452fd6_hooks import device_of
+from .hf_infini_45452fd6_state import empty_places
 
 # A window's tensors have one dtype, that of the keys and values; the memory's are wider.
 WINDOW = ("local_key", "local_value", "local_log_weight", "keys", "values")

@@ -16,15 +16,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .hf_infini_4e749d33_checks import check_arguments, check_shapes, check_window
-from .hf_infini_4e749d33_decoding import StepLayout, attend_step
-from .hf_infini_4e749d33_layout import GridLayout
-from .hf_infini_4e749d33_memory import EPS, MemoryRule, Within, memory_weight, mix
-from .hf_infini_4e749d33_positions import Rotary
-from .hf_infini_4e749d33_segments import SegmentLayout, segment_layout
-from .hf_infini_4e749d33_state import InfiniState, Projections
-from .hf_infini_4e749d33_tensors import pad_to
-from .hf_infini_4e749d33_window import Softmax, for_every_head, window_attention, window_weights
+from .hf_infini_45452fd6_checks import check_arguments, check_shapes, check_window
+from .hf_infini_45452fd6_decoding import StepLayout, attend_step
+from .hf_infini_45452fd6_layout import GridLayout
+from .hf_infini_45452fd6_memory import EPS, MemoryRule, Within, memory_weight, mix
+from .hf_infini_45452fd6_positions import Rotary
+from .hf_infini_45452fd6_segments import SegmentLayout, segment_layout
+from .hf_infini_45452fd6_state import InfiniState, Projections
+from .hf_infini_45452fd6_tensors import pad_to
+from .hf_infini_45452fd6_window import Softmax, for_every_head, window_attention, window_weights
 
 GROUP_ELEMENTS = {"cpu": 2**20, "cuda": 2**26}  # of the keys
 

@@ -18,9 +18,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .hf_infini_4e749d33_memory import Borders
-from .hf_infini_4e749d33_state import InfiniState
-from .hf_infini_4e749d33_tensors import pad
+from .hf_infini_45452fd6_memory import Borders
+from .hf_infini_45452fd6_state import InfiniState
+from .hf_infini_45452fd6_tensors import pad
 
 
 class Call(NamedTuple):

@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from .hf_infini_4e749d33_hub_code import ModelBase
+from .hf_infini_45452fd6_hub_code import ModelBase
 
 HUB_OPTIONS = {"cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder", "trust_remote_code"}
 REMEDY = "Get the file again, or save the model again"

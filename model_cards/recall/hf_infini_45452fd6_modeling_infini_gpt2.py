@@ -4,16 +4,16 @@ import torch
 from torch import Tensor, nn
 from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
 
-from .hf_infini_4e749d33_cache import InfiniCache
-from .hf_infini_4e749d33_cache_name import CACHE
-from .hf_infini_4e749d33_configuration_infini_gpt2 import InfiniGPT2Config
-from .hf_infini_4e749d33_hooks import device_of
-from .hf_infini_4e749d33_layout import Layout
-from .hf_infini_4e749d33_memory_layer import rope_tables
-from .hf_infini_4e749d33_modeling_common import check_positions, counted_positions
-from .hf_infini_4e749d33_modeling_infini import InfiniModelMixin
-from .hf_infini_4e749d33_modeling_infini_layer import InfiniAttentionMixin, LayerConfig
-from .hf_infini_4e749d33_positions import Rotary
+from .hf_infini_45452fd6_cache import InfiniCache
+from .hf_infini_45452fd6_cache_name import CACHE
+from .hf_infini_45452fd6_configuration_infini_gpt2 import InfiniGPT2Config
+from .hf_infini_45452fd6_hooks import device_of
+from .hf_infini_45452fd6_layout import Layout
+from .hf_infini_45452fd6_memory_layer import rope_tables
+from .hf_infini_45452fd6_modeling_common import check_positions, counted_positions
+from .hf_infini_45452fd6_modeling_infini import InfiniModelMixin
+from .hf_infini_45452fd6_modeling_infini_layer import InfiniAttentionMixin, LayerConfig
+from .hf_infini_45452fd6_positions import Rotary
 
 
 class GPT2InfiniAttention(InfiniAttentionMixin, GPT2Attention):

@@ -10,7 +10,7 @@ Shapes: `B` batch, `T` new tokens, `C` channels, `K` taps.
 import torch
 from torch import Tensor
 
-from .hf_infini_4e749d33_layout import Layout
+from .hf_infini_45452fd6_layout import Layout
 
 
 def short_convolution(inputs: Tensor, weight: Tensor, layout: Layout, before: Tensor) -> tuple[Tensor, Tensor]:

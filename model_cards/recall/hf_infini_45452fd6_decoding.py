@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .hf_infini_4e749d33_layout import Call, Layout
-from .hf_infini_4e749d33_memory import MemoryRule, memory_weight
-from .hf_infini_4e749d33_state import InfiniState, Projections
-from .hf_infini_4e749d33_tensors import pad
-from .hf_infini_4e749d33_window import Softmax, softmax_weights
+from .hf_infini_45452fd6_layout import Call, Layout
+from .hf_infini_45452fd6_memory import MemoryRule, memory_weight
+from .hf_infini_45452fd6_state import InfiniState, Projections
+from .hf_infini_45452fd6_tensors import pad
+from .hf_infini_45452fd6_window import Softmax, softmax_weights
 
 
 @dataclass(frozen=True, kw_only=True)

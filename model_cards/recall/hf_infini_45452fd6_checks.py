@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from .hf_infini_4e749d33_positions import Rotary
+from .hf_infini_45452fd6_positions import Rotary
 
 
 def check_arguments(query, key, value, gate, log_weight, query_weight, feature_maps, weights: int) -> None:

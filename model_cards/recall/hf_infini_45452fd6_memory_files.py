@@ -38,8 +38,8 @@ try:
 except ImportError:  # Windows
     fcntl = None
 
-from .hf_infini_4e749d33_adapters import acting, adapter_layers, settings, without_wrappers
-from .hf_infini_4e749d33_memory_contents import different_options, meaning
+from .hf_infini_45452fd6_adapters import acting, adapter_layers, settings, without_wrappers
+from .hf_infini_45452fd6_memory_contents import different_options, meaning
 
 FORMAT_VERSION = 2
 # The only key of the metadata: several would be written in an order that differs from process to process.

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from .hf_infini_4e749d33_memory_gradients import DeltaScan
-from .hf_infini_4e749d33_tensors import pad
+from .hf_infini_45452fd6_memory_gradients import DeltaScan
+from .hf_infini_45452fd6_tensors import pad
 
 SMALL = 32  # tokens of a triangular system that is solved as it is
 

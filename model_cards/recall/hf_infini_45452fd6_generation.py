@@ -8,8 +8,8 @@ from torch import Tensor
 from transformers import GenerationMixin, StoppingCriteriaList
 from transformers.generation import GenerationMode
 
-from .hf_infini_4e749d33_cache import InfiniCache
-from .hf_infini_4e749d33_cache_name import CACHE
+from .hf_infini_45452fd6_cache import InfiniCache
+from .hf_infini_45452fd6_cache_name import CACHE
 
 if TYPE_CHECKING:  # what the mixin comes before; it has no base when the code runs
     from transformers._typing import GenerativePreTrainedModel

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional as F
 
-from .hf_infini_4e749d33_positions import Rotary
+from .hf_infini_45452fd6_positions import Rotary
 
 TILE = 128  # queries of a segment at a time; skips half of the scores that causality masks
 

@@ -8,14 +8,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import initialization as init
 
-from .hf_infini_4e749d33_attention import attend
-from .hf_infini_4e749d33_cache import StatesOfCall
-from .hf_infini_4e749d33_convolution import short_convolution
-from .hf_infini_4e749d33_memory import MemoryRule
-from .hf_infini_4e749d33_positions import rotation
-from .hf_infini_4e749d33_segments import SegmentLayout, segment_layout
-from .hf_infini_4e749d33_state import InfiniState, Projections
-from .hf_infini_4e749d33_window import Softmax
+from .hf_infini_45452fd6_attention import attend
+from .hf_infini_45452fd6_cache import StatesOfCall
+from .hf_infini_45452fd6_convolution import short_convolution
+from .hf_infini_45452fd6_memory import MemoryRule
+from .hf_infini_45452fd6_positions import rotation
+from .hf_infini_45452fd6_segments import SegmentLayout, segment_layout
+from .hf_infini_45452fd6_state import InfiniState, Projections
+from .hf_infini_45452fd6_window import Softmax
 
 # What `MemoryLayerMixin.add_memory_parameters` makes
 PARAMETERS = ("gate", "start_memory", "start_normaliser", "memory_conv", "memory_write", "query_map", "key_map")

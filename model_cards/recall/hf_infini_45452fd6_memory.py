@@ -23,9 +23,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .hf_infini_4e749d33_gated_delta import gated_delta_scan
-from .hf_infini_4e749d33_memory_gradients import DeltaScan, EluFeatures, ExpFeatures, Mix, Read, RunningSum, UnitLength
-from .hf_infini_4e749d33_options import check_rule
+from .hf_infini_45452fd6_gated_delta import gated_delta_scan
+from .hf_infini_45452fd6_memory_gradients import DeltaScan, EluFeatures, ExpFeatures, Mix, Read, RunningSum, UnitLength
+from .hf_infini_45452fd6_options import check_rule
 
 EPS = 1e-6
 

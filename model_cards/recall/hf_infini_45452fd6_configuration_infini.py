@@ -10,11 +10,11 @@ import transformers
 from transformers import GPT2Config, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-from .hf_infini_4e749d33_configuration_common import OptionsMixin, checked, layer_kinds
-from .hf_infini_4e749d33_configuration_infini_gpt2 import InfiniGPT2Config
-from .hf_infini_4e749d33_hub_code import HubConfigMixin, carry_code
-from .hf_infini_4e749d33_lookups import PREFIX, AdaptersOfOwnMixin
-from .hf_infini_4e749d33_options import MemoryOptions
+from .hf_infini_45452fd6_configuration_common import OptionsMixin, checked, layer_kinds
+from .hf_infini_45452fd6_configuration_infini_gpt2 import InfiniGPT2Config
+from .hf_infini_45452fd6_hub_code import HubConfigMixin, carry_code
+from .hf_infini_45452fd6_lookups import PREFIX, AdaptersOfOwnMixin
+from .hf_infini_45452fd6_options import MemoryOptions
 
 # Families that a swapped layer's test would pass or fail without telling the reason
 REFUSED = {
@@ -43,7 +43,7 @@ class FamilyConfigMixin(MemoryOptions, OptionsMixin, AdaptersOfOwnMixin, HubConf
     has_no_defaults_at_init = True  # transformers 5.17 would otherwise build one without options to compare with
 
     def __post_init__(self, **kwargs):
-        from .hf_infini_4e749d33_families import register_models
+        from .hf_infini_45452fd6_families import register_models
 
         register_models(type(self))  # whoever has a configuration may ask an Auto class for its model next
         super().__post_init__(**kwargs)

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .hf_infini_4e749d33_checks import bool_mask, check_shapes, check_window
-from .hf_infini_4e749d33_decoding import StepLayout, graph_step_layout, step_layout
-from .hf_infini_4e749d33_grids import IndexedLayout, PlainLayout
-from .hf_infini_4e749d33_layout import Call, GridLayout
-from .hf_infini_4e749d33_state import InfiniState
-from .hf_infini_4e749d33_tensors import pad
+from .hf_infini_45452fd6_checks import bool_mask, check_shapes, check_window
+from .hf_infini_45452fd6_decoding import StepLayout, graph_step_layout, step_layout
+from .hf_infini_45452fd6_grids import IndexedLayout, PlainLayout
+from .hf_infini_45452fd6_layout import Call, GridLayout
+from .hf_infini_45452fd6_state import InfiniState
+from .hf_infini_45452fd6_tensors import pad
 
 SegmentLayout = StepLayout | GridLayout
 UNBOUNDED = (

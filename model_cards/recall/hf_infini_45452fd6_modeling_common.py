@@ -5,16 +5,16 @@ from torch import Tensor
 from transformers import Cache, DynamicCache
 from transformers.utils import logging
 
-from .hf_infini_4e749d33_cache import InfiniCache, InfiniLayer
-from .hf_infini_4e749d33_cache_name import CACHE
-from .hf_infini_4e749d33_checkpoints import CheckedLoadingMixin
-from .hf_infini_4e749d33_checks import bool_mask
-from .hf_infini_4e749d33_configuration_common import layer_kinds
-from .hf_infini_4e749d33_generation import check_cache
-from .hf_infini_4e749d33_layout import Layout
-from .hf_infini_4e749d33_read_text import check_rows
-from .hf_infini_4e749d33_segments import SegmentLayout, segment_layout
-from .hf_infini_4e749d33_state import InfiniState
+from .hf_infini_45452fd6_cache import InfiniCache, InfiniLayer
+from .hf_infini_45452fd6_cache_name import CACHE
+from .hf_infini_45452fd6_checkpoints import CheckedLoadingMixin
+from .hf_infini_45452fd6_checks import bool_mask
+from .hf_infini_45452fd6_configuration_common import layer_kinds
+from .hf_infini_45452fd6_generation import check_cache
+from .hf_infini_45452fd6_layout import Layout
+from .hf_infini_45452fd6_read_text import check_rows
+from .hf_infini_45452fd6_segments import SegmentLayout, segment_layout
+from .hf_infini_45452fd6_state import InfiniState
 
 logger = logging.get_logger(__name__)
 

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from .hf_infini_4e749d33_cache import StatesOfCall
-from .hf_infini_4e749d33_cache_name import CACHE, with_one_name
-from .hf_infini_4e749d33_hooks import become, device_of
-from .hf_infini_4e749d33_memory_layer import LayerCall, MemoryLayerMixin
-from .hf_infini_4e749d33_positions import Rotary
-from .hf_infini_4e749d33_segments import SegmentLayout
-from .hf_infini_4e749d33_window import Softmax, window_attention
+from .hf_infini_45452fd6_cache import StatesOfCall
+from .hf_infini_45452fd6_cache_name import CACHE, with_one_name
+from .hf_infini_45452fd6_hooks import become, device_of
+from .hf_infini_45452fd6_memory_layer import LayerCall, MemoryLayerMixin
+from .hf_infini_45452fd6_positions import Rotary
+from .hf_infini_45452fd6_segments import SegmentLayout
+from .hf_infini_45452fd6_window import Softmax, window_attention
 
 # The copies that travel with models have other module names, and register their own function
 INTERFACE = f"infini_attention of {__name__}"

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional as F
 
-from .hf_infini_4e749d33_tensors import pad
+from .hf_infini_45452fd6_tensors import pad
 
 EXP_LIMIT = 30.0
 GROUPED_STATE = {"cpu": 0, "cuda": 2**18}  # numbers in a batch's state, up to which blocks are scanned in groups
@@ -299,4 +299,3 @@ def _group_size(blocks: int, state: Tensor) -> int:
     if torch.compiler.is_compiling() or state.numel() > GROUPED_STATE.get(state.device.type, GROUPED_STATE["cuda"]):
         return 1
     return max(1, math.isqrt(blocks // 2))
-

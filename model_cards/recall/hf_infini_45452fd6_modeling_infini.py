@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .hf_infini_4e749d33_cache import InfiniCache, StatesOfCall
-from .hf_infini_4e749d33_cache_name import CACHE, with_one_name
-from .hf_infini_4e749d33_hooks import device_of
-from .hf_infini_4e749d33_hub_code import ModelBase
-from .hf_infini_4e749d33_layout import Layout
-from .hf_infini_4e749d33_modeling_common import (
+from .hf_infini_45452fd6_cache import InfiniCache, StatesOfCall
+from .hf_infini_45452fd6_cache_name import CACHE, with_one_name
+from .hf_infini_45452fd6_hooks import device_of
+from .hf_infini_45452fd6_hub_code import ModelBase
+from .hf_infini_45452fd6_layout import Layout
+from .hf_infini_45452fd6_modeling_common import (
     InitializationMixin,
     check_inputs,
     checkpoints_gradients,
@@ -25,7 +25,7 @@ from .hf_infini_4e749d33_modeling_common import (
     memory_cache,
     memory_mask_of,
 )
-from .hf_infini_4e749d33_modeling_infini_layer import TEST_TOKENS, InfiniAttentionMixin, ModelCall
+from .hf_infini_45452fd6_modeling_infini_layer import TEST_TOKENS, InfiniAttentionMixin, ModelCall
 
 
 class InfiniPreTrainedMixin(InitializationMixin):
@@ -40,7 +40,7 @@ class InfiniPreTrainedMixin(InitializationMixin):
     _is_stateful = True  # a memory cannot be cropped, so assisted decoding is refused
 
     def __init__(self, config, *args, **kwargs):
-        from .hf_infini_4e749d33_families import add_memory
+        from .hf_infini_45452fd6_families import add_memory
 
         if not hasattr(config, "infini_layers"):
             raise ValueError(
@@ -81,7 +81,7 @@ class InfiniPreTrainedMixin(InitializationMixin):
 
     def check_layers(self) -> None:
         """[`InfiniAttentionMixin.check_swapped`] for every layer with a memory, in evaluation mode; not on a meta device."""
-        from .hf_infini_4e749d33_families import decoder_of
+        from .hf_infini_45452fd6_families import decoder_of
 
         base: Any = decoder_of(self)
         if device_of(base.get_input_embeddings()).type == "meta":

@@ -13,7 +13,7 @@ from transformers.dynamic_module_utils import get_relative_import_files
 from transformers.models.auto import modeling_auto
 from transformers.utils import PushToHubMixin
 
-from .hf_infini_4e749d33_options import ConfigBase
+from .hf_infini_45452fd6_options import ConfigBase
 
 if TYPE_CHECKING:  # what a model's mixins come before; they have no base when the code runs
     from transformers import PreTrainedModel as ModelBase

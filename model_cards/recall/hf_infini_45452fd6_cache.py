@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from .hf_infini_4e749d33_adapters import without_wrappers
-from .hf_infini_4e749d33_cache_name import CACHE
-from .hf_infini_4e749d33_layout import Layout
-from .hf_infini_4e749d33_memory import MemoryRule
-from .hf_infini_4e749d33_memory_contents import fill_with_one_token, find_problem
-from .hf_infini_4e749d33_memory_files import MemoryFileError, check_model, describe_model, read_memory_file, write_memory_file
-from .hf_infini_4e749d33_read_text import ReadText, check_rows
-from .hf_infini_4e749d33_state import InfiniState, Projections, empty_places
+from .hf_infini_45452fd6_adapters import without_wrappers
+from .hf_infini_45452fd6_cache_name import CACHE
+from .hf_infini_45452fd6_layout import Layout
+from .hf_infini_45452fd6_memory import MemoryRule
+from .hf_infini_45452fd6_memory_contents import fill_with_one_token, find_problem
+from .hf_infini_45452fd6_memory_files import MemoryFileError, check_model, describe_model, read_memory_file, write_memory_file
+from .hf_infini_45452fd6_read_text import ReadText, check_rows
+from .hf_infini_45452fd6_state import InfiniState, Projections, empty_places
 
 
 class InfiniLayer(CacheLayerMixin):

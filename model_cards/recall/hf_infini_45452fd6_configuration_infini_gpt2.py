@@ -4,10 +4,10 @@ from typing import Literal
 
 from transformers import GPT2Config
 
-from .hf_infini_4e749d33_configuration_common import OptionsMixin, checked
-from .hf_infini_4e749d33_hub_code import HubConfigMixin, carry_code
-from .hf_infini_4e749d33_lookups import AdaptersOfOwnMixin
-from .hf_infini_4e749d33_options import MEMORY_OPTIONS, MemoryOptions
+from .hf_infini_45452fd6_configuration_common import OptionsMixin, checked
+from .hf_infini_45452fd6_hub_code import HubConfigMixin, carry_code
+from .hf_infini_45452fd6_lookups import AdaptersOfOwnMixin
+from .hf_infini_45452fd6_options import MEMORY_OPTIONS, MemoryOptions
 
 OPTIONS = (*MEMORY_OPTIONS, "position_encoding")  # what it has beside those of GPT-2
 
