@@ -40,7 +40,7 @@ def cache_sizes(reader, contexts: list[int]) -> list[int]:
     """Bytes of the cache after each of these numbers of tokens, which the model reads one after the other."""
     import torch
 
-    from hf_infini.cache_name import CACHE, cache_of
+    from hf_infini.compat.cache_name import CACHE, cache_of
     from support.measurement import cache_bytes
 
     cache, sizes = None, []
@@ -196,8 +196,8 @@ def segments_cost(tokens: int = 2048, width: int = 64) -> str:
 
 def families() -> str:
     """The families of decoders with Infini-attention, and those that are refused by name."""
-    from hf_infini.configuration_infini import REFUSED
-    from hf_infini.families import PROBED
+    from hf_infini.models.configuration import REFUSED
+    from hf_infini.models.families import PROBED
     from support.markdown import markdown_table
 
     rows = [["supported", ", ".join(f"`{name}`" for name in ("gpt2", *PROBED))]]

@@ -154,7 +154,7 @@ def subtitle(options: Options) -> str:
 def perplexity(options: Options, model, tokenizer, group) -> dict:
     from evaluation.inference import check_length, check_shared, is_first
     from evaluation.perplexity import measure_perplexity, positions_table, prepared_rows, text_rows
-    from hf_infini.rows import RowReader
+    from hf_infini.tools.rows import RowReader
     from support.prepared import read_tokenizer
 
     if options.data is not None and options.length is None:

@@ -71,8 +71,8 @@ def main(argv: list[str] | None = None) -> None:
     from transformers import TextStreamer, logging, set_seed
 
     from evaluation import inference
-    from hf_infini.cache_name import CACHE
-    from hf_infini.configurations import context_limit
+    from hf_infini.compat.cache_name import CACHE
+    from hf_infini.model_facts import context_limit
 
     model, tokenizer = inference.load_model(options.model, options.device, options.adapter)
     model = model.to(getattr(torch, options.dtype))
@@ -191,7 +191,7 @@ def read_in_chunks(model, input_ids, attention_mask, chunk: int, cache=None):
     import torch
     from tqdm import tqdm
 
-    from hf_infini.cache_name import CACHE, cache_of
+    from hf_infini.compat.cache_name import CACHE, cache_of
 
     begin, length = 0 if cache is None else cache.get_seq_length(), input_ids.shape[1]
     positions = (attention_mask.cumsum(-1) - 1).clamp(min=0)

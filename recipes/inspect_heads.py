@@ -8,7 +8,7 @@ Writes OUT/heads.html, which needs no other file and no network: a heat map of e
 tokens, and, with Infini-attention, what every older token weighs through the memory, the memory's share of each head's
 output, its norm after every segment, and the gates; local weights and memory also as pictures, OUT/layer_00.png and so on
 (all heads of a layer) and OUT/memory.png. The numbers themselves, context vectors included, come from
-`hf_infini.inspection.inspect_attention`. Models: GPT-2, with Infini-attention or without, and causal_mha.
+`hf_infini.tools.inspection.inspect_attention`. Models: GPT-2, with Infini-attention or without, and causal_mha.
 """
 
 import sys
@@ -59,10 +59,10 @@ def main(argv: list[str] | None = None) -> None:
     from tqdm import tqdm
 
     from evaluation import inference
-    from hf_infini.configurations import context_limit
-    from hf_infini.inspection import inspect_attention
-    from hf_infini.inspection.labels import unique_labels
-    from hf_infini.inspection.page import inspection_page
+    from hf_infini.model_facts import context_limit
+    from hf_infini.tools.inspection import inspect_attention
+    from hf_infini.tools.inspection.labels import unique_labels
+    from hf_infini.tools.inspection.page import inspection_page
     from plots.heads import plot_heads, plot_memory
     from support.stages import new_file
 

@@ -52,7 +52,7 @@ def main(argv: list[str] | None = None) -> None:
     import torch
 
     from evaluation import inference
-    from hf_infini.memory_files import describe_model
+    from hf_infini.cache.files import describe_model
 
     device, group = inference.processes(options.device)
     model, tokenizer = inference.load_model(options.model, device, options.adapter)
@@ -92,9 +92,9 @@ def memorize(options: Options, model, tokenizer, description: dict, text: Path, 
     from corpora.long_texts import tokens_of_file
     from evaluation import inference
     from hf_infini import InfiniCache
-    from hf_infini.cache_name import CACHE
-    from hf_infini.context_parallel import read_rows
-    from hf_infini.memory_files import delete_memory_file
+    from hf_infini.cache.files import delete_memory_file
+    from hf_infini.compat.cache_name import CACHE
+    from hf_infini.tools.parallel.shards import read_rows
 
     first = inference.is_first(group)
     file.parent.mkdir(parents=True, exist_ok=True)  # now, if it cannot be made, and not after hours
@@ -143,7 +143,7 @@ def read_cache(file: Path, model, text_sha256: list[str], remedy: str):
     Raises UserError, with the remedy, where the file is something else, damaged, or of another model or text.
     """
     from hf_infini import InfiniCache
-    from hf_infini.memory_files import MemoryFileError, read_record
+    from hf_infini.cache.files import MemoryFileError, read_record
 
     if not file.exists():
         return None

@@ -39,7 +39,7 @@ def main(argv: list[str] | None = None) -> None:
 
     from corpora.blocks import read_rows
     from evaluation import ngrams
-    from hf_infini import metrics
+    from hf_infini.tools import metrics
     from support import measurement
     from support.markdown import markdown_table
     from support.prepared import read_tokenizer

@@ -95,10 +95,10 @@ def main(argv: list[str] | None = None) -> None:
     from transformers import set_seed
 
     from evaluation import inference
-    from hf_infini import metrics
-    from hf_infini.configurations import attention_of
-    from hf_infini.rows import RowReader
-    from hf_infini.training import PerplexityTrainer, gate_values, parameter_groups
+    from hf_infini.model_facts import attention_of
+    from hf_infini.tools import metrics
+    from hf_infini.tools.rows import RowReader
+    from hf_infini.tools.training import PerplexityTrainer, gate_values, parameter_groups
     from plots.run import plot_gates, plot_loss_curve
     from support import measurement
     from support.prepared import read_tokenizer

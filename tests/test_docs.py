@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from browser import needs_browser, survey
 from decoders import decoder
-from hf_infini.configuration_infini_gpt2 import OPTIONS
+from hf_infini.models.gpt2_configuration import OPTIONS
 from models import token_ids
 
 ROOT = Path(__file__).parents[1]

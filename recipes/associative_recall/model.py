@@ -17,7 +17,7 @@ from transformers.cache_utils import DynamicCache
 
 from cli import UserError
 from hf_infini import CausalMHAConfig, CausalMultiHeadAttention, InfiniCache
-from hf_infini.memory_layer import PARAMETERS
+from hf_infini.layers.memory_layer import PARAMETERS
 from support.measurement import cache_bytes
 
 from .rows import Rows

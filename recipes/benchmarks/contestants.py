@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hf_infini import infini_attention
-from hf_infini.naive import attend_by_segments
+from hf_infini.ops.naive import attend_by_segments
 
 EPS = 1e-6
 BASE = "infini"  # whose time and memory are 1 in the ratios

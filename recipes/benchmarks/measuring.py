@@ -90,7 +90,7 @@ def peak_of(prepare: Callable[..., Work], *settings, device: str, threads: int |
     context = multiprocessing.get_context(method)
     if method == "forkserver":
         # Of what is installed: the server of Python 3.11 and 3.12 does not see the folder of a script
-        context.set_forkserver_preload(["hf_infini.training"])
+        context.set_forkserver_preload(["hf_infini.tools.training"])
     with ProcessPoolExecutor(1, mp_context=context, initializer=_begin, initargs=(threads, limit_seconds)) as pool:
         try:
             return pool.submit(_peak_here, prepare, settings, "cpu").result()

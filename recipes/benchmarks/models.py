@@ -12,8 +12,8 @@ from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel
 
 from evaluation.inference import read_in_chunks
 from hf_infini import patch_model
-from hf_infini.cache_name import CACHE, cache_of
-from hf_infini.training import parameter_groups
+from hf_infini.compat.cache_name import CACHE, cache_of
+from hf_infini.tools.training import parameter_groups
 
 KINDS = ("infini", "gpt2")
 

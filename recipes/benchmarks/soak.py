@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hf_infini.cache_name import CACHE, cache_of
+from hf_infini.compat.cache_name import CACHE, cache_of
 from support.measurement import cache_bytes
 
 from . import measuring, models

@@ -106,9 +106,9 @@ def build_config(options: ModelOptions, tokenizer, context: int):
     from transformers import GPT2Config
 
     from hf_infini import CausalMHAConfig, InfiniGPT2Config
-    from hf_infini.configuration_causal_mha import NEEDS
-    from hf_infini.configurations import context_limit
-    from hf_infini.loading import fingerprint
+    from hf_infini.model_facts import context_limit
+    from hf_infini.models.loading import fingerprint
+    from hf_infini.models.scratch.configuration import NEEDS
 
     family = options.model
     if not 0 <= options.dropout < 1:
@@ -181,7 +181,7 @@ def build_model(config, init_from: str | None):
     import torch
     from transformers import AutoModelForCausalLM
 
-    from hf_infini.loading import load_causal_lm
+    from hf_infini.models.loading import load_causal_lm
 
     if init_from is None:
         model = AutoModelForCausalLM.from_config(config)
@@ -230,7 +230,7 @@ def _read_config(folder: str):
 
 def _config_of(options: ModelOptions, tokenizer) -> dict:
     """The entries of the configuration in `--init_from`, after the checks that need no other."""
-    from hf_infini.loading import fingerprint
+    from hf_infini.models.loading import fingerprint
 
     folder = options.init_from
     if not (Path(folder) / "config.json").is_file():

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from evaluation.bootstrap import difference_interval, mean_interval
-from hf_infini.families import decoder_of
+from hf_infini.models.structure import decoder_of
 from support.markdown import markdown_table
 
 from .layers import counted_beyond, losses_of, losses_with_full_attention

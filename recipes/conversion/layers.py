@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from tqdm.auto import tqdm
 
-from hf_infini.families import decoder_of
+from hf_infini.models.structure import decoder_of
 from recall.rows import NOT_COUNTED
 
 from .teacher import full_attention, partly_full_attention

@@ -14,10 +14,10 @@ from transformers.utils import cached_file
 
 from cli import UserError
 from hf_infini import load_adapter
-from hf_infini.checkpoints import read_json
-from hf_infini.families import attention_layers, decoder_of
-from hf_infini.memory_adapter import LORA, LORA_WEIGHTS, RECORD, WEIGHTS, read_record, restore_adapter
-from hf_infini.memory_layer import PARAMETERS
+from hf_infini.layers.memory_layer import PARAMETERS
+from hf_infini.models.adapter import LORA, LORA_WEIGHTS, RECORD, WEIGHTS, read_record, restore_adapter
+from hf_infini.models.checkpoints import read_json
+from hf_infini.models.structure import attention_layers, decoder_of
 
 CLOSED = -1000.0  # the gate of a layer that has its window only: its sigmoid is 0
 FREE = "segment_length"  # the option of a memory on which no parameter depends

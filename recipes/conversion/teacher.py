@@ -11,9 +11,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 import torch
 from torch import Tensor
 
-from hf_infini.families import attention_layers, decoder_of
-from hf_infini.modeling_infini_layer import InfiniAttentionMixin, neutral
-from hf_infini.positions import Rotary
+from hf_infini.layers.swapped_attention import InfiniAttentionMixin, neutral
+from hf_infini.models.structure import attention_layers, decoder_of
+from hf_infini.ops.positions import Rotary
 
 # Takes the number of a layer, its output with its memory, and its own attention's, `[batch, tokens, width]` each
 Compare = Callable[[int, Tensor, Tensor], None]

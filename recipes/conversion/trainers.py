@@ -13,9 +13,9 @@ from torch.nn import functional as F
 from transformers import Trainer
 
 from hf_infini import InfiniCache, save_adapter
-from hf_infini.cache_name import CACHE
-from hf_infini.families import decoder_of
-from hf_infini.memory_adapter import restore_adapter
+from hf_infini.compat.cache_name import CACHE
+from hf_infini.models.adapter import restore_adapter
+from hf_infini.models.structure import decoder_of
 from recall.rows import NOT_COUNTED
 
 from .teacher import full_attention
@@ -192,7 +192,7 @@ def unexplained(model, rows: Tensor) -> dict[int, float]:
 @contextlib.contextmanager
 def gates_closed(model) -> Iterator[None]:
     """Within it, a model has its window only: no head takes anything from its memory."""
-    from hf_infini.memory_layer import gates_of
+    from hf_infini.layers.memory_layer import gates_of
 
     with _filled([parameter for gate in gates_of(model).values() for parameter in gate.parameters()], -torch.inf):
         yield

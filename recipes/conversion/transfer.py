@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_infini.families import attention_layers, decoder_of
+from hf_infini.models.structure import attention_layers, decoder_of
 
 from .teacher import full_attention
 from .trainers import SMALLEST, ConversionTrainer

@@ -6,11 +6,11 @@ import torch
 
 from cli import UserError
 from cli.names import check_name
-from hf_infini.cache_name import CACHE, cache_of
-from hf_infini.configurations import context_limit
-from hf_infini.loading import load_causal_lm, load_tokenizer
-from hf_infini.memory_adapter import load_adapter, merged
-from hf_infini.memory_layer import gates_of
+from hf_infini.compat.cache_name import CACHE, cache_of
+from hf_infini.layers.memory_layer import gates_of
+from hf_infini.model_facts import context_limit
+from hf_infini.models.adapter import load_adapter, merged
+from hf_infini.models.loading import load_causal_lm, load_tokenizer
 from support.measurement import keep_freed_memory
 from support.parents import end_with_launcher
 
@@ -36,7 +36,7 @@ def processes(device: str):
 
 def check_shared(model, name: str) -> None:
     """UserError unless several processes can share a text of this model."""
-    from hf_infini.context_parallel import check_shards
+    from hf_infini.tools.parallel.shards import check_shards
 
     try:
         check_shards(model.config)

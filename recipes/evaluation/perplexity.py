@@ -54,8 +54,8 @@ def measure_perplexity(
     from tqdm import tqdm
 
     from evaluation.inference import is_first, tokens_per_call
-    from hf_infini.metrics import LossByPosition, stream_losses
-    from hf_infini.perplexity_metric import TokenPerplexity
+    from hf_infini.tools.metrics import LossByPosition, stream_losses
+    from hf_infini.tools.perplexity_metric import TokenPerplexity
 
     positions, metric = LossByPosition(), TokenPerplexity()
     # A batch's rows are then about as long, and too little memory shows at once

@@ -10,9 +10,9 @@ from corpora.blocks import read_documents
 from evaluation.inference import load_model, read_in_chunks
 from evaluation.ngrams import read_baseline
 from evaluation.perplexity import prepared_rows
-from hf_infini.configurations import context_limit
-from hf_infini.metrics import stream_losses
-from hf_infini.rows import RowReader
+from hf_infini.model_facts import context_limit
+from hf_infini.tools.metrics import stream_losses
+from hf_infini.tools.rows import RowReader
 from support.measurement import cache_bytes
 from support.prepared import REMEDY
 from support.stages import read_json, read_jsonl, read_manifest, write_json

@@ -10,7 +10,7 @@ import numpy as np
 
 from cli import UserError
 from evaluation.bootstrap import RESAMPLES, difference_interval, mean_interval
-from hf_infini.metrics import perplexity
+from hf_infini.tools.metrics import perplexity
 from support.markdown import fence, markdown_table
 
 TEMPLATE = Path(__file__).with_name("template.md")

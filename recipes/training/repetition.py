@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import TrainerCallback
 
 from cli import UserError
-from hf_infini.configurations import attention_of
+from hf_infini.model_facts import attention_of
 
 SMALLEST = 1e-12  # of a rate, whose logarithm is taken
 ONCE = 0.25  # share of the steps in which nothing is repeated

@@ -21,7 +21,7 @@ from accelerate.utils import broadcast_object_list
 from transformers import TrainerCallback, TrainerState
 
 from cli import UserError
-from hf_infini.training import gate_values
+from hf_infini.tools.training import gate_values
 from support.stages import (
     LEFTOVER,
     LOCK_FOLDER,

@@ -179,7 +179,7 @@ def test_a_damaged_finished_run_is_made_again_from_its_checkpoint(base, finished
 
 
 def test_numbers_that_json_has_not_are_no_result(base, tmp_path, capsys, monkeypatch):
-    from hf_infini import metrics
+    from hf_infini.tools import metrics
 
     run, found = stopped_run(base, tmp_path / "run"), {"cross_entropy": float("nan"), "perplexity": 1.0, "tokens": 1}
     monkeypatch.setattr(metrics, "evaluate_rows", lambda *_, **options: found)

@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from hf_infini import InfiniState, naive_infini_attention
-from hf_infini.positions import Rotary, rotation
+from hf_infini.ops.positions import Rotary, rotation
 
 TENSORS = ("query", "key", "value", "log_weight")
 

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from decoders import decoder
 from hf_infini import patch_model
-from hf_infini.loading import load_causal_lm, load_tokenizer
+from hf_infini.models.loading import load_causal_lm, load_tokenizer
 from models import causal_mha, gpt2, infini_gpt2
 
 WEIGHTS, CONFIG, INDEX = "model.safetensors", "config.json", "model.safetensors.index.json"

@@ -3,7 +3,7 @@
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from hf_infini.families import PROBED
+from hf_infini.models.families import PROBED
 
 SIZES = {
     "vocab_size": 97,

@@ -17,7 +17,8 @@ from torch import distributed
 def on_ranks(function, size: int, *arguments, seconds: int = 200) -> list:
     """What `function(*arguments)` returned or raised on each rank of a process group of this size."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["transformers.trainer", "datasets", "hf_infini.training", "hf_infini.context_parallel"])
+    ours = ["hf_infini.tools.training", "hf_infini.tools.parallel"]
+    context.set_forkserver_preload(["transformers.trainer", "datasets", *ours])
     answers, found = context.Queue(), {}
     with tempfile.TemporaryDirectory() as folder:
         given = (size, Path(folder) / "store", answers, function, arguments)

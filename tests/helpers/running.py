@@ -66,7 +66,7 @@ def kill_when(ready, name: str, *argv, seconds: int = 200) -> None:
     """Starts a recipe in a process and kills it, without a chance to clean up, as soon as `ready()` is true. The process is
     forked from a server that has imported the libraries and done nothing."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["transformers.trainer", "datasets", "hf_infini.training"])
+    context.set_forkserver_preload(["transformers.trainer", "datasets", "hf_infini.tools.training"])
     with tempfile.NamedTemporaryFile("r") as log:
         process = context.Process(target=_main_of, args=(name, [*map(str, argv)], log.name))
         process.start()

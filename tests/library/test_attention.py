@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-import hf_infini.attention
+import hf_infini.ops.attention
 from cases import (
     Case,
     assert_equals_reference,
@@ -17,8 +17,8 @@ from cases import (
     random_state,
 )
 from hf_infini import infini_attention, naive_infini_attention
-from hf_infini.memory import FEATURE_MAPS, exp_features
-from hf_infini.naive import attend_by_segments
+from hf_infini.ops.memory import FEATURE_MAPS, exp_features
+from hf_infini.ops.naive import attend_by_segments
 
 RULES = ("linear", "delta", "gated_delta")
 # Both sides round every step in float32 and add in different orders.
@@ -29,9 +29,9 @@ FLOAT64 = 1e-9
 
 @pytest.fixture(params=[(1, 2, 0), (2**20, 128, 2**20)], ids=["smallest groups and tiles", "one group, states in groups"])
 def sizes(request, monkeypatch):
-    monkeypatch.setitem(hf_infini.attention.GROUP_ELEMENTS, "cpu", request.param[0])
-    monkeypatch.setattr(hf_infini.window, "TILE", request.param[1])
-    monkeypatch.setitem(hf_infini.memory_gradients.GROUPED_STATE, "cpu", request.param[2])
+    monkeypatch.setitem(hf_infini.ops.attention.GROUP_ELEMENTS, "cpu", request.param[0])
+    monkeypatch.setattr(hf_infini.ops.window, "TILE", request.param[1])
+    monkeypatch.setitem(hf_infini.ops.memory_gradients.GROUPED_STATE, "cpu", request.param[2])
 
 
 @pytest.mark.slow

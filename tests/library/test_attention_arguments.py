@@ -6,7 +6,7 @@ from torch.nn import functional as F
 
 from cases import assert_same_state, plain_case
 from hf_infini import InfiniState, infini_attention
-from hf_infini.positions import Rotary, rotation
+from hf_infini.ops.positions import Rotary, rotation
 
 
 @pytest.mark.parametrize("batch, tokens", [(2, 0), (0, 5), (0, 1), (0, 0)])

@@ -6,7 +6,7 @@ import pytest
 
 from damaged_models import CONFIG, check_refused, cut, entries, refused, save_models, write
 from hf_infini import CausalMHAConfig, InfiniGPT2Config
-from hf_infini.loading import load_causal_lm
+from hf_infini.models.loading import load_causal_lm
 
 
 @pytest.fixture(scope="module")

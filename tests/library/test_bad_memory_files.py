@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save
 
 from hf_infini import InfiniCache
-from hf_infini.memory_files import METADATA_KEY, MemoryFileError, read_memory_file, read_record, write_memory_file
+from hf_infini.cache.files import METADATA_KEY, MemoryFileError, read_memory_file, read_record, write_memory_file
 from memories import read
 from models import infini_gpt2, token_ids
 

@@ -19,7 +19,7 @@ from transformers import (
 
 from damaged_models import INDEX, KINDS, WEIGHTS, check_refused, cut, entries, refused, save_models, write
 from hf_infini import AutoInfiniModelForCausalLM, InfiniGPT2Config, InfiniGPT2LMHeadModel
-from hf_infini.loading import fingerprint, load_causal_lm, load_tokenizer
+from hf_infini.models.loading import fingerprint, load_causal_lm, load_tokenizer
 
 
 @pytest.fixture(scope="module")

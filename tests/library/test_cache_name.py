@@ -7,7 +7,7 @@ import torch
 
 from decoders import decoder
 from hf_infini import InfiniCache, patch_model
-from hf_infini.cache_name import CACHE, NAMES, cache_of, with_one_name
+from hf_infini.compat.cache_name import CACHE, NAMES, cache_of, with_one_name
 from models import FLOAT32, causal_mha, infini_gpt2, token_ids
 
 MODELS = {

@@ -9,9 +9,9 @@ from torch import nn
 from transformers import DynamicCache
 
 from hf_infini import CausalMHAConfig, CausalMultiHeadAttention, InfiniCache, InfiniState, naive_infini_attention
-from hf_infini.memory_layer import PARAMETERS
-from hf_infini.positions import alibi_slopes, t5_buckets
-from hf_infini.segments import segment_layout
+from hf_infini.layers.memory_layer import PARAMETERS
+from hf_infini.ops.layout.build import segment_layout
+from hf_infini.ops.positions import alibi_slopes, t5_buckets
 
 SCORES = ("scaled_dot", "dot", "general", "additive")
 POSITIONS = ("relative_key", "t5", "alibi", "rope", "none")

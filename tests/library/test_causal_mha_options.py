@@ -7,7 +7,7 @@ import torch
 from transformers import AutoConfig, DynamicCache
 
 from hf_infini import CausalMHAConfig, CausalMHAForCausalLM, InfiniCache
-from hf_infini.positions import sinusoidal_encoding
+from hf_infini.ops.positions import sinusoidal_encoding
 from models import POSITIONS, REACHES, causal_mha, infini_gpt2, token_ids
 
 # --- lengths ----------------------------------------------------------------------------------------------------------

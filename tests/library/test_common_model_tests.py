@@ -11,7 +11,7 @@ from transformers.models.auto import modeling_auto
 
 import hf_infini
 from common_model_tests import NotFetched, load
-from hf_infini import families
+from hf_infini.models import families
 
 try:
     common = load()

@@ -11,7 +11,7 @@ from transformers import TrainingArguments
 
 from decoders import decoder
 from hf_infini import InfiniCache, patch_model
-from hf_infini.training import PerplexityTrainer
+from hf_infini.tools.training import PerplexityTrainer
 from models import causal_mha, infini_gpt2, token_ids
 
 # Fused kernels round in float32 in other places, and add in another order.

@@ -9,13 +9,13 @@ import torch._inductor.config
 
 from cases import assert_equals_reference, random_case, random_cuts, random_state
 from hf_infini import infini_attention
-from hf_infini.attention import attend
-from hf_infini.decoding import graph_step_layout
-from hf_infini.layout import Call
-from hf_infini.memory import MemoryRule
-from hf_infini.segments import restarts, segment_layout
-from hf_infini.state import Projections
-from hf_infini.window import Softmax
+from hf_infini.ops.attention import attend
+from hf_infini.ops.decoding import graph_step_layout
+from hf_infini.ops.layout.base import Call
+from hf_infini.ops.layout.build import restarts, segment_layout
+from hf_infini.ops.memory import MemoryRule
+from hf_infini.ops.state import Projections
+from hf_infini.ops.window import Softmax
 
 # In float64 two orders of adding differ by about 1e-15 a step: what is left would be a mistake.
 FLOAT64 = 1e-9

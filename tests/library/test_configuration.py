@@ -10,8 +10,8 @@ import pytest
 from transformers import AutoConfig, GPT2Config, GPT2LMHeadModel
 
 from hf_infini import CausalMHAConfig, InfiniGPT2Config, InfiniGPT2LMHeadModel, patch_model, unpatch_model
+from hf_infini.models.scratch.options import ScratchOptions
 from hf_infini.options import MEMORY_OPTIONS, MemoryOptions, help_texts, in_words, limits_of
-from hf_infini.options_causal_mha import ScratchOptions
 from models import SIZES, gpt2
 
 

@@ -9,8 +9,8 @@ from transformers.trainer_pt_utils import get_module_class_from_name
 
 from decoders import TYPES, decoder, token_ids
 from hf_infini import AutoInfiniModelForCausalLM, InfiniCache, patch_model, unpatch_model
-from hf_infini.families import decoder_of
-from hf_infini.lookups import PREFIX
+from hf_infini.compat.class_lookups import PREFIX
+from hf_infini.models.structure import decoder_of
 
 accelerate = pytest.importorskip("accelerate", reason="pip install accelerate")
 

@@ -10,12 +10,13 @@ from transformers import CONFIG_MAPPING, MODEL_MAPPING, AutoModelForCausalLM
 from transformers.models.llama import modeling_llama
 from transformers.utils import output_capturing
 
-import hf_infini.memory_layer
+import hf_infini.layers.memory_layer
 from decoders import TYPES, decoder, token_ids
 from hf_infini import AutoInfiniModelForCausalLM, InfiniCache, naive_infini_attention, patch_model, unpatch_model
-from hf_infini.configuration_infini import REFUSED, infini_config
-from hf_infini.families import attention_layers, decoder_of, infini_class
-from hf_infini.modeling_infini_layer import InfiniAttentionMixin
+from hf_infini.layers.swapped_attention import InfiniAttentionMixin
+from hf_infini.models.configuration import REFUSED, infini_config
+from hf_infini.models.families import infini_class
+from hf_infini.models.structure import attention_layers, decoder_of
 from models import with_rates
 
 # Logits of size 5 from four layers in float32, summed in another order
@@ -94,7 +95,7 @@ def test_beyond_a_segment_it_is_the_naive_function(model_type, rule, monkeypatch
         fast = model(ids, use_cache=False).logits
         chunks = in_calls(model, ids, (5, 6, 19, 20))
         steps = in_calls(model, ids[:1], range(1, 40))
-        monkeypatch.setattr(hf_infini.memory_layer, "attend", naive_attend)
+        monkeypatch.setattr(hf_infini.layers.memory_layer, "attend", naive_attend)
         naive = model(ids, use_cache=False).logits
     torch.testing.assert_close(fast, naive, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(chunks, fast, rtol=1e-4, atol=1e-4)

@@ -6,8 +6,8 @@ from torch.nn import functional as F
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
 from hf_infini import patch_model
-from hf_infini.gated_delta import gated_delta_scan
-from hf_infini.memory import MemoryRule, elu_features
+from hf_infini.ops.gated_delta import gated_delta_scan
+from hf_infini.ops.memory import MemoryRule, elu_features
 from models import gpt2, token_ids
 
 # Both sides round in float32, and add up to some hundred numbers of the size of a value in another order

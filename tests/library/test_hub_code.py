@@ -40,7 +40,7 @@ from hf_infini import (
     patch_model,
     unpatch_model,
 )
-from hf_infini.families import infini_class
+from hf_infini.models.families import infini_class
 from hub_files import code_of, config_of, modules_of
 from load_with_code import numbers
 from models import causal_mha, gpt2, infini_gpt2, token_ids

@@ -5,8 +5,8 @@ import torch
 
 from corpora.tokenization import build_character_tokenizer
 from hf_infini import InfiniCache, InfiniState, naive_infini_attention, patch_model
-from hf_infini.inspection import inspect_attention
-from hf_infini.inspection.heads import DIMENSIONS
+from hf_infini.tools.inspection import inspect_attention
+from hf_infini.tools.inspection.heads import DIMENSIONS
 from models import causal_mha, gpt2, infini_gpt2, token_ids
 
 # Heads' numbers are of size 1 to 10: the same float32 sums in another order.

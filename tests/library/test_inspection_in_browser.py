@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from browser import needs_browser, visit
-from hf_infini.inspection import inspect_attention
-from hf_infini.inspection.page import inspection_page
+from hf_infini.tools.inspection import inspect_attention
+from hf_infini.tools.inspection.page import inspection_page
 from models import causal_mha, gpt2, infini_gpt2, token_ids
 
 WIDTHS = (1280, 390)
@@ -115,7 +115,7 @@ def test_a_notebook_shows_the_page_below_the_cell(monkeypatch):
 
 
 def test_a_notebook_is_not_given_a_page_that_is_too_large(monkeypatch):
-    monkeypatch.setattr("hf_infini.inspection.page.LARGEST_FRAME", 3 * 4 * 20 * 20 - 1)
+    monkeypatch.setattr("hf_infini.tools.inspection.page.LARGEST_FRAME", 3 * 4 * 20 * 20 - 1)
     assert inspect_attention(gpt2(), token_ids(1, 20))._repr_html_() is None
     assert inspect_attention(gpt2(), torch.ones(1, 19, dtype=torch.long))._repr_html_().startswith("<iframe")
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hf_infini import InfiniState, inspect_attention, naive_infini_attention
-from hf_infini.inspection import parts
+from hf_infini.tools.inspection import parts
 from models import causal_mha, infini_gpt2, token_ids
 
 LENGTH, TOKENS = 8, 45  # of a segment, and of a text: five segments and a part

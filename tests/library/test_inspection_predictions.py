@@ -5,9 +5,9 @@ import torch
 
 from browser import needs_browser, visit
 from corpora.tokenization import train_bpe
-from hf_infini.inspection import inspect_attention
-from hf_infini.inspection.labels import token_texts
-from hf_infini.inspection.page import inspection_page
+from hf_infini.tools.inspection import inspect_attention
+from hf_infini.tools.inspection.labels import token_texts
+from hf_infini.tools.inspection.page import inspection_page
 from models import causal_mha, gpt2, infini_gpt2, token_ids
 
 TEXT = "A ação do coração é a razão da canção."

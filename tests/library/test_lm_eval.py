@@ -17,8 +17,8 @@ from peft import LoraConfig, get_peft_model
 from corpora.tokenization import train_bpe
 from decoders import decoder
 from hf_infini import patch_model, save_adapter, unpatch_model
-from hf_infini.lm_eval_model import UNLIMITED, InfiniLM, RequestError
-from hf_infini.memory_adapter import merged
+from hf_infini.models.adapter import merged
+from hf_infini.tools.lm_eval import UNLIMITED, InfiniLM, RequestError
 from models import gpt2, infini_gpt2
 from running import ROOT, sample_text
 
@@ -105,7 +105,7 @@ def direct_answer(model, tokenizer, context: str, tokens: int) -> str:
 
 def command(*arguments, **variables) -> subprocess.CompletedProcess:
     environment = os.environ | {"HF_DATASETS_OFFLINE": "1", "HF_HUB_OFFLINE": "1"} | variables
-    line = [sys.executable, "-m", "hf_infini.lm_eval_model", *map(str, arguments)]
+    line = [sys.executable, "-m", "hf_infini.tools.lm_eval", *map(str, arguments)]
     return subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True)
 
 
@@ -184,9 +184,9 @@ def test_needle_tasks_without_a_network(by_command, infini, tokenizer):
 def test_without_lm_eval(monkeypatch):
     for name in [name for name in sys.modules if name.partition(".")[0] == "lm_eval"]:
         monkeypatch.setitem(sys.modules, name, None)
-    monkeypatch.delitem(sys.modules, "hf_infini.lm_eval_model")  # or runpy warns
+    monkeypatch.delitem(sys.modules, "hf_infini.tools.lm_eval")  # or runpy warns
     with pytest.raises(SystemExit, match="^error: lm-eval is not installed: pip install"):
-        runpy.run_module("hf_infini.lm_eval_model", run_name="__main__")
+        runpy.run_module("hf_infini.tools.lm_eval", run_name="__main__")
 
 
 # --- the class --------------------------------------------------------------------------------------------------------

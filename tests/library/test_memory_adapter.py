@@ -9,7 +9,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 
 from decoders import decoder
 from hf_infini import load_adapter, patch_model, save_adapter
-from hf_infini.memory_adapter import RECORD, WEIGHTS, restore_adapter
+from hf_infini.models.adapter import RECORD, WEIGHTS, restore_adapter
 from models import gpt2, token_ids
 
 IDS = token_ids(2, 50)

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from hf_infini import InfiniCache
-from hf_infini.memory_files import MemoryFileError, read_memory_file, read_record, write_memory_file
+from hf_infini.cache.files import MemoryFileError, read_memory_file, read_record, write_memory_file
 from memories import VARIANTS, calls, each, read
 from models import causal_mha, infini_gpt2, left_padded, token_ids
 

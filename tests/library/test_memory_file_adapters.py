@@ -6,7 +6,7 @@ import transformers
 from transformers.integrations.peft import MIN_PEFT_VERSION, check_peft_version
 
 from hf_infini import InfiniCache
-from hf_infini.memory_files import MemoryFileError, describe_model, read_memory_file, read_record, write_memory_file
+from hf_infini.cache.files import MemoryFileError, describe_model, read_memory_file, read_record, write_memory_file
 from models import causal_mha, infini_gpt2, token_ids
 
 peft = pytest.importorskip("peft", reason="pip install peft")

@@ -8,8 +8,8 @@ import time
 import pytest
 import torch
 
-from hf_infini import memory_files
-from hf_infini.memory_files import delete_memory_file, describe_model, read_memory_file, read_record, write_memory_file
+from hf_infini.cache import files as memory_files
+from hf_infini.cache.files import delete_memory_file, describe_model, read_memory_file, read_record, write_memory_file
 from models import infini_gpt2
 
 LEFT = "memory.safetensors.0123456789abcdef.part"  # as a killed writer leaves it

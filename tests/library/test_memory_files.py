@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 
 from hf_infini import InfiniCache
-from hf_infini.memory_files import MemoryFileError, describe_model, read_memory_file, read_record, write_memory_file
+from hf_infini.cache.files import MemoryFileError, describe_model, read_memory_file, read_record, write_memory_file
 from memories import MIXED, VARIANTS, calls, each, mha, read
 from models import FLOAT32, causal_mha, generate, gpt2, infini_gpt2, left_padded, token_ids
 

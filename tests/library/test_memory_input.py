@@ -4,11 +4,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-import hf_infini.memory_layer
+import hf_infini.layers.memory_layer
 from decoders import decoder
 from hf_infini import InfiniGPT2Config, naive_infini_attention, patch_model, unpatch_model
-from hf_infini.convolution import short_convolution
-from hf_infini.segments import segment_layout
+from hf_infini.ops.convolution import short_convolution
+from hf_infini.ops.layout.build import segment_layout
 from models import causal_mha, gpt2, infini_gpt2, token_ids
 
 # Float64 leaves only the rounding of sums in another order; anything else would be a mistake.
@@ -251,7 +251,7 @@ def test_special_tokens_are_not_written_into_the_memory(rule, local_segments, mo
         attended = naive_infini_attention(*tokens[:3], gate, 8, local_segments=local_segments, **options)
         return attended, None, None
 
-    monkeypatch.setattr(hf_infini.memory_layer, "attend", naive)
+    monkeypatch.setattr(hf_infini.layers.memory_layer, "attend", naive)
     torch.testing.assert_close(output, model(ids, use_cache=False).logits, rtol=FLOAT64, atol=FLOAT64)
     monkeypatch.undo()
     model.config.mask_special_tokens = False

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from hf_infini import InfiniCache, modeling_common
+from hf_infini import InfiniCache
+from hf_infini.models import common as modeling_common
 from models import causal_mha, infini_gpt2, token_ids
 
 MODELS = [

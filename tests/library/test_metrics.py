@@ -7,8 +7,8 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from hf_infini import InfiniGPT2Config, InfiniGPT2LMHeadModel
-from hf_infini.metrics import LossByPosition, evaluate_rows, stream_losses, summarize, token_losses
-from hf_infini.perplexity_metric import TokenPerplexity
+from hf_infini.tools.metrics import LossByPosition, evaluate_rows, stream_losses, summarize, token_losses
+from hf_infini.tools.perplexity_metric import TokenPerplexity
 from models import RowsOf
 
 SIZES = {"vocab_size": 50, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 2, "bos_token_id": 0} | {

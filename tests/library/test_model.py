@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoModel, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
-import hf_infini.memory_layer
+import hf_infini.layers.memory_layer
 from hf_infini import (
     GPT2InfiniAttention,
     InfiniCache,
@@ -109,7 +109,7 @@ def test_equals_the_naive_function_inside_the_model(
     output.loss.backward()
     slopes = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
     model.zero_grad()
-    monkeypatch.setattr(hf_infini.memory_layer, "attend", naive_attend)
+    monkeypatch.setattr(hf_infini.layers.memory_layer, "attend", naive_attend)
     wanted = model(ids, labels=ids, use_cache=False)
     wanted.loss.backward()
     torch.testing.assert_close(output.logits, wanted.logits, rtol=1e-4, atol=1e-4)

@@ -14,7 +14,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from hf_infini.extras import needs
+from hf_infini.tools.extras import needs
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -130,7 +130,7 @@ sizes = dict(vocab_size=9, n_positions=16, n_embd=8, n_layer=1, n_head=2, bos_to
 model = hf_infini.patch_model(GPT2LMHeadModel(GPT2Config(**sizes)), segment_length=4, position_encoding="segment")
 ids = torch.arange(1, 9)[None]
 hf_infini.inspect_attention(model, ids)
-assert len(hf_infini.training.parameter_groups(model, 1e-3, 1e-2, 0.1)) == 3
+assert len(hf_infini.tools.training.parameter_groups(model, 1e-3, 1e-2, 0.1)) == 3
 model(ids, labels=ids).loss.backward()
 model.save_pretrained({str(tmp_path / "model")!r})
 again = AutoModelForCausalLM.from_pretrained({str(tmp_path / "model")!r}).eval()
@@ -141,8 +141,8 @@ assert again.generate(ids, max_new_tokens=20, do_sample=False).shape[1] > 8
 
 
 MISSING = {
-    "import hf_infini.perplexity_metric": ("datasets", "metrics"),
-    "import hf_infini.lm_eval_model": ("lm-eval", "lm-eval"),
+    "import hf_infini.tools.perplexity_metric": ("datasets", "metrics"),
+    "import hf_infini.tools.lm_eval": ("lm-eval", "lm-eval"),
     "import torch, hf_infini; from transformers import GPT2Config, GPT2LMHeadModel as Model; "
     "hf_infini.inspect_attention(Model(GPT2Config(n_embd=8, n_layer=1, n_head=2)), torch.ones(1, 4).long()).table()":
         ("pandas", "inspection"),

@@ -15,7 +15,7 @@ from transformers.models.wav2vec2_bert.modeling_wav2vec2_bert import (
     _apply_relative_key_position_encoding,
 )
 
-from hf_infini.positions import (
+from hf_infini.ops.positions import (
     alibi_bias,
     alibi_slopes,
     relative_key_bias,

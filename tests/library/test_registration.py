@@ -24,7 +24,7 @@ from transformers.modelcard import TrainingSummary
 import hf_infini
 from decoders import decoder
 from hf_infini import InfiniGPT2Config, patch_model
-from hf_infini.configuration_infini import infini_config
+from hf_infini.models.configuration import infini_config
 from models import causal_mha, gpt2, infini_gpt2, token_ids
 
 FAMILIES = {
@@ -41,14 +41,14 @@ import sys
 from transformers import AutoConfig, AutoModelForCausalLM, conversion_mapping
 before = set(sys.modules)
 import hf_infini
-from hf_infini.families import PROBED
+from hf_infini.models.families import PROBED
 made = {name for name in set(sys.modules) - before if name.startswith("transformers.models.")}
 assert not {name.split(".")[2] for name in made} & set(PROBED), made
 assert conversion_mapping._checkpoint_conversion_mapping_cache is None  # 0.3 s
 for folder in sys.argv[1:]:
     config, model = AutoConfig.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
     assert type(config).__name__.startswith("Infini") and type(config) is type(model.config), folder
-    assert type(model).__module__ == "hf_infini.families", folder
+    assert type(model).__module__ == "hf_infini.models.families", folder
 """
 
 

@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from cases import random_case, random_cuts
-from hf_infini.attention import attend
-from hf_infini.memory import MemoryRule
-from hf_infini.segments import segment_layout
-from hf_infini.state import Projections
-from hf_infini.window import Softmax
+from hf_infini.ops.attention import attend
+from hf_infini.ops.layout.build import segment_layout
+from hf_infini.ops.memory import MemoryRule
+from hf_infini.ops.state import Projections
+from hf_infini.ops.window import Softmax
 from models import causal_mha, infini_gpt2, token_ids
 
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from hf_infini.scores import additive_scores, as_dot_product, dot_scores, general_scores, scaled_dot_scores
+from hf_infini.ops.scores import additive_scores, as_dot_product, dot_scores, general_scores, scaled_dot_scores
 
 SHAPE = batch, heads, queries, keys, width = 2, 3, 4, 5, 6
 

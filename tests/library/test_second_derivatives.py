@@ -8,12 +8,12 @@ import torch
 from torch.autograd import gradgradcheck
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-import hf_infini.attention
-import hf_infini.window
+import hf_infini.ops.attention
+import hf_infini.ops.window
 from cases import assert_same_gradients, random_case, random_cuts
 from hf_infini import infini_attention, naive_infini_attention
-from hf_infini.gated_delta import gated_delta_scan
-from hf_infini.memory import (
+from hf_infini.ops.gated_delta import gated_delta_scan
+from hf_infini.ops.memory import (
     Borders,
     Within,
     delta_states,
@@ -23,9 +23,9 @@ from hf_infini.memory import (
     mix,
     read_memory,
 )
-from hf_infini.memory_gradients import UnitLength
-from hf_infini.tensors import gather
-from hf_infini.window import Softmax, window_attention
+from hf_infini.ops.memory_gradients import UnitLength
+from hf_infini.ops.tensors import gather
+from hf_infini.ops.window import Softmax, window_attention
 
 # In float64 two orders of adding differ by about 1e-15 a step: what is left would be a mistake.
 FLOAT64 = 1e-9
@@ -95,7 +95,7 @@ def test_each_function_by_finite_differences(name):
 @pytest.mark.parametrize("log_sum", [False, True])
 @pytest.mark.parametrize("width", [3, 6])
 def test_tiles_by_finite_differences(log_sum, width, monkeypatch):
-    monkeypatch.setattr(hf_infini.window, "TILE", 2)
+    monkeypatch.setattr(hf_infini.ops.window, "TILE", 2)
     torch.manual_seed(0)
     mask = None if width == 3 else torch.ones(1, 1, 1, 1, 3, 6, dtype=torch.bool).tril(3)
 
@@ -121,8 +121,8 @@ def gradients_of_gradients(case, function, cuts=()):
 @pytest.mark.parametrize("sizes", [(1, 2), (2**20, 128)], ids=["smallest groups and tiles", "one group"])
 def test_the_whole_equals_the_naive_reference(seed, sizes, monkeypatch):
     """Whose every step autograd takes apart by itself: any options, padding, packing, calls cut anywhere."""
-    monkeypatch.setitem(hf_infini.attention.GROUP_ELEMENTS, "cpu", sizes[0])
-    monkeypatch.setattr(hf_infini.window, "TILE", sizes[1])
+    monkeypatch.setitem(hf_infini.ops.attention.GROUP_ELEMENTS, "cpu", sizes[0])
+    monkeypatch.setattr(hf_infini.ops.window, "TILE", sizes[1])
     case = random_case(seed, dtype=torch.float64)
     tokens = case.query.shape[2]
     with sdpa_kernel(SDPBackend.MATH):

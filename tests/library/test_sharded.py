@@ -15,7 +15,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from transformers import AutoModelForCausalLM
 
-from hf_infini import InfiniGPT2LMHeadModel, training
+from hf_infini import InfiniGPT2LMHeadModel
+from hf_infini.tools import training
 from models import causal_mha, infini_gpt2, token_ids
 from ranks import ended_well, on_ranks
 from running import ROOT, SIZES, load_recipe, losses, prepared_data, recipe, result, run, run_recipe

@@ -6,9 +6,9 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cases import assert_same_gradients
-from hf_infini import memory_gradients
-from hf_infini.memory import delta_states
-from hf_infini.memory_gradients import DeltaScan
+from hf_infini.ops import memory_gradients
+from hf_infini.ops.memory import delta_states
+from hf_infini.ops.memory_gradients import DeltaScan
 
 FLOAT64 = 1e-12  # of numbers of about 1, in another order
 

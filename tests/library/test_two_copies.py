@@ -21,7 +21,7 @@ folders = sys.argv[1:]
 loaded = [AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True) for folder in folders]
 assert all(type(model).__module__.startswith("transformers_modules.") for model in loaded)
 import hf_infini
-from hf_infini.cache_name import CACHE
+from hf_infini.compat.cache_name import CACHE
 
 
 def check(folder, model):
@@ -31,7 +31,7 @@ def check(folder, model):
     with torch.no_grad():
         caches = [each(ids, use_cache=True).past_key_values for each in (model, own)]
     module = {each: type(cache).__module__ for each, cache in zip((model, own), caches)}
-    assert module[own] == "hf_infini.cache" != module[model]
+    assert module[own] == "hf_infini.cache.cache" != module[model]
     for given, cache in ((model, caches[1]), (own, caches[0]), (model, type("Mine", (type(caches[1]),), {})(own.config))):
         calls = {"forward": lambda: given(ids[:, :3], past_key_values=cache)}
         calls |= {f"generate from {n}": lambda n=n: given.generate(ids[:, :n], past_key_values=cache) for n in (3, 30, 31)}

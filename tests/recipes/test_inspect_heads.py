@@ -15,9 +15,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from corpora.tokenization import build_character_tokenizer, train_bpe
-from hf_infini.inspection import inspect_attention
-from hf_infini.inspection import page as page_module
-from hf_infini.inspection.page import LAST_LEVEL, NEGATIVE, NOTHING, SCRIPTS, inspection_page, page_data
+from hf_infini.tools.inspection import inspect_attention
+from hf_infini.tools.inspection import page as page_module
+from hf_infini.tools.inspection.page import LAST_LEVEL, NEGATIVE, NOTHING, SCRIPTS, inspection_page, page_data
 from models import causal_mha, gpt2, infini_gpt2
 from plots.heads import plot_heads, plot_memory
 from running import load_recipe
@@ -176,7 +176,8 @@ def test_the_script_is_valid(bpe, tmp_path):
     page = Page(inspection_page(inspect_attention(gpt2(), torch.ones(1, 3, dtype=torch.long)), title="m"))
     (tmp_path / "page.js").write_text(page.content["script", None], encoding="utf-8")
     for name in SCRIPTS:
-        assert resources.files("hf_infini.inspection").joinpath(name).read_text("utf-8") in page.content["script", None]
+        source = resources.files("hf_infini.tools.inspection").joinpath(name)
+        assert source.read_text("utf-8") in page.content["script", None]
     done = subprocess.run(["node", "--check", tmp_path / "page.js"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 

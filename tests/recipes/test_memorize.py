@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from corpora.long_texts import pieces_of_text, tokens_of_file
 from corpora.tokenization import build_character_tokenizer, encode_texts, train_bpe
 from hf_infini import InfiniCache
-from hf_infini.memory_files import read_memory_file, read_record, write_memory_file
+from hf_infini.cache.files import read_memory_file, read_record, write_memory_file
 from models import gpt2, infini_gpt2
 from ranks import on_ranks, run_as_rank
 from running import continuations, greedy, kill_when, load_recipe, run_recipe, sample_text

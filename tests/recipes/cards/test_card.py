@@ -9,9 +9,9 @@ import pytest
 from card_runs import GPT2, INFINI, RESULT, SAMPLE, about, baseline, cell, cells, evaluation, load, recall, run_of
 from cards import results, text
 from cards.card import write_card
-from hf_infini.configuration_causal_mha import CausalMHAConfig
+from hf_infini.models.scratch.configuration import CausalMHAConfig
+from hf_infini.models.scratch.options import ScratchOptions
 from hf_infini.options import choices
-from hf_infini.options_causal_mha import ScratchOptions
 from support import markdown
 
 

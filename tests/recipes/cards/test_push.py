@@ -19,8 +19,9 @@ from card_runs import cells
 from cards import folder as cards_folder
 from cards import run as cards_run
 from cli import UserError
-from hf_infini import load_adapter, memory_adapter
-from hf_infini.memory_adapter import read_record
+from hf_infini import load_adapter
+from hf_infini.models import adapter as memory_adapter
+from hf_infini.models.adapter import read_record
 from hub_repository import WRITE
 from hub_server import HubServer
 from running import CONTEXT, ROOT, load_recipe, prepared_data, result, straight_run
@@ -292,7 +293,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
 import hf_infini
-from hf_infini.training import PerplexityTrainer
+from hf_infini.tools.training import PerplexityTrainer
 out = Path(sys.argv[1])
 model, tokenizer = AutoModelForCausalLM.from_pretrained(out), AutoTokenizer.from_pretrained(out)
 rows = [{"input_ids": torch.arange(8), "labels": torch.arange(8)}] * 2

@@ -18,8 +18,8 @@ import pytest
 from cli import FAILURE_FILE, NotPossible, UserError, exit_on_error, option, parse_options
 from cli.model_options import ModelOptions
 from cli.parser import OptionParser
+from hf_infini.models.scratch.options import ScratchOptions
 from hf_infini.options import MemoryOptions, choices
-from hf_infini.options_causal_mha import ScratchOptions
 from running import load_recipe
 
 

@@ -17,8 +17,8 @@ from cli.model_options import given_options
 from conversion.start import load_start
 from corpora.tokenization import build_character_tokenizer
 from hf_infini import InfiniGPT2Config, InfiniGPT2LMHeadModel, load_adapter, patch_model, save_adapter
-from hf_infini.adapters import without_wrappers
-from hf_infini.loading import load_causal_lm
+from hf_infini.compat.peft_layers import without_wrappers
+from hf_infini.models.loading import load_causal_lm
 from models import gpt2
 from ranks import ended_well, on_ranks, run_as_rank
 from running import CONTEXT, ROOT, load_recipe, prepared_data

@@ -11,7 +11,7 @@ from conversion.teacher import partly_full_attention
 from conversion.trainers import gates_closed
 from decoders import decoder
 from hf_infini import patch_model
-from hf_infini.families import attention_layers
+from hf_infini.models.structure import attention_layers
 from models import token_ids
 from recall.rows import NOT_COUNTED
 

@@ -7,7 +7,7 @@ from safetensors.torch import load_file, save_file
 from cli import UserError
 from cli.model_options import ModelOptions, build_config, build_model
 from corpora.tokenization import build_character_tokenizer
-from hf_infini.loading import load_causal_lm, load_tokenizer
+from hf_infini.models.loading import load_causal_lm, load_tokenizer
 
 CONTEXT = 64
 TOKENIZER = build_character_tokenizer(["O rato roeu a roupa do rei de Roma."])

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from transformers import TrainingArguments
 
 from bad_input import refused
-from hf_infini.training import PerplexityTrainer
+from hf_infini.tools.training import PerplexityTrainer
 from models import RowsOf, causal_mha, infini_gpt2, token_ids
 from running import check_resumes, infini_options, load_recipe, prepared_data, self_options
 from training.dilution import Dilution, weigh_memories

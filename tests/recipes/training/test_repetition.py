@@ -10,8 +10,8 @@ from transformers import TrainingArguments
 from bad_input import refused
 from decoders import decoder
 from hf_infini import infini_attention, patch_model
-from hf_infini.families import attention_layers, decoder_of
-from hf_infini.training import PerplexityTrainer
+from hf_infini.models.structure import attention_layers, decoder_of
+from hf_infini.tools.training import PerplexityTrainer
 from models import infini_gpt2, token_ids
 from running import check_resumes, infini_options, load_recipe, prepared_data, self_options
 from training.repetition import Repetition, repeated

@@ -13,7 +13,7 @@ from transformers import GPT2Config, TrainingArguments
 
 from cli import UserError
 from hf_infini import InfiniGPT2Config
-from hf_infini.training import PerplexityTrainer
+from hf_infini.tools.training import PerplexityTrainer
 from models import infini_gpt2
 from ranks import ended_well, on_ranks, run_as_rank
 from running import CONTEXT, ROOT, SIZES, load_recipe, losses, prepared_data, result, run_recipe

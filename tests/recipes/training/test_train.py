@@ -10,7 +10,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2LMHeadModel
 
 from cli import UserError, parse_options
 from cli.model_options import ModelOptions, build_config, build_model
-from hf_infini import InfiniGPT2Config, InfiniGPT2LMHeadModel, training
+from hf_infini import InfiniGPT2Config, InfiniGPT2LMHeadModel
+from hf_infini.tools import training
 from ranks import on_ranks, run_as_rank
 from running import (
     CONTEXT,

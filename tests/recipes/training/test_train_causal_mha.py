@@ -13,13 +13,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from cli import NotPossible, UserError, parse_options
 from cli.model_options import MEMORY, SCRATCH, ModelOptions, build_config, build_model
 from evaluation.inference import check_length
-from hf_infini import CausalMHAForCausalLM, InfiniGPT2Config, training
-from hf_infini.configuration_causal_mha import CausalMHAConfig
-from hf_infini.configurations import context_limit
-from hf_infini.metrics import evaluate_rows
+from hf_infini import CausalMHAForCausalLM, InfiniGPT2Config
+from hf_infini.model_facts import context_limit
+from hf_infini.models.scratch.configuration import CausalMHAConfig
+from hf_infini.models.scratch.options import ScratchOptions
 from hf_infini.options import choices
-from hf_infini.options_causal_mha import ScratchOptions
-from hf_infini.rows import RowReader
+from hf_infini.tools import training
+from hf_infini.tools.metrics import evaluate_rows
+from hf_infini.tools.rows import RowReader
 from running import (
     CONTEXT,
     KINDS,

@@ -1,0 +1,2 @@
+"""Models and configurations: all families of decoders, patching a loaded model and back, the from-scratch model,
+generation, adapters."""

@@ -1,0 +1,155 @@
+"""The models with Infini-attention of every family of decoders, made when they are asked for: `families.InfiniLlamaModel` is
+`LlamaModel` with the mixins of modeling_infini.py before it, and so on for all of its heads.
+"""
+
+import functools
+import inspect
+import sys
+from typing import Any
+
+import transformers
+from transformers import GenerationMixin, GPT2Config, PreTrainedConfig, PreTrainedModel
+from transformers.loss.loss_utils import ForCausalLMLoss
+from transformers.models.auto import modeling_auto
+from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
+
+from ..compat.cache_name import CACHE
+from ..compat.class_lookups import enter_tokenizer
+from ..compat.hub_code import HubModelMixin, carry_code
+from ..layers.swapped_attention import InfiniAttentionMixin
+from ..options import MemoryOptions
+from .base import InfiniModelMixin, InfiniPreTrainedMixin
+from .checkpoints import HUB_OPTIONS
+from .configuration import FAMILY_REGISTRARS, FamilyConfigMixin, infini_config
+from .generation import MemoryGenerationMixin
+from .gpt2 import GPT2InfiniAttention, InfiniGPT2ModelMixin
+from .gpt2_configuration import InfiniGPT2Config
+from .structure import base_model_name
+
+# Auto classes that load a decoder, with the tables that say which class of a family they load
+AUTO_CLASSES = {
+    "AutoModel": modeling_auto.MODEL_MAPPING,
+    "AutoModelForPreTraining": modeling_auto.MODEL_FOR_PRETRAINING_MAPPING,
+    "AutoModelForCausalLM": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING,
+    "AutoModelForSequenceClassification": modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    "AutoModelForTokenClassification": modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
+    "AutoModelForQuestionAnswering": modeling_auto.MODEL_FOR_QUESTION_ANSWERING_MAPPING,
+}
+# Families that are known to go with it; others may, and say so when they are patched
+PROBED = (
+    *("apertus", "arcee", "bitnet", "cohere", "cohere2", "ernie4_5", "exaone4", "exaone_moe", "gemma", "gemma2"),
+    *("gemma3_text", "glm", "glm4", "gpt_neox", "granite", "helium", "hy_v3", "kolibri1", "llama", "llama4_text"),
+    *("minimax_m2", "ministral", "mistral", "mixtral", "nanochat", "nemotron", "olmo", "olmo2", "olmo3", "olmoe"),
+    *("persimmon", "phi", "phi3", "qwen2", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "stablelm", "starcoder2"),
+)
+# Families whose layers do not pass on keywords to their attention
+DROP_KEYWORDS = ("stablelm", "nemotron")
+
+
+@functools.cache
+def infini_class(own: type) -> type:
+    """The class with Infini-attention of a family's own attention, base model, or model with a head."""
+    if not issubclass(own, PreTrainedModel):
+        return GPT2InfiniAttention if own is GPT2Attention else _attention_class(own)
+    config: Any = own.config_class
+    attributes: dict[str, Any] = {"__module__": __name__, "__doc__": f"`{own.__name__}` with Infini-attention."}
+    attributes |= {"own_class": own, "config_class": infini_config(config), "class_with_memory": staticmethod(infini_class)}
+    bases: list[type] = [HubModelMixin, InfiniPreTrainedMixin]
+    if own.__name__ == base_model_name(config):
+        mixin = InfiniGPT2ModelMixin if config is GPT2Config else InfiniModelMixin
+        bases.append(mixin)
+        attributes["forward"] = _with_arguments_of(own.forward, mixin.forward)
+        forward = inspect.unwrap(own.forward)
+        attributes["argument_names"] = _arguments(forward)
+        attributes["layers_drop_keywords"] = config.model_type in DROP_KEYWORDS
+        rotary = [c for name, c in vars(sys.modules[own.__module__]).items() if name.endswith("RotaryEmbedding")]
+        attributes["turns_by_layer_type"] = any("layer_type" in _arguments(c.forward) for c in rotary)
+        attributes["takes_masks_by_type"] = "causal_mask_mapping" in forward.__code__.co_varnames
+    if issubclass(own, GenerationMixin):
+        bases.append(MemoryGenerationMixin)
+        # transformers looks for a loss by the class's name, and where it finds none, its warning breaks a compiled graph
+        attributes["_loss_function"] = staticmethod(ForCausalLMLoss)
+    return type("Infini" + own.__name__, (*bases, own), attributes)
+
+
+def _with_arguments_of(own, forward):
+    """A mixin's `forward` with the `own` one's signature and what the mixins add to it: others ask it what a model takes."""
+    signature, added = inspect.signature(own), inspect.signature(InfiniModelMixin.forward).parameters.values()
+    named = [*signature.parameters.values(), *(argument for argument in added if argument.kind is argument.KEYWORD_ONLY)]
+
+    @functools.wraps(forward)
+    def with_arguments(self, *args, **kwargs):
+        return forward(self, *args, **kwargs)
+
+    vars(with_arguments)["__signature__"] = signature.replace(parameters=sorted(named, key=lambda argument: argument.kind))
+    return with_arguments
+
+
+def _attention_class(own: type) -> type:
+    arguments = _arguments(own.forward)[1:]
+    cache = next(name for name in (CACHE, "layer_past") if name in arguments)
+    module = sys.modules[own.__module__]
+    turn = getattr(module, "apply_rotary_pos_emb", None) or getattr(module, "apply_rotary_emb", None)
+    attributes: dict[str, Any] = {"__module__": __name__, "own_class": own}
+    attributes |= {"argument_names": arguments, "cache_argument": cache}
+    attributes["turning_function"] = None if turn is None else staticmethod(turn)
+    return type("Infini" + own.__name__, (InfiniAttentionMixin, own), attributes)
+
+
+def _arguments(function) -> list[str]:
+    return [name for name in inspect.signature(function).parameters if name not in ("self", "kwargs")]
+
+
+@functools.cache
+def register_models(config: type[FamilyConfigMixin] | type[InfiniGPT2Config]) -> None:
+    """Registers all models of a family with the Auto classes, and has them saved with their code."""
+    own = config.own_class
+    classes = {}
+    enter_tokenizer(own, config)
+    for auto_class, table in AUTO_CLASSES.items():
+        if own in table:
+            classes[auto_class] = infini_class(table[own])
+            getattr(transformers, auto_class).register(config, classes[auto_class], exist_ok=True)
+    carry_code("models.families", **classes)
+
+
+class AutoInfiniModelForCausalLM:
+    """Loads any decoder with Infini-attention, as `AutoModelForCausalLM` loads one without."""
+
+    @staticmethod
+    def from_pretrained(path, **options) -> PreTrainedModel:
+        """A language model from a plain checkpoint, whose gates are then initialised as `gate_init` says, or from one that
+        was saved with Infini-attention.
+
+        Args:
+            path: a folder or the name of a repository, as `AutoModelForCausalLM.from_pretrained` takes it.
+            options: those of [`MemoryOptions`], such as `segment_length=256`, and those of that method.
+
+        Raises:
+            ValueError: the checkpoint is of a family that cannot have Infini-attention, or a layer computes something else
+                with its memory empty; the message says why.
+        """
+        options = {"trust_remote_code": False} | options  # nobody is asked whether a folder's code may run
+        hub = {name: options[name] for name in HUB_OPTIONS & options.keys()}
+        config_class = type(transformers.AutoConfig.from_pretrained(path, **hub))
+        if not issubclass(config_class, MemoryOptions):
+            infini_config(config_class)
+            table = AUTO_CLASSES["AutoModelForCausalLM"]
+            if config_class not in table:
+                raise ValueError(f"{path} is a {config_class.model_type!r}, and that is no causal language model.")
+            return infini_class(table[config_class]).from_pretrained(path, **options)
+        return transformers.AutoModelForCausalLM.from_pretrained(path, **options)
+
+
+def __getattr__(name: str) -> type:
+    """A class by its name, as a saved model's configuration gives it."""
+    own = getattr(transformers, name.removeprefix("Infini"), None) if name.startswith("Infini") else None
+    if isinstance(own, type) and issubclass(own, PreTrainedConfig):
+        return infini_config(own)
+    if isinstance(own, type) and issubclass(own, PreTrainedModel):
+        return infini_class(own)
+    raise AttributeError(f"module {__name__} has no {name}.")
+
+
+FAMILY_REGISTRARS.append(register_models)
+register_models(InfiniGPT2Config)

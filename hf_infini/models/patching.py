@@ -1,0 +1,160 @@
+"""Swapping a loaded model's attention in place, and back."""
+
+import transformers
+from transformers import PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from ..compat.hooks import become
+from ..layers.swapped_attention import InfiniAttentionMixin
+from ..options import MEMORY_OPTIONS, MemoryOptions
+from .base import InfiniPreTrainedMixin
+from .configuration import infini_config
+from .families import infini_class
+from .gpt2_configuration import OPTIONS as GPT2_OPTIONS
+from .gpt2_configuration import InfiniGPT2Config
+from .structure import attention_layers, decoder_of
+
+
+def patch_model(model, *, base_only: bool = False, **options):
+    """Gives a loaded decoder Infini-attention, in place.
+
+    Modules and weights stay the same objects (optimisers, PEFT adapters and forward hooks keep working on them). The gates
+    and the other parameters of [`MemoryLayerMixin`] are added; a GPT-2's position embedding is set aside with
+    `position_encoding="rope"`. Class and configuration change too, so that the model saves as an `infini_gpt2`,
+    `infini_llama`, … and the Auto class that loaded it loads it patched. Other models attached to it stay as they are.
+
+    Each swapped layer is compared with what it computed before: attention over rotary positions, or none, that goes through
+    transformers' attention interface. A model that computes something else is refused, and stays as it was.
+
+    Args:
+        model: a whole decoder of transformers, such as a `GPT2LMHeadModel` or a `LlamaForCausalLM`, with any of its heads.
+        base_only: say that `model` is a base model, such as a `GPT2Model`, and not part of another model, which cannot be
+            checked. Inside another model it must not be patched: that model would be saved and generate without the memory.
+        options: those of [`MemoryOptions`], such as `segment_length=256`; for a GPT-2 also `position_encoding` of
+            [`InfiniGPT2Config`].
+
+    Returns:
+        The same model.
+
+    Raises:
+        ValueError: a model of another kind, one that is patched already, or one with cross-attention; a layer that computes
+            something else with its memory empty; a base model without `base_only`, and the other way round.
+    """
+    if isinstance(model, InfiniPreTrainedMixin):
+        raise ValueError("this model has Infini-attention already; unpatch_model() it first to change its options.")
+    name, kind = type(model).__name__, getattr(getattr(model, "config", None), "model_type", None)
+    if getattr(transformers, name, None) is not type(model) or kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise ValueError(
+            f"cannot patch a {name} (model_type {kind!r}): it is no decoder of transformers. Supported are GPT-2 and "
+            "decoders with rotary positions, such as LlamaForCausalLM, with any head that transformers has for them."
+        )
+    config_class = infini_config(model.config_class)
+    base = decoder_of(model)
+    _check_whole(model, base, base_only)
+    known = GPT2_OPTIONS if config_class is InfiniGPT2Config else MEMORY_OPTIONS
+    if unknown := set(options) - set(known):
+        raise ValueError(f"unknown options {', '.join(sorted(unknown))}; patch_model takes {', '.join(known)}.")
+    if getattr(model.config, "add_cross_attention", False):
+        raise ValueError(f"cross-attention has no segments: a {name} with add_cross_attention=True cannot be patched.")
+    values = model.config.to_dict()
+    accepted = config_class.without_ignored(values)
+    config = _convert(model.config, config_class, accepted, **options)
+    attention_layers(base)  # or it is refused
+    model.__dict__["_unpatched_config_class"] = type(model.config)
+    model.__dict__["_unpatched_ignored"] = {name: values[name] for name in values.keys() - accepted.keys()}
+    _adopt(model, base, infini_class, config)
+    if getattr(config, "position_encoding", None) == "rope":
+        model.__dict__["_unpatched_embedding"] = base.wpe  # not a module of the model any more: neither trained nor saved
+    try:
+        model.add_memory()
+        model.check_layers()
+    except Exception:
+        unpatch_model(model, base_only=base_only)
+        raise
+    return model
+
+
+def unpatch_model(model, *, base_only: bool = False):
+    """Removes Infini-attention in place, and nothing else.
+
+    What [`patch_model`] added is dropped, trained or not: the gates, the memory's start, its convolution and its write
+    weights. The model's own weights, and other changes to the model or its configuration, stay as they are now; the
+    position embedding that `position_encoding="rope"` had set aside comes back as it was. So the result is the original
+    model only if nothing was trained or changed in between. A model that was loaded or built with Infini-attention becomes
+    the plain one with the same weights.
+
+    Args:
+        base_only: that `model` is a base model and no part of another, as for [`patch_model`].
+
+    Returns:
+        The same model.
+
+    Raises:
+        ValueError: the model has no Infini-attention, or no position embedding to restore; a base model without
+            `base_only`, and the other way round.
+    """
+    if not isinstance(model, InfiniPreTrainedMixin) or not isinstance(base := decoder_of(model), InfiniPreTrainedMixin):
+        raise ValueError(f"a {type(model).__name__} has no Infini-attention to take out.")
+    _check_whole(model, base, base_only)
+    config_class = model.__dict__.get("_unpatched_config_class") or _own(type(model)).config_class
+    if getattr(model.config, "position_encoding", None) == "rope" and "_unpatched_embedding" not in model.__dict__:
+        raise ValueError(
+            "this model was built with position_encoding='rope': it has no position embedding, and a plain GPT-2 needs one."
+        )
+    if "_unpatched_embedding" in model.__dict__:
+        base.wpe = model.__dict__.pop("_unpatched_embedding").to(model.device, model.dtype)
+    model.__dict__.pop("_unpatched_config_class", None)
+    config = _convert(model.config, config_class, model.config.to_dict(), **model.__dict__.pop("_unpatched_ignored", {}))
+    for attention in attention_layers(base):
+        if isinstance(attention, InfiniAttentionMixin):
+            attention.swap_out()
+    _adopt(model, base, _own, config)
+    return model
+
+
+def _own(infini: type) -> type:
+    """The inverse of [`infini_class`]."""
+    return infini.own_class
+
+
+def _check_whole(model, base, base_only: bool) -> None:
+    """Refuses a base model that may be part of another, which would not learn of the change."""
+    name, is_base = type(model).__name__, base is model
+    if is_base and not base_only:
+        raise ValueError(
+            f"a {name} can be part of a larger model, which would not learn of the change: saved and loaded again, it would "
+            f"compute something else. Give the whole model, or, if this {name} is no part of another, base_only=True."
+        )
+    if base_only and not is_base:
+        raise ValueError(f"base_only=True is for a base model; a {name} is a whole model: leave it out.")
+
+
+def _convert(config, config_class, values: dict, **options):
+    """`values` of `config` that the two configuration classes share, with `options` on top."""
+    own = {"model_type", "transformers_version", "architectures", "auto_map", *GPT2_OPTIONS}
+    converted = config_class(**({name: value for name, value in values.items() if name not in own} | options))
+    converted._attn_implementation = config._attn_implementation
+    converted._name_or_path = config._name_or_path
+    if config.architectures:
+        prefix = "Infini" if issubclass(config_class, MemoryOptions) else ""
+        converted.architectures = [prefix + name.removeprefix("Infini") for name in config.architectures]
+    return converted
+
+
+def _adopt(model, base, class_of, config) -> None:
+    """Makes the model, and the base model inside it, instances of their other classes, with the other configuration."""
+    before = model.config
+    for part in {model, base}:
+        become(part, class_of(type(part)))
+    for module in (model, *_modules_of(base)):
+        if getattr(getattr(module, "config", None), "model_type", None) == before.model_type:
+            module.config = config
+
+
+def _modules_of(base):
+    """The base model and the modules inside it, except other models attached to it: they keep their configuration."""
+    waiting = [base]
+    while waiting:
+        module = waiting.pop()
+        yield module
+        waiting += [child for child in module.children() if not isinstance(child, PreTrainedModel)]

@@ -1,0 +1,320 @@
+"""Causal multi-head attention written out: projections, scores, softmax, heads, and the projection that joins them."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import initialization as init
+from transformers.cache_utils import Cache
+
+from ...cache.cache import StatesOfCall
+from ...compat.cache_name import takes_either_name
+from ...layers.memory_layer import MemoryLayerMixin, rope_tables
+from ...ops.layout.build import SegmentLayout
+from ...ops.positions import Rotary, alibi_bias, relative_key_bias, relative_keys, rotate, rotation, t5_buckets
+from ...ops.scores import (
+    additive_scores,
+    as_dot_product,
+    dot_scores,
+    general_scores,
+    scaled_dot_scores,
+    visible_softmax,
+)
+from ...ops.window import Softmax
+from .configuration import ATTENTION_OPTIONS, CausalMHAConfig
+from .options import IN_EMBEDDING, RELATIVE
+
+
+class HeadParts(NamedTuple):
+    """What the heads of one layer did, `Q` queries looking at `K` keys."""
+
+    scores: Tensor  # [batch, heads, Q, K], position biases included, −inf where a key is not visible
+    weights: Tensor  # [batch, heads, Q, K], the softmax of the scores: rows sum to 1, or are 0 where no key is visible
+    heads: Tensor  # [batch, heads, Q, head_dim], the context vectors: weights · values
+
+
+class CausalMultiHeadAttention(MemoryLayerMixin, nn.Module):
+    """`concat(head_1, …, head_H) W_O`, with `head_h = softmax(score(Q_h, K_h) + causal mask) V_h` (Vaswani et al. 2017).
+
+    Head `h` owns the columns `h · head_dim … (h + 1) · head_dim − 1` of what `W_query`, `W_key` and `W_value` give.
+
+    Args:
+        d_in: width of the input.
+        d_out: width of the output, all heads together.
+        num_heads: heads; must divide `d_out`.
+        dropout: probability of dropping an attention weight, in training.
+        qkv_bias: whether `W_query`, `W_key` and `W_value` have a bias.
+        layer_idx: which layer of a model it is; needed with a cache only.
+        config: where the kind of attention, the score and the position encoding come from, inside a model.
+        options: the same by name, outside of a model: those of [`CausalMHAConfig`], such as `score="additive"`,
+            `attention="local", sliding_window=16` or `position_encoding="rope"`. Without any: global, scaled dot product,
+            no positions.
+
+    Raises:
+        ValueError: `num_heads` does not divide `d_out`; an option that is unknown or does nothing here.
+    """
+
+    def __init__(
+        self,
+        d_in: int,
+        d_out: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        qkv_bias: bool = False,
+        *,
+        layer_idx: int | None = None,
+        config: CausalMHAConfig | None = None,
+        **options,
+    ):
+        super().__init__()
+        if num_heads < 1 or d_out % num_heads:
+            raise ValueError(f"num_heads must divide d_out, the width of all heads together; got {d_out} / {num_heads}.")
+        if config is None:
+            config = _config_of_options(d_out, num_heads, options)
+        elif options:
+            raise ValueError(f"give the options in config or by name, not both; got {', '.join(options)} beside a config.")
+        self.config = config
+        self.layer_idx = layer_idx
+        self.num_heads = num_heads
+        self.head_dim = d_out // num_heads
+        self.W_query = nn.Linear(d_in, d_out, bias=qkv_bias)
+        self.W_key = nn.Linear(d_in, d_out, bias=qkv_bias)
+        self.W_value = nn.Linear(d_in, d_out, bias=qkv_bias)
+        self.out_proj = nn.Linear(d_out, d_out)
+        self.dropout = nn.Dropout(dropout)
+        heads, width = num_heads, self.head_dim
+        if config.score == "general":
+            self.score_weight = nn.Parameter(torch.empty(heads, width, width))
+        elif config.score == "additive":
+            self.score_weight = nn.Parameter(torch.empty(heads, width, 2 * width))
+            self.score_vector = nn.Parameter(torch.empty(heads, width))
+        if config.position_encoding == "relative_key":
+            self.relative_table = nn.Parameter(torch.empty(config.max_distance + 1, width))
+        elif config.position_encoding == "t5":
+            self.relative_bias = nn.Parameter(torch.empty(config.num_buckets, heads))
+        if config.attention == "infini":
+            self.add_memory_parameters(d_in)
+        self.init_head_parameters()
+
+    @torch.no_grad()
+    def init_head_parameters(self) -> None:
+        """First values of everything but the four projections.
+
+        `"general"` starts as the scaled dot product, W = I / √d; `"additive"` with variances that keep those of its input;
+        the tables of positions small, so that all distances start nearly alike.
+        """
+        if self.config.score == "general":
+            init.copy_(self.score_weight, torch.eye(self.head_dim).expand_as(self.score_weight) / self.head_dim**0.5)
+        elif self.config.score == "additive":
+            for parameter in (self.score_weight, self.score_vector):
+                init.normal_(parameter, 0.0, parameter.shape[-1] ** -0.5)
+        for name in ("relative_table", "relative_bias"):
+            if hasattr(self, name):
+                init.normal_(getattr(self, name), 0.0, self.config.initializer_range)
+        if self.config.attention == "infini":
+            self.init_memory_parameters()
+
+    @takes_either_name
+    def forward(
+        self,
+        hidden_states: Tensor,
+        *,
+        mask: Tensor | None = None,
+        distance: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        layout: SegmentLayout | None = None,
+        rotary: Rotary | None = None,
+        cache: Cache | None = None,
+        states: StatesOfCall | None = None,
+        output_attentions: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor | None]:
+        """
+        Args:
+            hidden_states: `[batch, tokens, d_in]`. Outside of a model, this is all it needs.
+            mask: `[batch or 1, 1, tokens, keys]` bool, True where a key is visible; `None`: what causality leaves. Not for
+                `attention="infini"`, whose layout says what is visible.
+            distance: `[tokens, keys]`, place of the query minus place of the key; `None`: the tokens are the last keys. Not
+                for `attention="infini"` either.
+            position_ids: `[batch or 1, tokens]`, for rope; `None`: the tokens are counted, from those of the cache on. With
+                `attention="infini"` they say without a layout where documents begin, and rope counts the tokens.
+            layout: of the segments, only for `attention="infini"`; `None`: it is made from `position_ids`.
+            rotary: likewise the rotary positions of a window.
+            cache: to continue, or `None`; `past_key_values` is its old name.
+            states: only for `attention="infini"`, the states of the model's call, from which the layer takes its own, and to
+                which it gives the next one; `None`: those of the cache.
+            output_attentions: also return the weights, which goes through the written-out softmax.
+
+        Returns:
+            The output `[batch, tokens, d_out]`; with `output_attentions` also the weights `[batch, heads, tokens, keys]`
+            (for `attention="infini"` those of the local window, `[…, sink_tokens + (local_segments + 1) · segment_length]`).
+
+        Raises:
+            ValueError: an input of another shape, or an argument that this kind of attention does not use.
+        """
+        if hidden_states.dim() != 3 or hidden_states.shape[-1] != self.W_query.in_features:
+            raise ValueError(
+                f"the input must be [batch, tokens, d_in] with d_in = {self.W_query.in_features}; got "
+                f"{list(hidden_states.shape)}."
+            )
+        segmented = self.config.attention == "infini"
+        of_segments = {"layout": layout, "rotary": rotary, "states": states}
+        unused = {"mask": mask, "distance": distance} if segmented else of_segments
+        if given := [name for name, value in unused.items() if value is not None]:
+            raise ValueError(f"attention={self.config.attention!r} does not use {' and '.join(given)}: leave it out.")
+        if segmented:
+            given = {"layout": layout, "states": states, "cache": cache, "position_ids": position_ids}
+            call = self.begin(hidden_states, **given)
+            query, key, value = self.project(call.hidden_states)
+            softmax = self.window_softmax(query, rotary, output_attentions)
+            heads, weights = self.attend_with_memory(call, query, key, value, softmax, output_attentions)
+        elif output_attentions or self.config.score == "additive" or self.config._attn_implementation == "eager":
+            _, weights, heads = self.parts(
+                hidden_states,
+                mask=mask,
+                distance=distance,
+                position_ids=position_ids,
+                cache=cache,
+            )
+        else:
+            heads, weights = self._fused(hidden_states, mask, distance, position_ids, cache), None
+        output = self.out_proj(heads.transpose(1, 2).flatten(2))
+        return (output, weights) if output_attentions else output
+
+    def parts(
+        self,
+        hidden_states: Tensor,
+        *,
+        mask: Tensor | None = None,
+        distance: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        cache: Cache | None = None,
+    ) -> HeadParts:
+        """Scores, weights and context vectors of global or local attention, step by step; arguments as of `forward`."""
+        query, key, value = self._with_cached(hidden_states, position_ids, cache)
+        visible, distance = self._reach(query, key, mask, distance)
+        scores, weights = visible_softmax(self.scores(query, key, distance), visible)
+        return HeadParts(scores, weights, self.dropout(weights) @ value)
+
+    def scores(self, query: Tensor, key: Tensor, distance: Tensor | None) -> Tensor:
+        """`[batch, heads, tokens, keys]`: how well each query and key go together, with what their distance adds.
+
+        A relative key is added to the key, whatever the score; ALiBi's and T5's biases are added to the score.
+        """
+        if self.config.score == "additive":
+            added = None
+            if distance is not None and self.config.position_encoding == "relative_key":
+                added = relative_keys(self.relative_table, distance)
+            scores = additive_scores(query, key, self.score_weight, self.score_vector, added)
+            bias = self._distance_bias(distance)
+        else:
+            scores = {
+                "scaled_dot": scaled_dot_scores,
+                "dot": dot_scores,
+                "general": lambda query, key: general_scores(query, key, self.score_weight),
+            }[self.config.score](query, key)
+            bias = self._bias(query, distance)
+        return scores if bias is None else scores + bias.to(scores.dtype)
+
+    def project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of `[batch, tokens, d_in]`, `[batch, heads, tokens, head_dim]` each."""
+        projections = (self.W_query(hidden_states), self.W_key(hidden_states), self.W_value(hidden_states))
+        return tuple(part.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2) for part in projections)
+
+    def projections(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor, Softmax]:
+        """As `project`, and how the windows of `attention="infini"` are computed."""
+        query, key, value = self.project(hidden_states)
+        return query, key, value, self.window_softmax(query)
+
+    def window_softmax(self, query: Tensor, rotary: Rotary | None = None, return_weights: bool = False) -> Softmax:
+        """How the windows of `attention="infini"` are computed; arguments as of `forward`."""
+        if rotary is None and self.config.position_encoding == "rope":
+            rotary = Rotary(rope_tables(self.config.window, self.head_dim, query, self.config.rope_theta))
+        return Softmax(
+            scaling=self.head_dim**-0.5 if self.config.score == "scaled_dot" else 1.0,
+            dropout=self.dropout.p if self.training else 0.0,
+            written_out=return_weights or self.config._attn_implementation == "eager",
+            rotary=rotary,
+            query_weight=getattr(self, "score_weight", None),
+        )
+
+    # --- the steps ----------------------------------------------------------------------------------------------------
+
+    def _with_cached(self, hidden_states, position_ids, cache) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries of the new tokens; keys and values of these and of the cached ones."""
+        query, key, value = self.project(hidden_states)
+        if self.config.position_encoding == "rope":
+            if position_ids is None:
+                past = 0 if cache is None else cache.get_seq_length(self.layer_idx)
+                position_ids = torch.arange(past, past + query.shape[2], device=query.device).unsqueeze(0)
+            turns = rotation(position_ids, self.head_dim, query.dtype, self.config.rope_theta)
+            query, key = rotate(query, *turns), rotate(key, *turns)
+        if cache is not None:
+            # As many keys as the mask has: with a window of one token, caches keep all keys although they report none
+            keys, _ = cache.get_mask_sizes(query.shape[2], self.layer_idx)
+            cached = cache.update(key, value, self.layer_idx)
+            key, value = (tensor[:, :, -keys:] for tensor in cached)
+        return query, key, value
+
+    def _fused(self, hidden_states, mask, distance, position_ids, cache) -> Tensor:
+        """The context vectors of [`parts`] without its scores and weights, through torch's fused attention."""
+        query, key, value = self._with_cached(hidden_states, position_ids, cache)
+        plain = self.config.attention == "global" and self.config.position_encoding not in RELATIVE
+        causal = mask is None and plain and query.shape[2] == key.shape[2]
+        if not causal:
+            mask, distance = self._reach(query, key, mask, distance)
+            bias = self._bias(query, distance)
+            mask = mask if bias is None else bias.to(query.dtype).masked_fill(~mask, float("-inf"))
+        query, scaling = as_dot_product(self.config.score, query, getattr(self, "score_weight", None))
+        dropout = self.dropout.p if self.training else 0.0
+        return F.scaled_dot_product_attention(query, key, value, mask, dropout, is_causal=causal, scale=scaling)
+
+    def _reach(
+        self, query: Tensor, key: Tensor, mask: Tensor | None, distance: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Which keys are visible (without a mask: nothing later than the token, or beyond a local window), and how far they
+        are, `[tokens, keys]`; without a distance the tokens are the last keys. `None`: no score depends on it."""
+        if mask is not None and (distance is not None or self.config.position_encoding not in RELATIVE):
+            return mask, distance
+        if distance is None:
+            keys = torch.arange(key.shape[2], device=key.device)
+            distance = keys[keys.shape[0] - query.shape[2] :, None] - keys
+        if mask is None:
+            mask, window = distance >= 0, self.config.sliding_window
+            mask = mask if window is None else mask & (distance < window)
+        return mask, distance
+
+    def _distance_bias(self, distance: Tensor | None) -> Tensor | None:
+        """What the distance adds to a score, whatever the query: `[heads, tokens, keys]`, or `None`."""
+        if distance is None:
+            return None
+        if self.config.position_encoding == "alibi":
+            return alibi_bias(distance, self.num_heads)
+        if self.config.position_encoding == "t5":
+            buckets = t5_buckets(distance, self.config.num_buckets, self.config.max_distance)
+            return self.relative_bias[buckets].permute(2, 0, 1)
+        return None
+
+    def _bias(self, query: Tensor, distance: Tensor | None) -> Tensor | None:
+        """What is added to scores that are products of query and key: `[…, heads, tokens, keys]`, or `None`."""
+        if distance is None or self.config.position_encoding != "relative_key":
+            return self._distance_bias(distance)
+        query, scaling = as_dot_product(self.config.score, query, getattr(self, "score_weight", None))
+        return relative_key_bias(query, self.relative_table, distance) * scaling
+
+
+def _config_of_options(d_out: int, num_heads: int, options: dict[str, Any]) -> CausalMHAConfig:
+    """The configuration of an attention outside of a model."""
+    unknown = sorted(set(options) - set(ATTENTION_OPTIONS))
+    if unknown:
+        raise ValueError(f"unknown options {', '.join(unknown)}; an attention takes {', '.join(ATTENTION_OPTIONS)}.")
+    options.setdefault("position_encoding", "none")
+    if options["position_encoding"] in IN_EMBEDDING:
+        raise ValueError(
+            f"position_encoding={options['position_encoding']!r} is added to the embeddings, by the model: an attention "
+            "outside of a model would not see it. Add it to the input (positions.py), or choose one that acts inside the "
+            "attention."
+        )
+    if options.get("attention") == "none":
+        raise ValueError("attention='none' is a block without this module; there is nothing to build.")
+    return CausalMHAConfig(n_embd=d_out, n_head=num_heads, **options)

@@ -1,0 +1,137 @@
+"""The configuration of the from-scratch model: its sizes, and what its heads see, score and know of positions."""
+
+from transformers import PreTrainedConfig
+
+from ...compat.hub_code import HubConfigMixin, carry_code
+from ...options import MEMORY_OPTIONS, MemoryOptions
+from ..option_checks import OptionsMixin, checked
+from .options import IN_EMBEDDING, ScratchOptions
+from .options import NEEDS as NEEDS_OF_SCRATCH
+
+# The options of a CausalMultiHeadAttention outside of a model, beside its sizes.
+ATTENTION_OPTIONS = (
+    *("attention", "score", "position_encoding", "max_distance", "num_buckets", "rope_theta", "sliding_window"),
+    *(name for name in MEMORY_OPTIONS if name not in ("n_segments", "layers", "mask_special_tokens")),
+)
+# Every option that does nothing unless another one has one of these values. What train.py learns to predict is its own.
+NEEDS = NEEDS_OF_SCRATCH | {name: ("attention", ("infini",)) for name in MEMORY_OPTIONS if name != "mask_special_tokens"}
+# Segments and memory work on products of queries and keys: what adds to a score, or is none, has no place there.
+INFINI_SCORES = ("scaled_dot", "dot", "general")
+INFINI_POSITIONS = ("learned", "sinusoidal", "rope", "none")
+
+
+@checked
+class CausalMHAConfig(ScratchOptions, MemoryOptions, OptionsMixin, HubConfigMixin, PreTrainedConfig):
+    """Configuration of [`CausalMHAForCausalLM`]: what its heads see, score and know of positions ([`ScratchOptions`]); with
+    `attention="infini"`, its memory ([`MemoryOptions`], but for `layers`); and its sizes, which are named as GPT-2's
+    (`hidden_size` and so on work too):
+
+    Args:
+        vocab_size (`int`, *optional*, defaults to 50257):
+            Tokens in the vocabulary.
+        n_positions (`int`, *optional*, defaults to 1024):
+            Tokens of context that the model is trained on; `"learned"` positions end there, the others do not.
+        n_embd (`int`, *optional*, defaults to 768):
+            Width of the hidden state.
+        n_layer (`int`, *optional*, defaults to 12):
+            Decoder blocks.
+        n_head (`int`, *optional*, defaults to 12):
+            Heads per block; must divide `n_embd`.
+        dropout (`float`, *optional*, defaults to 0.0):
+            Probability of dropping attention weights, embeddings, and what a block adds to the hidden state.
+        layer_norm_epsilon (`float`, *optional*, defaults to 1e-5):
+            Added to the variance in a layer norm.
+
+    Raises:
+        ValueError: a value of the wrong type, one that is not allowed, or options that do not go together; the message says
+            what was given and what is allowed. Or an attribute that would be ignored though it looks like an option: one of
+            stock decoders that this model has not (`rope_scaling`), or nearly the name of one of these. Attributes of other
+            names are kept.
+    """
+
+    model_type = "causal_mha"
+    keys_to_ignore_at_inference = ["cache", "past_key_values"]
+    attribute_map = {
+        "hidden_size": "n_embd",
+        "intermediate_size": "n_inner",
+        "max_position_embeddings": "n_positions",
+        "num_attention_heads": "n_head",
+        "num_hidden_layers": "n_layer",
+    }
+
+    vocab_size: int = 50257
+    n_positions: int = 1024
+    n_embd: int = 768
+    n_layer: int = 12
+    n_head: int = 12
+    dropout: float | int = 0.0
+    layer_norm_epsilon: float = 1e-5
+    use_cache: bool = True
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+    pad_token_id: int | None = None
+
+    @property
+    def head_dim(self) -> int:
+        """Width of a head."""
+        return self.n_embd // self.n_head
+
+    @property
+    def has_memory(self) -> bool:
+        """Whether the layers have a compressive memory: all or none."""
+        return self.attention == "infini"
+
+    def validate_causal_mha(self):
+        """Run by the base class after every construction."""
+        if self.n_embd % self.n_head:
+            raise ValueError(f"n_head={self.n_head} must divide n_embd={self.n_embd}: every head is as wide as the others.")
+        self._validate_reach()
+        self._validate_positions()
+
+    def _validate_reach(self):
+        """A window for `attention="local"`, and no option that does nothing beside the others."""
+        if self.attention == "local" and self.sliding_window is None:
+            raise ValueError("attention='local' needs a sliding_window of 1 token or more; got None.")
+        for name, (needed, kinds) in NEEDS.items():
+            value, found = getattr(self, name), getattr(self, needed)
+            if found not in kinds and value != type(self).__dataclass_fields__[name].default:
+                raise ValueError(
+                    f"{name}={value!r} belongs to {needed}={' or '.join(map(repr, kinds))} and does nothing with "
+                    f"{needed}={found!r}: leave it out."
+                )
+        if self.layers is not None:
+            raise ValueError(f"layers={self.layers} is for infini_gpt2: in a causal_mha all layers are alike. Leave it out.")
+
+    def _validate_positions(self):
+        if self.position_encoding == "rope" and self.head_dim % 2:
+            raise ValueError(
+                f"position_encoding='rope' turns pairs of numbers: the head width n_embd / n_head must be even; got "
+                f"{self.n_embd} / {self.n_head} = {self.head_dim}."
+            )
+        if self.position_encoding == "sinusoidal" and self.n_embd % 2:
+            raise ValueError(f"position_encoding='sinusoidal' needs an even n_embd; got {self.n_embd}.")
+        if self.position_encoding == "t5" and not 2 <= self.num_buckets < 2 * self.max_distance:
+            raise ValueError(
+                "position_encoding='t5' needs num_buckets ≥ 2 and max_distance > num_buckets / 2; got "
+                f"num_buckets={self.num_buckets}, max_distance={self.max_distance}."
+            )
+        if self.attention == "infini":
+            if self.score == "general" and self.position_encoding == "rope":
+                raise ValueError(
+                    "attention='infini' does not go with both score='general' and position_encoding='rope': their products "
+                    "depend on places in the window, not only on distances. Choose score='scaled_dot' or 'dot'."
+                )
+            for name, allowed in (("score", INFINI_SCORES), ("position_encoding", INFINI_POSITIONS)):
+                if getattr(self, name) not in allowed:
+                    raise ValueError(
+                        f"attention='infini' goes with {name} {', '.join(allowed)}; got {getattr(self, name)!r}, which is "
+                        "no product of a query and a key, and those are all that segments and memory work on."
+                    )
+        if self.attention == "none" and self.position_encoding not in (*IN_EMBEDDING, "none"):
+            raise ValueError(
+                f"position_encoding={self.position_encoding!r} acts inside the attention, and attention='none' has none: "
+                f"choose {', '.join((*IN_EMBEDDING, 'none'))}."
+            )
+
+
+carry_code("models.scratch.modeling", AutoConfig=CausalMHAConfig)

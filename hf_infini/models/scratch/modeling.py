@@ -1,0 +1,321 @@
+"""A causal language model from scratch: pre-norm decoder blocks around [`CausalMultiHeadAttention`]."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationMixin, PreTrainedModel
+from transformers import initialization as init
+from transformers.activations import ACT2FN
+from transformers.cache_utils import Cache
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.utils.generic import can_return_tuple
+
+from ...compat.cache_name import CACHE, cache_of, takes_either_name
+from ...compat.hub_code import HubModelMixin, carry_code
+from ...layers.memory_layer import rope_tables
+from ...ops.positions import Rotary, sinusoidal_encoding
+from ..common import (
+    InitializationMixin,
+    check_inputs,
+    check_positions,
+    checkpoints_gradients,
+    counted_positions,
+    key_value_cache,
+    layout_of_call,
+    memory_cache,
+    memory_mask_of,
+)
+from ..generation import MemoryGenerationMixin
+from .attention import CausalMultiHeadAttention
+from .configuration import CausalMHAConfig
+from .options import RELATIVE
+
+
+class FeedForward(nn.Module):
+    """`W_2 f(W_1 x + b_1) + b_2`, the same for every token."""
+
+    def __init__(self, config: CausalMHAConfig):
+        super().__init__()
+        inner = 4 * config.n_embd if config.n_inner is None else config.n_inner
+        self.fc_in = nn.Linear(config.n_embd, inner)
+        self.activation = ACT2FN[config.activation_function]
+        self.fc_out = nn.Linear(inner, config.n_embd)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return self.fc_out(self.activation(self.fc_in(hidden_states)))
+
+
+class CausalMHABlock(GradientCheckpointingLayer):
+    """`Y = X + MHA(LN(X))`, `Z = Y + FFN(LN(Y))`; with `attention="none"` only the second half."""
+
+    def __init__(self, config: CausalMHAConfig, layer_idx: int):
+        super().__init__()
+        self.layer_idx = layer_idx
+        if config.attention != "none":
+            self.ln_1 = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
+            self.attn = CausalMultiHeadAttention(
+                config.n_embd,
+                config.n_embd,
+                config.n_head,
+                config.dropout,
+                config.qkv_bias,
+                layer_idx=layer_idx,
+                config=config,
+            )
+        self.ln_2 = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
+        self.mlp = FeedForward(config)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(
+        self, hidden_states: Tensor, cache: Cache | None = None, output_attentions: bool = False, **reach
+    ) -> tuple[Tensor, Tensor | None]:
+        """`[batch, tokens, n_embd]` to the same, and the weights or `None`; `reach` is what the attention takes by name."""
+        weights = None
+        if hasattr(self, "attn"):
+            output = self.attn(
+                self.ln_1(hidden_states),
+                cache=cache,
+                output_attentions=output_attentions,
+                **reach,
+            )
+            output, weights = output if output_attentions else (output, None)
+            hidden_states = hidden_states + self.dropout(output)
+        elif cache is not None:
+            # A key of one number for each token: caches tell how many tokens they have seen by counting keys
+            marks = hidden_states.new_zeros(hidden_states.shape[0], 1, hidden_states.shape[1], 1)
+            cache.update(marks, marks, self.layer_idx)
+        return hidden_states + self.dropout(self.mlp(self.ln_2(hidden_states))), weights
+
+
+class CausalMHAPreTrainedModel(HubModelMixin, InitializationMixin, PreTrainedModel):
+    """What both models share: the configuration, and the first values of the weights."""
+
+    config: CausalMHAConfig
+    config_class = CausalMHAConfig
+    base_model_prefix = "transformer"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["CausalMHABlock"]
+    _skip_keys_device_placement = ["cache", "past_key_values"]
+    _supports_sdpa = True
+    _input_embed_layer = "wte"
+
+    def __init__(self, config: CausalMHAConfig):
+        super().__init__(config)
+        self._is_stateful = bool(config.infini_layers)  # a memory cannot be cropped, so assisted decoding is refused
+
+    @torch.no_grad()
+    def _init_weights(self, module):
+        super()._init_weights(module)
+        # What ends a residual branch is smaller: the hidden state adds up 2 · n_layer of them (GPT-2)
+        last = getattr(module, {CausalMultiHeadAttention: "out_proj", FeedForward: "fc_out"}.get(type(module), ""), None)
+        if last is not None:
+            init.normal_(last.weight, 0.0, self.config.initializer_range / math.sqrt(2 * self.config.n_layer))
+        if isinstance(module, CausalMultiHeadAttention):
+            module.init_head_parameters()
+
+
+class CausalMHAModel(CausalMHAPreTrainedModel):
+    """Embeddings, decoder blocks and a last norm; see [`CausalMHAConfig`] for what its heads can be."""
+
+    def __init__(self, config: CausalMHAConfig):
+        super().__init__(config)
+        self.wte = nn.Embedding(config.vocab_size, config.n_embd)
+        if config.position_encoding == "learned":
+            self.wpe = nn.Embedding(config.n_positions, config.n_embd)
+        self.drop = nn.Dropout(config.dropout)
+        self.h = nn.ModuleList(CausalMHABlock(config, layer_idx) for layer_idx in range(config.n_layer))
+        self.ln_f = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
+        self.post_init()
+
+    @takes_either_name
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        cache: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        max_documents: int | None = None,
+        memory_mask: Tensor | None = None,
+        **kwargs,
+    ) -> BaseModelOutputWithPast:
+        """
+        Args:
+            input_ids: `[batch, tokens]`, or inputs_embeds `[batch, tokens, n_embd]`.
+            attention_mask: `[batch, past + tokens]`, 1 = real, 0 = padding.
+            position_ids: `[batch, tokens]`; without them a row's real tokens are counted. Without mask and cache, positions
+                that go back begin a new document that sees nothing of the one before (packing).
+            cache: to continue (`past_key_values` is its old name); made if `use_cache` is set and none is given. Gradients
+                go through a memory from call to call, also with gradient checkpointing.
+            use_cache: `None`: as the configuration says, but not in training with gradient checkpointing.
+            max_documents: how many documents a row holds at most, so that packed rows of a model with a memory compile into
+                one graph: [`segment_layout`].
+            memory_mask: with `attention="infini"`, `[batch, tokens]` of this call, 0 = the token is seen inside the window
+                but not written into the memory. With `mask_special_tokens`, special tokens are left out as well if input_ids
+                are given. With inputs_embeds the model cannot know which tokens are special, and without a memory_mask all
+                are written.
+
+        Raises:
+            ValueError: a position beyond `n_positions` with learned positions; a cache or mask of another kind; a
+                memory_mask for a model without memory.
+        """
+        check_inputs(input_ids, inputs_embeds)
+        output_attentions = self.config.output_attentions if output_attentions is None else output_attentions
+        output_hidden_states = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        embeddings = self.wte(input_ids) if inputs_embeds is None else inputs_embeds
+        if use_cache is None:
+            use_cache = self.config.use_cache and not checkpoints_gradients(self)
+        states = written = None
+        memory_mask = memory_mask_of(self.config, input_ids, inputs_embeds, memory_mask)
+        if self.config.attention == "infini":
+            cache = memory_cache(self, cache, use_cache, embeddings.shape[0])
+            masks = (attention_mask, position_ids, memory_mask)
+            layout = layout_of_call(self.config, embeddings, *masks, cache, max_documents)
+            if cache is not None:
+                states = cache.states()
+                written = (cache, states, layout)
+            reach: dict[str, Any] = {"layout": layout, "states": states}
+            if self.config.position_encoding == "rope":
+                tables = rope_tables(self.config.window, self.config.head_dim, embeddings, self.config.rope_theta)
+                reach["rotary"] = Rotary(tables)
+            if position_ids is None:
+                position_ids = counted_positions(layout, cache)
+        else:
+            given, cache = cache, key_value_cache(self, cache, use_cache)
+            past = 0 if given is None else given.get_seq_length()
+            reach = self._reach(embeddings, attention_mask, position_ids, past, given)
+            if position_ids is None:
+                position_ids = self._positions(embeddings, attention_mask, past)
+        hidden_states = self.drop(self._with_positions(embeddings, position_ids))
+        all_hidden_states, all_weights = (hidden_states,), ()
+        for block in self.h:
+            hidden_states, weights = block(
+                hidden_states,
+                cache,
+                output_attentions=output_attentions,
+                position_ids=position_ids,
+                **reach,
+            )
+            all_hidden_states += (hidden_states,)
+            all_weights += (weights,)
+        if written is not None:
+            cache, states, layout = written
+            cache.advance(states, input_ids, layout, embeddings.shape[1])
+        hidden_states = self.ln_f(hidden_states)
+        return BaseModelOutputWithPast(
+            last_hidden_state=hidden_states,
+            **{CACHE: cache if use_cache else None},
+            # As in other models, the last of them is the model's output, after the last norm
+            hidden_states=(*all_hidden_states[:-1], hidden_states) if output_hidden_states else None,
+            attentions=all_weights if output_attentions else None,
+        )
+
+    def _positions(self, embeddings: Tensor, attention_mask: Tensor | None, past: int) -> Tensor:
+        """`[batch or 1, tokens]`: how many real tokens of its row came before each."""
+        tokens = embeddings.shape[1]
+        if attention_mask is None or attention_mask.dim() != 2:
+            return torch.arange(past, past + tokens, device=embeddings.device).unsqueeze(0)
+        return (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, -tokens:]
+
+    def _with_positions(self, embeddings: Tensor, position_ids: Tensor) -> Tensor:
+        """The token embeddings `[batch, tokens, n_embd]` and what their positions add to them."""
+        if self.config.position_encoding == "sinusoidal":
+            # Times √n_embd, as in the paper (section 3.4): sines of size 1 would drown embeddings that start near 0
+            encoding = sinusoidal_encoding(position_ids, self.config.n_embd)
+            return embeddings * self.config.n_embd**0.5 + encoding.to(embeddings.dtype)
+        if self.config.position_encoding != "learned":
+            return embeddings
+        remedy = (
+            "Shorten the input, or train a model with another position_encoding: all but 'learned' work beyond the trained "
+            "length."
+        )
+        check_positions(position_ids, self.config.n_positions, "learned", remedy)
+        return embeddings + self.wpe(position_ids)
+
+    def _reach(self, embeddings, attention_mask, position_ids, past, given) -> dict:
+        """What the tokens of this call can see, worked out once for all layers: the attention's arguments by name."""
+        tokens = embeddings.shape[1]
+        if self.config.attention == "none":
+            return {}
+        make_mask = create_causal_mask if self.config.sliding_window is None else create_sliding_window_causal_mask
+        # The cache that this call makes is empty: without it, the mask function finds packed documents by their positions
+        mask: Any = make_mask(self.config, embeddings, attention_mask, given, position_ids)
+        if mask is not None and mask.dtype != torch.bool:
+            mask = mask == 0  # the eager form, which is added to the scores
+        keys, offset = (tokens, 0) if given is None else given.get_mask_sizes(tokens, 0)
+        if self.config.position_encoding not in RELATIVE and (mask is not None or keys == tokens):
+            return {"mask": mask, "distance": None}  # not needed, and the square of the context in size
+        places = torch.arange(past, past + tokens, device=embeddings.device)
+        return {"mask": mask, "distance": places[:, None] - torch.arange(offset, offset + keys, device=embeddings.device)}
+
+
+class CausalMHAForCausalLM(CausalMHAPreTrainedModel, MemoryGenerationMixin, GenerationMixin):
+    """[`CausalMHAModel`] with a head that gives the next token's logits."""
+
+    _tied_weights_keys = {"lm_head.weight": "transformer.wte.weight"}
+
+    def __init__(self, config: CausalMHAConfig):
+        super().__init__(config)
+        self.transformer = CausalMHAModel(config)
+        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        self.post_init()
+
+    @takes_either_name
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        cache: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        max_documents: int | None = None,
+        memory_mask: Tensor | None = None,
+        **kwargs,
+    ) -> CausalLMOutputWithPast:
+        """As [`CausalMHAModel`], and
+
+        Args:
+            labels: `[batch, tokens]`, the input_ids themselves (they are shifted here), −100 where nothing is counted; the
+                output then has a `loss`, in nats per token.
+            logits_to_keep: only the logits of the last so many tokens, or of these places; 0 is all.
+        """
+        outputs = self.transformer(
+            input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            cache=cache,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            max_documents=max_documents,
+            memory_mask=memory_mask,
+            return_dict=True,
+            **{name: kwargs.pop(name, None) for name in ("output_attentions", "output_hidden_states")},
+        )
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(outputs.last_hidden_state[:, kept])
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits, labels, vocab_size=self.config.vocab_size, **kwargs)
+        return CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            **{CACHE: cache_of(outputs)},
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
+
+
+AUTO_CLASSES = {"AutoModel": CausalMHAModel, "AutoModelForCausalLM": CausalMHAForCausalLM}
+carry_code("models.scratch.modeling", **AUTO_CLASSES)

@@ -1,0 +1,52 @@
+"""A short causal convolution over a document's tokens: what lets a memory learn which token came before which.
+
+A linear memory stores a value under the key of the same token. To recall what *followed* a token, the key must also depend
+on the token before. With two or three taps a single layer can learn this, which would otherwise take several layers
+(compare H3, arXiv 2212.14052, section 3, and Based, arXiv 2402.18668).
+
+Shapes: `B` batch, `T` new tokens, `C` channels, `K` taps.
+"""
+
+import torch
+from torch import Tensor
+
+from .layout.base import Layout
+
+
+def short_convolution(inputs: Tensor, weight: Tensor, layout: Layout, before: Tensor) -> tuple[Tensor, Tensor]:
+    """`y_t = Σ_j w_j ⊙ x_{t−j}`, j = 0 … K − 1, over the real tokens of t's own document.
+
+    Padding is passed over, and nothing comes from another document, or from before a document's first token.
+
+    Args:
+        inputs: `[B, T, C]`; weight: `[K, C]`, `weight[j]` for the token j places back.
+        layout: of these tokens.
+        before: `[B, K − 1, C]`, the last inputs of each row's document before this call, oldest first; zeros where there
+            is none.
+
+    Returns:
+        `[B, T, C]` (padding means nothing), and `before` for the next call.
+    """
+    taps = weight.shape[0]
+    weight = weight.to(inputs.dtype)
+    output = inputs * weight[0]
+    if taps == 1:
+        return output, before
+    everything = torch.cat([before.to(inputs.dtype), inputs], 1)
+    real = layout.real
+    if real is None:  # every row continues its document, without padding
+        for tap in range(1, taps):
+            output = output + everything[:, taps - 1 - tap : everything.shape[1] - tap] * weight[tap]
+        return output, everything[:, everything.shape[1] - (taps - 1) :]
+    rank, column = layout.order
+    carried = torch.arange(taps - 1, device=real.device)
+    place = torch.cat([carried.expand(inputs.shape[0], -1), column + taps - 1], 1)  # of the carried, then of the real inputs
+    for tap in range(1, taps):
+        index = place.gather(1, rank + taps - 1 - tap)
+        inside = layout.positions >= tap
+        earlier = everything.gather(1, index.unsqueeze(-1).expand_as(inputs))
+        output = output + earlier.masked_fill(~inside.unsqueeze(-1), 0) * weight[tap]
+    index = place.gather(1, real.sum(1, keepdim=True) + carried)
+    inside = layout.tokens_seen.unsqueeze(1) >= taps - 1 - carried
+    latest = everything.gather(1, index.unsqueeze(-1).expand(-1, -1, inputs.shape[2]))
+    return output, latest.masked_fill(~inside.unsqueeze(-1), 0)

@@ -1,0 +1,252 @@
+"""The layout of a call: which token is in which segment and slot. [`segment_layout`] in segments.py makes it once per
+forward, and the layers share it; they see one interface, [`Layout`].
+
+    token t of a document → segment t // L, slot t mod L
+
+The *grid* of a row is its list of segments in order, each with `slots` places. Tokens fill the slots of a segment from the
+first on, so a causal mask inside the segment is all that padding needs. A call that continues a state begins its grid with
+the segments of the window: [`GridLayout`], whose two forms are in grids.py. One more token for every row needs no grid:
+[`StepLayout`] in decoding.py.
+"""
+
+import functools
+from abc import abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..memory import Borders
+from ..state import InfiniState
+from ..tensors import pad
+
+
+class Call(NamedTuple):
+    """What a layout is made of: the arguments of [`segment_layout`], with masks as bool and `real` for `attention_mask`."""
+
+    batch: int
+    tokens: int
+    segment_length: int
+    local_segments: int
+    sink_tokens: int
+    real: Tensor | None
+    position_ids: Tensor | None
+    memory_mask: Tensor | None
+    state: InfiniState | None
+    device: torch.device | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """What is known of every call.
+
+    Attributes:
+        segment_length: `L`, in tokens; local_segments: `w`; sink_tokens: `S`.
+        positions: `[batch or 1, tokens]`, number of each token within its document.
+        tokens_seen, last_position, memory_tokens: `[batch]` after this call, as in [`InfiniState`].
+        real, restart: `[batch, tokens]` bool, which tokens are no padding, and which begin a document; `None`: all, none.
+        next_skipped: `[batch, S + (w + 1) * L]` bool, which tokens of the next state's window `memory_mask` keeps out of the
+            memory; `None`: none.
+    """
+
+    segment_length: int
+    local_segments: int
+    sink_tokens: int = 0
+    positions: Tensor
+    tokens_seen: Tensor
+    last_position: Tensor
+    memory_tokens: Tensor | None = None
+    real: Tensor | None = None
+    restart: Tensor | None = None
+    next_skipped: Tensor | None = None
+
+    @property
+    def places(self) -> int:
+        """Places of a window: the sinks, and the segments that a query sees."""
+        return self.sink_tokens + (self.local_segments + 1) * self.segment_length
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> "Layout":
+        """The layout on another device: accelerate asks for it where a model's layers are on several."""
+        if torch.device(device) == self.positions.device:
+            return self
+        moved = self.__dict__.setdefault("_moved", {})
+        if device not in moved:
+            to = functools.partial(Tensor.to, device=device, non_blocking=non_blocking)
+            moved[device] = replace(self, **{k: to(value) for k, value in vars(self).items() if isinstance(value, Tensor)})
+        return moved[device]
+
+    @property
+    def order(self) -> tuple[Tensor, Tensor]:
+        """Where `real` is given: `[batch, tokens]`, which of its row's real tokens each is (that of padding means nothing,
+        but is in range), and `[batch, tokens]`, in which column the row's r-th real token is (0 where there are fewer)."""
+        # A graph cannot take the lock of Python 3.11's cached_property, and torch.compile reuses equal results anyway
+        return self._new_order() if torch.compiler.is_compiling() else self._cached_order
+
+    @functools.cached_property
+    def _cached_order(self) -> tuple[Tensor, Tensor]:
+        return self._new_order()
+
+    def _new_order(self) -> tuple[Tensor, Tensor]:
+        if (real := self.real) is None:
+            raise ValueError("the order of a row's tokens is that of its columns where no token is padding.")
+        batch, tokens = real.shape
+        rank = (real.cumsum(1) - 1).clamp(min=0)
+        columns = torch.arange(tokens, device=real.device).expand(batch, tokens)
+        place = torch.zeros(batch, tokens + 1, dtype=torch.long, device=real.device)
+        # An extra place takes the padding, and is cut off
+        place = place.scatter(1, torch.where(real, rank, tokens), columns)
+        return rank, place[:, :tokens]
+
+
+class Group(NamedTuple):
+    """The segments `begin … end` of a grid, and what reading and writing them needs.
+
+    The memory takes in a segment when it leaves the window, `w` segments later: `written` and `borders` are of the grid
+    delayed by so many.
+
+    Attributes:
+        mask: `[B or 1, s, C, W]` bool, which slots of its window (sinks first) each query sees; `None`: a full one up to its
+            own slot.
+        written: `[B or 1, s, C]` bool, which slots of the delayed grid the memory takes in; `None`: all.
+        filled: `[B, s]` bool, whether the memory holds any token of the document when a segment reads it; `None`: it does.
+        borders: where the memory starts again among the delayed segments; `None` without packed documents.
+    """
+
+    begin: int
+    end: int
+    mask: Tensor | None = None
+    written: Tensor | None = None
+    filled: Tensor | None = None
+    borders: Borders | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class GridLayout(Layout):
+    """A layout in a grid: [`PlainLayout`] or [`IndexedLayout`], which say how tokens get there and back.
+
+    Attributes:
+        batch, tokens: of the call.
+        segments: segments in the grid; slots: places in each (L, or fewer where no segment has more tokens).
+        carried: tokens of the state's window in the grid: in plain form the count that every row has, in indexed form all
+            slots (0 without a state). Sinks are in the grid only as tokens of their segment.
+        skipped: `[batch, segments, slots]` bool, which tokens never reach the memory; `None`: all do.
+        memory_tokens_before: `[batch, segments]`, int64: how many tokens of its document the memory holds when each segment
+            reads it; `None`: not counted yet.
+        document: `[batch or 1, segments + 1]`: grid index where the document of each segment begins (that of a continued
+            one may be negative); the last column is that of the row's next token.
+        packed: whether a row holds more than one document.
+    """
+
+    batch: int
+    tokens: int
+    segments: int
+    slots: int
+    carried: int
+    skipped: Tensor | None = None
+    document: Tensor
+    memory_tokens_before: Tensor | None = None
+    packed: bool = False
+
+    @abstractmethod
+    def to_grid(self, new: Tensor, window: Tensor | None) -> Tensor:
+        """`new [batch, heads, tokens, dim]` and the state's window `[batch, heads, S + (w + 1) * L, dim]` (`None` for
+        queries: zeros) as `[batch, segments, slots, heads, dim]`."""
+
+    @abstractmethod
+    def from_grid(self, grid: Tensor) -> Tensor:
+        """`[batch, segments, slots, heads, dim]` back to the new tokens, `[batch, heads, tokens, dim]`; padding is zero."""
+
+    @abstractmethod
+    def next_window(self, new: Tensor, window: Tensor) -> Tensor:
+        """The window of the next state from this call's tokens and the state's window, both `[batch, heads, …, dim]`."""
+
+    @abstractmethod
+    def sinks(self, grid: Tensor, window: Tensor) -> Tensor:
+        """The sinks that segments see whose window is beyond them, `[batch, segments or 1, S, heads, dim]`, from the grid
+        and the state's window."""
+
+    @abstractmethod
+    def borders(self, begin: int, end: int) -> Borders | None:
+        """Where the memory starts again among the delayed grid's segments `begin … end`; `None` without packed documents."""
+
+    @abstractmethod
+    def _is_steady(self, begin: int, end: int) -> bool:
+        """Whether the delayed segments `begin … end` are written as a whole, and every query of them has a full window and
+        a memory that holds something, so that no mask is needed. Where values would have to be read back from the device,
+        or from the shapes of a graph, the answer is no."""
+
+    @abstractmethod
+    def _leaving(self) -> Tensor | None:
+        """As `written`, of all tokens: those of segments that leave the window."""
+
+    @property
+    def query_places(self) -> slice:
+        """Where a segment's slots are in the window of its queries."""
+        begin = self.sink_tokens + self.local_segments * self.segment_length
+        return slice(begin, begin + self.slots)
+
+    @property
+    def key_places(self) -> slice | Tensor:
+        """The places of a window's sinks, and of the slots of each of its segments."""
+        if self.slots == self.segment_length:
+            return slice(0, self.places)
+        places = torch.arange(self.places, device=self.tokens_seen.device)
+        segments = places[self.sink_tokens :].unflatten(0, (-1, self.segment_length))[:, : self.slots]
+        return torch.cat([places[: self.sink_tokens], segments.flatten()])
+
+    def groups(self, size: int) -> Iterator[Group]:
+        """The grid in groups of so many segments; 0: in one."""
+        # Number of each segment within its document
+        numbers = torch.arange(self.segments, device=self.tokens_seen.device) - self.document[:, :-1]
+        written, held = self.written(), self.memory_tokens_before
+        for begin in range(0, self.segments, size) if size else (0,):
+            end = min(begin + size, self.segments) if size else self.segments
+            if self._is_steady(begin, end):
+                yield Group(begin, end)
+                continue
+            yield Group(
+                begin,
+                end,
+                mask=self._window_mask(numbers[:, begin:end]) if self.local_segments or self.sink_tokens else None,
+                written=None if written is None else written[:, begin:end],
+                filled=None if held is None else held[:, begin:end] > 0,
+                borders=self.borders(begin, end),
+            )
+
+    def delay(self, grid: Tensor) -> Tensor:
+        """The grid as the memory takes it in: `w` segments later, so that a read finds all segments before its window."""
+        return pad(grid, (0,) * 6 + (self.local_segments, 0))[:, : self.segments] if self.local_segments else grid
+
+    def written(self) -> Tensor | None:
+        """Which slots of the delayed grid reach the memory, `[batch or 1, segments, slots]` bool; `None`: all of them.
+
+        Left out are empty slots, skipped tokens and sinks, and the segments that the next token still sees: they are in the
+        next state's window.
+        """
+        written = self._leaving()
+        for kept_out in (self.skipped, self._sink_slots()):
+            if kept_out is not None:
+                wanted = ~self.delay(kept_out[..., None, None])[..., 0, 0]
+                written = wanted if written is None else written & wanted
+        return written
+
+    def _sink_slots(self) -> Tensor | None:
+        """`[batch or 1, segments, slots]` bool, which slots hold a sink."""
+        if not self.sink_tokens:
+            return None
+        places = torch.arange(max(self.segments, self.slots), device=self.tokens_seen.device)
+        first = places[: self.segments] == self.document[:, :-1]
+        return first.unsqueeze(-1) & (places[: self.slots] < self.sink_tokens)
+
+    def _window_mask(self, numbers: Tensor) -> Tensor:
+        """[`Group.mask`] of segments with these numbers within their documents, `[B or 1, s]`."""
+        places = torch.arange((self.local_segments + 1) * self.slots, device=numbers.device)
+        # Whether the document has a segment so many before its own
+        begun = numbers[..., None, None] >= self.local_segments - places // self.slots
+        mask = begun & (places <= places[self.local_segments * self.slots :, None])
+        if not self.sink_tokens:
+            return mask
+        left = numbers[..., None, None] > self.local_segments  # the document's first segment has left the window
+        return torch.cat([left.expand(*mask.shape[:-1], self.sink_tokens), mask], -1)

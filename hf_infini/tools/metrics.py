@@ -1,0 +1,245 @@
+"""Perplexity: the losses of each token, their token-weighted mean, and the same by position in the context.
+
+Everything is a sum of negative log-likelihoods in nats and a count of tokens, both kept in 64 bits, until the very last
+division; averages are never averaged. `perplexity_metric.py` offers the same as an `evaluate.Metric`.
+"""
+
+import math
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+
+def summarize(loss_sums: Iterable[float], token_counts: Iterable[int]) -> dict[str, float]:
+    """Cross-entropy and perplexity of everything that was added up.
+
+    Args:
+        loss_sums: sums of negative log-likelihoods in nats, one per batch.
+        token_counts: how many tokens each sum covers.
+
+    Returns `{"cross_entropy": nats per token, "perplexity": exp of it, "tokens": how many}`.
+    Raises ValueError when there is no token at all: the mean of nothing is not 0.
+    """
+    tokens = int(sum(token_counts))
+    if tokens == 0:
+        raise ValueError("no token was predicted: a text needs at least 2 tokens to have a perplexity")
+    cross_entropy = math.fsum(loss_sums) / tokens
+    return {"cross_entropy": cross_entropy, "perplexity": perplexity(cross_entropy), "tokens": tokens}
+
+
+def perplexity(cross_entropy: float) -> float:
+    """exp of a cross-entropy in nats; infinite beyond 709, where exp overflows: a model that bad has no finite one."""
+    return math.exp(cross_entropy) if cross_entropy < 709 else math.inf
+
+
+def token_losses(logits, targets):
+    """Negative log-likelihood of each target, in nats, float32, whatever the dtype of the logits.
+
+    Args:
+        logits: [B, T, V]; `logits[:, t]` predicts `targets[:, t]`.
+        targets: [B, T] token numbers; −100 marks a place that is not counted.
+
+    Returns [B, T]; 0 where the target is −100.
+    """
+    import torch
+    from torch.nn.functional import cross_entropy
+
+    losses = torch.zeros(targets.shape, dtype=torch.float32, device=logits.device)
+    for row in range(targets.shape[0]):  # a float32 copy of one row's logits at a time, not of the batch's
+        losses[row] = cross_entropy(logits[row].float(), targets[row], reduction="none", ignore_index=-100)
+    return losses
+
+
+def stream_losses(
+    model, input_ids, chunk: int | None = None, labels=None, position_ids=None, group=None
+) -> Iterator[tuple]:
+    """Reads rows of any length in chunks through the model's cache and yields the losses of each chunk.
+
+    The model needs memory for one chunk and its cache only: constant for Infini-attention in every layer,
+    growing with the length for a model that keeps all keys and values.
+
+    Args:
+        model: a causal language model in evaluation mode.
+        input_ids: [B, N] token numbers, right-padded with anything where rows differ in length.
+        chunk: tokens per call of the model; `None` reads all N at once, without a cache.
+        labels: [B, N] targets at their own places (−100: not counted); `None` counts every token.
+        position_ids: [B, N] that begin again where a document does; `None`: each row is one.
+        group: processes that share the rows ([`context_parallel.read_rows`]), all of which pass the same ones; each yields
+            its own part, and makes logits of `chunk` tokens at once. `None`: this process reads all of them.
+
+    Yields `(first, losses, targets)`: the position in the row (0 is the row's first token, which nothing predicts) of
+    the first target, and its losses and targets, [B, t] each.
+    """
+    import torch
+
+    from ..compat.cache_name import CACHE, cache_of
+
+    rows, length = input_ids.shape
+    labels = input_ids if labels is None else labels
+    device = next(model.parameters()).device
+    chunk = length if chunk is None else chunk
+    cache = None
+    size = 1 if group is None else torch.distributed.get_world_size(group)
+    for start in range(0, length - 1, chunk * size):
+        given = {"input_ids": input_ids} | ({} if position_ids is None else {"position_ids": position_ids})
+        piece = {name: part[:, start : start + chunk * size].to(device) for name, part in given.items()}
+        if group is None:
+            kwargs = {"use_cache": False} if chunk >= length else {CACHE: cache, "use_cache": True}
+            with torch.no_grad():
+                output = model(**piece, **kwargs)
+            outputs, cache = [(0, output)], cache_of(output)
+        else:
+            from .parallel.shards import read_rows
+
+            outputs, cache = read_rows(model, piece, cache, group)
+        for column, output in outputs:
+            first = start + column + 1
+            targets = labels[:, first : first + output.logits.shape[1]].to(device)  # the row's last token predicts nothing
+            yield first, token_losses(output.logits[:, : targets.shape[1]], targets), targets
+
+
+def score_spans(model, rows: Sequence, spans: Sequence[tuple[int, int, int]], chunk: int) -> list[tuple[float, bool]]:
+    """How a model predicts parts of rows: the loss of each, and whether greedy decoding gives exactly this part.
+
+    The rows are read in chunks through the model's cache, and logits are computed only where a token is asked for.
+
+    Args:
+        model: a causal language model in evaluation mode.
+        rows: the token numbers of each row, 1-D arrays of any lengths.
+        spans: `(row, first, end)`: the part `rows[row][first:end]`, not empty; `first` is at least 1, as nothing predicts a
+            row's first token.
+        chunk: tokens per call of the model.
+
+    Returns, of each span, the sum of its tokens' negative log-likelihoods in nats, and whether each of its tokens is the
+    arg-max given the true tokens before it.
+    Raises ValueError for a span that is empty, begins at a row's first token or ends beyond the row.
+    """
+    import torch
+
+    from ..compat.cache_name import CACHE, cache_of
+
+    for row, first, end in spans:
+        if not 0 < first < end <= len(rows[row]):
+            raise ValueError(f"the span {first}:{end} of row {row} must hold a token, and lie within 1:{len(rows[row])}")
+    device = next(model.parameters()).device
+    # Padding is on the right, where a causal model's other tokens do not see it
+    tokens = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.long)
+    for number, row in enumerate(rows):
+        tokens[number, : len(row)] = torch.as_tensor(row)
+    places = torch.tensor([(row, at) for row, first, end in spans for at in range(first, end)])
+    found = torch.empty(len(places), 2, dtype=torch.float64)  # of each token asked for: whether it is the arg-max, its loss
+    last, cache = int(places[:, 1].max()), None
+    for start in range(0, last, chunk):
+        piece = tokens[:, start : min(start + chunk, last)].to(device)
+        here = (places[:, 1] > start) & (places[:, 1] <= start + piece.shape[1])
+        kept = (places[here, 1] - 1 - start).unique()  # the logits at a place predict the next
+        kwargs = {"use_cache": False} if chunk >= last else {CACHE: cache, "use_cache": True}
+        with torch.no_grad():
+            output = model(input_ids=piece, logits_to_keep=kept.to(device) if len(kept) else 1, **kwargs)
+        cache = cache_of(output)
+        if len(kept):
+            numbers, columns = places[here, 0], torch.searchsorted(kept, places[here, 1] - 1 - start)
+            logits = output.logits[numbers.to(device), columns.to(device)].float()
+            targets = tokens[numbers, places[here, 1]].to(device)
+            losses = torch.nn.functional.cross_entropy(logits, targets, reduction="none")
+            found[here] = torch.stack([(logits.argmax(-1) == targets).double(), losses.double()], -1).cpu()
+    parts = found.split([end - first for _, first, end in spans])
+    return [(float(part[:, 1].sum()), bool(part[:, 0].all())) for part in parts]
+
+
+class LossByPosition:
+    """Adds up losses in buckets of the position in the context: bucket k holds the positions 2^k … 2^(k+1) − 1.
+
+    Position p is that of the *predicted* token, so it had p tokens before it; position 0 is never predicted. The buckets
+    are few and hold two 64-bit numbers each, so a context of any length costs nothing.
+    """
+
+    def __init__(self):
+        self.loss_sums: list[float] = []
+        self.token_counts: list[int] = []
+
+    def add(self, first: int, losses, targets) -> None:
+        """Adds `losses` [B, t] of the targets [B, t] at the positions first … first + t − 1 (−100: not counted)."""
+        import torch
+
+        counted = (targets != -100).sum(0).tolist()
+        sums = losses.to(torch.float64).masked_fill(targets == -100, 0.0).sum(0).tolist()
+        for position, (loss, count) in enumerate(zip(sums, counted, strict=True), start=first):
+            bucket = position.bit_length() - 1
+            while len(self.loss_sums) <= bucket:
+                self.loss_sums.append(0.0)
+                self.token_counts.append(0)
+            self.loss_sums[bucket] += loss
+            self.token_counts[bucket] += count
+
+    def add_up_processes(self) -> None:
+        """Adds what the other processes of a distributed run have."""
+        buckets = 63  # of positions in 64 bits
+        own = (values + [0] * (buckets - len(values)) for values in (self.loss_sums, self.token_counts))
+        sums = reduce_sums(*(number for values in own for number in values))
+        counts = [int(count) for count in sums[buckets:]]
+        filled = max((bucket + 1 for bucket, count in enumerate(counts) if count), default=0)
+        self.loss_sums, self.token_counts = sums[:filled], counts[:filled]
+
+    def total(self) -> dict[str, float]:
+        """Cross-entropy, perplexity and tokens over all positions; ValueError when nothing was counted."""
+        return summarize(self.loss_sums, self.token_counts)
+
+    def table(self) -> list[dict[str, float]]:
+        """One row per bucket with tokens: `first` and `last` position, cross_entropy, perplexity, tokens."""
+        return [
+            {"first": 2**bucket, "last": 2 ** (bucket + 1) - 1, **summarize([loss], [count])}
+            for bucket, (loss, count) in enumerate(zip(self.loss_sums, self.token_counts, strict=True))
+            if count > 0
+        ]
+
+
+def evaluate_rows(
+    model, rows, batch_size: int, reader=None, together: bool = False, chunk: int | None = None
+) -> dict[str, float]:
+    """Token-weighted cross-entropy, perplexity and token count of rows of one length, shared among all processes.
+
+    Args:
+        model: a causal language model.
+        rows: a dataset whose column `input_ids` has rows of one length.
+        batch_size: rows per call of the model.
+        reader: a [`RowReader`] that makes inputs of them; `None` counts every token.
+        together: whether every process has to call the model equally often, as a sharded model wants it: one without rows of
+            its own left then reads rows of the first's once more, and does not count them.
+        chunk: tokens per call of the model, as in [`stream_losses`].
+    """
+    import torch
+
+    from .rows import RowReader
+
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    reader = RowReader() if reader is None else reader
+    was_training = model.training
+    model.eval()
+    loss_sum, tokens = 0.0, 0
+    for first in range(0, len(rows), world * batch_size):
+        start = first + rank * batch_size
+        own = start < len(rows)
+        if not (own or together):
+            break
+        start = start if own else first
+        inputs: dict[str, Any] = reader(rows[start : start + batch_size])
+        for _, losses, targets in stream_losses(model, chunk=chunk, **inputs):
+            loss_sum += own * losses.sum(dtype=torch.float64).item()
+            tokens += own * int((targets != -100).sum())
+    model.train(was_training)
+    loss_sum, tokens = reduce_sums(loss_sum, tokens)
+    return summarize([loss_sum], [int(tokens)])
+
+
+def reduce_sums(*numbers: float) -> list[float]:
+    """Adds each number up over all processes of a distributed run, in 64 bits; without one, returns them unchanged."""
+    import torch
+    from torch import distributed
+
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return list(numbers)
+    device = "cuda" if distributed.get_backend() == "nccl" else "cpu"
+    values = torch.tensor(numbers, dtype=torch.float64, device=device)
+    distributed.all_reduce(values)
+    return values.tolist()

@@ -1,0 +1,337 @@
+"""Exact context parallelism: the row of one text is cut at segment borders, and rank r of R computes only the tokens of its
+shard.
+
+A shard is a chunk that continues a state, which is what the ranks before it leave. Per layer, rank r gets of it
+
+    the window                 the (un-rotated) keys, values and log weights of the tokens that its first tokens see, and the
+                               sinks, from the ranks that have them: for the most part from rank r − 1
+    the convolution's inputs   the last taps − 1 of its document, likewise
+    the memory                 M_r = A_{r−1} M_{r−1} + B_{r−1},  z_r = a_{r−1} z_{r−1} + b_{r−1},  from M_0, z_0
+
+Rank j makes A_j, B_j, a_j, b_j of what leaves the window on it, and all ranks gather them:
+
+    linear rule                B = Σ σ(k)ᵀ v,  b = Σ σ(k),  A = a = 1; where a document begins on the rank, A = a = 0, and
+                               B and b are its start and what it has written
+    delta rule                 b and a likewise; with z_j known, the rule is affine in M, and its loop over segments gives
+                               [B | A] from [0 | I], with values [V | 0]
+    gated delta rule           the same without z
+
+A layer gathers kv_heads · (d² + d) float32 numbers from each rank, with a delta rule twice as many, however long the text.
+What a collective's backward sums are the gradients of all ranks that have read a rank's part: the gradient is exact.
+
+Which token is where is found once for all layers of a call: masks and positions of all shards are gathered, and each
+rank lays out what comes before its shard as one call would.
+
+Shapes: `R` ranks, `B` rows, `T` tokens of a shard, `P` places of a window, `K` key/value heads, `D` head dimension, `E`
+value dimension.
+"""
+
+import copy
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, distributed
+from torch.nn import functional as F
+
+from ...cache.cache import InfiniCache, StatesOfCall
+from ...compat.cache_name import CACHE
+from ...models.common import check_continuation
+from ...ops.checks import bool_mask, check_shapes
+from ...ops.layout.base import GridLayout
+from ...ops.memory import MemoryRule, Written
+from ...ops.state import InfiniState, Projections
+from .exchange import AllGather, Shard, gather
+
+# What loading or saving writes into a configuration, perhaps on one rank only
+SAVED = ("_name_or_path", "architectures", "auto_map", "dtype", "transformers_version")
+
+
+def shard_rows(
+    batch: Mapping[str, Tensor], config, group: distributed.ProcessGroup | None = None, past: InfiniCache | None = None
+) -> dict[str, Any]:
+    """This rank's share of whole rows, as arguments of the model: `model(**shard_rows(batch, model.config, group)).loss`.
+
+    Every rank of the group passes the same rows. The loss is the rank's own: with `num_items_in_batch`, the count of labels
+    that are not −100 in the whole rows without their first column, the losses of all ranks add up to that of one process, as
+    do the gradients. Without it, a rank divides by the count of its own labels.
+
+    Args:
+        batch: `input_ids`, or `inputs_embeds` `[B, tokens, width]`, and, as the model takes them, `attention_mask`,
+            `position_ids`, `memory_mask` and `labels` (−100: not predicted), `[B, tokens]` each.
+        config: of the model, every layer of which has a memory.
+        group: the ranks that share the rows, in the order of their shards; `None`: all.
+        past: what the rows go on from, the same on every rank, such as [`ShardCache.whole`] of the call before; it gets no
+            gradient and is not changed. `None`: they begin.
+
+    Returns:
+        The shards of what is in the batch, `[B, tokens / R, …]`; `shift_labels`, for a label may be on the next rank;
+        `cache` (before transformers 5.24 `past_key_values`), the [`ShardCache`] of this one call; and `use_cache` False.
+
+    Raises:
+        ValueError: the rows cannot be cut into one shard for each rank at segment borders, do not go on from `past`, or some
+            layers of the model have no memory; on every rank.
+    """
+    rank, size = distributed.get_rank(group), distributed.get_world_size(group)
+    shapes = {name: list(part.shape) for name, part in batch.items()}
+    text: Any = batch.get("input_ids", batch.get("inputs_embeds"))
+    if text is None or any(shape[:2] != list(text.shape[:2]) for shape in shapes.values()):
+        raise ValueError(f"the batch must have input_ids or inputs_embeds, and all parts [rows, tokens, …]; got {shapes}.")
+    check_shards(config, text.shape[1], size)
+    real = bool_mask("attention_mask", batch.get("attention_mask"), True)
+    if past is not None:
+        check_continuation(batch.get("position_ids"), real, past.first_state())
+    parts = dict(batch)
+    if "labels" in batch:
+        parts["shift_labels"] = F.pad(batch["labels"][:, 1:], (0, 1), value=-100)
+    shards = {name: part.chunk(size, 1)[rank].contiguous() for name, part in parts.items()}
+    cache = ShardCache(config, group, past)
+    cache.text.extend(batch.get("input_ids"), real, text.shape[0], text.shape[1], text.device)
+    return shards | {CACHE: cache, "use_cache": False}
+
+
+def read_rows(
+    model, batch: Mapping[str, Tensor], past: InfiniCache | None = None, group: distributed.ProcessGroup | None = None
+) -> tuple[list[tuple[int, Any]], InfiniCache]:
+    """Rows of any length, read over the ranks: what no longer makes a segment for each of them is read on all. Without
+    gradients.
+
+    Args:
+        model: with a memory in every layer; batch, past, group: as in [`shard_rows`].
+
+    Returns:
+        The model's outputs of this rank, `(first column, output)` each: together, those of all ranks are of every column
+        once; and the cache of the whole rows, on every rank.
+
+    Raises:
+        ValueError: as [`shard_rows`], on every rank.
+    """
+    text: Any = batch.get("input_ids", batch.get("inputs_embeds"))
+    rank, size, tokens = distributed.get_rank(group), distributed.get_world_size(group), text.shape[1]
+    check_shards(model.config)
+    shared, outputs = tokens - tokens % (size * model.config.window[0]), []
+    cache = InfiniCache(model.config) if past is None else copy.copy(past)
+    with torch.no_grad():
+        if shared:
+            share = shard_rows({name: part[:, :shared] for name, part in batch.items()}, model.config, group, cache)
+            outputs.append((rank * (shared // size), model(**share)))
+            cache = share[CACHE].whole()
+        if shared < tokens:
+            rest = {name: part[:, shared:] for name, part in batch.items()}
+            output = model(**rest, use_cache=True, **{CACHE: cache})
+            outputs += [(shared, output)] if rank == 0 else []
+    return outputs, cache
+
+
+def check_shards(config, tokens: int | None = None, size: int = 1) -> None:
+    """ValueError unless all layers of a model have a memory and rows of so many tokens (`None`: any) can be cut into `size`
+    shards."""
+    kept = sorted({*range(config.num_hidden_layers)} - {*getattr(config, "infini_layers", ())})
+    if kept:
+        raise ValueError(
+            f"layers {kept} of this model have no memory: their attention would need the keys and values of all ranks, "
+            "which are not exchanged here. Give every layer a memory, or do not cut the rows."
+        )
+    length = config.window[0]
+    if tokens is not None and tokens % (size * length):
+        fewer = f", fewer than the {size} ranks" if tokens < size * length else ""
+        raise ValueError(
+            f"rows of {tokens} tokens are {tokens / length:g} segments of {length}{fewer}, and {size} ranks need the same "
+            f"number of whole segments each: use fewer ranks, or rows of a multiple of {size} * {length} = {size * length} "
+            "tokens."
+        )
+
+
+class ShardCache(InfiniCache):
+    """What the ranks before this one leave: the `past_key_values` of one call of a model on one shard, made by
+    [`shard_rows`]. Only [`ShardCache.whole`] can be continued.
+
+    Args:
+        config, group, past: as in [`shard_rows`].
+
+    Raises:
+        ValueError: layers of the model have no memory. In a call: the ranks' models, versions, rows or shards do not fit
+            together (on every rank).
+    """
+
+    def __init__(self, config, group: distributed.ProcessGroup | None = None, past: InfiniCache | None = None):
+        check_shards(config)
+        super().__init__(config)
+        self.group, self.past = group, InfiniCache(config) if past is None else past
+        self.text = copy.copy(self.past.text)
+        self.shard: Any = None  # a [`Shard`] from the call on
+        self.rank, self.size = distributed.get_rank(group), distributed.get_world_size(group)
+
+    def whole(self) -> InfiniCache:
+        """What one process has after the whole rows, on every rank; all of them call this, after a call of the model without
+        gradients. To save, to generate from, or as the `past` of more rows.
+
+        Raises:
+            ValueError: there was no such call.
+        """
+        if not self.is_initialized:
+            raise ValueError("nothing is known of the whole rows: call the model under torch.no_grad() with it first.")
+        cache, last = InfiniCache(self._config), distributed.get_process_group_ranks(self.group)[-1]
+        layers: Any = zip(cache.layers, self.layers, strict=True)
+        for layer, own in layers:
+            state = own._state
+            if self.shard.skips and state.local_skipped is None:  # as it may be on some of the ranks only
+                state = replace(state, local_skipped=torch.zeros_like(state.local_key[:, 0, :, 0], dtype=torch.bool))
+            state = state.map_rows(lambda tensor: tensor.detach().clone(memory_format=torch.contiguous_format))
+            for name, tensor in state.tensors().items():
+                if not name.startswith("start_"):  # of the model's weights, which all have
+                    tensor = tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
+                    distributed.broadcast(tensor, last, self.group)
+            layer.advance(state, self.past.get_seq_length() + self.size * self.shard.tokens)
+        cache.text = copy.copy(self.text)
+        return cache
+
+    def states(self) -> "ShardStates":
+        return ShardStates(self)
+
+    def first_state(self) -> InfiniState | None:
+        if self.shard is None:  # shard_rows has compared the whole rows with the past
+            return None if self.rank else self.past.first_state()
+        return self.shard.state
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Columns of the rows before this shard."""
+        return self.past.get_seq_length() + (0 if self.shard is None else self.rank * self.shard.tokens)
+
+    def advance(self, states: StatesOfCall, input_ids: Tensor | None, layout, tokens: int) -> None:
+        """Keeps for `whole` what the call has left."""
+        if not torch.is_grad_enabled():
+            states.advance_layers(tokens)
+
+    def state_of_call(self, batch: int, tokens: int, device: torch.device, **masks: Tensor | None) -> InfiniState | None:
+        if self.shard is not None:
+            raise ValueError("a ShardCache is for one call: make one for each, as shard_rows does.")
+        if torch.compiler.is_compiling():
+            raise ValueError("the ranks' exchange cannot be compiled: call the model without torch.compile.")
+        check_shapes(batch, tokens, *(masks[name] for name in ("attention_mask", "memory_mask", "position_ids")))
+        self._agree(batch, tokens, device, masks)
+        if tokens < 2 or tokens % self._window[0]:
+            raise ValueError(
+                f"a shard must be whole segments of {self._window[0]} tokens, and 2 tokens at least; these are {tokens}. "
+                "shard_rows cuts rows so."
+            )
+        options = (self._window, self._config.memory_conv, self.past.first_state())
+        self.shard = Shard.of_call(self.group, batch, tokens, device, masks, *options)
+        return self.shard.state
+
+    def _agree(self, batch: int, tokens: int, device: torch.device, masks: dict[str, Tensor | None]) -> None:
+        """ValueError on every rank unless all call the same model on shards of the same shape."""
+        from ... import __version__
+
+        options = {name: value for name, value in self._config.to_dict().items() if name not in SAVED}
+        rows = None if self.text.fingerprint is None else self.text.fingerprint.tolist()
+        autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+        call = {"batch": batch, "tokens": tokens, "fingerprints of whole rows": rows}
+        call |= {"columns before": self.past.get_seq_length(), "autocast": str(autocast)}
+        call |= {name: mask is not None for name, mask in masks.items()}
+        versions = {"hf_infini": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
+        facts = {**call, **versions, "model": json.dumps(options, sort_keys=True, default=str)}
+        digest = hashlib.sha256(json.dumps(facts).encode()).digest()[:8]
+        digests = gather(torch.frombuffer(bytearray(digest), dtype=torch.int64).to(device), self.group)
+        if (digests == digests[0]).all():
+            return
+        every: list[Any] = [None] * self.size
+        distributed.all_gather_object(every, facts, self.group)
+        different = {name: [of_rank[name] for of_rank in every] for name in facts if len({str(f[name]) for f in every}) > 1}
+        if models := different.pop("model", None):
+            of_ranks = [json.loads(model) for model in models]
+            names = sorted({name for model in of_ranks for name in model})
+            found = {name: [model.get(name) for model in of_ranks] for name in names}
+            different |= {name: values for name, values in found.items() if any(value != values[0] for value in values)}
+        raise ValueError(f"the ranks that share a row differ, listed by rank: {different}. Start all with the same.")
+
+
+class ShardStates(StatesOfCall):
+    """The states that the layers of one call continue."""
+
+    def __init__(self, cache: ShardCache):
+        super().__init__(cache.layers)
+        self.cache = cache
+
+    def before(self, layer: int) -> InfiniState | None:
+        """Of the past, if there is one; the layer makes its start otherwise."""
+        past: Any = self.cache.past.layers[layer]
+        return past.state
+
+    def may_overwrite(self, layer: int) -> bool:
+        return False
+
+    def inputs_before(self, inputs: Tensor, recent: Tensor) -> Tensor:
+        recents = self.cache.shard.recent
+        return recent if recents is None else recents.before(inputs, recent, self.cache.group)
+
+    def continued(self, state: InfiniState, tokens: Projections, layout: GridLayout, rule: MemoryRule) -> InfiniState:
+        shard, before = self.cache.shard, self.cache.shard.state
+        if before is not None:
+            names = ("tokens_seen", "last_position", "memory_tokens", "local_skipped")
+            state = replace(state, **{name: getattr(before, name) for name in names})
+        # A collective's gradient is a collective, too, and every rank must come to it, in the same order, also where nothing
+        # depends on what it has received: these sums of no numbers are 0, and have a gradient
+        reached = state.memory.flatten()[:0].sum() + state.normaliser.flatten()[:0].sum()
+        if shard.window is not None:
+            new, old = ([part for part in parts if part is not None] for parts in (tokens[1:], state.windows()))
+            rows, window = (torch.cat(parts, -1).transpose(1, 2) for parts in (new, old))
+            received = shard.window.before(rows.flatten(2), window.flatten(2), self.cache.group)
+            reached = reached + received.flatten()[:0].sum()
+            windows = received.unflatten(2, rows.shape[2:]).transpose(1, 2).split([part.shape[-1] for part in new], -1)
+            dtypes = (torch.promote_types(*(part.dtype for part in pair)) for pair in zip(old, new, strict=True))
+            windows = Projections(tokens.query, *(w.to(dtype) for w, dtype in zip(windows, dtypes, strict=True)))
+            state = state.map_windows(lambda old, found: found, windows)
+        with torch.autocast(tokens.key.device.type, enabled=False):
+            memory, normaliser = self._memory(state, tokens, layout, rule, reached)
+        return replace(state, memory=memory, normaliser=normaliser)
+
+    def _memory(
+        self, state: InfiniState, tokens: Projections, layout: GridLayout, rule: MemoryRule, reached: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """M and z that the ranks before this one leave, `[B, K, D, E]` and `[B, K, D]`."""
+        cache, kept = self.cache, self.cache.shard.kept.to(state.memory.dtype)
+        memory, normaliser, (start_memory, start_normaliser) = state.memory, state.normaliser, state.start()
+        new_and_old = zip(tokens[1:], state.windows(), strict=True)
+        grids = (None if new is None else layout.delay(layout.to_grid(new, old)) for new, old in new_and_old)
+        # The blocks of memory.py are segments here: [B, N, K, tokens, …]
+        blocks: Any = [None if grid is None else grid.transpose(2, 3).to(memory.dtype) for grid in grids]
+        key, value, log_weight = blocks
+        taken_in = layout.written()
+        taken_in = None if taken_in is None else taken_in[:, :, None, :, None]
+        written = rule.written(key, value, log_weight, taken_in)
+        borders = layout.borders(0, layout.segments)
+        begins = 1 - kept[cache.rank, :, None, None]
+        features = written.key_features
+        if borders is not None:
+            features = features * borders.reach[:, -1, 2:, None, None, None]  # of the row's last document only
+        sums = features.sum((1, 3)) + begins * start_normaliser if rule.normalised else normaliser
+        if rule.update_rule == "linear":
+            products = torch.einsum("bnkce,bnkcd->bked", value, features) + begins.unsqueeze(3) * start_memory.mT
+            sums = torch.cat([products, sums.unsqueeze(2)], 2)  # what is summed, [B, K, E + 1, D]
+            memory = self._chained(torch.cat([memory.mT, normaliser.unsqueeze(2)], 2), sums + reached, kept)
+            return memory[:, :, :-1].mT, memory[:, :, -1]
+        if rule.normalised:
+            normaliser = self._chained(normaliser, sums + reached, kept)
+        width = value.shape[-1]
+        eye = torch.eye(key.shape[-1], dtype=memory.dtype, device=memory.device)
+        of_start, first = F.pad(start_memory, (0, len(eye))), F.pad(eye, (width, 0)).expand(*memory.shape[:2], -1, -1)
+        written = Written(written.key_features, F.pad(written.value, (0, len(eye))), written.log_weight)
+        maps = rule.states(written, first, normaliser, (of_start, start_normaliser), borders).last_memory
+        maps = AllGather.apply(maps + reached, cache.group)
+        memory = memory + maps[:0].sum()
+        for added, kept_of in (part.split([width, len(eye)], -1) for part in maps[: cache.rank]):
+            memory = kept_of @ memory + added
+        return memory, normaliser
+
+    def _chained(self, first: Tensor, own: Tensor, kept: Tensor) -> Tensor:
+        """x_r of x_{j+1} = kept_j x_j + own_j, from `first` on, `[B, …]`."""
+        parts = AllGather.apply(own, self.cache.group)
+        x = first + parts[:0].sum()
+        for part, keep in zip(parts[: self.cache.rank], kept, strict=False):
+            x = x * keep.view(-1, *(1,) * (x.dim() - 1)) + part
+        return x

@@ -1,0 +1,186 @@
+"""How models with a memory are optimised: the parameter groups, the gates, and the Trainer."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+from transformers import Cache, Trainer
+
+from ...compat.cache_name import CACHE
+from ...layers.memory_layer import gates_of
+from ..metrics import evaluate_rows
+from ..parallel.shards import check_shards, shard_rows
+from ..rows import RowReader
+
+ROWS_OF_THE_HEAD = 256  # logits of few places are made of a multiple of so many
+
+
+def parameter_groups(model, learning_rate: float, gate_learning_rate: float, weight_decay: float) -> list[dict]:
+    """The optimiser's parameter groups: matrices; without decay, vectors and an attention layer's parameters beside its
+    projections (scores, tables of distances, learned memory starts); and gates with a separate rate, without decay.
+
+    At a usual learning rate the gates hardly move, and weight decay pulls them back to sigmoid = 0.5. A learned memory start
+    need not be small either.
+    """
+    groups: dict[str, dict[str, Any]] = {
+        "matrices": {"params": [], "lr": learning_rate, "weight_decay": weight_decay},
+        "vectors": {"params": [], "lr": learning_rate, "weight_decay": 0.0},
+        "gates": {"params": [], "lr": gate_learning_rate, "weight_decay": 0.0},
+    }
+    gates = {parameter for gate in gates_of(model).values() for parameter in gate.parameters()}
+    attention = [module for module in model.modules() if hasattr(type(module), "attend_with_memory")]
+    own = {parameter for module in attention for parameter in module.parameters(recurse=False)}
+    for parameter in model.parameters():
+        if parameter in gates:
+            kind = "gates"
+        elif parameter.ndim < 2 or parameter in own:
+            kind = "vectors"  # biases, layer norms, and what an attention layer owns beside its projections
+        else:
+            kind = "matrices"
+        groups[kind]["params"].append(parameter)
+    return [{"name": name, **group} for name, group in groups.items() if group["params"]]
+
+
+def gate_values(model) -> dict[str, list[float]]:
+    """sigmoid(gate) of each head, by layer: the share of the memory in that head's output; empty without gates."""
+    gates = gates_of(model).items()
+    logits = {[part for part in name.split(".") if part.isdigit()][-1]: gate().detach() for name, gate in gates}
+    for layer, shard in logits.items():
+        if isinstance(shard, DTensor):
+            logits[layer] = shard.full_tensor()  # from all processes, which all come here
+    return {layer: [round(value, 5) for value in torch.sigmoid(gate.float()).tolist()] for layer, gate in logits.items()}
+
+
+class PerplexityTrainer(Trainer):
+    """A Trainer whose evaluation is token-weighted and keeps one batch of logits at a time.
+
+    Args:
+        *args, **kwargs: the Trainer's own.
+        eval_rows: how many of the validation rows `evaluate()` reads; None reads all.
+        eval_reader: makes the inputs of an evaluation from these rows.
+        optimizer_of: makes the optimiser of a model; None leaves it to the Trainer. Where a model is to be sharded, none can
+            be given ready-made (`optimizers`).
+        past_of: makes the cache that training rows begin with, of a model, the number of rows and a device; None, or where
+            it makes None: they begin with nothing.
+        context_parallel_size: how many processes share each row ([`shard_rows`]); neighbours by rank do. The rest is data
+            parallelism: `per_device_train_batch_size` rows for each such group.
+
+    Raises:
+        ValueError: the processes cannot share rows so, or a layer of the model has no memory.
+    """
+
+    model: Any
+
+    def __init__(
+        self,
+        *args,
+        eval_rows: int | None = None,
+        eval_reader: RowReader | None = None,
+        optimizer_of: Callable[[torch.nn.Module], torch.optim.Optimizer] | None = None,
+        past_of: Callable[[torch.nn.Module, int, torch.device], Cache | None] | None = None,
+        context_parallel_size: int = 1,
+        **kwargs,
+    ):
+        super().__init__(*args, **kwargs)
+        self.past_of = past_of
+        self.context_parallel_size = context_parallel_size
+        self.rows_mesh = None if context_parallel_size == 1 else self._mesh_of_rows(context_parallel_size)
+        self.eval_rows = eval_rows
+        self.eval_reader = eval_reader
+        self.optimizer_of = optimizer_of
+        # All processes must take part in every call of a sharded model
+        self.is_sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
+
+    def _mesh_of_rows(self, size: int) -> DeviceMesh:
+        check_shards(self.model.config)
+        processes = self.args.world_size
+        if size < 1 or processes % size:
+            raise ValueError(f"context_parallel_size must divide the {processes} processes that were started; got {size}.")
+        refused = {"past_of": self.past_of is not None, "torch_compile": self.args.torch_compile}
+        refused |= {"DeepSpeed": self.is_deepspeed_enabled, "label_smoothing_factor": self.label_smoother is not None}
+        refused |= {"average_tokens_across_devices=False": not self.args.average_tokens_across_devices}
+        if names := [name for name, given in refused.items() if given]:
+            raise ValueError(f"context_parallel_size={size} does not go with {', '.join(names)}: leave that out, or this.")
+        # The names are accelerate's: its data loaders give all processes along "cp" the same rows
+        return init_device_mesh(self.args.device.type, (processes // size, size), mesh_dim_names=("dp_replicate", "cp"))
+
+    def get_total_train_batch_size(self, args) -> int:
+        return super().get_total_train_batch_size(args) // self.context_parallel_size
+
+    def get_train_dataloader(self):
+        state = self.accelerator.state
+        before, state.device_mesh = state.device_mesh, self.rows_mesh or state.device_mesh
+        try:
+            return super().get_train_dataloader()
+        finally:
+            state.device_mesh = before
+
+    def create_optimizer(self, model=None) -> torch.optim.Optimizer:
+        if self.optimizer is None and self.optimizer_of is not None:
+            self.optimizer = self.optimizer_of(self.model if model is None else model)
+        return super().create_optimizer(model)
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        """As the Trainer's. Where most labels are −100, logits are computed only at the other places: the head over a whole
+        vocabulary is much of a small model's work."""
+        if self.rows_mesh is not None:
+            if num_items_in_batch is None:
+                raise ValueError("processes that share rows need the count of all labels: num_items_in_batch is not given.")
+            inputs = shard_rows(inputs, self.model.config, self.rows_mesh.get_group("cp"))
+            # The Trainer has counted the labels of a row on every process that shares it
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch / self.context_parallel_size)
+        past = None
+        if self.past_of is not None:
+            past = self.past_of(model, len(inputs["input_ids"]), inputs["input_ids"].device)
+        context = {"use_cache": False} if past is None else {"use_cache": True, CACHE: past}
+        learned = inputs["labels"][:, 1:] != -100
+        one_process = model is self.model and not self.is_sharded  # a distributed wrapper must see the whole call
+        plain = self.label_smoother is None and self.compute_loss_func is None  # others want all logits
+        if return_outputs or not (plain and one_process) or bool(learned.float().mean() > 0.5):
+            return super().compute_loss(model, inputs | context, return_outputs, num_items_in_batch)
+        with self.accelerator.autocast():
+            given = {name: value for name, value in inputs.items() if name != "labels"}
+            hidden = model.base_model(**(given | context)).last_hidden_state
+            places, targets = hidden[:, :-1][learned], inputs["labels"][:, 1:][learned]
+            count = len(targets)
+            # In half precision torch keeps what it has prepared for every number of rows that a product ever had on a CPU:
+            # gigabytes after some hundred steps, unless there are few such numbers
+            places = F.pad(places, (0, 0, 0, -count % ROWS_OF_THE_HEAD))
+            targets = F.pad(targets, (0, -count % ROWS_OF_THE_HEAD), value=-100)
+            logits = model.get_output_embeddings()(places)
+        total = F.cross_entropy(logits.float(), targets, reduction="sum")
+        return total / (count if num_items_in_batch is None else num_items_in_batch)
+
+    def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix: str = "eval") -> dict[str, float]:
+        """Cross-entropy of the validation rows, in the precision of training; every process reads its share.
+
+        Trackers (`report_to`) also get each head's sigmoid(gate).
+        """
+        rows: Any = self.eval_dataset if eval_dataset is None else eval_dataset
+        rows = rows if self.eval_rows is None else rows.select(range(min(self.eval_rows, len(rows))))
+        with self.accelerator.autocast():
+            size, reader = self.args.per_device_eval_batch_size, self.eval_reader
+            chunk = None if self.rows_mesh is None else -(-len(rows[0]["input_ids"]) // self.context_parallel_size)
+            total = evaluate_rows(self.model, rows, size, reader, together=self.is_sharded, chunk=chunk)
+        metrics = {f"{metric_key_prefix}_{name}": value for name, value in total.items()}
+        metrics[f"{metric_key_prefix}_loss"] = total["cross_entropy"]
+        if self.args.report_to:  # otherwise they are only in metrics.jsonl and not printed
+            for layer, heads in gate_values(self.model).items():
+                for head, value in enumerate(heads):
+                    metrics[f"{metric_key_prefix}_gates/layer_{layer}_head_{head}"] = value
+        self.log(metrics)
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
+    def create_model_card(self, *args, **kwargs) -> None:
+        """The Trainer's draft of a card, which `push_to_hub` asks for; a card that was written otherwise stays as it is."""
+        from huggingface_hub import ModelCard
+
+        file = Path(self.args.output_dir or "") / "README.md"
+        card: Any = ModelCard.load(file).data if file.is_file() else None
+        if card is None or "generated_from_trainer" in (card.tags or []):
+            super().create_model_card(*args, **kwargs)
