@@ -73,7 +73,7 @@ class HubConfigMixin(HubCodeMixin, ConfigBase):
         """As usual.
 
         Args:
-            save_code: whether the model's code is written beside it; `None`: if this is pushed. A folder that has it keeps it.
+            save_code: whether the model's code is written beside it; `None`: if this is pushed, or the folder has it.
         """
         if self.model_type in CODE and not os.path.isfile(save_directory):
             entries = write_code(self.model_type, save_directory, self._saves_code(save_code, push_to_hub))
