@@ -53,21 +53,8 @@ def check_number(name: str, value, limits: dict) -> None:
         raise ValueError(f"{name} must be {in_words(limits) or 'a finite number'}; got {value}.")
 
 
-# Which value of another option an update rule does not go with, and why
-MEANINGLESS = {
-    "gated_delta": {
-        "denominator": ("shared", "its memory has no denominator that the window could share"),
-        "memory_init": ("noise", "the noise is a first normaliser, and its memory has none"),
-        "memory_write": ("learned", "its β already is a learned weight of each token"),
-    }
-}
-
-
-def check_rule(options: dict) -> None:
-    """ValueError where these options, by name, have a value that means nothing with their update rule."""
-    for name, (value, reason) in MEANINGLESS.get(options["update_rule"], {}).items():
-        if options.get(name) == value:
-            raise ValueError(f"update_rule={options['update_rule']!r} does not go with {name}={value!r}: {reason}.")
+UpdateRule = Literal["linear", "delta", "gated_delta"]  # the default first; a rule is a file of its name in ops/rules/
+UPDATE_RULES = get_args(UpdateRule)
 
 
 @dataclass(init=False, repr=False, eq=False)
@@ -121,7 +108,7 @@ class MemoryOptions(ConfigBase):
 
     segment_length: int | None = number(None, at_least=1, at_most=2**20)
     n_segments: int | None = number(None, at_least=1)
-    update_rule: Literal["linear", "delta", "gated_delta"] = "linear"
+    update_rule: UpdateRule = "linear"
     feature_map: Literal["elu", "exp", "learned"] = "elu"
     denominator: Literal["separate", "shared"] = "separate"
     local_segments: int = number(0, at_least=0, at_most=2**16)
@@ -181,7 +168,7 @@ class MemoryOptions(ConfigBase):
             raise ValueError(
                 f"sink_tokens must be fewer than the {self.tokens_per_segment} tokens of a segment; got {self.sink_tokens}."
             )
-        check_rule(vars(self))
+        self.check_update_rule()  # of OptionsMixin, which knows the rules
         if self.memory_write == "learned" and self.feature_map == "elu":
             raise ValueError(
                 "memory_write='learned' multiplies features by adding to their exponents: give feature_map='exp' or "

@@ -11,7 +11,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, Dynam
 from ..compat.cache_name import CACHE
 from ..compat.peft_layers import without_wrappers
 from ..ops.layout.base import Layout
-from ..ops.memory import MemoryRule
+from ..ops.rules import MemoryRule
 from ..ops.state import InfiniState, Projections, empty_places
 from .contents import fill_with_one_token, find_problem
 from .files import MemoryFileError, check_model, describe_model, read_memory_file, write_memory_file

@@ -12,19 +12,17 @@ from ..cache.cache import StatesOfCall
 from ..ops.attention import attend
 from ..ops.convolution import short_convolution
 from ..ops.layout.build import SegmentLayout, segment_layout
-from ..ops.memory import MemoryRule
 from ..ops.positions import rotation
+from ..ops.rules import RULES, MemoryRule
 from ..ops.state import InfiniState, Projections
 from ..ops.window import Softmax
 
 # What `MemoryLayerMixin.add_memory_parameters` makes
 PARAMETERS = ("gate", "start_memory", "start_normaliser", "memory_conv", "memory_write", "query_map", "key_map")
-PARAMETERS += ("memory_rates", "memory_rates_bias")
+PARAMETERS += tuple(name for rule in RULES.values() for name in rule.parameters(1, 1))
 # Normaliser of a learned start before training: softplus(0.5413) = 1, the value of σ at a key of zeros.
 LEARNED_NORMALISER = 0.5413
 NOISE = 1e-10  # the study's start
-# Logits of β and α before training: β = 1/2; α = 0.999994, of which 16,384 tokens leave 90 %, and which still has a gradient
-RATES = (0.0, 12.0)
 
 
 class Gate(nn.Module):
@@ -99,9 +97,8 @@ class MemoryLayerMixin(nn.Module):
     itself); with `memory_conv` the convolution's weights `memory_conv` `[taps, width]`; with `memory_write="learned"` the
     logarithm of a token's weight in the memory, per head, `memory_write` `[kv_heads, width]`; with `feature_map="learned"`
     what queries and keys are multiplied by before the exponential, `query_map` `[heads, head_dim, head_dim]` and `key_map`
-    `[kv_heads, head_dim, head_dim]`; with `update_rule="gated_delta"` what the layer's input is multiplied by, and what is
-    added, for the logits of β and α, `memory_rates` `[kv_heads, 2, width]` and `memory_rates_bias` `[kv_heads, 2]`, and no
-    `start_normaliser`.
+    `[kv_heads, head_dim, head_dim]`; and what the update rule learns ([`MemoryRule.parameters`]). There is no
+    `start_normaliser` for a rule that has none.
     """
 
     config: Any
@@ -121,17 +118,20 @@ class MemoryLayerMixin(nn.Module):
         feature_map, query_map, key_map = self.config.feature_map, None, None
         if feature_map == "learned":
             feature_map, query_map, key_map = "exp", self.query_map, self.key_map
-        rule, denominator = self.config.update_rule, self.config.denominator
-        return MemoryRule(rule, feature_map, denominator, query_map=query_map, key_map=key_map)
+        options = {"feature_map": feature_map, "query_map": query_map, "key_map": key_map}
+        return self._rule(denominator=self.config.denominator, **options)
+
+    @property
+    def _rule(self) -> type[MemoryRule]:
+        return RULES[self.config.update_rule]
 
     def add_memory_parameters(self, width: int, **options) -> None:
         """Makes the parameters, uninitialised. `width`: of the layer's input; options: their `device` and `dtype`."""
         query_heads, heads, size = self.head_counts
-        gated = self.config.update_rule == "gated_delta"
         self.gate = Gate(query_heads, **options).train(self.training)
         if self.config.memory_init == "learned":
             self.start_memory = nn.Parameter(torch.empty(heads, size, size, **options))
-            if not gated:
+            if self._rule.normalised:
                 self.start_normaliser = nn.Parameter(torch.empty(heads, size, **options))
         elif self.config.memory_init == "noise":
             self.register_buffer("start_normaliser", torch.empty(heads, size, **options))
@@ -139,9 +139,8 @@ class MemoryLayerMixin(nn.Module):
             self.memory_conv = nn.Parameter(torch.empty(self.config.memory_conv, width, **options))
         if self.config.memory_write == "learned":
             self.memory_write = nn.Parameter(torch.empty(heads, width, **options))
-        if gated:
-            self.memory_rates = nn.Parameter(torch.empty(heads, 2, width, **options))
-            self.memory_rates_bias = nn.Parameter(torch.empty(heads, 2, **options))
+        for name, first in self._rule.parameters(heads, width).items():
+            setattr(self, name, nn.Parameter(torch.empty(first.shape, **options)))
         if self.config.feature_map == "learned":
             self.query_map = nn.Parameter(torch.empty(query_heads, size, size, **options))
             self.key_map = nn.Parameter(torch.empty(heads, size, size, **options))
@@ -165,9 +164,8 @@ class MemoryLayerMixin(nn.Module):
             init.zeros_(self.memory_conv)
         if self.config.memory_write == "learned":
             init.zeros_(self.memory_write)
-        if hasattr(self, "memory_rates"):
-            init.zeros_(self.memory_rates)
-            init.copy_(self.memory_rates_bias, torch.tensor(RATES).expand_as(self.memory_rates_bias))
+        for name, first in self._rule.parameters(self.head_counts[1], 1).items():  # the same for all numbers of the input
+            init.copy_(getattr(self, name), first.expand_as(getattr(self, name)))
         if self.config.feature_map == "learned":
             for weight in (self.query_map, self.key_map):
                 init.copy_(weight, torch.eye(weight.shape[-1]).expand_as(weight))
@@ -220,11 +218,10 @@ class MemoryLayerMixin(nn.Module):
         return LayerCall(hidden_states, layout, state, states, recent, outside_model)
 
     def log_weight(self, call: LayerCall) -> Tensor | None:
-        """The logarithm of what each token weighs in the memory, `[batch, heads, tokens, 1]`; `None`: all weigh 1. For the
-        gated delta rule log β and log α, `[batch, heads, tokens, 2]`."""
-        if hasattr(self, "memory_rates"):
-            logits = F.linear(call.hidden_states, self.memory_rates.flatten(0, 1), self.memory_rates_bias.flatten())
-            return F.logsigmoid(logits).unflatten(-1, (-1, 2)).transpose(1, 2)
+        """The logarithms of what each token weighs in the memory, or of the update rule's rates, `[batch, heads, tokens,
+        rates]`; `None`: all weigh 1."""
+        if own := {name: getattr(self, name) for name in self._rule.parameters(1, 1)}:
+            return self._rule.log_rates(call.hidden_states, **own)
         if self.config.memory_write == "equal":
             return None
         return F.linear(call.hidden_states, self.memory_write).transpose(1, 2).unsqueeze(-1)

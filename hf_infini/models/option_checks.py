@@ -11,6 +11,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 
+from ..ops.rules import RULES
 from ..options import ConfigBase, check_number, limits_of
 
 # Stock models, whose options people are likely to try; and names of options that are not declared there
@@ -115,6 +116,10 @@ class OptionsMixin(ConfigBase):
                 raise ValueError(f"{name} must be one of {', '.join(ACT2FN)}; got {value!r}.")
         refuse_ignored(type(self), kwargs)
         super().__post_init__(**kwargs)
+
+    def check_update_rule(self) -> None:
+        """ValueError where options mean nothing with the update rule."""
+        RULES[self.update_rule].check(vars(self))
 
 
 def _is_finite(value) -> bool:

@@ -20,8 +20,9 @@ from .checks import check_arguments, check_shapes, check_window
 from .decoding import StepLayout, attend_step
 from .layout.base import GridLayout
 from .layout.build import SegmentLayout, segment_layout
-from .memory import EPS, MemoryRule, Within, memory_weight, mix
+from .memory import EPS, Within, memory_weight, mix
 from .positions import Rotary
+from .rules import MemoryRule, memory_rule
 from .state import InfiniState, Projections
 from .tensors import pad_to
 from .window import Softmax, for_every_head, window_attention, window_weights
@@ -106,8 +107,10 @@ def infini_attention(
         ValueError: shapes, options or the state do not fit together; the message names them.
     """
     window = (segment_length, local_segments, sink_tokens)
-    rule = MemoryRule(update_rule, feature_map, denominator, eps, *(feature_maps or ()))
-    check_arguments(query, key, value, gate, log_weight, query_weight, feature_maps, rule.weights)
+    query_map, key_map = feature_maps or (None, None)
+    maps = {"query_map": query_map, "key_map": key_map}
+    rule = memory_rule(update_rule, feature_map=feature_map, denominator=denominator, eps=eps, **maps)
+    check_arguments(query, key, value, gate, log_weight, query_weight, feature_maps, rule.rates)
     check_window(*window, rotary)
     tokens = Projections(query, key, value, log_weight)
     masks = {"attention_mask": attention_mask, "memory_mask": memory_mask, "position_ids": position_ids}
@@ -272,10 +275,11 @@ def _sizes(layout: GridLayout, key: Tensor, rule: MemoryRule) -> tuple[int, int]
     in one group, as in a graph, where the compiler keeps intermediate results small.
 
     Segments shorter than a head is wide are joined to blocks of at least that many tokens, so that the states never hold
-    more than the tokens do. The delta rules, and rows whose documents may change inside a block, need a state per segment.
+    more than the tokens do. Rules that read what they write to, and rows whose documents may change inside a block, need a
+    state per segment.
     """
     block = 1
-    if rule.update_rule == "linear" and not layout.packed:
+    if rule.additive and not layout.packed:
         block = -(-key.shape[-1] // layout.slots)
         if isinstance(layout.segments, int):  # not where torch.export leaves it open
             block = max(1, min(block, layout.segments))
@@ -328,7 +332,7 @@ def _earlier_segments(block: int, slots: int, heads_per_key: int, like: Tensor) 
 
 
 def _initial(tokens: Projections, window: tuple[int, int, int], rule: MemoryRule) -> InfiniState:
-    weights = 0 if tokens.log_weight is None else rule.weights
+    weights = 0 if tokens.log_weight is None else rule.rates
     return InfiniState.initial(tokens.key, tokens.value, *window, log_weights=weights, normalised=rule.normalised)
 
 

@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .layout.base import Call, Layout
-from .memory import MemoryRule, memory_weight
+from .memory import memory_weight
+from .rules import MemoryRule
 from .state import InfiniState, Projections
 from .tensors import pad
 from .window import Softmax, softmax_weights

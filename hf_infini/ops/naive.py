@@ -1,5 +1,5 @@
 """Infini-attention straight from the equations: first segment by segment, without padding or documents, then token by token
-with every option. Slow, obvious, and the reference of every test."""
+with every option. Slow, obvious, and the reference of every test: of the code that it judges it uses nothing."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -8,9 +8,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .memory import EPS, FEATURE_MAPS
 from .positions import Rotary
+from .rules import RULES
 from .state import InfiniState
+
+EPS = 1e-6
+FEATURE_MAPS = {"elu": lambda x: F.elu(x) + 1, "exp": lambda x: x.clamp(max=30).exp()}
 
 
 def attend_by_segments(
@@ -19,20 +22,19 @@ def attend_by_segments(
     """The paper's algorithm (arXiv 2404.07143, section 2): query, key and value of one segment after the other,
     `[batch, heads, tokens, head_dim]` each, gate `[heads]`; returns the output of all tokens."""
     share, outputs = torch.sigmoid(gate)[:, None, None], []
-    memory = normaliser = torch.zeros((), device=gate.device)
+    memory = normaliser = None
     for query, key, value in segments:
         wide = torch.promote_types(query.dtype, torch.float32)
         output = F.scaled_dot_product_attention(query, key, value, is_causal=True)  # equation 2
         query, key, value = F.elu(query.to(wide)) + 1, F.elu(key.to(wide)) + 1, value.to(wide)  # σ(Q), σ(K), V
-        if outputs:  # the first segment finds nothing in the memory
-            read = query @ memory / (query @ normaliser + EPS)  # equation 3
+        if memory is None or normaliser is None:  # the first segment finds nothing in the memory
+            memory, normaliser = key.new_zeros(*key.shape[:2], key.shape[3], value.shape[3]), torch.zeros_like(key[:, :, 0])
+        else:
+            read = query @ memory / (query @ normaliser.unsqueeze(-1) + EPS)  # equation 3
             # Equation 5: (1 − share) · output + share · read
             output = torch.lerp(output.to(wide), read, share.to(wide)).to(output.dtype)
-            if update_rule == "delta":
-                value = value - key @ memory / (key @ normaliser + EPS)
         outputs.append(output)
-        memory = memory + key.mT @ value  # equation 4
-        normaliser = normaliser + key.sum(-2).unsqueeze(-1)
+        memory, normaliser = RULES[update_rule].naive_write(memory, normaliser, key, value, None, EPS)  # equation 4
     return torch.cat(outputs, 2)
 
 
@@ -65,14 +67,14 @@ def naive_infini_attention(
     """[`infini_attention`] with the same arguments and results, one token after the other, all in float32 or wider."""
     window = (segment_length, local_segments, sink_tokens)
     if state is None:
-        weights, normalised = 0 if log_weight is None else log_weight.shape[-1], update_rule != "gated_delta"
-        state = InfiniState.initial(key, value, *window, log_weights=weights, normalised=normalised)
+        weights = 0 if log_weight is None else log_weight.shape[-1]
+        state = InfiniState.initial(key, value, *window, log_weights=weights, normalised=RULES[update_rule].normalised)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     real = torch.ones(query.shape[0], query.shape[2]) if attention_mask is None else attention_mask
     rows = []
     states: list[dict[str, Any]] = []
     for row in range(query.shape[0]):
-        rule = (update_rule, FEATURE_MAPS[feature_map], feature_maps or (None, None), denominator)
+        rule = (RULES[update_rule], FEATURE_MAPS[feature_map], feature_maps or (None, None), denominator)
         reader = _Row(state, row, query.shape[1], window, rule, (scaling, softcap, rotary, query_weight), dropout, eps)
         outputs = []
         for token in range(query.shape[2]):
@@ -109,7 +111,7 @@ class _Row:
         self.start, self.heads, self.initial = (state.start_memory, state.start_normaliser), heads, state
         self.seen, self.last_position = int(state.tokens_seen[row]), int(state.last_position[row])
         self.memory_tokens = int(state.memory_tokens[row])
-        self.no_weight = self.memory.new_zeros(len(self.memory), 2 if self.rule == "gated_delta" else 1)
+        self.no_weight = self.memory.new_zeros(len(self.memory), self.rule.rates)
         keys, values = self.widen(state.local_key[row]), self.widen(state.local_value[row])
         weights = None if state.local_log_weight is None else self.widen(state.local_log_weight[row])
 
@@ -157,11 +159,9 @@ class _Row:
         output = (weights.unsqueeze(1) @ values).squeeze(1)
         if self.memory_tokens or self.start[0] is not None:
             features = self.features(query.unsqueeze(1), self.query_map)  # [heads, 1, head_dim]
-            read = (features @ self.memory.repeat_interleave(heads_per_key, 0)).squeeze(1)
-            denominator = 1
-            if self.rule != "gated_delta":
-                normaliser = self.normaliser.repeat_interleave(heads_per_key, 0)
-                denominator = (features.squeeze(1) * normaliser).sum(-1, keepdim=True) + self.eps
+            memory, normaliser = (part.repeat_interleave(heads_per_key, 0) for part in (self.memory, self.normaliser))
+            read, denominator = self.rule.naive_read(features, memory, normaliser, self.eps)
+            read, denominator = read.squeeze(1), denominator.squeeze(1) if denominator.dim() else denominator
             if self.denominator == "separate":
                 share = torch.sigmoid(gate).unsqueeze(-1)
             else:
@@ -188,31 +188,18 @@ class _Row:
     def features(self, states, weight, log_weights=0):
         """The memory's queries or keys, `[heads, tokens, head_dim]`."""
         states = states if weight is None else states @ self.widen(weight)
-        if self.rule != "gated_delta":
-            return self.feature_map(states + log_weights)
-        states = self.feature_map(states) - 1
-        return states / (states.square().sum(-1, keepdim=True) + self.eps).sqrt()
+        return self.rule.naive_features(states, log_weights, self.feature_map, self.eps)
 
     def write(self, segment, first):
-        """Equation 4, or a delta rule, for the segment that leaves the window; `first`: the document's first."""
+        """Equation 4, by the rule, for the segment that leaves the window; `first`: the document's first."""
         segment = [token for token in segment[self.sink_tokens if first else 0 :] if not token[3]]
         if not segment:
             return
         keys, values, log_weights = (torch.stack(column, 1) for column in list(zip(*segment, strict=True))[:3])
         features = self.features(keys, self.key_map, log_weights)  # [kv_heads, length, head_dim]
         self.memory_tokens += len(segment)
-        if self.rule == "gated_delta":
-            for key, value, weight in zip(features.unbind(1), values.unbind(1), log_weights.exp().unbind(1), strict=True):
-                beta, alpha = weight[:, :1], weight[:, 1:, None]
-                retrieved = (key.unsqueeze(1) @ self.memory).squeeze(1)
-                self.memory = alpha * (self.memory - torch.einsum("hd,he->hde", beta * key, retrieved))
-                self.memory = self.memory + torch.einsum("hd,he->hde", beta * key, value)
-            return
-        if self.rule == "delta":
-            retrieved = features @ self.memory / (features @ self.normaliser.unsqueeze(-1) + self.eps)
-            values = values - retrieved
-        self.memory = self.memory + features.transpose(1, 2) @ values
-        self.normaliser = self.normaliser + features.sum(1)
+        written = self.rule.naive_write(self.memory, self.normaliser, features, values, log_weights, self.eps)
+        self.memory, self.normaliser = written
 
     def state(self, key_dtype, value_dtype):
         """The row's share of an [`InfiniState`]."""

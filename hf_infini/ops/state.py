@@ -15,9 +15,8 @@ class Projections(NamedTuple):
     Attributes:
         query: `[batch, heads, tokens, head_dim]`; key: `[batch, kv_heads, tokens, head_dim]`; value: `[batch, kv_heads,
             tokens, value_dim]`.
-        log_weight: `[batch, kv_heads, tokens, 1]`, added to the keys that the memory takes in: with exponential features the
-            logarithm of what a token weighs there. For the gated delta rule `[…, 2]`: log β, of what a token weighs, and
-            log α, of what it keeps of the memory before it. `None`: zeros.
+        log_weight: `[batch, kv_heads, tokens, rates]`, logarithms of the update rule's rates of each token. A single one is
+            added to the keys that the memory takes in: with exponential features a token's weight. `None`: zeros.
 
     None of them is rotated: [`Softmax`] says how the window is.
     """
@@ -39,10 +38,10 @@ class InfiniState:
 
     Attributes:
         memory: `[batch, kv_heads, head_dim, value_dim]`, float32 (float64 for float64 inputs): M of equation 4.
-        normaliser: `[batch, kv_heads, head_dim]`, same dtype: z of equation 4. The gated delta rule has none: width 0.
+        normaliser: `[batch, kv_heads, head_dim]`, same dtype: z of equation 4; width 0 with a rule that has none.
         local_key: `[batch, kv_heads, P, head_dim]`, the model's dtype, never rotated.
         local_value: `[batch, kv_heads, P, value_dim]`.
-        local_log_weight: `[batch, kv_heads, P, 1 or 2]`, [`Projections.log_weight`]; `None` where all tokens weigh 1.
+        local_log_weight: `[batch, kv_heads, P, rates]`, [`Projections.log_weight`]; `None` where all tokens weigh 1.
         local_skipped: `[batch, P]` bool: which tokens of the window `memory_mask` keeps out of the memory; `None`: none.
         tokens_seen: `[batch]`, int64: real tokens of the row's current document.
         last_position: `[batch]`, int64: position id of the last real token, −1 before the first.
@@ -160,8 +159,8 @@ class InfiniState:
             raise ValueError("log_weight must be given in every call of a sequence or in none; the state says otherwise.")
         if self.normaliser.shape[-1] != (tokens.key.shape[3] if normalised else 0):
             raise ValueError(
-                f"the state's normaliser is {list(self.normaliser.shape)}: with update_rule='gated_delta' its width is 0, "
-                "with the other rules that of a head. Continue a state with the rule that it was made with."
+                f"the state's normaliser is {list(self.normaliser.shape)}: its width is that of a head, and 0 with a rule "
+                "that has none. Continue a state with the rule that it was made with."
             )
         return self.map_windows(lambda window, new: window.to(torch.promote_types(window.dtype, new.dtype)), tokens)
 

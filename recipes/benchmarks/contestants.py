@@ -30,6 +30,7 @@ from torch.nn import functional as F
 
 from hf_infini import infini_attention
 from hf_infini.ops.naive import attend_by_segments
+from hf_infini.options import UPDATE_RULES
 
 EPS = 1e-6
 BASE = "infini"  # whose time and memory are 1 in the ratios
@@ -220,8 +221,7 @@ def _causal(function: Callable, **options) -> Callable[[Problem], Forward]:
 
 CONTESTANTS = {  # name → problem → what computes `[batch, heads, tokens, head_dim]`
     BASE: _same(infini_attention),
-    "infini-delta": _same(infini_attention, update_rule="delta"),
-    "infini-gated-delta": _same(infini_attention, update_rule="gated_delta"),
+    **{f"infini-{rule.replace('_', '-')}": _same(infini_attention, update_rule=rule) for rule in UPDATE_RULES[1:]},
     "causal-sdpa": _causal(F.scaled_dot_product_attention, is_causal=True),
     "causal-eager": _causal(eager),
     "loop-sliced": _same(loop, split=False),

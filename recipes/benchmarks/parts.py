@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from evaluation.inference import read_in_chunks
+from hf_infini.options import UPDATE_RULES
 from support.measurement import cache_bytes
 
 from . import contestants, measuring, models
@@ -25,8 +26,7 @@ NEW_TOKENS = 8  # timed together
 UNCHANGED, UNCOMPILED = "none", "as it is"  # what the others are compared with
 CHANGES = {
     UNCHANGED: {},
-    "update_rule=delta": {"update_rule": "delta"},
-    "update_rule=gated_delta": {"update_rule": "gated_delta"},
+    **{f"update_rule={rule}": {"update_rule": rule} for rule in UPDATE_RULES[1:]},
     "feature_map=exp": {"feature_map": "exp"},
     "feature_map=learned": {"feature_map": "learned"},
     "denominator=shared": {"denominator": "shared"},

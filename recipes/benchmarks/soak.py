@@ -14,23 +14,22 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from hf_infini.compat.cache_name import CACHE, cache_of
+from hf_infini.ops.naive import EPS, FEATURE_MAPS
+from hf_infini.ops.rules import RULES
+from hf_infini.options import UPDATE_RULES
 from support.measurement import cache_bytes
 
 from . import measuring, models
 
-RULES = {
-    "linear": {},
-    "delta": {"update_rule": "delta"},
+MODELS = {
+    **{rule.replace("_", " "): {"update_rule": rule} for rule in UPDATE_RULES},
     "linear, exp, learned weights": {"feature_map": "exp", "memory_write": "learned"},
-    "gated delta": {"update_rule": "gated_delta"},
 }
 FORGETTING = 6.0  # logit of α: 0.9975, so that 1,000 tokens leave 8 %; the start's 0.999994 would forget nothing here
 SINGLE = 96  # tokens at the end that are read one a call, as `generate` does
 WARM_UP = 20  # calls, until the allocator has all it needs
-EPS = 1e-6  # of equation 3
 # What may be, at most. float32 loses about 1e-5 in a million tokens; a hundred times that is a mistake.
 LIMITS = {"held_growth": 0.01, "output_error": 1e-3, "normaliser_drift": 1e-3, "memory_drift": 1e-3}
 
@@ -55,12 +54,12 @@ class Streamed(NamedTuple):
 def soak(how) -> Iterator[list[dict]]:
     """A row for each update rule: figures, and what is `broken` of what must hold."""
     for tokens in how.size.soaked:
-        for name in RULES:
+        for name in MODELS:
             yield [_measured(how, name, tokens)]
 
 
 def _measured(how, name: str, tokens: int) -> dict:
-    model, ids = build(RULES[name], how.spec), models.random_ids(how.spec, 1, tokens)
+    model, ids = build(MODELS[name], how.spec), models.random_ids(how.spec, 1, tokens)
     # No multiple of a segment: calls end at every place of one
     streamed = stream(model, ids, how.size.chunk - 1)
     tenth = len(streamed.held) // 10
@@ -135,9 +134,9 @@ def compare(model, ids: Tensor, streamed: Streamed) -> dict[str, float]:
             wanted = reference.logits(hidden[end - 1 - begin])
             errors.append((wanted - logits).abs().max())
             variances.append(wanted.var())
-    of_z, of_memory = [ids.new_zeros((), dtype=torch.float64)], []  # the gated delta rule has no z
+    of_z, of_memory = [ids.new_zeros((), dtype=torch.float64)], []  # some rules have no z
     for layer, memory, normaliser in zip(streamed.cache.layers, reference.memories, reference.normalisers, strict=True):
-        if normaliser is not None:
+        if reference.rule.normalised:
             of_z.append((layer.state.normaliser[0] / normaliser - 1).abs().max())
         of_memory.append(((layer.state.memory[0] - memory).norm(dim=(1, 2)) / memory.norm(dim=(1, 2))).max())
     return {
@@ -148,16 +147,16 @@ def compare(model, ids: Tensor, streamed: Streamed) -> dict[str, float]:
 
 
 class Reference:
-    """The algorithm of the paper (arXiv 2404.07143, section 2) with a GPT-2's weights, in float64; for the gated delta rule
-    the recurrence of arXiv 2412.06464, one token after the other.
+    """The algorithm of the paper (arXiv 2404.07143, section 2) with a GPT-2's weights, in float64, by the naive form of the
+    update rule.
 
     Attributes:
         memories, normalisers: of each layer, `[heads, head_dim, head_dim]` and `[heads, head_dim]`; `None` before the first
-            whole segment, and for the gated delta rule's normaliser.
+            whole segment.
     """
 
     def __init__(self, model):
-        self.config = model.config
+        self.config, self.rule = model.config, RULES[model.config.update_rule]
         self.model = copy.deepcopy(model).double()  # its layers' own modules are used, and none that has a memory
         self.memories, self.normalisers = [None] * self.config.n_layer, [None] * self.config.n_layer
 
@@ -180,43 +179,27 @@ class Reference:
         scores = query @ key.mT / query.shape[-1] ** 0.5
         future = torch.ones_like(scores[0], dtype=torch.bool).triu(1)
         output = scores.masked_fill(future, -torch.inf).softmax(-1) @ value  # equation 2
-        memory, normaliser = self.memories[number], self.normalisers[number]
-        if memory is not None:
-            query = self.features(query)
+        rule, memory, normaliser = self.rule, self.memories[number], self.normalisers[number]
+        if memory is None or normaliser is None:
+            memory, normaliser = key.new_zeros(len(key), key.shape[2], value.shape[2]), torch.zeros_like(key[:, 0])
+        else:
+            read, mass = rule.naive_read(self.features(query), memory, normaliser, EPS)  # equation 3
             share = torch.sigmoid(layer.gate.weight)[:, None, None]
-            output = (1 - share) * output + share * _retrieved(query, memory, normaliser)  # equation 5
-        whole = len(inputs) == self.config.segment_length
-        if whole and self.config.update_rule == "gated_delta":
-            self.memories[number] = self._written_one_by_one(layer, inputs, self.features(key), value, memory)
-        elif whole:
-            if self.config.memory_write == "learned":
-                key = key + (inputs @ layer.memory_write.T).T.unsqueeze(-1)
-            key = self.features(key)
-            if self.config.update_rule == "delta" and memory is not None:
-                value = value - _retrieved(key, memory, normaliser)
-            self.memories[number] = key.mT @ value + (0 if memory is None else memory)  # equation 4
-            self.normalisers[number] = key.sum(1) + (0 if memory is None else normaliser)
+            output = (1 - share) * output + share * read / mass  # equation 5
+        if len(inputs) == self.config.segment_length:
+            rates = self._log_rates(layer, inputs)
+            written = rule.naive_write(memory, normaliser, self.features(key, rates), value, rates, EPS)  # equation 4
+            self.memories[number], self.normalisers[number] = written
         return output.transpose(0, 1).flatten(1)
 
-    def _written_one_by_one(self, layer, inputs: Tensor, key: Tensor, value: Tensor, memory: Tensor | None) -> Tensor:
-        """M after a segment, by M ← α (M − β k kᵀ M) + β k vᵀ."""
-        logits = torch.einsum("tw,hrw->rht", inputs, layer.memory_rates) + layer.memory_rates_bias.T.unsqueeze(-1)
-        beta, alpha = logits.sigmoid()[..., None, None]
-        memory = key.new_zeros(len(key), key.shape[-1], value.shape[-1]) if memory is None else memory
-        for token in range(len(inputs)):
-            k, v = key[:, token, :, None], value[:, token, None]
-            forgotten = alpha[:, token] * (memory - beta[:, token] * k @ (k.mT @ memory))
-            memory = forgotten + beta[:, token] * k @ v
-        return memory
+    def _log_rates(self, layer, inputs: Tensor) -> Tensor:
+        """The logarithms of the tokens' rates, `[heads, tokens, rates]`."""
+        if own := {name: getattr(layer, name) for name in self.rule.parameters(1, 1)}:
+            return self.rule.log_rates(inputs[None], **own)[0]
+        if self.config.memory_write == "learned":
+            return (inputs @ layer.memory_write.T).T.unsqueeze(-1)
+        return inputs.new_zeros(1, 1, self.rule.rates)
 
-    def features(self, x: Tensor) -> Tensor:
-        """σ(x), and of the gated delta rule its direction from σ(0)."""
-        if self.config.update_rule == "gated_delta":
-            return F.normalize(F.elu(x), dim=-1)
-        return x.exp() if self.config.feature_map == "exp" else F.elu(x) + 1
-
-
-def _retrieved(features: Tensor, memory: Tensor, normaliser: Tensor | None) -> Tensor:
-    if normaliser is None:
-        return features @ memory
-    return features @ memory / (features @ normaliser.unsqueeze(-1) + EPS)  # equation 3
+    def features(self, x: Tensor, log_rates: Tensor | int = 0) -> Tensor:
+        """Features of queries, or of keys with their rates."""
+        return self.rule.naive_features(x, log_rates, FEATURE_MAPS[self.config.feature_map], EPS)

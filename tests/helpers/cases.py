@@ -8,6 +8,8 @@ from torch.nn import functional as F
 
 from hf_infini import InfiniState, naive_infini_attention
 from hf_infini.ops.positions import Rotary, rotation
+from hf_infini.ops.rules import RULES
+from hf_infini.options import UPDATE_RULES
 
 TENSORS = ("query", "key", "value", "log_weight")
 
@@ -63,10 +65,10 @@ def random_case(seed: int, dtype=torch.float32, **fixed) -> Case:
     batch, kv_heads, heads_per_key = pick.choice([1, 2, 3]), pick.choice([1, 2]), pick.choice([1, 2, 3])
     tokens, width = pick.choice([1, 2, 5, 7, 12, 17, 33]), pick.choice([2, 4, 8])
     value_width = pick.choice([width, width, width + 1])
-    options = {"update_rule": pick.choice(["linear", "delta", "gated_delta"]), "local_segments": pick.choice([0, 0, 1, 2])}
-    gated = options["update_rule"] == "gated_delta"
+    options = {"update_rule": pick.choice(UPDATE_RULES), "local_segments": pick.choice([0, 0, 1, 2])}
+    rule = RULES[options["update_rule"]]
     options["feature_map"] = pick.choice(["elu", "elu", "exp"])
-    options["denominator"] = "separate" if gated else pick.choice(["separate", "separate", "shared"])
+    options["denominator"] = "separate" if "denominator" in rule.not_with else pick.choice(["separate", "separate", "shared"])
     if pick.random() < 0.5:
         options["attention_mask"] = torch.rand(batch, tokens, generator=draw) < pick.choice([0.3, 0.8])
     if pick.random() < 0.5:
@@ -78,9 +80,9 @@ def random_case(seed: int, dtype=torch.float32, **fixed) -> Case:
         # Some rows begin with tokens of which none is written, often whole segments and sometimes all of them
         unwritten = torch.randint(0, tokens + 1, (batch, 1), generator=draw)
         options["memory_mask"] &= torch.arange(tokens) >= unwritten * (torch.rand(batch, 1, generator=draw) < 0.7)
-    if pick.random() < (0.8 if gated else 0.3):
-        weights = normal(batch, kv_heads, tokens, 2 if gated else 1)
-        options["log_weight"] = F.logsigmoid(weights) if gated else weights  # log β and log α
+    if pick.random() < (0.3 if rule.normalised else 0.8):
+        weights = normal(batch, kv_heads, tokens, rule.rates)
+        options["log_weight"] = weights if rule.normalised else F.logsigmoid(weights)  # rates up to 1
     segment_length = fixed.pop("segment_length", pick.choice([1, 2, 3, 4, 5, 8, 40]))
     if pick.random() < 0.4:
         options["sink_tokens"] = pick.randrange(min(segment_length, 5))
@@ -122,7 +124,7 @@ def random_state(case: Case, seed: int) -> InfiniState:
     draw = torch.Generator().manual_seed(seed)
     heads, width, value_width = case.key.shape[1], case.key.shape[3], case.value.shape[3]
     dtype = torch.promote_types(case.key.dtype, torch.float32)
-    normalised = case.options["update_rule"] != "gated_delta"
+    normalised = RULES[case.options["update_rule"]].normalised
     return InfiniState.initial(
         case.key,
         case.value,

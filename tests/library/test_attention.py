@@ -5,6 +5,7 @@ import torch
 from torch.nn import functional as F
 
 import hf_infini.ops.attention
+import hf_infini.ops.rules.scan
 from cases import (
     Case,
     assert_equals_reference,
@@ -17,7 +18,7 @@ from cases import (
     random_state,
 )
 from hf_infini import infini_attention, naive_infini_attention
-from hf_infini.ops.memory import FEATURE_MAPS, exp_features
+from hf_infini.ops.features import FEATURE_MAPS, exp_features
 from hf_infini.ops.naive import attend_by_segments
 
 RULES = ("linear", "delta", "gated_delta")
@@ -31,7 +32,7 @@ FLOAT64 = 1e-9
 def sizes(request, monkeypatch):
     monkeypatch.setitem(hf_infini.ops.attention.GROUP_ELEMENTS, "cpu", request.param[0])
     monkeypatch.setattr(hf_infini.ops.window, "TILE", request.param[1])
-    monkeypatch.setitem(hf_infini.ops.memory_gradients.GROUPED_STATE, "cpu", request.param[2])
+    monkeypatch.setitem(hf_infini.ops.rules.scan.GROUPED_STATE, "cpu", request.param[2])
 
 
 @pytest.mark.slow

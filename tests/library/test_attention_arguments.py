@@ -46,7 +46,7 @@ def test_no_tokens_give_no_output_and_leave_the_state_as_it_was(batch, tokens, o
         ({"position_ids": torch.ones(3, 24)}, "position_ids must be"),
         ({"state": "of another length"}, "the state does not fit this call"),
         ({"log_weight": torch.zeros(2, 2, 24, 1), "state": "of this length"}, "log_weight must be given in every call"),
-        ({"update_rule": "gated_delta", "state": "of this length"}, "with update_rule='gated_delta' its width is 0"),
+        ({"update_rule": "gated_delta", "state": "of this length"}, "its width is that of a head, and 0 with a rule"),
         ({"update_rule": "gated_delta", "denominator": "shared"}, "does not go with denominator='shared': its memory"),
         ({"update_rule": "gated_delta", "log_weight": torch.zeros(2, 2, 24, 1)}, r"log_weight must be \[2, 2, 24, 2\], got"),
         ({"log_weight": torch.zeros(2, 2, 24)}, r"log_weight must be \[2, 2, 24, 1\], got \[2, 2, 24\]"),

@@ -13,7 +13,7 @@ from hf_infini.ops.attention import attend
 from hf_infini.ops.decoding import graph_step_layout
 from hf_infini.ops.layout.base import Call
 from hf_infini.ops.layout.build import restarts, segment_layout
-from hf_infini.ops.memory import MemoryRule
+from hf_infini.ops.rules import memory_rule
 from hf_infini.ops.state import Projections
 from hf_infini.ops.window import Softmax
 
@@ -36,7 +36,7 @@ def bounded_attention(query, key, value, gate, segment_length, *, state=None, lo
     window = (segment_length, local_segments, sink_tokens)
     call = Call(batch, 1, *window, real, position_ids, masks["memory_mask"], state, query.device)
     maps = dict(zip(("query_map", "key_map"), options.get("feature_maps", ()), strict=False))
-    rule = MemoryRule(**{name: options[name] for name in ("update_rule", "feature_map", "denominator")}, **maps)
+    rule = memory_rule(**{name: options[name] for name in ("update_rule", "feature_map", "denominator")}, **maps)
     projections = Projections(query, key, value, options.get("log_weight"))
     softmax = Softmax(**{name: options.get(name) for name in ("softcap", "rotary", "query_weight")})
     return attend(projections, gate, graph_step_layout(call, state, restart), rule, softmax, state)[:2]

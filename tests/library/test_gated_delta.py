@@ -6,8 +6,9 @@ from torch.nn import functional as F
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
 from hf_infini import patch_model
-from hf_infini.ops.gated_delta import gated_delta_scan
-from hf_infini.ops.memory import MemoryRule, elu_features
+from hf_infini.ops.features import elu_features
+from hf_infini.ops.rules import memory_rule
+from hf_infini.ops.rules.gated_delta import gated_delta_scan
 from models import gpt2, token_ids
 
 # Both sides round in float32, and add up to some hundred numbers of the size of a value in another order
@@ -22,7 +23,7 @@ def test_equals_transformers_function(tokens, width, decay):
     key, value = torch.randn(2, 3, 2, tokens, width), torch.randn(2, 3, 2, tokens, width + 1)
     weights = F.logsigmoid(torch.randn(2, 3, 2, tokens, 2) + torch.tensor([0.0, 6.0 - 2 * decay]))
     memory = torch.randn(2, 2, width, width + 1)
-    rule = MemoryRule("gated_delta")
+    rule = memory_rule("gated_delta")
     written = rule.written(key, value, weights)
     found = rule.states(written, memory, memory.new_zeros(2, 2, 0))
     wanted = memory

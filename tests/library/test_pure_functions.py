@@ -7,13 +7,16 @@ import torch
 
 from cases import assert_same_state, random_case, random_cuts
 from hf_infini import InfiniState, naive_infini_attention
+from hf_infini.ops.features import exp_features
 from hf_infini.ops.layout.build import restarts, segment_layout
 from hf_infini.ops.layout.grid import PlainLayout
-from hf_infini.ops.memory import Borders, exp_features, linear_states
+from hf_infini.ops.memory import Borders, Written
+from hf_infini.ops.rules import memory_rule
 from hf_infini.ops.scores import as_dot_product
 from hf_infini.ops.window import Softmax, window_attention
 
 ONE = torch.ones(1, 1, 1, 1)
+WRITTEN = Written(ONE[None], ONE[None], None)
 PACKED = Borders(torch.ones(1, 2, 3, dtype=torch.bool), torch.ones(1, 1, dtype=torch.bool))
 
 
@@ -23,7 +26,7 @@ PACKED = Borders(torch.ones(1, 2, 3, dtype=torch.bool), torch.ones(1, 1, dtype=t
         (lambda: as_dot_product("general", ONE, None), "score='general' needs its weight"),
         (lambda: InfiniState.initial(ONE, ONE, 2, start_memory=ONE[0]), "give both or neither"),
         (lambda: InfiniState.initial(ONE, ONE, 2, start_normaliser=ONE[0, 0]), "give both or neither"),
-        (lambda: linear_states(ONE[None], ONE[None], ONE, ONE[0], None, PACKED), "borders need the start"),
+        (lambda: memory_rule("linear").states(WRITTEN, ONE, ONE[0], None, PACKED), "borders need the start"),
         (lambda: segment_layout(1, 2, 2).order, "where no token is padding"),
     ],
 )

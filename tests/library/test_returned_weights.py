@@ -6,7 +6,7 @@ import torch
 from cases import random_case, random_cuts
 from hf_infini.ops.attention import attend
 from hf_infini.ops.layout.build import segment_layout
-from hf_infini.ops.memory import MemoryRule
+from hf_infini.ops.rules import memory_rule
 from hf_infini.ops.state import Projections
 from hf_infini.ops.window import Softmax
 from models import causal_mha, infini_gpt2, token_ids
@@ -45,7 +45,8 @@ def with_weights(case, cuts):
     of_tokens = {name: options.pop(name, None) for name in ("attention_mask", "position_ids", "memory_mask")}
     window = (case.segment_length, options.pop("local_segments"), options.pop("sink_tokens", 0))
     softmax = Softmax(written_out=True, **{name: options.pop(name, None) for name in ("softcap", "rotary", "query_weight")})
-    rule = MemoryRule(**dict(zip(("query_map", "key_map"), options.pop("feature_maps", ()), strict=False)), **options)
+    maps = dict(zip(("query_map", "key_map"), options.pop("feature_maps", ()), strict=False))
+    rule = memory_rule(**maps, **options)
     outputs, weights = [], []
     for begin, end in zip(edges, edges[1:], strict=False):
         now = {name: None if tensor is None else tensor[:, begin:end] for name, tensor in of_tokens.items()}

@@ -12,18 +12,10 @@ import hf_infini.ops.attention
 import hf_infini.ops.window
 from cases import assert_same_gradients, random_case, random_cuts
 from hf_infini import infini_attention, naive_infini_attention
-from hf_infini.ops.gated_delta import gated_delta_scan
-from hf_infini.ops.memory import (
-    Borders,
-    Within,
-    delta_states,
-    elu_features,
-    exp_features,
-    linear_states,
-    mix,
-    read_memory,
-)
-from hf_infini.ops.memory_gradients import UnitLength
+from hf_infini.ops.features import elu_features, exp_features, unit_features
+from hf_infini.ops.memory import Borders, Within, Written, mix, read_memory
+from hf_infini.ops.rules import memory_rule
+from hf_infini.ops.rules.gated_delta import gated_delta_scan
 from hf_infini.ops.tensors import gather
 from hf_infini.ops.window import Softmax, window_attention
 
@@ -39,10 +31,9 @@ def positive(*shape):
     return torch.rand(*shape, dtype=torch.float64).add(0.5).requires_grad_()
 
 
-def states_of(make, borders, *tensors):
+def states_of(rule, borders, *tensors):
     keys, value, memory, normaliser, *start = tensors
-    options = {"eps": 0.1} if make is delta_states else {}
-    return tuple(make(keys, value, memory, normaliser, tuple(start), borders, **options))
+    return tuple(memory_rule(rule, eps=0.1).states(Written(keys, value, None), memory, normaliser, tuple(start), borders))
 
 
 # Two steps; the second document begins with the second
@@ -53,7 +44,7 @@ STATES = [(positive, 1, 2, 1, tokens, 2) for tokens in (2, 1)]
 FUNCTIONS = {
     "elu": (elu_features, [(normal, 4, 3)]),
     "exp": (exp_features, [(normal, 4, 3)]),
-    "unit length": (lambda x: UnitLength.apply(x, 0.1)[0], [(normal, 4, 3)]),
+    "unit length": (lambda x: unit_features(x, 0.1), [(normal, 4, 3)]),
     "read": (
         lambda *tensors: read_memory(*tensors, 0.1),
         [(positive, 1, 2, 1, 3, 2), (normal, 1, 2, 1, 2, 3), (positive, 1, 2, 1, 2)],
@@ -76,12 +67,12 @@ for name, continues in (("", None), (" packed", PACKED.continues)):
             lambda key, value, weight, memory, start, c=continues: gated_delta_scan(key, value, -weight, memory, c, start),
             [*shapes, (normal, 1, 1, width, 3), (normal, 1, width, 3)],
         )
-for rule in (linear_states, delta_states):
+for rule in ("linear", "delta"):
     for packing, borders in (("", None), (" packed", PACKED)):
         for keys in STATES:
             shapes = [keys, (normal, *keys[1:-1], 2), (normal, 1, 1, 2, 2), (positive, 1, 1, 2)]
             shapes += [(normal, 1, 2, 2), (positive, 1, 2)]
-            name = f"{rule.__name__}{packing}, {keys[4]} tokens"
+            name = f"{rule}{packing}, {keys[4]} tokens"
             FUNCTIONS[name] = (lambda *tensors, r=rule, b=borders: states_of(r, b, *tensors), shapes)
 
 

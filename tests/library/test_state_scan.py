@@ -6,9 +6,9 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cases import assert_same_gradients
-from hf_infini.ops import memory_gradients
-from hf_infini.ops.memory import delta_states
-from hf_infini.ops.memory_gradients import DeltaScan
+from hf_infini.ops.memory import Written
+from hf_infini.ops.rules import memory_rule, scan
+from hf_infini.ops.rules.scan import DeltaScan
 
 FLOAT64 = 1e-12  # of numbers of about 1, in another order
 
@@ -40,7 +40,7 @@ def test_groups_find_the_same_states_and_derivatives(blocks, thin, fades, packed
     leaves = [part for part in arguments if part is not None and part.is_floating_point()]
     results = []
     for most in (0, 2**20):
-        monkeypatch.setitem(memory_gradients.GROUPED_STATE, "cpu", most)
+        monkeypatch.setitem(scan.GROUPED_STATE, "cpu", most)
         for leaf in leaves:
             leaf.requires_grad_()
         memories, last = DeltaScan.apply(*arguments)
@@ -55,7 +55,7 @@ def test_groups_find_the_same_states_and_derivatives(blocks, thin, fades, packed
 
 def scanned(arguments, most, monkeypatch, autocast=False):
     """States and gradients of the last, by the loop (`most` 0) or in groups; the backward pass within autocast or not."""
-    monkeypatch.setitem(memory_gradients.GROUPED_STATE, "cpu", most)
+    monkeypatch.setitem(scan.GROUPED_STATE, "cpu", most)
     leaves = [part.detach().requires_grad_() for part in arguments[:3] if part is not None]
     target, *others = leaves
     left, right = others if len(others) == 2 else (None, *others)
@@ -78,10 +78,10 @@ def test_thousands_of_roundings_do_not_add_up(tokens, monkeypatch):
     key, value = torch.randn(1, 4000, 1, tokens, 16).abs().double(), torch.randn(1, 4000, 1, tokens, 5).double()
     results = []
     for most, dtype in ((0, torch.float64), (0, torch.float32), (2**20, torch.float32)):
-        monkeypatch.setitem(memory_gradients.GROUPED_STATE, "cpu", most)
+        monkeypatch.setitem(scan.GROUPED_STATE, "cpu", most)
         leaves = [part.to(dtype).requires_grad_() for part in (key, value)]
         empty = torch.zeros(1, 1, 16, 5, dtype=dtype), torch.zeros(1, 1, 16, dtype=dtype)
-        last = delta_states(*leaves, *empty, eps=1e-6).last_memory
+        last = memory_rule("delta").states(Written(*leaves, None), *empty).last_memory
         results.append([last, *torch.autograd.grad(last.sum(), leaves)])
     wanted, *found = results
     errors = [furthest(tensors, wanted) for tensors in found]
@@ -100,7 +100,7 @@ def test_a_backward_pass_within_autocast_rounds_no_state(thin, most, monkeypatch
 
 
 def test_what_is_no_number_stays_in_its_document(monkeypatch):
-    monkeypatch.setitem(memory_gradients.GROUPED_STATE, "cpu", 2**20)
+    monkeypatch.setitem(scan.GROUPED_STATE, "cpu", 2**20)
     target, left, right, growth, incoming, continues, start = factors(33, True, True, True)
     continues[:] = True
     continues[:, 16] = False
@@ -123,7 +123,7 @@ class CountedOperations(TorchDispatchMode):
 def test_groups_need_fewer_operations_than_there_are_blocks(thin, monkeypatch):
     counts = []
     for most in (0, 2**20):
-        monkeypatch.setitem(memory_gradients.GROUPED_STATE, "cpu", most)
+        monkeypatch.setitem(scan.GROUPED_STATE, "cpu", most)
         target, left, right, growth, incoming, *_ = factors(1000, thin, thin, False)
         with CountedOperations() as counted:
             memories, last = DeltaScan.apply(target.requires_grad_(), left, right, growth, incoming, None, None)

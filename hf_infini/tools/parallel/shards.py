@@ -43,7 +43,8 @@ from ...compat.cache_name import CACHE
 from ...models.common import check_continuation
 from ...ops.checks import bool_mask, check_shapes
 from ...ops.layout.base import GridLayout
-from ...ops.memory import MemoryRule, Written
+from ...ops.memory import Written
+from ...ops.rules import MemoryRule
 from ...ops.state import InfiniState, Projections
 from .exchange import AllGather, Shard, gather
 
@@ -310,7 +311,7 @@ class ShardStates(StatesOfCall):
         if borders is not None:
             features = features * borders.reach[:, -1, 2:, None, None, None]  # of the row's last document only
         sums = features.sum((1, 3)) + begins * start_normaliser if rule.normalised else normaliser
-        if rule.update_rule == "linear":
+        if rule.additive:
             products = torch.einsum("bnkce,bnkcd->bked", value, features) + begins.unsqueeze(3) * start_memory.mT
             sums = torch.cat([products, sums.unsqueeze(2)], 2)  # what is summed, [B, K, E + 1, D]
             memory = self._chained(torch.cat([memory.mT, normaliser.unsqueeze(2)], 2), sums + reached, kept)

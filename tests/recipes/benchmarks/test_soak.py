@@ -23,7 +23,7 @@ def test_memory_and_results_stay_what_they_were(tmp_path):
         load_recipe("benchmark").main([*ARGV, str(out)])
     content = json.loads(out.read_text())
     rows = content["parts"]["soak"]
-    assert [(row["name"], row["tokens"], row["broken"]) for row in rows] == [(name, TOKENS, []) for name in soak.RULES]
+    assert [(row["name"], row["tokens"], row["broken"]) for row in rows] == [(name, TOKENS, []) for name in soak.MODELS]
     assert {"command", "date", "hardware"} <= content.keys() and "| delta " in printed.getvalue()
     for row in rows:
         # float32 has 6e-8, in sums of 560 segments that go through one layer; measured: 1e-6
@@ -34,7 +34,7 @@ def test_memory_and_results_stay_what_they_were(tmp_path):
 
 
 def other_features(monkeypatch):
-    monkeypatch.setattr(soak.Reference, "features", lambda self, x: x.sigmoid())
+    monkeypatch.setattr(soak.Reference, "features", lambda self, x, log_rates=0: x.sigmoid())
 
 
 def growing(monkeypatch):
@@ -56,7 +56,7 @@ def a_segment_less(monkeypatch):
     ],
 )
 def test_what_does_not_hold_is_named(change, mentions, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(soak, "RULES", {"linear": {}})
+    monkeypatch.setattr(soak, "MODELS", {"linear": {}})
     change(monkeypatch)
     out = tmp_path / "soak.json"
     refused(load_recipe("benchmark").main, [*ARGV, out], capsys, "the soak shows a defect: linear: ", *mentions, str(out))

@@ -1,12 +1,6 @@
-"""The gradients of the memory's functions that are written by hand; memory.py has the functions.
+"""M_{n+1} = (1 + f_n) M_n + A_n (T_n − B_n M_n), block after block: the scan of the rules that are affine in the memory.
 
-What autograd would keep or copy for them takes longer, where memory is slower than arithmetic, than the products: together
-with blocks of contiguous matrices they made a layer a third faster on a CPU in bfloat16. Second derivatives go through these
-gradients: whatever depends on the inputs is there an input or an output of the function, never a result on the way, which
-would count as constant.
-
-g is the gradient of the output, `g_x` that of x. Shapes as in memory.py: `B` batch, `N` blocks of segments, `K` key/value
-heads, `P` tokens in a block, `R` queries that read a block's state, `D` head dimension, `E` value dimension.
+Shapes as in memory.py: `B` batch, `N` blocks, `K` key/value heads, `D` head dimension, `E` value dimension.
 """
 
 import math
@@ -16,162 +10,9 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional as F
 
-from .tensors import pad
+from ..tensors import pad
 
-EXP_LIMIT = 30.0
 GROUPED_STATE = {"cpu": 0, "cuda": 2**18}  # numbers in a batch's state, up to which blocks are scanned in groups
-
-
-class EluFeatures(Function):
-    """σ(x) = ELU(x) + 1;  g_x = g · min(σ(x), 1), for σ'(x) is e^x = σ(x) below zero and 1 above.
-
-    From its own result, so that the exponential function, by far the dearest operation of the memory on a CPU, is computed
-    once.
-    """
-
-    @staticmethod
-    def forward(ctx, x: Tensor) -> Tensor:
-        features = F.elu(x).add_(1)
-        ctx.save_for_backward(features)
-        return features
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor) -> Tensor:
-        (features,) = ctx.saved_tensors
-        return features.clamp(max=1).mul_(gradient)
-
-
-class ExpFeatures(Function):
-    """σ(x) = e^min(x, 30);  g_x = g · σ(x), and 0 beyond the limit. From its own result, as [`EluFeatures`]."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor) -> Tensor:
-        features = x.clamp(max=EXP_LIMIT).exp_()
-        ctx.save_for_backward(x, features)
-        return features
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor) -> Tensor:
-        x, features = ctx.saved_tensors
-        return (gradient * features).masked_fill_(x > EXP_LIMIT, 0)
-
-
-class UnitLength(Function):
-    """y = r c with c = x − 1 and r = 1 / √(|c|² + ε), of vectors in the last dimension;  g_x = r (g − (y·g + r g_r) y).
-
-    Returns y and r, which is an output for the second derivative only.
-    """
-
-    @staticmethod
-    def forward(ctx, x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        unit = x - 1
-        inverse = unit.square().sum(-1, keepdim=True).add_(eps).rsqrt_()
-        unit *= inverse
-        ctx.save_for_backward(unit, inverse)
-        ctx.set_materialize_grads(False)
-        return unit, inverse
-
-    @staticmethod
-    def backward(ctx, gradient, inverse_gradient):
-        unit, inverse = ctx.saved_tensors
-        gradient = torch.zeros_like(unit) if gradient is None else gradient
-        along = (unit * gradient).sum(-1, keepdim=True)
-        if inverse_gradient is not None:
-            along = along + inverse * inverse_gradient
-        return torch.addcmul(gradient, unit, along, value=-1) * inverse, None
-
-
-class Read(Function):
-    """A = n / (m + ε), n = σ(q) M + C V, m = σ(q) z + Σ C, with C = σ(q) σ(K)ᵀ of the visible tokens of the same block;
-
-    g_n = g / (m + ε),  g_m += −g_n · A,  g_σ(q) = g_n Mᵀ + g_m zᵀ,  g_M = σ(q)ᵀ g_n,  g_z = σ(q)ᵀ g_m,
-    g_C = g_n Vᵀ + g_m where visible,  g_σ(q) += g_C σ(K),  g_σ(K) = g_Cᵀ σ(q),  g_V = Cᵀ g_n.
-
-    Returns A, m and C (`None` without `visible`), which is an output for the second derivative only.
-    """
-
-    @staticmethod
-    def forward(ctx, features, memory, normaliser, eps, key_features, value, visible):
-        read = features @ memory
-        mass = features @ normaliser.unsqueeze(-1)
-        products = None
-        if visible is not None:
-            products = (features @ key_features.transpose(-1, -2)).mul_(visible)
-            read += products @ value
-            mass += products.sum(-1, keepdim=True)
-        inverse = (mass + eps).reciprocal_()
-        read *= inverse
-        ctx.save_for_backward(features, memory, normaliser, read, mass, key_features, value, visible, products)
-        ctx.eps = eps
-        ctx.set_materialize_grads(False)
-        return read, mass, products
-
-    @staticmethod
-    def backward(ctx, read_gradient, mass_gradient, products_gradient):
-        features, memory, normaliser, read, mass, key_features, value, visible, products = ctx.saved_tensors
-        read_gradient = torch.zeros_like(read) if read_gradient is None else read_gradient
-        to_numerator = read_gradient * (mass + ctx.eps).reciprocal()
-        to_mass = (to_numerator * read).sum(-1, keepdim=True).neg()
-        if mass_gradient is not None:
-            to_mass = to_mass + mass_gradient
-        to_features = (to_numerator @ memory.transpose(-1, -2)).addcmul_(to_mass, normaliser.unsqueeze(-2))
-        to_memory = features.transpose(-1, -2) @ to_numerator
-        to_normaliser = (to_mass.transpose(-1, -2) @ features).squeeze(-2)
-        to_keys = to_value = None
-        if visible is not None:
-            to_products = to_numerator @ value.transpose(-1, -2) + to_mass
-            if products_gradient is not None:  # of a second derivative
-                to_products = to_products + products_gradient
-            to_products = to_products * visible
-            to_features = to_features + to_products @ key_features
-            to_keys = to_products.transpose(-1, -2) @ features
-            to_value = products.transpose(-1, -2) @ to_numerator
-        return to_features, to_memory, to_normaliser, None, to_keys, to_value, None
-
-
-class Mix(Function):
-    """A = (1 − s) L + s R;  g_L = (1 − s) g,  g_R = s g,  g_s = Σ g (R − L)."""
-
-    @staticmethod
-    def forward(ctx, local, read, share):
-        ctx.save_for_backward(local, read, share)
-        return torch.lerp(local.to(read.dtype), read, share.expand_as(read)).to(local.dtype)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        local, read, share = ctx.saved_tensors
-        # It comes from the grid, with the tokens before the heads, and every product of blocks would copy it again
-        gradient = gradient.to(read.dtype, memory_format=torch.contiguous_format)
-        to_read = gradient * share
-        to_share = (read - local).mul_(gradient).sum_to_size(share.shape)
-        return (gradient - to_read).to(local.dtype), to_read, to_share
-
-
-class RunningSum(Function):
-    """S_n = S_0 + Σ_{j<n} W_j for every block and after the last;  g_W_j = Σ_{n>j} g_n, the same sum from the other end.
-
-    A CPU adds whole states many times faster than it sums along a dimension that is not the last.
-
-    Args:
-        written: W, `[B, N, …]`; incoming: S_0, `[B, …]`.
-        backwards: begin with the last block.
-    """
-
-    @staticmethod
-    def forward(ctx, written, incoming, backwards):
-        ctx.backwards = backwards
-        first, *others = range(written.shape[1])[:: -1 if backwards else 1]
-        sums = torch.empty_like(written)
-        sums[:, first] = incoming
-        last = first
-        for block in others:
-            torch.add(sums[:, last], written[:, last], out=sums[:, block])
-            last = block
-        return sums, sums[:, last] + written[:, last]
-
-    @staticmethod
-    def backward(ctx, gradient, last_gradient):
-        return *RunningSum.apply(gradient, last_gradient, not ctx.backwards), None
 
 
 class DeltaScan(Function):
@@ -299,3 +140,4 @@ def _group_size(blocks: int, state: Tensor) -> int:
     if torch.compiler.is_compiling() or state.numel() > GROUPED_STATE.get(state.device.type, GROUPED_STATE["cuda"]):
         return 1
     return max(1, math.isqrt(blocks // 2))
+

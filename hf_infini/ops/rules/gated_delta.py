@@ -18,11 +18,85 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.nn import functional as F
 
-from .memory_gradients import DeltaScan
-from .tensors import pad
+from ..features import unit_features
+from ..memory import States, Written
+from ..tensors import pad
+from .base import MemoryRule, mapped
+from .scan import DeltaScan
 
 SMALL = 32  # tokens of a triangular system that is solved as it is
+
+# Logits of β and α before training: β = 1/2; α = 0.999994, of which 16,384 tokens leave 90 %, and which still has a gradient
+RATES = (0.0, 12.0)
+
+
+class Rule(MemoryRule):
+    """Token by token, a share β of what the memory returns for the token's key, of length one, is replaced by its value, and
+    a share α of everything is kept; both are learned from the layer's input."""
+
+    update_rule = "gated_delta"
+    normalised = False
+    rates = 2  # log β and log α, neither positive
+    not_with = {
+        "denominator": ("shared", "its memory has no denominator that the window could share"),
+        "memory_init": ("noise", "the noise is a first normaliser, and its memory has none"),
+        "memory_write": ("learned", "its β already is a learned weight of each token"),
+    }
+
+    def features(self, x: Tensor) -> Tensor:
+        """(σ(x) − σ(0)) / |σ(x) − σ(0)|: positive features would nearly be parallel."""
+        return unit_features(super().features(x), self.eps)
+
+    def written(self, key: Tensor, value: Tensor, log_weight: Tensor | None, mask: Tensor | None = None) -> Written:
+        """σ(k W) beside log β and log α, all of them zero for tokens that are not written."""
+        features = self.features(mapped(key, self.key_map))
+        log_weight = features.new_zeros(*key.shape[:-1], 2) if log_weight is None else log_weight.to(features.dtype)
+        return Written(features, value, log_weight) if mask is None else Written(features * mask, value, log_weight * mask)
+
+    def states(self, written, memory, normaliser, start=None, borders=None) -> States:
+        key, value, log_weight = written
+        continues = first_memory = None
+        if start is not None:
+            first_memory = start[0]
+        if borders is not None:
+            key, log_weight, continues = key * borders.wrote, log_weight * borders.wrote, borders.continues
+        memories, last_memory = gated_delta_scan(key, value, log_weight, memory, continues, first_memory)
+        return States(memories, normaliser.unsqueeze(1).expand(-1, key.shape[1], -1, -1), last_memory, normaliser)
+
+    def read(self, features, memory, normaliser, within=None) -> tuple[Tensor, Tensor]:
+        """q M, whose mass σ(q) z counts as 0."""
+        return features @ memory, features.new_zeros(*features.shape[:-1], 1)
+
+    @classmethod
+    def parameters(cls, heads: int, width: int) -> dict[str, Tensor]:
+        """What the layer's input is multiplied by, and what is added, for the logits of β and α."""
+        bias = torch.tensor(RATES).expand(heads, -1)
+        return {"memory_rates": torch.zeros(heads, 2, width), "memory_rates_bias": bias}
+
+    @staticmethod
+    def log_rates(inputs: Tensor, memory_rates: Tensor, memory_rates_bias: Tensor) -> Tensor:
+        logits = F.linear(inputs, memory_rates.flatten(0, 1), memory_rates_bias.flatten())
+        return F.logsigmoid(logits).unflatten(-1, (-1, 2)).transpose(1, 2)
+
+    @staticmethod
+    def naive_features(x, log_weight, feature_map, eps):
+        x = feature_map(x) - 1
+        return x / (x.square().sum(-1, keepdim=True) + eps).sqrt()
+
+    @staticmethod
+    def naive_read(features, memory, normaliser, eps):
+        return features @ memory, memory.new_ones(())
+
+    @staticmethod
+    def naive_write(memory, normaliser, features, values, log_weight, eps):
+        for key, value, weight in zip(features.unbind(1), values.unbind(1), log_weight.exp().unbind(1), strict=True):
+            beta, alpha = weight[:, :1], weight[:, 1:, None]
+            retrieved = (key.unsqueeze(1) @ memory).squeeze(1)
+            memory = alpha * (memory - torch.einsum("hd,he->hde", beta * key, retrieved))
+            memory = memory + torch.einsum("hd,he->hde", beta * key, value)
+        return memory, normaliser
 
 
 def gated_delta_scan(

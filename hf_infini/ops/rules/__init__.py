@@ -1,0 +1,17 @@
+"""The update rules: how a segment is written into the memory. A rule is one file, and its name in `options.UPDATE_RULES`."""
+
+from importlib import import_module
+
+from ...options import UPDATE_RULES
+from .base import MemoryRule
+
+# A package has a path; in the copies beside saved models, which lie flat, this is ops_rules.py beside ops_rules_linear.py
+_SEPARATOR = "." if "__path__" in globals() else "_"
+RULES: dict[str, type[MemoryRule]] = {name: import_module(f"{__name__}{_SEPARATOR}{name}").Rule for name in UPDATE_RULES}
+
+
+def memory_rule(update_rule: str, **options) -> MemoryRule:
+    """The rule of this name, with the options of [`MemoryRule`]; ValueError for another name."""
+    if update_rule not in RULES:
+        raise ValueError(f"update_rule must be one of {', '.join(RULES)}, got {update_rule!r}.")
+    return RULES[update_rule](**options)
