@@ -31,6 +31,7 @@ from .models.scratch.modeling import AUTO_CLASSES, CausalMHAForCausalLM, CausalM
 from .ops.attention import infini_attention
 from .ops.naive import naive_infini_attention
 from .ops.state import InfiniState
+from .tools.backends import backend_of
 from .tools.inspection import inspect_attention
 
 InfiniGPT2Model, InfiniGPT2LMHeadModel, InfiniGPT2DoubleHeadsModel = (
@@ -63,6 +64,7 @@ __all__ = [
     "InfiniGPT2LMHeadModel",
     "InfiniGPT2Model",
     "InfiniState",
+    "backend_of",
     "infini_attention",
     "inspect_attention",
     "load_adapter",

@@ -21,8 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from cli import SEED, UserError, exit_on_error, option, parse_options, parse_yaml
-from cli.model_options import MEMORY
-from hf_infini.options import UPDATE_RULES
+from cli.model_options import MEMORY, UPDATE_RULES
 
 # As associative_recall.model has them, whose import takes seconds; what tells most comes first
 MIXERS = ["attention", "window", *UPDATE_RULES, *(f"{rule}+conv" for rule in UPDATE_RULES)]

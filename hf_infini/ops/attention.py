@@ -16,8 +16,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .backends import Attended, AttentionCall, Backend, choose
 from .checks import check_arguments, check_shapes, check_window
 from .decoding import StepLayout, attend_step
+from .kernels import KERNELS
 from .layout.base import GridLayout
 from .layout.build import SegmentLayout, segment_layout
 from .memory import EPS, Within, memory_weight, mix
@@ -137,7 +139,7 @@ def attend(
     return_state: bool = False,
     return_weights: bool = False,
     in_place: bool = False,
-) -> tuple[Tensor, InfiniState | None, Tensor | None]:
+) -> Attended:
     """[`infini_attention`] on a layout that is already made: what a model's layers call.
 
     Args:
@@ -151,15 +153,35 @@ def attend(
         The output, the state and the weights; what was not asked for may be `None`.
     """
     if state is None:
-        state = _initial(tokens, (layout.segment_length, layout.local_segments, layout.sink_tokens), rule)
+        state = initial_state(tokens, (layout.segment_length, layout.local_segments, layout.sink_tokens), rule)
     state = state.before(tokens, layout.places, rule.normalised)
-    if isinstance(layout, StepLayout):
-        return attend_step(tokens, gate, layout, rule, softmax, state, in_place)
-    output, memory, normaliser, weights = _attend_grid(tokens, gate, layout, rule, softmax, state, return_weights)
-    if not return_state:
-        return output, None, weights
-    state = state.map_windows(lambda window, new: layout.next_window(new, window), tokens)
-    return output, state.after(layout, memory=_own(memory), normaliser=_own(normaliser)), weights
+    call = AttentionCall(tokens, gate, layout, rule, softmax, state, return_state, return_weights, in_place)
+    return choose(call, BACKENDS)[0].run(call)
+
+
+def _run_step(call: AttentionCall) -> Attended:
+    return Attended(*attend_step(*call[:6], call.in_place))
+
+
+def _run_grid(call: AttentionCall) -> Attended:
+    output, memory, normaliser, weights = _attend_grid(*call[:6], call.return_weights)
+    if not call.return_state:
+        return Attended(output, None, weights)
+    state = call.state.map_windows(lambda window, new: call.layout.next_window(new, window), call.tokens)
+    return Attended(output, state.after(call.layout, memory=_own(memory), normaliser=_own(normaliser)), weights)
+
+
+def _fits_step(call: AttentionCall) -> tuple[bool, str]:
+    fits = isinstance(call.layout, StepLayout)
+    return fits, "plain torch, one token for every row" if fits else "not one token for every row"
+
+
+def _fits_grid(call: AttentionCall) -> tuple[bool, str]:
+    fits = isinstance(call.layout, GridLayout)
+    return fits, "plain torch, in a grid of segments" if fits else "the layout is no grid of segments"
+
+
+BACKENDS = (*KERNELS, Backend("step", _fits_step, _run_step), Backend("grid", _fits_grid, _run_grid))
 
 
 def _attend_grid(
@@ -228,7 +250,7 @@ def _attend_grid(
             written = rule.written(block_keys, block_values, log_weight, taken_in)
             states = rule.states(written, memory, normaliser, start, group.borders)
             memory, normaliser = states.last_memory, states.last_normaliser
-            within = None if earlier is None else Within(written.key_features, block_values, earlier)
+            within = None if earlier is None else Within(written.key_features, written.value, earlier)
             found = rule.read(query_features, states.memory, states.normaliser, within)
             read, mass = (tensor.unflatten(3, (heads_per_key, -1)).flatten(2, 3) for tensor in found)
             log_sum = None if log_sum is None else log_sum.flatten(3, 4).unsqueeze(-1)
@@ -331,7 +353,7 @@ def _earlier_segments(block: int, slots: int, heads_per_key: int, like: Tensor) 
     return (segment[None, :] < segment[:, None]).to(like.dtype).repeat(heads_per_key, 1)
 
 
-def _initial(tokens: Projections, window: tuple[int, int, int], rule: MemoryRule) -> InfiniState:
+def initial_state(tokens: Projections, window: tuple[int, int, int], rule: MemoryRule) -> InfiniState:
     weights = 0 if tokens.log_weight is None else rule.rates
     return InfiniState.initial(tokens.key, tokens.value, *window, log_weights=weights, normalised=rule.normalised)
 
@@ -341,7 +363,7 @@ def _of_no_tokens(
 ) -> tuple[Tensor, InfiniState]:
     """Output and state of a call of no rows or no tokens: an empty tensor that everything has a gradient from, and the state
     as it was."""
-    empty = _initial(tokens, window, rule)
+    empty = initial_state(tokens, window, rule)
     state = empty if state is None else state
     state.before(tokens, empty.local_key.shape[2], rule.normalised)
     local = F.scaled_dot_product_attention(tokens.query, tokens.key, tokens.value, enable_gqa=True)

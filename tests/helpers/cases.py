@@ -65,10 +65,12 @@ def random_case(seed: int, dtype=torch.float32, **fixed) -> Case:
     batch, kv_heads, heads_per_key = pick.choice([1, 2, 3]), pick.choice([1, 2]), pick.choice([1, 2, 3])
     tokens, width = pick.choice([1, 2, 5, 7, 12, 17, 33]), pick.choice([2, 4, 8])
     value_width = pick.choice([width, width, width + 1])
-    options = {"update_rule": pick.choice(UPDATE_RULES), "local_segments": pick.choice([0, 0, 1, 2])}
+    picked = pick.choice(UPDATE_RULES)
+    options = {"update_rule": fixed.get("update_rule", picked), "local_segments": pick.choice([0, 0, 1, 2])}
     rule = RULES[options["update_rule"]]
     options["feature_map"] = pick.choice(["elu", "elu", "exp"])
-    options["denominator"] = "separate" if "denominator" in rule.not_with else pick.choice(["separate", "separate", "shared"])
+    denominators = ["separate"] if "denominator" in rule.not_with else ["separate", "separate", "shared"]
+    options["denominator"] = pick.choice(denominators)
     if pick.random() < 0.5:
         options["attention_mask"] = torch.rand(batch, tokens, generator=draw) < pick.choice([0.3, 0.8])
     if pick.random() < 0.5:

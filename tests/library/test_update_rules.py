@@ -1,0 +1,78 @@
+"""A new update rule is one file and one name: that of CONTRIBUTING.md is added to a copy of the library. Backends."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import hf_infini
+from cases import random_case
+from hf_infini import backend_of, infini_attention, patch_model
+from hf_infini.ops.attention import BACKENDS
+from hf_infini.ops.backends import forced_backend
+from models import gpt2
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = """
+import sys
+import torch
+from transformers import AutoModelForCausalLM
+from cases import assert_equals_reference, random_case, random_cuts
+from benchmarks.contestants import CONTESTANTS
+from hf_infini import infini_attention, patch_model
+from models import gpt2, token_ids
+import mqar
+
+torch.manual_seed(0)
+for seed in range(30):
+    case = random_case(seed, torch.float64, update_rule="squashed")
+    assert_equals_reference(case, infini_attention, 1e-9, random_cuts(seed, case.query.shape[2]))  # float64
+model = patch_model(gpt2(), segment_length=8, update_rule="squashed", gate_init=1.0)
+ids = token_ids(2, 40)
+model(ids, labels=ids).loss.backward()
+model.save_pretrained(sys.argv[1], save_code=True)
+again = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+with torch.no_grad():
+    assert torch.equal(again(ids).logits, model.eval()(ids).logits)
+    linear = patch_model(gpt2(), segment_length=8, gate_init=1.0).eval()
+    linear.load_state_dict(model.state_dict())
+    assert not torch.allclose(linear(ids).logits, model(ids).logits, atol=1e-3)
+assert "squashed+conv" in mqar.MIXERS and "infini-squashed" in CONTESTANTS
+"""
+
+
+@pytest.mark.slow
+def test_the_rule_of_contributing_is_one_file_and_a_name(tmp_path):
+    package = shutil.copytree(Path(hf_infini.__file__).parent, tmp_path / "hf_infini")
+    page = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
+    section = page.partition("## Add an update rule")[2]
+    code = re.search("```python\n(.*?)```", section, re.DOTALL)
+    (package / "ops" / "rules" / "squashed.py").write_text(code[1])
+    options = (package / "options.py").read_text("utf-8")
+    (package / "options.py").write_text(options.replace('"gated_delta"]', '"gated_delta", "squashed"]', 1))
+    path = [str(tmp_path), str(ROOT / "tests" / "helpers"), str(ROOT / "recipes")]
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, tmp_path / "saved"],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(path)}, cwd=tmp_path, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_backend_of_a_call_can_be_seen_and_forced():
+    model = patch_model(gpt2(n_layer=2), segment_length=8)
+    reason = "step: not one token for every row; grid: plain torch, in a grid of segments"
+    assert backend_of(model) == {f"transformer.h.{n}.attn": reason for n in (0, 1)}
+    case = random_case(0, segment_length=4)
+    given = (case.query, case.key, case.value, case.gate, case.segment_length)
+    with forced_backend("grid"):
+        torch.testing.assert_close(infini_attention(*given), infini_attention(*given), rtol=0, atol=0)
+    for name in ("step", "none"):
+        with forced_backend(name), pytest.raises(ValueError, match=f"no backend of {', '.join(b.name for b in BACKENDS)}"):
+            infini_attention(*given)
+    with pytest.raises(ValueError, match="a GPT2LMHeadModel has no layer with a memory"):
+        backend_of(gpt2())
