@@ -12,8 +12,8 @@ from ..ops.window import Softmax
 
 
 def backend_of(model: nn.Module, batch: int = 1, tokens: int = 1024) -> dict[str, str]:
-    """By the name of each layer with a memory, which backend computes a call of `[batch, tokens]` that begins a text, the last
-    named, and why: "step: not one token for every row; grid: plain torch, in a grid of segments".
+    """By the name of each layer with a memory, which backend computes a call of `[batch, tokens]` that begins a text (the
+    last one named), and why: "step: not one token for every row; grid: plain torch, in a grid of segments".
 
     Raises:
         ValueError: the model has no layer with a memory.
