@@ -1,4 +1,4 @@
-"""Which documents of a corpus are kept: the prose filter, near-duplicate removal, seeded sampling.
+"""Which documents of a corpus are kept: the prose filter, removal of duplicates, seeded sampling.
 
 Every choice by chance goes by a hash of the seed and the document's id, so that it does not depend on the order of the
 files, and a smaller fraction is always a part of a larger one.
@@ -6,7 +6,9 @@ files, and a smaller fraction is always a part of a larger one.
 
 import hashlib
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 from .documents import Document, ReadingLog, url_host
 
@@ -17,6 +19,34 @@ _SHINGLE_WORDS = 5
 # Two documents share a band with probability 1 - (1 - J^4)^16: 0.97 at Jaccard J = 0.67, 0.03 at 0.2
 _BANDS, _ROWS = 16, 4
 _NEAR_DUPLICATE = 0.7  # estimated Jaccard similarity of two documents' five-word shingles
+
+
+def with_unique_ids(documents: Iterable[Document]) -> Iterator[Document]:
+    """The documents; an id that comes again gets a number, as choices by chance go by ids."""
+    times: Counter[str] = Counter()
+    for document in documents:
+        times[document.id] += 1
+        yield document if (time := times[document.id]) == 1 else replace(document, id=f"{document.id}#{time}")
+
+
+def text_digest(text: str) -> bytes:
+    return hashlib.blake2b(text.encode(), digest_size=16).digest()
+
+
+def note_duplicates(documents: Iterable[Document], log: ReadingLog, drop: bool) -> Iterator[Document]:
+    """Counts the documents that have exactly the text of an earlier one, and leaves them out if `drop`; holds 16 bytes of
+    hash per text."""
+    seen: set[bytes] = set()
+    for document in documents:
+        digest = text_digest(document.text)
+        if digest not in seen:
+            seen.add(digest)
+        elif drop:
+            log.dropped["duplicate"] += 1
+            continue
+        else:
+            log.duplicates += 1
+        yield document
 
 
 def keep_prose(
