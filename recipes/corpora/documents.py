@@ -17,12 +17,11 @@ from cli import UserError
 
 _PIECE = 1 << 22  # bytes that are read at a time
 _COMPRESSED = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
-_COMPRESSED[".zst"] = lambda path, mode: pa.input_stream(str(path), compression="zstd")
+_COMPRESSED[".zst"] = lambda path, _: pa.input_stream(str(path), compression="zstd")
 _OTHER = {  # what is no text by its first bytes, as the system's `file` knows it
     b"\x1f\x8b": ".gz", b"\xfd7zXZ": ".xz", b"BZh": ".bz2", b"\x28\xb5\x2f\xfd": ".zst", b"PK": ".zip", b"%PDF": ".pdf",
     b"PAR1": ".parquet", b"ARROW1": ".arrow",
 }  # fmt: skip
-LINE_END = r"(?>\r\n?|\n)"  # and no other: str.splitlines takes form feeds, NEL and U+2028 for ends, too
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,14 +66,8 @@ def inner_suffix(path: Path) -> str:
 
 
 def read_bytes(path: Path, max_gb: float = math.inf) -> bytes:
-    """The content of a plain, gzip, xz, bzip2 or Zstandard file, unpacked.
-
-    Args:
-        path: the file.
-        max_gb: gigabytes that it may have, unpacked: a few kilobytes of gzip can hold any number of them.
-
-    Raises UserError if the file is damaged, empty or too large.
-    """
+    """The content of a plain, gzip, xz, bzip2 or Zstandard file; a UserError if it is damaged, empty, or of more than
+    `max_gb` gigabytes when it is unpacked: a few kilobytes of gzip can hold any number of them."""
     data = bytearray()
     try:
         with _COMPRESSED.get(path.suffix.lower(), open)(path, "rb") as file:
@@ -93,9 +86,12 @@ def read_bytes(path: Path, max_gb: float = math.inf) -> bytes:
 
 def decode(data: bytes, path: Path, encoding: str = "utf-8") -> str:
     """The text of a file's bytes, without a byte-order mark; a UserError if it is not of the encoding, or no text."""
-    try:  # a stream's decoder refuses UTF-16 without a byte-order mark, for which bytes.decode takes anything
-        is_utf8 = codecs.lookup(encoding).name == "utf-8"
-        text = data.decode() if is_utf8 else codecs.getincrementaldecoder(encoding)().decode(data, True)
+    try:
+        if codecs.lookup(encoding).name == "utf-8":
+            text = data.decode()
+        else:  # a stream's decoder refuses UTF-16 without a byte-order mark, for which bytes.decode takes anything
+            text = codecs.getincrementaldecoder(encoding)().decode(data, True)
+            text.encode()  # half a surrogate pair is an error, too
         if (place := text.find("\0")) < 0:
             return text.removeprefix("\ufeff")
         problem = f"no text, character {place:,} is 0"
@@ -106,8 +102,13 @@ def decode(data: bytes, path: Path, encoding: str = "utf-8") -> str:
     if suffix := next((suffix for magic, suffix in _OTHER.items() if data.startswith(magic)), None):
         remedy = f"it begins as a {suffix} file does: unpack or convert it, or give it that suffix"
     elif b"\0" in data:
-        remedy = "is it binary, or UTF-16? prepare.py reads that with --encoding utf-16"
+        remedy = "is it binary, or UTF-16? prepare.py reads that with --encoding utf-16 (utf-16-le without a mark)"
     raise UserError(f"{path}: {problem}; {remedy}")
+
+
+def with_unix_ends(text: str) -> str:
+    """The text with \\n for each \\r\\n and \\r; str.splitlines takes form feeds, NEL and U+2028 for ends of lines, too."""
+    return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 def one_line(error: Exception) -> str:

@@ -21,32 +21,28 @@ _BANDS, _ROWS = 16, 4
 _NEAR_DUPLICATE = 0.7  # estimated Jaccard similarity of two documents' five-word shingles
 
 
-def with_unique_ids(documents: Iterable[Document]) -> Iterator[Document]:
-    """The documents; an id that comes again gets a number, as choices by chance go by ids."""
-    times: Counter[str] = Counter()
-    for document in documents:
-        times[document.id] += 1
-        yield document if (time := times[document.id]) == 1 else replace(document, id=f"{document.id}#{time}")
-
-
 def text_digest(text: str) -> bytes:
     return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
 
-def note_duplicates(documents: Iterable[Document], log: ReadingLog, drop: bool) -> Iterator[Document]:
-    """Counts the documents that have exactly the text of an earlier one, and leaves them out if `drop`; holds 16 bytes of
-    hash per text."""
+def keep_distinct(documents: Iterable[Document], log: ReadingLog, drop_duplicates: bool) -> Iterator[Document]:
+    """Yields the documents that are not empty, and numbers ids that come again, as choices by chance go by ids.
+
+    Documents with exactly the text of an earlier one are counted or dropped. Holds the ids, and 16 bytes of hash per text.
+    """
     seen: set[bytes] = set()
+    times: Counter[str] = Counter()
     for document in documents:
-        digest = text_digest(document.text)
-        if digest not in seen:
-            seen.add(digest)
-        elif drop:
+        digest, name = text_digest(document.text), document.id
+        if not document.text.strip():
+            log.dropped["empty"] += 1
+        elif drop_duplicates and digest in seen:
             log.dropped["duplicate"] += 1
-            continue
         else:
-            log.duplicates += 1
-        yield document
+            log.duplicates += digest in seen
+            seen.add(digest)
+            times[name] += 1
+            yield document if times[name] == 1 else replace(document, id=f"{name}#{times[name]}")
 
 
 def keep_prose(

@@ -23,8 +23,8 @@ from support.stages import source_files
 
 from .biographies import biography_documents
 from .carolina import CAROLINA_REPOSITORY, carolina_shards, download_carolina, read_carolina_shard
-from .documents import LINE_END, Document, ReadingLog, decode, inner_suffix, one_line, read_bytes
-from .selection import drop_near_duplicates, keep_fraction, keep_prose, note_duplicates, with_unique_ids
+from .documents import Document, ReadingLog, decode, inner_suffix, one_line, read_bytes, with_unix_ends
+from .selection import drop_near_duplicates, keep_distinct, keep_fraction, keep_prose
 
 _SUFFIXES = {
     "carolina": (".xml",),
@@ -52,8 +52,7 @@ def corpus_documents(options: CorpusOptions, log: ReadingLog | None = None) -> I
         UserError: the source is missing or empty, or a file is damaged.
     """
     log = ReadingLog() if log is None else log
-    documents = with_unique_ids(_not_empty(_read(options, log), log))
-    documents = note_duplicates(documents, log, options.drop_duplicates)
+    documents = keep_distinct(_read(options, log), log, options.drop_duplicates)
     if options.prose_filter:
         host = None if options.prose_host == "any" else options.prose_host
         documents = keep_prose(documents, log, host=host, min_characters=options.prose_min_characters)
@@ -93,10 +92,10 @@ def detect_source_type(source: str, given: str | None = None) -> str:
         return given
     if path.is_file() and suffix and suffix not in known:
         raise UserError(
-            f"{source}: the suffix {suffix} is none of those that are read ({' '.join(known)}, also compressed); convert it "
-            "or say with prepare.py's --format what it holds"
+            f"{source}: the suffix {suffix} is none of those that are read ({' '.join(known)}, also compressed); convert or "
+            "rename it, or say with prepare.py's --format what it holds"
         )
-    files = _visible_files(path)
+    files = source_files(str(path))
     counts = {kind: len(found) for kind in _SUFFIXES if (found := _files_of_kind(files, kind))}
     kinds = [kind for kind in counts if kind != "markdown"]
     if len(kinds) > 1:
@@ -122,26 +121,18 @@ def _read(options: CorpusOptions, log: ReadingLog) -> Iterator[Document]:
         return _dataset_documents(options, kind, log)
     if not path.exists():
         path = download_carolina(options.taxonomy, options.revision)
-    present = _visible_files(path)
+    present = source_files(str(path))
     files = present if path.is_file() else _files_of_kind(present, kind)
     files = files or (present if options.format else _files_of_kind(present, "markdown"))
-    log.left_out.update(inner_suffix(file) or file.name for file in set(present).difference(files))
+    log.left_out.update(inner_suffix(file) or file.name for file in sorted(set(present).difference(files)))
     if kind == "carolina":
         files = carolina_shards(path, files, options.taxonomy)
     if not files:
-        others = f"; say with --format what {', '.join(log.left_out)} hold" if log.left_out else ""
+        others = f"; say with --format what files of {', '.join(log.left_out)} hold" if log.left_out else ""
         wanted = ", ".join(_SUFFIXES[kind])
         raise UserError(f"--source: the folder {path} holds no {kind} file ({wanted}, also compressed){others}")
     read = functools.partial(_documents_of, kind=kind, options=options, log=log)
     return _read_files(files, path, read, options.skip_bad, log)
-
-
-def _not_empty(documents: Iterator[Document], log: ReadingLog) -> Iterator[Document]:
-    for document in documents:
-        if document.text.strip():
-            yield document
-        else:
-            log.dropped["empty"] += 1
 
 
 # --- files -----------------------------------------------------------------------------------------------------------
@@ -191,14 +182,15 @@ def _text_documents(text: str, path: Path, name: str, options: CorpusOptions) ->
         )
     if options.text_unit == "file":
         return [Document(text, name, path.stem, name)]
-    ends = LINE_END if options.text_unit == "line" else rf"{LINE_END}[ \t]*{LINE_END}\s*"
-    numbered = enumerate(filter(str.strip, re.split(ends, text)), start=1)
+    text = with_unix_ends(text)
+    pieces = text.split("\n") if options.text_unit == "line" else re.split(r"\n[ \t]*\n\s*", text)
+    numbered = enumerate(filter(str.strip, pieces), start=1)
     return [Document(piece, f"{name}:{number}", f"{path.stem} {number}", name) for number, piece in numbered]
 
 
 def _json_rows(text: str, path: Path) -> tuple[str, list[tuple[int, object]]]:
     """What the values of a JSON file are, "line" or "row" (of an array), and each with its number."""
-    lines = [(number, line) for number, line in enumerate(re.split(LINE_END, text), start=1) if line.strip()]
+    lines = [(number, line) for number, line in enumerate(with_unix_ends(text).split("\n"), start=1) if line.strip()]
     try:
         json.loads(lines[0][1] if lines else "0")
     except (ValueError, RecursionError):  # it goes on in the next line
@@ -224,7 +216,7 @@ def _csv_rows(text: str, path: Path, delimiter: str) -> Iterator[tuple[int, dict
     try:
         rows = list(reader)
     except csv.Error as error:
-        raise UserError(f"{path}: line {reader.line_num} is not valid CSV ({error})") from error
+        raise UserError(f"{path}: line {reader.reader.line_num} is not valid CSV ({error})") from error
     for number, row in enumerate(rows, start=1):
         if None in row or None in row.values():  # so csv marks them
             raise UserError(f"{path}: row {number} has more or fewer cells than the header; quote or repair them")
@@ -235,6 +227,7 @@ def _table_rows(path: Path, kind: str) -> Iterator[tuple[int, dict]]:
     """The rows of a parquet or Arrow file, from 1, which may have columns of its own."""
     import datasets
 
+    datasets.utils.logging.set_verbosity(datasets.utils.logging.CRITICAL)  # what it reports is in the error below
     how = {"batch_size": 1000} if kind == "parquet" else {}  # else that of the first group of rows, which may be 0
     try:
         rows = datasets.load_dataset(kind, data_files=glob.escape(str(path)), split="train", streaming=True, **how)
@@ -323,12 +316,6 @@ def _dataset_documents(options: CorpusOptions, kind: str, log: ReadingLog) -> It
     except Exception as error:  # of damaged files, datasets and its readers raise almost anything
         remedy = "check --dataset_config, --dataset_split and --revision" if kind == "hub" else "save it again"
         raise UserError(f"--source {source}: the dataset cannot be read ({one_line(error)[:300]}); {remedy}") from error
-
-
-def _visible_files(source: Path) -> list[Path]:
-    """The files of [`source_files`] that neither are hidden nor lie in a hidden folder of the source."""
-    files = source_files(str(source))
-    return [file for file in files if not any(part.startswith(".") for part in file.relative_to(source).parts)]
 
 
 def _files_of_kind(files: Sequence[Path], kind: str) -> list[Path]:

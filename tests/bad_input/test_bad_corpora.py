@@ -226,7 +226,7 @@ def folder_with_a_broken_link(folder):
 
 def folder_without_text(folder):
     (folder / "a.pdf").write_bytes(b"%PDF")
-    return folder, "holds no text file (.txt, .text, also compressed); say with --format what .pdf hold"
+    return folder, "holds no text file (.txt, .text, also compressed); say with --format what files of .pdf hold"
 
 
 def empty_folder(folder):
