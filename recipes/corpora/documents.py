@@ -94,7 +94,7 @@ def decode(data: bytes, path: Path, encoding: str = "utf-8") -> str:
             text.encode()  # half a surrogate pair is an error, too
         if (place := text.find("\0")) < 0:
             return text.removeprefix("\ufeff")
-        problem = f"no text, character {place:,} is 0"
+        problem = f"no text, character {place:,} is NUL"
     except UnicodeError as error:
         where = f"byte {error.start:,} ({error.reason})" if isinstance(error, UnicodeDecodeError) else one_line(error)
         problem = f"not {encoding.upper()}, {where}"

@@ -172,7 +172,7 @@ def test_encodings(name, encoding, tmp_path):
     file = write(tmp_path / name, ENCODED[name].encode(encoding))
     assert texts_of(file, encoding=encoding)[0] == TEXTS[0]
     for other in ["ascii", "utf-8"] if "8" not in encoding else ["ascii"]:
-        with pytest.raises(UserError, match=rf"{name}: (not {other.upper()}, byte|no text, character 1 is 0).*--encoding"):
+        with pytest.raises(UserError, match=rf"{name}: (not {other.upper()}, byte|no text, character 1 is NUL).*--encoding"):
             documents_of(file, encoding=other)
 
 
