@@ -43,7 +43,7 @@ class Options:
     memory: Literal["on", "off"] = option("on", "off: the same model with its memory switched off.", group="model")
     data: str | None = option(None, "Folder made by recipes/prepare.py. Or --text.", group="data")
     split: Literal["validation", "test"] = option("validation", "--data: the held-out rows or documents to read.")
-    text: str | None = option(None, "Text file (one document), or .jsonl file (one per line, in the field text). Or --data.")
+    text: str | None = option(None, "Text file (one document), or JSON, CSV, parquet (one per row, field text). Or --data.")
     length: int | None = option(None, "Tokens per row; default: the rows of --data, or the model's n_positions.", at_least=2)
     lengths: list[int] = option(
         [1024, 2048, 4096, 8192], "passkey: lengths of the examples in tokens.", at_least=2, group="passkeys and facts"

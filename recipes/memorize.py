@@ -94,7 +94,7 @@ def memorize(options: Options, model, tokenizer, description: dict, text: Path, 
     from hf_infini import InfiniCache
     from hf_infini.cache.files import delete_memory_file
     from hf_infini.compat.cache_name import CACHE
-    from hf_infini.tools.parallel.shards import read_rows
+    from hf_infini.tools.parallel import read_rows
 
     first = inference.is_first(group)
     file.parent.mkdir(parents=True, exist_ok=True)  # now, if it cannot be made, and not after hours

@@ -1,14 +1,16 @@
 """The Carolina corpus: finding, downloading and reading its shards of TEI XML (https://sites.usp.br/corpuscarolina)."""
 
-import math
+import hashlib
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from cli import UserError
 
-from .documents import Document, one_line, read_text
+from .documents import Document, decode, one_line, read_bytes, unpacked
 
 CAROLINA_REPOSITORY = "carolina-c4ai/corpus-carolina"  # on the Hub, a dataset
+_CHECKSUMS = "checksum.sha256"  # of a taxonomy folder: SHA-256 of each shard's XML, and its path from there without .gz
 
 # Carolina's taxonomy codes and their folders: https://huggingface.co/datasets/carolina-c4ai/corpus-carolina
 CAROLINA_FOLDERS = {
@@ -29,7 +31,8 @@ def download_carolina(taxonomy: Sequence[str] = (), revision: str | None = None)
     """Downloads the chosen parts of Carolina from the Hub, or finds them in its cache, and returns their folder."""
     from huggingface_hub import snapshot_download
 
-    patterns = [f"corpus/{folder}/*.xml.gz" for folder in _folders(taxonomy).values()] or ["corpus/*.xml.gz"]
+    places = [f"corpus/{folder}" for folder in _folders(taxonomy).values()] or ["corpus"]
+    patterns = [f"{place}/*{name}" for place in places for name in (".xml.gz", _CHECKSUMS)]
     try:
         folder = snapshot_download(CAROLINA_REPOSITORY, repo_type="dataset", revision=revision, allow_patterns=patterns)
     except (OSError, ValueError) as error:
@@ -40,13 +43,12 @@ def download_carolina(taxonomy: Sequence[str] = (), revision: str | None = None)
     return Path(folder)
 
 
-def carolina_shards(source: Path, taxonomy: Sequence[str] = ()) -> list[Path]:
-    """The `.xml.gz` shards of a shard, a taxonomy folder, the `corpus` folder or the one around it, sorted.
+def carolina_shards(source: Path, shards: Sequence[Path], taxonomy: Sequence[str] = ()) -> list[Path]:
+    """Those shards of `source` (a shard, a taxonomy folder, the `corpus` folder or the one around it) that the codes name.
 
     Raises UserError for a code that is unknown or has no shard here.
     """
     wanted = _folders(taxonomy)
-    shards = [source] if source.is_file() else sorted(source.rglob("*.xml.gz"))
     codes = [_code_of(shard) for shard in shards]
     absent = [folder for code, folder in wanted.items() if code not in codes]
     if absent:
@@ -55,18 +57,21 @@ def carolina_shards(source: Path, taxonomy: Sequence[str] = ()) -> list[Path]:
     return [shard for shard, code in zip(shards, codes, strict=True) if not wanted or code in wanted]
 
 
-def read_carolina_shard(path: Path, name: str, max_gb: float = math.inf) -> list[Document]:
+def read_carolina_shard(path: Path, name: str, max_gb: float, encoding: str) -> list[Document]:
     """Reads one shard whole; `name` begins the ids of documents without one.
 
     Only `text/body/p` is text; the headers hold `<p>` too.
 
     Raises:
-        UserError: the shard is empty, truncated, not UTF-8, not well-formed, has entities of its own, or no document.
+        UserError: the shard is empty, truncated, not of the encoding, not well-formed, not that of the corpus's checksums,
+            has entities of its own, or no document.
     """
     from lxml import etree
 
-    text = read_text(path, max_gb)
-    if "<!DOCTYPE" in text:  # nor is it hidden by another encoding, which would have NUL bytes
+    data = read_bytes(path, max_gb)
+    _check_sum(path, hashlib.sha256(data).hexdigest())
+    text = decode(data, path, encoding)
+    if "<!DOCTYPE" in text:
         raise UserError(f"{path}: holds a DOCTYPE, which no Carolina shard does (entities can be an attack)")
     parser = etree.XMLParser(
         encoding="utf-8", resolve_entities=False, no_network=True, remove_comments=True, remove_pis=True
@@ -79,6 +84,19 @@ def read_carolina_shard(path: Path, name: str, max_gb: float = math.inf) -> list
     if not documents:
         raise UserError(f"{path}: holds no <TEI> document of the namespace {_TEI[1:-1]}; is it a Carolina shard?")
     return documents
+
+
+def _check_sum(path: Path, found: str) -> None:
+    """UserError if a file of checksums around a shard has another SHA-256 of its XML than the one found."""
+    for file in (folder / _CHECKSUMS for folder in path.absolute().parents):
+        if file.is_file():
+            name = re.escape(unpacked(path.absolute()).relative_to(file.parent).as_posix())
+            listed = re.search(rf"^(\S*)[ \t]+\*?(?:\./)?{name}\s*$", file.read_text("utf-8", "replace"), re.MULTILINE)
+            if listed and listed[1].lower() != found:
+                raise UserError(
+                    f"{path}: the SHA-256 of its XML is {found[:16]}…, and {listed[1][:16]}… in {file}: it is damaged or of "
+                    f"another version; fetch both again, or move {_CHECKSUMS} away"
+                )
 
 
 def _carolina_document(tei, fallback_id: str) -> Document:

@@ -1,4 +1,4 @@
-"""Which documents of a corpus are kept: the prose filter, near-duplicate removal, seeded sampling.
+"""Which documents of a corpus are kept: the prose filter, removal of duplicates, seeded sampling.
 
 Every choice by chance goes by a hash of the seed and the document's id, so that it does not depend on the order of the
 files, and a smaller fraction is always a part of a larger one.
@@ -6,7 +6,9 @@ files, and a smaller fraction is always a part of a larger one.
 
 import hashlib
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 from .documents import Document, ReadingLog, url_host
 
@@ -17,6 +19,30 @@ _SHINGLE_WORDS = 5
 # Two documents share a band with probability 1 - (1 - J^4)^16: 0.97 at Jaccard J = 0.67, 0.03 at 0.2
 _BANDS, _ROWS = 16, 4
 _NEAR_DUPLICATE = 0.7  # estimated Jaccard similarity of two documents' five-word shingles
+
+
+def text_digest(text: str) -> bytes:
+    return hashlib.blake2b(text.encode(), digest_size=16).digest()
+
+
+def keep_distinct(documents: Iterable[Document], log: ReadingLog, drop_duplicates: bool) -> Iterator[Document]:
+    """Yields the documents that are not empty, and numbers ids that come again, as choices by chance go by ids.
+
+    Documents with exactly the text of an earlier one are counted or dropped. Holds the ids, and 16 bytes of hash per text.
+    """
+    seen: set[bytes] = set()
+    times: Counter[str] = Counter()
+    for document in documents:
+        digest, name = text_digest(document.text), document.id
+        if not document.text.strip():
+            log.dropped["empty"] += 1
+        elif drop_duplicates and digest in seen:
+            log.dropped["duplicate"] += 1
+        else:
+            log.duplicates += digest in seen
+            seen.add(digest)
+            times[name] += 1
+            yield document if times[name] == 1 else replace(document, id=f"{name}#{times[name]}")
 
 
 def keep_prose(

@@ -1,14 +1,19 @@
-"""Corpora: Carolina, plain text, JSONL, any `datasets` dataset and generated biographies, as a stream of documents.
+"""Corpora: Carolina, text, JSON, CSV, parquet, any `datasets` dataset and generated biographies, as a stream of documents.
 
-[`corpus_documents`] is the door. A damaged file is a [`UserError`] that names it; no document of a shard, text or JSONL file
-is handed out before the whole file has been read, so leaving a bad one out never loses half of it in silence.
+[`corpus_documents`] is the door. A damaged file is a [`UserError`] that names it; no document of a file is handed out before
+the whole file has been read, where bad ones are left out, so that never half of one is lost in silence.
 """
 
+import codecs
+import csv
 import functools
+import glob
 import hashlib
+import io
 import itertools
 import json
 import re
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -18,19 +23,21 @@ from support.stages import source_files
 
 from .biographies import biography_documents
 from .carolina import CAROLINA_REPOSITORY, carolina_shards, download_carolina, read_carolina_shard
-from .documents import Document, ReadingLog, inner_suffix, one_line, read_text
-from .selection import drop_near_duplicates, keep_fraction, keep_prose
+from .documents import Document, ReadingLog, decode, inner_suffix, one_line, read_bytes, with_unix_ends
+from .selection import drop_near_duplicates, keep_distinct, keep_fraction, keep_prose
 
-# The first of a folder's kinds is read; of the last three, which `datasets` reads, there may be only one.
 _SUFFIXES = {
     "carolina": (".xml",),
     "parquet": (".parquet",),
     "csv": (".csv",),
+    "tsv": (".tsv",),
     "arrow": (".arrow",),
-    "jsonl": (".jsonl", ".ndjson"),
-    "text": (".txt",),
+    "jsonl": (".jsonl", ".ndjson", ".json"),
+    "text": (".txt", ".text"),
+    "markdown": (".md", ".markdown", ".rst"),  # text where a folder has nothing else: often a README beside the data
 }
-_TABLES = ("parquet", "csv", "arrow")
+_TABLES = ("parquet", "arrow")
+_JSON_OR_MARKUP = re.compile(r"\s*(<[!?/a-zA-Z]|\{\s*[\"}]|\[\s*[\"{\[\]])")
 
 
 def corpus_documents(options: CorpusOptions, log: ReadingLog | None = None) -> Iterator[Document]:
@@ -45,7 +52,7 @@ def corpus_documents(options: CorpusOptions, log: ReadingLog | None = None) -> I
         UserError: the source is missing or empty, or a file is damaged.
     """
     log = ReadingLog() if log is None else log
-    documents = _not_empty(_read(options, log), log)
+    documents = keep_distinct(_read(options, log), log, options.drop_duplicates)
     if options.prose_filter:
         host = None if options.prose_host == "any" else options.prose_host
         documents = keep_prose(documents, log, host=host, min_characters=options.prose_min_characters)
@@ -55,22 +62,23 @@ def corpus_documents(options: CorpusOptions, log: ReadingLog | None = None) -> I
     return itertools.islice(documents, options.max_documents)
 
 
-def detect_source_type(source: str) -> str:
+def detect_source_type(source: str, given: str | None = None) -> str:
     """Says what kind of corpus `source` is: "biographies", "hub" (a dataset there), "saved" (by `save_to_disk`), or the kind
-    of its files by their suffixes (`.gz`, `.xz`, `.bz2` behind it are looked through): "carolina" (`.xml.gz`), "parquet",
-    "csv", "arrow", "jsonl", and "text" if nothing else fits.
+    of its files by their suffixes (`.gz`, `.xz`, `.bz2`, `.zst` behind it are looked through): "carolina" (`.xml`),
+    "parquet", "csv", "tsv", "arrow", "jsonl", and "text", also for a file without a suffix and a folder without such files.
+    `given` (--format) takes the place of the suffixes.
 
     Raises:
-        UserError: `source` is neither there nor a possible name, or has tables of several kinds.
+        UserError: `source` is neither there nor a possible name, a file of an unknown suffix, or a folder of several kinds.
     """
     path = Path(source)
     if source == "biographies":
         return "biographies"
     if source == CAROLINA_REPOSITORY:
         return "carolina"
+    suffix, known = inner_suffix(path), sum(_SUFFIXES.values(), ())
     if not path.exists():
-        known_suffix = inner_suffix(path) in sum(_SUFFIXES.values(), ())
-        if known_suffix or not re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", source):
+        if suffix in known or not re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", source):
             raise UserError(
                 f"--source: there is no file or folder {source}; give an existing path, the name of a dataset on the Hub, "
                 f"or 'biographies'"
@@ -80,106 +88,182 @@ def detect_source_type(source: str) -> str:
         return "saved"
     if not (path.is_file() or path.is_dir()):
         raise UserError(f"--source: {source} is neither a file nor a folder (a pipe or a device?); give a path of one")
-    files = source_files(source)
-    kinds = [kind for kind in _SUFFIXES if _files_of_kind(files, kind)]
-    if len(set(kinds).intersection(_TABLES)) > 1:
-        raise UserError(f"--source: {source} mixes parquet, CSV and arrow files; give one kind")
+    if given:
+        return given
+    if path.is_file() and suffix and suffix not in known:
+        raise UserError(
+            f"{source}: the suffix {suffix} is none of those that are read ({' '.join(known)}, also compressed); convert or "
+            "rename it, or say with prepare.py's --format what it holds"
+        )
+    files = source_files(str(path))
+    counts = {kind: len(found) for kind in _SUFFIXES if (found := _files_of_kind(files, kind))}
+    kinds = [kind for kind in counts if kind != "markdown"]
+    if len(kinds) > 1:
+        mixture = ", ".join(f"{counts[kind]:,} {kind}" for kind in kinds)
+        raise UserError(f"--source: {source} mixes files of several kinds ({mixture}); choose one with --format")
     return kinds[0] if kinds else "text"
 
 
 def _read(options: CorpusOptions, log: ReadingLog) -> Iterator[Document]:
-    kind, path = detect_source_type(options.source), Path(options.source)
+    path = Path(options.source)
+    kind = detect_source_type(options.source, options.format)
+    if options.format not in (None, kind):
+        raise UserError(f"--format {options.format} is for files, and --source {options.source} is none: leave it out")
+    try:
+        "a".encode(options.encoding)
+    except (LookupError, UnicodeError) as error:
+        raise UserError(f"--encoding: {one_line(error)}; give one of Python's, such as utf-16, latin-1 or cp1252") from error
+    if codecs.lookup(options.encoding).name != "utf-8" and kind in ("biographies", "hub", "saved", *_TABLES):
+        raise UserError(f"--encoding {options.encoding} does nothing with a source of the kind {kind}: leave it out")
     if kind == "biographies":
         return biography_documents(options.biographies, options.seed, options.biography_distance)
-    if kind in ("hub", "saved", *_TABLES):
+    if kind in ("hub", "saved"):
         return _dataset_documents(options, kind, log)
+    if not path.exists():
+        path = download_carolina(options.taxonomy, options.revision)
+    present = source_files(str(path))
+    files = present if path.is_file() else _files_of_kind(present, kind)
+    files = files or (present if options.format else _files_of_kind(present, "markdown"))
+    log.left_out.update(inner_suffix(file) or file.name for file in sorted(set(present).difference(files)))
     if kind == "carolina":
-        path = path if path.exists() else download_carolina(options.taxonomy, options.revision)
-        files = carolina_shards(path, options.taxonomy)
-        read = functools.partial(read_carolina_shard, max_gb=options.max_file_gb)
-    else:
-        files = [path] if path.is_file() else _files_of_kind(source_files(options.source), kind)
-        if kind == "text":
-            read = functools.partial(_text_documents, unit=options.text_unit, max_gb=options.max_file_gb)
-        else:
-            read = functools.partial(_jsonl_documents, options=options, log=log)
+        files = carolina_shards(path, files, options.taxonomy)
     if not files:
-        raise UserError(f"--source: the folder {path} holds no {kind} file ({', '.join(_SUFFIXES[kind])}, also compressed)")
+        others = f"; say with --format what files of {', '.join(log.left_out)} hold" if log.left_out else ""
+        wanted = ", ".join(_SUFFIXES[kind])
+        raise UserError(f"--source: the folder {path} holds no {kind} file ({wanted}, also compressed){others}")
+    read = functools.partial(_documents_of, kind=kind, options=options, log=log)
     return _read_files(files, path, read, options.skip_bad, log)
-
-
-def _not_empty(documents: Iterator[Document], log: ReadingLog) -> Iterator[Document]:
-    for document in documents:
-        if document.text.strip():
-            yield document
-        else:
-            log.dropped["empty"] += 1
 
 
 # --- files -----------------------------------------------------------------------------------------------------------
 
 
 def _read_files(
-    paths: Sequence[Path], root: Path, read: Callable[[Path, str], list[Document]], skip_bad: bool, log: ReadingLog
+    paths: Sequence[Path], root: Path, read: Callable[[Path, str], Iterable[Document]], skip_bad: bool, log: ReadingLog
 ) -> Iterator[Document]:
     from tqdm.auto import tqdm
 
     for path in tqdm(paths, desc="reading", unit="file"):
-        name = _name(path, root)
+        name, entry = _name(path, root), None
         try:
             documents, entry = read(path, name), _log_entry(path, root)
+            log.files.append(entry)
+            yield from documents
         except (UserError, OSError) as error:
-            if not skip_bad:
+            if not skip_bad or entry:
                 raise UserError(f"{one_line(error)}. With --skip_bad, prepare.py leaves out what is bad") from error
             log.skipped.append({"file": name, "reason": one_line(error)})
-            continue
-        log.files.append(entry)
-        yield from documents
 
 
-def _text_documents(path: Path, name: str, unit: str, max_gb: float) -> list[Document]:
-    text = read_text(path, max_gb)
+def _documents_of(path: Path, name: str, kind: str, options: CorpusOptions, log: ReadingLog) -> Iterable[Document]:
+    """The documents of a file, read whole; of a table, which may be larger than the memory, while it is read, but with
+    --skip_bad once before."""
+    if kind == "carolina":
+        return read_carolina_shard(path, name, options.max_file_gb, options.encoding)
+    if kind in _TABLES:
+        if options.skip_bad:
+            deque(_table_rows(path, kind), maxlen=0)
+        return _row_documents(_table_rows(path, kind), options, log, f"{path}: row", f"{name}:")
+    text = decode(read_bytes(path, options.max_file_gb), path, options.encoding)
+    if kind == "text":
+        return _text_documents(text, path, name, options)
+    separators = {"csv": ",", "tsv": "\t"}
+    word, rows = ("row", _csv_rows(text, path, separators[kind])) if kind in separators else _json_rows(text, path)
+    return list(_row_documents(rows, options, log, f"{path}: {word}", f"{name}:"))
+
+
+def _text_documents(text: str, path: Path, name: str, options: CorpusOptions) -> list[Document]:
     if not text.strip():
         raise UserError(f"{path}: the file holds no text")
-    if unit == "file":
+    if not options.format and not inner_suffix(path) and _JSON_OR_MARKUP.match(text):
+        raise UserError(
+            f"{path}: a file without a suffix is read as text, and this one begins as JSON or markup; give it its suffix "
+            "or say with prepare.py's --format what it holds"
+        )
+    if options.text_unit == "file":
         return [Document(text, name, path.stem, name)]
-    pieces = text.splitlines() if unit == "line" else re.split(r"\r?\n[ \t]*\r?\n\s*", text)
+    text = with_unix_ends(text)
+    pieces = text.split("\n") if options.text_unit == "line" else re.split(r"\n[ \t]*\n\s*", text)
     numbered = enumerate(filter(str.strip, pieces), start=1)
     return [Document(piece, f"{name}:{number}", f"{path.stem} {number}", name) for number, piece in numbered]
 
 
-def _jsonl_documents(path: Path, name: str, options: CorpusOptions, log: ReadingLog) -> list[Document]:
+def _json_rows(text: str, path: Path) -> tuple[str, list[tuple[int, object]]]:
+    """What the values of a JSON file are, "line" or "row" (of an array), and each with its number."""
+    lines = [(number, line) for number, line in enumerate(with_unix_ends(text).split("\n"), start=1) if line.strip()]
+    try:
+        json.loads(lines[0][1] if lines else "0")
+    except (ValueError, RecursionError):  # it goes on in the next line
+        lines = [(1, text)]
     rows = []
-    for number, line in enumerate(read_text(path, options.max_file_gb).split("\n"), start=1):
-        if line.strip():
-            try:
-                rows.append((json.loads(line), f"{name}:{number}", f"{path}: line {number}"))
-            except RecursionError as error:
-                raise UserError(f"{path}: line {number} nests JSON too deeply") from error
-            except ValueError as error:
-                raise UserError(f"{path}: line {number} is not valid JSON ({error})") from error
-    return list(_row_documents(rows, options, log))
-
-
-def _row_documents(rows: Iterable[tuple], options: CorpusOptions, log: ReadingLog) -> Iterator[Document]:
-    """The documents of rows, each with an id for those without one and its place for people; with --skip_bad, rows without a
-    text are counted."""
-    for row, fallback_id, place in rows:
+    for number, line in lines:
         try:
-            yield _row_document(row, options.text_field, fallback_id, place)
+            rows.append((number, json.loads(line)))
+        except RecursionError as error:
+            raise UserError(f"{path}: line {number} nests JSON too deeply") from error
+        except ValueError as error:
+            number += getattr(error, "lineno", 1) - 1
+            raise UserError(f"{path}: line {number} is not valid JSON ({error})") from error
+    if len(rows) == 1 and isinstance(rows[0][1], list):
+        return "row", list(enumerate(rows[0][1], start=1))
+    return "line", rows
+
+
+def _csv_rows(text: str, path: Path, delimiter: str) -> Iterator[tuple[int, dict]]:
+    """The rows below the header, from 1; every cell is text, and an empty one None."""
+    csv.field_size_limit(2**31 - 1)  # more than the text of a file
+    reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+    try:
+        rows = list(reader)
+    except csv.Error as error:
+        raise UserError(f"{path}: line {reader.reader.line_num} is not valid CSV ({error})") from error
+    for number, row in enumerate(rows, start=1):
+        if None in row or None in row.values():  # so csv marks them
+            raise UserError(f"{path}: row {number} has more or fewer cells than the header; quote or repair them")
+        yield number, {name: cell or None for name, cell in row.items()}
+
+
+def _table_rows(path: Path, kind: str) -> Iterator[tuple[int, dict]]:
+    """The rows of a parquet or Arrow file, from 1, which may have columns of its own."""
+    import datasets
+
+    datasets.utils.logging.set_verbosity(datasets.utils.logging.CRITICAL)  # what it reports is in the error below
+    how = {"batch_size": 1000} if kind == "parquet" else {}  # else that of the first group of rows, which may be 0
+    try:
+        rows = datasets.load_dataset(kind, data_files=glob.escape(str(path)), split="train", streaming=True, **how)
+        yield from enumerate(rows, start=1)
+    except Exception as error:  # of damaged files, datasets and its readers raise almost anything
+        raise UserError(f"{path}: the {kind} file cannot be read ({one_line(error)[:300]}); replace or unpack it") from error
+
+
+def _row_documents(
+    rows: Iterable[tuple[int, object]], options: CorpusOptions, log: ReadingLog, place: str, prefix: str
+) -> Iterator[Document]:
+    """The documents of numbered rows: `place` names a row for people, `prefix` one without an id. With --skip_bad, rows
+    without a text are counted."""
+    for number, row in rows:
+        try:
+            yield _row_document(row, options, f"{prefix}{number}", f"{place} {number}")
         except UserError:
             if not options.skip_bad:
                 raise
-            log.dropped[f"without text in {options.text_field!r}"] += 1
+            log.dropped[f"without text in {options.text_field or 'text'!r}"] += 1
 
 
-def _row_document(row, text_field: str, fallback_id: str, place: str) -> Document:
-    if not isinstance(row, dict) or not isinstance(row.get(text_field), str):
-        fields = " ".join(", ".join(map(str, row)).split())[:200] if isinstance(row, dict) else type(row).__name__
+def _row_document(row, options: CorpusOptions, fallback_id: str, place: str) -> Document:
+    found = _field(row, options.text_field or "text") if isinstance(row, dict) else None
+    text = _joined(found) if options.text_field and not isinstance(found, str) else found
+    if not isinstance(text, str):
+        names = [type(row).__name__]
+        if isinstance(row, dict):  # the names, and those of the objects in it
+            names = [*row, *(f"{name}.{inner}" for name, value in row.items() if isinstance(value, dict) for inner in value)]
+        joins = ", which joins a list if it is given" if isinstance(found, list) and not options.text_field else ""
         raise UserError(
-            f"{place} has no text in the field {text_field!r} (--text_field); it has: {fields or 'nothing'}"
+            f"{place} has no text in the field {options.text_field or 'text'!r} (--text_field{joins}); it has: "
+            f"{' '.join(', '.join(map(str, names)).split())[:200] or 'nothing'}"
         )
-    document = Document(row[text_field], str(row.get("id", fallback_id)), str(row.get("title") or ""), fallback_id)
+    name = fallback_id if row.get("id") is None else str(row["id"])
+    document = Document(text, name, str(row.get("title") or ""), fallback_id)
     try:
         (document.text + document.id + document.title).encode()
     except UnicodeEncodeError as error:
@@ -189,43 +273,53 @@ def _row_document(row, text_field: str, fallback_id: str, place: str) -> Documen
     return document
 
 
+def _field(value, name: str):
+    """What an object has under a name; one with dots leads into objects in it, and into each object of a list."""
+    if isinstance(value, list) and all(isinstance(entry, dict) for entry in value):
+        return [_field(entry, name) for entry in value]
+    head, dot, rest = name.partition(".")
+    if not isinstance(value, dict) or name in value or not dot:
+        return value.get(name) if isinstance(value, dict) else None
+    return _field(value.get(head), rest)
+
+
+def _joined(value) -> str | None:
+    """The texts of a list, one in each line; lists in it are paragraphs of sentences. None where it has anything else."""
+    entries = [entry if isinstance(entry, list) else [entry] for entry in value] if isinstance(value, list) else [[None]]
+    is_text = all(isinstance(text, str) for entry in entries for text in entry)
+    return "\n".join(map(" ".join, entries)) if is_text else None
+
+
 def _dataset_documents(options: CorpusOptions, kind: str, log: ReadingLog) -> Iterator[Document]:
     import datasets
     from tqdm.auto import tqdm
 
     datasets.utils.logging.set_verbosity(datasets.utils.logging.CRITICAL)  # what it reports is in the error below
     source, split = options.source, options.dataset_split
-    files = [] if kind == "hub" else _files_of_kind(source_files(source), "arrow" if kind == "saved" else kind)
     try:
         if kind == "hub":
             rows = datasets.load_dataset(
                 source, options.dataset_config, split=split, revision=options.revision, streaming=True
             )
-        elif kind == "saved":
+        else:
             rows = datasets.load_from_disk(source)
+            log.files += [_log_entry(file, Path(source)) for file in _files_of_kind(source_files(source), "arrow")]
             if isinstance(rows, datasets.DatasetDict):
                 if split not in rows:
                     has = ", ".join(rows)
                     raise UserError(f"--source {source}: there is no split {split!r} (--dataset_split); it has {has}")
                 rows = rows[split]
-        else:
-            rows = datasets.load_dataset(kind, data_files=list(map(str, files)), split="train", streaming=True)
-        numbered = enumerate(tqdm(rows, desc="reading", unit="row"))
-        places = ((row, str(number), f"--source {source}: row {number}") for number, row in numbered)
-        yield from _row_documents(places, options, log)
+        numbered = enumerate(tqdm(rows, desc="reading", unit="row"), start=1)
+        yield from _row_documents(numbered, options, log, f"--source {source}: row", "")
     except UserError:
         raise
     except Exception as error:  # of damaged files, datasets and its readers raise almost anything
-        raise UserError(
-            f"--source {source}: the dataset cannot be read ({one_line(error)[:300]}); replace it, or check the options "
-            "--dataset_config, --dataset_split and --revision"
-        ) from error
-    log.files += [_log_entry(file, Path(source)) for file in files]
+        remedy = "check --dataset_config, --dataset_split and --revision" if kind == "hub" else "save it again"
+        raise UserError(f"--source {source}: the dataset cannot be read ({one_line(error)[:300]}); {remedy}") from error
 
 
 def _files_of_kind(files: Sequence[Path], kind: str) -> list[Path]:
-    files = [file for file in files if inner_suffix(file) in _SUFFIXES[kind]]
-    return [file for file in files if kind != "carolina" or file.suffix == ".gz"]
+    return [file for file in files if inner_suffix(file) in _SUFFIXES[kind]]
 
 
 def _log_entry(path: Path, root: Path) -> dict:

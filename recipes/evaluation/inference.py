@@ -36,7 +36,7 @@ def processes(device: str):
 
 def check_shared(model, name: str) -> None:
     """UserError unless several processes can share a text of this model."""
-    from hf_infini.tools.parallel.shards import check_shards
+    from hf_infini.tools.parallel import check_shards
 
     try:
         check_shards(model.config)

@@ -67,12 +67,16 @@ def _check_owner(path: Path, owner: str) -> None:
 
 
 def source_files(source: str) -> list[Path]:
-    """The file `source`, or all files under the folder `source`, sorted; empty where it is a name and not a path.
+    """The file `source`, or all files under the folder `source` that are not hidden, nor in a hidden folder of it, sorted;
+    empty where it is a name and not a path.
 
     Links that lead nowhere are among them: a text that is missing is not passed over.
     """
     path = Path(source)
-    return [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file() or _leads_nowhere(file))
+    if path.is_file():
+        return [path]
+    files = (file for file in path.rglob("*") if not any(part.startswith(".") for part in file.relative_to(path).parts))
+    return sorted(file for file in files if file.is_file() or _leads_nowhere(file))
 
 
 def _leads_nowhere(file: Path) -> bool:

@@ -14,7 +14,7 @@ from transformers.integrations import get_available_reporting_integrations
 from transformers.trainer import TRAINER_STATE_NAME
 
 from cli import UserError
-from hf_infini.tools.parallel.shards import check_shards
+from hf_infini.tools.parallel import check_shards
 from support.prepared import open_rows
 
 from .run_folder import lines_of, write_lines

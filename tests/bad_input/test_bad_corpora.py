@@ -30,9 +30,9 @@ DAMAGED = {
     "blank text": ("a.txt", b" \n\t\n", "holds no text"),
     "only a byte-order mark": ("a.txt", b"\xef\xbb\xbf", "holds no text"),
     "latin-1": ("a.txt", "maçã".encode("latin-1"), "not UTF-8, byte 2"),
-    "utf-16": ("a.txt", "texto".encode("utf-16"), "byte 3 is 0; is it binary, or UTF-16"),
-    "utf-32": ("a.txt", "texto".encode("utf-32"), "is 0"),
-    "NUL bytes": ("a.txt", b"texto\0texto", "byte 5 is 0"),
+    "utf-16": ("a.txt", "texto".encode("utf-16"), "UTF-16? prepare.py reads that with --encoding utf-16"),
+    "utf-32": ("a.txt", "texto".encode("utf-32"), "is it binary"),
+    "NUL bytes": ("a.txt", b"texto\0texto", "character 5 is NUL"),
     "binary": ("a.txt", b"\x89PNG\r\n\x1a\n\x01\xff\xfe", "not UTF-8"),
     "a surrogate in UTF-8": ("a.txt", b"a\xed\xa0\x80b", "not UTF-8, byte 1"),
     "overlong UTF-8": ("a.txt", b"a\xc0\xafb", "not UTF-8, byte 1"),
@@ -46,19 +46,20 @@ DAMAGED = {
     "xz that is none": ("a.txt.xz", TEXT.encode(), "damaged or truncated"),
     "cut bzip2": ("a.txt.bz2", bz2.compress(os.urandom(2000))[:-500], "damaged or truncated"),
     "bzip2 that is none": ("a.txt.bz2", TEXT.encode(), "damaged or truncated"),
-    "binary in gzip": ("a.txt.gz", gzip.compress(b"\0" * 50), "byte 0 is 0"),
+    "binary in gzip": ("a.txt.gz", gzip.compress(b"\0" * 50), "character 0 is NUL"),
     "gzip in gzip": ("a.txt.gz", gzip.compress(gzip.compress(TEXT.encode())), "a.txt.gz"),
     "empty JSONL": ("a.jsonl", b"", "the file is empty"),
     "JSONL not UTF-8": ("a.jsonl", GOOD.encode() + b'{"text": "\xff"}', "not UTF-8"),
-    "JSONL in UTF-16": ("a.jsonl", GOOD.encode("utf-16"), "is 0"),
+    "JSONL in UTF-16": ("a.jsonl", GOOD.encode("utf-16"), "--encoding utf-16"),
     "broken JSON": ("a.jsonl", GOOD.encode() + b'{"text": "abc', "line 2 is not valid JSON"),
     "no JSON": ("a.jsonl", b"text\n", "line 1 is not valid JSON"),
     "several objects in a line": ("a.jsonl", GOOD.strip().encode() * 2, "line 1 is not valid JSON"),
-    "a JSON file over lines": ("a.jsonl", json.dumps({"text": TEXT}, indent=1).encode(), "line 1 is not valid JSON"),
+    "objects over lines": ("a.jsonl", json.dumps({"text": TEXT}, indent=1).encode() * 2, "line 3 is not valid JSON"),
+    "a cut array": ("a.json", json.dumps([{"text": TEXT}] * 3, indent=1).encode()[:-30], "line 9 is not valid JSON"),
     "deep JSON": ("a.jsonl", (GOOD + DEEP).encode(), "line 2 nests JSON too deeply"),
     "deep JSON in an entry": ("a.jsonl", f'{{"text": "a", "x": {DEEP}}}'.encode(), "line 1 nests JSON too deeply"),
     "a number of 10,000 digits": ("a.jsonl", b'{"text": "a", "id": ' + b"1" * 10_000 + b"}", "line 1 is not valid JSON"),
-    "NUL in JSONL": ("a.jsonl", b'{"text": "a\0b"}', "is 0"),
+    "NUL in JSONL": ("a.jsonl", b'{"text": "a\0b"}', "is NUL"),
     "cut gzip of JSONL": ("a.jsonl.gz", gzip.compress(GOOD.encode())[:-9], "damaged or truncated"),
     "Carolina: no gzip": ("a.xml.gz", TEI.format(DOCUMENT).encode(), "damaged or truncated"),
     "Carolina: cut": ("a.xml.gz", xml(DOCUMENT)[:-9], "damaged or truncated"),
@@ -71,10 +72,10 @@ DAMAGED = {
         "holds a DOCTYPE",
     ),
     "Carolina: half a surrogate pair": ("a.xml.gz", xml(DOCUMENT.replace("rato", "&#xD800;")), "damaged XML"),
-    "Carolina: a NUL": ("a.xml.gz", xml(DOCUMENT.replace("rato", "\0")), "is 0"),
+    "Carolina: a NUL": ("a.xml.gz", xml(DOCUMENT.replace("rato", "\0")), "is NUL"),
     "Carolina: deep": ("a.xml.gz", xml("<a>" * 5000 + "</a>" * 5000), "damaged XML"),
     "Carolina: other XML": ("a.xml.gz", gzip.compress(b"<html></html>"), "no <TEI> document"),
-    "Carolina: UTF-16": ("a.xml.gz", gzip.compress(TEI.format(DOCUMENT).encode("utf-16")), "is 0"),
+    "Carolina: UTF-16": ("a.xml.gz", gzip.compress(TEI.format(DOCUMENT).encode("utf-16")), "--encoding utf-16"),
     "bomb of gzip": ("a.txt.gz", gzip.compress(b"a" * 3_000_000), "more than --max_file_gb 0.002 of text"),
     "bomb of xz": ("a.txt.xz", lzma.compress(b"a" * 3_000_000), "more than --max_file_gb 0.002 of text"),
     "bomb of bzip2": ("a.txt.bz2", bz2.compress(b"a" * 3_000_000), "more than --max_file_gb 0.002 of text"),
@@ -82,7 +83,7 @@ DAMAGED = {
     "bomb of XML": ("a.xml.gz", xml("<p>" + "a" * 3_000_000 + "</p>"), "more than --max_file_gb"),
     "large text": ("a.txt", b"a " * 1_500_000, "more than --max_file_gb 0.002 of text"),
 }
-KINDS = {"a.txt": TEXT.encode(), "a.jsonl": GOOD.encode(), "a.xml.gz": xml(DOCUMENT * 3)}
+KINDS = {"a.txt": TEXT.encode(), "a.jsonl": GOOD.encode(), "a.json": GOOD.encode(), "a.xml.gz": xml(DOCUMENT * 3)}
 
 
 def options(source, out) -> list[str]:
@@ -109,7 +110,7 @@ def test_damaged_files_are_named(case, tmp_path, capsys):
 @pytest.mark.parametrize("case", DAMAGED)
 def test_damaged_files_are_left_out_and_listed(case, tmp_path, capsys):
     name, content, message = DAMAGED[case]
-    kind = next(good for good in KINDS if good in name or good.partition(".")[2] in name)
+    kind = next(good for good in KINDS if name.startswith(good))
     source, out = tmp_path / "corpus" / "wikis", tmp_path / "out"
     source.mkdir(parents=True)
     (source / name).write_bytes(content)
@@ -179,7 +180,7 @@ def test_damaged_tables(case, tmp_path, capsys):
     source = tmp_path / "corpus"
     source.mkdir()
     (source / name).write_bytes(content)
-    refused(load_recipe("prepare").main, options(source, tmp_path / "out"), capsys, f"--source {source}", keeps=source)
+    refused(load_recipe("prepare").main, options(source, tmp_path / "out"), capsys, str(source), keeps=source)
 
 
 def test_a_split_that_is_not_there(tmp_path, capsys):
@@ -190,7 +191,7 @@ def test_a_split_that_is_not_there(tmp_path, capsys):
     argv = options(tmp_path / "saved", tmp_path / "out")
     refused(load_recipe("prepare").main, argv, capsys, "no split 'train' (--dataset_split); it has treino")
     argv += ["--dataset_split", "treino"]
-    refused(load_recipe("prepare").main, argv, capsys, "row 1 has no text")
+    refused(load_recipe("prepare").main, argv, capsys, "row 2 has no text")
     handled(load_recipe("prepare").main, [*argv, "--skip_bad"], capsys)
     assert manifest(tmp_path / "out")["source"]["dropped"] == {"without text in 'text'": 1}
 
@@ -225,7 +226,7 @@ def folder_with_a_broken_link(folder):
 
 def folder_without_text(folder):
     (folder / "a.pdf").write_bytes(b"%PDF")
-    return folder, "holds no text file (.txt, also compressed)"
+    return folder, "holds no text file (.txt, .text, also compressed); say with --format what files of .pdf hold"
 
 
 def empty_folder(folder):
@@ -243,7 +244,7 @@ def long_name(folder):
 def mixed_tables(folder):
     for name in ("a.csv", "a.parquet"):
         (folder / name).write_text("text\na\n")
-    return folder, "mixes parquet, CSV and arrow files"
+    return folder, "mixes files of several kinds (1 parquet, 1 csv); choose one with --format"
 
 
 def name_of_no_dataset(folder):

@@ -12,7 +12,7 @@ from torch import distributed
 
 from decoders import decoder
 from hf_infini import InfiniCache, patch_model
-from hf_infini.tools.parallel.shards import ShardCache, read_rows, shard_rows
+from hf_infini.tools.parallel import ShardCache, read_rows, shard_rows
 from models import causal_mha, infini_gpt2
 from ranks import on_ranks
 

@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from hf_infini.cache import files as memory_files
+from hf_infini.cache.cache import files as memory_files
 from hf_infini.cache.files import delete_memory_file, describe_model, read_memory_file, read_record, write_memory_file
 from models import infini_gpt2
 
