@@ -92,7 +92,6 @@ def memorize(options: Options, model, tokenizer, description: dict, text: Path, 
     from corpora.long_texts import tokens_of_file
     from evaluation import inference
     from hf_infini import InfiniCache
-    from hf_infini.cache.files import delete_memory_file
     from hf_infini.compat.cache_name import CACHE
     from hf_infini.tools.parallel import read_rows
 
@@ -103,7 +102,7 @@ def memorize(options: Options, model, tokenizer, description: dict, text: Path, 
     partial = file.with_name(f"{file.name}.partial")
     if read_cache(file, model, text_sha256, "--out: choose another name, or delete it") is not None:
         if first:
-            delete_memory_file(partial)
+            partial.unlink(missing_ok=True)
             print(f"{file} is there already", file=sys.stderr)
         return
     with tempfile.TemporaryFile() as store, torch.inference_mode():
@@ -133,7 +132,7 @@ def memorize(options: Options, model, tokenizer, description: dict, text: Path, 
             return
         cache.save_pretrained(file, description, text_sha256=text_sha256)
         seconds = time.perf_counter() - start
-    delete_memory_file(partial)
+    partial.unlink(missing_ok=True)
     print(summary(file, text, model, len(tokens), (len(tokens) - begin) / seconds))
 
 

@@ -1,10 +1,6 @@
 """Whether what a memory file holds is what a cache of the model can hold, so that a wrong file is refused when it is loaded
-and not by the attention, or by nothing.
-
-The checksum in a file tells of damage; it says nothing of who computed it. What is checked here: which tensors there are,
-their shapes, dtypes and finite numbers, and that the counts of tokens in the record, in every layer and in what the windows
-hold are the same. What cannot be checked is whether the numbers of a memory came from a text. And which options of the model
-decide what its memory means, which must be the same.
+and not by the attention: which tensors there are, their shapes, dtypes and finite numbers, and the counts of tokens. A
+checksum tells of damage before that. And which options of the model decide what its memory means, which must be the same.
 """
 
 import json
@@ -18,7 +14,6 @@ from transformers import PreTrainedConfig
 from ..compat.cache_name import CACHE
 from ..compat.hooks import device_of
 from ..model_facts import layer_kinds
-from ..ops.state import empty_places
 
 # A window's tensors have one dtype, that of the keys and values; the memory's are wider.
 WINDOW = ("local_key", "local_value", "local_log_weight", "keys", "values")
@@ -85,7 +80,6 @@ def _problems(record, tensors, example, model) -> Iterator[str]:
     yield from _problems_of_form(record, tensors, example, model)
     yield from _problems_of_numbers(tensors)
     yield from _problems_of_counts(record, tensors)
-    yield from _problems_of_windows(record, tensors, model.config)
     for name in [name for name in example if name.rpartition(".")[2].startswith("start_")]:
         # Equal on the device that wrote the file; softplus may round otherwise on another, by far less than this
         if not torch.allclose(tensors[name], example[name].cpu(), rtol=1e-5, atol=0):
@@ -150,63 +144,23 @@ def _kept_columns(config, layer: int, columns: int) -> int:
     return min(columns, (config.sliding_window if kind == "sliding_attention" else config.attention_chunk_size) - 1)
 
 
+def _problems_of_counts(record, tensors) -> Iterator[str]:
+    seen, first = record["tokens_seen"], {}
+    for name, tensor in sorted(tensors.items()):
+        kind = name.rpartition(".")[2]
+        if kind == "tokens_seen" and tensor.tolist() != seen:
+            yield f"{name} is {tensor.tolist()} and the record's tokens_seen {seen}"
+        if kind in ("last_position", "local_skipped", "memory_tokens"):
+            other, shared = first.setdefault(kind, (name, tensor))
+            if not torch.equal(tensor, shared):
+                yield f"{name} is not {other}, and all layers have read the same tokens"
+        if kind == "keys" and "documents" not in tensors and seen != [record["columns"]] * len(seen):
+            yield f"without documents every column is a token, and of {record['columns']} columns tokens_seen has {seen}"
+
+
 def _problems_of_numbers(tensors) -> Iterator[str]:
     for name, tensor in sorted(tensors.items()):
         if tensor.is_floating_point() and not tensor.isfinite().all():
             yield f"{name} holds NaN or infinity"
         if name.endswith(".normaliser") and (tensor < 0).any():
             yield f"{name} is negative somewhere, and is a sum of positive features"
-
-
-def _problems_of_counts(record, tensors) -> Iterator[str]:
-    """Tokens, positions and documents."""
-    seen, columns, real = torch.tensor(record["tokens_seen"]), record["columns"], tensors["text_real"]
-    shared: dict[str, tuple[str, Tensor]] = {}
-    for name, tensor in sorted(tensors.items()):
-        if name.endswith(".tokens_seen") and not torch.equal(tensor, seen):
-            yield f"{name} is {tensor.tolist()} and the record's tokens_seen {seen.tolist()}"
-    if (real < seen).any() or (real > columns).any():
-        yield f"text_real is {real.tolist()}, with {seen.tolist()} tokens in the rows' last documents and {columns} columns"
-    for name, tensor in sorted(tensors.items()):
-        kind = name.rpartition(".")[2]
-        if kind in ("last_position", "local_skipped", "memory_tokens"):
-            other, first = shared.setdefault(kind, (name, tensor))
-            if not torch.equal(tensor, first):
-                yield f"{name} is not {other}, and all layers have read the same tokens"
-        if kind == "last_position" and ((tensor < seen - 1) | ((seen == 0) & (tensor != -1))).any():
-            yield f"{name} is {tensor.tolist()} after {seen.tolist()} tokens, and positions begin at 0"
-    if "documents" in tensors:
-        documents = tensors["documents"]
-        real, last = documents >= 0, documents.amax(1, keepdim=True)
-        if (documents < -1).any() or (real & (documents < documents.cummax(1).values)).any():
-            yield "documents holds other numbers than those of documents in order, from 0, and -1 for padding"
-        found = (real & (documents == last)).sum(1)
-        if not torch.equal(found, seen):
-            yield f"documents counts {found.tolist()} tokens in the rows' last documents and tokens_seen {seen.tolist()}"
-    elif any(name.endswith(".keys") for name in tensors) and not (seen == columns).all():
-        yield f"without documents every column is a token, and of {columns} columns tokens_seen has {seen.tolist()}"
-
-
-def _problems_of_windows(record, tensors, config) -> Iterator[str]:
-    """Whether the places for which no token has come yet are empty, as [`InfiniState`] says where they are."""
-    seen = torch.tensor(record["tokens_seen"])[:, None]
-    length, local_segments, sinks = config.window
-    empty = empty_places(seen[:, 0], *config.window)
-    left = (seen[:, 0] // length - local_segments).clamp(min=0) * length  # tokens that have left the window
-    left = (left - sinks).clamp(min=0)  # and may be in the memory
-    starts = {name.rpartition(".")[0] for name in tensors if name.endswith(".start_memory")}
-    for name, tensor in sorted(tensors.items()):
-        if name.endswith(".memory_tokens") and ((tensor < 0) | (tensor > left)).any():
-            yield f"{name} is {tensor.tolist()}, and at most {left.tolist()} tokens can be"
-    for name, tensor in sorted(tensors.items()):
-        layer, _, kind = name.rpartition(".")
-        holds = None
-        if kind.startswith("local_"):
-            places = tensor.transpose(1, 2) if tensor.dim() == 4 else tensor
-            holds = places[empty].any()
-        elif kind == "recent_inputs":
-            holds = tensor[seen < tensor.shape[1] - torch.arange(tensor.shape[1])].any()
-        elif kind in ("memory", "normaliser") and layer not in starts:
-            holds = tensor[tensors[f"{layer}.memory_tokens"] == 0].any()
-        if holds:
-            yield f"{name} holds something where after {record['tokens_seen']} tokens there can be nothing yet"

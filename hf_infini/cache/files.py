@@ -13,30 +13,21 @@ object, the record:
 | `text_sha256` | for each row, the hash of its text as the caller gave it; or null |
 | `sha256` | of the record without this entry, and of the tensors: a damaged file is known by it |
 
-A file that is whole is not yet one that a cache can be made of: memory_contents.py has those checks.
-
-This module travels to the Hub with a model: it imports only torch, transformers and safetensors.
+Whether a cache of the model can be made of a whole file, contents.py checks.
 """
 
 import hashlib
 import json
 import os
-import re
-import secrets
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from tempfile import NamedTemporaryFile
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import load, save
 from torch import Tensor
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None
 
 from ..compat.peft_layers import acting, adapter_layers, settings, without_wrappers
 from .contents import different_options, meaning
@@ -134,11 +125,11 @@ def describe_model(model) -> dict:
 
 def write_memory_file(path: str | Path, tensors: dict[str, Tensor], record: dict) -> None:
     """Writes tensors and a record (its entries `model` to `text_sha256`) so that a reader finds the old file or the new one,
-    also where several processes write the same file: each writes a temporary file that no other uses, `NAME.….part` in
-    the same folder, and the last to finish wins. The same content gives the same bytes.
+    also where several processes write the same file: each writes a temporary file, `NAME.….part` in the same folder, and
+    the last to finish wins. The same content gives the same bytes.
 
-    Folders on the way are made. What killed writers of this file left is deleted (on Windows it stays). A symbolic link
-    of this name is replaced by the file, and not followed. Permissions are those of any new file (umask).
+    Folders on the way are made. A symbolic link of this name is replaced by the file, and not followed. Permissions are
+    those of any new file (umask).
 
     Raises:
         ValueError: an entry of the record is missing, or cannot be.
@@ -164,30 +155,22 @@ def write_memory_file(path: str | Path, tensors: dict[str, Tensor], record: dict
 
 def _replace(path: Path, content: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    _delete_leftovers(path)
-    # Not save_file, which knows nothing of other writers and of what they left
-    part, file = _new_part(path)
-    try:
-        with file:
+    with NamedTemporaryFile(dir=path.parent, prefix=f"{path.name}.", suffix=".part", delete=False) as file:
+        try:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())  # the content reaches the disk before the name does
-            if fcntl:  # under its lock: without it the file would pass for a leftover
-                os.replace(part, path)
-        if not fcntl:  # Windows renames no open file
-            os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
+            file.close()  # Windows renames no open file
+            os.chmod(file.name, 0o666 & ~_umask())  # a temporary file is its owner's only
+            os.replace(file.name, path)
+        except BaseException:
+            Path(file.name).unlink(missing_ok=True)
+            raise
 
 
-def delete_memory_file(path: str | Path) -> None:
-    """Deletes a memory file, and what killed processes left of one that they were writing; neither needs to be there.
-
-    The temporary file of a process that is writing now stays, and becomes the memory file.
-    """
-    path = Path(path)
-    path.unlink(missing_ok=True)
-    _delete_leftovers(path)
+def _umask() -> int:
+    os.umask(mask := os.umask(0))
+    return mask
 
 
 def read_record(path: str | Path) -> dict:
@@ -232,33 +215,6 @@ def check_model(path: str | Path, record: dict, model) -> None:
             f"{path} holds the memory of another model: {'; '.join(differences)}. A memory means nothing to other weights: "
             "load the model that wrote it, or have this one read the text (recipes/memorize.py)."
         )
-
-
-def _new_part(path: Path) -> tuple[Path, BinaryIO]:
-    """A new temporary file beside `path`, which this process locks for as long as it is open: the system takes the lock
-    from a process that dies, and by that a leftover is known."""
-    while True:
-        part = path.with_name(f"{path.name}.{secrets.token_hex(8)}.part")
-        file = open(part, "xb")  # fails for any name that is there, a symbolic link included
-        if fcntl:
-            with suppress(OSError):  # a file system without locks: nothing passes for a leftover there
-                fcntl.flock(file, fcntl.LOCK_EX)
-        if part.exists():
-            return part, file
-        file.close()  # another process tidied up between the creation and the lock
-
-
-def _delete_leftovers(path: Path) -> None:
-    """Deletes the temporary files of `path` that no process holds."""
-    if not fcntl or not path.parent.is_dir():
-        return
-    name = re.compile(re.escape(path.name) + r"\.[0-9a-f]{16}\.part")
-    with os.scandir(path.parent) as entries:
-        found = [entry.path for entry in entries if name.fullmatch(entry.name) and entry.is_file(follow_symlinks=False)]
-    for part in found:
-        with suppress(OSError), open(part, "r+b") as file:  # held, gone, or somebody else's: it stays
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.unlink(part)
 
 
 def _read(path: str | Path, whole: bool) -> tuple[dict, dict[str, Tensor]]:

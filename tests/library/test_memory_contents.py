@@ -117,72 +117,9 @@ def test_counts_that_disagree(written, tmp_path):
     ):
         refused(tmp_path, model, record | change, tensors, message)
     for layer in (0, 2):
-        for kind, change, message in (
-            ("tokens_seen", [30, 6, 1], r"is \[30, 6, 1\] and the record's tokens_seen \[30, 6, 2\]"),
-            ("last_position", [29, 9, 1], "is not layers.0|.*is not layers.0.last_position, and all layers"),
-        ):
-            changed = tensors | {f"layers.{layer}.{kind}": torch.tensor(change)}
-            refused(tmp_path, model, record, changed, f"layers.{'2' if kind == 'last_position' else layer}.{kind} {message}")
-    for count in (-1, 30):  # in all layers, after 30 tokens of which some are still in the window
-        changed = {n: torch.tensor([count, 0, 0]) for n in tensors if n.endswith("memory_tokens")}
-        refused(tmp_path, model, record, tensors | changed, "layers.0.memory_tokens is .* and at most .* tokens can be")
-    changed = {n: torch.zeros_like(t) for n, t in tensors.items() if n.endswith("memory_tokens")}
-    if "layers.0.start_memory" not in tensors:
-        refused(tmp_path, model, record, tensors | changed, "layers.0.memory holds something where .* can be nothing yet")
-    for real in ([29, 6, 2], [30, 6, 31]):
-        refused(tmp_path, model, record, tensors | {"text_real": torch.tensor(real)}, "text_real is .* and 30 columns")
-    skipped = tensors["layers.0.local_skipped"].roll(1, 1)
-    refused(tmp_path, model, record, tensors | {"layers.0.local_skipped": skipped}, "layers.*local_skipped is not layers.0")
-    for positions in ([28, 5, 1], [29, 5, -1]):  # fewer than tokens, in all layers
-        changed = {name: torch.tensor(positions) for name in tensors if name.endswith("last_position")}
-        refused(tmp_path, model, record, tensors | changed, "layers.0.last_position is .* and positions begin at 0")
-
-
-def test_documents_that_disagree(tmp_path, written):
-    model, record, tensors = written
-    if "documents" not in tensors:
-        return
-    documents = tensors["documents"]
-    for changed, message in (
-        (documents - 1, "documents holds other numbers than those of documents in order"),
-        (documents.flip(1) + torch.arange(30).flip(0), "documents holds other numbers"),
-        (torch.where(documents < 0, 0, documents), r"documents counts \[30, 30, 30\] tokens"),
-    ):
-        refused(tmp_path, model, record, tensors | {"documents": changed}, message)
-
-
-@pytest.mark.slow
-def test_what_a_window_holds_before_its_token_has_come(written, tmp_path):
-    """Every place of every row: where a token is, any number goes; where none is, nothing else than zero."""
-    model, record, tensors = written
-    length, slots, places = 8, 16, 0
-    for name, tensor in tensors.items():
-        kind = name.rpartition(".")[2]
-        if not kind.startswith(("local_key", "local_value", "local_memory_key", "recent_inputs")) or ".2." in name:
-            continue
-        for row, seen in enumerate(LENGTHS):
-            for place in range(3 if kind == "recent_inputs" else slots):
-                changed = tensor.clone()
-                changed[row, ..., place, :] = 0.5
-                first = seen - 3 if kind == "recent_inputs" else (seen // length - 1) * length
-                if 0 <= first + place < seen:
-                    load(tmp_path, model, record, tensors | {name: changed})
-                else:
-                    places += 1
-                    refused(tmp_path, model, record, tensors | {name: changed}, f"{name} {NOTHING_YET}")
-    assert places > 20
-
-
-def test_a_memory_before_anything_was_written(written, tmp_path):
-    model, record, tensors = written
-    for name in ("layers.0.memory", "layers.2.normaliser"):
-        for row, wrote in enumerate((True, False, False)):
-            changed = tensors[name].clone()
-            changed[row] += 1.0
-            if wrote or "layers.0.start_memory" in tensors:
-                load(tmp_path, model, record, tensors | {name: changed})
-            else:
-                refused(tmp_path, model, record, tensors | {name: changed}, f"{name} {NOTHING_YET}")
+        changed = tensors | {f"layers.{layer}.tokens_seen": torch.tensor([30, 6, 1])}
+        message = rf"layers.{layer}.tokens_seen is \[30, 6, 1\] and the record's tokens_seen"
+        refused(tmp_path, model, record, changed, message)
 
 
 @pytest.mark.parametrize("start", ["learned", "noise"])
