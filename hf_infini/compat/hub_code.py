@@ -2,7 +2,9 @@
 
 `save_pretrained` writes a stub of one import, so that transformers names the package to install. Pushing, or
 `save_code=True`, writes the code itself, for machines without the package: the modules that the model needs in one folder,
-`hf_infini_<hash>`, flat, since transformers fetches only a module's neighbours: `ops/window.py` is `ops_window.py` there.
+`hf_infini_<hash>`, flat, since transformers fetches only a module's neighbours: `ops/window.py` is `ops_window.py` there. What
+travels is what is imported by `from .x import y`, and, with a package whose `__init__` has
+`import_module(f"{__name__}.{name}")`, all modules in it.
 
 Needed as long as transformers copies no packages (5.24: `get_relative_imports` takes `.a.b` for a file of this name).
 """
@@ -34,7 +36,9 @@ FOLDERS = "hf_infini_[0-9a-f]*"
 # Of the package, or of a folder of copies
 ROOT, SUFFIX = Path(__file__).parents[1], ".compat.hub_code"
 IS_COPY = not __name__.endswith(SUFFIX)
-IMPORT = re.compile(r"^(\s*from )(\.+)([\w.]+)(?= import )", re.MULTILINE)
+# A package's `__init__` that imports its modules by name; all of them travel
+BY_NAME, BY_FLAT_NAME = 'import_module(f"{__name__}.', 'import_module(f"{__name__}_'
+IMPORT = re.compile(r"^(\s*from )(\.+)(\w[\w.]*)(?= import )", re.MULTILINE)
 # By model type: the module from which the classes can be imported, and the classes by the Auto class that loads them
 CODE: dict[str, tuple[str, dict[str, type]]] = {}
 
@@ -169,8 +173,12 @@ def code_of(code_entry: str) -> tuple[str, Mapping[str, str]]:
 def _flat(module: tuple[str, ...]) -> tuple[str, list[tuple[str, ...]]]:
     """A module's text in which the names of the package's modules are flat, and these modules."""
     path, imported = ROOT.joinpath(*module), []
-    package = module if path.is_dir() else module[:-1]
-    text = (path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text("utf-8")
+    is_package = path.is_dir()
+    package = module if is_package else module[:-1]
+    text = (path / "__init__.py" if is_package else path.with_suffix(".py")).read_text("utf-8")
+    if is_package and BY_NAME in text:
+        text = text.replace(BY_NAME, BY_FLAT_NAME) + "\nif False:  # transformers copies what a text imports\n"
+        text += "".join(f"    from .{file.stem} import *\n" for file in sorted(path.glob("[!_]*.py")))
 
     def flat(found: re.Match) -> str:
         target = (*package[: len(package) + 1 - len(found[2])], *found[3].split("."))

@@ -8,10 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from transformers import AutoConfig
+from transformers import AutoConfig, dynamic_module_utils
 
 import hf_infini
 from hf_infini import InfiniGPT2LMHeadModel
+from hf_infini.compat import hub_code
 from hub_files import code_of, config_of, modules_of
 from hub_repository import WRITE
 from hub_server import HubServer
@@ -113,3 +114,38 @@ def test_pushed_while_saving_the_code_goes_along(tmp_path):
             assert code_of(tmp_path / folder).keys() <= files.keys() and "config.json" in files
     finally:
         hub.stop()
+
+
+TREE = {
+    "models/toy.py": "from ..ops.rules import value_of\n\n\nclass Toy:\n    found = [value_of(name) for name in ('one', 'two')]\n",
+    "ops/rules/__init__.py": """from importlib import import_module
+
+
+def value_of(name):
+    return import_module(f"{__name__}.{name}").VALUE
+""",
+    "ops/rules/one.py": "from ..units import TEN\n\nVALUE = TEN + 1\n",
+    "ops/rules/two.py": "def two():\n    from ...options import UNIT\n\n    return 2 * UNIT\n\n\nVALUE = two()\n",
+    "ops/units.py": "TEN = 10\n",
+    "options.py": "UNIT = 1\n",
+    "tools/other.py": "from ..models.toy import Toy\n",
+}
+
+
+def test_modules_that_a_package_imports_by_name_travel(tmp_path, monkeypatch):
+    """And are found there: the copies have no packages."""
+    for name, text in TREE.items():
+        file = tmp_path / "tree" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    monkeypatch.setattr(hub_code, "ROOT", tmp_path / "tree")
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    folder, files = hub_code.code_of("models.toy")
+    modules = ("models_toy", "ops_rules", "ops_rules_one", "ops_rules_two", "ops_units", "options")
+    assert sorted(files) == [f"{name}.py" for name in modules]
+    (tmp_path / folder).mkdir()
+    for name, text in files.items():
+        (tmp_path / folder / name).write_text(text)
+    toy = dynamic_module_utils.get_class_from_dynamic_module(f"{folder}/models_toy.Toy", tmp_path)
+    assert toy.found == [11, 2]
