@@ -36,8 +36,7 @@ HASHED = "hf_infini_[0-9a-f]{8}"
 # Files and folders of code, and entries of an auto_map that name it, also those of earlier versions
 CODE_FILES = re.compile(rf"{HASHED}(_\w+\.py)?|{STUB}\.py")
 ENTRIES = re.compile(rf"(.+--)?({HASHED}[/_]|{STUB}\.|(configuration|modeling)_(infini_gpt2|causal_mha)\.)")
-# A package's `__init__` that imports its modules by name
-BY_NAME, BY_FLAT_NAME = 'import_module(f"{__name__}.', 'import_module(f"{__name__}_'
+BY_NAME = 'import_module(f"{__name__}'  # in a package's `__init__`: it imports its modules by name
 IMPORT = re.compile(r"^(\s*from )(\.+)(\w[\w.]*)(?= import )", re.MULTILINE)
 ROOT = Path(__file__).parents[1]
 IS_COPY = not __name__.endswith(".compat.hub_code")
@@ -168,7 +167,7 @@ def _flat(module: tuple[str, ...]) -> tuple[str, list[tuple[str, ...]]]:
     package = module if is_package else module[:-1]
     text = (path / "__init__.py" if is_package else path.with_suffix(".py")).read_text("utf-8")
     if is_package and BY_NAME in text:
-        text = text.replace(BY_NAME, BY_FLAT_NAME) + "\nif False:  # transformers copies what a text imports\n"
+        text = text.replace(f"{BY_NAME}.", f"{BY_NAME}_") + "\nif False:  # transformers copies what a text imports\n"
         text += "".join(f"    from .{file.stem} import *\n" for file in sorted(path.glob("[!_]*.py")))
 
     def flat(found: re.Match) -> str:
