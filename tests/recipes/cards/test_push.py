@@ -298,24 +298,26 @@ TRAIN = """
 import sys
 from pathlib import Path
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
+from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
 import hf_infini
-from hf_infini.tools.training import PerplexityTrainer
+from hf_infini.tools.training import PerplexityTrainer, PushWithCode
 out = Path(sys.argv[1])
 model, tokenizer = AutoModelForCausalLM.from_pretrained(out), AutoTokenizer.from_pretrained(out)
 rows = [{"input_ids": torch.arange(8), "labels": torch.arange(8)}] * 2
-arguments = TrainingArguments(output_dir=str(out), push_to_hub=True, hub_model_id="user/trainer", hub_strategy="end",
-                              use_cpu=True, max_steps=1, save_strategy="no", report_to="none", disable_tqdm=True)
+options = dict(push_to_hub=True, use_cpu=True, max_steps=1, report_to="none", disable_tqdm=True)
+arguments = TrainingArguments(str(out), hub_model_id="user/trainer", hub_strategy="end", save_strategy="no", **options)
 trainer = PerplexityTrainer(model=model, args=arguments, train_dataset=rows, processing_class=tokenizer)
 trainer.train()
 trainer.push_to_hub()
 (out / "README.md").unlink()
 trainer.push_to_hub(commit_message="without a card")
 trainer.push_to_hub(commit_message="again", license="mit")
+arguments = TrainingArguments("saved", hub_model_id="user/saved", hub_strategy="checkpoint", save_steps=1, **options)
+Trainer(model=model, args=arguments, train_dataset=rows, callbacks=[PushWithCode]).train()
 """
 
 
-def test_the_trainer_keeps_a_card(published, trained, tmp_path):
+def test_the_trainer_keeps_a_card_and_pushes_the_code(published, trained, tmp_path):
     folder, hub = shutil.copytree(trained, tmp_path / "infini"), published[2]
     shutil.copyfile(published[0] / "README.md", folder / "README.md")
     text = (folder / "README.md").read_bytes()
@@ -331,3 +333,9 @@ def test_the_trainer_keeps_a_card(published, trained, tmp_path):
     assert all("generated_from_trainer" in draft for draft in drafts)
     assert "license: mit" in drafts[1] and "license: mit" not in drafts[0]  # a draft is no card that is kept
     assert "model.safetensors" in repository.files()
+    for name, folder in (("trainer", ""), ("saved", ""), ("saved", "last-checkpoint/")):
+        repository = hub.repository(f"user/{name}")
+        entries = json.loads(repository.read(f"{folder}config.json"))["auto_map"].values()
+        assert all(entry.startswith("hf_infini_") for entry in entries)
+        files = {f"{folder}model.safetensors", *(f"{folder}{entry.split('.')[0]}.py" for entry in entries)}
+        assert files < repository.files().keys()
