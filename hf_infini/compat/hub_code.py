@@ -31,7 +31,11 @@ else:
     ModelBase = object
 
 STUB = "needs_hf_infini"
-STUB_TEXT = '"""This model needs the package hf-infini: pip install hf-infini"""\n\nfrom hf_infini import (\n{names})\n'
+STUB_TEXT = '''"""This model needs the package hf-infini: pip install hf-infini"""
+
+from hf_infini import (  # noqa: F401
+{names})
+'''
 HASHED = "hf_infini_[0-9a-f]{8}"
 # Files and folders of code, and entries of an auto_map that name it, also those of earlier versions
 CODE_FILES = re.compile(rf"{HASHED}(_\w+\.py)?|{STUB}\.py")

@@ -1,6 +1,6 @@
 """This model needs the package hf-infini: pip install hf-infini"""
 
-from hf_infini import (
+from hf_infini import (  # noqa: F401
     InfiniGPT2Config,
     InfiniGPT2ForQuestionAnswering,
     InfiniGPT2ForSequenceClassification,
