@@ -69,7 +69,7 @@ def main(argv: list[str] | None = None) -> None:
     with folder.new_version(out) as part:
         write(options, run, part)
         folder.check_folder(part)
-    sizes = {file.name: file.stat().st_size for file in folder.pushed_files(out)}
+    sizes = {name: (out / name).stat().st_size for name in folder.pushed_files(out)}
     for name, size in sizes.items():
         print(f"{size:>12,}  {name}")
     print(f"{sum(sizes.values()):>12,}  bytes in {out}")

@@ -1,8 +1,10 @@
 """How a saved model is found again where hf_infini has not been imported, by the `auto_map` of its configuration.
 
-`save_pretrained` writes a stub of one import, so that transformers names the package to install. Pushing, or
+`save_pretrained` writes a stub that imports the package, so that transformers names what to install. Pushing, or
 `save_code=True`, writes the code itself, for machines without the package: the modules that the model needs in one folder,
 `hf_infini_<hash>`, flat, since transformers fetches only a module's neighbours: `ops/window.py` is `ops_window.py` there.
+What a module imports by `from .x import y` travels, and all modules of a package whose `__init__` has
+`import_module(f"{__name__}.{name}")`.
 
 Needed as long as transformers copies no packages (5.24: `get_relative_imports` takes `.a.b` for a file of this name).
 """
@@ -12,13 +14,14 @@ import hashlib
 import os
 import re
 import shutil
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedConfig
 from transformers.models.auto import modeling_auto
-from transformers.utils import PushToHubMixin
+from transformers.utils import CONFIG_NAME, PushToHubMixin
 
 from ..options import ConfigBase
 
@@ -28,14 +31,20 @@ else:
     ModelBase = object
 
 STUB = "needs_hf_infini"
-# Entries of an auto_map that name code of this package, also as earlier versions saved it
-OURS = re.compile(rf"(?:^|--)(?:hf_infini_[0-9a-f]{{8}}[/_]|{STUB}\.)")
-FOLDERS = "hf_infini_[0-9a-f]*"
-# Of the package, or of a folder of copies
-ROOT, SUFFIX = Path(__file__).parents[1], ".compat.hub_code"
-IS_COPY = not __name__.endswith(SUFFIX)
-IMPORT = re.compile(r"^(\s*from )(\.+)([\w.]+)(?= import )", re.MULTILINE)
-# By model type: the module from which the classes can be imported, and the classes by the Auto class that loads them
+STUB_TEXT = '''"""This model needs the package hf-infini: pip install hf-infini"""
+
+from hf_infini import (  # noqa: F401
+{names})
+'''
+HASHED = "hf_infini_[0-9a-f]{8}"
+# Files and folders of code, and entries of an auto_map that name it, also those of earlier versions
+CODE_FILES = re.compile(rf"{HASHED}(_\w+\.py)?|{STUB}\.py")
+ENTRIES = re.compile(rf"(.+--)?({HASHED}[/_]|{STUB}\.|(configuration|modeling)_(infini_gpt2|causal_mha)\.)")
+BY_NAME = 'import_module(f"{__name__}'  # in a package's `__init__`: it imports its modules by name
+IMPORT = re.compile(r"^(\s*from )(\.+)(\w[\w.]*)(?= import )", re.MULTILINE)
+ROOT = Path(__file__).parents[1]
+IS_COPY = not __name__.endswith(".compat.hub_code")
+# By model type: the module from which its classes can be imported, and the classes by the Auto class that loads them
 CODE: dict[str, tuple[str, dict[str, type]]] = {}
 
 
@@ -50,36 +59,32 @@ class HubCodeMixin(PushToHubMixin):
             # pyrefly: ignore[missing-attribute]  # models and configurations have it, and not what both derive from
             super().register_for_auto_class(*args, **kwargs)
 
-    def push_to_hub(self, *args, **kwargs):
-        self.__dict__["_pushing"] = True  # and so saving with code
-        try:
-            return super().push_to_hub(*args, **kwargs)
-        finally:
-            self.__dict__.pop("_pushing", None)
-
-    def _get_files_timestamps(self, working_dir):
-        # save_pretrained(push_to_hub=True) uploads what is newer than this says; the code was written just before
-        times = super()._get_files_timestamps(working_dir)
-        return {name: time for name, time in times.items() if not name.startswith(("hf_infini_", STUB))}
-
-    def _saves_code(self, asked: bool | None, push_to_hub: bool) -> bool:
-        return IS_COPY or (asked if asked is not None else push_to_hub or "_pushing" in self.__dict__)
+    def _upload_modified_files(self, working_dir, repo_id, files_timestamps, *args, **kwargs):
+        # What is pushed has its code; an adapter of PEFT has no configuration
+        if Path(working_dir, CONFIG_NAME).is_file():
+            getattr(self, "config", self).save_pretrained(working_dir, save_code=True)
+        others = {name: time for name, time in files_timestamps.items() if not CODE_FILES.fullmatch(name)}
+        return super()._upload_modified_files(working_dir, repo_id, others, *args, **kwargs)
 
 
 class HubConfigMixin(HubCodeMixin, ConfigBase):
     """Saves a configuration with its `auto_map`; comes before `PreTrainedConfig`."""
 
-    def save_pretrained(self, save_directory, push_to_hub: bool = False, *, save_code: bool | None = None, **kwargs):
+    def save_pretrained(self, save_directory, *args, save_code: bool = False, **kwargs):
         """As usual.
 
         Args:
-            save_code: whether the model's code is written beside it; `None`: if this is pushed, or the folder has it.
+            save_code: whether the model's code is written beside it. A folder that has code is given this version's.
         """
         if self.model_type in CODE and not os.path.isfile(save_directory):
-            entries = write_code(self.model_type, save_directory, self._saves_code(save_code, push_to_hub))
+            entries = write_code(self.model_type, save_directory, save_code)
+            _, classes = CODE[self.model_type]
+            home = sys.modules[[*classes.values()][-1].__module__]
+            if not all(hasattr(home, name) for name in self.architectures or ()):
+                entries = {"AutoConfig": entries["AutoConfig"]}  # a subclass, whose code is elsewhere
             given = (getattr(self, "auto_map", None) or {}).items()
-            self.auto_map = entries | {name: entry for name, entry in given if not OURS.search(str(entry))}
-        return super().save_pretrained(save_directory, push_to_hub, **kwargs)
+            self.auto_map = entries | {name: entry for name, entry in given if not ENTRIES.match(str(entry))}
+        return super().save_pretrained(save_directory, *args, **kwargs)
 
 
 class HubModelMixin(HubCodeMixin, ModelBase):
@@ -87,16 +92,15 @@ class HubModelMixin(HubCodeMixin, ModelBase):
 
     config_class: type[PreTrainedConfig]
 
-    def save_pretrained(self, save_directory, is_main_process: bool = True, *args, save_code: bool | None = None, **kwargs):
+    def save_pretrained(self, save_directory, is_main_process: bool = True, *args, save_code: bool = False, **kwargs):
         """As usual.
 
         Args:
-            save_code: whether the model's code is written beside it, so that it loads where hf_infini is not installed;
-                `None`: if this is pushed. Otherwise its folder asks for the package.
+            save_code: whether the model's code is written beside it, so that it loads where hf_infini is not installed.
+                What is pushed has its code, and so has what was loaded by its code.
         """
-        code = self._saves_code(save_code, kwargs.get("push_to_hub", False))
-        if is_main_process and code and self.config.model_type in CODE and not os.path.isfile(save_directory):
-            write_code(self.config.model_type, save_directory, True)
+        if save_code and is_main_process:
+            self.config.save_pretrained(save_directory, save_code=True)  # then the folder has it
         return super().save_pretrained(save_directory, is_main_process, *args, **kwargs)
 
 
@@ -119,33 +123,27 @@ def carry_code(code_entry: str, **classes: type[HubCodeMixin]) -> None:
 
 
 def write_code(model_type: str, folder: str | os.PathLike, whole: bool) -> dict[str, str]:
-    """Writes the stub or, if `whole`, the code of a model type, and removes that of other versions. A folder that has this
-    version's code keeps it. Returns the entries of the `auto_map`."""
+    """Writes the stub of a model type, or its code if `whole`, in a copy of the code, and where the folder has code. Removes
+    that of other versions. Returns the entries of the `auto_map`."""
     code_entry, classes = CODE[model_type]
     names = {auto_class: cls.__name__ for auto_class, cls in classes.items()}
-    code_folder, files = code_of(code_entry)
-    target = Path(folder, code_folder)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    for other in target.parent.glob(FOLDERS):
-        if other.is_dir() and other != target and re.fullmatch(r"hf_infini_[0-9a-f]{8}", other.name):
-            shutil.rmtree(other)
-    stub = target.with_name(f"{STUB}.py")
-    if whole or target.is_dir():
-        stub.unlink(missing_ok=True)
-        target.mkdir(exist_ok=True)
-        for name, text in files.items():
-            (target / name).write_text(text, encoding="utf-8")
-        return {auto_class: f"{code_folder}/{code_entry.replace('.', '_')}.{name}" for auto_class, name in names.items()}
-    lines = "".join(f"    {name},\n" for name in sorted({*names.values()}))
-    stub.write_text(STUB_TEXT.format(entry=code_entry, names=lines), encoding="utf-8")
-    return {auto_class: f"{STUB}.{name}" for auto_class, name in names.items()}
-
-
-STUB_TEXT = '''"""The code of this model is in the package hf-infini: pip install hf-infini"""
-
-from hf_infini.{entry} import (
-{names})
-'''
+    os.makedirs(folder, exist_ok=True)
+    found = [path for path in Path(folder).iterdir() if CODE_FILES.fullmatch(path.name)]
+    if whole or IS_COPY or any(path.is_dir() for path in found):
+        code_folder, files = code_of(code_entry)
+        module, kept = f"{code_folder}/{code_entry.replace('.', '_')}", code_folder
+        texts = {f"{code_folder}/{name}": text for name, text in files.items()}
+    else:
+        module, kept = STUB, f"{STUB}.py"
+        texts = {kept: STUB_TEXT.format(names="".join(f"    {name},\n" for name in sorted({*names.values()})))}
+    for path in found:
+        if path.name != kept:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    for name, text in texts.items():
+        file = Path(folder, name)
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(text, encoding="utf-8")
+    return {auto_class: f"{module}.{name}" for auto_class, name in names.items()}
 
 
 @functools.cache
@@ -169,8 +167,12 @@ def code_of(code_entry: str) -> tuple[str, Mapping[str, str]]:
 def _flat(module: tuple[str, ...]) -> tuple[str, list[tuple[str, ...]]]:
     """A module's text in which the names of the package's modules are flat, and these modules."""
     path, imported = ROOT.joinpath(*module), []
-    package = module if path.is_dir() else module[:-1]
-    text = (path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text("utf-8")
+    is_package = path.is_dir()
+    package = module if is_package else module[:-1]
+    text = (path / "__init__.py" if is_package else path.with_suffix(".py")).read_text("utf-8")
+    if is_package and BY_NAME in text:
+        text = text.replace(f"{BY_NAME}.", f"{BY_NAME}_") + "\nif False:  # transformers copies what a text imports\n"
+        text += "".join(f"    from .{file.stem} import *\n" for file in sorted(path.glob("[!_]*.py")))
 
     def flat(found: re.Match) -> str:
         target = (*package[: len(package) + 1 - len(found[2])], *found[3].split("."))

@@ -15,6 +15,7 @@ from transformers import set_seed
 
 from cli import UserError, describe
 from evaluation import inference
+from hf_infini.compat.hub_code import STUB
 from hf_infini.model_facts import context_limit
 from hf_infini.models.loading import load_causal_lm, load_tokenizer
 from support.stages import read_json
@@ -22,10 +23,11 @@ from support.stages import read_json
 from .text import private_lines
 
 CARD, LOSS_CURVE = "README.md", "loss_curve.png"
-# All that is ever pushed
+# All that is ever pushed: the code is in a folder, or was beside the weights
+CODE = f"hf_infini_{'[0-9a-f]' * 8}[/_]*.py"
 ALLOWED = (CARD, LOSS_CURVE, "config.json", "generation_config.json", "model*.safetensors", "model.safetensors.index.json",
-           f"hf_infini_{'[0-9a-f]' * 8}_*.py", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
-           "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja")  # fmt: skip
+           CODE, f"{STUB}.py", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+           "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja")  # fmt: skip
 NEUTRAL = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}  # whatever the model's own generation config says
 METHODS = ({"do_sample": False, "num_beams": 1}, {"do_sample": True, **NEUTRAL, "top_p": 0.9})
 # Loads a folder by the code in it, as a stranger without hf_infini does
@@ -38,12 +40,14 @@ AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)
 
 
 def allowed(path: str) -> bool:
-    """Whether a file may be pushed; what is in folders may not."""
-    return "/" not in path and any(fnmatchcase(path, pattern) for pattern in ALLOWED)
+    """Whether a file may be pushed; of what is in folders, only code."""
+    return any(fnmatchcase(path, pattern) for pattern in ([CODE] if "/" in path else ALLOWED))
 
 
-def pushed_files(folder: Path) -> list[Path]:
-    return sorted(file for file in folder.iterdir() if file.is_file() and allowed(file.name))
+def pushed_files(folder: Path) -> list[str]:
+    """Paths in the folder."""
+    files = [file for pattern in ("*", "hf_infini_*/*") for file in folder.glob(pattern) if file.is_file()]
+    return sorted(filter(allowed, (file.relative_to(folder).as_posix() for file in files)))
 
 
 @contextlib.contextmanager
@@ -66,11 +70,14 @@ def new_version(folder: Path) -> Iterator[Path]:
         raise UserError(f"--out {folder}: {describe(error)}") from error
     try:
         yield part
-        new = sorted(pushed_files(part), key=lambda file: file.name != CARD)  # the card tells whose folder it is
-        for file in new:
-            os.replace(file, folder / file.name)
-        for file in set(pushed_files(folder)) - {folder / file.name for file in new}:
-            file.unlink()
+        new = sorted(pushed_files(part), key=lambda name: name != CARD)  # the card tells whose folder it is
+        for name in new:
+            (folder / name).parent.mkdir(exist_ok=True)
+            os.replace(part / name, folder / name)
+        for name in set(pushed_files(folder)) - {*new}:
+            (folder / name).unlink()
+            with contextlib.suppress(OSError):  # not empty
+                (folder / name).parent.rmdir()
     except UserError as error:
         raise UserError(error.args[0].replace(str(part), str(folder))) from error
     finally:
@@ -92,9 +99,9 @@ def write_model(run: Path, folder: Path) -> None:
     model = _loaded(load_causal_lm, run, dtype=torch.bfloat16)
     tokenizer = _loaded(load_tokenizer, run, model=model)
     folder.mkdir(parents=True, exist_ok=True)
-    for file in pushed_files(folder):
-        file.unlink()
-    model.save_pretrained(folder)
+    for name in pushed_files(folder):
+        (folder / name).unlink()
+    model.save_pretrained(folder, save_code=True)  # models of transformers ignore it
     tokenizer.save_pretrained(folder)
     if (run / LOSS_CURVE).is_file():
         shutil.copyfile(run / LOSS_CURVE, folder / LOSS_CURVE)
@@ -124,9 +131,9 @@ def generate_samples(folder: Path, prompts: list[str], new_tokens: int, seed: in
 def check_folder(folder: Path) -> None:
     """UserError unless weights, code, configuration and tokenizer fit each other, and no file tells of a machine."""
     found = []
-    for file in pushed_files(folder):
-        if file.suffix not in (".safetensors", ".png"):
-            found += [f"{file.name}:{line}" for line in private_lines(file.read_text(encoding="utf-8"))]
+    for name in pushed_files(folder):
+        if not name.endswith((".safetensors", ".png")):
+            found += [f"{name}:{line}" for line in private_lines((folder / name).read_text(encoding="utf-8"))]
     if found:
         lines = "".join(f"\n  {line}" for line in found)
         raise UserError(f"{folder} holds what nobody else should read; take it out of the run's files:{lines}")
@@ -134,7 +141,8 @@ def check_folder(folder: Path) -> None:
     config = read_json(folder / "config.json", {"vocab_size": int})
     size = config["vocab_size"]
     for name, entry in config.get("auto_map", {}).items():
-        if not (folder / f"{str(entry).split('.')[0]}.py").is_file() or not allowed(f"{str(entry).split('.')[0]}.py"):
+        module = f"{str(entry).split('.')[0]}.py"
+        if not (folder / module).is_file() or not fnmatchcase(module, CODE):
             raise UserError(f"{folder}/config.json has {name} load {entry}, code that is not this package's: take it out")
     if not 0 <= largest < size:
         raise UserError(f"{folder}: the tokenizer's ids reach {largest:,}, the embeddings of the model {size - 1:,}")

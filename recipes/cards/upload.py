@@ -5,7 +5,7 @@ import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from huggingface_hub import HfApi
+from huggingface_hub import HfApi, RepoFile
 from huggingface_hub.errors import HTTPError
 
 from cli import UserError
@@ -33,8 +33,9 @@ def check_target(api: HfApi, repo_id: str, private: bool, update: bool, folder: 
         if private and not api.model_info(repo_id).private:
             raise UserError("it is public: make it private in its settings on the Hub first, or leave --private out")
         # An interrupted push leaves only .gitattributes
-        found = {file.path: file for file in api.list_repo_tree(repo_id) if file.path != ".gitattributes"}
-        ours = {file.name for file in pushed_files(folder)} if folder.is_dir() else set()
+        tree = api.list_repo_tree(repo_id, recursive=True)
+        found = {file.path: file for file in tree if isinstance(file, RepoFile) and file.path != ".gitattributes"}
+        ours = {*pushed_files(folder)} if folder.is_dir() else set()
         if not update and found and (ours != found.keys() or not all(_is_same(folder / name, found[name]) for name in ours)):
             raise UserError("it exists: --update publishes a new version there")
         return True
@@ -56,7 +57,7 @@ def publish(api: HfApi, folder: Path, repo_id: str, private: bool, update: bool,
     call goes on with the files that have arrived.
     """
     there = check_target(api, repo_id, private, update, folder)
-    files = {"allow_patterns": [*ALLOWED], "ignore_patterns": "*/*", "delete_patterns": [*ALLOWED]}
+    files = {"allow_patterns": pushed_files(folder), "delete_patterns": [*ALLOWED]}
     with explained(repo_id, "nothing was published, and the same command goes on"):
         if not there:
             api.create_repo(repo_id, private=private or None)

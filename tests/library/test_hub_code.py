@@ -1,6 +1,8 @@
-"""Saved models carry their code: they load, in real processes, where nothing but torch, transformers and what these need is
-installed, and compute the same bit for bit; where hf_infini is installed, its own classes are used."""
+"""Models saved with their code load, in real processes, where nothing but torch, transformers and what these need is
+installed, and compute the same bit for bit; those saved without it say what to install. Where hf_infini is installed, its
+own classes are used."""
 
+import ast
 import json
 import logging
 import os
@@ -33,9 +35,7 @@ from transformers.dynamic_module_utils import get_imports
 import hf_infini
 from decoders import decoder
 from hf_infini import (
-    CausalMHAConfig,
     CausalMHAForCausalLM,
-    InfiniGPT2Config,
     InfiniGPT2LMHeadModel,
     patch_model,
     unpatch_model,
@@ -106,15 +106,18 @@ def saved(tmp_path_factory):
     window = {"segment_length": 8, "local_segments": 1, "sink_tokens": 2}
     models |= {name: patch_model(decoder(name), **window) for name in FAMILIES}
     for name in ("infini_gpt2", "causal_mha_infini", "causal_mha_relative", *FAMILIES):
-        models[name].save_pretrained(root / name)
-    infini.transformer.save_pretrained(root / "inner")  # its embedding is the output head, too
+        models[name].save_pretrained(root / name, save_code=True)
+    infini.transformer.save_pretrained(root / "inner", save_code=True)  # its embedding is the output head, too
     train(models["trained"], root / "runs")
     shutil.move(root / "runs" / "checkpoint-1", root / "trained")
+    shutil.copytree(PUBLISHED, root / "published")
+    for name in ("trained", "published"):  # saved without the code, which can be added
+        AutoConfig.from_pretrained(root / name).save_pretrained(root / name, save_code=True)
     commit = root / "hub" / f"models--{REPOSITORY.replace('/', '--')}"
     shutil.copytree(root / "infini_gpt2", commit / "snapshots" / ("c" * 40))
     (commit / "refs").mkdir()
     (commit / "refs" / "main").write_text("c" * 40)
-    places = {name: root / name for name in models} | {"repository": REPOSITORY, "published": PUBLISHED}
+    places = {name: root / name for name in models} | {"repository": REPOSITORY}
     return {name: (places[name], numbers(model.eval(), model.base_model, ids)) for name, model in models.items()}
 
 
@@ -188,10 +191,54 @@ def test_saved_without_the_package_and_loaded_again(name, saved, loaded, loaded_
     assert_same_numbers(loaded_again[name], saved[name][1])
 
 
-def test_the_published_model_has_the_code_of_this_version(saved):
-    """An older code may not run with a newer transformers."""
-    again = f"AutoModelForCausalLM.from_pretrained(x, dtype=torch.bfloat16).save_pretrained(x) with x = {str(PUBLISHED)!r}"
-    assert code_of(PUBLISHED) == code_of(saved["infini_gpt2"][0]), f"save it with the code of this version: {again}"
+def test_the_published_model_is_as_this_version_saves_it(tmp_path):
+    AutoModelForCausalLM.from_pretrained(PUBLISHED).save_pretrained(tmp_path)
+    assert config_of(tmp_path) == config_of(PUBLISHED) and code_of(tmp_path) == code_of(PUBLISHED)
+    assert (tmp_path / "model.safetensors").read_bytes() == (PUBLISHED / "model.safetensors").read_bytes()
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """Folders of models that were saved without their code."""
+    models = infini_gpt2(), causal_mha(), patch_model(decoder("llama"), segment_length=8)
+    folders = [tmp_path_factory.mktemp(model.config.model_type) for model in models]
+    for folder, model in zip(folders, models, strict=True):
+        model.save_pretrained(folder)
+    return folders
+
+
+LOAD = """
+import sys
+from transformers import AutoConfig, AutoModelForCausalLM
+for folder in sys.argv[1:]:
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
+    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+    assert type(config) is type(model.config) and type(model).__module__.startswith("hf_infini."), type(model)
+    model.save_pretrained("again")
+    print(type(model).__name__)
+"""
+
+
+def run_script(python, script, *folders, home, **settings) -> subprocess.CompletedProcess:
+    settings |= {"HF_HOME": str(home), "PYTHONSAFEPATH": "1"}
+    command, run = [python, "-c", script, *folders], dict(stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    return subprocess.run(command, env=os.environ | settings, cwd=home, **run)
+
+
+def test_a_plain_save_holds_no_code_and_says_what_to_install(plain, python, tmp_path):
+    for folder in plain:
+        assert code_of(folder).keys() == {"needs_hf_infini.py"} and not modules_of(folder)
+        assert {entry.split(".")[0] for entry in config_of(folder)["auto_map"].values()} == {"needs_hf_infini"}
+    done = run_script(python, LOAD, plain[0], home=tmp_path, PYTHONPATH="")
+    assert done.returncode and "ImportError" in done.stderr and "`pip install hf_infini`" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_plain_save_loads_where_the_package_is_installed(plain, tmp_path):
+    """By the stub, where nobody has imported it."""
+    done = run_script(sys.executable, LOAD, *plain, home=tmp_path, PYTHONPATH=str(PACKAGE.parent))
+    assert done.stdout.split() == ["InfiniGPT2LMHeadModel", "CausalMHAForCausalLM", "InfiniLlamaForCausalLM"], done.stderr
+    assert code_of(tmp_path / "again") == code_of(plain[-1])
 
 
 @pytest.mark.parametrize("name", ["infini_gpt2", "trained", "causal_mha_infini"])
@@ -235,50 +282,61 @@ def test_the_installed_classes_come_first(name, trust, saved, loaded):
 
 
 @pytest.mark.slow
-def test_importing_the_package_is_enough(saved, tmp_path):
+def test_importing_the_package_is_enough(saved, plain, tmp_path):
     """In a process that uses no other name of it, before transformers; test_registration.py imports it afterwards."""
     script = (
         "import hf_infini, transformers, sys\n"
         "print([type(transformers.AutoModelForCausalLM.from_pretrained(folder)) for folder in sys.argv[1:]])"
     )
-    folders = [saved["infini_gpt2"][0], saved["causal_mha_infini"][0]]
-    settings = {"PYTHONPATH": str(PACKAGE.parent), "HF_HOME": str(tmp_path)}
-    command = [sys.executable, "-c", script, *folders]
-    done = subprocess.run(
-        command, env=os.environ | settings, cwd=tmp_path, stdin=subprocess.DEVNULL, capture_output=True, text=True
-    )
-    assert done.stdout == f"{[InfiniGPT2LMHeadModel, CausalMHAForCausalLM]}\n", done.stderr
+    folders = [saved["infini_gpt2"][0], saved["causal_mha_infini"][0], *plain[:2]]
+    done = run_script(sys.executable, script, *folders, home=tmp_path, PYTHONPATH=str(PACKAGE.parent))
+    assert done.stdout == f"{2 * [InfiniGPT2LMHeadModel, CausalMHAForCausalLM]}\n", done.stderr
 
 
-@pytest.mark.parametrize("name, other", [("infini_gpt2", "causal_mha"), ("causal_mha_infini", "infini_gpt2")])
+@pytest.mark.parametrize("name, other", [("infini_gpt2", "scratch"), ("causal_mha_infini", "gpt2"), ("llama", "scratch")])
 def test_only_what_the_model_needs_is_copied(name, other, saved):
     folder = saved[name][0]
     assert set(folder.glob("*.safetensors")) == {folder / "model.safetensors"} and not list(folder.glob("*.bin"))
     code, modules = code_of(folder), modules_of(folder)
-    assert "cache.py" in modules and len(code) <= 35 and sum(map(len, code.values())) < 350_000
-    assert not [module for module in modules if other in module]
-    assert set(modules).isdisjoint({"__init__.py", "naive.py", "patching.py", "heads.py"})
-    for file, text in code.items():  # the same but for the names that it imports
-        prefix = file[: len("hf_infini_12345678_")]
-        assert text.replace(f"from .{prefix}".encode(), b"from .") == (PACKAGE / file.removeprefix(prefix)).read_bytes()
+    assert "cache_cache.py" in modules and len(code) == len(modules)
+    others = ("tools", "ops_kernels_", "ops_naive", "models_patching", "models_adapter", "models_loading", f"models_{other}")
+    assert [module for module in modules if module.startswith(others)] == []
+    for file, text in code.items():
+        for node in ast.walk(ast.parse(text)):  # only what transformers fetches
+            if isinstance(node, ast.ImportFrom) and node.level:
+                assert node.level == 1 and f"{node.module}.py" in modules, file
     imports = {module for file in code for module in get_imports(folder / file)}
     assert imports - sys.stdlib_module_names <= {"torch", "transformers", "huggingface_hub", "safetensors"}
 
 
-def test_a_folder_without_code_still_loads_and_is_saved_with_it(saved, tmp_path):
+@pytest.mark.parametrize("save_code", [False, True])
+@pytest.mark.parametrize("older", ["nothing", "files", "a folder"])
+def test_a_folder_of_an_older_version_loads_and_is_saved_as_of_this_one(older, save_code, saved, tmp_path):
+    """Older versions named no code, or had it beside the weights."""
     source, wanted = saved["causal_mha_relative"]
-    old = tmp_path / "old"
-    shutil.copytree(source, old, ignore=shutil.ignore_patterns("*.py"))
-    (old / "config.json").write_text(json.dumps({k: v for k, v in config_of(source).items() if k != "auto_map"}))
+    old = shutil.copytree(source, tmp_path / "old", ignore=shutil.ignore_patterns("hf_infini_*"))
+    config = config_of(source)
+    names = {auto_class: entry.split(".")[1] for auto_class, entry in config.pop("auto_map").items()}
+    if older != "nothing":
+        module = f"hf_infini_45452fd6{'_' if older == 'files' else '/'}modeling_causal_mha"
+        config["auto_map"] = {auto_class: f"{module}.{name}" for auto_class, name in names.items()}
+        (old / module).parent.mkdir(exist_ok=True)
+        (old / f"{module}.py").write_text("raise RuntimeError")
+    (old / "config.json").write_text(json.dumps(config))
     model = AutoModelForCausalLM.from_pretrained(old)
-    assert type(model) is CausalMHAForCausalLM and not hasattr(model.config, "auto_map")
+    assert type(model) is CausalMHAForCausalLM
     with torch.no_grad():
         assert torch.equal(model(token_ids(2, 40)).logits, wanted["logits"])
-    model.save_pretrained(tmp_path / "new")
-    assert config_of(tmp_path / "new") == config_of(source) and code_of(tmp_path / "new") == code_of(source)
+    for folder in (tmp_path / "new", old):
+        model.save_pretrained(folder, save_code=save_code)
+        if save_code or older == "a folder" and folder is old:  # which goes on having code
+            assert config_of(folder) == config_of(source) and code_of(folder) == code_of(source)
+        else:
+            assert config_of(folder)["auto_map"] == {key: f"needs_hf_infini.{name}" for key, name in names.items()}
+            assert code_of(folder).keys() == {"needs_hf_infini.py"}
 
 
-def test_an_unpatched_model_carries_no_code(tmp_path):
+def test_an_unpatched_model_names_no_code(tmp_path):
     model = patch_model(gpt2(), segment_length=8)
     model.save_pretrained(tmp_path / "patched")
     assert code_of(tmp_path / "patched")
@@ -289,12 +347,14 @@ def test_an_unpatched_model_carries_no_code(tmp_path):
         assert type(AutoModelForCausalLM.from_pretrained(folder)) is GPT2LMHeadModel
 
 
-@pytest.mark.parametrize("config", [InfiniGPT2Config(segment_length=8), CausalMHAConfig()], ids=lambda c: c.model_type)
-def test_a_configuration_alone_carries_its_own_modules(config, tmp_path):
-    config.save_pretrained(tmp_path)
-    module = f"configuration_{config.model_type}"
-    own = "options_causal_mha.py" if config.model_type == "causal_mha" else "lookups.py"
-    assert {"hub_code.py", "configuration_common.py", "options.py", own, f"{module}.py"} == set(modules_of(tmp_path))
-    prefix = next(iter(code_of(tmp_path)))[: len("hf_infini_12345678_")]
-    assert config_of(tmp_path)["auto_map"] == {"AutoConfig": f"{prefix}{module}.{type(config).__name__}"}
-    assert type(AutoConfig.from_pretrained(tmp_path)) is type(config)
+@pytest.mark.parametrize("name", ["infini_gpt2", "causal_mha_relative"])
+def test_a_configuration_alone_names_the_same_code(name, saved, tmp_path):
+    loaded = AutoConfig.from_pretrained(saved[name][0])
+    for config in (loaded, type(loaded)(**{"segment_length": 8} if name == "infini_gpt2" else {})):
+        config.save_pretrained(tmp_path / name)
+        assert code_of(tmp_path / name).keys() == {"needs_hf_infini.py"}
+        config.save_pretrained(tmp_path / name, save_code=True)
+        assert code_of(tmp_path / name) == code_of(saved[name][0])
+        assert config_of(tmp_path / name)["auto_map"] == config_of(saved[name][0])["auto_map"]
+        assert type(AutoConfig.from_pretrained(tmp_path / name)) is type(config)
+        shutil.rmtree(tmp_path / name)

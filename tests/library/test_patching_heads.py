@@ -166,7 +166,7 @@ def test_each_loads_by_its_code_where_the_package_is_not_imported(tmp_path):
     save_file({"ids": ids}, tmp_path / "ids.safetensors")
     for name, (auto, _) in HEADS.items():
         model = patch_model(stock(name), **OPTIONS)
-        model.save_pretrained(tmp_path / name)
+        model.save_pretrained(tmp_path / name, save_code=True)
         arguments += [str(auto), str(tmp_path / name)]
         wanted.append({key: value for key, value in model(ids, use_cache=False).items()})
     change = os.environ | {"HF_HOME": str(tmp_path / "home")}

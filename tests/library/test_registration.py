@@ -136,7 +136,7 @@ for folder in sys.argv[1:]:
 def test_so_does_the_code_that_a_model_was_saved_with(tmp_path):
     folders = [tmp_path / name for name in FAMILIES]
     for folder, make in zip(folders, FAMILIES.values(), strict=True):
-        make().save_pretrained(folder)
+        make().save_pretrained(folder, save_code=True)
     done = subprocess.run(
         [sys.executable, "-I", "-c", LOSS, *folders],
         env=os.environ | {"HF_HOME": str(tmp_path)},

@@ -1,5 +1,5 @@
-"""Models in pieces: FSDP2 and DeepSpeed by `accelerate launch` train, save and resume as one process does, what is saved of
-a sharded model has its code, and a launch that would shard nothing is refused."""
+"""Models in pieces: FSDP2 and DeepSpeed by `accelerate launch` train, save and resume as one process does, a sharded model
+is saved with the same code, and a launch that would shard nothing is refused."""
 
 import json
 import sys
@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_infini import InfiniGPT2LMHeadModel
 from hf_infini.tools import training
+from hub_files import code_of
 from models import causal_mha, infini_gpt2, token_ids
 from ranks import ended_well, on_ranks
 from running import ROOT, SIZES, load_recipe, losses, prepared_data, recipe, result, run, run_recipe
@@ -83,10 +84,6 @@ def alone(base) -> Path:
     return base / "not_sharded"
 
 
-def code_of(folder: Path) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in folder.glob("*.py")}
-
-
 def test_two_sharded_processes_train_what_one_does(sharded, alone):
     folder, again = sharded
     assert len(losses(alone)) == 5  # 3 steps, 2 evaluations
@@ -105,7 +102,7 @@ def test_two_sharded_processes_train_what_one_does(sharded, alone):
     assert losses(folder) == before
 
 
-def test_what_a_sharded_run_saves_is_whole_and_has_its_code(sharded):
+def test_what_a_sharded_run_saves_is_whole(sharded):
     folder, _ = sharded
     found, checkpoint = (AutoModelForCausalLM.from_pretrained(path) for path in (folder, folder / "checkpoint-3"))
     assert type(found) is type(checkpoint) is InfiniGPT2LMHeadModel
@@ -113,7 +110,7 @@ def test_what_a_sharded_run_saves_is_whole_and_has_its_code(sharded):
     assert all(torch.equal(weights[name], weight) for name, weight in checkpoint.state_dict().items())
     assert training.gate_values(found) == result(folder)["gates"]
     assert code_of(folder).items() <= code_of(folder / "checkpoint-3").items()  # where DeepSpeed puts scripts of its own
-    assert any(name.endswith("_modeling_infini_gpt2.py") for name in code_of(folder))
+    assert code_of(folder).keys() == {"needs_hf_infini.py"}
     configs = [json.loads((path / "config.json").read_text()) for path in (folder, folder / "checkpoint-3")]
     assert configs[0]["auto_map"] == configs[1]["auto_map"] and configs[1]["architectures"] == ["InfiniGPT2LMHeadModel"]
 
@@ -138,7 +135,7 @@ def process_group():
 @pytest.mark.parametrize("make", [infini_gpt2, causal_mha])
 def test_a_model_that_is_sharded_carries_the_same_code(make, process_group, tmp_path):
     model = make(**({"attention": "infini", "segment_length": 8} if make is causal_mha else {}))
-    model.save_pretrained(tmp_path / "plain")
+    model.save_pretrained(tmp_path / "plain", save_code=True)
     with torch.no_grad():
         wanted = model(token_ids(2, 20)).logits
     for block in model.transformer.h:
@@ -148,10 +145,11 @@ def test_a_model_that_is_sharded_carries_the_same_code(make, process_group, tmp_
     with torch.no_grad():
         assert torch.equal(model(token_ids(2, 20)).logits, wanted)
     weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
-    model.save_pretrained(tmp_path / "sharded", state_dict=weights)
-    assert len(code_of(tmp_path / "plain")) > 10
-    for file in (tmp_path / "plain").iterdir():
-        assert (tmp_path / "sharded" / file.name).read_bytes() == file.read_bytes(), file.name
+    model.save_pretrained(tmp_path / "sharded", state_dict=weights, save_code=True)
+    code = code_of(tmp_path / "plain")
+    assert len(code) > 10 and code_of(tmp_path / "sharded") == code
+    for name in ("config.json", "generation_config.json", "model.safetensors"):
+        assert (tmp_path / "sharded" / name).read_bytes() == (tmp_path / "plain" / name).read_bytes(), name
 
 
 def test_a_launch_that_would_shard_nothing_is_refused(base, monkeypatch):

@@ -68,7 +68,7 @@ def test_a_cache_of_the_other_copy_is_refused_with_where_each_is_from(tmp_path):
     models = infini_gpt2(), causal_mha(attention="infini", segment_length=8), patch_model(decoder("llama"), segment_length=8)
     folders = [str(tmp_path / model.config.model_type) for model in models]
     for model, folder in zip(models, folders, strict=True):
-        model.save_pretrained(folder)
+        model.save_pretrained(folder, save_code=True)
     settings = {"PYTHONPATH": str(Path(hf_infini.__file__).parent.parent), "HF_HOME": str(tmp_path / "home")}
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, *folders], env=os.environ | settings, cwd=tmp_path, stdin=subprocess.DEVNULL,

@@ -5,9 +5,7 @@ from importlib import import_module
 from ...options import UPDATE_RULES
 from .base import MemoryRule
 
-# A package has a path; in the copies beside saved models, which lie flat, this is ops_rules.py beside ops_rules_linear.py
-_SEPARATOR = "." if "__path__" in globals() else "_"
-RULES: dict[str, type[MemoryRule]] = {name: import_module(f"{__name__}{_SEPARATOR}{name}").Rule for name in UPDATE_RULES}
+RULES: dict[str, type[MemoryRule]] = {name: import_module(f"{__name__}.{name}").Rule for name in UPDATE_RULES}
 
 
 def memory_rule(update_rule: str, **options) -> MemoryRule:

@@ -1,5 +1,5 @@
 """Training: the Trainer, the optimiser's parameter groups, and the gates. Its data collator is `rows.RowReader`."""
 
-from .trainer import PerplexityTrainer, gate_values, parameter_groups
+from .trainer import PerplexityTrainer, PushWithCode, gate_values, parameter_groups
 
-__all__ = ["PerplexityTrainer", "gate_values", "parameter_groups"]
+__all__ = ["PerplexityTrainer", "PushWithCode", "gate_values", "parameter_groups"]

@@ -8,9 +8,11 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
-from transformers import Cache, Trainer
+from transformers import Cache, Trainer, TrainerCallback
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ...compat.cache_name import CACHE
+from ...compat.hub_code import HubModelMixin
 from ...layers.memory_layer import gates_of
 from ..metrics import evaluate_rows
 from ..parallel.shards import check_shards, shard_rows
@@ -55,8 +57,20 @@ def gate_values(model) -> dict[str, list[float]]:
     return {layer: [round(value, 5) for value in torch.sigmoid(gate.float()).tolist()] for layer, gate in logits.items()}
 
 
+class PushWithCode(TrainerCallback):
+    """Writes the model's code to where the Trainer pushes from: what it pushes, it has saved without."""
+
+    def on_push_begin(self, args, state, control, *, model=None, **kwargs) -> None:
+        if state.is_world_process_zero and isinstance(model, HubModelMixin):
+            out = Path(args.output_dir)
+            checkpoint = out / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"  # whose configuration is pushed
+            for folder in filter(Path.is_dir, (out, checkpoint)):
+                model.config.save_pretrained(folder, save_code=True)
+
+
 class PerplexityTrainer(Trainer):
-    """A Trainer whose evaluation is token-weighted and keeps one batch of logits at a time.
+    """A Trainer whose evaluation is token-weighted and keeps one batch of logits at a time. Its pushes have the model's code
+    ([`PushWithCode`]).
 
     Args:
         *args, **kwargs: the Trainer's own.
@@ -86,6 +100,7 @@ class PerplexityTrainer(Trainer):
         **kwargs,
     ):
         super().__init__(*args, **kwargs)
+        self.add_callback(PushWithCode)
         self.past_of = past_of
         self.context_parallel_size = context_parallel_size
         self.rows_mesh = None if context_parallel_size == 1 else self._mesh_of_rows(context_parallel_size)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from huggingface_hub import ModelCard, constants
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from card_runs import cells
 from cards import folder as cards_folder
@@ -22,6 +22,7 @@ from cli import UserError
 from hf_infini import load_adapter
 from hf_infini.models import adapter as memory_adapter
 from hf_infini.models.adapter import read_record
+from hub_files import code_of, config_of
 from hub_repository import WRITE
 from hub_server import HubServer
 from running import CONTEXT, ROOT, load_recipe, prepared_data, result, straight_run
@@ -33,6 +34,7 @@ pytestmark = pytest.mark.slow  # they share trained runs
 
 push = load_recipe("push")
 NAME = "user/infini"
+OLDER = ("hf_infini_0123abcd_cache.py", "hf_infini_0123abcd/cache_cache.py", "needs_hf_infini.py", "vocab.txt")
 MODELS = sorted(path.parent for path in (ROOT / "model_cards").glob("*/config.json"))
 ADAPTERS = sorted(path.parent for path in (ROOT / "model_cards").glob("*/infini_adapter.json"))
 
@@ -62,7 +64,8 @@ def published(trained, tmp_path_factory):
     """A folder that the recipe wrote and pushed to a small Hub; what the recipe printed; the Hub."""
     hub, out = HubServer(tmp_path_factory.mktemp("hub")), tmp_path_factory.mktemp("cards") / "infini"
     out.mkdir()
-    for old in ("hf_infini_0123abcd_cache.py", "vocab.txt", "mine.txt"):
+    (out / "hf_infini_0123abcd").mkdir()
+    for old in (*OLDER, "mine.txt"):
         (out / old).write_text("an older version's, but for the last one")
     (out / "README.md").write_text("---\ntags:\n- hf_infini\n---\n")  # or it would not be replaced
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as printed:
@@ -79,10 +82,11 @@ def published(trained, tmp_path_factory):
 def test_what_is_in_the_folder_is_on_the_hub(published):
     out, printed, hub = published
     files = hub.repository(NAME).files()
-    names = {file.name for file in out.iterdir()} - {"mine.txt"}
+    names = {file.relative_to(out).as_posix() for file in out.rglob("*") if file.is_file()} - {"mine.txt"}
     assert names | {".gitattributes"} == files.keys() and hub.repository(NAME).state["private"]
     assert {"README.md", "config.json", "model.safetensors", "tokenizer.json", "loss_curve.png"} <= names
-    assert not names & {"vocab.txt", "hf_infini_0123abcd_cache.py", "result.json", "training_args.bin"}
+    assert not names & {*OLDER, "result.json", "training_args.bin"} and not (out / "hf_infini_0123abcd").exists()
+    assert {f"{entry.split('.')[0]}.py" for entry in config_of(out)["auto_map"].values()} < code_of(out).keys() < names
     assert all(re.search(rf" {(out / name).stat().st_size:,}  {name}\n", printed) for name in names)
     assert f"pushed: {hub.url}/{NAME}/commit/" in printed
 
@@ -157,7 +161,7 @@ def test_folders_that_are_not_whole(published, tmp_path):
     renamed = {f"{name}{'x' * (name == first)}": tensor for name, tensor in weights.items()}
     save_file(renamed, folder / "model.safetensors", {"format": "pt"})
     assert "are incomplete: ln_f.weight is not there" in refused(folder)
-    next(folder.glob("hf_infini_*_memory.py")).unlink()
+    next(folder.glob("hf_infini_*/ops_state.py")).unlink()
     assert "cannot be loaded by the code in it" in refused(folder)
 
 
@@ -247,7 +251,7 @@ def test_samples_end_where_the_positions_do(base, tmp_path):
     words = ["--attention", "self", "--n_layer", 1, "--n_embd", 16, "--n_head", 1, "--use_cpu", "true", "--max_steps", 1]
     load_recipe("train").main([*map(str, ["--data", prepared_data(base), *words, "--out", out])])
     cards_folder.write_model(out, tmp_path / "card")
-    assert not list((tmp_path / "card").glob("*.py"))  # transformers has that model
+    assert code_of(tmp_path / "card") == {}  # transformers has that model
     short, sampled = cards_folder.generate_samples(tmp_path / "card", ["a" * (CONTEXT - 3)], 50, seed=0, device="cpu")
     assert short["arguments"]["max_new_tokens"] == 3 and sampled["arguments"]["do_sample"]
     with pytest.raises(UserError, match=f"{CONTEXT + 1} tokens, but this model has {CONTEXT} learned positions"):
@@ -255,9 +259,12 @@ def test_samples_end_where_the_positions_do(base, tmp_path):
 
 
 @pytest.mark.parametrize("folder", MODELS, ids=lambda folder: folder.name)
-def test_the_models_of_the_repository_are_as_published(folder):
-    cards_folder.check_folder(folder)
+def test_the_models_of_the_repository_are_as_published(folder, tmp_path):
+    """But for the code, which is pushed with them."""
     assert [file.name for file in folder.iterdir() if not cards_folder.allowed(file.name)] == []
+    card = shutil.copytree(folder, tmp_path / folder.name)
+    AutoConfig.from_pretrained(card).save_pretrained(card, save_code=True)
+    cards_folder.check_folder(card)
     assert sum(file.stat().st_size for file in folder.glob("*.safetensors")) <= 12e6
     card = ModelCard.load(folder / "README.md").data
     assert {entry.dataset_type for entry in card.eval_results or ()} <= {*(card.datasets or ())}  # and none that is nowhere
@@ -291,24 +298,26 @@ TRAIN = """
 import sys
 from pathlib import Path
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
+from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
 import hf_infini
-from hf_infini.tools.training import PerplexityTrainer
+from hf_infini.tools.training import PerplexityTrainer, PushWithCode
 out = Path(sys.argv[1])
 model, tokenizer = AutoModelForCausalLM.from_pretrained(out), AutoTokenizer.from_pretrained(out)
 rows = [{"input_ids": torch.arange(8), "labels": torch.arange(8)}] * 2
-arguments = TrainingArguments(output_dir=str(out), push_to_hub=True, hub_model_id="user/trainer", hub_strategy="end",
-                              use_cpu=True, max_steps=1, save_strategy="no", report_to="none", disable_tqdm=True)
+options = dict(push_to_hub=True, use_cpu=True, max_steps=1, report_to="none", disable_tqdm=True)
+arguments = TrainingArguments(str(out), hub_model_id="user/trainer", hub_strategy="end", save_strategy="no", **options)
 trainer = PerplexityTrainer(model=model, args=arguments, train_dataset=rows, processing_class=tokenizer)
 trainer.train()
 trainer.push_to_hub()
 (out / "README.md").unlink()
 trainer.push_to_hub(commit_message="without a card")
 trainer.push_to_hub(commit_message="again", license="mit")
+arguments = TrainingArguments("saved", hub_model_id="user/saved", hub_strategy="checkpoint", save_steps=1, **options)
+Trainer(model=model, args=arguments, train_dataset=rows, callbacks=[PushWithCode]).train()
 """
 
 
-def test_the_trainer_keeps_a_card(published, trained, tmp_path):
+def test_the_trainer_keeps_a_card_and_pushes_the_code(published, trained, tmp_path):
     folder, hub = shutil.copytree(trained, tmp_path / "infini"), published[2]
     shutil.copyfile(published[0] / "README.md", folder / "README.md")
     text = (folder / "README.md").read_bytes()
@@ -324,3 +333,9 @@ def test_the_trainer_keeps_a_card(published, trained, tmp_path):
     assert all("generated_from_trainer" in draft for draft in drafts)
     assert "license: mit" in drafts[1] and "license: mit" not in drafts[0]  # a draft is no card that is kept
     assert "model.safetensors" in repository.files()
+    for name, folder in (("trainer", ""), ("saved", ""), ("saved", "last-checkpoint/")):
+        repository = hub.repository(f"user/{name}")
+        entries = json.loads(repository.read(f"{folder}config.json"))["auto_map"].values()
+        assert all(entry.startswith("hf_infini_") for entry in entries)
+        files = {f"{folder}model.safetensors", *(f"{folder}{entry.split('.')[0]}.py" for entry in entries)}
+        assert files < repository.files().keys()

@@ -11,7 +11,7 @@ from cli import UserError
 from hub_repository import READ, STRANGER, WRITE
 from hub_server import HubServer
 
-NAME = "user/infini"
+NAME, CODE = "user/infini", "hf_infini_89abcdef"
 CARD = "---\nlicense: mit\n---\n\n# infini\n"
 
 
@@ -42,8 +42,9 @@ def folder(tmp_path):
         (tmp_path / f"model-0000{number}-of-00002.safetensors").write_bytes(bytes([number]) * 1000)
     for name in ("training_args.bin", "result.json", "notes.md", "secret.py"):
         (tmp_path / name).write_text("/home/maria/secret")
-    (tmp_path / "checkpoint-3").mkdir()
-    (tmp_path / "checkpoint-3" / "config.json").write_text("{}")
+    for name in ("checkpoint-3/config.json", "checkpoint-3/code.py", f"{CODE}/cache_cache.py", f"{CODE}/notes.md"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("{}")
     return tmp_path
 
 
@@ -63,7 +64,7 @@ def test_one_commit_of_what_may_be_pushed(hub, folder):
     assert address == f"{hub.url}/{NAME}/commit/{repository.state['heads']['main']}" and repository.state["private"]
     assert len(repository.state["commits"]) == 2  # that of the Hub, and one
     large = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
-    assert sorted(repository.files()) == [".gitattributes", "README.md", "config.json", *large]
+    assert sorted(repository.files()) == [".gitattributes", "README.md", "config.json", f"{CODE}/cache_cache.py", *large]
     assert all(repository.read(name) == (folder / name).read_bytes() for name in ("README.md", *large))
 
 
@@ -80,7 +81,8 @@ def test_an_interrupted_push_goes_on(hub, folder):
 def test_a_new_version_takes_the_place_of_the_old_one(hub, folder):
     push(hub, folder)
     repository, first = hub.repository(NAME), hub.repository(NAME).files()
-    extra = {name: repository.keep(b"x") for name in ("LICENSE", "cache.py", "hf_infini_0123abcd_cache.py")}
+    older = ("hf_infini_0123abcd_cache.py", "hf_infini_0123abcd/cache_cache.py", "needs_hf_infini.py")
+    extra = {name: repository.keep(b"x") for name in ("LICENSE", "cache.py", *older)}
     repository.commit("main", "by hand", first | extra)
     assert "it exists: --update publishes a new version there" in refused(hub, folder)
     assert "it is public" in refused(hub, folder, update=True, private=True)
