@@ -13,6 +13,7 @@ devices), `metrics`, `perplexity_metric` and `lm_eval_model`. The scripts are in
 import transformers
 
 from . import configuration_infini, families, modeling_causal_mha
+from .adapters import lora_config
 from .attention import infini_attention
 from .cache import InfiniCache
 from .causal_mha import CausalMultiHeadAttention
@@ -60,6 +61,7 @@ __all__ = [
     "infini_attention",
     "inspect_attention",
     "load_adapter",
+    "lora_config",
     "naive_infini_attention",
     "patch_model",
     "save_adapter",

@@ -11,6 +11,7 @@ from transformers import PreTrainedConfig
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.models.auto import tokenization_auto
 
+from .adapters import follow_peft
 from .options import ConfigBase
 
 PREFIX = "infini_"  # model_type of a family with Infini-attention: this and the family's
@@ -48,6 +49,7 @@ def enter_adapters(infini: str) -> None:
         for table in (*found, weights._MODEL_TO_CONVERSION_PATTERN):
             if own in table:
                 table[infini] = table[own]
+        follow_peft()
 
 
 class AdaptersOfOwnMixin(ConfigBase):

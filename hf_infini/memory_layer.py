@@ -58,6 +58,17 @@ def gates_of(model: nn.Module) -> dict[str, nn.Module]:
     return {f"{name}.gate": gate for name, layer in layers.items() for own, gate in layer.named_children() if own == "gate"}
 
 
+def memory_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """All of [`PARAMETERS`] in a model, by their full names."""
+    layers = {name: module for name, module in model.named_modules() if hasattr(type(module), "attend_with_memory")}
+    return {
+        f"{name}.{own}": parameter
+        for name, layer in layers.items()
+        for own, parameter in layer.named_parameters()
+        if own.partition(".")[0] in PARAMETERS
+    }
+
+
 @dataclass(frozen=True)
 class LayerCall:
     """One call of a layer with a memory.

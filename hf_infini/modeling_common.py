@@ -5,6 +5,7 @@ from torch import Tensor
 from transformers import Cache, DynamicCache
 from transformers.utils import logging
 
+from .adapters import AdaptedModelMixin
 from .cache import InfiniCache, InfiniLayer
 from .cache_name import CACHE
 from .checkpoints import CheckedLoadingMixin
@@ -19,7 +20,7 @@ from .state import InfiniState
 logger = logging.get_logger(__name__)
 
 
-class InitializationMixin(CheckedLoadingMixin):
+class InitializationMixin(AdaptedModelMixin, CheckedLoadingMixin):
     """Loads whole checkpoints only, and has `_init_weights` called for every module; comes before `PreTrainedModel`.
 
     For classes outside of transformers, it passes over modules whose own parameters are all initialised, and takes a module

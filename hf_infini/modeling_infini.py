@@ -71,6 +71,7 @@ class InfiniPreTrainedMixin(InitializationMixin):
         loaded = super().from_pretrained(*args, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded  # with output_loading_info
         if model.config.__dict__.pop("_from_other_type", False):
+            model._base_is_plain = True
             if "disk" in getattr(model, "hf_device_map", {}).values():
                 raise ValueError(
                     "device_map leaves weights on disk, and those of the memory are not in a plain checkpoint: load it once "

@@ -9,6 +9,7 @@ from .configuration_infini_gpt2 import OPTIONS as GPT2_OPTIONS
 from .configuration_infini_gpt2 import InfiniGPT2Config
 from .families import add_memory, attention_layers, decoder_of, infini_class
 from .hooks import become
+from .lookups import enter_adapters
 from .modeling_infini import InfiniPreTrainedMixin
 from .modeling_infini_layer import InfiniAttentionMixin
 from .options import MEMORY_OPTIONS, MemoryOptions
@@ -60,8 +61,10 @@ def patch_model(model, *, base_only: bool = False, **options):
     config = _convert(model.config, config_class, accepted, **options)
     attention_layers(base)  # or it is refused
     model.__dict__["_unpatched_config_class"] = type(model.config)
+    model.__dict__["_base_is_plain"] = True  # what its name leads to: see memory_adapter
     model.__dict__["_unpatched_ignored"] = {name: values[name] for name in values.keys() - accepted.keys()}
     _adopt(model, base, infini_class, config)
+    enter_adapters(config.model_type)  # PEFT may have put some into it already
     if getattr(config, "position_encoding", None) == "rope":
         model.__dict__["_unpatched_embedding"] = base.wpe  # not a module of the model any more: neither trained nor saved
     try:
@@ -102,7 +105,8 @@ def unpatch_model(model, *, base_only: bool = False):
         )
     if "_unpatched_embedding" in model.__dict__:
         base.wpe = model.__dict__.pop("_unpatched_embedding").to(model.device, model.dtype)
-    model.__dict__.pop("_unpatched_config_class", None)
+    for name in ("_unpatched_config_class", "_base_is_plain"):
+        model.__dict__.pop(name, None)
     config = _convert(model.config, config_class, model.config.to_dict(), **model.__dict__.pop("_unpatched_ignored", {}))
     for attention in attention_layers(base):
         if isinstance(attention, InfiniAttentionMixin):
