@@ -26,7 +26,7 @@ TASKS |= {"TokenClassification": "TOKEN_CLS", "QuestionAnswering": "QUESTION_ANS
 def lora_config(model, **options):
     """PEFT's `LoraConfig` for a model with a memory, whose parameters are trained and saved beside the LoRA.
 
-    Their names are in `modules_to_save`. PEFT copies the gates, since these are modules; the other parameters of a memory are
+    Their names are in `modules_to_save`. PEFT copies the gates, which are modules. The other parameters of a memory are
     trained in place ([`AdaptedModelMixin`]), and act also where the adapter is disabled.
 
     Args:
@@ -70,8 +70,8 @@ class AdaptedModelMixin(ModelBase):
 
 
 def _uncopied(model: nn.Module, config, trained: bool = False) -> dict[str, nn.Parameter]:
-    """The parameters of memories, by their full names, that an adapter names in its `modules_to_save` and PEFT does not copy,
-    because they are no modules; with `trained`, those that are trained without being named as well."""
+    """The parameters of memories, by their full names, that an adapter has in its `modules_to_save` and PEFT does not copy,
+    because they are no modules; with `trained`, also those that are trained without being named."""
     from .memory_layer import memory_parameters
 
     ends = tuple(f".{name}" for name in getattr(config, "modules_to_save", None) or ())
@@ -103,8 +103,9 @@ def follow_peft() -> None:
         given = inspect.signature(save).bind(self, save_directory, *args, **kwargs)
         given.apply_defaults()
         options = given.arguments | given.arguments["kwargs"]
-        if not options["safe_serialization"] and any(isinstance(module, AdaptedModelMixin) for module in self.modules()):
-            raise ValueError("an adapter of a model with a memory is saved as safetensors: leave safe_serialization=False out.")
+        has_memory = any(hasattr(type(module), "attend_with_memory") for module in self.modules())
+        if has_memory and not options["safe_serialization"]:
+            raise ValueError("an adapter beside a memory is saved as safetensors only: leave safe_serialization=False out.")
         save(self, save_directory, *args, **kwargs)
         for name in (options["selected_adapters"] or self.peft_config) if options["is_main_process"] else ():
             folder = Path(save_directory, "" if name == "default" else name)

@@ -1,5 +1,5 @@
-"""Modules on which accelerate has put hooks (`device_map`): where they compute; how a module's class is changed, and all changes
-of a model are taken back."""
+"""Modules on which accelerate has put hooks (`device_map`): where they compute. How a module's class is changed, and how a
+model becomes again what it was."""
 
 import contextlib
 from collections.abc import Iterator

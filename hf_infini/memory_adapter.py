@@ -50,8 +50,8 @@ def save_adapter(model, folder, dtype: torch.dtype | None = None) -> None:
         raise ValueError(f"dtype must be one of {', '.join(map(str, SUMMED))}; got {dtype}.")
     if model is not inside and [*model.peft_config] != ["default"]:
         raise ValueError(
-            f"one adapter is saved, named 'default'; this model has {', '.join(model.peft_config)}: use its save_pretrained(), "
-            "which gives each a folder."
+            f"one adapter is saved, named 'default'; this model has {', '.join(model.peft_config)}: use "
+            "its save_pretrained, which gives each a folder."
         )
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
