@@ -46,8 +46,8 @@ def lora_config(model, **options):
     paths = (name.partition(".original_module")[0].removesuffix(".weight").split(".") for name in found)
     names = dict.fromkeys(".".join(path[-2:]) for path in paths if "modules_to_save" not in path)
     task = next((task for ending, task in TASKS.items() if type(model).__name__.endswith(ending)), None)
-    kept = [*names, *(options.pop("modules_to_save", None) or ())]
-    return LoraConfig(**{"task_type": task, "modules_to_save": kept} | options)
+    own: dict[str, Any] = {"task_type": task, "modules_to_save": [*names, *(options.pop("modules_to_save", None) or ())]}
+    return LoraConfig(**own | options)
 
 
 class AdaptedModelMixin(ModelBase):

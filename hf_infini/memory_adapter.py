@@ -54,6 +54,8 @@ def save_adapter(model, folder, dtype: torch.dtype | None = None) -> None:
             "its save_pretrained, which gives each a folder."
         )
     folder = Path(folder)
+    if model is inside and (folder / LORA).is_file():
+        raise ValueError(f"{folder} has an adapter of PEFT, and this model has none: remove it, or give another folder.")
     folder.mkdir(parents=True, exist_ok=True)
     if model is not inside:
         model.save_pretrained(folder)
@@ -106,12 +108,12 @@ def load_adapter(model: PreTrainedModel, path, **hub):
         raise ValueError(f"an adapter of a memory is put on a plain model of transformers; got a {type(model).__name__}.")
     record = read_record(path, **hub)
     config = _peft_config(path, record, hub)
-    found, wanted = describe(model), record["model"]
-    if different := [name for name in DESCRIBED if found[name] != wanted[name]]:
-        differences = "; ".join(f"{name} is {found[name]!r}, not {wanted[name]!r}" for name in different)
-        raise ValueError(f"the adapter of {path} was trained with another model: {differences}.")
     try:
         with unchanged_on_error(model):
+            found, wanted = describe(model), record["model"]
+            if different := [name for name in DESCRIBED if found[name] != wanted[name]]:
+                differences = "; ".join(f"{name} is {found[name]!r}, not {wanted[name]!r}" for name in different)
+                raise ValueError(f"the adapter of {path} was trained with another model: {differences}.")
             adapted = patch_model(model, **record["options"])
             if config is not None:
                 from peft import get_peft_model
@@ -148,25 +150,24 @@ def read_record(path, **hub) -> dict[str, dict]:
 
 def _peft_config(path, record: dict, hub: dict):
     """PEFT's configuration beside a record, for a model that is not trained, or `None`."""
-    has = [cached_file(path, name, _raise_exceptions_for_missing_entries=False, **hub) for name in (LORA, LORA_WEIGHTS)]
-    if has[0] is None:
-        if record.get("peft") or has[1] is not None:
-            raise ValueError(f"{path} is damaged: {LORA} is not there. Save the adapter again.")
-        return None
+    if not record.get("peft"):  # older adapters do not say it
+        options = {"_raise_exceptions_for_missing_entries": False, **hub}
+        if all(cached_file(path, name, **options) is None for name in (LORA, LORA_WEIGHTS)):
+            return None
     from peft import PEFT_TYPE_TO_CONFIG_MAPPING
 
-    values = read_json(Path(has[0]))
-    values = {"task_type": None, "peft_type": None} | values | {"inference_mode": True}
-    if str(values["task_type"]).endswith(MARK):
-        task = values["task_type"].removesuffix(MARK)
+    file = _file(path, LORA, hub)
+    values = read_json(file)
+    kind, task = values.get("peft_type"), values.get("task_type")
+    if isinstance(task, str) and task.endswith(MARK):
+        task = task.removesuffix(MARK)
         values["task_type"] = None if task == "None" else task
-    kind = values["peft_type"]
     if not isinstance(kind, str) or kind not in PEFT_TYPE_TO_CONFIG_MAPPING:
-        raise ValueError(f"{has[0]} is damaged: its peft_type is {kind!r}, which this version of PEFT does not know.")
+        raise ValueError(f"{file} is damaged: its peft_type is {kind!r}, which this version of PEFT does not know.")
     try:
-        return PEFT_TYPE_TO_CONFIG_MAPPING[kind].from_peft_type(**values)
+        return PEFT_TYPE_TO_CONFIG_MAPPING[kind].from_peft_type(**values | {"inference_mode": True})
     except Exception as error:  # whatever PEFT's configurations make of other values
-        raise ValueError(f"{has[0]} cannot be used: {one_line(error)}") from error
+        raise ValueError(f"{file} cannot be used: {one_line(error)}") from error
 
 
 def restore_adapter(model, path, **hub) -> None:
@@ -177,18 +178,15 @@ def restore_adapter(model, path, **hub) -> None:
     """
     state = model.state_dict(keep_vars=True)
     memory = {name: state[key] for name, key in _names(model).items()}
-    tensors, adapter = _read(_file(path, WEIGHTS, hub), memory), {}
+    tensors = _read(_file(path, WEIGHTS, hub), memory)
     if model is not _inside(model):
         from peft import get_peft_model_state_dict, set_peft_model_state_dict
 
-        name = next(iter(model.peft_config))
-        wanted = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
-        adapter = _read(_file(path, LORA_WEIGHTS, hub), wanted, state)
+        adapter = _read(_file(path, LORA_WEIGHTS, hub), get_peft_model_state_dict(model, save_embedding_layers=False), state)
+        set_peft_model_state_dict(model, adapter)
     with torch.no_grad():
         for name, parameter in memory.items():
             parameter.copy_(tensors[name])
-    if adapter:
-        set_peft_model_state_dict(model, adapter)
 
 
 def _read(file: Path, wanted: Mapping[str, Tensor], others: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:

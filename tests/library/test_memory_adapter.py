@@ -191,7 +191,7 @@ RECORDS = {
         json_with(RECORD, options=OPTIONS | {"memory_conv": 5}),
         r"0.memory_conv is \[2, 32\] and must be \[5, 32\]",
     ),
-    "lora: no configuration": (without(LORA), "adapter_config.json is not there"),
+    "lora: no configuration": (without(LORA), "is no adapter of a memory: .*adapter_config.json"),
     "lora: no file": (without(LORA_WEIGHTS), "is no adapter of a memory"),
     "lora: pickle": (pickled, "is damaged or no safetensors file"),
     "lora: cut json": (bytes_with(LORA, lambda data: data[:-50]), "adapter_config.json is damaged or no JSON"),
@@ -243,7 +243,26 @@ def test_what_is_refused_leaves_the_model_as_it_was(damage, saved, tmp_path):
     refused(MAKERS["llama"]().eval(), tmp_path / "adapter", message)
 
 
-def test_only_a_model_with_a_memory_has_something_to_save(tmp_path):
-    with pytest.raises(ValueError, match="a LlamaForCausalLM has no Infini-attention"):
-        save_adapter(MAKERS["llama"](), tmp_path / "adapter")
+def test_numbers_too_large_for_the_model_are_refused(tmp_path):
+    model = trained(MAKERS["llama"])
+    model.model.layers[2].self_attn.memory_conv.data[0, 0] = 1e30
+    save_adapter(model, tmp_path)
+    refused(MAKERS["llama"]().to(torch.float16), tmp_path, "holds NaN or infinity in 2.memory_conv")
+    assert torch.equal(logits(load_adapter(MAKERS["llama"](), tmp_path)), logits(model))
+
+
+@pytest.mark.parametrize("make", [MAKERS["llama"], lambda: torch.nn.Linear(2, 2), lambda: None])
+def test_only_a_model_with_a_memory_has_something_to_save(make, tmp_path):
+    with pytest.raises(ValueError, match="a (LlamaForCausalLM|Linear|NoneType) has no Infini-attention"):
+        save_adapter(make(), tmp_path / "adapter")
     assert not (tmp_path / "adapter").exists()
+
+
+def test_what_cannot_be_saved_leaves_the_folder_as_it_was(saved, tmp_path):
+    shutil.copytree(saved, tmp_path / "adapter")
+    model = trained(MAKERS["llama"])
+    with pytest.raises(ValueError, match="dtype must be one of torch.float64.*; got torch.int8"):
+        save_adapter(model, tmp_path / "adapter", torch.int8)
+    with pytest.raises(ValueError, match="has an adapter of PEFT, and this model has none"):
+        save_adapter(model, tmp_path / "adapter")  # which would be loaded with that LoRA
+    assert all((tmp_path / "adapter" / file.name).read_bytes() == file.read_bytes() for file in saved.iterdir())
