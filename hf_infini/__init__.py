@@ -26,6 +26,7 @@ from .models.families import __getattr__ as __getattr__  # InfiniLlamaForCausalL
 from .models.gpt2 import GPT2InfiniAttention
 from .models.gpt2_configuration import InfiniGPT2Config
 from .models.patching import patch_model, unpatch_model
+from .models.peft import lora_config
 from .models.scratch.attention import CausalMultiHeadAttention
 from .models.scratch.configuration import CausalMHAConfig
 from .models.scratch.modeling import AUTO_CLASSES, CausalMHAForCausalLM, CausalMHAModel
@@ -69,6 +70,7 @@ __all__ = [
     "infini_attention",
     "inspect_attention",
     "load_adapter",
+    "lora_config",
     "naive_infini_attention",
     "patch_model",
     "save_adapter",

@@ -6,6 +6,7 @@ What is found by the name of a class that stays (layers) or by the end of a name
 import functools
 import importlib
 import sys
+from collections.abc import Callable
 
 from transformers import PreTrainedConfig
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
@@ -14,6 +15,7 @@ from transformers.models.auto import tokenization_auto
 from ..options import ConfigBase
 
 PREFIX = "infini_"  # model_type of a family with Infini-attention: this and the family's
+WITH_PEFT: list[Callable[[], None]] = []  # what is done when PEFT has been imported
 PEFT_TABLES = ("peft.utils.constants", "peft.utils.transformers_weight_conversion")
 
 
@@ -48,6 +50,8 @@ def enter_adapters(infini: str) -> None:
         for table in (*found, weights._MODEL_TO_CONVERSION_PATTERN):
             if own in table:
                 table[infini] = table[own]
+        for function in WITH_PEFT:
+            function()
 
 
 class AdaptersOfOwnMixin(ConfigBase):

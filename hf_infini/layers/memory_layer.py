@@ -16,6 +16,7 @@ from ..ops.positions import rotation
 from ..ops.rules import RULES, MemoryRule
 from ..ops.state import InfiniState, Projections
 from ..ops.window import Softmax
+from .gates import Gate
 
 # What `MemoryLayerMixin.add_memory_parameters` makes
 PARAMETERS = ("gate", "start_memory", "start_normaliser", "memory_conv", "memory_write", "query_map", "key_map")
@@ -25,35 +26,16 @@ LEARNED_NORMALISER = 0.5413
 NOISE = 1e-10  # the study's start
 
 
-class Gate(nn.Module):
-    """The gate of a layer (equation 5): `weight` `[heads]`, the logits β; sigmoid(β) is the memory's share of a head's
-    output. Made uninitialised.
 
-    It is a module whose forward returns the logits, so that other libraries can replace it: PEFT's
-    `modules_to_save=["gate"]` puts a wrapper in its place, whose forward gives the logits of the active adapter.
-
-    Args:
-        heads: of the layer.
-        options: `device` and `dtype` of the logits.
-    """
-
-    def __init__(self, heads: int, **options):
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(heads, **options))
-
-    def forward(self) -> Tensor:
-        """β, `[heads]`."""
-        return self.weight
-
-
-def gates_of(model: nn.Module) -> dict[str, nn.Module]:
-    """The gates of a model by the name of their module, `transformer.h.0.attn.gate`, in the order of the layers.
-
-    They are found by what their layer can do: classes differ where a model came with its own code, or where PEFT has wrapped
-    the gate.
-    """
+def memory_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """All of [`PARAMETERS`] in a model, by their full names."""
     layers = {name: module for name, module in model.named_modules() if hasattr(type(module), "attend_with_memory")}
-    return {f"{name}.gate": gate for name, layer in layers.items() for own, gate in layer.named_children() if own == "gate"}
+    return {
+        f"{name}.{own}": parameter
+        for name, layer in layers.items()
+        for own, parameter in layer.named_parameters()
+        if own.partition(".")[0] in PARAMETERS
+    }
 
 
 @dataclass(frozen=True)

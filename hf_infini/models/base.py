@@ -15,6 +15,7 @@ from ..compat.cache_name import CACHE, with_one_name
 from ..compat.class_lookups import enter_adapters, enter_weights
 from ..compat.hooks import become, device_of
 from ..compat.hub_code import ModelBase
+from ..layers.gates import watch_gates
 from ..layers.swapped_attention import TEST_TOKENS, InfiniAttentionMixin, LayerConfig, ModelCall
 from ..ops.layout.base import Layout
 from .common import (
@@ -89,6 +90,7 @@ class InfiniPreTrainedMixin(InitializationMixin):
         loaded = super().from_pretrained(*args, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded  # with output_loading_info
         if model.config.__dict__.pop("_from_other_type", False):
+            model._base_is_plain = True
             if "disk" in getattr(model, "hf_device_map", {}).values():
                 raise ValueError(
                     "device_map leaves weights on disk, and those of the memory are not in a plain checkpoint: load it once "
@@ -149,6 +151,7 @@ class InfiniModelMixin(ModelBase):
             ValueError: a cache or mask of another kind; `output_attentions` where layers with their own attention compute no
                 weights.
         """
+        watch_gates(self)
         given = with_one_name(dict(zip(self.argument_names, args, strict=False)) | kwargs, CACHE)
         ids, embeddings = given.get("input_ids"), given.get("inputs_embeds")
         tokens = check_inputs(ids, embeddings)

@@ -15,11 +15,12 @@ from ..ops.layout.build import SegmentLayout, segment_layout
 from ..ops.state import InfiniState
 from .checkpoints import CheckedLoadingMixin
 from .generation import check_cache
+from .peft import AdaptedModelMixin
 
 logger = logging.get_logger(__name__)
 
 
-class InitializationMixin(CheckedLoadingMixin):
+class InitializationMixin(AdaptedModelMixin, CheckedLoadingMixin):
     """Loads whole checkpoints only, and has `_init_weights` called for every module; comes before `PreTrainedModel`.
 
     For classes outside of transformers, it passes over modules whose own parameters are all initialised, and takes a module

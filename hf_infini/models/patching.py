@@ -4,6 +4,7 @@ import transformers
 from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from ..compat.class_lookups import enter_adapters
 from ..compat.hooks import become
 from ..layers.swapped_attention import InfiniAttentionMixin
 from ..options import MEMORY_OPTIONS, MemoryOptions
@@ -61,8 +62,10 @@ def patch_model(model, *, base_only: bool = False, **options):
     config = _convert(model.config, config_class, accepted, **options)
     attention_layers(base)  # or it is refused
     model.__dict__["_unpatched_config_class"] = type(model.config)
+    model.__dict__["_base_is_plain"] = True  # what its name leads to: see memory_adapter
     model.__dict__["_unpatched_ignored"] = {name: values[name] for name in values.keys() - accepted.keys()}
     _adopt(model, base, infini_class, config)
+    enter_adapters(config.model_type)  # PEFT may have put some into it already
     if getattr(config, "position_encoding", None) == "rope":
         model.__dict__["_unpatched_embedding"] = base.wpe  # not a module of the model any more: neither trained nor saved
     try:
@@ -103,7 +106,8 @@ def unpatch_model(model, *, base_only: bool = False):
         )
     if "_unpatched_embedding" in model.__dict__:
         base.wpe = model.__dict__.pop("_unpatched_embedding").to(model.device, model.dtype)
-    model.__dict__.pop("_unpatched_config_class", None)
+    for name in ("_unpatched_config_class", "_base_is_plain"):
+        model.__dict__.pop(name, None)
     config = _convert(model.config, config_class, model.config.to_dict(), **model.__dict__.pop("_unpatched_ignored", {}))
     for attention in attention_layers(base):
         if isinstance(attention, InfiniAttentionMixin):

@@ -86,7 +86,8 @@ class ConversionTrainer(Trainer):
         return draw.choice(self.lengths)
 
     def _save(self, output_dir: str | None = None, state_dict=None) -> None:
-        save_adapter(self.patched, output_dir or self.args.output_dir)
+        if self.args.should_save:  # some versions of the Trainer leave it to this
+            save_adapter(self.patched, output_dir or self.args.output_dir)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model=None) -> None:
         restore_adapter(self.patched, resume_from_checkpoint)
@@ -192,7 +193,7 @@ def unexplained(model, rows: Tensor) -> dict[int, float]:
 @contextlib.contextmanager
 def gates_closed(model) -> Iterator[None]:
     """Within it, a model has its window only: no head takes anything from its memory."""
-    from hf_infini.layers.memory_layer import gates_of
+    from hf_infini.layers.gates import gates_of
 
     with _filled([parameter for gate in gates_of(model).values() for parameter in gate.parameters()], -torch.inf):
         yield

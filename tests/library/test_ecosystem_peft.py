@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, default_data_collator
 
 from hf_infini import CausalMHAForCausalLM, InfiniGPT2LMHeadModel, patch_model
-from hf_infini.layers.memory_layer import gates_of
+from hf_infini.layers.gates import gates_of
 from hf_infini.tools import training
 from models import causal_mha, gpt2, infini_gpt2, token_ids
 

@@ -6,10 +6,11 @@ import shutil
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load, save_file
 
 from decoders import decoder
 from hf_infini import load_adapter, patch_model, save_adapter
-from hf_infini.models.adapter import RECORD, WEIGHTS, restore_adapter
+from hf_infini.models.adapter import LORA, LORA_WEIGHTS, RECORD, WEIGHTS, restore_adapter
 from models import gpt2, token_ids
 
 IDS = token_ids(2, 50)
@@ -55,7 +56,7 @@ def test_a_lora_comes_along_and_can_be_merged(tmp_path):
     restore_adapter(again, tmp_path)
     assert torch.equal(logits(again), logits(model))
     other = get_peft_model(patch_model(MAKERS["llama"]().eval(), **OPTIONS), LoraConfig(r=3, target_modules=["q_proj"]))
-    with pytest.raises(ValueError, match="has no LoRA like that of the model: .*size mismatch"):
+    with pytest.raises(ValueError, match=r"q_proj.lora_A.weight is \[8, 32\] and must be \[3, 32\]"):
         restore_adapter(other, tmp_path)
     merged = found.merge_and_unload()
     # Adding a product of thin matrices before and not after a product rounds differently
@@ -80,53 +81,188 @@ def other_weights():
     return model
 
 
-def damage(folder, what):
-    file = folder / WEIGHTS
-    if what == "no record":
-        (folder / RECORD).unlink()
-    elif what == "no weights":
-        file.unlink()
-    elif what == "cut":
-        file.write_bytes(file.read_bytes()[:-50])
-    elif what == "empty record":
-        (folder / RECORD).write_text("{}")
-    elif what == "other options":
-        record = json.loads((folder / RECORD).read_text())
-        record["options"]["memory_conv"] = 5
-        (folder / RECORD).write_text(json.dumps(record))
-    elif what == "nan":
-        bad = trained(MAKERS["llama"])
-        bad.model.layers[1].self_attn.gate.weight.data[0] = torch.nan
-        shutil.rmtree(folder)
-        save_adapter(bad, folder)
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """An adapter with a LoRA."""
+    folder = tmp_path_factory.mktemp("saved")
+    lora = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    save_adapter(get_peft_model(trained(MAKERS["llama"]), lora), folder)
+    return folder
+
+
+def state_of(model):
+    """All that may be seen of a model from outside."""
+    return {
+        "modules": {name: type(module) for name, module in model.named_modules()},
+        "attributes": {name: sorted(vars(module)) for name, module in model.named_modules()},
+        "trained": {name: parameter.requires_grad for name, parameter in model.named_parameters()},
+        "hooks": [len(module._forward_hooks) for module in model.modules()],
+        "config": (type(model.config), model.config.to_dict()),
+    }
+
+
+def refused(model, folder, message):
+    """`load_adapter` refuses it with such a message of one line, and the model stays as it was."""
+    before, weights = state_of(model), {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(ValueError, match=message) as error:
+        load_adapter(model, folder)
+    assert "\n" not in str(error.value)
+    assert state_of(model) == before
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in model.state_dict().items())
 
 
 @pytest.mark.parametrize(
-    ("what", "make", "message"),
+    ("make", "message"),
     [
-        ("nothing", gpt2, "was trained with another model: model_type is 'gpt2', not 'llama'"),
-        ("nothing", lambda: decoder("llama", num_hidden_layers=2), "layers is 2, not 4"),
-        ("nothing", other_weights, "was trained with another model: weights is"),
-        ("no record", None, "is no adapter of a memory"),
-        ("no weights", None, "is no adapter of a memory"),
-        ("cut", None, "is damaged or no safetensors file"),
-        ("empty record", None, "has no options and model"),
-        ("other options", None, "does not have what its options say: look at 0.memory_conv"),
-        ("nan", None, "holds NaN or infinity in 1.gate.weight"),
+        (gpt2, "was trained with another model: model_type is 'gpt2', not 'llama'"),
+        (lambda: decoder("llama", num_hidden_layers=2), "layers is 2, not 4"),
+        (other_weights, "was trained with another model: weights is"),
+        (lambda: patch_model(MAKERS["llama"](), segment_length=8), "has Infini-attention already"),
+        (lambda: torch.nn.Linear(2, 2), "is put on a plain model of transformers; got a Linear"),
+        (lambda: None, "is put on a plain model of transformers; got a NoneType"),
+        (lambda: get_peft_model(MAKERS["llama"](), LoraConfig()), "got a PeftModel"),
     ],
 )
-def test_what_is_refused_leaves_the_model_as_it_was(what, make, message, tmp_path):
-    save_adapter(trained(MAKERS["llama"]), tmp_path / "adapter")
-    damage(tmp_path / "adapter", what)
-    model = (make or MAKERS["llama"])().eval()
-    kind, wanted = type(model), logits(model)
-    with pytest.raises(ValueError, match=message) as error:
-        load_adapter(model, tmp_path / "adapter")
-    assert "\n" not in str(error.value)
-    assert type(model) is kind and torch.equal(logits(model), wanted)
+def test_another_model_is_refused(make, message, saved):
+    model = make()
+    if hasattr(model, "state_dict") and hasattr(model, "config"):
+        refused(model, saved, message)
+    else:
+        with pytest.raises(ValueError, match=message):
+            load_adapter(model, saved)
 
 
-def test_only_a_model_with_a_memory_has_something_to_save(tmp_path):
-    with pytest.raises(ValueError, match="a LlamaForCausalLM has no Infini-attention"):
-        save_adapter(MAKERS["llama"](), tmp_path / "adapter")
+def json_with(file, **values):
+    """Changes a file with one object; `None` takes a value out."""
+
+    def change(folder):
+        record = json.loads((folder / file).read_text()) | values
+        kept = {name: value for name, value in record.items() if value is not None}
+        (folder / file).write_text(json.dumps(kept).replace('"1e999"', "1e999"))
+
+    return change
+
+
+def bytes_with(file, change):
+    return lambda folder: (folder / file).write_bytes(change((folder / file).read_bytes()))
+
+
+def without(file):
+    return lambda folder: (folder / file).unlink()
+
+
+def tensors_with(file, change):
+    """Changes the tensors of a file, by `change(tensors, first name)`."""
+
+    def changed(folder):
+        tensors = load((folder / file).read_bytes())
+        change(tensors, min(tensors))
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+
+    return changed
+
+
+def value(number):
+    return lambda tensors, name: tensors[name].view(-1)[:1].fill_(number)
+
+
+def dtype(kind):
+    return lambda tensors, name: tensors.update({name: tensors[name].to(kind)})
+
+
+def renamed(tensors, _):
+    for name in list(tensors):
+        tensors["x" + name] = tensors.pop(name)
+
+
+def pickled(folder):
+    torch.save(load((folder / LORA_WEIGHTS).read_bytes()), folder / LORA_WEIGHTS)
+
+
+RECORDS = {
+    "record: missing": (without(RECORD), "is no adapter of a memory"),
+    "record: empty": (bytes_with(RECORD, lambda _: b"{}"), "has no options and model"),
+    "record: no model": (json_with(RECORD, model={}), "has no options and model"),
+    "record: half a model": (json_with(RECORD, model={"model_type": "llama"}), "has no options and model"),
+    "record: no options": (json_with(RECORD, options={}), "segment"),
+    "record: unknown option": (json_with(RECORD, options={"segment_length": 8, "segments": 2}), "unknown options segments"),
+    "record: words for numbers": (json_with(RECORD, options={"segment_length": "eight"}), "segment_length"),
+    "record: other options": (
+        json_with(RECORD, options=OPTIONS | {"memory_conv": 5}),
+        r"0.memory_conv is \[2, 32\] and must be \[5, 32\]",
+    ),
+    "lora: no configuration": (without(LORA), "is no adapter of a memory: .*adapter_config.json"),
+    "lora: no file": (without(LORA_WEIGHTS), "is no adapter of a memory"),
+    "lora: pickle": (pickled, "is damaged or no safetensors file"),
+    "lora: cut json": (bytes_with(LORA, lambda data: data[:-50]), "adapter_config.json is damaged or no JSON"),
+    "lora: no object": (bytes_with(LORA, lambda _: b"[]"), "holds a list and not an object"),
+    "lora: nan": (json_with(LORA, lora_alpha=float("nan")), "NaN is no JSON"),
+    "lora: infinite": (json_with(LORA, lora_alpha="1e999"), "1e999 is no JSON"),
+    "lora: other rank": (json_with(LORA, r=3), r"is \[2, 32\] and must be \[3, 32\]"),
+    "lora: rank 0": (json_with(LORA, r=0), "`r` should be a positive integer value"),
+    "lora: rank in words": (json_with(LORA, r="two"), "cannot be put on the model"),
+    "lora: no type": (json_with(LORA, peft_type=None), "peft_type is None"),
+    "lora: unknown type": (json_with(LORA, peft_type="MORA"), "peft_type is 'MORA'"),
+    "lora: type of another kind": (json_with(LORA, peft_type=["LORA"]), r"peft_type is \['LORA'\]"),
+    "lora: another type": (json_with(LORA, peft_type="IA3"), "adapter"),
+    "lora: unknown task": (json_with(LORA, task_type="SING"), "Invalid task type: 'SING'"),
+    "lora: foreign targets": (json_with(LORA, target_modules=["c_attn"]), "Target modules .*c_attn.* not found"),
+    "lora: fewer targets": (json_with(LORA, target_modules=["q_proj"]), "v_proj.lora_A.weight is left over"),
+    "lora: targets of no kind": (json_with(LORA, target_modules=7), "cannot be put on the model"),
+    "lora: another adapter": (json_with(LORA, use_dora=True), "lora_magnitude_vector is missing"),
+}
+OF_FILES = {
+    "missing tensor": (lambda tensors, name: tensors.pop(name), "is missing"),
+    "one more": (lambda tensors, name: tensors.update(more=torch.ones(2)), "more is left over"),
+    "all renamed": (renamed, "is missing|is left over"),
+    "nan": (value(torch.nan), "holds NaN or infinity in"),
+    "infinity": (value(torch.inf), "holds NaN or infinity in"),
+    "another shape": (lambda tensors, name: tensors.update({name: torch.ones(2, 2, 2)}), r"is \[2, 2, 2\] and must be"),
+    "float8": (dtype(torch.float8_e4m3fn), "is torch.float8_e4m3fn and must be"),
+    "int8": (dtype(torch.int8), "is torch.int8 and must be"),
+    "bool": (dtype(torch.bool), "is torch.bool and must be"),
+    "complex": (dtype(torch.complex64), "is torch.complex64 and must be"),
+}
+BYTES = {"empty": b"", "zeros": bytes(64), "text": b"no tensors here"}
+DAMAGES = RECORDS | {
+    **{f"{file}: {kind}": (tensors_with(file, change), message)
+       for file in (WEIGHTS, LORA_WEIGHTS) for kind, (change, message) in OF_FILES.items()},
+    **{f"{file}: {kind}": (bytes_with(file, lambda _, data=data: data), "is damaged or no safetensors file")
+       for file in (WEIGHTS, LORA_WEIGHTS) for kind, data in BYTES.items()},
+    **{f"{file}: cut": (bytes_with(file, lambda data: data[:-50]), "is damaged or no safetensors file")
+       for file in (WEIGHTS, LORA_WEIGHTS)},
+    f"{WEIGHTS}: missing": (without(WEIGHTS), "is no adapter of a memory"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_what_is_refused_leaves_the_model_as_it_was(damage, saved, tmp_path):
+    change, message = DAMAGES[damage]
+    shutil.copytree(saved, tmp_path / "adapter")
+    change(tmp_path / "adapter")
+    refused(MAKERS["llama"]().eval(), tmp_path / "adapter", message)
+
+
+def test_numbers_too_large_for_the_model_are_refused(tmp_path):
+    model = trained(MAKERS["llama"])
+    model.model.layers[2].self_attn.memory_conv.data[0, 0] = torch.finfo().max
+    save_adapter(model, tmp_path)
+    refused(MAKERS["llama"]().bfloat16(), tmp_path, "holds NaN or infinity in 2.memory_conv")
+    load_adapter(MAKERS["llama"](), tmp_path)
+
+
+@pytest.mark.parametrize("make", [MAKERS["llama"], lambda: torch.nn.Linear(2, 2), lambda: None])
+def test_only_a_model_with_a_memory_has_something_to_save(make, tmp_path):
+    with pytest.raises(ValueError, match="a (LlamaForCausalLM|Linear|NoneType) has no Infini-attention"):
+        save_adapter(make(), tmp_path / "adapter")
     assert not (tmp_path / "adapter").exists()
+
+
+def test_what_cannot_be_saved_leaves_the_folder_as_it_was(saved, tmp_path):
+    shutil.copytree(saved, tmp_path / "adapter")
+    model = trained(MAKERS["llama"])
+    with pytest.raises(ValueError, match="dtype must be one of torch.float64.*; got torch.int8"):
+        save_adapter(model, tmp_path / "adapter", torch.int8)
+    with pytest.raises(ValueError, match="has an adapter of PEFT, and this model has none"):
+        save_adapter(model, tmp_path / "adapter")  # which would be loaded with that LoRA
+    assert all((tmp_path / "adapter" / file.name).read_bytes() == file.read_bytes() for file in saved.iterdir())

@@ -16,6 +16,7 @@ from transformers.utils.generic import can_return_tuple
 
 from ...compat.cache_name import CACHE, cache_of, takes_either_name
 from ...compat.hub_code import HubModelMixin, carry_code
+from ...layers.gates import watch_gates
 from ...layers.memory_layer import rope_tables
 from ...ops.positions import Rotary, sinusoidal_encoding
 from ..common import (
@@ -167,6 +168,7 @@ class CausalMHAModel(CausalMHAPreTrainedModel):
             ValueError: a position beyond `n_positions` with learned positions; a cache or mask of another kind; a
                 memory_mask for a model without memory.
         """
+        watch_gates(self)
         check_inputs(input_ids, inputs_embeds)
         output_attentions = self.config.output_attentions if output_attentions is None else output_attentions
         output_hidden_states = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states

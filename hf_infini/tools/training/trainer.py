@@ -13,7 +13,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ...compat.cache_name import CACHE
 from ...compat.hub_code import HubModelMixin
-from ...layers.memory_layer import gates_of
+from ...layers.gates import gates_of
 from ..metrics import evaluate_rows
 from ..parallel.shards import check_shards, shard_rows
 from ..rows import RowReader

@@ -1,0 +1,204 @@
+"""Training a memory beside a LoRA, in any kind of loop: the gates move, what was learned is saved and resumed, and whoever
+trains without them is told."""
+
+import re
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Trainer, TrainingArguments, default_data_collator
+
+from corpora.tokenization import build_character_tokenizer
+from decoders import decoder, token_ids
+from hf_infini import load_adapter, lora_config, patch_model
+from hf_infini.layers.gates import gates_of
+from hf_infini.layers.memory_layer import memory_parameters
+from hf_infini.tools.training import parameter_groups
+from models import causal_mha
+
+peft = pytest.importorskip("peft", reason="pip install peft")
+trl = pytest.importorskip("trl", reason="pip install trl")
+from datasets import Dataset  # noqa: E402
+
+OPTIONS = {"segment_length": 8, "local_segments": 1}
+LEARNED = {"memory_init": "learned", "memory_conv": 2, "memory_write": "learned", "feature_map": "learned"}
+GATED = {"update_rule": "gated_delta", "memory_init": "learned"}
+STILL, SLOW = "gates of its memory are not", "gives the gates of a memory the learning rate"
+ROOT = Path(__file__).parents[2]
+RUN = {"use_cpu": True, "report_to": "none", "disable_tqdm": True, "save_strategy": "no", "logging_strategy": "no"}
+
+
+def patched(**options):
+    return patch_model(decoder("llama"), **OPTIONS, **options)
+
+
+def with_lora(config=lambda model: peft.LoraConfig(), **options):
+    model = patched(**options)
+    return peft.get_peft_model(model, config(model))
+
+
+def gates(model):
+    return torch.stack([gate().detach() for gate in gates_of(model).values()])
+
+
+@pytest.mark.parametrize("options", [{}, LEARNED, GATED, {"layers": [1, 3]}], ids=["gates", "learned", "gated", "layers"])
+def test_lora_config_trains_all_of_the_memory(options):
+    model = with_lora(lora_config, **options)
+    learned = {name for name, parameter in model.named_parameters() if parameter.requires_grad and "lora_" not in name}
+    kept = {*memory_parameters(patched(**options))}
+    assert len(kept) >= len(model.config.infini_layers)
+    assert {name.removeprefix("base_model.model.").replace(".modules_to_save.default", "") for name in learned} == kept
+
+
+def test_lora_config_takes_the_options_of_peft_s():
+    model = patched()
+    config = lora_config(model, r=3, modules_to_save=["lm_head"], target_modules=["k_proj"])
+    assert isinstance(config, peft.LoraConfig) and config.task_type == "CAUSAL_LM" and config.r == 3
+    assert config.modules_to_save == ["self_attn.gate", "lm_head"] and config.target_modules == {"k_proj"}
+    assert lora_config(peft.get_peft_model(model, config)).modules_to_save == ["self_attn.gate"]
+    assert lora_config(causal_mha(attention="infini", segment_length=8)).modules_to_save == ["attn.gate"]
+    experts = patch_model(decoder("qwen3_moe"), **OPTIONS)  # whose routers are named "gate" too
+    model = peft.get_peft_model(experts, lora_config(experts, target_modules=["q_proj"]))
+    assert sum(parameter.requires_grad for name, parameter in model.named_parameters() if "gate" in name) == 4
+    for nothing in (decoder("llama"), torch.nn.Linear(2, 2), None):
+        with pytest.raises(ValueError, match="has no memory to train beside a LoRA: patch_model"):
+            lora_config(nothing)
+
+
+def told(train) -> list[str]:
+    """What is said of gates while this trains."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        train()
+    return [str(warning.message) for warning in found if re.search(f"{STILL}|{SLOW}", str(warning.message))]
+
+
+def loop(model, optimizer=None, steps=4, rate_of=None):
+    optimizer = optimizer or torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+    model.train()
+    for step in range(steps):
+        for group in optimizer.param_groups if rate_of else ():
+            group["lr"] = rate_of(step)
+        ids = token_ids(2, 20, seed=step)
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def with_trainer(model, folder, groups=None, **options):
+    rows = [{"input_ids": row, "labels": row} for row in token_ids(8, 20)]
+    optimizers = (None if groups is None else torch.optim.AdamW(groups), None)
+    arguments = TrainingArguments(folder, max_steps=3, per_device_train_batch_size=2, **RUN | options)
+    Trainer(model, arguments, train_dataset=rows, data_collator=default_data_collator, optimizers=optimizers).train()
+
+
+def with_sft(model, folder, config=None):
+    arguments = trl.SFTConfig(str(folder), max_steps=3, per_device_train_batch_size=2, bf16=False, max_length=20, **RUN)
+    rows = Dataset.from_dict({"input_ids": token_ids(8, 20).tolist()})
+    tokenizer = build_character_tokenizer(["abc"])
+    options = {"processing_class": tokenizer, "peft_config": config}
+    trl.SFTTrainer(model, args=arguments, train_dataset=rows, **options).train()
+
+
+def slow_groups(model):
+    return parameter_groups(model, 1e-4, 1e-5, 0.0)
+
+
+def good_groups(model):
+    return parameter_groups(model, 1e-4, 0.01, 0.0)
+
+
+TRAINED = {
+    "LoRA in a loop": (lambda _: loop(with_lora()), [STILL]),
+    "LoRA in the Trainer": (lambda folder: with_trainer(with_lora(), folder), [STILL]),
+    "LoRA in TRL": (lambda folder: with_sft(patched(), folder, peft.LoraConfig()), [STILL]),
+    "a loop": (lambda _: loop(m := patched(), torch.optim.SGD(m.parameters(), lr=1e-4)), [SLOW]),
+    "slow groups in a loop": (lambda _: loop(m := patched(), torch.optim.AdamW(slow_groups(m))), [SLOW]),
+    "the Trainer": (lambda folder: with_trainer(patched(), folder), [SLOW]),
+    "the Trainer, from scratch": (
+        lambda folder: with_trainer(causal_mha(attention="infini", segment_length=8, vocab_size=97), folder),
+        [SLOW],
+    ),
+    "slow groups in the Trainer": (lambda folder: with_trainer(m := patched(), folder, slow_groups(m)), [SLOW]),
+    "TRL": (lambda folder: with_sft(patched(), folder), [SLOW]),
+    "lora_config in TRL": (lambda folder: with_sft(m := patched(), folder, lora_config(m)), [SLOW]),
+    "two trainings": (lambda folder: [with_trainer(m := patched(), folder), with_trainer(m, folder)], [SLOW, SLOW]),
+    "good groups": (lambda folder: with_trainer(m := patched(), folder, good_groups(m)), []),
+    "good groups that are warmed up": (
+        lambda folder: with_trainer(m := patched(), folder, good_groups(m), warmup_steps=100),
+        [],
+    ),
+    "good groups beside a LoRA": (lambda folder: with_trainer(m := with_lora(lora_config), folder, good_groups(m)), []),
+    "a loop that sets its rates": (lambda _: loop(patched(), rate_of=lambda step: 1e-5 * (step + 1)), []),
+    "a good loop": (lambda _: loop(patched()), []),
+    "the head alone": (lambda _: loop(only(patched(), "lm_head")), []),
+    "the memory alone": (lambda _: loop(only(patched(), "gate")), []),
+    "no training": (lambda _: with_lora().train()(input_ids=token_ids(2, 20)), [STILL]),
+    "no gradient": (lambda _: torch.no_grad()(with_lora().train())(input_ids=token_ids(2, 20)), []),
+    "evaluation": (lambda _: with_lora().eval()(input_ids=token_ids(2, 20)), []),
+    "nothing trained": (lambda _: patched().requires_grad_(False).train()(token_ids(2, 20)), []),
+    "a model without a memory": (lambda _: loop(decoder("llama")), []),
+}
+def only(model, part):
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(part in name.split("."))
+    return model
+
+
+@pytest.mark.parametrize("way", TRAINED)
+def test_who_trains_without_the_gates_is_told_once(way, tmp_path):
+    train, wanted = TRAINED[way]
+    found = told(lambda: train(tmp_path))
+    assert len(found) == len(wanted) and all(part in said for part, said in zip(wanted, found, strict=True)), found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, LEARNED], ids=["gates", "learned"])
+def test_a_checkpoint_is_resumed_with_its_memory(options, tmp_path):
+    ended = []
+    for resume in (None, tmp_path / "checkpoint-2"):
+        torch.manual_seed(0)
+        model = with_lora(lora_config, **options)
+        rows = [{"input_ids": row, "labels": row} for row in token_ids(8, 40)]
+        saving = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4, "learning_rate": 0.01}
+        arguments = TrainingArguments(tmp_path, per_device_train_batch_size=2, **RUN | saving)
+        trainer = Trainer(model, arguments, train_dataset=rows, data_collator=default_data_collator)
+        trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
+        ended.append(dict(model.named_parameters()))
+    assert all(torch.equal(parameter, ended[0][name]) for name, parameter in ended[1].items())
+
+
+@pytest.mark.slow
+def test_the_documented_program_with_trl_runs(tmp_path, monkeypatch):
+    """With a small model in the place of the one that would be downloaded, and three steps on a CPU."""
+    decoder("llama").save_pretrained(tmp_path / "stock")
+    tokenizer = build_character_tokenizer(["abcdefgh"])
+    assert isinstance(tokenizer, PreTrainedTokenizerFast)
+    tokenizer.save_pretrained(tmp_path / "stock")
+    (tmp_path / "textos.jsonl").write_text(f'{{"text": "{"abacadefhg" * 200}"}}\n' * 4, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    pages = (ROOT / "docs" / "fine-tune.md").read_text(encoding="utf-8")
+    _, train, load, *_ = re.findall("```python\n(.*?)\n```", pages, re.DOTALL)
+    on_cpu = 'max_steps=3, use_cpu=True, bf16=False, report_to="none", disable_tqdm=True'
+    for shown, here in (
+        ("HuggingFaceTB/SmolLM2-135M", str(tmp_path / "stock")),
+        ('SFTConfig("tuned"', f'SFTConfig("tuned", {on_cpu}'),
+    ):
+        assert train.count(shown) == 1
+        train = train.replace(shown, here)
+    names = {}
+    assert told(lambda: exec(train, names)) == []
+    trained = names["trainer"].model.eval()
+    # Adam's steps are about the learning rate, which falls to a third in three steps
+    assert (gates(trained) + 4).abs().min() > 0.005 and names["trainer"].state.global_step == 3
+    ids = token_ids(1, 900)
+    with torch.no_grad():
+        wanted = trained(input_ids=ids).logits
+        found = load_adapter(AutoModelForCausalLM.from_pretrained("stock"), "tuned")
+        assert torch.equal(found(input_ids=ids).logits, wanted)
+        exec(load, names)
+        torch.testing.assert_close(names["model"](ids).logits, wanted, rtol=1e-4, atol=1e-4)
+    with pytest.raises(ValueError, match="load_adapter"):
+        peft.AutoPeftModelForCausalLM.from_pretrained("tuned")
