@@ -19,12 +19,12 @@ from transformers import PreTrainedModel
 from transformers.utils import cached_file
 
 from ..compat.hooks import unchanged_on_error
-from ..compat.peft_layers import AFTER_SAVING, LORA, LORA_WEIGHTS
 from ..layers.memory_layer import PARAMETERS, memory_parameters
 from .base import InfiniPreTrainedMixin
 from .checkpoints import SUMMED, one_line, read_json
 from .gpt2_configuration import OPTIONS
 from .patching import patch_model
+from .peft import AFTER_SAVING, LORA, LORA_WEIGHTS
 from .structure import attention_layers, decoder_of
 
 RECORD, WEIGHTS = "infini_adapter.json", "infini_adapter.safetensors"
