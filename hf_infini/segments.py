@@ -264,8 +264,8 @@ def _indexed_layout(
     window = torch.where(stays, source.gather(1, place.clamp(0, spare - 1)) + ahead, -1)
     if sinks:
         token = torch.arange(sinks, device=device).expand(batch, sinks)
-        row = source.gather(1, (document[:, -1:] * slots + token).clamp(0, spare - 1)) + ahead
-        row = torch.where(document[:, -1:] < 0, token, row)
+        row = source.gather(1, (document[:, -1:] * slots + token).clamp(0, spare - 1))
+        row = torch.where((document[:, -1:] < 0) | (row < carried), token, row + ahead)
         window = torch.cat([torch.where(token < ended.unsqueeze(1), row, -1), window], 1)
 
     if position_ids is None:

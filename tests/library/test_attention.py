@@ -1,5 +1,7 @@
 """infini_attention against the naive reference, and the properties that must hold whatever the computation."""
 
+import functools
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -15,6 +17,7 @@ from cases import (
     random_case,
     random_cuts,
     random_state,
+    state_after,
 )
 from hf_infini import infini_attention, naive_infini_attention
 from hf_infini.memory import FEATURE_MAPS, exp_features
@@ -52,6 +55,21 @@ def test_start_state_and_its_gradient(seed):
     case = random_case(seed, dtype=torch.float64)
     cuts = random_cuts(seed, case.query.shape[2])
     assert_equals_reference(case, infini_attention, FLOAT64, cuts, random_state(case, seed))
+
+
+@pytest.mark.parametrize("seed", range(240, 270))
+@pytest.mark.parametrize("most", [None, 40])
+def test_gradient_of_a_whole_state(seed, most):
+    """Of each of its tensors at every place: where the window is empty there is none, also if new tokens come to lie there.
+    With `most` documents, sizes follow from shapes."""
+    case = random_case(seed, dtype=torch.float64)
+    state = state_after(case, random_state(case, seed) if seed % 2 else None)
+    if (positions := case.options.get("position_ids")) is not None:  # the first document goes on
+        first = (positions == 0).cumsum(1) == 1
+        case.options["position_ids"] = positions + first * (state.last_position + 1).unsqueeze(1)
+    cuts = random_cuts(seed, case.query.shape[2])
+
+    assert_equals_reference(case, functools.partial(infini_attention, max_documents=most), FLOAT64, cuts, state)
 
 
 @pytest.mark.parametrize("tokens", [15, 18, 20])
