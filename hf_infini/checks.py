@@ -65,8 +65,6 @@ def bool_mask(name: str, mask: Tensor | None, read_back: bool) -> Tensor | None:
     if mask is None or mask.dtype == torch.bool:
         return mask
     wrong = ((mask != 0) & (mask != 1)).any()
-    if mask.is_floating_point():  # nothing but zeros: what is added to scores has them where nothing is masked
-        wrong = wrong | ~(mask == 1).any()
     message = (
         f"{name} must hold 1 for tokens that count and 0 for those that do not; this one of dtype {mask.dtype} has other "
         "values. A mask that is added to scores (0 and -inf) is not taken: pass mask == 0."

@@ -13,6 +13,7 @@ from models import causal_mha, infini_gpt2, token_ids
 
 FLOAT32 = 1e-4  # of logits up to about 30, through three layers
 END, PAD = 7, 0
+MASKS = (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool)  # dtypes
 
 MODELS = {
     "plain": lambda: infini_gpt2(),
@@ -183,15 +184,19 @@ def test_positions_go_on_from_those_that_were_given(model):
     assert continued[0, 24] == wanted[0, -1].argmax()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
+@pytest.mark.parametrize("dtype", MASKS)
 def test_masks_hold_0_and_1_for_the_rows_of_the_call(model, dtype):
     ids = token_ids(2, 10)
     mask = torch.ones(2, 10)
     mask[0, :4] = 0
-    wanted = logits(model, ids, mask.bool())
-    assert torch.equal(logits(model, ids, mask.to(dtype)), wanted)
+    for given in (mask, torch.zeros(2, 10)):
+        assert torch.equal(logits(model, ids, given.to(dtype)), logits(model, ids, given.bool()))
+    options = {"max_new_tokens": 3, "min_new_tokens": 3, "do_sample": False, "pad_token_id": PAD}
+    wanted = model.generate(ids[:1], attention_mask=mask[:1].long(), **options)
+    chunks = model.generate(ids[:1], attention_mask=mask[:1].to(dtype), prefill_chunk_size=4, **options)  # one of padding
+    assert torch.equal(chunks, wanted)
     additive = torch.zeros(2, 10).masked_fill(mask == 0, -torch.inf)
-    for wrong in (additive, additive.clamp(min=torch.finfo(torch.float32).min), torch.zeros(2, 10), mask.long() * 2):
+    for wrong in (additive, additive.clamp(min=torch.finfo(torch.float32).min), mask.long() * 2):
         with pytest.raises(ValueError, match="attention_mask must hold 1 .* 0 .*pass mask == 0"):
             logits(model, ids, wrong)
     for rows in (1, 3):
