@@ -149,8 +149,9 @@ class StatesOfCall:
 class InfiniCache(Cache):
     """The cache of an [`InfiniGPT2LMHeadModel`]: bounded for layers with memory, growing for those with full attention.
 
-    `generate()` and `model(..., use_cache=True)` make one; pass it back to continue from there. `copy.copy` gives a second
-    one that continues from the same place.
+    `generate()` and `model(..., use_cache=True)` make one; pass it back to continue from there. `copy.copy` and
+    `copy.deepcopy` give a second one that continues from the same place, in training also in the same graph: gradients go
+    back through either to what was read. The second has tensors of its own. `detach` cuts the graph.
 
     Args:
         config: of the model, which has layers with memory: an [`InfiniGPT2Config`], or a [`CausalMHAConfig`] with
@@ -179,6 +180,20 @@ class InfiniCache(Cache):
         other.__dict__.update(self.__dict__, layers=[copy.copy(layer) for layer in self.layers], text=copy.copy(self.text))
         return other
 
+    def __deepcopy__(self, memo) -> "InfiniCache":
+        other = copy.copy(self)
+        for layer in other.layers:
+            _map_tensors(layer, Tensor.clone)
+        other.text.map_rows(Tensor.clone)
+        return other
+
+    def detach(self) -> "InfiniCache":
+        """Cuts the graph, in place: what is read from here on has no gradient that goes back to what was read before, and
+        what only that gradient needed is freed. Returns the cache itself."""
+        for layer in self.layers:
+            _map_tensors(layer, Tensor.detach)
+        return self
+
     @property
     def state(self) -> InfiniState | None:
         """The state of the first layer with memory: its tokens_seen and positions hold for all."""
@@ -203,8 +218,7 @@ class InfiniCache(Cache):
             if isinstance(layer, DynamicLayer) and layer.get_seq_length() > columns:
                 if layer.is_sliding:
                     raise ValueError("a call with this cache has failed halfway: make a new one and read the text again.")
-                for name, tensor in _tensors_of(layer).items():
-                    setattr(layer, name, tensor[:, :, :columns])
+                _map_tensors(layer, lambda tensor: tensor[:, :, :columns])
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Columns that all layers have read; layers of full attention may hold more, where a call has failed."""
@@ -363,3 +377,12 @@ def _tensors_of(layer) -> dict[str, Tensor]:
     if isinstance(layer, InfiniLayer):
         return {} if layer._state is None else layer._state.tensors()
     return {name: getattr(layer, name) for name in ("keys", "values") if getattr(layer, name) is not None}
+
+
+def _map_tensors(layer, function) -> None:
+    """Applies a function to what a layer of the cache holds."""
+    if isinstance(layer, InfiniLayer):
+        layer.state = None if layer._state is None else layer._state.map(function)
+        return
+    for name, tensor in _tensors_of(layer).items():
+        setattr(layer, name, function(tensor))

@@ -180,6 +180,18 @@ class InfiniState:
         """A state whose per-row tensors (all but the start) are `function(tensor)`: select, repeat or move rows."""
         return replace(self, **{n: function(t) for n, t in self.tensors().items() if not n.startswith("start_")})
 
+    def map(self, function) -> "InfiniState":
+        """A state whose tensors are all `function(tensor)`."""
+        return replace(self, **{name: function(tensor) for name, tensor in self.tensors().items()})
+
+    def detach(self) -> "InfiniState":
+        """The same state without a graph: no gradient goes back to what made it."""
+        return self.map(Tensor.detach)
+
+    def __deepcopy__(self, memo) -> "InfiniState":
+        """With tensors of its own, in the same graph."""
+        return self.map(Tensor.clone)
+
     def nbytes(self) -> int:
         """Bytes that the per-row tensors hold (the start belongs to the model's weights)."""
         sizes: list[int] = []

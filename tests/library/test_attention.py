@@ -1,5 +1,6 @@
 """infini_attention against the naive reference, and the properties that must hold whatever the computation."""
 
+import copy
 import functools
 
 import pytest
@@ -19,7 +20,7 @@ from cases import (
     random_state,
     state_after,
 )
-from hf_infini import infini_attention, naive_infini_attention
+from hf_infini import InfiniState, infini_attention, naive_infini_attention
 from hf_infini.memory import FEATURE_MAPS, exp_features
 from hf_infini.naive import attend_by_segments
 
@@ -70,6 +71,19 @@ def test_gradient_of_a_whole_state(seed, most):
     cuts = random_cuts(seed, case.query.shape[2])
 
     assert_equals_reference(case, functools.partial(infini_attention, max_documents=most), FLOAT64, cuts, state)
+
+
+@pytest.mark.parametrize("seed", range(240, 246))
+def test_a_state_in_training_is_copied_with_its_graph_and_detached_without(seed):
+    case = random_case(seed, dtype=torch.float64)
+    found = []
+    for use in (lambda state: state, copy.deepcopy, InfiniState.detach):
+        state = random_state(case, seed)
+        leaves = case.leaves()
+        output, _ = case.call(infini_attention, leaves, state=use(case.call(infini_attention, leaves, state=state)[1]))
+        found.append(torch.autograd.grad(output.sin().sum(), [*leaves, state.start_memory], materialize_grads=True))
+    assert all(map(torch.equal, found[0], found[1]))
+    assert not found[2][-1].any() and found[0][-1].any()
 
 
 @pytest.mark.parametrize("tokens", [15, 18, 20])
