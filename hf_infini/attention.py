@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .checks import check_arguments, check_shapes, check_window
+from .checks import check_arguments, check_kinds, check_shapes, check_window
 from .decoding import StepLayout, attend_step
 from .layout import GridLayout
 from .memory import EPS, MemoryRule, Within, memory_weight, mix
@@ -29,6 +29,7 @@ from .window import Softmax, for_every_head, window_attention, window_weights
 GROUP_ELEMENTS = {"cpu": 2**20, "cuda": 2**26}  # of the keys
 
 
+@check_kinds
 def infini_attention(
     query: Tensor,
     key: Tensor,
@@ -107,7 +108,8 @@ def infini_attention(
     """
     window = (segment_length, local_segments, sink_tokens)
     rule = MemoryRule(update_rule, feature_map, denominator, eps, *(feature_maps or ()))
-    check_arguments(query, key, value, gate, log_weight, query_weight, feature_maps, rule.weights)
+    numbers = {"scaling": scaling, "softcap": softcap, "dropout": dropout, "eps": eps}
+    check_arguments(query, key, value, gate, log_weight, query_weight, feature_maps, rule.weights, **numbers)
     check_window(*window, rotary)
     tokens = Projections(query, key, value, log_weight)
     masks = {"attention_mask": attention_mask, "memory_mask": memory_mask, "position_ids": position_ids}

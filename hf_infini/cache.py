@@ -5,15 +5,18 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from .adapters import without_wrappers
 from .cache_name import CACHE
+from .checks import check_kinds
 from .layout import Layout
 from .memory import MemoryRule
 from .memory_contents import fill_with_one_token, find_problem
 from .memory_files import MemoryFileError, check_model, describe_model, read_memory_file, write_memory_file
+from .options import check_number
 from .read_text import ReadText, check_rows
 from .state import InfiniState, Projections, empty_places
 
@@ -161,7 +164,8 @@ class InfiniCache(Cache):
         ValueError: the configuration names no layers with memory.
     """
 
-    def __init__(self, config):
+    @check_kinds
+    def __init__(self, config: PreTrainedConfig):
         bounded = set(getattr(config, "infini_layers", ()))
         if not bounded:
             raise ValueError(
@@ -244,6 +248,7 @@ class InfiniCache(Cache):
         others = [_tensors_of(layer).values() for layer in self.layers if not isinstance(layer, InfiniLayer)]
         return sum(state.nbytes() for state in states) + sum(tensor.nbytes for tensors in others for tensor in tensors)
 
+    @check_kinds
     def attention_mask(self, attention_mask: Tensor) -> Tensor:
         """The mask with which `generate()` continues from this cache with only new tokens, for example from a memory file,
         whose ids are gone: `generate(ids, attention_mask=cache.attention_mask(mask), cache=cache)` (before transformers 5.24
@@ -262,12 +267,17 @@ class InfiniCache(Cache):
         Raises:
             ValueError: another number of rows than the cache has.
         """
+        if attention_mask.dim() != 2:
+            raise ValueError(f"attention_mask must be [batch, tokens], of the new tokens; got {list(attention_mask.shape)}.")
         if self.text.real is None:
             return attention_mask
         check_rows("the mask", len(attention_mask), len(self.text.real))
         return self.text.mask_before(attention_mask, self.get_seq_length())
 
-    def save_pretrained(self, path: str | Path, model, *, text_sha256: Sequence[str] | None = None) -> None:
+    @check_kinds
+    def save_pretrained(
+        self, path: str | Path, model: nn.Module | dict, *, text_sha256: Sequence[str] | None = None
+    ) -> None:
         """Writes what has been read so far into a memory file (see memory_files.py): the whole state, bit for bit.
 
         Whoever reads the file finds the old one or this one, whole, also where several write it: [`write_memory_file`].
@@ -311,7 +321,8 @@ class InfiniCache(Cache):
         return tensors
 
     @classmethod
-    def from_pretrained(cls, path: str | Path, model, *, rows: Sequence[int] | None = None) -> "InfiniCache":
+    @check_kinds
+    def from_pretrained(cls, path: str | Path, model: nn.Module, *, rows: Sequence | None = None) -> "InfiniCache":
         """The cache that [`InfiniCache.save_pretrained`] wrote, on the model's devices.
 
         Hashes the model's weights to compare them with those that wrote the memory (see [`describe_model`] for the time).
@@ -363,10 +374,13 @@ class InfiniCache(Cache):
         super().reorder_cache(beam_idx)
         self.text.map_rows(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
 
+    @check_kinds
     def batch_repeat_interleave(self, repeats: int) -> None:
+        check_number("repeats", repeats, {"at_least": 1})
         super().batch_repeat_interleave(repeats)
         self.text.map_rows(lambda tensor: tensor.repeat_interleave(repeats, 0))
 
+    @check_kinds
     def batch_select_indices(self, indices: Tensor) -> None:
         super().batch_select_indices(indices)
         self.text.map_rows(lambda tensor: tensor[indices])

@@ -10,6 +10,7 @@ from transformers.cache_utils import Cache
 
 from .cache import StatesOfCall
 from .cache_name import takes_either_name
+from .checks import check_kinds
 from .configuration_causal_mha import ATTENTION_OPTIONS, CausalMHAConfig
 from .memory_layer import MemoryLayerMixin, rope_tables
 from .options_causal_mha import IN_EMBEDDING, RELATIVE
@@ -55,6 +56,7 @@ class CausalMultiHeadAttention(MemoryLayerMixin, nn.Module):
         ValueError: `num_heads` does not divide `d_out`; an option that is unknown or does nothing here.
     """
 
+    @check_kinds
     def __init__(
         self,
         d_in: int,
@@ -116,6 +118,7 @@ class CausalMultiHeadAttention(MemoryLayerMixin, nn.Module):
             self.init_memory_parameters()
 
     @takes_either_name
+    @check_kinds
     def forward(
         self,
         hidden_states: Tensor,

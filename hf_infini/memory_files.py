@@ -31,7 +31,7 @@ from typing import BinaryIO
 import torch
 from safetensors import safe_open
 from safetensors.torch import load, save
-from torch import Tensor
+from torch import Tensor, nn
 
 try:
     import fcntl
@@ -39,6 +39,7 @@ except ImportError:  # Windows
     fcntl = None
 
 from .adapters import acting, adapter_layers, settings, without_wrappers
+from .checks import check_kinds
 from .memory_contents import different_options, meaning
 
 FORMAT_VERSION = 2
@@ -93,7 +94,8 @@ ENTRIES = {
 }
 
 
-def describe_model(model) -> dict:
+@check_kinds
+def describe_model(model: nn.Module) -> dict:
     """What a memory of this model is bound to, JSON-safe: the model as it is set now.
 
     Reads every weight once to hash it: about a second for 124 million parameters in float32 on one core. For many files of
@@ -132,6 +134,7 @@ def describe_model(model) -> dict:
     }
 
 
+@check_kinds
 def write_memory_file(path: str | Path, tensors: dict[str, Tensor], record: dict) -> None:
     """Writes tensors and a record (its entries `model` to `text_sha256`) so that a reader finds the old file or the new one,
     also where several processes write the same file: each writes a temporary file that no other uses, `NAME.….part` in
@@ -180,16 +183,22 @@ def _replace(path: Path, content: bytes) -> None:
         part.unlink(missing_ok=True)
 
 
+@check_kinds
 def delete_memory_file(path: str | Path) -> None:
     """Deletes a memory file, and what killed processes left of one that they were writing; neither needs to be there.
 
     The temporary file of a process that is writing now stays, and becomes the memory file.
+
+    Raises:
+        MemoryFileAccessError: the file cannot be deleted, or is a folder.
     """
     path = Path(path)
-    path.unlink(missing_ok=True)
-    _delete_leftovers(path)
+    with _naming(path, "deleted"):
+        path.unlink(missing_ok=True)
+        _delete_leftovers(path)
 
 
+@check_kinds
 def read_record(path: str | Path) -> dict:
     """The record of a memory file, without its tensors and unchecked against them: what it is, for people and programs.
 
@@ -200,6 +209,7 @@ def read_record(path: str | Path) -> dict:
     return _read(path, whole=False)[0]
 
 
+@check_kinds
 def read_memory_file(path: str | Path) -> tuple[dict, dict[str, Tensor]]:
     """Record and tensors (on the CPU, in memory of their own) of a memory file, whole and undamaged.
 
@@ -213,7 +223,8 @@ def read_memory_file(path: str | Path) -> tuple[dict, dict[str, Tensor]]:
     return record, tensors
 
 
-def check_model(path: str | Path, record: dict, model) -> None:
+@check_kinds
+def check_model(path: str | Path, record: dict, model: nn.Module) -> None:
     """MemoryFileError, naming all that differs, unless the record is of a memory of this model's weights and options."""
     written, given = record["model"], describe_model(model)
     differences = different_options(written["config"], given["config"], without_wrappers(model).config)

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .memory import EPS, FEATURE_MAPS
+from .checks import check_arguments, check_kinds, check_shapes, check_window
+from .memory import EPS, FEATURE_MAPS, MemoryRule
 from .positions import Rotary
 from .state import InfiniState
 
@@ -36,6 +37,7 @@ def attend_by_segments(
     return torch.cat(outputs, 2)
 
 
+@check_kinds
 def naive_infini_attention(
     query: Tensor,
     key: Tensor,
@@ -64,6 +66,11 @@ def naive_infini_attention(
 ) -> Tensor | tuple[Tensor, InfiniState]:
     """[`infini_attention`] with the same arguments and results, one token after the other, all in float32 or wider."""
     window = (segment_length, local_segments, sink_tokens)
+    weights = MemoryRule(update_rule, feature_map, denominator, eps).weights
+    numbers = {"scaling": scaling, "softcap": softcap, "dropout": dropout, "eps": eps}
+    check_arguments(query, key, value, gate, log_weight, query_weight, feature_maps, weights, **numbers)
+    check_window(*window, rotary)
+    check_shapes(query.shape[0], query.shape[2], attention_mask, memory_mask, position_ids)
     if state is None:
         weights, normalised = 0 if log_weight is None else log_weight.shape[-1], update_rule != "gated_delta"
         state = InfiniState.initial(key, value, *window, log_weights=weights, normalised=normalised)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .checks import bool_mask, check_shapes, check_window
+from .checks import bool_mask, check_kinds, check_shapes, check_window
 from .decoding import StepLayout, graph_step_layout, step_layout
 from .grids import IndexedLayout, PlainLayout
 from .layout import Call, GridLayout
@@ -25,6 +25,7 @@ UNBOUNDED = (
 )
 
 
+@check_kinds
 def segment_layout(
     batch: int,
     tokens: int,

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .checks import check_kinds, check_window
+
 
 class Projections(NamedTuple):
     """What attention is computed from.
@@ -68,6 +70,7 @@ class InfiniState:
     start_normaliser: Tensor | None = None
 
     @classmethod
+    @check_kinds
     def initial(
         cls,
         key: Tensor,
@@ -94,6 +97,7 @@ class InfiniState:
             log_weights: numbers in a token's [`Projections.log_weight`], 0 where none is given.
             normalised: whether the memory has a normaliser.
         """
+        check_window(segment_length, local_segments, sink_tokens)
         batch, heads, _, head_dim = key.shape
         value_dim = value.shape[-1]
         dtype = torch.promote_types(key.dtype, torch.float32)
