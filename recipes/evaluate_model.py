@@ -44,7 +44,7 @@ class Options:
     data: str | None = option(None, "Folder made by recipes/prepare.py. Or --text.", group="data")
     split: Literal["validation", "test"] = option("validation", "--data: the held-out rows or documents to read.")
     text: str | None = option(None, "Text file (one document), or JSON, CSV, parquet (one per row, field text). Or --data.")
-    length: int | None = option(None, "Tokens per row; default: the rows of --data, or the model's n_positions.", at_least=2)
+    length: int | None = option(None, "Tokens per row; default: the rows of --data, or the model's context.", at_least=2)
     lengths: list[int] = option(
         [1024, 2048, 4096, 8192], "passkey: lengths of the examples in tokens.", at_least=2, group="passkeys and facts"
     )
@@ -165,7 +165,7 @@ def perplexity(options: Options, model, tokenizer, group) -> dict:
             )
         rows = prepared_rows(Path(options.data), options.split, options.max_tokens)
     else:
-        length = options.length or model.config.n_positions
+        length = options.length or model.config.max_position_embeddings
         check_length(model.config, length)
         rows = text_rows(tokenizer, read_texts(options), length, options.max_tokens)
     length = options.length or max(len(tokens) for tokens, _ in rows)

@@ -133,7 +133,7 @@ def memorize(options: Options, model, tokenizer, description: dict, text: Path, 
         cache.save_pretrained(file, description, text_sha256=text_sha256)
         seconds = time.perf_counter() - start
     partial.unlink(missing_ok=True)
-    print(summary(file, text, model, len(tokens), (len(tokens) - begin) / seconds))
+    print(summary(file, text, cache, len(tokens), (len(tokens) - begin) / seconds))
 
 
 def read_cache(file: Path, model, text_sha256: list[str], remedy: str):
@@ -155,10 +155,11 @@ def read_cache(file: Path, model, text_sha256: list[str], remedy: str):
     raise UserError(f"{file} is the memory of another text. {remedy}")
 
 
-def summary(file: Path, text: Path, model, tokens: int, speed: float) -> str:
+def summary(file: Path, text: Path, cache, tokens: int, speed: float) -> str:
     """The size of the memory file, and of the keys and values that full attention would keep in every layer."""
-    size = file.stat().st_size
-    full = 2 * model.config.n_layer * model.config.n_embd * model.dtype.itemsize * tokens
+    size, kept = file.stat().st_size, ("local_key", "local_value", "keys", "values")  # [1, heads, tokens, width] each
+    tensors = [tensor for name, tensor in cache._tensors().items() if name.endswith(kept)]
+    full = sum(tensor.nbytes // tensor.shape[2] for tensor in tensors) * tokens
     return (
         f"{file}: {size:,} bytes for {tokens:,} tokens of {text.name}, read at {speed:,.0f} tokens/s; a full key/value "
         f"cache would take {full:,} bytes, {full / size:,.1f} times as many"

@@ -15,10 +15,12 @@ from urllib.parse import unquote, urldefrag
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Trainer, TrainingArguments
 
 from browser import needs_browser, survey
+from cases import assert_same_gradients
 from decoders import decoder
+from hf_infini import InfiniCache, patch_model
 from hf_infini.models.gpt2_configuration import OPTIONS
 from models import token_ids
 
@@ -38,11 +40,15 @@ def decimals(text: str) -> set[str]:
     return set(re.findall(r"(?<![\w.])(?!\d{4}\.\d{5})\d+\.\d+(?![\w.]*`|\.?\d)", CODE.sub("", text)))
 
 
+def programs(page: str) -> list[str]:
+    return re.findall("```python\n(.*?)\n```", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL)
+
+
 def test_the_first_lines_of_the_readme_run(tmp_path):
     """With a small model of the same kind in the place of the one that would be downloaded."""
     model = decoder("llama")
     model.save_pretrained(tmp_path / "stock")
-    code = re.search("```python\n(.*?)\n```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)[1]
+    code = programs("README.md")[0]
     assert code.count("HuggingFaceTB/SmolLM2-135M-Instruct") == 1
     names = {}
     exec(code.replace("HuggingFaceTB/SmolLM2-135M-Instruct", str(tmp_path / "stock")), names)
@@ -67,7 +73,7 @@ def test_the_program_that_fine_tunes_runs(tmp_path, monkeypatch):
     decoder("llama").save_pretrained(tmp_path / "stock")
     (tmp_path / "livro.txt").write_text("abacadefhg" * 500, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
-    code = re.search("```python\n(.*?)\n```", (ROOT / "docs" / "fine-tune.md").read_text(encoding="utf-8"), re.DOTALL)[1]
+    code = programs("docs/fine-tune.md")[0]
     assert code.count("HuggingFaceTB/SmolLM2-135M") == 1
     names = {}
     exec(code.replace("HuggingFaceTB/SmolLM2-135M", str(tmp_path / "stock")), names)
@@ -78,6 +84,70 @@ def test_the_program_that_fine_tunes_runs(tmp_path, monkeypatch):
     assert min(moved) > 0.005
     assert 0 < (tuned.lm_head.weight - stock.lm_head.weight).abs().max().item() < 0.001
     assert tuned.config.segment_length == 256 and names["tokenizer"]("ab").input_ids == [1, 2]
+
+
+def long_document(tokens: int):
+    """A patched model without dropout, and one text of so many tokens, of which each has a target."""
+    model = patch_model(decoder("llama"), segment_length=8, local_segments=1, memory_init="learned").train()
+    return model, token_ids(1, tokens + 1)[0]
+
+
+def one_pass(model, ids) -> list[torch.Tensor]:
+    """The gradients of a whole row."""
+    target = ids[None, 1:]
+    loss = model(ids[None, :-1], labels=target, shift_labels=target, use_cache=False).loss
+    return [*torch.autograd.grad(loss, [*model.parameters()], allow_unused=True, materialize_grads=True)]
+
+
+@pytest.mark.parametrize("window", [4, 2, 1])
+def test_the_loop_over_chunks_has_the_gradients_of_one_pass_within_a_window(window):
+    """A step of stochastic gradient descent at rate 1 moves the weights by the gradient."""
+    code = programs("docs/fine-tune.md")[1]
+    changes = ("torch.optim.AdamW(groups), 1024, 4", f"torch.optim.SGD(model.parameters(), 1.0), 16, {window}")
+    assert code.count(changes[0]) == code.count("optimizer.step()") == 1
+    code = code.replace(*changes).replace("optimizer.step()", "optimizer.step(), moved(model)")
+    model, ids = long_document(64)
+    wanted, gradients, before = one_pass(model, ids), [], [parameter.detach().clone() for parameter in model.parameters()]
+
+    def moved(model):
+        gradients.append([old - new.detach() for old, new in zip(before, model.parameters(), strict=True)])
+        for old, new in zip(before, model.parameters(), strict=True):
+            new.data.copy_(old)  # the next window has the same weights
+
+    exec(code, {"torch": torch, "model": model, "ids": ids, "moved": moved})
+    assert len(gradients) == 4 // window
+    found = [sum(parts) / len(gradients) for parts in zip(*gradients, strict=True)]
+    if window == 4:
+        assert_same_gradients(found, wanted, 1e-4)  # float32, in other groups
+    else:  # what was cut off is missing
+        with pytest.raises(AssertionError, match="gradient"):
+            assert_same_gradients(found, wanted, 1e-2)
+
+
+@pytest.mark.slow
+def test_the_trainer_that_reads_long_rows_in_chunks(tmp_path):
+    code = programs("docs/fine-tune.md")[2]
+    names = {"torch": torch, "Trainer": Trainer, "InfiniCache": InfiniCache}
+    exec(code.replace("split(1024", "split(32"), names)
+    arguments = TrainingArguments(tmp_path, max_steps=1, per_device_train_batch_size=2, use_cpu=True, max_grad_norm=0,
+                                  gradient_accumulation_steps=2, report_to=[], disable_tqdm=True)  # fmt: skip
+    for tokens in (32, 80):
+        found = []
+        for trainer_class in (Trainer, names["LongRowTrainer"]):
+            model, _ = long_document(1)
+            before = [parameter.detach().clone() for parameter in model.parameters()]
+            rows = [{"input_ids": row, "labels": row} for row in token_ids(4, tokens)]
+            optimizer = torch.optim.SGD(model.parameters(), 1.0)
+            loss = trainer_class(model, arguments, train_dataset=rows, optimizers=(optimizer, None)).train().training_loss
+            change = [old - new.detach() for old, new in zip(before, model.parameters(), strict=True)]
+            found.append((loss, change))
+        (loss, wanted), (loss_in_chunks, change) = found
+        assert loss_in_chunks == pytest.approx(loss, rel=1e-5)
+        if tokens == 32:
+            assert_same_gradients(change, wanted, 1e-4)
+        else:
+            with pytest.raises(AssertionError, match="gradient"):
+                assert_same_gradients(change, wanted, 1e-2)
 
 
 class Page(html.parser.HTMLParser):

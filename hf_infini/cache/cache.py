@@ -5,14 +5,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from ..compat.cache_name import CACHE
 from ..compat.peft_layers import without_wrappers
+from ..ops.checks import check_kinds
 from ..ops.layout.base import Layout
 from ..ops.rules import MemoryRule
 from ..ops.state import InfiniState, Projections, empty_places
+from ..options import check_number
 from .contents import fill_with_one_token, find_problem
 from .files import MemoryFileError, check_model, describe_model, read_memory_file, write_memory_file
 from .text import ReadText, check_rows
@@ -149,8 +152,9 @@ class StatesOfCall:
 class InfiniCache(Cache):
     """The cache of an [`InfiniGPT2LMHeadModel`]: bounded for layers with memory, growing for those with full attention.
 
-    `generate()` and `model(..., use_cache=True)` make one; pass it back to continue from there. `copy.copy` gives a second
-    one that continues from the same place.
+    `generate()` and `model(..., use_cache=True)` make one; pass it back to continue from there. `copy.copy` and
+    `copy.deepcopy` give a second one that continues from the same place, in training also in the same graph: gradients go
+    back through either to what was read. The second has tensors of its own. `detach` cuts the graph.
 
     Args:
         config: of the model, which has layers with memory: an [`InfiniGPT2Config`], or a [`CausalMHAConfig`] with
@@ -160,7 +164,8 @@ class InfiniCache(Cache):
         ValueError: the configuration names no layers with memory.
     """
 
-    def __init__(self, config):
+    @check_kinds
+    def __init__(self, config: PreTrainedConfig):
         bounded = set(getattr(config, "infini_layers", ()))
         if not bounded:
             raise ValueError(
@@ -178,6 +183,20 @@ class InfiniCache(Cache):
         other = object.__new__(type(self))
         other.__dict__.update(self.__dict__, layers=[copy.copy(layer) for layer in self.layers], text=copy.copy(self.text))
         return other
+
+    def __deepcopy__(self, memo) -> "InfiniCache":
+        other = copy.copy(self)
+        for layer in other.layers:
+            _map_tensors(layer, Tensor.clone)
+        other.text.map_rows(Tensor.clone)
+        return other
+
+    def detach(self) -> "InfiniCache":
+        """Cuts the graph, in place: what is read from here on has no gradient that goes back to what was read before, and
+        what only that gradient needed is freed. Returns the cache itself."""
+        for layer in self.layers:
+            _map_tensors(layer, Tensor.detach)
+        return self
 
     @property
     def state(self) -> InfiniState | None:
@@ -203,8 +222,7 @@ class InfiniCache(Cache):
             if isinstance(layer, DynamicLayer) and layer.get_seq_length() > columns:
                 if layer.is_sliding:
                     raise ValueError("a call with this cache has failed halfway: make a new one and read the text again.")
-                for name, tensor in _tensors_of(layer).items():
-                    setattr(layer, name, tensor[:, :, :columns])
+                _map_tensors(layer, lambda tensor: tensor[:, :, :columns])
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Columns that all layers have read; layers of full attention may hold more, where a call has failed."""
@@ -230,6 +248,7 @@ class InfiniCache(Cache):
         others = [_tensors_of(layer).values() for layer in self.layers if not isinstance(layer, InfiniLayer)]
         return sum(state.nbytes() for state in states) + sum(tensor.nbytes for tensors in others for tensor in tensors)
 
+    @check_kinds
     def attention_mask(self, attention_mask: Tensor) -> Tensor:
         """The mask with which `generate()` continues from this cache with only new tokens, for example from a memory file,
         whose ids are gone: `generate(ids, attention_mask=cache.attention_mask(mask), cache=cache)` (before transformers 5.24
@@ -248,12 +267,17 @@ class InfiniCache(Cache):
         Raises:
             ValueError: another number of rows than the cache has.
         """
+        if attention_mask.dim() != 2:
+            raise ValueError(f"attention_mask must be [batch, tokens], of the new tokens; got {list(attention_mask.shape)}.")
         if self.text.real is None:
             return attention_mask
         check_rows("the mask", len(attention_mask), len(self.text.real))
         return self.text.mask_before(attention_mask, self.get_seq_length())
 
-    def save_pretrained(self, path: str | Path, model, *, text_sha256: Sequence[str] | None = None) -> None:
+    @check_kinds
+    def save_pretrained(
+        self, path: str | Path, model: nn.Module | dict, *, text_sha256: Sequence[str] | None = None
+    ) -> None:
         """Writes what has been read so far into a memory file (see memory_files.py): the whole state, bit for bit.
 
         Whoever reads the file finds the old one or this one, whole, also where several write it: [`write_memory_file`].
@@ -297,7 +321,8 @@ class InfiniCache(Cache):
         return tensors
 
     @classmethod
-    def from_pretrained(cls, path: str | Path, model, *, rows: Sequence[int] | None = None) -> "InfiniCache":
+    @check_kinds
+    def from_pretrained(cls, path: str | Path, model: nn.Module, *, rows: Sequence | None = None) -> "InfiniCache":
         """The cache that [`InfiniCache.save_pretrained`] wrote, on the model's devices.
 
         Hashes the model's weights to compare them with those that wrote the memory (see [`describe_model`] for the time).
@@ -349,10 +374,13 @@ class InfiniCache(Cache):
         super().reorder_cache(beam_idx)
         self.text.map_rows(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
 
+    @check_kinds
     def batch_repeat_interleave(self, repeats: int) -> None:
+        check_number("repeats", repeats, {"at_least": 1})
         super().batch_repeat_interleave(repeats)
         self.text.map_rows(lambda tensor: tensor.repeat_interleave(repeats, 0))
 
+    @check_kinds
     def batch_select_indices(self, indices: Tensor) -> None:
         super().batch_select_indices(indices)
         self.text.map_rows(lambda tensor: tensor[indices])
@@ -363,3 +391,12 @@ def _tensors_of(layer) -> dict[str, Tensor]:
     if isinstance(layer, InfiniLayer):
         return {} if layer._state is None else layer._state.tensors()
     return {name: getattr(layer, name) for name in ("keys", "values") if getattr(layer, name) is not None}
+
+
+def _map_tensors(layer, function) -> None:
+    """Applies a function to what a layer of the cache holds."""
+    if isinstance(layer, InfiniLayer):
+        layer.state = None if layer._state is None else layer._state.map(function)
+        return
+    for name, tensor in _tensors_of(layer).items():
+        setattr(layer, name, function(tensor))

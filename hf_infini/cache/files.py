@@ -27,9 +27,10 @@ from tempfile import NamedTemporaryFile
 import torch
 from safetensors import safe_open
 from safetensors.torch import load, save
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..compat.peft_layers import acting, adapter_layers, settings, without_wrappers
+from ..ops.checks import check_kinds
 from .contents import different_options, meaning
 
 FORMAT_VERSION = 2
@@ -84,7 +85,8 @@ ENTRIES = {
 }
 
 
-def describe_model(model) -> dict:
+@check_kinds
+def describe_model(model: nn.Module) -> dict:
     """What a memory of this model is bound to, JSON-safe: the model as it is set now.
 
     Reads every weight once to hash it: about a second for 124 million parameters in float32 on one core. For many files of
@@ -123,6 +125,7 @@ def describe_model(model) -> dict:
     }
 
 
+@check_kinds
 def write_memory_file(path: str | Path, tensors: dict[str, Tensor], record: dict) -> None:
     """Writes tensors and a record (its entries `model` to `text_sha256`) so that a reader finds the old file or the new one,
     also where several processes write the same file: each writes a temporary file, `NAME.….part` in the same folder, and
@@ -173,6 +176,7 @@ def _umask() -> int:
     return mask
 
 
+@check_kinds
 def read_record(path: str | Path) -> dict:
     """The record of a memory file, without its tensors and unchecked against them: what it is, for people and programs.
 
@@ -183,6 +187,7 @@ def read_record(path: str | Path) -> dict:
     return _read(path, whole=False)[0]
 
 
+@check_kinds
 def read_memory_file(path: str | Path) -> tuple[dict, dict[str, Tensor]]:
     """Record and tensors (on the CPU, in memory of their own) of a memory file, whole and undamaged.
 
@@ -196,7 +201,8 @@ def read_memory_file(path: str | Path) -> tuple[dict, dict[str, Tensor]]:
     return record, tensors
 
 
-def check_model(path: str | Path, record: dict, model) -> None:
+@check_kinds
+def check_model(path: str | Path, record: dict, model: nn.Module) -> None:
     """MemoryFileError, naming all that differs, unless the record is of a memory of this model's weights and options."""
     written, given = record["model"], describe_model(model)
     differences = different_options(written["config"], given["config"], without_wrappers(model).config)

@@ -14,8 +14,8 @@ def without_wrappers(model):
     """The transformers model inside a `PeftModel` or another wrapper; adapters inside its layers stay where they are.
 
     Raises:
-        ValueError: the active adapter puts learned tokens before every text (prompt and prefix tuning): it is no part of
-            the model inside.
+        ValueError: there is no such model, or the active adapter puts learned tokens before every text (prompt and prefix
+            tuning): it is no part of the model inside.
     """
     config = getattr(model, "active_peft_config", None)
     if config is not None and config.is_prompt_learning:
@@ -23,7 +23,11 @@ def without_wrappers(model):
             f"the adapter {model.active_adapter!r} ({type(config).__name__}) puts learned tokens before every text, and a "
             "memory file is bound to what is in the layers: use an adapter like LoRA, or model.get_base_model()."
         )
-    return next((module for module in model.modules() if isinstance(module, PreTrainedModel)), model)
+    modules = model.modules() if isinstance(model, nn.Module) else ()
+    inside = next((module for module in modules if isinstance(module, PreTrainedModel)), None)
+    if inside is None:
+        raise ValueError(f"a model of transformers is needed, or a wrapper around one; got {type(model).__name__}.")
+    return inside
 
 
 def adapter_layers(model: nn.Module) -> dict[str, Any]:

@@ -222,6 +222,8 @@ class MemoryLayerMixin(nn.Module):
             weights = 0 if tokens.log_weight is None else tokens.log_weight.shape[-1]
             options = {"log_weights": weights, "normalised": self.rule.normalised}
             state = InfiniState.initial(key, value, *window, **options, **self.start())
+        elif torch.is_grad_enabled():  # the weights may be others than when the state was made, and its graph gone
+            state = replace(state, **self.start())
         state = state if states is None else states.continued(state, tokens, call.layout, self.rule)
         output, after, weights = attend(
             tokens,

@@ -1,5 +1,7 @@
 """What the model families share: initialisation of every module, and caches and masks of layers with a memory."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache
@@ -9,7 +11,7 @@ from ..cache.cache import InfiniCache, InfiniLayer
 from ..cache.text import check_rows
 from ..compat.cache_name import CACHE
 from ..model_facts import layer_kinds
-from ..ops.checks import bool_mask
+from ..ops.checks import bool_mask, check_kinds
 from ..ops.layout.base import Layout
 from ..ops.layout.build import SegmentLayout, segment_layout
 from ..ops.state import InfiniState
@@ -117,14 +119,20 @@ def counted_positions(layout: Layout, cache: InfiniCache | None) -> Tensor:
     return layout.positions + (state.last_position + 1 - state.tokens_seen).unsqueeze(1)
 
 
-def check_inputs(input_ids, inputs_embeds) -> Tensor:
+@check_kinds
+def check_inputs(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
     """The one of the two that is given, or a ValueError unless there is one, with a token in it."""
     if (input_ids is None) == (inputs_embeds is None):
         raise ValueError("give exactly one of input_ids and inputs_embeds.")
-    given = inputs_embeds if input_ids is None else input_ids
+    given: Any = inputs_embeds if input_ids is None else input_ids
     shape = list(given.shape[:2])
     if not torch.compiler.is_compiling() and 0 in shape:
         raise ValueError(f"the input must be [batch, tokens] with a row and a token at least; got {shape}.")
+    if given.dim() != 3 if input_ids is None else given.dim() != 2 or given.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            "input_ids must be whole numbers, [batch, tokens], and inputs_embeds [batch, tokens, width]; got "
+            f"{list(given.shape)}, {given.dtype}."
+        )
     return given
 
 
@@ -149,8 +157,15 @@ def mask_of_call(attention_mask, batch: int, tokens: int, cache: InfiniCache | N
     return attention_mask[:, -tokens:]
 
 
+@check_kinds
 def layout_of_call(
-    config, embeddings: Tensor, attention_mask, position_ids, memory_mask, cache: InfiniCache | None, max_documents
+    config,
+    embeddings: Tensor,
+    attention_mask: Tensor | None,
+    position_ids: Tensor | None,
+    memory_mask: Tensor | None,
+    cache: InfiniCache | None,
+    max_documents: int | None,
 ) -> SegmentLayout:
     """The [`segment_layout`] of a model's call with these `embeddings` `[batch, tokens, width]`, once for all layers; of the
     mask, only the columns of this call may be given, or those of the past as well.
@@ -210,39 +225,40 @@ def check_positions(positions, limit: int, kind: str, remedy: str) -> None:
         raise ValueError(f"position {furthest} is beyond this model's {limit} {kind} positions (n_positions). {remedy}")
 
 
-def memory_mask_of(config, input_ids, inputs_embeds, given=None):
-    """Which tokens of a call are written into a memory, `[batch, tokens]` bool: those that `given` names (`None`: all),
-    without the configuration's special tokens where there are ids to know them by; `None`: all are.
+@check_kinds
+def memory_mask_of(config, input_ids, inputs_embeds, memory_mask: Tensor | None = None) -> Tensor | None:
+    """Which tokens of a call are written into a memory, `[batch, tokens]` bool: those of the mask (`None`: all), without the
+    configuration's special tokens where there are ids to know them by; `None`: all are.
 
     Raises:
-        ValueError: `given` is of another shape, or the model has no memory.
+        ValueError: `memory_mask` is of another shape, or the model has no memory.
     """
     if not config.infini_layers:
-        if given is not None:
+        if memory_mask is not None:
             raise ValueError("memory_mask says what is written into a memory, and this model has none: leave it out.")
         return None
     batch, tokens = (inputs_embeds if input_ids is None else input_ids).shape[:2]
-    if given is not None and tuple(given.shape) != (batch, tokens):
+    if memory_mask is not None and tuple(memory_mask.shape) != (batch, tokens):
         raise ValueError(
             f"memory_mask must be [batch, tokens] = [{batch}, {tokens}], 1 for tokens that are written into the memory; got "
-            f"{list(given.shape)}. It covers the tokens of one call: for generate(), read the text with "
+            f"{list(memory_mask.shape)}. It covers the tokens of one call: for generate(), read the text with "
             f"model(ids, memory_mask=…, {CACHE}=cache) and go on from the cache."
         )
-    given = bool_mask("memory_mask", given, read_back=not torch.compiler.is_compiling())
+    memory_mask = bool_mask("memory_mask", memory_mask, read_back=not torch.compiler.is_compiling())
     ids = set()
     for special in (config.bos_token_id, config.eos_token_id, config.pad_token_id):
         ids |= set() if special is None else set(special) if isinstance(special, (list, tuple)) else {special}
     if not config.mask_special_tokens or not ids:
-        return given
+        return memory_mask
     if input_ids is None:
-        if given is None and not torch.compiler.is_compiling():
+        if memory_mask is None and not torch.compiler.is_compiling():
             logger.warning_once(
                 "inputs_embeds do not tell which tokens are special: mask_special_tokens does nothing, and all of them are "
                 "written into the memory. Say with memory_mask, [batch, tokens], which are to be."
             )
-        return given
+        return memory_mask
     ordinary = ~torch.isin(input_ids, torch.tensor(sorted(ids), device=input_ids.device))
-    return ordinary if given is None else ordinary & given
+    return ordinary if memory_mask is None else ordinary & memory_mask
 
 
 def full_attention_mask(

@@ -64,7 +64,7 @@ class InfiniGPT2ModelMixin(InfiniModelMixin):
         if given.get("encoder_hidden_states") is not None or given.get("encoder_attention_mask") is not None:
             raise ValueError("an infini_gpt2 model has no cross-attention: encoder inputs are not supported.")
         ids, rows = given.get("input_ids"), None
-        if ids is not None and ids.dim() == 3:
+        if isinstance(ids, Tensor) and ids.dim() == 3:
             rows = ids.shape[:2]
             names = ("input_ids", "attention_mask", "token_type_ids", "position_ids", "memory_mask")
             given |= {name: given[name].flatten(0, 1) for name in names if given.get(name) is not None}

@@ -8,12 +8,14 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from ..ops.checks import check_kinds
 from .checkpoints import HUB_OPTIONS, REMEDY, Checkpoint, one_line, read_json
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json")
 
 
-def load_causal_lm(path, **options) -> PreTrainedModel:
+@check_kinds
+def load_causal_lm(path: str | Path, **options) -> PreTrainedModel:
     """The causal language model of a folder or Hub name, with all of its weights: none is random but those of a memory that
     `options` add.
 
@@ -49,7 +51,8 @@ def load_causal_lm(path, **options) -> PreTrainedModel:
     return model
 
 
-def load_tokenizer(path, model: PreTrainedModel | None = None, **options) -> PreTrainedTokenizerBase:
+@check_kinds
+def load_tokenizer(path: str | Path, model: PreTrainedModel | None = None, **options) -> PreTrainedTokenizerBase:
     """The tokenizer of a folder or Hub name.
 
     Args:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .backends import Attended, AttentionCall, Backend, choose
-from .checks import check_arguments, check_shapes, check_window
+from .checks import check_arguments, check_kinds, check_shapes, check_window
 from .decoding import StepLayout, attend_step
 from .kernels import KERNELS
 from .layout.base import GridLayout
@@ -32,6 +32,7 @@ from .window import Softmax, for_every_head, window_attention, window_weights
 GROUP_ELEMENTS = {"cpu": 2**20, "cuda": 2**26}  # of the keys
 
 
+@check_kinds
 def infini_attention(
     query: Tensor,
     key: Tensor,
@@ -112,7 +113,8 @@ def infini_attention(
     query_map, key_map = feature_maps or (None, None)
     maps = {"query_map": query_map, "key_map": key_map}
     rule = memory_rule(update_rule, feature_map=feature_map, denominator=denominator, eps=eps, **maps)
-    check_arguments(query, key, value, gate, log_weight, query_weight, feature_maps, rule.rates)
+    numbers = {"scaling": scaling, "softcap": softcap, "dropout": dropout, "eps": eps}
+    check_arguments(query, key, value, gate, log_weight, query_weight, feature_maps, rule.rates, **numbers)
     check_window(*window, rotary)
     tokens = Projections(query, key, value, log_weight)
     masks = {"attention_mask": attention_mask, "memory_mask": memory_mask, "position_ids": position_ids}

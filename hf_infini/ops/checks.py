@@ -1,13 +1,73 @@
 """What is refused before anything is computed: arguments that do not fit together, each by name, with what is allowed."""
 
+import functools
+import inspect
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence, Set
+from numbers import Integral, Real
+from pathlib import Path
+from types import UnionType
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+
 import torch
 from torch import Tensor
 
+from ..options import check_number
 from .positions import Rotary
 
+Function = TypeVar("Function", bound=Callable)
+LIMITS = {"scaling": {}, "softcap": {"greater_than": 0}, "dropout": {"at_least": 0, "below": 1}, "eps": {"at_least": 0}}
+ACCEPTED: dict[Any, type] = {int: Integral, float: Real, Path: os.PathLike, Any: object}  # for these annotations
 
-def check_arguments(query, key, value, gate, log_weight, query_weight, feature_maps, weights: int) -> None:
-    """ValueError unless these arguments of [`infini_attention`] have the shapes that it says; `weights`: of a token."""
+
+def check_kinds(function: Function) -> Function:
+    """Decorator: arguments that are not of their annotated types are refused by name, with a ValueError, before anything is
+    computed. Not in a graph of torch.compile."""
+    names = [*inspect.signature(function).parameters]
+    types = functools.cache(lambda: get_type_hints(function))
+    fitting = set()  # names and types of arguments that were right, and need no second look
+
+    @functools.wraps(function)
+    def checked(*args, **kwargs):
+        if not torch.compiler.is_compiling():
+            for name, value in (*zip(names, args, strict=False), *kwargs.items()):
+                if (name, type(value)) in fitting:
+                    continue
+                wanted = types().get(name, Any)
+                if not _fits(value, wanted):
+                    kind = type(value).__name__
+                    shown = f"{value!r:.60} ({kind})" if isinstance(value, (str, int, float)) else kind
+                    allowed = re.sub(r"[\w.]+\.", "", inspect.formatannotation(wanted))
+                    raise ValueError(f"{name} must be of type {allowed}; got {'None' if value is None else shown}.")
+                if not isinstance(value, (Mapping, Sequence, Set)):
+                    fitting.add((name, type(value)))
+        return function(*args, **kwargs)
+
+    result: Any = checked
+    return result
+
+
+def _fits(value, wanted) -> bool:
+    """Whether a value is of an annotated type; True is no number."""
+    kind, parts = get_origin(wanted) or wanted, get_args(wanted)
+    if kind in (Union, UnionType):
+        return any(_fits(value, part) for part in parts)
+    if isinstance(value, bool):
+        return kind in (bool, Any)
+    if not isinstance(value, ACCEPTED.get(kind, kind)):
+        return False
+    if kind is tuple:
+        return len(value) == len(parts) and all(map(_fits, value, parts))
+    values = value.values() if isinstance(value, Mapping) else value
+    return not parts or all(_fits(part, parts[-1]) for part in values)
+
+
+def check_arguments(query, key, value, gate, log_weight, query_weight, feature_maps, weights: int, **numbers) -> None:
+    """ValueError unless these arguments of [`infini_attention`] have the shapes that it says, and `numbers` are within
+    [`LIMITS`]; `weights`: of a token."""
+    for name, number in numbers.items():
+        check_number(name, number, LIMITS[name])
     if query.dim() != 4 or key.dim() != 4 or value.dim() != 4:
         shapes = ", ".join(str(list(tensor.shape)) for tensor in (query, key, value))
         raise ValueError(f"query, key and value must be [batch, heads, tokens, head_dim], got {shapes}.")
@@ -17,6 +77,10 @@ def check_arguments(query, key, value, gate, log_weight, query_weight, feature_m
             f"key {list(key.shape)} and value {list(value.shape)} must agree with query {list(query.shape)} in batch, "
             "tokens and head_dim, and with each other in heads."
         )
+    dtypes = [tensor.dtype for tensor in (query, key, value)]
+    same = len({*dtypes}) == 1 or torch.is_autocast_enabled(query.device.type)
+    if not same or not all(dtype.is_floating_point for dtype in dtypes):
+        raise ValueError(f"query, key and value must be of one floating-point dtype, got {', '.join(map(str, dtypes))}.")
     if heads % key.shape[1]:
         raise ValueError(f"the {key.shape[1]} key/value heads must divide the {heads} query heads.")
     if gate.shape != (heads,):
@@ -56,8 +120,14 @@ def check_shapes(
                 f"{name} must be [batch, tokens] = [{batch}, {tokens}], got {list(mask.shape)}. "
                 "With a state it covers only the new tokens."
             )
-    if position_ids is not None and tuple(position_ids.shape) not in ((batch, tokens), (1, tokens)):
-        raise ValueError(f"position_ids must be [batch, tokens] = [{batch}, {tokens}], got {list(position_ids.shape)}.")
+    if position_ids is None:
+        return
+    whole = not (position_ids.is_floating_point() or position_ids.is_complex())
+    if not whole or tuple(position_ids.shape) not in ((batch, tokens), (1, tokens)):
+        raise ValueError(
+            f"position_ids must be whole numbers, [batch, tokens] = [{batch}, {tokens}]; got {list(position_ids.shape)}, "
+            f"{position_ids.dtype}."
+        )
 
 
 def bool_mask(name: str, mask: Tensor | None, read_back: bool) -> Tensor | None:
@@ -65,8 +135,6 @@ def bool_mask(name: str, mask: Tensor | None, read_back: bool) -> Tensor | None:
     if mask is None or mask.dtype == torch.bool:
         return mask
     wrong = ((mask != 0) & (mask != 1)).any()
-    if mask.is_floating_point():  # nothing but zeros: what is added to scores has them where nothing is masked
-        wrong = wrong | ~(mask == 1).any()
     message = (
         f"{name} must hold 1 for tokens that count and 0 for those that do not; this one of dtype {mask.dtype} has other "
         "values. A mask that is added to scores (0 and -inf) is not taken: pass mask == 0."

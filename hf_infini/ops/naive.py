@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .checks import check_arguments, check_kinds, check_shapes, check_window
 from .positions import Rotary
-from .rules import RULES
+from .rules import RULES, memory_rule
 from .state import InfiniState
 
 EPS = 1e-6
@@ -38,6 +39,7 @@ def attend_by_segments(
     return torch.cat(outputs, 2)
 
 
+@check_kinds
 def naive_infini_attention(
     query: Tensor,
     key: Tensor,
@@ -66,6 +68,11 @@ def naive_infini_attention(
 ) -> Tensor | tuple[Tensor, InfiniState]:
     """[`infini_attention`] with the same arguments and results, one token after the other, all in float32 or wider."""
     window = (segment_length, local_segments, sink_tokens)
+    rates = memory_rule(update_rule, feature_map=feature_map, denominator=denominator, eps=eps).rates
+    numbers = {"scaling": scaling, "softcap": softcap, "dropout": dropout, "eps": eps}
+    check_arguments(query, key, value, gate, log_weight, query_weight, feature_maps, rates, **numbers)
+    check_window(*window, rotary)
+    check_shapes(query.shape[0], query.shape[2], attention_mask, memory_mask, position_ids)
     if state is None:
         weights = 0 if log_weight is None else log_weight.shape[-1]
         state = InfiniState.initial(key, value, *window, log_weights=weights, normalised=RULES[update_rule].normalised)

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .checks import check_kinds, check_window
+
 
 class Projections(NamedTuple):
     """What attention is computed from.
@@ -67,6 +69,7 @@ class InfiniState:
     start_normaliser: Tensor | None = None
 
     @classmethod
+    @check_kinds
     def initial(
         cls,
         key: Tensor,
@@ -93,6 +96,7 @@ class InfiniState:
             log_weights: numbers in a token's [`Projections.log_weight`], 0 where none is given.
             normalised: whether the memory has a normaliser.
         """
+        check_window(segment_length, local_segments, sink_tokens)
         batch, heads, _, head_dim = key.shape
         value_dim = value.shape[-1]
         dtype = torch.promote_types(key.dtype, torch.float32)
@@ -178,6 +182,18 @@ class InfiniState:
     def map_rows(self, function) -> "InfiniState":
         """A state whose per-row tensors (all but the start) are `function(tensor)`: select, repeat or move rows."""
         return replace(self, **{n: function(t) for n, t in self.tensors().items() if not n.startswith("start_")})
+
+    def map(self, function) -> "InfiniState":
+        """A state whose tensors are all `function(tensor)`."""
+        return replace(self, **{name: function(tensor) for name, tensor in self.tensors().items()})
+
+    def detach(self) -> "InfiniState":
+        """The same state without a graph: no gradient goes back to what made it."""
+        return self.map(Tensor.detach)
+
+    def __deepcopy__(self, memo) -> "InfiniState":
+        """With tensors of its own, in the same graph."""
+        return self.map(Tensor.clone)
 
     def nbytes(self) -> int:
         """Bytes that the per-row tensors hold (the start belongs to the model's weights)."""

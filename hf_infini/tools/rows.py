@@ -1,9 +1,11 @@
 """Rows of tokens as a model's inputs: what is to be predicted, and where a new document begins."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import Tensor
+
+from ..ops.checks import check_kinds
 
 
 class RowReader:
@@ -15,7 +17,8 @@ class RowReader:
             after it, and neither attention nor memory crosses that border. `None`: a row is read as one text.
     """
 
-    def __init__(self, ignored: Iterable[int] = (), end_of_text: int | None = None):
+    @check_kinds
+    def __init__(self, ignored: Collection[int] = (), end_of_text: int | None = None):
         self.ignored = torch.tensor(sorted(ignored), dtype=torch.long)
         self.end_of_text = end_of_text
 

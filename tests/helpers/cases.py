@@ -1,7 +1,7 @@
 """Random problems for the attention function, and how two answers to one of them are compared."""
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch.nn import functional as F
@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from hf_infini import InfiniState, naive_infini_attention
 from hf_infini.ops.positions import Rotary, rotation
 from hf_infini.ops.rules import RULES
+from hf_infini.ops.state import empty_places
 from hf_infini.options import UPDATE_RULES
 
 TENSORS = ("query", "key", "value", "log_weight")
@@ -31,6 +32,10 @@ class Case:
         tensors += [self.options[name] for name in TENSORS[3:] if name in self.options]
         tensors += self.options.get("feature_maps", ())
         return [tensor.detach().clone().requires_grad_() for tensor in tensors]
+
+    def window(self) -> tuple[int, int, int]:
+        """Segment length, local segments and sinks."""
+        return self.segment_length, self.options["local_segments"], self.options.get("sink_tokens", 0)
 
     def call(self, function, leaves=None, cuts=(), state=None):
         """Runs the case in one call, or in one call for each part between `cuts`; returns the output and the last state."""
@@ -130,9 +135,7 @@ def random_state(case: Case, seed: int) -> InfiniState:
     return InfiniState.initial(
         case.key,
         case.value,
-        case.segment_length,
-        case.options["local_segments"],
-        case.options.get("sink_tokens", 0),
+        *case.window(),
         start_memory=torch.randn(heads, width, value_width, generator=draw, dtype=dtype).requires_grad_(),
         start_normaliser=torch.rand(heads, width * normalised, generator=draw, dtype=dtype).add(0.5).requires_grad_(),
         log_weights=case.options["log_weight"].shape[-1] if "log_weight" in case.options else 0,
@@ -140,14 +143,23 @@ def random_state(case: Case, seed: int) -> InfiniState:
     )
 
 
+def state_after(case: Case, state=None) -> InfiniState:
+    """The state that the case leaves, all of whose numbers ask for gradients."""
+    state = case.call(naive_infini_attention, state=state)[1]
+    return replace(state, **{n: t.detach().requires_grad_() for n, t in state.tensors().items() if t.is_floating_point()})
+
+
 def gradients(case: Case, function, cuts=(), state=None, seed=0) -> tuple:
-    """Output, final state, and the gradients of a random sum over both for every input (and the state's start)."""
+    """Output, final state, and the gradients of a random sum over both for every input, and for all of the state that asks
+    for one."""
     leaves = case.leaves()
     output, final = case.call(function, leaves, cuts, state)
-    wanted = leaves + ([] if state is None else [state.start_memory, state.start_normaliser])
+    wanted = leaves + ([] if state is None else [tensor for tensor in state.tensors().values() if tensor.requires_grad])
     draw = torch.Generator().manual_seed(seed)
     total = sum(leaf.sum() * 0 for leaf in wanted)  # every leaf is part of the graph, used or not
-    for tensor in (output, final.memory, final.normaliser, final.local_key, final.local_value):
+    empty = empty_places(final.tokens_seen, *case.window())[:, None, :, None]  # where a given window's zeros may be left
+    windows = [window.masked_fill(empty, 0) for window in final.windows() if window is not None]
+    for tensor in (output, final.memory, final.normaliser, *windows):
         total = total + (tensor * torch.randn(tensor.shape, generator=draw, dtype=torch.float64).to(tensor.dtype)).sum()
     return output, final, torch.autograd.grad(total, wanted)
 

@@ -1,5 +1,8 @@
 """infini_attention against the naive reference, and the properties that must hold whatever the computation."""
 
+import copy
+import functools
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -16,8 +19,9 @@ from cases import (
     random_case,
     random_cuts,
     random_state,
+    state_after,
 )
-from hf_infini import infini_attention, naive_infini_attention
+from hf_infini import InfiniState, infini_attention, naive_infini_attention
 from hf_infini.ops.features import FEATURE_MAPS, exp_features
 from hf_infini.ops.naive import attend_by_segments
 
@@ -53,6 +57,34 @@ def test_start_state_and_its_gradient(seed):
     case = random_case(seed, dtype=torch.float64)
     cuts = random_cuts(seed, case.query.shape[2])
     assert_equals_reference(case, infini_attention, FLOAT64, cuts, random_state(case, seed))
+
+
+@pytest.mark.parametrize("seed", range(240, 270))
+@pytest.mark.parametrize("most", [None, 40])
+def test_gradient_of_a_whole_state(seed, most):
+    """Of each of its tensors at every place: where the window is empty there is none, also if new tokens come to lie there.
+    With `most` documents, sizes follow from shapes."""
+    case = random_case(seed, dtype=torch.float64)
+    state = state_after(case, random_state(case, seed) if seed % 2 else None)
+    if (positions := case.options.get("position_ids")) is not None:  # the first document goes on
+        first = (positions == 0).cumsum(1) == 1
+        case.options["position_ids"] = positions + first * (state.last_position + 1).unsqueeze(1)
+    cuts = random_cuts(seed, case.query.shape[2])
+
+    assert_equals_reference(case, functools.partial(infini_attention, max_documents=most), FLOAT64, cuts, state)
+
+
+@pytest.mark.parametrize("seed", range(240, 246))
+def test_a_state_in_training_is_copied_with_its_graph_and_detached_without(seed):
+    case = random_case(seed, dtype=torch.float64)
+    found = []
+    for use in (lambda state: state, copy.deepcopy, InfiniState.detach):
+        state = random_state(case, seed)
+        leaves = case.leaves()
+        output, _ = case.call(infini_attention, leaves, state=use(case.call(infini_attention, leaves, state=state)[1]))
+        found.append(torch.autograd.grad(output.sin().sum(), [*leaves, state.start_memory], materialize_grads=True))
+    assert all(map(torch.equal, found[0], found[1]))
+    assert not found[2][-1].any() and found[0][-1].any()
 
 
 @pytest.mark.parametrize("tokens", [15, 18, 20])

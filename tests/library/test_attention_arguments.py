@@ -30,6 +30,21 @@ def test_no_tokens_give_no_output_and_leave_the_state_as_it_was(batch, tokens, o
         assert_same_state(case.call(infini_attention, state=given)[1], given, 0)
 
 
+@pytest.mark.parametrize("name", ["attention_mask", "memory_mask"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.int32])
+@pytest.mark.parametrize("most", [None, 1])
+def test_masks_of_any_dtype(name, dtype, most):
+    case = plain_case(max_documents=most)
+    for mask in (torch.zeros(2, 24), torch.ones(2, 24), torch.arange(48).view(2, 24) % 2):
+        results = []
+        for kind in (torch.bool, dtype):
+            case.options[name] = mask.to(kind)
+            results.append(case.call(infini_attention))
+        (wanted, wanted_state), (output, state) = results
+        assert torch.equal(output, wanted)
+        assert_same_state(state, wanted_state, 0)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

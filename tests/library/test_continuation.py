@@ -7,12 +7,14 @@ import pytest
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria
 
+from cases import assert_same_gradients
 from hf_infini import InfiniCache
 from hf_infini.cache.text import BASES, PRIMES, ReadText, extend_fingerprint
 from models import causal_mha, infini_gpt2, token_ids
 
 FLOAT32 = 1e-4  # of logits up to about 30, through three layers
 END, PAD = 7, 0
+MASKS = (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool)  # dtypes
 
 MODELS = {
     "plain": lambda: infini_gpt2(),
@@ -183,15 +185,19 @@ def test_positions_go_on_from_those_that_were_given(model):
     assert continued[0, 24] == wanted[0, -1].argmax()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
+@pytest.mark.parametrize("dtype", MASKS)
 def test_masks_hold_0_and_1_for_the_rows_of_the_call(model, dtype):
     ids = token_ids(2, 10)
     mask = torch.ones(2, 10)
     mask[0, :4] = 0
-    wanted = logits(model, ids, mask.bool())
-    assert torch.equal(logits(model, ids, mask.to(dtype)), wanted)
+    for given in (mask, torch.zeros(2, 10)):
+        assert torch.equal(logits(model, ids, given.to(dtype)), logits(model, ids, given.bool()))
+    options = {"max_new_tokens": 3, "min_new_tokens": 3, "do_sample": False, "pad_token_id": PAD}
+    wanted = model.generate(ids[:1], attention_mask=mask[:1].long(), **options)
+    chunks = model.generate(ids[:1], attention_mask=mask[:1].to(dtype), prefill_chunk_size=4, **options)  # one of padding
+    assert torch.equal(chunks, wanted)
     additive = torch.zeros(2, 10).masked_fill(mask == 0, -torch.inf)
-    for wrong in (additive, additive.clamp(min=torch.finfo(torch.float32).min), torch.zeros(2, 10), mask.long() * 2):
+    for wrong in (additive, additive.clamp(min=torch.finfo(torch.float32).min), mask.long() * 2):
         with pytest.raises(ValueError, match="attention_mask must hold 1 .* 0 .*pass mask == 0"):
             logits(model, ids, wrong)
     for rows in (1, 3):
@@ -341,6 +347,74 @@ def test_gradient_checkpointing_carries_the_memory_from_chunk_to_chunk(name):
     assert torch.equal(losses, again) and all(map(torch.equal, gradients, others))
     assert other_cache.get_seq_length() == 40
     assert torch.equal(cache.state.memory, other_cache.state.memory)
+
+
+def tensors_of(cache):
+    """All that the cache holds, the model's start of new documents included."""
+    states = [layer.state.tensors() for layer in cache.layers if hasattr(layer, "state")]
+    return cache._tensors(), [tensor for state in states for tensor in state.values()]
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
+def test_a_copy_of_a_cache_in_training_goes_on_in_the_same_graph(model, copied):
+    """And what is done to the copy, or to its tensors, is not done to the cache."""
+    ids, losses = token_ids(2, 30), []
+    for use in (lambda cache: cache, copied):
+        model.zero_grad()
+        cache = model(ids[:, :20], use_cache=True).past_key_values
+        output = model(ids[:, 20:], labels=ids[:, 20:], past_key_values=use(cache), use_cache=True)
+        output.loss.backward()
+        losses.append([output.loss.detach(), *(parameter.grad.clone() for parameter in model.parameters())])
+    assert all(map(torch.equal, *losses)) and cache.get_seq_length() == 20
+    branch, before = copied(cache), {name: tensor.clone() for name, tensor in cache._tensors().items()}
+    branch.detach()
+    assert any(tensor.requires_grad for tensor in cache._tensors().values())
+    if copied is copy.deepcopy:
+        for tensor in branch._tensors().values():
+            if tensor.is_floating_point():
+                tensor.zero_()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in cache._tensors().items())
+
+
+def test_detach_cuts_the_graph_and_nothing_else(model):
+    ids = token_ids(2, 30)
+    assert InfiniCache(model.config).detach().get_seq_length() == 0  # of an empty one
+    cache, other = (model(ids[:, :20], use_cache=True).past_key_values for _ in range(2))
+    assert cache.detach() is cache
+    named, tensors = tensors_of(cache)
+    assert not any(tensor.requires_grad for tensor in (*named.values(), *tensors))
+    assert all(torch.equal(tensor, other._tensors()[name]) for name, tensor in named.items())
+    weights = [*model.parameters()]
+    outputs = [model(ids[:, 20:], past_key_values=each, use_cache=True).logits for each in (cache, other)]
+    assert torch.equal(*outputs)
+    cut, whole = (torch.autograd.grad(logits.sin().sum(), weights, allow_unused=True) for logits in outputs)
+    assert not all(one is not None and torch.equal(one, two) for one, two in zip(cut, whole, strict=True))
+    with torch.no_grad():  # as if all before were given
+        given = model(ids[:, :20], use_cache=True).past_key_values
+    alone = torch.autograd.grad(
+        model(ids[:, 20:], past_key_values=given, use_cache=True).logits.sin().sum(), weights, allow_unused=True
+    )
+    assert all(one is two is None or torch.equal(one, two) for one, two in zip(cut, alone, strict=True))
+
+
+@pytest.mark.parametrize("options", [{}, {"update_rule": "gated_delta"}])
+def test_a_document_in_a_later_chunk_begins_with_the_weights_of_then(options):
+    """After a step of the optimiser, and with a gradient for the learned start."""
+    model = infini_gpt2(memory_init="learned", **options)
+    starts = [parameter for name, parameter in model.named_parameters() if "start_" in name]
+    ids, positions = token_ids(2, 40), torch.cat([torch.arange(20, 30), torch.arange(10)]).expand(2, -1)
+    cache = model(ids[:, :20], labels=ids[:, :20], use_cache=True)
+    cache.loss.backward()
+    cache = cache.past_key_values.detach()
+    with torch.no_grad():
+        for start in starts:
+            start.add_(torch.randn(start.shape))
+    model.zero_grad()
+    logits = model(ids[:, 20:], position_ids=positions, past_key_values=cache, use_cache=True).logits[:, 10:]
+    wanted = model(ids[:, 30:], use_cache=False).logits
+    torch.testing.assert_close(logits, wanted, rtol=FLOAT32, atol=FLOAT32)
+    gradients = (torch.autograd.grad(each.sin().sum(), starts) for each in (logits, wanted))
+    assert_same_gradients(*gradients, FLOAT32)
 
 
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_")

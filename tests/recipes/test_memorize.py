@@ -10,7 +10,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from corpora.long_texts import pieces_of_text, tokens_of_file
 from corpora.tokenization import build_character_tokenizer, encode_texts, train_bpe
-from hf_infini import InfiniCache
+from decoders import decoder
+from hf_infini import InfiniCache, patch_model, save_adapter
 from hf_infini.cache.files import read_memory_file, read_record, write_memory_file
 from models import gpt2, infini_gpt2
 from ranks import on_ranks, run_as_rank
@@ -102,6 +103,27 @@ def test_several_prompts_on_one_memory(model, memory, capsys, chunk):
     found = continuations(capsys, *common, *sampled, "--chunk", chunk)
     assert [row["text"] for row in found] == [row["text"] for row in continuations(capsys, *whole, *sampled)]
     assert [row["prompt"] for row in found] == prompts
+
+
+@pytest.mark.parametrize("as_adapter", [False, True])
+def test_a_family_with_grouped_heads_and_an_adapter(text, tmp_path, capsys, as_adapter):
+    """Heads wider than the model's width divided by their number, too."""
+    folder, adapted = saved(tmp_path / "plain", decoder, model_type="llama", head_dim=16), tmp_path / "adapted"
+    net = patch_model(AutoModelForCausalLM.from_pretrained(folder), segment_length=16, layers=[0, 2, 3])
+    if as_adapter:
+        save_adapter(net, adapted)
+        options = ["--model", folder, "--adapter", adapted]
+    else:
+        net.save_pretrained(folder)
+        options = ["--model", folder]
+    remember(*options, "--text", text, "--out", tmp_path / "m")
+    size, full = (tmp_path / "m").stat().st_size, 2 * 4 * 2 * 16 * 4 * TOKENS  # 4 layers, 2 heads of 16 float32 numbers
+    printed = f"a full key/value cache would take {full:,} bytes, {full / size:,.1f} times as many"
+    assert printed in capsys.readouterr().out
+    [found] = continuations(capsys, *options, "--memory", tmp_path / "m", "--prompt", "The king", "--max_new_tokens", 6)
+    net.save_pretrained(tmp_path / "whole")
+    AutoTokenizer.from_pretrained(folder).save_pretrained(tmp_path / "whole")
+    assert found["text"] == greedy(tmp_path / "whole", sample_text()[:TOKENS] + "The king", 6)
 
 
 def test_the_repetition_penalty_sees_prompt_and_continuation_alone(model, memory, capsys):

@@ -11,6 +11,7 @@ from transformers.cache_utils import Cache
 from ...cache.cache import StatesOfCall
 from ...compat.cache_name import takes_either_name
 from ...layers.memory_layer import MemoryLayerMixin, rope_tables
+from ...ops.checks import check_kinds
 from ...ops.layout.build import SegmentLayout
 from ...ops.positions import Rotary, alibi_bias, relative_key_bias, relative_keys, rotate, rotation, t5_buckets
 from ...ops.scores import (
@@ -55,6 +56,7 @@ class CausalMultiHeadAttention(MemoryLayerMixin, nn.Module):
         ValueError: `num_heads` does not divide `d_out`; an option that is unknown or does nothing here.
     """
 
+    @check_kinds
     def __init__(
         self,
         d_in: int,
@@ -116,6 +118,7 @@ class CausalMultiHeadAttention(MemoryLayerMixin, nn.Module):
             self.init_memory_parameters()
 
     @takes_either_name
+    @check_kinds
     def forward(
         self,
         hidden_states: Tensor,

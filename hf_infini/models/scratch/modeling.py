@@ -18,6 +18,7 @@ from ...compat.cache_name import CACHE, cache_of, takes_either_name
 from ...compat.hub_code import HubModelMixin, carry_code
 from ...layers.gates import watch_gates
 from ...layers.memory_layer import rope_tables
+from ...ops.checks import bool_mask, check_kinds, check_shapes
 from ...ops.positions import Rotary, sinusoidal_encoding
 from ..common import (
     InitializationMixin,
@@ -242,9 +243,19 @@ class CausalMHAModel(CausalMHAPreTrainedModel):
         check_positions(position_ids, self.config.n_positions, "learned", remedy)
         return embeddings + self.wpe(position_ids)
 
-    def _reach(self, embeddings, attention_mask, position_ids, past, given) -> dict:
+    @check_kinds
+    def _reach(self, embeddings, attention_mask: Tensor | None, position_ids: Tensor | None, past, given) -> dict:
         """What the tokens of this call can see, worked out once for all layers: the attention's arguments by name."""
-        tokens = embeddings.shape[1]
+        batch, tokens = embeddings.shape[:2]
+        check_shapes(batch, tokens, None, None, position_ids)
+        if attention_mask is not None and attention_mask.dim() != 4:
+            # A static cache counts on its device
+            if isinstance(past, int) and attention_mask.shape != (batch, past + tokens):
+                raise ValueError(
+                    f"attention_mask must be [batch, past + tokens] = [{batch}, {past + tokens}]; got "
+                    f"{list(attention_mask.shape)}."
+                )
+            attention_mask = bool_mask("attention_mask", attention_mask, not torch.compiler.is_compiling())
         if self.config.attention == "none":
             return {}
         make_mask = create_causal_mask if self.config.sliding_window is None else create_sliding_window_causal_mask

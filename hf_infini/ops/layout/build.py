@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..checks import bool_mask, check_shapes, check_window
+from ..checks import bool_mask, check_kinds, check_shapes, check_window
 from ..decoding import StepLayout, graph_step_layout, step_layout
 from ..state import InfiniState
 from ..tensors import pad
@@ -25,6 +25,7 @@ UNBOUNDED = (
 )
 
 
+@check_kinds
 def segment_layout(
     batch: int,
     tokens: int,
@@ -264,8 +265,8 @@ def _indexed_layout(
     window = torch.where(stays, source.gather(1, place.clamp(0, spare - 1)) + ahead, -1)
     if sinks:
         token = torch.arange(sinks, device=device).expand(batch, sinks)
-        row = source.gather(1, (document[:, -1:] * slots + token).clamp(0, spare - 1)) + ahead
-        row = torch.where(document[:, -1:] < 0, token, row)
+        row = source.gather(1, (document[:, -1:] * slots + token).clamp(0, spare - 1))
+        row = torch.where((document[:, -1:] < 0) | (row < carried), token, row + ahead)
         window = torch.cat([torch.where(token < ended.unsqueeze(1), row, -1), window], 1)
 
     if position_ids is None:

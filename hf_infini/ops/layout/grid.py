@@ -58,9 +58,9 @@ class PlainLayout(GridLayout):
         return torch.cat([pad(front, (0, 0, 0, sinks - front.shape[2])), tokens], 2)
 
     def sinks(self, grid: Tensor, window: Tensor) -> Tensor:
-        if self.first:
-            return window[:, :, : self.sink_tokens].transpose(1, 2).unsqueeze(1)
-        front = grid[:, :1, : self.sink_tokens]
+        known = min(self.seen, self.sink_tokens)
+        before = window[:, :, :known].transpose(1, 2).unsqueeze(1).to(grid.dtype)
+        front = torch.cat([before, grid[:, :1, known : self.sink_tokens]], 2)
         return pad(front, (0, 0, 0, 0, 0, self.sink_tokens - front.shape[2]))
 
     def borders(self, begin: int, end: int) -> None:
@@ -99,9 +99,9 @@ class IndexedLayout(GridLayout):
         tokens = new.transpose(1, 2)
         if self.carried and window is not None:
             tokens = torch.cat([window[:, :, self.sink_tokens :].transpose(1, 2), tokens], 1)
-            # In which slot of the grid each slot of the carried window lies: its own place, −1 where it is empty
+            # In which slot of the grid each slot of the carried window lies: its own place, −1 where it has no token
             places = torch.arange(self.carried, device=self.source.device)
-            carried = torch.where(self.source[:, : self.carried] >= 0, places, -1)
+            carried = torch.where(self.source[:, : self.carried] == places, places, -1)
             grid = gather(tokens, self.source, torch.cat([carried, self.target], 1))
         else:
             grid = gather(tokens, self._source_of_new(), self.target)
@@ -122,12 +122,15 @@ class IndexedLayout(GridLayout):
     def sinks(self, grid: Tensor, window: Tensor) -> Tensor:
         rows = torch.arange(self.batch, device=grid.device).unsqueeze(1)
         document = self.document[:, :-1]
+        first = document.clamp(min=0)
         front = grid[:, :, : self.sink_tokens]
-        front = pad(front, (0, 0, 0, 0, 0, self.sink_tokens - front.shape[2]))[rows, document.clamp(min=0)]
+        front = pad(front, (0, 0, 0, 0, 0, self.sink_tokens - front.shape[2]))[rows, first]
         if not self.carried:
             return front
         before = window[:, :, : self.sink_tokens].transpose(1, 2).unsqueeze(1)
-        return torch.where((document < 0)[:, :, None, None, None], before, front)
+        known = (self.source < self.carried).unflatten(1, (self.segments, self.slots))[:, :, : self.sink_tokens]
+        known = known[rows, first] | (document < 0).unsqueeze(-1)
+        return torch.where(known[..., None, None], before, front)
 
     def borders(self, begin: int, end: int) -> Borders | None:
         if not self.packed:

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import GPT2Model
+from transformers import GPT2Model, PreTrainedTokenizerBase
 
 from ...models.scratch.modeling import CausalMHAModel
+from ...ops.checks import check_kinds
 from ..extras import needs
 from .inputs import check_positions, model_inputs
 from .labels import token_texts, unique_labels
@@ -199,10 +200,11 @@ class Inspection:
 
 
 @torch.no_grad()
+@check_kinds
 def inspect_attention(
     model,
     inputs: str | Sequence[str] | Tensor | Mapping[str, Tensor],
-    tokenizer=None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
     *,
     position_ids: Tensor | None = None,
     layers: Sequence[int] | None = None,

@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from ..checks import check_shapes
+
 
 def model_inputs(inputs, tokenizer, position_ids: Tensor | None) -> dict[str, Tensor]:
     """`input_ids` `[batch, tokens]` and, where there are any, `attention_mask` and `position_ids`."""
@@ -26,13 +28,12 @@ def model_inputs(inputs, tokenizer, position_ids: Tensor | None) -> dict[str, Te
     if position_ids is not None:
         given["position_ids"] = position_ids
     ids = given["input_ids"]
-    if ids.dim() != 2 or ids.is_floating_point() or not ids.numel():
+    if ids.dim() != 2 or ids.is_floating_point() or ids.is_complex() or not ids.numel():
         raise ValueError(
             f"token ids must be whole numbers [batch, tokens], one or more; got {list(ids.shape)}, {ids.dtype}."
         )
-    mask = given.get("attention_mask")
-    if mask is not None and mask.shape != ids.shape:
-        raise ValueError(f"attention_mask must be [batch, tokens] = {list(ids.shape)}; got {list(mask.shape)}.")
+    mask, (batch, tokens) = given.get("attention_mask"), ids.shape
+    check_shapes(batch, tokens, mask, None, given.get("position_ids"))
     if mask is not None and "position_ids" not in given and not bool(mask.all()):
         given["position_ids"] = (mask.long().cumsum(-1) - 1).clamp(min=0)
     return given

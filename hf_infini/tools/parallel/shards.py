@@ -37,23 +37,29 @@ import torch
 import transformers
 from torch import Tensor, distributed
 from torch.nn import functional as F
+from transformers import PreTrainedConfig
 
 from ...cache.cache import InfiniCache, StatesOfCall
 from ...compat.cache_name import CACHE
 from ...models.common import check_continuation
-from ...ops.checks import bool_mask, check_shapes
+from ...ops.checks import bool_mask, check_kinds, check_shapes
 from ...ops.layout.base import GridLayout
 from ...ops.memory import Written
 from ...ops.rules import MemoryRule
 from ...ops.state import InfiniState, Projections
+from ...options import check_number
 from .exchange import AllGather, Shard, gather
 
 # What loading or saving writes into a configuration, perhaps on one rank only
 SAVED = ("_name_or_path", "architectures", "auto_map", "dtype", "transformers_version")
 
 
+@check_kinds
 def shard_rows(
-    batch: Mapping[str, Tensor], config, group: distributed.ProcessGroup | None = None, past: InfiniCache | None = None
+    batch: Mapping[str, Tensor],
+    config: PreTrainedConfig,
+    group: distributed.ProcessGroup | None = None,
+    past: InfiniCache | None = None,
 ) -> dict[str, Any]:
     """This rank's share of whole rows, as arguments of the model: `model(**shard_rows(batch, model.config, group)).loss`.
 
@@ -95,6 +101,7 @@ def shard_rows(
     return shards | {CACHE: cache, "use_cache": False}
 
 
+@check_kinds
 def read_rows(
     model, batch: Mapping[str, Tensor], past: InfiniCache | None = None, group: distributed.ProcessGroup | None = None
 ) -> tuple[list[tuple[int, Any]], InfiniCache]:
@@ -128,9 +135,12 @@ def read_rows(
     return outputs, cache
 
 
-def check_shards(config, tokens: int | None = None, size: int = 1) -> None:
+@check_kinds
+def check_shards(config: PreTrainedConfig, tokens: int | None = None, size: int = 1) -> None:
     """ValueError unless all layers of a model have a memory and rows of so many tokens (`None`: any) can be cut into `size`
     shards."""
+    for name, count in (("tokens", tokens), ("size", size)):
+        check_number(name, count, {"at_least": 1})
     kept = sorted({*range(config.num_hidden_layers)} - {*getattr(config, "infini_layers", ())})
     if kept:
         raise ValueError(
@@ -159,7 +169,10 @@ class ShardCache(InfiniCache):
             together (on every rank).
     """
 
-    def __init__(self, config, group: distributed.ProcessGroup | None = None, past: InfiniCache | None = None):
+    @check_kinds
+    def __init__(
+        self, config: PreTrainedConfig, group: distributed.ProcessGroup | None = None, past: InfiniCache | None = None
+    ):
         check_shards(config)
         super().__init__(config)
         self.group, self.past = group, InfiniCache(config) if past is None else past

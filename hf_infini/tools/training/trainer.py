@@ -14,6 +14,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from ...compat.cache_name import CACHE
 from ...compat.hub_code import HubModelMixin
 from ...layers.gates import gates_of
+from ...ops.checks import check_kinds
 from ..metrics import evaluate_rows
 from ..parallel.shards import check_shards, shard_rows
 from ..rows import RowReader
@@ -21,7 +22,10 @@ from ..rows import RowReader
 ROWS_OF_THE_HEAD = 256  # logits of few places are made of a multiple of so many
 
 
-def parameter_groups(model, learning_rate: float, gate_learning_rate: float, weight_decay: float) -> list[dict]:
+@check_kinds
+def parameter_groups(
+    model: torch.nn.Module, learning_rate: float, gate_learning_rate: float, weight_decay: float
+) -> list[dict]:
     """The optimiser's parameter groups: matrices; without decay, vectors and an attention layer's parameters beside its
     projections (scores, tables of distances, learned memory starts); and gates with a separate rate, without decay.
 
@@ -47,7 +51,8 @@ def parameter_groups(model, learning_rate: float, gate_learning_rate: float, wei
     return [{"name": name, **group} for name, group in groups.items() if group["params"]]
 
 
-def gate_values(model) -> dict[str, list[float]]:
+@check_kinds
+def gate_values(model: torch.nn.Module) -> dict[str, list[float]]:
     """sigmoid(gate) of each head, by layer: the share of the memory in that head's output; empty without gates."""
     gates = gates_of(model).items()
     logits = {[part for part in name.split(".") if part.isdigit()][-1]: gate().detach() for name, gate in gates}

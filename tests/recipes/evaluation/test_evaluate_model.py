@@ -10,6 +10,9 @@ from datasets import load_from_disk
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from corpora.blocks import save_rows
+from corpora.tokenization import build_character_tokenizer
+from decoders import decoder
+from hf_infini import patch_model
 from models import gpt2
 from ranks import on_ranks, run_as_rank
 from running import CONTEXT, DATA, infini_options, load_recipe, prepared_data, result, self_options, straight_run
@@ -127,6 +130,17 @@ def test_a_text_file_and_max_tokens(model_and_data, tmp_path):
     expected, tokens = naive_cross_entropy(folder, [row[:30], row[30:60]])
     assert found["tokens"] == tokens == 58
     assert found["cross_entropy"] == pytest.approx(expected, rel=1e-5)  # float32 sums in another order
+
+
+def test_a_patched_family_reads_a_text_in_rows_of_its_context(tmp_path):
+    text = "o gato sobe " * 42
+    tokenizer = build_character_tokenizer([text])
+    model = decoder("llama", vocab_size=len(tokenizer), max_position_embeddings=64)
+    for part in (patch_model(model, segment_length=16), tokenizer):
+        part.save_pretrained(tmp_path / "model")
+    (tmp_path / "text.txt").write_text(text, encoding="utf-8")
+    found = evaluate(tmp_path, "--model", tmp_path / "model", "--text", tmp_path / "text.txt")
+    assert (found["length"], found["complete_rows"]) == (64, 7)
 
 
 @pytest.mark.slow
