@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ..checks import check_shapes
+from ...ops.checks import check_shapes
 
 
 def model_inputs(inputs, tokenizer, position_ids: Tensor | None) -> dict[str, Tensor]:
