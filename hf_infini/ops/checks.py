@@ -18,34 +18,44 @@ from .positions import Rotary
 
 Function = TypeVar("Function", bound=Callable)
 LIMITS = {"scaling": {}, "softcap": {"greater_than": 0}, "dropout": {"at_least": 0, "below": 1}, "eps": {"at_least": 0}}
+FITTING = set()  # functions, names and types of arguments that were right
 ACCEPTED: dict[Any, type] = {int: Integral, float: Real, Path: os.PathLike, Any: object}  # for these annotations
 
 
 def check_kinds(function: Function) -> Function:
     """Decorator: arguments that are not of their annotated types are refused by name, with a ValueError, before anything is
     computed. Not in a graph of torch.compile."""
-    names = [*inspect.signature(function).parameters]
-    types = functools.cache(lambda: get_type_hints(function))
-    fitting = set()  # names and types of arguments that were right, and need no second look
 
     @functools.wraps(function)
     def checked(*args, **kwargs):
         if not torch.compiler.is_compiling():
-            for name, value in (*zip(names, args, strict=False), *kwargs.items()):
-                if (name, type(value)) in fitting:
-                    continue
-                wanted = types().get(name, Any)
-                if not _fits(value, wanted):
-                    kind = type(value).__name__
-                    shown = f"{value!r:.60} ({kind})" if isinstance(value, (str, int, float)) else kind
-                    allowed = re.sub(r"[\w.]+\.", "", inspect.formatannotation(wanted))
-                    raise ValueError(f"{name} must be of type {allowed}; got {'None' if value is None else shown}.")
-                if not isinstance(value, (Mapping, Sequence, Set)):
-                    fitting.add((name, type(value)))
+            _check_kinds(function, args, kwargs)
         return function(*args, **kwargs)
 
     result: Any = checked
     return result
+
+
+def _check_kinds(function: Callable, args: tuple, kwargs: dict) -> None:
+    types = _types(function)
+    for name, value in (*zip(types, args, strict=False), *kwargs.items()):
+        if (function, name, type(value)) in FITTING:
+            continue
+        wanted = types.get(name, Any)
+        if not _fits(value, wanted):
+            kind = type(value).__name__
+            shown = f"{value!r:.60} ({kind})" if isinstance(value, (str, int, float)) else kind
+            allowed = re.sub(r"[\w.]+\.", "", inspect.formatannotation(wanted))
+            raise ValueError(f"{name} must be of type {allowed}; got {'None' if value is None else shown}.")
+        if not isinstance(value, (Mapping, Sequence, Set)):  # what is in one is looked at each time
+            FITTING.add((function, name, type(value)))
+
+
+@functools.cache
+def _types(function: Callable) -> dict[str, Any]:
+    """The annotated type of each parameter, in order."""
+    hints = get_type_hints(function)
+    return {name: hints.get(name, Any) for name in inspect.signature(function).parameters}
 
 
 def _fits(value, wanted) -> bool:
