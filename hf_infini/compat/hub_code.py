@@ -15,7 +15,6 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,10 +35,9 @@ STUB_TEXT = '''"""This model needs the package hf-infini: pip install hf-infini"
 from hf_infini import (  # noqa: F401
 {names})
 '''
-HASHED = "hf_infini_[0-9a-f]{8}"
 # Files and folders of code, and entries of an auto_map that name it, also those of earlier versions
-CODE_FILES = re.compile(rf"{HASHED}(_\w+\.py)?|{STUB}\.py")
-ENTRIES = re.compile(rf"(.+--)?({HASHED}[/_]|{STUB}\.|(configuration|modeling)_(infini_gpt2|causal_mha)\.)")
+CODE_FILES = re.compile(rf"hf_infini_[0-9a-f]{{8}}(_\w+\.py)?|{STUB}\.py")
+ENTRIES = re.compile(rf"(.+--)?(hf_infini_[0-9a-f]{{8}}[/_]|{STUB}\.|(configuration|modeling)_(infini_gpt2|causal_mha)\.)")
 BY_NAME = 'import_module(f"{__name__}'  # in a package's `__init__`: it imports its modules by name
 IMPORT = re.compile(r"^(\s*from )(\.+)(\w[\w.]*)(?= import )", re.MULTILINE)
 ROOT = Path(__file__).parents[1]
@@ -126,28 +124,26 @@ def write_code(model_type: str, folder: str | os.PathLike, whole: bool) -> dict[
     """Writes the stub of a model type, or its code if `whole`, in a copy of the code, and where the folder has code. Removes
     that of other versions. Returns the entries of the `auto_map`."""
     code_entry, classes = CODE[model_type]
-    names = {auto_class: cls.__name__ for auto_class, cls in classes.items()}
     os.makedirs(folder, exist_ok=True)
     found = [path for path in Path(folder).iterdir() if CODE_FILES.fullmatch(path.name)]
     if whole or IS_COPY or any(path.is_dir() for path in found):
-        code_folder, files = code_of(code_entry)
-        module, kept = f"{code_folder}/{code_entry.replace('.', '_')}", code_folder
-        texts = {f"{code_folder}/{name}": text for name, text in files.items()}
+        kept, files = code_of(code_entry)
+        home, module = Path(folder, kept), f"{kept}/{code_entry.replace('.', '_')}"
     else:
-        module, kept = STUB, f"{STUB}.py"
-        texts = {kept: STUB_TEXT.format(names="".join(f"    {name},\n" for name in sorted({*names.values()})))}
+        names = "".join(f"    {name},\n" for name in sorted({cls.__name__ for cls in classes.values()}))
+        kept, files = f"{STUB}.py", {f"{STUB}.py": STUB_TEXT.format(names=names)}
+        home, module = Path(folder), STUB
     for path in found:
         if path.name != kept:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
-    for name, text in texts.items():
-        file = Path(folder, name)
-        file.parent.mkdir(exist_ok=True)
-        file.write_text(text, encoding="utf-8")
-    return {auto_class: f"{module}.{name}" for auto_class, name in names.items()}
+    home.mkdir(exist_ok=True)
+    for name, text in files.items():
+        (home / name).write_text(text, encoding="utf-8")
+    return {auto_class: f"{module}.{cls.__name__}" for auto_class, cls in classes.items()}
 
 
 @functools.cache
-def code_of(code_entry: str) -> tuple[str, Mapping[str, str]]:
+def code_of(code_entry: str) -> tuple[str, dict[str, str]]:
     """The name of the folder for the code of these models, and its files: the module, and all that it imports of the
     package, in turn."""
     if IS_COPY:

@@ -152,7 +152,7 @@ def _rows(levels: Tensor, seen: Tensor) -> tuple[list[int], list[int], list[str]
 
 def _text(name: str) -> str:
     """A file beside this module, such as the script: the wheel holds the kinds that pyproject.toml lists."""
-    return resources.files("hf_infini.inspection").joinpath(name).read_text(encoding="utf-8")
+    return resources.files("hf_infini.tools.inspection").joinpath(name).read_text(encoding="utf-8")
 
 
 def _base64(tensor: Tensor, dtype: str) -> str:
