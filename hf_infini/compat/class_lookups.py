@@ -17,7 +17,7 @@ PREFIX = "infini_"  # model_type of a family with Infini-attention: this and the
 PEFT_TABLES = ("peft.utils.constants", "peft.utils.transformers_weight_conversion")
 
 
-def enter_tokenizer(own: type[PreTrainedConfig], infini: type[PreTrainedConfig]) -> None:
+def alias_tokenizer(own: type[PreTrainedConfig], infini: type[PreTrainedConfig]) -> None:
     """Has `AutoTokenizer` read a configuration's tokenizer as beside the own one: many files do not name their class, or a
     wrong one, which transformers knows by the type."""
     table, names = tokenization_auto.TOKENIZER_MAPPING, tokenization_auto.TOKENIZER_MAPPING_NAMES
@@ -31,7 +31,7 @@ def enter_tokenizer(own: type[PreTrainedConfig], infini: type[PreTrainedConfig])
 
 
 @functools.cache
-def enter_weights(own: str, infini: str) -> None:
+def alias_weights(own: str, infini: str) -> None:
     """Has the weights of a model type or class renamed and joined as those of the own one, whose checkpoints name some of
     them otherwise than its modules (experts)."""
     mapping = get_checkpoint_conversion_mapping(own)
@@ -39,7 +39,7 @@ def enter_weights(own: str, infini: str) -> None:
         register_checkpoint_conversion_mapping(infini, mapping, overwrite=True)
 
 
-def enter_adapters(infini: str) -> None:
+def alias_adapters(infini: str) -> None:
     """Has PEFT, where it has been imported, choose and name the modules of an adapter as in a model of the own type."""
     if "peft" in sys.modules:
         constants, weights = map(importlib.import_module, PEFT_TABLES)
@@ -51,11 +51,11 @@ def enter_adapters(infini: str) -> None:
 
 
 class AdaptersOfOwnMixin(ConfigBase):
-    """[`enter_adapters`] of a configuration; comes before the own one.
+    """[`alias_adapters`] of a configuration; comes before the own one.
 
     PEFT may be imported after a model is made. It looks for the type in `to_dict()`: so the entries are made there, too.
     """
 
     def to_dict(self) -> dict:
-        enter_adapters(self.model_type)
+        alias_adapters(self.model_type)
         return super().to_dict()

@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .checks import check_arguments, check_shapes, check_window
 from .decoding import StepLayout, attend_step
 from .layout.base import GridLayout
-from .layout.build import SegmentLayout, segment_layout
+from .layout.build import SegmentLayout, check_shapes, check_window, segment_layout
 from .memory import EPS, MemoryRule, Within, memory_weight, mix
 from .positions import Rotary
 from .state import InfiniState, Projections
@@ -348,3 +347,29 @@ def _own(tensor: Tensor) -> Tensor:
     """A copy: the tensor is one of many states that the call made, and would keep all of them in memory. Its strides are
     those of a new tensor also in a batch of one, for torch.cond compares them."""
     return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def check_arguments(query, key, value, gate, log_weight, query_weight, feature_maps, weights: int) -> None:
+    """ValueError unless these arguments of [`infini_attention`] have the shapes that it says; `weights`: of a token."""
+    if query.dim() != 4 or key.dim() != 4 or value.dim() != 4:
+        shapes = ", ".join(str(list(tensor.shape)) for tensor in (query, key, value))
+        raise ValueError(f"query, key and value must be [batch, heads, tokens, head_dim], got {shapes}.")
+    batch, heads, tokens, head_dim = query.shape
+    if key.shape[0] != batch or key.shape[2:] != (tokens, head_dim) or value.shape[:3] != key.shape[:3]:
+        raise ValueError(
+            f"key {list(key.shape)} and value {list(value.shape)} must agree with query {list(query.shape)} in batch, "
+            "tokens and head_dim, and with each other in heads."
+        )
+    if heads % key.shape[1]:
+        raise ValueError(f"the {key.shape[1]} key/value heads must divide the {heads} query heads.")
+    if gate.shape != (heads,):
+        raise ValueError(f"gate must be [heads] = [{heads}], got {list(gate.shape)}.")
+    query_map, key_map = feature_maps or (None, None)
+    for name, tensor, wanted in (
+        ("log_weight", log_weight, (*key.shape[:3], weights)),
+        ("query_weight", query_weight, (heads, head_dim, head_dim)),
+        ("feature_maps[0]", query_map, (heads, head_dim, head_dim)),
+        ("feature_maps[1]", key_map, (key.shape[1], head_dim, head_dim)),
+    ):
+        if tensor is not None and tensor.shape != wanted:
+            raise ValueError(f"{name} must be {list(wanted)}, got {list(tensor.shape)}.")

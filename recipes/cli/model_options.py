@@ -17,7 +17,7 @@ from . import NotPossible, UserError, option
 _INSTALLED = importlib.util.find_spec("hf_infini")  # without it there is --help, and a clear error once a model is needed
 _FOLDER = Path(_INSTALLED.origin).parent if _INSTALLED else Path(__file__).parents[2] / "hf_infini"
 # As files, without the package around them, whose import takes seconds
-_OPTIONS, _OF_SCRATCH = (runpy.run_path(str(_FOLDER / f"{name}.py")) for name in ("options", "options_causal_mha"))
+_OPTIONS, _OF_SCRATCH = (runpy.run_path(str(_FOLDER / f"{name}.py")) for name in ("options", "models/scratch/options"))
 MEMORY, SCRATCH = (
     tuple(entry.name for entry in fields(kind)) for kind in (_OPTIONS["MemoryOptions"], _OF_SCRATCH["ScratchOptions"])
 )
@@ -106,9 +106,9 @@ def build_config(options: ModelOptions, tokenizer, context: int):
     from transformers import GPT2Config
 
     from hf_infini import CausalMHAConfig, InfiniGPT2Config
-    from hf_infini.model_facts import context_limit
     from hf_infini.models.loading import fingerprint
     from hf_infini.models.scratch.configuration import NEEDS
+    from hf_infini.options import context_limit
 
     family = options.model
     if not 0 <= options.dropout < 1:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..checks import bool_mask, check_shapes, check_window
 from ..decoding import StepLayout, graph_step_layout, step_layout
+from ..positions import Rotary
 from ..state import InfiniState
 from ..tensors import pad
 from .base import Call, GridLayout
@@ -296,3 +296,49 @@ def _indexed_layout(
         real=real,
         restart=restart,
     )
+
+
+def check_window(segment_length: int, local_segments: int, sink_tokens: int, rotary: Rotary | None = None) -> None:
+    """ValueError unless there can be such segments and sinks, with these rotary positions."""
+    if segment_length < 1 or local_segments < 0 or not 0 <= sink_tokens < segment_length:
+        raise ValueError(
+            f"segment_length must be ≥ 1, local_segments ≥ 0 and sink_tokens from 0 to segment_length - 1, got "
+            f"{segment_length}, {local_segments} and {sink_tokens}."
+        )
+    places = sink_tokens + (local_segments + 1) * segment_length
+    if rotary is not None and any(len(table) != places for table in rotary.tables):
+        raise ValueError(
+            f"rotary has {len(rotary.tables[0])} places, and a window of these segments and sinks has {places}."
+        )
+
+
+def check_shapes(
+    batch: int, tokens: int, attention_mask: Tensor | None, memory_mask: Tensor | None, position_ids: Tensor | None
+) -> None:
+    """ValueError unless these are `[batch, tokens]`, positions perhaps `[1, tokens]`, or `None`."""
+    for name, mask in (("attention_mask", attention_mask), ("memory_mask", memory_mask)):
+        if mask is not None and mask.shape != (batch, tokens):
+            raise ValueError(
+                f"{name} must be [batch, tokens] = [{batch}, {tokens}], got {list(mask.shape)}. "
+                "With a state it covers only the new tokens."
+            )
+    if position_ids is not None and tuple(position_ids.shape) not in ((batch, tokens), (1, tokens)):
+        raise ValueError(f"position_ids must be [batch, tokens] = [{batch}, {tokens}], got {list(position_ids.shape)}.")
+
+
+def bool_mask(name: str, mask: Tensor | None, read_back: bool) -> Tensor | None:
+    """A mask of 0 and 1 as bool; read_back: whether its values may be read back from the device now."""
+    if mask is None or mask.dtype == torch.bool:
+        return mask
+    wrong = ((mask != 0) & (mask != 1)).any()
+    if mask.is_floating_point():  # nothing but zeros: what is added to scores has them where nothing is masked
+        wrong = wrong | ~(mask == 1).any()
+    message = (
+        f"{name} must hold 1 for tokens that count and 0 for those that do not; this one of dtype {mask.dtype} has other "
+        "values. A mask that is added to scores (0 and -inf) is not taken: pass mask == 0."
+    )
+    if not read_back:
+        torch._assert_async(~wrong, message)
+    elif wrong:
+        raise ValueError(message)
+    return mask.to(torch.bool)
