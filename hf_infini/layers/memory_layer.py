@@ -26,9 +26,9 @@ from ..ops.attention import attend
 from ..ops.convolution import short_convolution
 from ..ops.layout.build import segment_layout
 from ..ops.memory import MemoryRule
-from ..ops.positions import Rotary, rotation
+from ..ops.positions import rotation
 from ..ops.state import InfiniState, Projections
-from ..ops.window import Softmax, window_attention
+from ..ops.window import Rotary, Softmax, window_attention
 
 # What `MemoryLayerMixin.add_memory_parameters` makes
 PARAMETERS = ("gate", "start_memory", "start_normaliser", "memory_conv", "memory_write", "query_map", "key_map")

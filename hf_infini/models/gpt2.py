@@ -9,7 +9,7 @@ from ..compat.cache_name import CACHE
 from ..compat.execution_device import device_of
 from ..layers.memory_layer import InfiniAttentionMixin, LayerConfig, rope_tables
 from ..ops.layout.base import Layout
-from ..ops.positions import Rotary
+from ..ops.window import Rotary
 from .base import InfiniModelMixin, check_positions, counted_positions
 from .gpt2_configuration import InfiniGPT2Config
 

@@ -20,10 +20,9 @@ from .decoding import StepLayout, attend_step
 from .layout.base import GridLayout
 from .layout.build import SegmentLayout, check_shapes, check_window, segment_layout
 from .memory import EPS, MemoryRule, Within, memory_weight, mix
-from .positions import Rotary
 from .state import InfiniState, Projections
 from .tensors import pad_to
-from .window import Softmax, for_every_head, window_attention, window_weights
+from .window import Rotary, Softmax, for_every_head, window_attention, window_weights
 
 GROUP_ELEMENTS = {"cpu": 2**20, "cuda": 2**26}  # of the keys
 

@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .memory import EPS, FEATURE_MAPS
-from .positions import Rotary
 from .state import InfiniState
 
 
@@ -55,7 +54,7 @@ def naive_infini_attention(
     return_state: bool = False,
     feature_maps: tuple[Tensor, Tensor] | None = None,
     log_weight: Tensor | None = None,
-    rotary: Rotary | None = None,
+    rotary: Any = None,
     scaling: float | None = None,
     softcap: float | None = None,
     query_weight: Tensor | None = None,

@@ -7,6 +7,7 @@ Shapes: `B` batch, `N` blocks of `T` segments, `C` slots in a segment, `W = S + 
 query heads, `K` key/value heads, `D` head dimension. The segment of a query is the last of its window.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -14,9 +15,31 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional as F
 
-from .positions import Rotary
+from .positions import rotate
 
 TILE = 128  # queries of a segment at a time; skips half of the scores that causality masks
+
+
+class Rotary:
+    """Rotary positions in a window: the token in its place p is turned as one in position p of a text. Only distances count,
+    so that neither the length of a text nor the precision of large numbers matters.
+
+    Args:
+        tables: `[places, …]` each, what is known of every place, such as the [`rotation`] of their numbers.
+        turn: function of states `[…, tokens, head_dim]` and the rows of the tables for these tokens, which broadcast to
+            them; returns a tensor like the states.
+    """
+
+    def __init__(self, tables: tuple[Tensor, ...], turn: Callable[..., Tensor] = rotate):
+        self.tables, self.turn = tables, turn
+
+    def __call__(self, states: Tensor, places: slice | Tensor) -> Tensor:
+        """Turns states `[…, tokens, head_dim]`, tokens in these places, or `[batch, heads, tokens, head_dim]` with places
+        `[batch, tokens]`."""
+        rows = [table[places] for table in self.tables]
+        if isinstance(places, Tensor) and places.dim() == 2:
+            rows = [row.unsqueeze(1) for row in rows]
+        return self.turn(states, *rows)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,8 @@ import torch
 from torch.nn import functional as F
 
 from hf_infini import InfiniState, naive_infini_attention
-from hf_infini.ops.positions import Rotary, rotation
+from hf_infini.ops.positions import rotation
+from hf_infini.ops.window import Rotary
 
 TENSORS = ("query", "key", "value", "log_weight")
 

@@ -7,8 +7,8 @@ import torch
 
 from cases import assert_same_state, random_case, random_cuts
 from hf_infini import InfiniState, naive_infini_attention
+from hf_infini.ops.layout.base import PlainLayout
 from hf_infini.ops.layout.build import restarts, segment_layout
-from hf_infini.ops.layout.grid import PlainLayout
 from hf_infini.ops.memory import Borders, exp_features, linear_states
 from hf_infini.ops.scores import as_dot_product
 from hf_infini.ops.window import Softmax, window_attention

@@ -10,7 +10,7 @@ from transformers.cache_utils import Cache
 
 from ...compat.cache_name import takes_either_name
 from ...layers.memory_layer import MemoryLayerMixin, SharedInputs, rope_tables
-from ...ops.positions import Rotary, alibi_bias, relative_key_bias, relative_keys, rotate, rotation, t5_buckets
+from ...ops.positions import alibi_bias, relative_key_bias, relative_keys, rotate, rotation, t5_buckets
 from ...ops.scores import (
     additive_scores,
     as_dot_product,
@@ -19,7 +19,7 @@ from ...ops.scores import (
     scaled_dot_scores,
     visible_softmax,
 )
-from ...ops.window import Softmax
+from ...ops.window import Rotary, Softmax
 from .configuration import ATTENTION_OPTIONS, CausalMHAConfig
 from .options import IN_EMBEDDING, RELATIVE
 

@@ -12,11 +12,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..decoding import StepLayout, graph_step_layout, step_layout
-from ..positions import Rotary
 from ..state import InfiniState
 from ..tensors import pad
-from .base import Call, GridLayout
-from .grid import IndexedLayout, PlainLayout
+from ..window import Rotary
+from .base import Call, GridLayout, IndexedLayout, PlainLayout
 
 SegmentLayout = StepLayout | GridLayout
 UNBOUNDED = (
