@@ -28,7 +28,7 @@ from ..ops.layout.build import segment_layout
 from ..ops.memory import MemoryRule
 from ..ops.positions import rotation
 from ..ops.state import InfiniState, Projections
-from ..ops.window import Rotary, Softmax, window_attention
+from ..ops.window import Rotary, ScoreOptions, window_attention
 
 # What `MemoryLayerMixin.add_memory_parameters` makes
 PARAMETERS = ("gate", "start_memory", "start_normaliser", "memory_conv", "memory_write", "query_map", "key_map")
@@ -76,7 +76,7 @@ def gates_of(model: nn.Module) -> dict[str, nn.Module]:
 
 # Takes query, key and value, `[batch, heads, tokens, head_dim]`, un-rotated, and how they are compared; gives the heads'
 # output, `[batch, heads, tokens, head_dim]`, and the local weights, or `None`
-Attend = Callable[[Tensor, Tensor, Tensor, Softmax], tuple[Tensor, Tensor | None]]
+Attend = Callable[[Tensor, Tensor, Tensor, ScoreOptions], tuple[Tensor, Tensor | None]]
 
 
 class SharedInputs(NamedTuple):
@@ -229,22 +229,22 @@ class MemoryLayerMixin(nn.Module):
             added, recent = short_convolution(hidden_states, self.memory_conv, layout, recent)
             hidden_states = hidden_states + added
 
-        def attend_with_memory(query: Tensor, key: Tensor, value: Tensor, softmax: Softmax):
+        def attend_with_memory(query: Tensor, key: Tensor, value: Tensor, options: ScoreOptions):
             tokens, before = Projections(query, key, value, self.log_weight(hidden_states)), state
             if self.change_projections is not None:
                 tokens = self.change_projections(tokens)
             if before is None:
                 window = (layout.segment_length, layout.local_segments, layout.sink_tokens)
                 weights = 0 if tokens.log_weight is None else tokens.log_weight.shape[-1]
-                options = {"log_weights": weights, "normalised": rule.normalised}
-                before = InfiniState.initial(key, value, *window, **options, **self.start())
+                initial = {"log_weights": weights, "normalised": rule.normalised}
+                before = InfiniState.initial(key, value, *window, **initial, **self.start())
             before = before if exchange is None else exchange.received_state(before, tokens, layout, rule)
             output, after, weights = attend(
                 tokens,
                 self.gate(),
                 layout,
                 rule,
-                softmax,
+                options,
                 before,
                 return_state=states is not None,
                 return_weights=infini.return_weights,
@@ -273,7 +273,7 @@ def infini_attention_function(
     """The registered attention function: what `attend` gives, its output as `[batch, tokens, heads, head_dim]`."""
     eager = module.config.of_model._attn_implementation == "eager"
     upcast = eager and getattr(module, "reorder_and_upcast_attn", False)
-    output, weights = attend(query, key, value, Softmax(scaling, dropout, eager, upcast, softcap))
+    output, weights = attend(query, key, value, ScoreOptions(scaling, dropout, eager, upcast, softcap))
     return output.transpose(1, 2), weights
 
 
@@ -352,9 +352,9 @@ class InfiniAttentionMixin(MemoryLayerMixin):
             query = self._project(hidden_states, own_form(tables))[0]  # weights of 8 bits after it may have no gradient
             return query.requires_grad and torch.autograd.grad(query.sum(), tables[0], allow_unused=True)[0] is not None
 
-    def _project(self, hidden_states: Tensor, position_embeddings) -> tuple[Tensor, Tensor, Tensor, Softmax]:
+    def _project(self, hidden_states: Tensor, position_embeddings) -> tuple[Tensor, Tensor, Tensor, ScoreOptions]:
         """What the own forward gives its attention function."""
-        found: list[tuple[Tensor, Tensor, Tensor, Softmax]] = []
+        found: list[tuple[Tensor, Tensor, Tensor, ScoreOptions]] = []
 
         def attend(query: Tensor, *others):
             found.append((query, *others))
@@ -368,12 +368,12 @@ class InfiniAttentionMixin(MemoryLayerMixin):
 
     def projections(
         self, hidden_states: Tensor, infini: SharedInputs | None = None
-    ) -> tuple[Tensor, Tensor, Tensor, Softmax]:
+    ) -> tuple[Tensor, Tensor, Tensor, ScoreOptions]:
         """Queries, keys and values of `[batch, tokens, width]`, `[batch, heads, tokens, head_dim]` each, un-rotated, and how
         its windows are computed; `infini` as of `forward`."""
         tables = None if infini is None else infini.rotary.get(self.rotary_type)
-        query, key, value, softmax = self._project(hidden_states, None if tables is None else neutral(tables))
-        return query, key, value, replace(softmax, rotary=self.window_rotary(tables, hidden_states))
+        query, key, value, options = self._project(hidden_states, None if tables is None else neutral(tables))
+        return query, key, value, replace(options, rotary=self.window_rotary(tables, hidden_states))
 
     @torch.no_grad()
     def check_swapped(self, tables: dict[str | None, tuple[Tensor, ...]]) -> None:
@@ -449,9 +449,9 @@ class InfiniAttentionMixin(MemoryLayerMixin):
             rotary = self.window_rotary(tables, hidden_states)
             hidden_states, attend = self.begin(hidden_states, infini)
 
-        def attend_rotated(query: Tensor, key: Tensor, value: Tensor, softmax: Softmax):
-            written_out = softmax.written_out or infini.return_weights
-            return attend(query, key, value, replace(softmax, written_out=written_out, rotary=rotary))
+        def attend_rotated(query: Tensor, key: Tensor, value: Tensor, options: ScoreOptions):
+            written_out = options.written_out or infini.return_weights
+            return attend(query, key, value, replace(options, written_out=written_out, rotary=rotary))
 
         if tables is not None and "position_embeddings" in self.argument_names:
             given["position_embeddings"] = neutral(tables)
@@ -501,12 +501,12 @@ def in_float32(module: nn.Module) -> Iterator[None]:
             parameter.data = data
 
 
-def attend_in_one_window(query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> tuple[Tensor, None]:
+def attend_in_one_window(query: Tensor, key: Tensor, value: Tensor, options: ScoreOptions) -> tuple[Tensor, None]:
     """An [`Attend`]: softmax attention inside one window, from its second place on, without a memory."""
     places = slice(1, 1 + query.shape[2])
-    query, key = softmax.compared_queries(query, places), softmax.compared_keys(key, places)
+    query, key = options.compared_queries(query, places), options.compared_keys(key, places)
     query, key, value = (part[:, None, :, None] for part in (query, key, value))  # one segment of one block
-    return window_attention(query, key, value, None, softmax)[0][:, 0, :, 0], None
+    return window_attention(query, key, value, None, options)[0][:, 0, :, 0], None
 
 
 def own_form(tables: tuple[Tensor, ...]) -> tuple[Tensor, ...] | Tensor:

@@ -19,7 +19,7 @@ class Projections(NamedTuple):
             logarithm of what a token weighs there. For the gated delta rule `[…, 2]`: log β, of what a token weighs, and
             log α, of what it keeps of the memory before it. `None`: zeros.
 
-    None of them is rotated: [`Softmax`] says how the window is.
+    None of them is rotated: [`ScoreOptions`] says how the window is.
     """
 
     query: Tensor
@@ -142,7 +142,7 @@ class InfiniState:
         """What is kept of the window's tokens: keys, values and log weights."""
         return self.local_key, self.local_value, self.local_log_weight
 
-    def before(self, tokens: Projections, places: int, normalised: bool) -> "InfiniState":
+    def checked_for(self, tokens: Projections, places: int, normalised: bool) -> "InfiniState":
         """The state that a call of these tokens continues, with a window of so many `places`, and with or without a
         normaliser. The window gets the wider dtype of the two, because one call may run under autocast and the next one
         without.

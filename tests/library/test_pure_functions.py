@@ -11,7 +11,7 @@ from hf_infini.ops.layout.base import PlainLayout
 from hf_infini.ops.layout.build import restarts, segment_layout
 from hf_infini.ops.memory import Borders, exp_features, linear_states
 from hf_infini.ops.scores import as_dot_product
-from hf_infini.ops.window import Softmax, window_attention
+from hf_infini.ops.window import ScoreOptions, window_attention
 
 ONE = torch.ones(1, 1, 1, 1)
 PACKED = Borders(torch.ones(1, 2, 3, dtype=torch.bool), torch.ones(1, 1, dtype=torch.bool))
@@ -93,7 +93,7 @@ def test_gradients_of_tiles_where_scores_leave_the_range_of_float16():
 
     def gradients(dtype):
         leaves = [tensor.to(dtype).requires_grad_() for tensor in (entries, entries, value)]
-        output, _ = window_attention(*leaves, None, Softmax(scaling=1.0))
+        output, _ = window_attention(*leaves, None, ScoreOptions(scaling=1.0))
         return [gradient.double() for gradient in torch.autograd.grad((output * weight.to(dtype)).sum(), leaves)]
 
     for found, wanted in zip(gradients(torch.float16), gradients(torch.float64), strict=True):

@@ -19,7 +19,7 @@ from ...ops.scores import (
     scaled_dot_scores,
     visible_softmax,
 )
-from ...ops.window import Rotary, Softmax
+from ...ops.window import Rotary, ScoreOptions
 from .configuration import ATTENTION_OPTIONS, CausalMHAConfig
 from .options import IN_EMBEDDING, RELATIVE
 
@@ -161,7 +161,7 @@ class CausalMultiHeadAttention(MemoryLayerMixin, nn.Module):
             )
             inputs, attend = self.begin(hidden_states, shared)
             query, key, value = self.project(inputs)
-            heads, weights = attend(query, key, value, self.window_softmax(query, shared))
+            heads, weights = attend(query, key, value, self.score_options(query, shared))
             if infini is None and shared.states is not None:
                 shared.states.advance_layers(hidden_states.shape[1])
         elif output_attentions or self.config.score == "additive" or self.config._attn_implementation == "eager":
@@ -219,19 +219,19 @@ class CausalMultiHeadAttention(MemoryLayerMixin, nn.Module):
 
     def projections(
         self, hidden_states: Tensor, infini: SharedInputs | None = None
-    ) -> tuple[Tensor, Tensor, Tensor, Softmax]:
+    ) -> tuple[Tensor, Tensor, Tensor, ScoreOptions]:
         """As `project`, and how the windows of `attention="infini"` are computed."""
         query, key, value = self.project(hidden_states)
-        return query, key, value, self.window_softmax(query, infini)
+        return query, key, value, self.score_options(query, infini)
 
-    def window_softmax(self, query: Tensor, infini: SharedInputs | None = None) -> Softmax:
+    def score_options(self, query: Tensor, infini: SharedInputs | None = None) -> ScoreOptions:
         """How the windows of `attention="infini"` are computed; `infini` as of `forward`."""
         rotary = None
         if self.config.position_encoding == "rope":
             tables = infini.rotary.get(None) if infini else None
             tables = tables or rope_tables(self.config.window, self.head_dim, query, self.config.rope_theta)
             rotary = Rotary(tables)
-        return Softmax(
+        return ScoreOptions(
             scaling=self.head_dim**-0.5 if self.config.score == "scaled_dot" else 1.0,
             dropout=self.dropout.p if self.training else 0.0,
             written_out=infini is not None and infini.return_weights or self.config._attn_implementation == "eager",

@@ -24,7 +24,7 @@ from ..state import InfiniState
 from ..tensors import gather, pad, pad_to
 
 
-class Call(NamedTuple):
+class LayoutInputs(NamedTuple):
     """What a layout is made of: the arguments of [`segment_layout`], with masks as bool and `real` for `attention_mask`."""
 
     batch: int

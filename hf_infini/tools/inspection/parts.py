@@ -21,7 +21,7 @@ from ...models.scratch.attention import CausalMultiHeadAttention
 from ...ops.layout.base import GridLayout
 from ...ops.memory import States, memory_weight
 from ...ops.scores import visible_softmax
-from ...ops.window import Softmax
+from ...ops.window import ScoreOptions
 
 # Of the states that are made at once to find the memory's weights
 COLUMN_ELEMENTS = 2**24
@@ -191,7 +191,7 @@ def _segments(layout: GridLayout) -> Tensor:
 
 
 def _window_scores(
-    softmax: Softmax, query: Tensor, key: Tensor, segments: Tensor, layout: GridLayout
+    softmax: ScoreOptions, query: Tensor, key: Tensor, segments: Tensor, layout: GridLayout
 ) -> tuple[Tensor, Tensor]:
     """`[B, H, T, T]`, the scores of each query and key of its window, and which these are, `[B, 1, T, T]` bool: those of the
     query's document in its own segment and in the local ones before it, and sinks."""
