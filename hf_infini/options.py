@@ -147,10 +147,12 @@ class MemoryOptions(ConfigBase):
 
     @property
     def infini_layers(self) -> list[int]:
-        """Numbers of the layers with a memory, in order."""
+        """Numbers of the layers with a memory: by default those that would see everything, so that sliding ones stay."""
         if not self.has_memory:
             return []
-        return list(range(self.num_hidden_layers)) if self.layers is None else sorted(self.layers)
+        if self.layers is not None:
+            return sorted(self.layers)
+        return [layer for layer, kind in enumerate(layer_kinds(self)) if kind == "full_attention"]
 
     def validate_memory_options(self):
         """Run by the base class after every construction; the choices and types are checked before, by the annotations."""
@@ -203,3 +205,25 @@ def help_texts(options: type) -> dict[str, str]:
     texts = {name: " ".join(text.split()) for name, text in re.findall(entry, options.__doc__ or "", re.MULTILINE)}
     ranges = {entry.name: in_words(limits_of(entry)) for entry in fields(options)}
     return {name: f"{text} {ranges[name].capitalize()}." if ranges.get(name) else text for name, text in texts.items()}
+
+
+# What any configuration says of its model
+
+
+def attention_of(config) -> str:
+    """A model's kind of attention: "self" or "infini" of a GPT-2, the configuration's own word for it otherwise."""
+    return {"gpt2": "self", "infini_gpt2": "infini"}.get(config.model_type) or config.attention
+
+
+def context_limit(config) -> int | None:
+    """The most tokens that a model's positions reach; None where they have no end: all but learned ones."""
+    return getattr(config, "n_positions", None) if getattr(config, "position_encoding", "learned") == "learned" else None
+
+
+def layer_kinds(config) -> list[str]:
+    """What each layer's own attention sees, by transformers' names: "full_attention", "sliding_attention", …"""
+    kinds = getattr(config, "layer_types", None)
+    if kinds is not None:
+        return list(kinds)
+    sliding = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
+    return ["sliding_attention" if sliding else "full_attention"] * config.num_hidden_layers

@@ -72,7 +72,7 @@ def main(argv: list[str] | None = None) -> None:
 
     from evaluation import inference
     from hf_infini.compat.cache_name import CACHE
-    from hf_infini.model_facts import context_limit
+    from hf_infini.options import context_limit
 
     model, tokenizer = inference.load_model(options.model, options.device, options.adapter)
     model = model.to(getattr(torch, options.dtype))

@@ -59,7 +59,7 @@ def main(argv: list[str] | None = None) -> None:
     from tqdm import tqdm
 
     from evaluation import inference
-    from hf_infini.model_facts import context_limit
+    from hf_infini.options import context_limit
     from hf_infini.tools.inspection import inspect_attention
     from hf_infini.tools.inspection.labels import unique_labels
     from hf_infini.tools.inspection.page import inspection_page

@@ -95,7 +95,7 @@ def main(argv: list[str] | None = None) -> None:
     from transformers import set_seed
 
     from evaluation import inference
-    from hf_infini.model_facts import attention_of
+    from hf_infini.options import attention_of
     from hf_infini.tools import metrics
     from hf_infini.tools.rows import RowReader
     from hf_infini.tools.training import PerplexityTrainer, gate_values, parameter_groups

@@ -1,24 +1,29 @@
-"""The cache of `generate()`: one [`InfiniState`] for each layer with memory, so its bytes do not grow with the context."""
+"""The cache of `generate()`: one [`InfiniState`] for each layer with memory, so its bytes do not grow with the context.
+
+Of the text that it has read it keeps not the ids, but how many tokens were real, and a fingerprint of the ids. Masks and ids
+that disagree with it are refused.
+"""
 
 import copy
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
 
 from ..compat.cache_name import CACHE
-from ..compat.peft_layers import without_wrappers
 from ..ops.checks import check_kinds
 from ..ops.layout.base import Layout
-from ..ops.rules import MemoryRule
-from ..ops.state import InfiniState, Projections, empty_places
+from ..ops.state import InfiniState
 from ..options import check_number
-from .contents import fill_with_one_token, find_problem
-from .files import MemoryFileError, check_model, describe_model, read_memory_file, write_memory_file
-from .text import ReadText, check_rows
+from .files import load_cache, save_cache
+
+# Two moduli below 2^31, so that every product fits into 64 bits, and a base for each
+PRIMES = (2_147_483_647, 2_147_483_629)
+BASES = (1_103_515_245, 1_664_525_069)
 
 
 class InfiniLayer(CacheLayerMixin):
@@ -106,34 +111,30 @@ class InfiniLayer(CacheLayerMixin):
         self._map(lambda tensor: tensor.to(getattr(self, "device", tensor.device)))
 
 
-class StatesOfCall:
+class PendingStates:
     """The states of the layers with memory before and after one call of the model.
 
     Every layer takes its state from here and leaves the next one here; [`InfiniCache.advance`] takes these over when all
     layers are through. So a call that fails changes nothing in the cache, nor does a layer that gradient checkpointing runs
-    a second time.
+    a second time. To a layer's own forward this is the cache.
 
     Attributes:
         documents: see [`full_attention_mask`], of all columns up to the last of this call.
+        exchange: gives the layers what other processes have read before this one (context parallelism); `None`: nobody has.
     """
+
+    exchange: Any = None
 
     def __init__(self, layers: Sequence, documents: Tensor | None = None):
         self.documents = documents
         self._layers = {number: layer for number, layer in enumerate(layers) if isinstance(layer, InfiniLayer)}
         self._before = {number: layer._state for number, layer in self._layers.items()}
         self._after: dict[int, InfiniState] = {}
+        self._columns = next(iter(self._layers.values())).columns
 
     def before(self, layer: int) -> InfiniState | None:
         """The state that the layer continues."""
         return self._before[layer]
-
-    def inputs_before(self, inputs: Tensor, recent: Tensor) -> Tensor:
-        """What a short convolution needs of the tokens before these `inputs`; `recent`: what the layer's state has."""
-        return recent
-
-    def continued(self, state: InfiniState, tokens: Projections, layout: Layout, rule: MemoryRule) -> InfiniState:
-        """The state that these tokens of a layer continue; `state`: the one that the layer knows of."""
-        return state
 
     def may_overwrite(self, layer: int) -> bool:
         """Whether a token may be written into the state's own window: nobody has kept it, and no gradient needs it."""
@@ -147,6 +148,153 @@ class StatesOfCall:
         """Gives the layers that have been called their new states."""
         for number, state in self._after.items():
             self._layers[number].advance(state, tokens)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Columns before this call."""
+        return self._columns
+
+    def update(self, key: Tensor, value: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        """Keeps nothing: the layer leaves its state."""
+        return key, value
+
+
+class ReadText:
+    """What has been read of all rows, in the columns that a cache has passed.
+
+    Attributes:
+        documents: see [`full_attention_mask`], of all columns.
+        real: `[batch]` int64, how many of the columns were not padding; `None` before the first call.
+        fingerprint: `[batch, 2]` int64, see [`extend_fingerprint`]; `None` before the first call, and after one without ids.
+    """
+
+    def __init__(self):
+        self.documents: Tensor | None = None
+        self.real: Tensor | None = None
+        self.fingerprint: Tensor | None = None
+
+    def extend(self, input_ids: Tensor | None, real: Tensor | None, batch: int, tokens: int, device) -> None:
+        """Takes in a call of `[batch, tokens]`.
+
+        Args:
+            input_ids: of the call; `None`: embeddings, after which nothing is known of the text's ids.
+            real: `[batch, tokens]` bool, not padding (`None`: all).
+        """
+        count = torch.full((batch,), tokens, device=device) if real is None else real.sum(1)
+        if input_ids is None or (self.real is not None and self.fingerprint is None):
+            self.fingerprint = None
+        else:
+            self.fingerprint = extend_fingerprint(self.fingerprint, input_ids)
+        self.real = count if self.real is None else self.real + count
+
+    def set_ids(self, input_ids: Tensor) -> None:
+        """Takes `[batch, columns]` for the ids of what has been read: those of a memory file's text are gone."""
+        self.fingerprint = extend_fingerprint(None, input_ids)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What is known, by name, as a memory file has it."""
+        known = {"text_real": self.real, "text_fingerprint": self.fingerprint, "documents": self.documents}
+        return {name: tensor for name, tensor in known.items() if tensor is not None}
+
+    @classmethod
+    def from_tensors(cls, tensors: dict[str, Tensor]) -> "ReadText":
+        """The inverse of `tensors`; others are passed over."""
+        text = cls()
+        text.real, text.fingerprint = tensors.get("text_real"), tensors.get("text_fingerprint")
+        text.documents = tensors.get("documents")
+        return text
+
+    def map_rows(self, function) -> None:
+        """Applies a function of rows, such as a choice among them."""
+        for name in ("real", "fingerprint", "documents"):
+            if getattr(self, name) is not None:
+                setattr(self, name, function(getattr(self, name)))
+
+    def begins(self, input_ids: Tensor) -> bool:
+        """Whether these ids, `[rows, columns]`, are what has been read; several rows of the cache (beams) may share one."""
+        if self.fingerprint is None:
+            return False
+        repeats = max(1, len(self.fingerprint) // len(input_ids))
+        given = extend_fingerprint(None, input_ids).repeat_interleave(repeats, 0)
+        return torch.equal(self.fingerprint.to(given.device), given)
+
+    def check_past(self, attention_mask: Tensor) -> None:
+        """Refuses a mask `[rows, columns]` of what has been read that has another number of real tokens.
+
+        Raises:
+            ValueError: a row has another number; the message has the first row's numbers.
+            RuntimeError: a row has another number, in a graph of torch.compile.
+        """
+        given = (attention_mask != 0).sum(1)
+        counted = self._rows(len(attention_mask)).to(given.device)
+        if torch.compiler.is_compiling():
+            torch._assert_async((given == counted).all(), "the attention_mask disagrees with what the cache has read.")
+        elif not torch.equal(given, counted):
+            row = int((given != counted).nonzero()[0])
+            raise ValueError(
+                f"row {row} of attention_mask has {int(given[row])} real tokens (1) among the {attention_mask.shape[1]} "
+                f"columns that the cache has passed, but the cache has read {int(counted[row])} of them as real. Give every "
+                "call the mask of its tokens: 1 for text, 0 for padding, also after the end of a row that generate() "
+                "finished early. The token that ended such a row is text."
+            )
+
+    def mask_before(self, attention_mask: Tensor, columns: int) -> Tensor:
+        """`[rows, tokens]` of new tokens, with a mask of what has been read before them: `[rows, columns + tokens]`.
+
+        A row's real tokens are counted and not looked at, so they are put together at the end.
+        """
+        real = self._rows(len(attention_mask)).to(attention_mask.device)
+        past = torch.arange(columns, device=real.device) >= columns - real.unsqueeze(1)
+        return torch.cat([past.to(attention_mask), attention_mask], 1)
+
+    def mask_of_ids(self, input_ids: Tensor, attention_mask: Tensor, columns: int) -> Tensor:
+        """The mask with which `generate()` reads of these ids what is new, where nobody has said what is.
+
+        It takes ids and a mask of the same width for a whole text and reads only the end of it, what goes beyond the
+        cache. So new ids need a wider mask, and which ids are new is seen by what the cache has read.
+
+        Args:
+            input_ids: `[batch, tokens]`, of which the cache may have several rows each (beams).
+            attention_mask: `[batch, tokens]`; a wider one says what is new, and is returned as it is.
+            columns: that the cache has passed.
+
+        Returns:
+            The mask itself for a whole text; for ids that are all new, no more of them than the cache has read,
+            [`InfiniCache.attention_mask`] of it.
+
+        Raises:
+            ValueError: nothing is new in a whole text, the ids are more than the cache has read and begin differently, or
+                the mask of what has been read is another.
+        """
+        tokens = input_ids.shape[1]
+        if self.real is None:
+            return attention_mask
+        if attention_mask.shape[1] != tokens:
+            self.check_past(attention_mask[:, :columns])
+            return attention_mask
+        known = tokens >= columns and self.begins(input_ids[:, :columns])
+        if known and tokens == columns:
+            raise ValueError(
+                f"the cache has read all of these {tokens} ids, and there is nothing to go on from: pass the text with new "
+                "ids after it, or a copy of the cache from before the last of them. If the same ids come a second time, "
+                "pass attention_mask=cache.attention_mask(mask), mask being [batch, tokens] with 1 for real tokens."
+            )
+        if not known and tokens > columns:
+            raise ValueError(
+                f"these {tokens} ids do not begin with the {columns} that the cache has read, and generate() would take "
+                f"them for the whole text and read only the last {tokens - columns}. If all of them are new, pass "
+                "attention_mask=cache.attention_mask(mask), mask being [batch, tokens] with 1 for real tokens; a whole text "
+                "must be that of the cache token by token, padding included."
+            )
+        if not known:
+            return self.mask_before(attention_mask, columns)
+        self.check_past(attention_mask[:, :columns])
+        return attention_mask
+
+    def _rows(self, rows: int) -> Tensor:
+        """`real` for so many rows, of which each may have several equal ones here (beams)."""
+        if self.real is None:
+            raise ValueError("nothing has been read yet, of which rows could be chosen.")
+        return self.real[:: max(1, len(self.real) // rows)]
 
 
 class InfiniCache(Cache):
@@ -176,7 +324,7 @@ class InfiniCache(Cache):
         if len(bounded) < len(own):
             own = DynamicCache(config=config).layers or own  # layers that slide keep their window only
         super().__init__(layers=[InfiniLayer() if i in bounded else layer for i, layer in enumerate(own)])
-        self._config, self._window = config, config.window
+        self._config, self.window = config, config.window
         self.text = ReadText()
 
     def __copy__(self) -> "InfiniCache":
@@ -207,9 +355,9 @@ class InfiniCache(Cache):
     def _first_layer(self) -> InfiniLayer:
         return next(layer for layer in self.layers if isinstance(layer, InfiniLayer))
 
-    def states(self) -> StatesOfCall:
+    def pending_states(self) -> PendingStates:
         """The states for a call of the model."""
-        return StatesOfCall(self.layers, self.text.documents)
+        return PendingStates(self.layers, self.text.documents)
 
     def drop_unfinished(self) -> None:
         """Removes the keys and values that a failed call has left in layers of full attention.
@@ -232,11 +380,7 @@ class InfiniCache(Cache):
         """As `state`, for a call that keeps nothing of it."""
         return self._first_layer._state
 
-    def state_of_call(self, batch: int, tokens: int, device: torch.device, **masks: Tensor | None) -> InfiniState | None:
-        """The state that the layout of a call continues; `masks` as [`segment_layout`] takes them."""
-        return self.first_state()
-
-    def advance(self, states: StatesOfCall, input_ids: Tensor | None, layout: Layout, tokens: int) -> None:
+    def advance(self, states: PendingStates, input_ids: Tensor | None, layout: Layout, tokens: int) -> None:
         """Takes over what a call of `tokens` columns has left; `input_ids` `[batch, tokens]`, or `None` for embeddings."""
         states.advance_layers(tokens)
         self.text.documents = states.documents
@@ -278,7 +422,7 @@ class InfiniCache(Cache):
     def save_pretrained(
         self, path: str | Path, model: nn.Module | dict, *, text_sha256: Sequence[str] | None = None
     ) -> None:
-        """Writes what has been read so far into a memory file (see memory_files.py): the whole state, bit for bit.
+        """Writes what has been read so far into a memory file (see files.py): the whole state, bit for bit.
 
         Whoever reads the file finds the old one or this one, whole, also where several write it: [`write_memory_file`].
 
@@ -291,29 +435,9 @@ class InfiniCache(Cache):
             ValueError: nothing has been read yet, `text_sha256` is not one for each row, or the state is not finite.
             MemoryFileAccessError: the file cannot be written, or is a folder (a ValueError and an OSError).
         """
-        state = self.first_state()
-        if state is None:
-            raise ValueError(f"this cache has read nothing yet: give it to model(ids, {CACHE}=cache) before saving.")
-        tokens_seen = state.tokens_seen.tolist()
-        if text_sha256 is not None and (isinstance(text_sha256, str) or len(text_sha256) != len(tokens_seen)):
-            raise ValueError(f"text_sha256 must be a list with one for each of the {len(tokens_seen)} rows.")
-        self.drop_unfinished()
-        tensors = self._tensors()
-        empty = empty_places(state.tokens_seen, *self._window)[:, None, :, None]
-        for name in [name for name in tensors if name.endswith((".local_key", ".local_value", ".local_log_weight"))]:
-            tensors[name] = tensors[name].masked_fill(empty, 0)  # a step that failed may have written its token there
-        for name, tensor in tensors.items():
-            if tensor.is_floating_point() and not tensor.isfinite().all():
-                raise ValueError(f"{name} of this cache holds NaN or infinity: nothing could go on from its file.")
-        record = {
-            "model": model if isinstance(model, dict) else describe_model(model),
-            "columns": self.get_seq_length(),
-            "tokens_seen": tokens_seen,
-            "text_sha256": None if text_sha256 is None else list(text_sha256),
-        }
-        write_memory_file(path, tensors, record)
+        save_cache(self, path, model, text_sha256)
 
-    def _tensors(self) -> dict[str, Tensor]:
+    def tensors(self) -> dict[str, Tensor]:
         """All tensors, by their names in a memory file."""
         tensors = self.text.tensors()
         for number, layer in enumerate(self.layers):
@@ -338,31 +462,7 @@ class InfiniCache(Cache):
             MemoryFileAccessError: there is no such file, or it may not be read (also an OSError).
             ValueError: there is no such row.
         """
-        record, tensors = read_memory_file(path)
-        check_model(path, record, model)
-        model = without_wrappers(model)
-        cache, example = cls(model.config), cls(model.config)
-        fill_with_one_token(model, example)
-        if problem := find_problem(record, tensors, example._tensors(), model):
-            raise MemoryFileError(f"{path} is of this model, but was not written by save_pretrained: {problem}.")
-        devices = {name.rpartition(".")[0]: tensor.device for name, tensor in example._tensors().items()}
-        for number, layer in enumerate(cache.layers):
-            prefix = f"layers.{number}"
-            of_layer = {n: t.to(devices[prefix]) for n, t in tensors.items() if n.rpartition(".")[0] == prefix}
-            own = {name.rpartition(".")[2]: tensor for name, tensor in of_layer.items()}
-            if isinstance(layer, InfiniLayer):
-                layer.advance(InfiniState.from_tensors(own), record["columns"])
-            elif isinstance(layer, DynamicLayer):
-                layer.update(own["keys"], own["values"])
-                if isinstance(layer, DynamicSlidingWindowLayer):
-                    layer.cumulative_length = record["columns"]
-        cache.text = ReadText.from_tensors({name: tensor.to(devices[""]) for name, tensor in tensors.items()})
-        count = len(record["tokens_seen"])
-        if rows is not None:
-            if not rows or not all(hasattr(row, "__index__") and 0 <= row < count for row in rows):
-                raise ValueError(f"rows must be numbers from 0 to {count - 1}, the rows of {path}; got {list(rows)}.")
-            cache.batch_select_indices(torch.tensor(rows, dtype=torch.long))
-        return cache
+        return load_cache(cls, path, model, rows)
 
     def crop(self, tokens_to_remove: int) -> None:
         self._first_layer.crop(tokens_to_remove)
@@ -400,3 +500,42 @@ def _map_tensors(layer, function) -> None:
         return
     for name, tensor in _tensors_of(layer).items():
         setattr(layer, name, function(tensor))
+
+
+def check_rows(what: str, rows: int, cached: int) -> None:
+    """ValueError unless `what`, such as "the mask", has as many rows as the cache."""
+    if rows != cached:
+        raise ValueError(
+            f"{what} has {rows} rows and the cache {cached}: repeat the cache's rows with batch_repeat_interleave, or "
+            "choose among them with batch_select_indices."
+        )
+
+
+def extend_fingerprint(before: Tensor | None, input_ids: Tensor) -> Tensor:
+    """The fingerprint of a longer text: h ← (h · base + id + 1) mod prime for each further id, for two primes.
+
+    In which pieces a text is read does not matter. Two texts of n tokens that were not made for it have the same one with
+    a probability of about n · 2^−62.
+
+    Args:
+        before: `[batch, 2]` int64, of the text so far; `None`: of none.
+        input_ids: `[batch, tokens]`, what follows it, padding included.
+    """
+    ids, hashes = input_ids.long() + 1, []
+    for number, (base, prime) in enumerate(zip(BASES, PRIMES, strict=True)):
+        powers = _powers(input_ids.shape[1] + 1, base, prime, ids.device)
+        text = (ids % prime * powers[:-1].flip(0) % prime).sum(1)
+        hashes.append(text % prime if before is None else (before[:, number].to(ids.device) * powers[-1] + text) % prime)
+    return torch.stack(hashes, 1)
+
+
+def _powers(count: int, base: int, prime: int, device) -> Tensor:
+    """base^0 … base^(count − 1) mod prime, `[count]`, by squaring. The squares are numbers of Python's: to bring them to an
+    accelerator as a tensor would wait for it."""
+    exponents = torch.arange(count, device=device)
+    powers = torch.ones_like(exponents)
+    # Where a graph leaves the number of tokens open, as many bits as it may have
+    for bit in range((count - 1).bit_length() if isinstance(count, int) else 31):
+        powers = torch.where(exponents >> bit & 1 == 1, powers * base % prime, powers)
+        base = base * base % prime
+    return powers

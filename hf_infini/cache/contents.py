@@ -12,8 +12,8 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from ..compat.cache_name import CACHE
-from ..compat.hooks import device_of
-from ..model_facts import layer_kinds
+from ..compat.execution_device import device_of
+from ..options import layer_kinds
 
 # A window's tensors have one dtype, that of the keys and values; the memory's are wider.
 WINDOW = ("local_key", "local_value", "local_log_weight", "keys", "values")
@@ -27,7 +27,7 @@ SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 DESCRIBED_INDIRECTLY = {"n_segments", "segment_length", "layers", "mask_special_tokens", *SPECIAL_TOKENS}
 
 
-def meaning(config) -> dict:
+def semantic_options(config) -> dict:
     """The options of a configuration that decide what a memory means, as JSON gives them back.
 
     All options of the class but those known to change nothing: a new one counts from its first day.

@@ -19,7 +19,7 @@ Whether a cache of the model can be made of a whole file, contents.py checks.
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import NamedTemporaryFile
@@ -28,10 +28,13 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load, save
 from torch import Tensor, nn
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from ..compat.peft_layers import acting, adapter_layers, settings, without_wrappers
+from ..compat.cache_name import CACHE
+from ..compat.peft_layers import active_adapters, adapter_layers, settings, without_wrappers
 from ..ops.checks import check_kinds
-from .contents import different_options, meaning
+from ..ops.state import InfiniState, empty_places
+from .contents import different_options, fill_with_one_token, find_problem, semantic_options
 
 FORMAT_VERSION = 2
 # The only key of the metadata: several would be written in an order that differs from process to process.
@@ -48,7 +51,7 @@ class MemoryFileAccessError(MemoryFileError, OSError):
 
 @contextmanager
 def _naming(path: Path, done: str) -> Iterator[None]:
-    """Has errors of the system say that `path` cannot be `done`, and why."""
+    """Re-raises OSError naming path and action."""
     try:
         yield
     except MemoryFileAccessError:
@@ -118,11 +121,65 @@ def describe_model(model: nn.Module) -> dict:
     if layers:
         digest.update(settings(layers).encode())
     return {
-        "config": meaning(model.config),
+        "config": semantic_options(model.config),
         "dtype": str(model.dtype).removeprefix("torch."),
-        "adapters": acting(layers),
+        "adapters": active_adapters(layers),
         "weights_sha256": digest.hexdigest(),
     }
+
+
+def save_cache(cache, path: str | Path, model, text_sha256: Sequence[str] | None) -> None:
+    """[`InfiniCache.save_pretrained`]."""
+    state = cache.first_state()
+    if state is None:
+        raise ValueError(f"this cache has read nothing yet: give it to model(ids, {CACHE}=cache) before saving.")
+    tokens_seen = state.tokens_seen.tolist()
+    if text_sha256 is not None and (isinstance(text_sha256, str) or len(text_sha256) != len(tokens_seen)):
+        raise ValueError(f"text_sha256 must be a list with one for each of the {len(tokens_seen)} rows.")
+    cache.drop_unfinished()
+    tensors = cache.tensors()
+    empty = empty_places(state.tokens_seen, *cache.window)[:, None, :, None]
+    for name in [name for name in tensors if name.endswith((".local_key", ".local_value", ".local_log_weight"))]:
+        tensors[name] = tensors[name].masked_fill(empty, 0)  # a step that failed may have written its token there
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() and not tensor.isfinite().all():
+            raise ValueError(f"{name} of this cache holds NaN or infinity: nothing could go on from its file.")
+    record = {
+        "model": model if isinstance(model, dict) else describe_model(model),
+        "columns": cache.get_seq_length(),
+        "tokens_seen": tokens_seen,
+        "text_sha256": None if text_sha256 is None else list(text_sha256),
+    }
+    write_memory_file(path, tensors, record)
+
+
+def load_cache(kind: type, path: str | Path, model, rows: Sequence[int] | None):
+    """[`InfiniCache.from_pretrained`] of this class of caches."""
+    record, tensors = read_memory_file(path)
+    check_model(path, record, model)
+    model = without_wrappers(model)
+    cache, example = kind(model.config), kind(model.config)
+    fill_with_one_token(model, example)
+    if problem := find_problem(record, tensors, example.tensors(), model):
+        raise MemoryFileError(f"{path} is of this model, but was not written by save_pretrained: {problem}.")
+    devices = {name.rpartition(".")[0]: tensor.device for name, tensor in example.tensors().items()}
+    for number, layer in enumerate(cache.layers):
+        prefix = f"layers.{number}"
+        of_layer = {n: t.to(devices[prefix]) for n, t in tensors.items() if n.rpartition(".")[0] == prefix}
+        own = {name.rpartition(".")[2]: tensor for name, tensor in of_layer.items()}
+        if not isinstance(layer, DynamicLayer):
+            layer.advance(InfiniState.from_tensors(own), record["columns"])
+        else:
+            layer.update(own["keys"], own["values"])
+            if isinstance(layer, DynamicSlidingWindowLayer):
+                layer.cumulative_length = record["columns"]
+    cache.text = cache.text.from_tensors({name: tensor.to(devices[""]) for name, tensor in tensors.items()})
+    count = len(record["tokens_seen"])
+    if rows is not None:
+        if not rows or not all(hasattr(row, "__index__") and 0 <= row < count for row in rows):
+            raise ValueError(f"rows must be numbers from 0 to {count - 1}, the rows of {path}; got {list(rows)}.")
+        cache.batch_select_indices(torch.tensor(rows, dtype=torch.long))
+    return cache
 
 
 @check_kinds
@@ -150,7 +207,7 @@ def write_memory_file(path: str | Path, tensors: dict[str, Tensor], record: dict
     record = json.loads(json.dumps({"format_version": FORMAT_VERSION, **record}))  # as a reader will have it
     record["sha256"] = _checksum(record, tensors)
     if wrong := _wrong_entries(record):
-        raise ValueError(f"this is no record of a memory: {wrong}. The model's entry is what describe_model() gives.")
+        raise ValueError(f"this is not a record of a memory: {wrong}. The model's entry is what describe_model() gives.")
     content = save(tensors, {METADATA_KEY: json.dumps(record, sort_keys=True)})
     with _naming(path, "written"):
         _replace(path, content)

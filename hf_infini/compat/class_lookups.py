@@ -19,7 +19,7 @@ WITH_PEFT: list[Callable[[], None]] = []  # what is done when PEFT has been impo
 PEFT_TABLES = ("peft.utils.constants", "peft.utils.transformers_weight_conversion")
 
 
-def enter_tokenizer(own: type[PreTrainedConfig], infini: type[PreTrainedConfig]) -> None:
+def alias_tokenizer(own: type[PreTrainedConfig], infini: type[PreTrainedConfig]) -> None:
     """Has `AutoTokenizer` read a configuration's tokenizer as beside the own one: many files do not name their class, or a
     wrong one, which transformers knows by the type."""
     table, names = tokenization_auto.TOKENIZER_MAPPING, tokenization_auto.TOKENIZER_MAPPING_NAMES
@@ -33,7 +33,7 @@ def enter_tokenizer(own: type[PreTrainedConfig], infini: type[PreTrainedConfig])
 
 
 @functools.cache
-def enter_weights(own: str, infini: str) -> None:
+def alias_weights(own: str, infini: str) -> None:
     """Has the weights of a model type or class renamed and joined as those of the own one, whose checkpoints name some of
     them otherwise than its modules (experts)."""
     mapping = get_checkpoint_conversion_mapping(own)
@@ -41,7 +41,7 @@ def enter_weights(own: str, infini: str) -> None:
         register_checkpoint_conversion_mapping(infini, mapping, overwrite=True)
 
 
-def enter_adapters(infini: str) -> None:
+def alias_adapters(infini: str) -> None:
     """Has PEFT, where it has been imported, choose and name the modules of an adapter as in a model of the own type."""
     if "peft" in sys.modules:
         constants, weights = map(importlib.import_module, PEFT_TABLES)
@@ -55,11 +55,11 @@ def enter_adapters(infini: str) -> None:
 
 
 class AdaptersOfOwnMixin(ConfigBase):
-    """[`enter_adapters`] of a configuration; comes before the own one.
+    """[`alias_adapters`] of a configuration; comes before the own one.
 
     PEFT may be imported after a model is made. It looks for the type in `to_dict()`: so the entries are made there, too.
     """
 
     def to_dict(self) -> dict:
-        enter_adapters(self.model_type)
+        alias_adapters(self.model_type)
         return super().to_dict()

@@ -49,7 +49,7 @@ def adapter_layers(model: nn.Module) -> dict[str, Any]:
     return layers
 
 
-def acting(layers: dict[str, Any]) -> list[str]:
+def active_adapters(layers: dict[str, Any]) -> list[str]:
     """The names of the adapters that act in any of the layers, merged ones included."""
     names = set()
     for layer in layers.values():

@@ -1,21 +1,34 @@
-"""An attention layer's memory, in any model: its parameters, and one call from the layer's input to the heads' output."""
+"""An attention layer's memory, in any model, and the swap of a decoder's own attention.
 
-from dataclasses import dataclass, replace
-from typing import Any
+[`MemoryLayerMixin`] has the parameters, and one call from the layer's input to the heads' output. [`InfiniAttentionMixin`]
+comes before a decoder's own attention class, whose forward runs with position embeddings that turn nothing. It is handed a
+function, which the registered one calls with the queries, keys and values (projected, normed, un-rotated): the memory takes
+them as they are, and the window turns them by its own places ([`Rotary`]) with the model's own function. So a position is
+never larger than a window, however long the text.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers import AttentionInterface
 from transformers import initialization as init
 
-from ..cache.cache import StatesOfCall
+from ..cache.cache import PendingStates
+from ..compat.cache_name import CACHE, OTHER_NAME, with_one_name
+from ..compat.execution_device import device_of
+from ..compat.swap_class import swap_class
 from ..ops.attention import attend
 from ..ops.convolution import short_convolution
-from ..ops.layout.build import SegmentLayout, segment_layout
+from ..ops.layout.build import segment_layout
 from ..ops.positions import rotation
 from ..ops.rules import RULES, MemoryRule
 from ..ops.state import InfiniState, Projections
-from ..ops.window import Softmax
+from ..ops.window import Rotary, ScoreOptions, window_attention
 from .gates import Gate
 
 # What `MemoryLayerMixin.add_memory_parameters` makes
@@ -24,39 +37,31 @@ PARAMETERS += tuple(name for rule in RULES.values() for name in rule.parameters(
 # Normaliser of a learned start before training: softplus(0.5413) = 1, the value of σ at a key of zeros.
 LEARNED_NORMALISER = 0.5413
 NOISE = 1e-10  # the study's start
+# The copies that travel with models have other module names, and register their own function
+INTERFACE = f"infini_attention of {__name__}"
+TEST_TOKENS = 12  # with which a swapped layer is compared with its own attention
 
 
-
-def memory_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """All of [`PARAMETERS`] in a model, by their full names."""
-    layers = {name: module for name, module in model.named_modules() if hasattr(type(module), "attend_with_memory")}
-    return {
-        f"{name}.{own}": parameter
-        for name, layer in layers.items()
-        for own, parameter in layer.named_parameters()
-        if own.partition(".")[0] in PARAMETERS
-    }
+# Takes query, key and value, `[batch, heads, tokens, head_dim]`, un-rotated, and how they are compared; gives the heads'
+# output, `[batch, heads, tokens, head_dim]`, and the local weights, or `None`
+Attend = Callable[[Tensor, Tensor, Tensor, ScoreOptions], tuple[Tensor, Tensor | None]]
 
 
-@dataclass(frozen=True)
-class LayerCall:
-    """One call of a layer with a memory.
+class SharedInputs(NamedTuple):
+    """What the layers of one call of a model share.
 
     Attributes:
-        hidden_states: `[batch, tokens, width]`, the input of the projections: with the short convolution, if there is one.
-        layout: of the tokens.
-        state: what the call continues; `None`: it begins.
-        states: of the model's call, to which the layer gives its next state; `None`: nobody wants it.
-        recent: what the convolution needs of these tokens in the next call.
-        outside_model: whether the layer is called outside of a model, and brings the cache up to date itself.
+        layout: [`segment_layout`] of the tokens; `None`: all are in one window, from its second place on, and there is no
+            memory.
+        states: of the layers, or `None` without a cache.
+        rotary: the tables of a window's places, by the type of layer (`None`: one for all); empty without rotary positions.
+        return_weights: whether the layers return their local weights.
     """
 
-    hidden_states: Tensor
-    layout: SegmentLayout
-    state: InfiniState | None
-    states: StatesOfCall | None
-    recent: Tensor | None
-    outside_model: bool
+    layout: Any
+    states: PendingStates | None
+    rotary: dict[str | None, tuple[Tensor, ...]]
+    return_weights: bool = False
 
 
 def rope_tables(
@@ -69,9 +74,25 @@ def rope_tables(
     return rotation(places, width, like.dtype, theta)
 
 
+def memory_layers(model: nn.Module) -> dict[str, Any]:
+    """The layers with a memory in a model, by name. They are found by what they can do: classes differ where a model came
+    with its own code."""
+    return {name: module for name, module in model.named_modules() if hasattr(type(module), "add_memory_parameters")}
+
+
+def memory_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """All of [`PARAMETERS`] in a model, by their full names."""
+    return {
+        f"{name}.{own}": parameter
+        for name, layer in memory_layers(model).items()
+        for own, parameter in layer.named_parameters()
+        if own.partition(".")[0] in PARAMETERS
+    }
+
+
 class MemoryLayerMixin(nn.Module):
-    """A layer's memory; comes before the attention's class, whose forward calls `begin`, its own projections, and
-    `attend_with_memory`.
+    """A layer's memory; comes before the attention's class, whose forward calls `begin`, its own projections, and the
+    function that `begin` gave.
 
     The class has `config` (with [`MemoryOptions`]) and `head_counts`. New are `gate`, a [`Gate`]; with
     `memory_init="learned"` also `start_memory` `[kv_heads, head_dim, head_dim]` and `start_normaliser`
@@ -88,6 +109,8 @@ class MemoryLayerMixin(nn.Module):
     num_heads: int
     head_dim: int
     gate: Gate
+    # Given each call's projections, returns those to attend with; `None`: as they are. For training schemes and measurements
+    change_projections: Callable[[Projections], Projections] | None = None
 
     @property
     def head_counts(self) -> tuple[int, int, int]:
@@ -165,79 +188,318 @@ class MemoryLayerMixin(nn.Module):
             return {"start_memory": empty, "start_normaliser": self.start_normaliser}
         return {}
 
-    def begin(
-        self,
-        hidden_states: Tensor,
-        *,
-        layout: SegmentLayout | None = None,
-        states: StatesOfCall | None = None,
-        cache=None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-    ) -> LayerCall:
-        """
-        Args:
-            hidden_states: `[batch, tokens, width]`, the layer's input.
-            layout: what the model made for all layers; without it, one is made from `attention_mask` and `position_ids`,
-                `[batch, tokens]` each, which are not looked at otherwise.
-            states: the [`StatesOfCall`] of the model, from which the layer takes its own; `None`: those of
-                `cache`, an [`InfiniCache`], for a layer that is called outside of a model.
-        """
-        outside_model = states is None and cache is not None
-        states = cache.states() if outside_model else states
+    def inputs_outside_model(
+        self, hidden_states: Tensor, cache=None, return_weights: bool = False, **masks: Any
+    ) -> SharedInputs:
+        """What a model would have made, for a layer that is called outside of one: from `attention_mask` and `position_ids`,
+        `[batch, tokens]` each. The cache is brought up to date by `states.advance_layers`."""
+        states = None if cache is None else cache.pending_states()
         state = None if states is None else states.before(self.layer_idx)
-        if layout is None:
-            given = {"attention_mask": attention_mask, "position_ids": position_ids, "state": state}
-            shape = hidden_states.shape[:2]
-            layout = segment_layout(*shape, *self.config.window, device=hidden_states.device, **given)
+        batch, tokens = hidden_states.shape[:2]
+        layout = segment_layout(batch, tokens, *self.config.window, device=hidden_states.device, state=state, **masks)
+        return SharedInputs(layout, states, {}, return_weights)
+
+    def begin(self, hidden_states: Tensor, infini: SharedInputs) -> tuple[Tensor, Attend]:
+        """The input of the projections, `[batch, tokens, width]`: `hidden_states`, with the short convolution if there is
+        one. And the function that attends with what they give, and leaves the layer's next state."""
+        layout, states, rule = infini.layout, infini.states, self.rule
+        state = None if states is None else states.before(self.layer_idx)
+        exchange = None if states is None else states.exchange
         recent, taps = None if state is None else state.recent_inputs, self.config.memory_conv
         if taps:
             if recent is None:
                 recent = hidden_states.new_zeros(hidden_states.shape[0], taps - 1, hidden_states.shape[2])
-            recent = recent if states is None else states.inputs_before(hidden_states, recent)
+            recent = recent if exchange is None else exchange.received_inputs(hidden_states, recent)
             added, recent = short_convolution(hidden_states, self.memory_conv, layout, recent)
             hidden_states = hidden_states + added
-        return LayerCall(hidden_states, layout, state, states, recent, outside_model)
 
-    def log_weight(self, call: LayerCall) -> Tensor | None:
+        def attend_with_memory(query: Tensor, key: Tensor, value: Tensor, options: ScoreOptions):
+            tokens, before = Projections(query, key, value, self.log_weight(hidden_states)), state
+            if self.change_projections is not None:
+                tokens = self.change_projections(tokens)
+            if before is None:
+                window = (layout.segment_length, layout.local_segments, layout.sink_tokens)
+                weights = 0 if tokens.log_weight is None else tokens.log_weight.shape[-1]
+                initial = {"log_weights": weights, "normalised": rule.normalised}
+                before = InfiniState.initial(key, value, *window, **initial, **self.start())
+            elif torch.is_grad_enabled():  # the weights may be others than when the state was made, and its graph gone
+                before = replace(before, **self.start())
+            before = before if exchange is None else exchange.received_state(before, tokens, layout, rule)
+            output, after, weights = attend(
+                tokens,
+                self.gate(),
+                layout,
+                rule,
+                options,
+                before,
+                return_state=states is not None,
+                return_weights=infini.return_weights,
+                in_place=states is not None and states.may_overwrite(self.layer_idx),
+            )
+            if states is not None and after is not None:
+                states.leave(self.layer_idx, replace(after, recent_inputs=recent))
+            return output, weights if infini.return_weights else None
+
+        return hidden_states, attend_with_memory
+
+    def log_weight(self, hidden_states: Tensor) -> Tensor | None:
         """The logarithms of what each token weighs in the memory, or of the update rule's rates, `[batch, heads, tokens,
-        rates]`; `None`: all weigh 1."""
+        rates]`; `None`: all weigh 1. `hidden_states`: the input of the projections."""
         if own := {name: getattr(self, name) for name in self._rule.parameters(1, 1)}:
-            return self._rule.log_rates(call.hidden_states, **own)
+            return self._rule.log_rates(hidden_states, **own)
         if self.config.memory_write == "equal":
             return None
-        return F.linear(call.hidden_states, self.memory_write).transpose(1, 2).unsqueeze(-1)
+        return F.linear(hidden_states, self.memory_write).transpose(1, 2).unsqueeze(-1)
 
-    def attend_with_memory(
-        self, call: LayerCall, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax, return_weights: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        """The heads' output `[batch, heads, tokens, head_dim]` and, if asked for, the local weights, as [`attend`] has them.
+
+def infini_attention_function(
+    module, query, key, value, attention_mask, *, attend: Attend, scaling=None, dropout=0.0, softcap=None, **others
+):
+    """The registered attention function: what `attend` gives, its output as `[batch, tokens, heads, head_dim]`."""
+    eager = module.config.of_model._attn_implementation == "eager"
+    upcast = eager and getattr(module, "reorder_and_upcast_attn", False)
+    output, weights = attend(query, key, value, ScoreOptions(scaling, dropout, eager, upcast, softcap))
+    return output.transpose(1, 2), weights
+
+
+AttentionInterface.register(INTERFACE, infini_attention_function)
+
+
+class LayerConfig:
+    """Forwards to a model's configuration; overrides only `_attn_implementation`. An own forward chooses its attention
+    function by the configuration alone, and layers without a memory share the model's; a copy would not learn of changes."""
+
+    _attn_implementation = INTERFACE
+
+    def __init__(self, of_model):
+        self.of_model = of_model
+
+    def __getattr__(self, name: str):
+        if name == "of_model":  # while a copy is made
+            raise AttributeError(name)
+        return getattr(self.of_model, name)
+
+
+class KeywordlessLayerMixin(nn.Module):
+    """A decoder layer that drops keywords; comes before its own class. Its attention, which looks at no mask, is given
+    `infini` in the place of the mask: an argument is there again when gradient checkpointing runs the layer again."""
+
+    own_class: type
+
+    def forward(self, *args, attention_mask=None, infini: SharedInputs | None = None, **kwargs):
+        return super().forward(*args, attention_mask=attention_mask if infini is None else infini, **kwargs)
+
+
+class InfiniAttentionMixin(MemoryLayerMixin):
+    """Segmented attention with a memory; comes before a decoder's own attention class, whose parameters stay as they are.
+    [`MemoryLayerMixin`] describes the new ones."""
+
+    own_class: type  # the attention class that comes after this one
+    argument_names: Sequence[str]  # of its forward, from the second on
+    cache_argument: str  # which of them is the cache
+    turning_function: Any = None  # turns a query and a key by rotary positions
+
+    def swap_in(self, config: LayerConfig, tables: dict[str | None, tuple[Tensor, ...]]) -> None:
+        """Gives the layer its memory; `tables`: the model's [`InfiniModelMixin.rotary_tables`]."""
+        self.config = config
+        self.rotary_type = None if None in tables or not tables else config.layer_types[self.layer_idx]
+        like = self._like()
+        self.turns_states = bool(tables) and self._turns_states(tables[self.rotary_type])
+        self.add_memory_parameters(config.hidden_size, device=like.device, dtype=like.dtype)
+        self.init_memory_parameters()
+
+    def swap_out(self) -> None:
+        """Makes it a layer of the own class again, whatever its memory has learned."""
+        self.drop_memory_parameters()
+        self.config = self.config.of_model
+        for name in ("rotary_type", "turns_states"):
+            self.__dict__.pop(name, None)  # not there where the memory could not be added
+        swap_class(self, self.own_class)
+
+    @property
+    def head_counts(self) -> tuple[int, int, int]:
+        """Query heads, key/value heads, and the width of one."""
+        heads = self.config.num_attention_heads
+        width = getattr(self, "head_dim", None) or getattr(self, "head_size", None) or self.config.hidden_size // heads
+        return heads, getattr(self.config, "num_key_value_heads", None) or heads, width
+
+    def _like(self) -> Tensor:
+        """A tensor of the device and the dtype of the layer."""
+        dtype = next(parameter.dtype for parameter in self.parameters() if parameter.is_floating_point())
+        return torch.empty(0, device=device_of(self), dtype=dtype)
+
+    def _turns_states(self, tables: tuple[Tensor, ...]) -> bool:
+        """Whether queries depend on the position embeddings: some models have layers without positions."""
+        with torch.enable_grad():
+            like = self._like()
+            tables = tuple(table[:1].detach().to(like.device, copy=True).requires_grad_() for table in tables)
+            hidden_states = torch.ones(1, 1, self.config.hidden_size, device=like.device, dtype=like.dtype)
+            query = self._project(hidden_states, own_form(tables))[0]  # weights of 8 bits after it may have no gradient
+            return query.requires_grad and torch.autograd.grad(query.sum(), tables[0], allow_unused=True)[0] is not None
+
+    def _project(self, hidden_states: Tensor, position_embeddings) -> tuple[Tensor, Tensor, Tensor, ScoreOptions]:
+        """What the own forward gives its attention function."""
+        found: list[tuple[Tensor, Tensor, Tensor, ScoreOptions]] = []
+
+        def attend(query: Tensor, *others):
+            found.append((query, *others))
+            return query, None
+
+        given: dict[str, Any] = dict.fromkeys(self.argument_names)
+        if "position_embeddings" in given:
+            given["position_embeddings"] = position_embeddings
+        super().forward(hidden_states, attend=attend, **given)
+        return found[0]
+
+    def projections(
+        self, hidden_states: Tensor, infini: SharedInputs | None = None
+    ) -> tuple[Tensor, Tensor, Tensor, ScoreOptions]:
+        """Queries, keys and values of `[batch, tokens, width]`, `[batch, heads, tokens, head_dim]` each, un-rotated, and how
+        its windows are computed; `infini` as of `forward`."""
+        tables = None if infini is None else infini.rotary.get(self.rotary_type)
+        query, key, value, options = self._project(hidden_states, None if tables is None else neutral(tables))
+        return query, key, value, replace(options, rotary=self.window_rotary(tables, hidden_states))
+
+    @torch.no_grad()
+    def check_swapped(self, tables: dict[str | None, tuple[Tensor, ...]]) -> None:
+        """Compares attention inside one window, without a memory, with the own class's on random input.
 
         Args:
-            query, key, value: the projections of `call.hidden_states`, `[batch, heads, tokens, head_dim]`, un-rotated.
+            tables: the model's [`InfiniModelMixin.rotary_tables`] of one place more than [`TEST_TOKENS`], in float32.
+
+        Raises:
+            ValueError: they differ.
         """
-        tokens, state, states = Projections(query, key, value, self.log_weight(call)), call.state, call.states
-        if state is None:
-            window = (call.layout.segment_length, call.layout.local_segments, call.layout.sink_tokens)
-            weights = 0 if tokens.log_weight is None else tokens.log_weight.shape[-1]
-            options = {"log_weights": weights, "normalised": self.rule.normalised}
-            state = InfiniState.initial(key, value, *window, **options, **self.start())
-        elif torch.is_grad_enabled():  # the weights may be others than when the state was made, and its graph gone
-            state = replace(state, **self.start())
-        state = state if states is None else states.continued(state, tokens, call.layout, self.rule)
-        output, after, weights = attend(
-            tokens,
-            self.gate(),
-            call.layout,
-            self.rule,
-            softmax,
-            state,
-            return_state=states is not None,
-            return_weights=return_weights,
-            in_place=states is not None and states.may_overwrite(self.layer_idx),
-        )
-        if states is not None and after is not None:
-            states.leave(self.layer_idx, replace(after, recent_inputs=call.recent))
-            if call.outside_model:
-                states.advance_layers(call.hidden_states.shape[1])
-        return output, weights if return_weights else None
+        with in_float32(self):
+            difference, size = self._difference(tables.get(self.rotary_type))
+        # Rounding in another order: a few units in the last place of sums of some hundred products. Weights of few bits may
+        # round what they are multiplied by
+        quantized = any(type(parameter) is not nn.Parameter for parameter in self.parameters())
+        if not difference <= size * (0.03 if quantized else 1e-4):
+            raise ValueError(
+                f"layer {self.layer_idx}, a {self.own_class.__name__}, cannot be given a memory: inside one window it would "
+                f"differ by {difference:.2g} from its own attention, whose outputs reach {size:.2g}. What it does beside "
+                "softmax attention over rotary positions is not known here."
+            )
+
+    def _difference(self, tables: tuple[Tensor, ...] | None) -> tuple[float, float]:
+        """The largest difference on random input, and the largest number of the own class's output."""
+        like = self._like()
+        like = like.to(torch.promote_types(like.dtype, torch.float32))
+        tables = None if tables is None else tuple(table.to(like.device) for table in tables)
+        shape = 1, TEST_TOKENS, self.config.hidden_size
+        hidden_states = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(like)
+        mask = torch.full((TEST_TOKENS, TEST_TOKENS), torch.finfo(like.dtype).min).triu(1)[None, None].to(like)
+        given: dict[str, Any] = {"attention_mask": mask}
+        if tables is not None and "position_embeddings" in self.argument_names:
+            given["position_embeddings"] = own_form(tuple(table[None, :TEST_TOKENS] for table in tables))
+        config, self.config = self.config, self.config.of_model
+        try:
+            wanted = super().forward(hidden_states, **given)[0]
+        finally:
+            self.config = config
+        in_one_window = SharedInputs(None, None, {} if tables is None else {self.rotary_type: tables})
+        found = type(self).forward(self, hidden_states, infini=in_one_window)[0]
+        return float((found - wanted).abs().max()), float(wanted.abs().max())
+
+    def forward(self, hidden_states: Tensor, *args, infini: SharedInputs | None = None, **kwargs):
+        """As the own forward, and
+
+        Args:
+            infini: what the base model made for all layers. Without it the layer is called outside of a model, which works
+                for models without rotary positions: then the layout is made from `attention_mask` and `position_ids`,
+                `[batch, tokens]` each, and a cache is brought up to date.
+
+        Returns:
+            The output `[batch, tokens, width]`, and, with `output_attentions` or the eager implementation, the local weights
+            `[batch, heads, tokens, sink_tokens + (local_segments + 1) * segment_length]`: column `c` is place `c` of the
+            query's window, in which the sinks come first and the query's own segment last. Padding has zeros.
+        """
+        given = dict(zip(self.argument_names, args, strict=False)) | kwargs
+        given = with_one_name(given, CACHE) if OTHER_NAME in given else given
+        if given.get("encoder_hidden_states") is not None:
+            raise ValueError(f"a {type(self).__name__} is causal self-attention; cross-attention is not supported.")
+        mask, cache = given.pop("attention_mask", None), given.pop(self.cache_argument, None)
+        if infini is None and isinstance(mask, SharedInputs):
+            infini = mask
+        outside_model = infini is None
+        if infini is None:
+            weights = bool(given.get("output_attentions")) or self.config.of_model._attn_implementation == "eager"
+            masks = {"attention_mask": mask, "position_ids": given.get("position_ids")}
+            infini = self.inputs_outside_model(hidden_states, cache, weights, **masks)
+        tables = infini.rotary.get(self.rotary_type)
+        if infini.layout is None:
+            rotary, attend = self._own_rotary(tables), attend_in_one_window
+        else:
+            rotary = self.window_rotary(tables, hidden_states)
+            hidden_states, attend = self.begin(hidden_states, infini)
+
+        def attend_rotated(query: Tensor, key: Tensor, value: Tensor, options: ScoreOptions):
+            written_out = options.written_out or infini.return_weights
+            return attend(query, key, value, replace(options, written_out=written_out, rotary=rotary))
+
+        if tables is not None and "position_embeddings" in self.argument_names:
+            given["position_embeddings"] = neutral(tables)
+        # The states tell how many columns came before, and keep nothing of keys and values: `attend` does
+        given |= {"attention_mask": None, self.cache_argument: infini.states, "attend": attend_rotated}
+        output = super().forward(hidden_states, **given)
+        if outside_model and infini.states is not None:
+            infini.states.advance_layers(hidden_states.shape[1])
+        return output
+
+    def window_rotary(self, tables: tuple[Tensor, ...] | None, like: Tensor) -> Rotary | None:
+        """How queries and keys are turned, of the model's tables (`None` outside of a model); `None`: not at all."""
+        if tables is None and "position_embeddings" in self.argument_names:
+            raise ValueError(f"a {type(self).__name__} needs what its model makes for all layers: call the model.")
+        return self._own_rotary(tables)
+
+    def _own_rotary(self, tables: tuple[Tensor, ...] | None) -> Rotary | None:
+        return Rotary(tables, self.turn) if tables is not None and self.turns_states else None
+
+    def turn(self, states: Tensor, *places: Tensor) -> Tensor:
+        """States `[…, tokens, head_dim]` turned by the model's own function; `places`: their rows of the tables,
+        `[tokens, width]` or `[batch, 1, tokens, width]`; of a head's numbers only so many are turned."""
+        rows = [row[None] if row.dim() == 2 else row.squeeze(1) for row in places]
+        flat = states if states.dim() == 4 else states.reshape(-1, 1, *states.shape[-2:])
+        if rows[0].is_complex():  # Llama 4: heads after tokens
+            turned, _ = self.turning_function(flat.transpose(1, 2), flat.transpose(1, 2)[:, :, :0], *rows)
+            return turned.transpose(1, 2).reshape(states.shape)
+        width = rows[0].shape[-1]
+        front, rest = flat[..., :width], flat[..., width:]
+        turned, _ = self.turning_function(front, front[:, :0], *rows)
+        return torch.cat([turned, rest], -1).reshape(states.shape)
+
+
+@contextlib.contextmanager
+def in_float32(module: nn.Module) -> Iterator[None]:
+    """Within it, a module's parameters of 16 bits are in float32; those of quantized weights stay. Where scores are large,
+    16 bits round them by more than 1, and softmax gives something else for every order of the sums."""
+    plain = [parameter for parameter in module.parameters() if type(parameter) is nn.Parameter]
+    short = [parameter for parameter in plain if parameter.is_floating_point() and parameter.itemsize == 2]
+    kept = [parameter.data for parameter in short]
+    try:
+        for parameter in short:
+            parameter.data = parameter.data.float()
+        yield
+    finally:
+        for parameter, data in zip(short, kept, strict=True):
+            parameter.data = data
+
+
+def attend_in_one_window(query: Tensor, key: Tensor, value: Tensor, options: ScoreOptions) -> tuple[Tensor, None]:
+    """An [`Attend`]: softmax attention inside one window, from its second place on, without a memory."""
+    places = slice(1, 1 + query.shape[2])
+    query, key = options.compared_queries(query, places), options.compared_keys(key, places)
+    query, key, value = (part[:, None, :, None] for part in (query, key, value))  # one segment of one block
+    return window_attention(query, key, value, None, options)[0][:, 0, :, 0], None
+
+
+def own_form(tables: tuple[Tensor, ...]) -> tuple[Tensor, ...] | Tensor:
+    """Position embeddings as an own forward takes them: cosines and sines, or complex numbers."""
+    return tables if len(tables) > 1 else tables[0]
+
+
+def neutral(tables: tuple[Tensor, ...]) -> tuple[Tensor, ...] | Tensor:
+    """Position embeddings `[1, 1, width]` that turn nothing, in the form of a window's tables."""
+    ones, *sines = (table[None, :1] for table in tables)
+    return own_form((torch.ones_like(ones), *map(torch.zeros_like, sines)))

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import cached_file
 
-from ..compat.hooks import unchanged_on_error
+from ..compat.swap_class import unchanged_on_error
 from ..layers.memory_layer import PARAMETERS, memory_parameters
 from .base import InfiniPreTrainedMixin
 from .checkpoints import SUMMED, one_line, read_json

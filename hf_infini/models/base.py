@@ -1,34 +1,49 @@
 """Infini-attention in a decoder of transformers: mixins that come before its own base model and heads.
 
-No model code is copied. The layers are swapped in place ([`InfiniAttentionMixin`]); the base model makes the layout of a
-call once, and passes it down with the layers' states as a keyword.
+No model code is copied. The layers are swapped in place ([`InfiniAttentionMixin`]); the base model makes what they share
+once for a call, [`SharedInputs`], and passes it down as a keyword.
 """
 
+import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.utils import logging
 
-from ..cache.cache import InfiniCache, StatesOfCall
-from ..compat.cache_name import CACHE, with_one_name
-from ..compat.class_lookups import enter_adapters, enter_weights
-from ..compat.hooks import become, device_of
+from ..cache.cache import InfiniCache, InfiniLayer, PendingStates, check_rows
+from ..compat.cache_name import CACHE, OTHER_NAME, with_one_name
+from ..compat.class_lookups import alias_adapters, alias_weights
+from ..compat.execution_device import device_of
 from ..compat.hub_code import ModelBase
+from ..compat.swap_class import swap_class
 from ..layers.gates import watch_gates
-from ..layers.swapped_attention import TEST_TOKENS, InfiniAttentionMixin, LayerConfig, ModelCall
+from ..layers.memory_layer import TEST_TOKENS, InfiniAttentionMixin, KeywordlessLayerMixin, LayerConfig, SharedInputs
+from ..ops.checks import bool_mask, check_kinds
 from ..ops.layout.base import Layout
-from .common import (
-    InitializationMixin,
-    check_inputs,
-    checkpoints_gradients,
-    counted_positions,
-    kept_layers_masks,
-    layout_of_call,
-    memory_cache,
-    memory_mask_of,
-)
-from .structure import attention_layers, decoder_of
+from ..ops.layout.build import segment_layout
+from ..ops.state import InfiniState
+from ..options import layer_kinds
+from .checkpoints import CheckedLoadingMixin
+from .masks import kept_layers_masks
+from .peft import AdaptedModelMixin
+from .structure import decoder_layers, decoder_of
+
+logger = logging.get_logger(__name__)
+
+
+class InitializationMixin(AdaptedModelMixin, CheckedLoadingMixin):
+    """Loads whole checkpoints only, and has `_init_weights` called for every module; comes before `PreTrainedModel`.
+
+    For classes outside of transformers, it passes over modules whose own parameters are all initialised, and takes a module
+    without any (GPT-2's MLP) for one: the scaled start of the projections inside would be lost. What was loaded is safe
+    without that, because `_init_weights` writes only through `transformers.initialization`.
+    """
+
+    def _initialize_weights(self, module, is_custom_code: bool = False):
+        super()._initialize_weights(module, False)
 
 
 class InfiniPreTrainedMixin(InitializationMixin):
@@ -56,17 +71,19 @@ class InfiniPreTrainedMixin(InitializationMixin):
         """Gives the layers that the configuration names their memory, in place, if they do not have it."""
         base: Any = decoder_of(self)  # is made an InfiniModelMixin
         if not isinstance(base, InfiniModelMixin):
-            become(base, self.class_with_memory(type(base)))
+            swap_class(base, self.class_with_memory(type(base)))
         for part in (self, base):
-            enter_weights(part.own_class.config_class.model_type, part.config.model_type)
-            enter_weights(part.own_class.__name__, f"Infini{part.own_class.__name__}")
-        enter_adapters(base.config.model_type)  # of experts PEFT looks for the type before it asks for `to_dict()`
+            alias_weights(part.own_class.config_class.model_type, part.config.model_type)
+            alias_weights(part.own_class.__name__, f"Infini{part.own_class.__name__}")
+        alias_adapters(base.config.model_type)  # of experts PEFT looks for the type before it asks for `to_dict()`
         base.set_positions()
-        layers, config = attention_layers(base), LayerConfig(base.config)
+        layers, config = decoder_layers(base), LayerConfig(base.config)
         for number in base.config.infini_layers:
-            attention: Any = layers[number]  # is made an InfiniAttentionMixin
+            layer, attention = layers[number]  # is made an InfiniAttentionMixin
+            if base.layers_drop_keywords and not isinstance(layer, KeywordlessLayerMixin):
+                swap_class(layer, self.class_with_memory(type(layer)))
             if not isinstance(attention, InfiniAttentionMixin):
-                become(attention, self.class_with_memory(type(attention)))
+                swap_class(attention, self.class_with_memory(type(attention)))
                 attention.swap_in(config, base.rotary_tables(1))
 
     # transformers reads these two from the file of a class, and this one's layers and experts are those of the own class
@@ -152,7 +169,8 @@ class InfiniModelMixin(ModelBase):
                 weights.
         """
         watch_gates(self)
-        given = with_one_name(dict(zip(self.argument_names, args, strict=False)) | kwargs, CACHE)
+        given = dict(zip(self.argument_names, args, strict=False)) | kwargs
+        given = with_one_name(given, CACHE) if OTHER_NAME in given else given
         ids, embeddings = given.get("input_ids"), given.get("inputs_embeds")
         tokens = check_inputs(ids, embeddings)
         weights = given.get("output_attentions")
@@ -163,17 +181,17 @@ class InfiniModelMixin(ModelBase):
         if use_cache is None:
             use_cache = self.config.use_cache and not checkpoints_gradients(self)
         cache = memory_cache(self, given.get(CACHE), use_cache, tokens.shape[0])
-        states = None if cache is None else cache.states()
-        masks = (given.get("attention_mask"), given.get("position_ids"), memory_mask)
-        layout = layout_of_call(self.config, tokens, *masks, cache, max_documents)
-        given["position_ids"] = self.own_positions(layout, masks[1], cache)
+        positions = given.get("position_ids")
+        masks = {"attention_mask": given.get("attention_mask"), "position_ids": positions, "memory_mask": memory_mask}
+        infini = shared_inputs(self.config, tokens, cache, max_documents, **masks)
+        layout, states = infini.layout, infini.states
+        given["position_ids"] = self.own_positions(layout, positions, cache)
         segment_length, local_segments, sink_tokens = self.config.window
-        tables = self.rotary_tables(sink_tokens + (local_segments + 1) * segment_length)
-        call = ModelCall(layout, states, 0 if cache is None else cache.get_seq_length(), tables, weights)
-        mask: Any = self._masks(layout, cache, states)
-        if self.layers_drop_keywords:
-            mask.infini = call
-        given |= {"attention_mask": mask, CACHE: cache, "use_cache": use_cache, "infini": call}
+        tables = self.rotary_tables(sink_tokens + (local_segments + 1) * segment_length, device=tokens.device)
+        weights = weights or self.config._attn_implementation == "eager"
+        infini = infini._replace(rotary=tables, return_weights=weights)
+        mask = self._masks(layout, cache, states)
+        given |= {"attention_mask": mask, CACHE: cache, "use_cache": use_cache, "infini": infini}
         output = super().forward(**given)
         if cache is not None and states is not None:
             cache.advance(states, ids, layout, tokens.shape[1])
@@ -188,13 +206,16 @@ class InfiniModelMixin(ModelBase):
         """The positions that the own forward is given: layers without a memory see them."""
         return counted_positions(layout, cache) if position_ids is None else position_ids
 
-    def rotary_tables(self, places: int, dtype: torch.dtype | None = None) -> dict[str | None, tuple[Tensor, ...]]:
+    def rotary_tables(
+        self, places: int, dtype: torch.dtype | None = None, device: torch.device | None = None
+    ) -> dict[str | None, tuple[Tensor, ...]]:
         """The position embeddings of so many places, `[places, width]` each (one, if they are complex numbers), by the type
-        of layer where that matters; empty for a model without rotary positions. `dtype`: `None` for the model's."""
+        of layer where that matters; empty for a model without rotary positions. `dtype`, `device`: `None` for the model's.
+        """
         rotary = getattr(self, "rotary_emb", None)
         if rotary is None:
             return {}
-        device = device_of(self.get_input_embeddings())
+        device = device_of(self.get_input_embeddings()) if device is None else device
         given = (torch.empty(1, 1, 1, device=device, dtype=dtype or self.dtype), torch.arange(places, device=device)[None])
         kinds: list[str | None] = [None]
         if self.turns_by_layer_type:
@@ -202,9 +223,13 @@ class InfiniModelMixin(ModelBase):
         found = {kind: rotary(*given) if kind is None else rotary(*given, kind) for kind in kinds}
         return {k: (t[0],) if isinstance(t, Tensor) else tuple(table[0] for table in t) for k, t in found.items()}
 
-    def _masks(self, layout: Layout, cache: InfiniCache | None, states: StatesOfCall | None):
-        """The masks of the layers with their own attention, as the own forward takes them ready-made."""
-        masks = kept_layers_masks(self.config, layout, cache, states, self.dtype)
+    def _masks(self, layout: Layout, cache: InfiniCache | None, states: PendingStates | None):
+        """The masks of the layers with their own attention, as the own forward takes them ready-made. Types of which no such
+        layer is left get a mask of one number, so that nobody makes one that grows with the text."""
+        kinds = layer_kinds(self.config)
+        masks: Any = dict.fromkeys(kinds, torch.ones(1, 1, 1, 1, dtype=torch.bool, device=layout.positions.device))
+        if len(self.config.infini_layers) < len(kinds):
+            masks |= kept_layers_masks(self.config, layout, cache, states, self.dtype)
         if self.takes_masks_by_type:
             return masks
         mask = next(iter(masks.values()))
@@ -216,7 +241,7 @@ class InfiniModelMixin(ModelBase):
 
     def needs_a_mask(self) -> bool:
         """Whether the own forward may not be left to find out that everything before a token is visible."""
-        return self.layers_drop_keywords
+        return False
 
     def _check_weights(self, wanted: bool) -> None:
         kept = self.config.num_hidden_layers - len(self.config.infini_layers)
@@ -226,3 +251,233 @@ class InfiniModelMixin(ModelBase):
                 f"attention: {self.config._attn_implementation} computes no weights there. Load the model with "
                 "attn_implementation='eager', or call model.set_attn_implementation('eager')."
             )
+
+
+def with_arguments_of(own, forward):
+    """A mixin's `forward` with the `own` one's signature and what the mixins add to it: others ask it what a model takes."""
+    signature, added = inspect.signature(own), inspect.signature(InfiniModelMixin.forward).parameters.values()
+    named = [*signature.parameters.values(), *(argument for argument in added if argument.kind is argument.KEYWORD_ONLY)]
+
+    @functools.wraps(forward)
+    def with_arguments(self, *args, **kwargs):
+        return forward(self, *args, **kwargs)
+
+    vars(with_arguments)["__signature__"] = signature.replace(parameters=sorted(named, key=lambda argument: argument.kind))
+    return with_arguments
+
+
+@check_kinds
+def check_inputs(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
+    """The one of the two that is given, or a ValueError unless there is one, with a token in it."""
+    if (input_ids is None) == (inputs_embeds is None):
+        raise ValueError("give exactly one of input_ids and inputs_embeds.")
+    given: Any = inputs_embeds if input_ids is None else input_ids
+    shape = list(given.shape[:2])
+    if not torch.compiler.is_compiling() and 0 in shape:
+        raise ValueError(f"the input must be [batch, tokens] with a row and a token at least; got {shape}.")
+    if given.dim() != 3 if input_ids is None else given.dim() != 2 or given.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            "input_ids must be whole numbers, [batch, tokens], and inputs_embeds [batch, tokens, width]; got "
+            f"{list(given.shape)}, {given.dtype}."
+        )
+    return given
+
+
+@check_kinds
+def memory_mask_of(config, input_ids, inputs_embeds, memory_mask: Tensor | None = None) -> Tensor | None:
+    """Which tokens of a call are written into a memory, `[batch, tokens]` bool: those of the mask (`None`: all), without the
+    configuration's special tokens where there are ids to know them by; `None`: all are.
+
+    Raises:
+        ValueError: `memory_mask` is of another shape, or the model has no memory.
+    """
+    if not config.infini_layers:
+        if memory_mask is not None:
+            raise ValueError("memory_mask says what is written into a memory, and this model has none: leave it out.")
+        return None
+    batch, tokens = (inputs_embeds if input_ids is None else input_ids).shape[:2]
+    if memory_mask is not None and tuple(memory_mask.shape) != (batch, tokens):
+        raise ValueError(
+            f"memory_mask must be [batch, tokens] = [{batch}, {tokens}], 1 for tokens that are written into the memory; got "
+            f"{list(memory_mask.shape)}. It covers the tokens of one call: for generate(), read the text with "
+            f"model(ids, memory_mask=…, {CACHE}=cache) and go on from the cache."
+        )
+    memory_mask = bool_mask("memory_mask", memory_mask, read_back=not torch.compiler.is_compiling())
+    ids = set()
+    for special in (config.bos_token_id, config.eos_token_id, config.pad_token_id):
+        ids |= set() if special is None else set(special) if isinstance(special, (list, tuple)) else {special}
+    if not config.mask_special_tokens or not ids:
+        return memory_mask
+    if input_ids is None:
+        if memory_mask is None and not torch.compiler.is_compiling():
+            logger.warning_once(
+                "inputs_embeds do not tell which tokens are special: mask_special_tokens does nothing, and all of them are "
+                "written into the memory. Say with memory_mask, [batch, tokens], which are to be."
+            )
+        return memory_mask
+    ordinary = ~torch.isin(input_ids, torch.tensor(sorted(ids), device=input_ids.device))
+    return ordinary if memory_mask is None else ordinary & memory_mask
+
+
+def check_cache(given) -> None:
+    """Refuses caches that a model with infini layers cannot continue.
+
+    Raises:
+        ValueError: `given` is neither `None` nor an [`InfiniCache`] of this copy of the code.
+    """
+    if given is None or isinstance(given, InfiniCache):
+        return
+    copies = [base for base in type(given).__mro__ if base.__name__ == InfiniCache.__name__]
+    if copies:
+        raise ValueError(
+            f"{CACHE} is an InfiniCache of another copy of the code, which may be another version: the cache's class "
+            f"is of {copies[0].__module__}, this model's of {InfiniCache.__module__}. Leave it out with use_cache=True and "
+            f"go on with the output's {CACHE}; or make or load it by the model's class, "
+            f"sys.modules[{InfiniCache.__module__!r}].InfiniCache. Where hf_infini is imported before a model is loaded "
+            "from the Hub, there is only one copy."
+        )
+    raise ValueError(
+        f"{CACHE} must be an InfiniCache, got {type(given).__name__}: a memory does not fit into other caches. "
+        "Leave it out with use_cache=True, or pass InfiniCache(model.config)."
+    )
+
+
+def memory_cache(model, given, use_cache: bool | None, batch: int) -> InfiniCache | None:
+    """The [`InfiniCache`] of one call of `batch` rows of a model with infini layers, or `None`: the given one, checked, or a
+    new one.
+
+    Raises:
+        ValueError: `given` is a cache of another kind, of other layers or of another number of rows, the call is to be
+            exported, or gradient checkpointing would run layers a second time that keep keys and values.
+    """
+    if use_cache and torch.compiler.is_exporting():
+        raise ValueError("torch.export cannot hold the cache of a memory: pass use_cache=False among the example inputs.")
+    check_cache(given)
+    wanted = [layer in model.config.infini_layers for layer in range(model.config.num_hidden_layers)]
+    if given is not None and [isinstance(layer, InfiniLayer) for layer in given.layers] != wanted:
+        raise ValueError(
+            f"{CACHE} is the cache of a model with other layers: this one has {len(wanted)}, with memory "
+            f"in {model.config.infini_layers}. Pass InfiniCache(model.config)."
+        )
+    state = None if given is None else given.first_state()
+    if state is not None:
+        check_rows("this call", batch, len(state.tokens_seen))
+    if given is not None:
+        given.drop_unfinished()
+    cache = InfiniCache(model.config) if use_cache and given is None else given
+    if cache is not None and checkpoints_gradients(model):
+        has_full_attention = not all(wanted)
+        functions = (getattr(module, "_gradient_checkpointing_func", None) for module in model.modules())
+        reentrant = any(getattr(function, "keywords", {}).get("use_reentrant") for function in functions)
+        if has_full_attention or reentrant:
+            reason = (
+                "layers of full attention would append their keys and values twice"
+                if has_full_attention
+                else "use_reentrant=True cuts the gradient through the memory"
+            )
+            remedy = "" if has_full_attention else ', call gradient_checkpointing_enable({"use_reentrant": False})'
+            raise ValueError(
+                f"gradient checkpointing in training does not go with this cache: {reason}. Pass use_cache=False and no "
+                f"{CACHE}{remedy}, or call gradient_checkpointing_disable()."
+            )
+    return cache
+
+
+def checkpoints_gradients(model) -> bool:
+    """Whether blocks of the model are run a second time in the backward pass of this call."""
+    if not (torch.is_grad_enabled() and model.training):
+        return False
+    return any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+
+
+@check_kinds
+def shared_inputs(
+    config, embeddings: Tensor, cache: InfiniCache | None, max_documents: int | None, **masks: Tensor | None
+) -> SharedInputs:
+    """What the layers of a model's call share, with these `embeddings` `[batch, tokens, width]`, or ids; `masks` as
+    [`segment_layout`] takes them, but the attention mask may also cover the past.
+
+    Raises:
+        ValueError: the mask or the positions do not go on from what the cache has read.
+    """
+    batch, tokens = embeddings.shape[:2]
+    masks["attention_mask"] = mask_of_call(masks["attention_mask"], batch, tokens, cache)
+    state, states = (None, None) if cache is None else (cache.first_state(), cache.pending_states())
+    check_continuation(masks["position_ids"], masks["attention_mask"], state)
+    if states is not None and states.exchange is not None:
+        state = states.exchange.begin(batch, tokens, embeddings.device, masks)
+    options = {"state": state, "max_documents": max_documents, "device": embeddings.device}
+    return SharedInputs(segment_layout(batch, tokens, *config.window, **masks, **options), states, {})
+
+
+def mask_of_call(attention_mask, batch: int, tokens: int, cache: InfiniCache | None):
+    """The part of the mask that covers this call's tokens: `generate` passes it for the past as well, which is compared with
+    what the cache has read.
+
+    Raises:
+        ValueError: a mask of another shape, or another past.
+    """
+    if attention_mask is None:
+        return None
+    past = 0 if cache is None else cache.get_seq_length()
+    widths = (tokens, past + tokens)
+    if attention_mask.dim() != 2 or attention_mask.shape[0] != batch or attention_mask.shape[1] not in widths:
+        raise ValueError(
+            f"attention_mask must be [batch, tokens] = [{batch}, {tokens}] or [{batch}, {past + tokens}] (this call's "
+            f"tokens, or those of the {past} before as well), 1 for real tokens; got {list(attention_mask.shape)}."
+        )
+    if cache is not None and past and attention_mask.shape[1] != tokens:
+        cache.text.check_past(attention_mask[:, :past])
+    return attention_mask[:, -tokens:]
+
+
+def check_continuation(position_ids, attention_mask, state: InfiniState | None) -> None:
+    """Refuses positions that neither continue from the state nor begin a new document with a 0.
+
+    Args:
+        position_ids: `[batch or 1, tokens]` of this call, or `None`; attention_mask: `[batch, tokens]` of it, or `None`.
+
+    Raises:
+        ValueError: there is a row of such positions.
+        RuntimeError: there is one, in a graph of torch.compile.
+    """
+    if position_ids is None or state is None:
+        return
+    positions = position_ids.expand(len(state.tokens_seen), -1)
+    real = torch.ones_like(positions) if attention_mask is None else attention_mask.long()
+    position = positions.gather(1, real.argmax(1, keepdim=True)).squeeze(1)  # of the first real token
+    wrong = real.any(1) & (state.tokens_seen > 0) & (position <= state.last_position) & (position != 0)
+    if torch.compiler.is_compiling():
+        torch._assert_async(~wrong.any(), "position_ids go back into what the cache has read, but not to 0.")
+    elif wrong.any():
+        row = int(wrong.nonzero()[0])
+        last = int(state.last_position[row])
+        raise ValueError(
+            f"position_ids of row {row} go on with {int(position[row])}, but the cache has read up to position {last}: give "
+            f"{last + 1} to go on, 0 to begin a new document, or leave position_ids out, and the tokens are counted."
+        )
+
+
+def counted_positions(layout: Layout, cache: InfiniCache | None) -> Tensor:
+    """`[batch or 1, tokens]`: positions that continue from the last one, for a call without positions. Positions given in
+    earlier calls may have gaps."""
+    state = None if cache is None else cache.first_state()
+    if state is None:
+        return layout.positions
+    return layout.positions + (state.last_position + 1 - state.tokens_seen).unsqueeze(1)
+
+
+def check_positions(positions, limit: int, kind: str, remedy: str) -> None:
+    """Refuses positions beyond a table of `limit` rows; in a graph of torch.compile the check is part of the graph.
+
+    Raises:
+        ValueError: there is one; the message has its number, the `kind` of positions and the remedy.
+        RuntimeError: there is one, in a graph.
+    """
+    if torch.compiler.is_compiling():
+        message = f"a position is beyond this model's {limit} {kind} positions (n_positions). {remedy}"
+        torch._assert_async((positions < limit).all(), message)
+        return
+    furthest = int(positions.max())
+    if furthest >= limit:
+        raise ValueError(f"position {furthest} is beyond this model's {limit} {kind} positions (n_positions). {remedy}")

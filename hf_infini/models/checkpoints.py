@@ -1,6 +1,6 @@
 """Whether a checkpoint is whole, and that of its configuration: one that is damaged or incomplete is never used.
 
-transformers starts what a file lacks at random, passes over what it has too much, and takes any numbers.
+transformers randomly initialises missing tensors, passes over unexpected ones, and takes any numbers.
 """
 
 import json

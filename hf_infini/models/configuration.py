@@ -12,7 +12,6 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from ..compat.class_lookups import PREFIX, AdaptersOfOwnMixin
 from ..compat.hub_code import HubConfigMixin, carry_code
-from ..model_facts import layer_kinds
 from ..options import MemoryOptions
 from .gpt2_configuration import InfiniGPT2Config
 from .option_checks import OptionsMixin, checked
@@ -49,13 +48,6 @@ class FamilyConfigMixin(MemoryOptions, OptionsMixin, AdaptersOfOwnMixin, HubConf
         for register in FAMILY_REGISTRARS:
             register(type(self))  # whoever has a configuration may ask an Auto class for its model next
         super().__post_init__(**kwargs)
-
-    @property
-    def infini_layers(self) -> list[int]:
-        """Numbers of the layers with a memory: by default those that would see everything, so that sliding ones stay."""
-        if self.layers is not None:
-            return sorted(self.layers)
-        return [layer for layer, kind in enumerate(layer_kinds(self)) if kind == "full_attention"]
 
     def validate_memory_options(self):
         """Those of every memory, and those of families."""

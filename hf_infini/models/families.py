@@ -1,5 +1,5 @@
 """The models with Infini-attention of every family of decoders, made when they are asked for: `families.InfiniLlamaModel` is
-`LlamaModel` with the mixins of modeling_infini.py before it, and so on for all of its heads.
+`LlamaModel` with the mixins of base.py before it, and so on for all of its heads.
 """
 
 import functools
@@ -10,15 +10,16 @@ from typing import Any
 import transformers
 from transformers import GenerationMixin, GPT2Config, PreTrainedConfig, PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.auto import modeling_auto
 from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
 
 from ..compat.cache_name import CACHE
-from ..compat.class_lookups import enter_tokenizer
+from ..compat.class_lookups import alias_tokenizer
 from ..compat.hub_code import HubModelMixin, carry_code
-from ..layers.swapped_attention import InfiniAttentionMixin
+from ..layers.memory_layer import InfiniAttentionMixin, KeywordlessLayerMixin
 from ..options import MemoryOptions
-from .base import InfiniModelMixin, InfiniPreTrainedMixin
+from .base import InfiniModelMixin, InfiniPreTrainedMixin, with_arguments_of
 from .checkpoints import HUB_OPTIONS
 from .configuration import FAMILY_REGISTRARS, FamilyConfigMixin, infini_config
 from .generation import MemoryGenerationMixin
@@ -48,7 +49,10 @@ DROP_KEYWORDS = ("stablelm", "nemotron")
 
 @functools.cache
 def infini_class(own: type) -> type:
-    """The class with Infini-attention of a family's own attention, base model, or model with a head."""
+    """The class with Infini-attention of a family's own attention, base model or model with a head, or of a decoder layer
+    that drops keywords."""
+    if issubclass(own, GradientCheckpointingLayer):  # with the own name, by which others keep such layers in one piece
+        return type(own.__name__, (KeywordlessLayerMixin, own), {"__module__": __name__, "own_class": own})
     if not issubclass(own, PreTrainedModel):
         return GPT2InfiniAttention if own is GPT2Attention else _attention_class(own)
     config: Any = own.config_class
@@ -58,7 +62,7 @@ def infini_class(own: type) -> type:
     if own.__name__ == base_model_name(config):
         mixin = InfiniGPT2ModelMixin if config is GPT2Config else InfiniModelMixin
         bases.append(mixin)
-        attributes["forward"] = _with_arguments_of(own.forward, mixin.forward)
+        attributes["forward"] = with_arguments_of(own.forward, mixin.forward)
         forward = inspect.unwrap(own.forward)
         attributes["argument_names"] = _arguments(forward)
         attributes["layers_drop_keywords"] = config.model_type in DROP_KEYWORDS
@@ -70,19 +74,6 @@ def infini_class(own: type) -> type:
         # transformers looks for a loss by the class's name, and where it finds none, its warning breaks a compiled graph
         attributes["_loss_function"] = staticmethod(ForCausalLMLoss)
     return type("Infini" + own.__name__, (*bases, own), attributes)
-
-
-def _with_arguments_of(own, forward):
-    """A mixin's `forward` with the `own` one's signature and what the mixins add to it: others ask it what a model takes."""
-    signature, added = inspect.signature(own), inspect.signature(InfiniModelMixin.forward).parameters.values()
-    named = [*signature.parameters.values(), *(argument for argument in added if argument.kind is argument.KEYWORD_ONLY)]
-
-    @functools.wraps(forward)
-    def with_arguments(self, *args, **kwargs):
-        return forward(self, *args, **kwargs)
-
-    vars(with_arguments)["__signature__"] = signature.replace(parameters=sorted(named, key=lambda argument: argument.kind))
-    return with_arguments
 
 
 def _attention_class(own: type) -> type:
@@ -105,7 +96,7 @@ def register_models(config: type[FamilyConfigMixin] | type[InfiniGPT2Config]) ->
     """Registers all models of a family with the Auto classes, and has them saved with their code."""
     own = config.own_class
     classes = {}
-    enter_tokenizer(own, config)
+    alias_tokenizer(own, config)
     for auto_class, table in AUTO_CLASSES.items():
         if own in table:
             classes[auto_class] = infini_class(table[own])

@@ -10,6 +10,7 @@ from transformers.generation import GenerationMode
 
 from ..cache.cache import InfiniCache
 from ..compat.cache_name import CACHE
+from .base import check_cache
 
 if TYPE_CHECKING:  # what the mixin comes before; it has no base when the code runs
     from transformers._typing import GenerativePreTrainedModel
@@ -128,26 +129,3 @@ class _WatchedCriteria(StoppingCriteriaList):
         if done.any():
             self.finished.rows = done if self.finished.rows is None else self.finished.rows | done
         return done
-
-
-def check_cache(given) -> None:
-    """Refuses caches that a model with infini layers cannot continue.
-
-    Raises:
-        ValueError: `given` is neither `None` nor an [`InfiniCache`] of this copy of the code.
-    """
-    if given is None or isinstance(given, InfiniCache):
-        return
-    copies = [base for base in type(given).__mro__ if base.__name__ == InfiniCache.__name__]
-    if copies:
-        raise ValueError(
-            f"{CACHE} is an InfiniCache of another copy of the code, which may be another version: the cache's class "
-            f"is of {copies[0].__module__}, this model's of {InfiniCache.__module__}. Leave it out with use_cache=True and "
-            f"go on with the output's {CACHE}; or make or load it by the model's class, "
-            f"sys.modules[{InfiniCache.__module__!r}].InfiniCache. Where hf_infini is imported before a model is loaded "
-            "from the Hub, there is only one copy."
-        )
-    raise ValueError(
-        f"{CACHE} must be an InfiniCache, got {type(given).__name__}: a memory does not fit into other caches. "
-        "Leave it out with use_cache=True, or pass InfiniCache(model.config)."
-    )

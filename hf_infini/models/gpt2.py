@@ -6,13 +6,11 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
 
 from ..cache.cache import InfiniCache
 from ..compat.cache_name import CACHE
-from ..compat.hooks import device_of
-from ..layers.memory_layer import rope_tables
-from ..layers.swapped_attention import InfiniAttentionMixin, LayerConfig
+from ..compat.execution_device import device_of
+from ..layers.memory_layer import InfiniAttentionMixin, LayerConfig, rope_tables
 from ..ops.layout.base import Layout
-from ..ops.positions import Rotary
-from .base import InfiniModelMixin
-from .common import check_positions, counted_positions
+from ..ops.window import Rotary
+from .base import InfiniModelMixin, check_positions, counted_positions
 from .gpt2_configuration import InfiniGPT2Config
 
 
@@ -42,7 +40,7 @@ class NoPositions(nn.Module):
     """In the place of GPT-2's position embedding where there is none."""
 
     def forward(self, position_ids: Tensor) -> Tensor:
-        return torch.zeros((), device=position_ids.device)  # of no dimension: a sum keeps the other's dtype
+        return torch.zeros((), device=position_ids.device)  # 0-dim, so addition keeps the dtype
 
 
 class InfiniGPT2ModelMixin(InfiniModelMixin):
@@ -73,10 +71,12 @@ class InfiniGPT2ModelMixin(InfiniModelMixin):
             output.last_hidden_state = output.last_hidden_state.unflatten(0, rows)
         return output
 
-    def rotary_tables(self, places: int, dtype: torch.dtype | None = None) -> dict[str | None, tuple[Tensor, ...]]:
+    def rotary_tables(
+        self, places: int, dtype: torch.dtype | None = None, device: torch.device | None = None
+    ) -> dict[str | None, tuple[Tensor, ...]]:
         if self.config.position_encoding != "rope":
             return {}
-        like = torch.empty(0, device=device_of(self.wte), dtype=dtype or self.dtype)
+        like = torch.empty(0, device=device or device_of(self.wte), dtype=dtype or self.dtype)
         return {None: rope_tables(self.config.window, self.config.n_embd // self.config.n_head, like)}
 
     def needs_a_mask(self) -> bool:

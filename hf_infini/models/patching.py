@@ -4,16 +4,16 @@ import transformers
 from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from ..compat.class_lookups import enter_adapters
-from ..compat.hooks import become
-from ..layers.swapped_attention import InfiniAttentionMixin
+from ..compat.class_lookups import alias_adapters
+from ..compat.swap_class import swap_class
+from ..layers.memory_layer import InfiniAttentionMixin, KeywordlessLayerMixin
 from ..options import MEMORY_OPTIONS, MemoryOptions
 from .base import InfiniPreTrainedMixin
 from .configuration import infini_config
 from .families import infini_class
 from .gpt2_configuration import OPTIONS as GPT2_OPTIONS
 from .gpt2_configuration import InfiniGPT2Config
-from .structure import attention_layers, decoder_of
+from .structure import decoder_layers, decoder_of
 
 
 def patch_model(model, *, base_only: bool = False, **options):
@@ -60,12 +60,12 @@ def patch_model(model, *, base_only: bool = False, **options):
     values = model.config.to_dict()
     accepted = config_class.without_ignored(values)
     config = _convert(model.config, config_class, accepted, **options)
-    attention_layers(base)  # or it is refused
+    decoder_layers(base)  # or it is refused
     model.__dict__["_unpatched_config_class"] = type(model.config)
     model.__dict__["_base_is_plain"] = True  # what its name leads to: see memory_adapter
     model.__dict__["_unpatched_ignored"] = {name: values[name] for name in values.keys() - accepted.keys()}
     _adopt(model, base, infini_class, config)
-    enter_adapters(config.model_type)  # PEFT may have put some into it already
+    alias_adapters(config.model_type)  # PEFT may have put some into it already
     if getattr(config, "position_encoding", None) == "rope":
         model.__dict__["_unpatched_embedding"] = base.wpe  # not a module of the model any more: neither trained nor saved
     try:
@@ -99,7 +99,7 @@ def unpatch_model(model, *, base_only: bool = False):
     if not isinstance(model, InfiniPreTrainedMixin) or not isinstance(base := decoder_of(model), InfiniPreTrainedMixin):
         raise ValueError(f"a {type(model).__name__} has no Infini-attention to take out.")
     _check_whole(model, base, base_only)
-    config_class = model.__dict__.get("_unpatched_config_class") or _own(type(model)).config_class
+    config_class = model.__dict__.get("_unpatched_config_class") or _plain_class(type(model)).config_class
     if getattr(model.config, "position_encoding", None) == "rope" and "_unpatched_embedding" not in model.__dict__:
         raise ValueError(
             "this model was built with position_encoding='rope': it has no position embedding, and a plain GPT-2 needs one."
@@ -109,14 +109,16 @@ def unpatch_model(model, *, base_only: bool = False):
     for name in ("_unpatched_config_class", "_base_is_plain"):
         model.__dict__.pop(name, None)
     config = _convert(model.config, config_class, model.config.to_dict(), **model.__dict__.pop("_unpatched_ignored", {}))
-    for attention in attention_layers(base):
+    for layer, attention in decoder_layers(base):
         if isinstance(attention, InfiniAttentionMixin):
             attention.swap_out()
-    _adopt(model, base, _own, config)
+        if isinstance(layer, KeywordlessLayerMixin):
+            swap_class(layer, layer.own_class)
+    _adopt(model, base, _plain_class, config)
     return model
 
 
-def _own(infini: type) -> type:
+def _plain_class(infini: type) -> type:
     """The inverse of [`infini_class`]."""
     return infini.own_class
 
@@ -149,7 +151,7 @@ def _adopt(model, base, class_of, config) -> None:
     """Makes the model, and the base model inside it, instances of their other classes, with the other configuration."""
     before = model.config
     for part in {model, base}:
-        become(part, class_of(type(part)))
+        swap_class(part, class_of(type(part)))
     for module in (model, *_modules_of(base)):
         if getattr(getattr(module, "config", None), "model_type", None) == before.model_type:
             module.config = config

@@ -101,7 +101,7 @@ def follow_peft() -> None:
         given = inspect.signature(save).bind(self, save_directory, *args, **kwargs)
         given.apply_defaults()
         options = given.arguments | given.arguments["kwargs"]
-        has_memory = any(hasattr(type(module), "attend_with_memory") for module in self.modules())
+        has_memory = any(hasattr(type(module), "add_memory_parameters") for module in self.modules())
         if has_memory and not options["safe_serialization"]:
             raise ValueError("an adapter beside a memory is saved as safetensors only: leave safe_serialization=False out.")
         save(self, save_directory, *args, **kwargs)

@@ -8,7 +8,12 @@ from ..compat.class_lookups import PREFIX
 
 
 def attention_layers(base: PreTrainedModel) -> list[nn.Module]:
-    """The attention modules of a decoder's layers, in order.
+    """The attention modules of a decoder's layers, in order; errors as [`decoder_layers`]."""
+    return [attention for _, attention in decoder_layers(base)]
+
+
+def decoder_layers(base: PreTrainedModel) -> list[tuple[nn.Module, nn.Module]]:
+    """A decoder's layers, each with its attention module, in order.
 
     Raises:
         ValueError: the model is not made of layers with one attention each.
@@ -18,7 +23,7 @@ def attention_layers(base: PreTrainedModel) -> list[nn.Module]:
         if isinstance(layers, nn.ModuleList) and len(layers) == count:
             found = [[m for m in layer.children() if type(m).__name__.endswith("Attention")] for layer in layers]
             if all(len(modules) == 1 for modules in found):
-                return [modules[0] for modules in found]
+                return [(layer, modules[0]) for layer, modules in zip(layers, found, strict=True)]
     raise ValueError(
         f"a {type(base).__name__} cannot have Infini-attention: it is not made of {count} decoder layers with one attention "
         "module each."

@@ -23,11 +23,10 @@ from .kernels import KERNELS
 from .layout.base import GridLayout
 from .layout.build import SegmentLayout, segment_layout
 from .memory import EPS, Within, memory_weight, mix
-from .positions import Rotary
 from .rules import MemoryRule, memory_rule
 from .state import InfiniState, Projections
 from .tensors import pad_to
-from .window import Softmax, for_every_head, window_attention, window_weights
+from .window import Rotary, ScoreOptions, for_every_head, window_attention, window_weights
 
 GROUP_ELEMENTS = {"cpu": 2**20, "cuda": 2**26}  # of the keys
 
@@ -125,7 +124,7 @@ def infini_attention(
     else:
         options = {"state": state, "max_documents": max_documents, "device": query.device}
         layout = segment_layout(batch, count, *window, **options, **masks)
-        softmax = Softmax(scaling, dropout, softcap=softcap, rotary=rotary, query_weight=query_weight)
+        softmax = ScoreOptions(scaling, dropout, softcap=softcap, rotary=rotary, query_weight=query_weight)
         output, new_state, _ = attend(tokens, gate, layout, rule, softmax, state, return_state=return_state)
     return output if new_state is None or not return_state else (output, new_state)
 
@@ -135,7 +134,7 @@ def attend(
     gate: Tensor,
     layout: SegmentLayout,
     rule: MemoryRule,
-    softmax: Softmax,
+    softmax: ScoreOptions,
     state: InfiniState | None = None,
     *,
     return_state: bool = False,
@@ -156,7 +155,7 @@ def attend(
     """
     if state is None:
         state = initial_state(tokens, (layout.segment_length, layout.local_segments, layout.sink_tokens), rule)
-    state = state.before(tokens, layout.places, rule.normalised)
+    state = state.checked_for(tokens, layout.places, rule.normalised)
     call = AttentionCall(tokens, gate, layout, rule, softmax, state, return_state, return_weights, in_place)
     return choose(call, BACKENDS)[0].run(call)
 
@@ -170,7 +169,8 @@ def _run_grid(call: AttentionCall) -> Attended:
     if not call.return_state:
         return Attended(output, None, weights)
     state = call.state.map_windows(lambda window, new: call.layout.next_window(new, window), call.tokens)
-    return Attended(output, state.after(call.layout, memory=_own(memory), normaliser=_own(normaliser)), weights)
+    last = {"memory": _compact_copy(memory), "normaliser": _compact_copy(normaliser)}
+    return Attended(output, state.after(call.layout, **last), weights)
 
 
 def _fits_step(call: AttentionCall) -> tuple[bool, str]:
@@ -191,7 +191,7 @@ def _attend_grid(
     gate: Tensor,
     layout: GridLayout,
     rule: MemoryRule,
-    softmax: Softmax,
+    softmax: ScoreOptions,
     state: InfiniState,
     return_weights: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
@@ -220,8 +220,8 @@ def _attend_grid(
         leaving_values = _blocks(all_values[number][:, :count], block).contiguous()
         windows = [leaving_keys, leaving_values]
         if local_segments:
-            reach = slice(number, number + 2)
-            windows = [_windows(groups[reach], count, local_segments, block) for groups in (all_keys, all_values)]
+            with_next = slice(number, number + 2)
+            windows = [_windows(groups[with_next], count, local_segments, block) for groups in (all_keys, all_values)]
         if sinks:
             parts = zip(first_tokens, windows, strict=True)
             windows = [torch.cat([_blocks(part[:, group.begin : group.end], block), window], 4) for part, window in parts]
@@ -274,7 +274,7 @@ def _grids(tokens: Projections, layout: GridLayout, state: InfiniState) -> Proje
 
 
 def _groups(grid: Tensor, size: int, early: int = 0) -> Sequence[Tensor]:
-    """The grid in groups of `size` segments (0: in one), the first of which begins so many segments early."""
+    """The grid in groups of `size` segments (0: in one), each starting `early` segments earlier."""
     grid = F.pad(grid, (0,) * 6 + (early, 0)) if early else grid
     return grid.split(size, 1) if size else (grid,)
 
@@ -342,10 +342,10 @@ def _windows(groups: Sequence[Tensor], count: int, local_segments: int, block: i
         groups: a group of the grid that begins w segments early, and the next if there is one, which the last windows reach
             into.
     """
-    reach = groups[0]
-    if reach.shape[1] < count + local_segments:
-        reach = torch.cat([reach, groups[1][:, :local_segments]], 1)
-    return torch.cat([_blocks(reach[:, shift : shift + count], block) for shift in range(local_segments + 1)], 4)
+    group = groups[0]
+    if group.shape[1] < count + local_segments:
+        group = torch.cat([group, groups[1][:, :local_segments]], 1)
+    return torch.cat([_blocks(group[:, shift : shift + count], block) for shift in range(local_segments + 1)], 4)
 
 
 def _earlier_segments(block: int, slots: int, heads_per_key: int, like: Tensor) -> Tensor:
@@ -367,12 +367,12 @@ def _of_no_tokens(
     as it was."""
     empty = initial_state(tokens, window, rule)
     state = empty if state is None else state
-    state.before(tokens, empty.local_key.shape[2], rule.normalised)
+    state.checked_for(tokens, empty.local_key.shape[2], rule.normalised)
     local = F.scaled_dot_product_attention(tokens.query, tokens.key, tokens.value, enable_gqa=True)
     return mix(local, local, gate[:, None, None]), state
 
 
-def _own(tensor: Tensor) -> Tensor:
+def _compact_copy(tensor: Tensor) -> Tensor:
     """A copy: the tensor is one of many states that the call made, and would keep all of them in memory. Its strides are
     those of a new tensor also in a batch of one, for torch.cond compares them."""
     return tensor.clone(memory_format=torch.contiguous_format)

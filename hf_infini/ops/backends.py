@@ -2,14 +2,13 @@
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from .layout.build import SegmentLayout
 from .rules import MemoryRule
 from .state import InfiniState, Projections
-from .window import Softmax
+from .window import ScoreOptions
 
 
 class AttentionCall(NamedTuple):
@@ -17,9 +16,9 @@ class AttentionCall(NamedTuple):
 
     tokens: Projections
     gate: Tensor
-    layout: SegmentLayout
+    layout: Any  # a StepLayout or a GridLayout, as `fits` has found
     rule: MemoryRule
-    softmax: Softmax
+    softmax: ScoreOptions
     state: InfiniState
     return_state: bool = False
     return_weights: bool = False

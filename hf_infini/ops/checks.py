@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..options import check_number
-from .positions import Rotary
+from .window import Rotary
 
 Function = TypeVar("Function", bound=Callable)
 LIMITS = {"scaling": {}, "softcap": {"greater_than": 0}, "dropout": {"at_least": 0, "below": 1}, "eps": {"at_least": 0}}

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .layout.base import Call, Layout
+from .layout.base import Layout, LayoutInputs
 from .memory import memory_weight
 from .rules import MemoryRule
 from .state import InfiniState, Projections
 from .tensors import pad
-from .window import Softmax, softmax_weights
+from .window import ScoreOptions, softmax_weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,7 +153,7 @@ def attend_step(
     gate: Tensor,
     layout: StepLayout,
     rule: MemoryRule,
-    softmax: Softmax,
+    softmax: ScoreOptions,
     state: InfiniState,
     in_place: bool,
 ) -> tuple[Tensor, InfiniState, Tensor | None]:
@@ -207,7 +207,7 @@ def _written(rule: MemoryRule, leaving, kept_out, memory, normaliser) -> tuple[T
     return states.last_memory, states.last_normaliser
 
 
-def step_layout(call: Call, state: InfiniState, seen: list[int]) -> StepLayout:
+def step_layout(call: LayoutInputs, state: InfiniState, seen: list[int]) -> StepLayout:
     """The layout of one token per row that goes on with the row's document, or is padding; `seen` is `state.tokens_seen` as
     a list."""
     real, length, local, batch = call.real, call.segment_length, call.local_segments, call.batch
@@ -266,7 +266,7 @@ def step_layout(call: Call, state: InfiniState, seen: list[int]) -> StepLayout:
     return _with_next_skipped(layout)
 
 
-def graph_step_layout(call: Call, state: InfiniState, restart: Tensor | None) -> StepLayout:
+def graph_step_layout(call: LayoutInputs, state: InfiniState, restart: Tensor | None) -> StepLayout:
     """The layout of one token per row for a graph; `restart` as in [`Layout`]."""
     real, length, local = call.real, call.segment_length, call.local_segments
     seen, in_memory = state.tokens_seen, state.memory_tokens
@@ -321,14 +321,14 @@ def graph_step_layout(call: Call, state: InfiniState, restart: Tensor | None) ->
     return _with_next_skipped(layout)
 
 
-def _last_position(call: Call, before: Tensor) -> Tensor:
+def _last_position(call: LayoutInputs, before: Tensor) -> Tensor:
     """`[batch]`, after the step."""
     positions, real = call.position_ids, call.real
     after = before + 1 if positions is None else positions[:, 0].long()
     return after if real is None else torch.where(real[:, 0], after, before)
 
 
-def _kept_out(call: Call, skipped: Tensor | None, first: Tensor | None) -> Tensor | None:
+def _kept_out(call: LayoutInputs, skipped: Tensor | None, first: Tensor | None) -> Tensor | None:
     """[`StepLayout.kept_out`]; `first` `[batch]` bool: whether the oldest segment of the window is the document's first;
     `None`: in no row."""
     length, sinks = call.segment_length, call.sink_tokens

@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .checks import check_arguments, check_kinds, check_shapes, check_window
-from .positions import Rotary
 from .rules import RULES, memory_rule
 from .state import InfiniState
 
@@ -59,7 +58,7 @@ def naive_infini_attention(
     return_state: bool = False,
     feature_maps: tuple[Tensor, Tensor] | None = None,
     log_weight: Tensor | None = None,
-    rotary: Rotary | None = None,
+    rotary: Any = None,
     scaling: float | None = None,
     softcap: float | None = None,
     query_weight: Tensor | None = None,

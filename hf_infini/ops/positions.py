@@ -6,7 +6,7 @@
 | `relative_keys` | a_ij = w[min(i − j, k)], added to the key | keys | Shaw et al. 2018, section 3.2 and equation 4 |
 | `t5_buckets` | exact up to half of the buckets, logarithmic beyond | scores | Raffel et al. 2020, section 2.1 |
 | `alibi_bias` | −m_h (i − j), m_h = 2^(−8h/H) | scores | Press et al. 2022, section 3 |
-| `rotate`, `Rotary` | pairs of numbers turned by the angle t · θ^(−2i/d) | queries, keys | Su et al. 2021, equation 34 |
+| `rotate` | pairs of numbers turned by the angle t · θ^(−2i/d) | queries, keys | Su et al. 2021, equation 34 |
 
 A learned position is a row of an embedding (Gehring et al. 2017) and needs no function. `distance` is everywhere the
 query's place minus the key's, in tokens: `[query, key]` int64, 0 for the token itself; what it is for later keys (negative)
@@ -14,7 +14,6 @@ does not matter, since causal attention masks them.
 """
 
 import math
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -122,28 +121,6 @@ def rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     Returns a tensor like `states`.
     """
     return torch.addcmul(states * cos.to(states.dtype), states.roll(states.shape[-1] // 2, -1), sin.to(states.dtype))
-
-
-class Rotary:
-    """Rotary positions in a window: the token in its place p is turned as one in position p of a text. Only distances count,
-    so that neither the length of a text nor the precision of large numbers matters.
-
-    Args:
-        tables: `[places, …]` each, what is known of every place, such as the [`rotation`] of their numbers.
-        turn: function of states `[…, tokens, head_dim]` and the rows of the tables for these tokens, which broadcast to
-            them; returns a tensor like the states.
-    """
-
-    def __init__(self, tables: tuple[Tensor, ...], turn: Callable[..., Tensor] = rotate):
-        self.tables, self.turn = tables, turn
-
-    def __call__(self, states: Tensor, places: slice | Tensor) -> Tensor:
-        """Turns states `[…, tokens, head_dim]`, tokens in these places, or `[batch, heads, tokens, head_dim]` with places
-        `[batch, tokens]`."""
-        rows = [table[places] for table in self.tables]
-        if isinstance(places, Tensor) and places.dim() == 2:
-            rows = [row.unsqueeze(1) for row in rows]
-        return self.turn(states, *rows)
 
 
 def _angles(positions: Tensor, width: int, theta: float) -> Tensor:

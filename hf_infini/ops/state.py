@@ -20,7 +20,7 @@ class Projections(NamedTuple):
         log_weight: `[batch, kv_heads, tokens, rates]`, logarithms of the update rule's rates of each token. A single one is
             added to the keys that the memory takes in: with exponential features a token's weight. `None`: zeros.
 
-    None of them is rotated: [`Softmax`] says how the window is.
+    None of them is rotated: [`ScoreOptions`] says how the window is.
     """
 
     query: Tensor
@@ -145,7 +145,7 @@ class InfiniState:
         """What is kept of the window's tokens: keys, values and log weights."""
         return self.local_key, self.local_value, self.local_log_weight
 
-    def before(self, tokens: Projections, places: int, normalised: bool) -> "InfiniState":
+    def checked_for(self, tokens: Projections, places: int, normalised: bool) -> "InfiniState":
         """The state that a call of these tokens continues, with a window of so many `places`, and with or without a
         normaliser. The window gets the wider dtype of the two, because one call may run under autocast and the next one
         without.

@@ -7,6 +7,7 @@ Shapes: `B` batch, `N` blocks of `T` segments, `C` slots in a segment, `W = S + 
 query heads, `K` key/value heads, `D` head dimension. The segment of a query is the last of its window.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -14,13 +15,35 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional as F
 
-from .positions import Rotary
+from .positions import rotate
 
 TILE = 128  # queries of a segment at a time; skips half of the scores that causality masks
 
 
+class Rotary:
+    """Rotary positions in a window: the token in its place p is turned as one in position p of a text. Only distances count,
+    so that neither the length of a text nor the precision of large numbers matters.
+
+    Args:
+        tables: `[places, …]` each, what is known of every place, such as the [`rotation`] of their numbers.
+        turn: function of states `[…, tokens, head_dim]` and the rows of the tables for these tokens, which broadcast to
+            them; returns a tensor like the states.
+    """
+
+    def __init__(self, tables: tuple[Tensor, ...], turn: Callable[..., Tensor] = rotate):
+        self.tables, self.turn = tables, turn
+
+    def __call__(self, states: Tensor, places: slice | Tensor) -> Tensor:
+        """Turns states `[…, tokens, head_dim]`, tokens in these places, or `[batch, heads, tokens, head_dim]` with places
+        `[batch, tokens]`."""
+        rows = [table[places] for table in self.tables]
+        if isinstance(places, Tensor) and places.dim() == 2:
+            rows = [row.unsqueeze(1) for row in rows]
+        return self.turn(states, *rows)
+
+
 @dataclass(frozen=True)
-class Softmax:
+class ScoreOptions:
     """How the softmax of a window is computed.
 
     Attributes:
@@ -58,9 +81,9 @@ class Softmax:
 
 
 def window_attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, softmax: Softmax, with_log_sum: bool = False
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, softmax: ScoreOptions, with_log_sum: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """Softmax attention inside the window, for many segments in one call.
+    """ScoreOptions attention inside the window, for many segments in one call.
 
     Args:
         query: `[B, N, H, T, C, D]`; key and value: `[B, N, K, T, W, D]`; where a slot is empty the result means nothing.
@@ -80,7 +103,7 @@ def window_attention(
 
 
 def window_weights(
-    query: Tensor, key: Tensor, mask: Tensor | None, softmax: Softmax, dtype: torch.dtype, with_log_sum: bool = False
+    query: Tensor, key: Tensor, mask: Tensor | None, softmax: ScoreOptions, dtype: torch.dtype, with_log_sum: bool = False
 ) -> tuple[Tensor, Tensor | None]:
     """The weights `[B, N, H, T, C, W]` of [`window_attention`], and its log Σ e^s; `dtype` is the weights'."""
     mask = _causal(query, key) if mask is None else mask
@@ -88,7 +111,7 @@ def window_weights(
 
 
 def softmax_weights(
-    query: Tensor, key: Tensor, mask: Tensor | None, softmax: Softmax, dtype: torch.dtype, with_log_sum: bool = False
+    query: Tensor, key: Tensor, mask: Tensor | None, softmax: ScoreOptions, dtype: torch.dtype, with_log_sum: bool = False
 ) -> tuple[Tensor, Tensor | None]:
     """softmax(scaling · Q Kᵀ) written out; query and key `[…, tokens, D]`; mask: bool, True = visible.
 
@@ -117,7 +140,7 @@ def for_every_head(tensor: Tensor, query: Tensor) -> Tensor:
     return tensor if repeats == 1 else tensor.repeat_interleave(repeats, 2)
 
 
-def _all_queries(query, key, value, mask, softmax: Softmax, with_log_sum: bool) -> tuple[Tensor, Tensor | None]:
+def _all_queries(query, key, value, mask, softmax: ScoreOptions, with_log_sum: bool) -> tuple[Tensor, Tensor | None]:
     """[`window_attention`] without tiles, keys and values with the query's heads: written out, or by torch's own kernel."""
     if not (softmax.written_out or softmax.softcap or with_log_sum):
         return _fused(query, key, value, mask, softmax), None
@@ -125,7 +148,7 @@ def _all_queries(query, key, value, mask, softmax: Softmax, with_log_sum: bool) 
     return weights @ value, log_sum
 
 
-def _fused(query, key, value, mask, softmax: Softmax) -> Tensor:
+def _fused(query, key, value, mask, softmax: ScoreOptions) -> Tensor:
     """[`window_attention`] by torch's own kernel."""
     slots, width = query.shape[-2], key.shape[-2]
     if mask is None and width != slots:

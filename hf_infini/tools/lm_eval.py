@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from ..model_facts import context_limit, layer_kinds
 from ..models.adapter import load_adapter, merged
+from ..options import context_limit, layer_kinds
 from .extras import needs
 from .metrics import score_spans
 
@@ -67,7 +67,7 @@ class InfiniLM(HFLM):
         if max_length is not None:
             if limit is not None and max_length > limit:
                 raise RequestError(f"max_length={max_length}: the model has {limit} learned positions, give no more")
-        elif hasattr(self.config, "n_positions") or _is_bounded(self.config):  # of others lm-eval finds out by itself
+        elif hasattr(self.config, "n_positions") or _is_bounded(self.config):  # lm-eval determines it for others
             self._max_length = limit or UNLIMITED
 
     def _create_model(self, pretrained: str, *args, adapter: str | None = None, **options) -> None:

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from huggingface_hub import ModelCardData
 from jinja2 import StrictUndefined, Template
 
-from hf_infini.model_facts import attention_of, context_limit
+from hf_infini.options import attention_of, context_limit
 from support.markdown import fence
 
 from .results import answers, counted, described, eval_results, losses

@@ -16,8 +16,8 @@ from transformers import set_seed
 from cli import UserError, describe
 from evaluation import inference
 from hf_infini.compat.hub_code import STUB
-from hf_infini.model_facts import context_limit
 from hf_infini.models.loading import load_causal_lm, load_tokenizer
+from hf_infini.options import context_limit
 from support.stages import read_json
 
 from .text import private_lines

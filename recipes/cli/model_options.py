@@ -107,9 +107,9 @@ def build_config(options: ModelOptions, tokenizer, context: int):
     from transformers import GPT2Config
 
     from hf_infini import CausalMHAConfig, InfiniGPT2Config
-    from hf_infini.model_facts import context_limit
     from hf_infini.models.loading import fingerprint
     from hf_infini.models.scratch.configuration import NEEDS
+    from hf_infini.options import context_limit
 
     family = options.model
     if not 0 <= options.dropout < 1:

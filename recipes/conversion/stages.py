@@ -14,10 +14,10 @@ from cli import UserError
 from cli.names import check_name
 from hf_infini import patch_model
 from hf_infini.layers.memory_layer import PARAMETERS
-from hf_infini.model_facts import context_limit
 from hf_infini.models.adapter import merged, restore_adapter
 from hf_infini.models.loading import fingerprint, load_causal_lm, load_tokenizer
 from hf_infini.models.structure import attention_layers, decoder_of
+from hf_infini.options import context_limit
 from support import measurement
 from support.prepared import read_tokenizer
 from support.stages import read_json, read_manifest, write_json

@@ -11,9 +11,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 import torch
 from torch import Tensor
 
-from hf_infini.layers.swapped_attention import InfiniAttentionMixin, neutral
+from hf_infini.layers.memory_layer import InfiniAttentionMixin, SharedInputs
 from hf_infini.models.structure import attention_layers, decoder_of
-from hf_infini.ops.positions import Rotary
 
 # Takes the number of a layer, its output with its memory, and its own attention's, `[batch, tokens, width]` each
 Compare = Callable[[int, Tensor, Tensor], None]
@@ -32,18 +31,29 @@ def full_attention(
             gradient. Without it, nothing is computed with memories.
         layers: numbers of those that attend to everything, the others as they are. `None`: all.
     """
+    in_one_window = _in_one_window(model, tokens)
 
-    def with_teacher(layer: InfiniAttentionMixin, own: Callable[[Tensor], Tensor]):
-        def forward(hidden_states: Tensor, *args, **kwargs) -> tuple[Tensor, None]:
-            with torch.set_grad_enabled(torch.is_grad_enabled() and compare is None):
-                full = own(hidden_states)
-            if compare is not None:
-                compare(layer.layer_idx, type(layer).forward(layer, hidden_states.detach(), *args, **kwargs)[0], full)
-            return full, None
+    def attend_to_everything(layer: InfiniAttentionMixin, args: tuple, keywords: dict):
+        return args, keywords | in_one_window
 
-        return forward if layers is None or layer.layer_idx in layers else None
+    def cut_gradient(layer: InfiniAttentionMixin, args: tuple, keywords: dict):
+        hidden_states, *others = args or (keywords.pop("hidden_states"),)
+        return (hidden_states.detach(), *others), keywords
 
-    with _replaced(model, tokens, with_teacher):
+    def compare_and_replace(layer: InfiniAttentionMixin, args: tuple, keywords: dict, output: tuple):
+        with torch.no_grad():
+            full = type(layer).forward(layer, *args, **keywords | in_one_window)[0]
+        compare(layer.layer_idx, output[0], full)
+        return full, None
+
+    with contextlib.ExitStack() as handles:
+        for layer in _layers_with_memory(model):
+            if layers is not None and layer.layer_idx not in layers:
+                continue
+            before = attend_to_everything if compare is None else cut_gradient
+            handles.callback(layer.register_forward_pre_hook(before, with_kwargs=True).remove)
+            if compare is not None:  # before other hooks, to which it is what the layer gives
+                handles.callback(layer.register_forward_hook(compare_and_replace, prepend=True, with_kwargs=True).remove)
         yield
 
 
@@ -51,38 +61,22 @@ def full_attention(
 def partly_full_attention(model, tokens: int, shares: Mapping[int, Tensor]) -> Iterator[None]:
     """Within it, each layer gives so large a share of its own full attention, and the rest as it is: at 0 it is the patched
     layer, at 1 the plain one; `model` and `tokens` as in [`full_attention`]."""
+    in_one_window = _in_one_window(model, tokens)
 
-    def mixed(layer: InfiniAttentionMixin, own: Callable[[Tensor], Tensor]):
-        def forward(hidden_states: Tensor, *args, **kwargs) -> tuple[Tensor, None]:
-            patched = type(layer).forward(layer, hidden_states, *args, **kwargs)[0]
-            return torch.lerp(patched, own(hidden_states), shares[layer.layer_idx].to(patched)), None
+    def mix(layer: InfiniAttentionMixin, args: tuple, keywords: dict, output: tuple):
+        full = type(layer).forward(layer, *args, **keywords | in_one_window)[0]
+        return torch.lerp(output[0], full, shares[layer.layer_idx].to(full)), None
 
-        return forward
-
-    with _replaced(model, tokens, mixed):
+    with contextlib.ExitStack() as handles:
+        for layer in _layers_with_memory(model):
+            handles.callback(layer.register_forward_hook(mix, prepend=True, with_kwargs=True).remove)
         yield
 
 
-@contextlib.contextmanager
-def _replaced(model, tokens: int, make: Callable) -> Iterator[None]:
-    """Within it, layers have the forwards that `make` gives them, of a layer and of its own attention; `None`: its own."""
-    base = decoder_of(model)
-    tables = base.rotary_tables(tokens + 1)  # a window's first place is taken by nothing
-    replaced = []
-    try:
-        for layer in attention_layers(base):
-            if isinstance(layer, InfiniAttentionMixin):
-                forward = make(layer, _own_attention(layer, tables.get(layer.rotary_type)))
-                if forward is not None:
-                    layer.forward = forward
-                    replaced.append(layer)
-        yield
-    finally:
-        for layer in replaced:
-            del layer.forward
+def _layers_with_memory(model) -> list[InfiniAttentionMixin]:
+    return [layer for layer in attention_layers(decoder_of(model)) if isinstance(layer, InfiniAttentionMixin)]
 
 
-def _own_attention(layer: InfiniAttentionMixin, tables: tuple[Tensor, ...] | None) -> Callable[[Tensor], Tensor]:
-    embeddings = None if tables is None else neutral(tables)
-    rotary = Rotary(tables, layer.turn) if layer.turns_states else None
-    return lambda hidden_states: layer.in_one_window(hidden_states, embeddings, rotary)
+def _in_one_window(model, tokens: int) -> dict[str, SharedInputs]:
+    """The keyword with which layers attend to everything; a window's first place is taken by nothing."""
+    return {"infini": SharedInputs(None, None, decoder_of(model).rotary_tables(tokens + 1))}

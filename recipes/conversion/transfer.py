@@ -5,13 +5,14 @@ kept, so that a step costs the attention of some layers, and not the whole model
 """
 
 import contextlib
-from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hf_infini.models.structure import attention_layers, decoder_of
+from hf_infini.ops.state import Projections
 
 from .teacher import full_attention
 from .trainers import SMALLEST, ConversionTrainer
@@ -65,14 +66,22 @@ class LayerComparison(nn.Module):
         if key in self.kept and length in self.calls:
             return
         found: dict[int, tuple[Tensor, Tensor]] = {}
-        calls = self.calls.setdefault(length, {})
+        modules, calls, inputs = attention_layers(decoder_of(self.model)), self.calls.setdefault(length, {}), {}
 
-        def keep(number: int, args: tuple, keywords: dict, output: tuple) -> None:
-            (given, *others), keywords = (args or (keywords["hidden_states"],)), dict(keywords)
+        def keep_arguments(number: int, _, args: tuple, keywords: dict) -> None:
+            (inputs[number], *others), keywords = (args or (keywords["hidden_states"],)), dict(keywords)
             keywords.pop("hidden_states", None)
-            found[number], calls[number] = (given.to("cpu", output[0].dtype), output[0].cpu()), (tuple(others), keywords)
+            calls[number] = (tuple(others), keywords)
 
-        with full_attention(self.model, len(ids)), _after_layers(self.model, self.layers, keep):
+        def keep_tensors(number: int, _, args: tuple, output: tuple) -> None:
+            found[number] = inputs.pop(number).to("cpu", output[0].dtype), output[0].cpu()
+
+        with contextlib.ExitStack() as stack:
+            for number in self.layers:
+                before = modules[number].register_forward_pre_hook(partial(keep_arguments, number), with_kwargs=True)
+                after = modules[number].register_forward_hook(partial(keep_tensors, number))
+                stack.callback(before.remove), stack.callback(after.remove)
+            stack.enter_context(full_attention(self.model, len(ids)))  # it changes arguments, after they are kept
             self.model(input_ids=ids[None], use_cache=False, logits_to_keep=1)
         self.kept[key] = found
 
@@ -101,41 +110,19 @@ def calibrated_scales(model: nn.Module, rows: Tensor, layers: list[int]) -> dict
     layer, for those of `rows` `[rows, 2, tokens]`."""
     modules, sums = attention_layers(decoder_of(model)), {number: [0.0, 0.0] for number in layers}
 
-    def with_sums(number: int):
-        own = modules[number].attend_with_memory
-
-        def attend(call, query: Tensor, key: Tensor, *others):
-            for index, part in enumerate((query, key)):
-                sums[number][index] = sums[number][index] + part.float().square().mean((0, 2, 3))
-            return own(call, query, key, *others)
-
-        return attend
+    def with_sums(number: int, tokens: Projections) -> Projections:
+        for index, part in enumerate(tokens[:2]):
+            sums[number][index] = sums[number][index] + part.float().square().mean((0, 2, 3))
+        return tokens
 
     try:
         for number in layers:
-            modules[number].attend_with_memory = with_sums(number)
+            modules[number].change_projections = partial(with_sums, number)
         for ids in rows[:, 0]:
             model(input_ids=ids[None], use_cache=False, logits_to_keep=1)
     finally:
         for number in layers:
-            modules[number].__dict__.pop("attend_with_memory", None)
+            modules[number].change_projections = None
     return {
         number: [(SPREAD / (part / len(rows)).sqrt()).tolist() for part in of_layer] for number, of_layer in sums.items()
     }
-
-
-@contextlib.contextmanager
-def _after_layers(model: nn.Module, layers: list[int], told) -> Iterator[None]:
-    """Within it, `told` is given the number, arguments and output of each call of these attention layers."""
-    modules = attention_layers(decoder_of(model))
-    handles = [
-        modules[number].register_forward_hook(
-            lambda _, args, keywords, output, number=number: told(number, args, keywords, output), with_kwargs=True
-        )
-        for number in layers
-    ]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()

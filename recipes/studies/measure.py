@@ -10,7 +10,7 @@ from corpora.blocks import read_documents
 from evaluation.inference import load_model, read_in_chunks
 from evaluation.ngrams import read_baseline
 from evaluation.perplexity import prepared_rows
-from hf_infini.model_facts import context_limit
+from hf_infini.options import context_limit
 from hf_infini.tools.metrics import stream_losses
 from hf_infini.tools.rows import RowReader
 from support.measurement import cache_bytes

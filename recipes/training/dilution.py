@@ -16,7 +16,7 @@ import torch
 from cli import UserError
 from hf_infini.cache.cache import InfiniCache, InfiniLayer
 from hf_infini.compat.cache_name import cache_of
-from hf_infini.model_facts import attention_of, context_limit
+from hf_infini.options import attention_of, context_limit
 from support.prepared import open_folders, read_tokenizer
 
 DEFAULTS = {"dilute_up_to": 32.0, "dilute_share": 1.0}

@@ -8,14 +8,15 @@ punishes filler that changes the memory, and no longer rows are needed.
 import contextlib
 import functools
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import TrainerCallback
 
 from cli import UserError
-from hf_infini.model_facts import attention_of
+from hf_infini.ops.state import Projections
+from hf_infini.options import attention_of
 
 SMALLEST = 1e-12  # of a rate, whose logarithm is taken
 ONCE = 0.25  # share of the steps in which nothing is repeated
@@ -55,21 +56,21 @@ def repeated(model, times: float) -> Iterator[None]:
     """
     layers = [] if times == 1 else [layer for layer in model.modules() if hasattr(layer, "memory_rates")]
     for layer in layers:
-        layer.log_weight = functools.partial(_of_repeated, layer.log_weight, times)
+        layer.change_projections = functools.partial(_of_repeated, times)
     try:
         yield
     finally:
         for layer in layers:
-            del layer.log_weight
+            layer.change_projections = None
 
 
-def _of_repeated(log_weight: Callable[..., Tensor], times: float, call) -> Tensor:
-    """log β and log α of [`repeated`], `[batch, kv_heads, tokens, 2]`; `log_weight` and `call`: a layer's own."""
-    own = log_weight(call)
+def _of_repeated(times: float, tokens: Projections) -> Projections:
+    """A layer's projections with log β and log α of [`repeated`], `[batch, kv_heads, tokens, 2]`."""
+    own: Any = tokens.log_weight
     log_beta, log_alpha = own.to(torch.promote_types(own.dtype, torch.float32)).unbind(-1)
     kept = torch.log1p(-log_beta.exp().clamp(max=1 - torch.finfo(log_beta.dtype).eps))
     log_beta = (-torch.expm1(times * kept)).clamp(min=SMALLEST).log()
-    return torch.stack([log_beta, times * log_alpha], -1)
+    return tokens._replace(log_weight=torch.stack([log_beta, times * log_alpha], -1))
 
 
 def check_rule(update_rule: str | None, needs: str = "--update_rule gated_delta") -> None:

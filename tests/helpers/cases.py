@@ -7,9 +7,10 @@ import torch
 from torch.nn import functional as F
 
 from hf_infini import InfiniState, naive_infini_attention
-from hf_infini.ops.positions import Rotary, rotation
+from hf_infini.ops.positions import rotation
 from hf_infini.ops.rules import RULES
 from hf_infini.ops.state import empty_places
+from hf_infini.ops.window import Rotary
 from hf_infini.options import UPDATE_RULES
 
 TENSORS = ("query", "key", "value", "log_weight")

@@ -6,7 +6,8 @@ from torch.nn import functional as F
 
 from cases import assert_same_state, plain_case
 from hf_infini import InfiniState, infini_attention
-from hf_infini.ops.positions import Rotary, rotation
+from hf_infini.ops.positions import rotation
+from hf_infini.ops.window import Rotary
 
 
 @pytest.mark.parametrize("batch, tokens", [(2, 0), (0, 5), (0, 1), (0, 0)])

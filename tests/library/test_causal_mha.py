@@ -9,7 +9,7 @@ from torch import nn
 from transformers import DynamicCache
 
 from hf_infini import CausalMHAConfig, CausalMultiHeadAttention, InfiniCache, InfiniState, naive_infini_attention
-from hf_infini.layers.memory_layer import PARAMETERS
+from hf_infini.layers.memory_layer import PARAMETERS, SharedInputs
 from hf_infini.ops.layout.build import segment_layout
 from hf_infini.ops.positions import alibi_slopes, t5_buckets
 
@@ -206,9 +206,9 @@ def test_infini_is_the_naive_function(position, score, kept, rule, memory):
     x = inputs(tokens=19)
 
     def by_tokens(x):
-        call = module.begin(x)
-        query, key, value = module.project(call.hidden_states)
-        softmax, log_weight = module.window_softmax(query), module.log_weight(call)
+        hidden_states, _ = module.begin(x, module.inputs_outside_model(x))
+        query, key, value, softmax = module.projections(hidden_states)
+        log_weight = module.log_weight(hidden_states)
         start = module.start() | {"log_weights": 0 if log_weight is None else log_weight.shape[-1]}
         start["normalised"] = rule != "gated_delta"
         options = {name: getattr(module.config, name) for name in ("update_rule", "feature_map", "denominator")}
@@ -279,5 +279,5 @@ def test_errors_name_shapes_and_options():
     segmented, x = CausalMultiHeadAttention(4, 6, 3, attention="infini", segment_length=4), torch.zeros(1, 5, 4)
     with pytest.raises(ValueError, match="attention='infini' does not use mask and distance"):
         segmented(x, mask=torch.ones(1, 1, 5, 5, dtype=torch.bool), distance=torch.zeros(5, 5))
-    with pytest.raises(ValueError, match="attention='global' does not use layout"):
-        module(x, layout=segment_layout(1, 5, 4))
+    with pytest.raises(ValueError, match="attention='global' does not use infini"):
+        module(x, infini=SharedInputs(segment_layout(1, 5, 4), None, {}))

@@ -11,11 +11,11 @@ from cases import assert_equals_reference, random_case, random_cuts, random_stat
 from hf_infini import infini_attention
 from hf_infini.ops.attention import attend
 from hf_infini.ops.decoding import graph_step_layout
-from hf_infini.ops.layout.base import Call
+from hf_infini.ops.layout.base import LayoutInputs
 from hf_infini.ops.layout.build import restarts, segment_layout
 from hf_infini.ops.rules import memory_rule
 from hf_infini.ops.state import Projections
-from hf_infini.ops.window import Softmax
+from hf_infini.ops.window import ScoreOptions
 
 # In float64 two orders of adding differ by about 1e-15 a step: what is left would be a mistake.
 FLOAT64 = 1e-9
@@ -34,11 +34,11 @@ def bounded_attention(query, key, value, gate, segment_length, *, state=None, lo
     real, position_ids = masks["attention_mask"], masks["position_ids"]
     restart = None if position_ids is None else restarts(position_ids, real, state)
     window = (segment_length, local_segments, sink_tokens)
-    call = Call(batch, 1, *window, real, position_ids, masks["memory_mask"], state, query.device)
+    call = LayoutInputs(batch, 1, *window, real, position_ids, masks["memory_mask"], state, query.device)
     maps = dict(zip(("query_map", "key_map"), options.get("feature_maps", ()), strict=False))
     rule = memory_rule(**{name: options[name] for name in ("update_rule", "feature_map", "denominator")}, **maps)
     projections = Projections(query, key, value, options.get("log_weight"))
-    softmax = Softmax(**{name: options.get(name) for name in ("softcap", "rotary", "query_weight")})
+    softmax = ScoreOptions(**{name: options.get(name) for name in ("softcap", "rotary", "query_weight")})
     return attend(projections, gate, graph_step_layout(call, state, restart), rule, softmax, state)[:2]
 
 

@@ -97,7 +97,7 @@ def between(cache: InfiniCache | None, own: InfiniCache | None) -> list[tuple[st
     """How far each tensor of a cache is from that of another, of its largest number; counts must be the same."""
     if cache is None:
         return []
-    tensors, owns = ({name: tensor.detach() for name, tensor in each._tensors().items()} for each in (cache, own))
+    tensors, owns = ({name: tensor.detach() for name, tensor in each.tensors().items()} for each in (cache, own))
     assert own.get_seq_length() == cache.get_seq_length() and owns.keys() == tensors.keys()
     found = []
     for name, tensor in tensors.items():

@@ -9,7 +9,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria
 
 from cases import assert_same_gradients
 from hf_infini import InfiniCache
-from hf_infini.cache.text import BASES, PRIMES, ReadText, extend_fingerprint
+from hf_infini.cache.cache import BASES, PRIMES, ReadText, extend_fingerprint
 from models import causal_mha, infini_gpt2, token_ids
 
 FLOAT32 = 1e-4  # of logits up to about 30, through three layers

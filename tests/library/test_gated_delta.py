@@ -53,7 +53,7 @@ def test_a_new_layer_forgets_hardly_anything_and_learns_when_to():
     attention = model.transformer.h[0].attn
     assert not hasattr(attention, "start_normaliser")  # a parameter without effect
     hidden_states = torch.randn(2, 5, 32)
-    beta, alpha = attention.log_weight(attention.begin(hidden_states)).exp().unbind(-1)
+    beta, alpha = attention.log_weight(hidden_states).exp().unbind(-1)
     assert beta.shape == (2, attention.num_heads, 5) and bool((beta == 0.5).all())
     assert float(alpha.detach().log().mean()) * 16_384 > -0.11  # 90 % are left after so many tokens
     ids = token_ids(2, 40)
@@ -63,5 +63,5 @@ def test_a_new_layer_forgets_hardly_anything_and_learns_when_to():
         assert bool((block.attn.memory_rates_bias.grad != 0).all())
     attention.memory_rates.data.normal_()
     logits = torch.einsum("btc,hrc->bhtr", hidden_states, attention.memory_rates) + attention.memory_rates_bias[:, None]
-    log_weight = attention.log_weight(attention.begin(hidden_states))
+    log_weight = attention.log_weight(hidden_states)
     torch.testing.assert_close(log_weight.exp(), logits.sigmoid(), rtol=1e-5, atol=1e-6)  # float32

@@ -7,7 +7,7 @@ import torch
 
 from cases import assert_equals_reference, assert_same_gradients, random_case, random_cuts, random_state
 from hf_infini import InfiniCache, infini_attention
-from hf_infini.ops.positions import Rotary
+from hf_infini.ops.window import Rotary
 from models import causal_mha, infini_gpt2, token_ids
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")

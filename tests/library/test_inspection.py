@@ -147,7 +147,7 @@ def test_memory_and_local_attention_are_the_naive_function_s(rule, kept, start):
     with torch.no_grad():
         parts = attention.c_attn(inputs[0]).split(32, dim=2)
         tensors = [part.unflatten(-1, (4, 8)).transpose(1, 2) for part in parts]
-        log_weight = attention.log_weight(attention.begin(inputs[0]))
+        log_weight = attention.log_weight(inputs[0])
         initial = {"log_weights": 2, "normalised": False} if rule == "gated_delta" else {}
         states = [InfiniState.initial(tensors[1], tensors[2], 8, kept, **attention.start(), **initial)]
         options = {"update_rule": rule, "local_segments": kept}

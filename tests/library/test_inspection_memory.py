@@ -47,9 +47,9 @@ def text() -> torch.Tensor:
 def naive_weights(module, hidden, ids, gate) -> torch.Tensor:
     """The reference's output `[batch, heads, tokens, tokens]` where every token's value is its unit vector: the part that
     each token has in each head's output."""
-    call, rule, config = module.begin(hidden), module.rule, module.config
-    query, key, _, softmax = module.projections(call.hidden_states)
-    units, log_weight, start = torch.eye(TOKENS).double().expand(2, 4, -1, -1), module.log_weight(call), module.start()
+    rule, config, (inputs, _) = module.rule, module.config, module.begin(hidden, module.inputs_outside_model(hidden))
+    query, key, _, softmax = module.projections(inputs)
+    units, log_weight, start = torch.eye(TOKENS).double().expand(2, 4, -1, -1), module.log_weight(inputs), module.start()
     if start:  # no token's
         start["start_memory"] = torch.zeros(*start["start_memory"].shape[:2], TOKENS).double()
     window = dict(zip(("segment_length", "local_segments", "sink_tokens"), config.window, strict=True))
@@ -88,7 +88,7 @@ def test_the_weights_are_the_naive_function_s_of_unit_vectors(make, options):
     held = left & (ids != 0)[:, None, None]
     assert not found[~held.expand_as(found)].any() and found[held.expand_as(found)].all()
     if not options.get("memory_init"):
-        value = module.projections(module.begin(inputs[0]).hidden_states)[2]
+        value = module.projections(module.begin(inputs[0], module.inputs_outside_model(inputs[0]))[0])[2]
         torch.testing.assert_close(found @ value, layer.memory_heads.values, **FLOAT64)
         mixed = gate * layer.memory_heads.values + (1 - gate) * layer.local_heads.values
         torch.testing.assert_close(mixed, layer.heads.values, **FLOAT64)

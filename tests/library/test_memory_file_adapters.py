@@ -167,7 +167,7 @@ def test_files_of_models_without_adapters_name_none(tmp_path):
     read(model).save_pretrained(tmp_path / "m", model)
     record, tensors = read_memory_file(tmp_path / "m")
     assert record["model"].pop("adapters") == []
-    with pytest.raises(ValueError, match="this is no record of a memory: .*model"):
+    with pytest.raises(ValueError, match="this is not a record of a memory: .*model"):
         write_memory_file(tmp_path / "without", tensors, record)
 
 

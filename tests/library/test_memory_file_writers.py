@@ -86,6 +86,6 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_beside_it(file, reco
 
 def test_a_record_that_no_reader_would_take_is_not_written(file, record):
     for entry, value in {"model": {}, "columns": -1, "tokens_seen": [1.0], "text_sha256": "abc"}.items():
-        with pytest.raises(ValueError, match=f"this is no record of a memory: {entry} is "):
+        with pytest.raises(ValueError, match=f"this is not a record of a memory: {entry} is "):
             write_memory_file(file, {}, record | {entry: value})
     assert not list(file.parent.iterdir())

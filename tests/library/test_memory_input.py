@@ -7,6 +7,7 @@ from transformers import AutoModelForCausalLM
 import hf_infini.layers.memory_layer
 from decoders import decoder
 from hf_infini import InfiniGPT2Config, naive_infini_attention, patch_model, unpatch_model
+from hf_infini.layers.memory_layer import SharedInputs
 from hf_infini.ops.convolution import short_convolution
 from hf_infini.ops.layout.build import segment_layout
 from models import causal_mha, gpt2, infini_gpt2, token_ids
@@ -159,14 +160,14 @@ def test_a_token_weighs_what_its_input_says(update_rule, position_encoding):
     options["position_encoding"] = position_encoding
     model = convolved(feature_map="exp", **options)
     attention, inputs = model.transformer.h[0].attn, torch.randn(2, 50, 32, dtype=torch.float64)
-    call = attention.begin(inputs, layout=segment_layout(2, 50, 8, 1))
-    query, key, value, softmax = attention.projections(call.hidden_states)
-    layout = call.layout
+    layout = segment_layout(2, 50, 8, 1)
+    hidden_states, _ = attention.begin(inputs, SharedInputs(layout, None, {}))
+    query, key, value, softmax = attention.projections(hidden_states)
     added, _ = short_convolution(inputs, attention.memory_conv, layout, inputs.new_zeros(2, 2, 32))
     weights = torch.einsum("btc,hc->bht", inputs + added, attention.memory_write).exp()
     unturned = attention.c_attn(inputs + added)[..., 32:64].unflatten(-1, (4, 8)).transpose(1, 2)
     wanted = unturned.exp() * weights.unsqueeze(-1)
-    log_weight = attention.log_weight(call)
+    log_weight = attention.log_weight(hidden_states)
     torch.testing.assert_close((key + log_weight).exp(), wanted, rtol=FLOAT64, atol=0)
     options = {"local_segments": 1, "update_rule": update_rule, "feature_map": "exp", "log_weight": log_weight}
     options["rotary"] = softmax.rotary

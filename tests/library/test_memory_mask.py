@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hf_infini import InfiniCache
-from hf_infini.models import common as modeling_common
+from hf_infini.models import base
 from models import causal_mha, infini_gpt2, token_ids
 
 MODELS = [
@@ -63,7 +63,7 @@ def test_with_ids_both_masks_apply(make, options):
 @all_models
 def test_embeddings_without_a_mask_are_all_written_and_that_is_said(make, options, monkeypatch):
     model, said = make(**options), []
-    monkeypatch.setattr(modeling_common.logger, "warning_once", said.append)
+    monkeypatch.setattr(base.logger, "warning_once", said.append)
     ids, _ = special_places()
     embeddings = model.transformer.wte(ids)
     generated = model.generate(inputs_embeds=embeddings, max_new_tokens=4, min_new_tokens=4, do_sample=False, pad_token_id=0)

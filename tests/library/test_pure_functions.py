@@ -8,12 +8,12 @@ import torch
 from cases import assert_same_state, random_case, random_cuts
 from hf_infini import InfiniState, naive_infini_attention
 from hf_infini.ops.features import exp_features
+from hf_infini.ops.layout.base import PlainLayout
 from hf_infini.ops.layout.build import restarts, segment_layout
-from hf_infini.ops.layout.grid import PlainLayout
 from hf_infini.ops.memory import Borders, Written
 from hf_infini.ops.rules import memory_rule
 from hf_infini.ops.scores import as_dot_product
-from hf_infini.ops.window import Softmax, window_attention
+from hf_infini.ops.window import ScoreOptions, window_attention
 
 ONE = torch.ones(1, 1, 1, 1)
 WRITTEN = Written(ONE[None], ONE[None], None)
@@ -96,7 +96,7 @@ def test_gradients_of_tiles_where_scores_leave_the_range_of_float16():
 
     def gradients(dtype):
         leaves = [tensor.to(dtype).requires_grad_() for tensor in (entries, entries, value)]
-        output, _ = window_attention(*leaves, None, Softmax(scaling=1.0))
+        output, _ = window_attention(*leaves, None, ScoreOptions(scaling=1.0))
         return [gradient.double() for gradient in torch.autograd.grad((output * weight.to(dtype)).sum(), leaves)]
 
     for found, wanted in zip(gradients(torch.float16), gradients(torch.float64), strict=True):

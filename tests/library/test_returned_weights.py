@@ -8,7 +8,7 @@ from hf_infini.ops.attention import attend
 from hf_infini.ops.layout.build import segment_layout
 from hf_infini.ops.rules import memory_rule
 from hf_infini.ops.state import Projections
-from hf_infini.ops.window import Softmax
+from hf_infini.ops.window import ScoreOptions
 from models import causal_mha, infini_gpt2, token_ids
 
 
@@ -44,7 +44,8 @@ def with_weights(case, cuts):
     tensors = (case.query, case.key, case.value, options.pop("log_weight", None))
     of_tokens = {name: options.pop(name, None) for name in ("attention_mask", "position_ids", "memory_mask")}
     window = (case.segment_length, options.pop("local_segments"), options.pop("sink_tokens", 0))
-    softmax = Softmax(written_out=True, **{name: options.pop(name, None) for name in ("softcap", "rotary", "query_weight")})
+    of_scores = {name: options.pop(name, None) for name in ("softcap", "rotary", "query_weight")}
+    softmax = ScoreOptions(written_out=True, **of_scores)
     maps = dict(zip(("query_map", "key_map"), options.pop("feature_maps", ()), strict=False))
     rule = memory_rule(**maps, **options)
     outputs, weights = [], []

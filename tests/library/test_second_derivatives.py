@@ -17,7 +17,7 @@ from hf_infini.ops.memory import Borders, Within, Written, mix, read_memory
 from hf_infini.ops.rules import memory_rule
 from hf_infini.ops.rules.gated_delta import gated_delta_scan
 from hf_infini.ops.tensors import gather
-from hf_infini.ops.window import Softmax, window_attention
+from hf_infini.ops.window import ScoreOptions, window_attention
 
 # In float64 two orders of adding differ by about 1e-15 a step: what is left would be a mistake.
 FLOAT64 = 1e-9
@@ -91,7 +91,7 @@ def test_tiles_by_finite_differences(log_sum, width, monkeypatch):
     mask = None if width == 3 else torch.ones(1, 1, 1, 1, 3, 6, dtype=torch.bool).tril(3)
 
     def attend(query, key, value):
-        output, found = window_attention(query, key, value, mask, Softmax(scaling=0.7), log_sum)
+        output, found = window_attention(query, key, value, mask, ScoreOptions(scaling=0.7), log_sum)
         return (output, found) if log_sum else output
 
     assert gradgradcheck(attend, [normal(1, 1, 1, 1, 3, 2), normal(1, 1, 1, 1, width, 2), normal(1, 1, 1, 1, width, 2)])

@@ -8,12 +8,10 @@ from torch.nn import functional as F
 from transformers import initialization as init
 from transformers.cache_utils import Cache
 
-from ...cache.cache import StatesOfCall
 from ...compat.cache_name import takes_either_name
-from ...layers.memory_layer import MemoryLayerMixin, rope_tables
+from ...layers.memory_layer import MemoryLayerMixin, SharedInputs, rope_tables
 from ...ops.checks import check_kinds
-from ...ops.layout.build import SegmentLayout
-from ...ops.positions import Rotary, alibi_bias, relative_key_bias, relative_keys, rotate, rotation, t5_buckets
+from ...ops.positions import alibi_bias, relative_key_bias, relative_keys, rotate, rotation, t5_buckets
 from ...ops.scores import (
     additive_scores,
     as_dot_product,
@@ -22,7 +20,7 @@ from ...ops.scores import (
     scaled_dot_scores,
     visible_softmax,
 )
-from ...ops.window import Softmax
+from ...ops.window import Rotary, ScoreOptions
 from .configuration import ATTENTION_OPTIONS, CausalMHAConfig
 from .options import IN_EMBEDDING, RELATIVE
 
@@ -126,10 +124,8 @@ class CausalMultiHeadAttention(MemoryLayerMixin, nn.Module):
         mask: Tensor | None = None,
         distance: Tensor | None = None,
         position_ids: Tensor | None = None,
-        layout: SegmentLayout | None = None,
-        rotary: Rotary | None = None,
+        infini: SharedInputs | None = None,
         cache: Cache | None = None,
-        states: StatesOfCall | None = None,
         output_attentions: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor | None]:
         """
@@ -141,11 +137,9 @@ class CausalMultiHeadAttention(MemoryLayerMixin, nn.Module):
                 for `attention="infini"` either.
             position_ids: `[batch or 1, tokens]`, for rope; `None`: the tokens are counted, from those of the cache on. With
                 `attention="infini"` they say without a layout where documents begin, and rope counts the tokens.
-            layout: of the segments, only for `attention="infini"`; `None`: it is made from `position_ids`.
-            rotary: likewise the rotary positions of a window.
+            infini: only for `attention="infini"`, what the model made for all layers; `None`: the layout is made from
+                `position_ids`, and the cache is brought up to date.
             cache: to continue, or `None`; `past_key_values` is its old name.
-            states: only for `attention="infini"`, the states of the model's call, from which the layer takes its own, and to
-                which it gives the next one; `None`: those of the cache.
             output_attentions: also return the weights, which goes through the written-out softmax.
 
         Returns:
@@ -161,16 +155,18 @@ class CausalMultiHeadAttention(MemoryLayerMixin, nn.Module):
                 f"{list(hidden_states.shape)}."
             )
         segmented = self.config.attention == "infini"
-        of_segments = {"layout": layout, "rotary": rotary, "states": states}
-        unused = {"mask": mask, "distance": distance} if segmented else of_segments
+        unused = {"mask": mask, "distance": distance} if segmented else {"infini": infini}
         if given := [name for name, value in unused.items() if value is not None]:
             raise ValueError(f"attention={self.config.attention!r} does not use {' and '.join(given)}: leave it out.")
         if segmented:
-            given = {"layout": layout, "states": states, "cache": cache, "position_ids": position_ids}
-            call = self.begin(hidden_states, **given)
-            query, key, value = self.project(call.hidden_states)
-            softmax = self.window_softmax(query, rotary, output_attentions)
-            heads, weights = self.attend_with_memory(call, query, key, value, softmax, output_attentions)
+            shared = infini or self.inputs_outside_model(
+                hidden_states, cache, output_attentions, position_ids=position_ids
+            )
+            inputs, attend = self.begin(hidden_states, shared)
+            query, key, value = self.project(inputs)
+            heads, weights = attend(query, key, value, self.score_options(query, shared))
+            if infini is None and shared.states is not None:
+                shared.states.advance_layers(hidden_states.shape[1])
         elif output_attentions or self.config.score == "additive" or self.config._attn_implementation == "eager":
             _, weights, heads = self.parts(
                 hidden_states,
@@ -195,7 +191,7 @@ class CausalMultiHeadAttention(MemoryLayerMixin, nn.Module):
     ) -> HeadParts:
         """Scores, weights and context vectors of global or local attention, step by step; arguments as of `forward`."""
         query, key, value = self._with_cached(hidden_states, position_ids, cache)
-        visible, distance = self._reach(query, key, mask, distance)
+        visible, distance = self._visible(query, key, mask, distance)
         scores, weights = visible_softmax(self.scores(query, key, distance), visible)
         return HeadParts(scores, weights, self.dropout(weights) @ value)
 
@@ -224,19 +220,24 @@ class CausalMultiHeadAttention(MemoryLayerMixin, nn.Module):
         projections = (self.W_query(hidden_states), self.W_key(hidden_states), self.W_value(hidden_states))
         return tuple(part.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2) for part in projections)
 
-    def projections(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor, Softmax]:
+    def projections(
+        self, hidden_states: Tensor, infini: SharedInputs | None = None
+    ) -> tuple[Tensor, Tensor, Tensor, ScoreOptions]:
         """As `project`, and how the windows of `attention="infini"` are computed."""
         query, key, value = self.project(hidden_states)
-        return query, key, value, self.window_softmax(query)
+        return query, key, value, self.score_options(query, infini)
 
-    def window_softmax(self, query: Tensor, rotary: Rotary | None = None, return_weights: bool = False) -> Softmax:
-        """How the windows of `attention="infini"` are computed; arguments as of `forward`."""
-        if rotary is None and self.config.position_encoding == "rope":
-            rotary = Rotary(rope_tables(self.config.window, self.head_dim, query, self.config.rope_theta))
-        return Softmax(
+    def score_options(self, query: Tensor, infini: SharedInputs | None = None) -> ScoreOptions:
+        """How the windows of `attention="infini"` are computed; `infini` as of `forward`."""
+        rotary = None
+        if self.config.position_encoding == "rope":
+            tables = infini.rotary.get(None) if infini else None
+            tables = tables or rope_tables(self.config.window, self.head_dim, query, self.config.rope_theta)
+            rotary = Rotary(tables)
+        return ScoreOptions(
             scaling=self.head_dim**-0.5 if self.config.score == "scaled_dot" else 1.0,
             dropout=self.dropout.p if self.training else 0.0,
-            written_out=return_weights or self.config._attn_implementation == "eager",
+            written_out=infini is not None and infini.return_weights or self.config._attn_implementation == "eager",
             rotary=rotary,
             query_weight=getattr(self, "score_weight", None),
         )
@@ -265,14 +266,14 @@ class CausalMultiHeadAttention(MemoryLayerMixin, nn.Module):
         plain = self.config.attention == "global" and self.config.position_encoding not in RELATIVE
         causal = mask is None and plain and query.shape[2] == key.shape[2]
         if not causal:
-            mask, distance = self._reach(query, key, mask, distance)
+            mask, distance = self._visible(query, key, mask, distance)
             bias = self._bias(query, distance)
             mask = mask if bias is None else bias.to(query.dtype).masked_fill(~mask, float("-inf"))
         query, scaling = as_dot_product(self.config.score, query, getattr(self, "score_weight", None))
         dropout = self.dropout.p if self.training else 0.0
         return F.scaled_dot_product_attention(query, key, value, mask, dropout, is_causal=causal, scale=scaling)
 
-    def _reach(
+    def _visible(
         self, query: Tensor, key: Tensor, mask: Tensor | None, distance: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         """Which keys are visible (without a mask: nothing later than the token, or beyond a local window), and how far they

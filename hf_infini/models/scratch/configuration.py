@@ -45,7 +45,7 @@ class CausalMHAConfig(ScratchOptions, MemoryOptions, OptionsMixin, HubConfigMixi
     Raises:
         ValueError: a value of the wrong type, one that is not allowed, or options that do not go together; the message says
             what was given and what is allowed. Or an attribute that would be ignored though it looks like an option: one of
-            stock decoders that this model has not (`rope_scaling`), or nearly the name of one of these. Attributes of other
+            stock decoders that this model lacks (`rope_scaling`), or nearly the name of one of these. Attributes of other
             names are kept.
     """
 
@@ -85,10 +85,10 @@ class CausalMHAConfig(ScratchOptions, MemoryOptions, OptionsMixin, HubConfigMixi
         """Run by the base class after every construction."""
         if self.n_embd % self.n_head:
             raise ValueError(f"n_head={self.n_head} must divide n_embd={self.n_embd}: every head is as wide as the others.")
-        self._validate_reach()
+        self._validate_sliding_window()
         self._validate_positions()
 
-    def _validate_reach(self):
+    def _validate_sliding_window(self):
         """A window for `attention="local"`, and no option that does nothing beside the others."""
         if self.attention == "local" and self.sliding_window is None:
             raise ValueError("attention='local' needs a sliding_window of 1 token or more; got None.")

@@ -8,28 +8,28 @@ from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel
 from transformers import initialization as init
 from transformers.activations import ACT2FN
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, DynamicCache
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
+from ...cache.cache import InfiniCache
 from ...compat.cache_name import CACHE, cache_of, takes_either_name
 from ...compat.hub_code import HubModelMixin, carry_code
 from ...layers.gates import watch_gates
 from ...layers.memory_layer import rope_tables
 from ...ops.checks import bool_mask, check_kinds, check_shapes
-from ...ops.positions import Rotary, sinusoidal_encoding
-from ..common import (
+from ...ops.positions import sinusoidal_encoding
+from ..base import (
     InitializationMixin,
     check_inputs,
     check_positions,
     checkpoints_gradients,
     counted_positions,
-    key_value_cache,
-    layout_of_call,
     memory_cache,
     memory_mask_of,
+    shared_inputs,
 )
 from ..generation import MemoryGenerationMixin
 from .attention import CausalMultiHeadAttention
@@ -73,16 +73,16 @@ class CausalMHABlock(GradientCheckpointingLayer):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(
-        self, hidden_states: Tensor, cache: Cache | None = None, output_attentions: bool = False, **reach
+        self, hidden_states: Tensor, cache: Cache | None = None, output_attentions: bool = False, **visible
     ) -> tuple[Tensor, Tensor | None]:
-        """`[batch, tokens, n_embd]` to the same, and the weights or `None`; `reach` is what the attention takes by name."""
+        """`[batch, tokens, n_embd]` to the same, and the weights or `None`; `visible`: the attention's arguments by name."""
         weights = None
         if hasattr(self, "attn"):
             output = self.attn(
                 self.ln_1(hidden_states),
                 cache=cache,
                 output_attentions=output_attentions,
-                **reach,
+                **visible,
             )
             output, weights = output if output_attentions else (output, None)
             hidden_states = hidden_states + self.dropout(output)
@@ -176,25 +176,23 @@ class CausalMHAModel(CausalMHAPreTrainedModel):
         embeddings = self.wte(input_ids) if inputs_embeds is None else inputs_embeds
         if use_cache is None:
             use_cache = self.config.use_cache and not checkpoints_gradients(self)
-        states = written = None
         memory_mask = memory_mask_of(self.config, input_ids, inputs_embeds, memory_mask)
+        infini = None
         if self.config.attention == "infini":
             cache = memory_cache(self, cache, use_cache, embeddings.shape[0])
-            masks = (attention_mask, position_ids, memory_mask)
-            layout = layout_of_call(self.config, embeddings, *masks, cache, max_documents)
-            if cache is not None:
-                states = cache.states()
-                written = (cache, states, layout)
-            reach: dict[str, Any] = {"layout": layout, "states": states}
+            masks = {"attention_mask": attention_mask, "position_ids": position_ids, "memory_mask": memory_mask}
+            infini = shared_inputs(self.config, embeddings, cache, max_documents, **masks)
+            infini = infini._replace(return_weights=bool(output_attentions))
             if self.config.position_encoding == "rope":
                 tables = rope_tables(self.config.window, self.config.head_dim, embeddings, self.config.rope_theta)
-                reach["rotary"] = Rotary(tables)
+                infini = infini._replace(rotary={None: tables})
+            visible: dict[str, Any] = {"infini": infini}
             if position_ids is None:
-                position_ids = counted_positions(layout, cache)
+                position_ids = counted_positions(infini.layout, cache)
         else:
             given, cache = cache, key_value_cache(self, cache, use_cache)
             past = 0 if given is None else given.get_seq_length()
-            reach = self._reach(embeddings, attention_mask, position_ids, past, given)
+            visible = self._visible(embeddings, attention_mask, position_ids, past, given)
             if position_ids is None:
                 position_ids = self._positions(embeddings, attention_mask, past)
         hidden_states = self.drop(self._with_positions(embeddings, position_ids))
@@ -205,13 +203,12 @@ class CausalMHAModel(CausalMHAPreTrainedModel):
                 cache,
                 output_attentions=output_attentions,
                 position_ids=position_ids,
-                **reach,
+                **visible,
             )
             all_hidden_states += (hidden_states,)
             all_weights += (weights,)
-        if written is not None:
-            cache, states, layout = written
-            cache.advance(states, input_ids, layout, embeddings.shape[1])
+        if infini is not None and infini.states is not None and isinstance(cache, InfiniCache):
+            cache.advance(infini.states, input_ids, infini.layout, embeddings.shape[1])
         hidden_states = self.ln_f(hidden_states)
         return BaseModelOutputWithPast(
             last_hidden_state=hidden_states,
@@ -244,7 +241,7 @@ class CausalMHAModel(CausalMHAPreTrainedModel):
         return embeddings + self.wpe(position_ids)
 
     @check_kinds
-    def _reach(self, embeddings, attention_mask: Tensor | None, position_ids: Tensor | None, past, given) -> dict:
+    def _visible(self, embeddings, attention_mask: Tensor | None, position_ids: Tensor | None, past, given) -> dict:
         """What the tokens of this call can see, worked out once for all layers: the attention's arguments by name."""
         batch, tokens = embeddings.shape[:2]
         check_shapes(batch, tokens, None, None, position_ids)
@@ -268,6 +265,34 @@ class CausalMHAModel(CausalMHAPreTrainedModel):
             return {"mask": mask, "distance": None}  # not needed, and the square of the context in size
         places = torch.arange(past, past + tokens, device=embeddings.device)
         return {"mask": mask, "distance": places[:, None] - torch.arange(offset, offset + keys, device=embeddings.device)}
+
+
+def key_value_cache(model, given, use_cache: bool | None) -> Cache | None:
+    """The cache of one call of a model without memory, or `None`: the given one, checked, or a new one.
+
+    Raises:
+        ValueError: `given` is no cache of keys and values, or keeps fewer of them than this model's heads see; or gradient
+            checkpointing would run layers a second time.
+    """
+    config = model.config
+    cache = DynamicCache(config=config) if use_cache and given is None else given
+    remedy = "Leave it out with use_cache=True, or pass DynamicCache(config=model.config)."
+    if cache is not None and (not isinstance(cache, Cache) or isinstance(cache, InfiniCache)):
+        raise ValueError(
+            f"{CACHE} must be a transformers cache of keys and values, got {type(given).__name__}: this model has "
+            f"no memory. {remedy}"
+        )
+    for layer in () if cache is None else cache.layers:
+        kept = getattr(layer, "sliding_window", None)
+        if kept is not None and (config.sliding_window is None or kept < config.sliding_window):
+            seen = "everything before" if config.sliding_window is None else f"{config.sliding_window} tokens"
+            raise ValueError(f"this cache keeps a window of {kept} tokens, and this model's tokens see {seen}. {remedy}")
+    if cache is not None and checkpoints_gradients(model):
+        raise ValueError(
+            "gradient checkpointing in training does not go with a cache: layers would append their keys and values twice. "
+            f"Pass use_cache=False and no {CACHE}, or call gradient_checkpointing_disable()."
+        )
+    return cache
 
 
 class CausalMHAForCausalLM(CausalMHAPreTrainedModel, MemoryGenerationMixin, GenerationMixin):

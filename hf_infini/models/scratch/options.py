@@ -1,4 +1,4 @@
-"""The options of the model from scratch beside those of a memory: reach, score and positions of its heads.
+"""The options of the model from scratch beside those of a memory: what its heads see, their score and positions.
 
 Only the standard library is imported here: a command line reads the options without waiting for torch.
 """

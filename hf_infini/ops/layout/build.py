@@ -15,8 +15,7 @@ from ..checks import bool_mask, check_kinds, check_shapes, check_window
 from ..decoding import StepLayout, graph_step_layout, step_layout
 from ..state import InfiniState
 from ..tensors import pad
-from .base import Call, GridLayout
-from .grid import IndexedLayout, PlainLayout
+from .base import GridLayout, IndexedLayout, LayoutInputs, PlainLayout
 
 SegmentLayout = StepLayout | GridLayout
 UNBOUNDED = (
@@ -70,7 +69,7 @@ def segment_layout(
     memory_mask = bool_mask("memory_mask", memory_mask, read_back)
     position_ids = None if position_ids is None else position_ids.expand(batch, tokens)
     window = (segment_length, local_segments, sink_tokens)
-    call = Call(batch, tokens, *window, real, position_ids, memory_mask, state, device)
+    call = LayoutInputs(batch, tokens, *window, real, position_ids, memory_mask, state, device)
     if compiling and tokens == 1 and state is not None:
         return graph_step_layout(call, state, None if position_ids is None else restarts(position_ids, real, state))
     if max_documents is not None or (compiling and position_ids is None):
@@ -80,7 +79,7 @@ def segment_layout(
     return (_layout_outside_graph if compiling else _smallest_layout)(call)
 
 
-def _smallest_layout(call: Call) -> SegmentLayout:
+def _smallest_layout(call: LayoutInputs) -> SegmentLayout:
     """Whose form and sizes follow from values that are read back from the device."""
     state, real, memory_mask, restart = call.state, call.real, call.memory_mask, None
     seen = in_memory = [0] * call.batch
@@ -109,7 +108,7 @@ def _smallest_layout(call: Call) -> SegmentLayout:
 _layout_outside_graph = torch.compiler.disable(_smallest_layout, reason=UNBOUNDED)
 
 
-def _bounded_layout(call: Call, max_documents: int) -> GridLayout:
+def _bounded_layout(call: LayoutInputs, max_documents: int) -> GridLayout:
     """A layout that any arguments fit into which begin at most `max_documents` documents in a row."""
     if max_documents < 1:
         raise ValueError(f"max_documents must be ≥ 1, the document of a row's first token counted in; got {max_documents}.")
@@ -136,7 +135,7 @@ def _bounded_layout(call: Call, max_documents: int) -> GridLayout:
     return _with_memory(_indexed_layout(call, restart, seen, carried, (segments, slots, documents > 1)), call)
 
 
-def _with_memory(layout: GridLayout, call: Call) -> GridLayout:
+def _with_memory(layout: GridLayout, call: LayoutInputs) -> GridLayout:
     """The layout that knows which tokens of the call and of the state's window the memory skips, and how many it holds."""
     state, device = call.state, layout.tokens_seen.device
     window = None if state is None else state.local_skipped
@@ -169,7 +168,7 @@ def _memory_tokens(layout: GridLayout, before: Tensor) -> Tensor:
     return total - total.gather(1, first) + continued * before
 
 
-def _plain_layout(call: Call, seen: int, memory_in_use: bool) -> PlainLayout:
+def _plain_layout(call: LayoutInputs, seen: int, memory_in_use: bool) -> PlainLayout:
     """`seen`: tokens of every row's document before this call."""
     length = call.segment_length
     first = max(0, seen // length - call.local_segments)
@@ -211,7 +210,7 @@ def restarts(position_ids: Tensor, real: Tensor | None, state: InfiniState | Non
 
 
 def _indexed_layout(
-    call: Call,
+    call: LayoutInputs,
     restart: Tensor | None,
     seen: Tensor,
     carried: int,

@@ -20,12 +20,13 @@ import tempfile
 import webbrowser
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from .heads import Inspection, LayerInspection, NamedTensor
+if TYPE_CHECKING:  # heads.py shows its results by this module
+    from .heads import Inspection, LayerInspection
 
 LEVELS_PER_NAT = 1000
 LAST_LEVEL = 65534  # exp(−65.5) = 4e-29: what is smaller is shown as this
@@ -35,7 +36,7 @@ LARGEST_FRAME = 15e6  # weights, of 1.3 bytes each
 SCRIPTS = ("strings.js", "page.js", "map.js", "charts.js", "start.js")
 
 
-def inspection_page(inspection: Inspection, *, title: str, row: int = 0) -> str:
+def inspection_page(inspection: "Inspection", *, title: str, row: int = 0) -> str:
     """The page, as HTML text.
 
     Args:
@@ -62,14 +63,14 @@ def inspection_page(inspection: Inspection, *, title: str, row: int = 0) -> str:
     )
 
 
-def page_frame(inspection: Inspection, *, title: str, row: int = 0) -> str:
+def page_frame(inspection: "Inspection", *, title: str, row: int = 0) -> str:
     """The page as an element of another page, such as a notebook's; it cannot reach anything of that page."""
     page = html.escape(inspection_page(inspection, title=title, row=row))
     style = "width: 100%; height: 900px; border: 0"
     return f'<iframe title="Attention heads" sandbox="allow-scripts" style="{style}" srcdoc="{page}"></iframe>'
 
 
-def show_page(inspection: Inspection, *, title: str, row: int = 0) -> Path | None:
+def show_page(inspection: "Inspection", *, title: str, row: int = 0) -> Path | None:
     """[`Inspection.show`]."""
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
     if hasattr(shell, "kernel"):  # a notebook's, not a terminal's
@@ -84,7 +85,7 @@ def show_page(inspection: Inspection, *, title: str, row: int = 0) -> Path | Non
     return Path(file.name)
 
 
-def page_data(inspection: Inspection, *, title: str, row: int = 0) -> dict:
+def page_data(inspection: "Inspection", *, title: str, row: int = 0) -> dict:
     """What the page's script draws, JSON-safe.
 
     Returns:
@@ -104,9 +105,9 @@ def page_data(inspection: Inspection, *, title: str, row: int = 0) -> dict:
     return {"title": title, "tokens": inspection.texts[row], "predictions": predictions, "layers": layers}
 
 
-def _layer_data(layer: LayerInspection, real: Tensor, row: int) -> dict:
+def _layer_data(layer: "LayerInspection", real: Tensor, row: int) -> dict:
     found: dict[str, Any] = {"layer": layer.layer, "kind": layer.kind}
-    known = {name: tensor.values for name, tensor in vars(layer).items() if isinstance(tensor, NamedTensor)}
+    known = {name: tensor.values for name, tensor in vars(layer).items() if hasattr(tensor, "dims")}
     if "scores" not in known:
         return found
     scores = known["scores"][row][:, real][:, :, real]

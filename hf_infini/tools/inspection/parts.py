@@ -15,12 +15,13 @@ import torch
 from torch import Tensor, nn
 from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
 
+from ...layers.memory_layer import SharedInputs
 from ...models.gpt2 import GPT2InfiniAttention
 from ...models.scratch.attention import CausalMultiHeadAttention
 from ...ops.layout.base import GridLayout
 from ...ops.memory import States, memory_weight
 from ...ops.scores import visible_softmax
-from ...ops.window import Softmax
+from ...ops.window import ScoreOptions
 
 # Of the states that are made at once to find the memory's weights
 COLUMN_ELEMENTS = 2**24
@@ -61,21 +62,21 @@ def gpt2_parts(module: GPT2Attention, hidden_states: Tensor, given: dict) -> Par
     return Parts(*softmax_parts(query, key, value, mask, module.scaling))
 
 
-def infini_gpt2_parts(module: GPT2InfiniAttention, hidden_states: Tensor, given: dict) -> Parts:
-    """GPT-2's attention with a memory."""
-    return _infini_parts(module, hidden_states, given["infini"].layout)
+def infini_parts(module: GPT2InfiniAttention | CausalMultiHeadAttention, hidden_states: Tensor, given: dict) -> Parts:
+    """Attention with a memory."""
+    return _infini_parts(module, hidden_states, given["infini"])
 
 
 def causal_mha_parts(module: CausalMultiHeadAttention, hidden_states: Tensor, given: dict) -> Parts:
     """The from-scratch attention, which names its own parts unless it has a memory."""
     if module.config.attention == "infini":
-        return _infini_parts(module, hidden_states, given["layout"])
+        return infini_parts(module, hidden_states, given)
     return Parts(*module.parts(hidden_states, **{name: given[name] for name in ("mask", "distance", "position_ids")}))
 
 
 # Class of the attention module → how its parts are computed; the first that fits counts.
 KINDS: dict[type, Callable[[Any, Tensor, dict], Parts]] = {
-    GPT2InfiniAttention: infini_gpt2_parts,
+    GPT2InfiniAttention: infini_parts,
     GPT2Attention: gpt2_parts,
     CausalMultiHeadAttention: causal_mha_parts,
 }
@@ -114,11 +115,12 @@ def softmax_parts(
 
 
 def _infini_parts(
-    module: GPT2InfiniAttention | CausalMultiHeadAttention, hidden_states: Tensor, layout: GridLayout
+    module: GPT2InfiniAttention | CausalMultiHeadAttention, hidden_states: Tensor, infini: SharedInputs
 ) -> Parts:
     """Equations 2 to 5 for a call that begins its rows, as [`hf_infini.attention.attend`] does them all at once."""
-    call, rule = module.begin(hidden_states, layout=layout), module.rule
-    query, key, value, softmax = module.projections(call.hidden_states)
+    layout: Any = infini.layout  # a GridLayout
+    rule, (inputs, _) = module.rule, module.begin(hidden_states, infini)
+    query, key, value, softmax = module.projections(inputs, infini)
     query, key, value = (_widen(part) for part in (query, key, value))
     segments = _segments(layout)
     scores, weights = visible_softmax(*_window_scores(softmax, query, key, segments, layout))
@@ -131,7 +133,7 @@ def _infini_parts(
     has_memory = group.filled
     if has_memory is None or module.start():
         has_memory = torch.ones(1, layout.segments, dtype=torch.bool, device=value.device)
-    log_weight = module.log_weight(call)
+    log_weight = module.log_weight(inputs)
     log_weight = None if log_weight is None else _delayed(layout, _widen(log_weight))
     queries = rule.query_features(layout.to_grid(query, None).transpose(2, 3))
     taken_in = None if group.written is None else group.written[:, :, None, :, None]
@@ -140,8 +142,8 @@ def _infini_parts(
     def states_of(values: Tensor, first_memory: Tensor) -> States:
         """The states where these `[B, H, T, E]` are the values, and a document begins with this memory `[H, D, E]`."""
         start = first_memory.to(value.dtype), start_normaliser.to(value.dtype)
-        incoming = (first.expand(batch, *first.shape) for first in start)
-        return rule.states(written._replace(value=_delayed(layout, values)), *incoming, start, group.borders)
+        memory, normaliser = (first.expand(batch, *first.shape) for first in start)
+        return rule.states(written._replace(value=_delayed(layout, values)), memory, normaliser, start, group.borders)
 
     def read(states: States) -> tuple[Tensor, Tensor]:
         found, mass = rule.read(queries, states.memory, states.normaliser)
@@ -189,7 +191,7 @@ def _segments(layout: GridLayout) -> Tensor:
 
 
 def _window_scores(
-    softmax: Softmax, query: Tensor, key: Tensor, segments: Tensor, layout: GridLayout
+    softmax: ScoreOptions, query: Tensor, key: Tensor, segments: Tensor, layout: GridLayout
 ) -> tuple[Tensor, Tensor]:
     """`[B, H, T, T]`, the scores of each query and key of its window, and which these are, `[B, 1, T, T]` bool: those of the
     query's document in its own segment and in the local ones before it, and sinks."""

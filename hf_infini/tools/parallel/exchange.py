@@ -11,9 +11,8 @@ from torch import Tensor, distributed
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from ...ops.checks import bool_mask
 from ...ops.convolution import short_convolution
-from ...ops.layout.build import restarts, segment_layout
+from ...ops.layout.build import bool_mask, restarts, segment_layout
 from ...ops.state import InfiniState
 
 

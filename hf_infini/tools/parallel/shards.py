@@ -39,9 +39,9 @@ from torch import Tensor, distributed
 from torch.nn import functional as F
 from transformers import PreTrainedConfig
 
-from ...cache.cache import InfiniCache, StatesOfCall
+from ...cache.cache import InfiniCache, PendingStates
 from ...compat.cache_name import CACHE
-from ...models.common import check_continuation
+from ...models.base import check_continuation
 from ...ops.checks import bool_mask, check_kinds, check_shapes
 from ...ops.layout.base import GridLayout
 from ...ops.memory import Written
@@ -204,7 +204,7 @@ class ShardCache(InfiniCache):
         cache.text = copy.copy(self.text)
         return cache
 
-    def states(self) -> "ShardStates":
+    def pending_states(self) -> "ShardStates":
         return ShardStates(self)
 
     def first_state(self) -> InfiniState | None:
@@ -216,28 +216,12 @@ class ShardCache(InfiniCache):
         """Columns of the rows before this shard."""
         return self.past.get_seq_length() + (0 if self.shard is None else self.rank * self.shard.tokens)
 
-    def advance(self, states: StatesOfCall, input_ids: Tensor | None, layout, tokens: int) -> None:
+    def advance(self, states: PendingStates, input_ids: Tensor | None, layout, tokens: int) -> None:
         """Keeps for `whole` what the call has left."""
         if not torch.is_grad_enabled():
             states.advance_layers(tokens)
 
-    def state_of_call(self, batch: int, tokens: int, device: torch.device, **masks: Tensor | None) -> InfiniState | None:
-        if self.shard is not None:
-            raise ValueError("a ShardCache is for one call: make one for each, as shard_rows does.")
-        if torch.compiler.is_compiling():
-            raise ValueError("the ranks' exchange cannot be compiled: call the model without torch.compile.")
-        check_shapes(batch, tokens, *(masks[name] for name in ("attention_mask", "memory_mask", "position_ids")))
-        self._agree(batch, tokens, device, masks)
-        if tokens < 2 or tokens % self._window[0]:
-            raise ValueError(
-                f"a shard must be whole segments of {self._window[0]} tokens, and 2 tokens at least; these are {tokens}. "
-                "shard_rows cuts rows so."
-            )
-        options = (self._window, self._config.memory_conv, self.past.first_state())
-        self.shard = Shard.of_call(self.group, batch, tokens, device, masks, *options)
-        return self.shard.state
-
-    def _agree(self, batch: int, tokens: int, device: torch.device, masks: dict[str, Tensor | None]) -> None:
+    def check_agreement(self, batch: int, tokens: int, device: torch.device, masks: dict[str, Tensor | None]) -> None:
         """ValueError on every rank unless all call the same model on shards of the same shape."""
         from ... import __version__
 
@@ -264,12 +248,12 @@ class ShardCache(InfiniCache):
         raise ValueError(f"the ranks that share a row differ, listed by rank: {different}. Start all with the same.")
 
 
-class ShardStates(StatesOfCall):
-    """The states that the layers of one call continue."""
+class ShardStates(PendingStates):
+    """The states that the layers of one call continue, and their [`PendingStates.exchange`]."""
 
     def __init__(self, cache: ShardCache):
         super().__init__(cache.layers)
-        self.cache = cache
+        self.cache, self.exchange = cache, self
 
     def before(self, layer: int) -> InfiniState | None:
         """Of the past, if there is one; the layer makes its start otherwise."""
@@ -279,11 +263,35 @@ class ShardStates(StatesOfCall):
     def may_overwrite(self, layer: int) -> bool:
         return False
 
-    def inputs_before(self, inputs: Tensor, recent: Tensor) -> Tensor:
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.cache.get_seq_length()
+
+    def begin(self, batch: int, tokens: int, device: torch.device, masks: dict[str, Tensor | None]) -> InfiniState | None:
+        """The state that the layout of a call of `[batch, tokens]` continues; `masks` as [`segment_layout`] takes them."""
+        cache = self.cache
+        if cache.shard is not None:
+            raise ValueError("a ShardCache is for one call: make one for each, as shard_rows does.")
+        if torch.compiler.is_compiling():
+            raise ValueError("the ranks' exchange cannot be compiled: call the model without torch.compile.")
+        check_shapes(batch, tokens, *(masks[name] for name in ("attention_mask", "memory_mask", "position_ids")))
+        cache.check_agreement(batch, tokens, device, masks)
+        length = cache.window[0]
+        if tokens < 2 or tokens % length:
+            raise ValueError(
+                f"a shard must be whole segments of {length} tokens, and 2 tokens at least; these are {tokens}. shard_rows "
+                "cuts rows so."
+            )
+        options = (cache.window, cache._config.memory_conv, cache.past.first_state())
+        cache.shard = Shard.of_call(cache.group, batch, tokens, device, masks, *options)
+        return cache.shard.state
+
+    def received_inputs(self, inputs: Tensor, recent: Tensor) -> Tensor:
+        """What a short convolution needs of the tokens before these `inputs`; `recent`: what the layer's state has."""
         recents = self.cache.shard.recent
         return recent if recents is None else recents.before(inputs, recent, self.cache.group)
 
-    def continued(self, state: InfiniState, tokens: Projections, layout: GridLayout, rule: MemoryRule) -> InfiniState:
+    def received_state(self, state: InfiniState, tokens: Projections, layout: GridLayout, rule: MemoryRule) -> InfiniState:
+        """The state that these tokens of a layer continue; `state`: the one that the layer knows of."""
         shard, before = self.cache.shard, self.cache.shard.state
         if before is not None:
             names = ("tokens_seen", "last_position", "memory_tokens", "local_skipped")

@@ -38,7 +38,7 @@ def parameter_groups(
         "gates": {"params": [], "lr": gate_learning_rate, "weight_decay": 0.0},
     }
     gates = {parameter for gate in gates_of(model).values() for parameter in gate.parameters()}
-    attention = [module for module in model.modules() if hasattr(type(module), "attend_with_memory")]
+    attention = [module for module in model.modules() if hasattr(type(module), "add_memory_parameters")]
     own = {parameter for module in attention for parameter in module.parameters(recurse=False)}
     for parameter in model.parameters():
         if parameter in gates:

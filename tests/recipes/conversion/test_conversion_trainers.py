@@ -91,7 +91,7 @@ def test_calibrated_feature_maps_give_exponents_of_one_size():
         layer = model.model.layers[number].self_attn
         for weight, scale in zip((layer.query_map, layer.key_map), scales, strict=True):
             weight.mul_(torch.tensor(scale)[:, None, None])
-        assert "attend_with_memory" not in vars(layer)
+        assert layer.change_projections is None
     layer, inputs = model.model.layers[1].self_attn, []
     layer.register_forward_pre_hook(lambda _, args, keywords: inputs.append(keywords["hidden_states"]), with_kwargs=True)
     for ids in rows[:, 0]:

@@ -46,7 +46,7 @@ def test_the_parts_add_up_to_the_gap(monkeypatch):
     gap = float((window - full).sum()) / (3 * (60 - WINDOW))
     # The error of the midpoints falls with their square; that of so few as are used is large for such wild random weights
     assert list(parts) == [0, 1, 2, 3] and sum(parts.values()) == pytest.approx(gap, rel=0.01)
-    assert "forward" not in vars(model.model.layers[0].self_attn)
+    assert not model.model.layers[0].self_attn._forward_hooks
 
 
 def test_a_layer_that_needs_nothing_from_beyond_the_window_has_no_part():

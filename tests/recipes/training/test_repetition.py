@@ -11,6 +11,7 @@ from bad_input import refused
 from decoders import decoder
 from hf_infini import infini_attention, patch_model
 from hf_infini.models.structure import attention_layers, decoder_of
+from hf_infini.ops.state import Projections
 from hf_infini.tools.training import PerplexityTrainer
 from models import infini_gpt2, token_ids
 from running import check_resumes, infini_options, load_recipe, prepared_data, self_options
@@ -33,7 +34,7 @@ def test_repeated_tokens_leave_what_so_many_copies_would(times):
     layer = attention_layers(decoder_of(gated_delta()))[0]
     layer.memory_rates[:, 0].normal_()
     layer.memory_rates_bias[:, 1] = torch.inf
-    call = layer.begin(torch.randn(1, 16, layer.memory_rates.shape[-1], dtype=torch.float64))
+    hidden_states = torch.randn(1, 16, layer.memory_rates.shape[-1], dtype=torch.float64)
     heads, kv_heads, width = layer.head_counts
     query, key, value = (torch.randn(1, count, 16, width, dtype=torch.float64) for count in (heads, kv_heads, kv_heads))
 
@@ -43,23 +44,24 @@ def test_repeated_tokens_leave_what_so_many_copies_would(times):
         options = {"update_rule": "gated_delta", "log_weight": weight_, "return_state": True}
         return infini_attention(query_, key_, value_, layer.gate.weight, 8 * copies, **options)[1].memory
 
-    own = layer.log_weight(call)
+    own = layer.log_weight(hidden_states)
     with repeated(layer, times):
-        found = layer.log_weight(call)
+        found = layer.change_projections(Projections(query, key, value, own)).log_weight
     # Keys are shorter than one by up to the rule's eps, 1e-6 of a squared length
     torch.testing.assert_close(memory(found), memory(own, times), rtol=1e-4, atol=1e-5)
-    assert torch.equal(layer.log_weight(call), own) and (memory(found) - memory(own)).abs().max() > 0.01
+    assert layer.change_projections is None and (memory(found) - memory(own)).abs().max() > 0.01
 
 
 def test_rates_at_their_limits_can_be_repeated():
     """Float32: β of almost 0, which has a gradient, and of 1."""
     layer = attention_layers(decoder_of(gated_delta().float()))[0]
-    call = layer.begin(torch.zeros(1, 1, layer.memory_rates.shape[-1]))
+    hidden_states = torch.zeros(1, 1, layer.memory_rates.shape[-1])
     for logit in (-15.0, -200.0, 200.0):
         bias = layer.memory_rates_bias
         bias.data.fill_(logit)
         with repeated(layer, 64):
-            log_beta, log_alpha = layer.log_weight(call).unbind(-1)
+            tokens = Projections(*(torch.empty(0),) * 3, layer.log_weight(hidden_states))
+            log_beta, log_alpha = layer.change_projections(tokens).log_weight.unbind(-1)
         (gradient,) = torch.autograd.grad(log_beta.sum(), bias)
         assert all(tensor.isfinite().all() for tensor in (log_beta, log_alpha, gradient))
         if logit == -15:  # 64 times as much, and as steep as without: rounding of 1 − β is what differs

@@ -14,10 +14,9 @@ from cli import NotPossible, UserError, parse_options
 from cli.model_options import MEMORY, SCRATCH, ModelOptions, build_config, build_model
 from evaluation.inference import check_length
 from hf_infini import CausalMHAForCausalLM, InfiniGPT2Config
-from hf_infini.model_facts import context_limit
 from hf_infini.models.scratch.configuration import CausalMHAConfig
 from hf_infini.models.scratch.options import ScratchOptions
-from hf_infini.options import choices
+from hf_infini.options import choices, context_limit
 from hf_infini.tools import training
 from hf_infini.tools.metrics import evaluate_rows
 from hf_infini.tools.rows import RowReader

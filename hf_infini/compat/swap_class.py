@@ -1,25 +1,16 @@
-"""Modules on which accelerate has put hooks (`device_map`): where they compute. How a module's class is changed, and how a
-model becomes again what it was."""
+"""A module's class changed in place, also for accelerate's hooks and transformers' records; and a model that becomes again
+what it was. No version yet makes this needless."""
 
 import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 
-def device_of(module: nn.Module) -> torch.device:
-    """Where a module computes; its parameters may be kept elsewhere until they are needed."""
-    hook = getattr(module, "_hf_hook", None)
-    devices = (getattr(each, "execution_device", None) for each in getattr(hook, "hooks", (hook,)))
-    found = next((device for device in devices if device is not None), None)
-    return next(module.parameters()).device if found is None else torch.device(found)
-
-
-def become(module: nn.Module, other: type) -> None:
+def swap_class(module: nn.Module, other: type) -> None:
     """Makes a module an instance of another class in place, also for a hook, which keeps the forward that it wraps.
 
     transformers finds what it can record of a model (attentions, hidden states) by the class that the model was constructed
