@@ -73,8 +73,9 @@ def main(argv: list[str] | None = None) -> None:
 
 def check_options(options: Options) -> None:
     given = [name for name in ("study", "train", "set", "variants", "grid", "seeds", "source") if getattr(options, name)]
-    if options.runs and given:
-        raise UserError(f"--runs compares finished runs, --{given[0]} is for runs to be trained: give one of them")
+    useless = [*given, *(name for name in ("launcher", "dry_run") if getattr(options, name)), *["jobs"] * (options.jobs > 1)]
+    if options.runs and useless:
+        raise UserError(f"--runs compares finished runs, --{useless[0]} is for runs to be trained: give one of them")
     if not options.runs and not given:
         raise UserError("give what is to be trained with --study, --train or --grid, or finished runs with --runs")
     if (options.data is None) == (options.source is None):
@@ -103,8 +104,11 @@ def plan(options: Options) -> tuple[dict, list, dict[str, Path]]:
         return study, runs, {planning.BASE: Path(options.data)}
     if options.variants:
         study = planning.choose_variants(study, options.variants)
-    study["grid"] |= planning.parse_grid(options.grid or ())
+    grid = planning.parse_grid(options.grid or ())
+    study["grid"] |= grid
     study["seeds"] = options.seeds or study["seeds"]
+    above = [f"grid.{name}" for name in grid] + ["seeds"] * bool(options.seeds) + ["data"] * bool(options.data)
+    planning.check_settings(options.set or (), study, above)
     runs = planning.runs_of(study, Path(options.out))
     if options.source:
         return study, runs, {name: Path(options.out) / "data" / name for name in planning.data_settings(study, runs)}
