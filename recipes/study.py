@@ -65,9 +65,8 @@ def main(argv: list[str] | None = None) -> None:
     if options.dry_run:
         print("\n".join(tasks.commands))
         return
-    check_out(Path(options.out))
     os.environ["OMP_NUM_THREADS"] = str(options.threads)
-    with locked_folder(Path(options.out)) as out:
+    with locked_folder(Path(options.out), owner="study.py") as out:
         run_study(options, study, tasks, out)
 
 
@@ -82,15 +81,6 @@ def check_options(options: Options) -> None:
         raise UserError("give --data with --runs, otherwise exactly one of --source and --data")
     if options.launcher and shutil.which(shlex.split(options.launcher)[0]) is None:
         raise UserError(f"--launcher: there is no program {shlex.split(options.launcher)[0]}; is its environment activated?")
-
-
-def check_out(out: Path) -> None:
-    """UserError where the folder holds something else than a study."""
-    others = ["manifest.json", "run.json", "result.json", "config.json"]
-    others += [] if (out / "report.json").is_file() else ["report.md"]
-    there = [name for name in others if (out / name).exists()]
-    if there:
-        raise UserError(f"--out {out} holds {there[0]}, so it is no folder of a study: choose another --out")
 
 
 def plan(options: Options) -> tuple[dict, list, dict[str, Path]]:
