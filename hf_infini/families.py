@@ -88,7 +88,9 @@ def _with_arguments_of(own, forward):
 
 def _attention_class(own: type) -> type:
     arguments = _arguments(own.forward)[1:]
-    cache = next(name for name in (CACHE, "layer_past") if name in arguments)
+    cache = next((name for name in (CACHE, "layer_past") if name in arguments), None)
+    if cache is None:
+        raise ValueError(f"a {own.__name__} cannot have Infini-attention: its forward takes no cache of keys and values.")
     module = sys.modules[own.__module__]
     turn = getattr(module, "apply_rotary_pos_emb", None) or getattr(module, "apply_rotary_emb", None)
     attributes: dict[str, Any] = {"__module__": __name__, "own_class": own}
@@ -152,7 +154,8 @@ def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
     models = (module for module in model.modules() if isinstance(module, PreTrainedModel))
     found = next((module for module in models if type(module).__name__ in (name, f"Infini{name}")), None)
     if found is None:
-        raise ValueError(f"no {name} is inside this {type(model).__name__}.")
+        wanted = name or "base model of its family"
+        raise ValueError(f"a {type(model).__name__} cannot have Infini-attention: no {wanted} is inside it.")
     return found
 
 

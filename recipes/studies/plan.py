@@ -171,7 +171,7 @@ def runs_of(study: dict, out: Path) -> list[Run]:
             options = study["train"] | own | values
             _refuse_own(options, OWN_OPTIONS, "a run")
             label = ",".join([variant] * bool(variant) + [f"{name}={value}" for name, value in values.items()]) or "run"
-            usual = int(options.get("seed") or 0)
+            usual = options.get("seed") or 0
             for seed in seeds or [usual]:
                 name = re.sub(r"[^\w.,=+-]", "_", label + (f",seed={seed}" if seed != usual else ""))
                 runs.append(Run(name, label, out / name, options | {"seed": seed}, data))
