@@ -239,6 +239,18 @@ def test_words(case, capsys, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("device", ["zzz", "meta", "cuda:77"])
+@pytest.mark.parametrize("recipe", ["benchmark", "evaluate_model", "generate", "inspect_heads", "memorize", "push"])
+def test_devices_are_tried_before_anything_is_loaded(recipe, device, capsys, tmp_path, monkeypatch):
+    """Model and data are missing, too, and that is not said."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "x").write_text("x")
+    more = {"evaluate_model": ["--text", "x"], "generate": ["--prompt", "x"], "memorize": [], "benchmark": []}
+    more = more.get(recipe, ["--out", "y"])
+    argv = [*NEEDED[recipe], *more, "--device", device]
+    refused(load_recipe(recipe).main, argv, capsys, f"--device: cannot use {device}", "give cpu", keeps=tmp_path)
+
+
 # --- YAML ---
 
 NESTED = "a: &a [x, x]\nb: &b [*a, *a]\nsource: [*b, *b]\n"
