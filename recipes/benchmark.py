@@ -53,7 +53,7 @@ class Options:
     contexts: list[int] | None = option(None, "model, options, compiled: tokens in a row of a training step. pretrained: "
                                         "tokens of a prompt. soak: tokens of a text.", at_least=1)
     rounds: int = option(5, "Rounds, each timing every contestant once.", at_least=1)
-    device: str = option("cpu", "cpu, cuda, …", group="machine")
+    device: str = option("cpu", "cpu, cuda, cuda:1, …; auto: a GPU where there is one.", group="machine")
     threads: int | None = option(None, "CPU threads; default: torch's own choice.", at_least=1, at_most=1024)
     seed: int = option(0, "Of weights, inputs and the order of contestants.", **SEED)
 
@@ -71,6 +71,7 @@ def main(argv: list[str] | None = None) -> None:
     from tqdm import tqdm
 
     from benchmarks import contestants, measuring, models, parts, report
+    from evaluation import inference
     from support import measurement
     from support.stages import check_place, write_json
 
@@ -78,11 +79,10 @@ def main(argv: list[str] | None = None) -> None:
     unknown = [name for name in names if name not in contestants.CONTESTANTS]
     if unknown:
         raise UserError(f"--contestants: there is no {unknown[0]}; allowed are {', '.join(contestants.CONTESTANTS)}")
-    if options.device.startswith("cuda") and not torch.cuda.is_available():
-        raise UserError(f"--device {options.device}: torch finds no GPU here; leave the option out for the CPU")
+    device = inference.usable_device(options.device)
     if options.threads:
         torch.set_num_threads(options.threads)
-    if options.device == "cpu":
+    if device == "cpu":
         measurement.keep_freed_memory()
     size = parts.SIZES[options.size]
     size = replace(size, shapes=shapes or size.shapes, contexts=tuple(options.contexts or size.contexts))
@@ -92,7 +92,7 @@ def main(argv: list[str] | None = None) -> None:
         raise UserError(f"--contexts {short[0]}: a soak of this size takes at least {least:,} tokens")
     if options.model is not None:
         check_name("--model", options.model)
-    spec = models.ModelSpec(**size.model, checkpoint=options.model, device=options.device, seed=options.seed)
+    spec = models.ModelSpec(**size.model, checkpoint=options.model, device=device, seed=options.seed)
     how = parts.How(spec, size, options.dtypes, names, options.rounds, options.threads)
     out = Path(options.out)
     check_place(out, {"parts": dict, "threads": int})

@@ -139,7 +139,8 @@ def main(argv: list[str] | None = None) -> None:
         else:
             plot_facts(found["cells"], picture, subtitle(options), trained, found["segment_length"])
         write_json(Path(f"{name}.json"), result)
-    Path(f"{name}.cells.json").unlink(missing_ok=True)
+    if options.task != "perplexity":
+        Path(f"{name}.cells.json").unlink(missing_ok=True)
     print(f"{name}.json, {name}.png", file=sys.stderr)
 
 

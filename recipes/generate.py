@@ -70,6 +70,7 @@ def main(argv: list[str] | None = None) -> None:
     import torch
     from transformers import TextStreamer, logging, set_seed
 
+    from corpora.tokenization import encode_texts
     from evaluation import inference
     from hf_infini.compat.cache_name import CACHE
     from hf_infini.options import context_limit
@@ -94,9 +95,9 @@ def main(argv: list[str] | None = None) -> None:
     if streaming:
         arguments["streamer"] = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
 
+    encoded = [ids.tolist() for ids in encode_texts(tokenizer, prompts, split_special_tokens=False)]
     for start in range(0, len(prompts), options.batch_size):
-        batch = prompts[start : start + options.batch_size]
-        tokens = [tokenizer(prompt, add_special_tokens=False)["input_ids"] for prompt in batch]
+        batch, tokens = (given[start : start + options.batch_size] for given in (prompts, encoded))
         if memory is None:
             # A model continues at least one token: an empty prompt is the beginning of a text, after the end of another
             tokens = [ids or [tokenizer.eos_token_id] for ids in tokens]

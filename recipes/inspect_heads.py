@@ -58,6 +58,7 @@ def main(argv: list[str] | None = None) -> None:
     import torch
     from tqdm import tqdm
 
+    from corpora.tokenization import encode_texts
     from evaluation import inference
     from hf_infini.options import context_limit
     from hf_infini.tools.inspection import inspect_attention
@@ -75,7 +76,7 @@ def main(argv: list[str] | None = None) -> None:
         wanted = min(wanted, context_limit(model.config) or wanted)
         once = len(tokenizer(STORY, add_special_tokens=False)["input_ids"])
         text = STORY * -(-wanted // once)
-    ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    ids = encode_texts(tokenizer, [text], split_special_tokens=False)[0].tolist()
     read = ids[:wanted]
     if not read:
         raise UserError("the text is empty: there is no token to look at")

@@ -74,12 +74,14 @@ def main(argv: list[str] | None = None) -> None:
     from associative_recall.report import write_report
     from associative_recall.rows import make_all_rows, read_parts
     from support import measurement
+    from support.stages import claim_folder
     from training.run_folder import say
 
     parts = [read_parts(getattr(options, name), name, options.vocabulary) for name in ("train", "test")]
     configs = {
         mixer: mixer_config(mixer, options.d_model, options.heads, options.window, memory) for mixer in options.mixers
     }
+    claim_folder(Path(options.out), "mqar.py")
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     device = "cpu" if options.use_cpu or not torch.cuda.is_available() else "cuda"

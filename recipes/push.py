@@ -80,8 +80,11 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def check_options(options: Options, run: Path, out: Path) -> None:
+    from evaluation.inference import usable_device
+
     if out.resolve() == run.resolve():
         raise UserError(f"--out {out} is --run itself, whose weights stay as they are: choose another folder")
+    usable_device(options.device)
     if options.notes is not None and not Path(options.notes).is_file():
         raise UserError(f"--notes: there is no file {options.notes}")
 

@@ -65,31 +65,22 @@ def main(argv: list[str] | None = None) -> None:
     if options.dry_run:
         print("\n".join(tasks.commands))
         return
-    check_out(Path(options.out))
     os.environ["OMP_NUM_THREADS"] = str(options.threads)
-    with locked_folder(Path(options.out)) as out:
+    with locked_folder(Path(options.out), owner="study.py") as out:
         run_study(options, study, tasks, out)
 
 
 def check_options(options: Options) -> None:
     given = [name for name in ("study", "train", "set", "variants", "grid", "seeds", "source") if getattr(options, name)]
-    if options.runs and given:
-        raise UserError(f"--runs compares finished runs, --{given[0]} is for runs to be trained: give one of them")
+    useless = [*given, *(name for name in ("launcher", "dry_run") if getattr(options, name)), *["jobs"] * (options.jobs > 1)]
+    if options.runs and useless:
+        raise UserError(f"--runs compares finished runs, --{useless[0]} is for runs to be trained: give one of them")
     if not options.runs and not given:
         raise UserError("give what is to be trained with --study, --train or --grid, or finished runs with --runs")
     if (options.data is None) == (options.source is None):
         raise UserError("give --data with --runs, otherwise exactly one of --source and --data")
     if options.launcher and shutil.which(shlex.split(options.launcher)[0]) is None:
         raise UserError(f"--launcher: there is no program {shlex.split(options.launcher)[0]}; is its environment activated?")
-
-
-def check_out(out: Path) -> None:
-    """UserError where the folder holds something else than a study."""
-    others = ["manifest.json", "run.json", "result.json", "config.json"]
-    others += [] if (out / "report.json").is_file() else ["report.md"]
-    there = [name for name in others if (out / name).exists()]
-    if there:
-        raise UserError(f"--out {out} holds {there[0]}, so it is no folder of a study: choose another --out")
 
 
 def plan(options: Options) -> tuple[dict, list, dict[str, Path]]:
@@ -103,8 +94,11 @@ def plan(options: Options) -> tuple[dict, list, dict[str, Path]]:
         return study, runs, {planning.BASE: Path(options.data)}
     if options.variants:
         study = planning.choose_variants(study, options.variants)
-    study["grid"] |= planning.parse_grid(options.grid or ())
+    grid = planning.parse_grid(options.grid or ())
+    study["grid"] |= grid
     study["seeds"] = options.seeds or study["seeds"]
+    above = [f"grid.{name}" for name in grid] + ["seeds"] * bool(options.seeds) + ["data"] * bool(options.data)
+    planning.check_settings(options.set or (), study, above)
     runs = planning.runs_of(study, Path(options.out))
     if options.source:
         return study, runs, {name: Path(options.out) / "data" / name for name in planning.data_settings(study, runs)}

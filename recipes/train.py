@@ -151,12 +151,10 @@ def main(argv: list[str] | None = None) -> None:
             model=model,
             args=arguments,
             train_dataset=train,
-            eval_dataset=validation,
+            eval_dataset=validation.select(range(len(validation))[: optimizer.eval_rows]).with_transform(judged),
             data_collator=learned.collate,
             processing_class=tokenizer,
             callbacks=callbacks,
-            eval_rows=optimizer.eval_rows,
-            eval_reader=judged,
             optimizer_of=lambda model: torch.optim.AdamW(
                 parameter_groups(model, *rates), betas=(0.9, 0.95), fused=True
             ),
@@ -224,7 +222,6 @@ def training_arguments(run: RunOptions, optimizer: OptimizerOptions):
         per_device_train_batch_size=optimizer.batch_size,
         per_device_eval_batch_size=optimizer.batch_size,
         gradient_accumulation_steps=optimizer.gradient_accumulation,
-        dataloader_drop_last=True,
         remove_unused_columns=False,
         lr_scheduler_type=optimizer.schedule,
         warmup_steps=optimizer.warmup,

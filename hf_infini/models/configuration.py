@@ -12,11 +12,12 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from ..compat.class_lookups import PREFIX, AdaptersOfOwnMixin
 from ..compat.hub_code import HubConfigMixin, carry_code
-from ..options import MemoryOptions
+from ..options import MemoryOptions, layer_kinds
 from .gpt2_configuration import InfiniGPT2Config
 from .option_checks import OptionsMixin, checked
 
 # Families that a swapped layer's test would pass or fail without telling the reason
+KINDS = {"full_attention", "sliding_attention", "chunked_attention"}  # of layers that a model with memories may have
 REFUSED = {
     "multi-head latent attention makes its keys from a compressed state": (
         *("deepseek_v2", "deepseek_v3", "deepseek_v32", "minicpm3", "youtu", "mistral4", "glm4_moe_lite", "kimi_linear"),
@@ -52,10 +53,15 @@ class FamilyConfigMixin(MemoryOptions, OptionsMixin, AdaptersOfOwnMixin, HubConf
     def validate_memory_options(self):
         """Those of every memory, and those of families."""
         super().validate_memory_options()
+        if others := sorted({*layer_kinds(self)} - KINDS):
+            raise ValueError(
+                f"a {self.own_class.model_type!r} cannot have Infini-attention: some of its layers are no attention over "
+                f"all tokens, a sliding window or a chunk, but {', '.join(others)}."
+            )
         if not self.infini_layers:
             raise ValueError(
-                f"all {self.num_hidden_layers} layers of this {self.model_type} see a sliding window, which bounds them "
-                "already: name with layers=[…] those that are to have a memory instead."
+                f"all {self.num_hidden_layers} layers of this {self.model_type} see a sliding window or chunk, which bounds "
+                "them already: name with layers=[…] those that are to have a memory instead."
             )
 
 

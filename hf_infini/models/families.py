@@ -78,7 +78,9 @@ def infini_class(own: type) -> type:
 
 def _attention_class(own: type) -> type:
     arguments = _arguments(own.forward)[1:]
-    cache = next(name for name in (CACHE, "layer_past") if name in arguments)
+    cache = next((name for name in (CACHE, "layer_past") if name in arguments), None)
+    if cache is None:
+        raise ValueError(f"a {own.__name__} cannot have Infini-attention: its forward takes no cache of keys and values.")
     module = sys.modules[own.__module__]
     turn = getattr(module, "apply_rotary_pos_emb", None) or getattr(module, "apply_rotary_emb", None)
     attributes: dict[str, Any] = {"__module__": __name__, "own_class": own}

@@ -45,5 +45,6 @@ def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
     models = (module for module in model.modules() if isinstance(module, PreTrainedModel))
     found = next((module for module in models if type(module).__name__ in (name, f"Infini{name}")), None)
     if found is None:
-        raise ValueError(f"no {name} is inside this {type(model).__name__}.")
+        wanted = name or "base model of its family"
+        raise ValueError(f"a {type(model).__name__} cannot have Infini-attention: no {wanted} is inside it.")
     return found

@@ -51,7 +51,7 @@ def token_losses(logits, targets):
 
 
 def stream_losses(
-    model, input_ids, chunk: int | None = None, labels=None, position_ids=None, group=None
+    model, input_ids=None, chunk: int | None = None, labels=None, position_ids=None, group=None, **inputs
 ) -> Iterator[tuple]:
     """Reads rows of any length in chunks through the model's cache and yields the losses of each chunk.
 
@@ -60,12 +60,14 @@ def stream_losses(
 
     Args:
         model: a causal language model in evaluation mode.
-        input_ids: [B, N] token numbers, right-padded with anything where rows differ in length.
+        input_ids: [B, N] token numbers, right-padded with anything where rows differ in length; or `inputs_embeds`.
         chunk: tokens per call of the model; `None` reads all N at once, without a cache.
         labels: [B, N] targets at their own places (−100: not counted); `None` counts every token.
         position_ids: [B, N] that begin again where a document does; `None`: each row is one.
         group: processes that share the rows ([`context_parallel.read_rows`]), all of which pass the same ones; each yields
             its own part, and makes logits of `chunk` tokens at once. `None`: this process reads all of them.
+        inputs: others of the model's, [B, N, …] each where rows are read in chunks. What an `attention_mask` [B, N] masks
+            predicts nothing and is not counted.
 
     Yields `(first, losses, targets)`: the position in the row (0 is the row's first token, which nothing predicts) of
     the first target, and its losses and targets, [B, t] each.
@@ -74,15 +76,26 @@ def stream_losses(
 
     from ..compat.cache_name import CACHE, cache_of
 
-    rows, length = input_ids.shape
+    given = {"input_ids": input_ids, "position_ids": position_ids, **inputs}
+    given = {name: part for name, part in given.items() if part is not None}
     labels = input_ids if labels is None else labels
+    if labels is None:
+        raise ValueError("rows of inputs_embeds need labels: give the token numbers of each place, −100 where none counts.")
+    length, mask = labels.shape[1], given.get("attention_mask")
+    if isinstance(mask, torch.Tensor) and mask.shape == labels.shape:
+        real = mask != 0
+        labels = labels.masked_fill(~(real & real.roll(1, 1)).to(labels.device), -100)  # its first label is never read
     device = next(model.parameters()).device
     chunk = length if chunk is None else chunk
     cache = None
     size = 1 if group is None else torch.distributed.get_world_size(group)
     for start in range(0, length - 1, chunk * size):
-        given = {"input_ids": input_ids} | ({} if position_ids is None else {"position_ids": position_ids})
-        piece = {name: part[:, start : start + chunk * size].to(device) for name, part in given.items()}
+        piece = {}
+        for name, part in given.items():
+            if chunk * size < length:  # a mask is also of what the cache has read
+                begin = 0 if name == "attention_mask" and group is None else start
+                part = part[:, begin : start + chunk * size]
+            piece[name] = part.to(device) if isinstance(part, torch.Tensor) else part
         if group is None:
             kwargs = {"use_cache": False} if chunk >= length else {CACHE: cache, "use_cache": True}
             with torch.no_grad():
@@ -194,9 +207,7 @@ class LossByPosition:
         ]
 
 
-def evaluate_rows(
-    model, rows, batch_size: int, reader=None, together: bool = False, chunk: int | None = None
-) -> dict[str, float]:
+def evaluate_rows(model, rows, batch_size: int, reader=None, chunk: int | None = None) -> dict[str, float]:
     """Token-weighted cross-entropy, perplexity and token count of rows of one length, shared among all processes.
 
     Args:
@@ -204,8 +215,6 @@ def evaluate_rows(
         rows: a dataset whose column `input_ids` has rows of one length.
         batch_size: rows per call of the model.
         reader: a [`RowReader`] that makes inputs of them; `None` counts every token.
-        together: whether every process has to call the model equally often, as a sharded model wants it: one without rows of
-            its own left then reads rows of the first's once more, and does not count them.
         chunk: tokens per call of the model, as in [`stream_losses`].
     """
     import torch
@@ -217,16 +226,11 @@ def evaluate_rows(
     was_training = model.training
     model.eval()
     loss_sum, tokens = 0.0, 0
-    for first in range(0, len(rows), world * batch_size):
-        start = first + rank * batch_size
-        own = start < len(rows)
-        if not (own or together):
-            break
-        start = start if own else first
+    for start in range(rank * batch_size, len(rows), world * batch_size):
         inputs: dict[str, Any] = reader(rows[start : start + batch_size])
         for _, losses, targets in stream_losses(model, chunk=chunk, **inputs):
-            loss_sum += own * losses.sum(dtype=torch.float64).item()
-            tokens += own * int((targets != -100).sum())
+            loss_sum += losses.sum(dtype=torch.float64).item()
+            tokens += int((targets != -100).sum())
     model.train(was_training)
     loss_sum, tokens = reduce_sums(loss_sum, tokens)
     return summarize([loss_sum], [int(tokens)])

@@ -14,6 +14,7 @@ import torch
 from transformers import set_seed
 
 from cli import UserError, describe
+from corpora.tokenization import encode_texts
 from evaluation import inference
 from hf_infini.compat.hub_code import STUB
 from hf_infini.models.loading import load_causal_lm, load_tokenizer
@@ -111,9 +112,9 @@ def generate_samples(folder: Path, prompts: list[str], new_tokens: int, seed: in
     """A continuation of each prompt by each of [`METHODS`]: `prompt`, `arguments` (of `generate`), `seed`, `text`."""
     model, tokenizer = inference.load_model(str(folder), device)
     limit, samples = context_limit(model.config), []
-    for prompt in prompts:
-        inputs = tokenizer(prompt, add_special_tokens=False, return_tensors="pt").to(model.device)
-        length = inputs["input_ids"].shape[1]
+    for prompt, ids in zip(prompts, encode_texts(tokenizer, prompts, split_special_tokens=False), strict=True):
+        input_ids = torch.from_numpy(ids)[None].to(model.device)
+        inputs, length = {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)}, len(ids)
         if length == 0:
             raise UserError(f"--prompt {prompt!r} has no token in the vocabulary of {folder}")
         inference.check_length(model.config, length + 1)

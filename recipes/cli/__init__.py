@@ -23,6 +23,7 @@ __all__ += ["parse_yaml", "read_yaml", "report_failure"]
 BOUNDS = {"at_least": operator.ge, "greater_than": operator.gt, "at_most": operator.le, "below": operator.lt}
 SEED = {"at_least": 0, "at_most": 2**32 - 1}  # NumPy's generators take no other
 ADAPTER = "Adapter by recipes/convert.py to put on --model: a folder or a name on the Hub."
+LISTS = ("+", "*")  # argparse's words for options that take several values
 LARGEST = 2**63 - 1  # of whole numbers: what tensors and files can hold
 _LARGEST_CONFIG = 1_000_000  # bytes of a YAML file
 
@@ -66,7 +67,8 @@ def parse_options(*option_classes: type, description: str, argv: Sequence[str] |
     *options, _, unknown = parser.parse_args_into_dataclasses(argv, return_remaining_strings=True)
     if unknown:
         known = [flag for action in parser._actions for flag in action.option_strings]
-        parser.error(f"unrecognised arguments: {' '.join(unknown)}{_nearest(unknown[0], known)}")
+        hints = _nearest(unknown[0], known) + _of_one_value(argv, parser)
+        parser.error(f"unrecognised arguments: {' '.join(unknown)}{hints}")
     for group in options:
         _check(group)
     return tuple(options)
@@ -160,6 +162,7 @@ def parse_yaml(text: str, where: str, typed: bool = True):
 
 def _arguments_from_yaml(file_name: str, parser) -> list[str]:
     known = {action.dest for action in parser._actions} - {"help", "help_all", "config", "traceback"}
+    lists = {action.dest for action in parser._actions if action.nargs in LISTS}
     arguments = []
     try:
         entries = read_yaml(Path(file_name), f"--config {file_name}", typed=False)
@@ -173,9 +176,25 @@ def _arguments_from_yaml(file_name: str, parser) -> list[str]:
         values = value if isinstance(value, list) else [value]
         if not values or not all(isinstance(entry, str) for entry in values):
             parser.error(f"--config {file_name}: {name} must be a value or a list of values: [a, b]")
+        if isinstance(value, list) and name not in lists:
+            parser.error(f"--config {file_name}: {name} takes one value, got the list [{', '.join(values)[:99]}]")
         # With "=", so that a value may begin with a hyphen
         arguments += [f"--{name}={values[0]}"] if len(values) == 1 else [f"--{name}", *values]
     return arguments
+
+
+def _of_one_value(argv: Sequence[str], parser) -> str:
+    """Which of the given flags has several values and takes one; "" where none has."""
+    flag, values = "", 0
+    for word in argv:
+        if word.startswith("--"):
+            flag, equals, _ = word.partition("=")
+            values = len(equals)
+        elif flag in parser._option_string_actions and parser._option_string_actions[flag].nargs not in LISTS:
+            values += 1
+            if values == 2:
+                return f"; {flag} takes one value"
+    return ""
 
 
 def _nearest(name: str, known: Sequence[str]) -> str:

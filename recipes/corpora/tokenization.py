@@ -6,7 +6,9 @@ All three come back as fast `transformers` tokenizers with an end-of-text token 
 """
 
 import itertools
+import os
 import re
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -111,18 +113,42 @@ def load_tokenizer(name_or_path: str) -> "PreTrainedTokenizerBase":
     return tokenizer
 
 
-def encode_texts(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str]) -> "list[np.ndarray]":
+def encode_texts(
+    tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str], split_special_tokens: bool = True
+) -> "list[np.ndarray]":
     """The token ids (int64) of each text (one at least), without added special tokens.
 
-    A text that spells a special token out is encoded as plain text: only the caller puts end-of-text tokens between
-    documents.
+    A text that spells a special token out is encoded as plain text, unless `split_special_tokens` is off: only the caller
+    puts end-of-text tokens between documents. The first time that the tokenizer has only its unknown token for something,
+    that is said on standard error.
     """
     import numpy as np
 
-    encoded = tokenizer(
-        list(texts), add_special_tokens=False, split_special_tokens=True, return_attention_mask=False, verbose=False
-    )
-    return [np.asarray(ids, dtype=np.int64) for ids in encoded["input_ids"]]
+    how = {"add_special_tokens": False, "split_special_tokens": split_special_tokens, "verbose": False}
+    encoded = tokenizer(list(texts), return_attention_mask=False, **how)["input_ids"]
+    unknown = tokenizer.unk_token_id
+    _warn_of_unknown(tokenizer, [text for text, ids in zip(texts, encoded, strict=True) if unknown in ids], how)
+    return [np.asarray(ids, dtype=np.int64) for ids in encoded]
+
+
+def _warn_of_unknown(tokenizer, texts: list[str], how: dict) -> None:
+    unknown, parts = tokenizer.unk_token_id, set()
+    if vars(tokenizer).get("told_unknown", False):
+        return
+    for text in texts:
+        if tokenizer.is_fast:
+            found = tokenizer(text, return_offsets_mapping=True, **how)
+            spans = zip(found["input_ids"], found["offset_mapping"], strict=True)
+            parts |= {text[begin:end] for number, (begin, end) in spans if number == unknown}
+        else:
+            parts |= {letter for letter in set(text) if unknown in tokenizer(letter, **how)["input_ids"]}
+    if parts := sorted(parts - {tokenizer.unk_token}):  # which a text may also spell out
+        from tqdm import tqdm
+
+        tokenizer.told_unknown = True
+        shown = ", ".join(map(repr, parts[:20])) + (f" and {len(parts) - 20} others" if len(parts) > 20 else "")
+        if int(os.environ.get("RANK", 0)) == 0:
+            tqdm.write(f"the tokenizer has no token for {shown}: {tokenizer.unk_token} stands there", file=sys.stderr)
 
 
 def _wrap(backend, **special_tokens: str) -> "PreTrainedTokenizerBase":

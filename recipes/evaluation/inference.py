@@ -69,8 +69,7 @@ def load_model(name: str, device: str = "auto", adapter: str | None = None):
     check_name("--model", name)
     if adapter is not None:
         check_name("--adapter", adapter)
-    if device == "auto":
-        device = str(torch.accelerator.current_accelerator() or "cpu") if torch.accelerator.is_available() else "cpu"
+    device = usable_device(device)
     try:
         model = load_causal_lm(name, dtype=torch.float32)
         tokenizer = load_tokenizer(name, model)
@@ -82,10 +81,19 @@ def load_model(name: str, device: str = "auto", adapter: str | None = None):
         raise UserError(f"--adapter: {error}") from error
     if device == "cpu":
         keep_freed_memory()
+    return model.eval().to(device), tokenizer
+
+
+def usable_device(name: str) -> str:
+    """A torch device by its name, or "auto" for the GPU where there is one; UserError unless torch can compute there."""
+    if name == "auto":
+        return str(torch.accelerator.current_accelerator() or "cpu") if torch.accelerator.is_available() else "cpu"
     try:
-        return model.eval().to(device), tokenizer
-    except (RuntimeError, AssertionError) as error:
-        raise UserError(f"--device: cannot use {device}: {str(error).splitlines()[0]}") from error
+        torch.zeros(1, device=name).item()
+    except (RuntimeError, AssertionError, ImportError) as error:
+        reason = ": torch finds no GPU here" if name.startswith("cuda") and not torch.cuda.is_available() else ""
+        raise UserError(f"--device: cannot use {name}{reason}; give cpu, cuda, cuda:1, …, or auto") from error
+    return name
 
 
 def check_length(config, tokens: int) -> None:

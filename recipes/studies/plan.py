@@ -11,6 +11,7 @@ from cli import UserError, parse_yaml, read_yaml
 SECTIONS = ("data", "train", "variants", "grid", "seeds", "evaluate")
 BASE = "base"  # the data of all variants but those that have their own
 OWN_OPTIONS = ("data", "out", "config")  # options of train.py that the study itself sets
+OWN_OF_DATA, OWN_OF_EVALUATION = ("source", "out"), ("model", "data", "out")  # likewise, of prepare.py and evaluate_model.py
 OWN_FOLDERS = ("data", "logs", "measured")
 
 
@@ -31,14 +32,7 @@ def read_study(files: Sequence[str], train: str | None = None, settings: Sequenc
     and `settings` (`train.max_steps=20`, the value in YAML) above all."""
     layers = [{"train": read_yaml(Path(train), f"--train {train}")}] if train else []
     layers += [read_yaml(Path(file), f"--study {file}") for file in files]
-    for setting in settings:
-        path, equals, text = setting.partition("=")
-        if not equals:
-            raise UserError(f"--set {setting}: give SECTION.NAME=VALUE, such as train.max_steps=20")
-        layer = parse_yaml(text, f"--set {setting}")
-        for name in reversed(path.split(".")):
-            layer = {name: layer}
-        layers.append(layer)
+    layers += map(read_setting, settings)
     study: dict = {}
     for layer in layers:
         study = merge(study, layer)
@@ -49,10 +43,69 @@ def read_study(files: Sequence[str], train: str | None = None, settings: Sequenc
         kind = list if name == "seeds" else dict
         if not isinstance(study.setdefault(name, kind()), kind):
             raise UserError(f"the section {name!r} of a study is a {kind.__name__}, got {study[name]!r}")
-    for name, settings in study["evaluate"].items():
-        if not isinstance(settings, dict) or settings.get("task", "perplexity") != "perplexity":
-            raise UserError(f"evaluate {name!r}: give options of evaluate_model.py's task perplexity, got {settings!r}")
+    for name, own in study["variants"].items():
+        if not (own is None or isinstance(own, dict) and isinstance(own.get("data") or {}, dict)):
+            raise UserError(f"variant {name!r}: give options of train.py and, in 'data', of prepare.py, got {own!r}")
+    for name, options in study["evaluate"].items():
+        if not isinstance(options, dict) or options.get("task", "perplexity") != "perplexity":
+            raise UserError(f"evaluate {name!r}: give options of evaluate_model.py's task perplexity, got {options!r}")
+        _refuse_own(options, OWN_OF_EVALUATION, "an evaluation")
     return study
+
+
+def read_setting(text: str) -> dict:
+    """`train.max_steps=20` → `{"train": {"max_steps": 20}}`."""
+    path, equals, value = text.partition("=")
+    if not equals:
+        raise UserError(f"--set {text}: give SECTION.NAME=VALUE, such as train.max_steps=20")
+    layer = parse_yaml(value, f"--set {text}")
+    for name in reversed(path.split(".")):
+        layer = {name: layer}
+    return layer
+
+
+def check_settings(settings: Sequence[str], study: dict, above: Sequence[str]) -> None:
+    """UserError for a setting that would do nothing, or not all that it says.
+
+    Args:
+        study: with all that was given; above: the sections' entries that flags replace, as `grid.n_layer` or `seeds`.
+    """
+    given = [(path, text) for text in settings for path in _paths(read_setting(text))]
+    paths = [path for path, _ in given]
+    variants = {name: own or {} for name, own in study["variants"].items()}
+    for path, text in given:
+        section, name, *rest = [*path, ""]
+        of_run = name if section == "train" else rest[0] if section == "variants" else None
+        set_there = [path[1] for path in paths if path[0] == "variants" and path[2:] == (of_run,)]
+        owners = [variant for variant, own in variants.items() if of_run in own and variant not in set_there]
+        flags = [entry for entry in above if entry in (section, f"{section}.{name}")]
+        if paths.count(path) > 1:
+            reason = f"{'.'.join(path)} is set twice"
+        elif flags:
+            reason = f"--{section if section in ('grid', 'seeds') else 'data'} is given"
+        elif section == "variants" and name not in variants:
+            reason = f"--variants leaves {name} out"
+        elif of_run in study["grid"]:
+            reason = f"'grid' gives {of_run}"
+        elif of_run == "seed" and study["seeds"]:
+            reason = "'seeds' are given"
+        elif section == "train" and owners:
+            reason = f"the variant {owners[0]} has a {name} of its own, which is variants.{owners[0]}.{name}"
+        else:
+            continue
+        raise UserError(f"--set {text} would have no effect, as {reason}: give one of the two")
+
+
+def _paths(layer, before: tuple = ()) -> list[tuple]:
+    """The names that lead to each value of nested dicts."""
+    if not isinstance(layer, dict) or not layer:
+        return [before]
+    return [path for name, value in layer.items() for path in _paths(value, (*before, str(name)))]
+
+
+def _refuse_own(options: dict, own: Sequence[str], of_what: str) -> None:
+    if taken := [name for name in own if name in options]:
+        raise UserError(f"{taken[0]!r} cannot be an option of {of_what}: study.py sets it")
 
 
 def merge(below: dict, above: dict) -> dict:
@@ -116,11 +169,9 @@ def runs_of(study: dict, out: Path) -> list[Run]:
         for combination in itertools.product(*grid.values()):
             values = dict(zip(grid, combination, strict=True))
             options = study["train"] | own | values
-            taken = [name for name in OWN_OPTIONS if name in options]
-            if taken:
-                raise UserError(f"{taken[0]!r} cannot be an option of a run: study.py sets it")
+            _refuse_own(options, OWN_OPTIONS, "a run")
             label = ",".join([variant] * bool(variant) + [f"{name}={value}" for name, value in values.items()]) or "run"
-            usual = int(options.get("seed") or 0)
+            usual = options.get("seed") or 0
             for seed in seeds or [usual]:
                 name = re.sub(r"[^\w.,=+-]", "_", label + (f",seed={seed}" if seed != usual else ""))
                 runs.append(Run(name, label, out / name, options | {"seed": seed}, data))
@@ -134,7 +185,10 @@ def runs_of(study: dict, out: Path) -> list[Run]:
 def data_settings(study: dict, runs: Sequence[Run]) -> dict[str, dict]:
     """The options of prepare.py by the name of the data, of those that the runs read."""
     names = dict.fromkeys([BASE, *(run.data for run in runs)])
-    return {name: merge(study["data"], {} if name == BASE else study["variants"][name]["data"]) for name in names}
+    found = {name: merge(study["data"], {} if name == BASE else study["variants"][name]["data"]) for name in names}
+    for options in found.values():
+        _refuse_own(options, OWN_OF_DATA, "the data")
+    return found
 
 
 def words_of(options: dict) -> list[str]:

@@ -26,14 +26,13 @@ def locked_folder(path: Path, owner: str | None = None) -> Iterator[Path]:
 
     Args:
         path: the folder.
-        owner: the recipe that writes there. A folder that has anything else in it, or is another recipe's, is refused;
-            `None`: the caller sees to that itself.
+        owner: the recipe that writes there, see [`claim_folder`]; `None`: the caller sees to that itself.
 
     Raises:
         UserError: the folder cannot be made, another process holds it, or it is not the owner's.
     """
     if owner is not None:
-        _check_owner(path, owner)
+        claim_folder(path, owner)
     from filelock import FileLock, Timeout
 
     try:
@@ -44,26 +43,28 @@ def locked_folder(path: Path, owner: str | None = None) -> Iterator[Path]:
     except OSError as error:
         raise UserError(f"--out {path}: {describe(error)}") from error
     with lock:
-        if owner is not None:
-            write_text(path / LOCK_FOLDER / _OWNER_FILE, owner)
         places = (path, path / LOCK_FOLDER, path / LOCK_FOLDER / WAITING)
         for leftover in [leftover for place in places for leftover in place.glob(LEFTOVER)]:
             shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
         yield path
 
 
-def _check_owner(path: Path, owner: str) -> None:
-    """UserError unless the folder is missing, empty, or one that the recipe `owner` has begun."""
+def claim_folder(path: Path, owner: str) -> None:
+    """Makes the folder and notes which recipe writes there; a UserError where it has anything else in it, or is another
+    recipe's."""
+    note = path / LOCK_FOLDER / _OWNER_FILE
     try:
-        there = next(path.iterdir(), None)
-        file = path / LOCK_FOLDER / _OWNER_FILE
-        found = file.read_text(encoding="utf-8") if file.is_file() else None
-    except (OSError, UnicodeDecodeError):  # what is wrong with the folder is said when it is locked
-        return
-    if found is None and there is not None and not (path / LOCK_FOLDER).is_dir():
-        raise UserError(f"--out {path} holds other files, such as {there.name}: choose a new or empty folder")
-    if found not in (None, owner):
-        raise UserError(f"--out {path} is a folder of {found}: choose another one")
+        if note.is_file():
+            if (found := note.read_text(encoding="utf-8", errors="replace")) != owner:
+                raise UserError(f"--out {path} is a folder of {found}: choose another one")
+            return
+        others = [entry.name for entry in path.iterdir() if entry.name != LOCK_FOLDER] if path.exists() else []
+        if others:
+            raise UserError(f"--out {path} holds other files, such as {min(others)}: choose another one, new or empty")
+        note.parent.mkdir(parents=True, exist_ok=True)
+        write_text(note, owner)
+    except OSError as error:
+        raise UserError(f"--out {path}: {describe(error)}") from error
 
 
 def source_files(source: str) -> list[Path]:

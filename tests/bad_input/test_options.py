@@ -204,6 +204,8 @@ WORDS = {
     "abbreviated option": ("train", ["--learning", "1"], ["--learning"], 2),
     "no value": ("prepare", ["--context"], ["--context"], 2),
     "choice": ("prepare", ["--split_by", "line"], ["--split_by", "document"], 2),
+    "several values for one": ("train", ["--max_steps", "2", "--seed", "1", "2"], ["2; --seed takes one value"], 2),
+    "two words for one": ("generate", ["--prompt", "a", "b", "--json", "true", "b"], ["--json takes one value"], 2),
     "boolean": ("train", ["--use_cpu", "perhaps"], ["perhaps"], 2),
     "needed option empty": ("prepare", ["--out", ""], ["--out '' is empty"], 1),
     "needed option empty (train)": ("train", ["--data", ""], ["--data '' is empty"], 1),
@@ -237,6 +239,18 @@ def test_words(case, capsys, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("device", ["zzz", "meta", "cuda:77"])
+@pytest.mark.parametrize("recipe", ["benchmark", "evaluate_model", "generate", "inspect_heads", "memorize", "push"])
+def test_devices_are_tried_before_anything_is_loaded(recipe, device, capsys, tmp_path, monkeypatch):
+    """Model and data are missing, too, and that is not said."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "x").write_text("x")
+    more = {"evaluate_model": ["--text", "x"], "generate": ["--prompt", "x"], "memorize": [], "benchmark": []}
+    more = more.get(recipe, ["--out", "y"])
+    argv = [*NEEDED[recipe], *more, "--device", device]
+    refused(load_recipe(recipe).main, argv, capsys, f"--device: cannot use {device}", "give cpu", keeps=tmp_path)
+
+
 # --- YAML ---
 
 NESTED = "a: &a [x, x]\nb: &b [*a, *a]\nsource: [*b, *b]\n"
@@ -249,7 +263,7 @@ YAML = {
     "a list in a list": ("taxonomy: [[wik]]\n", "taxonomy must be a value or a list of values"),
     "nothing in a list": ("taxonomy: [null]\n", "taxonomy must be a value or a list of values"),
     "empty list": ("taxonomy: []\n", "taxonomy must be a value or a list of values"),
-    "a list for a number": ("context: [64, 128]\n", "128"),
+    "a list for a number": ("context: [64, 128]\n", "config.yaml: context takes one value, got the list [64, 128]"),
     "word for a number": ("context: many\n", "'many'"),
     "fraction for a whole number": ("context: 64.0\n", "'64.0'"),
     "octal": ("context: 0o17\n", "'0o17'"),
@@ -310,6 +324,20 @@ def test_a_folder_or_nothing_as_config(recipe, capsys, tmp_path):
         refused(main, argv, capsys, f"--config {file}: there is no file of this name", keeps=tmp_path, code=2)
 
 
+@pytest.mark.parametrize("recipe", NEEDED)
+def test_no_option_of_one_value_takes_a_list(recipe, capsys, tmp_path):
+    module, file = load_recipe(recipe), tmp_path / "config.yaml"
+    kinds = [kind for kind in vars(module).values() if dataclasses.is_dataclass(kind) and isinstance(kind, type)]
+    entries = [(entry.name, typing.get_type_hints(kind)[entry.name]) for kind in kinds for entry in dataclasses.fields(kind)]
+    single = [name for name, hint in entries if "list" not in str(hint)]
+    assert single
+    for name in single:
+        for values in (["1"], ["1", "2"]):
+            file.write_text(f"{name}: [{', '.join(values)}]\n")
+            message = f"--config {file}: {name} takes one value, got the list [{', '.join(values)}]"
+            refused(module.main, [*NEEDED[recipe], "--config", file], capsys, message, code=2)
+
+
 STUDIES = {
     "twice": ("train:\n  seed: 1\n  seed: 2\n", "has 'seed' twice"),
     "section twice": ("train: {}\ntrain: {}\n", "has 'train' twice"),
@@ -319,6 +347,7 @@ STUDIES = {
     "seeds of another kind": ("seeds: 3\n", "the section 'seeds'"),
     "binary": (b"\xff\xfe\0", "cannot be read"),
     "deep": ("train: " + "{a: " * 3000, "not valid YAML"),
+    "a list for one value": ("train: {seed: [1, 2]}\ngrid: {n_layer: [1]}\n", "--seed takes one value"),
     "grid without lists": ("grid: {score: dot}\n", "gives each option a list of values"),
 }  # fmt: skip
 
@@ -329,7 +358,8 @@ def test_studies(case, capsys, tmp_path):
     file = tmp_path / "study.yaml"
     file.write_bytes(content if isinstance(content, bytes) else content.encode())
     argv = ["--study", file, "--data", tmp_path, "--out", tmp_path / "out"]
-    refused(load_recipe("study").main, argv, capsys, message, keeps=tmp_path)
+    code = 2 if "takes one value" in message else 1
+    refused(load_recipe("study").main, argv, capsys, message, keeps=tmp_path, code=code)
 
 
 def test_merges_of_merges_stay_small(capsys, tmp_path):

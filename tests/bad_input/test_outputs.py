@@ -124,13 +124,22 @@ def test_prepare_writes_over_nothing_else(out, made, capsys):
     refused(main_of("prepare"), argv, capsys, f"--out {made / out}", keeps=made)
 
 
-@pytest.mark.parametrize("out", ["data", "recall", "model", "README.md", "notes"])
-def test_study_writes_over_nothing_else(out, made, capsys):
-    (made / "README.md").write_text("mine")
-    (made / "notes").mkdir()
-    (made / "notes" / "report.md").write_text("mine")
-    argv = ["--runs", made / "model", made / "data", "--data", made / "data", "--out", made / out]
-    refused(main_of("study"), argv, capsys, f"--out {made / out}", keeps=made)
+@pytest.mark.parametrize("out", ["data", "recall", "model", "README.md", "report.md", "report.json", "loss.png", "table.md",
+                                 "accuracy.png", "run.json"])  # fmt: skip
+@pytest.mark.parametrize("recipe", ["study", "mqar", "prepare_recall"])
+def test_folders_of_something_else(recipe, out, made, capsys):
+    """A file, and a folder with such a file in it, also where something has been locked there."""
+    data = ["--data", made / "data"]
+    argv = {"study": ["--runs", made / "model", made / "data", *data], "mqar": ["--use_cpu", "true"], "prepare_recall": data}
+    places = [made / out]
+    if not places[0].exists():
+        (made / out).write_text("{}")
+        places.append(made / "notes")
+        (made / "notes" / ".stages").mkdir(parents=True)
+        (made / "notes" / out).write_text("{}")
+    for place in places:
+        if (recipe, out) != ("prepare_recall", "recall"):
+            refused(main_of(recipe), [*argv[recipe], "--out", place], capsys, f"--out {place}", keeps=made)
 
 
 FOREIGN = {

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from bad_input import handled, refused
+from cards.folder import generate_samples
 from corpora.tokenization import build_character_tokenizer, train_bpe
 from models import gpt2, infini_gpt2
 from running import load_recipe
@@ -150,6 +151,29 @@ PROMPTS = {
     "no device": (["--prompt", "a", "--device", "nope"], "--device: cannot use nope"),
     "a device that is not there": (["--prompt", "a", "--device", "cuda:77"], "--device: cannot use cuda:77"),
 }
+
+
+def test_what_the_tokenizer_does_not_know_is_named_once(tmp_path, capsys):
+    tokenizer = build_character_tokenizer([TEXT])
+    infini_gpt2(vocab_size=len(tokenizer), position_encoding="segment").save_pretrained(tmp_path / "m")
+    tokenizer.save_pretrained(tmp_path / "m")
+    said = "the tokenizer has no token for 'Ж', '日': <|unk|> stands there"
+    (tmp_path / "text.txt").write_text(("o 日 rato\n\nЖ 日 roeu\n" + TEXT) * 2)
+    (tmp_path / "known.txt").write_text(TEXT)
+    for recipe, options in (
+        ("generate", ["--prompt", "o 日 <|unk|>", "o Ж 日", "o", "--max_new_tokens", 1, "--batch_size", 1]),
+        ("memorize", ["--text", tmp_path / "text.txt", "--out", tmp_path / "m.safetensors"]),
+        ("inspect_heads", ["--text_file", tmp_path / "text.txt", "--max_tokens", 8]),
+        ("evaluate_model", ["--text", tmp_path / "text.txt", "--length", 64]),
+        ("prepare", ["--source", tmp_path / "text.txt", "--tokenizer", tmp_path / "m", "--split_by", "block"]),
+    ):
+        model = ["--out", tmp_path / "data"] if recipe == "prepare" else ["--model", tmp_path / "m"]
+        assert handled(load_recipe(recipe).main, [*model, *options], capsys, said).count("no token for") == 1, recipe
+    generate_samples(tmp_path / "m", ["o 日", "Ж 日"], 1, 0)
+    assert capsys.readouterr().err.count(said) == 1
+    known = ["--text", tmp_path / "known.txt", "--out", tmp_path / "k.safetensors"]
+    for recipe, options in (("memorize", known), ("generate", ["--prompt", "o <|unk|> rato", "--max_new_tokens", 1])):
+        assert "no token for" not in handled(load_recipe(recipe).main, ["--model", tmp_path / "m", *options], capsys)
 
 
 def write_files(folder: Path) -> None:

@@ -247,6 +247,25 @@ def test_families_that_cannot_are_refused_by_name(model_type):
         infini_config(CONFIG_MAPPING[model_type])
 
 
+@pytest.mark.parametrize(
+    "model_type, reason",
+    {
+        "mamba": "layers are no attention over all tokens, a sliding window or a chunk, but linear_attention",
+        "falcon_mamba": "but linear_attention",
+        "minimax": "but linear_attention",
+        "xlnet": "forward takes no cache",
+        "bart": "no BartModel is inside it",
+        "trocr": "no base model of its family is inside it",
+        "opt": "not made of 4 decoder layers with one attention module each",
+    }.items(),
+)
+def test_others_are_refused_for_what_they_are(model_type, reason):
+    sizes = {"d_model": 32, "n_layer": 4, "n_head": 4, "decoder_layers": 4, "decoder_attention_heads": 4}
+    model = decoder(model_type, **sizes)
+    with pytest.raises(ValueError, match=f"cannot have Infini-attention: .*{reason}"):
+        patch_model(model, **WINDOW)
+
+
 def test_sliding_layers_are_not_replaced_without_being_named():
     model = decoder("mistral", sliding_window=16)
     with pytest.raises(Exception, match="all 4 layers of this infini_mistral see a sliding window.*layers="):

@@ -14,6 +14,7 @@ from running import run_recipe
 
 FLOAT32 = 1e-4  # of logits of size 1 to 10, added up in another order
 END = 0
+NO_DROPOUT = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
 
 
 def packed_ids(seed=0):
@@ -71,7 +72,7 @@ def test_evaluation_counts_what_the_reader_leaves_and_streams_alike():
 @pytest.mark.parametrize("items", [None, 57], ids=["mean", "share of a step"])
 @pytest.mark.parametrize("separate", [False, True])
 def test_logits_of_the_learned_places_give_the_same_loss_and_gradients(make, items, separate, tmp_path):
-    model = make(attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0) if make is not causal_mha else make()
+    model = make(**NO_DROPOUT) if make is not causal_mha else make()
     model.loss_type = "ForCausalLM"
     trainer = PerplexityTrainer(model=model.train(), args=TrainingArguments(str(tmp_path), use_cpu=True, report_to="none"))
     ids = packed_ids()
@@ -101,8 +102,7 @@ def test_the_loss_of_learned_places_uses_every_input_and_the_smoothing(tmp_path)
     mask[:, :5] = 0
     for smoothing, inputs in ((0.0, {"attention_mask": mask}), (0.1, {})):
         args = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none", label_smoothing_factor=smoothing)
-        trainer = PerplexityTrainer(model=infini_gpt2(), args=args)
-        trainer.model.eval()  # making a Trainer turns dropout on
+        trainer = PerplexityTrainer(model=infini_gpt2(**NO_DROPOUT).train(), args=args)
         found = []
         for compute in (trainer.compute_loss, super_loss(trainer)):
             batch = {"input_ids": ids, "labels": labels.clone(), "use_cache": False} | inputs

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
@@ -15,9 +16,8 @@ from ...compat.cache_name import CACHE
 from ...compat.hub_code import HubModelMixin
 from ...layers.gates import gates_of
 from ...ops.checks import check_kinds
-from ..metrics import evaluate_rows
+from ..metrics import stream_losses, summarize
 from ..parallel.shards import check_shards, shard_rows
-from ..rows import RowReader
 
 ROWS_OF_THE_HEAD = 256  # logits of few places are made of a multiple of so many
 
@@ -77,10 +77,12 @@ class PerplexityTrainer(Trainer):
     """A Trainer whose evaluation is token-weighted and keeps one batch of logits at a time. Its pushes have the model's code
     ([`PushWithCode`]).
 
+    `evaluate()` and `predict()` read what the Trainer's do, and add the cross-entropy (nats per token, also as `eval_loss`),
+    perplexity and number of the tokens whose label is not −100. What an attention mask masks predicts nothing and is not
+    counted. Trackers (`report_to`) also get each head's sigmoid(gate).
+
     Args:
         *args, **kwargs: the Trainer's own.
-        eval_rows: how many of the validation rows `evaluate()` reads; None reads all.
-        eval_reader: makes the inputs of an evaluation from these rows.
         optimizer_of: makes the optimiser of a model; None leaves it to the Trainer. Where a model is to be sharded, none can
             be given ready-made (`optimizers`).
         past_of: makes the cache that training rows begin with, of a model, the number of rows and a device; None, or where
@@ -97,8 +99,6 @@ class PerplexityTrainer(Trainer):
     def __init__(
         self,
         *args,
-        eval_rows: int | None = None,
-        eval_reader: RowReader | None = None,
         optimizer_of: Callable[[torch.nn.Module], torch.optim.Optimizer] | None = None,
         past_of: Callable[[torch.nn.Module, int, torch.device], Cache | None] | None = None,
         context_parallel_size: int = 1,
@@ -109,8 +109,6 @@ class PerplexityTrainer(Trainer):
         self.past_of = past_of
         self.context_parallel_size = context_parallel_size
         self.rows_mesh = None if context_parallel_size == 1 else self._mesh_of_rows(context_parallel_size)
-        self.eval_rows = eval_rows
-        self.eval_reader = eval_reader
         self.optimizer_of = optimizer_of
         # All processes must take part in every call of a sharded model
         self.is_sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
@@ -147,6 +145,8 @@ class PerplexityTrainer(Trainer):
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """As the Trainer's. Where most labels are −100, logits are computed only at the other places: the head over a whole
         vocabulary is much of a small model's work."""
+        if not model.training:  # for `compute_metrics`: whole rows, which begin with nothing
+            return super().compute_loss(model, inputs | {"use_cache": False}, return_outputs, num_items_in_batch)
         if self.rows_mesh is not None:
             if num_items_in_batch is None:
                 raise ValueError("processes that share rows need the count of all labels: num_items_in_batch is not given.")
@@ -175,26 +175,30 @@ class PerplexityTrainer(Trainer):
         total = F.cross_entropy(logits.float(), targets, reduction="sum")
         return total / (count if num_items_in_batch is None else num_items_in_batch)
 
-    def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix: str = "eval") -> dict[str, float]:
-        """Cross-entropy of the validation rows, in the precision of training; every process reads its share.
-
-        Trackers (`report_to`) also get each head's sigmoid(gate).
-        """
-        rows: Any = self.eval_dataset if eval_dataset is None else eval_dataset
-        rows = rows if self.eval_rows is None else rows.select(range(min(self.eval_rows, len(rows))))
+    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+        """Keeps each row's loss and number of tokens, in the precision of training; what `compute_metrics` wants of a batch,
+        the Trainer then computes."""
+        inputs = self._prepare_inputs(inputs)
+        text = inputs.get("input_ids", inputs.get("inputs_embeds"))
+        chunk = None if self.rows_mesh is None else -(-text.shape[1] // self.context_parallel_size)
+        sums = text.new_zeros(len(text), 2, dtype=torch.float64)
         with self.accelerator.autocast():
-            size, reader = self.args.per_device_eval_batch_size, self.eval_reader
-            chunk = None if self.rows_mesh is None else -(-len(rows[0]["input_ids"]) // self.context_parallel_size)
-            total = evaluate_rows(self.model, rows, size, reader, together=self.is_sharded, chunk=chunk)
-        metrics = {f"{metric_key_prefix}_{name}": value for name, value in total.items()}
-        metrics[f"{metric_key_prefix}_loss"] = total["cross_entropy"]
+            for _, losses, targets in stream_losses(model, chunk=chunk, **inputs):
+                sums += torch.stack([losses.sum(1, dtype=torch.float64), (targets != -100).sum(1)], 1)
+        self.sums_of_rows.append(self.gather_function(sums))  # without the rows that fill up the last batch
+        return (None,) * 3 if prediction_loss_only else super().prediction_step(model, inputs, False, ignore_keys)
+
+    def evaluation_loop(self, *args, metric_key_prefix: str = "eval", **kwargs):
+        self.sums_of_rows: list[Tensor] = []
+        output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
+        rows = [row for part in self.sums_of_rows for row in part.tolist()]
+        total = summarize((loss for loss, _ in rows), (tokens for _, tokens in rows))
+        found = {**total, "loss": total["cross_entropy"]}
         if self.args.report_to:  # otherwise they are only in metrics.jsonl and not printed
             for layer, heads in gate_values(self.model).items():
-                for head, value in enumerate(heads):
-                    metrics[f"{metric_key_prefix}_gates/layer_{layer}_head_{head}"] = value
-        self.log(metrics)
-        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
-        return metrics
+                found |= {f"gates/layer_{layer}_head_{head}": value for head, value in enumerate(heads)}
+        found = {f"{metric_key_prefix}_{name}": value for name, value in found.items()}
+        return output._replace(metrics={**(output.metrics or {}), **found})
 
     def create_model_card(self, *args, **kwargs) -> None:
         """The Trainer's draft of a card, which `push_to_hub` asks for; a card that was written otherwise stays as it is."""

@@ -16,6 +16,7 @@ from associative_recall.rows import Part, Rows, make_all_rows, make_rows, read_p
 from associative_recall.training import summarize, train
 from cli import UserError
 from running import kill_when, load_recipe, run_recipe
+from support.stages import claim_folder
 
 # The first 16 digits of the SHA-256 of inputs and labels (as little-endian 64-bit integers) that zoology's multiquery_ar, at
 # commit d88d6f5, made after torch.manual_seed(seed): of length, pairs, rows, vocabulary and seed
@@ -304,9 +305,13 @@ def test_bad_options(case, capsys, tmp_path):
 def test_a_folder_of_something_else_or_damaged(capsys, tmp_path):
     folder = tmp_path / "attention-d16-h2-float32-lr0.01"
     argv = ["--mixers", "attention", *TINY, "--epochs", 2, "--out", tmp_path]
+    main = load_recipe("mqar").main
+    (tmp_path / "table.md").write_text("mine")
+    bad_input.refused(main, argv, capsys, f"--out {tmp_path} holds other files, such as table.md", keeps=tmp_path)
+    (tmp_path / "table.md").unlink()
+    claim_folder(tmp_path, "mqar.py")
     folder.mkdir()
     (folder / "letter.txt").write_text("mine")
-    main = load_recipe("mqar").main
     bad_input.refused(main, argv, capsys, f"{folder} is not empty and holds no run of this recipe", keeps=tmp_path)
     (folder / "letter.txt").unlink()
     run_recipe("mqar", *argv)

@@ -70,7 +70,7 @@ def test_grids_and_seeds_make_names(tmp_path):
     assert names[:2] == ["s1,init_from=runs_a,n_layer=1", "s1,init_from=runs_a,n_layer=1,seed=3"] and len(set(names)) == 8
     assert runs[1].options == {"init_from": "runs/a", "n_layer": 1, "seed": 3} and runs[1].variant == runs[0].variant
     assert runs[-1].folder == tmp_path / names[-1]
-    (only,) = planned(tmp_path, settings=["train.seed=5", "seeds=[5]"])
+    (only,) = planned(tmp_path, settings=["seeds=[5]", "train.seed=5"])
     assert only.name == "run"
     assert plan.parse_grid(["score=dot,general", "n_layer=1"]) == {"score": ["dot", "general"], "n_layer": ["1"]}
 
@@ -97,6 +97,21 @@ def test_grids_and_seeds_make_names(tmp_path):
         (["--grid", "n_layer=1,1"], "would share the folder s1,n_layer=1"),
         (["--grid", "seed=0,1"], "a study's seeds are in 'seeds'"),
         (["--set", "grid.n_layer=3"], "gives each option a list of values"),
+        (["--set", "train.n_layer=2", "--grid", "n_layer=1"], "--set train.n_layer=2 would have no effect, as 'grid' gives"),
+        (["--set", "train={n_embd: 32, n_layer: 2}", "--grid", "n_layer=1"], "as 'grid' gives n_layer"),
+        (["--set", "variants.s1.n_layer=2", "--grid", "n_layer=1"], "as 'grid' gives n_layer"),
+        (["--set", "train.n_layer=2", "grid.n_layer=[1]"], "as 'grid' gives n_layer"),
+        (["--set", "grid.n_layer=[1]", "--grid", "n_layer=2"], "--set grid.n_layer=[1] would have no effect, as --grid"),
+        (["--set", "seeds=[1]", "--seeds", "2"], "--set seeds=[1] would have no effect, as --seeds is given"),
+        (["--set", "train.seed=1", "--seeds", "2"], "as 'seeds' are given"),
+        (["--set", "train.n_layer=2", "train.n_layer=3"], "as train.n_layer is set twice"),
+        (["--set", "train.learning_rate=1"], "i2 has a learning_rate of its own, which is variants.i2.learning_rate"),
+        (["--set", "variants.i1.n_layer=2", "--variants", "s1"], "as --variants leaves i1 out"),
+        (["--set", "variants.s1=3"], "variant 's1': give options of train.py and, in 'data', of prepare.py, got 3"),
+        (["--set", "variants.s1.data=3"], "variant 's1': give options of train.py"),
+        (["--set", "data.source=x"], "'source' cannot be an option of the data: study.py sets it"),
+        (["--set", "variants.i2.data.out=x"], "'out' cannot be an option of the data: study.py sets it"),
+        (["--set", "evaluate.long.data=x"], "'data' cannot be an option of an evaluation: study.py sets it"),
         (["--jobs", "0"], "--jobs must be at least 1 and at most 1024, got 0"),
         (["--launcher", "no_launcher x"], "--launcher: there is no program no_launcher"),
         (["--data", "data/x"], "exactly one of --source and --data"),
@@ -105,10 +120,19 @@ def test_grids_and_seeds_make_names(tmp_path):
 )
 def test_user_errors(tmp_path, capsys, options, message):
     with pytest.raises(SystemExit) as stopped:
-        study.main(["--study", VARIANTS, "--source", "biographies", "--out", str(tmp_path / "out"), *options])
+        study.main(["--study", VARIANTS, "--source", "biographies", "--dry_run", "--out", str(tmp_path / "out"), *options])
     said = capsys.readouterr().err
     assert stopped.value.code in (1, 2) and message in said and "Traceback" not in said
     assert not (tmp_path / "out").exists()
+
+
+def test_settings_that_take_effect_are_taken(tmp_path, capsys):
+    words = ["--study", VARIANTS, "--source", "biographies", "--dry_run", "--out", str(tmp_path), "--grid", "n_embd=32,64"]
+    words += ["--set", "train.learning_rate=2", "variants.i2.learning_rate=3", "variants.s1=", "variants.s1.n_layer=5"]
+    study.main([*words, "data.fraction=0.5", "evaluate.long.length=99", "grid.n_head=[1]"])
+    text = capsys.readouterr().out
+    counts = {"learning_rate 3 ": 2, "learning_rate 2 ": 10, "n_layer 5 ": 2, "length 99 ": 12, "n_head 1 ": 12}
+    assert {option: text.count(f"--{option}") for option in counts} == counts and text.count("--fraction 0.5 ") == 1
 
 
 def test_what_else_is_refused(tmp_path, capsys):
@@ -116,6 +140,10 @@ def test_what_else_is_refused(tmp_path, capsys):
     for words, message in (
         (["--data", "x"], "give what is to be trained with --study, --train or --grid, or finished runs with --runs"),
         (["--runs", "x/a", "y/a", "--data", "x"], "give folders of different names"),
+        (["--runs", "a", "--data", "x", "--launcher", "python"], "--launcher is for runs to be trained"),
+        (["--runs", "a", "--data", "x", "--jobs", "2"], "--jobs is for runs to be trained"),
+        (["--runs", "a", "--data", "x", "--dry_run"], "--dry_run is for runs to be trained"),
+        (["--grid", "n_layer=1", "--data", "x", "--set", "data.context=8"], "would have no effect, as --data is given"),
         (["--study", VARIANTS, "--data", "x"], "i2 has data of its own: give --source instead of --data"),
         (["--study", str(tmp_path / "none.yaml"), "--data", "x"], "there is no file of this name"),
     ):
