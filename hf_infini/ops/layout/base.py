@@ -1,12 +1,12 @@
-"""The layout of a call: which token is in which segment and slot. [`segment_layout`] in segments.py makes it once per
+"""The layout of a call: which token is in which segment and slot. [`segment_layout`] in build.py makes it once per
 forward, and the layers share it; they see one interface, [`Layout`].
 
     token t of a document → segment t // L, slot t mod L
 
 The *grid* of a row is its list of segments in order, each with `slots` places. Tokens fill the slots of a segment from the
 first on, so a causal mask inside the segment is all that padding needs. A call that continues a state begins its grid with
-the segments of the window: [`GridLayout`], whose two forms are in grids.py. One more token for every row needs no grid:
-[`StepLayout`] in decoding.py.
+the segments of the window: [`GridLayout`], whose two forms are in grid.py. One more token for every row needs no grid:
+[`StepLayout`] in step.py.
 """
 
 import functools
@@ -24,7 +24,8 @@ from ..tensors import pad
 
 
 class Call(NamedTuple):
-    """What a layout is made of: the arguments of [`segment_layout`], with masks as bool and `real` for `attention_mask`."""
+    """What a layout is made of: the arguments of [`segment_layout`], with masks as bool and `real` for `attention_mask`, and
+    the [`restarts`] of its positions."""
 
     batch: int
     tokens: int
@@ -33,6 +34,7 @@ class Call(NamedTuple):
     sink_tokens: int
     real: Tensor | None
     position_ids: Tensor | None
+    restart: Tensor | None
     memory_mask: Tensor | None
     state: InfiniState | None
     device: torch.device | None
