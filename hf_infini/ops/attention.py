@@ -3,7 +3,7 @@
     A = sigmoid(β) A_mem + (1 − sigmoid(β)) A_dot
 
 [`infini_attention`] makes the layout of a call and passes it to [`attend`], which the models call. A call of one token is in
-decoding.py. All others process the grid of segments group by group, and pass the state from group to group. The size of a
+step.py. All others process the grid of segments group by group, and pass the state from group to group. The size of a
 group is chosen so that intermediate results fit into the cache (CPU), or so that there are few kernel launches (GPU).
 
 Shapes: the grid of the layout, `[B, S, C, H, D]`, is cut into `[B, N, H, T, C, D]`: `N` *blocks* of `T` segments, heads
@@ -18,13 +18,14 @@ from torch.nn import functional as F
 
 from .backends import Attended, AttentionCall, Backend, choose
 from .checks import check_arguments, check_kinds, check_shapes, check_window
-from .decoding import StepLayout, attend_step
 from .kernels import KERNELS
 from .layout.base import GridLayout
 from .layout.build import SegmentLayout, segment_layout
+from .layout.step import StepLayout
 from .memory import EPS, Within, memory_weight, mix
 from .rules import MemoryRule, memory_rule
 from .state import InfiniState, Projections
+from .step import attend_step
 from .tensors import pad_to
 from .window import Rotary, ScoreOptions, for_every_head, window_attention, window_weights
 

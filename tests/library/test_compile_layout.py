@@ -9,37 +9,18 @@ import torch._inductor.config
 
 from cases import assert_equals_reference, random_case, random_cuts, random_state
 from hf_infini import infini_attention
-from hf_infini.ops.attention import attend
-from hf_infini.ops.decoding import graph_step_layout
-from hf_infini.ops.layout.base import LayoutInputs
 from hf_infini.ops.layout.build import restarts, segment_layout
-from hf_infini.ops.rules import memory_rule
-from hf_infini.ops.state import Projections
-from hf_infini.ops.window import ScoreOptions
 
 # In float64 two orders of adding differ by about 1e-15 a step: what is left would be a mistake.
 FLOAT64 = 1e-9
 
 
-def bounded_attention(query, key, value, gate, segment_length, *, state=None, local_segments=0, sink_tokens=0, **options):
-    """`infini_attention` as a graph computes it: a token that continues a state is a step of tensors, all else bounded."""
-    masks = {name: options.pop(name, None) for name in ("attention_mask", "position_ids", "memory_mask")}
-    batch, tokens = query.shape[::2]
-    if tokens > 1 or state is None:
-        documents = 1
-        if masks["position_ids"] is not None:
-            documents += int(restarts(masks["position_ids"], masks["attention_mask"], state).sum(1).max())
-        sizes = {"local_segments": local_segments, "sink_tokens": sink_tokens, "max_documents": documents, "state": state}
-        return infini_attention(query, key, value, gate, segment_length, **sizes, **masks, **options)
-    real, position_ids = masks["attention_mask"], masks["position_ids"]
-    restart = None if position_ids is None else restarts(position_ids, real, state)
-    window = (segment_length, local_segments, sink_tokens)
-    call = LayoutInputs(batch, 1, *window, real, position_ids, masks["memory_mask"], state, query.device)
-    maps = dict(zip(("query_map", "key_map"), options.get("feature_maps", ()), strict=False))
-    rule = memory_rule(**{name: options[name] for name in ("update_rule", "feature_map", "denominator")}, **maps)
-    projections = Projections(query, key, value, options.get("log_weight"))
-    softmax = ScoreOptions(**{name: options.get(name) for name in ("softcap", "rotary", "query_weight")})
-    return attend(projections, gate, graph_step_layout(call, state, restart), rule, softmax, state)[:2]
+def bounded_attention(*tensors, state=None, position_ids=None, **options):
+    """`infini_attention` that reads no sizes back from the device."""
+    documents = 1
+    if position_ids is not None:
+        documents += int(restarts(position_ids, options.get("attention_mask"), state).sum(1).max())
+    return infini_attention(*tensors, state=state, position_ids=position_ids, max_documents=documents, **options)
 
 
 @pytest.mark.slow

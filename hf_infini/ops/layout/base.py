@@ -7,7 +7,7 @@ The *grid* of a row is its list of segments in order, each with `slots` places. 
 first on, so a causal mask inside the segment is all that padding needs. A call that continues a state begins its grid with
 the segments of the window: [`GridLayout`]. Its form [`PlainLayout`], where rows agree and hold one document each, is a
 reshape; [`IndexedLayout`], for padding, packed documents and rows of different lengths, a gather. One more token for every
-row needs no grid: [`StepLayout`] in decoding.py.
+row needs no grid: [`StepLayout`] in step.py.
 """
 
 import functools
@@ -25,7 +25,8 @@ from ..tensors import gather, pad, pad_to
 
 
 class LayoutInputs(NamedTuple):
-    """What a layout is made of: the arguments of [`segment_layout`], with masks as bool and `real` for `attention_mask`."""
+    """What a layout is made of: the arguments of [`segment_layout`], with masks as bool and `real` for `attention_mask`, and
+    the [`restarts`] of its positions."""
 
     batch: int
     tokens: int
@@ -34,6 +35,7 @@ class LayoutInputs(NamedTuple):
     sink_tokens: int
     real: Tensor | None
     position_ids: Tensor | None
+    restart: Tensor | None
     memory_mask: Tensor | None
     state: InfiniState | None
     device: torch.device | None

@@ -6,16 +6,17 @@ torch.export) nothing can be read back: there the sizes are upper bounds that fo
 """
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from ..checks import bool_mask, check_kinds, check_shapes, check_window
-from ..decoding import StepLayout, graph_step_layout, step_layout
 from ..state import InfiniState
 from ..tensors import pad
 from .base import GridLayout, IndexedLayout, LayoutInputs, PlainLayout
+from .step import StepLayout, step_layout
 
 SegmentLayout = StepLayout | GridLayout
 UNBOUNDED = (
@@ -67,58 +68,66 @@ def segment_layout(
     read_back = not compiling and max_documents is None
     real = bool_mask("attention_mask", attention_mask, read_back)
     memory_mask = bool_mask("memory_mask", memory_mask, read_back)
-    position_ids = None if position_ids is None else position_ids.expand(batch, tokens)
+    restart = None
+    if position_ids is not None:
+        position_ids = position_ids.expand(batch, tokens)
+        restart = restarts(position_ids, real, state)
+    if max_documents is not None:
+        _check_documents(restart, max_documents)
     window = (segment_length, local_segments, sink_tokens)
-    call = LayoutInputs(batch, tokens, *window, real, position_ids, memory_mask, state, device)
-    if compiling and tokens == 1 and state is not None:
-        return graph_step_layout(call, state, None if position_ids is None else restarts(position_ids, real, state))
-    if max_documents is not None or (compiling and position_ids is None):
-        return _bounded_layout(call, 1 if max_documents is None else max_documents)
+    call = LayoutInputs(batch, tokens, *window, real, position_ids, restart, memory_mask, state, device)
+    if read_back:
+        return _smallest_layout(call)
+    if tokens == 1 and state is not None:
+        return step_layout(call, state)
+    if max_documents is not None or position_ids is None:
+        return _bounded_layout(call, max_documents or 1)
     if torch.compiler.is_exporting():
         raise ValueError(UNBOUNDED)
-    return (_layout_outside_graph if compiling else _smallest_layout)(call)
+    return _layout_outside_graph(call)
 
 
 def _smallest_layout(call: LayoutInputs) -> SegmentLayout:
     """Whose form and sizes follow from values that are read back from the device."""
-    state, real, memory_mask, restart = call.state, call.real, call.memory_mask, None
+    call, state = _without_idle_masks(call), call.state
+    if call.tokens == 1 and state is not None:
+        return step_layout(call, state, read_back=True)
     seen = in_memory = [0] * call.batch
     if state is not None:
         seen, in_memory = torch.stack([state.tokens_seen, state.memory_tokens]).tolist()
-    questions = {}  # answered by the device all at once
-    if memory_mask is not None:
-        questions["all written"] = memory_mask.all()
-    if real is not None:
-        questions["all real"] = real.all()
-    if call.position_ids is not None:
-        restart = restarts(call.position_ids, real, state)
-        questions["restarting"] = restart.any()
-    answers = dict(zip(questions, torch.stack(list(questions.values())).tolist(), strict=True)) if questions else {}
-    real = None if answers.get("all real") else real
-    call = call._replace(real=real, memory_mask=None if answers.get("all written") else memory_mask)
-    restarting = answers.get("restarting", False)
-    if call.tokens == 1 and not restarting and state is not None:
-        return step_layout(call, state, seen)
-    if real is None and not restarting and len(set(seen)) == 1:
+    if call.real is None and call.restart is None and len(set(seen)) == 1:
         return _with_memory(_plain_layout(call, seen[0], memory_in_use=all(in_memory)), call)
     carried = (call.local_segments + 1) * call.segment_length if any(seen) else 0
-    return _with_memory(_indexed_layout(call, restart, torch.tensor(seen, device=call.device), carried), call)
+    return _with_memory(_indexed_layout(call, torch.tensor(seen, device=call.device), carried), call)
+
+
+def _without_idle_masks(call: LayoutInputs) -> LayoutInputs:
+    """The call without the masks that change nothing. The device is asked for all of them at once."""
+    idle = {name: mask.all() for name in ("real", "memory_mask") if (mask := getattr(call, name)) is not None}
+    if call.restart is not None:
+        idle["restart"] = ~call.restart.any()
+    answers = torch.stack(list(idle.values())).tolist() if idle else ()
+    changed: dict[str, Any] = {name: None for name, answer in zip(idle, answers, strict=True) if answer}
+    return call._replace(**changed)
 
 
 _layout_outside_graph = torch.compiler.disable(_smallest_layout, reason=UNBOUNDED)
 
 
+def _check_documents(restart: Tensor | None, most: int) -> None:
+    """Refuses rows that hold more documents than `max_documents` says."""
+    if most < 1:
+        raise ValueError(f"max_documents must be ≥ 1, the document of a row's first token counted in; got {most}.")
+    if restart is not None:
+        torch._assert_async(
+            (restart.sum(1) < most).all(),
+            f"position_ids begin more than the {most} documents in a row that max_documents allows.",
+        )
+
+
 def _bounded_layout(call: LayoutInputs, max_documents: int) -> GridLayout:
     """A layout that any arguments fit into which begin at most `max_documents` documents in a row."""
-    if max_documents < 1:
-        raise ValueError(f"max_documents must be ≥ 1, the document of a row's first token counted in; got {max_documents}.")
-    tokens, length, state, restart = call.tokens, call.segment_length, call.state, None
-    if call.position_ids is not None:
-        restart = restarts(call.position_ids, call.real, state)
-        torch._assert_async(
-            (restart.sum(1) < max_documents).all(),
-            f"position_ids begin more than the {max_documents} documents in a row that max_documents allows.",
-        )
+    tokens, length, state = call.tokens, call.segment_length, call.state
     if state is None and call.real is None and max_documents == 1:
         return _with_memory(_plain_layout(call, 0, memory_in_use=False), call)
     documents = 1 if max_documents == 1 else min(max_documents, tokens + 1)
@@ -132,7 +141,7 @@ def _bounded_layout(call: LayoutInputs, max_documents: int) -> GridLayout:
         # The continued one may fill its segment with its first new token
         segments = call.local_segments + documents + (tokens + length - documents) // length
         slots = length
-    return _with_memory(_indexed_layout(call, restart, seen, carried, (segments, slots, documents > 1)), call)
+    return _with_memory(_indexed_layout(call, seen, carried, (segments, slots, documents > 1)), call)
 
 
 def _with_memory(layout: GridLayout, call: LayoutInputs) -> GridLayout:
@@ -211,18 +220,17 @@ def restarts(position_ids: Tensor, real: Tensor | None, state: InfiniState | Non
 
 def _indexed_layout(
     call: LayoutInputs,
-    restart: Tensor | None,
     seen: Tensor,
     carried: int,
     sizes: tuple[int, int, bool] | None = None,
 ) -> IndexedLayout:
     """
     Args:
-        restart: [`restarts`] of the call; seen: `[batch]`, tokens of each row's document before it.
+        seen: `[batch]`, tokens of each row's document before it.
         carried: as in [`GridLayout`].
         sizes: segments, slots and whether the rows are packed; `None`: as the arguments need, read back from the device.
     """
-    batch, tokens, segment_length, local_segments, sinks, real, position_ids, _, state, device = call
+    batch, tokens, segment_length, local_segments, sinks, real, position_ids, restart, _, state, device = call
     real = torch.ones(batch, tokens, dtype=torch.bool, device=device) if real is None else real
     restart = torch.zeros(batch, tokens, dtype=torch.bool, device=device) if restart is None else restart
     base = local_segments if carried else 0  # grid segment that the next token of a continued document falls into

@@ -1,0 +1,153 @@
+"""The layout of a step, one more token for every row: its places in the windows. A grid is not needed."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ..state import InfiniState
+from ..tensors import pad
+from .base import Layout, LayoutInputs
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepLayout(Layout):
+    """Where the one new token of each row goes, each at its own place in its window.
+
+    Only tensors tell one step from another, so that one graph of torch.compile does for all. Outside of a graph, `seen` and
+    what is `None` say what need not be computed.
+
+    Attributes:
+        rows: `[batch]`, their numbers; slot: `[batch]`, the place of the row's token in its window.
+        new_sinks: `[batch, 1, S, 1]` bool, the place that the token also takes among the sinks; `None`: none is a sink.
+        seen: the part of the window that any row sees; visible: `[batch, 1, 1, places of it]` bool, what each row sees of
+            it; `None`: all of it.
+        filled: `[batch, 1, 1]` bool, whether the memory holds any token of the row's document.
+        completing: `[batch]` bool, whether the row's segment is complete with this token; `None`: no row's.
+        complete_rows: the numbers of those rows; `None`: not known.
+        taken_in: `[batch, L]` bool, which tokens of the window's oldest segment the memory takes in now; `None`: none.
+    """
+
+    rows: Tensor
+    slot: Tensor
+    new_sinks: Tensor | None
+    seen: slice
+    visible: Tensor | None
+    filled: Tensor
+    completing: Tensor | None
+    complete_rows: Tensor | None
+    taken_in: Tensor | None
+
+    def put(self, window: Tensor, new: Tensor, in_place: bool = False) -> Tensor:
+        """The window, `[batch, heads, places, dim]`, with the new tokens `[batch, heads, 1, dim]` in their slots;
+        `in_place`: written into the given one where that may be."""
+        # The window of an initial state is one zero seen many times; one made in inference mode may be written only there;
+        # a graph makes a new one anyway
+        in_place = in_place and not torch.compiler.is_compiling() and window.is_contiguous()
+        if not in_place or (window.is_inference() and not torch.is_inference_mode_enabled()):
+            window = window.clone(memory_format=torch.contiguous_format)
+        new = new.to(window.dtype)
+        if self.real is not None:  # padding writes the zero that is there
+            new = new.masked_fill(~self.real[:, :, None, None], 0)
+        window[self.rows, :, self.slot] = new[:, :, 0]
+        if self.new_sinks is not None:
+            sinks = window[:, :, : self.sink_tokens]
+            sinks.copy_(torch.where(self.new_sinks, new, sinks))
+        return window
+
+    def oldest(self, window: Tensor) -> Tensor:
+        """The oldest segment of the window, `[batch, heads, L, dim]`."""
+        return window[:, :, self.sink_tokens : self.sink_tokens + self.segment_length]
+
+    def shift(self, window: Tensor) -> Tensor:
+        """The window with each of its segments, but for the oldest, one segment on."""
+        segments = pad(window[:, :, self.sink_tokens + self.segment_length :], (0, 0, 0, self.segment_length))
+        return torch.cat([window[:, :, : self.sink_tokens], segments], 2) if self.sink_tokens else segments
+
+    def in_complete_rows(self, function: Callable[..., tuple[Tensor, ...]], *old: Tensor) -> tuple[Tensor, ...]:
+        """What `function(taken_in, *old)` makes of tensors `[batch, …]` in the rows that complete a segment; `old` in the
+        others."""
+        rows, completing, taken_in = self.complete_rows, self.completing, self.taken_in
+        if completing is None or taken_in is None:
+            return old
+        if rows is not None and len(rows) < len(self.rows):
+            new = function(taken_in[rows], *(part[rows] for part in old))
+            return tuple(part.index_copy(0, rows, changed) for part, changed in zip(old, new, strict=True))
+        new = function(taken_in, *old)
+        if rows is not None:
+            return new
+        pairs = zip(new, old, strict=True)
+        return tuple(torch.where(completing.view(-1, *(1,) * (o.dim() - 1)), n, o) for n, o in pairs)
+
+
+def step_layout(call: LayoutInputs, state: InfiniState, read_back: bool = False) -> StepLayout:
+    """The layout of one token per row; `read_back`: whether values may be read back from the device."""
+    length, local, sinks, real = call.segment_length, call.local_segments, call.sink_tokens, call.real
+    seen, in_memory, skipped = state.tokens_seen, state.memory_tokens, state.local_skipped
+    if call.restart is not None:
+        begins = call.restart[:, 0]
+        seen, in_memory = seen.masked_fill(begins, 0), in_memory.masked_fill(begins, 0)
+        skipped = None if skipped is None else skipped.masked_fill(call.restart, False)
+        real = torch.ones_like(call.restart) if real is None else real  # whoever reads the one reads the other
+    new = 1 if real is None else real[:, 0].long()
+    after, last_position = seen + new, state.last_position + new
+    if call.position_ids is not None:
+        given = call.position_ids[:, 0].long()
+        last_position = given if real is None else torch.where(real[:, 0], given, state.last_position)
+
+    def slot(count):  # of the token after so many of its document, of numbers and of tensors
+        return sinks + local * length + count % length
+
+    def first(count):  # place that it sees; sinks are seen when the document's first segment has left the window
+        return (sinks + (local - count // length) * length) * (count // length <= local)
+
+    seen_places, all_rows_alike, have_new_sinks, complete_rows = slice(0, slot(length - 1) + 1), False, sinks > 0, None
+    if read_back:
+        before, then = torch.stack([seen, after]).tolist()
+        seen_places = slice(first(max(before)), max(map(slot, before)) + 1)
+        all_rows_alike, have_new_sinks = len(set(before)) == 1, min(before) < sinks
+        complete_rows = [row for row, count in enumerate(then) if count > before[row] and count % length == 0]
+    visible = new_sinks = completing = taken_in = None
+    if not all_rows_alike:
+        places = torch.arange(seen_places.start, seen_places.stop, device=seen.device)
+        visible = ((places >= first(seen)[:, None]) & (places <= slot(seen)[:, None]))[:, None, None]
+    if have_new_sinks:
+        places = torch.arange(sinks, device=seen.device)
+        new_sinks = ((places >= seen[:, None]) & (places < after[:, None]))[:, None, :, None]
+    if complete_rows is None or complete_rows:
+        completing = (after > seen) & (after % length == 0)
+        # Of the window's oldest segment, by the numbers of its tokens in the document
+        numbers = (seen // length - local)[:, None] * length + torch.arange(length, device=seen.device)
+        taken_in = completing[:, None] & (numbers >= sinks)
+    layout = StepLayout(
+        segment_length=length,
+        local_segments=local,
+        sink_tokens=sinks,
+        positions=seen.unsqueeze(1),
+        tokens_seen=after,
+        last_position=last_position,
+        memory_tokens=in_memory if taken_in is None else in_memory + taken_in.sum(1),
+        real=real,
+        restart=call.restart,
+        rows=torch.arange(call.batch, device=seen.device),
+        slot=slot(seen),
+        new_sinks=new_sinks,
+        seen=seen_places,
+        visible=visible,
+        filled=(in_memory > 0)[:, None, None],
+        completing=completing,
+        complete_rows=torch.tensor(complete_rows, device=seen.device) if complete_rows else None,
+        taken_in=taken_in,
+    )
+    if call.memory_mask is None and skipped is None:
+        return layout
+    if skipped is None:
+        skipped = torch.zeros(call.batch, layout.places, dtype=torch.bool, device=seen.device)
+    new = torch.zeros_like(skipped[:, :1]) if call.memory_mask is None else ~call.memory_mask
+    skipped = layout.put(skipped[:, None, :, None], new[:, None, :, None])
+    if taken_in is not None:
+        taken_in = taken_in & ~layout.oldest(skipped)[:, 0, :, 0]
+        layout = replace(layout, taken_in=taken_in, memory_tokens=in_memory + taken_in.sum(1))
+    (skipped,) = layout.in_complete_rows(lambda _, skipped: (layout.shift(skipped),), skipped)
+    return replace(layout, next_skipped=skipped[:, 0, :, 0])

@@ -1,0 +1,103 @@
+"""One more token for every row, the step that `generate` repeats: equations 2 to 5 on the window itself instead of a grid.
+
+A step writes its key and value into the row's next slot of the window and attends to the window and the memory; a row whose
+segment is full then writes the oldest segment of its window into the memory, and moves the window one segment on.
+"""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .layout.step import StepLayout
+from .memory import memory_weight
+from .rules import MemoryRule
+from .state import InfiniState, Projections
+from .window import ScoreOptions, softmax_weights
+
+
+def attend_step(
+    tokens: Projections,
+    gate: Tensor,
+    layout: StepLayout,
+    rule: MemoryRule,
+    softmax: ScoreOptions,
+    state: InfiniState,
+    in_place: bool,
+) -> tuple[Tensor, InfiniState, Tensor | None]:
+    """[`attend`] for one token per row, which returns the weights wherever they are written out."""
+    kv_heads, width = tokens.key.shape[1], tokens.key.shape[3]
+    state = _reset_new_documents(state, layout.restart)
+    state = state.map_windows(lambda window, new: layout.put(window, new, in_place), tokens)
+    keys, values, _ = state.windows()
+
+    query = softmax.compared_queries(tokens.query, layout.slot.unsqueeze(1))
+    seen_keys, seen_values = softmax.compared_keys(keys[:, :, layout.seen], layout.seen), values[:, :, layout.seen]
+    heads_per_key = tokens.query.shape[1] // kv_heads
+    weights = log_sum = None
+    if softmax.written_out or softmax.softcap or rule.shared:
+        seen_keys, seen_values = (tensor.repeat_interleave(heads_per_key, 1) for tensor in (seen_keys, seen_values))
+        weights, log_sum = softmax_weights(query, seen_keys, layout.visible, softmax, values.dtype, rule.shared)
+        if layout.real is not None:
+            weights = weights.masked_fill(~layout.real[:, :, None, None], 0)
+        # As they are returned: in the output's graph
+        weights = F.pad(weights, (layout.seen.start, layout.places - layout.seen.stop))
+        output = weights[..., layout.seen] @ seen_values
+    else:
+        options = {"dropout_p": softmax.dropout, "scale": softmax.scaling, "enable_gqa": heads_per_key > 1}
+        output = F.scaled_dot_product_attention(query, seen_keys, seen_values, layout.visible, **options)
+
+    dtype = state.memory.dtype
+    with torch.autocast(keys.device.type, enabled=False):
+        queries = rule.query_features(tokens.query.to(dtype))
+        queries = queries.unflatten(1, (kv_heads, heads_per_key)).squeeze(3)  # [B, K, R, D]
+        found = rule.read(queries.unsqueeze(1), state.memory.unsqueeze(1), state.normaliser.unsqueeze(1))
+        read, mass = (tensor.flatten(1, 3).unsqueeze(2) for tensor in found)  # [B, H, 1, E or 1]
+        log_sum = None if log_sum is None else log_sum.unsqueeze(-1)
+        share = memory_weight(gate.to(dtype)[None, :, None, None], mass, log_sum, width, rule.eps)
+        if state.start_memory is None:
+            share = share * layout.filled.unsqueeze(-1)
+        output = torch.lerp(output.to(dtype), read, share.expand_as(read)).to(output.dtype)
+        state = _with_segments_complete(rule, state, layout)
+    if layout.real is not None:
+        output = output.masked_fill(~layout.real[:, :, None, None], 0)
+    return output, state.after(layout), weights
+
+
+def _reset_new_documents(state: InfiniState, restart: Tensor | None) -> InfiniState:
+    """The state with an empty window, and the memory that documents start from, in the rows that begin one."""
+    if restart is None:
+        return state
+    begins = restart[:, :, None, None]
+    start_memory, start_normaliser = state.start()
+    return replace(
+        state.map_windows(lambda window: window.masked_fill(begins, 0)),
+        memory=torch.where(begins, start_memory, state.memory),
+        normaliser=torch.where(begins[..., 0], start_normaliser, state.normaliser),
+    )
+
+
+def _with_segments_complete(rule: MemoryRule, state: InfiniState, layout: StepLayout) -> InfiniState:
+    """The state whose rows that complete a segment have written the oldest one of their window, and moved the window on."""
+    if layout.completing is None:
+        return state
+
+    def complete(taken_in, memory, normaliser, *windows):
+        keys, values, *others = (layout.oldest(window).unsqueeze(1) for window in windows)  # [B, 1, K, L, dim]
+        log_weights, mask = others[0] if others else None, taken_in[:, None, None, :, None]
+        written = rule.written(keys.to(memory.dtype), values.to(memory.dtype), log_weights, mask)
+        states = rule.states(written, memory, normaliser)
+        return states.last_memory, states.last_normaliser, *map(layout.shift, windows)
+
+    def compute():
+        return layout.in_complete_rows(complete, *old.values())
+
+    def keep():
+        return tuple(tensor.clone() for tensor in old.values())
+
+    names = ("memory", "normaliser", "local_key", "local_value", "local_log_weight")
+    old = {name: tensor for name in names if (tensor := getattr(state, name)) is not None}
+    # A graph computes it for all rows, but only in calls in which one of them needs it
+    new = torch.cond(layout.completing.any(), compute, keep) if torch.compiler.is_compiling() else compute()
+    return replace(state, **dict(zip(old, new, strict=True)))
