@@ -1,117 +1,13 @@
 """Adapters (LoRA and others, by PEFT) in a model's layers: which of them act, and how. A state dict tells only which exist.
 
-PEFT's layers are known by what they have in common; PEFT itself is imported only for an adapter that is made or saved.
+PEFT itself is not imported: its layers are known by what they have in common.
 """
 
-import functools
-import inspect
 import json
-from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-
-from .hub_code import ModelBase
-
-LORA, LORA_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # PEFT's names
-# What else is done once PEFT has saved an adapter in a folder, given also the model and its state
-AFTER_SAVING: list[Callable[[nn.Module, Path, Mapping[str, Tensor]], None]] = []
-TASKS = {"CausalLM": "CAUSAL_LM", "LMHeadModel": "CAUSAL_LM", "SequenceClassification": "SEQ_CLS"}
-TASKS |= {"TokenClassification": "TOKEN_CLS", "QuestionAnswering": "QUESTION_ANS"}
-
-
-def lora_config(model, **options):
-    """PEFT's `LoraConfig` for a model with a memory, whose parameters are trained and saved beside the LoRA.
-
-    Their names are in `modules_to_save`. PEFT copies the gates, which are modules. The other parameters of a memory are
-    trained in place ([`AdaptedModelMixin`]), and act also where the adapter is disabled.
-
-    Args:
-        model: one with a memory.
-        options: those of `LoraConfig`, such as `r=16`; your `modules_to_save` are added to the memory's.
-
-    Raises:
-        ValueError: the model has no memory.
-    """
-    from peft import LoraConfig
-
-    from .memory_layer import memory_parameters
-
-    found = memory_parameters(model) if isinstance(model, nn.Module) else {}
-    if not found:
-        raise ValueError(f"a {type(model).__name__} has no memory to train beside a LoRA: patch_model() it first.")
-    paths = (name.partition(".original_module")[0].removesuffix(".weight").split(".") for name in found)
-    names = dict.fromkeys(".".join(path[-2:]) for path in paths if "modules_to_save" not in path)
-    task = next((task for ending, task in TASKS.items() if type(model).__name__.endswith(ending)), None)
-    own: dict[str, Any] = {"task_type": task, "modules_to_save": [*names, *(options.pop("modules_to_save", None) or ())]}
-    return LoraConfig(**own | options)
-
-
-class AdaptedModelMixin(ModelBase):
-    """What PEFT leaves to a model with a memory; comes before `PreTrainedModel`."""
-
-    peft_config: dict[str, Any]
-
-    def __setattr__(self, name: str, value) -> None:
-        super().__setattr__(name, value)
-        if name == "peft_config":  # PEFT's last step, when it has put adapters into the model and frozen the rest
-            for config in value.values():
-                for parameter in () if config.inference_mode else _uncopied(self, config).values():
-                    parameter.requires_grad_(True)
-
-    def save_pretrained(self, save_directory, is_main_process: bool = True, *args, **kwargs):
-        """As usual; of a model with adapters transformers saves only these."""
-        super().save_pretrained(save_directory, is_main_process, *args, **kwargs)
-        if getattr(self, "_hf_peft_config_loaded", False) and is_main_process:
-            complete(self, Path(save_directory), self.peft_config[self.active_adapters()[0]], self.state_dict())
-
-
-def _uncopied(model: nn.Module, config, trained: bool = False) -> dict[str, nn.Parameter]:
-    """The parameters of memories, by their full names, that an adapter has in its `modules_to_save` and PEFT does not copy,
-    because they are no modules; with `trained`, also those that are trained without being named."""
-    from .memory_layer import memory_parameters
-
-    ends = tuple(f".{name}" for name in getattr(config, "modules_to_save", None) or ())
-    found = {name: parameter for name, parameter in memory_parameters(model).items() if "modules_to_save" not in name}
-    return {name: found[name] for name in found if name.endswith(ends) or (trained and found[name].requires_grad)}
-
-
-def complete(model: nn.Module, folder: Path, config, state: Mapping[str, Tensor]) -> None:
-    """Adds to an adapter that was just saved what PEFT does not save: what else it has trained of a memory; PEFT loads it,
-    as anything in its file that is named as a parameter of the model. `state`: of the model."""
-    prefix = "base_model.model." if isinstance(model, PreTrainedModel) else ""
-    if own := _uncopied(model, config, trained=True):
-        file = folder / LORA_WEIGHTS
-        saved = load(file.read_bytes()) | {prefix + name: state[name].detach().contiguous() for name in own}
-        save_file(saved, file, metadata={"format": "pt"})
-    for function in AFTER_SAVING:
-        function(model, folder, state)
-
-
-@functools.cache
-def follow_peft() -> None:
-    """Has PEFT's `save_pretrained` end with [`complete`]: it has no hook for what belongs to the model."""
-    from peft import PeftModel
-
-    save = PeftModel.save_pretrained
-
-    @functools.wraps(save)
-    def save_pretrained(self, save_directory, *args, **kwargs):
-        given = inspect.signature(save).bind(self, save_directory, *args, **kwargs)
-        given.apply_defaults()
-        options = given.arguments | given.arguments["kwargs"]
-        has_memory = any(hasattr(type(module), "attend_with_memory") for module in self.modules())
-        if has_memory and not options["safe_serialization"]:
-            raise ValueError("an adapter beside a memory is saved as safetensors only: leave safe_serialization=False out.")
-        save(self, save_directory, *args, **kwargs)
-        for name in (options["selected_adapters"] or self.peft_config) if options["is_main_process"] else ():
-            folder = Path(save_directory, "" if name == "default" else name)
-            complete(self, folder, self.peft_config[name], options.get("state_dict") or self.state_dict())
-
-    PeftModel.save_pretrained = save_pretrained
 
 
 def without_wrappers(model):

@@ -6,15 +6,17 @@ What is found by the name of a class that stays (layers) or by the end of a name
 import functools
 import importlib
 import sys
+from collections.abc import Callable
 
 from transformers import PreTrainedConfig
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.models.auto import tokenization_auto
 
-from .adapters import follow_peft
 from .options import ConfigBase
 
 PREFIX = "infini_"  # model_type of a family with Infini-attention: this and the family's
+# What the installed package adds and does not travel with a model: it is told of the events below
+LISTENERS: list[Callable[..., None]] = []
 PEFT_TABLES = ("peft.utils.constants", "peft.utils.transformers_weight_conversion")
 
 
@@ -49,7 +51,14 @@ def enter_adapters(infini: str) -> None:
         for table in (*found, weights._MODEL_TO_CONVERSION_PATTERN):
             if own in table:
                 table[infini] = table[own]
-        follow_peft()
+        tell("peft")
+
+
+def tell(event: str, *about) -> None:
+    """Tells [`LISTENERS`] of an event: "peft" is at a model; it has "adapted" a model; adapters of a model were "saved" in a
+    folder; a model is called in "training"."""
+    for listener in LISTENERS:
+        listener(event, *about)
 
 
 class AdaptersOfOwnMixin(ConfigBase):

@@ -18,14 +18,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import cached_file
 
-from .adapters import AFTER_SAVING, LORA, LORA_WEIGHTS
 from .checkpoints import SUMMED, one_line, read_json
 from .configuration_infini_gpt2 import OPTIONS
 from .families import attention_layers, decoder_of
-from .hooks import unchanged_on_error
-from .memory_layer import PARAMETERS, memory_parameters
+from .lora import LORA, LORA_WEIGHTS, memory_parameters
+from .memory_layer import PARAMETERS
 from .modeling_infini import InfiniPreTrainedMixin
-from .patching import patch_model
+from .patching import patch_model, unchanged_on_error
 
 RECORD, WEIGHTS = "infini_adapter.json", "infini_adapter.safetensors"
 MARK = " with Infini-attention: hf_infini.load_adapter(plain_model, path) loads this adapter and its memory"
@@ -43,7 +42,7 @@ def save_adapter(model, folder, dtype: torch.dtype | None = None) -> None:
     Raises:
         ValueError: the model has no such memory, or several adapters of PEFT.
     """
-    inside = _inside(model)
+    inside = inside_of(model)
     if not isinstance(inside, InfiniPreTrainedMixin):
         raise ValueError(f"a {type(inside).__name__} has no Infini-attention, whose parameters could be saved.")
     if dtype is not None and dtype not in SUMMED:
@@ -63,12 +62,12 @@ def save_adapter(model, folder, dtype: torch.dtype | None = None) -> None:
         lora = load((folder / LORA_WEIGHTS).read_bytes())
         lora = {name: tensor.to(dtype or tensor.dtype) for name, tensor in lora.items() if name not in memory}
         save_file(lora, folder / LORA_WEIGHTS, metadata={"format": "pt"})
-    _write(model, folder, model.state_dict(), dtype)
+    write_memory(model, folder, model.state_dict(), dtype)
 
 
-def _write(model, folder: Path, state: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> None:
+def write_memory(model, folder: Path, state: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> None:
     """Writes the files of [`save_adapter`] but those of PEFT, which it marks; `state`: that of the model."""
-    inside, has_lora = _inside(model), (folder / LORA).is_file()
+    inside, has_lora = inside_of(model), (folder / LORA).is_file()
     tensors = {name: state[key].detach() for name, key in _names(model).items()}
     tensors = {name: tensor.to("cpu", dtype or tensor.dtype).contiguous() for name, tensor in tensors.items()}
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
@@ -79,15 +78,6 @@ def _write(model, folder: Path, state: Mapping[str, Tensor], dtype: torch.dtype 
         values = read_json(folder / LORA)
         values["task_type"] = f"{str(values.get('task_type')).removesuffix(MARK)}{MARK}"
         (folder / LORA).write_text(json.dumps(values, indent=2, sort_keys=True), encoding="utf-8")
-
-
-def _write_beside_peft(model, folder: Path, state: Mapping[str, Tensor]) -> None:
-    """What is done once PEFT has saved an adapter: without this, the plain model that it names would be loaded as it is."""
-    if getattr(_inside(model), "_base_is_plain", False):
-        _write(model, folder, state)
-
-
-AFTER_SAVING.append(_write_beside_peft)
 
 
 def load_adapter(model: PreTrainedModel, path, **hub):
@@ -179,7 +169,7 @@ def restore_adapter(model, path, **hub) -> None:
     state = model.state_dict(keep_vars=True)
     memory = {name: state[key] for name, key in _names(model).items()}
     tensors = _read(_file(path, WEIGHTS, hub), memory)
-    if model is not _inside(model):
+    if model is not inside_of(model):
         from peft import get_peft_model_state_dict, set_peft_model_state_dict
 
         adapter = _read(_file(path, LORA_WEIGHTS, hub), get_peft_model_state_dict(model, save_embedding_layers=False), state)
@@ -213,7 +203,7 @@ def _read(file: Path, wanted: Mapping[str, Tensor], others: Mapping[str, Tensor]
 def describe(model, state: Mapping[str, Tensor] | None = None) -> dict:
     """What tells one plain model from another: its type, its sizes, and a hash of its first weights, rounded to bfloat16 so
     that it does not depend on the dtype that the model was loaded with. `state`: of the model, if it is at hand."""
-    inside, state = _inside(model), model.state_dict() if state is None else state
+    inside, state = inside_of(model), model.state_dict() if state is None else state
     embeddings = next(name for name, module in model.named_modules() if module is inside.get_input_embeddings())
     weight = next(tensor for name, tensor in state.items() if name.startswith(f"{embeddings}."))  # before those of PEFT
     rows = weight[:64].detach().to("cpu", torch.bfloat16).contiguous()
@@ -231,7 +221,7 @@ def _names(model) -> dict[str, str]:
     "3.gate.weight"."""
     names = {module: name for name, module in model.named_modules()}
     found = {}
-    for number, layer in enumerate(attention_layers(decoder_of(_inside(model)))):
+    for number, layer in enumerate(attention_layers(decoder_of(inside_of(model)))):
         for name in layer.state_dict(keep_vars=True):
             own = name.replace("original_module.", "")  # and not PEFT's copies of it
             if own.partition(".")[0] in PARAMETERS and ".modules_to_save." not in name:
@@ -239,7 +229,7 @@ def _names(model) -> dict[str, str]:
     return found
 
 
-def _inside(model):
+def inside_of(model):
     """The transformers model inside PEFT's wrapper, or what was given."""
     modules = model.modules() if isinstance(model, torch.nn.Module) else ()
     return next((module for module in modules if isinstance(module, PreTrainedModel)), model)

@@ -19,7 +19,7 @@ from .causal_mha import CausalMultiHeadAttention
 from .configuration_causal_mha import CausalMHAConfig
 from .generation import MemoryGenerationMixin
 from .hub_code import HubModelMixin, carry_code
-from .memory_layer import rope_tables, watch_gates
+from .memory_layer import rope_tables
 from .modeling_common import (
     InitializationMixin,
     check_inputs,
@@ -167,7 +167,6 @@ class CausalMHAModel(CausalMHAPreTrainedModel):
             ValueError: a position beyond `n_positions` with learned positions; a cache or mask of another kind; a
                 memory_mask for a model without memory.
         """
-        watch_gates(self)
         check_inputs(input_ids, inputs_embeds)
         output_attentions = self.config.output_attentions if output_attentions is None else output_attentions
         output_hidden_states = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states

@@ -5,7 +5,6 @@ from torch import Tensor
 from transformers import Cache, DynamicCache
 from transformers.utils import logging
 
-from .adapters import AdaptedModelMixin
 from .cache import InfiniCache, InfiniLayer
 from .cache_name import CACHE
 from .checkpoints import CheckedLoadingMixin
@@ -13,6 +12,7 @@ from .checks import bool_mask
 from .configuration_common import layer_kinds
 from .generation import check_cache
 from .layout import Layout
+from .lookups import tell
 from .read_text import check_rows
 from .segments import SegmentLayout, segment_layout
 from .state import InfiniState
@@ -20,7 +20,7 @@ from .state import InfiniState
 logger = logging.get_logger(__name__)
 
 
-class InitializationMixin(AdaptedModelMixin, CheckedLoadingMixin):
+class InitializationMixin(CheckedLoadingMixin):
     """Loads whole checkpoints only, and has `_init_weights` called for every module; comes before `PreTrainedModel`.
 
     For classes outside of transformers, it passes over modules whose own parameters are all initialised, and takes a module
@@ -31,6 +31,16 @@ class InitializationMixin(AdaptedModelMixin, CheckedLoadingMixin):
     def _initialize_weights(self, module, is_custom_code: bool = False):
         super()._initialize_weights(module, False)
 
+    def __setattr__(self, name: str, value) -> None:
+        super().__setattr__(name, value)
+        if name == "peft_config":  # PEFT's last step
+            tell("adapted", self)
+
+    def save_pretrained(self, save_directory, is_main_process: bool = True, *args, **kwargs):
+        super().save_pretrained(save_directory, is_main_process, *args, **kwargs)
+        if is_main_process and getattr(self, "_hf_peft_config_loaded", False):
+            tell("saved", self, save_directory)
+
 
 def memory_cache(model, given, use_cache: bool | None, batch: int) -> InfiniCache | None:
     """The [`InfiniCache`] of one call of `batch` rows of a model with infini layers, or `None`: the given one, checked, or a
@@ -40,6 +50,8 @@ def memory_cache(model, given, use_cache: bool | None, batch: int) -> InfiniCach
         ValueError: `given` is a cache of another kind, of other layers or of another number of rows, the call is to be
             exported, or gradient checkpointing would run layers a second time that keep keys and values.
     """
+    if model.training and not torch.compiler.is_compiling():
+        tell("training", model)
     if use_cache and torch.compiler.is_exporting():
         raise ValueError("torch.export cannot hold the cache of a memory: pass use_cache=False among the example inputs.")
     check_cache(given)

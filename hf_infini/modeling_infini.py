@@ -15,7 +15,6 @@ from .cache_name import CACHE, with_one_name
 from .hooks import device_of
 from .hub_code import ModelBase
 from .layout import Layout
-from .memory_layer import watch_gates
 from .modeling_common import (
     InitializationMixin,
     check_inputs,
@@ -135,7 +134,6 @@ class InfiniModelMixin(ModelBase):
             ValueError: a cache or mask of another kind; `output_attentions` where layers with their own attention compute no
                 weights.
         """
-        watch_gates(self)
         given = with_one_name(dict(zip(self.argument_names, args, strict=False)) | kwargs, CACHE)
         ids, embeddings = given.get("input_ids"), given.get("inputs_embeds")
         tokens = check_inputs(ids, embeddings)

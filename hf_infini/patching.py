@@ -1,6 +1,11 @@
 """Swapping a loaded model's attention in place, and back."""
 
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
 import transformers
+from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -161,3 +166,30 @@ def _modules_of(base):
         module = waiting.pop()
         yield module
         waiting += [child for child in module.children() if not isinstance(child, PreTrainedModel)]
+
+
+@contextlib.contextmanager
+def unchanged_on_error(model: PreTrainedModel) -> Iterator[None]:
+    """Within it, an error leaves a model as it was: its classes, modules, attributes, configuration and parameters.
+
+    Numbers that were written into a tensor in place stay; a tensor that was given other numbers (`.data`) gets its own back.
+    """
+    parts: list[Any] = [*model.modules(), model.config]
+    kept = [(part, type(part), dict(vars(part))) for part in parts]
+    inner = [(value, dict(value)) for _, _, values in kept for value in values.values() if isinstance(value, dict)]
+    tensors = [(tensor, tensor.data, tensor.requires_grad) for tensor in (*model.parameters(), *model.buffers())]
+    try:
+        yield
+    except BaseException:
+        for part, kind, values in kept:
+            part.__class__ = kind
+            vars(part).clear()
+            vars(part).update(values)
+        for value, content in inner:  # the same dictionaries: handles of hooks know them
+            value.clear()
+            value.update(content)
+        for tensor, data, trained in tensors:
+            if type(data) is Tensor:
+                tensor.data = data
+            tensor.requires_grad_(trained)
+        raise

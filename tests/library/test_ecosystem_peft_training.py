@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Trainer,
 from corpora.tokenization import build_character_tokenizer
 from decoders import decoder, token_ids
 from hf_infini import load_adapter, lora_config, patch_model
-from hf_infini.memory_layer import gates_of, memory_parameters
+from hf_infini.lora import memory_parameters
+from hf_infini.memory_layer import gates_of
 from hf_infini.training import parameter_groups
 from models import causal_mha
 
