@@ -352,7 +352,7 @@ def test_gradient_checkpointing_carries_the_memory_from_chunk_to_chunk(name):
 def tensors_of(cache):
     """All that the cache holds, the model's start of new documents included."""
     states = [layer.state.tensors() for layer in cache.layers if hasattr(layer, "state")]
-    return cache._tensors(), [tensor for state in states for tensor in state.values()]
+    return cache.tensors(), [tensor for state in states for tensor in state.values()]
 
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
@@ -366,14 +366,14 @@ def test_a_copy_of_a_cache_in_training_goes_on_in_the_same_graph(model, copied):
         output.loss.backward()
         losses.append([output.loss.detach(), *(parameter.grad.clone() for parameter in model.parameters())])
     assert all(map(torch.equal, *losses)) and cache.get_seq_length() == 20
-    branch, before = copied(cache), {name: tensor.clone() for name, tensor in cache._tensors().items()}
+    branch, before = copied(cache), {name: tensor.clone() for name, tensor in cache.tensors().items()}
     branch.detach()
-    assert any(tensor.requires_grad for tensor in cache._tensors().values())
+    assert any(tensor.requires_grad for tensor in cache.tensors().values())
     if copied is copy.deepcopy:
         for tensor in branch._tensors().values():
             if tensor.is_floating_point():
                 tensor.zero_()
-    assert all(torch.equal(tensor, before[name]) for name, tensor in cache._tensors().items())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in cache.tensors().items())
 
 
 def test_detach_cuts_the_graph_and_nothing_else(model):
