@@ -19,6 +19,8 @@ The scripts are in recipes/.
 import transformers
 
 from .cache.cache import InfiniCache
+from .compat import class_lookups
+from .models import peft
 from .models.adapter import load_adapter, save_adapter
 from .models.configuration import register_lazily
 from .models.families import PROBED, AutoInfiniModelForCausalLM, infini_class
@@ -48,6 +50,7 @@ transformers.AutoConfig.register("infini_gpt2", InfiniGPT2Config, exist_ok=True)
 for auto_class, model in AUTO_CLASSES.items():
     getattr(transformers, auto_class).register(CausalMHAConfig, model, exist_ok=True)
 register_lazily(PROBED)
+class_lookups.LISTENERS.append(peft.listen)
 
 __version__ = "0.1.0"
 __all__ = [

@@ -15,7 +15,8 @@ from transformers.models.auto import tokenization_auto
 from ..options import ConfigBase
 
 PREFIX = "infini_"  # model_type of a family with Infini-attention: this and the family's
-WITH_PEFT: list[Callable[[], None]] = []  # what is done when PEFT has been imported
+# What the installed package adds and does not travel with a model: it is told of the events of `tell`
+LISTENERS: list[Callable[..., None]] = []
 PEFT_TABLES = ("peft.utils.constants", "peft.utils.transformers_weight_conversion")
 
 
@@ -50,8 +51,14 @@ def alias_adapters(infini: str) -> None:
         for table in (*found, weights._MODEL_TO_CONVERSION_PATTERN):
             if own in table:
                 table[infini] = table[own]
-        for function in WITH_PEFT:
-            function()
+        tell("peft")
+
+
+def tell(event: str, *about) -> None:
+    """Tells [`LISTENERS`] of an event: "peft" has been imported; it has "adapted" a model; adapters of a model were "saved"
+    in a folder."""
+    for listener in LISTENERS:
+        listener(event, *about)
 
 
 class AdaptersOfOwnMixin(ConfigBase):

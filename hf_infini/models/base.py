@@ -15,7 +15,7 @@ from transformers.utils import logging
 
 from ..cache.cache import InfiniCache, InfiniLayer, PendingStates, check_rows
 from ..compat.cache_name import CACHE, OTHER_NAME, with_one_name
-from ..compat.class_lookups import alias_adapters, alias_weights
+from ..compat.class_lookups import alias_adapters, alias_weights, tell
 from ..compat.execution_device import device_of
 from ..compat.hub_code import ModelBase
 from ..compat.swap_class import swap_class
@@ -28,13 +28,12 @@ from ..ops.state import InfiniState
 from ..options import layer_kinds
 from .checkpoints import CheckedLoadingMixin
 from .masks import kept_layers_masks
-from .peft import AdaptedModelMixin
 from .structure import decoder_layers, decoder_of
 
 logger = logging.get_logger(__name__)
 
 
-class InitializationMixin(AdaptedModelMixin, CheckedLoadingMixin):
+class InitializationMixin(CheckedLoadingMixin):
     """Loads whole checkpoints only, and has `_init_weights` called for every module; comes before `PreTrainedModel`.
 
     For classes outside of transformers, it passes over modules whose own parameters are all initialised, and takes a module
@@ -44,6 +43,17 @@ class InitializationMixin(AdaptedModelMixin, CheckedLoadingMixin):
 
     def _initialize_weights(self, module, is_custom_code: bool = False):
         super()._initialize_weights(module, False)
+
+    def __setattr__(self, name: str, value) -> None:
+        super().__setattr__(name, value)
+        if name == "peft_config":  # PEFT's last step
+            tell("adapted", self)
+
+    def save_pretrained(self, save_directory, is_main_process: bool = True, *args, **kwargs):
+        """As usual; of a model with adapters of PEFT only these are saved."""
+        super().save_pretrained(save_directory, is_main_process, *args, **kwargs)
+        if is_main_process and getattr(self, "_hf_peft_config_loaded", False):
+            tell("saved", self, save_directory)
 
 
 class InfiniPreTrainedMixin(InitializationMixin):

@@ -14,9 +14,7 @@ from safetensors.torch import load, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..compat.class_lookups import WITH_PEFT
-from ..compat.hub_code import ModelBase
-from ..layers.memory_layer import memory_parameters
+from ..layers.memory_layer import memory_layers, memory_parameters
 
 LORA, LORA_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # PEFT's names
 # What else is done once PEFT has saved an adapter in a folder, given also the model and its state
@@ -29,7 +27,7 @@ def lora_config(model, **options):
     """PEFT's `LoraConfig` for a model with a memory, whose parameters are trained and saved beside the LoRA.
 
     Their names are in `modules_to_save`. PEFT copies the gates, which are modules. The other parameters of a memory are
-    trained in place ([`AdaptedModelMixin`]), and act also where the adapter is disabled.
+    trained in place, and act also where the adapter is disabled.
 
     Args:
         model: one with a memory.
@@ -48,25 +46,6 @@ def lora_config(model, **options):
     task = next((task for ending, task in TASKS.items() if type(model).__name__.endswith(ending)), None)
     own: dict[str, Any] = {"task_type": task, "modules_to_save": [*names, *(options.pop("modules_to_save", None) or ())]}
     return LoraConfig(**own | options)
-
-
-class AdaptedModelMixin(ModelBase):
-    """What PEFT leaves to a model with a memory; comes before `PreTrainedModel`."""
-
-    peft_config: dict[str, Any]
-
-    def __setattr__(self, name: str, value) -> None:
-        super().__setattr__(name, value)
-        if name == "peft_config":  # PEFT's last step, when it has put adapters into the model and frozen the rest
-            for config in value.values():
-                for parameter in () if config.inference_mode else _uncopied(self, config).values():
-                    parameter.requires_grad_(True)
-
-    def save_pretrained(self, save_directory, is_main_process: bool = True, *args, **kwargs):
-        """As usual; of a model with adapters transformers saves only these."""
-        super().save_pretrained(save_directory, is_main_process, *args, **kwargs)
-        if getattr(self, "_hf_peft_config_loaded", False) and is_main_process:
-            complete(self, Path(save_directory), self.peft_config[self.active_adapters()[0]], self.state_dict())
 
 
 def _uncopied(model: nn.Module, config, trained: bool = False) -> dict[str, nn.Parameter]:
@@ -101,7 +80,7 @@ def follow_peft() -> None:
         given = inspect.signature(save).bind(self, save_directory, *args, **kwargs)
         given.apply_defaults()
         options = given.arguments | given.arguments["kwargs"]
-        has_memory = any(hasattr(type(module), "add_memory_parameters") for module in self.modules())
+        has_memory = bool(memory_layers(self))
         if has_memory and not options["safe_serialization"]:
             raise ValueError("an adapter beside a memory is saved as safetensors only: leave safe_serialization=False out.")
         save(self, save_directory, *args, **kwargs)
@@ -112,4 +91,13 @@ def follow_peft() -> None:
     PeftModel.save_pretrained = save_pretrained
 
 
-WITH_PEFT.append(follow_peft)
+def listen(event: str, model: Any = None, folder="") -> None:
+    """One of the listeners of [`tell`]."""
+    if event == "peft":
+        follow_peft()
+    elif event == "adapted":  # and all but the adapter is frozen
+        for config in model.peft_config.values():
+            for parameter in () if config.inference_mode else _uncopied(model, config).values():
+                parameter.requires_grad_(True)
+    elif event == "saved":
+        complete(model, Path(folder), model.peft_config[model.active_adapters()[0]], model.state_dict())

@@ -370,7 +370,7 @@ def test_a_copy_of_a_cache_in_training_goes_on_in_the_same_graph(model, copied):
     branch.detach()
     assert any(tensor.requires_grad for tensor in cache.tensors().values())
     if copied is copy.deepcopy:
-        for tensor in branch._tensors().values():
+        for tensor in branch.tensors().values():
             if tensor.is_floating_point():
                 tensor.zero_()
     assert all(torch.equal(tensor, before[name]) for name, tensor in cache.tensors().items())
@@ -383,7 +383,7 @@ def test_detach_cuts_the_graph_and_nothing_else(model):
     assert cache.detach() is cache
     named, tensors = tensors_of(cache)
     assert not any(tensor.requires_grad for tensor in (*named.values(), *tensors))
-    assert all(torch.equal(tensor, other._tensors()[name]) for name, tensor in named.items())
+    assert all(torch.equal(tensor, other.tensors()[name]) for name, tensor in named.items())
     weights = [*model.parameters()]
     outputs = [model(ids[:, 20:], past_key_values=each, use_cache=True).logits for each in (cache, other)]
     assert torch.equal(*outputs)
