@@ -2,8 +2,20 @@
 
 from pathlib import Path
 
-from .style import EMPTY, INK, SMALL, WIDTH  # isort: split
-from .style import draw_line, heat_map, label_lines, look_of, new_figure, plain_numbers, save, say_above
+from .style import (
+    EMPTY,
+    INK,
+    SMALL,
+    WIDTH,
+    draw_line,
+    heat_map,
+    label_lines,
+    look_of,
+    new_figure,
+    plain_numbers,
+    save,
+    say_above,
+)
 
 
 def plot_heads(weights, labels: list[str], file: Path, title: str) -> None:
