@@ -38,16 +38,21 @@ export PATH="$PWD/.venv/bin:$PATH" TOKENIZERS_PARALLELISM=true
 
 source=("--source" "${corpus:-biographies}" "--max_tokens" 1500000 "--vocab_size" 4000)
 shard=(carolina-c4ai/corpus-carolina corpus/wikis/pt/WIKd.xml.gz --repo-type dataset --quiet)
-if [ -z "$corpus" ] && shard=$(timeout 60 hf download "${shard[@]}"); then
-    corpus=$shard
-    source[1]=$corpus
+if [ -z "$corpus" ]; then
+    # Asked once and shortly: the download alone asks a Hub that does not answer six times. Offline, it takes the cache's copy.
+    ask='from huggingface_hub import constants, get_session; get_session().head(constants.ENDPOINT)'
+    timeout 4 python -c "$ask" 2> /dev/null || export HF_HUB_OFFLINE=1
+    if shard=$(timeout 60 hf download "${shard[@]}" 2> /dev/null); then
+        corpus=$shard
+        source[1]=$corpus
+    fi
 fi
 if [ -n "$corpus" ]; then
     step "Preparing $corpus"
     case $corpus in *.txt | *.jsonl) ;; *) [ -z "$(find "$corpus" -name '*.xml.gz' -print -quit)" ] ||
         source+=("--prose_filter" "--prose_min_characters" 500) ;; esac
 else
-    step "Preparing built-in generated biographies (no --corpus, and the Hub did not answer)"
+    step "Preparing built-in generated biographies (no --corpus, and nothing came from the Hub)"
 fi
 python recipes/prepare.py "${source[@]}" --context 1024 --out "$out/data"
 

@@ -6,7 +6,7 @@ division; averages are never averaged. `perplexity_metric.py` offers the same as
 
 import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 
@@ -111,7 +111,13 @@ def stream_losses(
             yield first, token_losses(output.logits[:, : targets.shape[1]], targets), targets
 
 
-def score_spans(model, rows: Sequence, spans: Sequence[tuple[int, int, int]], chunk: int) -> list[tuple[float, bool]]:
+def score_spans(
+    model,
+    rows: Sequence,
+    spans: Sequence[tuple[int, int, int]],
+    chunk: int,
+    progress: Callable[[range], Iterable[int]] = iter,
+) -> list[tuple[float, bool]]:
     """How a model predicts parts of rows: the loss of each, and whether greedy decoding gives exactly this part.
 
     The rows are read in chunks through the model's cache, and logits are computed only where a token is asked for.
@@ -122,6 +128,7 @@ def score_spans(model, rows: Sequence, spans: Sequence[tuple[int, int, int]], ch
         spans: `(row, first, end)`: the part `rows[row][first:end]`, not empty; `first` is at least 1, as nothing predicts a
             row's first token.
         chunk: tokens per call of the model.
+        progress: goes through the first columns of the chunks: `tqdm` shows a bar.
 
     Returns, of each span, the sum of its tokens' negative log-likelihoods in nats, and whether each of its tokens is the
     arg-max given the true tokens before it.
@@ -142,7 +149,7 @@ def score_spans(model, rows: Sequence, spans: Sequence[tuple[int, int, int]], ch
     places = torch.tensor([(row, at) for row, first, end in spans for at in range(first, end)])
     found = torch.empty(len(places), 2, dtype=torch.float64)  # of each token asked for: whether it is the arg-max, its loss
     last, cache = int(places[:, 1].max()), None
-    for start in range(0, last, chunk):
+    for start in progress(range(0, last, chunk)):
         piece = tokens[:, start : min(start + chunk, last)].to(device)
         here = (places[:, 1] > start) & (places[:, 1] <= start + piece.shape[1])
         kept = (places[here, 1] - 1 - start).unique()  # the logits at a place predict the next

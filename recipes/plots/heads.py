@@ -2,7 +2,20 @@
 
 from pathlib import Path
 
-from .style import EMPTY, INK, SMALL, WIDTH, draw_line, heat_map, label_lines, look_of, new_figure, save, say_above
+from .style import (
+    EMPTY,
+    INK,
+    SMALL,
+    WIDTH,
+    draw_line,
+    heat_map,
+    label_lines,
+    look_of,
+    new_figure,
+    plain_numbers,
+    save,
+    say_above,
+)
 
 
 def plot_heads(weights, labels: list[str], file: Path, title: str) -> None:
@@ -77,7 +90,8 @@ def plot_memory(gates: dict, shares: dict, norms: dict, file: Path, subtitle: st
     say_above(axes, "norm of the memory as each segment reads it; last: at the end of the text")
     axes.set(xlabel="segment", ylabel="Frobenius norm")
     axes.set_ylim(bottom=0)
+    plain_numbers(axes.yaxis)
     axes.xaxis.get_major_locator().set_params(integer=True)
-    label_lines(axes)
+    label_lines(axes, in_order=True)
     save(figure, file)
     return True

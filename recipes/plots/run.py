@@ -42,13 +42,13 @@ def plot_gates(lines: list[dict], file: Path) -> None:
     lines = [line for line in lines if "gates" in line]
     figure, axes = new_figure("How much each head takes from the memory", "a line for each head; 0: nothing, 1: all of it")
     axes.set(xlabel="tokens trained on", ylabel="gate, sigmoid(β)", ylim=(0, 1))
-    for number, layer in enumerate(lines[0]["gates"] if lines else ()):
+    for number, layer in enumerate(sorted(lines[0]["gates"], key=int) if lines else ()):  # a checkpoint sorts the names
         look = look_of(number)
         for head in range(len(lines[0]["gates"][layer])):
             values = [line["gates"][layer][head] for line in lines]
             draw_line(axes, [line["tokens"] for line in lines], values, None if head else f"layer {layer}", **look)
     tokens_along(axes.xaxis)
-    label_lines(axes)
+    label_lines(axes, in_order=True)
     save(figure, file)
 
 

@@ -62,9 +62,9 @@ def draw_line(axes, x: Sequence[float], y: Sequence[float], label: str | None = 
     return axes.plot(x, y, label=label, **style)[0]
 
 
-def label_lines(axes) -> None:
+def label_lines(axes, in_order: bool = False) -> None:
     """Writes the label of each line beside its end, or below the figure where they are too many or too long; to be called
-    when everything is drawn."""
+    when everything is drawn. `in_order`: from top to bottom as they were drawn, where several lines share each label."""
     lines = [line for line in axes.get_lines() if not line.get_label().startswith("_") and len(line.get_xdata())]
     figure = axes.get_figure()
     if len(lines) > MOST_LABELS or any(len(line.get_label()) > LONGEST_LABEL for line in lines):
@@ -74,7 +74,8 @@ def label_lines(axes) -> None:
     height = axes.get_window_extent().height
     distance = 1.3 * SMALL * figure.dpi / 72 / height
     ends = {line: axes.transAxes.inverted().transform(axes.transData.transform(line.get_xydata()[-1]))[1] for line in lines}
-    ordered = sorted(lines, key=ends.get)
+    ends = dict.fromkeys(reversed(lines), 0.95) if in_order else ends
+    ordered = sorted(ends, key=ends.get)
     places = spread([min(max(ends[line], 0), 1) for line in ordered], distance)
     for line, place in zip(ordered, places, strict=True):
         look = {"color": line.get_color(), "marker": line.get_marker(), "markersize": 4.5, "linestyle": "none"}
@@ -102,13 +103,25 @@ def tokens_along(axis) -> None:
 
 def plain_logarithm(axis, values: Sequence[float]) -> None:
     """A logarithmic axis for these values, with plain numbers: 2, 5, 10, 1,000."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+    from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
     axis.axes.set(**{f"{axis.axis_name}scale": "log"})
     wide = max(values) > 8 * min(values)
     axis.set_major_locator(LogLocator(subs=(1, 2, 5)) if wide else MaxNLocator(6, steps=[1, 2, 2.5, 5, 10]))
     axis.set_minor_locator(NullLocator())
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}" if value >= 1000 else f"{value:g}"))
+    plain_numbers(axis)
+
+
+def plain_numbers(axis) -> None:
+    """Ticks that are read at once: 0.25, 20, 1,000, 300 M."""
+    from matplotlib.ticker import EngFormatter, FuncFormatter
+
+    def text(value: float, _) -> str:
+        if abs(value) >= 1e6:
+            return EngFormatter(sep=" ")(value)
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:g}"
+
+    axis.set_major_formatter(FuncFormatter(text))
 
 
 def mark_across(axes, place: float, text: str) -> None:

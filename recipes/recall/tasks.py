@@ -68,15 +68,15 @@ class Runner:
 # --- scoring ----------------------------------------------------------------------------------------------------------
 
 
-def score_answers(model, examples: Sequence[Example], chunk: int) -> list[Answer]:
+def score_answers(model, examples: Sequence[Example], chunk: int, progress=iter) -> list[Answer]:
     """Asks a model every question of the examples: one [`Answer`] each, in their order.
 
     An answer is correct when each of its tokens is the arg-max behind the true tokens before it, which is when greedy
-    decoding gives exactly this answer. The examples are read in chunks of `chunk` tokens.
+    decoding gives exactly this answer. The examples are read in chunks of `chunk` tokens; `progress`: of [`score_spans`].
     """
     asked = [(row, question) for row, example in enumerate(examples) for question in example.questions]
     spans = [(row, question.asked[0], question.asked[1] + 1) for row, question in asked]
-    found = score_spans(model, [example.tokens for example in examples], spans, chunk)
+    found = score_spans(model, [example.tokens for example in examples], spans, chunk, progress)
     return [
         Answer(question.fact, correct, loss, end - first)
         for (_, question), (_, first, end), (loss, correct) in zip(asked, spans, found, strict=True)
@@ -208,10 +208,11 @@ def _ask(runner: Runner, examples: Iterable[Example]) -> list[Answer]:
 
     answers, options = [], runner.options
     examples = iter(tqdm(examples, total=options.samples, unit="example", leave=False))
+    progress = functools.partial(tqdm, desc="reading", unit="chunk", leave=False, delay=1)  # of long texts
     while batch := list(itertools.islice(examples, options.batch_size)):
         check_length(runner.model.config, max(len(example.tokens) for example in batch))
         with torch.autocast(runner.model.device.type, torch.bfloat16, enabled=options.precision == "bf16"):
-            answers += score_answers(runner.model, batch, options.chunk)
+            answers += score_answers(runner.model, batch, options.chunk, progress)
     return answers
 
 

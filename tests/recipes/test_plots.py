@@ -132,6 +132,31 @@ def test_gates_are_told_apart_by_layer(drawn):
     assert len({line.get_marker() for line in lines_of(axes)}) == 2 and len(lines_of(axes)) == 6
 
 
+@pytest.mark.parametrize("layers", [4, 12])
+def test_layers_are_named_in_their_order(layers, drawn):
+    """Whatever order a file has them in, and wherever their lines end; beside the figure and, many of them, below it."""
+    gates = {str(layer): [1 - 0.03 * layer, 0.5] for layer in sorted(range(layers), key=str)}
+    run.plot_gates([{"tokens": tokens, "gates": gates} for tokens in (10, 20)], "file")
+    norms = {layer: np.array([[1.0, 1 + layer]]) for layer in range(layers)}
+    ones = {layer: np.ones((1, 2)) for layer in norms}
+    heads.plot_memory({layer: np.ones(1) for layer in norms}, ones, norms, "file")
+    for figure, axes in zip(drawn, (drawn[0].axes[0], drawn[1].axes[2]), strict=True):
+        figure.draw_without_rendering()
+        beside = sorted(axes.texts, key=lambda text: -text.get_window_extent().y0)
+        below = [text for legend in figure.legends for text in legend.get_texts()]
+        assert [text.get_text() for text in beside or below] == [f"layer {layer}" for layer in range(layers)]
+
+
+@pytest.mark.parametrize("size", [1e-3, 0.4, 300, 9e4, 3e8, 4e13])
+def test_norms_of_any_size_have_short_ticks(size, drawn):
+    ones = {0: np.ones((1, 2))}
+    heads.plot_memory({0: np.ones(1)}, ones, {0: np.array([[size / 2, size]])}, "file")
+    texts(drawn[0])
+    shown = [label for label in ticks(drawn[0].axes[2].yaxis) if label]
+    assert 3 <= len(shown) == len({*shown}) and all(len(label) <= 7 for label in shown)
+    assert not drawn[0].axes[2].yaxis.get_offset_text().get_text()
+
+
 def test_a_memory_that_no_token_reads_has_no_row_and_no_figure(drawn):
     gates = {0: np.full(2, 0.5), 3: np.array([0.25, 0.875])}
     shares = {0: np.zeros((2, 8)), 3: np.repeat([[0, 0.4]], 2, 0).repeat(4, 1)}

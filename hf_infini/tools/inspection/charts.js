@@ -61,7 +61,7 @@ function chart({title, note, rows, names, point, axis, marked = false, top = nul
     for (const part of [0, 0.5, 1]) {
       const y = down(part * high);
       svg.append(shape("line", {x1: left, x2: svg.clientWidth - right, y1: y, y2: y}),
-        shape("text", {x: left - 8, y: y + 4, "text-anchor": "end"}, part ? String(part * high) : "0"));
+        shape("text", {x: left - 8, y: y + 4, "text-anchor": "end"}, tickText(part * high)));
     }
     const ticks = Math.max(1, roundUp(names.length / Math.floor((svg.clientWidth - left) / 60)));
     names.forEach((name, place) => {

@@ -44,7 +44,7 @@ function bar(name, ramp, top = 1, sign = "") {
   const stops = Array.from({length: 11}, (_, step) => `rgb(${colour(step / 10, ramp).join(" ")}) ${10 * step}%`);
   line.style.background = `linear-gradient(to right, ${stops.join(", ")})`;
   for (const tick of TICKS[$("scale").value]) {
-    const label = element("span", {textContent: tick ? sign + Number((tick * top).toPrecision(3)) : 0});
+    const label = element("span", {textContent: tick ? sign + tickText(tick * top) : 0});
     label.style.left = `${100 * scale(tick)}%`;
     made.append(label);
   }

@@ -103,6 +103,15 @@ function spell(number) {
   return size < 1e-3 || size >= 1e5 ? number.toExponential(2) : number.toPrecision(4);
 }
 
+const COMPACT = new Intl.NumberFormat("en", {notation: "compact", maximumSignificantDigits: 3});
+
+// A number beside an axis or a ramp of colours, short whatever its size: 0.25, 2500, 300M, 3e+20.
+function tickText(number) {
+  const rounded = Number(number.toPrecision(3)), size = Math.abs(rounded);
+  if (size < 1e5) return String(rounded);
+  return size < 1e15 ? COMPACT.format(rounded) : rounded.toExponential();
+}
+
 // A number at least as large that is short to write, and its half too.
 function roundUp(number) {
   if (!(number > 0)) return 1;

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import tqdm
 
 from cli import UserError
 from corpora.biographies import SENTENCES, biography_documents
@@ -94,6 +95,21 @@ def test_several_questions_in_one_example():
     found, expected = score_answers(model, [together], 7), score_answers(model, alone, 1000)
     assert [answer.loss for answer in found] == pytest.approx([answer.loss for answer in expected], rel=1e-4)
     assert [answer.tokens for answer in found] == [3, 1, 2]
+
+
+def test_the_bar_moves_within_a_text(base, tmp_path, monkeypatch):
+    moves = []
+
+    class Bar(tqdm.tqdm):
+        def __iter__(self):
+            for step in super().__iter__():
+                moves.append(self.unit)
+                yield step
+
+    monkeypatch.setattr(tqdm, "tqdm", Bar)
+    options = ["--task", "passkey", "--lengths", 256, "--depths", 0, "--samples", 2, "--batch_size", 1, "--chunk", 60]
+    evaluate(tmp_path / "passkey", "--model", saved(base, "infini"), *options)
+    assert [unit for unit in moves if unit != "row"] == ["cell", *["example", *["chunk"] * 5] * 2]
 
 
 def test_wilson_interval():
