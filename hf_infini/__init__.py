@@ -6,8 +6,8 @@ load a GPT-2.
 The modules of the models go from `memory` (equations 3 to 5) and `window` (equation 2) over `layout` and `attention` to the
 `modeling_…` modules. A saved model carries copies of these, so they are all in this folder and import each other with one
 dot. The others are the `naive` reference, `patching`, `lora`, `configurations`, `inspection` (what each head did with a
-text), and modules to import by name: `training` (the Trainer and its parameter groups), `rows`, `context_parallel` (one text on
-several devices), `metrics`, `perplexity_metric` and `lm_eval_model`. The scripts are in recipes/.
+text), and modules to import by name: `training` (the Trainer and its parameter groups), `rows`, `context_parallel` (one text
+on several devices), `metrics`, `perplexity_metric` and `lm_eval_model`. The scripts are in recipes/.
 """
 
 import transformers

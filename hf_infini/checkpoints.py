@@ -167,17 +167,14 @@ def read_json(file: Path) -> dict:
     """The object in a JSON file.
 
     Raises:
-        ValueError: the file is damaged, or holds something else, NaN, Infinity or a number too large for a float; the
-            message names it.
+        ValueError: the file is damaged, or holds something else, NaN or Infinity; the message names it.
     """
 
-    def finite(number: str) -> float:
-        if not math.isfinite(float(number)):
-            raise ValueError(f"{number} is no JSON")
-        return float(number)
+    def refuse(constant: str):
+        raise ValueError(f"{constant} is no JSON")
 
     try:
-        found = json.loads(file.read_text(encoding="utf-8"), parse_constant=finite, parse_float=finite)
+        found = json.loads(file.read_text(encoding="utf-8"), parse_constant=refuse)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{file} is damaged or no JSON file ({error}). {REMEDY}.") from error
     if not isinstance(found, dict):

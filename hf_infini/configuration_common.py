@@ -107,7 +107,7 @@ class OptionsMixin(ConfigBase):
         for field in dataclasses.fields(self):
             check_number(field.name, getattr(self, field.name), limits_of(field, common.get(field.name)))
         for name, value in {**vars(self), **kwargs}.items():
-            if not _is_finite(value):
+            if not is_finite(value):
                 raise ValueError(f"{name} holds NaN or infinity, and is {value}: no option does. Mend or leave it out.")
         for name in ACTIVATIONS:
             value = getattr(self, name, None)
@@ -117,12 +117,12 @@ class OptionsMixin(ConfigBase):
         super().__post_init__(**kwargs)
 
 
-def _is_finite(value) -> bool:
+def is_finite(value) -> bool:
     """Whether all numbers inside a value of a JSON file are."""
     if isinstance(value, dict):
         value = list(value.values())
     if isinstance(value, (list, tuple)):
-        return all(map(_is_finite, value))
+        return all(map(is_finite, value))
     return not isinstance(value, float) or math.isfinite(value)
 
 

@@ -21,7 +21,7 @@ _rates_at_first: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # of g
 def listen(event: str, model: Any = None, *_) -> None:
     """One of the listeners of [`tell`]. It warns at a call in training, if something is trained and no gate, and at the
     first steps of any optimiser that has gates with a rate below [`SLOW`]."""
-    if event != "training" or not torch.is_grad_enabled():
+    if event != "called" or not (model.training and torch.is_grad_enabled()):
         return
     gates = [parameter for gate in gates_of(model).values() for parameter in gate.parameters()]
     if trained := {id(parameter): parameter for parameter in gates if parameter.requires_grad}:

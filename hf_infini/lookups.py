@@ -6,7 +6,6 @@ What is found by the name of a class that stays (layers) or by the end of a name
 import functools
 import importlib
 import sys
-from collections.abc import Callable
 
 from transformers import PreTrainedConfig
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
@@ -15,8 +14,7 @@ from transformers.models.auto import tokenization_auto
 from .options import ConfigBase
 
 PREFIX = "infini_"  # model_type of a family with Infini-attention: this and the family's
-# What the installed package adds and does not travel with a model: it is told of the events below
-LISTENERS: list[Callable[..., None]] = []
+LISTENERS: list = []  # of the installed package, for `tell`
 PEFT_TABLES = ("peft.utils.constants", "peft.utils.transformers_weight_conversion")
 
 
@@ -55,8 +53,7 @@ def enter_adapters(infini: str) -> None:
 
 
 def tell(event: str, *about) -> None:
-    """Tells [`LISTENERS`] of an event: "peft" is at a model; it has "adapted" a model; adapters of a model were "saved" in a
-    folder; a model is called in "training"."""
+    """Says that "peft" looks at a model or has "adapted" it, that it is "saved" in a folder, or "called"."""
     for listener in LISTENERS:
         listener(event, *about)
 

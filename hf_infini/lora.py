@@ -88,7 +88,7 @@ def _follow_saving() -> None:
     PeftModel.save_pretrained = save_pretrained
 
 
-def listen(event: str, model: Any = None, folder="") -> None:
+def listen(event: str, model: Any = None, folder="", is_main_process: bool = True, *_) -> None:
     """One of the listeners of [`tell`]."""
     if event == "peft":
         _follow_saving()
@@ -96,7 +96,7 @@ def listen(event: str, model: Any = None, folder="") -> None:
         for config in model.peft_config.values():
             for parameter in () if config.inference_mode else _uncopied(model, config).values():
                 parameter.requires_grad_(True)
-    elif event == "saved":
+    elif event == "saved" and getattr(model, "_hf_peft_config_loaded", False) and is_main_process:
         _complete(model, Path(folder), model.peft_config[model.active_adapters()[0]], model.state_dict())
 
 

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from transformers.utils import cached_file
 
 from .checkpoints import SUMMED, one_line, read_json
+from .configuration_common import is_finite
 from .configuration_infini_gpt2 import OPTIONS
 from .families import attention_layers, decoder_of
 from .lora import LORA, LORA_WEIGHTS, memory_parameters
@@ -148,6 +149,8 @@ def _peft_config(path, record: dict, hub: dict):
 
     file = _file(path, LORA, hub)
     values = read_json(file)
+    if not is_finite(values):
+        raise ValueError(f"{file} is damaged: a number in it is infinite. Save the adapter again.")
     kind, task = values.get("peft_type"), values.get("task_type")
     if isinstance(task, str) and task.endswith(MARK):
         task = task.removesuffix(MARK)

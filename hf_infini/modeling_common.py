@@ -31,15 +31,14 @@ class InitializationMixin(CheckedLoadingMixin):
     def _initialize_weights(self, module, is_custom_code: bool = False):
         super()._initialize_weights(module, False)
 
-    def __setattr__(self, name: str, value) -> None:
+    def __setattr__(self, name, value):
         super().__setattr__(name, value)
-        if name == "peft_config":  # PEFT's last step
+        if name == "peft_config":
             tell("adapted", self)
 
-    def save_pretrained(self, save_directory, is_main_process: bool = True, *args, **kwargs):
-        super().save_pretrained(save_directory, is_main_process, *args, **kwargs)
-        if is_main_process and getattr(self, "_hf_peft_config_loaded", False):
-            tell("saved", self, save_directory)
+    def save_pretrained(self, *args, **kwargs):
+        super().save_pretrained(*args, **kwargs)
+        tell("saved", self, *args)
 
 
 def memory_cache(model, given, use_cache: bool | None, batch: int) -> InfiniCache | None:
@@ -50,8 +49,8 @@ def memory_cache(model, given, use_cache: bool | None, batch: int) -> InfiniCach
         ValueError: `given` is a cache of another kind, of other layers or of another number of rows, the call is to be
             exported, or gradient checkpointing would run layers a second time that keep keys and values.
     """
-    if model.training and not torch.compiler.is_compiling():
-        tell("training", model)
+    if not torch.compiler.is_compiling():
+        tell("called", model)
     if use_cache and torch.compiler.is_exporting():
         raise ValueError("torch.export cannot hold the cache of a memory: pass use_cache=False among the example inputs.")
     check_cache(given)
