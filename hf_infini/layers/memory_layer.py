@@ -281,13 +281,15 @@ class LayerConfig:
 
 
 class KeywordlessLayerMixin(nn.Module):
-    """A decoder layer that drops keywords; comes before its own class. Its attention, which looks at no mask, is given
-    `infini` in the place of the mask: an argument is there again when gradient checkpointing runs the layer again."""
+    """A decoder layer that drops keywords; comes before its own class. Attention with a memory, which looks at no mask, is
+    given `infini` in its place: an argument is there again when gradient checkpointing runs the layer again."""
 
     own_class: type
 
     def forward(self, *args, attention_mask=None, infini: SharedInputs | None = None, **kwargs):
-        return super().forward(*args, attention_mask=attention_mask if infini is None else infini, **kwargs)
+        if any(isinstance(child, InfiniAttentionMixin) for child in self.children()):
+            attention_mask = infini
+        return super().forward(*args, attention_mask=attention_mask, **kwargs)
 
 
 class InfiniAttentionMixin(MemoryLayerMixin):
@@ -332,7 +334,7 @@ class InfiniAttentionMixin(MemoryLayerMixin):
         """Whether queries depend on the position embeddings: some models have layers without positions."""
         with torch.enable_grad():
             like = self._like()
-            tables = tuple(table[:1].detach().to(like.device, copy=True).requires_grad_() for table in tables)
+            tables = tuple(table[None, :1].detach().to(like.device, copy=True).requires_grad_() for table in tables)
             hidden_states = torch.ones(1, 1, self.config.hidden_size, device=like.device, dtype=like.dtype)
             query = self._project(hidden_states, own_form(tables))[0]  # weights of 8 bits after it may have no gradient
             return query.requires_grad and torch.autograd.grad(query.sum(), tables[0], allow_unused=True)[0] is not None
@@ -462,7 +464,7 @@ class InfiniAttentionMixin(MemoryLayerMixin):
         rows = [row[None] if row.dim() == 2 else row.squeeze(1) for row in places]
         flat = states if states.dim() == 4 else states.reshape(-1, 1, *states.shape[-2:])
         if rows[0].is_complex():  # Llama 4: heads after tokens
-            turned, _ = self.turning_function(flat.transpose(1, 2), flat.transpose(1, 2)[:, :, :0], *rows)
+            turned, _ = self.turning_function(flat.transpose(1, 2), flat.transpose(1, 2)[:, :, :1], *rows)
             return turned.transpose(1, 2).reshape(states.shape)
         width = rows[0].shape[-1]
         front, rest = flat[..., :width], flat[..., width:]

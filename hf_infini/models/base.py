@@ -88,10 +88,11 @@ class InfiniPreTrainedMixin(InitializationMixin):
         alias_adapters(base.config.model_type)  # of experts PEFT looks for the type before it asks for `to_dict()`
         base.set_positions()
         layers, config = decoder_layers(base), LayerConfig(base.config)
-        for number in base.config.infini_layers:
-            layer, attention = layers[number]  # is made an InfiniAttentionMixin
-            if base.layers_drop_keywords and not isinstance(layer, KeywordlessLayerMixin):
+        for layer, _ in layers if base.layers_drop_keywords else ():  # all: FSDP and others look for layers by one class
+            if not isinstance(layer, KeywordlessLayerMixin):
                 swap_class(layer, self.class_with_memory(type(layer)))
+        for number in base.config.infini_layers:
+            attention: Any = layers[number][1]  # is made an InfiniAttentionMixin
             if not isinstance(attention, InfiniAttentionMixin):
                 swap_class(attention, self.class_with_memory(type(attention)))
                 attention.swap_in(config, base.rotary_tables(1))

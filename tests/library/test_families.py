@@ -273,6 +273,20 @@ def test_sliding_layers_are_not_replaced_without_being_named():
     assert patch_model(model, **WINDOW, layers=[1, 3]).config.infini_layers == [1, 3]
 
 
+@torch.no_grad()
+def test_layers_whose_positions_are_complex_numbers():
+    """Llama 4's own choice has none: its layers of full attention have no positions."""
+    ids, sizes = token_ids(2, 40), {"attention_chunk_size": 64}
+    wanted = decoder("llama4_text", **sizes)(ids).logits
+    for length in (64, 8):
+        model = patch_model(decoder("llama4_text", **sizes), segment_length=length, layers=[0, 1])
+        found = model(ids, use_cache=False).logits
+        torch.testing.assert_close(found[:, :8], wanted[:, :8], **FLOAT32)
+        torch.testing.assert_close(in_calls(model, ids, (5, 20, 21)), found, **FLOAT32)
+        if length == 64:
+            torch.testing.assert_close(found, wanted, **FLOAT32)
+
+
 def test_nothing_is_lost_a_million_tokens_into_a_text():
     """Places in the window do not grow: a state far into a text gives the numbers of one near its beginning."""
     model, ids = patch_model(decoder("llama"), **WINDOW), token_ids(1, 48)
