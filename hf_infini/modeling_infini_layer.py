@@ -91,6 +91,11 @@ def infini_attention_function(module, query, key, value, attention_mask, *, scal
         told.call.append((query, key, value, softmax))
         return query.transpose(1, 2), None
     if told.call is None:
+        if (found := (query.shape[1], key.shape[1], value.shape[3])) != module.head_counts:
+            raise ValueError(
+                f"layer {module.layer_idx}, a {module.own_class.__name__}, cannot be given a memory: its query heads, "
+                f"key/value heads and their width are {found}, and its configuration says {module.head_counts}."
+            )
         places = slice(1, 1 + query.shape[2])
         query, key = softmax.compared_queries(query, places), softmax.compared_keys(key, places)
         query, key, value = (part[:, None, :, None] for part in (query, key, value))  # one segment of one block
@@ -200,7 +205,7 @@ class InfiniAttentionMixin(MemoryLayerMixin):
         tables = None if tables is None else tuple(table.to(like.device) for table in tables)
         shape = 1, TEST_TOKENS, self.config.hidden_size
         hidden_states = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(like)
-        mask = torch.full((TEST_TOKENS, TEST_TOKENS), torch.finfo(like.dtype).min).triu(1)[None, None].to(like)
+        mask = like.new_full((TEST_TOKENS, TEST_TOKENS), torch.finfo(like.dtype).min).triu(1)[None, None]
         given: dict[str, Any] = {"attention_mask": mask}
         neutral_ones = None
         if tables is not None and "position_embeddings" in self.argument_names:

@@ -1,13 +1,15 @@
 """Swapping a loaded model's attention in place, and back."""
 
+import torch
 import transformers
 from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from .checkpoints import one_line
 from .configuration_infini import infini_config
 from .configuration_infini_gpt2 import OPTIONS as GPT2_OPTIONS
 from .configuration_infini_gpt2 import InfiniGPT2Config
-from .families import add_memory, attention_layers, decoder_of, infini_class
+from .families import add_memory, attention_layers, check_decoder, decoder_of, infini_class
 from .hooks import become
 from .modeling_infini import InfiniPreTrainedMixin
 from .modeling_infini_layer import InfiniAttentionMixin
@@ -36,8 +38,9 @@ def patch_model(model, *, base_only: bool = False, **options):
         The same model.
 
     Raises:
-        ValueError: a model of another kind, one that is patched already, or one with cross-attention; a layer that computes
-            something else with its memory empty; a base model without `base_only`, and the other way round.
+        ValueError: a model of another kind, one that is patched already, or one with cross-attention; one that was changed
+            otherwise than in its weights (shared layers, a class or `forward` of their own); a layer that computes something
+            else with its memory empty; a base model without `base_only`, and the other way round.
     """
     if isinstance(model, InfiniPreTrainedMixin):
         raise ValueError("this model has Infini-attention already; unpatch_model() it first to change its options.")
@@ -55,11 +58,11 @@ def patch_model(model, *, base_only: bool = False, **options):
         raise ValueError(f"unknown options {', '.join(sorted(unknown))}; patch_model takes {', '.join(known)}.")
     if getattr(model.config, "add_cross_attention", False):
         raise ValueError(f"cross-attention has no segments: a {name} with add_cross_attention=True cannot be patched.")
-    values = model.config.to_dict()
+    before, values = model.config, model.config.to_dict()
     accepted = config_class.without_ignored(values)
-    config = _convert(model.config, config_class, accepted, **options)
-    attention_layers(base)  # or it is refused
-    model.__dict__["_unpatched_config_class"] = type(model.config)
+    config = _convert(before, config_class, accepted, **options)
+    check_decoder(base)
+    model.__dict__["_unpatched_config_class"] = type(before)
     model.__dict__["_unpatched_ignored"] = {name: values[name] for name in values.keys() - accepted.keys()}
     _adopt(model, base, infini_class, config)
     if getattr(config, "position_encoding", None) == "rope":
@@ -67,9 +70,13 @@ def patch_model(model, *, base_only: bool = False, **options):
     try:
         add_memory(model)
         model.check_layers()
-    except Exception:
+    except Exception as error:
         unpatch_model(model, base_only=base_only)
-        raise
+        _adopt(model, base, lambda own: own, before)
+        if isinstance(error, (ValueError, torch.OutOfMemoryError)):
+            raise
+        # Nobody knows what another family's attention raises where it is called otherwise than by its model
+        raise ValueError(f"a {name} cannot have Infini-attention: {type(error).__name__}: {one_line(error)}.") from error
     return model
 
 

@@ -297,6 +297,26 @@ def test_in_bfloat16_it_is_the_own_model_too(model_type):
     assert (found.float() - wanted).abs().mean() < 0.05 * wanted.abs().mean()
 
 
+@pytest.mark.parametrize("default", [torch.float32, torch.float64, torch.float16])
+@pytest.mark.parametrize("model_type", QUICK)
+def test_in_float64_it_is_the_own_model(model_type, default):
+    """Also where that is not torch's default, in which tensors without a dtype are made."""
+    model, ids = decoder(model_type).double(), token_ids(2, 40)
+    with torch.no_grad():
+        wanted = model(ids, use_cache=False).logits
+        torch.set_default_dtype(default)
+        try:
+            found = patch_model(model, segment_length=64)(ids, use_cache=False).logits
+            beyond = model(token_ids(1, 200)).logits
+        finally:
+            torch.set_default_dtype(torch.float32)
+    assert {parameter.dtype for parameter in model.parameters()} == {found.dtype} == {torch.float64}
+    # The eager attention of Gemma 2 takes its softmax in float32
+    close = 1e-5 if model.config._attn_implementation == "eager" else 1e-11
+    torch.testing.assert_close(found, wanted, rtol=close, atol=close)
+    assert beyond.isfinite().all()
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_layers_with_large_scores_are_compared_in_float32(dtype):
     """In 16 bits such scores are rounded by more than 1: the layer would differ from itself by a tenth of what it gives."""
