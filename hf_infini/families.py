@@ -116,7 +116,7 @@ def add_memory(model: InfiniPreTrainedMixin) -> None:
         attention: Any = layers[number]  # is made an InfiniAttentionMixin
         if not isinstance(attention, InfiniAttentionMixin):
             become(attention, infini_class(type(attention)))
-            attention.swap_in(config, base.rotary_tables(1))
+            attention.swap_in(config, base.rotary_tables(1), base.dtype)
 
 
 def attention_layers(base: PreTrainedModel) -> list[nn.Module]:

@@ -80,22 +80,16 @@ class InfiniPreTrainedMixin(InitializationMixin):
         return loaded
 
     def check_layers(self) -> None:
-        """[`InfiniAttentionMixin.check_swapped`] for every layer with a memory, in evaluation mode; not on a meta device."""
+        """[`InfiniAttentionMixin.check_swapped`] for every layer with a memory; not on a meta device."""
         from .families import decoder_of
 
         base: Any = decoder_of(self)
         if device_of(base.get_input_embeddings()).type == "meta":
             return
-        training = [module for module in base.modules() if module.training]
         tables = base.rotary_tables(TEST_TOKENS + 1, torch.promote_types(base.dtype, torch.float32))
-        base.eval()
-        try:
-            for module in base.modules():
-                if isinstance(module, InfiniAttentionMixin):
-                    module.check_swapped(tables)
-        finally:
-            for module in training:
-                module.training = True
+        for module in base.modules():
+            if isinstance(module, InfiniAttentionMixin):
+                module.check_swapped(tables)
 
     @torch.no_grad()
     def _init_weights(self, module):

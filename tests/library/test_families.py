@@ -229,7 +229,7 @@ def test_frozen_models_are_patched(model_type):
 
 
 def test_a_layer_that_takes_no_memory_leaves_the_model_as_it_was(monkeypatch):
-    def fail(layer, tables):
+    def fail(layer, tables, **options):
         raise ValueError(f"layer {layer.layer_idx} is called otherwise")
 
     model, ids = decoder("llama"), token_ids(1, 20)
