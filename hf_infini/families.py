@@ -2,6 +2,7 @@
 `LlamaModel` with the mixins of modeling_infini.py before it, and so on for all of its heads.
 """
 
+import copyreg
 import functools
 import inspect
 import sys
@@ -21,7 +22,7 @@ from .configuration_infini_gpt2 import InfiniGPT2Config
 from .generation import MemoryGenerationMixin
 from .hooks import become, replaces_forward
 from .hub_code import HubModelMixin, carry_code
-from .lookups import PREFIX, enter_adapters, enter_tokenizer, enter_weights
+from .lookups import PREFIX, enter_adapters, enter_tokenizer
 from .modeling_infini import InfiniModelMixin, InfiniPreTrainedMixin
 from .modeling_infini_gpt2 import GPT2InfiniAttention, InfiniGPT2ModelMixin
 from .modeling_infini_layer import InfiniAttentionMixin, LayerConfig
@@ -47,6 +48,17 @@ PROBED = (
 DROP_KEYWORDS = ("stablelm", "nemotron")
 
 
+class MadeHere(type):
+    """The type of classes that [`infini_class`] makes: another process finds them by what they are made of."""
+
+    own_class: type
+
+
+copyreg.pickle(
+    MadeHere, lambda cls: (infini_class, (cls.own_class,)) if cls.__module__ == __name__ else cls.__qualname__
+)
+
+
 @functools.cache
 def infini_class(own: type) -> type:
     """The class with Infini-attention of a family's own attention, base model, or model with a head."""
@@ -70,7 +82,7 @@ def infini_class(own: type) -> type:
         bases.append(MemoryGenerationMixin)
         # transformers looks for a loss by the class's name, and where it finds none, its warning breaks a compiled graph
         attributes["_loss_function"] = staticmethod(ForCausalLMLoss)
-    return type("Infini" + own.__name__, (*bases, own), attributes)
+    return MadeHere("Infini" + own.__name__, (*bases, own), attributes)
 
 
 def _with_arguments_of(own, forward):
@@ -94,7 +106,7 @@ def _attention_class(own: type) -> type:
     attributes: dict[str, Any] = {"__module__": __name__, "own_class": own}
     attributes |= {"argument_names": arguments, "cache_argument": cache}
     attributes["turning_function"] = None if turn is None else staticmethod(turn)
-    return type("Infini" + own.__name__, (InfiniAttentionMixin, own), attributes)
+    return MadeHere("Infini" + own.__name__, (InfiniAttentionMixin, own), attributes)
 
 
 def _arguments(function) -> list[str]:
@@ -107,8 +119,7 @@ def add_memory(model: InfiniPreTrainedMixin) -> None:
     if not isinstance(base, InfiniModelMixin):
         become(base, infini_class(type(base)))
     for part in (model, base):
-        enter_weights(part.own_class.config_class.model_type, part.config.model_type)
-        enter_weights(part.own_class.__name__, f"Infini{part.own_class.__name__}")
+        part.enter_weights()
     enter_adapters(base.config.model_type)  # of experts PEFT looks for the type before it asks for `to_dict()`
     base.set_positions()
     layers, config = attention_layers(base), LayerConfig(base.config)

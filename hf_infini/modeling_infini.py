@@ -15,6 +15,7 @@ from .cache_name import CACHE, with_one_name
 from .hooks import device_of
 from .hub_code import ModelBase
 from .layout import Layout
+from .lookups import enter_weights
 from .modeling_common import (
     InitializationMixin,
     check_inputs,
@@ -49,6 +50,15 @@ class InfiniPreTrainedMixin(InitializationMixin):
             )
         super().__init__(config, *args, **kwargs)
         add_memory(self)
+
+    def __setstate__(self, state: dict) -> None:
+        super().__setstate__(state)  # of a copy, or of a model that another process has pickled
+        self.enter_weights()
+
+    def enter_weights(self) -> None:
+        """[`lookups.enter_weights`] of this model's type and class."""
+        enter_weights(self.own_class.config_class.model_type, self.config.model_type)
+        enter_weights(self.own_class.__name__, f"Infini{self.own_class.__name__}")
 
     # transformers reads these two from the file of a class, and this one's layers and experts are those of the own class
 
