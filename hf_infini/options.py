@@ -170,6 +170,11 @@ class MemoryOptions(ConfigBase):
             raise ValueError(
                 f"sink_tokens must be fewer than the {self.tokens_per_segment} tokens of a segment; got {self.sink_tokens}."
             )
+        if not getattr(self, "is_causal", True) or getattr(self, "use_bidirectional_attention", None):
+            raise ValueError(
+                "a memory holds what came before, and with is_causal=False or use_bidirectional_attention tokens see what "
+                "comes after them: leave it out."
+            )
         self.check_update_rule()  # of OptionsMixin, which knows the rules
         if self.memory_write == "learned" and self.feature_map == "elu":
             raise ValueError(

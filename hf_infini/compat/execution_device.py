@@ -9,4 +9,6 @@ def device_of(module: nn.Module) -> torch.device:
     hook = getattr(module, "_hf_hook", None)
     devices = (getattr(each, "execution_device", None) for each in getattr(hook, "hooks", (hook,)))
     found = next((device for device in devices if device is not None), None)
-    return next(module.parameters()).device if found is None else torch.device(found)
+    if found is None:  # the weights of layers without parameters, those of torch.ao.quantization, are on a CPU
+        return next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
+    return torch.device(found)

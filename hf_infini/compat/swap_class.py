@@ -10,6 +10,12 @@ from transformers import PreTrainedModel
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 
+def replaces_forward(module: nn.Module) -> bool:
+    """Whether a module computes something else than its class, in a `forward` of its own; a hook keeps what it wraps."""
+    kept = vars(module).get("_old_forward", vars(module).get("forward"))
+    return kept is not None and getattr(kept, "__func__", None) is not type(module).forward
+
+
 def swap_class(module: nn.Module, other: type) -> None:
     """Makes a module an instance of another class in place, also for a hook, which keeps the forward that it wraps.
 
@@ -17,9 +23,9 @@ def swap_class(module: nn.Module, other: type) -> None:
     as; the other one may never have been.
     """
     own, module.__class__ = type(module), other
-    wrapped = module.__dict__.get("_old_forward")
-    if getattr(wrapped, "__func__", None) is own.forward:
-        module._old_forward = other.forward.__get__(module)
+    for name in ("_old_forward", "forward"):  # the second is left by a hook that was removed
+        if getattr(vars(module).get(name), "__func__", None) is own.forward:
+            vars(module)[name] = other.forward.__get__(module)
     if isinstance(module, PreTrainedModel):
         dict.__setitem__(_CAN_RECORD_REGISTRY, str(other), module._can_record_outputs)  # newer ones take a model for a key
 

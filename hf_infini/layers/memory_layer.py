@@ -301,13 +301,15 @@ class InfiniAttentionMixin(MemoryLayerMixin):
     cache_argument: str  # which of them is the cache
     turning_function: Any = None  # turns a query and a key by rotary positions
 
-    def swap_in(self, config: LayerConfig, tables: dict[str | None, tuple[Tensor, ...]]) -> None:
-        """Gives the layer its memory; `tables`: the model's [`InfiniModelMixin.rotary_tables`]."""
+    def swap_in(self, config: LayerConfig, tables: dict[str | None, tuple[Tensor, ...]], dtype: torch.dtype) -> None:
+        """Gives the layer its memory; `tables`: the model's [`InfiniModelMixin.rotary_tables`]; `dtype`: the model's, for a
+        layer whose weights are quantized and its biases in any type."""
         self.config = config
         self.rotary_type = None if None in tables or not tables else config.layer_types[self.layer_idx]
-        like = self._like()
-        self.turns_states = bool(tables) and self._turns_states(tables[self.rotary_type])
-        self.add_memory_parameters(config.hidden_size, device=like.device, dtype=like.dtype)
+        weights = (weight.dtype for weight in self.parameters() if weight.dim() > 1 and weight.is_floating_point())
+        options = {"device": device_of(self), "dtype": next(weights, dtype)}
+        self.turns_states = bool(tables) and self._turns_states(tables[self.rotary_type], **options)
+        self.add_memory_parameters(config.hidden_size, **options)
         self.init_memory_parameters()
 
     def swap_out(self) -> None:
@@ -325,17 +327,12 @@ class InfiniAttentionMixin(MemoryLayerMixin):
         width = getattr(self, "head_dim", None) or getattr(self, "head_size", None) or self.config.hidden_size // heads
         return heads, getattr(self.config, "num_key_value_heads", None) or heads, width
 
-    def _like(self) -> Tensor:
-        """A tensor of the device and the dtype of the layer."""
-        dtype = next(parameter.dtype for parameter in self.parameters() if parameter.is_floating_point())
-        return torch.empty(0, device=device_of(self), dtype=dtype)
-
-    def _turns_states(self, tables: tuple[Tensor, ...]) -> bool:
-        """Whether queries depend on the position embeddings: some models have layers without positions."""
-        with torch.enable_grad():
-            like = self._like()
-            tables = tuple(table[None, :1].detach().to(like.device, copy=True).requires_grad_() for table in tables)
-            hidden_states = torch.ones(1, 1, self.config.hidden_size, device=like.device, dtype=like.dtype)
+    def _turns_states(self, tables: tuple[Tensor, ...], **options) -> bool:
+        """Whether queries depend on the position embeddings: some models have layers without positions; `options`: the
+        `device` and `dtype` of the layer."""
+        with torch.enable_grad(), in_evaluation(self):
+            tables = tuple(table[None, :1].detach().to(options["device"], copy=True).requires_grad_() for table in tables)
+            hidden_states = torch.ones(1, 1, self.config.hidden_size, **options)
             query = self._project(hidden_states, own_form(tables))[0]  # weights of 8 bits after it may have no gradient
             return query.requires_grad and torch.autograd.grad(query.sum(), tables[0], allow_unused=True)[0] is not None
 
@@ -372,11 +369,12 @@ class InfiniAttentionMixin(MemoryLayerMixin):
         Raises:
             ValueError: they differ.
         """
-        with in_float32(self):
+        with in_float32(self), in_evaluation(self):
             difference, size = self._difference(tables.get(self.rotary_type))
         # Rounding in another order: a few units in the last place of sums of some hundred products. Weights of few bits may
         # round what they are multiplied by
-        quantized = any(type(parameter) is not nn.Parameter for parameter in self.parameters())
+        quantized = any(type(weight) is not nn.Parameter or not weight.is_floating_point() for weight in self.parameters())
+        quantized |= any(type(part).__module__.startswith("torch.ao.") for part in self.modules())  # without parameters
         if not difference <= size * (0.03 if quantized else 1e-4):
             raise ValueError(
                 f"layer {self.layer_idx}, a {self.own_class.__name__}, cannot be given a memory: inside one window it would "
@@ -386,12 +384,11 @@ class InfiniAttentionMixin(MemoryLayerMixin):
 
     def _difference(self, tables: tuple[Tensor, ...] | None) -> tuple[float, float]:
         """The largest difference on random input, and the largest number of the own class's output."""
-        like = self._like()
-        like = like.to(torch.promote_types(like.dtype, torch.float32))
+        like = torch.empty(0, device=device_of(self), dtype=torch.promote_types(self.gate.weight.dtype, torch.float32))
         tables = None if tables is None else tuple(table.to(like.device) for table in tables)
         shape = 1, TEST_TOKENS, self.config.hidden_size
         hidden_states = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(like)
-        mask = torch.full((TEST_TOKENS, TEST_TOKENS), torch.finfo(like.dtype).min).triu(1)[None, None].to(like)
+        mask = like.new_full((TEST_TOKENS, TEST_TOKENS), torch.finfo(like.dtype).min).triu(1)[None, None]
         given: dict[str, Any] = {"attention_mask": mask}
         if tables is not None and "position_embeddings" in self.argument_names:
             given["position_embeddings"] = own_form(tuple(table[None, :TEST_TOKENS] for table in tables))
@@ -431,7 +428,7 @@ class InfiniAttentionMixin(MemoryLayerMixin):
             infini = self.inputs_outside_model(hidden_states, cache, weights, **masks)
         tables = infini.rotary.get(self.rotary_type)
         if infini.layout is None:
-            rotary, attend = self._own_rotary(tables), attend_in_one_window
+            rotary, attend = self._own_rotary(tables), self._attend_in_one_window
         else:
             rotary = self.window_rotary(tables, hidden_states)
             hidden_states, attend = self.begin(hidden_states, infini)
@@ -448,6 +445,20 @@ class InfiniAttentionMixin(MemoryLayerMixin):
         if outside_model and infini.states is not None:
             infini.states.advance_layers(hidden_states.shape[1])
         return output
+
+    def _attend_in_one_window(
+        self, query: Tensor, key: Tensor, value: Tensor, options: ScoreOptions
+    ) -> tuple[Tensor, None]:
+        """An [`Attend`]: softmax attention inside one window, from its second place on, without a memory."""
+        if (found := (query.shape[1], key.shape[1], value.shape[3])) != self.head_counts:
+            raise ValueError(
+                f"layer {self.layer_idx}, a {self.own_class.__name__}, cannot be given a memory: its query heads, key/value "
+                f"heads and their width are {found}, and its configuration says {self.head_counts}."
+            )
+        places = slice(1, 1 + query.shape[2])
+        query, key = options.compared_queries(query, places), options.compared_keys(key, places)
+        query, key, value = (part[:, None, :, None] for part in (query, key, value))  # one segment of one block
+        return window_attention(query, key, value, None, options)[0][:, 0, :, 0], None
 
     def window_rotary(self, tables: tuple[Tensor, ...] | None, like: Tensor) -> Rotary | None:
         """How queries and keys are turned, of the model's tables (`None` outside of a model); `None`: not at all."""
@@ -488,17 +499,23 @@ def in_float32(module: nn.Module) -> Iterator[None]:
             parameter.data = data
 
 
-def attend_in_one_window(query: Tensor, key: Tensor, value: Tensor, options: ScoreOptions) -> tuple[Tensor, None]:
-    """An [`Attend`]: softmax attention inside one window, from its second place on, without a memory."""
-    places = slice(1, 1 + query.shape[2])
-    query, key = options.compared_queries(query, places), options.compared_keys(key, places)
-    query, key, value = (part[:, None, :, None] for part in (query, key, value))  # one segment of one block
-    return window_attention(query, key, value, None, options)[0][:, 0, :, 0], None
-
-
 def own_form(tables: tuple[Tensor, ...]) -> tuple[Tensor, ...] | Tensor:
     """Position embeddings as an own forward takes them: cosines and sines, or complex numbers."""
     return tables if len(tables) > 1 else tables[0]
+
+
+@contextlib.contextmanager
+def in_evaluation(module: nn.Module) -> Iterator[None]:
+    """Within it, a module is in evaluation mode, but for the layers of bitsandbytes: on some CPUs that mode brings weights
+    of 4 bits into a form that has no gradients, for good."""
+    modes = {part: part.training for part in module.modules()}
+    try:
+        for part in modes:
+            part.training = type(part).__module__.startswith("bitsandbytes.")
+        yield
+    finally:
+        for part, mode in modes.items():
+            part.training = mode
 
 
 def neutral(tables: tuple[Tensor, ...]) -> tuple[Tensor, ...] | Tensor:

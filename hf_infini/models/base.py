@@ -83,8 +83,7 @@ class InfiniPreTrainedMixin(InitializationMixin):
         if not isinstance(base, InfiniModelMixin):
             swap_class(base, self.class_with_memory(type(base)))
         for part in (self, base):
-            alias_weights(part.own_class.config_class.model_type, part.config.model_type)
-            alias_weights(part.own_class.__name__, f"Infini{part.own_class.__name__}")
+            part.alias_weights()
         alias_adapters(base.config.model_type)  # of experts PEFT looks for the type before it asks for `to_dict()`
         base.set_positions()
         layers, config = decoder_layers(base), LayerConfig(base.config)
@@ -95,7 +94,16 @@ class InfiniPreTrainedMixin(InitializationMixin):
             attention: Any = layers[number][1]  # is made an InfiniAttentionMixin
             if not isinstance(attention, InfiniAttentionMixin):
                 swap_class(attention, self.class_with_memory(type(attention)))
-                attention.swap_in(config, base.rotary_tables(1))
+                attention.swap_in(config, base.rotary_tables(1), base.dtype)
+
+    def __setstate__(self, state: dict) -> None:
+        super().__setstate__(state)  # of a copy, or of a model that another process has pickled
+        self.alias_weights()
+
+    def alias_weights(self) -> None:
+        """[`class_lookups.alias_weights`] of this model's type and class."""
+        alias_weights(self.own_class.config_class.model_type, self.config.model_type)
+        alias_weights(self.own_class.__name__, f"Infini{self.own_class.__name__}")
 
     # transformers reads these two from the file of a class, and this one's layers and experts are those of the own class
 
@@ -128,20 +136,14 @@ class InfiniPreTrainedMixin(InitializationMixin):
         return loaded
 
     def check_layers(self) -> None:
-        """[`InfiniAttentionMixin.check_swapped`] for every layer with a memory, in evaluation mode; not on a meta device."""
+        """[`InfiniAttentionMixin.check_swapped`] for every layer with a memory; not on a meta device."""
         base: Any = decoder_of(self)
         if device_of(base.get_input_embeddings()).type == "meta":
             return
-        training = [module for module in base.modules() if module.training]
         tables = base.rotary_tables(TEST_TOKENS + 1, torch.promote_types(base.dtype, torch.float32))
-        base.eval()
-        try:
-            for module in base.modules():
-                if isinstance(module, InfiniAttentionMixin):
-                    module.check_swapped(tables)
-        finally:
-            for module in training:
-                module.training = True
+        for module in base.modules():
+            if isinstance(module, InfiniAttentionMixin):
+                module.check_swapped(tables)
 
     @torch.no_grad()
     def _init_weights(self, module):

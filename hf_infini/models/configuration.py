@@ -25,6 +25,7 @@ REFUSED = {
     ),
     "its attention does not go through transformers' attention interface": (
         *("gptj", "codegen", "falcon", "bloom", "mpt", "gpt_neo", "openai-gpt", "ctrl", "xglm", "biogpt"),
+        "gpt_neox_japanese",
     ),
     "its layers share keys and values": ("gemma3n_text", "gemma4_text", "zamba", "zamba2"),
     "its attention has learned sinks": ("gpt_oss",),
@@ -32,7 +33,7 @@ REFUSED = {
     "it normalises queries and keys after their rotation": ("hunyuan_v1_dense", "hunyuan_v1_moe"),
     "some of its layers are no attention": (
         *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "lfm2", "lfm2_moe", "bamba", "jamba", "falcon_h1"),
-        *("granitemoehybrid", "nemotron_h", "recurrent_gemma", "olmo_hybrid"),
+        *("granitemoehybrid", "nemotron_h", "recurrent_gemma", "olmo_hybrid", "rwkv"),
     ),
 }
 
@@ -112,5 +113,9 @@ def __getattr__(name: str) -> type:
     """A configuration class by its name, as a saved model gives it."""
     own = getattr(transformers, name.removeprefix("Infini"), None) if name.startswith("Infini") else None
     if isinstance(own, type) and issubclass(own, PreTrainedConfig):
-        return infini_config(own)
+        from .families import register_models
+
+        config = infini_config(own)
+        register_models(config)  # one that another process has pickled is not constructed
+        return config
     raise AttributeError(f"module {__name__} has no {name}.")

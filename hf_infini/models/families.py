@@ -2,6 +2,7 @@
 `LlamaModel` with the mixins of base.py before it, and so on for all of its heads.
 """
 
+import copyreg
 import functools
 import inspect
 import sys
@@ -47,12 +48,23 @@ PROBED = (
 DROP_KEYWORDS = ("stablelm", "nemotron")
 
 
+class MadeHere(type):
+    """The type of classes that [`infini_class`] makes: another process finds them by what they are made of."""
+
+    own_class: type
+
+
+copyreg.pickle(
+    MadeHere, lambda cls: (infini_class, (cls.own_class,)) if cls.__module__ == __name__ else cls.__qualname__
+)
+
+
 @functools.cache
 def infini_class(own: type) -> type:
     """The class with Infini-attention of a family's own attention, base model or model with a head, or of a decoder layer
     that drops keywords."""
     if issubclass(own, GradientCheckpointingLayer):  # with the own name, by which others keep such layers in one piece
-        return type(own.__name__, (KeywordlessLayerMixin, own), {"__module__": __name__, "own_class": own})
+        return MadeHere(own.__name__, (KeywordlessLayerMixin, own), {"__module__": __name__, "own_class": own})
     if not issubclass(own, PreTrainedModel):
         return GPT2InfiniAttention if own is GPT2Attention else _attention_class(own)
     config: Any = own.config_class
@@ -73,7 +85,7 @@ def infini_class(own: type) -> type:
         bases.append(MemoryGenerationMixin)
         # transformers looks for a loss by the class's name, and where it finds none, its warning breaks a compiled graph
         attributes["_loss_function"] = staticmethod(ForCausalLMLoss)
-    return type("Infini" + own.__name__, (*bases, own), attributes)
+    return MadeHere("Infini" + own.__name__, (*bases, own), attributes)
 
 
 def _attention_class(own: type) -> type:
@@ -86,7 +98,7 @@ def _attention_class(own: type) -> type:
     attributes: dict[str, Any] = {"__module__": __name__, "own_class": own}
     attributes |= {"argument_names": arguments, "cache_argument": cache}
     attributes["turning_function"] = None if turn is None else staticmethod(turn)
-    return type("Infini" + own.__name__, (InfiniAttentionMixin, own), attributes)
+    return MadeHere("Infini" + own.__name__, (InfiniAttentionMixin, own), attributes)
 
 
 def _arguments(function) -> list[str]:

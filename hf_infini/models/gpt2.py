@@ -28,7 +28,7 @@ class GPT2InfiniAttention(InfiniAttentionMixin, GPT2Attention):
 
     def __init__(self, config: InfiniGPT2Config, layer_idx: int | None = None):
         super().__init__(config, layer_idx=layer_idx)
-        self.swap_in(LayerConfig(config), {})
+        self.swap_in(LayerConfig(config), {}, torch.get_default_dtype())
 
     def window_rotary(self, tables: tuple[Tensor, ...] | None, like: Tensor) -> Rotary | None:
         if self.config.position_encoding != "rope":

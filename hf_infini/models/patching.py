@@ -1,5 +1,6 @@
 """Swapping a loaded model's attention in place, and back."""
 
+import torch
 import transformers
 from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -9,11 +10,12 @@ from ..compat.swap_class import swap_class
 from ..layers.memory_layer import InfiniAttentionMixin, KeywordlessLayerMixin
 from ..options import MEMORY_OPTIONS, MemoryOptions
 from .base import InfiniPreTrainedMixin
+from .checkpoints import one_line
 from .configuration import infini_config
 from .families import infini_class
 from .gpt2_configuration import OPTIONS as GPT2_OPTIONS
 from .gpt2_configuration import InfiniGPT2Config
-from .structure import decoder_layers, decoder_of
+from .structure import check_decoder, decoder_layers, decoder_of
 
 
 def patch_model(model, *, base_only: bool = False, **options):
@@ -38,8 +40,9 @@ def patch_model(model, *, base_only: bool = False, **options):
         The same model.
 
     Raises:
-        ValueError: a model of another kind, one that is patched already, or one with cross-attention; a layer that computes
-            something else with its memory empty; a base model without `base_only`, and the other way round.
+        ValueError: a model of another kind, one that is patched already, or one with cross-attention; one that was changed
+            otherwise than in its weights (shared layers, a class or `forward` of their own); a layer that computes something
+            else with its memory empty; a base model without `base_only`, and the other way round.
     """
     if isinstance(model, InfiniPreTrainedMixin):
         raise ValueError("this model has Infini-attention already; unpatch_model() it first to change its options.")
@@ -57,12 +60,12 @@ def patch_model(model, *, base_only: bool = False, **options):
         raise ValueError(f"unknown options {', '.join(sorted(unknown))}; patch_model takes {', '.join(known)}.")
     if getattr(model.config, "add_cross_attention", False):
         raise ValueError(f"cross-attention has no segments: a {name} with add_cross_attention=True cannot be patched.")
-    values = model.config.to_dict()
+    before, values = model.config, model.config.to_dict()
     accepted = config_class.without_ignored(values)
-    config = _convert(model.config, config_class, accepted, **options)
-    decoder_layers(base)  # or it is refused
-    model.__dict__["_unpatched_config_class"] = type(model.config)
-    model.__dict__["_base_is_plain"] = True  # what its name leads to: see memory_adapter
+    config = _convert(before, config_class, accepted, **options)
+    check_decoder(base)
+    model.__dict__["_unpatched_config_class"] = type(before)
+    model.__dict__["_base_is_plain"] = True  # what its name leads to: see adapter.py
     model.__dict__["_unpatched_ignored"] = {name: values[name] for name in values.keys() - accepted.keys()}
     _adopt(model, base, infini_class, config)
     alias_adapters(config.model_type)  # PEFT may have put some into it already
@@ -71,9 +74,13 @@ def patch_model(model, *, base_only: bool = False, **options):
     try:
         model.add_memory()
         model.check_layers()
-    except Exception:
+    except Exception as error:
         unpatch_model(model, base_only=base_only)
-        raise
+        _adopt(model, base, lambda own: own, before)
+        if isinstance(error, (ValueError, torch.OutOfMemoryError)):
+            raise
+        # Nobody knows what another family's attention raises where it is called otherwise than by its model
+        raise ValueError(f"a {name} cannot have Infini-attention: {type(error).__name__}: {one_line(error)}.") from error
     return model
 
 

@@ -6,7 +6,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, TorchAoConfig
 
 from decoders import decoder, token_ids
-from hf_infini import AutoInfiniModelForCausalLM, patch_model
+from hf_infini import AutoInfiniModelForCausalLM, patch_model, unpatch_model
 
 torchao = pytest.importorskip("torchao.quantization", reason="pip install torchao")
 
@@ -66,3 +66,19 @@ def test_inputs_of_8_bits_have_no_gradient_and_are_turned_all_the_same(tmp_path)
     found = patch_model(plain, segment_length=64)(ids, use_cache=False).logits
     # An input that is rounded differently in the last place can fall to the next of its 255 numbers, in each of four layers
     assert (found - wanted).abs().mean() < 0.02 * wanted.abs().mean()
+
+
+@pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated")
+@pytest.mark.parametrize("model_type", [*QUICK, "mixtral", "stablelm"])
+def test_weights_of_torch_ao_have_no_parameters(model_type):
+    """Its layers hold them packed: nothing in them has a dtype or a device."""
+    model = torch.ao.quantization.quantize_dynamic(decoder(model_type), {nn.Linear}, dtype=torch.qint8)
+    ids = token_ids(2, 40)
+    with torch.no_grad():
+        wanted = model(ids, use_cache=False).logits
+        found = patch_model(model, segment_length=64)(ids, use_cache=False).logits
+        text = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=5, eos_token_id=None)
+        again = unpatch_model(model)(ids, use_cache=False).logits
+    # An input that is rounded differently in the last place can fall to the next of its 255 numbers, in each of four layers
+    assert (found - wanted).abs().mean() < 0.02 * wanted.abs().mean()
+    assert text.shape == (2, 45) and torch.equal(again, wanted)

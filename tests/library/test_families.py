@@ -230,7 +230,7 @@ def test_frozen_models_are_patched(model_type):
 
 
 def test_a_layer_that_takes_no_memory_leaves_the_model_as_it_was(monkeypatch):
-    def fail(layer, tables):
+    def fail(layer, tables, **options):
         raise ValueError(f"layer {layer.layer_idx} is called otherwise")
 
     model, ids = decoder("llama"), token_ids(1, 20)
@@ -329,6 +329,26 @@ def test_in_bfloat16_it_is_the_own_model_too(model_type):
     assert found.dtype == torch.bfloat16
     # Scores and sums are rounded to 8 bits in another order, in each of four layers, and a token may get another expert
     assert (found.float() - wanted).abs().mean() < 0.05 * wanted.abs().mean()
+
+
+@pytest.mark.parametrize("default", [torch.float32, torch.float64, torch.float16])
+@pytest.mark.parametrize("model_type", QUICK)
+def test_in_float64_it_is_the_own_model(model_type, default):
+    """Also where that is not torch's default, in which tensors without a dtype are made."""
+    model, ids = decoder(model_type).double(), token_ids(2, 40)
+    with torch.no_grad():
+        wanted = model(ids, use_cache=False).logits
+        torch.set_default_dtype(default)
+        try:
+            found = patch_model(model, segment_length=64)(ids, use_cache=False).logits
+            beyond = model(token_ids(1, 200)).logits
+        finally:
+            torch.set_default_dtype(torch.float32)
+    assert {parameter.dtype for parameter in model.parameters()} == {found.dtype} == {torch.float64}
+    # The eager attention of Gemma 2 takes its softmax in float32
+    close = 1e-5 if model.config._attn_implementation == "eager" else 1e-11
+    torch.testing.assert_close(found, wanted, rtol=close, atol=close)
+    assert beyond.isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -1,0 +1,185 @@
+"""Models that were changed before they are patched: what cannot be saved is refused, the rest acts."""
+
+import copy
+import types
+
+import pytest
+import torch
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module, remove_hook_from_submodules
+from torch import nn
+
+from decoders import decoder, token_ids
+from hf_infini import AutoInfiniModelForCausalLM, patch_model
+from hf_infini.models.families import attention_layers, decoder_of
+from models import FLOAT32, gpt2
+
+both = pytest.mark.parametrize("make", [gpt2, lambda: decoder("llama")], ids=["gpt2", "llama"])
+
+
+def layers_of(model):
+    return next(part for part in decoder_of(model).children() if isinstance(part, nn.ModuleList))
+
+
+def set_attention(model, number: int, attention) -> None:
+    layer = layers_of(model)[number]
+    name = next(name for name, part in layer.named_children() if type(part).__name__.endswith("Attention"))
+    setattr(layer, name, attention)
+
+
+def attention_of(model, number=0):
+    return attention_layers(decoder_of(model))[number]
+
+
+def with_own_forward(module) -> None:
+    forward = module.forward
+    module.forward = lambda *args, **kwargs: forward(*args, **kwargs)
+
+
+def share_attention(model):
+    set_attention(model, 1, attention_of(model, 0))
+
+
+def share_a_layer(model):
+    layers_of(model)[1] = layers_of(model)[0]
+
+
+def copy_a_layer(model):
+    layers_of(model)[1] = copy.deepcopy(layers_of(model)[0])
+
+
+def swap_layers(model):
+    layers = layers_of(model)
+    layers[0], layers[1] = layers[1], layers[0]
+
+
+def replace_forward(model):
+    attention = attention_of(model)
+    attention.forward = types.MethodType(lambda self, *args, **kwargs: type(self).forward(self, *args, **kwargs), attention)
+
+
+def hook_a_replaced_forward(model):
+    replace_forward(model)
+    add_hook_to_module(attention_of(model), AlignDevicesHook(execution_device="cpu"))
+
+
+def compile_a_forward(model):
+    attention_of(model).forward = torch.compile(attention_of(model).forward, backend="eager")
+
+
+def wrap_attention(model):
+    class WrappedAttention(nn.Module):
+        def __init__(self, own):
+            super().__init__()
+            self.own = own
+
+        def forward(self, *args, **kwargs):
+            return self.own(*args, **kwargs)
+
+    set_attention(model, 0, WrappedAttention(attention_of(model)))
+
+
+def derive(module) -> None:
+    module.__class__ = type(f"My{type(module).__name__}", (type(module),), {})
+
+
+def give_a_configuration(model):
+    attention_of(model).config = copy.deepcopy(model.config)
+    attention_of(model).config._attn_implementation = "eager"
+
+
+def see_what_follows(model):
+    model.config.is_causal = False
+
+
+OWN_FORWARD = "has a forward of its own: use forward hooks, or delete it"
+REFUSED = [
+    (share_attention, r"layer 1 has the attention of layer 0 \(layer_idx\). Give each layer a module of its own"),
+    (share_a_layer, "layer 1 has the attention of layer 0"),
+    (copy_a_layer, "layer 1 has the attention of layer 0"),
+    (swap_layers, "layer 0 has the attention of layer 1"),
+    (replace_forward, rf"its \w+.0.(self_)?attn, a \w+Attention, {OWN_FORWARD}"),
+    (hook_a_replaced_forward, OWN_FORWARD),
+    (compile_a_forward, OWN_FORWARD),
+    (lambda model: with_own_forward(layers_of(model)[1]), rf"its \w+.1, a \w+, {OWN_FORWARD}"),
+    (lambda model: with_own_forward(decoder_of(model)), f"Model cannot have Infini-attention: it {OWN_FORWARD}"),
+    (wrap_attention, "a WrappedAttention, is of no class of transformers.models."),
+    (lambda model: derive(attention_of(model)), r"a My\w+Attention, is of no class of"),
+    (lambda model: derive(layers_of(model)[1]), r"its \w+.1, a My\w+, is of no class of"),
+    (give_a_configuration, "has a configuration of its own"),
+    (lambda model: setattr(attention_of(model, 1), "is_causal", False), r"is not causal \(is_causal=False\)"),
+    (see_what_follows, "with is_causal=False or use_bidirectional_attention tokens see what comes after"),
+]
+
+
+@both
+@pytest.mark.parametrize(("change", "reason"), REFUSED)
+def test_what_would_be_lost_is_refused_and_left_alone(make, change, reason):
+    model, ids = make(), token_ids(2, 40) % 89
+    change(model)
+    config, before = model.config, {name: (type(part), set(vars(part))) for name, part in model.named_modules()}
+    wanted = model(ids, use_cache=False).logits
+    with pytest.raises(ValueError, match=reason):
+        patch_model(model, segment_length=8)
+    assert {name: (type(part), set(vars(part))) for name, part in model.named_modules()} == before
+    assert model.config is config and torch.equal(model(ids, use_cache=False).logits, wanted)
+
+
+def hooks_that_were_removed(model):
+    for part in model.modules():
+        add_hook_to_module(part, AlignDevicesHook(execution_device="cpu"))
+    remove_hook_from_submodules(model)  # leaves each forward on its module
+
+
+def number_a_copied_layer(model):
+    copy_a_layer(model)
+    attention_of(model, 1).layer_idx = 1
+
+
+def compile_parts(model):
+    for part in (decoder_of(model), attention_of(model)):
+        part.compile(backend="eager")
+
+
+@both
+@pytest.mark.parametrize(
+    "change",
+    [hooks_that_were_removed, number_a_copied_layer, pytest.param(compile_parts, marks=pytest.mark.slow), with_own_forward]
+    + [lambda model: setattr(attention_of(model), "scaling", 0.7)],
+)
+def test_other_changes_act_as_they_did(make, change):
+    model, ids = make(), token_ids(2, 40) % 89
+    change(model)
+    wanted = model(ids, use_cache=False).logits
+    found = patch_model(model, segment_length=64)(ids, use_cache=False).logits
+    torch.testing.assert_close(found, wanted, rtol=FLOAT32, atol=FLOAT32)
+
+
+def test_heads_that_were_cut_off_are_counted():
+    model, ids = decoder("llama"), token_ids(2, 40)
+    attention = attention_of(model)
+    for name, heads in (("q_proj", 2), ("k_proj", 1), ("v_proj", 1)):
+        projection = getattr(attention, name)
+        projection.weight = nn.Parameter(projection.weight[: heads * 8].clone())
+    attention.o_proj.weight = nn.Parameter(attention.o_proj.weight[:, :16].clone())
+    config, wanted = model.config, model(ids).logits
+    with pytest.raises(ValueError, match=r"layer 0, .* are \(2, 1, 8\), and its configuration says \(4, 2, 8\)"):
+        patch_model(model, segment_length=8)
+    assert model.config is config and torch.equal(model(ids).logits, wanted)
+
+
+@pytest.mark.parametrize("model_type", ["gemma", "gemma2", "gemma3_text"])
+def test_attention_in_both_directions_is_refused_in_a_checkpoint(model_type, tmp_path):
+    decoder(model_type, use_bidirectional_attention=True).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="use_bidirectional_attention tokens see what comes after them"):
+        AutoInfiniModelForCausalLM.from_pretrained(tmp_path, segment_length=8)
+
+
+def test_a_family_that_fails_otherwise_is_refused_too(monkeypatch):
+    """What is not known to work may raise anything where it is called otherwise than by its model."""
+    model, ids = decoder("llama"), token_ids(1, 20)
+    config, wanted = model.config, model(ids).logits
+    monkeypatch.setattr(type(attention_of(model).o_proj), "forward", lambda *_: 1 / 0)
+    with pytest.raises(ValueError, match="a LlamaForCausalLM cannot have .*: ZeroDivisionError: division by zero"):
+        patch_model(model, segment_length=8)
+    monkeypatch.undo()
+    assert model.config is config and torch.equal(model(ids).logits, wanted)

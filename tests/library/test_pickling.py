@@ -1,0 +1,110 @@
+"""Models, layers and configurations as other processes get them: by pickle, by torch.save, as an argument of a worker."""
+
+import copy
+import io
+import multiprocessing
+import os
+import pickle
+import subprocess
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+import hf_infini
+from decoders import decoder, token_ids
+from hf_infini import patch_model, unpatch_model
+from hf_infini.models.families import attention_layers, decoder_of, infini_class
+from models import causal_mha
+
+IDS = token_ids(2, 40) % 89
+NAMES = ("llama", "gemma2", "olmoe", "gpt2", "causal_mha")
+
+
+def made(name: str):
+    options = {"segment_length": 8}
+    return causal_mha(attention="infini", **options) if name == "causal_mha" else patch_model(decoder(name), **options)
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(IDS, use_cache=False).logits
+
+
+class Mine(infini_class(LlamaForCausalLM)):
+    """A user's own."""
+
+
+LOADED = """
+import pickle, sys
+import torch
+
+for folder in sys.argv[1:]:
+    with open(folder + "/pickled", "rb") as file:
+        config, layer, model = pickle.load(file)
+    ids, wanted = torch.load(folder + "/tensors")
+    saved = torch.load(folder + "/saved", weights_only=False)
+    with torch.no_grad():
+        for each in (model, saved):
+            assert torch.equal(each(ids, use_cache=False).logits, wanted)
+    assert type(model) is type(saved) and type(config) is type(model.config) and type(layer) in map(type, model.modules())
+
+    model.save_pretrained(folder + "/again")
+    assert "AutoModelForCausalLM" in model.config.auto_map
+    import transformers
+    assert type(transformers.AutoModelForCausalLM.from_config(config)) is type(model)
+"""
+
+
+@pytest.mark.slow
+def test_another_process_reads_what_one_has_written(tmp_path):
+    """One that has imported neither hf_infini nor transformers."""
+    folders = [tmp_path / name for name in NAMES]
+    for folder in folders:
+        model = made(folder.name)
+        model.save_pretrained(folder / "wanted")
+        layer = next(part for part in model.modules() if type(part).__name__.endswith("Attention"))
+        (folder / "pickled").write_bytes(pickle.dumps((copy.deepcopy(model.config), layer, model)))
+        torch.save((IDS, logits(model)), folder / "tensors")
+        torch.save(model, folder / "saved")
+    environment = os.environ | {"PYTHONPATH": str(Path(hf_infini.__file__).parents[1])}
+    done = subprocess.run([sys.executable, "-c", LOADED, *folders], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for folder in folders:  # also by the same names: of experts, files have others than models
+        files = [(folder / saved / "model.safetensors").read_bytes() for saved in ("wanted", "again")]
+        assert files[0] == files[1]
+
+
+@pytest.mark.slow
+def test_a_spawned_worker_takes_a_model_and_gives_one_back():
+    model = made("llama")
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        assert torch.equal(pool.submit(logits, model).result(), logits(model))
+        plain = pool.submit(unpatch_model, model).result()
+    assert type(plain) is LlamaForCausalLM and torch.equal(logits(plain), logits(unpatch_model(model)))
+
+
+@pytest.mark.parametrize("protocol", [0, 2, pickle.HIGHEST_PROTOCOL])
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_copies_are_of_the_same_classes_and_can_be_unpatched(name, protocol):
+    model = made(name)
+    stored = io.BytesIO()
+    torch.save(model, stored)
+    stored.seek(0)
+    copies = pickle.loads(pickle.dumps(model, protocol)), torch.load(stored, weights_only=False), copy.deepcopy(model)
+    wanted, plain = logits(model), logits(unpatch_model(copy.deepcopy(model)))
+    for each in copies:
+        assert type(each) is type(model) and type(each.config) is type(model.config) and torch.equal(logits(each), wanted)
+        layers = attention_layers(decoder_of(each))
+        assert {type(layer) for layer in layers} == {type(layer) for layer in attention_layers(decoder_of(model))}
+        assert torch.equal(logits(unpatch_model(each)), plain)
+
+
+def test_a_subclass_is_found_by_its_own_name():
+    model = Mine(made("llama").config).eval()
+    found = pickle.loads(pickle.dumps(model))
+    assert type(found) is Mine and torch.equal(logits(found), logits(model))
+    assert pickle.loads(pickle.dumps([Mine, Mine.__base__])) == [Mine, infini_class(LlamaForCausalLM)]
