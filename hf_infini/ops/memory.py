@@ -1,6 +1,6 @@
 """The compressive memory: what is written when a segment leaves the window, and what a query reads (equations 3 to 5).
 
-    σ(x) = ELU(x) + 1
+    σ(x) = ELU(x) + 1                                                  features
     A_mem = σ(Q) M / (σ(Q) z + ε)                                      read, equation 3
     M ← M + σ(K)ᵀ V,  z ← z + Σ σ(k)                                   write by the linear rule, equation 4
     A = sigmoid(β) A_mem + (1 − sigmoid(β)) A_dot                      mix, equation 5
@@ -8,11 +8,12 @@
 "The paper" is Munkhdalai, Faruqui and Gopal, "Leave No Context Behind" (arXiv 2404.07143). Of padding and documents these
 functions see only the masks that they are given. How a memory is written is in rules/.
 
-The gradients of what is read, summed and mixed are written by hand. What autograd would keep or copy for them takes longer,
-where memory is slower than arithmetic, than the products: together with blocks of contiguous matrices they made a layer a
-third faster on a CPU in bfloat16. Second derivatives go through these gradients: whatever depends on the inputs is there an
-input or an output of the function, never a result on the way, which would count as constant. g is the gradient of the
-output, `g_x` that of x.
+The gradients are written by hand. Those of features come from their own result, so that the exponential function, by far
+the most expensive operation of the memory on a CPU, is computed once. What autograd would keep or copy takes longer, where
+memory is slower than arithmetic, than the products: together with blocks of contiguous matrices they made a layer a third
+faster on a CPU in bfloat16. Second derivatives go through these gradients: whatever depends on the inputs is there an input
+or an output of the function, never a result on the way, which would count as constant. g is the gradient of the output,
+`g_x` that of x.
 
 Shapes: `B` batch, `N` blocks (a segment, or several short ones), `P` tokens in a block, `K` key/value heads, `R` queries of
 a block that read a key/value head's memory, `D` head dimension, `E` value dimension. The heads come before the tokens, so
@@ -25,8 +26,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.nn import functional as F
 
 EPS = 1e-6
+EXP_LIMIT = 30.0
 
 
 class Borders(NamedTuple):
@@ -90,6 +93,83 @@ class States(NamedTuple):
     normaliser: Tensor
     last_memory: Tensor
     last_normaliser: Tensor
+
+
+class EluFeatures(Function):
+    """σ(x) = ELU(x) + 1;  g_x = g · min(σ(x), 1), for σ'(x) is e^x = σ(x) below zero and 1 above.    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        features = F.elu(x).add_(1)
+        ctx.save_for_backward(features)
+        return features
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> Tensor:
+        (features,) = ctx.saved_tensors
+        return features.clamp(max=1).mul_(gradient)
+
+
+class ExpFeatures(Function):
+    """σ(x) = e^min(x, 30);  g_x = g · σ(x), and 0 beyond the limit."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        features = x.clamp(max=EXP_LIMIT).exp_()
+        ctx.save_for_backward(x, features)
+        return features
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> Tensor:
+        x, features = ctx.saved_tensors
+        return (gradient * features).masked_fill_(x > EXP_LIMIT, 0)
+
+
+class UnitLength(Function):
+    """y = r c with c = x − 1 and r = 1 / √(|c|² + ε), of vectors in the last dimension;  g_x = r (g − (y·g + r g_r) y).
+
+    Returns y and r, which is an output for the second derivative only.
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        unit = x - 1
+        inverse = unit.square().sum(-1, keepdim=True).add_(eps).rsqrt_()
+        unit *= inverse
+        ctx.save_for_backward(unit, inverse)
+        ctx.set_materialize_grads(False)
+        return unit, inverse
+
+    @staticmethod
+    def backward(ctx, gradient, inverse_gradient):
+        unit, inverse = ctx.saved_tensors
+        gradient = torch.zeros_like(unit) if gradient is None else gradient
+        along = (unit * gradient).sum(-1, keepdim=True)
+        if inverse_gradient is not None:
+            along = along + inverse * inverse_gradient
+        return torch.addcmul(gradient, unit, along, value=-1) * inverse, None
+
+
+def elu_features(x: Tensor) -> Tensor:
+    """σ(x) = ELU(x) + 1, positive (section 2.1.2 of the paper)."""
+    return EluFeatures.apply(x)
+
+
+def exp_features(x: Tensor) -> Tensor:
+    """σ(x) = exp(x), positive, so that σ(q)·σ(k) = Σ_d exp(q_d + k_d).
+
+    What a query looks for can outweigh tens of thousands of other tokens by a few units of x, where ELU(x) + 1 grows
+    linearly. x beyond 30 counts as 30: sums of a million products then still fit into float32.
+    """
+    return ExpFeatures.apply(x)
+
+
+def unit_features(x: Tensor, eps: float) -> Tensor:
+    """(x − 1) / √(|x − 1|² + ε) along the last dimension."""
+    return UnitLength.apply(x, eps)[0]
+
+
+FEATURE_MAPS = {"elu": elu_features, "exp": exp_features}
 
 
 class Read(Function):

@@ -22,7 +22,7 @@ from cases import (
     state_after,
 )
 from hf_infini import InfiniState, infini_attention, naive_infini_attention
-from hf_infini.ops.features import FEATURE_MAPS, exp_features
+from hf_infini.ops.memory import FEATURE_MAPS, exp_features
 from hf_infini.ops.naive import attend_by_segments
 
 RULES = ("linear", "delta", "gated_delta")

@@ -7,10 +7,9 @@ import torch
 
 from cases import assert_same_state, random_case, random_cuts
 from hf_infini import InfiniState, naive_infini_attention
-from hf_infini.ops.features import exp_features
 from hf_infini.ops.layout.base import PlainLayout
 from hf_infini.ops.layout.build import restarts, segment_layout
-from hf_infini.ops.memory import Borders, Written
+from hf_infini.ops.memory import Borders, Written, exp_features
 from hf_infini.ops.rules import memory_rule
 from hf_infini.ops.scores import as_dot_product
 from hf_infini.ops.window import ScoreOptions, window_attention

@@ -12,8 +12,7 @@ import hf_infini.ops.attention
 import hf_infini.ops.window
 from cases import assert_same_gradients, random_case, random_cuts
 from hf_infini import infini_attention, naive_infini_attention
-from hf_infini.ops.features import elu_features, exp_features, unit_features
-from hf_infini.ops.memory import Borders, Within, Written, mix, read_memory
+from hf_infini.ops.memory import Borders, Within, Written, elu_features, exp_features, mix, read_memory, unit_features
 from hf_infini.ops.rules import memory_rule
 from hf_infini.ops.rules.gated_delta import gated_delta_scan
 from hf_infini.ops.tensors import gather

@@ -10,8 +10,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from ..features import FEATURE_MAPS
-from ..memory import EPS, Borders, States, Within, Written, read_memory, running_sum
+from ..memory import EPS, FEATURE_MAPS, Borders, States, Within, Written, read_memory, running_sum
 
 DENOMINATORS = ("separate", "shared")
 

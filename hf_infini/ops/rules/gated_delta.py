@@ -20,8 +20,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional as F
 
-from ..features import unit_features
-from ..memory import States, Written
+from ..memory import States, Written, unit_features
 from ..tensors import pad
 from .base import MemoryRule, mapped
 from .scan import DeltaScan
