@@ -8,7 +8,7 @@ import hf_infini
 from cases import plain_case
 from decoders import decoder
 from hf_infini import InfiniCache, InfiniState, infini_attention, inspect_attention, naive_infini_attention
-from hf_infini.cache.files import delete_memory_file, describe_model, read_memory_file, read_record, write_memory_file
+from hf_infini.cache.files import describe_model, read_memory_file, read_record, write_memory_file
 from hf_infini.models.loading import load_causal_lm, load_tokenizer
 from hf_infini.tools.parallel.shards import check_shards, shard_rows
 from hf_infini.tools.rows import RowReader
@@ -103,7 +103,7 @@ CALLS = {
     ),
     **{
         function.__name__: lambda folder, function=function: (function, {}, {"path": "path"})
-        for function in (read_record, read_memory_file, delete_memory_file, load_causal_lm, load_tokenizer)
+        for function in (read_record, read_memory_file, load_causal_lm, load_tokenizer)
     },
     "check_shards": lambda folder: (
         check_shards,

@@ -10,7 +10,7 @@ from torch import nn
 
 from decoders import decoder, token_ids
 from hf_infini import AutoInfiniModelForCausalLM, patch_model
-from hf_infini.models.families import attention_layers, decoder_of
+from hf_infini.models.structure import attention_layers, decoder_of
 from models import FLOAT32, gpt2
 
 both = pytest.mark.parametrize("make", [gpt2, lambda: decoder("llama")], ids=["gpt2", "llama"])

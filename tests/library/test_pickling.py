@@ -17,7 +17,8 @@ from transformers import LlamaForCausalLM
 import hf_infini
 from decoders import decoder, token_ids
 from hf_infini import patch_model, unpatch_model
-from hf_infini.models.families import attention_layers, decoder_of, infini_class
+from hf_infini.models.families import infini_class
+from hf_infini.models.structure import attention_layers, decoder_of
 from models import causal_mha
 
 IDS = token_ids(2, 40) % 89

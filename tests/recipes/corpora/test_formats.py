@@ -129,6 +129,7 @@ def test_json_and_markup_without_a_suffix(name, text, tmp_path):
 @pytest.mark.parametrize(
     ("content", "suffix"),
     [(gzip.compress(b"a"), ".gz"), (zst(b"a"), ".zst"), (lzma.compress(b"a"), ".xz"), (READ["table.parquet"], ".parquet")],
+    ids=["gz", "zst", "xz", "parquet"],  # some contents hold the time
 )
 def test_what_a_file_of_another_kind_begins_as_is_said(content, suffix, tmp_path):
     with pytest.raises(UserError, match=rf"a\.txt: .* it begins as a {suffix} file does: unpack or convert it"):
