@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import transformers
 from transformers import PreTrainedConfig
 from transformers.dynamic_module_utils import get_relative_import_files
 from transformers.models.auto import modeling_auto
@@ -92,7 +93,9 @@ class HubModelMixin(HubCodeMixin, ModelBase):
 def carry_code(code_entry: str, *others: type[HubCodeMixin], **classes: type[HubCodeMixin]) -> None:
     """Has models and configurations saved with their code, and adds the models' names to transformers' tables of model
     types, by which it knows what a class is for: for one, `Trainer` shifts smoothed labels of causal language models only.
-    Registering with an Auto class leaves those tables as they are.
+    Registering with an Auto class leaves those tables as they are. `transformers serve` looks for the class that a
+    configuration names among the attributes of transformers. There may be two modules of that name, as transformers imports
+    itself again for its processors: what they share is their type.
 
     The modules that define the classes call it: the saved copies have no package whose `__init__` could.
 
@@ -111,6 +114,7 @@ def carry_code(code_entry: str, *others: type[HubCodeMixin], **classes: type[Hub
         entries[auto_class] = f"{module}.{cls.__name__}"
     for cls in (*others, *classes.values()):
         cls.auto_entries, cls.code_entry = entries, code_entry
+        setattr(type(transformers), cls.__name__, cls)
 
 
 def write_code(cls: type[HubCodeMixin], folder: str | os.PathLike) -> dict[str, str]:
