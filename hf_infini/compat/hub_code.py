@@ -18,6 +18,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import transformers
 from transformers import PreTrainedConfig
 from transformers.models.auto import modeling_auto
 from transformers.utils import CONFIG_NAME, PushToHubMixin
@@ -105,7 +106,9 @@ class HubModelMixin(HubCodeMixin, ModelBase):
 def carry_code(code_entry: str, **classes: type[HubCodeMixin]) -> None:
     """Has the classes of a model type found again, and adds the models' names to transformers' tables of model types, by
     which it knows what a class is for: for one, `Trainer` shifts smoothed labels of causal language models only. Registering
-    with an Auto class leaves those tables as they are.
+    with an Auto class leaves those tables as they are. `transformers serve` looks for the class that a configuration names
+    among the attributes of transformers. There may be two modules of that name, as transformers imports itself again for its
+    processors: what they share is their type.
 
     Args:
         code_entry: the module, such as "models.families", from which all of these classes can be imported.
@@ -115,6 +118,7 @@ def carry_code(code_entry: str, **classes: type[HubCodeMixin]) -> None:
         known: Any = cls
         model_type = known.config_class.model_type if issubclass(cls, HubModelMixin) else known.model_type
         CODE.setdefault(model_type, (code_entry, {}))[1][auto_class] = cls
+        setattr(type(transformers), cls.__name__, cls)
         if issubclass(cls, HubModelMixin):
             names = getattr(modeling_auto, auto_class)._model_mapping._model_mapping  # MODEL_FOR_…_MAPPING_NAMES
             names[model_type] = cls.__name__

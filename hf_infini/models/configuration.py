@@ -70,7 +70,8 @@ def _computed(config_class: type[PreTrainedConfig]) -> tuple[str, ...]:
     """What a configuration has beside what it declares, such as a head's width that it works out."""
     if getattr(config_class, "has_no_defaults_at_init", False):
         return ()
-    return tuple(name for name in vars(config_class()) if not name.startswith("_"))
+    common = PreTrainedConfig.__dataclass_fields__
+    return tuple(name for name in vars(config_class()) if not name.startswith("_") and name not in common)
 
 
 @functools.cache

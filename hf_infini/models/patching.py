@@ -1,7 +1,6 @@
 """Swapping a loaded model's attention in place, and back."""
 
 import torch
-import transformers
 from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -47,7 +46,7 @@ def patch_model(model, *, base_only: bool = False, **options):
     if isinstance(model, InfiniPreTrainedMixin):
         raise ValueError("this model has Infini-attention already; unpatch_model() it first to change its options.")
     name, kind = type(model).__name__, getattr(getattr(model, "config", None), "model_type", None)
-    if getattr(transformers, name, None) is not type(model) or kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+    if not type(model).__module__.startswith("transformers.models.") or kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise ValueError(
             f"cannot patch a {name} (model_type {kind!r}): it is no decoder of transformers. Supported are GPT-2 and "
             "decoders with rotary positions, such as LlamaForCausalLM, with any head that transformers has for them."

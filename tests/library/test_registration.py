@@ -182,6 +182,17 @@ def test_a_tokenizer_is_the_one_that_it_is_beside_the_own_model(model_type, name
     assert wanted[2] == "abb"
 
 
+@pytest.mark.parametrize("dtype", ["auto", "float64", torch.bfloat16])
+@pytest.mark.parametrize("model_type", ["llama", "gpt2"])
+def test_a_configuration_is_loaded_with_a_dtype_as_the_own_one(model_type, dtype, tmp_path):
+    model, found = decoder(model_type), []
+    for name in ("own", "patched"):
+        model.config.save_pretrained(tmp_path / name)
+        found.append(AutoConfig.from_pretrained(tmp_path / name, dtype=dtype).dtype)
+        patch_model(model, segment_length=8) if name == "own" else None
+    assert found[0] == found[1]
+
+
 SAVED = """
 import sys
 import torch
