@@ -7,7 +7,7 @@ import stat
 import pytest
 import torch
 
-from hf_infini.cache.cache import files as memory_files
+from hf_infini.cache import files as memory_files
 from hf_infini.cache.files import describe_model, read_memory_file, read_record, write_memory_file
 from models import infini_gpt2
 
