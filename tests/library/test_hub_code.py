@@ -255,7 +255,7 @@ def test_only_what_the_model_needs_is_copied(name, other, saved):
     folder = saved[name][0]
     assert set(folder.glob("*.safetensors")) == {folder / "model.safetensors"} and not list(folder.glob("*.bin"))
     code, modules = code_of(folder), modules_of(folder)
-    assert "cache.py" in modules and len(code) <= 35 and sum(map(len, code.values())) < 350_000
+    assert "cache.py" in modules and len(code) <= 35 and sum(map(len, code.values())) < 360_000
     assert not [module for module in modules if other in module]
     assert set(modules).isdisjoint({"__init__.py", "naive.py", "patching.py", "heads.py"})
     for file, text in code.items():  # the same but for the names that it imports
