@@ -32,7 +32,7 @@ def patch_model(model, *, base_only: bool = False, **options):
         base_only: say that `model` is a base model, such as a `GPT2Model`, and not part of another model, which cannot be
             checked. Inside another model it must not be patched: that model would be saved and generate without the memory.
         options: those of [`MemoryOptions`], such as `segment_length=256`; for a GPT-2 also `position_encoding` of
-            [`InfiniGPT2Config`].
+            [`InfiniGPT2Config`]. A pretrained model needs `sink_tokens=4` and `gate_init=-4.0`, or much the same.
 
     Returns:
         The same model.
@@ -77,6 +77,7 @@ def patch_model(model, *, base_only: bool = False, **options):
             raise
         # Nobody knows what another family's attention raises where it is called otherwise than by its model
         raise ValueError(f"a {name} cannot have Infini-attention: {type(error).__name__}: {one_line(error)}.") from error
+    model.advise(options)
     return model
 
 
