@@ -10,12 +10,6 @@ from transformers import PreTrainedModel
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 
-def replaces_forward(module: nn.Module) -> bool:
-    """Whether a module computes something else than its class, in a `forward` of its own; a hook keeps what it wraps."""
-    kept = vars(module).get("_old_forward", vars(module).get("forward"))
-    return kept is not None and getattr(kept, "__func__", None) is not type(module).forward
-
-
 def swap_class(module: nn.Module, other: type) -> None:
     """Makes a module an instance of another class in place, also for a hook, which keeps the forward that it wraps.
 

@@ -6,7 +6,7 @@ once for a call, [`SharedInputs`], and passes it down as a keyword.
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -125,7 +125,7 @@ class InfiniPreTrainedMixin(InitializationMixin):
         """
         loaded = super().from_pretrained(*args, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded  # with output_loading_info
-        if model.config.__dict__.pop("_from_other_type", False):
+        if (given := model.config.__dict__.pop("_from_other_type", None)) is not None:
             model._base_is_plain = True
             if "disk" in getattr(model, "hf_device_map", {}).values():
                 raise ValueError(
@@ -133,7 +133,22 @@ class InfiniPreTrainedMixin(InitializationMixin):
                     "without, save it with save_pretrained, and give the device_map when you load that."
                 )
             model.check_layers()
+            model.advise(given)
         return loaded
+
+    def advise(self, given: Collection[str]) -> None:
+        """Says, once, which options of the paper cost a pretrained model much, unless they are among those that were
+        `given`."""
+        advice = {
+            "sink_tokens": "sink_tokens=4 (a window without the first tokens costs 0.5 to 1.5 nats a token)",
+            "gate_init": "gate_init=-4.0 (an open gate mixes in half of an untrained memory)",
+        }
+        wanted = [text for option, text in advice.items() if option not in given]
+        if self.name_or_path and wanted:
+            logger.warning_once(
+                f"A pretrained model that gets a memory begins better with {' and '.join(wanted)}. Give these options, with "
+                "any values, and this is not said."
+            )
 
     def check_layers(self) -> None:
         """[`InfiniAttentionMixin.check_swapped`] for every layer with a memory; not on a meta device."""

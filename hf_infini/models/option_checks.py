@@ -94,7 +94,7 @@ class OptionsMixin(ConfigBase):
         own = {name: kwargs.pop(name) for name in own_options(cls) & kwargs.keys()}
         found = super().from_dict({**config_dict, **own}, **kwargs)
         if other_type:  # its model compares the layers once they are loaded
-            (found[0] if isinstance(found, tuple) else found).__dict__["_from_other_type"] = True
+            (found[0] if isinstance(found, tuple) else found).__dict__["_from_other_type"] = list(own)
         return found
 
     @classmethod

@@ -1,6 +1,7 @@
 """Swapping a loaded model's attention in place, and back."""
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -14,7 +15,7 @@ from .configuration import infini_config
 from .families import infini_class
 from .gpt2_configuration import OPTIONS as GPT2_OPTIONS
 from .gpt2_configuration import InfiniGPT2Config
-from .structure import check_decoder, decoder_layers, decoder_of
+from .structure import attention_layers, decoder_layers, decoder_of
 
 
 def patch_model(model, *, base_only: bool = False, **options):
@@ -33,7 +34,7 @@ def patch_model(model, *, base_only: bool = False, **options):
         base_only: say that `model` is a base model, such as a `GPT2Model`, and not part of another model, which cannot be
             checked. Inside another model it must not be patched: that model would be saved and generate without the memory.
         options: those of [`MemoryOptions`], such as `segment_length=256`; for a GPT-2 also `position_encoding` of
-            [`InfiniGPT2Config`].
+            [`InfiniGPT2Config`]. A pretrained model needs `sink_tokens=4` and `gate_init=-4.0`, or much the same.
 
     Returns:
         The same model.
@@ -62,7 +63,7 @@ def patch_model(model, *, base_only: bool = False, **options):
     before, values = model.config, model.config.to_dict()
     accepted = config_class.without_ignored(values)
     config = _convert(before, config_class, accepted, **options)
-    check_decoder(base)
+    _check_unchanged(base)
     model.__dict__["_unpatched_config_class"] = type(before)
     model.__dict__["_base_is_plain"] = True  # what its name leads to: see adapter.py
     model.__dict__["_unpatched_ignored"] = {name: values[name] for name in values.keys() - accepted.keys()}
@@ -80,6 +81,7 @@ def patch_model(model, *, base_only: bool = False, **options):
             raise
         # Nobody knows what another family's attention raises where it is called otherwise than by its model
         raise ValueError(f"a {name} cannot have Infini-attention: {type(error).__name__}: {one_line(error)}.") from error
+    model.advise(options)
     return model
 
 
@@ -139,6 +141,40 @@ def _check_whole(model, base, base_only: bool) -> None:
         )
     if base_only and not is_base:
         raise ValueError(f"base_only=True is for a base model; a {name} is a whole model: leave it out.")
+
+
+def _check_unchanged(base) -> None:
+    """Refuses a decoder that was changed in a way that its configuration does not tell, so that it would be saved without.
+
+    Raises:
+        ValueError: the base model, a layer or its attention is of a foreign class, or has a `forward` or a configuration of
+            its own; or an attention is not causal, or belongs to another layer.
+    """
+    attentions = attention_layers(base)
+    for name, part in base.named_modules():
+        if part is not base and part not in attentions and not any(child in attentions for child in part.children()):
+            continue
+        found = {
+            f"is of no class of {type(base).__module__}": type(part).__module__ != type(base).__module__,
+            "has a forward of its own: use forward hooks, or delete it": _replaces_forward(part),
+            "has a configuration of its own": vars(getattr(part, "config", base.config)) != vars(base.config),
+            "is not causal (is_causal=False)": not getattr(part, "is_causal", True),
+        }
+        for reason in (reason for reason, applies in found.items() if applies):
+            where = f"its {name}, a {type(part).__name__}," if name else "it"
+            raise ValueError(f"a {type(base).__name__} cannot have Infini-attention: {where} {reason}.")
+    for number, attention in enumerate(attentions):
+        if getattr(attention, "layer_idx", number) != number:
+            raise ValueError(
+                f"a {type(base).__name__} cannot have Infini-attention: layer {number} has the attention of layer "
+                f"{attention.layer_idx} (layer_idx). Give each layer a module of its own, with its own number."
+            )
+
+
+def _replaces_forward(module: nn.Module) -> bool:
+    """Whether a module computes something else than its class, in a `forward` of its own; a hook keeps what it wraps."""
+    kept = vars(module).get("_old_forward", vars(module).get("forward"))
+    return kept is not None and getattr(kept, "__func__", None) is not type(module).forward
 
 
 def _convert(config, config_class, values: dict, **options):

@@ -5,7 +5,6 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
 from ..compat.class_lookups import PREFIX
-from ..compat.swap_class import replaces_forward
 
 
 def attention_layers(base: PreTrainedModel) -> list[nn.Module]:
@@ -29,34 +28,6 @@ def decoder_layers(base: PreTrainedModel) -> list[tuple[nn.Module, nn.Module]]:
         f"a {type(base).__name__} cannot have Infini-attention: it is not made of {count} decoder layers with one attention "
         "module each."
     )
-
-
-def check_decoder(base: PreTrainedModel) -> None:
-    """Refuses a decoder that was changed in a way that its configuration does not tell, so that it would be saved without.
-
-    Raises:
-        ValueError: the base model, a layer or its attention is of a foreign class, or has a `forward` or a configuration of
-            its own; or an attention is not causal, or belongs to another layer.
-    """
-    attentions = attention_layers(base)
-    for name, part in base.named_modules():
-        if part is not base and part not in attentions and not any(child in attentions for child in part.children()):
-            continue
-        found = {
-            f"is of no class of {type(base).__module__}": type(part).__module__ != type(base).__module__,
-            "has a forward of its own: use forward hooks, or delete it": replaces_forward(part),
-            "has a configuration of its own": vars(getattr(part, "config", base.config)) != vars(base.config),
-            "is not causal (is_causal=False)": not getattr(part, "is_causal", True),
-        }
-        for reason in (reason for reason, applies in found.items() if applies):
-            where = f"its {name}, a {type(part).__name__}," if name else "it"
-            raise ValueError(f"a {type(base).__name__} cannot have Infini-attention: {where} {reason}.")
-    for number, attention in enumerate(attentions):
-        if getattr(attention, "layer_idx", number) != number:
-            raise ValueError(
-                f"a {type(base).__name__} cannot have Infini-attention: layer {number} has the attention of layer "
-                f"{attention.layer_idx} (layer_idx). Give each layer a module of its own, with its own number."
-            )
 
 
 def base_model_name(config: type[PreTrainedConfig]) -> str | tuple[str, ...] | None:

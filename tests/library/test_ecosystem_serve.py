@@ -91,12 +91,12 @@ def asked(address: str, model: Path) -> str:
 
 @pytest.mark.slow
 def test_the_package_serves_all_kinds_and_is_chatted_with(folders, tmp_path):
+    said = f"{PROMPT}\nn\n!exit\n"  # a turn, no further one, the end
     with served(tmp_path, PACKAGE) as address:
         for folder in folders.values():
             assert asked(address, folder) == answer(folder)
         command = [COMMAND, "chat", str(folders["qwen2"]), address, "max_new_tokens=8", "do_sample=False"]
         online = os.environ | {"HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_UPDATE_CHECK": "1"}  # offline it asks no server
-        said = f"{PROMPT}\nn\n!exit\n"
         chat = subprocess.run(command, env=online, input=said, cwd=tmp_path, capture_output=True, text=True)
     assert chat.returncode == 0, chat.stderr
 

@@ -1,5 +1,7 @@
 """patch_model and unpatch_model: the same tensors, another attention, and nothing left behind."""
 
+import logging
+
 import pytest
 import torch
 from transformers import (
@@ -16,6 +18,7 @@ from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from decoders import decoder
 from hf_infini import (
+    AutoInfiniModelForCausalLM,
     GPT2InfiniAttention,
     InfiniGPT2LMHeadModel,
     InfiniGPT2Model,
@@ -251,3 +254,26 @@ def test_errors_name_what_is_supported():
     with pytest.raises(Exception, match="exactly one of segment_length"):
         patch_model(broken)
     assert type(broken) is GPT2LMHeadModel and type(broken.transformer.h[0].attn) is GPT2Attention
+
+
+def patched_when_loaded(folder, **options):
+    return patch_model(AutoModelForCausalLM.from_pretrained(folder), **options)
+
+
+@pytest.mark.parametrize("load", [patched_when_loaded, AutoInfiniModelForCausalLM.from_pretrained])
+@pytest.mark.parametrize("given", [{}, {"gate_init": 0.0}, {"sink_tokens": 0}, {"sink_tokens": 0, "gate_init": 0.0}])
+def test_what_costs_a_pretrained_model_much_is_said_once(load, given, tmp_path, caplog):
+    logging.Logger.warning_once.cache_clear()
+    gpt2().save_pretrained(tmp_path)
+    for _ in range(2):
+        load(tmp_path, segment_length=8, **given)
+    said = caplog.text
+    for option, advice in (("sink_tokens", "sink_tokens=4"), ("gate_init", "gate_init=-4.0")):
+        assert said.count(advice) == (option not in given)
+
+
+def test_nothing_is_said_of_a_model_that_is_not_pretrained_or_was_patched_before(tmp_path, caplog):
+    logging.Logger.warning_once.cache_clear()
+    patch_model(gpt2(), segment_length=8).save_pretrained(tmp_path)
+    AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert "begins better" not in caplog.text
