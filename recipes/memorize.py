@@ -158,7 +158,7 @@ def read_cache(file: Path, model, text_sha256: list[str], remedy: str):
 def summary(file: Path, text: Path, cache, tokens: int, speed: float) -> str:
     """The size of the memory file, and of the keys and values that full attention would keep in every layer."""
     size, kept = file.stat().st_size, ("local_key", "local_value", "keys", "values")  # [1, heads, tokens, width] each
-    tensors = [tensor for name, tensor in cache._tensors().items() if name.endswith(kept)]
+    tensors = [tensor for name, tensor in cache.tensors().items() if name.endswith(kept)]
     full = sum(tensor.nbytes // tensor.shape[2] for tensor in tensors) * tokens
     return (
         f"{file}: {size:,} bytes for {tokens:,} tokens of {text.name}, read at {speed:,.0f} tokens/s; a full key/value "

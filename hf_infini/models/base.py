@@ -438,7 +438,8 @@ def shared_inputs(
     return SharedInputs(segment_layout(batch, tokens, *config.window, **masks, **options), states, {})
 
 
-def mask_of_call(attention_mask, batch: int, tokens: int, cache: InfiniCache | None):
+@check_kinds
+def mask_of_call(attention_mask: Tensor | None, batch: int, tokens: int, cache: InfiniCache | None) -> Tensor | None:
     """The part of the mask that covers this call's tokens: `generate` passes it for the past as well, which is compared with
     what the cache has read.
 
@@ -459,7 +460,10 @@ def mask_of_call(attention_mask, batch: int, tokens: int, cache: InfiniCache | N
     return attention_mask[:, -tokens:]
 
 
-def check_continuation(position_ids, attention_mask, state: InfiniState | None) -> None:
+@check_kinds
+def check_continuation(
+    position_ids: Tensor | None, attention_mask: Tensor | None, state: InfiniState | None
+) -> None:
     """Refuses positions that neither continue from the state nor begin a new document with a 0.
 
     Args:

@@ -114,9 +114,8 @@ def __getattr__(name: str) -> type:
     """A configuration class by its name, as a saved model gives it."""
     own = getattr(transformers, name.removeprefix("Infini"), None) if name.startswith("Infini") else None
     if isinstance(own, type) and issubclass(own, PreTrainedConfig):
-        from .families import register_models
-
         config = infini_config(own)
-        register_models(config)  # one that another process has pickled is not constructed
+        for register in FAMILY_REGISTRARS:  # one that another process has pickled is not constructed
+            register(config)
         return config
     raise AttributeError(f"module {__name__} has no {name}.")

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from .checks import check_arguments, check_kinds, check_shapes, check_window
 from .rules import RULES, memory_rule
 from .state import InfiniState
+from .window import Rotary
 
 EPS = 1e-6
 FEATURE_MAPS = {"elu": lambda x: F.elu(x) + 1, "exp": lambda x: x.clamp(max=30).exp()}
@@ -58,7 +59,7 @@ def naive_infini_attention(
     return_state: bool = False,
     feature_maps: tuple[Tensor, Tensor] | None = None,
     log_weight: Tensor | None = None,
-    rotary: Any = None,
+    rotary: Rotary | None = None,
     scaling: float | None = None,
     softcap: float | None = None,
     query_weight: Tensor | None = None,

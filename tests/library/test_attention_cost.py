@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import hf_infini.ops.attention
 from hf_infini import infini_attention
 
 PEAK = """
@@ -72,6 +73,6 @@ def bytes_written(tokens, rule, local_segments):
 @pytest.mark.parametrize("local_segments", [0, 1])
 def test_backward_is_linear_in_the_length(rule, local_segments, monkeypatch):
     """Slicing inside a loop would write a full-length gradient for each segment, and quadruple at twice the length."""
-    monkeypatch.setitem(__import__("hf_infini.ops.attention").attention.GROUP_ELEMENTS, "cpu", 2**10)
+    monkeypatch.setitem(hf_infini.ops.attention.GROUP_ELEMENTS, "cpu", 2**10)
     once, twice = (bytes_written(tokens, rule, local_segments) for tokens in (1024, 2048))
     assert twice / once < 2.05  # twice the tokens, and a state at the border of one more group

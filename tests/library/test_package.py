@@ -123,7 +123,7 @@ def test_a_model_works_with_the_requirements_only(core, tmp_path):
 import importlib, torch, hf_infini
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
-for name in ("configurations", "inspection.page", "metrics", "naive", "rows", "training"):
+for name in ("options", "ops.naive", "tools.inspection.page", "tools.metrics", "tools.rows", "tools.training"):
     importlib.import_module(f"hf_infini.{{name}}")
 for missing in ("accelerate", "datasets", "evaluate", "pandas"):
     assert importlib.util.find_spec(missing) is None, missing

@@ -24,7 +24,7 @@ ROWS_OF_THE_HEAD = 256  # logits of few places are made of a multiple of so many
 
 @check_kinds
 def parameter_groups(
-    model: torch.nn.Module, learning_rate: float, gate_learning_rate: float, weight_decay: float
+    model: torch.nn.Module, learning_rate: float, gate_learning_rate: float | None, weight_decay: float
 ) -> list[dict]:
     """The optimiser's parameter groups: matrices; without decay, vectors and an attention layer's parameters beside its
     projections (scores, tables of distances, learned memory starts); and gates with a separate rate, without decay.
