@@ -12,7 +12,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from .configuration_common import OptionsMixin, checked, layer_kinds
 from .configuration_infini_gpt2 import InfiniGPT2Config
-from .hub_code import HubConfigMixin, carry_code
+from .hub_code import IS_COPY, HubConfigMixin, carry_code
 from .lookups import PREFIX, AdaptersOfOwnMixin
 from .options import MemoryOptions
 
@@ -95,7 +95,8 @@ def infini_config(own: type[PreTrainedConfig]) -> type[FamilyConfigMixin] | type
     }
     config = checked(type(f"Infini{own.__name__}", (FamilyConfigMixin, own), attributes))
     carry_code("families", AutoConfig=config)
-    transformers.AutoConfig.register(config.model_type, config, exist_ok=True)
+    if not IS_COPY:  # or it would stand for the code of all folders, also of those that nobody trusts
+        transformers.AutoConfig.register(config.model_type, config, exist_ok=True)
     return config
 
 

@@ -22,6 +22,7 @@ else:
     ModelBase = object
 
 PREFIX = re.compile(r"hf_infini_[0-9a-f]{8}_")
+IS_COPY = PREFIX.match(__name__.rpartition(".")[2]) is not None  # this module, beside a model
 
 
 class HubCodeMixin(PushToHubMixin):

@@ -1,6 +1,7 @@
 """Two copies of the code in one process: a model loaded by the code beside its weights, and the package imported later."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -72,6 +73,49 @@ def test_a_cache_of_the_other_copy_is_refused_with_where_each_is_from(tmp_path):
     settings = {"PYTHONPATH": str(Path(hf_infini.__file__).parent.parent), "HF_HOME": str(tmp_path / "home")}
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, *folders], env=os.environ | settings, cwd=tmp_path, stdin=subprocess.DEVNULL,
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+TRUST = """
+import os, sys
+from transformers import AutoModelForCausalLM
+
+for folder in sys.argv[1:]:
+    trusted, other = folder + "/trusted", folder + "/other"
+    model = AutoModelForCausalLM.from_pretrained(trusted, trust_remote_code=True)
+    for again in (trusted, other):
+        for trust in ({}, {"trust_remote_code": False}):
+            try:
+                AutoModelForCausalLM.from_pretrained(again, **trust)
+            except ValueError as error:
+                assert "contains custom code which must be executed" in str(error), error
+            else:
+                raise AssertionError((again, trust))
+    assert not os.path.exists(other + "/ran")
+    second = AutoModelForCausalLM.from_pretrained(other, trust_remote_code=True)
+    assert os.path.exists(other + "/ran") and type(second).__module__.split(".")[-1].startswith("hf_infini_0badc0de_")
+    assert type(model) is not type(second) and type(model).__name__ == type(second).__name__
+"""
+
+
+@pytest.mark.slow
+def test_code_that_was_trusted_once_stands_for_no_other_load(tmp_path):
+    """Each folder is asked for again, and runs its own code."""
+    models = infini_gpt2(), causal_mha(attention="infini", segment_length=8), patch_model(decoder("llama"), segment_length=8)
+    for model in models:
+        folder = tmp_path / model.config.model_type
+        model.save_pretrained(folder / "trusted")
+        model.save_pretrained(folder / "other")
+        for file in [*(folder / "other").glob("*.py"), folder / "other" / "config.json"]:  # as another version's
+            text = re.sub("hf_infini_[0-9a-f]{8}_", "hf_infini_0badc0de_", file.read_text())
+            ran = f"\nopen({str(folder / 'other' / 'ran')!r}, 'w').close()\n" if file.suffix == ".py" else ""
+            file.unlink()
+            (file.parent / re.sub("[0-9a-f]{8}_", "0badc0de_", file.name)).write_text(text + ran)
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", TRUST, *(tmp_path / model.config.model_type for model in models)],
+        env=os.environ | {"HF_HOME": str(tmp_path / "home")}, cwd=tmp_path, stdin=subprocess.DEVNULL,
         capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
