@@ -18,6 +18,7 @@ last characters of the text and the first of the prompt, it cannot. End the text
 the space that belongs there.
 """
 
+import glob
 import hashlib
 import sys
 import tempfile
@@ -132,7 +133,8 @@ def memorize(options: Options, model, tokenizer, description: dict, text: Path, 
             return
         cache.save_pretrained(file, description, text_sha256=text_sha256)
         seconds = time.perf_counter() - start
-    partial.unlink(missing_ok=True)
+    for left in (partial, *partial.parent.glob(f"{glob.escape(partial.name)}.*.part")):  # of earlier starts that were killed
+        left.unlink(missing_ok=True)
     print(summary(file, text, cache, len(tokens), (len(tokens) - begin) / seconds))
 
 

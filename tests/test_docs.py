@@ -17,7 +17,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Trainer, TrainingArguments
 
-from browser import needs_browser, survey
+from browser import needs_browser, report_of, survey
 from cases import assert_same_gradients
 from decoders import decoder
 from hf_infini import InfiniCache, patch_model
@@ -219,6 +219,37 @@ def test_a_browser_shows_every_page_whole(site, pages, tmp_path):
     # "treinar": the stem of a Portuguese word finds its other forms
     assert any("Início rápido" in title for title in report["found"]["treinamento"])
     assert any("Streaming" in title for title in report["found"]["streaming"])
+
+
+@pytest.mark.slow
+def test_the_search_of_a_page_that_is_opened_as_a_file_has_its_index_as_a_script(site, pages):
+    """A browser lets such a page read no JSON, and start no worker without the script that every page loads for it."""
+    index = (site / "search" / "search_index.js").read_text(encoding="utf-8")
+    assert index == f"var __index = {(site / 'search' / 'search_index.json').read_text(encoding='utf-8')}"
+    assert all(any(address.endswith("iframe-worker.js") for address in page.loaded) for page in pages.values())
+
+
+FOUND = """<script>addEventListener("load", async () => {
+  let titles = [];
+  for (let tries = 0; !titles.length && tries < 60; tries++) {
+    await new Promise(done => setTimeout(done, 500));
+    titles = [...document.querySelectorAll(".md-search-result__item h1")].map(title => title.textContent);
+  }
+  document.body.dataset.report = JSON.stringify(titles);
+})</script></body>"""
+
+
+@pytest.mark.slow
+@needs_browser
+@pytest.mark.parametrize(("words", "title"), [("streaming", "Streaming"), ("treinamento", "Início rápido")])
+def test_a_page_that_is_opened_as_a_file_is_searched(words, title, site, tmp_path):
+    opened = site / f"opened_{words}.html"
+    opened.write_text((site / "index.html").read_text(encoding="utf-8").replace("</body>", FOUND), encoding="utf-8")
+    try:
+        titles = report_of(f"{opened.as_uri()}?q={words}", tmp_path)
+    finally:
+        opened.unlink()
+    assert any(title in found for found in titles)
 
 
 @needs_browser

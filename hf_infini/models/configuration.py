@@ -11,7 +11,7 @@ from transformers import GPT2Config, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from ..compat.class_lookups import PREFIX, AdaptersOfOwnMixin
-from ..compat.hub_code import HubConfigMixin, carry_code
+from ..compat.hub_code import IS_COPY, HubConfigMixin, carry_code
 from ..options import MemoryOptions, layer_kinds
 from .gpt2_configuration import InfiniGPT2Config
 from .option_checks import OptionsMixin, checked
@@ -95,7 +95,8 @@ def infini_config(own: type[PreTrainedConfig]) -> type[FamilyConfigMixin] | type
     }
     config = checked(type(f"Infini{own.__name__}", (FamilyConfigMixin, own), attributes))
     carry_code("models.families", AutoConfig=config)
-    transformers.AutoConfig.register(config.model_type, config, exist_ok=True)
+    if not IS_COPY:  # or it would stand for the code of all folders, also of those that nobody trusts
+        transformers.AutoConfig.register(config.model_type, config, exist_ok=True)
     return config
 
 

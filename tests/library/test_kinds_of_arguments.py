@@ -125,7 +125,7 @@ CALLS = {
     "parameter_groups": lambda folder: (
         parameter_groups,
         {"model": gpt2(), "learning_rate": 1e-3, "gate_learning_rate": 0.01, "weight_decay": 0.1},
-        {"model": "module", "learning_rate": "number", "gate_learning_rate": "number", "weight_decay": "number"},
+        {"model": "module", "learning_rate": "number", "gate_learning_rate": "number?", "weight_decay": "number"},
     ),
 }
 

@@ -75,14 +75,15 @@ def test_processes_share_every_row(model_and_data, tmp_path):
     folder, data = model_and_data
     options = ["--model", folder, "--data", data, "--length", 301, "--separate_documents", "true", "--chunk", 50]
     wanted = evaluate(tmp_path, *options)
-    plain = tmp_path / "plain"
+    plain, text = tmp_path / "plain", tmp_path / "text.txt"
+    text.write_text("a text " * 50, encoding="utf-8")
     gpt2().save_pretrained(plain)
     AutoTokenizer.from_pretrained(folder).save_pretrained(plain)
     commands = [
         [*options, "--device", "cpu", "--out", tmp_path / "shared"],
         ["--model", folder, "--task", "passkey", "--device", "cpu"],
         [*options, "--device", "cuda:1"],
-        ["--model", plain, "--text", __file__, "--device", "cpu"],
+        ["--model", plain, "--text", text, "--device", "cpu"],
     ]
     messages = ["", "--task passkey is measured by one process", "cuda:1: several processes have one each", "have no memory"]
     for rank, answer in enumerate(on_ranks(run_as_rank, 2, "evaluate_model", *commands)):
