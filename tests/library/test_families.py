@@ -287,6 +287,22 @@ def test_layers_whose_positions_are_complex_numbers():
             torch.testing.assert_close(found, wanted, **FLOAT32)
 
 
+@pytest.mark.parametrize("model_type", ["gemma2", pytest.param("ministral", marks=pytest.mark.slow)])
+def test_padding_inside_a_row_takes_up_places_of_a_sliding_window_as_in_the_own_model(model_type):
+    """Of 16 tokens; the layers with a memory see everything. Positions are those that `generate` gives."""
+    model, ids = decoder(model_type), token_ids(2, 60)
+    mask = torch.ones_like(ids)
+    mask[0, 20:30], mask[1, 5] = 0, 0
+    given = {"attention_mask": mask, "use_cache": False}
+    with torch.no_grad():
+        wanted = model(ids, **given, position_ids=(mask.cumsum(1) - 1).clamp(min=0)).logits
+        patch_model(model, segment_length=64)
+        found = model(ids, **given).logits
+        without = model(torch.cat([ids[:1, :20], ids[:1, 30:]], 1), use_cache=False).logits
+    torch.testing.assert_close(found[mask.bool()], wanted[mask.bool()], **FLOAT32)
+    assert (found[0, 30:] - without[0, 20:]).abs().max() > 0.01
+
+
 def test_nothing_is_lost_a_million_tokens_into_a_text():
     """Places in the window do not grow: a state far into a text gives the numbers of one near its beginning."""
     model, ids = patch_model(decoder("llama"), **WINDOW), token_ids(1, 48)
