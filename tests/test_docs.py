@@ -102,7 +102,7 @@ def one_pass(model, ids) -> list[torch.Tensor]:
 @pytest.mark.parametrize("window", [4, 2, 1])
 def test_the_loop_over_chunks_has_the_gradients_of_one_pass_within_a_window(window):
     """A step of stochastic gradient descent at rate 1 moves the weights by the gradient."""
-    code = programs("docs/fine-tune.md")[1]
+    (code,) = (text for text in programs("docs/fine-tune.md") if "chunk_tokens, window" in text)
     changes = ("torch.optim.AdamW(groups), 1024, 4", f"torch.optim.SGD(model.parameters(), 1.0), 16, {window}")
     assert code.count(changes[0]) == code.count("optimizer.step()") == 1
     code = code.replace(*changes).replace("optimizer.step()", "optimizer.step(), moved(model)")
@@ -126,7 +126,7 @@ def test_the_loop_over_chunks_has_the_gradients_of_one_pass_within_a_window(wind
 
 @pytest.mark.slow
 def test_the_trainer_that_reads_long_rows_in_chunks(tmp_path):
-    code = programs("docs/fine-tune.md")[2]
+    (code,) = (text for text in programs("docs/fine-tune.md") if "class LongRowTrainer" in text)
     names = {"torch": torch, "Trainer": Trainer, "InfiniCache": InfiniCache}
     exec(code.replace("split(1024", "split(32"), names)
     arguments = TrainingArguments(tmp_path, max_steps=1, per_device_train_batch_size=2, use_cpu=True, max_grad_norm=0,
