@@ -36,7 +36,7 @@ def tokens_of_file(path: Path, tokenizer, store: BinaryIO) -> "np.ndarray":
     from tqdm import tqdm
 
     try:
-        bar = tqdm(total=path.stat().st_size, desc=f"tokenising {path.name}", unit="B", unit_scale=True, delay=1)
+        bar = tqdm(total=path.stat().st_size, desc=f"tokenising {path.name}", unit="B", unit_scale=True)
         with open(path, encoding="utf-8-sig", newline="") as file, bar:
             for piece in pieces_of_text(file, tokenizer):
                 _write(encode_texts(tokenizer, [piece])[0].astype(np.int32), store)
