@@ -18,7 +18,7 @@ The scripts are in recipes/.
 
 import transformers
 
-from .cache.cache import InfiniCache
+from .cache.cache import InfiniCache, cache_bytes
 from .compat import class_lookups
 from .models import peft
 from .models.adapter import load_adapter, save_adapter
@@ -70,6 +70,7 @@ __all__ = [
     "InfiniGPT2Model",
     "InfiniState",
     "backend_of",
+    "cache_bytes",
     "infini_attention",
     "inspect_attention",
     "load_adapter",

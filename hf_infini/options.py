@@ -85,6 +85,13 @@ class MemoryOptions(ConfigBase):
         sink_tokens (`int`, *optional*, defaults to 0):
             How many first tokens of every document stay visible to the softmax of all later ones (attention sinks), and out
             of the memory; fewer than a segment has. Pretrained models need about 4; 0 is the paper.
+        kept_tokens (`int`, *optional*, defaults to 0):
+            How many of the tokens that have left the window each key/value head keeps word for word: those with the highest
+            `keep_score` stay visible to the softmax, between sinks and window, and all others are written into the memory.
+        keep_score (`str`, *optional*, defaults to `"attention"`):
+            Which tokens are kept: `"attention"`, those that received most of it while they were in the window; `"learned"`,
+            those with the largest w·x, with x the input of the layer's projections and a w for each key/value head that
+            starts at zero (then the earliest are kept); or `"half"`, half of the places for each of the two.
         gate_init (`float`, *optional*, defaults to 0.0):
             First value of every head's gate logit β; the memory's share of the output is sigmoid(β), unless window and
             memory share a denominator.
@@ -113,6 +120,8 @@ class MemoryOptions(ConfigBase):
     denominator: Literal["separate", "shared"] = "separate"
     local_segments: int = number(0, at_least=0, at_most=2**16)
     sink_tokens: int = number(0, at_least=0)
+    kept_tokens: int = number(0, at_least=0, at_most=2**20)
+    keep_score: Literal["attention", "learned", "half"] = "attention"
     gate_init: float | int = number(0.0, at_least=-1000, at_most=80)  # e^β is a number in float32
     memory_init: Literal["zeros", "learned", "noise"] = "zeros"
     layers: list[int] | None = None
@@ -138,12 +147,18 @@ class MemoryOptions(ConfigBase):
         return self.segment_length if self.n_segments is None else self.max_position_embeddings // self.n_segments
 
     @property
-    def window(self) -> tuple[int, int, int]:
-        """What the softmax sees: tokens of a segment, earlier segments, first tokens of a document."""
+    def window(self) -> tuple[int, int, int, int]:
+        """What the softmax sees: tokens of a segment, earlier segments, first tokens of a document, kept tokens."""
         length = self.tokens_per_segment
         if length is None:
             raise ValueError(f"a {type(self).__name__} without a memory has no segments.")
-        return length, self.local_segments, self.sink_tokens
+        return length, self.local_segments, self.sink_tokens, self.kept_tokens
+
+    @property
+    def places(self) -> int:
+        """Tokens that the softmax sees at most."""
+        length, local, sinks, kept = self.window
+        return sinks + kept + (local + 1) * length
 
     @property
     def infini_layers(self) -> list[int]:
@@ -169,6 +184,11 @@ class MemoryOptions(ConfigBase):
         if self.sink_tokens >= self.window[0]:
             raise ValueError(
                 f"sink_tokens must be fewer than the {self.tokens_per_segment} tokens of a segment; got {self.sink_tokens}."
+            )
+        if self.keep_score != "attention" and self.kept_tokens < (2 if self.keep_score == "half" else 1):
+            raise ValueError(
+                f"keep_score={self.keep_score!r} says which tokens are kept: give kept_tokens, such as 256, with it; got "
+                f"{self.kept_tokens}."
             )
         if not getattr(self, "is_causal", True) or getattr(self, "use_bidirectional_attention", None):
             raise ValueError(

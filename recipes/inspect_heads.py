@@ -69,7 +69,7 @@ def main(argv: list[str] | None = None) -> None:
 
     check_out(out)
     model, tokenizer = inference.load_model(options.model, options.device, options.adapter)
-    length, local, _ = model.config.window if getattr(model.config, "has_memory", False) else (0, 0, 0)
+    length, local, *_ = model.config.window if getattr(model.config, "has_memory", False) else (0, 0, 0)
     window = (local + 1) * length  # tokens that a model with a memory sees without it
     wanted = options.max_tokens or max(TOKENS, min(window + length, MOST_TOKENS))
     if text is None:

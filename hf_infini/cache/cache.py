@@ -17,6 +17,8 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, Dynam
 from ..compat.cache_name import CACHE
 from ..ops.checks import check_kinds
 from ..ops.layout.base import Layout
+from ..ops.rules import RULES
+from ..ops.rules.base import KEEP_SCORES
 from ..ops.state import InfiniState
 from ..options import check_number
 from .files import load_cache, save_cache
@@ -484,6 +486,28 @@ class InfiniCache(Cache):
     def batch_select_indices(self, indices: Tensor) -> None:
         super().batch_select_indices(indices)
         self.text.map_rows(lambda tensor: tensor[indices])
+
+
+@check_kinds
+def cache_bytes(config: PreTrainedConfig) -> int:
+    """Bytes that a model's layers with a memory hold of one sequence, however long it is, in the configuration's dtype
+    (`None`: torch's default). Where the memory skips tokens, each place of a window takes one more. What layers without a
+    memory hold, and grows, is not counted.
+
+    Raises:
+        ValueError: the configuration names no layers with memory.
+    """
+    if not getattr(config, "infini_layers", ()):
+        raise ValueError(f"the cache of a {type(config).__name__} without a compressive memory grows with every token.")
+    rule, heads = RULES[config.update_rule], config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    dtype = config.dtype or torch.get_default_dtype()
+    key = torch.empty(1, getattr(config, "num_key_value_heads", None) or heads, 0, width, dtype=dtype, device="meta")
+    learned = bool(rule.parameters(1, 1)) or config.memory_write == "learned"
+    sizes = {"log_weights": rule.rates if learned else 0, "scores": len(KEEP_SCORES[config.keep_score])}
+    state = InfiniState.initial(key, key, *config.window, normalised=rule.normalised, **sizes)
+    recent = max(config.memory_conv - 1, 0) * config.hidden_size * dtype.itemsize
+    return len(config.infini_layers) * (state.nbytes() + recent)
 
 
 def _tensors_of(layer) -> dict[str, Tensor]:

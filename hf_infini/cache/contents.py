@@ -148,6 +148,13 @@ def _problems_of_counts(record, tensors) -> Iterator[str]:
     seen, first = record["tokens_seen"], {}
     for name, tensor in sorted(tensors.items()):
         kind = name.rpartition(".")[2]
+        if kind == "kept_position":
+            if (tensor < -1).any() or (tensor >= torch.tensor(seen)[:, None, None]).any() or (tensor.diff() < 0).any():
+                yield f"{name} holds other numbers than those of tokens that were read, in order, and −1"
+            kind, tensor = "how many tokens are kept", (tensor >= 0).sum(2)
+            other, shared = first.setdefault(kind, (name, tensor[:, :1]))
+            if not (tensor == shared).all():
+                yield f"{name} keeps another number of tokens than {other}, and all heads keep as many"
         if kind == "tokens_seen" and tensor.tolist() != seen:
             yield f"{name} is {tensor.tolist()} and the record's tokens_seen {seen}"
         if kind in ("last_position", "local_skipped", "memory_tokens"):

@@ -33,7 +33,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from ..compat.cache_name import CACHE
 from ..compat.peft_layers import active_adapters, adapter_layers, settings, without_wrappers
 from ..ops.checks import check_kinds
-from ..ops.state import InfiniState, empty_places
+from ..ops.state import WINDOWS, InfiniState
 from .contents import different_options, fill_with_one_token, find_problem, semantic_options
 
 FORMAT_VERSION = 2
@@ -138,8 +138,8 @@ def save_cache(cache, path: str | Path, model, text_sha256: Sequence[str] | None
         raise ValueError(f"text_sha256 must be a list with one for each of the {len(tokens_seen)} rows.")
     cache.drop_unfinished()
     tensors = cache.tensors()
-    empty = empty_places(state.tokens_seen, *cache.window)[:, None, :, None]
-    for name in [name for name in tensors if name.endswith((".local_key", ".local_value", ".local_log_weight"))]:
+    empty = state.empty_places(*cache.window)[:, None, :, None]
+    for name in [name for name in tensors if name.rpartition(".")[2] in WINDOWS]:
         tensors[name] = tensors[name].masked_fill(empty, 0)  # a step that failed may have written its token there
     for name, tensor in tensors.items():
         if tensor.is_floating_point() and not tensor.isfinite().all():

@@ -22,17 +22,19 @@ from ..cache.cache import PendingStates
 from ..compat.cache_name import CACHE, OTHER_NAME, with_one_name
 from ..compat.execution_device import device_of
 from ..compat.swap_class import swap_class
-from ..ops.attention import attend
+from ..ops.attention import attend, initial_state
 from ..ops.convolution import short_convolution
 from ..ops.layout.build import segment_layout
 from ..ops.positions import rotation
 from ..ops.rules import RULES, MemoryRule
-from ..ops.state import InfiniState, Projections
+from ..ops.rules.base import KEEP_SCORES
+from ..ops.state import Projections
 from ..ops.window import Rotary, ScoreOptions, window_attention
 from .gates import Gate
 
 # What `MemoryLayerMixin.add_memory_parameters` makes
 PARAMETERS = ("gate", "start_memory", "start_normaliser", "memory_conv", "memory_write", "query_map", "key_map")
+PARAMETERS += ("keep_weight",)
 PARAMETERS += tuple(name for rule in RULES.values() for name in rule.parameters(1, 1))
 # Normaliser of a learned start before training: softplus(0.5413) = 1, the value of σ at a key of zeros.
 LEARNED_NORMALISER = 0.5413
@@ -65,13 +67,10 @@ class SharedInputs(NamedTuple):
 
 
 def rope_tables(
-    window: tuple[int, int, int], width: int, like: Tensor, theta: float = 10_000.0
+    places: int, width: int, like: Tensor, theta: float = 10_000.0
 ) -> tuple[Tensor, Tensor]:
-    """The [`rotation`] of the places of a window (`segment_length`, `local_segments`, `sink_tokens`), for heads of `width`
-    numbers with the dtype and device of `like`."""
-    segment_length, local_segments, sink_tokens = window
-    places = torch.arange(sink_tokens + (local_segments + 1) * segment_length, device=like.device)
-    return rotation(places, width, like.dtype, theta)
+    """The [`rotation`] of so many places of a window, for heads of `width` numbers with the dtype and device of `like`."""
+    return rotation(torch.arange(places, device=like.device), width, like.dtype, theta)
 
 
 def memory_layers(model: nn.Module) -> dict[str, Any]:
@@ -101,7 +100,9 @@ class MemoryLayerMixin(nn.Module):
     logarithm of a token's weight in the memory, per head, `memory_write` `[kv_heads, width]`; with `feature_map="learned"`
     what queries and keys are multiplied by before the exponential, `query_map` `[heads, head_dim, head_dim]` and `key_map`
     `[kv_heads, head_dim, head_dim]`; and what the update rule learns ([`MemoryRule.parameters`]). There is no
-    `start_normaliser` for a rule that has none.
+    `start_normaliser` for a rule that has none. Where a learned score says which tokens are kept, `keep_weight` `[kv_heads,
+    width]`: a token's score is its product with the input of the projections. A choice has no gradient, so that it is not
+    trained with the others; it is set: `layer.keep_weight.copy_(…)`.
     """
 
     config: Any
@@ -124,11 +125,15 @@ class MemoryLayerMixin(nn.Module):
         if feature_map == "learned":
             feature_map, query_map, key_map = "exp", self.query_map, self.key_map
         options = {"feature_map": feature_map, "query_map": query_map, "key_map": key_map}
-        return self._rule(denominator=self.config.denominator, **options)
+        return self._rule(denominator=self.config.denominator, keep_score=self.config.keep_score, **options)
 
     @property
     def _rule(self) -> type[MemoryRule]:
         return RULES[self.config.update_rule]
+
+    @property
+    def _has_learned_score(self) -> bool:
+        return self.config.kept_tokens > 0 and "learned" in KEEP_SCORES[self.config.keep_score]
 
     def add_memory_parameters(self, width: int, **options) -> None:
         """Makes the parameters, uninitialised. `width`: of the layer's input; options: their `device` and `dtype`."""
@@ -144,6 +149,8 @@ class MemoryLayerMixin(nn.Module):
             self.memory_conv = nn.Parameter(torch.empty(self.config.memory_conv, width, **options))
         if self.config.memory_write == "learned":
             self.memory_write = nn.Parameter(torch.empty(heads, width, **options))
+        if self._has_learned_score:
+            self.keep_weight = nn.Parameter(torch.empty(heads, width, **options), requires_grad=False)
         for name, first in self._rule.parameters(heads, width).items():
             setattr(self, name, nn.Parameter(torch.empty(first.shape, **options)))
         if self.config.feature_map == "learned":
@@ -169,6 +176,9 @@ class MemoryLayerMixin(nn.Module):
             init.zeros_(self.memory_conv)
         if self.config.memory_write == "learned":
             init.zeros_(self.memory_write)
+        if self._has_learned_score:
+            init.zeros_(self.keep_weight)
+            self.keep_weight.requires_grad_(False)  # which loading does not keep
         for name, first in self._rule.parameters(self.head_counts[1], 1).items():  # the same for all numbers of the input
             init.copy_(getattr(self, name), first.expand_as(getattr(self, name)))
         if self.config.feature_map == "learned":
@@ -214,14 +224,12 @@ class MemoryLayerMixin(nn.Module):
             hidden_states = hidden_states + added
 
         def attend_with_memory(query: Tensor, key: Tensor, value: Tensor, options: ScoreOptions):
-            tokens, before = Projections(query, key, value, self.log_weight(hidden_states)), state
+            tokens = Projections(query, key, value, self.log_weight(hidden_states), self.learned_score(hidden_states))
+            before = state
             if self.change_projections is not None:
                 tokens = self.change_projections(tokens)
             if before is None:
-                window = (layout.segment_length, layout.local_segments, layout.sink_tokens)
-                weights = 0 if tokens.log_weight is None else tokens.log_weight.shape[-1]
-                initial = {"log_weights": weights, "normalised": rule.normalised}
-                before = InfiniState.initial(key, value, *window, **initial, **self.start())
+                before = initial_state(tokens, layout.window_sizes, rule, **self.start())
             elif torch.is_grad_enabled():  # the weights may be others than when the state was made, and its graph gone
                 before = replace(before, **self.start())
             before = before if exchange is None else exchange.received_state(before, tokens, layout, rule)
@@ -241,6 +249,16 @@ class MemoryLayerMixin(nn.Module):
             return output, weights if infini.return_weights else None
 
         return hidden_states, attend_with_memory
+
+    @torch.no_grad()
+    def learned_score(self, hidden_states: Tensor) -> Tensor | None:
+        """What decides which tokens are kept, `[batch, kv_heads, tokens]`, in float32 or wider; `None`: nothing learned.
+        `hidden_states`: the input of the projections."""
+        if not self._has_learned_score:
+            return None
+        with torch.autocast(hidden_states.device.type, enabled=False):
+            dtype = torch.promote_types(hidden_states.dtype, torch.float32)
+            return F.linear(hidden_states.to(dtype), self.keep_weight.to(dtype)).transpose(1, 2)
 
     def log_weight(self, hidden_states: Tensor) -> Tensor | None:
         """The logarithms of what each token weighs in the memory, or of the update rule's rates, `[batch, heads, tokens,
@@ -411,8 +429,8 @@ class InfiniAttentionMixin(MemoryLayerMixin):
 
         Returns:
             The output `[batch, tokens, width]`, and, with `output_attentions` or the eager implementation, the local weights
-            `[batch, heads, tokens, sink_tokens + (local_segments + 1) * segment_length]`: column `c` is place `c` of the
-            query's window, in which the sinks come first and the query's own segment last. Padding has zeros.
+            `[batch, heads, tokens, sink_tokens + kept_tokens + (local_segments + 1) * segment_length]`: column `c` is place
+            `c` of the query's window, in which the sinks come first and the query's own segment last. Padding has zeros.
         """
         given = dict(zip(self.argument_names, args, strict=False)) | kwargs
         given = with_one_name(given, CACHE) if OTHER_NAME in given else given

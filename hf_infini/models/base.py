@@ -214,8 +214,7 @@ class InfiniModelMixin(ModelBase):
         infini = shared_inputs(self.config, tokens, cache, max_documents, **masks)
         layout, states = infini.layout, infini.states
         given["position_ids"] = self.own_positions(layout, positions, cache)
-        segment_length, local_segments, sink_tokens = self.config.window
-        tables = self.rotary_tables(sink_tokens + (local_segments + 1) * segment_length, device=tokens.device)
+        tables = self.rotary_tables(self.config.places, device=tokens.device)
         weights = weights or self.config._attn_implementation == "eager"
         infini = infini._replace(rotary=tables, return_weights=weights)
         mask = self._masks(layout, cache, states)

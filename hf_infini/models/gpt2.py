@@ -33,7 +33,7 @@ class GPT2InfiniAttention(InfiniAttentionMixin, GPT2Attention):
     def window_rotary(self, tables: tuple[Tensor, ...] | None, like: Tensor) -> Rotary | None:
         if self.config.position_encoding != "rope":
             return None
-        return Rotary(rope_tables(self.config.window, self.head_dim, like) if tables is None else tables)
+        return Rotary(rope_tables(self.config.places, self.head_dim, like) if tables is None else tables)
 
 
 class NoPositions(nn.Module):
@@ -77,7 +77,7 @@ class InfiniGPT2ModelMixin(InfiniModelMixin):
         if self.config.position_encoding != "rope":
             return {}
         like = torch.empty(0, device=device or device_of(self.wte), dtype=dtype or self.dtype)
-        return {None: rope_tables(self.config.window, self.config.n_embd // self.config.n_head, like)}
+        return {None: rope_tables(self.config.places, self.config.n_embd // self.config.n_head, like)}
 
     def needs_a_mask(self) -> bool:
         return self.config.position_encoding == "segment"  # GPT-2 would take positions that begin again for documents

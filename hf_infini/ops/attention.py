@@ -11,22 +11,25 @@ before tokens, so that every product is one of contiguous matrices. `P = T · C`
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from .backends import Attended, AttentionCall, Backend, choose
-from .checks import check_arguments, check_kinds, check_shapes, check_window
+from .checks import check_arguments, check_kinds, check_learned_score, check_shapes, check_window
+from .kept import KeptInGrid, first_scores
 from .kernels import KERNELS
 from .layout.base import GridLayout
 from .layout.build import SegmentLayout, segment_layout
 from .layout.step import StepLayout
 from .memory import EPS, Within, memory_weight, mix
 from .rules import MemoryRule, memory_rule
+from .rules.base import KEEP_SCORES
 from .state import InfiniState, Projections
 from .step import attend_step
-from .tensors import pad_to
+from .tensors import in_blocks
 from .window import Rotary, ScoreOptions, for_every_head, window_attention, window_weights
 
 GROUP_ELEMENTS = {"cpu": 2**20, "cuda": 2**26}  # of the keys
@@ -45,6 +48,8 @@ def infini_attention(
     denominator: str = "separate",
     local_segments: int = 0,
     sink_tokens: int = 0,
+    kept_tokens: int = 0,
+    keep_score: str = "attention",
     attention_mask: Tensor | None = None,
     position_ids: Tensor | None = None,
     memory_mask: Tensor | None = None,
@@ -53,6 +58,7 @@ def infini_attention(
     max_documents: int | None = None,
     feature_maps: tuple[Tensor, Tensor] | None = None,
     log_weight: Tensor | None = None,
+    learned_score: Tensor | None = None,
     rotary: Rotary | None = None,
     scaling: float | None = None,
     softcap: float | None = None,
@@ -81,6 +87,11 @@ def infini_attention(
         local_segments: earlier segments that the softmax sees, 0 in the paper.
         sink_tokens: how many first tokens of its document every query sees by softmax (attention sinks, arXiv 2309.17453);
             the memory never takes them in. Fewer than a segment has; 0 in the paper.
+        kept_tokens: how many of the tokens that have left the window each key/value head keeps by softmax, and out of the
+            memory: those with the highest score, the earlier of equal ones (see kept.py). Sinks are none of them, and
+            neither are tokens that `memory_mask` leaves out.
+        keep_score: "attention", the mean that a token received from the queries that saw it in the window; "learned", the
+            `learned_score`; or "half", half of the places for each.
         attention_mask: `[batch, tokens]`, 1 for real tokens; padding may be anywhere, is in no segment, and its output is
             zero.
         position_ids: `[batch, tokens]`; a real token whose position does not go beyond the one before it starts a new
@@ -93,8 +104,9 @@ def infini_attention(
             are multiplied by before the feature map.
         log_weight: `[batch, kv_heads, tokens, 1]`, added to the memory's keys right before the feature map; with exponential
             features the logarithm of a token's weight. For the gated delta rule `[…, 2]`, log β and log α, neither positive.
+        learned_score: `[batch, kv_heads, tokens]`, which has no gradient.
         rotary: for rotary models, which give query and key un-rotated: turns both by their places in the window, which has
-            `sink_tokens + (local_segments + 1) * segment_length` of them. The memory has no positions.
+            `sink_tokens + kept_tokens + (local_segments + 1) * segment_length` of them. The memory has no positions.
         scaling: of the local dot products; by default `head_dim ** -0.5`.
         softcap: local scores s become `softcap * tanh(s / softcap)`; by default they stay.
         query_weight: `[heads, head_dim, head_dim]`, what the window's queries are multiplied by, after they are turned.
@@ -109,14 +121,16 @@ def infini_attention(
     Raises:
         ValueError: shapes, options or the state do not fit together; the message names them.
     """
-    window = (segment_length, local_segments, sink_tokens)
+    window = (segment_length, local_segments, sink_tokens, kept_tokens)
     query_map, key_map = feature_maps or (None, None)
     maps = {"query_map": query_map, "key_map": key_map}
-    rule = memory_rule(update_rule, feature_map=feature_map, denominator=denominator, eps=eps, **maps)
+    options = {"feature_map": feature_map, "denominator": denominator, "keep_score": keep_score}
+    rule = memory_rule(update_rule, eps=eps, **options, **maps)
     numbers = {"scaling": scaling, "softcap": softcap, "dropout": dropout, "eps": eps}
     check_arguments(query, key, value, gate, log_weight, query_weight, feature_maps, rule.rates, **numbers)
     check_window(*window, rotary)
-    tokens = Projections(query, key, value, log_weight)
+    check_learned_score(learned_score, keep_score, kept_tokens, key)
+    tokens = Projections(query, key, value, log_weight, learned_score)
     masks = {"attention_mask": attention_mask, "memory_mask": memory_mask, "position_ids": position_ids}
     batch, count = query.shape[::2]
     if 0 in (batch, count):
@@ -145,8 +159,10 @@ def attend(
     """[`infini_attention`] on a layout that is already made: what a model's layers call.
 
     Args:
+        tokens: with the `learned_score` for the score.
         return_weights: also return the local weights `[batch, heads, tokens, places]` (column `c` is place `c` of the
-            query's window: first the sinks, seen once they have left its segments, then the segments, the query's own last;
+            query's window: first the sinks, seen once they have left its segments, then kept tokens, then the segments, the
+            query's own last;
             the output is computed from this very tensor, so that a gradient reaches it). A single token needs
             `softmax.written_out`.
         in_place: allow a single token to overwrite the given state.
@@ -154,11 +170,13 @@ def attend(
     Returns:
         The output, the state and the weights; what was not asked for may be `None`.
     """
+    scores = first_scores(rule.keep_score, tokens.key, tokens.score) if layout.kept_tokens else None
+    tokens = tokens._replace(score=scores)
     if state is None:
-        state = initial_state(tokens, (layout.segment_length, layout.local_segments, layout.sink_tokens), rule)
+        state = initial_state(tokens, layout.window_sizes, rule)
     state = state.checked_for(tokens, layout.places, rule.normalised)
     call = AttentionCall(tokens, gate, layout, rule, softmax, state, return_state, return_weights, in_place)
-    return choose(call, BACKENDS)[0].run(call)
+    return choose(call, BACKENDS)[0].run(call)  # no kernel knows of kept tokens
 
 
 def _run_step(call: AttentionCall) -> Attended:
@@ -166,12 +184,20 @@ def _run_step(call: AttentionCall) -> Attended:
 
 
 def _run_grid(call: AttentionCall) -> Attended:
-    output, memory, normaliser, weights = _attend_grid(*call[:6], call.return_weights)
+    tokens, layout, state = call.tokens, call.layout, call.state
+    keeping = None
+    if layout.most_kept or (layout.kept_tokens and call.return_state):
+        state = replace(state, local_score=state.local_score.detach())  # a choice has no gradient
+        keeping = KeptInGrid(layout.to_grid(tokens.score, state.local_score), layout, call.rule, state)
+    output, memory, normaliser, weights = _attend_grid(*call[:6], keeping, call.return_weights)
     if not call.return_state:
         return Attended(output, None, weights)
-    state = call.state.map_windows(lambda window, new: call.layout.next_window(new, window), call.tokens)
+    if keeping is not None:
+        tokens, state = keeping.scored(tokens, state)
+    state = state.map_windows(lambda window, new: layout.next_window(new, window), tokens)
+    state = state if keeping is None else keeping.kept.into(state, layout.kept_places)
     last = {"memory": _compact_copy(memory), "normaliser": _compact_copy(normaliser)}
-    return Attended(output, state.after(call.layout, **last), weights)
+    return Attended(output, state.after(layout, **last), weights)
 
 
 def _fits_step(call: AttentionCall) -> tuple[bool, str]:
@@ -194,13 +220,14 @@ def _attend_grid(
     rule: MemoryRule,
     softmax: ScoreOptions,
     state: InfiniState,
+    keeping: KeptInGrid | None,
     return_weights: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Output, memory and normaliser after the last segment, and, if asked for, the weights of [`attend`]."""
     local_segments, sinks, slots = layout.local_segments, layout.sink_tokens, layout.slots
     kv_heads, width = tokens.key.shape[1], tokens.key.shape[3]
     heads_per_key = tokens.query.shape[1] // kv_heads
-    all_queries, all_keys, all_values, all_log_weights = _grids(tokens, layout, state)
+    all_queries, all_keys, all_values, all_log_weights, _ = _grids(tokens, layout, state)
     block, size = _sizes(layout, all_keys, rule)
     size = 0 if return_weights else size  # all segments at once: the weights are returned as one
     memory, normaliser, start, dtype = state.memory, state.normaliser, state.start(), state.memory.dtype
@@ -229,7 +256,18 @@ def _attend_grid(
         keys, values = softmax.compared_keys(windows[0], layout.key_places), windows[1]
         compared = softmax.compared_queries(queries, layout.query_places)
         # Nothing is masked in the empty segments at the end: a softmax over nothing would be NaN
-        mask = None if group.mask is None else ~_in_blocks(~group.mask, block).unsqueeze(2)
+        mask = None if group.mask is None else ~in_blocks(~group.mask, block).unsqueeze(2)
+        evicted = None
+        if keeping is not None:
+            if sinks and group.kept is not None and softmax.rotary is not None:
+                places = in_blocks(layout.sink_places(group.kept), block)
+                turned = softmax.rotary.at_each(windows[0][..., :sinks, :], places)
+                keys = torch.cat([turned, keys[..., sinks:, :]], 4)
+            keeping.see(compared, keys, mask, group, block, softmax)
+            leaving = [None if part is None else part[number][:, :count] for part in (all_keys, all_values, all_log_weights)]
+            of_group = keeping.choose(leaving, group)
+            keys, values, mask = of_group.visible(keys, values, mask, layout.most_kept, group, block, softmax)
+            evicted = of_group.evicted(block)
 
         if return_weights:
             weights, log_sum = window_weights(compared, keys, mask, softmax, values.dtype, rule.shared)
@@ -241,15 +279,21 @@ def _attend_grid(
         with torch.autocast(tokens.key.device.type, enabled=False):
             local = local.flatten(3, 4)
             log_weight = None
-            if all_log_weights is not None:
-                log_weight = _blocks(all_log_weights[number][:, :count], block).flatten(3, 4)
+            if evicted is not None:
+                leaving_keys, leaving_values, log_weight, evicted = evicted
+            elif all_log_weights is not None:
+                log_weight = _blocks(all_log_weights[number][:, :count], block)
+            log_weight = None if log_weight is None else log_weight.flatten(3, 4)
             block_keys, block_values = (part.flatten(3, 4).to(dtype) for part in (leaving_keys, leaving_values))
             query_features = rule.query_features(queries.flatten(3, 4).to(dtype))
             query_features = query_features.unflatten(2, (kv_heads, -1)).flatten(3, 4)
             taken_in = group.written
             if taken_in is None and _is_padded(count, block):
                 taken_in = block_keys.new_ones(1, count, slots)
-            taken_in = None if taken_in is None else _per_token(taken_in, block)
+            if evicted is not None and (taken_in is not None or group.kept is not None):
+                taken_in = evicted.flatten(3, 4).unsqueeze(-1)
+            elif taken_in is not None:
+                taken_in = _per_token(taken_in, block)
             written = rule.written(block_keys, block_values, log_weight, taken_in)
             states = rule.states(written, memory, normaliser, start, group.borders)
             memory, normaliser = states.last_memory, states.last_normaliser
@@ -281,18 +325,22 @@ def _groups(grid: Tensor, size: int, early: int = 0) -> Sequence[Tensor]:
 
 
 def _weights_per_token(weights: Tensor, layout: GridLayout) -> Tensor:
-    """`[B, N, H, T, C, S + (w + 1) * C]` as `[B, H, tokens, S + (w + 1) * L]`, zero for padding."""
+    """`[B, N, H, T, C, W]` as `[B, H, tokens, places]`, zero for padding."""
     grid = weights.permute(0, 1, 3, 4, 2, 5).flatten(1, 2)[:, : layout.segments]
-    segments = grid[..., layout.sink_tokens :].unflatten(-1, (layout.local_segments + 1, layout.slots))
+    sizes = (layout.sink_tokens, layout.most_kept, (layout.local_segments + 1) * layout.slots)
+    sinks, kept, segments = grid.split(sizes, -1)
+    kept = F.pad(kept, (layout.kept_tokens - layout.most_kept, 0))
+    segments = segments.unflatten(-1, (layout.local_segments + 1, layout.slots))
     segments = F.pad(segments, (0, layout.segment_length - layout.slots)).flatten(-2)
-    return layout.from_grid(torch.cat([grid[..., : layout.sink_tokens], segments], -1))
+    return layout.from_grid(torch.cat([sinks, kept, segments], -1))
 
 
 def _weights_in_blocks(weights: Tensor, layout: GridLayout, block: int) -> Tensor:
     """The way back of [`_weights_per_token`], zero for slots without a new token."""
     grid = layout.to_grid(weights, None)
-    segments = grid[..., layout.sink_tokens :].unflatten(-1, (layout.local_segments + 1, layout.segment_length))
-    return _blocks(torch.cat([grid[..., : layout.sink_tokens], segments[..., : layout.slots].flatten(-2)], -1), block)
+    segments = grid[..., layout.ahead :].unflatten(-1, (layout.local_segments + 1, layout.segment_length))
+    sinks, kept = grid[..., : layout.sink_tokens], grid[..., layout.ahead - layout.most_kept : layout.ahead]
+    return _blocks(torch.cat([sinks, kept, segments[..., : layout.slots].flatten(-2)], -1), block)
 
 
 def _sizes(layout: GridLayout, key: Tensor, rule: MemoryRule) -> tuple[int, int]:
@@ -320,20 +368,14 @@ def _is_padded(count: int, block: int) -> bool:
     return block > 1 and not (isinstance(count, int) and count % block == 0)
 
 
-def _in_blocks(part: Tensor, block: int) -> Tensor:
-    """`[B, s, …]` as `[B, N, T, …]`, T = block, with empty segments at the end where s is no multiple of it."""
-    blocks = -(-part.shape[1] // block)
-    return pad_to(part, blocks * block).unflatten(1, (blocks, block))
-
-
 def _blocks(part: Tensor, block: int) -> Tensor:
     """`[B, s, C, H, D]` as `[B, N, H, T, C, D]`."""
-    return _in_blocks(part, block).permute(0, 1, 4, 2, 3, 5)
+    return in_blocks(part, block).permute(0, 1, 4, 2, 3, 5)
 
 
 def _per_token(slots: Tensor, block: int) -> Tensor:
     """`[B or 1, s, C]` as `[B or 1, N, 1, P, 1]`."""
-    return _in_blocks(slots, block).flatten(2, 3)[:, :, None, :, None]
+    return in_blocks(slots, block).flatten(2, 3)[:, :, None, :, None]
 
 
 def _windows(groups: Sequence[Tensor], count: int, local_segments: int, block: int) -> Tensor:
@@ -356,18 +398,23 @@ def _earlier_segments(block: int, slots: int, heads_per_key: int, like: Tensor) 
     return (segment[None, :] < segment[:, None]).to(like.dtype).repeat(heads_per_key, 1)
 
 
-def initial_state(tokens: Projections, window: tuple[int, int, int], rule: MemoryRule) -> InfiniState:
-    weights = 0 if tokens.log_weight is None else rule.rates
-    return InfiniState.initial(tokens.key, tokens.value, *window, log_weights=weights, normalised=rule.normalised)
+def initial_state(
+    tokens: Projections, window: tuple[int, int, int, int], rule: MemoryRule, **start: Tensor
+) -> InfiniState:
+    """[`InfiniState.initial`] for such tokens; `start`: as there, or nothing."""
+    options = {"log_weights": 0 if tokens.log_weight is None else rule.rates, "normalised": rule.normalised}
+    options |= {"scores": len(KEEP_SCORES[rule.keep_score])}
+    return InfiniState.initial(tokens.key, tokens.value, *window, **options, **start)
 
 
 def _of_no_tokens(
-    tokens: Projections, gate: Tensor, window: tuple[int, int, int], rule: MemoryRule, state: InfiniState | None
+    tokens: Projections, gate: Tensor, window: tuple[int, int, int, int], rule: MemoryRule, state: InfiniState | None
 ) -> tuple[Tensor, InfiniState]:
     """Output and state of a call of no rows or no tokens: an empty tensor that everything has a gradient from, and the state
     as it was."""
     empty = initial_state(tokens, window, rule)
     state = empty if state is None else state
+    tokens = tokens._replace(score=None if empty.local_score is None else empty.local_score[:, :, :0])
     state.checked_for(tokens, empty.local_key.shape[2], rule.normalised)
     local = F.scaled_dot_product_attention(tokens.query, tokens.key, tokens.value, enable_gqa=True)
     return mix(local, local, gate[:, None, None]), state

@@ -106,18 +106,31 @@ def check_arguments(query, key, value, gate, log_weight, query_weight, feature_m
             raise ValueError(f"{name} must be {list(wanted)}, got {list(tensor.shape)}.")
 
 
-def check_window(segment_length: int, local_segments: int, sink_tokens: int, rotary: Rotary | None = None) -> None:
-    """ValueError unless there can be such segments and sinks, with these rotary positions."""
-    if segment_length < 1 or local_segments < 0 or not 0 <= sink_tokens < segment_length:
+def check_window(
+    segment_length: int, local_segments: int, sink_tokens: int, kept_tokens: int = 0, rotary: Rotary | None = None
+) -> None:
+    """ValueError unless there can be such segments, sinks and kept tokens, with these rotary positions."""
+    if segment_length < 1 or local_segments < 0 or not 0 <= sink_tokens < segment_length or kept_tokens < 0:
         raise ValueError(
-            f"segment_length must be ≥ 1, local_segments ≥ 0 and sink_tokens from 0 to segment_length - 1, got "
-            f"{segment_length}, {local_segments} and {sink_tokens}."
+            f"segment_length must be ≥ 1, local_segments ≥ 0, sink_tokens from 0 to segment_length - 1 and kept_tokens ≥ 0, "
+            f"got {segment_length}, {local_segments}, {sink_tokens} and {kept_tokens}."
         )
-    places = sink_tokens + (local_segments + 1) * segment_length
+    places = sink_tokens + kept_tokens + (local_segments + 1) * segment_length
     if rotary is not None and any(len(table) != places for table in rotary.tables):
         raise ValueError(
             f"rotary has {len(rotary.tables[0])} places, and a window of these segments and sinks has {places}."
         )
+
+
+def check_learned_score(learned_score: Tensor | None, keep_score: str, kept_tokens: int, key: Tensor) -> None:
+    """ValueError unless it is given where it decides which tokens are kept, and for each token of each head."""
+    if (learned_score is None) == (kept_tokens > 0 and keep_score != "attention"):
+        raise ValueError(
+            "learned_score goes with kept_tokens and a keep_score of 'learned' or 'half', and with nothing else; got "
+            f"{'none' if learned_score is None else 'one'} with kept_tokens={kept_tokens} and keep_score={keep_score!r}."
+        )
+    if learned_score is not None and learned_score.shape != key.shape[:3]:
+        raise ValueError(f"learned_score must be {list(key.shape[:3])}, got {list(learned_score.shape)}.")
 
 
 def check_shapes(

@@ -2,13 +2,14 @@
 with every option. Slow, obvious, and the reference of every test: of the code that it judges it uses nothing."""
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .checks import check_arguments, check_kinds, check_shapes, check_window
+from .checks import check_arguments, check_kinds, check_learned_score, check_shapes, check_window
 from .rules import RULES, memory_rule
 from .state import InfiniState
 from .window import Rotary
@@ -52,6 +53,8 @@ def naive_infini_attention(
     denominator: str = "separate",
     local_segments: int = 0,
     sink_tokens: int = 0,
+    kept_tokens: int = 0,
+    keep_score: str = "attention",
     attention_mask: Tensor | None = None,
     position_ids: Tensor | None = None,
     memory_mask: Tensor | None = None,
@@ -59,6 +62,7 @@ def naive_infini_attention(
     return_state: bool = False,
     feature_maps: tuple[Tensor, Tensor] | None = None,
     log_weight: Tensor | None = None,
+    learned_score: Tensor | None = None,
     rotary: Rotary | None = None,
     scaling: float | None = None,
     softcap: float | None = None,
@@ -67,22 +71,25 @@ def naive_infini_attention(
     eps: float = EPS,
 ) -> Tensor | tuple[Tensor, InfiniState]:
     """[`infini_attention`] with the same arguments and results, one token after the other, all in float32 or wider."""
-    window = (segment_length, local_segments, sink_tokens)
-    rates = memory_rule(update_rule, feature_map=feature_map, denominator=denominator, eps=eps).rates
+    window, keep = (segment_length, local_segments, sink_tokens, kept_tokens), keep_score
+    rates = memory_rule(update_rule, feature_map=feature_map, denominator=denominator, eps=eps, keep_score=keep).rates
     numbers = {"scaling": scaling, "softcap": softcap, "dropout": dropout, "eps": eps}
     check_arguments(query, key, value, gate, log_weight, query_weight, feature_maps, rates, **numbers)
     check_window(*window, rotary)
+    check_learned_score(learned_score, keep_score, kept_tokens, key)
     check_shapes(query.shape[0], query.shape[2], attention_mask, memory_mask, position_ids)
     if state is None:
         weights = 0 if log_weight is None else log_weight.shape[-1]
-        state = InfiniState.initial(key, value, *window, log_weights=weights, normalised=RULES[update_rule].normalised)
+        options = {"log_weights": weights, "normalised": RULES[update_rule].normalised}
+        state = InfiniState.initial(key, value, *window, scores=2 if keep_score == "half" else 1, **options)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     real = torch.ones(query.shape[0], query.shape[2]) if attention_mask is None else attention_mask
     rows = []
     states: list[dict[str, Any]] = []
     for row in range(query.shape[0]):
         rule = (RULES[update_rule], FEATURE_MAPS[feature_map], feature_maps or (None, None), denominator)
-        reader = _Row(state, row, query.shape[1], window, rule, (scaling, softcap, rotary, query_weight), dropout, eps)
+        score = (scaling, softcap, rotary, query_weight)
+        reader = _Row(state, row, query.shape[1], window, keep_score, rule, score, dropout, eps)
         outputs = []
         for token in range(query.shape[2]):
             if not real[row, token]:
@@ -93,24 +100,41 @@ def naive_infini_attention(
             q, k, v = (reader.widen(tensor[row, :, token]) for tensor in (query, key, value))
             weight = reader.no_weight if log_weight is None else reader.widen(log_weight[row, :, token])
             skipped = memory_mask is not None and not memory_mask[row, token]
-            outputs.append(reader.attend(q, (k, v, weight, skipped), gate.to(q.dtype)))
+            learned = None if learned_score is None else reader.widen(learned_score[row, :, token]).detach()
+            outputs.append(reader.attend(q, _Token(k, v, weight, skipped, reader.seen, learned=learned), gate.to(q.dtype)))
         rows.append(torch.stack(outputs, 1))
         states.append(reader.state(key.dtype, value.dtype))
     output = torch.stack(rows).to(query.dtype)
     if not return_state:
         return output
-    names = ("memory", "normaliser", "local_key", "local_value", "local_log_weight", "local_skipped")
-    names += ("tokens_seen", "last_position", "memory_tokens")
+    names = ("memory", "normaliser", "local_key", "local_value", "local_log_weight", "local_skipped", "local_score")
+    names += ("kept_position", "tokens_seen", "last_position", "memory_tokens")
     stacked: dict[str, Any] = {n: None if states[0][n] is None else torch.stack([s[n] for s in states]) for n in names}
     return output, InfiniState(**stacked, start_memory=state.start_memory, start_normaliser=state.start_normaliser)
 
 
-class _Row:
-    """One row of the batch: its memory, the document's first tokens, and the segments (lists of tokens) that are still in
-    the local window. A token is (key, value, log weight, skipped)."""
+@dataclass
+class _Token:
+    """A token: key, value and log weight, `[kv_heads, …]`; whether the memory skips it; its number in the document; the
+    attention `[kv_heads]` that it has received in the window, and of how many queries; its learned score `[kv_heads]`."""
 
-    def __init__(self, state, row, heads, window, rule, score, dropout, eps):
-        self.length, self.local_segments, self.sink_tokens = window
+    key: Tensor
+    value: Tensor
+    log_weight: Tensor
+    skipped: bool
+    number: int
+    received: Any = 0
+    queries: int = 0
+    learned: Tensor | None = None
+
+
+class _Row:
+    """One row of the batch: its memory, the document's first tokens, for each key/value head the kept ones, and the segments
+    (lists of tokens) that are still in the local window."""
+
+    def __init__(self, state, row, heads, window, keep_score, rule, score, dropout, eps):
+        self.length, self.local_segments, self.sink_tokens, self.kept_tokens = window
+        self.keep_score = keep_score
         self.rule, self.feature_map, (self.query_map, self.key_map), self.denominator = rule
         self.scaling, self.softcap, self.rotary, self.query_weight = score
         self.dropout, self.eps = dropout, eps
@@ -122,17 +146,30 @@ class _Row:
         keys, values = self.widen(state.local_key[row]), self.widen(state.local_value[row])
         weights = None if state.local_log_weight is None else self.widen(state.local_log_weight[row])
 
-        def token(place):
+        def token(place, number):
             skipped = state.local_skipped is not None and bool(state.local_skipped[row, place])
-            return keys[:, place], values[:, place], self.no_weight if weights is None else weights[:, place], skipped
+            weight = self.no_weight if weights is None else weights[:, place]
+            found = _Token(keys[:, place], values[:, place], weight, skipped, number)
+            if state.local_score is not None:
+                scores = list(self.widen(state.local_score[row, :, place]).detach().unbind(-1))
+                found.received, found.queries = scores.pop(0) if keep_score != "learned" else 0, self.seen - number
+                found.learned = scores.pop() if scores else None
+            return found
 
-        self.sinks = [token(place) for place in range(min(self.seen, self.sink_tokens))]
+        self.sinks = [token(place, place) for place in range(min(self.seen, self.sink_tokens))]
+        self.kept = [[] for _ in keys]  # of each head
+        for head, kept in enumerate(self.kept if self.kept_tokens else ()):
+            for place, number in enumerate(state.kept_position[row, head].tolist(), self.sink_tokens):
+                if number >= 0:
+                    kept.append(token(place, number))
+                    kept[-1].queries = 1  # what it has received is a mean
         self.window = []  # segments, oldest first
         current = self.seen // self.length
         for earlier in range(min(current, self.local_segments), -1, -1):
-            first = self.sink_tokens + (self.local_segments - earlier) * self.length
+            first = self.sink_tokens + self.kept_tokens + (self.local_segments - earlier) * self.length
             tokens = self.length if earlier else self.seen % self.length
-            self.window.append([token(first + slot) for slot in range(tokens)])
+            begin = (current - earlier) * self.length
+            self.window.append([token(first + slot, begin + slot) for slot in range(tokens)])
 
     def widen(self, tensor):
         return tensor.to(self.memory.dtype)
@@ -144,23 +181,27 @@ class _Row:
             self.memory = torch.zeros_like(self.memory) if memory is None else self.widen(memory)
             self.normaliser = torch.zeros_like(self.normaliser) if memory is None else self.widen(normaliser)
             self.sinks, self.window, self.seen, self.memory_tokens = [], [[]], 0, 0
+            self.kept = [[] for _ in self.kept]
         self.last_position = self.last_position + 1 if position is None else position
 
     def attend(self, query, token, gate):
         """Equations 2, 3 and 5 for one token; `query` is `[heads, head_dim]`."""
+        token.number = self.seen
         self.window[-1].append(token)
         if len(self.sinks) < self.sink_tokens:
             self.sinks.append(token)
-        heads_per_key = self.heads // token[0].shape[0]
+        heads_per_key = self.heads // token.key.shape[0]
         seen = self.places()
-        places, columns = [place for place, _ in seen], list(zip(*(token for _, token in seen), strict=True))
-        keys, values = (torch.stack(column, 1) for column in columns[:2])  # [kv_heads, tokens, dim]
+        places = [place for place, _ in seen]  # [kv_heads, tokens, dim]
+        keys, values = (torch.stack([_part(t, name) for _, t in seen], 1) for name in ("key", "value"))
         keys, compared = self.turned(keys, places), self.turned(query.unsqueeze(1), places[-1:])
         if self.query_weight is not None:
             compared = compared @ self.widen(self.query_weight)
         keys, values = (tensor.repeat_interleave(heads_per_key, 0) for tensor in (keys, values))
         scores = (keys @ compared.mT).squeeze(-1) * self.scaling
         scores = scores if self.softcap is None else self.softcap * torch.tanh(scores / self.softcap)
+        if self.kept_tokens:
+            self.receive(scores.detach().unflatten(0, (-1, heads_per_key)), [token for _, token in seen])
         weights = torch.softmax(scores, -1)
         weights = F.dropout(weights, self.dropout)
         output = (weights.unsqueeze(1) @ values).squeeze(1)
@@ -183,10 +224,26 @@ class _Row:
         return output
 
     def places(self):
-        """What the next token sees, itself last: (place in the window, token)."""
-        first = self.sink_tokens + (self.local_segments + 1 - len(self.window)) * self.length
+        """What the next token sees, itself last: (place in the window, token), of a kept one a token of each head. Sinks
+        come right before kept tokens, and these right before the window."""
+        ahead = self.sink_tokens + self.kept_tokens
+        first = ahead + (self.local_segments + 1 - len(self.window)) * self.length
         slots = [(first + number, token) for number, token in enumerate(sum(self.window, []))]
-        return (list(enumerate(self.sinks)) if self.seen // self.length > self.local_segments else []) + slots
+        if self.seen // self.length <= self.local_segments:
+            return slots
+        kept = list(zip(*self.kept, strict=True))
+        first = self.kept_tokens - len(kept)
+        return [*enumerate(self.sinks, first), *enumerate(kept, ahead - len(kept)), *slots]
+
+    def receive(self, scores, seen):
+        """Adds to the window's tokens the mean over a group's heads of a softmax over all that is not kept; `scores`:
+        `[kv_heads, group, tokens seen]`."""
+        columns = [column for column, token in enumerate(seen) if isinstance(token, _Token)]
+        weights = torch.softmax(scores[..., columns], -1).mean(1)
+        window = {id(token) for token in sum(self.window, [])}
+        for column, token in enumerate(seen[column] for column in columns):
+            if id(token) in window:
+                token.received, token.queries = token.received + weights[:, column], token.queries + 1
 
     def turned(self, states, places):
         """Queries or keys `[heads, tokens, head_dim]` turned by their places in the window."""
@@ -199,35 +256,75 @@ class _Row:
 
     def write(self, segment, first):
         """Equation 4, by the rule, for the segment that leaves the window; `first`: the document's first."""
-        segment = [token for token in segment[self.sink_tokens if first else 0 :] if not token[3]]
-        if not segment:
+        segment = [token for token in segment[self.sink_tokens if first else 0 :] if not token.skipped]
+        for token in segment:
+            token.received, token.queries = token.received / max(token.queries, 1), 1
+        evicted = [self.keep(head, segment) for head in range(len(self.kept))] if self.kept_tokens else [segment]
+        evicted = list(zip(*evicted, strict=True)) if self.kept_tokens else segment
+        if not evicted:
             return
-        keys, values, log_weights = (torch.stack(column, 1) for column in list(zip(*segment, strict=True))[:3])
+        names = ("key", "value", "log_weight")
+        keys, values, log_weights = (torch.stack([_part(token, name) for token in evicted], 1) for name in names)
         features = self.features(keys, self.key_map, log_weights)  # [kv_heads, length, head_dim]
-        self.memory_tokens += len(segment)
+        self.memory_tokens += len(evicted)
         written = self.rule.naive_write(self.memory, self.normaliser, features, values, log_weights, self.eps)
         self.memory, self.normaliser = written
 
+    def keep(self, head, segment):
+        """Keeps the best of what a head has kept and of this segment, and returns the others, in order."""
+        left = sorted(self.kept[head] + segment, key=lambda token: token.number)
+        scores = {"attention": lambda token: -token.received[head], "learned": lambda token: -token.learned[head]}
+        half = self.kept_tokens // 2
+        shares = {"attention": self.kept_tokens - half, "learned": half}
+        if self.keep_score != "half":
+            shares = {self.keep_score: self.kept_tokens}
+        stays = set()
+        for name, share in shares.items():
+            others = [token for token in left if token.number not in stays]
+            stays |= {token.number for token in sorted(others, key=scores[name])[:share]}  # the earlier of equal ones
+        self.kept[head] = [token for token in left if token.number in stays]
+        return [token for token in left if token.number not in stays]
+
     def state(self, key_dtype, value_dtype):
         """The row's share of an [`InfiniState`]."""
-        slots = [None] * self.initial.local_key.shape[2]
-        first = self.sink_tokens + (self.local_segments + 1 - len(self.window)) * self.length
+        slots: list = [None] * self.initial.local_key.shape[2]
+        ahead, kept = self.sink_tokens + self.kept_tokens, list(zip(*self.kept, strict=True))
+        first = ahead + (self.local_segments + 1 - len(self.window)) * self.length
         for place, token in [*enumerate(self.sinks), *enumerate(sum(self.window, []), first)]:
             slots[place] = token
+        slots[ahead - len(kept) : ahead] = kept
         windows = []
-        for part, like in enumerate(self.initial.windows()):
+        names = (("key", key_dtype), ("value", value_dtype), ("log_weight", key_dtype), ("score", self.memory.dtype))
+        for (name, dtype), like in zip(names, self.initial.windows(), strict=True):
             if like is None:
                 windows.append(None)
                 continue
             blank = torch.zeros_like(like[0, :, 0], dtype=self.memory.dtype)
-            found = [blank if slot is None else slot[part] for slot in slots]
-            windows.append(torch.stack(found, 1).to(value_dtype if part == 1 else key_dtype))
-        skipped = [slot is not None and slot[3] for slot in slots]
+            find = self.scores if name == "score" else lambda token, name=name: _part(token, name)
+            found = [blank if slot is None else find(slot) for slot in slots]
+            if name == "score":  # sinks need none
+                found[: self.sink_tokens] = [blank] * self.sink_tokens
+            windows.append(torch.stack(found, 1).to(dtype))
+        skipped = [isinstance(slot, _Token) and slot.skipped for slot in slots]
+        positions = [[-1] * (self.kept_tokens - len(kept)) + [token.number for token in kept] for kept in self.kept]
         counts = {"tokens_seen": self.seen, "last_position": self.last_position, "memory_tokens": self.memory_tokens}
         return {
             "memory": self.memory,
             "normaliser": self.normaliser,
-            **dict(zip(("local_key", "local_value", "local_log_weight"), windows, strict=True)),
+            **dict(zip(("local_key", "local_value", "local_log_weight", "local_score"), windows, strict=True)),
+            "kept_position": torch.tensor(positions, device=self.memory.device) if self.kept_tokens else None,
             "local_skipped": torch.tensor(skipped, device=self.memory.device),
             **{name: torch.tensor(count, device=self.memory.device) for name, count in counts.items()},
         }
+
+    def scores(self, token):
+        """`[kv_heads, scores]`, as a state has them."""
+        names = {"attention": ("received",), "learned": ("learned",), "half": ("received", "learned")}[self.keep_score]
+        return torch.stack([_part(token, name) for name in names], -1)
+
+
+def _part(token, name):
+    """What a token has for all heads, or, given a token for each head, what each has for its own."""
+    if isinstance(token, _Token):
+        return getattr(token, name)
+    return torch.stack([getattr(of_head, name)[head] for head, of_head in enumerate(token)])

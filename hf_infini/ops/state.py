@@ -10,6 +10,9 @@ from torch import Tensor
 
 from .checks import check_kinds, check_window
 
+# The fields of a state that hold a window, in the order of those of [`Projections`] after the query
+WINDOWS = ("local_key", "local_value", "local_log_weight", "local_score")
+
 
 class Projections(NamedTuple):
     """What attention is computed from.
@@ -19,6 +22,7 @@ class Projections(NamedTuple):
             tokens, value_dim]`.
         log_weight: `[batch, kv_heads, tokens, rates]`, logarithms of the update rule's rates of each token. A single one is
             added to the keys that the memory takes in: with exponential features a token's weight. `None`: zeros.
+        score: `[batch, kv_heads, tokens, scores]`, float32 or wider, what decides which tokens are kept; `None` without any.
 
     None of them is rotated: [`ScoreOptions`] says how the window is.
     """
@@ -27,6 +31,7 @@ class Projections(NamedTuple):
     key: Tensor
     value: Tensor
     log_weight: Tensor | None = None
+    score: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -34,9 +39,9 @@ class InfiniState:
     """The compressive memory of everything that left the local window, and the window itself.
 
     With `w` local segments of length `L`, the next token of a row is in segment `s = tokens_seen // L`. The memory holds
-    the segments up to `s - 1 - w`; the window holds the document's first `S` tokens (attention sinks), then the segments
-    `s - w … s` in order, `L` slots each, and zeros where there is no token: `P = S + (w + 1) * L` places. A state depends
-    only on the tokens, not on how they were cut into calls.
+    the segments up to `s - 1 - w`, but for kept tokens; the window holds the document's first `S` tokens (attention sinks),
+    then `K` kept tokens, right-aligned and in order, then the segments `s - w … s`, `L` slots each, and zeros where there is
+    no token: `P = S + K + (w + 1) * L` places. A state depends only on the tokens, not on how they were cut into calls.
 
     Attributes:
         memory: `[batch, kv_heads, head_dim, value_dim]`, float32 (float64 for float64 inputs): M of equation 4.
@@ -44,6 +49,9 @@ class InfiniState:
         local_key: `[batch, kv_heads, P, head_dim]`, the model's dtype, never rotated.
         local_value: `[batch, kv_heads, P, value_dim]`.
         local_log_weight: `[batch, kv_heads, P, rates]`, [`Projections.log_weight`]; `None` where all tokens weigh 1.
+        local_score: `[batch, kv_heads, P, scores]`, float32 or wider, [`Projections.score`], with the attention that the
+            window's tokens have received so far, as a sum, and the kept ones, as a mean (see kept.py); `None` without any.
+        kept_position: `[batch, kv_heads, K]`, int64: the number, in the document, of each kept token; −1: none; or `None`.
         local_skipped: `[batch, P]` bool: which tokens of the window `memory_mask` keeps out of the memory; `None`: none.
         tokens_seen: `[batch]`, int64: real tokens of the row's current document.
         last_position: `[batch]`, int64: position id of the last real token, −1 before the first.
@@ -67,6 +75,8 @@ class InfiniState:
     recent_inputs: Tensor | None = None
     start_memory: Tensor | None = None
     start_normaliser: Tensor | None = None
+    local_score: Tensor | None = None
+    kept_position: Tensor | None = None
 
     @classmethod
     @check_kinds
@@ -77,11 +87,13 @@ class InfiniState:
         segment_length: int,
         local_segments: int = 0,
         sink_tokens: int = 0,
+        kept_tokens: int = 0,
         *,
         start_memory: Tensor | None = None,
         start_normaliser: Tensor | None = None,
         log_weights: int = 0,
         normalised: bool = True,
+        scores: int = 1,
     ) -> "InfiniState":
         """The state before the first token of every row.
 
@@ -91,16 +103,18 @@ class InfiniState:
             segment_length: `L`, in tokens.
             local_segments: `w`, the number of earlier segments that local attention sees.
             sink_tokens: `S`, how many first tokens of a document every query sees.
+            kept_tokens: `K`, how many tokens that have left the window stay visible.
             start_memory: `[kv_heads, head_dim, value_dim]` and start_normaliser `[kv_heads, head_dim]` (positive): M_0, z_0
                 of every document. `None`: empty, and then the first tokens use only local attention.
             log_weights: numbers in a token's [`Projections.log_weight`], 0 where none is given.
             normalised: whether the memory has a normaliser.
+            scores: numbers in a token's [`Projections.score`].
         """
-        check_window(segment_length, local_segments, sink_tokens)
+        check_window(segment_length, local_segments, sink_tokens, kept_tokens)
         batch, heads, _, head_dim = key.shape
         value_dim = value.shape[-1]
         dtype = torch.promote_types(key.dtype, torch.float32)
-        places = sink_tokens + (local_segments + 1) * segment_length
+        places = sink_tokens + kept_tokens + (local_segments + 1) * segment_length
         if start_memory is None and start_normaliser is None:
             memory = key.new_zeros(batch, heads, head_dim, value_dim, dtype=dtype)
             normaliser = key.new_zeros(batch, heads, head_dim if normalised else 0, dtype=dtype)
@@ -122,6 +136,8 @@ class InfiniState:
             memory_tokens=torch.zeros(batch, dtype=torch.long, device=key.device),
             start_memory=start_memory,
             start_normaliser=start_normaliser,
+            local_score=zero.to(dtype).expand(batch, heads, places, scores) if kept_tokens else None,
+            kept_position=torch.full((batch, heads, kept_tokens), -1, device=key.device) if kept_tokens else None,
         )
 
     @classmethod
@@ -141,9 +157,15 @@ class InfiniState:
             return self.memory.new_zeros(self.memory.shape[1:]), self.normaliser.new_zeros(self.normaliser.shape[1:])
         return self.start_memory.to(self.memory.dtype), self.start_normaliser.to(self.memory.dtype)
 
-    def windows(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """What is kept of the window's tokens: keys, values and log weights."""
-        return self.local_key, self.local_value, self.local_log_weight
+    def tokens_left(self) -> Tensor:
+        """`[batch]`: how many tokens of the row's document have left the window: they are in the memory, or kept."""
+        if self.kept_position is None:
+            return self.memory_tokens
+        return self.memory_tokens + (self.kept_position[:, 0] >= 0).sum(1)
+
+    def windows(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """What is held of the window's tokens: keys, values, log weights and scores."""
+        return self.local_key, self.local_value, self.local_log_weight, self.local_score
 
     def checked_for(self, tokens: Projections, places: int, normalised: bool) -> "InfiniState":
         """The state that a call of these tokens continues, with a window of so many `places`, and with or without a
@@ -156,8 +178,15 @@ class InfiniState:
         wanted = (*tokens.key.shape[:2], places, tokens.key.shape[3])
         if tuple(self.local_key.shape) != wanted or self.local_value.shape[-1] != tokens.value.shape[-1]:
             raise ValueError(
-                "the state does not fit this call: its window is [batch, kv_heads, sink_tokens + (local_segments + 1) * "
-                f"segment_length, head_dim] = {list(self.local_key.shape)}, the call needs {list(wanted)}."
+                "the state does not fit this call: its window is [batch, kv_heads, sink_tokens + kept_tokens + "
+                f"(local_segments + 1) * segment_length, head_dim] = {list(self.local_key.shape)}, the call needs "
+                f"{list(wanted)}."
+            )
+        scores = [0 if score is None else score.shape[-1] for score in (tokens.score, self.local_score)]
+        if scores[0] != scores[1]:
+            raise ValueError(
+                f"the state has {scores[1]} scores of a token and the call {scores[0]}: continue a state with the "
+                "kept_tokens and the keep_score that it was made with."
             )
         if (tokens.log_weight is None) != (self.local_log_weight is None):
             raise ValueError("log_weight must be given in every call of a sequence or in none; the state says otherwise.")
@@ -170,14 +199,24 @@ class InfiniState:
 
     def map_windows(self, function: Callable[..., Tensor], *tokens: Projections) -> "InfiniState":
         """The state with `function(window, *new)` for each of its windows; new: what the tokens have for the same."""
-        names = ("local_key", "local_value", "local_log_weight")
-        windows = zip(names, self.windows(), *(each[1:] for each in tokens), strict=True)
+        windows = zip(WINDOWS, self.windows(), *(each[1:] for each in tokens), strict=True)
         return replace(self, **{name: None if old is None else function(old, *new) for name, old, *new in windows})
 
     def after(self, layout, **tensors: Tensor | None) -> "InfiniState":
         """The state after a call with this [`Layout`], which left these memory, normaliser and windows."""
         counts = {name: getattr(layout, name) for name in ("tokens_seen", "last_position", "memory_tokens")}
         return replace(self, local_skipped=layout.next_skipped, **counts, **tensors)
+
+    def empty_places(self, segment_length: int, local_segments: int, sink_tokens: int, kept_tokens: int = 0) -> Tensor:
+        """`[batch, P]` bool: the places of such a window for which no token has come yet."""
+        seen = self.tokens_seen.unsqueeze(1)
+        sinks = torch.arange(sink_tokens, device=seen.device).expand(len(seen), -1)
+        places = torch.arange((local_segments + 1) * segment_length, device=seen.device)
+        token = torch.cat([sinks, (seen // segment_length - local_segments) * segment_length + places], 1)
+        empty = (token < 0) | (token >= seen)
+        if self.kept_position is None:
+            return empty
+        return torch.cat([empty[:, :sink_tokens], self.kept_position[:, 0] < 0, empty[:, sink_tokens:]], 1)
 
     def map_rows(self, function) -> "InfiniState":
         """A state whose per-row tensors (all but the start) are `function(tensor)`: select, repeat or move rows."""
@@ -200,12 +239,3 @@ class InfiniState:
         sizes: list[int] = []
         self.map_rows(lambda tensor: sizes.append(tensor.numel() * tensor.element_size()) or tensor)
         return sum(sizes)
-
-
-def empty_places(tokens_seen: Tensor, segment_length: int, local_segments: int, sink_tokens: int) -> Tensor:
-    """`[batch, P]` bool: the places of the windows for which no token has come yet; `tokens_seen` `[batch]`."""
-    seen = tokens_seen.unsqueeze(1)
-    sinks = torch.arange(sink_tokens, device=seen.device).expand(len(seen), -1)
-    places = torch.arange((local_segments + 1) * segment_length, device=seen.device)
-    token = torch.cat([sinks, (seen // segment_length - local_segments) * segment_length + places], 1)
-    return (token < 0) | (token >= seen)

@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .kept import Kept, keep_best, received_attention
 from .layout.step import StepLayout
 from .memory import memory_weight
 from .rules import MemoryRule
-from .state import InfiniState, Projections
+from .rules.base import KEEP_SCORES
+from .state import WINDOWS, InfiniState, Projections
 from .window import ScoreOptions, softmax_weights
 
 
@@ -30,10 +32,15 @@ def attend_step(
     kv_heads, width = tokens.key.shape[1], tokens.key.shape[3]
     state = _reset_new_documents(state, layout.restart)
     state = state.map_windows(lambda window, new: layout.put(window, new, in_place), tokens)
-    keys, values, _ = state.windows()
+    keys, values, *_ = state.windows()
 
     query = softmax.compared_queries(tokens.query, layout.slot.unsqueeze(1))
-    seen_keys, seen_values = softmax.compared_keys(keys[:, :, layout.seen], layout.seen), values[:, :, layout.seen]
+    seen_keys, seen_values = softmax.compared_keys(keys[:, :, layout.seen], layout.turned), values[:, :, layout.seen]
+    if state.local_score is not None:
+        scores = state.local_score.detach().clone()
+        scores[:, :, : layout.sink_tokens] = 0  # they need none
+        _add_received(scores, query, seen_keys, layout, rule, softmax)
+        state = replace(state, local_score=scores)
     heads_per_key = tokens.query.shape[1] // kv_heads
     weights = log_sum = None
     if softmax.written_out or softmax.softcap or rule.shared:
@@ -65,16 +72,34 @@ def attend_step(
     return output, state.after(layout), weights
 
 
+def _add_received(
+    scores: Tensor, query: Tensor, keys: Tensor, layout: StepLayout, rule: MemoryRule, softmax: ScoreOptions
+) -> None:
+    """Adds the attention that the window's tokens receive from the query to their scores, `[B, K, places, R]`; `keys`: what
+    it sees, as they are compared."""
+    if "attention" not in KEEP_SCORES[rule.keep_score]:
+        return
+    places = torch.arange(layout.seen.start, layout.seen.stop, device=keys.device)
+    visible = ((places < layout.sink_tokens) | (places >= layout.ahead))[None, None, None]
+    visible = visible if layout.visible is None else visible & layout.visible
+    asking = None if layout.real is None else layout.real[:, :, None, None]
+    received = received_attention(query.unsqueeze(2), keys.unsqueeze(2), visible.unsqueeze(2), asking, softmax)[:, :, 0]
+    begin = max(layout.ahead, layout.seen.start)
+    scores[:, :, begin : layout.seen.stop, 0] += received[:, :, begin - layout.seen.start :]
+
+
 def _reset_new_documents(state: InfiniState, restart: Tensor | None) -> InfiniState:
     """The state with an empty window, and the memory that documents start from, in the rows that begin one."""
     if restart is None:
         return state
     begins = restart[:, :, None, None]
     start_memory, start_normaliser = state.start()
+    kept = None if state.kept_position is None else state.kept_position.masked_fill(begins[..., 0], -1)
     return replace(
         state.map_windows(lambda window: window.masked_fill(begins, 0)),
         memory=torch.where(begins, start_memory, state.memory),
         normaliser=torch.where(begins[..., 0], start_normaliser, state.normaliser),
+        kept_position=kept,
     )
 
 
@@ -83,12 +108,24 @@ def _with_segments_complete(rule: MemoryRule, state: InfiniState, layout: StepLa
     if layout.completing is None:
         return state
 
-    def complete(taken_in, memory, normaliser, *windows):
-        keys, values, *others = (layout.oldest(window).unsqueeze(1) for window in windows)  # [B, 1, K, L, dim]
-        log_weights, mask = others[0] if others else None, taken_in[:, None, None, :, None]
-        written = rule.written(keys.to(memory.dtype), values.to(memory.dtype), log_weights, mask)
-        states = rule.states(written, memory, normaliser)
-        return states.last_memory, states.last_normaliser, *map(layout.shift, windows)
+    def complete(taken_in, numbers, *parts):
+        rows = replace(state, **dict(zip(old, parts, strict=True)))
+        dtype, kept = rows.memory.dtype, None
+        oldest = (None if window is None else layout.oldest(window).unsqueeze(1) for window in rows.windows())
+        keys, values, log_weights, scores = oldest  # [B, 1, K, L, dim]
+        mask = taken_in[:, None, None, :]
+        if layout.kept_tokens:
+            leaving = [None if part is None else part.transpose(2, 3) for part in (keys, values, log_weights, scores)]
+            leaving = Kept(*leaving, numbers[:, None, :, None, None].expand_as(leaving[3][..., :1]))
+            before = Kept.of_state(rows, layout.kept_places)
+            choice = keep_best(before, leaving, taken_in.unsqueeze(1), rule.keep_score, layout)
+            kept, evicted = choice.kept, choice.evicted(1)
+            keys, values, log_weights, mask = (None if part is None else part.flatten(3, 4) for part in evicted)
+        written = rule.written(keys.to(dtype), values.to(dtype), log_weights, mask.unsqueeze(-1))
+        states = rule.states(written, rows.memory, rows.normaliser)
+        rows = replace(rows.map_windows(layout.shift), memory=states.last_memory, normaliser=states.last_normaliser)
+        rows = rows if kept is None else kept.into(rows, layout.kept_places)
+        return tuple(getattr(rows, name) for name in old)
 
     def compute():
         return layout.in_complete_rows(complete, *old.values())
@@ -96,7 +133,7 @@ def _with_segments_complete(rule: MemoryRule, state: InfiniState, layout: StepLa
     def keep():
         return tuple(tensor.clone() for tensor in old.values())
 
-    names = ("memory", "normaliser", "local_key", "local_value", "local_log_weight")
+    names = ("memory", "normaliser", *WINDOWS, "kept_position")
     old = {name: tensor for name in names if (tensor := getattr(state, name)) is not None}
     # A graph computes it for all rows, but only in calls in which one of them needs it
     new = torch.cond(layout.completing.any(), compute, keep) if torch.compiler.is_compiling() else compute()

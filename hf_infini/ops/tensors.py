@@ -43,3 +43,9 @@ def pad_to(grid: Tensor, rows: int) -> Tensor:
     if isinstance(missing, int) and missing == 0:  # where torch.export leaves the length open, it has to be padded anyhow
         return grid
     return pad(grid, (0, 0) * (grid.dim() - 2) + (0, missing))
+
+
+def in_blocks(part: Tensor, block: int) -> Tensor:
+    """`[B, s, …]` as `[B, N, T, …]`, T = block, with empty segments at the end where s is no multiple of it."""
+    blocks = -(-part.shape[1] // block)
+    return pad_to(part, blocks * block).unflatten(1, (blocks, block))

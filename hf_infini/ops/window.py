@@ -41,6 +41,12 @@ class Rotary:
             rows = [row.unsqueeze(1) for row in rows]
         return self.turn(states, *rows)
 
+    def at_each(self, states: Tensor, places: Tensor) -> Tensor:
+        """Turns states `[B, N, K, T, tokens, head_dim]` whose places `[B, N, T, tokens]` differ from segment to segment."""
+        flat = states.transpose(2, 3)
+        turned = self(flat.flatten(0, 2), places.flatten(0, 2))
+        return turned.unflatten(0, flat.shape[:3]).transpose(2, 3)
+
 
 @dataclass(frozen=True)
 class ScoreOptions:
@@ -106,7 +112,7 @@ def window_weights(
     query: Tensor, key: Tensor, mask: Tensor | None, softmax: ScoreOptions, dtype: torch.dtype, with_log_sum: bool = False
 ) -> tuple[Tensor, Tensor | None]:
     """The weights `[B, N, H, T, C, W]` of [`window_attention`], and its log Σ e^s; `dtype` is the weights'."""
-    mask = _causal(query, key) if mask is None else mask
+    mask = causal(query, key) if mask is None else mask
     return softmax_weights(query, for_every_head(key, query), mask, softmax, dtype, with_log_sum)
 
 
@@ -118,6 +124,13 @@ def softmax_weights(
     Returns the weights `[…, tokens, keys]` in `dtype` and, if asked for, log Σ e^s `[…, tokens]`, in float32 or wider.
     Scores that would be float16 are float32, for they can leave its range; torch's own kernel has them in float32, too.
     """
+    scores = masked_scores(query, key, mask, softmax)
+    log_sum = scores.to(torch.promote_types(scores.dtype, torch.float32)).logsumexp(-1) if with_log_sum else None
+    return F.dropout(scores.softmax(-1).to(dtype), softmax.dropout), log_sum
+
+
+def masked_scores(query: Tensor, key: Tensor, mask: Tensor | None, softmax: ScoreOptions) -> Tensor:
+    """What [`softmax_weights`] is the softmax of: scaling · Q Kᵀ, and the lowest number where `mask` is False."""
     kind, scaling = query.device.type, softmax.scaling_of(query)
     autocast = kind != "meta" and torch.is_autocast_enabled(kind)  # meta: while a model is made
     given = torch.get_autocast_dtype(kind) if autocast else query.dtype
@@ -130,8 +143,7 @@ def softmax_weights(
         scores = (scores / softmax.softcap).tanh() * softmax.softcap
     if mask is not None:
         scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
-    log_sum = scores.to(torch.promote_types(scores.dtype, torch.float32)).logsumexp(-1) if with_log_sum else None
-    return F.dropout(scores.softmax(-1).to(dtype), softmax.dropout), log_sum
+    return scores
 
 
 def for_every_head(tensor: Tensor, query: Tensor) -> Tensor:
@@ -152,7 +164,7 @@ def _fused(query, key, value, mask, softmax: ScoreOptions) -> Tensor:
     """[`window_attention`] by torch's own kernel."""
     slots, width = query.shape[-2], key.shape[-2]
     if mask is None and width != slots:
-        mask = _causal(query, key)
+        mask = causal(query, key)
     elif mask is not None:
         mask = mask.expand(query.shape[0], -1, 1 if query.shape[3] == 1 else query.shape[2], -1, -1, -1)
         mask = mask.flatten(0, 1).flatten(1, 2)
@@ -163,7 +175,7 @@ def _fused(query, key, value, mask, softmax: ScoreOptions) -> Tensor:
     return output.view(*query.shape[:-1], value.shape[-1])
 
 
-def _causal(query: Tensor, key: Tensor) -> Tensor:
+def causal(query: Tensor, key: Tensor) -> Tensor:
     """`[C, W]` bool: a full window up to each query's own slot."""
     slots, width = query.shape[-2], key.shape[-2]
     return torch.ones(slots, width, dtype=torch.bool, device=query.device).tril(width - slots)
@@ -216,7 +228,7 @@ class _Tiled(Function):
             lowest = torch.finfo(scores.dtype).min
             if mask is None:  # all but the last of the slots that the tile sees lie before it
                 diagonal = slice(seen - scores.shape[-2], None)
-                scores[..., diagonal].masked_fill_(~_causal(queries, queries), lowest)
+                scores[..., diagonal].masked_fill_(~causal(queries, queries), lowest)
             else:
                 scores.view(*shapes[0][:-2], *scores.shape[1:]).masked_fill_(~mask[..., tile, :seen], lowest)
             weights = scores.softmax(-1)

@@ -113,7 +113,7 @@ def reads_memory(config, tokens: int) -> bool:
     """
     if not getattr(config, "has_memory", False):
         return False
-    length, local, _ = config.window
+    length, local, *_ = config.window
     return config.memory_init != "zeros" or tokens > (local + 1) * length
 
 

@@ -9,11 +9,10 @@ from torch.nn import functional as F
 from hf_infini import InfiniState, naive_infini_attention
 from hf_infini.ops.positions import rotation
 from hf_infini.ops.rules import RULES
-from hf_infini.ops.state import empty_places
 from hf_infini.ops.window import Rotary
 from hf_infini.options import UPDATE_RULES
 
-TENSORS = ("query", "key", "value", "log_weight")
+TENSORS = ("query", "key", "value", "log_weight", "learned_score")
 
 
 @dataclass
@@ -34,9 +33,10 @@ class Case:
         tensors += self.options.get("feature_maps", ())
         return [tensor.detach().clone().requires_grad_() for tensor in tensors]
 
-    def window(self) -> tuple[int, int, int]:
-        """Segment length, local segments and sinks."""
-        return self.segment_length, self.options["local_segments"], self.options.get("sink_tokens", 0)
+    def window(self) -> tuple[int, int, int, int]:
+        """Segment length, local segments, sinks and kept tokens."""
+        others = (self.options.get(name, 0) for name in ("sink_tokens", "kept_tokens"))
+        return self.segment_length, self.options["local_segments"], *others
 
     def call(self, function, leaves=None, cuts=(), state=None):
         """Runs the case in one call, or in one call for each part between `cuts`; returns the output and the last state."""
@@ -114,9 +114,23 @@ def random_case(seed: int, dtype=torch.float32, **fixed) -> Case:
     )
 
 
+def keeping_case(seed: int, dtype=torch.float64, **fixed) -> Case:
+    """A random case that keeps tokens, by any score: in some more than there are, in some few."""
+    pick, draw = random.Random(-seed), torch.Generator().manual_seed(seed)
+    case = random_case(seed, dtype, **fixed)
+    shape, options = case.key.shape[:3], case.options
+    options["keep_score"] = pick.choice(["attention", "learned", "half"])
+    options["kept_tokens"] = pick.choice([1, 2, 3, 5, 8, 40]) + (options["keep_score"] == "half")
+    if options["keep_score"] != "attention":  # some are equal
+        options["learned_score"] = torch.randint(0, 9, shape, generator=draw).to(dtype)
+    if "rotary" in options:
+        options["rotary"] = rotary_of(case.segment_length, options, case.key.shape[-1], dtype)
+    return case
+
+
 def rotary_of(segment_length: int, options: dict, width: int, dtype) -> Rotary:
     """Rotary positions for the windows of a case, with wavelengths that small windows tell apart."""
-    places = options.get("sink_tokens", 0) + (options["local_segments"] + 1) * segment_length
+    places = options.get("sink_tokens", 0) + options.get("kept_tokens", 0) + (options["local_segments"] + 1) * segment_length
     return Rotary(rotation(torch.arange(places), width, dtype, theta=20.0))
 
 
@@ -141,6 +155,7 @@ def random_state(case: Case, seed: int) -> InfiniState:
         start_normaliser=torch.rand(heads, width * normalised, generator=draw, dtype=dtype).add(0.5).requires_grad_(),
         log_weights=case.options["log_weight"].shape[-1] if "log_weight" in case.options else 0,
         normalised=normalised,
+        scores=2 if case.options.get("keep_score") == "half" else 1,
     )
 
 
@@ -158,8 +173,8 @@ def gradients(case: Case, function, cuts=(), state=None, seed=0) -> tuple:
     wanted = leaves + ([] if state is None else [tensor for tensor in state.tensors().values() if tensor.requires_grad])
     draw = torch.Generator().manual_seed(seed)
     total = sum(leaf.sum() * 0 for leaf in wanted)  # every leaf is part of the graph, used or not
-    empty = empty_places(final.tokens_seen, *case.window())[:, None, :, None]  # where a given window's zeros may be left
-    windows = [window.masked_fill(empty, 0) for window in final.windows() if window is not None]
+    empty = final.empty_places(*case.window())[:, None, :, None]  # where a given window's zeros may be left
+    windows = [window.masked_fill(empty, 0) for window in final.windows()[:3] if window is not None]
     for tensor in (output, final.memory, final.normaliser, *windows):
         total = total + (tensor * torch.randn(tensor.shape, generator=draw, dtype=torch.float64).to(tensor.dtype)).sum()
     return output, final, torch.autograd.grad(total, wanted)
@@ -176,7 +191,7 @@ def assert_equals_reference(case: Case, function, tolerance: float, cuts=(), sta
 
 
 def assert_same_state(left: InfiniState, right: InfiniState, tolerance: float) -> None:
-    names = ("memory", "normaliser", "local_key", "local_value", "local_log_weight")
+    names = ("memory", "normaliser", "local_key", "local_value", "local_log_weight", "local_score", "kept_position")
     for name in (*names, "tokens_seen", "last_position", "memory_tokens"):
         one, other = getattr(left, name), getattr(right, name)
         assert (one is None) == (other is None), name

@@ -144,7 +144,7 @@ class CausalMultiHeadAttention(MemoryLayerMixin, nn.Module):
 
         Returns:
             The output `[batch, tokens, d_out]`; with `output_attentions` also the weights `[batch, heads, tokens, keys]`
-            (for `attention="infini"` those of the local window, `[…, sink_tokens + (local_segments + 1) · segment_length]`).
+            (for `attention="infini"` those of the local window, `[…, config.places]`).
 
         Raises:
             ValueError: an input of another shape, or an argument that this kind of attention does not use.
@@ -232,7 +232,7 @@ class CausalMultiHeadAttention(MemoryLayerMixin, nn.Module):
         rotary = None
         if self.config.position_encoding == "rope":
             tables = infini.rotary.get(None) if infini else None
-            tables = tables or rope_tables(self.config.window, self.head_dim, query, self.config.rope_theta)
+            tables = tables or rope_tables(self.config.places, self.head_dim, query, self.config.rope_theta)
             rotary = Rotary(tables)
         return ScoreOptions(
             scaling=self.head_dim**-0.5 if self.config.score == "scaled_dot" else 1.0,

@@ -184,7 +184,7 @@ class CausalMHAModel(CausalMHAPreTrainedModel):
             infini = shared_inputs(self.config, embeddings, cache, max_documents, **masks)
             infini = infini._replace(return_weights=bool(output_attentions))
             if self.config.position_encoding == "rope":
-                tables = rope_tables(self.config.window, self.config.head_dim, embeddings, self.config.rope_theta)
+                tables = rope_tables(self.config.places, self.config.head_dim, embeddings, self.config.rope_theta)
                 infini = infini._replace(rotary={None: tables})
             visible: dict[str, Any] = {"infini": infini}
             if position_ids is None:

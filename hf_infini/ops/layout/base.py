@@ -26,19 +26,21 @@ from ..tensors import gather, pad, pad_to
 
 class LayoutInputs(NamedTuple):
     """What a layout is made of: the arguments of [`segment_layout`], with masks as bool and `real` for `attention_mask`, and
-    the [`restarts`] of its positions."""
+    the [`restarts`] of its positions; `read_back`: whether sizes may follow from values."""
 
     batch: int
     tokens: int
     segment_length: int
     local_segments: int
     sink_tokens: int
+    kept_tokens: int
     real: Tensor | None
     position_ids: Tensor | None
     restart: Tensor | None
     memory_mask: Tensor | None
     state: InfiniState | None
     device: torch.device | None
+    read_back: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,17 +48,18 @@ class Layout:
     """What is known of every call.
 
     Attributes:
-        segment_length: `L`, in tokens; local_segments: `w`; sink_tokens: `S`.
+        segment_length: `L`, in tokens; local_segments: `w`; sink_tokens: `S`; kept_tokens: `K`.
         positions: `[batch or 1, tokens]`, number of each token within its document.
         tokens_seen, last_position, memory_tokens: `[batch]` after this call, as in [`InfiniState`].
         real, restart: `[batch, tokens]` bool, which tokens are no padding, and which begin a document; `None`: all, none.
-        next_skipped: `[batch, S + (w + 1) * L]` bool, which tokens of the next state's window `memory_mask` keeps out of the
+        next_skipped: `[batch, places]` bool, which tokens of the next state's window `memory_mask` keeps out of the
             memory; `None`: none.
     """
 
     segment_length: int
     local_segments: int
     sink_tokens: int = 0
+    kept_tokens: int = 0
     positions: Tensor
     tokens_seen: Tensor
     last_position: Tensor
@@ -66,9 +69,23 @@ class Layout:
     next_skipped: Tensor | None = None
 
     @property
+    def window_sizes(self) -> tuple[int, int, int, int]:
+        """As the functions of windows take it."""
+        return self.segment_length, self.local_segments, self.sink_tokens, self.kept_tokens
+
+    @property
     def places(self) -> int:
-        """Places of a window: the sinks, and the segments that a query sees."""
-        return self.sink_tokens + (self.local_segments + 1) * self.segment_length
+        """Places of a window: the sinks, the kept tokens, and the segments that a query sees."""
+        return self.ahead + (self.local_segments + 1) * self.segment_length
+
+    @property
+    def ahead(self) -> int:
+        """Places before those of the segments."""
+        return self.sink_tokens + self.kept_tokens
+
+    @property
+    def kept_places(self) -> slice:
+        return slice(self.sink_tokens, self.ahead)
 
     def to(self, device: torch.device, non_blocking: bool = False) -> "Layout":
         """The layout on another device: accelerate asks for it where a model's layers are on several."""
@@ -111,8 +128,10 @@ class Group(NamedTuple):
 
     Attributes:
         mask: `[B or 1, s, C, W]` bool, which slots of its window (sinks first) each query sees; `None`: a full one up to its
-            own slot.
-        written: `[B or 1, s, C]` bool, which slots of the delayed grid the memory takes in; `None`: all.
+            own slot. Kept tokens are left out.
+        kept: `[B, s]`, how many tokens are kept when each segment is read; `None`: none, or as many as can be.
+        written: `[B or 1, s, C]` bool, which slots of the delayed grid leave the window: the memory takes them in, but for
+            kept tokens; `None`: all.
         filled: `[B, s]` bool, whether the memory holds any token of the document when a segment reads it; `None`: it does.
         borders: where the memory starts again among the delayed segments; `None` without packed documents.
     """
@@ -120,6 +139,7 @@ class Group(NamedTuple):
     begin: int
     end: int
     mask: Tensor | None = None
+    kept: Tensor | None = None
     written: Tensor | None = None
     filled: Tensor | None = None
     borders: Borders | None = None
@@ -135,8 +155,9 @@ class GridLayout(Layout):
         carried: tokens of the state's window in the grid: in plain form the count that every row has, in indexed form all
             slots (0 without a state). Sinks are in the grid only as tokens of their segment.
         skipped: `[batch, segments, slots]` bool, which tokens never reach the memory; `None`: all do.
-        memory_tokens_before: `[batch, segments]`, int64: how many tokens of its document the memory holds when each segment
-            reads it; `None`: not counted yet.
+        left: `[batch, segments + 1]`, int64: how many tokens of its document have left the window when each segment, and
+            when the row's next token, is read: they are in the memory, or kept; `None`: not counted yet.
+        most_kept: how many tokens are kept at most when a segment is read.
         document: `[batch or 1, segments + 1]`: grid index where the document of each segment begins (that of a continued
             one may be negative); the last column is that of the row's next token.
         packed: whether a row holds more than one document.
@@ -149,13 +170,14 @@ class GridLayout(Layout):
     carried: int
     skipped: Tensor | None = None
     document: Tensor
-    memory_tokens_before: Tensor | None = None
+    left: Tensor | None = None
+    most_kept: int = 0
     packed: bool = False
 
     @abstractmethod
     def to_grid(self, new: Tensor, window: Tensor | None) -> Tensor:
-        """`new [batch, heads, tokens, dim]` and the state's window `[batch, heads, S + (w + 1) * L, dim]` (`None` for
-        queries: zeros) as `[batch, segments, slots, heads, dim]`."""
+        """`new [batch, heads, tokens, dim]` and the state's window `[batch, heads, places, dim]` (`None` for queries: zeros)
+        as `[batch, segments, slots, heads, dim]`."""
 
     @abstractmethod
     def from_grid(self, grid: Tensor) -> Tensor:
@@ -163,7 +185,8 @@ class GridLayout(Layout):
 
     @abstractmethod
     def next_window(self, new: Tensor, window: Tensor) -> Tensor:
-        """The window of the next state from this call's tokens and the state's window, both `[batch, heads, …, dim]`."""
+        """The window of the next state from this call's tokens and the state's window, both `[batch, heads, …, dim]`; what
+        is kept is put into it later."""
 
     @abstractmethod
     def sinks(self, grid: Tensor, window: Tensor) -> Tensor:
@@ -185,38 +208,64 @@ class GridLayout(Layout):
         """`written`, before sinks and skipped tokens are removed: the tokens of segments that leave the window."""
 
     @property
+    @abstractmethod
+    def carried_from(self) -> int:
+        """The place of the state's window that holds the first of the `carried` tokens."""
+
+    def with_carried(self, window: Tensor, grid: Tensor) -> Tensor:
+        """The state's window with what the grid has for the tokens that it carries."""
+        begin, end = self.carried_from, self.carried_from + self.carried
+        carried = grid.flatten(1, 2)[:, : self.carried].transpose(1, 2)
+        return torch.cat([window[:, :, :begin], carried, window[:, :, end:]], 2)
+
+    @property
     def query_places(self) -> slice:
         """Where a segment's slots are in the window of its queries."""
-        begin = self.sink_tokens + self.local_segments * self.segment_length
+        begin = self.ahead + self.local_segments * self.segment_length
         return slice(begin, begin + self.slots)
 
     @property
     def key_places(self) -> slice | Tensor:
         """The places of a window's sinks, and of the slots of each of its segments."""
-        if self.slots == self.segment_length:
+        if self.slots == self.segment_length and not self.kept_tokens:
             return slice(0, self.places)
         places = torch.arange(self.places, device=self.tokens_seen.device)
-        segments = places[self.sink_tokens :].unflatten(0, (-1, self.segment_length))[:, : self.slots]
+        segments = places[self.ahead :].unflatten(0, (-1, self.segment_length))[:, : self.slots]
         return torch.cat([places[: self.sink_tokens], segments.flatten()])
+
+    def sink_places(self, kept: Tensor) -> Tensor:
+        """`[batch, segments, S]`: as what places the sinks are turned, right before so many kept tokens ([`Group.kept`]): a
+        window without a gap is that of a plain model."""
+        places = torch.arange(self.sink_tokens, device=self.tokens_seen.device)
+        return (self.kept_tokens - kept).unsqueeze(-1) + places
 
     def groups(self, size: int) -> Iterator[Group]:
         """The grid in groups of so many segments; 0: in one."""
         # Number of each segment within its document
         numbers = torch.arange(self.segments, device=self.tokens_seen.device) - self.document[:, :-1]
-        written, held = self.written(), self.memory_tokens_before
+        written, left = self.written(), self.left
         for begin in range(0, self.segments, size) if size else (0,):
             end = min(begin + size, self.segments) if size else self.segments
             if self._is_steady(begin, end):
                 yield Group(begin, end)
                 continue
+            here = None if left is None else left[:, begin:end]
             yield Group(
                 begin,
                 end,
-                mask=self._window_mask(numbers[:, begin:end]) if self.local_segments or self.sink_tokens else None,
+                mask=self._window_mask(numbers[:, begin:end]) if self.local_segments or self.ahead else None,
+                kept=None if here is None or not self.kept_tokens else here.clamp(max=self.kept_tokens),
                 written=None if written is None else written[:, begin:end],
-                filled=None if held is None else held[:, begin:end] > 0,
+                filled=None if here is None else here > self.kept_tokens,
                 borders=self.borders(begin, end),
             )
+
+    def delayed_numbers(self, begin: int, end: int) -> Tensor:
+        """`[batch or 1, segments, slots]`: the numbers, in their document, of the tokens of the delayed segments `begin …
+        end`; those of documents that have ended mean nothing."""
+        segments = torch.arange(begin, end, device=self.tokens_seen.device) - self.local_segments
+        slots = torch.arange(self.slots, device=segments.device)
+        return (segments - self.document[:, begin:end]).unsqueeze(-1) * self.segment_length + slots
 
     def delay(self, grid: Tensor) -> Tensor:
         """The grid as the memory takes it in: `w` segments later, so that a read finds all segments before its window."""
@@ -272,8 +321,7 @@ class PlainLayout(GridLayout):
     def to_grid(self, new: Tensor, window: Tensor | None) -> Tensor:
         tokens = new.transpose(1, 2)
         if self.carried:
-            begin = (self.local_segments - self.seen // self.segment_length + self.first) * self.segment_length
-            begin += self.sink_tokens
+            begin = self.carried_from
             old = (
                 tokens.new_zeros(self.batch, self.carried, *tokens.shape[2:])
                 if window is None
@@ -285,15 +333,19 @@ class PlainLayout(GridLayout):
     def from_grid(self, grid: Tensor) -> Tensor:
         return grid.flatten(1, 2)[:, self.carried : self.carried + self.tokens].transpose(1, 2)
 
+    @property
+    def carried_from(self) -> int:
+        return self.ahead + (self.local_segments - self.seen // self.segment_length + self.first) * self.segment_length
+
     def next_window(self, new: Tensor, window: Tensor) -> Tensor:
         length, local, sinks = self.segment_length, self.local_segments, self.sink_tokens
         end = self.seen + self.tokens
         first = max(0, end // length - local) * length  # first token that stays, counted in the document
-        begin = sinks + (local - self.seen // length) * length + first
+        begin = self.ahead + (local - self.seen // length) * length + first
         old = window[:, :, begin:] if first < self.seen else window[:, :, :0]
         old = old[:, :, : max(0, self.seen - first)]
         tokens = torch.cat([old, new[:, :, max(0, first - self.seen) :]], 2)
-        before = max(0, local - end // length) * length
+        before = self.kept_tokens + max(0, local - end // length) * length
         tokens = pad(tokens, (0, 0, before, self.places - sinks - before - tokens.shape[2]))
         if not sinks:
             return tokens
@@ -314,6 +366,9 @@ class PlainLayout(GridLayout):
         if self.skipped is not None or torch.compiler.is_compiling():
             return False
         local, complete = self.local_segments, (self.seen + self.tokens) // self.segment_length - self.first
+        if self.kept_tokens and not self.memory_in_use:
+            full = (begin - local) * self.segment_length - self.sink_tokens > self.kept_tokens
+            return full and end <= complete
         return begin >= local and (begin > local or self.memory_in_use) and end <= complete
 
     def _leaving(self) -> Tensor | None:
@@ -330,9 +385,9 @@ class IndexedLayout(GridLayout):
     """Any rows; the methods are those of [`PlainLayout`].
 
     Attributes:
-        source: `[batch, segments * slots]`, which row of (window without sinks, new tokens) fills the slot; −1: none.
+        source: `[batch, segments * slots]`, which row of (the window's segments, new tokens) fills the slot; −1: none.
         target: `[batch, tokens]`, the token's slot in the grid; −1: padding.
-        window: `[batch, S + (w + 1) * L]`, which row of (window, new tokens) the next state keeps; −1: none.
+        window: `[batch, places]`, which row of (window, new tokens) the next state keeps; −1: none.
     """
 
     source: Tensor
@@ -342,7 +397,7 @@ class IndexedLayout(GridLayout):
     def to_grid(self, new: Tensor, window: Tensor | None) -> Tensor:
         tokens = new.transpose(1, 2)
         if self.carried and window is not None:
-            tokens = torch.cat([window[:, :, self.sink_tokens :].transpose(1, 2), tokens], 1)
+            tokens = torch.cat([window[:, :, self.ahead :].transpose(1, 2), tokens], 1)
             # In which slot of the grid each slot of the carried window lies: its own place, −1 where it has no token
             places = torch.arange(self.carried, device=self.source.device)
             carried = torch.where(self.source[:, : self.carried] == places, places, -1)
@@ -357,6 +412,10 @@ class IndexedLayout(GridLayout):
     def _source_of_new(self) -> Tensor:
         """`source` counted among the new tokens only."""
         return torch.where(self.source >= self.carried, self.source - self.carried, -1)
+
+    @property
+    def carried_from(self) -> int:
+        return self.ahead
 
     def next_window(self, new: Tensor, window: Tensor) -> Tensor:
         tokens = torch.cat([window, new], 2) if self.carried else new
@@ -396,4 +455,14 @@ class IndexedLayout(GridLayout):
         current = self.tokens_seen.unsqueeze(1) // self.segment_length + last  # grid index of the next token's segment
         complete = (self.document[:, :-1] != last) | (places < current - self.local_segments)
         filled = (self.source >= 0).unflatten(1, (self.segments, self.slots)) & complete.unsqueeze(-1)
-        return self.delay(filled[..., None, None])[..., 0, 0]
+        leaving = self.delay(filled[..., None, None])[..., 0, 0]
+        if not self.kept_tokens:
+            return leaving
+        of, reading = self.documents(0, self.segments)  # what nobody reads any more is not kept, or counted
+        return leaving & (of == reading[:, :-1]).unsqueeze(-1)
+
+    def documents(self, begin: int, end: int) -> tuple[Tensor, Tensor]:
+        """As [`choose`] takes them: of what the delayed segments `begin … end` write, and of those that read."""
+        reading = self.document[:, begin : end + 1]
+        places = torch.arange(begin, end, device=reading.device)
+        return self.document[:, (places - self.local_segments).clamp(min=0)], reading

@@ -32,6 +32,7 @@ def segment_layout(
     segment_length: int,
     local_segments: int = 0,
     sink_tokens: int = 0,
+    kept_tokens: int = 0,
     *,
     attention_mask: Tensor | None = None,
     position_ids: Tensor | None = None,
@@ -62,7 +63,8 @@ def segment_layout(
             has tokens.
         RuntimeError: a mask with other values than 0 and 1, where no values are read back from the device.
     """
-    check_window(segment_length, local_segments, sink_tokens)
+    window = (segment_length, local_segments, sink_tokens, kept_tokens)
+    check_window(*window)
     compiling = torch.compiler.is_compiling()
     check_shapes(batch, tokens, attention_mask, memory_mask, position_ids)
     read_back = not compiling and max_documents is None
@@ -74,7 +76,6 @@ def segment_layout(
         restart = restarts(position_ids, real, state)
     if max_documents is not None:
         _check_documents(restart, max_documents)
-    window = (segment_length, local_segments, sink_tokens)
     call = LayoutInputs(batch, tokens, *window, real, position_ids, restart, memory_mask, state, device)
     if read_back:
         return _smallest_layout(call)
@@ -92,7 +93,7 @@ def _smallest_layout(call: LayoutInputs) -> SegmentLayout:
     call, state = _without_idle_masks(call), call.state
     if call.tokens == 1 and state is not None:
         return step_layout(call, state, read_back=True)
-    seen = in_memory = [0] * call.batch
+    call, seen, in_memory = call._replace(read_back=True), [0] * call.batch, [0] * call.batch
     if state is not None:
         seen, in_memory = torch.stack([state.tokens_seen, state.memory_tokens]).tolist()
     if call.real is None and call.restart is None and len(set(seen)) == 1:
@@ -156,16 +157,18 @@ def _with_memory(layout: GridLayout, call: LayoutInputs) -> GridLayout:
         new, window = (skipped[:, None, :, None] for skipped in (new, window))
         next_skipped = layout.next_window(new, window)[:, 0, :, 0]
         layout = replace(layout, skipped=layout.to_grid(new, window)[..., 0, 0], next_skipped=next_skipped)
-    before = torch.zeros(call.batch, dtype=torch.long, device=device) if state is None else state.memory_tokens
-    counts = _memory_tokens(layout, before.unsqueeze(1))
+    before = torch.zeros(call.batch, dtype=torch.long, device=device) if state is None else state.tokens_left()
+    left = _left(layout, before.unsqueeze(1))
     # Its strides are those of a new tensor, for torch.cond compares them
-    after = counts[:, -1].clone(memory_format=torch.contiguous_format)
-    return replace(layout, memory_tokens_before=counts[:, :-1], memory_tokens=after)
+    after = (left[:, -1] - call.kept_tokens).clamp(min=0).clone(memory_format=torch.contiguous_format)
+    most_kept = call.kept_tokens
+    if most_kept and call.read_back:  # short rows do not attend to empty places
+        most_kept = min(most_kept, int(left[:, :-1].max()))
+    return replace(layout, left=left, memory_tokens=after, most_kept=most_kept)
 
 
-def _memory_tokens(layout: GridLayout, before: Tensor) -> Tensor:
-    """`[batch, segments + 1]`: how many tokens of its document the memory holds when each segment, and when the row's next
-    token, reads it; `before` `[batch, 1]`: before the call."""
+def _left(layout: GridLayout, before: Tensor) -> Tensor:
+    """[`GridLayout.left`]; `before` `[batch, 1]`: before the call."""
     written, places = layout.written(), torch.arange(layout.segments + 1, device=before.device)
     if written is None:
         total = places.unsqueeze(0) * layout.slots
@@ -191,6 +194,7 @@ def _plain_layout(call: LayoutInputs, seen: int, memory_in_use: bool) -> PlainLa
         segment_length=length,
         local_segments=call.local_segments,
         sink_tokens=call.sink_tokens,
+        kept_tokens=call.kept_tokens,
         segments=segments,
         slots=length if total >= length else total,
         carried=carried,
@@ -230,7 +234,7 @@ def _indexed_layout(
         carried: as in [`GridLayout`].
         sizes: segments, slots and whether the rows are packed; `None`: as the arguments need, read back from the device.
     """
-    batch, tokens, segment_length, local_segments, sinks, real, position_ids, restart, _, state, device = call
+    batch, tokens, segment_length, local_segments, sinks, kept, real, position_ids, restart, _, state, device, _ = call
     real = torch.ones(batch, tokens, dtype=torch.bool, device=device) if real is None else real
     restart = torch.zeros(batch, tokens, dtype=torch.bool, device=device) if restart is None else restart
     base = local_segments if carried else 0  # grid segment that the next token of a continued document falls into
@@ -268,8 +272,9 @@ def _indexed_layout(
     token = (ended // segment_length - local_segments).unsqueeze(1) * segment_length + places
     place = (token // segment_length + document[:, -1:]) * slots + token % segment_length
     stays = (token >= 0) & (token < ended.unsqueeze(1))
-    ahead = sinks if carried else 0  # the window's sinks come before what is in the grid
+    ahead = sinks + kept if carried else 0  # the window's sinks and kept tokens come before what is in the grid
     window = torch.where(stays, source.gather(1, place.clamp(0, spare - 1)) + ahead, -1)
+    window = F.pad(window, (kept, 0), value=-1)
     if sinks:
         token = torch.arange(sinks, device=device).expand(batch, sinks)
         row = source.gather(1, (document[:, -1:] * slots + token).clamp(0, spare - 1))
@@ -290,6 +295,7 @@ def _indexed_layout(
         segment_length=segment_length,
         local_segments=local_segments,
         sink_tokens=sinks,
+        kept_tokens=kept,
         segments=segments,
         slots=slots,
         carried=carried,

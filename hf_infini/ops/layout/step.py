@@ -23,10 +23,12 @@ class StepLayout(Layout):
         new_sinks: `[batch, 1, S, 1]` bool, the place that the token also takes among the sinks; `None`: none is a sink.
         seen: the part of the window that any row sees; visible: `[batch, 1, 1, places of it]` bool, what each row sees of
             it; `None`: all of it.
+        turned: as what places its keys are turned, `[batch, places of it]`: sinks come right before what is kept; or `seen`.
         filled: `[batch, 1, 1]` bool, whether the memory holds any token of the row's document.
         completing: `[batch]` bool, whether the row's segment is complete with this token; `None`: no row's.
         complete_rows: the numbers of those rows; `None`: not known.
-        taken_in: `[batch, L]` bool, which tokens of the window's oldest segment the memory takes in now; `None`: none.
+        taken_in: `[batch, L]` bool, which tokens of the window's oldest segment leave it now: the memory takes them in, but
+            for kept tokens; `None`: none.
     """
 
     rows: Tensor
@@ -34,6 +36,7 @@ class StepLayout(Layout):
     new_sinks: Tensor | None
     seen: slice
     visible: Tensor | None
+    turned: slice | Tensor
     filled: Tensor
     completing: Tensor | None
     complete_rows: Tensor | None
@@ -58,23 +61,28 @@ class StepLayout(Layout):
 
     def oldest(self, window: Tensor) -> Tensor:
         """The oldest segment of the window, `[batch, heads, L, dim]`."""
-        return window[:, :, self.sink_tokens : self.sink_tokens + self.segment_length]
+        return window[:, :, self.ahead : self.ahead + self.segment_length]
+
+    def oldest_numbers(self) -> Tensor:
+        """`[batch, L]`: the numbers of its tokens in the document."""
+        first = (self.positions // self.segment_length - self.local_segments) * self.segment_length
+        return first + torch.arange(self.segment_length, device=first.device)
 
     def shift(self, window: Tensor) -> Tensor:
         """The window with each of its segments, but for the oldest, one segment on."""
-        segments = pad(window[:, :, self.sink_tokens + self.segment_length :], (0, 0, 0, self.segment_length))
-        return torch.cat([window[:, :, : self.sink_tokens], segments], 2) if self.sink_tokens else segments
+        segments = pad(window[:, :, self.ahead + self.segment_length :], (0, 0, 0, self.segment_length))
+        return torch.cat([window[:, :, : self.ahead], segments], 2) if self.ahead else segments
 
     def in_complete_rows(self, function: Callable[..., tuple[Tensor, ...]], *old: Tensor) -> tuple[Tensor, ...]:
-        """What `function(taken_in, *old)` makes of tensors `[batch, …]` in the rows that complete a segment; `old` in the
-        others."""
+        """What `function(taken_in, oldest_numbers, *old)` makes of tensors `[batch, …]` in the rows that complete a segment;
+        `old` in the others."""
         rows, completing, taken_in = self.complete_rows, self.completing, self.taken_in
         if completing is None or taken_in is None:
             return old
         if rows is not None and len(rows) < len(self.rows):
-            new = function(taken_in[rows], *(part[rows] for part in old))
+            new = function(taken_in[rows], self.oldest_numbers()[rows], *(part[rows] for part in old))
             return tuple(part.index_copy(0, rows, changed) for part, changed in zip(old, new, strict=True))
-        new = function(taken_in, *old)
+        new = function(taken_in, self.oldest_numbers(), *old)
         if rows is not None:
             return new
         pairs = zip(new, old, strict=True)
@@ -84,10 +92,11 @@ class StepLayout(Layout):
 def step_layout(call: LayoutInputs, state: InfiniState, read_back: bool = False) -> StepLayout:
     """The layout of one token per row; `read_back`: whether values may be read back from the device."""
     length, local, sinks, real = call.segment_length, call.local_segments, call.sink_tokens, call.real
-    seen, in_memory, skipped = state.tokens_seen, state.memory_tokens, state.local_skipped
+    seen, left, skipped = state.tokens_seen, state.tokens_left(), state.local_skipped
+    kept_tokens, ahead = call.kept_tokens, call.sink_tokens + call.kept_tokens
     if call.restart is not None:
         begins = call.restart[:, 0]
-        seen, in_memory = seen.masked_fill(begins, 0), in_memory.masked_fill(begins, 0)
+        seen, left = seen.masked_fill(begins, 0), left.masked_fill(begins, 0)
         skipped = None if skipped is None else skipped.masked_fill(call.restart, False)
         real = torch.ones_like(call.restart) if real is None else real  # whoever reads the one reads the other
     new = 1 if real is None else real[:, 0].long()
@@ -97,21 +106,29 @@ def step_layout(call: LayoutInputs, state: InfiniState, read_back: bool = False)
         last_position = given if real is None else torch.where(real[:, 0], given, state.last_position)
 
     def slot(count):  # of the token after so many of its document, of numbers and of tensors
-        return sinks + local * length + count % length
+        return ahead + local * length + count % length
 
     def first(count):  # place that it sees; sinks are seen when the document's first segment has left the window
-        return (sinks + (local - count // length) * length) * (count // length <= local)
+        return (ahead + (local - count // length) * length) * (count // length <= local)
 
     seen_places, all_rows_alike, have_new_sinks, complete_rows = slice(0, slot(length - 1) + 1), False, sinks > 0, None
+    all_kept = False
     if read_back:
-        before, then = torch.stack([seen, after]).tolist()
+        before, then, gone = torch.stack([seen, after, left]).tolist()
         seen_places = slice(first(max(before)), max(map(slot, before)) + 1)
         all_rows_alike, have_new_sinks = len(set(before)) == 1, min(before) < sinks
+        all_kept = seen_places.start >= ahead or min(gone) >= kept_tokens  # no place of what is seen is empty
         complete_rows = [row for row, count in enumerate(then) if count > before[row] and count % length == 0]
     visible = new_sinks = completing = taken_in = None
-    if not all_rows_alike:
+    turned: slice | Tensor = seen_places
+    if not (all_rows_alike and all_kept):
         places = torch.arange(seen_places.start, seen_places.stop, device=seen.device)
-        visible = ((places >= first(seen)[:, None]) & (places <= slot(seen)[:, None]))[:, None, None]
+        visible = (places >= first(seen)[:, None]) & (places <= slot(seen)[:, None])
+        if kept_tokens:
+            empty = (kept_tokens - left).clamp(min=0)[:, None]
+            visible = visible & ((places < sinks) | (places >= sinks + empty))
+            turned = torch.where(places < sinks, places + empty, places)
+        visible = visible[:, None, None]
     if have_new_sinks:
         places = torch.arange(sinks, device=seen.device)
         new_sinks = ((places >= seen[:, None]) & (places < after[:, None]))[:, None, :, None]
@@ -120,14 +137,20 @@ def step_layout(call: LayoutInputs, state: InfiniState, read_back: bool = False)
         # Of the window's oldest segment, by the numbers of its tokens in the document
         numbers = (seen // length - local)[:, None] * length + torch.arange(length, device=seen.device)
         taken_in = completing[:, None] & (numbers >= sinks)
+
+    def in_memory(leaving):  # `[batch]`, after the call
+        count = left if leaving is None else left + leaving.sum(1)
+        return (count - kept_tokens).clamp(min=0) if kept_tokens else count
+
     layout = StepLayout(
         segment_length=length,
         local_segments=local,
         sink_tokens=sinks,
+        kept_tokens=kept_tokens,
         positions=seen.unsqueeze(1),
         tokens_seen=after,
         last_position=last_position,
-        memory_tokens=in_memory if taken_in is None else in_memory + taken_in.sum(1),
+        memory_tokens=in_memory(taken_in),
         real=real,
         restart=call.restart,
         rows=torch.arange(call.batch, device=seen.device),
@@ -135,7 +158,8 @@ def step_layout(call: LayoutInputs, state: InfiniState, read_back: bool = False)
         new_sinks=new_sinks,
         seen=seen_places,
         visible=visible,
-        filled=(in_memory > 0)[:, None, None],
+        turned=turned,
+        filled=(left > kept_tokens)[:, None, None],
         completing=completing,
         complete_rows=torch.tensor(complete_rows, device=seen.device) if complete_rows else None,
         taken_in=taken_in,
@@ -148,6 +172,6 @@ def step_layout(call: LayoutInputs, state: InfiniState, read_back: bool = False)
     skipped = layout.put(skipped[:, None, :, None], new[:, None, :, None])
     if taken_in is not None:
         taken_in = taken_in & ~layout.oldest(skipped)[:, 0, :, 0]
-        layout = replace(layout, taken_in=taken_in, memory_tokens=in_memory + taken_in.sum(1))
-    (skipped,) = layout.in_complete_rows(lambda _, skipped: (layout.shift(skipped),), skipped)
+        layout = replace(layout, taken_in=taken_in, memory_tokens=in_memory(taken_in))
+    (skipped,) = layout.in_complete_rows(lambda *given: (layout.shift(given[-1]),), skipped)
     return replace(layout, next_skipped=skipped[:, 0, :, 0])

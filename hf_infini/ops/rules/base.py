@@ -13,6 +13,8 @@ from torch import Tensor
 from ..memory import EPS, FEATURE_MAPS, Borders, States, Within, Written, read_memory, running_sum
 
 DENOMINATORS = ("separate", "shared")
+# Which scores of a token a choice of `keep_score` has; each has its share of the places (kept.py)
+KEEP_SCORES = {"attention": ("attention",), "learned": ("learned",), "half": ("attention", "learned")}
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,6 +26,7 @@ class MemoryRule:
 
     Attributes:
         query_map, key_map: `[heads, D, D]` and `[kv_heads, D, D]`, [`infini_attention`]'s `feature_maps`, or `None`.
+        keep_score: which tokens are kept out of it, where some are.
 
     What a rule says of itself:
         update_rule: its name, that of its file.
@@ -41,6 +44,7 @@ class MemoryRule:
     eps: float = EPS
     query_map: Tensor | None = None
     key_map: Tensor | None = None
+    keep_score: str = "attention"
 
     update_rule: ClassVar[str]
     normalised: ClassVar[bool] = True
@@ -49,7 +53,8 @@ class MemoryRule:
     not_with: ClassVar[Mapping[str, tuple[str, str]]] = {}
 
     def __post_init__(self):
-        for name, allowed in (("feature_map", FEATURE_MAPS), ("denominator", DENOMINATORS)):
+        choices = {"feature_map": FEATURE_MAPS, "denominator": DENOMINATORS, "keep_score": KEEP_SCORES}
+        for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}.")
         self.check(vars(self))

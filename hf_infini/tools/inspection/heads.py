@@ -229,6 +229,11 @@ def inspect_attention(
         ValueError: a model of another kind or attention implementation, no such layer, or inputs that do not fit.
     """
     base = _supported_base(model)
+    if getattr(base.config, "kept_tokens", 0):
+        raise ValueError(
+            f"cannot inspect a model with kept_tokens={base.config.kept_tokens}: what a head keeps is in the cache only "
+            "(InfiniState.kept_position). Give kept_tokens=0."
+        )
     wanted = list(range(len(base.h))) if layers is None else sorted(set(layers))
     if not set(wanted) <= set(range(len(base.h))):
         raise ValueError(f"layers must be numbers from 0 to {len(base.h) - 1}; got {wanted}.")

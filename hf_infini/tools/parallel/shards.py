@@ -147,6 +147,11 @@ def check_shards(config: PreTrainedConfig, tokens: int | None = None, size: int 
             f"layers {kept} of this model have no memory: their attention would need the keys and values of all ranks, "
             "which are not exchanged here. Give every layer a memory, or do not cut the rows."
         )
+    if config.kept_tokens:
+        raise ValueError(
+            f"this model keeps {config.kept_tokens} tokens of what has left the window, and ranks do not exchange which: "
+            "give kept_tokens=0, or do not cut the rows."
+        )
     length = config.window[0]
     if tokens is not None and tokens % (size * length):
         fewer = f", fewer than the {size} ranks" if tokens < size * length else ""

@@ -1,0 +1,349 @@
+"""Kept tokens: of those that have left the window, the K with the highest scores stay visible to the softmax, word for word,
+and all others are written into the memory, each once, in the order of their positions; for each key/value head.
+
+A score is known when its token leaves the window and then stays, and depends on nothing that is kept. So what is kept after
+any segment are the best of all that had left by then, whether they came in one call or in many: the choices of many segments
+are made at once, before any attention to kept tokens is computed. Ties go to the earlier token. A choice has no gradient.
+
+Sums of the same attention in another order differ by rounding, in float32 by some 10⁻⁷ of the score. Two tokens as close as
+that may change places between two ways to compute the same call, and an equally good one is kept. Rounding before comparing
+would not help: scores lie as often near the border of a rounding step as near each other. Equal scores, such as learned ones
+of zero, are equal whatever the order.
+
+Shapes: `B` batch, `K` key/value heads, `s` segments, `C` slots of one, `R` scores of a token. What is kept has as many
+*places* as the option says, right-aligned, in the order of positions. The *rows* among which is chosen are what was kept
+before, and then the tokens of the segments that leave the window: `[B, places + s · C, K, …]`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .layout.base import GridLayout, Group, IndexedLayout, Layout
+from .rules import MemoryRule
+from .rules.base import KEEP_SCORES
+from .state import InfiniState, Projections
+from .tensors import in_blocks, pad
+from .window import ScoreOptions, causal, masked_scores
+
+CHOICE_ELEMENTS = {"cpu": 2**17, "cuda": 2**24}  # rows times segments among which is chosen at a time
+
+
+class Kept(NamedTuple):
+    """What is kept of each row's document, `[B, places, K, …]` each; zeros, and position −1, where there is no token.
+
+    Attributes:
+        position: the number of the token in its document, int64, `[B, places, K, 1]`; the others are as in [`Projections`].
+    """
+
+    key: Tensor
+    value: Tensor
+    log_weight: Tensor | None
+    score: Tensor
+    position: Tensor
+
+    @classmethod
+    def of_state(cls, state: InfiniState, places: slice) -> "Kept":
+        parts = (None if window is None else window[:, :, places].transpose(1, 2) for window in state.windows())
+        return cls(*parts, state.kept_position.transpose(1, 2).unsqueeze(-1))
+
+    def into(self, state: InfiniState, places: slice) -> InfiniState:
+        """The state that keeps this in these places of its windows."""
+        parts = (None if part is None else part.transpose(1, 2) for part in self)
+        key, *others, position = parts
+
+        def put(window, kept):
+            sinks = window[:, :, : places.start]
+            sinks = torch.zeros_like(sinks) if window is state.local_score else sinks  # they need none
+            return torch.cat([sinks, kept.to(window.dtype), window[:, :, places.stop :]], 2)
+
+        state = state.map_windows(put, Projections(key, key, *others))
+        return replace(state, kept_position=position.squeeze(-1).contiguous())
+
+    def taken(self, index: Tensor) -> "Kept":
+        """What is kept of such rows; `index`: `[B, K, places]`, −1 for none."""
+        flat, empty = flat_index(index, self.key.shape[1]), (index < 0).unsqueeze(-1)
+        *parts, position = (None if part is None else take(part, flat).transpose(1, 2) for part in self)
+        empty = empty.transpose(1, 2)
+        parts = [None if part is None else part.masked_fill(empty, 0) for part in parts]
+        return Kept(*parts, position.masked_fill(empty, -1))
+
+
+class Choice(NamedTuple):
+    """Rows, −1 for none.
+
+    Attributes:
+        before: `[B, K, s, places]`, what is kept when each of the segments is read; last: `[B, K, places]`, after them.
+        evicted: `[B, K, s, C]`, what the memory takes in after each segment is read, left-aligned.
+    """
+
+    before: Tensor
+    last: Tensor
+    evicted: Tensor
+
+
+def first_scores(keep_score: str, key: Tensor, learned: Tensor | None) -> Tensor:
+    """`[B, K, tokens, R]`, the scores of new tokens before any query has seen them, in float32 or wider; `learned` `[B, K,
+    tokens]`."""
+    zeros = key.new_zeros(key.shape[:3], dtype=torch.promote_types(key.dtype, torch.float32))
+    names = KEEP_SCORES[keep_score]
+    return torch.stack([learned.to(zeros) if name == "learned" else zeros for name in names], -1).detach()
+
+
+@torch.no_grad()
+def received_attention(
+    query: Tensor, key: Tensor, mask: Tensor | None, asking: Tensor | None, softmax: ScoreOptions
+) -> Tensor:
+    """What each key receives of a softmax over all of them, without dropout: the sum over the queries, the mean over the
+    heads of its group, `[…, K, T, W]` in float32 or wider.
+
+    Args:
+        query: `[…, H, T, C, D]`; key: `[…, K, T, W, D]`.
+        mask: bool, True = visible, `[…, 1, T, C, W]`; `None`: every slot of a full window up to the query's own.
+        asking: bool, which queries count, `[…, 1, T, C]`; `None`: all.
+    """
+    kv_heads, slots, mask = key.shape[-4], query.shape[-2], causal(query, key) if mask is None else mask
+    query = query.unflatten(-4, (kv_heads, -1)).transpose(-4, -3).flatten(-3, -2)  # […, K, T, heads of a group · C, D]
+    group = query.shape[-2] // slots
+    if group > 1:
+        mask = mask.unsqueeze(-3).expand(*mask.shape[:-2], group, -1, -1).flatten(-3, -2)
+    scores = masked_scores(query, key, mask, softmax)
+    weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32))
+    if asking is None:
+        return weights.sum(-2) / group
+    asking = asking.unsqueeze(-2).expand(*asking.shape[:-1], group, -1).flatten(-2).to(weights.dtype)
+    return (asking.unsqueeze(-2) @ weights).squeeze(-2) / group
+
+
+def final_scores(keep_score: str, scores: Tensor, segment_length: int, local_segments: int) -> Tensor:
+    """The scores of tokens that leave, `[…, C, K, R]`: sums of attention become means over the queries, which are those of
+    the token's segment, from itself on, and of the segments after it in the window."""
+    if "attention" not in KEEP_SCORES[keep_score]:
+        return scores
+    slots = torch.arange(scores.shape[-3], device=scores.device)
+    queries = ((local_segments + 1) * segment_length - slots).to(scores.dtype)[:, None, None]
+    return torch.cat([scores[..., :1] / queries, scores[..., 1:]], -1)
+
+
+class KeptInGrid:
+    """What is kept while a call goes through the groups of its grid, from one to the next.
+
+    Attributes:
+        kept: before the group, and then after it.
+        scores: of the grid's tokens so far, `[B, w + segments, C, K, R]`; the first w segments are empty.
+    """
+
+    def __init__(self, scores: Tensor, layout: GridLayout, rule: MemoryRule, state: InfiniState):
+        self.layout, self.rule = layout, rule
+        self.kept = Kept.of_state(state, layout.kept_places)
+        self.scores = pad(scores.detach(), (0,) * 6 + (layout.local_segments, 0)).clone()
+        ones = torch.ones(layout.batch, 1, layout.tokens, 1, dtype=torch.bool, device=scores.device)
+        self.asking = layout.to_grid(ones, None)[..., 0, 0]
+
+    def see(
+        self, query: Tensor, key: Tensor, mask: Tensor | None, group: Group, block: int, softmax: ScoreOptions
+    ) -> None:
+        """Adds what the tokens of the windows receive from a group's queries, `[B, N, H, T, C, D]`; `key`: `[B, N, K, T, W,
+        D]` of sinks and segments, as they are compared."""
+        if "attention" not in KEEP_SCORES[self.rule.keep_score]:
+            return
+        asking = in_blocks(self.asking[:, group.begin : group.end], block).unsqueeze(2)
+        received = received_attention(query, key, mask, asking, softmax)[..., self.layout.sink_tokens :]
+        received = received.unflatten(-1, (-1, self.layout.slots)).permute(4, 0, 1, 3, 5, 2).flatten(2, 3)
+        for shift, of_segments in enumerate(received[:, :, : group.end - group.begin]):
+            self.scores[:, group.begin + shift : group.end + shift, ..., 0] += of_segments
+
+    def choose(self, leaving: Sequence[Tensor | None], group: Group) -> "KeptOfGroup":
+        """What the group's segments see and evict; `leaving`: keys, values and log weights of the tokens that leave while
+        they are read, `[B, s, C, K, …]` each. All that these have received is known."""
+        layout, scores, documents = self.layout, self.scores[:, group.begin : group.end], None
+        if isinstance(layout, IndexedLayout) and layout.packed:
+            documents = layout.documents(group.begin, group.end)
+        written = group.written
+        if written is None:
+            written = torch.ones(1, *scores.shape[1:3], dtype=torch.bool, device=scores.device)
+        position = layout.delayed_numbers(group.begin, group.end)[..., None, None].expand_as(scores[..., :1])
+        found = keep_best(self.kept, Kept(*leaving, scores, position), written, self.rule.keep_score, layout, documents)
+        self.kept = found.kept
+        return found
+
+    def scored(self, tokens: Projections, state: InfiniState) -> tuple[Projections, InfiniState]:
+        """The call's tokens, and the state's window, with what they have received."""
+        scores = self.scores[:, self.layout.local_segments :]
+        window = self.layout.with_carried(state.local_score, scores)
+        return tokens._replace(score=self.layout.from_grid(scores)), replace(state, local_score=window)
+
+
+class KeptOfGroup(NamedTuple):
+    """What a group's segments see and evict."""
+
+    rows: Kept
+    choice: Choice
+    layout: Layout
+
+    def visible(
+        self, keys: Tensor, values: Tensor, mask: Tensor | None, most: int, group: Group, block: int, softmax: ScoreOptions
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Keys, as they are compared, and values of the windows, `[B, N, K, T, W, D]`, and their mask, with the kept tokens
+        between sinks and segments; `most`: how many there are at most."""
+        sinks, places = self.layout.sink_tokens, self.layout.kept_places
+        if not most:
+            return keys, values, mask
+        index = self._in_blocks(self._flat(self.choice.before[..., -most:]), block)
+        kept_keys = softmax.compared_keys(take(self.rows.key, index), slice(places.stop - most, places.stop))
+        pairs = (kept_keys, keys), (take(self.rows.value, index), values)
+        keys, values = (torch.cat([part[..., :sinks, :], kept, part[..., sinks:, :]], 4) for kept, part in pairs)
+        if group.kept is not None and mask is not None:
+            filled = torch.arange(most, 0, -1, device=keys.device) <= group.kept.unsqueeze(-1)
+            filled = in_blocks(filled, block)[:, :, None, :, None].expand(-1, -1, -1, -1, mask.shape[4], -1)
+            mask = mask.expand(len(filled), -1, -1, -1, -1, -1)
+            mask = torch.cat([mask[..., :sinks], filled, mask[..., sinks:]], -1)
+        return keys, values, mask
+
+    @property
+    def kept(self) -> Kept:
+        """What is kept after the last of the segments."""
+        return self.rows.taken(self.choice.last)
+
+    def evicted(self, block: int) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+        """Keys, values and log weights of what the memory takes in, `[B, N, K, T, C, D]`; and which of them are any, `[B, N,
+        K, T, C]` bool."""
+        index = self._in_blocks(self._flat(self.choice.evicted), block)
+        parts = (None if part is None else take(part, index) for part in self.rows[:3])
+        return *parts, self._in_blocks(self.choice.evicted >= 0, block)
+
+    def _flat(self, index: Tensor) -> Tensor:
+        return flat_index(index, self.rows.key.shape[1])
+
+    @staticmethod
+    def _in_blocks(index: Tensor, block: int) -> Tensor:
+        """`[B, K, s, …]` as `[B, N, K, T, …]`."""
+        return in_blocks(index.transpose(1, 2), block).transpose(2, 3)
+
+
+def keep_best(
+    kept: Kept,
+    leaving: Kept,
+    written: Tensor,
+    keep_score: str,
+    layout: Layout,
+    documents: tuple[Tensor, Tensor] | None = None,
+) -> KeptOfGroup:
+    """What is kept and evicted of what was kept before and of the tokens of segments that leave one after the other.
+
+    Args:
+        leaving: `[B, s, C, K, …]` each, scores as they are in a window.
+        written: `[B or 1, s, C]` bool, which tokens there are to keep or evict.
+        documents: as in [`choose_kept`].
+    """
+    scores = final_scores(keep_score, leaving.score, layout.segment_length, layout.local_segments)
+    choice = choose_kept(kept, scores, written, shares(keep_score, layout.kept_tokens), documents)
+    pairs = zip(kept, leaving._replace(score=scores), strict=True)
+    rows = Kept(*(None if old is None else torch.cat([old, new.flatten(1, 2)], 1) for old, new in pairs))
+    return KeptOfGroup(rows, choice, layout)
+
+
+def shares(keep_score: str, places: int) -> tuple[int, ...]:
+    """Places for each of the scores; the first gets the odd one."""
+    count = len(KEEP_SCORES[keep_score])
+    return tuple((places + count - 1 - number) // count for number in range(count))
+
+
+def choose_kept(
+    kept: Kept,
+    scores: Tensor,
+    leaving: Tensor,
+    shares: tuple[int, ...],
+    documents: tuple[Tensor, Tensor] | None = None,
+) -> Choice:
+    """What is kept and what is evicted while segments leave the window one after the other.
+
+    Args:
+        kept: before the first of them.
+        scores: `[B, s, C, K, R]`, final; leaving: `[B or 1, s, C]` bool, which tokens there are to keep or evict.
+        shares: places for each of the scores.
+        documents: `[B, s]`, of each segment that leaves, and `[B, s + 1]`, of those that are read while they do, and after;
+            `None`: one.
+    """
+    batch, segments, slots, heads, _ = scores.shape
+    places, device = kept.position.shape[1], scores.device
+    limit = CHOICE_ELEMENTS.get(device.type, CHOICE_ELEMENTS["cuda"]) // (batch * heads)
+    size = max(1, min(segments, limit // places, int((limit / slots) ** 0.5)))
+    index = torch.arange(places, device=device).expand(batch, heads, places)
+    index = index.masked_fill(kept.position[..., 0].transpose(1, 2) < 0, -1)
+    best, scores = kept.score.transpose(1, 2), scores.permute(0, 3, 1, 2, 4)
+    found: list[Choice] = []
+    for begin in range(0, segments, size):
+        part = slice(begin, begin + size)
+        of = None if documents is None else (documents[0][:, part], documents[1][:, begin : begin + size + 1])
+        first = places + begin * slots
+        choice, best = _choose_at_once(index, best, scores[:, :, part], leaving[:, part], first, shares, of)
+        found.append(choice)
+        index = choice.last
+    before, _, evicted = zip(*found, strict=True)
+    return Choice(torch.cat(before, 2), index, torch.cat(evicted, 2))
+
+
+def _choose_at_once(index, best, scores, leaving, first, shares, documents) -> tuple[Choice, Tensor]:
+    """[`choose_kept`] for some segments, and the scores of what is kept in the end.
+
+    Args:
+        index: `[B, K, places]`, rows that were kept before, with the scores `best`.
+        first: row of the first token that leaves.
+    """
+    batch, heads, segments, slots, _ = scores.shape
+    places, device = index.shape[2], scores.device
+    numbers = torch.arange(segments, device=device)
+    # When each candidate has left the window: −1 before, `segments` where there is none
+    time = torch.where(index[:, 0] < 0, segments, -1)
+    new = torch.where(leaving, numbers[:, None], segments).flatten(1).expand(batch, -1)
+    time = torch.cat([time, new], 1)[:, None, None]
+    rows = torch.arange(first, first + segments * slots, device=device).expand(batch, heads, -1)
+    rows, scores = torch.cat([index, rows], 2), torch.cat([best, scores.flatten(2, 3)], 2)
+    left = time <= numbers[:, None]
+    if documents is not None:
+        of, reading = documents
+        of = torch.cat([reading[:, :1].expand(-1, places), of.repeat_interleave(slots, 1)], 1)
+        left = left & (of[:, None, None] == reading[:, None, 1:, None])
+    left = left.expand(-1, heads, -1, -1)
+    stays = torch.zeros_like(left)
+    for share, score in zip(shares, scores.unbind(-1), strict=True):
+        order = score.argsort(dim=-1, descending=True, stable=True).unsqueeze(2).expand_as(left)
+        free = (left & ~stays).gather(-1, order)
+        taken = free & (free.cumsum(-1) <= share)
+        stays = stays | torch.zeros_like(stays).scatter(-1, order, taken)
+    held = torch.cat([(time < 0).expand(-1, heads, -1, -1), stays[:, :, :-1]], 2)
+    evicted = left & ~stays & (held | (time == numbers[:, None]))
+    columns, after = _listed(stays, rows, places, at_end=True)
+    last = columns[:, :, -1].clamp(min=0).unsqueeze(-1).expand(-1, -1, -1, scores.shape[-1])
+    before = torch.cat([index.unsqueeze(2), after[:, :, :-1]], 2)
+    return Choice(before, after[:, :, -1], _listed(evicted, rows, slots, at_end=False)[1]), scores.gather(2, last)
+
+
+def _listed(chosen: Tensor, rows: Tensor, size: int, at_end: bool) -> tuple[Tensor, Tensor]:
+    """The columns that are chosen, `[B, K, s, W]` bool, in order in `size` places, `[B, K, s, size]`, −1 for none; and their
+    rows, of `[B, K, W]`, likewise."""
+    count = chosen.cumsum(-1)
+    place = count - 1 + (size - count[..., -1:] if at_end else 0)
+    place = torch.where(chosen, place, size)  # a spare place takes the others
+    columns = torch.full((*chosen.shape[:-1], size + 1), -1, device=rows.device)
+    numbers = torch.arange(chosen.shape[-1], device=rows.device).expand_as(chosen)
+    columns = columns.scatter(-1, place, numbers)[..., :size]
+    found = rows.unsqueeze(2).expand_as(chosen).gather(-1, columns.clamp(min=0))
+    return columns, found.masked_fill(columns < 0, -1)
+
+
+def flat_index(index: Tensor, count: int) -> Tensor:
+    """Rows `[B, K, …]` of `[B, count, K]` as [`take`] counts them; row 0 for −1."""
+    batch, heads = index.shape[:2]
+    shape = (-1, *(1,) * (index.dim() - 1))
+    first = torch.arange(batch, device=index.device).view(shape) * count
+    return (index.clamp(min=0) + first) * heads + torch.arange(heads, device=index.device).view(shape[:-1])
+
+
+def take(rows: Tensor, index: Tensor) -> Tensor:
+    """`[…, D]` of rows `[B, n, K, D]` at a [`flat_index`] of any shape."""
+    return rows.flatten(0, 2).index_select(0, index.flatten()).unflatten(0, index.shape)

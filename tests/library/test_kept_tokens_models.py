@@ -1,0 +1,284 @@
+"""Kept tokens in models: all families up to sinks, kept tokens and window, and one answer however a text is read."""
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import hf_infini
+from decoders import TYPES, decoder
+from decoders import token_ids as ids_of_decoder
+from hf_infini import InfiniCache, cache_bytes, patch_model
+from hf_infini.layers.memory_layer import memory_layers
+from hf_infini.tools.parallel.shards import check_shards
+from models import causal_mha, infini_gpt2, token_ids
+
+WINDOW = {"segment_length": 8, "local_segments": 1, "sink_tokens": 2}
+# Logits of size 5 from four layers in float32, summed in another order
+FLOAT32 = {"rtol": 1e-5, "atol": 1e-4}
+SCORES = ("attention", "learned", "half")
+QUICK = ("gpt2", "llama", "gemma2", "smollm3")
+each_type = pytest.mark.parametrize(
+    "model_type", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in TYPES]
+)
+
+
+def with_scores(model):
+    """The model in float64, in which nothing but ties is near, with learned scores that differ from token to token."""
+    draw = torch.Generator().manual_seed(5)
+    for layer in memory_layers(model).values():
+        if hasattr(layer, "keep_weight"):
+            with torch.no_grad():
+                layer.keep_weight.copy_(torch.randn(layer.keep_weight.shape, generator=draw))
+    return model.double()
+
+
+def scratch(keep_score="half", **options):
+    window = {"attention": "infini", "position_encoding": "rope", **WINDOW, "kept_tokens": 6}
+    return with_scores(causal_mha(**window | {"keep_score": keep_score} | options))
+
+
+def read(model, ids, cuts, cache=None):
+    """Logits, and the cache, of calls between the cuts."""
+    logits = []
+    for begin, end in zip([0, *cuts], [*cuts, ids.shape[1]], strict=True):
+        output = model(ids[:, begin:end], cache=cache, use_cache=True)
+        cache = output.cache
+        logits.append(output.logits)
+    return torch.cat(logits, 1), cache
+
+
+@each_type
+def test_is_the_plain_model_up_to_sinks_kept_tokens_and_window(model_type):
+    """2 + 22 + 16 tokens; with one more segment it is another."""
+    ids = ids_of_decoder(2, 48)
+    model = decoder(model_type)
+    with torch.no_grad():
+        wanted = model(ids).logits
+        patch_model(model, **WINDOW, kept_tokens=22)
+        found, cache = read(model, ids, ())
+        steps, _ = read(model, ids[:1], range(1, 40))
+    torch.testing.assert_close(found[:, :40], wanted[:, :40], **FLOAT32)
+    torch.testing.assert_close(steps[:, :40], wanted[:1, :40], **FLOAT32)
+    assert not torch.allclose(found[:, 40:], wanted[:, 40:], **FLOAT32)
+    assert int(cache.state.memory_tokens[0]) == 48 - 2 - 22 - 8
+
+
+@pytest.mark.parametrize("keep_score", SCORES)
+@pytest.mark.parametrize("rule", ["linear", "gated_delta"])
+def test_chunks_and_steps_are_one_pass(keep_score, rule):
+    model, ids = scratch(keep_score, update_rule=rule), token_ids(2, 75)
+    with torch.no_grad():
+        whole, cache = read(model, ids, ())
+        for cuts in ((1, 7, 8, 9, 40, 41), range(1, 75)):
+            found, other = read(model, ids, cuts)
+            torch.testing.assert_close(found, whole, rtol=1e-9, atol=1e-9)
+            for name, tensor in other.tensors().items():
+                torch.testing.assert_close(tensor, cache.tensors()[name], rtol=1e-9, atol=1e-9, msg=name)
+
+
+@pytest.mark.parametrize("keep_score", SCORES)
+def test_padded_and_packed_rows_are_rows_of_their_own(keep_score):
+    model = scratch(keep_score)
+    first, second = token_ids(1, 60), token_ids(1, 45, seed=1)
+    padded = torch.cat([first, torch.cat([torch.zeros(1, 15, dtype=torch.long), second], 1)])
+    mask = torch.ones_like(padded)
+    mask[1, :15] = 0
+    with torch.no_grad():
+        wanted = [model(ids, use_cache=False).logits[0] for ids in (first, second)]
+        batch = model(padded, attention_mask=mask, use_cache=False).logits
+        positions = torch.cat([torch.arange(60), torch.arange(45)])[None]
+        packed = model(torch.cat([first, second], 1), position_ids=positions, use_cache=False).logits[0]
+    torch.testing.assert_close(batch[0], wanted[0], rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(batch[1, 15:], wanted[1], rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(packed, torch.cat(wanted), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        lambda: patch_model(decoder("gemma3_text"), **WINDOW, kept_tokens=6, update_rule="gated_delta", memory_conv=3),
+        lambda: patch_model(decoder("llama"), **WINDOW, kept_tokens=6, keep_score="half").to(torch.bfloat16),
+        lambda: infini_gpt2(),
+        lambda: scratch(),
+    ],
+)
+def test_cache_bytes_are_those_of_a_cache(model):
+    model = model()
+    model.config.dtype = model.dtype
+    cache = InfiniCache(model.config)
+    with torch.no_grad():
+        for tokens in (3, 40):
+            model(token_ids(1, tokens).clamp(min=3), cache=cache)  # none is special
+            own = sum(layer.state.nbytes() for layer in cache.layers if hasattr(layer, "state"))
+            assert cache_bytes(model.config) == own
+    with pytest.raises(ValueError, match="grows with every token"):
+        cache_bytes(decoder("llama").config)
+
+
+def test_beams_memory_files_copies_and_offloading_go_on_alike(tmp_path):
+    model, ids = scratch(), token_ids(2, 70)
+    with torch.no_grad():
+        wanted = model(ids, use_cache=False).logits[:, 60:]
+        _, cache = read(model, ids[:, :60], ())
+        cache.save_pretrained(tmp_path / "memory.safetensors", model)
+        others = [InfiniCache.from_pretrained(tmp_path / "memory.safetensors", model), copy.deepcopy(cache)]
+        others += [copy.deepcopy(cache)]
+        for layer in others[-1].layers:
+            layer.offload()
+            layer.prefetch()
+        for other in others:
+            torch.testing.assert_close(read(model, ids[:, 60:], (), other)[0], wanted, rtol=1e-9, atol=1e-9)
+        cache.reorder_cache(torch.tensor([1, 1]))
+        found = read(model, ids[[1, 1], 60:], range(1, 10), cache)[0]
+    torch.testing.assert_close(found, wanted[[1, 1]], rtol=1e-9, atol=1e-9)
+
+
+def test_generation_with_beams_is_that_of_the_whole_text_read_again():
+    model, ids = scratch("attention"), token_ids(1, 40)
+    options = {"max_new_tokens": 30, "min_new_tokens": 30, "num_beams": 3, "do_sample": False, "pad_token_id": 0}
+    with torch.no_grad():
+        cached, again = (model.generate(ids, use_cache=use_cache, **options) for use_cache in (True, False))
+    assert torch.equal(cached, again)
+
+
+def test_a_memory_file_with_other_positions_is_refused(tmp_path):
+    model = scratch()
+    _, cache = read(model, token_ids(1, 60), ())
+    first = cache.layers[0].state
+    for change, message in ((lambda p: p + 60, "in order"), (lambda p: p.clone().fill_(-1), "another number of tokens")):
+        cache.layers[0].state = replace(first, kept_position=change(first.kept_position))
+        cache.save_pretrained(tmp_path / "memory.safetensors", model)
+        with pytest.raises(ValueError, match=message):
+            InfiniCache.from_pretrained(tmp_path / "memory.safetensors", model)
+
+
+def test_checkpoints_and_adapters_have_the_learned_score(tmp_path):
+    model = with_scores(patch_model(decoder("llama"), **WINDOW, kept_tokens=6, keep_score="half"))
+    ids = ids_of_decoder(1, 60)
+    wanted = model(ids).logits
+    model.save_pretrained(tmp_path / "model")
+    hf_infini.save_adapter(model, tmp_path / "adapter")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    adapted = hf_infini.load_adapter(decoder("llama").double(), tmp_path / "adapter")
+    for other in (loaded, adapted):
+        assert torch.equal(other(ids).logits, wanted)
+        layer = next(iter(memory_layers(other).values()))
+        assert layer.keep_weight.any() and not layer.keep_weight.requires_grad
+
+
+@pytest.mark.parametrize("keep_score", SCORES)
+def test_gradients_go_through_kept_tokens_with_and_without_checkpoints(keep_score):
+    ids, found = token_ids(2, 60), []
+    for checkpoints in (False, True):
+        model = scratch(keep_score, dropout=0.0).train()
+        if checkpoints:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        model(ids, labels=ids, use_cache=False).loss.backward()
+        found.append({name: parameter.grad for name, parameter in model.named_parameters()})
+    for name, gradient in found[0].items():
+        if name.endswith("keep_weight"):
+            assert gradient is None
+        else:
+            torch.testing.assert_close(found[1][name], gradient, rtol=1e-9, atol=1e-12, msg=name)
+
+
+def test_the_last_token_has_gradients_of_sinks_kept_tokens_and_window_only():
+    """With the memory shut, in one layer."""
+    model = scratch("half", n_layer=1)
+    memory_layers(model)["transformer.h.0.attn"].gate.weight.data.fill_(-800.0)
+    embeddings = model.get_input_embeddings()(token_ids(1, 79)).detach().requires_grad_()
+    output = model(inputs_embeds=embeddings, use_cache=True)
+    kept = output.cache.state.kept_position.unique().tolist()
+    output.logits[0, -1].sum().backward()
+    assert len(kept) > 6  # heads differ
+    assert embeddings.grad[0].abs().sum(-1).nonzero().flatten().tolist() == [0, 1, *kept, *range(64, 79)]
+
+
+@pytest.mark.parametrize("keep_score", SCORES)
+def test_bfloat16_reads_about_the_same(keep_score):
+    """Near ties may go either way: most logits are those of float32, to bfloat16's rounding through three layers."""
+    model, ids = scratch(keep_score).float(), token_ids(2, 75)
+    with torch.no_grad():
+        wanted = model(ids).logits
+        model.bfloat16()
+        whole, cache = read(model, ids, ())
+        steps, _ = read(model, ids, range(1, 75))
+    assert cache.state.local_key.dtype == torch.bfloat16 and cache.state.local_score.dtype == torch.float32
+    for found in (whole, steps):
+        close = (found.float() - wanted).abs().amax(-1) < 0.1 * wanted.abs().max()
+        assert close.float().mean() > 0.9
+
+
+@pytest.mark.parametrize("keep_score", SCORES)
+def test_steps_compile_once(keep_score):
+    torch._dynamo.reset()
+    model, ids = scratch(keep_score), token_ids(2, 60)
+    compiled = torch.compile(model, fullgraph=True)
+    with torch.no_grad():
+        wanted, _ = read(model, ids, ())
+        _, cache = read(model, ids[:, :1], ())
+        found = []
+        counters = torch._dynamo.utils.counters
+        for token in range(1, 60):
+            output = compiled(ids[:, token : token + 1], cache=cache, use_cache=True)
+            found.append(output.logits)
+            if token == 2:
+                graphs = counters["stats"]["unique_graphs"]
+    assert counters["stats"]["unique_graphs"] == graphs
+    torch.testing.assert_close(torch.cat(found, 1), wanted[:, 1:], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("keep_score", SCORES)
+def test_a_whole_text_compiles(keep_score):
+    torch._dynamo.reset()
+    model, ids = scratch(keep_score), token_ids(2, 60)
+    positions = torch.cat([torch.arange(33), torch.arange(27)])[None].expand(2, -1)
+    with torch.no_grad():
+        for options in ({}, {"position_ids": positions, "max_documents": 2}):
+            wanted = model(ids, use_cache=False, **options).logits
+            found = torch.compile(model, fullgraph=True)(ids, use_cache=False, **options).logits
+            torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kept_tokens": -1}, "kept_tokens must be at least 0"),
+        ({"kept_tokens": 2.5}, "kept_tokens"),
+        ({"keep_score": "half", "kept_tokens": 1}, "give kept_tokens"),
+        ({"keep_score": "learned"}, "give kept_tokens"),
+        ({"keep_score": "norm", "kept_tokens": 4}, "keep_score"),
+    ],
+)
+def test_options_that_mean_nothing_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        patch_model(decoder("llama"), **WINDOW, **options)
+
+
+def test_more_kept_than_text_and_a_start_of_noise():
+    """What is never full evicts nothing, so that the memory stays as it began."""
+    model, ids = scratch(kept_tokens=500, memory_init="noise"), token_ids(1, 60)
+    with torch.no_grad():
+        whole, cache = read(model, ids, ())
+        steps, _ = read(model, ids, range(1, 60))
+    torch.testing.assert_close(steps, whole, rtol=1e-9, atol=1e-9)
+    state = cache.layers[0].state
+    assert int(state.memory_tokens) == 0 and torch.equal(state.normaliser[0], state.start_normaliser)
+
+
+def test_what_does_not_know_of_kept_tokens_refuses_them():
+    model = scratch()
+    with pytest.raises(ValueError, match="cannot inspect a model with kept_tokens=6"):
+        hf_infini.inspect_attention(model, token_ids(1, 20))
+    with pytest.raises(ValueError, match="ranks do not exchange"):
+        check_shards(model.config)
+
+
+def test_a_state_of_other_scores_is_refused():
+    model = scratch("half")
+    _, cache = read(model, token_ids(1, 20), ())
+    with pytest.raises(ValueError, match="keep_score"):
+        read(scratch("learned"), token_ids(1, 20), (), cache)
