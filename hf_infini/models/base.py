@@ -19,7 +19,7 @@ from ..compat.class_lookups import alias_adapters, alias_weights, tell
 from ..compat.execution_device import device_of
 from ..compat.hub_code import ModelBase
 from ..compat.swap_class import swap_class
-from ..layers.gates import watch_gates
+from ..layers.gates import look_again, watch_gates
 from ..layers.memory_layer import TEST_TOKENS, InfiniAttentionMixin, KeywordlessLayerMixin, LayerConfig, SharedInputs
 from ..ops.checks import bool_mask, check_kinds
 from ..ops.layout.base import Layout
@@ -47,6 +47,7 @@ class InitializationMixin(CheckedLoadingMixin):
     def __setattr__(self, name: str, value) -> None:
         super().__setattr__(name, value)
         if name == "peft_config":  # PEFT's last step
+            look_again()
             tell("adapted", self)
 
     def save_pretrained(self, save_directory, is_main_process: bool = True, *args, **kwargs):

@@ -86,7 +86,8 @@ def follow_peft() -> None:
         save(self, save_directory, *args, **kwargs)
         for name in (options["selected_adapters"] or self.peft_config) if options["is_main_process"] else ():
             folder = Path(save_directory, "" if name == "default" else name)
-            complete(self, folder, self.peft_config[name], options.get("state_dict") or self.state_dict())
+            state = self.state_dict() | (options.get("state_dict") or {})  # gathered from all processes; perhaps a part
+            complete(self, folder, self.peft_config[name], state)
 
     PeftModel.save_pretrained = save_pretrained
 
