@@ -22,8 +22,7 @@ from .cache.cache import InfiniCache
 from .compat import class_lookups
 from .models import peft
 from .models.adapter import load_adapter, save_adapter
-from .models.configuration import register_lazily
-from .models.families import PROBED, AutoInfiniModelForCausalLM, infini_class
+from .models.families import PROBED, AutoInfiniModelForCausalLM, infini_class, register_lazily
 from .models.families import __getattr__ as __getattr__  # InfiniLlamaForCausalLM and so on
 from .models.gpt2 import GPT2InfiniAttention
 from .models.gpt2_configuration import InfiniGPT2Config

@@ -21,7 +21,7 @@ from transformers.utils import cached_file
 from ..compat.swap_class import unchanged_on_error
 from ..layers.memory_layer import PARAMETERS, memory_parameters
 from .base import InfiniPreTrainedMixin
-from .checkpoints import SUMMED, one_line, read_json
+from .checkpoints import FLOATS, one_line, read_json
 from .gpt2_configuration import OPTIONS
 from .patching import patch_model
 from .peft import AFTER_SAVING, LORA, LORA_WEIGHTS
@@ -46,8 +46,8 @@ def save_adapter(model, folder, dtype: torch.dtype | None = None) -> None:
     inside = _inside(model)
     if not isinstance(inside, InfiniPreTrainedMixin):
         raise ValueError(f"a {type(inside).__name__} has no Infini-attention, whose parameters could be saved.")
-    if dtype is not None and dtype not in SUMMED:
-        raise ValueError(f"dtype must be one of {', '.join(map(str, SUMMED))}; got {dtype}.")
+    if dtype is not None and dtype not in FLOATS:
+        raise ValueError(f"dtype must be one of {', '.join(map(str, FLOATS))}; got {dtype}.")
     if model is not inside and [*model.peft_config] != ["default"]:
         raise ValueError(
             f"one adapter is saved, named 'default'; this model has {', '.join(model.peft_config)}: use "
@@ -202,7 +202,7 @@ def _read(file: Path, wanted: Mapping[str, Tensor], others: Mapping[str, Tensor]
             problem = sizes or ("left over" if target is None else "missing")
             raise ValueError(f"{file} does not have what its options say: {name} is {problem}. Save the adapter again.")
         floating = target.is_floating_point()
-        if tensor.dtype not in SUMMED if floating else tensor.dtype != target.dtype:
+        if tensor.dtype not in FLOATS if floating else tensor.dtype != target.dtype:
             kinds = "of floating point with 16 to 64 bits" if floating else str(target.dtype)
             raise ValueError(f"{file} is damaged: {name} is {tensor.dtype} and must be {kinds}. Save the adapter again.")
         if not tensor.to(target.dtype).isfinite().all():

@@ -26,14 +26,12 @@ class InfiniGPT2Config(MemoryOptions, OptionsMixin, AdaptersOfOwnMixin, HubConfi
 
     Raises:
         ValueError: a value of the wrong type, one that is not allowed, or options that do not go together; the message says
-            what was given and what is allowed. Or an attribute that would be ignored though it looks like an option: one of
-            stock decoders that this model does not have (`rope_scaling`), or nearly the name of one of these. Attributes of
-            other names are kept.
+            what was given and what is allowed. Or an attribute whose name is nearly that of an option of the memory; others
+            are kept.
     """
 
     model_type = "infini_gpt2"
     own_class = GPT2Config
-    undeclared_options = ("classifier_dropout", "hidden_dropout")  # which GPT2ForTokenClassification looks for
     has_no_defaults_at_init = True  # transformers 5.17 would otherwise build one without options to compare with
 
     position_encoding: Literal["learned", "segment", "rope"] = "learned"
