@@ -19,8 +19,6 @@ The scripts are in recipes/.
 import transformers
 
 from .cache.cache import InfiniCache
-from .compat import class_lookups
-from .models import peft
 from .models.adapter import load_adapter, save_adapter
 from .models.families import PROBED, AutoInfiniModelForCausalLM, infini_class, register_lazily
 from .models.families import __getattr__ as __getattr__  # InfiniLlamaForCausalLM and so on
@@ -49,7 +47,6 @@ transformers.AutoConfig.register("infini_gpt2", InfiniGPT2Config, exist_ok=True)
 for auto_class, model in AUTO_CLASSES.items():
     getattr(transformers, auto_class).register(CausalMHAConfig, model, exist_ok=True)
 register_lazily(PROBED)
-class_lookups.LISTENERS.append(peft.listen)
 
 __version__ = "0.1.0"
 __all__ = [

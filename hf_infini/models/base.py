@@ -15,11 +15,11 @@ from transformers.utils import logging
 
 from ..cache.cache import InfiniCache, InfiniLayer, PendingStates, check_rows
 from ..compat.cache_name import CACHE, OTHER_NAME, with_one_name
-from ..compat.class_lookups import alias_adapters, alias_weights, tell
+from ..compat.class_lookups import alias_weights
 from ..compat.execution_device import device_of
 from ..compat.hub_code import ModelBase
 from ..compat.swap_class import swap_class
-from ..layers.gates import look_again, watch_gates
+from ..layers.gates import watch_gates
 from ..layers.memory_layer import TEST_TOKENS, InfiniAttentionMixin, KeywordlessLayerMixin, LayerConfig, SharedInputs
 from ..ops.checks import bool_mask, check_kinds
 from ..ops.layout.base import Layout
@@ -28,12 +28,13 @@ from ..ops.state import InfiniState
 from ..options import layer_kinds
 from .checkpoints import CheckedLoadingMixin
 from .masks import kept_layers_masks
+from .peft import AdaptedModelMixin, meet_peft
 from .structure import decoder_layers, decoder_of
 
 logger = logging.get_logger(__name__)
 
 
-class InitializationMixin(CheckedLoadingMixin):
+class InitializationMixin(CheckedLoadingMixin, AdaptedModelMixin):
     """Loads whole checkpoints only, and has `_init_weights` called for every module; comes before `PreTrainedModel`.
 
     For classes outside of transformers, it passes over modules whose own parameters are all initialised, and takes a module
@@ -43,18 +44,6 @@ class InitializationMixin(CheckedLoadingMixin):
 
     def _initialize_weights(self, module, is_custom_code: bool = False):
         super()._initialize_weights(module, False)
-
-    def __setattr__(self, name: str, value) -> None:
-        super().__setattr__(name, value)
-        if name == "peft_config":  # PEFT's last step
-            look_again()
-            tell("adapted", self)
-
-    def save_pretrained(self, save_directory, is_main_process: bool = True, *args, **kwargs):
-        """As usual; of a model with adapters of PEFT only these are saved."""
-        super().save_pretrained(save_directory, is_main_process, *args, **kwargs)
-        if is_main_process and getattr(self, "_hf_peft_config_loaded", False):
-            tell("saved", self, save_directory)
 
 
 class InfiniPreTrainedMixin(InitializationMixin):
@@ -85,7 +74,7 @@ class InfiniPreTrainedMixin(InitializationMixin):
             swap_class(base, self.class_with_memory(type(base)))
         for part in (self, base):
             part.alias_weights()
-        alias_adapters(base.config.model_type)  # of experts PEFT looks for the type before it asks for `to_dict()`
+        meet_peft(base.config.model_type)  # of experts PEFT looks for the type before it asks for `to_dict()`
         base.set_positions()
         layers, config = decoder_layers(base), LayerConfig(base.config)
         for layer, _ in layers if base.layers_drop_keywords else ():  # all: FSDP and others look for layers by one class

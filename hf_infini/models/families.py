@@ -19,7 +19,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
 
 from ..compat.cache_name import CACHE
-from ..compat.class_lookups import PREFIX, AdaptersOfOwnMixin, alias_tokenizer
+from ..compat.class_lookups import PREFIX, alias_tokenizer
 from ..compat.hub_code import IS_COPY, HubConfigMixin, HubModelMixin, carry_code
 from ..layers.memory_layer import InfiniAttentionMixin, KeywordlessLayerMixin
 from ..options import MemoryOptions, layer_kinds
@@ -28,6 +28,7 @@ from .generation import MemoryGenerationMixin
 from .gpt2 import GPT2InfiniAttention, InfiniGPT2ModelMixin
 from .gpt2_configuration import InfiniGPT2Config
 from .option_checks import OptionsMixin, checked
+from .peft import AdaptedConfigMixin
 from .structure import base_model_name
 
 # Families that a swapped layer's test would pass or fail without telling the reason
@@ -70,7 +71,7 @@ PROBED = (
 DROP_KEYWORDS = ("stablelm", "nemotron")
 
 
-class FamilyConfigMixin(MemoryOptions, OptionsMixin, AdaptersOfOwnMixin, HubConfigMixin):
+class FamilyConfigMixin(MemoryOptions, OptionsMixin, AdaptedConfigMixin, HubConfigMixin):
     """All options of the own configuration, and those of [`MemoryOptions`]."""
 
     has_no_defaults_at_init = True  # transformers 5.17 would otherwise build one without options to compare with
