@@ -5,7 +5,6 @@ import math
 import os
 import subprocess
 import sys
-from importlib.util import find_spec
 
 import pytest
 import torch
@@ -40,7 +39,6 @@ TASKS = {
         "generation_kwargs": {"until": ["\n\n"], "max_gen_toks": 6}, "metric_list": [{"metric": "exact_match"}],
     },
 }  # fmt: skip
-NEEDLES = ["niah_single_1", "niah_multikey_2", "niah_multikey_3"]
 CHUNK = 50  # tokens
 
 
@@ -102,49 +100,27 @@ def direct_answer(model, tokenizer, context: str, tokens: int) -> str:
 # --- the command ------------------------------------------------------------------------------------------------------
 
 
-def command(*arguments, **variables) -> subprocess.CompletedProcess:
-    environment = os.environ | {"HF_DATASETS_OFFLINE": "1", "HF_HUB_OFFLINE": "1"} | variables
-    line = [sys.executable, "-m", "hf_infini.tools.lm_eval", *map(str, arguments)]
-    return subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True)
-
-
-def write_tasks(folder) -> None:
-    rows = [{"context": text, "choices": choices, "label": 1} for text, choices in zip(CONTEXTS, CHOICES, strict=True)]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    for name, task in TASKS.items():
-        source = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(folder / "rows.jsonl")}}}
-        (folder / f"{name}.yaml").write_text(yaml.safe_dump({"task": name, "test_split": "test", **source, **task}))
-
-
-@pytest.fixture(scope="module")
-def by_command(infini, tokenizer, tmp_path_factory) -> dict[str, tuple[dict, list[dict]]]:
-    """The results and the samples of each task, by one call of the command. NEEDLES only where they can be made."""
-    tasks = [*TASKS, *(NEEDLES if find_spec("wonderwords") else [])]
-    folder = tmp_path_factory.mktemp("command")
-    infini.save_pretrained(folder / "model")
-    tokenizer.save_pretrained(folder / "model")
-    (folder / "tasks").mkdir()
-    write_tasks(folder / "tasks")
-    # lm-eval would download nltk's punkt_tab, which only the tasks with essays need
-    (folder / "nltk" / "tokenizers" / "punkt_tab").mkdir(parents=True)
-    options = ["--model", "hf_infini", "--model_args", f"pretrained={folder / 'model'},chunk_tokens={CHUNK}"]
-    options += ["--device", "cpu", "--include_path", folder / "tasks", "--tasks", ",".join(tasks), "--batch_size", 3]
-    options += ["--metadata", '{"max_seq_lengths": [1200]}', "--limit", len(CONTEXTS), "--gen_kwargs", "max_gen_toks=6"]
-    done = command(*options, "--log_samples", "--output_path", folder / "out", NLTK_DATA=str(folder / "nltk"))
-    assert done.returncode == 0, done.stderr
-    [file] = (folder / "out").rglob("results_*.json")
-    results, found = json.loads(file.read_text(encoding="utf-8"))["results"], {}
-    for name in tasks:
-        [file] = (folder / "out").rglob(f"samples_{name}_*.jsonl")
-        samples = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-        found[name] = (results[name], sorted(samples, key=lambda sample: sample["doc_id"]))
-    return found
-
-
 @pytest.mark.slow
-def test_the_command_on_three_tasks(by_command, infini, tokenizer):
-    results = {name: by_command[name][0] for name in TASKS}
-    samples = {name: [sample["filtered_resps"] for sample in by_command[name][1]] for name in TASKS}
+def test_the_command_on_three_tasks(infini, tokenizer, tmp_path):
+    infini.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    rows = [{"context": text, "choices": choices, "label": 1} for text, choices in zip(CONTEXTS, CHOICES, strict=True)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    for name, task in TASKS.items():
+        source = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(tmp_path / "rows.jsonl")}}}
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump({"task": name, "test_split": "test", **source, **task}))
+    line = [sys.executable, "-m", "hf_infini.tools.lm_eval", "--model", "hf_infini", "--device", "cpu", "--batch_size", "3"]
+    line += ["--model_args", f"pretrained={tmp_path / 'model'},chunk_tokens={CHUNK}", "--include_path", str(tmp_path)]
+    line += ["--tasks", ",".join(TASKS), "--log_samples", "--output_path", str(tmp_path / "out")]
+    environment = os.environ | {"HF_DATASETS_OFFLINE": "1", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    [file] = (tmp_path / "out").rglob("results_*.json")
+    results, samples = json.loads(file.read_text(encoding="utf-8"))["results"], {}
+    for name in TASKS:
+        [file] = (tmp_path / "out").rglob(f"samples_{name}_*.jsonl")
+        found = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+        samples[name] = [sample["filtered_resps"] for sample in sorted(found, key=lambda sample: sample["doc_id"])]
     right = 0
     for context, choices, found in zip(CONTEXTS, CHOICES, samples["tiny_choice"], strict=True):
         expected = [direct_pair(infini, tokenizer, context, choice) for choice in choices]
@@ -160,24 +136,6 @@ def test_the_command_on_three_tasks(by_command, infini, tokenizer):
 
     answers = [direct_answer(infini, tokenizer, text, 6) for text in CONTEXTS]
     assert [found[0] for found in samples["tiny_answer"]] == answers and len(set(answers)) > 1
-
-
-@pytest.mark.slow
-def test_needle_tasks_without_a_network(by_command, infini, tokenizer):
-    """Public tasks that make their own texts: each prompt is read whole, and answered as by greedy decoding."""
-    pytest.importorskip("wonderwords", reason="lm-eval's needles are made of its words: pip install lm-eval[ruler]")
-    answers = []
-    for name in NEEDLES:
-        results, samples = by_command[name]
-        assert results["1200,none"] == 0 and results["sample_len"] == len(samples) == len(CONTEXTS)  # the model is random
-        for sample in samples:
-            prompt, needle = sample["arguments"]["gen_args_0"]["arg_0"], sample["doc"]["outputs"][0]
-            ids = tokenizer.encode(prompt)
-            assert needle in prompt and 16 * CHUNK < len(ids) < 1200
-            expected = tokenizer.decode(greedy_tokens(infini, ids, 6), skip_special_tokens=True)
-            assert sample["filtered_resps"] == [expected]
-            answers.append(expected)
-    assert len(set(answers)) > 1
 
 
 # --- the class --------------------------------------------------------------------------------------------------------
