@@ -8,7 +8,8 @@ Writes OUT/heads.html, which needs no other file and no network: a heat map of e
 tokens, and, with Infini-attention, what every older token weighs through the memory, the memory's share of each head's
 output, its norm after every segment, and the gates; local weights and memory also as pictures, OUT/layer_00.png and so on
 (all heads of a layer) and OUT/memory.png. The numbers themselves, context vectors included, come from
-`hf_infini.tools.inspection.inspect_attention`. Models: GPT-2, with Infini-attention or without, and causal_mha.
+`hf_infini.tools.inspection.inspect_attention`. Models: every decoder that goes with Infini-attention, with it or without,
+and causal_mha.
 """
 
 import sys

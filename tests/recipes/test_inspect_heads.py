@@ -271,7 +271,7 @@ def test_a_checkpoint_and_a_text_become_a_page(models, bpe, tmp_path, capsys):
     assert np.nan_to_num(weights) == pytest.approx(wanted, rel=0.00051, abs=1e-6)  # half a level, and float32
 
 
-@pytest.mark.parametrize(("name", "layers"), [("gpt2", [0, 2]), ("mha", [1])])
+@pytest.mark.parametrize(("name", "layers"), [("gpt2", [0, 2]), ("mha", [1]), ("llama", [0])])
 def test_chosen_layers_and_models_without_a_memory(models, tmp_path, name, layers, capsys):
     options = ["--model", models / name, "--text", TEXT[:20], "--layers", *layers, "--out", tmp_path / "deep" / "out"]
     inspect_heads.main([*map(str, options), "--device", "cpu"])
@@ -307,7 +307,6 @@ def test_a_text_too_short_for_the_memory_is_named(models, tmp_path, capsys):
         ("gpt2", ["--text_file", "nowhere.txt"], "--text_file: cannot read nowhere.txt"),
         ("gpt2", ["--text", "a", "--max_tokens", "0"], "--max_tokens must be greater than 0, got 0"),
         ("none", ["--text", "a"], "has no attention heads"),
-        ("llama", ["--text", "a"], "cannot inspect a LlamaForCausalLM (model_type 'llama'). Supported: GPT-2"),
     ],
 )
 def test_user_errors(models, tmp_path, name, options, message, capsys):
