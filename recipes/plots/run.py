@@ -48,7 +48,7 @@ def plot_gates(lines: list[dict], file: Path) -> None:
             values = [line["gates"][layer][head] for line in lines]
             draw_line(axes, [line["tokens"] for line in lines], values, None if head else f"layer {layer}", **look)
     tokens_along(axes.xaxis)
-    label_lines(axes, in_order=True)
+    label_lines(axes)
     save(figure, file)
 
 

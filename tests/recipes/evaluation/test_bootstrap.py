@@ -54,24 +54,14 @@ def test_a_model_does_not_differ_from_itself():
     assert difference_interval(losses, counts, losses, counts) == Interval(0.0, 0.0, 0.0)
 
 
-def test_it_repeats():
+def test_it_repeats_and_perplexity_is_the_exponential_of_all_three():
     losses, counts = blocks(np.random.default_rng(5))
     first = mean_interval(losses, counts, seed=7)
-    assert first == mean_interval(losses.tolist(), counts.tolist(), seed=7)
-    assert first != mean_interval(losses, counts, seed=8)
-
-
-def test_perplexity_is_the_exponential_of_all_three():
+    assert first == mean_interval(losses.tolist(), counts.tolist(), seed=7) != mean_interval(losses, counts, seed=8)
     assert Interval(1.0, 0.0, 2.0).map(math.exp) == Interval(math.e, 1.0, math.exp(2))
 
 
-@pytest.mark.parametrize(
-    ("losses", "counts", "message"),
-    [([], [], "at least one"), ([1.0], [1, 2], r"got \[1, 2\]"), ([1.0, 2.0], [3, 0], "above 0")],
-)
-def test_what_is_refused(losses, counts, message):
-    with pytest.raises(ValueError, match=message):
-        mean_interval(losses, counts)
-    if losses:
-        with pytest.raises(ValueError):
-            difference_interval([1.0, 2.0, 3.0], [1, 1, 1], losses, counts)
+def test_what_is_refused():
+    for losses, counts, message in (([], [], "at least one"), ([1.0], [1, 2], r"got \[1, 2\]"), ([1, 2], [3, 0], "above 0")):
+        with pytest.raises(ValueError, match=message):
+            mean_interval(losses, counts)
