@@ -44,7 +44,7 @@ class Options:
     temperature: float | None = option(
         None, "Sampling: below 1 likelier tokens, above 1 rarer ones; default: 1.", greater_than=0
     )
-    top_k: int | None = option(None, "Sampling: among so many of the likeliest tokens; default: all.", greater_than=0)
+    top_k: int | None = option(None, "Sampling: among this number of the likeliest tokens; default: all.", greater_than=0)
     top_p: float | None = option(
         None, "Sampling: among the likeliest that have this probability together; default: 1.", greater_than=0, at_most=1
     )
@@ -152,7 +152,7 @@ def read_prompts(options: Options) -> list[str]:
 
 
 def show_prompt(prompt: str) -> None:
-    """The end of a prompt on standard error, a line of it behind each ">"."""
+    """Prints the end of a prompt on standard error, each line after a ">"."""
     text = prompt if len(prompt) <= SHOWN else f"… {prompt[-SHOWN:]}"
     print("\n".join(f"> {line}" for line in text.split("\n")), file=sys.stderr, flush=True)
 

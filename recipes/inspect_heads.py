@@ -20,7 +20,7 @@ from cli.names import home_of
 LARGEST_PAGE = 100e6  # bytes; browsers take long over more
 TITLE = "<title>Attention heads: "  # of every page
 TOKENS, MOST_TOKENS = 200, 1000  # read by default: the second where the model's segments are long
-# Without --text: names and numbers that come again, as often as it takes to reach the memory
+# Read without --text, repeated until it reaches the memory; names and numbers return in it
 STORY = """A biblioteca da rua do Porto abre às oito horas. Marina chega cedo, senta-se perto da janela e abre um livro de \
 mapas. O rio que passa pela cidade nasce na serra, atravessa três vales e encontra o mar depois de noventa quilômetros. Na \
 mesa ao lado, Tomás escreve uma carta para a irmã, que mora em Recife e estuda o clima. Ele conta que choveu durante doze \
@@ -37,8 +37,8 @@ class Options:
     text_file: str | None = option(None, "UTF-8 file with the text. Or --text.")
     max_tokens: int | None = option(
         None,
-        f"Read so many tokens at most, from the beginning of the text; default: {TOKENS}, or as many as it takes until a "
-        f"whole segment reads the memory, but {MOST_TOKENS:,} at most.",
+        f"Most tokens to read, from the text's beginning; default: {TOKENS}, or until a whole segment reads the memory, "
+        f"but {MOST_TOKENS:,} at most.",
         greater_than=0,
     )
     layers: list[int] | None = option(None, "The layers to look into, from 0; default: all.", at_least=0, group="model")

@@ -29,7 +29,7 @@ class Options:
     prompt: list[str] = field(metadata={"help": "Prompts of the samples."})
     license: str = option("apache-2.0", "Licence of the weights, as the Hub spells it.")
     dataset: str | None = option(None, "Name of the training text on the Hub, where it is there; without it no results are "
-                                 "in the metadata, which would name a dataset that nobody finds.")  # fmt: skip
+                                 "in the metadata, as the Hub links to the dataset.")  # fmt: skip
     base_model: str | None = option(None, "Name on the Hub of the model that the run started from.")
     notes: str | None = option(None, "Markdown file with the limits of this model.")
     data: str | None = option(

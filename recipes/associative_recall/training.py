@@ -97,7 +97,7 @@ def _restore(model: Recaller, optimizer, file: Path) -> dict:
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
         return saved["state"]
-    except Exception as error:  # nobody knows what all of torch raises for what a file may hold
+    except Exception as error:  # torch raises errors of many kinds for damaged files
         raise UserError(f"cannot read {file}: {' '.join(str(error).split())[:200]}; delete it to train again") from error
 
 
@@ -123,7 +123,7 @@ def summarize(shares: Tensor) -> dict:
     or, where rows do not vary, of one answer for each.
 
     Args:
-        shares: of each row's questions, how many were answered rightly.
+        shares: of each row's questions, the share with a right answer.
     """
     rows, accuracy = len(shares), shares.mean().item()
     variance = shares.var(correction=0).item() / rows

@@ -57,7 +57,7 @@ def new_version(folder: Path) -> Iterator[Path]:
         folder.mkdir(parents=True, exist_ok=True)
         part = Path(tempfile.mkdtemp(prefix=".part_", dir=folder))
     except OSError as error:
-        raise UserError(f"--out {folder}: {describe(error)}; choose another folder") from error
+        raise UserError(f"--out {folder}: {describe(error)}") from error
     try:
         yield part
         new = sorted(pushed_files(part), key=lambda name: name != CARD)  # the card tells whose folder it is
@@ -125,4 +125,4 @@ def check_folder(folder: Path) -> None:
     texts = [name for name in pushed_files(folder) if not name.endswith((".safetensors", ".png"))]
     found = [f"\n  {name}:{line}" for name in texts for line in private_lines((folder / name).read_text(encoding="utf-8"))]
     if found:
-        raise UserError(f"these files hold what nobody else should read; take it out of the run's:{''.join(found)}")
+        raise UserError(f"these files hold tokens or private paths; remove them from the run's files:{''.join(found)}")

@@ -35,7 +35,7 @@ def shorten_command(command: str) -> str:
 
 
 def private_lines(text: str) -> list[str]:
-    """`line: what is there`, for every token of the Hub, which is not spelled out, and every path in somebody's home."""
+    """`line number: finding`, for each token of the Hub (not spelled out) and each path in a home folder."""
     home = re.compile(rf"{re.escape(str(Path.home()))}(?=[\\/])[^\s'\"`]*")
     found = []
     for number, line in enumerate(text.split("\n"), start=1):

@@ -90,7 +90,7 @@ def parse_grid(entries: Sequence[str]) -> dict[str, list]:
 
 
 def choose_variants(study: dict, names: Sequence[str]) -> dict:
-    """The study with these variants only, in this order: the first is what the others are compared with."""
+    """The study with only these variants, in this order; the others are compared with the first."""
     unknown = [name for name in names if name not in study["variants"]]
     if unknown:
         raise UserError(f"--variants: there is no {unknown[0]}; the study has {', '.join(study['variants']) or 'none'}")

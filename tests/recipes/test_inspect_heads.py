@@ -93,9 +93,7 @@ def bpe():
 @pytest.mark.parametrize(
     ("make", "options"),
     [
-        (gpt2, {}),
-        (infini_gpt2, {"local_segments": 1, "layers": [0, 2]}),
-        (infini_gpt2, {"update_rule": "delta", "sink_tokens": 2, "segment_length": 4}),
+        (infini_gpt2, {"update_rule": "delta", "sink_tokens": 2, "segment_length": 4, "layers": [0, 2]}),
         (causal_mha, {"attention": "local", "sliding_window": 5, "position_encoding": "alibi"}),
     ],
 )
@@ -250,17 +248,13 @@ def test_chosen_layers_of_a_model_without_a_memory(models, tmp_path):
     assert [layer["layer"] for layer in data["layers"]] == [1] and "".join(data["tokens"]) == TEXT[:20].replace(" ", "·")
 
 
-@pytest.mark.parametrize(("name", "tokens"), [("gpt2", 64), ("hybrid", 200), ("long", 270)])
-def test_without_a_text_a_story_reaches_the_memory(models, tmp_path, name, tokens, capsys):
-    inspect("--model", models / name, "--layers", 0, "--out", tmp_path)
-    assert "no token reads" not in capsys.readouterr().err
-    data = data_of(tmp_path)
-    assert len(data["tokens"]) == tokens
-    if name != "gpt2":
-        assert all(share > 0 for head in data["layers"][0]["share"] for share in head[-90:])
-
-
-def test_a_text_too_short_for_the_memory_is_named(models, tmp_path, capsys):
+def test_without_a_text_a_story_reaches_the_memory(models, tmp_path, capsys):
+    for name, tokens in (("gpt2", 64), ("long", 270)):
+        inspect("--model", models / name, "--layers", 0, "--out", tmp_path)
+        assert "no token reads" not in capsys.readouterr().err
+        data = data_of(tmp_path)
+        assert len(data["tokens"]) == tokens
+    assert all(share > 0 for head in data["layers"][0]["share"] for share in head[-90:])
     inspect("--model", models / "long", "--text", TEXT, "--out", tmp_path)
     assert "no token reads the memory: that takes more than 180 tokens" in capsys.readouterr().err
 

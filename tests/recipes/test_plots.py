@@ -11,8 +11,7 @@ from plots import recall, run, style
 def drawn(monkeypatch) -> list:
     """The figures that are saved, in their order."""
     figures = []
-    for module in (run, recall):
-        monkeypatch.setattr(module, "save", lambda figure, file: figures.append(figure))
+    monkeypatch.setattr(style, "save", lambda figure, file: figures.append(figure))
     return figures
 
 
@@ -50,8 +49,8 @@ def test_losses_and_gates_over_millions_of_tokens(drawn):
 
 
 def test_perplexities_are_on_a_log_axis_with_plain_numbers_and_the_trained_length(drawn):
-    run.plot_positions(positions(8192), "file", "model a; plays", trained=1024)
-    run.plot_positions(positions(1024), "file", "model a; plays", trained=1024)  # no token is beyond it
+    run.plot_positions({None: positions(8192)}, "file", "model a; plays", trained=1024)
+    run.plot_positions({None: positions(1024)}, "file", "model a; plays", trained=1024)  # no token is beyond it
     [wide, short] = drawn
     axes = wide.axes[0]
     assert {"Perplexity by position in the text", "model a; plays", "trained length"} <= {*texts(wide)}
