@@ -24,7 +24,7 @@ def prepared_rows(data: Path, split: str, max_tokens: int | None = None) -> "lis
 
 
 def text_rows(tokenizer, texts: Sequence[str], length: int, max_tokens: int | None = None) -> "list[Row]":
-    """Rows of up to `length` tokens: the documents one after the other, an end-of-text token behind each, cut."""
+    """Rows of up to `length` tokens: the documents one after the other, each followed by an end-of-text token, cut."""
     import numpy as np
 
     from corpora.tokenization import encode_texts
