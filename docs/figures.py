@@ -196,8 +196,7 @@ def segments_cost(tokens: int = 2048, width: int = 64) -> str:
 
 def families() -> str:
     """The families of decoders with Infini-attention, and those that are refused by name."""
-    from hf_infini.models.configuration import REFUSED
-    from hf_infini.models.families import PROBED
+    from hf_infini.models.families import PROBED, REFUSED
     from support.markdown import markdown_table
 
     rows = [["supported", ", ".join(f"`{name}`" for name in ("gpt2", *PROBED))]]

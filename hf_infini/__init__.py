@@ -19,11 +19,8 @@ The scripts are in recipes/.
 import transformers
 
 from .cache.cache import InfiniCache, cache_bytes
-from .compat import class_lookups
-from .models import peft
 from .models.adapter import load_adapter, save_adapter
-from .models.configuration import register_lazily
-from .models.families import PROBED, AutoInfiniModelForCausalLM, infini_class
+from .models.families import PROBED, AutoInfiniModelForCausalLM, infini_class, register_lazily
 from .models.families import __getattr__ as __getattr__  # InfiniLlamaForCausalLM and so on
 from .models.gpt2 import GPT2InfiniAttention
 from .models.gpt2_configuration import InfiniGPT2Config
@@ -37,6 +34,7 @@ from .ops.naive import naive_infini_attention
 from .ops.state import InfiniState
 from .tools.backends import backend_of
 from .tools.inspection import inspect_attention
+from .tools.keep_score import fit_keep_score
 
 InfiniGPT2Model, InfiniGPT2LMHeadModel, InfiniGPT2DoubleHeadsModel = (
     infini_class(getattr(transformers, name)) for name in ("GPT2Model", "GPT2LMHeadModel", "GPT2DoubleHeadsModel")
@@ -50,7 +48,6 @@ transformers.AutoConfig.register("infini_gpt2", InfiniGPT2Config, exist_ok=True)
 for auto_class, model in AUTO_CLASSES.items():
     getattr(transformers, auto_class).register(CausalMHAConfig, model, exist_ok=True)
 register_lazily(PROBED)
-class_lookups.LISTENERS.append(peft.listen)
 
 __version__ = "0.1.0"
 __all__ = [
@@ -71,6 +68,7 @@ __all__ = [
     "InfiniState",
     "backend_of",
     "cache_bytes",
+    "fit_keep_score",
     "infini_attention",
     "inspect_attention",
     "load_adapter",

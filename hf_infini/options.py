@@ -16,16 +16,6 @@ else:
 
 # What the metadata of a number's field may demand of it
 LIMITS = {"at_least": operator.ge, "greater_than": operator.gt, "at_most": operator.le, "below": operator.lt}
-# Of options that transformers declares, by the names that all configurations have for them. The largest that make sense
-# are far below: what is larger would run for hours, or out of memory, before anybody is told.
-SIZES = {name: {"at_least": 1, "at_most": 2**20} for name in ("hidden_size", "intermediate_size", "n_inner", "head_dim")}
-SIZES |= {"vocab_size": {"at_least": 1, "at_most": 2**26}, "max_position_embeddings": {"at_least": 1, "at_most": 2**31 - 1}}
-COUNTS = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads")
-SIZES |= dict.fromkeys(COUNTS, {"at_least": 1, "at_most": 2**16})
-SIZES |= {"initializer_range": {"at_least": 0, "at_most": 100}}
-# The same, by how their names end
-ENDINGS = dict.fromkeys(("dropout", "_pdrop"), {"at_least": 0, "below": 1})
-ENDINGS |= dict.fromkeys(("_eps", "_epsilon"), {"at_least": 0, "at_most": 1})
 
 
 def number(default, **limits):
@@ -33,11 +23,9 @@ def number(default, **limits):
     return field(default=default, metadata=limits)
 
 
-def limits_of(entry, name: str | None = None) -> dict:
-    """The limits of a dataclass's field; `name`: by which `SIZES` may have them."""
-    own = {limit: entry.metadata[limit] for limit in LIMITS if limit in entry.metadata}
-    endings = (limits for ending, limits in ENDINGS.items() if entry.name.endswith(ending))
-    return own or SIZES.get(name or entry.name) or next(endings, {})
+def limits_of(entry) -> dict:
+    """The limits of a dataclass's field."""
+    return {limit: entry.metadata[limit] for limit in LIMITS if limit in entry.metadata}
 
 
 def in_words(limits: dict) -> str:
@@ -128,13 +116,6 @@ class MemoryOptions(ConfigBase):
     memory_conv: int = number(0, at_least=0, at_most=1024)
     memory_write: Literal["equal", "learned"] = "equal"
     mask_special_tokens: bool = True
-
-    @classmethod
-    def from_dict(cls, config_dict, **kwargs):
-        """As usual, but a `segment_length` or `n_segments` in `kwargs` replaces either of them in the file."""
-        if "segment_length" in kwargs or "n_segments" in kwargs:
-            config_dict = {k: v for k, v in config_dict.items() if k not in ("segment_length", "n_segments")}
-        return super().from_dict(config_dict, **kwargs)
 
     @property
     def has_memory(self) -> bool:

@@ -48,7 +48,7 @@ class Options:
     lengths: list[int] = option(
         [1024, 2048, 4096, 8192], "passkey: lengths of the examples in tokens.", at_least=2, group="passkeys and facts"
     )
-    depths: list[float] = option([5], "passkey: shares of the text in front of the number, 0 to 1; one number from 2 on: so "
+    depths: list[float] = option([5], "passkey: shares of the text before the number, 0 to 1; one number from 2 on: so "
                                  "many, evenly spaced.", at_least=0, at_most=1000)  # fmt: skip
     language: Literal["pt", "en"] = option("pt", "passkey: language of the sentences about the number.")
     distances: list[int] = option([0, 1, 2, 4, 8, 16, 32, 64], "facts: segments from a fact to its question.", at_least=0)
@@ -59,7 +59,7 @@ class Options:
         False, "Keep the documents of a row apart, as train.py's option of this name does.", group="data"
     )
     min_characters: int = option(0, "Leave out documents shorter than this.", at_least=0)
-    max_tokens: int | None = option(None, "Stop after the row in which so many tokens are reached.", at_least=1)
+    max_tokens: int | None = option(None, "Stop after the row that reaches this number of tokens.", at_least=1)
     chunk: int = option(1024, "Tokens per call of the model in rows longer than this: memory grows with it.", at_least=1,
                         group="machine", rare=True)  # fmt: skip
     batch_size: int = option(4, "Rows per call of the model.", at_least=1)
@@ -67,7 +67,7 @@ class Options:
     device: str = option("auto", "cpu, cuda, cuda:1, …; auto: a GPU where there is one.")
     out: str | None = option(None, "Files to write, without suffix; default: evaluation in the folder of the adapter or "
                            "model (other tasks, and with the memory off: the task's name), with _text (facts among lines of "
-                           "text), _test and _memory_off behind it.",
+                           "text), _test and _memory_off appended.",
                            group="output")  # fmt: skip
 
     @property
@@ -76,7 +76,7 @@ class Options:
 
 
 BIOGRAPHIES = 60
-# Options that say nothing about the other tasks
+# Options that only some tasks use
 TASKS = {
     ("length", "separate_documents", "max_tokens"): ("perplexity",),
     ("lengths", "depths", "language"): ("passkey",),
@@ -105,7 +105,7 @@ def main(argv: list[str] | None = None) -> None:
     if options.memory == "off":
         inference.switch_memory_off(model)
     home = home_of(options)
-    # Its own name for each, so that none writes over another one's files
+    # A name for each kind of result, so that none overwrites another
     plain = options.task == "perplexity" and options.memory == "on"
     parts = ["evaluation" if plain else options.task, "text" if options.task == "facts" and options.source else None]
     parts += [options.split if options.split == "test" else None, "memory_off" if options.memory == "off" else None]
@@ -133,7 +133,7 @@ def main(argv: list[str] | None = None) -> None:
     }
     with new_file(Path(f"{name}.png")) as picture:  # both files are new, or none is
         if options.task == "perplexity":
-            plot_positions(found["by_position"], picture, subtitle(options), trained)
+            plot_positions({None: found["by_position"]}, picture, subtitle(options), trained)
         elif options.task == "passkey":
             plot_passkey(found["cells"], picture, subtitle(options), trained)
         else:
@@ -209,7 +209,7 @@ def facts(options: Options, model, tokenizer, name: str) -> dict:
 
 
 def runner(options: Options, model, tokenizer, name: str):
-    """What the cells of a recall task share; they go on from NAME.cells.json when model, text and options are the same."""
+    """What all cells of a recall task share. Cells in NAME.cells.json are reused if model, text and options are the same."""
     from recall.tasks import Runner
     from support.stages import state_of_files
 
@@ -227,7 +227,7 @@ def source_file(options: Options) -> str:
 
 
 def read_texts(options: Options) -> list[str]:
-    """The documents of --text or --data that are long enough; a UserError where there are none."""
+    """The documents of --text or --data that are long enough; UserError if none is."""
     from cli.corpus_options import CorpusOptions
     from corpora.sources import corpus_documents
 
@@ -246,7 +246,7 @@ def read_texts(options: Options) -> list[str]:
 
 
 def generated_texts() -> list[str]:
-    """Biographies that are the same everywhere: some 150,000 tokens, which come again in longer examples."""
+    """Generated biographies, the same on every machine: about 150,000 tokens, repeated in longer examples."""
     from cli.corpus_options import CorpusOptions
     from corpora.sources import corpus_documents
 
@@ -254,7 +254,7 @@ def generated_texts() -> list[str]:
 
 
 def check_options(options: Options) -> dict | None:
-    """A UserError for options that cannot work or say nothing about the task; the manifest of --data where it is given."""
+    """The manifest of --data, where it is given; UserError for options that cannot work or that the task does not use."""
     from support.stages import read_manifest
 
     defaults = Options(model="")

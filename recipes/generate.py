@@ -44,7 +44,7 @@ class Options:
     temperature: float | None = option(
         None, "Sampling: below 1 likelier tokens, above 1 rarer ones; default: 1.", greater_than=0
     )
-    top_k: int | None = option(None, "Sampling: among so many of the likeliest tokens; default: all.", greater_than=0)
+    top_k: int | None = option(None, "Sampling: among this number of the likeliest tokens; default: all.", greater_than=0)
     top_p: float | None = option(
         None, "Sampling: among the likeliest that have this probability together; default: 1.", greater_than=0, at_most=1
     )
@@ -52,7 +52,8 @@ class Options:
         1.0, "Above 1, tokens already in prompt or continuation become less likely.", greater_than=0
     )
     seed: int = option(0, "Seed of sampling.", **SEED)
-    chunk: int = option(4096, "Tokens of the prompt per call of the model.", greater_than=0, group="machine")
+    chunk: int = option(4096, "Tokens of the prompt per call of the model; with --memory, a prompt is read at once.",
+                        greater_than=0, group="machine")  # fmt: skip
     batch_size: int = option(8, "Prompts per call of the model.", greater_than=0)
     device: str = option("auto", "cpu, cuda, cuda:1, …; auto: a GPU where there is one.")
     dtype: Literal["float32", "bfloat16"] = option("float32", "Of weights and cache; with --memory, the memory's.")
@@ -103,15 +104,19 @@ def main(argv: list[str] | None = None) -> None:
             tokens = [ids or [tokenizer.eos_token_id] for ids in tokens]
         elif not all(tokens):
             raise UserError("with --memory a prompt needs at least one token: the memory has read its text to the end")
-        inputs, cache = tokenizer.pad({"input_ids": tokens}, return_tensors="pt").to(model.device), None
-        if memory is not None:
-            inputs, cache = behind_memory(inputs, memory)
-        inference.check_length(model.config, inputs["input_ids"].shape[1] + options.max_new_tokens)
-        cache = read_in_chunks(model, inputs["input_ids"], inputs["attention_mask"], options.chunk, cache)
+        inputs, seen = tokenizer.pad({"input_ids": tokens}, return_tensors="pt").to(model.device), 0
+        if memory is None:
+            arguments["prefill_chunk_size"] = options.chunk
+        else:
+            cache = copy.deepcopy(memory)
+            cache.batch_repeat_interleave(len(batch))
+            seen = cache.get_seq_length()
+            inputs["attention_mask"] = cache.attention_mask(inputs["attention_mask"])
+            arguments[CACHE] = cache
+        inference.check_length(model.config, seen + inputs["input_ids"].shape[1] + options.max_new_tokens)
         if streaming:
             show_prompt(prompts[0])
-        with torch.no_grad():
-            output = model.generate(**inputs, **arguments, pad_token_id=tokenizer.pad_token_id, **{CACHE: cache})
+        output = model.generate(**inputs, **arguments, pad_token_id=tokenizer.pad_token_id)
         if streaming:
             continue
         for prompt, ids in zip(batch, output[:, inputs["input_ids"].shape[1] :], strict=True):
@@ -147,7 +152,7 @@ def read_prompts(options: Options) -> list[str]:
 
 
 def show_prompt(prompt: str) -> None:
-    """The end of a prompt on standard error, a line of it behind each ">"."""
+    """Prints the end of a prompt on standard error, each line after a ">"."""
     text = prompt if len(prompt) <= SHOWN else f"… {prompt[-SHOWN:]}"
     print("\n".join(f"> {line}" for line in text.split("\n")), file=sys.stderr, flush=True)
 
@@ -164,52 +169,6 @@ def load_memory(file: str, model):
     if rows > 1:
         raise UserError(f"--memory: {file} holds {rows} texts; keep one of them with InfiniCache.batch_select_indices")
     return memory
-
-
-def behind_memory(inputs: dict, memory):
-    """The inputs of a batch with the memory's columns before them, and a cache with a copy of the memory for each row.
-
-    `generate` takes the ids of all that a cache has read, and passes over them. Here they are gone, and the prompt's last
-    token stands in for each: the repetition penalty, which looks at all ids, sees no others than the prompt's.
-    """
-    import torch
-
-    cache, ids = copy.deepcopy(memory), inputs["input_ids"]
-    cache.batch_repeat_interleave(len(ids))
-    columns = ids[:, -1:].expand(-1, cache.get_seq_length())
-    cache.text.set_ids(columns)
-    mask = cache.attention_mask(inputs["attention_mask"])
-    return {"input_ids": torch.cat([columns, ids], 1), "attention_mask": mask}, cache
-
-
-def read_in_chunks(model, input_ids, attention_mask, chunk: int, cache=None):
-    """The model's cache after all but the end of long prompts; None for short ones that begin without a cache.
-
-    Args:
-        input_ids, attention_mask: [B, T], left-padded. `generate` reads what the cache has not seen: at most `chunk`.
-        cache: of the first columns, or None.
-    """
-    import torch
-    from tqdm import tqdm
-
-    from hf_infini.compat.cache_name import CACHE, cache_of
-
-    begin, length = 0 if cache is None else cache.get_seq_length(), input_ids.shape[1]
-    positions = (attention_mask.cumsum(-1) - 1).clamp(min=0)
-    stops = range(begin + chunk, length, chunk)
-    for stop in tqdm(stops, desc=f"reading {length - begin:,} tokens", unit="chunk", disable=not stops):
-        piece = slice(stop - chunk, stop)
-        with torch.no_grad():
-            output = model(
-                input_ids=input_ids[:, piece],
-                attention_mask=attention_mask[:, :stop],
-                position_ids=positions[:, piece],
-                use_cache=True,
-                logits_to_keep=1,
-                **{CACHE: cache},
-            )
-            cache = cache_of(output)
-    return cache
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Shows what every head of a trained model does with a text: one HTML page to look around in, and pictures.
+"""Shows what every head of a trained model does with a text: one HTML page to look around in.
 
     python recipes/inspect_heads.py --model runs/infini
     python recipes/inspect_heads.py --model runs/infini --text_file livro.txt --max_tokens 300 --out heads
@@ -6,9 +6,9 @@
 
 Writes OUT/heads.html, which needs no other file and no network: a heat map of every head's attention weights with their
 tokens, and, with Infini-attention, what every older token weighs through the memory, the memory's share of each head's
-output, its norm after every segment, and the gates; local weights and memory also as pictures, OUT/layer_00.png and so on
-(all heads of a layer) and OUT/memory.png. The numbers themselves, context vectors included, come from
-`hf_infini.tools.inspection.inspect_attention`. Models: GPT-2, with Infini-attention or without, and causal_mha.
+output, its norm after every segment, and the gates. The numbers themselves, context vectors included, come from
+`hf_infini.tools.inspection.inspect_attention`. Models: every decoder that goes with Infini-attention, with it or without,
+and causal_mha.
 """
 
 import sys
@@ -21,7 +21,7 @@ from cli.names import home_of
 LARGEST_PAGE = 100e6  # bytes; browsers take long over more
 TITLE = "<title>Attention heads: "  # of every page
 TOKENS, MOST_TOKENS = 200, 1000  # read by default: the second where the model's segments are long
-# Without --text: names and numbers that come again, as often as it takes to reach the memory
+# Read without --text, repeated until it reaches the memory; names and numbers return in it
 STORY = """A biblioteca da rua do Porto abre às oito horas. Marina chega cedo, senta-se perto da janela e abre um livro de \
 mapas. O rio que passa pela cidade nasce na serra, atravessa três vales e encontra o mar depois de noventa quilômetros. Na \
 mesa ao lado, Tomás escreve uma carta para a irmã, que mora em Recife e estuda o clima. Ele conta que choveu durante doze \
@@ -38,8 +38,8 @@ class Options:
     text_file: str | None = option(None, "UTF-8 file with the text. Or --text.")
     max_tokens: int | None = option(
         None,
-        f"Read so many tokens at most, from the beginning of the text; default: {TOKENS}, or as many as it takes until a "
-        f"whole segment reads the memory, but {MOST_TOKENS:,} at most.",
+        f"Most tokens to read, from the text's beginning; default: {TOKENS}, or until a whole segment reads the memory, "
+        f"but {MOST_TOKENS:,} at most.",
         greater_than=0,
     )
     layers: list[int] | None = option(None, "The layers to look into, from 0; default: all.", at_least=0, group="model")
@@ -52,22 +52,20 @@ class Options:
 def main(argv: list[str] | None = None) -> None:
     (options,) = parse_options(Options, description=__doc__, argv=argv)
     text = read_text(options)
-    home = home_of(options)
-    out = Path(options.out or home / "heads")
+    out = Path(options.out or home_of(options) / "heads")
 
     import torch
-    from tqdm import tqdm
 
     from corpora.tokenization import encode_texts
     from evaluation import inference
     from hf_infini.options import context_limit
     from hf_infini.tools.inspection import inspect_attention
-    from hf_infini.tools.inspection.labels import unique_labels
     from hf_infini.tools.inspection.page import inspection_page
-    from plots.heads import plot_heads, plot_memory
     from support.stages import new_file
 
-    check_out(out)
+    page = out / "heads.html"
+    if page.exists() and TITLE not in page.read_text(encoding="utf-8", errors="replace"):
+        raise UserError(f"--out: {page} exists and is not from this recipe: move it away, or choose another --out")
     model, tokenizer = inference.load_model(options.model, options.device, options.adapter)
     length, local, *_ = model.config.window if getattr(model.config, "has_memory", False) else (0, 0, 0)
     window = (local + 1) * length  # tokens that a model with a memory sees without it
@@ -88,44 +86,17 @@ def main(argv: list[str] | None = None) -> None:
         inspection = inspect_attention(model, torch.tensor([read]), tokenizer, layers=options.layers)
     except ValueError as error:
         raise UserError(str(error)) from error
-    layers = {number: layer for number, layer in inspection.layers.items() if layer.weights is not None}
-    if not layers:
+    if all(layer.weights is None for layer in inspection.layers.values()):
         raise UserError(f"{options.model} has no attention heads in these layers (attention='none')")
 
-    page = inspection_page(inspection, title=Path(options.model).name).encode("utf-8")
-    if len(page) > LARGEST_PAGE:
-        raise UserError(
-            f"the page would have {len(page) / 1e6:,.0f} MB, more than {LARGEST_PAGE / 1e6:,.0f}: choose fewer --layers or "
-            "--max_tokens"
-        )
+    content = inspection_page(inspection, title=Path(options.model).name).encode("utf-8")
+    if len(content) > LARGEST_PAGE:
+        sizes = f"{len(content) / 1e6:,.0f} MB, more than {LARGEST_PAGE / 1e6:,.0f}"
+        raise UserError(f"the page would have {sizes}: choose fewer --layers or --max_tokens")
     out.mkdir(parents=True, exist_ok=True)
-    with new_file(out / "heads.html") as part:
-        part.write_bytes(page)
-    labels = unique_labels(inspection.texts[0])
-    for number, layer in tqdm(layers.items(), desc="pictures", unit="layer"):
-        hidden = layer.scores.values[0] == float("-inf")
-        weights = layer.weights.values[0].masked_fill(hidden, float("nan")).numpy()
-        title = f"{Path(options.model).name}: layer {number}, {layer.kind}"
-        plot_heads(weights, labels, out / f"layer_{number:02}.png", title)
-    memories = {number: layer for number, layer in layers.items() if layer.gate is not None}
-    drawn = plot_memory(
-        {number: layer.gate.values.numpy() for number, layer in memories.items()},
-        {number: layer.memory_share.values[0].numpy() for number, layer in memories.items()},
-        {number: layer.memory_norm.values[0].numpy() for number, layer in memories.items()},
-        out / "memory.png",
-        f"{Path(options.model).name}, {len(read):,} tokens",
-    )
-    if not drawn:  # nor is one of another text left
-        (out / "memory.png").unlink(missing_ok=True)
-    print(f"{out / 'heads.html'} ({len(page) / 1e6:.1f} MB): open it in a browser")
-
-
-def check_out(out: Path) -> None:
-    """UserError where the folder has files of these names that are of something else: the page is always written first."""
-    page, written = out / "heads.html", [*sorted(out.glob("layer_*.png")), out / "memory.png"]
-    if there := [file for file in (page, *written) if file.exists()]:
-        if not page.is_file() or TITLE not in page.read_text(encoding="utf-8", errors="replace"):
-            raise UserError(f"--out: {there[0]} exists and is not from this recipe: move it away, or choose another --out")
+    with new_file(page) as part:
+        part.write_bytes(content)
+    print(f"{page} ({len(content) / 1e6:.1f} MB): open it in a browser")
 
 
 def read_text(options: Options) -> str | None:

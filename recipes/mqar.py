@@ -104,7 +104,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def memory_options(texts: list[str]) -> dict:
-    """The options of a memory that NAME=VALUE give; UserError for one that is none, or that is decided elsewhere."""
+    """The memory's options from NAME=VALUE texts; UserError for an unknown one, or one that another option sets."""
     found = {}
     for text in texts:
         name, equals, value = text.partition("=")
@@ -116,14 +116,18 @@ def memory_options(texts: list[str]) -> dict:
 
 
 def setting_of(options: MQAROptions) -> dict:
-    """What runs that are compared have in common."""
+    """The options that runs must share to be compared."""
     names = ("vocabulary", "train", "test", "seed", "batch_size", "epochs", "stop_above")
     return {name: getattr(options, name) for name in names}
 
 
 def run(options: MQAROptions, mixer: str, config, memory: dict, rate: float, rows, device: str) -> dict:
-    """The result of one training: what is in its folder, or begun or continued there; `rows()` are those of the training and
-    of the tests."""
+    """The result of one training, which is read from its folder, or trained or continued there.
+
+    Args:
+        config: of the mixer; memory: its options, for the run's name; rate: the learning rate.
+        rows: makes the training and test rows, once.
+    """
     import torch
 
     from associative_recall.model import Recaller

@@ -9,8 +9,9 @@ r"""Trains what a YAML file describes, variants × swept values × seeds, measur
 
 Sections of a study: `train` (options of train.py that all share), `variants` (name: options of its own, and in `data` those
 of its own data), `grid` (option: values), `seeds`, `data` (options of prepare.py) and `evaluate` (name: options of
-evaluate_model.py). Of several --study files, later ones go above earlier ones. The others are compared with the first
-variant, on the validation rows, paired; variants on other data per character. --runs takes finished runs instead.
+evaluate_model.py). Of several --study files, later ones go above earlier ones, --set above them, --grid and --seeds above
+all; a grid's values go above a variant's options, and these above `train`. The others are compared with the first variant,
+on the validation rows, paired; variants on other data per character. --runs takes finished runs instead.
 
 Everything is a process of prepare.py, train.py or evaluate_model.py, its output in OUT/logs. Stopped or killed at any point
 and started again with the same command, a study goes on from there; variants, values and seeds can be added later. What
@@ -79,6 +80,8 @@ def check_options(options: Options) -> None:
         raise UserError("give what is to be trained with --study, --train or --grid, or finished runs with --runs")
     if (options.data is None) == (options.source is None):
         raise UserError("give --data with --runs, otherwise exactly one of --source and --data")
+    if options.data and any(text.startswith("data") for text in options.set or ()):
+        raise UserError("--set data would have no effect, as --data is given: give one of the two")
     if options.launcher and shutil.which(shlex.split(options.launcher)[0]) is None:
         raise UserError(f"--launcher: there is no program {shlex.split(options.launcher)[0]}; is its environment activated?")
 
@@ -87,18 +90,14 @@ def plan(options: Options) -> tuple[dict, list, dict[str, Path]]:
     """The study, its runs, and the folders of their data by name."""
     from studies import plan as planning
 
-    study = planning.read_study(options.study or (), options.train, options.set or ())
+    flags = {"grid": planning.parse_grid(options.grid or ())} | ({"seeds": options.seeds} if options.seeds else {})
+    study = planning.read_study(options.study or (), options.train, options.set or (), **flags)
     if options.runs:
         runs = planning.existing_runs(options.runs)
         study["evaluate"] = dict.fromkeys(planning.shared_evaluations(runs), {})
         return study, runs, {planning.BASE: Path(options.data)}
     if options.variants:
         study = planning.choose_variants(study, options.variants)
-    grid = planning.parse_grid(options.grid or ())
-    study["grid"] |= grid
-    study["seeds"] = options.seeds or study["seeds"]
-    above = [f"grid.{name}" for name in grid] + ["seeds"] * bool(options.seeds) + ["data"] * bool(options.data)
-    planning.check_settings(options.set or (), study, above)
     runs = planning.runs_of(study, Path(options.out))
     if options.source:
         return study, runs, {name: Path(options.out) / "data" / name for name in planning.data_settings(study, runs)}

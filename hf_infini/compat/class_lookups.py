@@ -4,20 +4,12 @@ What is found by the name of a class that stays (layers) or by the end of a name
 """
 
 import functools
-import importlib
-import sys
-from collections.abc import Callable
 
 from transformers import PreTrainedConfig
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.models.auto import tokenization_auto
 
-from ..options import ConfigBase
-
 PREFIX = "infini_"  # model_type of a family with Infini-attention: this and the family's
-# What the installed package adds and does not travel with a model: it is told of the events of `tell`
-LISTENERS: list[Callable[..., None]] = []
-PEFT_TABLES = ("peft.utils.constants", "peft.utils.transformers_weight_conversion")
 
 
 def alias_tokenizer(own: type[PreTrainedConfig], infini: type[PreTrainedConfig]) -> None:
@@ -40,33 +32,3 @@ def alias_weights(own: str, infini: str) -> None:
     mapping = get_checkpoint_conversion_mapping(own)
     if mapping is not None:
         register_checkpoint_conversion_mapping(infini, mapping, overwrite=True)
-
-
-def alias_adapters(infini: str) -> None:
-    """Has PEFT, where it has been imported, choose and name the modules of an adapter as in a model of the own type."""
-    if "peft" in sys.modules:
-        constants, weights = map(importlib.import_module, PEFT_TABLES)
-        found = [table for name, table in vars(constants).items() if name.startswith("TRANSFORMERS_MODELS_TO_")]
-        own = infini.removeprefix(PREFIX)
-        for table in (*found, weights._MODEL_TO_CONVERSION_PATTERN):
-            if own in table:
-                table[infini] = table[own]
-        tell("peft")
-
-
-def tell(event: str, *about) -> None:
-    """Tells [`LISTENERS`] of an event: "peft" has been imported; it has "adapted" a model; adapters of a model were "saved"
-    in a folder."""
-    for listener in LISTENERS:
-        listener(event, *about)
-
-
-class AdaptersOfOwnMixin(ConfigBase):
-    """[`alias_adapters`] of a configuration; comes before the own one.
-
-    PEFT may be imported after a model is made. It looks for the type in `to_dict()`: so the entries are made there, too.
-    """
-
-    def to_dict(self) -> dict:
-        alias_adapters(self.model_type)
-        return super().to_dict()

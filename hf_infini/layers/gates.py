@@ -11,7 +11,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 # Adam moves a gate by about the learning rate in a step: with less than this, by less than 1 in a thousand steps
 SLOW = 1e-3
 _trained_gates: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()  # by their id
-_with_still_gates: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models of which it was said
+_looked_at: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models that were called in training since PEFT was at one
 _rates_at_first: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # of gates, by optimiser; None: nothing more to see
 
 
@@ -49,19 +49,25 @@ def gates_of(model: nn.Module) -> dict[str, nn.Module]:
 def watch_gates(model: nn.Module) -> None:
     """Warns that a model is trained and its gates stay as they are: at a call in training, if something is trained and no
     gate, and at the first steps of any optimiser that has gates with a rate below [`SLOW`]."""
-    if torch.compiler.is_compiling() or not (model.training and torch.is_grad_enabled()):
+    if torch.compiler.is_compiling() or model in _looked_at or not (model.training and torch.is_grad_enabled()):
         return
     gates = [parameter for gate in gates_of(model).values() for parameter in gate.parameters()]
     if trained := {id(parameter): parameter for parameter in gates if parameter.requires_grad}:
+        _looked_at.add(model)
         _trained_gates.update(trained)
         _watch_optimisers()
-    elif gates and model not in _with_still_gates and any(parameter.requires_grad for parameter in model.parameters()):
-        _with_still_gates.add(model)
+    elif gates and any(parameter.requires_grad for parameter in model.parameters()):
+        _looked_at.add(model)
         warnings.warn(
             "this model is trained, and the gates of its memory are not: they stay as they are, and with them the memory's "
             "share. For LoRA, hf_infini.lora_config(model, …) makes a configuration with which they are trained.",
             stacklevel=3,
         )
+
+
+def look_again() -> None:
+    """Has [`watch_gates`] look at all models again: PEFT has changed what is trained of one."""
+    _looked_at.clear()
 
 
 @functools.cache

@@ -15,7 +15,7 @@ from transformers.utils import logging
 
 from ..cache.cache import InfiniCache, InfiniLayer, PendingStates, check_rows
 from ..compat.cache_name import CACHE, OTHER_NAME, with_one_name
-from ..compat.class_lookups import alias_adapters, alias_weights, tell
+from ..compat.class_lookups import alias_weights
 from ..compat.execution_device import device_of
 from ..compat.hub_code import ModelBase
 from ..compat.swap_class import swap_class
@@ -28,12 +28,13 @@ from ..ops.state import InfiniState
 from ..options import layer_kinds
 from .checkpoints import CheckedLoadingMixin
 from .masks import kept_layers_masks
+from .peft import AdaptedModelMixin, meet_peft
 from .structure import decoder_layers, decoder_of
 
 logger = logging.get_logger(__name__)
 
 
-class InitializationMixin(CheckedLoadingMixin):
+class InitializationMixin(CheckedLoadingMixin, AdaptedModelMixin):
     """Loads whole checkpoints only, and has `_init_weights` called for every module; comes before `PreTrainedModel`.
 
     For classes outside of transformers, it passes over modules whose own parameters are all initialised, and takes a module
@@ -43,17 +44,6 @@ class InitializationMixin(CheckedLoadingMixin):
 
     def _initialize_weights(self, module, is_custom_code: bool = False):
         super()._initialize_weights(module, False)
-
-    def __setattr__(self, name: str, value) -> None:
-        super().__setattr__(name, value)
-        if name == "peft_config":  # PEFT's last step
-            tell("adapted", self)
-
-    def save_pretrained(self, save_directory, is_main_process: bool = True, *args, **kwargs):
-        """As usual; of a model with adapters of PEFT only these are saved."""
-        super().save_pretrained(save_directory, is_main_process, *args, **kwargs)
-        if is_main_process and getattr(self, "_hf_peft_config_loaded", False):
-            tell("saved", self, save_directory)
 
 
 class InfiniPreTrainedMixin(InitializationMixin):
@@ -84,7 +74,7 @@ class InfiniPreTrainedMixin(InitializationMixin):
             swap_class(base, self.class_with_memory(type(base)))
         for part in (self, base):
             part.alias_weights()
-        alias_adapters(base.config.model_type)  # of experts PEFT looks for the type before it asks for `to_dict()`
+        meet_peft(base.config.model_type)  # of experts PEFT looks for the type before it asks for `to_dict()`
         base.set_positions()
         layers, config = decoder_layers(base), LayerConfig(base.config)
         for layer, _ in layers if base.layers_drop_keywords else ():  # all: FSDP and others look for layers by one class
@@ -196,22 +186,15 @@ class InfiniModelMixin(ModelBase):
             ValueError: a cache or mask of another kind; `output_attentions` where layers with their own attention compute no
                 weights.
         """
-        watch_gates(self)
         given = dict(zip(self.argument_names, args, strict=False)) | kwargs
         given = with_one_name(given, CACHE) if OTHER_NAME in given else given
-        ids, embeddings = given.get("input_ids"), given.get("inputs_embeds")
-        tokens = check_inputs(ids, embeddings)
+        ids, positions, use_cache = given.get("input_ids"), given.get("position_ids"), given.get("use_cache")
+        tokens = check_inputs(ids, given.get("inputs_embeds"))
         weights = given.get("output_attentions")
         weights = bool(self.config.output_attentions if weights is None else weights)
         self._check_weights(weights)
-        memory_mask = memory_mask_of(self.config, ids, embeddings, memory_mask)
-        use_cache = given.get("use_cache")
-        if use_cache is None:
-            use_cache = self.config.use_cache and not checkpoints_gradients(self)
-        cache = memory_cache(self, given.get(CACHE), use_cache, tokens.shape[0])
-        positions = given.get("position_ids")
         masks = {"attention_mask": given.get("attention_mask"), "position_ids": positions, "memory_mask": memory_mask}
-        infini = shared_inputs(self.config, tokens, cache, max_documents, **masks)
+        infini, cache, use_cache = begin_call(self, ids, tokens, given.get(CACHE), use_cache, max_documents, **masks)
         layout, states = infini.layout, infini.states
         given["position_ids"] = self.own_positions(layout, positions, cache)
         tables = self.rotary_tables(self.config.places, device=tokens.device)
@@ -311,18 +294,14 @@ def check_inputs(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tens
 
 
 @check_kinds
-def memory_mask_of(config, input_ids, inputs_embeds, memory_mask: Tensor | None = None) -> Tensor | None:
+def memory_mask_of(config, input_ids: Tensor | None, given: Tensor, memory_mask: Tensor | None) -> Tensor | None:
     """Which tokens of a call are written into a memory, `[batch, tokens]` bool: those of the mask (`None`: all), without the
-    configuration's special tokens where there are ids to know them by; `None`: all are.
+    configuration's special tokens where there are ids to know them by; `None`: all are. `given`: ids or embeddings.
 
     Raises:
-        ValueError: `memory_mask` is of another shape, or the model has no memory.
+        ValueError: `memory_mask` is of another shape.
     """
-    if not config.infini_layers:
-        if memory_mask is not None:
-            raise ValueError("memory_mask says what is written into a memory, and this model has none: leave it out.")
-        return None
-    batch, tokens = (inputs_embeds if input_ids is None else input_ids).shape[:2]
+    batch, tokens = given.shape[:2]
     if memory_mask is not None and tuple(memory_mask.shape) != (batch, tokens):
         raise ValueError(
             f"memory_mask must be [batch, tokens] = [{batch}, {tokens}], 1 for tokens that are written into the memory; got "
@@ -354,14 +333,11 @@ def check_cache(given) -> None:
     """
     if given is None or isinstance(given, InfiniCache):
         return
-    copies = [base for base in type(given).__mro__ if base.__name__ == InfiniCache.__name__]
-    if copies:
+    if type(given).__name__ == InfiniCache.__name__:
         raise ValueError(
-            f"{CACHE} is an InfiniCache of another copy of the code, which may be another version: the cache's class "
-            f"is of {copies[0].__module__}, this model's of {InfiniCache.__module__}. Leave it out with use_cache=True and "
-            f"go on with the output's {CACHE}; or make or load it by the model's class, "
-            f"sys.modules[{InfiniCache.__module__!r}].InfiniCache. Where hf_infini is imported before a model is loaded "
-            "from the Hub, there is only one copy."
+            f"{CACHE} is an InfiniCache of another copy of the code, {type(given).__module__}: leave it out with "
+            f"use_cache=True, or make it by the model's class, sys.modules[{InfiniCache.__module__!r}].InfiniCache. Import "
+            "hf_infini before a model is loaded from the Hub, and there is only one copy."
         )
     raise ValueError(
         f"{CACHE} must be an InfiniCache, got {type(given).__name__}: a memory does not fit into other caches. "
@@ -393,19 +369,15 @@ def memory_cache(model, given, use_cache: bool | None, batch: int) -> InfiniCach
         given.drop_unfinished()
     cache = InfiniCache(model.config) if use_cache and given is None else given
     if cache is not None and checkpoints_gradients(model):
-        has_full_attention = not all(wanted)
         functions = (getattr(module, "_gradient_checkpointing_func", None) for module in model.modules())
         reentrant = any(getattr(function, "keywords", {}).get("use_reentrant") for function in functions)
-        if has_full_attention or reentrant:
-            reason = (
-                "layers of full attention would append their keys and values twice"
-                if has_full_attention
-                else "use_reentrant=True cuts the gradient through the memory"
-            )
-            remedy = "" if has_full_attention else ', call gradient_checkpointing_enable({"use_reentrant": False})'
+        if reentrant or not all(wanted):
+            reason = "layers of full attention would append their keys and values twice"
+            if all(wanted):
+                reason = 'use_reentrant=True cuts the gradient: gradient_checkpointing_enable({"use_reentrant": False})'
             raise ValueError(
                 f"gradient checkpointing in training does not go with this cache: {reason}. Pass use_cache=False and no "
-                f"{CACHE}{remedy}, or call gradient_checkpointing_disable()."
+                f"{CACHE}, or call gradient_checkpointing_disable()."
             )
     return cache
 
@@ -418,23 +390,32 @@ def checkpoints_gradients(model) -> bool:
 
 
 @check_kinds
-def shared_inputs(
-    config, embeddings: Tensor, cache: InfiniCache | None, max_documents: int | None, **masks: Tensor | None
-) -> SharedInputs:
-    """What the layers of a model's call share, with these `embeddings` `[batch, tokens, width]`, or ids; `masks` as
-    [`segment_layout`] takes them, but the attention mask may also cover the past.
+def begin_call(
+    model, ids, given: Tensor, cache, use_cache: bool | None, max_documents: int | None, **masks: Tensor | None
+) -> tuple[SharedInputs, InfiniCache | None, bool]:
+    """What the layers of a model's call share; the call's cache; and whether it is among the outputs.
+
+    Args:
+        ids: of the tokens, or `None`; given: these, or the embeddings `[batch, tokens, width]`.
+        masks: as [`segment_layout`] takes them, but the attention mask may also cover the past.
 
     Raises:
-        ValueError: the mask or the positions do not go on from what the cache has read.
+        ValueError: the cache, the mask or the positions do not go on from what the cache has read.
     """
-    batch, tokens = embeddings.shape[:2]
+    watch_gates(model)
+    batch, tokens = given.shape[:2]
+    if use_cache is None:
+        use_cache = model.config.use_cache and not checkpoints_gradients(model)
+    cache = memory_cache(model, cache, use_cache, batch)
+    masks["memory_mask"] = memory_mask_of(model.config, ids, given, masks["memory_mask"])
     masks["attention_mask"] = mask_of_call(masks["attention_mask"], batch, tokens, cache)
     state, states = (None, None) if cache is None else (cache.first_state(), cache.pending_states())
     check_continuation(masks["position_ids"], masks["attention_mask"], state)
     if states is not None and states.exchange is not None:
-        state = states.exchange.begin(batch, tokens, embeddings.device, masks)
-    options = {"state": state, "max_documents": max_documents, "device": embeddings.device}
-    return SharedInputs(segment_layout(batch, tokens, *config.window, **masks, **options), states, {})
+        state = states.exchange.begin(batch, tokens, given.device, masks)
+    options = {"state": state, "max_documents": max_documents, "device": given.device}
+    layout = segment_layout(batch, tokens, *model.config.window, **masks, **options)
+    return SharedInputs(layout, states, {}), cache, use_cache
 
 
 @check_kinds

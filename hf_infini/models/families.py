@@ -1,11 +1,13 @@
-"""The models with Infini-attention of every family of decoders, made when they are asked for: `families.InfiniLlamaModel` is
-`LlamaModel` with the mixins of base.py before it, and so on for all of its heads.
+"""The configuration and the models with Infini-attention of every family of decoders, made when they are asked for:
+`families.InfiniLlamaModel` is `LlamaModel` with the mixins of base.py before it, and so on for all of its heads.
 """
 
 import copyreg
 import functools
 import inspect
 import sys
+from collections import ChainMap
+from collections.abc import Iterable
 from typing import Any
 
 import transformers
@@ -13,21 +15,42 @@ from transformers import GenerationMixin, GPT2Config, PreTrainedConfig, PreTrain
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.auto import modeling_auto
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
 
 from ..compat.cache_name import CACHE
-from ..compat.class_lookups import alias_tokenizer
-from ..compat.hub_code import HubModelMixin, carry_code
+from ..compat.class_lookups import PREFIX, alias_tokenizer
+from ..compat.hub_code import IS_COPY, HubConfigMixin, HubModelMixin, carry_code
 from ..layers.memory_layer import InfiniAttentionMixin, KeywordlessLayerMixin
-from ..options import MemoryOptions
+from ..options import MemoryOptions, layer_kinds
 from .base import InfiniModelMixin, InfiniPreTrainedMixin, with_arguments_of
-from .checkpoints import HUB_OPTIONS
-from .configuration import FAMILY_REGISTRARS, FamilyConfigMixin, infini_config
 from .generation import MemoryGenerationMixin
 from .gpt2 import GPT2InfiniAttention, InfiniGPT2ModelMixin
 from .gpt2_configuration import InfiniGPT2Config
+from .option_checks import OptionsMixin, checked
+from .peft import AdaptedConfigMixin
 from .structure import base_model_name
 
+# Families that a swapped layer's test would pass or fail without telling the reason
+KINDS = {"full_attention", "sliding_attention", "chunked_attention"}  # of layers that a model with memories may have
+REFUSED = {
+    "multi-head latent attention makes its keys from a compressed state": (
+        *("deepseek_v2", "deepseek_v3", "deepseek_v32", "minicpm3", "youtu", "mistral4", "glm4_moe_lite", "kimi_linear"),
+        *("longcat_flash", "axk1"),
+    ),
+    "its attention does not go through transformers' attention interface": (
+        *("gptj", "codegen", "falcon", "bloom", "mpt", "gpt_neo", "openai-gpt", "ctrl", "xglm", "biogpt"),
+        "gpt_neox_japanese",
+    ),
+    "its layers share keys and values": ("gemma3n_text", "gemma4_text", "zamba", "zamba2"),
+    "its attention has learned sinks": ("gpt_oss",),
+    "its heads are differences of two": ("diffllama",),
+    "it normalises queries and keys after their rotation": ("hunyuan_v1_dense", "hunyuan_v1_moe"),
+    "some of its layers are no attention": (
+        *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "lfm2", "lfm2_moe", "bamba", "jamba", "falcon_h1"),
+        *("granitemoehybrid", "nemotron_h", "recurrent_gemma", "olmo_hybrid", "rwkv"),
+    ),
+}
 # Auto classes that load a decoder, with the tables that say which class of a family they load
 AUTO_CLASSES = {
     "AutoModel": modeling_auto.MODEL_MAPPING,
@@ -46,6 +69,55 @@ PROBED = (
 )
 # Families whose layers do not pass on keywords to their attention
 DROP_KEYWORDS = ("stablelm", "nemotron")
+
+
+class FamilyConfigMixin(MemoryOptions, OptionsMixin, AdaptedConfigMixin, HubConfigMixin):
+    """All options of the own configuration, and those of [`MemoryOptions`]."""
+
+    has_no_defaults_at_init = True  # transformers 5.17 would otherwise build one without options to compare with
+
+    def __post_init__(self, **kwargs):
+        register_models(type(self))  # whoever has a configuration may ask an Auto class for its model next
+        super().__post_init__(**kwargs)
+
+    def validate_memory_options(self):
+        """Those of every memory, and those of families."""
+        super().validate_memory_options()
+        if others := sorted({*layer_kinds(self)} - KINDS):
+            raise ValueError(
+                f"a {self.own_class.model_type!r} cannot have Infini-attention: some of its layers are no attention over "
+                f"all tokens, a sliding window or a chunk, but {', '.join(others)}."
+            )
+        if not self.infini_layers:
+            raise ValueError(
+                f"all {self.num_hidden_layers} layers of this {self.model_type} see a sliding window or chunk, which bounds "
+                "them already: name with layers=[…] those that are to have a memory instead."
+            )
+
+
+@functools.cache
+def infini_config(own: type[PreTrainedConfig]) -> type[FamilyConfigMixin] | type[InfiniGPT2Config]:
+    """The configuration class of a family with Infini-attention; `own`: that of the family, or one derived from it.
+
+    Raises:
+        ValueError: the family is known not to go with it; the message says why.
+    """
+    if issubclass(own, GPT2Config):
+        return InfiniGPT2Config
+    reason = next((reason for reason, types in REFUSED.items() if own.model_type in types), None)
+    if reason is not None:
+        raise ValueError(f"a {own.model_type!r} cannot have Infini-attention: {reason}.")
+    attributes = {
+        "__module__": __name__,
+        "__doc__": f"`{own.__name__}` with Infini-attention: all of its options, and those of [`MemoryOptions`].",
+        "model_type": PREFIX + own.model_type,
+        "own_class": own,
+    }
+    config = checked(type(f"Infini{own.__name__}", (FamilyConfigMixin, own), attributes))
+    carry_code("models.families", AutoConfig=config)
+    if not IS_COPY:  # or it would stand for the code of all folders, also of those that nobody trusts
+        transformers.AutoConfig.register(config.model_type, config, exist_ok=True)
+    return config
 
 
 class MadeHere(type):
@@ -118,6 +190,17 @@ def register_models(config: type[FamilyConfigMixin] | type[InfiniGPT2Config]) ->
     carry_code("models.families", **classes)
 
 
+def register_lazily(model_types: Iterable[str]) -> None:
+    """Has `AutoConfig` know families by their own types, and make the configuration of one when it is asked for it."""
+    known = transformers.CONFIG_MAPPING  # older versions of transformers do not have them all
+    names = {PREFIX + own: f"Infini{CONFIG_MAPPING_NAMES[own]}" for own in model_types if own in CONFIG_MAPPING_NAMES}
+    for model_type in names.keys() & known:  # a copy of this code, loaded with a model, came before
+        __getattr__(names[model_type])
+    # Not in CONFIG_MAPPING_NAMES: whoever iterates over models would look there for modules of transformers
+    known._mapping = ChainMap(known._mapping, names)
+    known._modules |= dict.fromkeys(names, sys.modules[__name__])
+
+
 class AutoInfiniModelForCausalLM:
     """Loads any decoder with Infini-attention, as `AutoModelForCausalLM` loads one without."""
 
@@ -135,7 +218,8 @@ class AutoInfiniModelForCausalLM:
                 with its memory empty; the message says why.
         """
         options = {"trust_remote_code": False} | options  # nobody is asked whether a folder's code may run
-        hub = {name: options[name] for name in HUB_OPTIONS & options.keys()}
+        names = {"cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder", "trust_remote_code"}
+        hub = {name: options[name] for name in names & options.keys()}
         config_class = type(transformers.AutoConfig.from_pretrained(path, **hub))
         if not issubclass(config_class, MemoryOptions):
             infini_config(config_class)
@@ -150,11 +234,12 @@ def __getattr__(name: str) -> type:
     """A class by its name, as a saved model's configuration gives it."""
     own = getattr(transformers, name.removeprefix("Infini"), None) if name.startswith("Infini") else None
     if isinstance(own, type) and issubclass(own, PreTrainedConfig):
-        return infini_config(own)
+        config = infini_config(own)
+        register_models(config)  # one that another process has pickled is not constructed
+        return config
     if isinstance(own, type) and issubclass(own, PreTrainedModel):
         return infini_class(own)
     raise AttributeError(f"module {__name__} has no {name}.")
 
 
-FAMILY_REGISTRARS.append(register_models)
 register_models(InfiniGPT2Config)

@@ -83,7 +83,10 @@ class MemoryGenerationMixin(GenerativeBase):
                 if hasattr(criterion, "max_position_embeddings"):
                     criterion.max_position_embeddings = None  # no reminder of an end that these positions do not have
         finished = getattr(generation_config, "_finished_rows", None)
-        return criteria if finished is None else finished.watch(criteria)
+        if finished is None or not any(hasattr(criterion, "eos_token_id") for criterion in criteria):
+            return criteria  # without an end-of-text token nothing is padded
+        finished.extend(criteria)
+        return finished
 
     def _update_model_kwargs_for_generation(self, outputs, model_kwargs, is_encoder_decoder=False, num_new_tokens=1):
         model_kwargs = super()._update_model_kwargs_for_generation(
@@ -103,29 +106,17 @@ class MemoryGenerationMixin(GenerativeBase):
         return super().prepare_inputs_for_generation(*args, **kwargs)
 
 
-class FinishedRows:
-    """The rows of a batch that `generate` has finished: what it appends to them is padding.
+class FinishedRows(StoppingCriteriaList):
+    """The criteria of `generate`, and which rows have met one: what it appends to these is padding.
 
     Attributes:
         rows: `[batch]` bool; `None` while no row is finished.
     """
 
-    def __init__(self):
-        self.rows: Tensor | None = None
-
-    def watch(self, criteria: StoppingCriteriaList) -> StoppingCriteriaList:
-        """The same criteria, whose answers are noted; without an end-of-text token nothing is padded."""
-        pads = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
-        return _WatchedCriteria(criteria, self) if pads else criteria
-
-
-class _WatchedCriteria(StoppingCriteriaList):
-    def __init__(self, criteria, finished: FinishedRows):
-        super().__init__(criteria)
-        self.finished = finished
+    rows: Tensor | None = None
 
     def __call__(self, input_ids, scores, **kwargs):
         done = super().__call__(input_ids, scores, **kwargs)
         if done.any():
-            self.finished.rows = done if self.finished.rows is None else self.finished.rows | done
+            self.rows = done if self.rows is None else self.rows | done
         return done

@@ -4,16 +4,16 @@ from typing import Literal
 
 from transformers import GPT2Config
 
-from ..compat.class_lookups import AdaptersOfOwnMixin
 from ..compat.hub_code import HubConfigMixin, carry_code
 from ..options import MEMORY_OPTIONS, MemoryOptions
 from .option_checks import OptionsMixin, checked
+from .peft import AdaptedConfigMixin
 
 OPTIONS = (*MEMORY_OPTIONS, "position_encoding")  # what it has beside those of GPT-2
 
 
 @checked
-class InfiniGPT2Config(MemoryOptions, OptionsMixin, AdaptersOfOwnMixin, HubConfigMixin, GPT2Config):
+class InfiniGPT2Config(MemoryOptions, OptionsMixin, AdaptedConfigMixin, HubConfigMixin, GPT2Config):
     """Configuration of [`InfiniGPT2LMHeadModel`]: all of `GPT2Config`, all of [`MemoryOptions`], and
 
     Args:
@@ -26,14 +26,12 @@ class InfiniGPT2Config(MemoryOptions, OptionsMixin, AdaptersOfOwnMixin, HubConfi
 
     Raises:
         ValueError: a value of the wrong type, one that is not allowed, or options that do not go together; the message says
-            what was given and what is allowed. Or an attribute that would be ignored though it looks like an option: one of
-            stock decoders that this model does not have (`rope_scaling`), or nearly the name of one of these. Attributes of
-            other names are kept.
+            what was given and what is allowed. Or an attribute whose name is nearly that of an option of the memory; others
+            are kept.
     """
 
     model_type = "infini_gpt2"
     own_class = GPT2Config
-    undeclared_options = ("classifier_dropout", "hidden_dropout")  # which GPT2ForTokenClassification looks for
     has_no_defaults_at_init = True  # transformers 5.17 would otherwise build one without options to compare with
 
     position_encoding: Literal["learned", "segment", "rope"] = "learned"

@@ -6,12 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..ops.checks import check_kinds
-from .checkpoints import HUB_OPTIONS, REMEDY, Checkpoint, one_line, read_json
-
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json")
+from .checkpoints import REMEDY, check_loaded, one_line
 
 
 @check_kinds
@@ -26,28 +24,14 @@ def load_causal_lm(path: str | Path, **options) -> PreTrainedModel:
     Raises:
         ValueError: there is no such model, a file of it is damaged, or weights and configuration do not fit.
     """
-    options: dict[str, Any] = {"trust_remote_code": False} | options
-    hub = {name: options[name] for name in HUB_OPTIONS & options.keys()}
-    ignore = options.pop("ignore_mismatched_sizes", False)
-
-    def make(values: dict) -> PreTrainedModel:
-        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path, **hub))
-
+    options = {"trust_remote_code": False} | options
     try:
-        checkpoint = Checkpoint(path, make, **hub)
-        given = options | {"ignore_mismatched_sizes": True, "output_loading_info": True}  # the check below names them
-        model, info = AutoModelForCausalLM.from_pretrained(path, **given)
-        checkpoint.check(model, info, ignore)
+        model, info = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True, **options)
+        check_loaded(path, model, info)
     except (torch.OutOfMemoryError, MemoryError):
         raise
     except Exception as error:  # nobody knows what all of transformers raises for what a file may hold
         raise _as_value_error(path, "model", error) from error
-    head = sorted(name for name in info["missing_keys"] if not name.startswith(checkpoint.base))
-    if head:
-        raise ValueError(
-            f"{path} is no language model: its head is missing ({', '.join(head)}), and would be random. Save the whole "
-            "model there, not its base model."
-        )
     return model
 
 
@@ -63,11 +47,7 @@ def load_tokenizer(path: str | Path, model: PreTrainedModel | None = None, **opt
     Raises:
         ValueError: there is none, a file of it is damaged, or it is the tokenizer of another model.
     """
-    folder = Path(path, options.get("subfolder", ""))
     try:
-        for name in TOKENIZER_FILES:
-            if (folder / name).is_file():
-                read_json(folder / name)
         tokenizer = AutoTokenizer.from_pretrained(path, **{"trust_remote_code": False} | options)
     except Exception as error:  # those of its library have no class of their own
         raise _as_value_error(path, "tokenizer", error) from error

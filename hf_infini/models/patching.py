@@ -5,14 +5,12 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from ..compat.class_lookups import alias_adapters
-from ..compat.swap_class import swap_class
+from ..compat.swap_class import swap_class, unchanged_on_error
 from ..layers.memory_layer import InfiniAttentionMixin, KeywordlessLayerMixin
 from ..options import MEMORY_OPTIONS, MemoryOptions
 from .base import InfiniPreTrainedMixin
 from .checkpoints import one_line
-from .configuration import infini_config
-from .families import infini_class
+from .families import infini_class, infini_config
 from .gpt2_configuration import OPTIONS as GPT2_OPTIONS
 from .gpt2_configuration import InfiniGPT2Config
 from .structure import attention_layers, decoder_layers, decoder_of
@@ -60,26 +58,20 @@ def patch_model(model, *, base_only: bool = False, **options):
         raise ValueError(f"unknown options {', '.join(sorted(unknown))}; patch_model takes {', '.join(known)}.")
     if getattr(model.config, "add_cross_attention", False):
         raise ValueError(f"cross-attention has no segments: a {name} with add_cross_attention=True cannot be patched.")
-    before, values = model.config, model.config.to_dict()
-    accepted = config_class.without_ignored(values)
-    config = _convert(before, config_class, accepted, **options)
+    config = _convert(model.config, config_class, **options)
     _check_unchanged(base)
-    model.__dict__["_unpatched_config_class"] = type(before)
-    model.__dict__["_base_is_plain"] = True  # what its name leads to: see adapter.py
-    model.__dict__["_unpatched_ignored"] = {name: values[name] for name in values.keys() - accepted.keys()}
-    _adopt(model, base, infini_class, config)
-    alias_adapters(config.model_type)  # PEFT may have put some into it already
-    if getattr(config, "position_encoding", None) == "rope":
-        model.__dict__["_unpatched_embedding"] = base.wpe  # not a module of the model any more: neither trained nor saved
     try:
-        model.add_memory()
-        model.check_layers()
-    except Exception as error:
-        unpatch_model(model, base_only=base_only)
-        _adopt(model, base, lambda own: own, before)
-        if isinstance(error, (ValueError, torch.OutOfMemoryError)):
-            raise
-        # Nobody knows what another family's attention raises where it is called otherwise than by its model
+        with unchanged_on_error(model):
+            model.__dict__["_unpatched_config_class"] = type(model.config)
+            model.__dict__["_base_is_plain"] = True  # what its name leads to: see adapter.py
+            if getattr(config, "position_encoding", None) == "rope":
+                model.__dict__["_unpatched_embedding"] = base.wpe  # no module of the model any more: not trained or saved
+            _adopt(model, base, infini_class, config)
+            model.add_memory()
+            model.check_layers()
+    except (ValueError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # whatever another family's attention raises where it is called otherwise than by its model
         raise ValueError(f"a {name} cannot have Infini-attention: {type(error).__name__}: {one_line(error)}.") from error
     model.advise(options)
     return model
@@ -107,7 +99,7 @@ def unpatch_model(model, *, base_only: bool = False):
     if not isinstance(model, InfiniPreTrainedMixin) or not isinstance(base := decoder_of(model), InfiniPreTrainedMixin):
         raise ValueError(f"a {type(model).__name__} has no Infini-attention to take out.")
     _check_whole(model, base, base_only)
-    config_class = model.__dict__.get("_unpatched_config_class") or _plain_class(type(model)).config_class
+    config_class = model.__dict__.get("_unpatched_config_class", model.own_class.config_class)
     if getattr(model.config, "position_encoding", None) == "rope" and "_unpatched_embedding" not in model.__dict__:
         raise ValueError(
             "this model was built with position_encoding='rope': it has no position embedding, and a plain GPT-2 needs one."
@@ -116,19 +108,14 @@ def unpatch_model(model, *, base_only: bool = False):
         base.wpe = model.__dict__.pop("_unpatched_embedding").to(model.device, model.dtype)
     for name in ("_unpatched_config_class", "_base_is_plain"):
         model.__dict__.pop(name, None)
-    config = _convert(model.config, config_class, model.config.to_dict(), **model.__dict__.pop("_unpatched_ignored", {}))
+    config = _convert(model.config, config_class)
     for layer, attention in decoder_layers(base):
         if isinstance(attention, InfiniAttentionMixin):
             attention.swap_out()
         if isinstance(layer, KeywordlessLayerMixin):
             swap_class(layer, layer.own_class)
-    _adopt(model, base, _plain_class, config)
+    _adopt(model, base, lambda infini: infini.own_class, config)
     return model
-
-
-def _plain_class(infini: type) -> type:
-    """The inverse of [`infini_class`]."""
-    return infini.own_class
 
 
 def _check_whole(model, base, base_only: bool) -> None:
@@ -177,10 +164,10 @@ def _replaces_forward(module: nn.Module) -> bool:
     return kept is not None and getattr(kept, "__func__", None) is not type(module).forward
 
 
-def _convert(config, config_class, values: dict, **options):
-    """`values` of `config` that the two configuration classes share, with `options` on top."""
+def _convert(config, config_class, **options):
+    """The values of `config` in another class, with `options` on top."""
     own = {"model_type", "transformers_version", "architectures", "auto_map", *GPT2_OPTIONS}
-    converted = config_class(**({name: value for name, value in values.items() if name not in own} | options))
+    converted = config_class(**({name: value for name, value in config.to_dict().items() if name not in own} | options))
     converted._attn_implementation = config._attn_implementation
     converted._name_or_path = config._name_or_path
     if config.architectures:

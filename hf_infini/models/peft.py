@@ -5,8 +5,10 @@ hook for what belongs to a model (0.19).
 """
 
 import functools
+import importlib
 import inspect
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +16,14 @@ from safetensors.torch import load, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ..compat.class_lookups import PREFIX
+from ..compat.hub_code import ModelBase
+from ..layers.gates import look_again
 from ..layers.memory_layer import memory_layers, memory_parameters
+from ..options import ConfigBase
+from .adapter_files import LORA_WEIGHTS, inside_of, write_memory
 
-LORA, LORA_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # PEFT's names
-# What else is done once PEFT has saved an adapter in a folder, given also the model and its state
-AFTER_SAVING: list[Callable[[nn.Module, Path, Mapping[str, Tensor]], None]] = []
+TABLES = ("peft.utils.constants", "peft.utils.transformers_weight_conversion")
 TASKS = {"CausalLM": "CAUSAL_LM", "LMHeadModel": "CAUSAL_LM", "SequenceClassification": "SEQ_CLS"}
 TASKS |= {"TokenClassification": "TOKEN_CLS", "QuestionAnswering": "QUESTION_ANS"}
 
@@ -48,6 +53,48 @@ def lora_config(model, **options):
     return LoraConfig(**own | options)
 
 
+def meet_peft(infini: str) -> None:
+    """Where PEFT has been imported, has it choose and name the modules of an adapter as in a model of the own type, and
+    completes what it saves; `infini`: the model type."""
+    if "peft" in sys.modules:
+        constants, weights = map(importlib.import_module, TABLES)
+        found = [table for name, table in vars(constants).items() if name.startswith("TRANSFORMERS_MODELS_TO_")]
+        own = infini.removeprefix(PREFIX)
+        for table in (*found, weights._MODEL_TO_CONVERSION_PATTERN):
+            if own in table:
+                table[infini] = table[own]
+        _complete_what_is_saved()
+
+
+class AdaptedConfigMixin(ConfigBase):
+    """A configuration for which PEFT finds what it knows of the own type; comes before the own one.
+
+    PEFT may be imported after a model is made. It looks for the type in `to_dict()`: so it is met there, too.
+    """
+
+    def to_dict(self) -> dict:
+        meet_peft(self.model_type)
+        return super().to_dict()
+
+
+class AdaptedModelMixin(ModelBase):
+    """A model whose memory is trained and saved with adapters of PEFT; comes before `PreTrainedModel`."""
+
+    def __setattr__(self, name: str, value) -> None:
+        super().__setattr__(name, value)
+        if name == "peft_config":  # PEFT's last step; all but the adapter is frozen
+            look_again()
+            for config in value.values():
+                for parameter in () if config.inference_mode else _uncopied(self, config).values():
+                    parameter.requires_grad_(True)
+
+    def save_pretrained(self, save_directory, is_main_process: bool = True, *args, **kwargs):
+        """As usual; of a model with adapters of PEFT only these are saved."""
+        super().save_pretrained(save_directory, is_main_process, *args, **kwargs)
+        if is_main_process and getattr(self, "_hf_peft_config_loaded", False):
+            _complete(self, Path(save_directory), self.peft_config[self.active_adapters()[0]], self.state_dict())
+
+
 def _uncopied(model: nn.Module, config, trained: bool = False) -> dict[str, nn.Parameter]:
     """The parameters of memories, by their full names, that an adapter has in its `modules_to_save` and PEFT does not copy,
     because they are no modules; with `trained`, also those that are trained without being named."""
@@ -56,21 +103,22 @@ def _uncopied(model: nn.Module, config, trained: bool = False) -> dict[str, nn.P
     return {name: found[name] for name in found if name.endswith(ends) or (trained and found[name].requires_grad)}
 
 
-def complete(model: nn.Module, folder: Path, config, state: Mapping[str, Tensor]) -> None:
+def _complete(model: nn.Module, folder: Path, config, state: Mapping[str, Tensor]) -> None:
     """Adds to an adapter that was just saved what PEFT does not save: what else it has trained of a memory; PEFT loads it,
-    as anything in its file that is named as a parameter of the model. `state`: of the model."""
+    as anything in its file that is named as a parameter of the model. If the plain model was patched after loading, also the
+    memory: PEFT would load the plain model that it names. `state`: of the model."""
     prefix = "base_model.model." if isinstance(model, PreTrainedModel) else ""
     if own := _uncopied(model, config, trained=True):
         file = folder / LORA_WEIGHTS
         saved = load(file.read_bytes()) | {prefix + name: state[name].detach().contiguous() for name in own}
         save_file(saved, file, metadata={"format": "pt"})
-    for function in AFTER_SAVING:
-        function(model, folder, state)
+    if getattr(inside_of(model), "_base_is_plain", False):
+        write_memory(model, folder, state)
 
 
 @functools.cache
-def follow_peft() -> None:
-    """Has PEFT's `save_pretrained` end with [`complete`]: it has no hook for what belongs to the model."""
+def _complete_what_is_saved() -> None:
+    """Has PEFT's `save_pretrained` end with [`_complete`]: it has no hook for what belongs to the model."""
     from peft import PeftModel
 
     save = PeftModel.save_pretrained
@@ -86,18 +134,7 @@ def follow_peft() -> None:
         save(self, save_directory, *args, **kwargs)
         for name in (options["selected_adapters"] or self.peft_config) if options["is_main_process"] else ():
             folder = Path(save_directory, "" if name == "default" else name)
-            complete(self, folder, self.peft_config[name], options.get("state_dict") or self.state_dict())
+            state = self.state_dict() | (options.get("state_dict") or {})  # gathered from all processes; perhaps a part
+            _complete(self, folder, self.peft_config[name], state)
 
     PeftModel.save_pretrained = save_pretrained
-
-
-def listen(event: str, model: Any = None, folder="") -> None:
-    """One of the listeners of [`tell`]."""
-    if event == "peft":
-        follow_peft()
-    elif event == "adapted":  # and all but the adapter is frozen
-        for config in model.peft_config.values():
-            for parameter in () if config.inference_mode else _uncopied(model, config).values():
-                parameter.requires_grad_(True)
-    elif event == "saved":
-        complete(model, Path(folder), model.peft_config[model.active_adapters()[0]], model.state_dict())

@@ -47,13 +47,14 @@ class Backend(NamedTuple):
     run: Callable[[AttentionCall], Attended]
 
 
-_forced: list[str] = []
+_forced: list[str | Backend] = []
 
 
 @contextlib.contextmanager
-def forced_backend(name: str) -> Iterator[None]:
-    """Within it, calls run by the backend of this name, or raise a ValueError that says why they cannot."""
-    _forced.append(name)
+def forced_backend(backend: str | Backend) -> Iterator[None]:
+    """Within it, calls run by this backend, of the table (by its name) or not, or raise a ValueError that says why they
+    cannot."""
+    _forced.append(backend)
     try:
         yield
     finally:
@@ -67,9 +68,9 @@ def choose(call: AttentionCall, backends: Iterable[Backend]) -> tuple[Backend, s
         ValueError: a backend is forced that does not fit, or that there is not.
     """
     reasons, names = [], []
-    for backend in backends:
+    for backend in [forced for forced in _forced[-1:] if isinstance(forced, Backend)] or backends:
         names.append(backend.name)
-        if _forced and backend.name != _forced[-1]:
+        if _forced and _forced[-1] not in (backend.name, backend):
             continue
         fits, reason = backend.fits(call)
         reasons.append(f"{backend.name}: {reason}")

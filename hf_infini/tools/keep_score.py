@@ -1,10 +1,10 @@
 """Fits the learned `keep_score` of a model in closed form: one pass over a few rows, no gradient.
 
-What is worth keeping is what later tokens will look at. So the plain model, which still sees everything, is asked: the target
-of a token is the largest attention that any query at least `distance` tokens later gives it, over those queries and the query
-heads of its group. `keep_weight`, one vector for each key/value head, is the ridge regression of that on the input of the
-layer's projections. The attention itself and not its logarithm is the target: it is near zero for most tokens, and the few
-that are looked at far away decide the fit.
+What is worth keeping is what later tokens will look at. So the plain model, which still sees everything, is asked: the
+target of a token is the largest attention that any query at least `distance` tokens later gives it, over those queries and
+the query heads of its group. `keep_weight`, one vector for each key/value head, is the ridge regression of that on the input
+of the layer's projections. The attention itself and not its logarithm is the target: it is near zero for most tokens, and
+the few that are looked at from far away decide the fit.
 """
 
 import contextlib
@@ -38,8 +38,8 @@ class Regression:
         self.with_target += inputs.T @ targets.double()
 
     def solved(self, ridge: float) -> Tensor:
-        """`[heads, width]`, without the intercept, which changes no order, and so scaled that the scores' standard deviation
-        is 1; `ridge`: as a share of the inputs' mean square."""
+        """`[heads, width]`, without the intercept, which changes no order, and scaled to scores of standard deviation 1;
+        `ridge`: as a share of the inputs' mean square."""
         count, means = self.products[-1, -1], self.products[-1, :-1] / self.products[-1, -1]
         penalty = torch.zeros_like(self.products)
         penalty.diagonal()[:-1] = ridge * self.products.diagonal()[:-1].mean()
@@ -54,13 +54,13 @@ class Regression:
 def fit_keep_score(
     model, rows: Sequence, *, distance: int = 256, ridge: float = 1e-3, progress: bool = True
 ) -> None:
-    """Sets the `keep_weight` of all layers of a model that was patched with `kept_tokens` and a learned `keep_score`; nothing
-    else of the model changes. On two cores, 24 rows of 1,700 tokens take a model of 135 million parameters about a minute.
+    """Sets the `keep_weight` of all layers of a model that was patched with `kept_tokens` and a learned `keep_score`;
+    nothing else of the model changes.
 
     Args:
         model: a patched model, on any device; of quantized weights too.
-        rows: lists or tensors of token ids, one document each, such as 24 of 1,700 tokens. Rows that ask at their end for what was said far
-            before teach most; plain text without questions teaches less.
+        rows: lists or tensors of token ids, one document each, such as 24 of 1,700 tokens. Rows that ask at their end for
+            what was said far before teach most; plain text without questions teaches less.
         distance: in tokens, from a token to the nearest query that counts; about as many as a window has.
         ridge: penalty of the regression, as a share of the mean square of the inputs.
         progress: whether a bar is shown.
@@ -96,13 +96,13 @@ def fit_keep_score(
 def _whole_rows_in_one_segment(model, tokens: int) -> Iterator[None]:
     """Within it, the softmax of a patched model sees all of a row, as that of the plain model does."""
     config, modes = decoder_of(model).config, {module: module.training for module in model.modules()}
-    before = config.segment_length
+    before = {name: getattr(config, name) for name in ("segment_length", "n_segments") if hasattr(config, name)}
     try:
         model.eval()
-        config.segment_length = tokens
+        vars(config).update(dict.fromkeys(before), segment_length=tokens)
         yield
     finally:
-        config.segment_length = before
+        vars(config).update(before)
         for module, mode in modes.items():
             module.training = mode
 
@@ -138,8 +138,8 @@ def _observed(
 
 
 def largest_attention(call: AttentionCall, distance: int) -> Tensor:
-    """`[batch, kv_heads, tokens]`: the largest weight that a query at least so many tokens later gives each token, over these
-    queries and the heads of its group; 0 for the last tokens, which no such query sees.
+    """`[batch, kv_heads, tokens]`: the largest weight that a query at least so many tokens later gives each token, over
+    these queries and the heads of its group; 0 for the last tokens, which no such query sees.
 
     Args:
         call: of rows that one segment holds whole, without padding.

@@ -1,37 +1,29 @@
 """lm-eval (EleutherAI's lm-evaluation-harness) on models of any context length: its model type `hf_infini`.
 
-    python -m hf_infini.lm_eval_model --model hf_infini --model_args pretrained=runs/infini --tasks lambada_openai
+    python -m hf_infini.tools.lm_eval --model hf_infini --model_args pretrained=runs/infini --tasks lambada_openai
 
 lm-eval finds only models that are registered in its process, not those of other installed packages, so
 `lm_eval --model hf_infini` would not find this one. This command registers it and passes all arguments to lm-eval's
-command. In Python, `import hf_infini.lm_eval_model` comes before `lm_eval.simple_evaluate(model="hf_infini", …)`.
+command. In Python, `import hf_infini.tools.lm_eval` comes before `lm_eval.simple_evaluate(model="hf_infini", …)`.
 """
 
-import sys
+import logging
 from typing import Any
 
 import torch
 
 from ..models.adapter import load_adapter, merged
-from ..options import context_limit, layer_kinds
+from ..options import check_number, context_limit, layer_kinds
 from .extras import needs
 from .metrics import score_spans
 
-try:
-    with needs("lm-eval", "lm_eval"):
-        from lm_eval.api.registry import register_model
-        from lm_eval.models.huggingface import HFLM
-except ModuleNotFoundError as error:
-    if __name__ == "__main__":
-        sys.exit(f"error: {error}")
-    raise
+with needs("lm-eval", "lm_eval"):
+    from lm_eval.api.registry import register_model
+    from lm_eval.models.huggingface import HFLM
 
+logger = logging.getLogger(__name__)
 UNLIMITED = 2**31 - 1  # tokens; lm-eval reckons with an integer, and writes it into its results
-_WITHOUT_EFFECT = ("backend", "logits_cache", "softmax_dtype")
-
-
-class RequestError(ValueError):
-    """What this model cannot be asked for; the command shows it without a traceback."""
+WITHOUT_EFFECT = ("backend", "logits_cache", "softmax_dtype")
 
 
 @register_model("hf_infini")
@@ -50,33 +42,30 @@ class InfiniLM(HFLM):
         adapter: a folder or Hub name of an adapter ([`load_adapter`]) for the model of `pretrained`, a folder or Hub name.
         options: as `hf` takes them (`dtype`, `device`, `tokenizer`, `revision`, …).
 
-    Raises RequestError (a ValueError) for a `max_length` beyond the model's positions, and for options of `hf` that mean
-    nothing here.
+    Raises:
+        ValueError: a `max_length` beyond the model's positions, an option of `hf` that means nothing here, or an adapter of
+            another model.
     """
 
     def __init__(self, pretrained, *, max_length: int | None = None, chunk_tokens: int = 1024, **options):
-        for name in _WITHOUT_EFFECT:
+        for name in WITHOUT_EFFECT:
             if name in options:
-                raise RequestError(f"{name}: hf_infini has no such option, leave it out")
+                raise ValueError(f"{name}: hf_infini has no such option, leave it out.")
         for name, value in (("max_length", max_length), ("chunk_tokens", chunk_tokens)):
-            if value is not None and value < 1:
-                raise RequestError(f"{name}={value}: give a positive number of tokens")
+            check_number(name, value, {"at_least": 1})
         super().__init__(pretrained, backend="causal", max_length=max_length, **options)
         self.chunk_tokens = chunk_tokens
         limit = context_limit(self.config)
         if max_length is not None:
             if limit is not None and max_length > limit:
-                raise RequestError(f"max_length={max_length}: the model has {limit} learned positions, give no more")
+                raise ValueError(f"max_length={max_length}: the model has {limit} learned positions, give no more.")
         elif hasattr(self.config, "n_positions") or _is_bounded(self.config):  # lm-eval determines it for others
             self._max_length = limit or UNLIMITED
 
     def _create_model(self, pretrained: str, *args, adapter: str | None = None, **options) -> None:
         super()._create_model(pretrained, *args, **options)
         if adapter is not None:
-            try:
-                model: Any = merged(load_adapter(self._model, adapter))
-            except ValueError as error:
-                raise RequestError(f"adapter={adapter}: {error}") from error
+            model: Any = merged(load_adapter(self._model, adapter))
             self._model, self._config = model, model.config
 
     def _loglikelihood_tokens(
@@ -84,20 +73,12 @@ class InfiniLM(HFLM):
     ) -> list[tuple[float, bool]]:
         """Of each request `(strings, context tokens, continuation tokens)`: the continuation's log-likelihood in nats, and
         whether greedy decoding gives it."""
-        import numpy as np
         from tqdm import tqdm
 
-        rows = [np.array([*context, *continuation][-(self.max_length + 1) :]) for _, context, continuation in requests]
+        rows = [[*context, *continuation][-(self.max_length + 1) :] for _, context, continuation in requests]
         cut = sum(len(context) + len(continuation) > self.max_length + 1 for _, context, continuation in requests)
         if cut:
-            print(f"warning: {cut} inputs lose their beginning: longer than {self.max_length:,} tokens", file=sys.stderr)
-        for row, (_, _, continuation) in zip(rows, requests, strict=True):
-            if not 0 < len(continuation) < len(row):
-                raise RequestError(
-                    f"a continuation of {len(continuation):,} tokens cannot be scored: it must have from 1 to max_length = "
-                    f"{self.max_length:,}, and a context"
-                )
-
+            logger.warning(f"{cut} inputs lose their beginning: longer than {self.max_length:,} tokens")
         batch_size: Any = override_bs or self.batch_size  # these are declared as more than they can be here
         device: Any = self.device
         dtype: Any = self.mixed_precision_dtype
@@ -109,15 +90,14 @@ class InfiniLM(HFLM):
             for start in range(0, len(rows), batch_size):
                 numbers = order[start : start + batch_size]
                 batch = [rows[number] for number in numbers]
-                widths = [len(requests[number][2]) for number in numbers]
-                spans = [(place, len(row) - widths[place], len(row)) for place, row in enumerate(batch)]
+                begins = [len(rows[number]) - len(requests[number][2]) for number in numbers]
+                spans = [(place, begin, len(batch[place])) for place, begin in enumerate(begins)]
                 with torch.autocast(device.type, dtype, dtype is not None):
                     scores = score_spans(self.model, batch, spans, self.chunk_tokens)
                 for number, (loss, is_greedy) in zip(numbers, scores, strict=True):
                     found[number] = (-loss, is_greedy)
-                    strings = requests[number][0]
-                    if strings is not None:  # of a part of a rolling log-likelihood there are none
-                        self.cache_hook.add_partial("loglikelihood", strings, found[number])
+                    if requests[number][0] is not None:  # of a part of a rolling log-likelihood there are no strings
+                        self.cache_hook.add_partial("loglikelihood", requests[number][0], found[number])
                 bar.update(len(numbers))
         return found
 
@@ -140,15 +120,7 @@ def _is_bounded(config) -> bool:
     return bool(with_memory) and "full_attention" not in kept
 
 
-def main() -> None:
-    """lm-eval's command line, with the model type `hf_infini`."""
+if __name__ == "__main__":
     from lm_eval.__main__ import cli_evaluate
 
-    try:
-        cli_evaluate()
-    except RequestError as error:
-        sys.exit(f"error: {error}")
-
-
-if __name__ == "__main__":
-    main()
+    cli_evaluate()

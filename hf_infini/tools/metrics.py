@@ -1,13 +1,20 @@
 """Perplexity: the losses of each token, their token-weighted mean, and the same by position in the context.
 
 Everything is a sum of negative log-likelihoods in nats and a count of tokens, both kept in 64 bits, until the very last
-division; averages are never averaged. `perplexity_metric.py` offers the same as an `evaluate.Metric`.
+division; averages are never averaged.
 """
 
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
+
+import torch
+from torch import Tensor, distributed
+from torch.nn import functional as F
+
+from ..compat.cache_name import CACHE, cache_of
+from .rows import RowReader
 
 
 def summarize(loss_sums: Iterable[float], token_counts: Iterable[int]) -> dict[str, float]:
@@ -32,7 +39,7 @@ def perplexity(cross_entropy: float) -> float:
     return math.exp(cross_entropy) if cross_entropy < 709 else math.inf
 
 
-def token_losses(logits, targets):
+def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
     """Negative log-likelihood of each target, in nats, float32, whatever the dtype of the logits.
 
     Args:
@@ -41,12 +48,9 @@ def token_losses(logits, targets):
 
     Returns [B, T]; 0 where the target is −100.
     """
-    import torch
-    from torch.nn.functional import cross_entropy
-
     losses = torch.zeros(targets.shape, dtype=torch.float32, device=logits.device)
     for row in range(targets.shape[0]):  # a float32 copy of one row's logits at a time, not of the batch's
-        losses[row] = cross_entropy(logits[row].float(), targets[row], reduction="none", ignore_index=-100)
+        losses[row] = F.cross_entropy(logits[row].float(), targets[row], reduction="none", ignore_index=-100)
     return losses
 
 
@@ -72,10 +76,6 @@ def stream_losses(
     Yields `(first, losses, targets)`: the position in the row (0 is the row's first token, which nothing predicts) of
     the first target, and its losses and targets, [B, t] each.
     """
-    import torch
-
-    from ..compat.cache_name import CACHE, cache_of
-
     given = {"input_ids": input_ids, "position_ids": position_ids, **inputs}
     given = {name: part for name, part in given.items() if part is not None}
     labels = input_ids if labels is None else labels
@@ -88,7 +88,7 @@ def stream_losses(
     device = next(model.parameters()).device
     chunk = length if chunk is None else chunk
     cache = None
-    size = 1 if group is None else torch.distributed.get_world_size(group)
+    size = 1 if group is None else distributed.get_world_size(group)
     for start in range(0, length - 1, chunk * size):
         piece = {}
         for name, part in given.items():
@@ -134,10 +134,6 @@ def score_spans(
     arg-max given the true tokens before it.
     Raises ValueError for a span that is empty, begins at a row's first token or ends beyond the row.
     """
-    import torch
-
-    from ..compat.cache_name import CACHE, cache_of
-
     for row, first, end in spans:
         if not 0 < first < end <= len(rows[row]):
             raise ValueError(f"the span {first}:{end} of row {row} must hold a token, and lie within 1:{len(rows[row])}")
@@ -161,7 +157,7 @@ def score_spans(
             numbers, columns = places[here, 0], torch.searchsorted(kept, places[here, 1] - 1 - start)
             logits = output.logits[numbers.to(device), columns.to(device)].float()
             targets = tokens[numbers, places[here, 1]].to(device)
-            losses = torch.nn.functional.cross_entropy(logits, targets, reduction="none")
+            losses = F.cross_entropy(logits, targets, reduction="none")
             found[here] = torch.stack([(logits.argmax(-1) == targets).double(), losses.double()], -1).cpu()
     parts = found.split([end - first for _, first, end in spans])
     return [(float(part[:, 1].sum()), bool(part[:, 0].all())) for part in parts]
@@ -170,46 +166,33 @@ def score_spans(
 class LossByPosition:
     """Adds up losses in buckets of the position in the context: bucket k holds the positions 2^k … 2^(k+1) − 1.
 
-    Position p is that of the *predicted* token, so it had p tokens before it; position 0 is never predicted. The buckets
-    are few and hold two 64-bit numbers each, so a context of any length costs nothing.
+    Position p is that of the *predicted* token, so it had p tokens before it; position 0 is never predicted. A context of
+    any length costs nothing.
     """
 
     def __init__(self):
-        self.loss_sums: list[float] = []
-        self.token_counts: list[int] = []
+        self.sums = torch.zeros(63, 2, dtype=torch.float64)  # of positions in 64 bits: each bucket's loss and tokens
 
-    def add(self, first: int, losses, targets) -> None:
+    def add(self, first: int, losses: Tensor, targets: Tensor) -> None:
         """Adds `losses` [B, t] of the targets [B, t] at the positions first … first + t − 1 (−100: not counted)."""
-        import torch
-
-        counted = (targets != -100).sum(0).tolist()
-        sums = losses.to(torch.float64).masked_fill(targets == -100, 0.0).sum(0).tolist()
-        for position, (loss, count) in enumerate(zip(sums, counted, strict=True), start=first):
-            bucket = position.bit_length() - 1
-            while len(self.loss_sums) <= bucket:
-                self.loss_sums.append(0.0)
-                self.token_counts.append(0)
-            self.loss_sums[bucket] += loss
-            self.token_counts[bucket] += count
+        counted = targets != -100
+        sums = torch.stack([losses.double().masked_fill(~counted, 0).sum(0), counted.sum(0)], 1)
+        buckets = [position.bit_length() - 1 for position in range(first, first + len(sums))]
+        self.sums.index_add_(0, torch.tensor(buckets, dtype=torch.long), sums.cpu())
 
     def add_up_processes(self) -> None:
         """Adds what the other processes of a distributed run have."""
-        buckets = 63  # of positions in 64 bits
-        own = (values + [0] * (buckets - len(values)) for values in (self.loss_sums, self.token_counts))
-        sums = reduce_sums(*(number for values in own for number in values))
-        counts = [int(count) for count in sums[buckets:]]
-        filled = max((bucket + 1 for bucket, count in enumerate(counts) if count), default=0)
-        self.loss_sums, self.token_counts = sums[:filled], counts[:filled]
+        self.sums = torch.tensor(reduce_sums(*self.sums.flatten().tolist()), dtype=torch.float64).view(-1, 2)
 
     def total(self) -> dict[str, float]:
         """Cross-entropy, perplexity and tokens over all positions; ValueError when nothing was counted."""
-        return summarize(self.loss_sums, self.token_counts)
+        return summarize(*self.sums.T.tolist())
 
     def table(self) -> list[dict[str, float]]:
         """One row per bucket with tokens: `first` and `last` position, cross_entropy, perplexity, tokens."""
         return [
             {"first": 2**bucket, "last": 2 ** (bucket + 1) - 1, **summarize([loss], [count])}
-            for bucket, (loss, count) in enumerate(zip(self.loss_sums, self.token_counts, strict=True))
+            for bucket, (loss, count) in enumerate(self.sums.tolist())
             if count > 0
         ]
 
@@ -224,10 +207,6 @@ def evaluate_rows(model, rows, batch_size: int, reader=None, chunk: int | None =
         reader: a [`RowReader`] that makes inputs of them; `None` counts every token.
         chunk: tokens per call of the model, as in [`stream_losses`].
     """
-    import torch
-
-    from .rows import RowReader
-
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     reader = RowReader() if reader is None else reader
     was_training = model.training
@@ -245,9 +224,6 @@ def evaluate_rows(model, rows, batch_size: int, reader=None, chunk: int | None =
 
 def reduce_sums(*numbers: float) -> list[float]:
     """Adds each number up over all processes of a distributed run, in 64 bits; without one, returns them unchanged."""
-    import torch
-    from torch import distributed
-
     if not (distributed.is_available() and distributed.is_initialized()):
         return list(numbers)
     device = "cuda" if distributed.get_backend() == "nccl" else "cpu"

@@ -1,7 +1,7 @@
 """zoology's two-layer model around one of our mixers, and the loss of its labelled places.
 
 The first layer is a gated short convolution, the second the mixer; there are no MLPs and no positions. As in zoology, where
-an MLP that is left out leaves its layer norm behind, each layer adds x + mixer(norm(x)), then norm(x).
+the layer norm of an omitted MLP remains, each layer adds x + mixer(norm(x)), then norm(x).
 
 Source: HazyResearch/zoology, `zoology/model.py`, `mixers/base_conv.py`, `mixers/hybrid.py`, `experiments/models_repo.py`.
 """
@@ -125,7 +125,7 @@ class Recaller(nn.Module):
 
     @torch.no_grad()
     def state_bytes(self, tokens: int) -> int:
-        """Bytes of the mixer's cache after one row of so many tokens."""
+        """Bytes of the mixer's cache after one row of `tokens` tokens."""
         config, device = self.mixers[1].config, self.embedding.weight.device
         cache = InfiniCache(config) if config.has_memory else DynamicCache(config=config)
         self(torch.zeros(1, tokens, dtype=torch.int64, device=device), cache)

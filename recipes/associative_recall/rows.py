@@ -1,6 +1,6 @@
 """The rows of multi-query associative recall, the same as zoology's for the same arguments.
 
-A row begins with pairs of a key and a value. Behind them each key comes once more, at an even distance from the pairs, where
+A row begins with pairs of a key and a value. After them each key comes once more, at an even distance from the pairs, where
 its value is to be predicted; short distances are more frequent. All other tokens are drawn from the whole vocabulary.
 
 Source: Arora et al., "Zoology", arXiv 2312.04927; HazyResearch/zoology, `zoology/data/multiquery_ar.py` and `data/utils.py`.
@@ -33,7 +33,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows and their questions: `inputs` `[rows, length]`; `places` `[rows, pairs]`, where a key comes again; `values`
+    """Rows and their questions: `inputs` `[rows, length]`; `places` `[rows, pairs]`, where a key is repeated; `values`
     `[rows, pairs]`, the token to be predicted there."""
 
     inputs: Tensor

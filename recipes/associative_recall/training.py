@@ -8,11 +8,11 @@ Source: HazyResearch/zoology, `zoology/train.py`.
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from cli import UserError
 from recall.tasks import wilson_interval
@@ -49,12 +49,12 @@ def train(model: Recaller, training: Sequence[Rows], tests: Sequence[tuple[Part,
     clock = began = spoken = time.perf_counter()
     read = 0
     model.train()
-    loss_of = _loss_in_graphs(model, dtype) if device.type == "cuda" else _loss(model, dtype)
     while state["step"] < options.epochs * len(batches) and not _has_ended(state["history"], options):
         epoch, place = divmod(state["step"], len(batches))
         for group in optimizer.param_groups:
             group["lr"] = rate * (1 + math.cos(math.pi * epoch / options.epochs)) / 2
-        loss = loss_of(batches[place].to(device), options.seed + state["step"])
+        torch.manual_seed(options.seed + state["step"])  # dropout is the same after a restart
+        loss = model.loss(batches[place].to(device), dtype)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -82,41 +82,6 @@ def train(model: Recaller, training: Sequence[Rows], tests: Sequence[tuple[Part,
     return state["history"]
 
 
-def _loss(model: Recaller, dtype: torch.dtype) -> Callable[[Rows, int], Tensor]:
-    """The loss of rows with dropout drawn from a seed, so that it is the same after a restart."""
-
-    def loss_of(rows: Rows, seed: int) -> Tensor:
-        torch.manual_seed(seed)
-        return model.loss(rows, dtype)
-
-    return loss_of
-
-
-def _loss_in_graphs(model: Recaller, dtype: torch.dtype) -> Callable[[Rows, int], Tensor]:
-    """The same by a CUDA graph for each shape of rows: a step has thousands of small kernels, which take longer to launch
-    than to run."""
-    graphs, pool = {}, torch.cuda.graph_pool_handle()
-
-    class Loss(nn.Module):  # whose parameters a graph has gradients for
-        def __init__(self):
-            super().__init__()
-            self.model = model
-
-        def forward(self, inputs: Tensor, places: Tensor, values: Tensor) -> Tensor:
-            return self.model.loss(Rows(inputs, places, values), dtype)
-
-    def loss_of(rows: Rows, seed: int) -> Tensor:
-        tensors = (rows.inputs, rows.places, rows.values)
-        shape = (*rows.inputs.shape, rows.places.shape[1])
-        if shape not in graphs:
-            own = tuple(tensor.clone() for tensor in tensors)  # where a graph finds its rows
-            graphs[shape] = torch.cuda.make_graphed_callables(Loss(), own, allow_unused_input=True, pool=pool)
-        torch.manual_seed(seed)  # after a graph was made, which draws
-        return graphs[shape](*tensors)
-
-    return loss_of
-
-
 def _has_ended(history: list[dict], options) -> bool:
     return bool(history) and (history[-1]["loss"] is None or history[-1]["accuracy"] > options.stop_above)
 
@@ -132,7 +97,7 @@ def _restore(model: Recaller, optimizer, file: Path) -> dict:
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
         return saved["state"]
-    except Exception as error:  # nobody knows what all of torch raises for what a file may hold
+    except Exception as error:  # torch raises errors of many kinds for damaged files
         raise UserError(f"cannot read {file}: {' '.join(str(error).split())[:200]}; delete it to train again") from error
 
 
@@ -158,7 +123,7 @@ def summarize(shares: Tensor) -> dict:
     or, where rows do not vary, of one answer for each.
 
     Args:
-        shares: of each row's questions, how many were answered rightly.
+        shares: of each row's questions, the share with a right answer.
     """
     rows, accuracy = len(shares), shares.mean().item()
     variance = shares.var(correction=0).item() / rows

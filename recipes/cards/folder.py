@@ -3,8 +3,6 @@
 import contextlib
 import os
 import shutil
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
@@ -31,13 +29,6 @@ ALLOWED = (CARD, LOSS_CURVE, "config.json", "generation_config.json", "model*.sa
            "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja")  # fmt: skip
 NEUTRAL = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}  # whatever the model's own generation config says
 METHODS = ({"do_sample": False, "num_beams": 1}, {"do_sample": True, **NEUTRAL, "top_p": 0.9})
-# Loads a folder by the code in it, as a stranger without hf_infini does
-LOAD = """
-import sys
-from transformers import AutoModelForCausalLM, AutoTokenizer
-AutoTokenizer.from_pretrained(sys.argv[1], trust_remote_code=True)
-AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)
-"""
 
 
 def allowed(path: str) -> bool:
@@ -53,15 +44,13 @@ def pushed_files(folder: Path) -> list[str]:
 
 @contextlib.contextmanager
 def new_version(folder: Path) -> Iterator[Path]:
-    """Gives an empty folder to write a published folder into, whose files replace those of `folder` when all are written and
-    checked; after an error, `folder` is as it was.
+    """Gives an empty folder to write into, whose files replace those of `folder` in the end; after an error, `folder` is as
+    it was.
 
     Raises UserError where `folder` cannot be written, or holds other things than a published model.
     """
-    if folder.exists() and not folder.is_dir():
-        raise UserError(f"--out {folder} is a file: choose another folder")
     others = [name for name in ("result.json", "run.json", "manifest.json") if (folder / name).exists()]
-    if others or (folder.is_dir() and pushed_files(folder) and not _is_ours(folder / CARD)):
+    if others or (folder.is_dir() and pushed_files(folder) and not _has_our_card(folder)):
         what = others[0] if others else "a model without a card of this recipe"
         raise UserError(f"--out {folder} holds {what}, which is not replaced: choose another folder")
     try:
@@ -79,29 +68,27 @@ def new_version(folder: Path) -> Iterator[Path]:
             (folder / name).unlink()
             with contextlib.suppress(OSError):  # not empty
                 (folder / name).parent.rmdir()
-    except UserError as error:
-        raise UserError(error.args[0].replace(str(part), str(folder))) from error
     finally:
         shutil.rmtree(part, ignore_errors=True)
         if not any(folder.iterdir()):
             folder.rmdir()
 
 
-def _is_ours(card: Path) -> bool:
+def _has_our_card(folder: Path) -> bool:
+    card = folder / CARD
     return card.is_file() and "\n- hf_infini\n" in card.read_text(encoding="utf-8", errors="replace")
 
 
 def write_model(run: Path, folder: Path) -> None:
-    """Writes the model and the tokenizer of a run into `folder`; files of an earlier version that may be pushed go first.
+    """Writes the model, in bfloat16 and with its code, the tokenizer and the loss curve of a run into an empty folder.
 
-    Raises:
-        UserError: the run's model or tokenizer cannot be loaded, is damaged, or does not fit the other.
+    Raises UserError where the run's model or tokenizer cannot be loaded, is damaged, or does not fit the other.
     """
-    model = _loaded(load_causal_lm, run, dtype=torch.bfloat16)
-    tokenizer = _loaded(load_tokenizer, run, model=model)
-    folder.mkdir(parents=True, exist_ok=True)
-    for name in pushed_files(folder):
-        (folder / name).unlink()
+    try:
+        model = load_causal_lm(run, dtype=torch.bfloat16, local_files_only=True)
+        tokenizer = load_tokenizer(run, model=model, local_files_only=True)
+    except ValueError as error:
+        raise UserError(str(error)) from error
     model.save_pretrained(folder, save_code=True)  # models of transformers ignore it
     tokenizer.save_pretrained(folder)
     if (run / LOSS_CURVE).is_file():
@@ -116,7 +103,7 @@ def generate_samples(folder: Path, prompts: list[str], new_tokens: int, seed: in
         input_ids = torch.from_numpy(ids)[None].to(model.device)
         inputs, length = {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)}, len(ids)
         if length == 0:
-            raise UserError(f"--prompt {prompt!r} has no token in the vocabulary of {folder}")
+            raise UserError(f"--prompt {prompt!r} has no token in the vocabulary of the model")
         inference.check_length(model.config, length + 1)
         room = new_tokens if limit is None else min(new_tokens, limit - length)
         for method in METHODS:
@@ -130,33 +117,12 @@ def generate_samples(folder: Path, prompts: list[str], new_tokens: int, seed: in
 
 
 def check_folder(folder: Path) -> None:
-    """UserError unless weights, code, configuration and tokenizer fit each other, and no file tells of a machine."""
-    found = []
-    for name in pushed_files(folder):
-        if not name.endswith((".safetensors", ".png")):
-            found += [f"{name}:{line}" for line in private_lines((folder / name).read_text(encoding="utf-8"))]
-    if found:
-        lines = "".join(f"\n  {line}" for line in found)
-        raise UserError(f"{folder} holds what nobody else should read; take it out of the run's files:{lines}")
-    largest = max(_loaded(load_tokenizer, folder).get_vocab().values(), default=-1)
-    config = read_json(folder / "config.json", {"vocab_size": int})
-    size = config["vocab_size"]
-    for name, entry in config.get("auto_map", {}).items():
+    """UserError where the configuration names code of somebody else, or a file holds a token or a path of this machine."""
+    for name, entry in read_json(folder / "config.json").get("auto_map", {}).items():
         module = f"{str(entry).split('.')[0]}.py"
         if not (folder / module).is_file() or not fnmatchcase(module, CODE):
-            raise UserError(f"{folder}/config.json has {name} load {entry}, code that is not this package's: take it out")
-    if not 0 <= largest < size:
-        raise UserError(f"{folder}: the tokenizer's ids reach {largest:,}, the embeddings of the model {size - 1:,}")
-    with tempfile.TemporaryDirectory() as cache:
-        environment = {**os.environ, "HF_MODULES_CACHE": cache, "HF_HUB_OFFLINE": "1"}
-        command = [sys.executable, "-c", LOAD, str(folder)]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, stdin=subprocess.DEVNULL)
-    if done.returncode:
-        raise UserError(f"{folder} cannot be loaded by the code in it: {done.stderr.strip().splitlines()[-1]}")
-
-
-def _loaded(load, folder: Path, **options):
-    try:
-        return load(folder, local_files_only=True, **options)
-    except ValueError as error:
-        raise UserError(str(error)) from error
+            raise UserError(f"config.json has {name} load {entry}, code that is not this package's: take it out")
+    texts = [name for name in pushed_files(folder) if not name.endswith((".safetensors", ".png"))]
+    found = [f"\n  {name}:{line}" for name in texts for line in private_lines((folder / name).read_text(encoding="utf-8"))]
+    if found:
+        raise UserError(f"these files hold tokens or private paths; remove them from the run's files:{''.join(found)}")

@@ -96,8 +96,8 @@ def exercises(run: Run) -> str | None:
 
 
 def eval_results(run: Run, dataset: str | None) -> list[EvalResult] | None:
-    """The losses, and the share of right answers at each length (of all depths) or distance, for the Hub's metadata; None
-    where there are none.
+    """The losses, and the share of right answers at each length (over all depths) or distance, for the Hub's metadata; None
+    without any.
 
     The Hub links what it is told to be a dataset: only what was measured on the run's own data, or the text that they were
     made from, is there, under their name on the Hub, and nothing where they have none. With its memory off, a model is

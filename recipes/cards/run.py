@@ -1,6 +1,6 @@
 """What a card is written from: the JSON files of a run, found, read, and checked to be of the same model and data."""
 
-import datetime
+import itertools
 import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -96,42 +96,31 @@ def read_evaluation(file: Path, folder: Path, result: dict) -> dict:
     check_entries(content, MEASURED.get(content["options"]["task"], {"cells": list}), file, remedy)
     if file.resolve().parent != folder.resolve() and last_part(content["model"]) != folder.resolve().name:
         raise UserError(f"{file} is of the model {content['model']}, not of {folder}")
-    if when(content, file) < when(result, folder):
+    if content["date"] < result["date"]:  # in UTC, to the second
         raise UserError(f"{file} is older than the training in {folder}: evaluate the model again, or remove the file")
     return content
 
 
 def earlier_runs(result: dict) -> list[tuple[str, dict | None]]:
-    """The runs behind `--init_from`. One that is gone, or was trained again since, is known by its name only, and what came
-    before it is not known either."""
+    """The runs that `--init_from` leads back to, the first one first. Of one that is gone, or was trained again since, only
+    the name is known, and nothing of what came before it."""
     runs: list[tuple[str, dict | None]] = []
     while (start := result["options"].get("init_from")) is not None:
         file = Path(start) / "result.json"
         before = read_json(file, RESULT_ENTRIES, f"train {start} again") if file.is_file() else None
-        if before is None or when(before, file) >= when(result, start):
+        if before is None or before["date"] >= result["date"]:
             return [(shorten_path(start), None), *runs]
         runs.insert(0, (shorten_path(start), before))
         result = before
     return runs
 
 
-def when(content: dict, where: Path | str) -> datetime.datetime:
-    try:
-        return datetime.datetime.fromisoformat(content["date"])
-    except ValueError:
-        raise UserError(f"{where} has the date {content['date']!r}: it is damaged; measure it again") from None
+def data_name(result: dict) -> str:
+    folder = data_folder(result)
+    return f"data {result['data_fingerprint']}" if folder is None else last_part(folder)
 
 
 def data_folder(result: dict) -> str | None:
     """What --data was in the command of a result.json; None where a --config file named it."""
-    try:
-        given = shlex.split(result["command"])
-    except ValueError as error:
-        raise UserError(f"result.json has the command {result['command']!r}: {error}; train again") from error
-    words = [piece for word in given for piece in word.split("=", 1)]
-    return next((words[number + 1] for number, word in reversed([*enumerate(words[:-1])]) if word == "--data"), None)
-
-
-def data_name(result: dict) -> str:
-    folder = data_folder(result)
-    return f"data {result['data_fingerprint']}" if folder is None else last_part(folder)
+    words = [piece for word in shlex.split(result["command"]) for piece in word.split("=", 1)]
+    return next((folder for word, folder in reversed([*itertools.pairwise(words)]) if word == "--data"), None)

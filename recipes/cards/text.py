@@ -1,13 +1,11 @@
-"""What of a machine may not be read in a card: paths and commands are shortened, and files looked through for the rest."""
+"""Keeps paths of a machine out of cards: shortens paths and commands, and looks through files for the rest."""
 
 import re
 import shlex
 from pathlib import Path
 
 TOKEN = re.compile(r"hf_[A-Za-z0-9]{30,}")
-# Folders that begin with these belong to somebody; /usr, /etc and the like are the same everywhere
-ROOTS = "home|Users|root|tmp|var|mnt|media|opt|srv|private|data|scratch|work|workspace|Volumes|content"
-PATHS = re.compile(rf"(?:file://|(?<![\w./:~<>-]))/(?:{ROOTS})/[\w.@~+-]+|(?<!\w)[A-Za-z]:[\\/]{{1,2}}Users\b[^\s'\"`]*")
+HOMES = re.compile(r"(?<![\w.:])/(?:home|Users|root)/[\w.@+-]+|[A-Za-z]:[\\/]{1,2}Users\b[^\s'\"`]*")
 
 
 def shorten_path(text: str) -> str:
@@ -37,14 +35,11 @@ def shorten_command(command: str) -> str:
 
 
 def private_lines(text: str) -> list[str]:
-    """`line: what is there`, for every token of the Hub and every path of a machine, this one's home among them.
-
-    A token is not spelled out.
-    """
+    """`line number: finding`, for each token of the Hub (not spelled out) and each path in a home folder."""
     home = re.compile(rf"{re.escape(str(Path.home()))}(?=[\\/])[^\s'\"`]*")
     found = []
     for number, line in enumerate(text.split("\n"), start=1):
         found += [f"{number}: a token of the Hub ({token[:6]}…); revoke it" for token in TOKEN.findall(line)]
-        paths = dict.fromkeys(match[0] for pattern in (PATHS, home) for match in pattern.finditer(line))
+        paths = dict.fromkeys(match[0] for pattern in (HOMES, home) for match in pattern.finditer(line))
         found += [f"{number}: a path of a machine ({path})" for path in paths]
     return found

@@ -1,26 +1,21 @@
 """A folder's way to the Hub, in one commit."""
 
 import contextlib
-import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from huggingface_hub import HfApi, RepoFile
+from huggingface_hub import HfApi
 from huggingface_hub.errors import HTTPError
 
 from cli import UserError
-from support.stages import sha256
 
 from .folder import ALLOWED, pushed_files
 
 
-def check_target(api: HfApi, repo_id: str, private: bool, update: bool, folder: Path) -> bool:
+def check_target(api: HfApi, repo_id: str, private: bool, update: bool) -> bool:
     """Whether a repository is there.
 
-    One that has the very files of `folder` was published by a push that was interrupted behind its commit, and may be.
-
-    Raises:
-        UserError: there is no connection or no valid token, or the repository is not as the options say.
+    Raises UserError where there is no connection or no valid token, or the repository is not as the options say.
     """
     with explained(repo_id):
         if "/" not in repo_id:
@@ -32,21 +27,9 @@ def check_target(api: HfApi, repo_id: str, private: bool, update: bool, folder: 
             return False
         if private and not api.model_info(repo_id).private:
             raise UserError("it is public: make it private in its settings on the Hub first, or leave --private out")
-        # An interrupted push leaves only .gitattributes
-        tree = api.list_repo_tree(repo_id, recursive=True)
-        found = {file.path: file for file in tree if isinstance(file, RepoFile) and file.path != ".gitattributes"}
-        ours = {*pushed_files(folder)} if folder.is_dir() else set()
-        if not update and found and (ours != found.keys() or not all(_is_same(folder / name, found[name]) for name in ours)):
+        if not update and api.list_repo_files(repo_id) != [".gitattributes"]:  # which is all that an interrupted push leaves
             raise UserError("it exists: --update publishes a new version there")
         return True
-
-
-def _is_same(file: Path, there) -> bool:
-    """Whether a file is what the Hub has: large ones are named there by SHA-256, others as git does."""
-    if getattr(there, "lfs", None):
-        return sha256(file) == there.lfs.sha256
-    content = file.read_bytes()
-    return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest() == there.blob_id
 
 
 def publish(api: HfApi, folder: Path, repo_id: str, private: bool, update: bool, message: str) -> str:
@@ -56,7 +39,7 @@ def publish(api: HfApi, folder: Path, repo_id: str, private: bool, update: bool,
     A push that is refused or interrupted publishes nothing: a repository that it made stays without a commit, and the next
     call goes on with the files that have arrived.
     """
-    there = check_target(api, repo_id, private, update, folder)
+    there = check_target(api, repo_id, private, update)
     files = {"allow_patterns": pushed_files(folder), "delete_patterns": [*ALLOWED]}
     with explained(repo_id, "nothing was published, and the same command goes on"):
         if not there:
@@ -66,7 +49,7 @@ def publish(api: HfApi, folder: Path, repo_id: str, private: bool, update: bool,
 
 @contextlib.contextmanager
 def explained(repo_id: str, remedy: str = "") -> Iterator[None]:
-    """Turns what huggingface_hub raises into a UserError of one line, with the remedy behind it."""
+    """Turns what huggingface_hub raises into a UserError of one line, with the remedy after it."""
     try:
         yield
     except (UserError, HTTPError, OSError, ValueError, RuntimeError) as error:  # RuntimeError: an upload in threads broke

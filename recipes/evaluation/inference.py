@@ -97,7 +97,7 @@ def usable_device(name: str) -> str:
 
 
 def check_length(config, tokens: int) -> None:
-    """UserError, with the remedy, when an input of so many tokens is longer than the model's positions reach."""
+    """UserError, with the remedy, if the model has fewer positions than `tokens`."""
     limit = context_limit(config)
     if limit is not None and tokens > limit:
         raise UserError(
@@ -107,9 +107,9 @@ def check_length(config, tokens: int) -> None:
 
 
 def reads_memory(config, tokens: int) -> bool:
-    """Whether any of so many tokens reads a memory; where none does, gates say nothing.
+    """Whether any token of a text of `tokens` tokens reads a memory; if not, gates mean nothing.
 
-    Those in the first window find it empty, unless it begins with something.
+    The tokens of the first window find it empty, unless it starts with learned content or noise.
     """
     if not getattr(config, "has_memory", False):
         return False
@@ -119,7 +119,7 @@ def reads_memory(config, tokens: int) -> bool:
 
 @torch.inference_mode()
 def read_in_chunks(model, ids: torch.Tensor, chunk: int):
-    """The cache of a model that has read `[batch, tokens]`, so many tokens a call."""
+    """The cache of a model that has read `[batch, tokens]`, `chunk` tokens a call."""
     cache = None
     for piece in ids.split(chunk, dim=1):
         cache = cache_of(model(input_ids=piece, use_cache=True, logits_to_keep=1, **{CACHE: cache}))
@@ -129,7 +129,7 @@ def read_in_chunks(model, ids: torch.Tensor, chunk: int):
 def switch_memory_off(model) -> None:
     """Closes every gate of a model's memories for good: what is left is its local attention alone.
 
-    sigmoid(−∞) is exactly 0, so the memory's share of every head's output is none. Layers with full attention stay.
+    sigmoid(−∞) is exactly 0, so the memory has no share of any head's output. Layers with full attention stay.
 
     Raises UserError when the model has no gates.
     """

@@ -2,19 +2,7 @@
 
 from pathlib import Path
 
-from .style import (
-    COLOURS,
-    GREY,
-    HEIGHT,
-    MARKERS,
-    WIDTH,
-    draw_line,
-    label_lines,
-    new_figure,
-    plain_logarithm,
-    save,
-    tokens_along,
-)
+from . import style
 
 # Bytes of state in float32 and accuracy, at widths of 64, 128 and 256. The accuracy was read off
 # zoology/analysis/paper/zoology_paper/zoology_results.png (± 0.01); the bytes are those of zoology's formulas, without the
@@ -36,26 +24,25 @@ def plot_state(runs: list[dict], file: Path) -> None:
     Args:
         runs: with `mixer`, `state_bytes`, `accuracy`, `low` and `high`.
     """
-    figure, axes = new_figure(
+    figure, axes = style.new_figure(
         "Recall and the size of the state",
         f"MQAR, mean of {len(runs[0]['tests'])} tests with the 95 % interval\ngrey: read off zoology's plot (± 0.01)",
-        size=(WIDTH, 1.5 * HEIGHT),
+        size=(style.WIDTH, 1.5 * style.HEIGHT),
     )
     axes.set(xlabel="state for one sequence (bytes)", ylabel="accuracy", ylim=(-0.02, 1.05))
     for number, (name, points) in enumerate(PUBLISHED.items()):
-        look = {"color": GREY, "marker": MARKERS[number % len(MARKERS)], "linestyle": ":", "linewidth": 0.8}
-        draw_line(axes, *zip(*points, strict=True), f"{name} (zoology)", markerfacecolor="white", **look)
+        look = {"color": style.GREY, "markerfacecolor": "white", "linestyle": ":", "linewidth": 0.8}
+        style.draw_line(axes, *zip(*points, strict=True), f"{name} (zoology)", **style.look_of(number) | look)
     sizes = [size for points in PUBLISHED.values() for size, _ in points]
     for number, mixer in enumerate(dict.fromkeys(run["mixer"] for run in runs)):
         own = sorted((run for run in runs if run["mixer"] == mixer), key=lambda run: run["state_bytes"])
         x, y = [run["state_bytes"] for run in own], [run["accuracy"] for run in own]
         around = [[run["accuracy"] - run["low"] for run in own], [run["high"] - run["accuracy"] for run in own]]
-        again = number // len(COLOURS)  # with the same colour as another
-        look = {"color": COLOURS[number % len(COLOURS)], "marker": MARKERS[(number + again) % len(MARKERS)]}
+        look = style.look_of(number) | {"linestyle": "-" if number < len(style.COLOURS) else "--"}
         axes.errorbar(x, y, around, ecolor=look["color"], capsize=3, fmt="none")
-        draw_line(axes, x, y, mixer, linestyle="-" if number < len(COLOURS) else "--", **look)
+        style.draw_line(axes, x, y, mixer, **look)
         sizes += x
-    plain_logarithm(axes.xaxis, sizes)
-    tokens_along(axes.xaxis)  # bytes: 16 k
-    label_lines(axes)
-    save(figure, file)
+    style.plain_logarithm(axes.xaxis, sizes)
+    style.tokens_along(axes.xaxis)  # bytes: 16 k
+    style.label_lines(axes)
+    style.save(figure, file)

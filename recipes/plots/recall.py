@@ -2,19 +2,7 @@
 
 from pathlib import Path
 
-from .style import (
-    COLOURS,
-    HEIGHT,
-    INK,
-    WIDTH,
-    draw_line,
-    heat_map,
-    label_lines,
-    look_of,
-    mark_across,
-    new_figure,
-    save,
-)
+from . import style
 
 RIGHT = "exact answers"
 
@@ -37,20 +25,20 @@ def plot_passkey(cells: list[dict], file: Path, subtitle: str, trained: int | No
         if "accuracy" in cell:
             values[place] = cell["accuracy"]
             texts[place] = f"{cell['accuracy']:.0%}\n{100 * cell['low']:.0f}–{100 * cell['high']:.0f}"
-    size = max(WIDTH, 1.6 + 0.75 * len(lengths)), max(HEIGHT, 1.7 + 0.45 * len(depths))
-    figure, axes = new_figure("Hidden numbers found", f"{subtitle}\n{counted(cells)}", size=size)
-    image = heat_map(axes, values, lambda *place: texts.get(place, "–"))
+    size = max(style.WIDTH, 1.6 + 0.75 * len(lengths)), max(style.HEIGHT, 1.7 + 0.45 * len(depths))
+    figure, axes = style.new_figure("Hidden numbers found", f"{subtitle}\n{counted(cells)}", size=size)
+    image = style.heat_map(axes, values, lambda *place: texts.get(place, "–"))
     axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths])
     axes.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths])
-    axes.set(xlabel="length of the text (tokens)", ylabel="text in front of the number")
+    axes.set(xlabel="length of the text (tokens)", ylabel="text before the number")
     shorter = sum(length <= trained for length in lengths) if trained is not None else 0
     if 0 < shorter < len(lengths) and lengths == sorted(lengths):
-        axes.axvline(shorter - 0.5, color=INK, linestyle="--", linewidth=1.2)
+        axes.axvline(shorter - 0.5, color=style.INK, linestyle="--", linewidth=1.2)
         axes.set_xlabel(f"length of the text (tokens); dashed: the trained length, {trained:,}")
     bar = figure.colorbar(image, ax=axes, format=PercentFormatter(1, 0))
-    bar.ax.tick_params(labelsize=8, length=0, labelcolor=INK)
+    bar.ax.tick_params(labelsize=8, length=0, labelcolor=style.INK)
     bar.outline.set_visible(False)
-    save(figure, file)
+    style.save(figure, file)
 
 
 def plot_facts(
@@ -65,7 +53,7 @@ def plot_facts(
     """
     from matplotlib.ticker import PercentFormatter
 
-    figure, axes = new_figure("Facts recalled", f"{subtitle}\n{counted(cells)}")
+    figure, axes = style.new_figure("Facts recalled", f"{subtitle}\n{counted(cells)}")
     axes.set(xlabel="segments between the fact and the question", ylabel=RIGHT, ylim=(-0.02, 1.02))
     axes.set_xticks(range(len(cells)), [str(cell["distance"]) for cell in cells])
     axes.yaxis.set_major_formatter(PercentFormatter(1, 0))
@@ -73,16 +61,16 @@ def plot_facts(
     x, y = [place for place, _ in shown], [cell["accuracy"] for _, cell in shown]
     around = [[max(0, cell["accuracy"] - cell["low"]) for _, cell in shown],
               [max(0, cell["high"] - cell["accuracy"]) for _, cell in shown]]  # fmt: skip
-    axes.errorbar(x, y, around, color=COLOURS[0], capsize=3, linestyle="none")
-    draw_line(axes, x, y, "model", **look_of(0))
+    axes.errorbar(x, y, around, color=style.COLOURS[0], capsize=3, linestyle="none")
+    style.draw_line(axes, x, y, "model", **style.look_of(0))
     guess = [cell["chance"] for _, cell in shown]
-    draw_line(axes, x, guess, "constant guess", **look_of(1) | {"linestyle": "--"})
+    style.draw_line(axes, x, guess, "constant guess", **style.look_of(1) | {"linestyle": "--"})
     if trained is not None and segment_length is not None:
         shorter = sum(cell["distance"] * segment_length < trained for cell in cells)
         if 0 < shorter < len(cells):
-            mark_across(axes, shorter - 0.5, "trained length")
-    label_lines(axes)
-    save(figure, file)
+            style.mark_across(axes, shorter - 0.5, "trained length")
+    style.label_lines(axes)
+    style.save(figure, file)
 
 
 def counted(cells: list[dict]) -> str:

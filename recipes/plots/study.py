@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING
 
 from training.run_folder import trained_length
 
-from .run import add_positions, end_positions, positions_figure
-from .style import draw_line, label_lines, mark_level, new_figure, save, say_above, tokens_along
+from . import style
+from .run import plot_positions
 
 if TYPE_CHECKING:
     from studies.report import Finished
@@ -20,14 +20,10 @@ def draw(runs: "list[Finished]", baselines: list[dict], out: Path) -> dict[str, 
     figures = {"loss.png": "Validation loss, and its difference to the first variant's"}
     for name in dict.fromkeys(name for run in same for name in run.evaluations):
         figures[f"evaluation_{name}.png"] = f"Perplexity by position: {name}"
-        figure, axes = positions_figure(name)
         shown = [run for run in same if name in run.evaluations]
-        for run in shown:
-            add_positions(axes, run.evaluations[name]["by_position"], run.name)
         lengths = {trained_length(run.result) for run in shown}
-        trained = lengths.pop() if len(lengths) == 1 else None
-        end_positions(axes, [run.evaluations[name]["by_position"] for run in shown], trained)
-        save(figure, out / f"evaluation_{name}.png")
+        tables = {run.name: run.evaluations[name]["by_position"] for run in shown}
+        plot_positions(tables, out / f"evaluation_{name}.png", name, lengths.pop() if len(lengths) == 1 else None)
     return figures
 
 
@@ -43,16 +39,16 @@ def plot_losses(runs: "list[Finished]", levels: dict[str, float], file: Path) ->
     evaluated = {run.name: {line["tokens"]: line["eval_loss"] for line in run.lines if "eval_loss" in line} for run in runs}
     curves = pandas.DataFrame({name: pandas.Series(points, dtype=float) for name, points in evaluated.items()}).sort_index()
     curves = curves.T.groupby([run.variant for run in runs], sort=False).mean().T
-    figure, panels = new_figure("Validation loss", "cross-entropy, nats per token", rows=2, sharex=True)
+    figure, panels = style.new_figure("Validation loss", "cross-entropy, nats per token", rows=2, sharex=True)
     (above,), (below,) = panels
-    say_above(below, f"minus that of {curves.columns[0]}: below zero is better")
+    style.say_above(below, f"minus that of {curves.columns[0]}: below zero is better")
     for axes, lines in ((above, curves), (below, curves.sub(curves.iloc[:, 0], axis=0))):
         for name, line in lines.items():
             line = line.dropna()
-            draw_line(axes, list(line.index), list(line), name)
+            style.draw_line(axes, list(line.index), list(line), name)
     for name, loss in levels.items():
-        mark_level(above, loss, f"{name} {loss:.3f}")
+        style.mark_level(above, loss, f"{name} {loss:.3f}")
     below.set_xlabel("tokens trained on")
-    tokens_along(below.xaxis)
-    label_lines(above)
-    save(figure, file)
+    style.tokens_along(below.xaxis)
+    style.label_lines(above)
+    style.save(figure, file)

@@ -1,7 +1,7 @@
 """The one style of all figures: an opaque white card that reads well on light and dark pages, on a phone and in print.
 
-Lines differ by colour, marker and, where they fit, a label at their end. The colours are those of Okabe and Ito (2008),
-which people with any colour vision tell apart, without the yellow, which is too light on white.
+Lines differ by colour and marker. The colours are those of Okabe and Ito (2008), which people with any colour vision tell
+apart, without the yellow, which is too light on white.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ MARKERS = ("o", "s", "D", "^", "v", "P", "X")
 INK, GREY, GRID = "#262626", "#595959", "#D9D9D9"
 WIDTH, HEIGHT, DPI = 5.6, 3.9, 200  # inches: 10 points are 10 pixels where the figure is 390 pixels wide
 SIZE, SMALL = 11, 9  # points of text
-MOST_LABELS, LONGEST_LABEL = 8, 20  # beside the lines; more or longer ones stand below the figure
+MOST_LABELS, LONGEST_LABEL = 8, 20  # beside a panel; more or longer ones stand below the figure
 EMPTY = "#E3E3E3"  # a cell without a number
 
 
@@ -52,7 +52,7 @@ def say_above(axes, text: str) -> None:
 
 
 def look_of(number: int) -> dict[str, str]:
-    """Colour, marker and stroke of the lines of one thing, such as a layer, where there are several of each."""
+    """Colour, marker and stroke of all lines of one layer, or another thing that has several."""
     return {"color": COLOURS[number % len(COLOURS)], "marker": MARKERS[number % len(MARKERS)], "linestyle": "-"}
 
 
@@ -62,36 +62,16 @@ def draw_line(axes, x: Sequence[float], y: Sequence[float], label: str | None = 
     return axes.plot(x, y, label=label, **style)[0]
 
 
-def label_lines(axes, in_order: bool = False) -> None:
-    """Writes the label of each line beside its end, or below the figure where they are too many or too long; to be called
-    when everything is drawn. `in_order`: from top to bottom as they were drawn, where several lines share each label."""
+def label_lines(axes) -> None:
+    """A legend to the right of the panel, or below the figure where the names are too many or too long."""
     lines = [line for line in axes.get_lines() if not line.get_label().startswith("_") and len(line.get_xdata())]
-    figure = axes.get_figure()
+    look = {"handles": lines, "fontsize": SMALL, "frameon": False, "labelcolor": INK}
     if len(lines) > MOST_LABELS or any(len(line.get_label()) > LONGEST_LABEL for line in lines):
-        figure.legend(handles=lines, loc="outside lower left", ncols=2, fontsize=SMALL, frameon=False, labelcolor=INK)
-        return
-    figure.draw_without_rendering()  # the layout decides what is how far apart
-    height = axes.get_window_extent().height
-    distance = 1.3 * SMALL * figure.dpi / 72 / height
-    ends = {line: axes.transAxes.inverted().transform(axes.transData.transform(line.get_xydata()[-1]))[1] for line in lines}
-    ends = dict.fromkeys(reversed(lines), 0.95) if in_order else ends
-    ordered = sorted(ends, key=ends.get)
-    places = spread([min(max(ends[line], 0), 1) for line in ordered], distance)
-    for line, place in zip(ordered, places, strict=True):
-        look = {"color": line.get_color(), "marker": line.get_marker(), "markersize": 4.5, "linestyle": "none"}
-        axes.plot([1.03], [place], transform=axes.transAxes, clip_on=False, **look)
-        where = {"xycoords": "axes fraction", "va": "center", "annotation_clip": False, "parse_math": False}
-        axes.annotate(line.get_label(), (1.06, place), fontsize=SMALL, color=INK, **where)
-
-
-def spread(places: Sequence[float], distance: float) -> list[float]:
-    """Ascending places between 0 and 1, moved so little that neighbours are `distance` apart (or as far as they can be)."""
-    distance = min(distance, 1 / max(1, len(places) - 1))
-    moved: list[float] = []
-    for number, place in enumerate(places):  # upwards, but so that those above it still have room
-        least = moved[-1] + distance if moved else 0.0
-        moved.append(max(least, min(place, 1 - distance * (len(places) - 1 - number))))
-    return moved
+        legend = axes.get_figure().legend(loc="outside lower left", ncols=2, **look)
+    else:
+        legend = axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1), handlelength=1.5, **look)
+    for text in legend.get_texts():
+        text.set_parse_math(False)
 
 
 def tokens_along(axis) -> None:
@@ -102,26 +82,15 @@ def tokens_along(axis) -> None:
 
 
 def plain_logarithm(axis, values: Sequence[float]) -> None:
-    """A logarithmic axis for these values, with plain numbers: 2, 5, 10, 1,000."""
-    from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
+    """A logarithmic axis for these values, with plain numbers: 2, 5, 10, 1,000, 300 M."""
+    from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
     axis.axes.set(**{f"{axis.axis_name}scale": "log"})
     wide = max(values) > 8 * min(values)
     axis.set_major_locator(LogLocator(subs=(1, 2, 5)) if wide else MaxNLocator(6, steps=[1, 2, 2.5, 5, 10]))
     axis.set_minor_locator(NullLocator())
-    plain_numbers(axis)
-
-
-def plain_numbers(axis) -> None:
-    """Ticks that are read at once: 0.25, 20, 1,000, 300 M."""
-    from matplotlib.ticker import EngFormatter, FuncFormatter
-
-    def text(value: float, _) -> str:
-        if abs(value) >= 1e6:
-            return EngFormatter(sep=" ")(value)
-        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:g}"
-
-    axis.set_major_formatter(FuncFormatter(text))
+    large = EngFormatter(sep=" ")
+    axis.set_major_formatter(FuncFormatter(lambda value, _: large(value) if value >= 1e6 else f"{value:,.6g}"))
 
 
 def mark_across(axes, place: float, text: str) -> None:

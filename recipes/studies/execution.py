@@ -79,7 +79,7 @@ class Tasks:
         ]
 
     def prepare(self) -> None:
-        """Makes the data. Without that of the study there is none (a UserError); runs whose own cannot be made are not
+        """Makes the data. UserError if the study's own cannot be made; a variant whose data cannot be made is not
         possible."""
         run_tasks(list(self._prepare.values()), "preparing", **self._how)
         for name, task in self._prepare.items():

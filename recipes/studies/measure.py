@@ -26,7 +26,7 @@ from .report import Finished
 BATCH_ROWS = 4  # rows per call while losses are measured
 EVALUATION = {"perplexity": float, "by_position": list}  # what the report uses of one
 EVALUATED = ("data_fingerprint", "split", "length", "memory")  # what evaluations in one column have in common
-CONTEXTS = 8  # the cache is measured after one trained context and after so many
+CONTEXTS = 8  # the cache is measured after one trained context and after this number of them
 
 
 def measure_runs(runs: list[Run], data: dict[str, Path], out: Path, evaluations: list[str], threads: int) -> list[Finished]:
@@ -36,7 +36,7 @@ def measure_runs(runs: list[Run], data: dict[str, Path], out: Path, evaluations:
         data: the prepared folders by name; evaluations: names of files in the runs' folders.
 
     Raises:
-        UserError: a run is not finished, or is of other data than its folder of data or its fellows.
+        UserError: a run is not finished, or was trained on other data than its data folder or the other runs.
     """
     import torch
     from tqdm import tqdm
@@ -157,10 +157,10 @@ def document_losses(model, tokenizer, reader: RowReader, documents: list[dict], 
 
 
 def encode_documents(tokenizer, texts: list[str]) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """The tokens of each text as recipes/prepare.py cuts them, with the end-of-text token behind, and how many characters of
-    the text each of them adds; a letter of several tokens counts with its first."""
+    """The tokens of each text as recipes/prepare.py makes them, followed by the end-of-text token, and the number of
+    characters that each token adds; a letter of several tokens counts with the first."""
     if not tokenizer.is_fast:
-        raise UserError("the tokenizer cannot say which characters its tokens cover (it is no fast tokenizer)")
+        raise UserError("the tokenizer cannot say which characters its tokens cover (it is not a fast tokenizer)")
     plain = {"add_special_tokens": False, "split_special_tokens": True, "verbose": False}
     encoded = tokenizer(texts, **plain, return_offsets_mapping=True)
     tokens, characters = [], []
@@ -178,7 +178,7 @@ def _rows_of(pieces: list[np.ndarray], context: int) -> np.ndarray:
 
 
 def state_bytes(model, length: int, chunk: int) -> int | None:
-    """Bytes of the cache of one row that has really read so many tokens; None beyond the model's positions."""
+    """Bytes of one row's cache after `length` tokens, measured; None beyond the model's positions."""
     import torch
 
     limit = context_limit(model.config)

@@ -1,5 +1,6 @@
 """What a study trains: its YAML files as one, and the runs that come of variants, swept values and seeds."""
 
+import functools
 import itertools
 import re
 from collections.abc import Sequence
@@ -27,15 +28,12 @@ class Run:
     data: str = BASE
 
 
-def read_study(files: Sequence[str], train: str | None = None, settings: Sequence[str] = ()) -> dict:
+def read_study(files: Sequence[str], train: str | None = None, settings: Sequence[str] = (), **flags) -> dict:
     """The sections of a study: `train` (a file of train.py's options) below the files, later files above earlier ones,
-    and `settings` (`train.max_steps=20`, the value in YAML) above all."""
+    `settings` (`train.max_steps=20`, the value in YAML) above these, and `flags` (whole sections) above all."""
     layers = [{"train": read_yaml(Path(train), f"--train {train}")}] if train else []
     layers += [read_yaml(Path(file), f"--study {file}") for file in files]
-    layers += map(read_setting, settings)
-    study: dict = {}
-    for layer in layers:
-        study = merge(study, layer)
+    study = functools.reduce(merge, [*layers, *map(read_setting, settings), flags], {})
     unknown = [name for name in study if name not in SECTIONS]
     if unknown:
         raise UserError(f"a study has no section {unknown[0]!r}; it may have {', '.join(SECTIONS)}")
@@ -62,45 +60,6 @@ def read_setting(text: str) -> dict:
     for name in reversed(path.split(".")):
         layer = {name: layer}
     return layer
-
-
-def check_settings(settings: Sequence[str], study: dict, above: Sequence[str]) -> None:
-    """UserError for a setting that would do nothing, or not all that it says.
-
-    Args:
-        study: with all that was given; above: the sections' entries that flags replace, as `grid.n_layer` or `seeds`.
-    """
-    given = [(path, text) for text in settings for path in _paths(read_setting(text))]
-    paths = [path for path, _ in given]
-    variants = {name: own or {} for name, own in study["variants"].items()}
-    for path, text in given:
-        section, name, *rest = [*path, ""]
-        of_run = name if section == "train" else rest[0] if section == "variants" else None
-        set_there = [path[1] for path in paths if path[0] == "variants" and path[2:] == (of_run,)]
-        owners = [variant for variant, own in variants.items() if of_run in own and variant not in set_there]
-        flags = [entry for entry in above if entry in (section, f"{section}.{name}")]
-        if paths.count(path) > 1:
-            reason = f"{'.'.join(path)} is set twice"
-        elif flags:
-            reason = f"--{section if section in ('grid', 'seeds') else 'data'} is given"
-        elif section == "variants" and name not in variants:
-            reason = f"--variants leaves {name} out"
-        elif of_run in study["grid"]:
-            reason = f"'grid' gives {of_run}"
-        elif of_run == "seed" and study["seeds"]:
-            reason = "'seeds' are given"
-        elif section == "train" and owners:
-            reason = f"the variant {owners[0]} has a {name} of its own, which is variants.{owners[0]}.{name}"
-        else:
-            continue
-        raise UserError(f"--set {text} would have no effect, as {reason}: give one of the two")
-
-
-def _paths(layer, before: tuple = ()) -> list[tuple]:
-    """The names that lead to each value of nested dicts."""
-    if not isinstance(layer, dict) or not layer:
-        return [before]
-    return [path for name, value in layer.items() for path in _paths(value, (*before, str(name)))]
 
 
 def _refuse_own(options: dict, own: Sequence[str], of_what: str) -> None:
@@ -131,7 +90,7 @@ def parse_grid(entries: Sequence[str]) -> dict[str, list]:
 
 
 def choose_variants(study: dict, names: Sequence[str]) -> dict:
-    """The study with these variants only, in this order: the first is what the others are compared with."""
+    """The study with only these variants, in this order; the others are compared with the first."""
     unknown = [name for name in names if name not in study["variants"]]
     if unknown:
         raise UserError(f"--variants: there is no {unknown[0]}; the study has {', '.join(study['variants']) or 'none'}")

@@ -17,7 +17,7 @@ FINISHED, IMPOSSIBLE, FAILED = "finished", NotPossible.status, UserError.status
 
 @dataclass
 class Task:
-    """A command, the file that takes what it prints and, when it has ended, what became of it."""
+    """A command, its log file and, when it has ended, its status and the reason of a failure."""
 
     name: str
     command: list[str]
@@ -41,7 +41,7 @@ class Task:
             return subprocess.Popen(self.command, preexec_fn=end, **settings)
 
     def finish(self, exit_status: int) -> None:
-        """Notes what became of the process, and why it did not finish.
+        """Records the status of the process, and why it did not finish.
 
         That is what it wrote into its [`cli.FAILURE_FILE`] (a model that its options cannot make is not possible, whatever
         else goes wrong is a failure), or the last line of what it printed.
@@ -61,8 +61,8 @@ class Task:
 def run_tasks(tasks: list[Task], title: str, jobs: int = 1, threads: int = 1) -> None:
     """Runs the commands in their order, `jobs` at a time, with OMP_NUM_THREADS=`threads`.
 
-    Whatever ends this function early ends the children first. Where the system is Linux they end also when this process is
-    killed the hard way, so that a new start finds nobody else writing.
+    Whatever ends this function early ends the children first. On Linux they also end when this process is killed, so that no
+    other process writes when the study is started again.
     """
     from tqdm import tqdm
 

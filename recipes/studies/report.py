@@ -90,7 +90,6 @@ def _numbers(runs: list[Finished], first: list[Finished]) -> dict:
         "peak_mib": max(result.get("peak_cuda_mib", result["peak_rss_mib"]) for result in results),
         "cache_bytes": runs[0].measured["cache_bytes"],
         "evaluations": runs[0].evaluations,
-        "gates": {run.name: run.result["gates"] for run in runs if run.result["gates"]},
         "hardware": results[0]["hardware"],
     }
 
@@ -130,11 +129,9 @@ def write_report(content: dict) -> str:
         "groups": groups_of(variants),
         "losses_table": lambda group, ngrams: losses_table(variants, group, ngrams),
         "resamples": RESAMPLES,
-        "grid": grid_table(content),
         "costs": costs_table(variants),
         "evaluations": evaluations_table(content),
         "shown": shown,
-        "mean": statistics.fmean,
         "fence": fence,
     }
     return template.render(content | parts)
@@ -169,23 +166,6 @@ def losses_table(variants: list[dict], group: list[dict], ngrams: list[dict]) ->
         numbers = [f"{ngram['perplexity']:,.2f}", f"{ngram['cross_entropy']:.4f}"]
         rows.append([ngram["name"], "", *numbers, *[""] * (1 + seeded)])
     return markdown_table(header + ["over seeds"] * seeded, rows, left=2)
-
-
-def grid_table(content: dict) -> str | None:
-    """The cross-entropies of a grid of two options, the first one's values downwards."""
-    grid = content["study"]["grid"]
-    if len(grid) != 2 or len(content["study"]["variants"]) > 1:
-        return None
-    (down, down_values), (across, across_values) = grid.items()
-    cells = {tuple(run["options"][name] for name in grid): run["variant"] for run in content["runs"]}
-    losses = {variant["name"]: variant["cross_entropy"]["value"] for variant in content["variants"]}
-    best = min(losses, key=losses.get)
-    rows = []
-    for value in down_values:
-        names = [cells[value, other] for other in across_values]
-        row = [_bold_if(name == best, f"{losses[name]:.4f}") if name in losses else MISSING for name in names]
-        rows.append([value, *row])
-    return markdown_table([f"{down} \\ {across}", *across_values], rows, left=1)
 
 
 def costs_table(variants: list[dict]) -> str:

@@ -1,4 +1,4 @@
-"""Prepared folders as their readers get them: rows and tokenizer, checked to be those that the manifest tells of."""
+"""Reads the rows and the tokenizer of a prepared folder, and checks that they are those of its manifest."""
 
 import hashlib
 from pathlib import Path

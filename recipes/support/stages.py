@@ -209,8 +209,8 @@ def write_text(path: Path, text: str) -> None:
 
 
 def check_place(file: Path, entries: dict[str, type], others: Sequence[Path] = ()) -> None:
-    """UserError unless a recipe can write its files, and would replace nothing but what it wrote before: to be known before
-    hours of work, not behind them. The folder of the files is made.
+    """UserError unless a recipe can write its files, and would replace only what it wrote itself; checked before hours of
+    work. Makes the folder of the files.
 
     Args:
         file: the JSON file.

@@ -172,12 +172,11 @@ def test_an_evaluation_is_no_part_of_the_model(name, made, capsys):
     refused(main_of("evaluate_model"), argv, capsys, f"{name}.json", "choose another --out", keeps=made)
 
 
-@pytest.mark.parametrize("name", ["heads.html", "layer_00.png", "memory.png"])
-def test_pages_and_pictures_of_something_else(name, made, capsys):
+def test_a_page_of_something_else(made, capsys):
     (made / "heads").mkdir()
-    (made / "heads" / name).write_bytes(b"mine")
+    (made / "heads" / "heads.html").write_bytes(b"mine")
     argv = ["--model", made / "model", "--text", "a b c", "--out", made / "heads"]
-    refused(main_of("inspect_heads"), argv, capsys, f"{name} exists", "move it away", keeps=made)
+    refused(main_of("inspect_heads"), argv, capsys, "heads.html exists", "move it away", keeps=made)
 
 
 def test_own_files_are_written_again(made, capsys):

@@ -1,13 +1,12 @@
-"""What the small Hub of the tests keeps: accounts, and folders with commits, branches, tags and large files."""
+"""What the small Hub of the tests keeps: accounts, and folders with commits and large files."""
 
 import hashlib
 import json
 from fnmatch import fnmatch
 from pathlib import Path
 
-WRITE, READ, STRANGER = (f"hf_dummy{name * 4}" for name in ("Writes", "Reads", "Strange"))
-# The name, the role of the token and the groups of who has it
-ACCOUNTS = {WRITE: ("user", "write", ["group"]), READ: ("user", "read", ["group"]), STRANGER: ("stranger", "write", [])}
+WRITE, READ = "hf_dummyWrites", "hf_dummyReads"
+ACCOUNTS = {WRITE: ("user", "write"), READ: ("user", "read")}  # the name of who has the token, and its role
 ENDS = ("bin", "model", "pt", "safetensors", "zip")
 ATTRIBUTES = "".join(f"*.{end} filter=lfs diff=lfs merge=lfs -text\n" for end in ENDS)
 LARGEST_REGULAR = 10_000_000  # bytes
@@ -32,7 +31,7 @@ class Repository:
     def create(cls, folder: Path, private: bool) -> "Repository":
         (folder / "blobs").mkdir(parents=True)
         (folder / "lfs").mkdir()
-        (folder / "repo.json").write_text(json.dumps({"private": private, "heads": {}, "tags": {}, "commits": {}}))
+        (folder / "repo.json").write_text(json.dumps({"private": private, "heads": {}, "commits": {}}))
         repository = cls(folder)
         entry = repository.keep(ATTRIBUTES.encode())
         repository.commit("main", "initial commit", {".gitattributes": entry})
@@ -56,8 +55,8 @@ class Repository:
         (self.folder / "repo.json").write_text(json.dumps(self.state))
 
     def find(self, revision: str) -> str:
-        """The commit of a branch, a tag or a commit's own name."""
-        for commits in (self.state["heads"], self.state["tags"], {oid: oid for oid in self.state["commits"]}):
+        """The commit of a branch or a commit's own name."""
+        for commits in (self.state["heads"], {oid: oid for oid in self.state["commits"]}):
             if revision in commits:
                 return commits[revision]
         raise RefusalError(404, f"Invalid rev id: {revision}", "RevisionNotFound")

@@ -1,4 +1,4 @@
-"""A small Hub on loopback for the real huggingface_hub client: repositories, commits, large files, tags, downloads.
+"""A small Hub on loopback for the real huggingface_hub client: repositories, commits, large files, downloads.
 
 It speaks of the Hub's protocol what publishing and loading a model need, without xet, and keeps its state as files. What it
 refuses it refuses as the Hub does, by status and X-Error-Code; [`HubServer`] lists the faults that can be ordered besides.
@@ -12,7 +12,7 @@ import socket
 import struct
 import sys
 import threading
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import parse_qs, unquote, urlsplit
@@ -37,10 +37,12 @@ class HubServer:
     """
 
     def __init__(self, root: Path):
-        self.root, self.lock = root, threading.Lock()
-        self.url, self._server, self.connections = "", None, []
+        self.root, self.lock, self.connections = root, threading.Lock(), []
         self.reset()
-        self.start()
+        self._server = Server(("127.0.0.1", 0), Handler)
+        self._server.hub = self
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
 
     def reset(self) -> None:
         """Forgets what was asked and ends all faults; the repositories stay."""
@@ -50,13 +52,6 @@ class HubServer:
         self.drop_from: int | None = None
         self.refuse: list[tuple[str, int]] = []
 
-    def start(self) -> None:
-        port = int(self.url.rsplit(":", 1)[1]) if self.url else 0
-        self._server = Server(("127.0.0.1", port), Handler)
-        self._server.hub = self
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
-        threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
-
     def stop(self) -> None:
         self._server.shutdown()
         self._server.server_close()
@@ -64,15 +59,6 @@ class HubServer:
             with suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
         self.connections.clear()
-
-    @contextmanager
-    def unreachable(self):
-        """Nobody listens at the address."""
-        self.stop()
-        try:
-            yield
-        finally:
-            self.start()
 
     def has(self, repo_id: str) -> bool:
         return (self.root / repo_id / "repo.json").is_file()
@@ -125,7 +111,7 @@ class Handler(BaseHTTPRequestHandler):
         except ConnectionAbortedError:
             self.close_connection = True
 
-    do_GET = do_HEAD = do_POST = do_PUT = do_DELETE = answer
+    do_GET = do_HEAD = do_POST = do_PUT = answer
 
     def send(self, content=None, headers=None, status: int = 200) -> None:
         data = content if isinstance(content, bytes) else json.dumps({} if content is None else content).encode()
@@ -162,7 +148,7 @@ class Handler(BaseHTTPRequestHandler):
     # --- who asks -------------------------------------------------------------------------------------------------
 
     @property
-    def account(self) -> tuple[str, str, list[str]] | None:
+    def account(self) -> tuple[str, str] | None:
         given = self.headers.get("Authorization", "")
         if given and given.removeprefix("Bearer ") not in ACCOUNTS:
             raise RefusalError(401, "Invalid credentials in Authorization header")
@@ -170,7 +156,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def readable(self, repo_id: str) -> Repository:
         repository, account = self.server.hub.repository(repo_id), self.account
-        if repository.state["private"] and (account is None or repo_id.split("/")[0] not in (account[0], *account[2])):
+        if repository.state["private"] and (account is None or repo_id.split("/")[0] != account[0]):
             raise RefusalError(404, "Repository not found", "RepoNotFound")
         return repository
 
@@ -181,8 +167,8 @@ class Handler(BaseHTTPRequestHandler):
     def check_writer(self, owner: str) -> None:
         if self.account is None:
             raise RefusalError(401, "Invalid username or password.")
-        name, role, groups = self.account
-        if role != "write" or owner not in (name, *groups):
+        name, role = self.account
+        if role != "write" or owner != name:
             raise RefusalError(403, f"You don't have the rights to write for {owner}")
 
     def json(self) -> dict:
@@ -193,8 +179,8 @@ class Handler(BaseHTTPRequestHandler):
     def whoami(self):
         if self.account is None:
             raise RefusalError(401, "Invalid username or password.")
-        name, role, groups = self.account
-        content = {"type": "user", "name": name, "orgs": [{"name": group} for group in groups]}
+        name, role = self.account
+        content = {"type": "user", "name": name, "orgs": []}
         return (content | {"auth": {"accessToken": {"displayName": "test", "role": role}}},)
 
     def create(self):
@@ -223,14 +209,6 @@ class Handler(BaseHTTPRequestHandler):
         repository = self.readable(id)
         content = {"id": id, "private": repository.state["private"], "sha": repository.find(revision or "main")}
         return (content | {"siblings": [{"rfilename": path} for path in repository.files(revision or "main")]},)
-
-    def refs(self, id):
-        state = self.readable(id).state
-
-        def listed(kind: str) -> list[dict]:
-            return [{"name": name, "ref": f"refs/{kind}/{name}", "targetCommit": oid} for name, oid in state[kind].items()]
-
-        return ({"branches": listed("heads"), "tags": listed("tags"), "converts": []},)
 
     def tree(self, id, revision, path=""):
         recursive = parse_qs(urlsplit(self.path).query).get("recursive", ["false"])[0].lower() in ("true", "1")
@@ -291,23 +269,6 @@ class Handler(BaseHTTPRequestHandler):
         oid = repository.commit(revision, title, files)
         return ({"success": True, "commitOid": oid, "commitUrl": f"{self.server.hub.url}/{id}/commit/{oid}"},)
 
-    def tag(self, id, revision):
-        repository, name = self.writable(id), self.json()["tag"]
-        if name in repository.state["tags"]:
-            raise RefusalError(409, "Tag reference exists already")
-        repository.state["tags"][name] = repository.find(revision)
-        repository.save()
-        return ()
-
-    def branch(self, id, revision):
-        repository = self.writable(id)
-        if self.command == "DELETE":
-            del repository.state["heads"][revision]
-        else:
-            repository.state["heads"][revision] = repository.find(self.json().get("startingPoint", "main"))
-        repository.save()
-        return ()
-
     def resolve(self, id, revision, path):
         repository = self.readable(id)
         headers = {"X-Repo-Commit": repository.find(revision)}
@@ -324,12 +285,9 @@ ROUTES = [
     ("POST", "/api/repos/create", Handler.create),
     ("POST", "/api/validate-yaml", Handler.validate),
     ("GET", f"/api/models/{ID}(/revision/{REVISION})?", Handler.info),
-    ("GET", f"/api/models/{ID}/refs", Handler.refs),
     ("GET", f"/api/models/{ID}/tree/{REVISION}(/(?P<path>.+))?", Handler.tree),
     ("POST", f"/api/models/{ID}/preupload/{REVISION}", Handler.preupload),
     ("POST", f"/api/models/{ID}/commit/{REVISION}", Handler.commit),
-    ("POST", f"/api/models/{ID}/tag/{REVISION}", Handler.tag),
-    ("POST DELETE", f"/api/models/{ID}/branch/{REVISION}", Handler.branch),
     ("POST", rf"/{ID}\.git/info/lfs/objects/batch", Handler.batch),
     ("PUT", f"/large/{ID}/(?P<oid>[0-9a-f]{{64}})", Handler.store),
     ("POST", f"/large/{ID}/verify", Handler.verify),

@@ -28,49 +28,31 @@ CONFIG_FILES = {
     "cut": (cut(0.5, CONFIG), "config"),
     "an empty object": (write(b"{}", CONFIG), "Unrecognized model"),
     "no file": (lambda folder: (folder / CONFIG).unlink(), "config.json"),
-    "a bad index of generation": (write(b"{", "generation_config.json"), "generation_config.json is damaged or no JSON"),
 }
 ONLY_HERE = {  # what transformers' own AutoModelForCausalLM says of these is another's matter
-    "a list": (write(b"[]", CONFIG), "config.json is damaged: it holds a list"),
-    "null": (write(b"null", CONFIG), "config.json is damaged: it holds a NoneType"),
-    "UTF-16": (write('{"a": 1}'.encode("utf-16"), CONFIG), "config.json is damaged or no JSON file"),
-    "deep": (write(b"[" * 100_000, CONFIG), "config.json is damaged or no JSON file"),
-    "a NaN": (entries(note=float("nan")), "config.json is damaged or no JSON file .NaN is no JSON"),
+    "a list": (write(b"[]", CONFIG), "Unrecognized model"),
+    "null": (write(b"null", CONFIG), "cannot be loaded: TypeError"),
+    "UTF-16": (write('{"a": 1}'.encode("utf-16"), CONFIG), "config.json.* is not a valid JSON file"),
+    "deep": (write(b"[" * 100_000, CONFIG), "cannot be loaded: RecursionError"),
     "the type a number": (entries(model_type=3), "model"),
     "no type": (drop("model_type"), "Unrecognized model|contains custom code"),
     "an unknown type": (entries(model_type="nonsense"), "nonsense|contains custom code"),
-    "another type": (entries(model_type="llama"), "describes a LlamaForCausalLM of"),
 }
+SIZES = "cannot be loaded: RuntimeError: You set `ignore_mismatched_sizes` to `False`"
 GPT2_ENTRIES = [
-    ({"n_layer": 0}, "n_layer must be at least 1 and at most 65536; got 0"),
-    ({"n_layer": -1}, "n_layer must be at least 1 and at most 65536; got -1"),
-    ({"n_layer": 10**9}, "n_layer must be at least 1 and at most 65536; got 1000000000"),
     ({"n_layer": 2.0}, "Field 'n_layer' expected int, got float"),
     ({"n_layer": "3"}, "Field 'n_layer' expected int, got str"),
     ({"n_layer": True}, "Field 'n_layer' expected int, got bool"),
     ({"n_layer": None}, "Field 'n_layer' expected int, got NoneType"),
-    ({"n_layer": 4}, r"are incomplete: \d+ tensors, such as h.3."),
+    ({"n_layer": 4}, r"are incomplete: \d+ tensors, such as .*h.3."),
     ({"n_layer": 2}, "are of a larger model"),
-    ({"n_head": 0}, "n_head must be at least 1"),
-    ({"n_head": -4}, "n_head must be at least 1"),
     ({"n_head": 5}, "divisible by num_heads"),
-    ({"n_head": 2}, r"do not fit: .*gate.weight is \[4\] in the file and \[2\]"),
-    ({"n_embd": 0}, "n_embd must be at least 1"),
-    ({"n_embd": 64}, "are incomplete: they hold .* numbers, and its config.json describes"),
-    ({"n_inner": 0}, "n_inner must be at least 1"),
-    ({"n_inner": 5}, "do not fit"),
-    ({"vocab_size": 0}, "vocab_size must be at least 1"),
-    ({"vocab_size": 90}, r"do not fit: .*wte.weight is \[89, 32\] in the file and \[90, 32\]"),
-    ({"vocab_size": 2**40}, "vocab_size must be at least 1 and at most"),
-    ({"n_positions": -1}, "n_positions must be at least 1"),
-    ({"n_positions": 32}, "do not fit: .*wpe.weight"),
-    ({"resid_pdrop": 2}, "resid_pdrop must be at least 0 and below 1; got 2"),
-    ({"attn_pdrop": -0.1}, "attn_pdrop must be at least 0 and below 1"),
+    ({"n_head": 2}, SIZES),
+    ({"n_inner": 5}, SIZES),
+    ({"vocab_size": 90}, SIZES),
+    ({"n_positions": 32}, SIZES),
     ({"embd_pdrop": "0.1"}, "embd_pdrop"),
-    ({"layer_norm_epsilon": -1.0}, "layer_norm_epsilon must be at least 0 and at most 1"),
-    ({"initializer_range": -0.1}, "initializer_range must be at least 0"),
     ({"initializer_range": {"__float__": "NaN"}}, "initializer_range must be .*; got nan"),
-    ({"activation_function": "nothing"}, "activation_function must be one of .*; got 'nothing'"),
     ({"segment_length": 0}, "segment_length must be at least 1 and at most 1048576; got 0"),
     ({"segment_length": -8}, "segment_length must be at least 1"),
     ({"segment_length": 2**40}, "segment_length must be at least 1 and at most 1048576; got 1099511627776"),
@@ -83,7 +65,6 @@ GPT2_ENTRIES = [
     ({"segment_length": None, "n_segments": 5}, "n_segments must divide n_positions=64; got 5"),
     ({"update_rule": "sum"}, r"'update_rule' expected one of \('linear', 'delta', 'gated_delta'\), got sum"),
     ({"update_rule": "gated_delta", "denominator": "shared"}, "does not go with denominator='shared': its memory"),
-    ({"update_rule": "gated_delta"}, "are incomplete: .*memory_rates"),
     ({"feature_map": 1}, "'feature_map' expected one of"),
     ({"denominator": None}, "'denominator' expected one of"),
     ({"local_segments": -1}, "local_segments must be at least 0 and at most 65536; got -1"),
@@ -95,10 +76,8 @@ GPT2_ENTRIES = [
     ({"gate_init": 1e9}, "gate_init must be at least -1000 and at most 80"),
     ({"gate_init": "0"}, "'gate_init' with value '0' doesn't match any type"),
     ({"memory_init": "ones"}, "'memory_init' expected one of"),
-    ({"memory_init": "learned"}, r"are incomplete: .*start_memory"),
     ({"memory_conv": -1}, "memory_conv must be at least 0 and at most 1024; got -1"),
     ({"memory_conv": 10**9}, "memory_conv must be at least 0 and at most 1024"),
-    ({"memory_conv": 3}, "are incomplete: .*memory_conv"),
     ({"layers": [3]}, r"layers must name some of the 3 layers, 0 to 2, each once, or be None for all; got \[3\]"),
     ({"layers": [0, 0]}, "layers must name some"),
     ({"layers": []}, "layers must name some"),
@@ -108,8 +87,6 @@ GPT2_ENTRIES = [
     ({"mask_special_tokens": "yes"}, "'mask_special_tokens' expected bool, got str"),
     ({"position_encoding": "none"}, "'position_encoding' expected one of"),
     ({"segment_lenght": 4}, "has no option segment_lenght: .* Did you mean segment_length"),
-    ({"sliding_window": 4}, "has no option sliding_window"),
-    ({"note": {"a": [{"__float__": "NaN"}]}}, "note holds NaN or infinity"),
     ({"bos_token_id": "a"}, "bos_token_id"),
     ({"add_cross_attention": True}, "add_cross_attention=True is not supported"),
 ]
@@ -130,15 +107,7 @@ OTHER_ENTRIES = [
     ("causal_mha", {"attention": "global"}, "segment_length=8 belongs to attention='infini'"),
     ("causal_mha", {"qkv_bias": True}, "are incomplete: .*bias"),
     ("causal_mha", {"activation_function": "nothing"}, "activation_function must be one of"),
-    ("infini_llama", {"num_attention_heads": 0}, "num_attention_heads must be at least 1"),
-    ("infini_llama", {"num_key_value_heads": 0}, "num_key_value_heads must be at least 1"),
-    ("infini_llama", {"num_hidden_layers": 0}, "num_hidden_layers must be at least 1"),
-    ("infini_llama", {"hidden_size": -32}, "hidden_size must be at least 1"),
-    ("infini_llama", {"intermediate_size": 0}, "intermediate_size must be at least 1"),
     ("infini_llama", {"rms_norm_eps": {"__float__": "NaN"}}, "rms_norm_eps must be"),
-    ("infini_llama", {"rope_parameters": {"rope_type": "default", "rope_theta": {"__float__": "NaN"}}}, "NaN or infinity"),
-    ("infini_llama", {"attention_dropout": 1.5}, "attention_dropout must be at least 0 and below 1"),
-    ("infini_llama", {"hidden_act": "nothing"}, "hidden_act must be one of"),
     ("infini_llama", {"segment_length": None}, "give exactly one of segment_length"),
 ]
 
@@ -159,7 +128,7 @@ def test_any_folder_that_a_recipe_loads(case, kind, saved, tmp_path):
     ("kind", "changes", "message"), [("infini_gpt2", *row) for row in GPT2_ENTRIES] + OTHER_ENTRIES, ids=str
 )
 def test_values_that_no_model_can_have(kind, changes, message, saved, tmp_path):
-    check_refused(saved, tmp_path, kind, entries(**changes), message)
+    check_refused(saved, tmp_path, kind, entries(**changes), message, load=load_causal_lm)
 
 
 @pytest.mark.parametrize("config", [CausalMHAConfig, InfiniGPT2Config])

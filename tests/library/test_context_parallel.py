@@ -148,7 +148,7 @@ def differences(seeds: range, dtype: torch.dtype) -> list[tuple[int, str, float]
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_ranks_compute_what_one_process_does(dtype):
-    seeds = range(24) if dtype == torch.float64 else range(24, 32)
+    seeds = range(14) if dtype == torch.float64 else range(24, 28)
     for found in on_ranks(differences, max(SIZES), seeds, dtype):
         assert not isinstance(found, Exception), found
         assert len(found) > 40
@@ -240,7 +240,7 @@ def test_what_cannot_be_right_is_refused_on_every_rank():
         "the ranks that share a row differ, listed by rank: {'batch': [1, 2, 1], 'finger",
         "{'attention_mask': [False, True, True]}",
         "the ranks that share a row differ, listed by rank: {'fingerprints of whole rows': [[[",
-        "{'sink_tokens': [0, 1, 2], 'update_rule': ['linear', 'delta', 'gated_delta']}",
+        "{'update_rule': ['linear', 'delta', 'gated_delta'], 'sink_tokens': [0, 1, 2]}",
         "a shard must be whole segments of 8 tokens, and 2 tokens at least; these are 12",
     ]
     for found in every:

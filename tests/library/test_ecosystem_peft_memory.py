@@ -103,6 +103,14 @@ def test_each_of_several_adapters_brings_it(plain, tmp_path):
     assert not (tmp_path / "both").exists()
 
 
+def test_the_state_that_is_given_may_be_a_part(plain, tmp_path):
+    model = BASES["patched with learned parts"](plain)
+    model = shaken(adapted(model, lora_config(model)))
+    part = {name: tensor for name, tensor in model.state_dict().items() if "lora_" in name or "modules_to_save" in name}
+    model.save_pretrained(tmp_path, state_dict=part)
+    assert torch.equal(logits(load_adapter(stock(plain), tmp_path)), logits(model))
+
+
 def test_patched_inside_its_adapter_it_brings_the_memory_too(plain, tmp_path):
     model = adapted(stock(plain), peft.LoraConfig())
     patch_model(model.get_base_model(), **OPTIONS)

@@ -14,8 +14,7 @@ import hf_infini.layers.memory_layer
 from decoders import TYPES, decoder, token_ids
 from hf_infini import AutoInfiniModelForCausalLM, InfiniCache, naive_infini_attention, patch_model, unpatch_model
 from hf_infini.layers.memory_layer import InfiniAttentionMixin
-from hf_infini.models.configuration import REFUSED, infini_config
-from hf_infini.models.families import infini_class
+from hf_infini.models.families import REFUSED, infini_class, infini_config
 from hf_infini.models.structure import attention_layers, decoder_of
 from models import with_rates
 

@@ -5,8 +5,6 @@ import torch
 from transformers import BertConfig, BertModel
 
 from corpora.tokenization import build_character_tokenizer, train_bpe
-from decoders import decoder
-from hf_infini import patch_model
 from hf_infini.tools.inspection import inspect_attention
 from hf_infini.tools.inspection.labels import token_texts, unique_labels
 from models import gpt2, infini_gpt2, token_ids
@@ -78,15 +76,14 @@ def test_what_a_tokenizer_returns_is_an_input(bpe):
 
 def test_refusals(bpe):
     model, ids = gpt2(), token_ids(1, 8)
-    patched_llama = patch_model(decoder("llama"), segment_length=8)
     bert = BertModel(BertConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8))
     for arguments, message in (
-        ((bert, ids), r"cannot inspect a BertModel \(model_type 'bert'\). Supported: GPT-2"),
+        ((bert, ids), "cannot inspect a BertModel: give a decoder that patch_model takes"),
         ((torch.nn.Linear(2, 2), ids), "cannot inspect a Linear"),
-        ((patched_llama, ids), r"cannot inspect a InfiniLlamaForCausalLM \(model_type 'infini_llama'\). Supported: GPT-2"),
         ((model, "text"), "texts need the model's tokenizer"),
-        ((model, "", bpe), "every text needs a token"),
-        ((model, []), "inputs must be text"),
+        ((model, "", bpe), "a token in each; one of them is empty"),
+        ((model, [], bpe), "give a text or several"),
+        ((model, 7), "inputs must be of type str"),
         ((model, ids[0]), r"token ids must be whole numbers \[batch, tokens\]"),
         ((model, ids.float()), "token ids must be whole numbers"),
         ((model, {"input_ids": ids, "labels": ids}), "inputs by name are"),
@@ -107,6 +104,3 @@ def test_refusals(bpe):
     ):
         with pytest.raises(ValueError, match=message):
             inspection.table(**options)
-    model.config._attn_implementation = "flash_attention_2"
-    with pytest.raises(ValueError, match="set_attn_implementation"):
-        inspect_attention(model, ids)

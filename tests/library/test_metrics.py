@@ -4,30 +4,12 @@ import math
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel
 
-from hf_infini import InfiniGPT2Config, InfiniGPT2LMHeadModel
-from hf_infini.tools.metrics import LossByPosition, evaluate_rows, stream_losses, summarize, token_losses
-from hf_infini.tools.perplexity_metric import TokenPerplexity
-from models import RowsOf
+from hf_infini.tools.metrics import LossByPosition, evaluate_rows, score_spans, stream_losses, summarize, token_losses
+from models import RowsOf, gpt2, infini_gpt2, token_ids
 
-SIZES = {"vocab_size": 50, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 2, "bos_token_id": 0} | {
-    "eos_token_id": 0,
-    "pad_token_id": 1,
-}
-
-
-@pytest.fixture(scope="module")
-def gpt2():
-    torch.manual_seed(0)
-    return GPT2LMHeadModel(GPT2Config(**SIZES, initializer_range=0.3)).eval()
-
-
-@pytest.fixture(scope="module")
-def infini():
-    torch.manual_seed(0)
-    config = InfiniGPT2Config(**SIZES, segment_length=8, position_encoding="segment", initializer_range=0.3)
-    return InfiniGPT2LMHeadModel(config).eval()
+MODELS = {"gpt2": gpt2, "infini": lambda: infini_gpt2(position_encoding="segment")}
+both = pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
 
 
 def naive_losses(model, row):
@@ -37,32 +19,13 @@ def naive_losses(model, row):
     return [-math.log(torch.softmax(logits[t], -1)[row[t + 1]].item()) for t in range(len(row) - 1)]
 
 
-def test_metric_weights_batches_by_their_tokens():
-    metric = TokenPerplexity()
-    metric.add_batch(loss_sums=[10.0, 2.0], token_counts=[10, 1])
-    metric.add_batch(loss_sums=[4.0], token_counts=[5])
-    result = metric.compute()
-    assert result == {"cross_entropy": 1.0, "perplexity": math.e, "tokens": 16}
-    assert result["cross_entropy"] != pytest.approx((1.0 + 2.0 + 0.8) / 3)  # the average of averages
-
-
-def test_metric_is_not_left_with_the_last_result():
-    metric = TokenPerplexity()
-    metric.add_batch(loss_sums=[3.0], token_counts=[3])
-    metric.compute()
-    metric.add_batch(loss_sums=[4.0], token_counts=[2])
-    assert metric.compute()["cross_entropy"] == 2.0
-
-
-def test_sums_keep_64_bits():
+def test_sums_weigh_tokens_and_keep_64_bits():
+    assert summarize([10.0, 2.0, 4.0], [10, 1, 5]) == {"cross_entropy": 1.0, "perplexity": math.e, "tokens": 16}
     # In float32, 2**24 + 1 is 2**24: a float32 sum would lose every one of the small terms
     assert summarize([2.0**24] + [1.0] * 16, [1] * 17)["cross_entropy"] == (2**24 + 16) / 17
-
-
-def test_no_token_and_no_finite_perplexity():
+    assert summarize([8000.0], [10])["perplexity"] == math.inf
     with pytest.raises(ValueError, match="at least 2 tokens"):
         summarize([], [])
-    assert summarize([8000.0], [10])["perplexity"] == math.inf
 
 
 def test_token_losses_leave_out_what_is_not_counted():
@@ -75,10 +38,9 @@ def test_token_losses_leave_out_what_is_not_counted():
     torch.testing.assert_close(losses[1, :3], expected[1, :3])
 
 
-@pytest.mark.parametrize("name", ["gpt2", "infini"])
-def test_evaluate_rows_equals_the_naive_sum(name, request):
-    model = request.getfixturevalue(name)
-    rows = torch.randint(2, 50, (5, 24), generator=torch.Generator().manual_seed(1))
+@both
+def test_evaluate_rows_equals_the_naive_sum(make):
+    model, rows = make(), token_ids(5, 24)
     result = evaluate_rows(model, RowsOf(rows), batch_size=2)
     losses = [loss for row in rows for loss in naive_losses(model, row)]
     assert result["tokens"] == len(losses) == 5 * 23
@@ -87,29 +49,45 @@ def test_evaluate_rows_equals_the_naive_sum(name, request):
     assert result["perplexity"] == pytest.approx(math.exp(sum(losses) / len(losses)), rel=1e-5)
 
 
-@pytest.mark.parametrize("chunk", [1, 5, 8, 23, 24, 100])
-@pytest.mark.parametrize("name", ["gpt2", "infini"])
-def test_any_chunk_gives_the_same_losses(name, chunk, request):
-    model = request.getfixturevalue(name)
-    rows = torch.randint(2, 50, (2, 24), generator=torch.Generator().manual_seed(2))
-    pieces = list(stream_losses(model, rows, chunk))
-    assert [first for first, _, _ in pieces] == [start + 1 for start in range(0, 23, chunk)]
-    streamed = torch.cat([losses for _, losses, _ in pieces], dim=1)
+@both
+def test_any_chunk_gives_the_same_losses(make):
+    model, rows = make(), token_ids(2, 24)
     expected = torch.tensor([naive_losses(model, row) for row in rows], dtype=torch.float32)
-    torch.testing.assert_close(streamed, expected, rtol=1e-4, atol=1e-4)  # the order of float32 sums differs
+    for chunk in (1, 5, 8, 23, 100):
+        pieces = list(stream_losses(model, rows, chunk))
+        assert [first for first, _, _ in pieces] == [start + 1 for start in range(0, 23, chunk)]
+        streamed = torch.cat([losses for _, losses, _ in pieces], dim=1)
+        torch.testing.assert_close(streamed, expected, rtol=1e-4, atol=1e-4)  # the order of float32 sums differs
 
 
-def test_segment_positions_read_far_beyond_n_positions(infini):
-    rows = torch.randint(2, 50, (1, 5 * 64), generator=torch.Generator().manual_seed(3))
-    in_pieces = torch.cat([losses for _, losses, _ in stream_losses(infini, rows, 24)], dim=1)
-    [(_, at_once, _)] = stream_losses(infini, rows)
+@both
+def test_spans_are_the_naive_losses(make):
+    model, rows = make(), [row[:length] for row, length in zip(token_ids(3, 40), (40, 9, 22), strict=True)]
+    with torch.no_grad():
+        best = [model(input_ids=row[None], use_cache=False).logits[0].argmax(-1) for row in rows]
+    rows[2][-1] = best[2][-2]  # the last token is then the one that greedy decoding gives
+    spans = [(0, 1, 40), (1, 8, 9), (2, 21, 22), (0, 30, 33)]
+    for chunk in (7, 100):
+        found = score_spans(model, [row.numpy() for row in rows], spans, chunk)
+        for (row, first, end), (loss, greedy) in zip(spans, found, strict=True):
+            assert loss == pytest.approx(sum(naive_losses(model, rows[row])[first - 1 : end - 1]), rel=1e-4)
+            assert greedy == bool((best[row][first - 1 : end - 1] == rows[row][first:end]).all())
+        assert found[2][1]
+    for span in ((1, 0, 3), (1, 5, 5), (1, 5, 10)):
+        with pytest.raises(ValueError, match="of row 1 must hold a token"):
+            score_spans(model, rows, [span], 8)
+
+
+def test_segment_positions_read_far_beyond_n_positions():
+    model, rows = MODELS["infini"](), token_ids(1, 5 * 64)
+    in_pieces = torch.cat([losses for _, losses, _ in stream_losses(model, rows, 24)], dim=1)
+    [(_, at_once, _)] = stream_losses(model, rows)
     torch.testing.assert_close(in_pieces, at_once, rtol=1e-4, atol=1e-4)  # the order of float32 sums differs
 
 
-@pytest.mark.parametrize("name", ["gpt2", "infini"])
-def test_right_padding_changes_nothing(name, request):
-    model = request.getfixturevalue(name)
-    rows = torch.randint(2, 50, (2, 24), generator=torch.Generator().manual_seed(4))
+@both
+def test_right_padding_changes_nothing(make):
+    model, rows = make(), token_ids(2, 24)
     labels = rows.clone()
     rows[1, 13:], labels[1, 13:] = 7, -100
     positions = LossByPosition()
@@ -137,3 +115,8 @@ def test_buckets_by_position():
         (8, 15, 6, (2 * (8 + 9) + 10 + 11) / 6),
     ]
     assert whole.total()["tokens"] == 20
+
+
+def test_rows_of_embeddings_need_labels():
+    with pytest.raises(ValueError, match="rows of inputs_embeds need labels"):
+        next(stream_losses(infini_gpt2(), inputs_embeds=torch.zeros(1, 5, 32)))

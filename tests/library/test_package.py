@@ -142,7 +142,6 @@ assert again.generate(ids, max_new_tokens=20, do_sample=False).shape[1] > 8
 
 
 MISSING = {
-    "import hf_infini.tools.perplexity_metric": ("datasets", "metrics"),
     "import hf_infini.tools.lm_eval": ("lm-eval", "lm-eval"),
     "import torch, hf_infini; from transformers import GPT2Config, GPT2LMHeadModel as Model; "
     "hf_infini.inspect_attention(Model(GPT2Config(n_embd=8, n_layer=1, n_head=2)), torch.ones(1, 4).long()).table()":

@@ -24,7 +24,7 @@ from transformers.modelcard import TrainingSummary
 import hf_infini
 from decoders import decoder
 from hf_infini import InfiniGPT2Config, patch_model
-from hf_infini.models.configuration import infini_config
+from hf_infini.models.families import infini_config
 from models import causal_mha, gpt2, infini_gpt2, token_ids
 
 FAMILIES = {

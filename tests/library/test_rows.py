@@ -4,8 +4,10 @@ import json
 
 import pytest
 import torch
+from datasets import load_from_disk
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
 
+from decoders import decoder
 from hf_infini.tools.metrics import evaluate_rows, stream_losses
 from hf_infini.tools.rows import RowReader, document_positions
 from hf_infini.tools.training.trainer import ROWS_OF_THE_HEAD, PerplexityTrainer
@@ -68,25 +70,29 @@ def test_evaluation_counts_what_the_reader_leaves_and_streams_alike():
     torch.testing.assert_close(torch.cat(pieces, 1), losses, rtol=FLOAT32, atol=FLOAT32)
 
 
-@pytest.mark.parametrize("make", [gpt2, infini_gpt2, causal_mha])
+def gemma2(**options):
+    """With a soft cap of its logits."""
+    return decoder("gemma2")
+
+
+@pytest.mark.parametrize("make", [gpt2, infini_gpt2, causal_mha, gemma2])
 @pytest.mark.parametrize("items", [None, 57], ids=["mean", "share of a step"])
-@pytest.mark.parametrize("separate", [False, True])
-def test_logits_of_the_learned_places_give_the_same_loss_and_gradients(make, items, separate, tmp_path):
-    model = make(**NO_DROPOUT) if make is not causal_mha else make()
+def test_logits_of_the_learned_places_give_the_same_loss_and_gradients(make, items, tmp_path):
+    model = make() if make is causal_mha else make(**NO_DROPOUT)
     model.loss_type = "ForCausalLM"
     trainer = PerplexityTrainer(model=model.train(), args=TrainingArguments(str(tmp_path), use_cpu=True, report_to="none"))
     ids = packed_ids()
     labels = ids.masked_fill(torch.rand(ids.shape, generator=torch.Generator().manual_seed(0)) < 0.8, -100)
-    batch = RowReader([END], END if separate else None)({"input_ids": ids, "labels": labels})
+    batch = RowReader([END], END)({"input_ids": ids, "labels": labels})
     items = None if items is None else torch.tensor(items)
     calls = []
-    model.get_output_embeddings().register_forward_hook(lambda module, given, output: calls.append(output.shape))
+    model.get_output_embeddings().register_forward_hook(lambda module, given, output: calls.append(output.shape[:2]))
     losses = [function(model, batch, num_items_in_batch=items) for function in (trainer.compute_loss, super_loss(trainer))]
     assert 0 < int((batch["labels"][:, 1:] != -100).sum()) < ROWS_OF_THE_HEAD  # and not another number in every batch
-    assert calls == [(ROWS_OF_THE_HEAD, 89), (2, 50, 89)]
+    assert calls == [(1, ROWS_OF_THE_HEAD), (2, 50)]
     torch.testing.assert_close(*losses, rtol=FLOAT32, atol=0)
     for few, all_places in zip(*(torch.autograd.grad(loss, list(model.parameters())) for loss in losses), strict=True):
-        torch.testing.assert_close(few, all_places, rtol=FLOAT32, atol=1e-6)
+        torch.testing.assert_close(few, all_places, rtol=FLOAT32, atol=1e-6 * max(1.0, float(all_places.abs().max())))
 
 
 def super_loss(trainer):
@@ -110,25 +116,18 @@ def test_the_loss_of_learned_places_uses_every_input_and_the_smoothing(tmp_path)
         torch.testing.assert_close(*found, rtol=FLOAT32, atol=FLOAT32)
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    """A model that recipes/train.py trained on generated biographies, many to a row, kept apart; and its data."""
-    folder = tmp_path_factory.mktemp("rows")
-    text = [{"id": str(i), "text": f"Documento {i}: " + "o rio corre para o mar. " * (1 + i % 3)} for i in range(200)]
-    (folder / "text.jsonl").write_text("\n".join(map(json.dumps, text)), encoding="utf-8")
-    commands = [
-        f"prepare --source {folder}/text.jsonl --vocab_size 300 --context 64 --validation 0.1 --out {folder}/data",
-        f"train --data {folder}/data --out {folder}/run --attention infini --segment_length 8 --n_layer 2 --n_embd 32 "
-        "--n_head 2 --max_steps 8 --batch_size 4 --learning_rate 0.01 --use_cpu true --separate_documents true",
-    ]
-    for command in commands:
-        run_recipe(*command.split())
-    return folder / "run", folder / "data"
-
-
 @pytest.mark.slow
-def test_a_trained_model_begins_each_document_with_an_empty_memory(trained):
-    run, data = trained
+def test_a_trained_model_keeps_documents_apart_and_special_tokens_out(tmp_path):
+    """A model that recipes/train.py trained on short documents, many to a row."""
+    text = [{"id": str(i), "text": f"Documento {i}: " + "o rio corre para o mar. " * (1 + i % 3)} for i in range(200)]
+    (tmp_path / "text.jsonl").write_text("\n".join(map(json.dumps, text)), encoding="utf-8")
+    run, data = tmp_path / "run", tmp_path / "data"
+    for command in (
+        f"prepare --source {tmp_path}/text.jsonl --vocab_size 300 --context 64 --validation 0.1 --out {data}",
+        f"train --data {data} --out {run} --attention infini --segment_length 8 --n_layer 2 --n_embd 32 "
+        "--n_head 2 --max_steps 8 --batch_size 4 --learning_rate 0.01 --use_cpu true --separate_documents true",
+    ):
+        run_recipe(*command.split())
     model, tokenizer = AutoModelForCausalLM.from_pretrained(run), AutoTokenizer.from_pretrained(run)
     assert model.config.eos_token_id == tokenizer.eos_token_id and model.config.mask_special_tokens
     texts = ["Documento 7: o rio corre para o mar.", "Documento 42: o mar corre para o rio e volta."]
@@ -139,22 +138,14 @@ def test_a_trained_model_begins_each_document_with_an_empty_memory(trained):
     torch.testing.assert_close(model(row, position_ids=positions).logits, alone, rtol=FLOAT32, atol=FLOAT32)
     assert not torch.allclose(model(row).logits, alone, atol=1e-2)  # without the border the memory goes on
 
-
-@pytest.mark.slow
-def test_special_tokens_enter_neither_the_memory_nor_the_loss_of_a_trained_model(trained):
-    run, data = trained
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(run), AutoTokenizer.from_pretrained(run)
     found = json.loads((run / "result.json").read_text(encoding="utf-8"))
-    from datasets import load_from_disk
-
-    rows = load_from_disk(str(data / "validation"))
-    ids = torch.tensor(rows["input_ids"][:])
+    ids = torch.tensor(load_from_disk(str(data / "validation"))["input_ids"][:])
     special = torch.isin(ids, torch.tensor(tokenizer.all_special_ids))
     assert bool(special.any()) and found["validation_tokens"] == int((~special[:, 1:]).sum())
     # The memory after a row is that of the same row's layers without what was written for its special tokens
-    cache = model(ids[:1, :24], use_cache=True).past_key_values
-    written = [layer.state.normaliser for layer in cache.layers]
-    model.config.mask_special_tokens = False
-    all_written = [layer.state.normaliser for layer in model(ids[:1, :24], use_cache=True).past_key_values.layers]
+    normalisers = []
+    for model.config.mask_special_tokens in (True, False):
+        cache = model(ids[:1, :24], use_cache=True).past_key_values
+        normalisers.append([layer.state.normaliser for layer in cache.layers])
     assert bool(special[0, :24].any())
-    assert all(bool((more > less).all()) for more, less in zip(all_written, written, strict=True))
+    assert all(bool((more > less).all()) for less, more in zip(*normalisers, strict=True))

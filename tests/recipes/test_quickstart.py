@@ -54,11 +54,9 @@ def choose_text(endpoint: str, cache: Path) -> tuple[str, str]:
 
 @pytest.mark.slow
 def test_a_hub_that_does_not_answer_takes_one_line_and_one_that_does_gives_the_text(tmp_path):
-    for nowhere in ("http://127.0.0.1:9", "http://nowhere.invalid"):
-        text, said = choose_text(nowhere, tmp_path / "empty")
-        assert text == "biographies" and said.splitlines() == [
-            "Preparing built-in generated biographies (no --corpus, and nothing came from the Hub)"
-        ]
+    text, said = choose_text("http://127.0.0.1:9", tmp_path / "empty")
+    generated = "Preparing built-in generated biographies (no --corpus, and nothing came from the Hub)"
+    assert text == "biographies" and said.splitlines() == [generated]
     with hub() as endpoint:
         text, said = choose_text(endpoint, tmp_path / "cache")
     assert Path(text).read_bytes() == SHARD and said.splitlines() == [f"Preparing {text}"]

@@ -1,9 +1,10 @@
 """The configuration of the from-scratch model: its sizes, and what its heads see, score and know of positions."""
 
 from transformers import PreTrainedConfig
+from transformers.activations import ACT2FN
 
 from ...compat.hub_code import HubConfigMixin, carry_code
-from ...options import MEMORY_OPTIONS, MemoryOptions
+from ...options import MEMORY_OPTIONS, MemoryOptions, number
 from ..option_checks import OptionsMixin, checked
 from .options import IN_EMBEDDING, ScratchOptions
 from .options import NEEDS as NEEDS_OF_SCRATCH
@@ -44,9 +45,7 @@ class CausalMHAConfig(ScratchOptions, MemoryOptions, OptionsMixin, HubConfigMixi
 
     Raises:
         ValueError: a value of the wrong type, one that is not allowed, or options that do not go together; the message says
-            what was given and what is allowed. Or an attribute that would be ignored though it looks like an option: one of
-            stock decoders that this model lacks (`rope_scaling`), or nearly the name of one of these. Attributes of other
-            names are kept.
+            what was given and what is allowed. Or an attribute whose name is nearly that of an option; others are kept.
     """
 
     model_type = "causal_mha"
@@ -59,13 +58,13 @@ class CausalMHAConfig(ScratchOptions, MemoryOptions, OptionsMixin, HubConfigMixi
         "num_hidden_layers": "n_layer",
     }
 
-    vocab_size: int = 50257
-    n_positions: int = 1024
-    n_embd: int = 768
-    n_layer: int = 12
-    n_head: int = 12
-    dropout: float | int = 0.0
-    layer_norm_epsilon: float = 1e-5
+    vocab_size: int = number(50257, at_least=1)
+    n_positions: int = number(1024, at_least=1)
+    n_embd: int = number(768, at_least=1)
+    n_layer: int = number(12, at_least=1)
+    n_head: int = number(12, at_least=1)
+    dropout: float | int = number(0.0, at_least=0, below=1)
+    layer_norm_epsilon: float = number(1e-5, at_least=0)
     use_cache: bool = True
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
@@ -83,6 +82,8 @@ class CausalMHAConfig(ScratchOptions, MemoryOptions, OptionsMixin, HubConfigMixi
 
     def validate_causal_mha(self):
         """Run by the base class after every construction."""
+        if self.activation_function not in ACT2FN:
+            raise ValueError(f"activation_function must be one of {', '.join(ACT2FN)}; got {self.activation_function!r}.")
         if self.n_embd % self.n_head:
             raise ValueError(f"n_head={self.n_head} must divide n_embd={self.n_embd}: every head is as wide as the others.")
         self._validate_sliding_window()

@@ -17,19 +17,16 @@ from transformers.utils.generic import can_return_tuple
 from ...cache.cache import InfiniCache
 from ...compat.cache_name import CACHE, cache_of, takes_either_name
 from ...compat.hub_code import HubModelMixin, carry_code
-from ...layers.gates import watch_gates
 from ...layers.memory_layer import rope_tables
 from ...ops.checks import bool_mask, check_kinds, check_shapes
 from ...ops.positions import sinusoidal_encoding
 from ..base import (
     InitializationMixin,
+    begin_call,
     check_inputs,
     check_positions,
     checkpoints_gradients,
     counted_positions,
-    memory_cache,
-    memory_mask_of,
-    shared_inputs,
 )
 from ..generation import MemoryGenerationMixin
 from .attention import CausalMultiHeadAttention
@@ -169,19 +166,14 @@ class CausalMHAModel(CausalMHAPreTrainedModel):
             ValueError: a position beyond `n_positions` with learned positions; a cache or mask of another kind; a
                 memory_mask for a model without memory.
         """
-        watch_gates(self)
         check_inputs(input_ids, inputs_embeds)
         output_attentions = self.config.output_attentions if output_attentions is None else output_attentions
         output_hidden_states = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         embeddings = self.wte(input_ids) if inputs_embeds is None else inputs_embeds
-        if use_cache is None:
-            use_cache = self.config.use_cache and not checkpoints_gradients(self)
-        memory_mask = memory_mask_of(self.config, input_ids, inputs_embeds, memory_mask)
         infini = None
         if self.config.attention == "infini":
-            cache = memory_cache(self, cache, use_cache, embeddings.shape[0])
             masks = {"attention_mask": attention_mask, "position_ids": position_ids, "memory_mask": memory_mask}
-            infini = shared_inputs(self.config, embeddings, cache, max_documents, **masks)
+            infini, cache, use_cache = begin_call(self, input_ids, embeddings, cache, use_cache, max_documents, **masks)
             infini = infini._replace(return_weights=bool(output_attentions))
             if self.config.position_encoding == "rope":
                 tables = rope_tables(self.config.places, self.config.head_dim, embeddings, self.config.rope_theta)
@@ -190,6 +182,10 @@ class CausalMHAModel(CausalMHAPreTrainedModel):
             if position_ids is None:
                 position_ids = counted_positions(infini.layout, cache)
         else:
+            if memory_mask is not None:
+                raise ValueError("memory_mask says what is written into a memory, and this model has none: leave it out.")
+            if use_cache is None:
+                use_cache = self.config.use_cache and not checkpoints_gradients(self)
             given, cache = cache, key_value_cache(self, cache, use_cache)
             past = 0 if given is None else given.get_seq_length()
             visible = self._visible(embeddings, attention_mask, position_ids, past, given)

@@ -60,7 +60,7 @@ class ScratchOptions:
     rope_theta: float | int = field(default=10000.0, metadata={"greater_than": 0})
     sliding_window: int | None = field(default=None, metadata={"at_least": 1})
     qkv_bias: bool = False
-    n_inner: int | None = None
+    n_inner: int | None = field(default=None, metadata={"at_least": 1})
     activation_function: str = "gelu"
-    initializer_range: float = 0.02
+    initializer_range: float = field(default=0.02, metadata={"at_least": 0})
     tie_word_embeddings: bool = False

@@ -1,22 +1,13 @@
 """What each head of a model did with a text: scores, weights, context vectors and memory, named and labelled by token."""
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
-import torch
 from torch import Tensor
-from transformers import GPT2Model, PreTrainedTokenizerBase
 
-from ...models.scratch.modeling import CausalMHAModel
-from ...ops.checks import check_kinds
 from ..extras import needs
-from .inputs import check_positions, model_inputs
-from .labels import token_texts, unique_labels
-from .parts import kind_of, parts_of
-from .predictions import Prediction, predictions_of
-
-SUPPORTED = "GPT-2 (model_type 'gpt2'), GPT-2 with Infini-attention ('infini_gpt2') and 'causal_mha'"
+from .labels import unique_labels
 
 DIMENSIONS = {
     "scores": ("batch", "head", "query", "key"),
@@ -101,6 +92,18 @@ class LayerInspection:
     memory_norm: NamedTensor | None = None
     normaliser_norm: NamedTensor | None = None
     segments: NamedTensor | None = None
+
+
+class Prediction(NamedTuple):
+    """The next token as a model sees it.
+
+    Attributes:
+        likeliest: text and probability of the five likeliest tokens, the first the likeliest.
+        following: probability of the token that follows in the text; `None` for the last one.
+    """
+
+    likeliest: list[tuple[str, float]]
+    following: float | None
 
 
 @dataclass(frozen=True)
@@ -197,118 +200,3 @@ class Inspection:
         if dim == "segment":
             return [f"S:{number}" for number in range(size - 1)] + ["S:end"]
         return list(range(size))
-
-
-@torch.no_grad()
-@check_kinds
-def inspect_attention(
-    model,
-    inputs: str | Sequence[str] | Tensor | Mapping[str, Tensor],
-    tokenizer: PreTrainedTokenizerBase | None = None,
-    *,
-    position_ids: Tensor | None = None,
-    layers: Sequence[int] | None = None,
-) -> Inspection:
-    """Runs a model once and returns what every head of it did.
-
-    Each attention layer's input is caught during one forward pass, in evaluation mode and without a cache; from it the parts
-    that a fused kernel does not show are computed again. The model is left as it was.
-
-    Args:
-        model: a GPT-2, a GPT-2 with Infini-attention (in all layers or some) or a `causal_mha` model, with or without its
-            language-model head; eager or sdpa attention.
-        inputs: a text or several (these need the tokenizer, which adds no special tokens, and are padded on its side), token
-            ids `[batch, tokens]`, or what the model takes by name: `input_ids` with `attention_mask` `[batch, tokens]`
-            (1 = real) and `position_ids`, where needed.
-        tokenizer: makes the labels readable; without it they are the ids.
-        position_ids: `[batch, tokens]`; where they go back to 0, a new document begins (packed rows). By default, the real
-            tokens of a padded row are counted; else it is left to the model.
-        layers: numbers of the layers to keep; `None`: all. A layer takes 12 · batch · heads · tokens² bytes and more.
-
-    Raises:
-        ValueError: a model of another kind or attention implementation, no such layer, or inputs that do not fit.
-    """
-    base = _supported_base(model)
-    if getattr(base.config, "kept_tokens", 0):
-        raise ValueError(
-            f"cannot inspect a model with kept_tokens={base.config.kept_tokens}: what a head keeps is in the cache only "
-            "(InfiniState.kept_position). Give kept_tokens=0."
-        )
-    wanted = list(range(len(base.h))) if layers is None else sorted(set(layers))
-    if not set(wanted) <= set(range(len(base.h))):
-        raise ValueError(f"layers must be numbers from 0 to {len(base.h) - 1}; got {wanted}.")
-    given = model_inputs(inputs, tokenizer, position_ids)
-    ids = given["input_ids"]
-    mask = given.get("attention_mask")
-    real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.to(ids.device, torch.bool)
-    if not real.any(1).all():
-        raise ValueError("every row needs a token: the text is empty, or its attention_mask has zeros only.")
-    check_positions(base, given)
-    device = next(base.parameters()).device
-    given = {name: tensor.to(device) for name, tensor in given.items()}
-    found, real = {}, real.to(device)
-    calls, hidden_states = _captured_calls(base, wanted, given)
-    for number, call in calls.items():
-        found[number] = _inspect_layer(number, base.h[number], call, real)
-    head = getattr(model, "lm_head", None)
-    predictions = None if head is None else predictions_of(head, hidden_states, given["input_ids"], real, tokenizer)
-    ids, real = ids.cpu(), real.cpu()
-    texts = [token_texts(tokenizer, row[kept].tolist()) for row, kept in zip(ids, real, strict=True)]
-    name = Path(base.config.name_or_path or "").name or type(model).__name__
-    return Inspection(ids, real, texts, found, name, predictions)
-
-
-def _supported_base(model):
-    """The stack of blocks inside the model, without its head."""
-    base = getattr(model, "transformer", model)
-    if not isinstance(base, GPT2Model | CausalMHAModel):
-        kind = getattr(getattr(model, "config", None), "model_type", None)
-        raise ValueError(f"cannot inspect a {type(model).__name__} (model_type {kind!r}). Supported: {SUPPORTED}.")
-    if base.config._attn_implementation not in ("eager", "sdpa"):
-        raise ValueError(
-            f"cannot inspect attn_implementation={base.config._attn_implementation!r}, whose masks have forms of their own: "
-            "call model.set_attn_implementation('sdpa') or 'eager' first."
-        )
-    return base
-
-
-def _captured_calls(base, wanted: Sequence[int], given: dict) -> tuple[dict[int, tuple | None], Tensor]:
-    """One forward pass: number of the layer → (input, arguments by name, output) of its attention, `None` without one; and
-    the last hidden states."""
-    calls: dict[int, tuple | None] = dict.fromkeys(wanted)
-
-    def catch(number):
-        def hook(module, args, kwargs, output):
-            calls[number] = (args[0], kwargs, output[0] if isinstance(output, tuple) else output)
-
-        return hook
-
-    training = [module for module in base.modules() if module.training]
-    hooks = [
-        base.h[number].attn.register_forward_hook(catch(number), with_kwargs=True)
-        for number in wanted
-        if hasattr(base.h[number], "attn")
-    ]
-    try:
-        base.eval()
-        hidden_states = base(**given, use_cache=False).last_hidden_state
-    finally:
-        for hook in hooks:
-            hook.remove()
-        for module in training:
-            module.training = True
-    return calls, hidden_states
-
-
-def _inspect_layer(number: int, block, call: tuple | None, real: Tensor) -> LayerInspection:
-    if call is None:
-        return LayerInspection(number, "none")
-    hidden_states, arguments, output = call
-    tensors = vars(parts_of(block.attn, hidden_states, arguments, real)) | {"output": output}
-    named = {}
-    for name, tensor in tensors.items():
-        if tensor is not None:
-            if tensor.is_floating_point():
-                tensor = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
-            named[name] = NamedTensor(tensor.cpu(), DIMENSIONS[name])
-    return LayerInspection(number, kind_of(block.attn), **named)

@@ -4,6 +4,8 @@ import unicodedata
 from collections import Counter
 from collections.abc import Sequence
 
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
 # What stands for characters that would not be seen.
 VISIBLE = {" ": "·", "\n": "⏎", "\t": "⇥", "\r": "␍"}
 
@@ -18,14 +20,9 @@ def token_texts(tokenizer, ids: Sequence[int]) -> list[str]:
 
 def unique_labels(texts: Sequence[str]) -> list[str]:
     """The texts; those that occur more than once are followed by `@` and their place: `·de@3`, `·de@9`."""
-    labels = _place_repeated(texts, Counter(texts))
-    if len(set(labels)) < len(labels):  # a text that looks like another one's label
-        labels = [f"{text}@{place}" for place, text in enumerate(texts)]
-    return labels
-
-
-def _place_repeated(texts: Sequence[str], counts: Counter) -> list[str]:
-    return [f"{text}@{place}" if counts[text] > 1 else text for place, text in enumerate(texts)]
+    counts, placed = Counter(texts), [f"{text}@{place}" for place, text in enumerate(texts)]
+    labels = [at if counts[text] > 1 else text for text, at in zip(texts, placed, strict=True)]
+    return labels if len(set(labels)) == len(labels) else placed  # a text may look like another one's label
 
 
 def _token_text(tokenizer, number: int) -> str:
@@ -42,21 +39,13 @@ def _token_text(tokenizer, number: int) -> str:
 
 def _decode_bytes(piece: str) -> str:
     """The text of a byte-level piece with parts of letters; bytes that are not a letter as `⟨C3⟩`."""
-    values = _byte_values()
+    values = {character: byte for byte, character in bytes_to_unicode().items()}
     if not all(character in values for character in piece):
         return piece  # another kind of byte token, such as <0xC3>
     raw = bytes(values[character] for character in piece)
     # surrogateescape turns each byte that does not decode into U+DC00 + byte
     text = raw.decode("utf-8", "surrogateescape")
     return "".join(f"⟨{ord(c) - 0xDC00:02X}⟩" if 0xDC80 <= ord(c) <= 0xDCFF else c for c in text)
-
-
-def _byte_values() -> dict[str, int]:
-    """The byte of each character of the byte-level alphabet (GPT-2's): printable bytes are themselves, the others follow
-    from U+0100 on, in order."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
 
 
 def _visible(character: str) -> str:

@@ -1,6 +1,8 @@
 """What ranks that share a row exchange, with exact gradients: [`AllGather`] and [`Exchange`]; and which token is where in a
 call, for all its layers: [`Shard`].
 
+A collective's gradient is a collective, too, so every rank must come to it, in the same order.
+
 Shapes: `R` ranks, `B` rows, `T` tokens of a rank's shard.
 """
 
@@ -62,7 +64,10 @@ class Exchange(NamedTuple):
     def before(self, new: Tensor, old: Tensor, group) -> Tensor:
         """`[B, places, width]` of the new `[B, T, width]` of all ranks, and of what this one has of before the call, `[B,
         places before, width]`; zero where nothing is wanted."""
-        found = Exchanged.apply(new, self, group)
+        sent = new.flatten(0, 1)[self.sent]
+        received = AllToAll.apply(sent, self.sent_counts, self.received_counts, group)
+        found = new.new_zeros(new.shape[0] * self.places, new.shape[2]).index_copy(0, self.received, received)
+        found = found.view(-1, self.places, new.shape[2])
         if self.old is None:
             return found
         kept = old.gather(1, self.old.clamp(min=0).unsqueeze(2).expand(-1, -1, old.shape[2]))
@@ -92,28 +97,20 @@ class AllGather(Function):
         return own, None
 
 
-class Exchanged(Function):
-    """Of the `[B, T, width]` of all ranks what this one wants, `[B, places, width]`, zero where it wants none; the gradient
-    of a token is the sum of what all ranks have for it."""
+class AllToAll(Function):
+    """The rows `[received, width]` that all ranks have sent to this one, of whose `[sent, width]` each gets so many; their
+    gradients go back."""
 
     @staticmethod
-    def forward(ctx, rows: Tensor, exchange: Exchange, group) -> Tensor:
-        ctx.shape, ctx.exchange, ctx.group = rows.shape, exchange, group
-        sent = rows.flatten(0, 1)[exchange.sent]
-        received = sent.new_empty(len(exchange.received), rows.shape[2])
-        distributed.all_to_all_single(received, sent, exchange.received_counts, exchange.sent_counts, group)
-        found = rows.new_zeros(rows.shape[0] * exchange.places, rows.shape[2])
-        return found.index_copy_(0, exchange.received, received).view(-1, exchange.places, rows.shape[2])
+    def forward(ctx, rows: Tensor, sent_counts: list[int], received_counts: list[int], group) -> Tensor:
+        ctx.back = (received_counts, sent_counts, group)
+        received = rows.new_empty(sum(received_counts), rows.shape[1])
+        distributed.all_to_all_single(received, rows.contiguous(), received_counts, sent_counts, group)
+        return received
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, gradient: Tensor):
-        exchange = ctx.exchange
-        received = gradient.flatten(0, 1)[exchange.received]
-        sent = received.new_empty(len(exchange.sent), ctx.shape[2])
-        distributed.all_to_all_single(sent, received, exchange.sent_counts, exchange.received_counts, ctx.group)
-        rows = gradient.new_zeros(ctx.shape[0] * ctx.shape[1], ctx.shape[2])
-        return rows.index_add_(0, exchange.sent, sent).view(ctx.shape), None, None
+        return AllToAll.apply(gradient, *ctx.back), None, None, None
 
 
 class Shard(NamedTuple):

@@ -27,8 +27,6 @@ value dimension.
 """
 
 import copy
-import hashlib
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -48,7 +46,7 @@ from ...ops.memory import Written
 from ...ops.rules import MemoryRule
 from ...ops.state import InfiniState, Projections
 from ...options import check_number
-from .exchange import AllGather, Shard, gather
+from .exchange import AllGather, Shard
 
 # What loading or saving writes into a configuration, perhaps on one rank only
 SAVED = ("_name_or_path", "architectures", "auto_map", "dtype", "transformers_version")
@@ -230,27 +228,18 @@ class ShardCache(InfiniCache):
         """ValueError on every rank unless all call the same model on shards of the same shape."""
         from ... import __version__
 
-        options = {name: value for name, value in self._config.to_dict().items() if name not in SAVED}
-        rows = None if self.text.fingerprint is None else self.text.fingerprint.tolist()
         autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
-        call = {"batch": batch, "tokens": tokens, "fingerprints of whole rows": rows}
-        call |= {"columns before": self.past.get_seq_length(), "autocast": str(autocast)}
-        call |= {name: mask is not None for name, mask in masks.items()}
-        versions = {"hf_infini": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
-        facts = {**call, **versions, "model": json.dumps(options, sort_keys=True, default=str)}
-        digest = hashlib.sha256(json.dumps(facts).encode()).digest()[:8]
-        digests = gather(torch.frombuffer(bytearray(digest), dtype=torch.int64).to(device), self.group)
-        if (digests == digests[0]).all():
-            return
-        every: list[Any] = [None] * self.size
+        rows = None if self.text.fingerprint is None else self.text.fingerprint.tolist()
+        facts = {"batch": batch, "tokens": tokens, "fingerprints of whole rows": rows, "autocast": str(autocast)}
+        facts |= {"columns before": self.past.get_seq_length()} | {name: mask is not None for name, mask in masks.items()}
+        facts |= {"hf_infini": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
+        facts |= {name: value for name, value in self._config.to_dict().items() if name not in SAVED}
+        every = [facts] * self.size
         distributed.all_gather_object(every, facts, self.group)
-        different = {name: [of_rank[name] for of_rank in every] for name in facts if len({str(f[name]) for f in every}) > 1}
-        if models := different.pop("model", None):
-            of_ranks = [json.loads(model) for model in models]
-            names = sorted({name for model in of_ranks for name in model})
-            found = {name: [model.get(name) for model in of_ranks] for name in names}
-            different |= {name: values for name, values in found.items() if any(value != values[0] for value in values)}
-        raise ValueError(f"the ranks that share a row differ, listed by rank: {different}. Start all with the same.")
+        found = {name: [of_rank.get(name) for of_rank in every] for of_rank in every for name in of_rank}
+        different = {name: values for name, values in found.items() if any(value != values[0] for value in values)}
+        if different:
+            raise ValueError(f"the ranks that share a row differ, listed by rank: {different}. Start all with the same.")
 
 
 class ShardStates(PendingStates):
@@ -301,8 +290,8 @@ class ShardStates(PendingStates):
         if before is not None:
             names = ("tokens_seen", "last_position", "memory_tokens", "local_skipped")
             state = replace(state, **{name: getattr(before, name) for name in names})
-        # A collective's gradient is a collective, too, and every rank must come to it, in the same order, also where nothing
-        # depends on what it has received: these sums of no numbers are 0, and have a gradient
+        # Every rank must come to a collective's gradient, also where nothing depends on what it has received: these sums of
+        # no numbers are 0, and have one
         reached = state.memory.flatten()[:0].sum() + state.normaliser.flatten()[:0].sum()
         if shard.window is not None:
             new, old = ([part for part in parts if part is not None] for parts in (tokens[1:], state.windows()))

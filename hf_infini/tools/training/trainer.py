@@ -162,18 +162,21 @@ class PerplexityTrainer(Trainer):
         plain = self.label_smoother is None and self.compute_loss_func is None  # others want all logits
         if return_outputs or not (plain and one_process) or bool(learned.float().mean() > 0.5):
             return super().compute_loss(model, inputs | context, return_outputs, num_items_in_batch)
-        with self.accelerator.autocast():
-            given = {name: value for name, value in inputs.items() if name != "labels"}
-            hidden = model.base_model(**(given | context)).last_hidden_state
-            places, targets = hidden[:, :-1][learned], inputs["labels"][:, 1:][learned]
-            count = len(targets)
-            # In half precision torch keeps what it has prepared for every number of rows that a product ever had on a CPU:
-            # gigabytes after some hundred steps, unless there are few such numbers
-            places = F.pad(places, (0, 0, 0, -count % ROWS_OF_THE_HEAD))
-            targets = F.pad(targets, (0, -count % ROWS_OF_THE_HEAD), value=-100)
-            logits = model.get_output_embeddings()(places)
-        total = F.cross_entropy(logits.float(), targets, reduction="sum")
-        return total / (count if num_items_in_batch is None else num_items_in_batch)
+        targets = inputs["labels"][:, 1:][learned]
+        # In half precision torch keeps what it has prepared for every number of rows that a product ever had on a CPU:
+        # gigabytes after some hundred steps, unless there are few such numbers
+        spare = -len(targets) % ROWS_OF_THE_HEAD
+        targets = F.pad(targets, (0, spare), value=-100).unsqueeze(0)
+
+        def keep_learned(module, args, output):
+            output.last_hidden_state = F.pad(output.last_hidden_state[:, :-1][learned], (0, 0, 0, spare)).unsqueeze(0)
+
+        hook = model.get_decoder().register_forward_hook(keep_learned)
+        try:  # the model's own head, scale and loss
+            given = inputs | context | {"labels": targets, "shift_labels": targets}
+            return super().compute_loss(model, given, False, num_items_in_batch)
+        finally:
+            hook.remove()
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
         """Keeps each row's loss and number of tokens, in the precision of training; what `compute_metrics` wants of a batch,

@@ -26,17 +26,6 @@ def test_the_interval_covers_the_true_mean_as_often_as_it_says():
     assert 0.90 < inside / studies < 0.98
 
 
-def test_the_width_is_that_of_the_standard_error():
-    generator = np.random.default_rng(2)
-    losses, counts = generator.normal(3.0, 1.0, size=500) * 50, np.full(500, 50)
-    interval = mean_interval(losses, counts)
-    error = (losses / 50).std(ddof=1) / math.sqrt(500)
-    assert interval.value == pytest.approx((losses / 50).mean())
-    # For equal counts the statistic is a plain mean, whose interval is 2 x 1.96 standard errors; 10,000 resamples fix the
-    # two percentiles to about 1.5 % each
-    assert interval.high - interval.low == pytest.approx(2 * 1.96 * error, rel=0.05)
-
-
 def test_pairing_narrows_the_difference():
     generator = np.random.default_rng(3)
     losses, counts = blocks(generator)
@@ -54,24 +43,14 @@ def test_a_model_does_not_differ_from_itself():
     assert difference_interval(losses, counts, losses, counts) == Interval(0.0, 0.0, 0.0)
 
 
-def test_it_repeats():
+def test_it_repeats_and_perplexity_is_the_exponential_of_all_three():
     losses, counts = blocks(np.random.default_rng(5))
     first = mean_interval(losses, counts, seed=7)
-    assert first == mean_interval(losses.tolist(), counts.tolist(), seed=7)
-    assert first != mean_interval(losses, counts, seed=8)
-
-
-def test_perplexity_is_the_exponential_of_all_three():
+    assert first == mean_interval(losses.tolist(), counts.tolist(), seed=7) != mean_interval(losses, counts, seed=8)
     assert Interval(1.0, 0.0, 2.0).map(math.exp) == Interval(math.e, 1.0, math.exp(2))
 
 
-@pytest.mark.parametrize(
-    ("losses", "counts", "message"),
-    [([], [], "at least one"), ([1.0], [1, 2], r"got \[1, 2\]"), ([1.0, 2.0], [3, 0], "above 0")],
-)
-def test_what_is_refused(losses, counts, message):
-    with pytest.raises(ValueError, match=message):
-        mean_interval(losses, counts)
-    if losses:
-        with pytest.raises(ValueError):
-            difference_interval([1.0, 2.0, 3.0], [1, 1, 1], losses, counts)
+def test_what_is_refused():
+    for losses, counts, message in (([], [], "at least one"), ([1.0], [1, 2], r"got \[1, 2\]"), ([1, 2], [3, 0], "above 0")):
+        with pytest.raises(ValueError, match=message):
+            mean_interval(losses, counts)

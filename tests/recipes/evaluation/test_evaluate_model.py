@@ -9,13 +9,14 @@ import torch
 from datasets import load_from_disk
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from bad_input import refused
 from corpora.blocks import save_rows
 from corpora.tokenization import build_character_tokenizer
 from decoders import decoder
 from hf_infini import patch_model
 from models import gpt2
 from ranks import on_ranks, run_as_rank
-from running import CONTEXT, DATA, infini_options, load_recipe, prepared_data, result, self_options, straight_run
+from running import CONTEXT, DATA, infini_options, load_recipe, prepared_data, result, straight_run, trained
 
 evaluate_model = load_recipe("evaluate_model")
 
@@ -97,11 +98,11 @@ def test_processes_share_every_row(model_and_data, tmp_path):
         assert own["cross_entropy"] == pytest.approx(of_one["cross_entropy"], rel=1e-5)  # sums in another order, float32
 
 
-@pytest.mark.parametrize("chunk", [1000, 50])
-def test_joined_documents_far_beyond_the_trained_context(model_and_data, tmp_path, chunk):
+def test_joined_documents_far_beyond_the_trained_context(model_and_data, tmp_path):
+    """In rows of any lengths, read in chunks; what is too short, or beyond the tokens asked for, is left out."""
     folder, data = model_and_data
     length = 8 * CONTEXT
-    found = evaluate(tmp_path, "--model", folder, "--data", data, "--length", length, "--chunk", chunk)
+    found = evaluate(tmp_path, "--model", folder, "--data", data, "--length", length, "--chunk", 50)
     stream = [token for text in documents(data) for token in tokens_of(folder, text)]
     rows = [stream[start : start + length] for start in range(0, len(stream), length)]
     expected, tokens = naive_cross_entropy(folder, [row for row in rows if len(row) > 1])
@@ -109,27 +110,13 @@ def test_joined_documents_far_beyond_the_trained_context(model_and_data, tmp_pat
     assert found["cross_entropy"] == pytest.approx(expected, rel=1e-5)  # float32 sums in another order
     assert found["by_position"][-1]["first"] == length // 2
 
-
-def test_documents_that_are_long_enough(model_and_data, tmp_path):
-    folder, data = model_and_data
     texts = ["First a text of one line.", "kurz", "O that this too too solid flesh would melt, " * 9]
     (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    options = ["--text", tmp_path / "texts.jsonl", "--batch_size", "2"]
-    found = evaluate(tmp_path, "--model", folder, *options, "--length", 100, "--min_characters", 10)
+    options = ["--text", tmp_path / "texts.jsonl", "--length", 100, "--min_characters", 10, "--max_tokens", 201]
+    found = evaluate(tmp_path, "--model", folder, *options)
     stream = [token for text in (texts[0], texts[2]) for token in tokens_of(folder, text)]
-    rows = [stream[start : start + 100] for start in range(0, len(stream), 100)]
-    expected, tokens = naive_cross_entropy(folder, rows)
-    assert (found["rows"], found["complete_rows"], found["tokens"]) == (len(rows), len(rows) - 1, tokens)
-    assert found["cross_entropy"] == pytest.approx(expected, rel=1e-5)  # float32 sums in another order
-
-
-def test_a_text_file_and_max_tokens(model_and_data, tmp_path):
-    folder, data = model_and_data
-    (tmp_path / "text.txt").write_text(documents(data)[0])
-    row = tokens_of(folder, documents(data)[0])
-    found = evaluate(tmp_path, "--model", folder, "--text", tmp_path / "text.txt", "--length", 30, "--max_tokens", 40)
-    expected, tokens = naive_cross_entropy(folder, [row[:30], row[30:60]])
-    assert found["tokens"] == tokens == 58
+    expected, tokens = naive_cross_entropy(folder, [stream[start : start + 100] for start in (0, 100, 200)])
+    assert (found["rows"], found["complete_rows"], found["tokens"]) == (3, 3, tokens)
     assert found["cross_entropy"] == pytest.approx(expected, rel=1e-5)  # float32 sums in another order
 
 
@@ -144,34 +131,23 @@ def test_a_patched_family_reads_a_text_in_rows_of_its_context(tmp_path):
     assert (found["length"], found["complete_rows"]) == (64, 7)
 
 
-@pytest.mark.slow
-def test_absolute_positions_end_with_a_remedy(base, tmp_path, capsys):
-    data = prepared_data(base)
-    out = base / "learned"
-    load_recipe("train").main([*map(str, self_options(data)), "--max_steps", "1", "--out", str(out)])
-    with pytest.raises(SystemExit) as stopped:
-        evaluate(tmp_path, "--model", out, "--data", data, "--length", CONTEXT + 1)
-    error = capsys.readouterr().err
-    assert stopped.value.code == 1 and f"{CONTEXT + 1} tokens, but this model has {CONTEXT}" in error
-    assert "--position_encoding rope" in error and not (tmp_path / "evaluation.json").exists()
-    assert evaluate(tmp_path, "--model", out, "--data", data, "--length", CONTEXT)["length"] == CONTEXT
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ([], "exactly one of --data and --text"),
+def test_what_is_refused(model_and_data, base, tmp_path, capsys):
+    folder, data = model_and_data
+    for options, message in (
         (["--data", "x", "--text", "y"], "exactly one of --data and --text"),
-        (["--data", "nowhere"], "no manifest.json"),
         (["--text", "nowhere.txt"], "no file nowhere.txt"),
-        (["--text", __file__, "--length", "1"], "--length must be at least 2"),
         (["--text", __file__, "--model", "nowhere"], "cannot load nowhere"),
-    ],
-)
-def test_user_errors(options, message, capsys):
-    with pytest.raises(SystemExit) as stopped:
-        evaluate_model.main(["--model", "m", *options])
-    assert stopped.value.code == 1 and message in capsys.readouterr().err
+        (["--text", __file__, "--samples", 3], "--samples does nothing with --task perplexity"),
+        (["--data", data, "--split", "test"], f"--split test: {data} has no test rows; prepare it again with --test SHARE"),
+        (["--text", __file__, "--split", "test"], "--split test chooses among the rows of --data, and --text has none"),
+        (["--data", data, "--length", 64, "--min_characters", 10**9], "no document of at least --min_characters 1000000000"),
+    ):
+        argv = ["--model", folder, "--device", "cpu", "--out", tmp_path / "evaluation", *options]
+        refused(evaluate_model.main, argv, capsys, message, keeps=tmp_path)
+    learned = trained(base, "infini")
+    argv = ["--model", learned, "--data", data, "--length", CONTEXT + 1, "--device", "cpu", "--out", tmp_path / "e"]
+    refused(evaluate_model.main, argv, capsys, f"{CONTEXT + 1} tokens, but this model has {CONTEXT}", "rope")
+    assert evaluate(tmp_path, "--model", learned, "--data", data, "--length", CONTEXT)["length"] == CONTEXT
 
 
 @pytest.mark.slow
@@ -216,21 +192,3 @@ def test_documents_kept_apart_and_labels_give_train_s_number(base, tmp_path):
     assert found["tokens"] == expected["validation_tokens"] < len(rows) * CONTEXT * 0.7
     assert found["cross_entropy"] == pytest.approx(expected["cross_entropy"], rel=1e-5)  # batches of another size
     assert abs(evaluate(tmp_path, *options)["cross_entropy"] / expected["cross_entropy"] - 1) > 1e-4
-
-
-def test_a_folder_without_a_test_split(model_and_data, tmp_path, capsys):
-    folder, data = model_and_data
-    for options, message in (
-        (["--data", data], f"--split test: {data} has no test rows; prepare it again with --test SHARE"),
-        (["--text", __file__], "--split test chooses among the rows of --data, and --text has none"),
-    ):
-        with pytest.raises(SystemExit):
-            evaluate(tmp_path, "--model", folder, "--split", "test", *options)
-        assert message in capsys.readouterr().err
-
-
-def test_documents_too_short(model_and_data, tmp_path, capsys):
-    folder, data = model_and_data
-    with pytest.raises(SystemExit):
-        evaluate(tmp_path, "--model", folder, "--data", data, "--length", 64, "--min_characters", 10**9)
-    assert "no document of at least --min_characters 1000000000" in capsys.readouterr().err

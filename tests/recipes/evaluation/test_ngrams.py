@@ -39,7 +39,7 @@ def brute_force(tables: list[Counter], alphas, window: tuple, left_out=0) -> flo
     return (table[window] - left_out + alphas[len(below)] * lower) / (total - left_out + alphas[len(below)])
 
 
-@pytest.mark.parametrize("order", [0, 1, 2, 3])
+@pytest.mark.parametrize("order", [0, 3])
 def test_counts_and_entropy_of_a_dictionary(order):
     rows = random_rows(30, 12, seed=order)
     expected, found = windows(rows, order), ngrams.NgramCounts(rows, order, VOCABULARY)
@@ -54,41 +54,22 @@ def test_counts_and_entropy_of_a_dictionary(order):
     assert ngrams.conditional_entropy(found) == pytest.approx(entropy, rel=1e-12)  # float64 sums in another order
 
 
-def test_entropies_in_closed_form():
-    cycle = np.arange(20)[None, :] % 4  # the next token is certain; alone, each of the four is as likely
-    assert ngrams.conditional_entropy(ngrams.NgramCounts(cycle, 0, 4)) == pytest.approx(math.log(4), rel=1e-12)
-    assert ngrams.conditional_entropy(ngrams.NgramCounts(cycle, 1, 4)) == 0
-    coins = np.array([[a, b, c] for a in (0, 1) for b in (0, 1) for c in (0, 1)])  # every order is one bit
-    for order in range(3):
-        assert ngrams.conditional_entropy(ngrams.NgramCounts(coins, order, 2)) == pytest.approx(math.log(2), rel=1e-12)
-    # After 0: a third 0, two thirds 1; after 1: always 1. No pair crosses from a row into the next.
-    rows = np.array([[0, 0], [0, 1], [0, 1], [1, 1]])
-    third = -(math.log(1 / 3) + 2 * math.log(2 / 3)) / 3
-    assert ngrams.conditional_entropy(ngrams.NgramCounts(rows, 1, 2)) == pytest.approx(0.75 * third, rel=1e-12)
-
-
-@pytest.mark.parametrize("order", [0, 1, 2, 3])
+@pytest.mark.parametrize("order", [0, 3])
 def test_held_out_loss_of_a_dictionary(order):
     train, held_out = random_rows(8, 9, seed=1), random_rows(25, 9, seed=2)
     held_out[0, 4] = VOCABULARY - 1  # a token that training never had
     alphas = [0.5, 3.0, 0.25, 8.0][: order + 1]
     tables = [ngrams.NgramCounts(train, k, VOCABULARY) for k in range(order + 1)]
     counted = [windows(train, k) for k in range(order + 1)]
-    expected = 0.0
-    for row in held_out.tolist():
-        for place in range(1, len(row)):  # a row's first token is predicted by no model
-            k = min(place, order)
-            expected -= math.log(brute_force(counted[: k + 1], alphas, tuple(row[place - k : place + 1])))
-    loss, tokens = ngrams.held_out_loss(tables, alphas, held_out)
-    assert tokens == 25 * 8 and loss == pytest.approx(expected, rel=1e-10)  # float64 sums in another order
-    of_two = sum(
-        -math.log(brute_force(counted[: min(place, order) + 1], alphas, tuple(row[place - min(place, order) : place + 1])))
-        for row in held_out.tolist()
-        for place in range(1, len(row))
-        if row[place] in (0, 3)
-    )
-    loss, tokens = ngrams.held_out_loss(tables, alphas, held_out, ignored=[0, 3])
-    assert tokens == int((~np.isin(held_out[:, 1:], [0, 3])).sum()) and loss == pytest.approx(expected - of_two, rel=1e-10)
+    for ignored in ([], [0, 3]):
+        expected, count = 0.0, 0
+        for row in held_out.tolist():
+            for place in range(1, len(row)):  # a row's first token is predicted by no model
+                if row[place] not in ignored:
+                    k, count = min(place, order), count + 1
+                    expected -= math.log(brute_force(counted[: k + 1], alphas, tuple(row[place - k : place + 1])))
+        loss, tokens = ngrams.held_out_loss(tables, alphas, held_out, ignored)
+        assert tokens == count and loss == pytest.approx(expected, rel=1e-10)  # float64 sums in another order
 
 
 def test_probabilities_sum_to_one_also_after_an_unseen_context():
@@ -129,14 +110,6 @@ def test_what_cannot_be_counted_is_refused():
 # --- the recipe -------------------------------------------------------------------------------------------------------
 
 
-def fails(capsys, *arguments) -> str:
-    """Runs the recipe in this process, which must end with status 1, and returns what it said."""
-    with pytest.raises(SystemExit) as stopped:
-        ngram_baseline.main(list(map(str, arguments)))
-    assert stopped.value.code == 1
-    return capsys.readouterr().err
-
-
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     out = tmp_path_factory.mktemp("ngrams") / "data"
@@ -164,23 +137,3 @@ def test_the_recipe_writes_what_a_dictionary_counts(data, tmp_path, capsys):
     assert found["orders"][1]["cross_entropy"] < found["orders"][0]["cross_entropy"] < math.log(found["vocabulary"])
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 4 and f"{found['orders'][1]['cross_entropy']:.4f}" in lines[3]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--orders", "0", "9"], "--orders must be at least 0 and at most 5, got 9"),
-        (["--out", "ngrams"], "give a file that ends in .json"),
-        (["--data", "nowhere"], "nowhere has no manifest.json"),
-    ],
-)
-def test_user_errors(data, tmp_path, capsys, arguments, message):
-    assert message in fails(capsys, "--data", data, "--out", tmp_path / "x.json", *arguments)
-
-
-def test_a_folder_without_a_test_split(data, tmp_path, capsys):
-    manifest = json.loads((data / "manifest.json").read_text())
-    del manifest["splits"]["test"]
-    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
-    error = fails(capsys, "--data", tmp_path, "--split", "test", "--out", tmp_path / "x.json")
-    assert "has no test rows; prepare it again with --test SHARE" in error

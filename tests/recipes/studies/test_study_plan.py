@@ -7,7 +7,6 @@ import sys
 
 import pytest
 
-from cli import UserError
 from corpora.tokenization import train_bpe
 from running import ROOT, load_recipe
 from studies import plan
@@ -17,7 +16,6 @@ from studies.processes import Task, run_tasks
 study = load_recipe("study")
 CONFIGS = ROOT / "recipes" / "configs"
 VARIANTS = str(CONFIGS / "study_variants.yaml")
-SCALES = ("mini", "small", "full")
 
 
 def planned(tmp_path, *files, **settings) -> list[plan.Run]:
@@ -27,20 +25,20 @@ def planned(tmp_path, *files, **settings) -> list[plan.Run]:
 # --- the files of the published study ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("scale", SCALES)
-def test_every_scale_and_variant_is_taken_by_the_recipes(scale, tmp_path, capsys):
+def test_every_scale_and_variant_is_taken_by_the_recipes(tmp_path, capsys):
     """Planning parses all options with the parsers of prepare.py, train.py and evaluate_model.py; a dry run only plans."""
-    words = ["--study", VARIANTS, str(CONFIGS / f"study_{scale}.yaml"), "--source", "CAROLINA", "--dry_run"]
-    study.main([*words, "--out", str(tmp_path / "out")])
-    lines = capsys.readouterr().out.splitlines()
-    for name, count in (("prepare", 2), ("train", 6), ("evaluate_model", 12)):
-        assert sum(f"recipes/{name}.py" in line for line in lines) == count
-    i2 = next(line for line in lines if "recipes/train.py" in line and line.endswith("out/i2"))
-    assert "--n_layer 4 " in i2 and "--learning_rate 0.0001 " in i2 and i2.count("data/i2") == 1
-    assert not (tmp_path / "out").exists()
+    for scale in ("mini", "small", "full"):
+        words = ["--study", VARIANTS, str(CONFIGS / f"study_{scale}.yaml"), "--source", "CAROLINA", "--dry_run"]
+        study.main([*words, "--out", str(tmp_path / "out")])
+        lines = capsys.readouterr().out.splitlines()
+        for name, count in (("prepare", 2), ("train", 6), ("evaluate_model", 12)):
+            assert sum(f"recipes/{name}.py" in line for line in lines) == count
+        i2 = next(line for line in lines if "recipes/train.py" in line and line.endswith("out/i2"))
+        assert "--n_layer 4 " in i2 and "--learning_rate 0.0001 " in i2 and i2.count("data/i2") == 1
+        assert not (tmp_path / "out").exists()
 
 
-def test_configs_name_their_command(capsys):
+def test_configs_name_their_command():
     for file in sorted(CONFIGS.glob("study_*.yaml")):
         words = file.read_text(encoding="utf-8").splitlines()[0].removeprefix("# ").split()
         assert words[:2] == ["python", "recipes/study.py"] and f"recipes/configs/{file.name}" in words, file
@@ -75,84 +73,59 @@ def test_grids_and_seeds_make_names(tmp_path):
     assert plan.parse_grid(["score=dot,general", "n_layer=1"]) == {"score": ["dot", "general"], "n_layer": ["1"]}
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--variants", "s1", "i9"], "there is no i9; the study has s1, i1, i2, best, s1_rope, window"),
-        (["--variants", "s1", "s1", "--seeds", "1", "1"], "would share the folder s1,seed=1"),
-        (["--set", "variants.data={}"], "would share the folder data"),
-        (["--set", "train.n_layr=3"], "unrecognised arguments: --n_layr 3; did you mean --n_layer?"),
-        (["--set", "variants.s1.attention=quadratic"], "invalid choice: 'quadratic'"),
-        (["--set", "data.fraction=2"], "--fraction must be greater than 0 and at most 1, got 2.0"),
-        (["--set", "evaluate.long.lenght=2"], "unrecognised arguments: --lenght 2"),
-        (["--set", "evaluate.far.task=facts"], "evaluate 'far': give options of evaluate_model.py's task perplexity"),
-        (["--set", "train.out=x"], "'out' cannot be an option of a run: study.py sets it"),
-        (["--set", "training.n_layer=3"], "has no section 'training'; it may have data, train, variants"),
-        (["--set", "train=3"], "the section 'train' of a study is a dict, got 3"),
-        (["--set", "train.n_layer"], "give SECTION.NAME=VALUE"),
-        (["--set", "train.n_layer=[1"], "is not valid YAML"),
-        (["--grid", "score"], "--grid score: give OPTION=VALUE,VALUE"),
-        (["--grid", "score=dot,"], "--grid score=dot,: give OPTION=VALUE,VALUE"),
-        (["--grid", "score=dot", "score=general"], "score is named twice"),
-        (["--grid", "n_layer=1,1"], "would share the folder s1,n_layer=1"),
-        (["--grid", "seed=0,1"], "a study's seeds are in 'seeds'"),
-        (["--set", "grid.n_layer=3"], "gives each option a list of values"),
-        (["--set", "train.n_layer=2", "--grid", "n_layer=1"], "--set train.n_layer=2 would have no effect, as 'grid' gives"),
-        (["--set", "train={n_embd: 32, n_layer: 2}", "--grid", "n_layer=1"], "as 'grid' gives n_layer"),
-        (["--set", "variants.s1.n_layer=2", "--grid", "n_layer=1"], "as 'grid' gives n_layer"),
-        (["--set", "train.n_layer=2", "grid.n_layer=[1]"], "as 'grid' gives n_layer"),
-        (["--set", "grid.n_layer=[1]", "--grid", "n_layer=2"], "--set grid.n_layer=[1] would have no effect, as --grid"),
-        (["--set", "seeds=[1]", "--seeds", "2"], "--set seeds=[1] would have no effect, as --seeds is given"),
-        (["--set", "train.seed=1", "--seeds", "2"], "as 'seeds' are given"),
-        (["--set", "train.n_layer=2", "train.n_layer=3"], "as train.n_layer is set twice"),
-        (["--set", "train.learning_rate=1"], "i2 has a learning_rate of its own, which is variants.i2.learning_rate"),
-        (["--set", "variants.i1.n_layer=2", "--variants", "s1"], "as --variants leaves i1 out"),
-        (["--set", "variants.s1=3"], "variant 's1': give options of train.py and, in 'data', of prepare.py, got 3"),
-        (["--set", "variants.s1.data=3"], "variant 's1': give options of train.py"),
-        (["--set", "data.source=x"], "'source' cannot be an option of the data: study.py sets it"),
-        (["--set", "variants.i2.data.out=x"], "'out' cannot be an option of the data: study.py sets it"),
-        (["--set", "evaluate.long.data=x"], "'data' cannot be an option of an evaluation: study.py sets it"),
-        (["--jobs", "0"], "--jobs must be at least 1 and at most 1024, got 0"),
-        (["--launcher", "no_launcher x"], "--launcher: there is no program no_launcher"),
-        (["--data", "data/x"], "exactly one of --source and --data"),
-        (["--runs", "a", "b"], "--study is for runs to be trained"),
-    ],
-)
-def test_user_errors(tmp_path, capsys, options, message):
-    with pytest.raises(SystemExit) as stopped:
-        study.main(["--study", VARIANTS, "--source", "biographies", "--dry_run", "--out", str(tmp_path / "out"), *options])
-    said = capsys.readouterr().err
-    assert stopped.value.code in (1, 2) and message in said and "Traceback" not in said
+REFUSED = [
+    (["--variants", "s1", "i9"], "there is no i9; the study has s1, i1, i2, best, s1_rope, window"),
+    (["--variants", "s1", "s1", "--seeds", "1", "1"], "would share the folder s1,seed=1"),
+    (["--set", "variants.data={}"], "would share the folder data"),
+    (["--set", "train.n_layr=3"], "unrecognised arguments: --n_layr 3; did you mean --n_layer?"),
+    (["--set", "variants.s1.attention=quadratic"], "invalid choice: 'quadratic'"),
+    (["--set", "evaluate.long.lenght=2"], "unrecognised arguments: --lenght 2"),
+    (["--set", "evaluate.far.task=facts"], "evaluate 'far': give options of evaluate_model.py's task perplexity"),
+    (["--set", "train.out=x"], "'out' cannot be an option of a run: study.py sets it"),
+    (["--set", "training.n_layer=3"], "has no section 'training'; it may have data, train, variants"),
+    (["--set", "train=3"], "the section 'train' of a study is a dict, got 3"),
+    (["--set", "train.n_layer"], "give SECTION.NAME=VALUE"),
+    (["--set", "train.n_layer=[1"], "is not valid YAML"),
+    (["--set", "grid.n_layer=3"], "gives each option a list of values"),
+    (["--set", "variants.s1=3"], "variant 's1': give options of train.py and, in 'data', of prepare.py, got 3"),
+    (["--set", "data.source=x"], "'source' cannot be an option of the data: study.py sets it"),
+    (["--set", "evaluate.long.data=x"], "'data' cannot be an option of an evaluation: study.py sets it"),
+    (["--grid", "score=dot,"], "--grid score=dot,: give OPTION=VALUE,VALUE"),
+    (["--grid", "score=dot", "score=general"], "score is named twice"),
+    (["--grid", "n_layer=1,1"], "would share the folder s1,n_layer=1"),
+    (["--grid", "seed=0,1"], "a study's seeds are in 'seeds'"),
+    (["--launcher", "no_launcher x"], "--launcher: there is no program no_launcher"),
+    (["--data", "data/x"], "exactly one of --source and --data"),
+    (["--runs", "a", "b"], "--study is for runs to be trained"),
+]
+REFUSED_ALONE = [
+    (["--data", "x"], "give what is to be trained with --study, --train or --grid, or finished runs with --runs"),
+    (["--runs", "x/a", "y/a", "--data", "x"], "give folders of different names"),
+    (["--runs", "a", "--data", "x", "--jobs", "2"], "--jobs is for runs to be trained"),
+    (["--grid", "n_layer=1", "--data", "x", "--set", "data.context=8"], "would have no effect, as --data is given"),
+    (["--study", VARIANTS, "--data", "x"], "i2 has data of its own: give --source instead of --data"),
+    (["--study", "none.yaml", "--data", "x"], "there is no file of this name"),
+]
+
+
+def test_what_is_refused(tmp_path, capsys):
+    words = ["--study", VARIANTS, "--source", "biographies", "--dry_run"]
+    for argv, message in [*(([*words, *options], message) for options, message in REFUSED), *REFUSED_ALONE]:
+        with pytest.raises(SystemExit) as stopped:
+            study.main([*argv, "--out", str(tmp_path / "out")])
+        said = capsys.readouterr().err
+        assert stopped.value.code in (1, 2) and message in said and "Traceback" not in said
     assert not (tmp_path / "out").exists()
 
 
-def test_settings_that_take_effect_are_taken(tmp_path, capsys):
+def test_what_is_given_later_goes_above(tmp_path, capsys):
     words = ["--study", VARIANTS, "--source", "biographies", "--dry_run", "--out", str(tmp_path), "--grid", "n_embd=32,64"]
     words += ["--set", "train.learning_rate=2", "variants.i2.learning_rate=3", "variants.s1=", "variants.s1.n_layer=5"]
-    study.main([*words, "data.fraction=0.5", "evaluate.long.length=99", "grid.n_head=[1]"])
+    study.main([*words, "data.fraction=0.5", "evaluate.long.length=99", "grid.n_head=[1]", "grid.n_embd=[7]"])
     text = capsys.readouterr().out
     counts = {"learning_rate 3 ": 2, "learning_rate 2 ": 10, "n_layer 5 ": 2, "length 99 ": 12, "n_head 1 ": 12}
     assert {option: text.count(f"--{option}") for option in counts} == counts and text.count("--fraction 0.5 ") == 1
-
-
-def test_what_else_is_refused(tmp_path, capsys):
-    out = ["--out", str(tmp_path / "out")]
-    for words, message in (
-        (["--data", "x"], "give what is to be trained with --study, --train or --grid, or finished runs with --runs"),
-        (["--runs", "x/a", "y/a", "--data", "x"], "give folders of different names"),
-        (["--runs", "a", "--data", "x", "--launcher", "python"], "--launcher is for runs to be trained"),
-        (["--runs", "a", "--data", "x", "--jobs", "2"], "--jobs is for runs to be trained"),
-        (["--runs", "a", "--data", "x", "--dry_run"], "--dry_run is for runs to be trained"),
-        (["--grid", "n_layer=1", "--data", "x", "--set", "data.context=8"], "would have no effect, as --data is given"),
-        (["--study", VARIANTS, "--data", "x"], "i2 has data of its own: give --source instead of --data"),
-        (["--study", str(tmp_path / "none.yaml"), "--data", "x"], "there is no file of this name"),
-    ):
-        with pytest.raises(SystemExit):
-            study.main([*words, *out])
-        assert message in capsys.readouterr().err
-    (tmp_path / "list.yaml").write_text("- 1\n- 2\n")
-    with pytest.raises(UserError, match="must hold `name: value` lines"):
-        plan.read_study([str(tmp_path / "list.yaml")])
+    assert text.count("--n_embd 64 ") == 6 and "--n_embd 7 " not in text
 
 
 def test_characters_of_tokens_add_up_to_the_text():
@@ -168,78 +141,51 @@ def test_characters_of_tokens_add_up_to_the_text():
 # --- processes --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("status", "failure", "log", "expected"),
-    [
-        (0, None, "error: of an earlier start", ("finished", "")),
-        (1, ("not possible", "n_head=3"), "10%|\r20%|\nerror: no\n", ("not possible", "n_head=3")),
-        (1, ("failed", "the training loss is nan"), "error: no\n", ("failed", "the training loss is nan")),
-        (1, None, "Traceback\n  raise\nValueError: no\n", ("failed", "exit status 1: ValueError: no")),
-        (-9, None, "", ("failed", "exit status -9: no output")),
-    ],
-)
-def test_outcomes(tmp_path, status, failure, log, expected):
-    task = Task("a", [], tmp_path / "a.log")
-    task.log.write_text(log)
-    if failure is not None:
-        task.failure.write_text(json.dumps(dict(zip(("status", "reason"), failure, strict=True))))
-    task.finish(status)
-    assert (task.status, task.reason) == expected and not task.failure.exists()
+OUTCOMES = [
+    (0, None, "error: of an earlier start", ("finished", "")),
+    (1, ("not possible", "n_head=3"), "10%|\r20%|\nerror: no\n", ("not possible", "n_head=3")),
+    (1, None, "Traceback\n  raise\nValueError: no\n", ("failed", "exit status 1: ValueError: no")),
+    (-9, None, "", ("failed", "exit status -9: no output")),
+]
 
 
-def test_processes_end_with_what_became_of_them(tmp_path):
-    say = "import os, sys; print(os.environ['OMP_NUM_THREADS']); sys.exit('no luck' if len(sys.argv) > 1 else 0)"
-    commands = {"a": [sys.executable, "-c", say], "b": [sys.executable, "-c", say, "x"]}
-    tasks = [Task(name, command, tmp_path / "logs" / name) for name, command in commands.items()]
-    run_tasks(tasks, "test", jobs=2, threads=3)
-    assert [(task.status, task.reason) for task in tasks] == [("finished", ""), ("failed", "exit status 1: no luck")]
-    assert tasks[0].log.read_text() == "3\n"
+def test_outcomes(tmp_path):
+    for status, failure, log, expected in OUTCOMES:
+        task = Task("a", [], tmp_path / "a.log")
+        task.log.write_text(log)
+        if failure is not None:
+            task.failure.write_text(json.dumps(dict(zip(("status", "reason"), failure, strict=True))))
+        task.finish(status)
+        assert (task.status, task.reason) == expected and not task.failure.exists()
 
 
-REFUSALS = """
-import sys
-from dataclasses import dataclass
-from cli import NotPossible, UserError, exit_on_error, parse_options
-
-@dataclass
-class Options:
-    score: float = 1.0
+REFUSES = """
+import os, sys
+from cli import NotPossible, exit_on_error
 
 @exit_on_error(when_stopped="")
 def main(argv=None):
-    parse_options(Options, description="", argv=sys.argv[2:])
-    if sys.argv[1] == "package":
-        import no_such_package
-    raise {"failed": UserError, "impossible": NotPossible}[sys.argv[1]]("n_head=3")
+    print(os.environ["OMP_NUM_THREADS"])
+    if len(sys.argv) > 1:
+        raise NotPossible("n_head=3")
 
 main()
 """
 
 
-@pytest.mark.slow
-def test_a_recipe_tells_why_it_failed_without_words_to_be_matched(tmp_path, monkeypatch):
+def test_processes_tell_why_they_failed_without_words_to_be_matched(tmp_path, monkeypatch):
     """In a file of JSON, through a launcher as well, whose exit status is its own."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (ROOT / "recipes", ROOT))))
-    (tmp_path / "refuses.py").write_text(REFUSALS)
+    (tmp_path / "refuses.py").write_text(REFUSES)
     (tmp_path / "launcher.py").write_text("import subprocess, sys; sys.exit(9 * bool(subprocess.call(sys.argv[1:])))")
     command = [sys.executable, str(tmp_path / "refuses.py")]
-    launched = [sys.executable, str(tmp_path / "launcher.py"), *command]
-    tasks = [
-        Task("a", [*command, "failed"], tmp_path / "logs" / "a.log"),
-        Task("b", [*launched, "impossible"], tmp_path / "logs" / "b.log"),
-        Task("c", [*command, "failed", "--score", "high"], tmp_path / "logs" / "c.log"),
-        Task("d", [*launched, "package"], tmp_path / "logs" / "d.log"),
-    ]
-    run_tasks(tasks, "test", jobs=2)
-    assert [(task.status, task.reason) for task in tasks] == [
-        ("failed", "n_head=3"),
-        ("not possible", "n_head=3"),
-        ("failed", "argument --score: invalid float value: 'high'"),
-        ("failed", "no_such_package is not installed: pip install 'hf-infini[recipes]'"),
-    ]
-    assert "error: these model options do not go together: n_head=3" in tasks[1].log.read_text()
-    assert "usage:" in tasks[2].log.read_text()
-    assert sorted(file.name for file in (tmp_path / "logs").iterdir()) == ["a.log", "b.log", "c.log", "d.log"]
+    commands = {"a": command, "b": [sys.executable, str(tmp_path / "launcher.py"), *command, "x"], "c": ["false"]}
+    tasks = [Task(name, command, tmp_path / "logs" / f"{name}.log") for name, command in commands.items()]
+    run_tasks(tasks, "test", jobs=2, threads=3)
+    expected = [("finished", ""), ("not possible", "n_head=3"), ("failed", "exit status 1: no output")]
+    assert [(task.status, task.reason) for task in tasks] == expected
+    assert tasks[0].log.read_text() == "3\n" and "do not go together: n_head=3" in tasks[1].log.read_text()
+    assert sorted(file.name for file in (tmp_path / "logs").iterdir()) == ["a.log", "b.log", "c.log"]
 
 
 def test_interrupted_the_processes_end_too(tmp_path):

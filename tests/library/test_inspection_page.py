@@ -1,4 +1,4 @@
-"""The page of a model's heads in a browser: no errors, nothing wider than the window, and it says what was found."""
+"""The page of a model's heads in a browser, in a notebook and as a file: no errors, and it says what was found."""
 
 import sys
 import tempfile
@@ -7,9 +7,10 @@ from html.parser import HTMLParser
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from browser import needs_browser, visit
+from decoders import decoder
+from hf_infini import patch_model
 from hf_infini.tools.inspection import inspect_attention
 from hf_infini.tools.inspection.page import inspection_page
 from models import causal_mha, gpt2, infini_gpt2, token_ids
@@ -20,6 +21,10 @@ WIDTHS = (1280, 390)
 def point_at(query: int, key: int) -> str:
     """A step: what the tip says of this cell."""
     return f"() => {{ moveTo({query}, {key}); return Object.fromEntries(facts()); }}"
+
+
+def family(model_type: str):
+    return patch_model(decoder(model_type), segment_length=8, local_segments=1, sink_tokens=2, gate_init=0.3)
 
 
 @needs_browser
@@ -55,6 +60,19 @@ def test_a_memory_is_seen_in_map_tip_and_text(width, tmp_path):
 
 
 @needs_browser
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("model_type", ["qwen3", "gemma2"])
+def test_families(model_type, width, tmp_path):
+    inspection = inspect_attention(family(model_type), token_ids(1, 60).clamp(min=3))  # no special token
+    layer, steps = inspection.layers[1], [point_at(59, 57), point_at(59, 9), "() => choose(state.layer, MEAN)"]
+    seen = visit(inspection_page(inspection, title="m"), tmp_path, steps, width=width, address="#layer=1&head=2&language=en")
+    weight, memory = (tensor.values[0, 2, 59] for tensor in (layer.weights, layer.memory_weights))
+    assert float(seen[0]["value"]["local weight"]) == pytest.approx(weight[57].item(), rel=5e-3)
+    assert float(seen[1]["value"]["memory weight"]) == pytest.approx(memory[9].item(), rel=5e-3)
+    assert "The model expects next" in seen[0]["text"]
+
+
+@needs_browser
 def test_large_norms_have_short_ticks(tmp_path):
     inspection = inspect_attention(infini_gpt2(n_positions=256), token_ids(1, 200))
     for layer in inspection.layers.values():
@@ -79,11 +97,9 @@ def test_an_address_brings_the_view_back(tmp_path):
 
 @needs_browser
 @pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize(
-    "model", [lambda: gpt2(), lambda: causal_mha(attention="local", sliding_window=5, position_encoding="alibi")]
-)
-def test_models_without_a_memory(model, width, tmp_path):
-    inspection = inspect_attention(model(), token_ids(1, 60))
+def test_models_without_a_memory(width, tmp_path):
+    model = causal_mha(attention="local", sliding_window=5, position_encoding="alibi")
+    inspection = inspect_attention(model, token_ids(1, 60))
     page = inspection_page(inspection, title="a-name-without-a-break" * 8)
     steps = [point_at(59, 57), "() => choose(state.layer, MEAN)", point_at(59, 57)]
     seen, _, mean = visit(page, tmp_path, steps, width=width)
@@ -91,6 +107,32 @@ def test_models_without_a_memory(model, width, tmp_path):
     weights = inspection.layers[0].weights.values[0, :, 59, 57]
     assert float(seen["value"]["weight"]) == pytest.approx(weights[0].item(), rel=5e-3)
     assert float(mean["value"]["weight"]) == pytest.approx(weights.mean().item(), rel=5e-3)
+
+
+@needs_browser
+def test_predictions_are_below_the_text(tmp_path):
+    inspection = inspect_attention(gpt2(), token_ids(1, 9))
+    steps = ["() => moveTo(3, 3)", "() => moveTo(8, 0)"]
+    seen = [step["text"] for step in visit(inspection_page(inspection, title="m"), tmp_path, steps, width=390)]
+    likeliest, _ = inspection.predictions[0][3]
+    assert f"The model expects next: {likeliest[0][0]} {100 * likeliest[0][1]:.1f} %" in seen[0]
+    assert f"the text goes on with: {inspection.texts[0][4]} " in seen[0] and "goes on" not in seen[1]
+    page = inspection_page(inspect_attention(gpt2().transformer, token_ids(1, 9)), title="m")
+    assert "expects" not in visit(page, tmp_path, steps, width=390)[0]["text"]
+
+
+@needs_browser
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("<script>console.warn('so')</script>", "so"),
+        ("<script>missing()</script>", "missing is not defined"),
+        ("<p style='width: 2000px'>wide</p>", "390, 16"),
+    ],
+)
+def test_a_broken_page_is_noticed(body, message, tmp_path):
+    with pytest.raises(AssertionError, match=message):
+        visit(f"<!DOCTYPE html><html><head></head><body>{body}</body></html>", tmp_path, ["() => 0"], width=390)
 
 
 # --- show -------------------------------------------------------------------------------------------------------------
@@ -101,10 +143,10 @@ def test_a_browser_shows_a_temporary_file(tmp_path, monkeypatch):
     monkeypatch.setattr(webbrowser, "open", opened.append)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.delitem(sys.modules, "IPython", raising=False)
-    inspection = inspect_attention(gpt2(), token_ids(2, 9))
+    inspection = inspect_attention(family("qwen3"), token_ids(2, 20))
     file = inspection.show(row=1)
     assert opened == [file.as_uri()] and file.parent == tmp_path
-    assert file.read_text(encoding="utf-8") == inspection_page(inspection, title="GPT2LMHeadModel", row=1)
+    assert file.read_text(encoding="utf-8") == inspection_page(inspection, title="InfiniQwen3ForCausalLM", row=1)
     with pytest.raises(ValueError, match="row must be 0 to 1; got 2"):
         inspection.show(row=2)
 
@@ -124,23 +166,5 @@ def test_a_notebook_shows_the_page_below_the_cell(monkeypatch):
     assert [tag for tag, _ in frames] == ["iframe"] * 2
     assert frames[0][1]["srcdoc"] == inspection_page(inspection, title="<m>")
     assert frames[1][1]["srcdoc"] == inspection_page(inspection, title="InfiniGPT2LMHeadModel")
-
-
-def test_a_notebook_is_not_given_a_page_that_is_too_large(monkeypatch):
     monkeypatch.setattr("hf_infini.tools.inspection.page.LARGEST_FRAME", 3 * 4 * 20 * 20 - 1)
-    assert inspect_attention(gpt2(), token_ids(1, 20))._repr_html_() is None
-    assert inspect_attention(gpt2(), torch.ones(1, 19, dtype=torch.long))._repr_html_().startswith("<iframe")
-
-
-@needs_browser
-@pytest.mark.parametrize(
-    ("body", "message"),
-    [
-        ("<script>console.warn('so')</script>", "so"),
-        ("<script>missing()</script>", "missing is not defined"),
-        ("<p style='width: 2000px'>wide</p>", "390, 16"),
-    ],
-)
-def test_a_broken_page_is_noticed(body, message, tmp_path):
-    with pytest.raises(AssertionError, match=message):
-        visit(f"<!DOCTYPE html><html><head></head><body>{body}</body></html>", tmp_path, ["() => 0"], width=390)
+    assert inspection._repr_html_() is None

@@ -1,0 +1,93 @@
+"""The fit of the learned score of kept tokens: the target is what the plain model's own weights say, and the vectors are those
+of a ridge regression on it."""
+
+import copy
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from decoders import decoder
+from decoders import token_ids as ids_of_decoder
+from hf_infini import fit_keep_score, load_adapter, patch_model, save_adapter
+from hf_infini.layers.memory_layer import memory_layers
+from models import causal_mha, infini_gpt2, token_ids
+
+WINDOW = {"segment_length": 8, "local_segments": 1, "sink_tokens": 2, "kept_tokens": 6}
+DISTANCE, RIDGE = 12, 0.05
+
+
+def rows_of(count=3):
+    return [ids_of_decoder(1, 60 + 10 * number, number)[0].tolist() for number in range(count)]
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "llama", "gemma2"])
+def test_it_is_the_ridge_regression_on_the_plain_models_largest_far_weights(model_type):
+    model, inputs = decoder(model_type).double(), {}
+    plain = copy.deepcopy(model)
+    plain.set_attn_implementation("eager")
+    patch_model(model, **WINDOW, keep_score="half")
+    before = copy.deepcopy(model.state_dict())
+    fit_keep_score(model, rows_of(), distance=DISTANCE, ridge=RIDGE, progress=False)
+
+    for module in plain.modules():
+        if hasattr(module, "layer_idx") and hasattr(module, "scaling"):
+
+            def keep(module, args, given):
+                inputs.setdefault(module.layer_idx, []).append((args or (given["hidden_states"],))[0][0])
+
+            module.register_forward_pre_hook(keep, with_kwargs=True)
+    with torch.no_grad():
+        weights = [plain(torch.tensor([row]), output_attentions=True).attentions for row in rows_of()]
+    for layer in memory_layers(model).values():
+        counted = [slice(WINDOW["sink_tokens"], len(row) - DISTANCE) for row in rows_of()]
+        far = [of_row[layer.layer_idx][0].tril(-DISTANCE) for of_row in weights]
+        far = [part.unflatten(0, (layer.head_counts[1], -1)).amax((1, 2)) for part in far]
+        given = torch.cat([part[own] for part, own in zip(inputs[layer.layer_idx], counted, strict=True)])
+        wanted = torch.cat([part[:, own].T for part, own in zip(far, counted, strict=True)])
+        penalty = (RIDGE * given.square().sum(0).mean()).sqrt() * torch.eye(given.shape[1])
+        centred, wanted = given - given.mean(0), wanted - wanted.mean(0)  # the intercept has no penalty
+        solved = torch.linalg.lstsq(torch.cat([centred, penalty]), F.pad(wanted, (0, 0, 0, len(penalty)))).solution.T
+        solved = solved / (centred @ solved.T).std(0, correction=0).unsqueeze(1)
+        # float64, but some models compute norms and softmax in float32
+        assert torch.allclose(layer.keep_weight, solved, rtol=1e-2, atol=1e-2 * solved.abs().max())
+    unchanged = {name: tensor for name, tensor in model.state_dict().items() if not name.endswith("keep_weight")}
+    assert all(torch.equal(tensor, before[name]) for name, tensor in unchanged.items())
+    assert model.config.segment_length == 8
+
+
+@pytest.mark.parametrize("make", [infini_gpt2, causal_mha])
+def test_it_fits_models_trained_from_scratch(make):
+    options = {"attention": "infini"} if make is causal_mha else {}
+    model = make(**WINDOW, **options, keep_score="learned", position_encoding="rope").train()
+    fit_keep_score(model, [token_ids(1, 50)[0]], distance=DISTANCE, progress=False)
+    assert all(layer.keep_weight.abs().sum() > 0 for layer in memory_layers(model).values())
+    assert model.training and not any(layer.keep_weight.requires_grad for layer in memory_layers(model).values())
+
+
+def test_it_is_saved_and_put_on_as_an_adapter(tmp_path):
+    model = decoder("llama")
+    plain = copy.deepcopy(model)
+    patch_model(model, **WINDOW, keep_score="half")
+    fit_keep_score(model, rows_of(), distance=DISTANCE, progress=False)
+    save_adapter(model, tmp_path)
+    ids = ids_of_decoder(2, 80)
+    with torch.no_grad():
+        assert torch.equal(load_adapter(plain, tmp_path)(ids).logits, model(ids).logits)
+
+
+@pytest.mark.parametrize(
+    ("options", "rows", "message"),
+    [
+        ({"keep_score": "attention"}, rows_of(), "keeps no tokens by a learned score"),
+        ({"kept_tokens": 0}, rows_of(), "keeps no tokens by a learned score"),
+        ({"keep_score": "half"}, [], "got none"),
+        ({"keep_score": "half"}, [list(range(3, 18))], "rows must have more than 15 tokens"),
+    ],
+)
+def test_what_is_refused(options, rows, message):
+    model = patch_model(decoder("llama"), **WINDOW | options)
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match=message):
+        fit_keep_score(model, rows, distance=DISTANCE, progress=False)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
