@@ -31,7 +31,7 @@ INTERFACE = f"inspection of {__name__}"
 @contextlib.contextmanager
 def caught_parts(config, layers: Mapping[int, nn.Module]) -> Iterator[dict[int, dict[str, Tensor]]]:
     """Within it, a call of the model leaves the parts of its layers in the dictionary, by the layer's number: `output`, and
-    what [`softmax_parts`] or [`memory_parts`] return.
+    what [`softmax_parts`] or [`memory_parts`] return, on the CPU.
 
     Args:
         config: of the model, whose attention implementation is another one meanwhile.
@@ -64,6 +64,7 @@ def caught_parts(config, layers: Mapping[int, nn.Module]) -> Iterator[dict[int, 
         if number not in found:
             raise ValueError(f"cannot inspect layer {number}: a {type(module).__name__} computes attention in its own way.")
         found[number]["output"] = output[0] if isinstance(output, tuple) else output
+        found[number] = {name: tensor.cpu() for name, tensor in found[number].items()}
 
     AttentionInterface.register(INTERFACE, attention)
     AttentionMaskInterface.register(INTERFACE, sdpa_mask)
