@@ -208,18 +208,15 @@ def evaluate_rows(model, rows, batch_size: int, reader=None, chunk: int | None =
         chunk: tokens per call of the model, as in [`stream_losses`].
     """
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    reader = RowReader() if reader is None else reader
-    was_training = model.training
+    reader, positions, was_training = RowReader() if reader is None else reader, LossByPosition(), model.training
     model.eval()
-    loss_sum, tokens = 0.0, 0
     for start in range(rank * batch_size, len(rows), world * batch_size):
         inputs: dict[str, Any] = reader(rows[start : start + batch_size])
-        for _, losses, targets in stream_losses(model, chunk=chunk, **inputs):
-            loss_sum += losses.sum(dtype=torch.float64).item()
-            tokens += int((targets != -100).sum())
+        for first, losses, targets in stream_losses(model, chunk=chunk, **inputs):
+            positions.add(first, losses, targets)
     model.train(was_training)
-    loss_sum, tokens = reduce_sums(loss_sum, tokens)
-    return summarize([loss_sum], [int(tokens)])
+    positions.add_up_processes()
+    return positions.total()
 
 
 def reduce_sums(*numbers: float) -> list[float]:
