@@ -72,7 +72,8 @@ class LayerInspection:
             context vectors: 0, all local, to 1, all memory.
         memory_norm: `[batch, head, segment]`, Frobenius norm of the memory M. Entry s is what the row's segment s reads, so
             entry s + 1 comes after segment s; the last entry is the end of the call. A segment is written when it leaves the
-            local window; a new document starts it again; in a row of fewer segments, the last value repeats.
+            local window; a new document starts it again; in a row of fewer segments, the last value repeats. Heads that
+            share keys and values share their memory.
         normaliser_norm: `[batch, head, segment]`, Euclidean norm of the normaliser z, likewise.
         segments: `[batch, query]`, int64, which segment of its row each token lies in; −1 for padding.
     """
