@@ -68,7 +68,7 @@ def stream_losses(
         chunk: tokens per call of the model; `None` reads all N at once, without a cache.
         labels: [B, N] targets at their own places (−100: not counted); `None` counts every token.
         position_ids: [B, N] that begin again where a document does; `None`: each row is one.
-        group: processes that share the rows ([`context_parallel.read_rows`]), all of which pass the same ones; each yields
+        group: processes that share the rows ([`parallel.read_rows`]), all of which pass the same ones; each yields
             its own part, and makes logits of `chunk` tokens at once. `None`: this process reads all of them.
         inputs: others of the model's, [B, N, …] each where rows are read in chunks. What an `attention_mask` [B, N] masks
             predicts nothing and is not counted.

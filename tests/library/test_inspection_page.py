@@ -162,5 +162,5 @@ def test_a_notebook_shows_the_page_below_the_cell(monkeypatch):
     assert [tag for tag, _ in frames] == ["iframe"] * 2
     assert frames[0][1]["srcdoc"] == inspection_page(inspection, title="<m>")
     assert frames[1][1]["srcdoc"] == inspection_page(inspection, title="InfiniGPT2LMHeadModel")
-    monkeypatch.setattr("hf_infini.tools.inspection.page.LARGEST_FRAME", 3 * 4 * 20 * 20 - 1)
+    monkeypatch.setattr("hf_infini.tools.inspection.heads.LARGEST_FRAME", 3 * 4 * 20 * 20 - 1)
     assert inspection._repr_html_() is None

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ..extras import needs
 from .labels import unique_labels
+from .page import LARGEST_FRAME, page_frame, show_page
 
 DIMENSIONS = {
     "scores": ("batch", "head", "query", "key"),
@@ -142,13 +143,9 @@ class Inspection:
         Raises:
             ValueError: there is no such row, or no layer has attention heads.
         """
-        from .page import show_page
-
         return show_page(self, title=title or self.name, row=row)
 
     def _repr_html_(self) -> str | None:
-        from .page import LARGEST_FRAME, page_frame
-
         weights = [layer.weights.values[0].numel() for layer in self.layers.values() if layer.weights is not None]
         return page_frame(self, title=self.name) if 0 < sum(weights) <= LARGEST_FRAME else None
 
