@@ -201,6 +201,13 @@ def test_weights_and_heads_are_the_naive_function_s(make, options):
     sizes = (gate * layer.memory_heads.values).norm(dim=-1), ((1 - gate) * layer.local_heads.values).norm(dim=-1)
     assert_close(layer.memory_share.values, sizes[0] / (sizes[0] + sizes[1]), 1e-9)
 
+    # A token's score with itself is the same with rotation and without
+    query, key, _, _ = call.tokens
+    own = (query * key.repeat_interleave(heads // key.shape[1], 1)).sum(-1) * call.softmax.scaling_of(query)
+    cap = call.softmax.softcap
+    own = own if cap is None else cap * torch.tanh(own / cap)
+    torch.testing.assert_close(layer.scores.values.diagonal(dim1=-2, dim2=-1), own, **FLOAT64)
+
     # What the memory does not hold weighs nothing at all
     segment = torch.arange(TOKENS) // LENGTH
     assert torch.equal(layer.segments.values, segment.expand(2, -1))
