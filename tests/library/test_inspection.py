@@ -202,7 +202,7 @@ def test_weights_and_heads_are_the_naive_function_s(make, options):
     assert_close(layer.memory_share.values, sizes[0] / (sizes[0] + sizes[1]), 1e-9)
 
     # A token's score with itself is the same with rotation and without
-    query, key, _, _ = call.tokens
+    query, key = call.tokens.query, call.tokens.key
     own = (query * key.repeat_interleave(heads // key.shape[1], 1)).sum(-1) * call.softmax.scaling_of(query)
     cap = call.softmax.softcap
     own = own if cap is None else cap * torch.tanh(own / cap)
