@@ -67,10 +67,11 @@ def choose(call: AttentionCall, backends: Iterable[Backend]) -> tuple[Backend, s
     Raises:
         ValueError: a backend is forced that does not fit, or that there is not.
     """
+    forced = _forced[-1] if _forced else None
     reasons, names = [], []
-    for backend in [forced for forced in _forced[-1:] if isinstance(forced, Backend)] or backends:
+    for backend in (forced,) if isinstance(forced, Backend) else backends:
         names.append(backend.name)
-        if _forced and _forced[-1] not in (backend.name, backend):
+        if forced not in (None, backend.name, backend):
             continue
         fits, reason = backend.fits(call)
         reasons.append(f"{backend.name}: {reason}")

@@ -68,7 +68,7 @@ def stream_losses(
         chunk: tokens per call of the model; `None` reads all N at once, without a cache.
         labels: [B, N] targets at their own places (−100: not counted); `None` counts every token.
         position_ids: [B, N] that begin again where a document does; `None`: each row is one.
-        group: processes that share the rows ([`context_parallel.read_rows`]), all of which pass the same ones; each yields
+        group: processes that share the rows ([`parallel.read_rows`]), all of which pass the same ones; each yields
             its own part, and makes logits of `chunk` tokens at once. `None`: this process reads all of them.
         inputs: others of the model's, [B, N, …] each where rows are read in chunks. What an `attention_mask` [B, N] masks
             predicts nothing and is not counted.
@@ -208,18 +208,15 @@ def evaluate_rows(model, rows, batch_size: int, reader=None, chunk: int | None =
         chunk: tokens per call of the model, as in [`stream_losses`].
     """
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    reader = RowReader() if reader is None else reader
-    was_training = model.training
+    reader, positions, was_training = RowReader() if reader is None else reader, LossByPosition(), model.training
     model.eval()
-    loss_sum, tokens = 0.0, 0
     for start in range(rank * batch_size, len(rows), world * batch_size):
         inputs: dict[str, Any] = reader(rows[start : start + batch_size])
-        for _, losses, targets in stream_losses(model, chunk=chunk, **inputs):
-            loss_sum += losses.sum(dtype=torch.float64).item()
-            tokens += int((targets != -100).sum())
+        for first, losses, targets in stream_losses(model, chunk=chunk, **inputs):
+            positions.add(first, losses, targets)
     model.train(was_training)
-    loss_sum, tokens = reduce_sums(loss_sum, tokens)
-    return summarize([loss_sum], [int(tokens)])
+    positions.add_up_processes()
+    return positions.total()
 
 
 def reduce_sums(*numbers: float) -> list[float]:

@@ -2,7 +2,6 @@
 
 import copy
 import random
-import time
 from unittest import mock
 
 import numpy
@@ -247,23 +246,6 @@ def test_what_cannot_be_right_is_refused_on_every_rank():
         assert not isinstance(found, Exception), found
         for part, message in zip(wanted, found, strict=True):
             assert part in message
-
-
-def one_dies() -> float:
-    model = infini_gpt2(n_layer=2)
-    batch = {"input_ids": torch.randint(89, (2, 48), generator=torch.Generator().manual_seed(0))}
-    model(**shard_rows(batch, model.config))
-    if distributed.get_rank() == 1:
-        raise KeyboardInterrupt
-    begin = time.monotonic()
-    with pytest.raises(RuntimeError):
-        model(**shard_rows(batch, model.config))
-    return time.monotonic() - begin
-
-
-def test_a_rank_that_dies_ends_the_others():
-    died, *others = sorted(on_ranks(one_dies, 3), key=lambda answer: isinstance(answer, float))
-    assert isinstance(died, KeyboardInterrupt) and all(seconds < 60 for seconds in others)
 
 
 def received(rule: str, tokens: int, **options) -> list[int]:

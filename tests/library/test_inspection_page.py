@@ -60,8 +60,7 @@ def test_a_memory_is_seen_in_map_tip_and_text(width, tmp_path):
 
 
 @needs_browser
-@pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("model_type", ["qwen3", "gemma2"])
+@pytest.mark.parametrize(("model_type", "width"), zip(("qwen3", "gemma2"), WIDTHS, strict=True))
 def test_families(model_type, width, tmp_path):
     inspection = inspect_attention(family(model_type), token_ids(1, 60).clamp(min=3))  # no special token
     layer, steps = inspection.layers[1], [point_at(59, 57), point_at(59, 9), "() => choose(state.layer, MEAN)"]
@@ -122,17 +121,14 @@ def test_predictions_are_below_the_text(tmp_path):
 
 
 @needs_browser
-@pytest.mark.parametrize(
-    ("body", "message"),
-    [
+def test_a_broken_page_is_noticed(tmp_path):
+    for body, message in (
         ("<script>console.warn('so')</script>", "so"),
         ("<script>missing()</script>", "missing is not defined"),
         ("<p style='width: 2000px'>wide</p>", "390, 16"),
-    ],
-)
-def test_a_broken_page_is_noticed(body, message, tmp_path):
-    with pytest.raises(AssertionError, match=message):
-        visit(f"<!DOCTYPE html><html><head></head><body>{body}</body></html>", tmp_path, ["() => 0"], width=390)
+    ):
+        with pytest.raises(AssertionError, match=message):
+            visit(f"<!DOCTYPE html><html><head></head><body>{body}</body></html>", tmp_path, ["() => 0"], width=390)
 
 
 # --- show -------------------------------------------------------------------------------------------------------------
@@ -166,5 +162,5 @@ def test_a_notebook_shows_the_page_below_the_cell(monkeypatch):
     assert [tag for tag, _ in frames] == ["iframe"] * 2
     assert frames[0][1]["srcdoc"] == inspection_page(inspection, title="<m>")
     assert frames[1][1]["srcdoc"] == inspection_page(inspection, title="InfiniGPT2LMHeadModel")
-    monkeypatch.setattr("hf_infini.tools.inspection.page.LARGEST_FRAME", 3 * 4 * 20 * 20 - 1)
+    monkeypatch.setattr("hf_infini.tools.inspection.heads.LARGEST_FRAME", 3 * 4 * 20 * 20 - 1)
     assert inspection._repr_html_() is None

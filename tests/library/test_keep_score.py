@@ -1,5 +1,4 @@
-"""The fit of the learned score of kept tokens: the target is what the plain model's own weights say, and the vectors are those
-of a ridge regression on it."""
+"""The fit of the learned score of kept tokens: the vectors of a ridge regression on what the plain model's weights say."""
 
 import copy
 

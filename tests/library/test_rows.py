@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
 from decoders import decoder
 from hf_infini.tools.metrics import evaluate_rows, stream_losses
 from hf_infini.tools.rows import RowReader, document_positions
-from hf_infini.tools.training.trainer import ROWS_OF_THE_HEAD, PerplexityTrainer
+from hf_infini.tools.training import ROWS_OF_THE_HEAD, PerplexityTrainer
 from models import RowsOf, causal_mha, gpt2, infini_gpt2, token_ids
 from running import run_recipe
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ..extras import needs
 from .labels import unique_labels
+from .page import LARGEST_FRAME, page_frame, show_page
 
 DIMENSIONS = {
     "scores": ("batch", "head", "query", "key"),
@@ -72,7 +73,8 @@ class LayerInspection:
             context vectors: 0, all local, to 1, all memory.
         memory_norm: `[batch, head, segment]`, Frobenius norm of the memory M. Entry s is what the row's segment s reads, so
             entry s + 1 comes after segment s; the last entry is the end of the call. A segment is written when it leaves the
-            local window; a new document starts it again; in a row of fewer segments, the last value repeats.
+            local window; a new document starts it again; in a row of fewer segments, the last value repeats. Heads that
+            share keys and values share their memory.
         normaliser_norm: `[batch, head, segment]`, Euclidean norm of the normaliser z, likewise.
         segments: `[batch, query]`, int64, which segment of its row each token lies in; −1 for padding.
     """
@@ -141,13 +143,9 @@ class Inspection:
         Raises:
             ValueError: there is no such row, or no layer has attention heads.
         """
-        from .page import show_page
-
         return show_page(self, title=title or self.name, row=row)
 
     def _repr_html_(self) -> str | None:
-        from .page import LARGEST_FRAME, page_frame
-
         weights = [layer.weights.values[0].numel() for layer in self.layers.values() if layer.weights is not None]
         return page_frame(self, title=self.name) if 0 < sum(weights) <= LARGEST_FRAME else None
 

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:  # heads.py shows its results by this module
+if TYPE_CHECKING:  # heads.py imports this module
     from .heads import Inspection, LayerInspection
 
 LEVELS_PER_NAT = 1000

@@ -9,6 +9,7 @@ Shapes: `B` batch, `H` heads, `K` key/value heads, `T` tokens, `S` segments, `D`
 
 import contextlib
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,12 +19,11 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
 from ...models.scratch.attention import CausalMultiHeadAttention
-from ...ops.attention import BACKENDS, initial_state
+from ...ops.attention import BACKENDS
 from ...ops.backends import Attended, AttentionCall, Backend, forced_backend
 from ...ops.layout.base import GridLayout
 from ...ops.memory import States
 from ...ops.scores import visible_softmax
-from ...ops.state import Projections
 
 INTERFACE = f"inspection of {__name__}"
 
@@ -31,7 +31,7 @@ INTERFACE = f"inspection of {__name__}"
 @contextlib.contextmanager
 def caught_parts(config, layers: Mapping[int, nn.Module]) -> Iterator[dict[int, dict[str, Tensor]]]:
     """Within it, a call of the model leaves the parts of its layers in the dictionary, by the layer's number: `output`, and
-    what [`softmax_parts`] or [`memory_parts`] return.
+    what [`softmax_parts`] or [`memory_parts`] return, on the CPU.
 
     Args:
         config: of the model, whose attention implementation is another one meanwhile.
@@ -64,6 +64,7 @@ def caught_parts(config, layers: Mapping[int, nn.Module]) -> Iterator[dict[int, 
         if number not in found:
             raise ValueError(f"cannot inspect layer {number}: a {type(module).__name__} computes attention in its own way.")
         found[number]["output"] = output[0] if isinstance(output, tuple) else output
+        found[number] = {name: tensor.cpu() for name, tensor in found[number].items()}
 
     AttentionInterface.register(INTERFACE, attention)
     AttentionMaskInterface.register(INTERFACE, sdpa_mask)
@@ -105,9 +106,10 @@ def memory_parts(call: AttentionCall) -> dict[str, Tensor]:
     of each token: heads = g · A_mem + (1 − g) · A_local (equation 5). A closed gate gives A_local, an open one A_mem. Both
     are linear in the values: where each token's value is its unit vector, they are the weights.
     """
-    query, key, value = map(_widen, call.tokens[:3])
-    log_weight = None if call.tokens.log_weight is None else _widen(call.tokens.log_weight)
-    call, gate = call._replace(tokens=Projections(query, key, value, log_weight)), _widen(call.gate)
+    given = call.tokens
+    query, log_weight = _widen(given.query), None if given.log_weight is None else _widen(given.log_weight)
+    tokens = given._replace(query=query, key=_widen(given.key), value=_widen(given.value), log_weight=log_weight)
+    call, gate = call._replace(tokens=tokens), _widen(call.gate)
     local, weights = _attended(call, torch.full_like(gate, -torch.inf))
     memory, memory_weights = _attended(call, torch.full_like(gate, torch.inf))
     mixed, mixed_weights = _attended(call, gate)
@@ -138,16 +140,16 @@ def memory_parts(call: AttentionCall) -> dict[str, Tensor]:
 
 def _attended(call: AttentionCall, gate: Tensor) -> tuple[Tensor, Tensor]:
     """Equation 5 with these logits: heads `[B, H, T, D]`, and what each token's value weighs in them, `[B, H, T, T]`."""
-    key, value, given = call.tokens.key, call.tokens.value, call.state
-    units = torch.eye(key.shape[2], dtype=value.dtype, device=value.device).expand(*key.shape[:2], -1, -1)
-    both, start = torch.cat([value, units], -1), {}
-    if given.start_memory is not None:  # which is no token's
-        start = {"start_memory": F.pad(given.start_memory, (0, key.shape[2])), "start_normaliser": given.start_normaliser}
-    tokens = call.tokens._replace(value=both)
-    state = initial_state(tokens, call.layout.window_sizes, call.rule, **start)
-    call = call._replace(tokens=tokens, gate=gate, state=state)
-    output = BACKENDS[-1].run(call._replace(return_state=False, return_weights=False)).output
-    heads, weights = output.split([value.shape[-1], key.shape[2]], -1)
+    value, (batch, kv_heads, count, _) = call.tokens.value, call.tokens.key.shape
+    units = torch.eye(count, dtype=value.dtype, device=value.device).expand(batch, kv_heads, -1, -1)
+    tokens = call.tokens._replace(value=torch.cat([value, units], -1))
+    # What the state has of values is no token's
+    of_values = [name for name in call.state.tensors() if name.endswith(("memory", "_value"))]
+    state = replace(call.state, **{name: F.pad(getattr(call.state, name), (0, count)) for name in of_values})
+    state = state.checked_for(tokens, call.layout.places, call.rule.normalised)
+    call = call._replace(tokens=tokens, gate=gate, state=state, return_state=False, return_weights=False)
+    output = BACKENDS[-1].run(call).output
+    heads, weights = output.split([value.shape[-1], count], -1)
     return heads, weights
 
 
@@ -167,7 +169,7 @@ def _states(call: AttentionCall) -> States:
     """The memory as each segment of the grid reads it, and after the last."""
     layout, rule, state = call.layout, call.rule, call.state
     (group,) = layout.groups(0)
-    parts = call.tokens[1:4]
+    parts = (call.tokens.key, call.tokens.value, call.tokens.log_weight)
     blocks: Any = [None if p is None else layout.delay(layout.to_grid(p, None)).transpose(2, 3) for p in parts]
     key, value, log_weight = blocks
     taken_in = None if group.written is None else group.written[:, :, None, :, None]

@@ -59,8 +59,8 @@ def inspect_attention(
     if not set(wanted) <= set(range(len(attentions))):
         raise ValueError(f"layers must be numbers from 0 to {len(attentions) - 1}; got {wanted}.")
     given = _model_inputs(inputs, tokenizer, position_ids, context_limit(base.config))
-    mask = given.get("attention_mask")
-    real = torch.ones_like(given["input_ids"], dtype=torch.bool) if mask is None else mask.cpu().bool()
+    ids, mask = given["input_ids"].cpu(), given.get("attention_mask")
+    real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.cpu().bool()
     given = {name: tensor.to(device_of(base.get_input_embeddings())) for name, tensor in given.items()}
     has_head = model.get_output_embeddings() is not None
     modes = {module: module.training for module in model.modules()}
@@ -73,7 +73,6 @@ def inspect_attention(
         for module, mode in modes.items():
             module.training = mode
     found = {number: _layer_inspection(number, parts.get(number), base.config, real) for number in wanted}
-    ids = given["input_ids"].cpu()
     texts = [token_texts(tokenizer, row[kept].tolist()) for row, kept in zip(ids, real, strict=True)]
     predictions = _predictions(output.logits, ids, real, tokenizer) if has_head else None
     name = Path(base.config.name_or_path or "").name or type(model).__name__
@@ -124,7 +123,7 @@ def _model_inputs(inputs, tokenizer, position_ids: Tensor | None, limit: int | N
 
 
 def _encode(texts: Sequence[str], tokenizer) -> dict[str, Tensor]:
-    """Ids of the texts, padded to the longest on the tokenizer's side, with a mask."""
+    """Ids of the texts, padded to the longest on the tokenizer's side, with a mask where anything was padded."""
     if tokenizer is None:
         raise ValueError("texts need the model's tokenizer: inspect_attention(model, text, tokenizer).")
     rows = [torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"], dtype=torch.long) for text in texts]
@@ -133,6 +132,8 @@ def _encode(texts: Sequence[str], tokenizer) -> dict[str, Tensor]:
     options = {"batch_first": True, "padding_side": tokenizer.padding_side}
     # Padding is masked, so that any id will do where a tokenizer has none for it
     ids = nn.utils.rnn.pad_sequence(rows, padding_value=tokenizer.pad_token_id or 0, **options)
+    if len(set(map(len, rows))) == 1:
+        return {"input_ids": ids}
     return {"input_ids": ids, "attention_mask": nn.utils.rnn.pad_sequence([*map(torch.ones_like, rows)], **options)}
 
 
@@ -145,12 +146,13 @@ def _layer_inspection(number: int, parts: dict[str, Tensor] | None, config, real
     for name, tensor in parts.items():
         if tensor.is_floating_point():
             tensor = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
-        tensor = tensor.cpu()
         if name in ("scores", "weights", "heads"):
             tensor = tensor.masked_fill(padding, float("-inf") if name == "scores" else 0)
         named[name] = NamedTensor(tensor, DIMENSIONS[name])
-    own = getattr(config, "attention", None) or ("global" if layer_kinds(config)[number] == "full_attention" else "local")
-    return LayerInspection(number, "infini" if "gate" in parts else own, **named)
+    kind = "global" if layer_kinds(config)[number] == "full_attention" else "local"
+    if config.model_type == "causal_mha":
+        kind = config.attention
+    return LayerInspection(number, "infini" if "gate" in parts else kind, **named)
 
 
 def _predictions(logits: Tensor, ids: Tensor, real: Tensor, tokenizer) -> list[list[Prediction]]:

@@ -1,4 +1,4 @@
-"""How models with a memory are optimised: the parameter groups, the gates, and the Trainer."""
+"""How models with a memory are trained: parameter groups, gates, and the Trainer. Its data collator is `rows.RowReader`."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -12,12 +12,12 @@ from torch.nn import functional as F
 from transformers import Cache, Trainer, TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from ...compat.cache_name import CACHE
-from ...compat.hub_code import HubModelMixin
-from ...layers.gates import gates_of
-from ...ops.checks import check_kinds
-from ..metrics import stream_losses, summarize
-from ..parallel.shards import check_shards, shard_rows
+from ..compat.cache_name import CACHE
+from ..compat.hub_code import HubModelMixin
+from ..layers.gates import gates_of
+from ..ops.checks import check_kinds
+from .metrics import stream_losses, summarize
+from .parallel.shards import check_shards, shard_rows
 
 ROWS_OF_THE_HEAD = 256  # logits of few places are made of a multiple of so many
 
