@@ -8,6 +8,7 @@ from safetensors.torch import load, save_file
 from transformers import PreTrainedModel
 from transformers.utils import cached_file
 
+from ..compat.peft_layers import inside_of
 from ..compat.swap_class import unchanged_on_error
 from ..layers.memory_layer import memory_parameters
 from .adapter_files import (
@@ -17,7 +18,6 @@ from .adapter_files import (
     RECORD,
     WEIGHTS,
     describe,
-    inside_of,
     names_of,
     read_tensors,
     write_memory,

@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import PreTrainedModel
 
+from ..compat.peft_layers import inside_of
 from ..layers.memory_layer import PARAMETERS
 from .checkpoints import FLOATS, one_line, read_json
 from .structure import attention_layers, decoder_of
@@ -96,9 +96,3 @@ def names_of(model) -> dict[str, str]:
             if own.partition(".")[0] in PARAMETERS and ".modules_to_save." not in name:
                 found[f"{number}.{own}"] = f"{names[layer]}.{name}"
     return found
-
-
-def inside_of(model):
-    """The transformers model inside PEFT's wrapper, or what was given."""
-    modules = model.modules() if isinstance(model, torch.nn.Module) else ()
-    return next((module for module in modules if isinstance(module, PreTrainedModel)), model)

@@ -26,7 +26,7 @@ from ..ops.layout.base import Layout
 from ..ops.layout.build import segment_layout
 from ..ops.state import InfiniState
 from ..options import layer_kinds
-from .checkpoints import CheckedLoadingMixin
+from .checkpoints import check_loaded
 from .masks import kept_layers_masks
 from .peft import AdaptedModelMixin, meet_peft
 from .structure import decoder_layers, decoder_of
@@ -34,7 +34,7 @@ from .structure import decoder_layers, decoder_of
 logger = logging.get_logger(__name__)
 
 
-class InitializationMixin(CheckedLoadingMixin, AdaptedModelMixin):
+class WholeModelMixin(AdaptedModelMixin):
     """Loads whole checkpoints only, and has `_init_weights` called for every module; comes before `PreTrainedModel`.
 
     For classes outside of transformers, it passes over modules whose own parameters are all initialised, and takes a module
@@ -42,11 +42,25 @@ class InitializationMixin(CheckedLoadingMixin, AdaptedModelMixin):
     without that, because `_init_weights` writes only through `transformers.initialization`.
     """
 
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path, *args, output_loading_info=False, **kwargs):
+        """As usual.
+
+        Raises:
+            ValueError: as [`check_loaded`]; a head may be missing that the checkpoint was not saved with.
+        """
+        model, info = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
+        if not getattr(model, "_hf_peft_config_loaded", False):  # then the information is on the adapter
+            saved_as = {str(name).removeprefix("Infini") for name in model.config.architectures or ()}
+            new_head = type(model).__name__.removeprefix("Infini") not in saved_as
+            check_loaded(pretrained_model_name_or_path, model, info, new_head)
+        return (model, info) if output_loading_info else model
+
     def _initialize_weights(self, module, is_custom_code: bool = False):
         super()._initialize_weights(module, False)
 
 
-class InfiniPreTrainedMixin(InitializationMixin):
+class InfiniPreTrainedMixin(WholeModelMixin):
     """What base models and heads share; comes before the own class of either."""
 
     own_class: type[Any]  # the class that comes after this one

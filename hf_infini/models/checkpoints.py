@@ -12,29 +12,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..compat.hub_code import ModelBase
 from ..layers.memory_layer import PARAMETERS, memory_layers
 
 REMEDY = "Get the file again, or save the model again"
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-
-
-class CheckedLoadingMixin(ModelBase):
-    """Loads whole checkpoints only; comes before `PreTrainedModel`."""
-
-    @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path, *args, output_loading_info=False, **kwargs):
-        """As usual.
-
-        Raises:
-            ValueError: as [`check_loaded`]; a head may be missing that the checkpoint was not saved with.
-        """
-        model, info = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
-        if not getattr(model, "_hf_peft_config_loaded", False):  # then the information is on the adapter
-            saved_as = {str(name).removeprefix("Infini") for name in model.config.architectures or ()}
-            new_head = type(model).__name__.removeprefix("Infini") not in saved_as
-            check_loaded(pretrained_model_name_or_path, model, info, new_head)
-        return (model, info) if output_loading_info else model
 
 
 def check_loaded(path, model: PreTrainedModel, info: dict, new_head: bool = False) -> None:

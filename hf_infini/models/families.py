@@ -28,7 +28,6 @@ from .generation import MemoryGenerationMixin
 from .gpt2 import GPT2InfiniAttention, InfiniGPT2ModelMixin
 from .gpt2_configuration import InfiniGPT2Config
 from .option_checks import OptionsMixin, checked
-from .peft import AdaptedConfigMixin
 from .structure import base_model_name
 
 # Families that a swapped layer's test would pass or fail without telling the reason
@@ -71,7 +70,7 @@ PROBED = (
 DROP_KEYWORDS = ("stablelm", "nemotron")
 
 
-class FamilyConfigMixin(MemoryOptions, OptionsMixin, AdaptedConfigMixin, HubConfigMixin):
+class FamilyConfigMixin(MemoryOptions, OptionsMixin, HubConfigMixin):
     """All options of the own configuration, and those of [`MemoryOptions`]."""
 
     has_no_defaults_at_init = True  # transformers 5.17 would otherwise build one without options to compare with

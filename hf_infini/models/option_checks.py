@@ -12,6 +12,7 @@ from transformers import PreTrainedConfig
 
 from ..ops.rules import RULES
 from ..options import ConfigBase, check_number, limits_of
+from .peft import meet_peft
 
 ALIKE = 0.9  # similarity of names, at most 1: one letter more or less, or two swapped
 SEGMENTS = {"segment_length", "n_segments"}  # one of the two is given
@@ -89,6 +90,10 @@ class OptionsMixin(ConfigBase):
             check_number(entry.name, getattr(self, entry.name), limits_of(entry))
         refuse_misspelt(type(self), kwargs)
         super().__post_init__(**kwargs)
+
+    def to_dict(self) -> dict:
+        meet_peft(self.model_type)  # it looks for the type here, and may have been imported after the model was made
+        return super().to_dict()
 
     def check_update_rule(self) -> None:
         """ValueError where options mean nothing with the update rule."""

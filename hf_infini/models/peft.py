@@ -18,10 +18,10 @@ from transformers import PreTrainedModel
 
 from ..compat.class_lookups import PREFIX
 from ..compat.hub_code import ModelBase
+from ..compat.peft_layers import inside_of
 from ..layers.gates import look_again
 from ..layers.memory_layer import memory_layers, memory_parameters
-from ..options import ConfigBase
-from .adapter_files import LORA_WEIGHTS, inside_of, write_memory
+from .adapter_files import LORA_WEIGHTS, write_memory
 
 TABLES = ("peft.utils.constants", "peft.utils.transformers_weight_conversion")
 TASKS = {"CausalLM": "CAUSAL_LM", "LMHeadModel": "CAUSAL_LM", "SequenceClassification": "SEQ_CLS"}
@@ -64,17 +64,6 @@ def meet_peft(infini: str) -> None:
             if own in table:
                 table[infini] = table[own]
         _complete_what_is_saved()
-
-
-class AdaptedConfigMixin(ConfigBase):
-    """A configuration for which PEFT finds what it knows of the own type; comes before the own one.
-
-    PEFT may be imported after a model is made. It looks for the type in `to_dict()`: so it is met there, too.
-    """
-
-    def to_dict(self) -> dict:
-        meet_peft(self.model_type)
-        return super().to_dict()
 
 
 class AdaptedModelMixin(ModelBase):
