@@ -49,7 +49,8 @@ class WholeModelMixin(AdaptedModelMixin):
         Raises:
             ValueError: as [`check_loaded`]; a head may be missing that the checkpoint was not saved with.
         """
-        model, info = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
+        loaded: Any = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
+        model, info = loaded
         if not getattr(model, "_hf_peft_config_loaded", False):  # then the information is on the adapter
             saved_as = {str(name).removeprefix("Infini") for name in model.config.architectures or ()}
             new_head = type(model).__name__.removeprefix("Infini") not in saved_as
