@@ -255,15 +255,8 @@ class InfiniModelMixin(ModelBase):
         kinds = layer_kinds(self.config)
         masks: Any = dict.fromkeys(kinds, torch.ones(1, 1, 1, 1, dtype=torch.bool, device=layout.positions.device))
         if len(self.config.infini_layers) < len(kinds):
-            masks |= kept_layers_masks(self.config, layout, cache, states, self.dtype)
-        if self.takes_masks_by_type:
-            return masks
-        mask = next(iter(masks.values()))
-        if mask is None and self.needs_a_mask():
-            tokens, past = layout.positions.shape[1], 0 if cache is None else cache.get_seq_length()
-            ones = torch.ones(tokens, past + tokens, dtype=torch.bool, device=layout.positions.device)
-            mask = ones.tril(past)[None, None]
-        return mask
+            masks |= kept_layers_masks(self.config, layout, cache, states, self.dtype, self.needs_a_mask())
+        return masks if self.takes_masks_by_type else next(iter(masks.values()))
 
     def needs_a_mask(self) -> bool:
         """Whether the own forward may not be left to find out that everything before a token is visible."""

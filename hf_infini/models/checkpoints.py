@@ -36,6 +36,7 @@ def check_loaded(path, model: PreTrainedModel, info: dict, new_head: bool = Fals
     missing = sorted(set(info["missing_keys"]) - memory)
     if new_head and model.base_model is not model:
         missing = [name for name in missing if name.startswith(base)]
+    missing = [name.removeprefix(base) for name in missing]
     if missing:
         raise ValueError(
             f"the weights of {path} are incomplete: {_some(missing)} not there, and would be random. {REMEDY} and its "

@@ -217,16 +217,15 @@ class AutoInfiniModelForCausalLM:
                 with its memory empty; the message says why.
         """
         options = {"trust_remote_code": False} | options  # nobody is asked whether a folder's code may run
-        names = {"cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder", "trust_remote_code"}
-        hub = {name: options[name] for name in names & options.keys()}
-        config_class = type(transformers.AutoConfig.from_pretrained(path, **hub))
-        if not issubclass(config_class, MemoryOptions):
-            infini_config(config_class)
-            table = AUTO_CLASSES["AutoModelForCausalLM"]
-            if config_class not in table:
-                raise ValueError(f"{path} is a {config_class.model_type!r}, and that is no causal language model.")
-            return infini_class(table[config_class]).from_pretrained(path, **options)
-        return transformers.AutoModelForCausalLM.from_pretrained(path, **options)
+        kind = PreTrainedConfig.get_config_dict(path, **options)[0].get("model_type")
+        config_class = transformers.CONFIG_MAPPING[kind] if kind in transformers.CONFIG_MAPPING else MemoryOptions
+        if issubclass(config_class, MemoryOptions):
+            return transformers.AutoModelForCausalLM.from_pretrained(path, **options)
+        infini_config(config_class)
+        table = AUTO_CLASSES["AutoModelForCausalLM"]
+        if config_class not in table:
+            raise ValueError(f"{path} is a {kind!r}, and that is no causal language model.")
+        return infini_class(table[config_class]).from_pretrained(path, **options)
 
 
 def __getattr__(name: str) -> type:

@@ -13,7 +13,12 @@ from ..options import layer_kinds
 
 
 def kept_layers_masks(
-    config, layout: Layout, cache: InfiniCache | None, states: PendingStates | None, dtype: torch.dtype
+    config,
+    layout: Layout,
+    cache: InfiniCache | None,
+    states: PendingStates | None,
+    dtype: torch.dtype,
+    written_out: bool = False,
 ) -> dict[str, Tensor | None]:
     """The masks of the layers without a memory, by the type of layer: `[batch or 1, 1, tokens, keys]`, in the form that the
     model's attention implementation takes; `None` where the kernel's own causal mask says the same. There is such a layer.
@@ -21,6 +26,7 @@ def kept_layers_masks(
     Args:
         states: of the call; they get the documents of its columns.
         dtype: of masks that are added to scores.
+        written_out: never `None`.
     """
     tokens, device = layout.positions.shape[1], layout.tokens_seen.device
     past = 0 if cache is None else cache.get_seq_length()
@@ -31,7 +37,8 @@ def kept_layers_masks(
     first = {kinds[layer]: layer for layer in reversed(range(len(kinds))) if layer not in config.infini_layers}
     eager = config._attn_implementation == "eager"
     masks: dict[str, Tensor | None] = {}
-    if "full_attention" in first and documents is None and not eager and (past == 0 or tokens == 1):
+    written_out |= eager or documents is not None or past > 0 and tokens > 1
+    if "full_attention" in first and not written_out:
         del first["full_attention"]
         masks["full_attention"] = None
     if not first:
