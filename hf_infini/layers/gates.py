@@ -42,8 +42,8 @@ def gates_of(model: nn.Module) -> dict[str, nn.Module]:
     They are found by what their layer can do: classes differ where a model came with its own code, or where PEFT has wrapped
     the gate.
     """
-    layers = {name: module for name, module in model.named_modules() if hasattr(type(module), "add_memory_parameters")}
-    return {f"{name}.gate": gate for name, layer in layers.items() for own, gate in layer.named_children() if own == "gate"}
+    layers = ((name, module) for name, module in model.named_modules() if hasattr(type(module), "add_memory_parameters"))
+    return {f"{name}.gate": layer.gate for name, layer in layers if hasattr(layer, "gate")}
 
 
 def watch_gates(model: nn.Module) -> None:

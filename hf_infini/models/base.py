@@ -15,7 +15,6 @@ from transformers.utils import logging
 
 from ..cache.cache import InfiniCache, InfiniLayer, PendingStates, check_rows
 from ..compat.cache_name import CACHE, OTHER_NAME, with_one_name
-from ..compat.class_lookups import alias_weights
 from ..compat.execution_device import device_of
 from ..compat.hub_code import ModelBase
 from ..compat.swap_class import swap_class
@@ -87,8 +86,6 @@ class InfiniPreTrainedMixin(WholeModelMixin):
         base: Any = decoder_of(self)  # is made an InfiniModelMixin
         if not isinstance(base, InfiniModelMixin):
             swap_class(base, self.class_with_memory(type(base)))
-        for part in (self, base):
-            part.alias_weights()
         meet_peft(base.config.model_type)  # of experts PEFT looks for the type before it asks for `to_dict()`
         base.set_positions()
         layers, config = decoder_layers(base), LayerConfig(base.config)
@@ -100,25 +97,6 @@ class InfiniPreTrainedMixin(WholeModelMixin):
             if not isinstance(attention, InfiniAttentionMixin):
                 swap_class(attention, self.class_with_memory(type(attention)))
                 attention.swap_in(config, base.rotary_tables(1), base.dtype)
-
-    def __setstate__(self, state: dict) -> None:
-        super().__setstate__(state)  # of a copy, or of a model that another process has pickled
-        self.alias_weights()
-
-    def alias_weights(self) -> None:
-        """[`class_lookups.alias_weights`] of this model's type and class."""
-        alias_weights(self.own_class.config_class.model_type, self.config.model_type)
-        alias_weights(self.own_class.__name__, f"Infini{self.own_class.__name__}")
-
-    # transformers reads these two from the file of a class, and this one's layers and experts are those of the own class
-
-    @classmethod
-    def _can_set_attn_implementation(cls) -> bool:
-        return cls.own_class._can_set_attn_implementation()
-
-    @classmethod
-    def _can_set_experts_implementation(cls) -> bool:
-        return cls.own_class._can_set_experts_implementation()
 
     @classmethod
     def from_pretrained(cls, *args, **kwargs):

@@ -19,7 +19,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
 
 from ..compat.cache_name import CACHE
-from ..compat.class_lookups import PREFIX, alias_tokenizer
+from ..compat.class_lookups import PREFIX, alias_tokenizer, alias_weights
 from ..compat.hub_code import IS_COPY, HubConfigMixin, HubModelMixin, carry_code
 from ..layers.memory_layer import InfiniAttentionMixin, KeywordlessLayerMixin
 from ..options import MemoryOptions, layer_kinds
@@ -141,6 +141,12 @@ def infini_class(own: type) -> type:
     config: Any = own.config_class
     attributes: dict[str, Any] = {"__module__": __name__, "__doc__": f"`{own.__name__}` with Infini-attention."}
     attributes |= {"own_class": own, "config_class": infini_config(config), "class_with_memory": staticmethod(infini_class)}
+    # transformers finds these out by the file of a class, and the layers and experts are those of the own class
+    for name in ("_can_set_attn_implementation", "_can_set_experts_implementation"):
+        attributes[name] = getattr(own, name)
+    if config is not GPT2Config:  # whose checkpoints name weights as its modules do; transformers takes 0.3 s to say so
+        alias_weights(config.model_type, PREFIX + config.model_type)
+        alias_weights(own.__name__, f"Infini{own.__name__}")
     bases: list[type] = [HubModelMixin, InfiniPreTrainedMixin]
     if own.__name__ == base_model_name(config):
         mixin = InfiniGPT2ModelMixin if config is GPT2Config else InfiniModelMixin
