@@ -42,8 +42,10 @@ def check_loaded(path, model: PreTrainedModel, info: dict, new_head: bool = Fals
             f"the weights of {path} are incomplete: {_some(missing)} not there, and would be random. {REMEDY} and its "
             "config.json together."
         )
-    numbered = {_without_numbers(name.removeprefix(base)) for name in model.state_dict().keys() - memory if "." in name}
-    surplus = sorted(n for n in info["unexpected_keys"] if _without_numbers(n.removeprefix(base)) in numbered)
+    names = {name.removeprefix(base) for name in model.state_dict().keys() - memory}
+    numbered = {_without_numbers(name) for name in names if _without_numbers(name) != name}
+    unexpected = {name.removeprefix(base) for name in info["unexpected_keys"]} - names
+    surplus = sorted(name for name in unexpected if _without_numbers(name) in numbered)
     if surplus:
         raise ValueError(
             f"the weights of {path} are of a larger model than its config.json describes: {_some(surplus)} left over. "
