@@ -37,9 +37,7 @@ def write_memory(model, folder: Path, state: Mapping[str, Tensor], dtype: torch.
     tensors = {name: state[key].detach() for name, key in names_of(model).items()}
     tensors = {name: tensor.to("cpu", dtype or tensor.dtype).contiguous() for name, tensor in tensors.items()}
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
-    config = inside.config
-    names = [name for name in config.__dataclass_fields__ if name not in config.own_class.__dataclass_fields__]
-    options = {name: getattr(config, name) for name in names}
+    options = {name: getattr(inside.config, name) for name in inside.config.own_options()}
     record = {"options": options, "model": describe(model, state), "peft": has_lora}
     (folder / RECORD).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     if has_lora:

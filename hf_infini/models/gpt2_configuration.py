@@ -5,10 +5,8 @@ from typing import Literal
 from transformers import GPT2Config
 
 from ..compat.hub_code import HubConfigMixin, carry_code
-from ..options import MEMORY_OPTIONS, MemoryOptions
+from ..options import MemoryOptions
 from .option_checks import OptionsMixin, checked
-
-OPTIONS = (*MEMORY_OPTIONS, "position_encoding")  # what it has beside those of GPT-2
 
 
 @checked

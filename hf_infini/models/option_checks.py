@@ -84,6 +84,11 @@ class OptionsMixin(ConfigBase):
             (found[0] if isinstance(found, tuple) else found).__dict__["_from_other_type"] = list(given)
         return found
 
+    @classmethod
+    def own_options(cls) -> list[str]:
+        """The names of the options that the own class does not have."""
+        return [name for name in cls.__dataclass_fields__ if name not in cls.own_class.__dataclass_fields__]
+
     def __post_init__(self, **kwargs):
         """Checks numbers before anything is computed of them, and undeclared attributes before they are kept."""
         for entry in dataclasses.fields(self):
@@ -102,7 +107,7 @@ class OptionsMixin(ConfigBase):
 
 def refuse_misspelt(config_class: type[OptionsMixin], names: Iterable[str]) -> None:
     """ValueError for a name that is nearly one of the options that are declared here, and would change nothing."""
-    own = sorted(config_class.__dataclass_fields__.keys() - config_class.own_class.__dataclass_fields__.keys())
+    own = config_class.own_options()
     for name in names:
         if name not in own and (alike := difflib.get_close_matches(name, own, 1, ALIKE)):
             raise ValueError(
