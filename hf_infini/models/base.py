@@ -355,17 +355,12 @@ def memory_cache(model, given, use_cache: bool | None, batch: int) -> InfiniCach
     if given is not None:
         given.drop_unfinished()
     cache = InfiniCache(model.config) if use_cache and given is None else given
-    if cache is not None and checkpoints_gradients(model):
-        functions = (getattr(module, "_gradient_checkpointing_func", None) for module in model.modules())
-        reentrant = any(getattr(function, "keywords", {}).get("use_reentrant") for function in functions)
-        if reentrant or not all(wanted):
-            reason = "layers of full attention would append their keys and values twice"
-            if all(wanted):
-                reason = 'use_reentrant=True cuts the gradient: gradient_checkpointing_enable({"use_reentrant": False})'
-            raise ValueError(
-                f"gradient checkpointing in training does not go with this cache: {reason}. Pass use_cache=False and no "
-                f"{CACHE}, or call gradient_checkpointing_disable()."
-            )
+    functions = (getattr(module, "_gradient_checkpointing_func", None) for module in model.modules())
+    if cache is not None and not all(wanted):
+        refuse_checkpoints(model, "layers of full attention would append their keys and values twice")
+    elif cache is not None and any(getattr(function, "keywords", {}).get("use_reentrant") for function in functions):
+        remedy = 'gradient_checkpointing_enable({"use_reentrant": False})'
+        refuse_checkpoints(model, f"use_reentrant=True cuts the gradient through the memory, and {remedy} does not")
     return cache
 
 
@@ -374,6 +369,15 @@ def checkpoints_gradients(model) -> bool:
     if not (torch.is_grad_enabled() and model.training):
         return False
     return any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+
+
+def refuse_checkpoints(model, reason: str) -> None:
+    """ValueError with the `reason` why layers with a cache cannot run again, where gradient checkpointing has them do so."""
+    if checkpoints_gradients(model):
+        raise ValueError(
+            f"gradient checkpointing in training does not go with this cache: {reason}. Pass use_cache=False and no "
+            f"{CACHE}, or call gradient_checkpointing_disable()."
+        )
 
 
 @check_kinds

@@ -27,6 +27,7 @@ from ..base import (
     check_positions,
     checkpoints_gradients,
     counted_positions,
+    refuse_checkpoints,
     with_arguments_of,
 )
 from ..generation import MemoryGenerationMixin
@@ -284,11 +285,8 @@ def key_value_cache(model, given, use_cache: bool | None) -> Cache | None:
         if kept is not None and (config.sliding_window is None or kept < config.sliding_window):
             seen = "everything before" if config.sliding_window is None else f"{config.sliding_window} tokens"
             raise ValueError(f"this cache keeps a window of {kept} tokens, and this model's tokens see {seen}. {remedy}")
-    if cache is not None and checkpoints_gradients(model):
-        raise ValueError(
-            "gradient checkpointing in training does not go with a cache: layers would append their keys and values twice. "
-            f"Pass use_cache=False and no {CACHE}, or call gradient_checkpointing_disable()."
-        )
+    if cache is not None:
+        refuse_checkpoints(model, "layers would append their keys and values twice")
     return cache
 
 
