@@ -4,7 +4,7 @@ import functools
 import inspect
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence, Set
 from numbers import Integral, Real
 from pathlib import Path
 from types import UnionType
@@ -18,6 +18,7 @@ from .window import Rotary
 
 Function = TypeVar("Function", bound=Callable)
 LIMITS = {"scaling": {}, "softcap": {"greater_than": 0}, "dropout": {"at_least": 0, "below": 1}, "eps": {"at_least": 0}}
+FITTING = set()  # functions, names and types of arguments that were right
 ACCEPTED: dict[Any, type] = {int: Integral, float: Real, Path: os.PathLike, Any: object}  # for these annotations
 
 
@@ -28,17 +29,26 @@ def check_kinds(function: Function) -> Function:
     @functools.wraps(function)
     def checked(*args, **kwargs):
         if not torch.compiler.is_compiling():
-            types = _types(function)
-            for name, value in (*zip(types, args, strict=False), *kwargs.items()):
-                if not _fits(value, wanted := types.get(name, Any)):
-                    kind = type(value).__name__
-                    shown = f"{value!r:.60} ({kind})" if isinstance(value, (str, int, float)) else kind
-                    allowed = re.sub(r"[\w.]+\.", "", inspect.formatannotation(wanted))
-                    raise ValueError(f"{name} must be of type {allowed}; got {'None' if value is None else shown}.")
+            _check_kinds(function, args, kwargs)
         return function(*args, **kwargs)
 
     result: Any = checked
     return result
+
+
+def _check_kinds(function: Callable, args: tuple, kwargs: dict) -> None:
+    types = _types(function)
+    for name, value in (*zip(types, args, strict=False), *kwargs.items()):
+        if (function, name, type(value)) in FITTING:
+            continue
+        wanted = types.get(name, Any)
+        if not _fits(value, wanted):
+            kind = type(value).__name__
+            shown = f"{value!r:.60} ({kind})" if isinstance(value, (str, int, float)) else kind
+            allowed = re.sub(r"[\w.]+\.", "", inspect.formatannotation(wanted))
+            raise ValueError(f"{name} must be of type {allowed}; got {'None' if value is None else shown}.")
+        if not isinstance(value, (Mapping, Sequence, Set)):  # what is in one is looked at each time
+            FITTING.add((function, name, type(value)))
 
 
 @functools.cache
