@@ -7,10 +7,10 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from ..compat.swap_class import swap_class, unchanged_on_error
 from ..layers.memory_layer import InfiniAttentionMixin, KeywordlessLayerMixin
-from ..options import MemoryOptions
 from .base import InfiniPreTrainedMixin
 from .checkpoints import one_line
 from .families import infini_class, infini_config
+from .option_checks import OptionsMixin
 from .structure import attention_layers, decoder_layers, decoder_of
 
 
@@ -164,7 +164,7 @@ def _replaces_forward(module: nn.Module) -> bool:
 
 def _convert(config, config_class, **options):
     """The values of `config` in another class, with `options` on top."""
-    infini = config_class if issubclass(config_class, MemoryOptions) else type(config)
+    infini = config_class if issubclass(config_class, OptionsMixin) else type(config)
     own = {"model_type", "transformers_version", "architectures", "auto_map", *infini.own_options()}
     converted = config_class(**({name: value for name, value in config.to_dict().items() if name not in own} | options))
     converted._attn_implementation = config._attn_implementation
