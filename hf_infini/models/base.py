@@ -34,12 +34,7 @@ logger = logging.get_logger(__name__)
 
 
 class WholeModelMixin(AdaptedModelMixin):
-    """Loads whole checkpoints only, and has `_init_weights` called for every module; comes before `PreTrainedModel`.
-
-    For classes outside of transformers, it passes over modules whose own parameters are all initialised, and takes a module
-    without any (GPT-2's MLP) for one: the scaled start of the projections inside would be lost. What was loaded is safe
-    without that, because `_init_weights` writes only through `transformers.initialization`.
-    """
+    """Loads whole checkpoints only, and has all modules initialised; comes before `PreTrainedModel`."""
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *args, output_loading_info=False, **kwargs):
@@ -57,6 +52,10 @@ class WholeModelMixin(AdaptedModelMixin):
         return (model, info) if output_loading_info else model
 
     def _initialize_weights(self, module, is_custom_code: bool = False):
+        """As usual, but also for classes outside of transformers `_init_weights` is called for every module. There it passes
+        over modules whose own parameters are all initialised, and takes one without any (GPT-2's MLP) for such: the scaled
+        start of the projections inside would be lost. What was loaded is safe, as `_init_weights` writes only through
+        `transformers.initialization`."""
         super()._initialize_weights(module, False)
 
 
