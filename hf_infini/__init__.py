@@ -19,13 +19,12 @@ The scripts are in recipes/.
 import transformers
 
 from .cache.cache import InfiniCache, cache_bytes
-from .models.adapter import load_adapter, save_adapter
+from .models.adapter import load_adapter, lora_config, save_adapter
 from .models.families import PROBED, AutoInfiniModelForCausalLM, infini_class, register_lazily
 from .models.families import __getattr__ as __getattr__  # InfiniLlamaForCausalLM and so on
 from .models.gpt2 import GPT2InfiniAttention
 from .models.gpt2_configuration import InfiniGPT2Config
 from .models.patching import patch_model, unpatch_model
-from .models.peft import lora_config
 from .models.scratch.attention import CausalMultiHeadAttention
 from .models.scratch.configuration import CausalMHAConfig
 from .models.scratch.modeling import AUTO_CLASSES, CausalMHAForCausalLM, CausalMHAModel

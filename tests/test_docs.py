@@ -20,8 +20,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Trainer,
 from browser import needs_browser, report_of, survey
 from cases import assert_same_gradients
 from decoders import decoder
-from hf_infini import InfiniCache, patch_model
-from hf_infini.models.gpt2_configuration import OPTIONS
+from hf_infini import InfiniCache, InfiniGPT2Config, patch_model
 from models import token_ids
 
 ROOT = Path(__file__).parents[1]
@@ -269,7 +268,7 @@ def test_a_broken_page_of_a_site_is_noticed(tmp_path):
 def test_every_option_has_its_section():
     text = (ROOT / "docs" / "options.md").read_text(encoding="utf-8")
     headings = re.findall(r"^## `(\w+)`$", text, re.MULTILINE)
-    assert sorted(headings) == sorted(OPTIONS)
+    assert sorted(headings) == sorted(InfiniGPT2Config.own_options())
     for section in re.split(r"^## ", text, flags=re.MULTILINE)[1:]:
         if section.startswith("`"):
             assert "*Cost*" in section or "costs" in section or "Choosing the segment length" in section, section

@@ -121,7 +121,7 @@ class PendingStates:
     a second time. To a layer's own forward this is the cache.
 
     Attributes:
-        documents: see [`full_attention_mask`], of all columns up to the last of this call.
+        documents: see [`kept_layers_masks`], of all columns up to the last of this call.
         exchange: gives the layers what other processes have read before this one (context parallelism); `None`: nobody has.
     """
 
@@ -164,7 +164,7 @@ class ReadText:
     """What has been read of all rows, in the columns that a cache has passed.
 
     Attributes:
-        documents: see [`full_attention_mask`], of all columns.
+        documents: see [`kept_layers_masks`], of all columns.
         real: `[batch]` int64, how many of the columns were not padding; `None` before the first call.
         fingerprint: `[batch, 2]` int64, see [`extend_fingerprint`]; `None` before the first call, and after one without ids.
     """

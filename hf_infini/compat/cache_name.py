@@ -1,6 +1,7 @@
 """The name of a model's cache: `cache`, and before transformers 5.24 `past_key_values`. Models here take it by either."""
 
 import functools
+import inspect
 import warnings
 from collections.abc import Callable
 from dataclasses import fields
@@ -39,10 +40,12 @@ def with_one_name(given: dict[str, Any], name: str = "cache") -> dict[str, Any]:
 
 
 def takes_either_name(forward: Callable) -> Callable:
-    """A method with an argument `cache`, which may be called `past_key_values` too."""
+    """A method whose argument for a cache may have either name."""
+
+    name = CACHE if CACHE in inspect.signature(forward).parameters else "cache"
 
     @functools.wraps(forward)
     def with_either(self, *args, **kwargs):
-        return forward(self, *args, **with_one_name(kwargs))
+        return forward(self, *args, **with_one_name(kwargs, name))
 
     return with_either

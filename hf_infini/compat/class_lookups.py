@@ -3,8 +3,6 @@
 What is found by the name of a class that stays (layers) or by the end of a name (`…ForCausalLM`) needs nothing here.
 """
 
-import functools
-
 from transformers import PreTrainedConfig
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.models.auto import tokenization_auto
@@ -25,7 +23,6 @@ def alias_tokenizer(own: type[PreTrainedConfig], infini: type[PreTrainedConfig])
         table.register(infini, table[own], exist_ok=True)
 
 
-@functools.cache
 def alias_weights(own: str, infini: str) -> None:
     """Has the weights of a model type or class renamed and joined as those of the own one, whose checkpoints name some of
     them otherwise than its modules (experts)."""

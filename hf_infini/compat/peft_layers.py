@@ -10,8 +10,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 
+def inside_of(model):
+    """The transformers model inside a `PeftModel` or another wrapper, or what was given."""
+    modules = model.modules() if isinstance(model, nn.Module) else ()
+    return next((module for module in modules if isinstance(module, PreTrainedModel)), model)
+
+
 def without_wrappers(model):
-    """The transformers model inside a `PeftModel` or another wrapper; adapters inside its layers stay where they are.
+    """As [`inside_of`], for a memory file; adapters inside the model's layers stay where they are.
 
     Raises:
         ValueError: there is no such model, or the active adapter puts learned tokens before every text (prompt and prefix
@@ -23,9 +29,8 @@ def without_wrappers(model):
             f"the adapter {model.active_adapter!r} ({type(config).__name__}) puts learned tokens before every text, and a "
             "memory file is bound to what is in the layers: use an adapter like LoRA, or model.get_base_model()."
         )
-    modules = model.modules() if isinstance(model, nn.Module) else ()
-    inside = next((module for module in modules if isinstance(module, PreTrainedModel)), None)
-    if inside is None:
+    inside = inside_of(model)
+    if not isinstance(inside, PreTrainedModel):
         raise ValueError(f"a model of transformers is needed, or a wrapper around one; got {type(model).__name__}.")
     return inside
 

@@ -3,6 +3,7 @@
 import functools
 import warnings
 import weakref
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -36,14 +37,14 @@ class Gate(nn.Module):
         return self.weight
 
 
-def gates_of(model: nn.Module) -> dict[str, nn.Module]:
+def gates_of(model: nn.Module) -> dict[str, Any]:
     """The gates of a model by the name of their module, `transformer.h.0.attn.gate`, in the order of the layers.
 
     They are found by what their layer can do: classes differ where a model came with its own code, or where PEFT has wrapped
     the gate.
     """
-    layers = {name: module for name, module in model.named_modules() if hasattr(type(module), "add_memory_parameters")}
-    return {f"{name}.gate": gate for name, layer in layers.items() for own, gate in layer.named_children() if own == "gate"}
+    layers = ((name, module) for name, module in model.named_modules() if hasattr(type(module), "add_memory_parameters"))
+    return {f"{name}.gate": layer.gate for name, layer in layers if hasattr(layer, "gate")}
 
 
 def watch_gates(model: nn.Module) -> None:

@@ -5,9 +5,11 @@ from typing import Any
 
 import torch
 from safetensors.torch import load, save_file
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import cached_file
 
+from ..compat.peft_layers import inside_of
 from ..compat.swap_class import unchanged_on_error
 from ..layers.memory_layer import memory_parameters
 from .adapter_files import (
@@ -17,7 +19,6 @@ from .adapter_files import (
     RECORD,
     WEIGHTS,
     describe,
-    inside_of,
     names_of,
     read_tensors,
     write_memory,
@@ -26,7 +27,34 @@ from .base import InfiniPreTrainedMixin
 from .checkpoints import FLOATS, one_line, read_json
 from .patching import patch_model
 
+TASKS = {"CausalLM": "CAUSAL_LM", "LMHeadModel": "CAUSAL_LM", "SequenceClassification": "SEQ_CLS"}
+TASKS |= {"TokenClassification": "TOKEN_CLS", "QuestionAnswering": "QUESTION_ANS"}
 DESCRIBED = ("model_type", "layers", "heads", "width", "weights")  # of a model, by `describe`
+
+
+def lora_config(model, **options):
+    """PEFT's `LoraConfig` for a model with a memory, whose parameters are trained and saved beside the LoRA.
+
+    Their names are in `modules_to_save`. PEFT copies the gates, which are modules. The other parameters of a memory are
+    trained in place, and act also where the adapter is disabled.
+
+    Args:
+        model: one with a memory.
+        options: those of `LoraConfig`, such as `r=16`; your `modules_to_save` are added to the memory's.
+
+    Raises:
+        ValueError: the model has no memory.
+    """
+    from peft import LoraConfig
+
+    found = memory_parameters(model) if isinstance(model, nn.Module) else {}
+    if not found:
+        raise ValueError(f"a {type(model).__name__} has no memory to train beside a LoRA: patch_model() it first.")
+    paths = (name.partition(".original_module")[0].removesuffix(".weight").split(".") for name in found)
+    names = dict.fromkeys(".".join(path[-2:]) for path in paths if "modules_to_save" not in path)
+    task = next((task for ending, task in TASKS.items() if type(model).__name__.endswith(ending)), None)
+    own: dict[str, Any] = {"task_type": task, "modules_to_save": [*names, *(options.pop("modules_to_save", None) or ())]}
+    return LoraConfig(**own | options)
 
 
 def save_adapter(model, folder, dtype: torch.dtype | None = None) -> None:

@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import PreTrainedModel
 
+from ..compat.peft_layers import inside_of
 from ..layers.memory_layer import PARAMETERS
 from .checkpoints import FLOATS, one_line, read_json
 from .structure import attention_layers, decoder_of
@@ -37,9 +37,7 @@ def write_memory(model, folder: Path, state: Mapping[str, Tensor], dtype: torch.
     tensors = {name: state[key].detach() for name, key in names_of(model).items()}
     tensors = {name: tensor.to("cpu", dtype or tensor.dtype).contiguous() for name, tensor in tensors.items()}
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
-    config = inside.config
-    names = [name for name in config.__dataclass_fields__ if name not in config.own_class.__dataclass_fields__]
-    options = {name: getattr(config, name) for name in names}
+    options = {name: getattr(inside.config, name) for name in inside.config.own_options()}
     record = {"options": options, "model": describe(model, state), "peft": has_lora}
     (folder / RECORD).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     if has_lora:
@@ -96,9 +94,3 @@ def names_of(model) -> dict[str, str]:
             if own.partition(".")[0] in PARAMETERS and ".modules_to_save." not in name:
                 found[f"{number}.{own}"] = f"{names[layer]}.{name}"
     return found
-
-
-def inside_of(model):
-    """The transformers model inside PEFT's wrapper, or what was given."""
-    modules = model.modules() if isinstance(model, torch.nn.Module) else ()
-    return next((module for module in modules if isinstance(module, PreTrainedModel)), model)

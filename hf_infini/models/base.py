@@ -15,7 +15,6 @@ from transformers.utils import logging
 
 from ..cache.cache import InfiniCache, InfiniLayer, PendingStates, check_rows
 from ..compat.cache_name import CACHE, OTHER_NAME, with_one_name
-from ..compat.class_lookups import alias_weights
 from ..compat.execution_device import device_of
 from ..compat.hub_code import ModelBase
 from ..compat.swap_class import swap_class
@@ -26,7 +25,7 @@ from ..ops.layout.base import Layout
 from ..ops.layout.build import segment_layout
 from ..ops.state import InfiniState
 from ..options import layer_kinds
-from .checkpoints import CheckedLoadingMixin
+from .checkpoints import check_loaded
 from .masks import kept_layers_masks
 from .peft import AdaptedModelMixin, meet_peft
 from .structure import decoder_layers, decoder_of
@@ -34,19 +33,33 @@ from .structure import decoder_layers, decoder_of
 logger = logging.get_logger(__name__)
 
 
-class InitializationMixin(CheckedLoadingMixin, AdaptedModelMixin):
-    """Loads whole checkpoints only, and has `_init_weights` called for every module; comes before `PreTrainedModel`.
+class WholeModelMixin(AdaptedModelMixin):
+    """Loads whole checkpoints only, and has all modules initialised; comes before `PreTrainedModel`."""
 
-    For classes outside of transformers, it passes over modules whose own parameters are all initialised, and takes a module
-    without any (GPT-2's MLP) for one: the scaled start of the projections inside would be lost. What was loaded is safe
-    without that, because `_init_weights` writes only through `transformers.initialization`.
-    """
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path, *args, output_loading_info=False, **kwargs):
+        """As usual.
+
+        Raises:
+            ValueError: as [`check_loaded`]; a head may be missing that the checkpoint was not saved with.
+        """
+        loaded: Any = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
+        model, info = loaded
+        if not getattr(model, "_hf_peft_config_loaded", False):  # then the information is on the adapter
+            saved_as = {str(name).removeprefix("Infini") for name in model.config.architectures or ()}
+            new_head = type(model).__name__.removeprefix("Infini") not in saved_as
+            check_loaded(pretrained_model_name_or_path, model, info, new_head)
+        return (model, info) if output_loading_info else model
 
     def _initialize_weights(self, module, is_custom_code: bool = False):
+        """As usual, but also for classes outside of transformers `_init_weights` is called for every module. There it passes
+        over modules whose own parameters are all initialised, and takes one without any (GPT-2's MLP) for such: the scaled
+        start of the projections inside would be lost. What was loaded is safe, as `_init_weights` writes only through
+        `transformers.initialization`."""
         super()._initialize_weights(module, False)
 
 
-class InfiniPreTrainedMixin(InitializationMixin):
+class InfiniPreTrainedMixin(WholeModelMixin):
     """What base models and heads share; comes before the own class of either."""
 
     own_class: type[Any]  # the class that comes after this one
@@ -72,8 +85,6 @@ class InfiniPreTrainedMixin(InitializationMixin):
         base: Any = decoder_of(self)  # is made an InfiniModelMixin
         if not isinstance(base, InfiniModelMixin):
             swap_class(base, self.class_with_memory(type(base)))
-        for part in (self, base):
-            part.alias_weights()
         meet_peft(base.config.model_type)  # of experts PEFT looks for the type before it asks for `to_dict()`
         base.set_positions()
         layers, config = decoder_layers(base), LayerConfig(base.config)
@@ -85,25 +96,6 @@ class InfiniPreTrainedMixin(InitializationMixin):
             if not isinstance(attention, InfiniAttentionMixin):
                 swap_class(attention, self.class_with_memory(type(attention)))
                 attention.swap_in(config, base.rotary_tables(1), base.dtype)
-
-    def __setstate__(self, state: dict) -> None:
-        super().__setstate__(state)  # of a copy, or of a model that another process has pickled
-        self.alias_weights()
-
-    def alias_weights(self) -> None:
-        """[`class_lookups.alias_weights`] of this model's type and class."""
-        alias_weights(self.own_class.config_class.model_type, self.config.model_type)
-        alias_weights(self.own_class.__name__, f"Infini{self.own_class.__name__}")
-
-    # transformers reads these two from the file of a class, and this one's layers and experts are those of the own class
-
-    @classmethod
-    def _can_set_attn_implementation(cls) -> bool:
-        return cls.own_class._can_set_attn_implementation()
-
-    @classmethod
-    def _can_set_experts_implementation(cls) -> bool:
-        return cls.own_class._can_set_experts_implementation()
 
     @classmethod
     def from_pretrained(cls, *args, **kwargs):
@@ -239,15 +231,8 @@ class InfiniModelMixin(ModelBase):
         kinds = layer_kinds(self.config)
         masks: Any = dict.fromkeys(kinds, torch.ones(1, 1, 1, 1, dtype=torch.bool, device=layout.positions.device))
         if len(self.config.infini_layers) < len(kinds):
-            masks |= kept_layers_masks(self.config, layout, cache, states, self.dtype)
-        if self.takes_masks_by_type:
-            return masks
-        mask = next(iter(masks.values()))
-        if mask is None and self.needs_a_mask():
-            tokens, past = layout.positions.shape[1], 0 if cache is None else cache.get_seq_length()
-            ones = torch.ones(tokens, past + tokens, dtype=torch.bool, device=layout.positions.device)
-            mask = ones.tril(past)[None, None]
-        return mask
+            masks |= kept_layers_masks(self.config, layout, cache, states, self.dtype, self.needs_a_mask())
+        return masks if self.takes_masks_by_type else next(iter(masks.values()))
 
     def needs_a_mask(self) -> bool:
         """Whether the own forward may not be left to find out that everything before a token is visible."""
@@ -368,17 +353,12 @@ def memory_cache(model, given, use_cache: bool | None, batch: int) -> InfiniCach
     if given is not None:
         given.drop_unfinished()
     cache = InfiniCache(model.config) if use_cache and given is None else given
-    if cache is not None and checkpoints_gradients(model):
-        functions = (getattr(module, "_gradient_checkpointing_func", None) for module in model.modules())
-        reentrant = any(getattr(function, "keywords", {}).get("use_reentrant") for function in functions)
-        if reentrant or not all(wanted):
-            reason = "layers of full attention would append their keys and values twice"
-            if all(wanted):
-                reason = 'use_reentrant=True cuts the gradient: gradient_checkpointing_enable({"use_reentrant": False})'
-            raise ValueError(
-                f"gradient checkpointing in training does not go with this cache: {reason}. Pass use_cache=False and no "
-                f"{CACHE}, or call gradient_checkpointing_disable()."
-            )
+    functions = (getattr(module, "_gradient_checkpointing_func", None) for module in model.modules())
+    if cache is not None and not all(wanted):
+        refuse_checkpoints(model, "layers of full attention would append their keys and values twice")
+    elif cache is not None and any(getattr(function, "keywords", {}).get("use_reentrant") for function in functions):
+        remedy = 'gradient_checkpointing_enable({"use_reentrant": False})'
+        refuse_checkpoints(model, f"use_reentrant=True cuts the gradient through the memory, and {remedy} does not")
     return cache
 
 
@@ -387,6 +367,15 @@ def checkpoints_gradients(model) -> bool:
     if not (torch.is_grad_enabled() and model.training):
         return False
     return any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+
+
+def refuse_checkpoints(model, reason: str) -> None:
+    """ValueError with the `reason` why layers with a cache cannot run again, where gradient checkpointing has them do so."""
+    if checkpoints_gradients(model):
+        raise ValueError(
+            f"gradient checkpointing in training does not go with this cache: {reason}. Pass use_cache=False and no "
+            f"{CACHE}, or call gradient_checkpointing_disable()."
+        )
 
 
 @check_kinds

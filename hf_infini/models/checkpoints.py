@@ -12,29 +12,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..compat.hub_code import ModelBase
 from ..layers.memory_layer import PARAMETERS, memory_layers
 
 REMEDY = "Get the file again, or save the model again"
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-
-
-class CheckedLoadingMixin(ModelBase):
-    """Loads whole checkpoints only; comes before `PreTrainedModel`."""
-
-    @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path, *args, output_loading_info=False, **kwargs):
-        """As usual.
-
-        Raises:
-            ValueError: as [`check_loaded`]; a head may be missing that the checkpoint was not saved with.
-        """
-        model, info = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
-        if not getattr(model, "_hf_peft_config_loaded", False):  # then the information is on the adapter
-            saved_as = {str(name).removeprefix("Infini") for name in model.config.architectures or ()}
-            new_head = type(model).__name__.removeprefix("Infini") not in saved_as
-            check_loaded(pretrained_model_name_or_path, model, info, new_head)
-        return (model, info) if output_loading_info else model
 
 
 def check_loaded(path, model: PreTrainedModel, info: dict, new_head: bool = False) -> None:
@@ -55,13 +36,16 @@ def check_loaded(path, model: PreTrainedModel, info: dict, new_head: bool = Fals
     missing = sorted(set(info["missing_keys"]) - memory)
     if new_head and model.base_model is not model:
         missing = [name for name in missing if name.startswith(base)]
+    missing = [name.removeprefix(base) for name in missing]
     if missing:
         raise ValueError(
             f"the weights of {path} are incomplete: {_some(missing)} not there, and would be random. {REMEDY} and its "
             "config.json together."
         )
-    numbered = {_without_numbers(name.removeprefix(base)) for name in model.state_dict().keys() - memory if "." in name}
-    surplus = sorted(n for n in info["unexpected_keys"] if _without_numbers(n.removeprefix(base)) in numbered)
+    names = {name.removeprefix(base) for name in model.state_dict().keys() - memory}
+    numbered = {_without_numbers(name) for name in names if _without_numbers(name) != name}
+    unexpected = {name.removeprefix(base) for name in info["unexpected_keys"]} - names
+    surplus = sorted(name for name in unexpected if _without_numbers(name) in numbered)
     if surplus:
         raise ValueError(
             f"the weights of {path} are of a larger model than its config.json describes: {_some(surplus)} left over. "

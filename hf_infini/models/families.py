@@ -19,7 +19,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
 
 from ..compat.cache_name import CACHE
-from ..compat.class_lookups import PREFIX, alias_tokenizer
+from ..compat.class_lookups import PREFIX, alias_tokenizer, alias_weights
 from ..compat.hub_code import IS_COPY, HubConfigMixin, HubModelMixin, carry_code
 from ..layers.memory_layer import InfiniAttentionMixin, KeywordlessLayerMixin
 from ..options import MemoryOptions, layer_kinds
@@ -28,7 +28,6 @@ from .generation import MemoryGenerationMixin
 from .gpt2 import GPT2InfiniAttention, InfiniGPT2ModelMixin
 from .gpt2_configuration import InfiniGPT2Config
 from .option_checks import OptionsMixin, checked
-from .peft import AdaptedConfigMixin
 from .structure import base_model_name
 
 # Families that a swapped layer's test would pass or fail without telling the reason
@@ -71,7 +70,7 @@ PROBED = (
 DROP_KEYWORDS = ("stablelm", "nemotron")
 
 
-class FamilyConfigMixin(MemoryOptions, OptionsMixin, AdaptedConfigMixin, HubConfigMixin):
+class FamilyConfigMixin(MemoryOptions, OptionsMixin, HubConfigMixin):
     """All options of the own configuration, and those of [`MemoryOptions`]."""
 
     has_no_defaults_at_init = True  # transformers 5.17 would otherwise build one without options to compare with
@@ -142,6 +141,12 @@ def infini_class(own: type) -> type:
     config: Any = own.config_class
     attributes: dict[str, Any] = {"__module__": __name__, "__doc__": f"`{own.__name__}` with Infini-attention."}
     attributes |= {"own_class": own, "config_class": infini_config(config), "class_with_memory": staticmethod(infini_class)}
+    # transformers finds these out by the file of a class, and the layers and experts are those of the own class
+    for name in ("_can_set_attn_implementation", "_can_set_experts_implementation"):
+        attributes[name] = getattr(own, name)
+    if config is not GPT2Config:  # whose checkpoints name weights as its modules do; transformers takes 0.3 s to say so
+        alias_weights(config.model_type, PREFIX + config.model_type)
+        alias_weights(own.__name__, f"Infini{own.__name__}")
     bases: list[type] = [HubModelMixin, InfiniPreTrainedMixin]
     if own.__name__ == base_model_name(config):
         mixin = InfiniGPT2ModelMixin if config is GPT2Config else InfiniModelMixin
@@ -218,16 +223,15 @@ class AutoInfiniModelForCausalLM:
                 with its memory empty; the message says why.
         """
         options = {"trust_remote_code": False} | options  # nobody is asked whether a folder's code may run
-        names = {"cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder", "trust_remote_code"}
-        hub = {name: options[name] for name in names & options.keys()}
-        config_class = type(transformers.AutoConfig.from_pretrained(path, **hub))
-        if not issubclass(config_class, MemoryOptions):
-            infini_config(config_class)
-            table = AUTO_CLASSES["AutoModelForCausalLM"]
-            if config_class not in table:
-                raise ValueError(f"{path} is a {config_class.model_type!r}, and that is no causal language model.")
-            return infini_class(table[config_class]).from_pretrained(path, **options)
-        return transformers.AutoModelForCausalLM.from_pretrained(path, **options)
+        kind = PreTrainedConfig.get_config_dict(path, **options)[0].get("model_type")
+        config_class = transformers.CONFIG_MAPPING[kind] if kind in transformers.CONFIG_MAPPING else MemoryOptions
+        if issubclass(config_class, MemoryOptions):
+            return transformers.AutoModelForCausalLM.from_pretrained(path, **options)
+        infini_config(config_class)
+        table = AUTO_CLASSES["AutoModelForCausalLM"]
+        if config_class not in table:
+            raise ValueError(f"{path} is a {kind!r}, and that is no causal language model.")
+        return infini_class(table[config_class]).from_pretrained(path, **options)
 
 
 def __getattr__(name: str) -> type:

@@ -5,15 +5,12 @@ from typing import Literal
 from transformers import GPT2Config
 
 from ..compat.hub_code import HubConfigMixin, carry_code
-from ..options import MEMORY_OPTIONS, MemoryOptions
+from ..options import MemoryOptions
 from .option_checks import OptionsMixin, checked
-from .peft import AdaptedConfigMixin
-
-OPTIONS = (*MEMORY_OPTIONS, "position_encoding")  # what it has beside those of GPT-2
 
 
 @checked
-class InfiniGPT2Config(MemoryOptions, OptionsMixin, AdaptedConfigMixin, HubConfigMixin, GPT2Config):
+class InfiniGPT2Config(MemoryOptions, OptionsMixin, HubConfigMixin, GPT2Config):
     """Configuration of [`InfiniGPT2LMHeadModel`]: all of `GPT2Config`, all of [`MemoryOptions`], and
 
     Args:

@@ -12,6 +12,7 @@ from transformers import PreTrainedConfig
 
 from ..ops.rules import RULES
 from ..options import ConfigBase, check_number, limits_of
+from .peft import meet_peft
 
 ALIKE = 0.9  # similarity of names, at most 1: one letter more or less, or two swapped
 SEGMENTS = {"segment_length", "n_segments"}  # one of the two is given
@@ -83,12 +84,21 @@ class OptionsMixin(ConfigBase):
             (found[0] if isinstance(found, tuple) else found).__dict__["_from_other_type"] = list(given)
         return found
 
+    @classmethod
+    def own_options(cls) -> list[str]:
+        """The names of the options that the own class does not have."""
+        return [name for name in cls.__dataclass_fields__ if name not in cls.own_class.__dataclass_fields__]
+
     def __post_init__(self, **kwargs):
         """Checks numbers before anything is computed of them, and undeclared attributes before they are kept."""
         for entry in dataclasses.fields(self):
             check_number(entry.name, getattr(self, entry.name), limits_of(entry))
         refuse_misspelt(type(self), kwargs)
         super().__post_init__(**kwargs)
+
+    def to_dict(self) -> dict:
+        meet_peft(self.model_type)  # it looks for the type here, and may have been imported after the model was made
+        return super().to_dict()
 
     def check_update_rule(self) -> None:
         """ValueError where options mean nothing with the update rule."""
@@ -97,7 +107,7 @@ class OptionsMixin(ConfigBase):
 
 def refuse_misspelt(config_class: type[OptionsMixin], names: Iterable[str]) -> None:
     """ValueError for a name that is nearly one of the options that are declared here, and would change nothing."""
-    own = sorted(config_class.__dataclass_fields__.keys() - config_class.own_class.__dataclass_fields__.keys())
+    own = config_class.own_options()
     for name in names:
         if name not in own and (alike := difflib.get_close_matches(name, own, 1, ALIKE)):
             raise ValueError(

@@ -7,12 +7,10 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from ..compat.swap_class import swap_class, unchanged_on_error
 from ..layers.memory_layer import InfiniAttentionMixin, KeywordlessLayerMixin
-from ..options import MEMORY_OPTIONS, MemoryOptions
 from .base import InfiniPreTrainedMixin
 from .checkpoints import one_line
 from .families import infini_class, infini_config
-from .gpt2_configuration import OPTIONS as GPT2_OPTIONS
-from .gpt2_configuration import InfiniGPT2Config
+from .option_checks import OptionsMixin
 from .structure import attention_layers, decoder_layers, decoder_of
 
 
@@ -53,7 +51,7 @@ def patch_model(model, *, base_only: bool = False, **options):
     config_class = infini_config(model.config_class)
     base = decoder_of(model)
     _check_whole(model, base, base_only)
-    known = GPT2_OPTIONS if config_class is InfiniGPT2Config else MEMORY_OPTIONS
+    known = config_class.own_options()
     if unknown := set(options) - set(known):
         raise ValueError(f"unknown options {', '.join(sorted(unknown))}; patch_model takes {', '.join(known)}.")
     if getattr(model.config, "add_cross_attention", False):
@@ -166,12 +164,13 @@ def _replaces_forward(module: nn.Module) -> bool:
 
 def _convert(config, config_class, **options):
     """The values of `config` in another class, with `options` on top."""
-    own = {"model_type", "transformers_version", "architectures", "auto_map", *GPT2_OPTIONS}
+    infini = config_class if issubclass(config_class, OptionsMixin) else type(config)
+    own = {"model_type", "transformers_version", "architectures", "auto_map", *infini.own_options()}
     converted = config_class(**({name: value for name, value in config.to_dict().items() if name not in own} | options))
     converted._attn_implementation = config._attn_implementation
     converted._name_or_path = config._name_or_path
     if config.architectures:
-        prefix = "Infini" if issubclass(config_class, MemoryOptions) else ""
+        prefix = "Infini" if infini is config_class else ""
         converted.architectures = [prefix + name.removeprefix("Infini") for name in config.architectures]
     return converted
 

@@ -1,6 +1,6 @@
 """What PEFT does not do by itself with a memory: its parameters are trained and saved beside a LoRA.
 
-PEFT is imported only for an adapter that is made or saved. Needed as long as PEFT copies and saves modules only, and has no
+PEFT is not imported, but met where somebody has imported it. Needed as long as it copies and saves modules only, and has no
 hook for what belongs to a model (0.19).
 """
 
@@ -18,39 +18,12 @@ from transformers import PreTrainedModel
 
 from ..compat.class_lookups import PREFIX
 from ..compat.hub_code import ModelBase
+from ..compat.peft_layers import inside_of
 from ..layers.gates import look_again
 from ..layers.memory_layer import memory_layers, memory_parameters
-from ..options import ConfigBase
-from .adapter_files import LORA_WEIGHTS, inside_of, write_memory
+from .adapter_files import LORA_WEIGHTS, write_memory
 
 TABLES = ("peft.utils.constants", "peft.utils.transformers_weight_conversion")
-TASKS = {"CausalLM": "CAUSAL_LM", "LMHeadModel": "CAUSAL_LM", "SequenceClassification": "SEQ_CLS"}
-TASKS |= {"TokenClassification": "TOKEN_CLS", "QuestionAnswering": "QUESTION_ANS"}
-
-
-def lora_config(model, **options):
-    """PEFT's `LoraConfig` for a model with a memory, whose parameters are trained and saved beside the LoRA.
-
-    Their names are in `modules_to_save`. PEFT copies the gates, which are modules. The other parameters of a memory are
-    trained in place, and act also where the adapter is disabled.
-
-    Args:
-        model: one with a memory.
-        options: those of `LoraConfig`, such as `r=16`; your `modules_to_save` are added to the memory's.
-
-    Raises:
-        ValueError: the model has no memory.
-    """
-    from peft import LoraConfig
-
-    found = memory_parameters(model) if isinstance(model, nn.Module) else {}
-    if not found:
-        raise ValueError(f"a {type(model).__name__} has no memory to train beside a LoRA: patch_model() it first.")
-    paths = (name.partition(".original_module")[0].removesuffix(".weight").split(".") for name in found)
-    names = dict.fromkeys(".".join(path[-2:]) for path in paths if "modules_to_save" not in path)
-    task = next((task for ending, task in TASKS.items() if type(model).__name__.endswith(ending)), None)
-    own: dict[str, Any] = {"task_type": task, "modules_to_save": [*names, *(options.pop("modules_to_save", None) or ())]}
-    return LoraConfig(**own | options)
 
 
 def meet_peft(infini: str) -> None:
@@ -64,17 +37,6 @@ def meet_peft(infini: str) -> None:
             if own in table:
                 table[infini] = table[own]
         _complete_what_is_saved()
-
-
-class AdaptedConfigMixin(ConfigBase):
-    """A configuration for which PEFT finds what it knows of the own type; comes before the own one.
-
-    PEFT may be imported after a model is made. It looks for the type in `to_dict()`: so it is met there, too.
-    """
-
-    def to_dict(self) -> dict:
-        meet_peft(self.model_type)
-        return super().to_dict()
 
 
 class AdaptedModelMixin(ModelBase):
@@ -119,9 +81,8 @@ def _complete(model: nn.Module, folder: Path, config, state: Mapping[str, Tensor
 @functools.cache
 def _complete_what_is_saved() -> None:
     """Has PEFT's `save_pretrained` end with [`_complete`]: it has no hook for what belongs to the model."""
-    from peft import PeftModel
-
-    save = PeftModel.save_pretrained
+    peft_model: Any = sys.modules["peft"].PeftModel  # an import would have all who load a model by its code install PEFT
+    save = peft_model.save_pretrained
 
     @functools.wraps(save)
     def save_pretrained(self, save_directory, *args, **kwargs):
@@ -137,4 +98,4 @@ def _complete_what_is_saved() -> None:
             state = self.state_dict() | (options.get("state_dict") or {})  # gathered from all processes; perhaps a part
             _complete(self, folder, self.peft_config[name], state)
 
-    PeftModel.save_pretrained = save_pretrained
+    peft_model.save_pretrained = save_pretrained

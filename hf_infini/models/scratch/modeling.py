@@ -5,28 +5,30 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationMixin, PreTrainedModel
+from transformers import GenerationMixin, LlamaForCausalLM, PreTrainedModel
 from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
 from ...cache.cache import InfiniCache
-from ...compat.cache_name import CACHE, cache_of, takes_either_name
+from ...compat.cache_name import CACHE, takes_either_name
 from ...compat.hub_code import HubModelMixin, carry_code
 from ...layers.memory_layer import rope_tables
 from ...ops.checks import bool_mask, check_kinds, check_shapes
 from ...ops.positions import sinusoidal_encoding
 from ..base import (
-    InitializationMixin,
+    WholeModelMixin,
     begin_call,
     check_inputs,
     check_positions,
     checkpoints_gradients,
     counted_positions,
+    refuse_checkpoints,
+    with_arguments_of,
 )
 from ..generation import MemoryGenerationMixin
 from .attention import CausalMultiHeadAttention
@@ -90,7 +92,7 @@ class CausalMHABlock(GradientCheckpointingLayer):
         return hidden_states + self.dropout(self.mlp(self.ln_2(hidden_states))), weights
 
 
-class CausalMHAPreTrainedModel(HubModelMixin, InitializationMixin, PreTrainedModel):
+class CausalMHAPreTrainedModel(HubModelMixin, WholeModelMixin, PreTrainedModel):
     """What both models share: the configuration, and the first values of the weights."""
 
     config: CausalMHAConfig
@@ -283,11 +285,8 @@ def key_value_cache(model, given, use_cache: bool | None) -> Cache | None:
         if kept is not None and (config.sliding_window is None or kept < config.sliding_window):
             seen = "everything before" if config.sliding_window is None else f"{config.sliding_window} tokens"
             raise ValueError(f"this cache keeps a window of {kept} tokens, and this model's tokens see {seen}. {remedy}")
-    if cache is not None and checkpoints_gradients(model):
-        raise ValueError(
-            "gradient checkpointing in training does not go with a cache: layers would append their keys and values twice. "
-            f"Pass use_cache=False and no {CACHE}, or call gradient_checkpointing_disable()."
-        )
+    if cache is not None:
+        refuse_checkpoints(model, "layers would append their keys and values twice")
     return cache
 
 
@@ -302,53 +301,13 @@ class CausalMHAForCausalLM(CausalMHAPreTrainedModel, MemoryGenerationMixin, Gene
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         self.post_init()
 
-    @takes_either_name
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        cache: Cache | None = None,
-        inputs_embeds: Tensor | None = None,
-        labels: Tensor | None = None,
-        use_cache: bool | None = None,
-        logits_to_keep: int | Tensor = 0,
-        max_documents: int | None = None,
-        memory_mask: Tensor | None = None,
-        **kwargs,
-    ) -> CausalLMOutputWithPast:
-        """As [`CausalMHAModel`], and
+    # As [`CausalMHAModel`]'s, with labels, logits_to_keep and their outputs as those of a Llama
+    forward = takes_either_name(with_arguments_of(LlamaForCausalLM.forward, LlamaForCausalLM.forward))
 
-        Args:
-            labels: `[batch, tokens]`, the input_ids themselves (they are shifted here), −100 where nothing is counted; the
-                output then has a `loss`, in nats per token.
-            logits_to_keep: only the logits of the last so many tokens, or of these places; 0 is all.
-        """
-        outputs = self.transformer(
-            input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            cache=cache,
-            inputs_embeds=inputs_embeds,
-            use_cache=use_cache,
-            max_documents=max_documents,
-            memory_mask=memory_mask,
-            return_dict=True,
-            **{name: kwargs.pop(name, None) for name in ("output_attentions", "output_hidden_states")},
-        )
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(outputs.last_hidden_state[:, kept])
-        loss = None
-        if labels is not None:
-            loss = self.loss_function(logits, labels, vocab_size=self.config.vocab_size, **kwargs)
-        return CausalLMOutputWithPast(
-            loss=loss,
-            logits=logits,
-            **{CACHE: cache_of(outputs)},
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-        )
+    @property
+    def model(self) -> CausalMHAModel:
+        """The base model, by the name that Llama's forward has for it."""
+        return self.transformer
 
 
 AUTO_CLASSES = {"AutoModel": CausalMHAModel, "AutoModelForCausalLM": CausalMHAForCausalLM}
