@@ -55,9 +55,8 @@ def measure_perplexity(
 
     from evaluation.inference import is_first, tokens_per_call
     from hf_infini.tools.metrics import LossByPosition, stream_losses
-    from hf_infini.tools.perplexity_metric import TokenPerplexity
 
-    positions, metric = LossByPosition(), TokenPerplexity()
+    positions = LossByPosition()
     # A batch's rows are then about as long, and too little memory shows at once
     rows = sorted(rows, key=lambda row: len(row[0]), reverse=True)
     batches = [rows[start : start + batch_size] for start in range(0, len(rows), batch_size)]
@@ -78,9 +77,8 @@ def measure_perplexity(
     seconds = time.perf_counter() - started
     if group is not None:
         positions.add_up_processes()
-    metric.add_batch(loss_sums=positions.loss_sums, token_counts=positions.token_counts)
     speed = round(sum(len(row[0]) for row in rows) / seconds, 1)
-    return {**metric.compute(), "by_position": positions.table(), "tokens_per_second": speed}
+    return {**positions.total(), "by_position": positions.table(), "tokens_per_second": speed}
 
 
 def positions_table(found: dict) -> str:

@@ -4,12 +4,13 @@ import json
 import os
 import subprocess
 import sys
+from itertools import product
 
 import pytest
 
 from corpora.tokenization import train_bpe
 from running import ROOT, load_recipe
-from studies import plan
+from studies import plan, report
 from studies.measure import encode_documents
 from studies.processes import Task, run_tasks
 
@@ -126,6 +127,18 @@ def test_what_is_given_later_goes_above(tmp_path, capsys):
     counts = {"learning_rate 3 ": 2, "learning_rate 2 ": 10, "n_layer 5 ": 2, "length 99 ": 12, "n_head 1 ": 12}
     assert {option: text.count(f"--{option}") for option in counts} == counts and text.count("--fraction 0.5 ") == 1
     assert text.count("--n_embd 64 ") == 6 and "--n_embd 7 " not in text
+
+
+def test_a_grid_of_two_options_is_a_table():
+    grid = {"n_layer": ["1", "2"], "score": ["dot", "general"]}
+    cells = product(*grid.values())
+    runs = [{"options": dict(zip(grid, values, strict=True)), "variant": "-".join(values)} for values in cells]
+    losses = {"1-dot": 2.5, "1-general": 2.25, "2-dot": 3.0}  # the fourth is not possible
+    variants = [{"name": name, "cross_entropy": {"value": loss}} for name, loss in losses.items()]
+    table = report.grid_table({"study": {"grid": grid, "variants": {}}, "runs": runs, "variants": variants})
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()]
+    assert rows[0] == ["n_layer \\ score", "dot", "general"]
+    assert rows[2:] == [["1", "2.5000", "**2.2500**"], ["2", "3.0000", "–"]]
 
 
 def test_characters_of_tokens_add_up_to_the_text():
