@@ -39,18 +39,20 @@ class Tasks:
         self._prepare, self._train, self._evaluate = {}, {}, []
         for name, settings in (data_settings(study, runs) if source else {}).items():
             places = {"source": source, "out": data[name]}
-            self._prepare[name] = self._task(f"data-{name}", "prepare", settings | places)
+            self._prepare[name] = self._task(f"data-{name}", "prepare", settings, places)
         for run in [run for run in runs if run.options is not None]:
             places = {"data": data[run.data], "out": run.folder}
-            self._train[run.name] = self._task(run.name, "train", run.options | places, launcher)
+            self._train[run.name] = self._task(run.name, "train", run.options, places, launcher)
             for name, settings in study["evaluate"].items():
                 file = evaluation_file(run, name)
                 places = {"model": run.folder, "data": data[run.data], "out": file.with_suffix("")}
-                task = self._task(f"{run.name}-{name}", "evaluate_model", settings | places)
+                task = self._task(f"{run.name}-{name}", "evaluate_model", settings, places)
                 self._evaluate.append((run, settings, file, task))
 
-    def _task(self, name: str, recipe: str, options: dict, launcher: list[str] | None = None) -> Task:
-        module, words = runpy.run_path(str(RECIPES / f"{recipe}.py")), words_of(options)
+    def _task(self, name: str, recipe: str, options: dict, places: dict, launcher: list[str] | None = None) -> Task:
+        if taken := [option for option in places if option in options]:
+            raise UserError(f"{taken[0]!r} cannot be an option of {recipe}.py in a study: study.py sets it")
+        module, words = runpy.run_path(str(RECIPES / f"{recipe}.py")), words_of(options | places)
         parsed = parse_options(*(module[part] for part in PARTS[recipe]), description=module["__doc__"], argv=words)
         if recipe == "prepare":
             module["check_options"](*parsed)

@@ -16,7 +16,7 @@ import pytest
 
 from bad_input import refused
 from cli import FAILURE_FILE
-from running import kill_when, load_recipe, result, sample_text
+from running import kill_when, load_recipe, result, sample_text, write_documents
 from studies import execution, measure
 
 pytestmark = pytest.mark.slow  # they share trained runs
@@ -36,15 +36,6 @@ variants:
   odd: {n_head: 3}
 evaluate: {long: {length: 512, min_characters: 500, device: cpu}}
 """
-
-
-def write_study(base) -> None:
-    """The file of the study and its corpus."""
-    lines = sample_text().splitlines()
-    texts = ["\n".join(lines[start : start + 30]) for start in range(0, len(lines), 30)]
-    rows = [json.dumps({"id": f"{number:03}", "text": text}) + "\n" for number, text in enumerate(texts)]
-    (base / "text.jsonl").write_text("".join(rows), encoding="utf-8")
-    (base / "toy.yaml").write_text(STUDY, encoding="utf-8")
 
 
 def arguments(base, *options) -> list[str]:
@@ -77,7 +68,8 @@ def run_here(tasks, title, jobs=1, threads=1) -> None:
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
     base = tmp_path_factory.mktemp("study")
-    write_study(base)
+    write_documents(base / "text.jsonl", sample_text(), 30)
+    (base / "toy.yaml").write_text(STUDY, encoding="utf-8")
     return base
 
 
