@@ -122,7 +122,7 @@ def run_study(options: Options, study: dict, tasks, out: Path) -> None:
     baselines = [ngram for file in options.baselines or () for ngram in measure.read_ngrams(Path(file), runs[0])]
     content = {
         "study": study,
-        "variants": report.collect(runs, out),
+        "variants": report.collect(runs),
         "baselines": baselines,
         "runs": tasks.outcomes,
         "problems": problems,

@@ -42,16 +42,16 @@ def new_figure(title: str, subtitle: str = "", rows: int = 1, columns: int = 1, 
         axes.xaxis.label.set(size=SIZE - 1, color=INK)
         axes.yaxis.label.set(size=SIZE - 1, color=INK)
     if subtitle:
-        say_above(panels[0, 0], subtitle)
+        set_panel_title(panels[0, 0], subtitle)
     return figure, panels if panels.size > 1 else panels[0, 0]
 
 
-def say_above(axes, text: str) -> None:
-    """A line above a panel: what it has beside the others, or the figure's subtitle."""
+def set_panel_title(axes, text: str) -> None:
+    """Writes above a panel what it shows; above the first, also the figure's subtitle."""
     axes.set_title(text, loc="left", fontsize=SMALL, color=GREY, parse_math=False)
 
 
-def look_of(number: int) -> dict[str, str]:
+def style_of(number: int) -> dict[str, str]:
     """Colour, marker and stroke of all lines of one layer, or another thing that has several."""
     return {"color": COLOURS[number % len(COLOURS)], "marker": MARKERS[number % len(MARKERS)], "linestyle": "-"}
 
@@ -74,14 +74,14 @@ def label_lines(axes) -> None:
         text.set_parse_math(False)
 
 
-def tokens_along(axis) -> None:
+def format_token_ticks(axis) -> None:
     """Ticks of a number of tokens: `8 M`."""
     from matplotlib.ticker import EngFormatter
 
     axis.set_major_formatter(EngFormatter(sep=" "))
 
 
-def plain_logarithm(axis, values: Sequence[float]) -> None:
+def set_log_scale(axis, values: Sequence[float]) -> None:
     """A logarithmic axis for these values, with plain numbers: 2, 5, 10, 1,000, 300 M."""
     from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
