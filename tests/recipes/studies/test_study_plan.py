@@ -85,6 +85,7 @@ REFUSED = [
     (["--set", "train.out=x"], "'out' cannot be an option of train.py in a study: study.py sets it"),
     (["--set", "training.n_layer=3"], "has no section 'training'; it may have data, train, variants"),
     (["--set", "train=3"], "the section 'train' of a study is a dict, got 3"),
+    (["--set", "grid=3"], "the section 'grid' of a study is a dict, got 3"),
     (["--set", "train.n_layer"], "give SECTION.NAME=VALUE"),
     (["--set", "train.n_layer=[1"], "is not valid YAML"),
     (["--set", "grid.n_layer=3"], "gives each option a list of values"),
