@@ -63,7 +63,7 @@ def reach(tokens: int = 24) -> bytes:
     from matplotlib.patches import Patch
 
     from hf_infini import inspect_attention
-    from plots.style import COLOURS, SMALL, WIDTH, new_figure, say_above
+    from plots.style import COLOURS, SMALL, WIDTH, new_figure, set_panel_title
 
     seen, by_memory = COLOURS[0], COLOURS[4]
     kinds = {
@@ -82,7 +82,7 @@ def reach(tokens: int = 24) -> bytes:
         axes.imshow(shown.numpy(), cmap=ListedColormap(["white", seen, by_memory]), vmin=0, vmax=2)
         axes.grid(False)
         axes.set(xlabel="token that is seen", xticks=range(0, tokens, 8), yticks=range(0, tokens, 8))
-        say_above(axes, name)
+        set_panel_title(axes, name)
     panels[0, 0].set_ylabel("token that looks")
     patches = [Patch(color=seen, label="by softmax"), Patch(color=by_memory, label="through the memory")]
     figure.legend(handles=patches, loc="outside lower center", ncols=2, frameon=False, fontsize=SMALL)
@@ -118,7 +118,7 @@ def memory(segments: int = 6) -> bytes:
     import torch
 
     from hf_infini import inspect_attention
-    from plots.style import draw_line, label_lines, new_figure, say_above
+    from plots.style import draw_line, label_lines, new_figure, set_panel_title
 
     length = 8
     reader = model(segment_length=length)
@@ -126,7 +126,7 @@ def memory(segments: int = 6) -> bytes:
     norms, shares = layer.memory_norm.values[0].numpy(), layer.memory_share.values[0].numpy()
     figure, panels = new_figure("A memory that grows", f"norm of the memory; segments have {length} tokens", 2)
     (above,), (below,) = panels
-    say_above(below, "the memory's share of a token's output; the first segment finds it empty")
+    set_panel_title(below, "the memory's share of a token's output; the first segment finds it empty")
     for head in range(SIZES["n_head"]):
         draw_line(above, range(1, segments + 1), norms[head, 1:], f"head {head}")
         draw_line(below, range(length, length * segments), shares[head, length:], f"head {head}")

@@ -65,7 +65,11 @@ class Options:
 @exit_on_error(when_stopped="what is printed above is all there is")
 def main(argv: list[str] | None = None) -> None:
     (options,) = parse_options(Options, description=__doc__, argv=argv)
-    check(options)
+    if options.prompt is not None and options.prompt_file is not None:
+        raise UserError("give --prompt or --prompt_file, not both")
+    for name in SAMPLING:
+        if getattr(options, name) is not None and not options.do_sample:
+            raise UserError(f"--{name} has no effect on greedy search: add --do_sample true")
     prompts = read_prompts(options)
 
     import torch
@@ -127,15 +131,6 @@ def main(argv: list[str] | None = None) -> None:
             else:
                 show_prompt(prompt)
                 print(text, flush=True)
-
-
-def check(options: Options) -> None:
-    """UserError for options that clash or would do nothing."""
-    if options.prompt is not None and options.prompt_file is not None:
-        raise UserError("give --prompt or --prompt_file, not both")
-    for name in SAMPLING:
-        if getattr(options, name) is not None and not options.do_sample:
-            raise UserError(f"--{name} has no effect on greedy search: add --do_sample true")
 
 
 def read_prompts(options: Options) -> list[str]:

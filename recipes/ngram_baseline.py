@@ -33,7 +33,8 @@ class Options:
 @exit_on_error(when_stopped="nothing was written; the same command starts again")
 def main(argv: list[str] | None = None) -> None:
     (options,) = parse_options(Options, description=__doc__, argv=argv)
-    manifest = check(options)
+    if not options.out.endswith(".json"):
+        raise UserError(f"--out {options.out}: give a file that ends in .json")
 
     from tqdm import tqdm
 
@@ -43,10 +44,11 @@ def main(argv: list[str] | None = None) -> None:
     from support import measurement
     from support.markdown import markdown_table
     from support.prepared import read_tokenizer
-    from support.stages import check_place, write_json
+    from support.stages import check_place, read_manifest, write_json
     from training import setup
 
     started, data, out = time.perf_counter(), Path(options.data), Path(options.out)
+    manifest = read_manifest(data, options.split)
     check_place(out, {"orders": list, "training_tokens": int})
     vocabulary = manifest["tokenizer"]["vocabulary"]
     train, held_out = (read_rows(data / split) for split in ("train", options.split))
@@ -79,15 +81,6 @@ def main(argv: list[str] | None = None) -> None:
     columns = {"order": "", "entropy": ".4f", "cross_entropy": ".4f", "perplexity": ".2f", "tokens": ",", "alpha": ".4g"}
     print(markdown_table(list(columns), [[format(row[name], how) for name, how in columns.items()] for row in rows], left=0))
     print(f"{out}: {options.split} rows of {options.data}, nats per token", file=sys.stderr)
-
-
-def check(options: Options) -> dict:
-    """The manifest of --data; a UserError for options that cannot work."""
-    from support.stages import read_manifest
-
-    if not options.out.endswith(".json"):
-        raise UserError(f"--out {options.out}: give a file that ends in .json")
-    return read_manifest(Path(options.data), options.split)
 
 
 if __name__ == "__main__":

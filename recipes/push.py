@@ -56,17 +56,28 @@ class Options:
 def main(argv: list[str] | None = None) -> None:
     (options,) = parse_options(Options, description=__doc__, argv=argv)
     run, out = Path(options.run), Path(options.out)
-    check_options(options, run, out)
+    if out.resolve() == run.resolve():
+        raise UserError(f"--out {out} is --run itself, whose weights stay as they are: choose another folder")
+    if options.notes is not None and not Path(options.notes).is_file():
+        raise UserError(f"--notes: there is no file {options.notes}")
 
     from huggingface_hub import HfApi
 
     from cards import folder, upload
+    from cards.card import write_card
+    from cards.run import read_run
+    from evaluation.inference import usable_device
     from hf_infini import __version__
 
+    usable_device(options.device)
     if options.repo_id is not None:
         upload.check_target(HfApi(), options.repo_id, options.private, options.update)
     with folder.new_version(out) as part:
-        write(options, run, part)
+        found = read_run(run, options.data, options.evaluation, options.baseline)
+        folder.write_model(run, part)
+        samples = folder.generate_samples(part, options.prompt, options.max_new_tokens, options.seed, options.device)
+        curve = folder.LOSS_CURVE if (part / folder.LOSS_CURVE).is_file() else None
+        (part / folder.CARD).write_text(write_card(found, options, samples, curve), encoding="utf-8")
         folder.check_folder(part)
     sizes = {name: (out / name).stat().st_size for name in folder.pushed_files(out)}
     for name, size in sizes.items():
@@ -76,29 +87,6 @@ def main(argv: list[str] | None = None) -> None:
         message = f"Publish a model of hf_infini {__version__}"
         address = upload.publish(HfApi(), out, options.repo_id, options.private, options.update, message)
         print(f"pushed: {address}")
-
-
-def check_options(options: Options, run: Path, out: Path) -> None:
-    from evaluation.inference import usable_device
-
-    if out.resolve() == run.resolve():
-        raise UserError(f"--out {out} is --run itself, whose weights stay as they are: choose another folder")
-    usable_device(options.device)
-    if options.notes is not None and not Path(options.notes).is_file():
-        raise UserError(f"--notes: there is no file {options.notes}")
-
-
-def write(options: Options, run: Path, out: Path) -> None:
-    """Writes the model, its samples and its card."""
-    from cards import folder
-    from cards.card import write_card
-    from cards.run import read_run
-
-    found = read_run(run, options.data, options.evaluation, options.baseline)
-    folder.write_model(run, out)
-    samples = folder.generate_samples(out, options.prompt, options.max_new_tokens, options.seed, options.device)
-    curve = folder.LOSS_CURVE if (out / folder.LOSS_CURVE).is_file() else None
-    (out / folder.CARD).write_text(write_card(found, options, samples, curve), encoding="utf-8")
 
 
 if __name__ == "__main__":

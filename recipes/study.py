@@ -90,7 +90,8 @@ def plan(options: Options) -> tuple[dict, list, dict[str, Path]]:
     """The study, its runs, and the folders of their data by name."""
     from studies import plan as planning
 
-    flags = {"grid": planning.parse_grid(options.grid or ())} | ({"seeds": options.seeds} if options.seeds else {})
+    flags = {"grid": planning.parse_grid(options.grid)} if options.grid else {}
+    flags |= {"seeds": options.seeds} if options.seeds else {}
     study = planning.read_study(options.study or (), options.train, options.set or (), **flags)
     if options.runs:
         runs = planning.existing_runs(options.runs)
@@ -122,7 +123,7 @@ def run_study(options: Options, study: dict, tasks, out: Path) -> None:
     baselines = [ngram for file in options.baselines or () for ngram in measure.read_ngrams(Path(file), runs[0])]
     content = {
         "study": study,
-        "variants": report.collect(runs, out),
+        "variants": report.collect(runs),
         "baselines": baselines,
         "runs": tasks.outcomes,
         "problems": problems,

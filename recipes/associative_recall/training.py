@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from cli import UserError
 from recall.tasks import wilson_interval
@@ -25,70 +26,63 @@ from .rows import Part, Rows
 
 WEIGHT_DECAY = 0.1
 TEST_BATCH = {"cpu": 32, "cuda": 128}
-SECONDS_BETWEEN_LINES = 30.0
 
 
 def train(model: Recaller, training: Sequence[Rows], tests: Sequence[tuple[Part, Rows]], options, rate: float, file: Path):
-    """Trains to the end, from the state in `file` where it is there. Returns what is known of each epoch, one dict each:
-    `epoch`, `loss` (the mean over its steps), `tokens` and `seconds` so far, and what [`evaluate`] finds.
+    """Trains to the end, from the state in `file` where there is one. Returns a dict for each epoch: `epoch`, `loss` (the
+    mean over its steps), `tokens` and `seconds` so far, and what [`evaluate`] finds.
 
-    A run whose loss is no number any more has `loss` None, and ends.
+    A run whose loss is not finite has `loss` None, and ends.
 
     Args:
         options: of recipes/mqar.py; rate: the learning rate of the first epoch.
     """
     device = model.embedding.weight.device
     batches = [batch for rows in training for batch in rows.batches(options.batch_size)]
-    tokens = [batch.inputs.numel() for batch in batches]
+    tokens = sum(batch.inputs.numel() for batch in batches)
     dtype = torch.bfloat16 if options.precision == "bf16" else torch.float32
     optimizer = torch.optim.AdamW(model.parameter_groups(WEIGHT_DECAY), lr=rate, fused=True)
     state = {"step": 0, "loss": 0.0, "seconds": 0.0, "history": []}
     if file.exists():
         state = _restore(model, optimizer, file)
         say(f"  from step {state['step']:,}")
-    clock = began = spoken = time.perf_counter()
-    read = 0
-    model.train()
-    while state["step"] < options.epochs * len(batches) and not _has_ended(state["history"], options):
-        epoch, place = divmod(state["step"], len(batches))
-        for group in optimizer.param_groups:
-            group["lr"] = rate * (1 + math.cos(math.pi * epoch / options.epochs)) / 2
-        torch.manual_seed(options.seed + state["step"])  # dropout is the same after a restart
-        loss = model.loss(batches[place].to(device), dtype)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        state["step"] += 1
-        state["loss"] += loss.item()
-        read += tokens[place]
-        ends_epoch = place + 1 == len(batches)
-        if ends_epoch:
-            mean = state["loss"] / len(batches)
-            line = {"epoch": epoch + 1, "loss": mean if math.isfinite(mean) else None, **evaluate(model, tests)}
-            line["tokens"] = (epoch + 1) * sum(tokens)
+    clock = time.perf_counter()
+
+    def save() -> None:
+        nonlocal clock
         now = time.perf_counter()
         state["seconds"], clock = state["seconds"] + now - clock, now
-        if ends_epoch:
-            state["history"].append(line | {"seconds": round(state["seconds"], 3)})
-            state["loss"] = 0.0
-        if ends_epoch or state["step"] % options.save_steps == 0:
-            _save(model, optimizer, state, file)
-        if ends_epoch or now - spoken > SECONDS_BETWEEN_LINES:
-            spoken, speed = now, read / (now - began)
-            left = options.epochs * sum(tokens) - epoch * sum(tokens) - sum(tokens[: place + 1])
-            accuracy = f", accuracy {line['accuracy']:.3f}" if ends_epoch else ""
-            say(f"  epoch {epoch + 1}/{options.epochs}, step {place + 1}/{len(batches)}, loss {loss.item():.4f}{accuracy}, "
-                f"{speed:,.0f} tokens/s, at most {duration(left / speed)} left")  # fmt: skip
+        with new_file(file) as part:
+            torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "state": state}, part)
+
+    model.train()
+    while not _has_ended(state["history"], options):
+        epoch, done = divmod(state["step"], len(batches))
+        for group in optimizer.param_groups:
+            group["lr"] = rate * (1 + math.cos(math.pi * epoch / options.epochs)) / 2
+        name = f"epoch {epoch + 1}/{options.epochs}"
+        for batch in tqdm(batches[done:], name, len(batches), initial=done, unit="step", leave=False):
+            torch.manual_seed(options.seed + state["step"])  # dropout is the same after a restart
+            loss = model.loss(batch.to(device), dtype)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            state["step"] += 1
+            state["loss"] += loss.item()
+            if state["step"] % options.save_steps == 0 and state["step"] % len(batches):
+                save()
+        mean, state["loss"] = state["loss"] / len(batches), 0.0
+        line = {"epoch": epoch + 1, "loss": mean if math.isfinite(mean) else None, **evaluate(model, tests)}
+        line |= {"tokens": (epoch + 1) * tokens, "seconds": round(state["seconds"] + time.perf_counter() - clock, 3)}
+        state["history"].append(line)
+        save()
+        say(f"  {name}: loss {mean:.4f}, accuracy {line['accuracy']:.3f}, {duration(line['seconds'])}")
     return state["history"]
 
 
 def _has_ended(history: list[dict], options) -> bool:
-    return bool(history) and (history[-1]["loss"] is None or history[-1]["accuracy"] > options.stop_above)
-
-
-def _save(model: Recaller, optimizer, state: dict, file: Path) -> None:
-    with new_file(file) as part:
-        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "state": state}, part)
+    last = history[-1] if history else {"epoch": 0, "loss": 0.0, "accuracy": 0.0}
+    return last["epoch"] == options.epochs or last["loss"] is None or last["accuracy"] > options.stop_above
 
 
 def _restore(model: Recaller, optimizer, file: Path) -> dict:

@@ -12,7 +12,7 @@ from jinja2 import StrictUndefined, Template
 from hf_infini.options import attention_of, context_limit
 from support.markdown import fence
 
-from .results import answers, counted, described, eval_results, losses
+from .results import counting_note, describe_source, eval_results, format_answers, losses
 from .run import Run, data_name
 from .text import last_part, shorten_command, shorten_path
 
@@ -22,12 +22,12 @@ ATTENTION |= {"infini": "Infini-attention", "none": "no attention"}
 
 
 def number(value) -> str:
-    """An integer with its thousands apart; anything else as it is."""
+    """An integer with separated thousands; anything else unchanged."""
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
 
 
 FUNCTIONS = {function.__name__: function for function in (
-    answers, counted, data_name, described, fence, last_part, losses, number, repr, shorten_path,
+    counting_note, data_name, describe_source, fence, format_answers, last_part, losses, number, repr, shorten_path,
 )}  # fmt: skip
 
 

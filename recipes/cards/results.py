@@ -25,7 +25,7 @@ def measurements(run: Run) -> list[dict]:
     usual = USUAL | {"separate_documents": bool(run.result["options"].get("separate_documents"))}
     for found in run.of_task("perplexity"):
         how = [f"{name} {found['options'][name]}" for name in usual if found["options"][name] != usual[name]]
-        row = {**text_of(run, found), "how": ", ".join(how)} | {name: found[name] for name in names}
+        row = {**source_of(run, found), "how": ", ".join(how)} | {name: found[name] for name in names}
         same = all(row[name] == rows[0][name] for name in ("data", "split", "how", "tokens"))
         # The same float32 sums in batches of another size agree to about six digits
         if not (same and math.isclose(row["cross_entropy"], rows[0]["cross_entropy"], rel_tol=1e-5)):
@@ -33,7 +33,7 @@ def measurements(run: Run) -> list[dict]:
     return rows
 
 
-def text_of(run: Run, found: dict) -> dict:
+def source_of(run: Run, found: dict) -> dict:
     """`data` and `split` that an evaluation read, and whether it is the text of the run's `own` data."""
     same = found["data_fingerprint"] == run.result["data_fingerprint"]
     name = run.data if same else last_part(found["source"] or "generated biographies")
@@ -63,19 +63,19 @@ def losses(run: Run) -> str:
     return f"{table}\n\n{text} Measured on {measured_on(run.result, *run.of_task('perplexity'), *run.baselines)}."
 
 
-def answers(cell: dict) -> str:
+def format_answers(cell: dict) -> str:
     """`45/48 (83.2–97.9 %)`."""
     if "accuracy" not in cell:
         return "not possible"
     return f"{cell['correct']}/{cell['samples']} ({100 * cell['low']:.1f}–{100 * cell['high']:.1f} %)"
 
 
-def counted(found: dict) -> str:
+def counting_note(found: dict) -> str:
     text = "Counted are the answers that greedy decoding gives exactly, with 95 % Wilson intervals"
     return f"{text}; {found['options']['precision']}, seed {found['options']['seed']}; {measured_on(found)}."
 
 
-def described(found: dict) -> str:
+def describe_source(found: dict) -> str:
     """`plays, validation, memory off`: what was read, and whether with the memory."""
     source = None if found["source"] is None else last_part(found["source"])
     off = "memory off" if found["memory"] == "off" else None
@@ -113,7 +113,7 @@ def eval_results(run: Run, dataset: str | None) -> list[EvalResult] | None:
                 found.append(_entry(dataset, row["split"], metric, name + what, row["how"] or None, row[metric]))
     on = [evaluation for evaluation in run.evaluations if evaluation["memory"] == "on"]
     for evaluation in (evaluation for evaluation in on if evaluation["options"]["task"] != "perplexity"):
-        if not text_of(run, evaluation)["own"]:
+        if not source_of(run, evaluation)["own"]:
             continue
         by_length = evaluation["options"]["task"] == "passkey"
         place, unit = ("length", "tokens") if by_length else ("distance", "segments between")

@@ -32,17 +32,17 @@ def plot_state(runs: list[dict], file: Path) -> None:
     axes.set(xlabel="state for one sequence (bytes)", ylabel="accuracy", ylim=(-0.02, 1.05))
     for number, (name, points) in enumerate(PUBLISHED.items()):
         look = {"color": style.GREY, "markerfacecolor": "white", "linestyle": ":", "linewidth": 0.8}
-        style.draw_line(axes, *zip(*points, strict=True), f"{name} (zoology)", **style.look_of(number) | look)
+        style.draw_line(axes, *zip(*points, strict=True), f"{name} (zoology)", **style.style_of(number) | look)
     sizes = [size for points in PUBLISHED.values() for size, _ in points]
     for number, mixer in enumerate(dict.fromkeys(run["mixer"] for run in runs)):
         own = sorted((run for run in runs if run["mixer"] == mixer), key=lambda run: run["state_bytes"])
         x, y = [run["state_bytes"] for run in own], [run["accuracy"] for run in own]
         around = [[run["accuracy"] - run["low"] for run in own], [run["high"] - run["accuracy"] for run in own]]
-        look = style.look_of(number) | {"linestyle": "-" if number < len(style.COLOURS) else "--"}
+        look = style.style_of(number) | {"linestyle": "-" if number < len(style.COLOURS) else "--"}
         axes.errorbar(x, y, around, ecolor=look["color"], capsize=3, fmt="none")
         style.draw_line(axes, x, y, mixer, **look)
         sizes += x
-    style.plain_logarithm(axes.xaxis, sizes)
-    style.tokens_along(axes.xaxis)  # bytes: 16 k
+    style.set_log_scale(axes.xaxis, sizes)
+    style.format_token_ticks(axes.xaxis)  # bytes: 16 k
     style.label_lines(axes)
     style.save(figure, file)

@@ -62,9 +62,9 @@ def plot_facts(
     around = [[max(0, cell["accuracy"] - cell["low"]) for _, cell in shown],
               [max(0, cell["high"] - cell["accuracy"]) for _, cell in shown]]  # fmt: skip
     axes.errorbar(x, y, around, color=style.COLOURS[0], capsize=3, linestyle="none")
-    style.draw_line(axes, x, y, "model", **style.look_of(0))
+    style.draw_line(axes, x, y, "model", **style.style_of(0))
     guess = [cell["chance"] for _, cell in shown]
-    style.draw_line(axes, x, guess, "constant guess", **style.look_of(1) | {"linestyle": "--"})
+    style.draw_line(axes, x, guess, "constant guess", **style.style_of(1) | {"linestyle": "--"})
     if trained is not None and segment_length is not None:
         shorter = sum(cell["distance"] * segment_length < trained for cell in cells)
         if 0 < shorter < len(cells):

@@ -17,8 +17,8 @@ def plot_loss_curve(lines: list[dict], file: Path) -> None:
         points = [(line["tokens"], line[name]) for line in lines if name in line]
         if points:
             style.draw_line(axes, *zip(*points, strict=True), label)
-            style.say_above(axes, f"{label} at the end: {points[-1][1]:.4f} nats per token")
-    style.tokens_along(axes.xaxis)
+            style.set_panel_title(axes, f"{label} at the end: {points[-1][1]:.4f} nats per token")
+    style.format_token_ticks(axes.xaxis)
     style.label_lines(axes)
     style.save(figure, file)
 
@@ -34,11 +34,11 @@ def plot_gates(lines: list[dict], file: Path) -> None:
     figure, axes = style.new_figure("How much each head takes from the memory", what)
     axes.set(xlabel="tokens trained on", ylabel="gate, sigmoid(β)", ylim=(0, 1))
     for number, layer in enumerate(sorted(lines[0]["gates"], key=int) if lines else ()):  # a checkpoint sorts the names
-        look = style.look_of(number)
+        look = style.style_of(number)
         for head in range(len(lines[0]["gates"][layer])):
             values = [line["gates"][layer][head] for line in lines]
             style.draw_line(axes, [line["tokens"] for line in lines], values, None if head else f"layer {layer}", **look)
-    style.tokens_along(axes.xaxis)
+    style.format_token_ticks(axes.xaxis)
     style.label_lines(axes)
     style.save(figure, file)
 
@@ -62,7 +62,7 @@ def plot_positions(tables: dict, file: Path, subtitle: str, trained: int | None 
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
     axes.xaxis.set_minor_locator(NullLocator())
     rows = [row for table in tables.values() for row in table]
-    style.plain_logarithm(axes.yaxis, [row["perplexity"] for row in rows])
+    style.set_log_scale(axes.yaxis, [row["perplexity"] for row in rows])
     if trained is not None and any(row["last"] >= trained for row in rows):
         style.mark_across(axes, trained, "trained length")
     style.label_lines(axes)

@@ -9,10 +9,10 @@ from . import style
 from .run import plot_positions
 
 if TYPE_CHECKING:
-    from studies.report import Finished
+    from studies.report import FinishedRun
 
 
-def draw(runs: "list[Finished]", baselines: list[dict], out: Path) -> dict[str, str]:
+def draw(runs: "list[FinishedRun]", baselines: list[dict], out: Path) -> dict[str, str]:
     """Draws into the folder `out` and returns the titles of the figures by their files; of runs on other data than the
     first one's, only loss by position, as their tokens are others."""
     same = [run for run in runs if run.data == runs[0].data]
@@ -27,7 +27,7 @@ def draw(runs: "list[Finished]", baselines: list[dict], out: Path) -> dict[str, 
     return figures
 
 
-def plot_losses(runs: "list[Finished]", levels: dict[str, float], file: Path) -> None:
+def plot_losses(runs: "list[FinishedRun]", levels: dict[str, float], file: Path) -> None:
     """Validation loss over the tokens trained on, a line for each variant (the mean over its seeds), and below it minus that
     of the first: below zero a variant is ahead.
 
@@ -41,7 +41,7 @@ def plot_losses(runs: "list[Finished]", levels: dict[str, float], file: Path) ->
     curves = curves.T.groupby([run.variant for run in runs], sort=False).mean().T
     figure, panels = style.new_figure("Validation loss", "cross-entropy, nats per token", rows=2, sharex=True)
     (above,), (below,) = panels
-    style.say_above(below, f"minus that of {curves.columns[0]}: below zero is better")
+    style.set_panel_title(below, f"minus that of {curves.columns[0]}: below zero is better")
     for axes, lines in ((above, curves), (below, curves.sub(curves.iloc[:, 0], axis=0))):
         for name, line in lines.items():
             line = line.dropna()
@@ -49,6 +49,6 @@ def plot_losses(runs: "list[Finished]", levels: dict[str, float], file: Path) ->
     for name, loss in levels.items():
         style.mark_level(above, loss, f"{name} {loss:.3f}")
     below.set_xlabel("tokens trained on")
-    style.tokens_along(below.xaxis)
+    style.format_token_ticks(below.xaxis)
     style.label_lines(above)
     style.save(figure, file)

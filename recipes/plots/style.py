@@ -13,6 +13,12 @@ WIDTH, HEIGHT, DPI = 5.6, 3.9, 200  # inches: 10 points are 10 pixels where the 
 SIZE, SMALL = 11, 9  # points of text
 MOST_LABELS, LONGEST_LABEL = 8, 20  # beside a panel; more or longer ones stand below the figure
 EMPTY = "#E3E3E3"  # a cell without a number
+RC = {
+    "axes.grid": True, "grid.color": GRID, "axes.axisbelow": True, "axes.edgecolor": GREY, "axes.labelcolor": INK,
+    "axes.labelsize": SIZE - 1, "axes.spines.top": False, "axes.spines.right": False,
+    "xtick.color": GREY, "xtick.labelcolor": INK, "xtick.labelsize": SMALL,
+    "ytick.color": GREY, "ytick.labelcolor": INK, "ytick.labelsize": SMALL,
+}  # fmt: skip
 
 
 def new_figure(title: str, subtitle: str = "", rows: int = 1, columns: int = 1, size: tuple | None = None, **options):
@@ -24,34 +30,28 @@ def new_figure(title: str, subtitle: str = "", rows: int = 1, columns: int = 1, 
         options: of matplotlib's `subplots`.
     """
     from cycler import cycler
+    from matplotlib import rc_context
     from matplotlib.figure import Figure  # without pyplot: no global state, and Agg is the only backend it can meet
 
+    look = cycler(linestyle=["-", "--"]) * (cycler(color=COLOURS) + cycler(marker=MARKERS))
     size = size or (WIDTH, HEIGHT * (1 + 0.75 * (rows - 1)))
-    figure = Figure(figsize=size, dpi=DPI, layout="constrained", facecolor="white")
+    with rc_context({**RC, "axes.prop_cycle": look}):
+        figure = Figure(figsize=size, dpi=DPI, layout="constrained", facecolor="white")
+        panels = figure.subplots(rows, columns, squeeze=False, **options)
     figure.get_layout_engine().set(w_pad=0.07, h_pad=0.06)
     # Texts of others (names of runs, of files) are no formulas
     figure.suptitle(title, x=0.015, ha="left", fontsize=SIZE + 1, fontweight="bold", color=INK, parse_math=False)
-    panels = figure.subplots(rows, columns, squeeze=False, **options)
-    for axes in panels.flat:
-        axes.set_prop_cycle(cycler(linestyle=["-", "--"]) * (cycler(color=COLOURS) + cycler(marker=MARKERS)))
-        axes.tick_params(labelsize=SMALL, colors=GREY, labelcolor=INK)
-        axes.grid(color=GRID, linewidth=0.8)
-        axes.set_axisbelow(True)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.spines[["left", "bottom"]].set_color(GREY)
-        axes.xaxis.label.set(size=SIZE - 1, color=INK)
-        axes.yaxis.label.set(size=SIZE - 1, color=INK)
     if subtitle:
-        say_above(panels[0, 0], subtitle)
+        set_panel_title(panels[0, 0], subtitle)
     return figure, panels if panels.size > 1 else panels[0, 0]
 
 
-def say_above(axes, text: str) -> None:
-    """A line above a panel: what it has beside the others, or the figure's subtitle."""
+def set_panel_title(axes, text: str) -> None:
+    """Writes above a panel what it shows; above the first, also the figure's subtitle."""
     axes.set_title(text, loc="left", fontsize=SMALL, color=GREY, parse_math=False)
 
 
-def look_of(number: int) -> dict[str, str]:
+def style_of(number: int) -> dict[str, str]:
     """Colour, marker and stroke of all lines of one layer, or another thing that has several."""
     return {"color": COLOURS[number % len(COLOURS)], "marker": MARKERS[number % len(MARKERS)], "linestyle": "-"}
 
@@ -74,14 +74,14 @@ def label_lines(axes) -> None:
         text.set_parse_math(False)
 
 
-def tokens_along(axis) -> None:
+def format_token_ticks(axis) -> None:
     """Ticks of a number of tokens: `8 M`."""
     from matplotlib.ticker import EngFormatter
 
     axis.set_major_formatter(EngFormatter(sep=" "))
 
 
-def plain_logarithm(axis, values: Sequence[float]) -> None:
+def set_log_scale(axis, values: Sequence[float]) -> None:
     """A logarithmic axis for these values, with plain numbers: 2, 5, 10, 1,000, 300 M."""
     from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, MaxNLocator, NullLocator
 

@@ -38,26 +38,25 @@ class Tasks:
         self.runs, self.data, self.out, self._how = runs, data, out, {"jobs": jobs, "threads": threads}
         self._prepare, self._train, self._evaluate = {}, {}, []
         for name, settings in (data_settings(study, runs) if source else {}).items():
-            words = [*words_of(settings), "--source", source, "--out", str(data[name])]
-            self._prepare[name] = self._task(f"data-{name}", "prepare", words)
-        for run in runs:
-            if run.options is None:
-                continue
-            words = [*words_of(run.options), "--data", str(data[run.data]), "--out", str(run.folder)]
-            self._train[run.name] = self._task(run.name, "train", words, launcher)
+            places = {"source": source, "out": data[name]}
+            self._prepare[name] = self._task(f"data-{name}", "prepare", settings, places)
+        for run in [run for run in runs if run.options is not None]:
+            places = {"data": data[run.data], "out": run.folder}
+            self._train[run.name] = self._task(run.name, "train", run.options, places, launcher)
             for name, settings in study["evaluate"].items():
                 file = evaluation_file(run, name)
-                words = [*words_of(settings), "--model", str(run.folder), "--data", str(data[run.data])]
-                words += ["--out", str(file.with_suffix(""))]
-                self._evaluate.append((run, settings, file, self._task(f"{run.name}-{name}", "evaluate_model", words)))
+                places = {"model": run.folder, "data": data[run.data], "out": file.with_suffix("")}
+                task = self._task(f"{run.name}-{name}", "evaluate_model", settings, places)
+                self._evaluate.append((run, settings, file, task))
 
-    def _task(self, name: str, recipe: str, words: list[str], launcher: list[str] | None = None) -> Task:
-        module = runpy.run_path(str(RECIPES / f"{recipe}.py"))
+    def _task(self, name: str, recipe: str, options: dict, places: dict, launcher: list[str] | None = None) -> Task:
+        if taken := [option for option in places if option in options]:
+            raise UserError(f"{taken[0]!r} cannot be an option of {recipe}.py in a study: study.py sets it")
+        module, words = runpy.run_path(str(RECIPES / f"{recipe}.py")), words_of(options | places)
         parsed = parse_options(*(module[part] for part in PARTS[recipe]), description=module["__doc__"], argv=words)
         if recipe == "prepare":
             module["check_options"](*parsed)
-        command = [*(launcher or [sys.executable]), str(RECIPES / f"{recipe}.py"), *words]
-        return Task(name, command, self.log(name))
+        return Task(name, [*(launcher or [sys.executable]), str(RECIPES / f"{recipe}.py"), *words], self.log(name))
 
     def log(self, name: str) -> Path:
         return self.out / "logs" / f"{name}.log"
@@ -106,8 +105,8 @@ class Tasks:
         left = []
         for run, settings, file, task in self._evaluate:
             remedy = f"delete it: {run.folder} is evaluated again"
-            done = read_json(file, {"options": dict}, remedy)["options"] if file.is_file() else None
-            if run in runs and (done is None or not settings.items() <= done.items()):
+            done = read_json(file, {"options": dict}, remedy)["options"].items() if file.is_file() else ()
+            if run in runs and not (done and settings.items() <= done):
                 left.append(task)
         run_tasks(left, "evaluating", **self._how)
         return [f"{task.name}: {task.reason}" for task in left if task.status != FINISHED]

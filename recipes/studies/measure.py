@@ -21,7 +21,7 @@ from training.setup import data_fingerprint
 
 from .execution import evaluation_file
 from .plan import BASE, Run
-from .report import Finished
+from .report import FinishedRun
 
 BATCH_ROWS = 4  # rows per call while losses are measured
 EVALUATION = {"perplexity": float, "by_position": list}  # what the report uses of one
@@ -29,7 +29,9 @@ EVALUATED = ("data_fingerprint", "split", "length", "memory")  # what evaluation
 CONTEXTS = 8  # the cache is measured after one trained context and after this number of them
 
 
-def measure_runs(runs: list[Run], data: dict[str, Path], out: Path, evaluations: list[str], threads: int) -> list[Finished]:
+def measure_runs(
+    runs: list[Run], data: dict[str, Path], out: Path, evaluations: list[str], threads: int
+) -> list[FinishedRun]:
     """Measures finished runs, and reads what train.py and evaluate_model.py found.
 
     Args:
@@ -61,12 +63,12 @@ def measure_runs(runs: list[Run], data: dict[str, Path], out: Path, evaluations:
         read = {name: read_json(file, EVALUATION, remedy) for name, file in files.items() if file.is_file()}
         remedy = f"delete {run.folder / RESULT}, and the run's command makes both again"
         lines = read_jsonl(run.folder / METRICS, {"step": int, "tokens": int}, remedy)
-        found.append(Finished(run.name, run.variant, run.folder, results[run.name], lines, measured, read))
+        found.append(FinishedRun(run.name, run.variant, run.folder, results[run.name], lines, measured, read))
     check_evaluations(found)
     return found
 
 
-def check_evaluations(runs: list[Finished]) -> None:
+def check_evaluations(runs: list[FinishedRun]) -> None:
     """UserError unless evaluations of one name, by runs of the same data, were made in the same way."""
     ways = {}
     for run in runs:
@@ -79,7 +81,7 @@ def check_evaluations(runs: list[Finished]) -> None:
                 )
 
 
-def read_ngrams(file: Path, run: Finished) -> list[dict]:
+def read_ngrams(file: Path, run: FinishedRun) -> list[dict]:
     """The n-grams in a file of recipes/ngram_baseline.py; UserError unless they are of the validation rows of the run's
     data."""
     content = read_baseline(file, run.data)

@@ -11,8 +11,6 @@ from cli import UserError, parse_yaml, read_yaml
 
 SECTIONS = ("data", "train", "variants", "grid", "seeds", "evaluate")
 BASE = "base"  # the data of all variants but those that have their own
-OWN_OPTIONS = ("data", "out", "config")  # options of train.py that the study itself sets
-OWN_OF_DATA, OWN_OF_EVALUATION = ("source", "out"), ("model", "data", "out")  # likewise, of prepare.py and evaluate_model.py
 OWN_FOLDERS = ("data", "logs", "measured")
 
 
@@ -47,7 +45,6 @@ def read_study(files: Sequence[str], train: str | None = None, settings: Sequenc
     for name, options in study["evaluate"].items():
         if not isinstance(options, dict) or options.get("task", "perplexity") != "perplexity":
             raise UserError(f"evaluate {name!r}: give options of evaluate_model.py's task perplexity, got {options!r}")
-        _refuse_own(options, OWN_OF_EVALUATION, "an evaluation")
     return study
 
 
@@ -60,11 +57,6 @@ def read_setting(text: str) -> dict:
     for name in reversed(path.split(".")):
         layer = {name: layer}
     return layer
-
-
-def _refuse_own(options: dict, own: Sequence[str], of_what: str) -> None:
-    if taken := [name for name in own if name in options]:
-        raise UserError(f"{taken[0]!r} cannot be an option of {of_what}: study.py sets it")
 
 
 def merge(below: dict, above: dict) -> dict:
@@ -128,7 +120,6 @@ def runs_of(study: dict, out: Path) -> list[Run]:
         for combination in itertools.product(*grid.values()):
             values = dict(zip(grid, combination, strict=True))
             options = study["train"] | own | values
-            _refuse_own(options, OWN_OPTIONS, "a run")
             label = ",".join([variant] * bool(variant) + [f"{name}={value}" for name, value in values.items()]) or "run"
             usual = options.get("seed") or 0
             for seed in seeds or [usual]:
@@ -144,10 +135,7 @@ def runs_of(study: dict, out: Path) -> list[Run]:
 def data_settings(study: dict, runs: Sequence[Run]) -> dict[str, dict]:
     """The options of prepare.py by the name of the data, of those that the runs read."""
     names = dict.fromkeys([BASE, *(run.data for run in runs)])
-    found = {name: merge(study["data"], {} if name == BASE else study["variants"][name]["data"]) for name in names}
-    for options in found.values():
-        _refuse_own(options, OWN_OF_DATA, "the data")
-    return found
+    return {name: merge(study["data"], {} if name == BASE else study["variants"][name]["data"]) for name in names}
 
 
 def words_of(options: dict) -> list[str]:

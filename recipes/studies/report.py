@@ -1,7 +1,6 @@
 """The report of a study: numbers with intervals from its finished runs, as JSON and as Markdown tables."""
 
 import math
-import os
 import statistics
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,7 +18,7 @@ SEED = 0  # of the resampling
 
 
 @dataclass(frozen=True)
-class Finished:
+class FinishedRun:
     """A finished run: its out folder, the content of its result.json and metrics.jsonl, what [`measure.measure_run`] found,
     and by name the results of evaluate_model.py."""
 
@@ -36,26 +35,17 @@ class Finished:
         return self.result["data_fingerprint"]
 
 
-def collect(runs: list[Finished], out: Path) -> list[dict]:
-    """The numbers of each variant, in the order of the runs; the first is what those on the same data are compared with.
-    Paths are as seen from `out`."""
-    variants: dict[str, list[Finished]] = {}
+def collect(runs: list[FinishedRun]) -> list[dict]:
+    """The numbers of each variant, in the order of the runs; those on the same data are compared with the first."""
+    variants: dict[str, list[FinishedRun]] = {}
     for run in runs:
         variants.setdefault(run.variant, []).append(run)
     differing = differing_options([members[0] for members in variants.values()])
     first = next(iter(variants.values()))
-    return [
-        {
-            "name": name,
-            "options": differing[name],
-            "folders": {run.name: os.path.relpath(run.folder, out) for run in members},
-            **_numbers(members, first),
-        }
-        for name, members in variants.items()
-    ]
+    return [{"name": name, "options": differing[name], **_numbers(members, first)} for name, members in variants.items()]
 
 
-def differing_options(runs: list[Finished]) -> dict[str, dict]:
+def differing_options(runs: list[FinishedRun]) -> dict[str, dict]:
     """Variant → those options of train.py that are set and not the same in all runs."""
     names = dict.fromkeys(name for run in runs for name in run.result["options"] if name != "data")
     values = {name: [run.result["options"].get(name) for run in runs] for name in names}
@@ -63,7 +53,7 @@ def differing_options(runs: list[Finished]) -> dict[str, dict]:
     return {run.variant: {n: v for n in different if (v := run.result["options"].get(n)) is not None} for run in runs}
 
 
-def _numbers(runs: list[Finished], first: list[Finished]) -> dict:
+def _numbers(runs: list[FinishedRun], first: list[FinishedRun]) -> dict:
     """Of the runs of a variant, one for each seed."""
     if len({run.data for run in runs}) > 1:
         raise UserError(f"the seeds of {runs[0].variant} were trained on different data: use another --out")
@@ -94,13 +84,13 @@ def _numbers(runs: list[Finished], first: list[Finished]) -> dict:
     }
 
 
-def _mean_rows(runs: list[Finished]) -> tuple[np.ndarray, np.ndarray]:
+def _mean_rows(runs: list[FinishedRun]) -> tuple[np.ndarray, np.ndarray]:
     """Loss sums and tokens of each validation row, the mean over the seeds; rows without any token are left out."""
     rows = np.mean([run.measured["rows"] for run in runs], axis=0)
     return tuple(rows[rows[:, 1] > 0].T)
 
 
-def _bits_per_character(runs: list[Finished], first: list[Finished]) -> dict | None:
+def _bits_per_character(runs: list[FinishedRun], first: list[FinishedRun]) -> dict | None:
     """Over the documents that all runs have read, with the difference to the first variant, paired by document."""
     names = sorted(set.intersection(*(set(run.measured["documents"]) for run in (*runs, *first))))
     if not names:
@@ -129,6 +119,7 @@ def write_report(content: dict) -> str:
         "groups": groups_of(variants),
         "losses_table": lambda group, ngrams: losses_table(variants, group, ngrams),
         "resamples": RESAMPLES,
+        "grid": grid_table(content),
         "costs": costs_table(variants),
         "evaluations": evaluations_table(content),
         "shown": shown,
@@ -166,6 +157,22 @@ def losses_table(variants: list[dict], group: list[dict], ngrams: list[dict]) ->
         numbers = [f"{ngram['perplexity']:,.2f}", f"{ngram['cross_entropy']:.4f}"]
         rows.append([ngram["name"], "", *numbers, *[""] * (1 + seeded)])
     return markdown_table(header + ["over seeds"] * seeded, rows, left=2)
+
+
+def grid_table(content: dict) -> str | None:
+    """The cross-entropies of a grid of two options, the values of the first one down the rows."""
+    grid = content["study"]["grid"]
+    if len(grid) != 2 or len(content["study"]["variants"]) > 1:
+        return None
+    cells = {tuple(run["options"][name] for name in grid): run["variant"] for run in content["runs"]}
+    losses = {variant["name"]: variant["cross_entropy"]["value"] for variant in content["variants"]}
+    (down, down_values), (across, across_values) = grid.items()
+    rows = []
+    for value in down_values:
+        found = [losses.get(cells[value, other]) for other in across_values]
+        row = [MISSING if loss is None else _bold_if(loss == min(losses.values()), f"{loss:.4f}") for loss in found]
+        rows.append([value, *row])
+    return markdown_table([f"{down} \\ {across}", *across_values], rows, left=1)
 
 
 def costs_table(variants: list[dict]) -> str:

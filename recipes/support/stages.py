@@ -5,7 +5,6 @@ import hashlib
 import json
 import math
 import os
-import re
 import shutil
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,6 +16,13 @@ from cli import UserError, describe
 LOCK_FOLDER = ".stages"
 WAITING = "new"  # in it: what takes the place of finished folders, see [`preparation.replace_stages`]
 _OWNER_FILE = "made_by"  # in it
+# What readers of a manifest.json use of it
+MANIFEST = {
+    "options": {"source": str, "tokenizer": str, "context": int, "split_by": str},
+    "source": {"documents": int},
+    "tokenizer": {"vocabulary": int},
+    "splits": {"train": dict, "validation": dict},
+}
 LEFTOVER = f"*.{'[0-9a-f]' * 32}.part"  # what a killed process was writing, see [`_part_of`]
 
 
@@ -77,16 +83,12 @@ def source_files(source: str) -> list[Path]:
     if path.is_file():
         return [path]
     files = (file for file in path.rglob("*") if not any(part.startswith(".") for part in file.relative_to(path).parts))
-    return sorted(file for file in files if file.is_file() or _leads_nowhere(file))
-
-
-def _leads_nowhere(file: Path) -> bool:
-    return file.is_symlink() and not file.exists()
+    return sorted(file for file in files if file.is_file() or file.is_symlink() and not file.is_dir())
 
 
 def state_of_files(source: str) -> list[tuple[str, int, int]]:
     """Name, size in bytes and time of change of the files of [`source_files`]: whether a source has changed."""
-    states = ((str(file), file.lstat() if _leads_nowhere(file) else file.stat()) for file in source_files(source))
+    states = ((str(file), file.stat(follow_symlinks=file.exists())) for file in source_files(source))
     return [(name, state.st_size, state.st_mtime_ns) for name, state in states]
 
 
@@ -97,16 +99,13 @@ def read_manifest(data: Path, split: str | None = None) -> dict:
     if not file.is_file():
         raise UserError(f"{data} has no manifest.json; make the folder with recipes/prepare.py")
     remedy = "delete it and make the folder again with its command of recipes/prepare.py"
-    manifest = read_json(file, {"options": dict, "source": dict, "tokenizer": dict, "splits": dict}, remedy)
-    options = {"source": str, "tokenizer": str, "context": int, "split_by": str}
-    check_entries(manifest["options"], options, f"{file}: options", remedy)
-    check_entries(manifest["source"], {"documents": int}, f"{file}: source", remedy)
-    check_entries(manifest["tokenizer"], {"vocabulary": int}, f"{file}: tokenizer", remedy)
-    check_entries(manifest["splits"], dict.fromkeys(("train", "validation"), dict), f"{file}: splits", remedy)
+    manifest = read_json(file, dict.fromkeys(MANIFEST, dict), remedy)
+    for name, entries in MANIFEST.items():
+        check_entries(manifest[name], entries, f"{file}: {name}", remedy)
     for name, found in manifest["splits"].items():
         check_entries(found, {"blocks": int, "tokens": int, "sha256": str}, f"{file}: the split {name}", remedy)
-        if not re.fullmatch("[0-9a-f]{64}", found["sha256"]):
-            raise UserError(f"{file}: the split {name} has the sha256 {shown(found['sha256'])}, which is none; {remedy}")
+        if len(found["sha256"]) != 64:
+            raise UserError(f"{file}: the split {name} has the sha256 {shown(found['sha256'])}, which is no hash; {remedy}")
     if split is not None and manifest["splits"].get(split, {"blocks": 0})["blocks"] == 0:
         raise UserError(
             f"--split {split}: {data} has no {split} rows; prepare it again with --{split} SHARE, and train on what that "
@@ -125,28 +124,30 @@ def read_json(path: Path, entries: dict[str, type] | None = None, remedy: str = 
 
     Raises UserError, which names the file and what is wrong with it.
     """
-    try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"), parse_constant=_refuse_constant)
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(_with_remedy(f"cannot read {path}: {error or type(error).__name__}", remedy)) from error
-    if entries is not None:
-        check_entries(content, entries, path, remedy)
-    return content
+    return _parse(_text_of(path, remedy), entries, path, remedy)
 
 
 def read_jsonl(path: Path, entries: dict[str, type] | None = None, remedy: str = "") -> list[dict]:
     """The objects of a JSON-lines file, checked like that of [`read_json`]."""
-    found = []
+    lines = enumerate(_text_of(path, remedy).split("\n"), start=1)
+    return [_parse(line, entries or {}, f"{path}: line {number}", remedy) for number, line in lines if line]
+
+
+def _text_of(path: Path, remedy: str) -> str:
     try:
-        for number, line in enumerate(Path(path).read_text(encoding="utf-8").split("\n"), start=1):
-            if line:
-                found.append(json.loads(line, parse_constant=_refuse_constant))
-                check_entries(found[-1], entries or {}, f"{path}: line {number}", remedy)
-    except (ValueError, RecursionError) as error:
-        raise UserError(_with_remedy(f"cannot read line {number} of {path}: {error}", remedy)) from error
-    except OSError as error:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
         raise UserError(_with_remedy(f"cannot read {path}: {error}", remedy)) from error
-    return found
+
+
+def _parse(text: str, entries: dict[str, type] | None, where: Path | str, remedy: str):
+    try:
+        content = json.loads(text, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise UserError(_with_remedy(f"cannot read {where}: {error or type(error).__name__}", remedy)) from error
+    if entries is not None:
+        check_entries(content, entries, where, remedy)
+    return content
 
 
 def check_entries(content, entries: dict[str, type], where: Path | str, remedy: str = "") -> None:

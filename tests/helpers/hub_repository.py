@@ -1,16 +1,11 @@
-"""What the small Hub of the tests keeps: accounts, and folders with commits and large files."""
+"""What the small Hub of the tests keeps: accounts, and folders with commits."""
 
 import hashlib
 import json
-from fnmatch import fnmatch
 from pathlib import Path
 
 WRITE, READ = "hf_dummyWrites", "hf_dummyReads"
 ACCOUNTS = {WRITE: ("user", "write"), READ: ("user", "read")}  # the name of who has the token, and its role
-ENDS = ("bin", "model", "pt", "safetensors", "zip")
-ATTRIBUTES = "".join(f"*.{end} filter=lfs diff=lfs merge=lfs -text\n" for end in ENDS)
-LARGEST_REGULAR = 10_000_000  # bytes
-
 
 class RefusalError(Exception):
     """An answer other than success."""
@@ -21,7 +16,7 @@ class RefusalError(Exception):
 
 
 class Repository:
-    """A repository's folder: repo.json with refs and commits, `blobs` by SHA-1 and `lfs` by SHA-256."""
+    """A repository's folder: repo.json with heads and commits, and `blobs` by SHA-1."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -30,10 +25,9 @@ class Repository:
     @classmethod
     def create(cls, folder: Path, private: bool) -> "Repository":
         (folder / "blobs").mkdir(parents=True)
-        (folder / "lfs").mkdir()
         (folder / "repo.json").write_text(json.dumps({"private": private, "heads": {}, "commits": {}}))
         repository = cls(folder)
-        entry = repository.keep(ATTRIBUTES.encode())
+        entry = repository.keep(b"*.safetensors filter=lfs diff=lfs merge=lfs -text\n")
         repository.commit("main", "initial commit", {".gitattributes": entry})
         return repository
 
@@ -41,7 +35,7 @@ class Repository:
         """Stores a regular file as git names it, and returns its entry."""
         digest = hashlib.sha1(f"blob {len(content)}\0".encode() + content).hexdigest()
         (self.folder / "blobs" / digest).write_bytes(content)
-        return {"oid": digest, "size": len(content), "lfs": False}
+        return {"oid": digest, "size": len(content)}
 
     def commit(self, branch: str, title: str, files: dict[str, dict]) -> str:
         content = {"parent": self.state["heads"].get(branch), "title": title, "files": files}
@@ -66,7 +60,7 @@ class Repository:
 
     def read(self, path: str, revision: str = "main") -> bytes:
         entry = self.files(revision)[path]
-        return (self.folder / ("lfs" if entry["lfs"] else "blobs") / entry["oid"]).read_bytes()
+        return (self.folder / "blobs" / entry["oid"]).read_bytes()
 
     def listing(self, revision: str, path: str, recursive: bool) -> list[dict]:
         """The files and folders in a folder, as the Hub describes them."""
@@ -79,12 +73,5 @@ class Repository:
             if slash:
                 folders.add(name[:start] + folder)
             if recursive or not slash:
-                shown = {"oid": entry["oid"], "size": entry["size"]}
-                large = {"lfs": shown | {"pointerSize": 130}} if entry["lfs"] else {}
-                entries.append({"type": "file", "path": name} | shown | large)
+                entries.append({"type": "file", "path": name} | entry)
         return entries + [{"type": "directory", "path": name, "oid": "0" * 40, "size": 0} for name in sorted(folders)]
-
-    def is_large(self, path: str, size: int, sample: bytes, revision: str) -> bool:
-        patterns = [line.split()[0] for line in self.read(".gitattributes", revision).decode().splitlines()]
-        named = any(fnmatch(path.split("/")[-1], pattern) for pattern in patterns)
-        return named or size > LARGEST_REGULAR or b"\0" in sample

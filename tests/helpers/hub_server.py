@@ -1,15 +1,13 @@
-"""A small Hub on loopback for the real huggingface_hub client: repositories, commits, large files, downloads.
+"""A small Hub on loopback for the real huggingface_hub client: repositories, commits, downloads.
 
-It speaks of the Hub's protocol what publishing and loading a model need, without xet, and keeps its state as files. What it
+It speaks of the Hub's protocol what publishing and loading a small model need, and keeps its state as files. What it
 refuses it refuses as the Hub does, by status and X-Error-Code; [`HubServer`] lists the faults that can be ordered besides.
 """
 
 import base64
-import hashlib
 import json
 import re
 import socket
-import struct
 import sys
 import threading
 from contextlib import suppress
@@ -31,8 +29,6 @@ class HubServer:
     Attributes:
         url: for HF_ENDPOINT.
         requests: `METHOD path` of all that was asked.
-        uploads: the SHA-256 of every large file that arrived in full, once for each time.
-        drop_from: the connection breaks in the middle of this upload of a large file and of all others after it, from 1 on.
         refuse: `(pattern of METHOD path, status)` of requests that are refused.
     """
 
@@ -47,9 +43,6 @@ class HubServer:
     def reset(self) -> None:
         """Forgets what was asked and ends all faults; the repositories stay."""
         self.requests: list[str] = []
-        self.uploads: list[str] = []
-        self.begun: list[str] = []  # large files in the order in which they came first
-        self.drop_from: int | None = None
         self.refuse: list[tuple[str, int]] = []
 
     def stop(self) -> None:
@@ -91,8 +84,6 @@ class Handler(BaseHTTPRequestHandler):
         hub, path = self.server.hub, urlsplit(self.path).path
         hub.requests.append(f"{self.command} {path}")
         try:
-            if self.command == "PUT":
-                self.begin_upload()
             self.body = self.read_body()
             for pattern, status in hub.refuse:
                 if re.search(pattern, f"{self.command} {path}"):
@@ -108,10 +99,8 @@ class Handler(BaseHTTPRequestHandler):
         except RefusalError as refusal:
             headers = {"X-Error-Code": refusal.code, "X-Error-Message": refusal.content["error"]}
             self.send(refusal.content, {name: value for name, value in headers.items() if value}, refusal.status)
-        except ConnectionAbortedError:
-            self.close_connection = True
 
-    do_GET = do_HEAD = do_POST = do_PUT = answer
+    do_GET = do_HEAD = do_POST = answer
 
     def send(self, content=None, headers=None, status: int = 200) -> None:
         data = content if isinstance(content, bytes) else json.dumps({} if content is None else content).encode()
@@ -131,19 +120,6 @@ class Handler(BaseHTTPRequestHandler):
             self.rfile.readline()
             return b"".join(parts)
         return self.rfile.read(int(self.headers.get("Content-Length", 0)))
-
-    def begin_upload(self) -> None:
-        """Counts a large file that comes; the connection breaks behind its first byte if that was ordered."""
-        hub, digest = self.server.hub, self.path.rsplit("/", 1)[1]
-        with hub.lock:
-            if digest not in hub.begun:
-                hub.begun.append(digest)
-            number = hub.begun.index(digest) + 1
-        if hub.drop_from is not None and number >= hub.drop_from:
-            self.rfile.read(1)
-            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # reset, no farewell
-            self.connection.close()
-            raise ConnectionAbortedError
 
     # --- who asks -------------------------------------------------------------------------------------------------
 
@@ -218,33 +194,9 @@ class Handler(BaseHTTPRequestHandler):
         repository, answers = self.writable(id), []
         known = repository.files(revision)
         for file in self.json()["files"]:
-            large = repository.is_large(file["path"], file["size"], base64.b64decode(file["sample"]), revision)
-            answers.append({"path": file["path"], "uploadMode": "lfs" if large else "regular", "shouldIgnore": False})
+            answers.append({"path": file["path"], "uploadMode": "regular", "shouldIgnore": False})
             answers[-1] |= {"oid": known[file["path"]]["oid"]} if file["path"] in known else {}
         return ({"files": answers},)
-
-    def batch(self, id):
-        repository, objects = self.writable(id), []
-        for wanted in self.json()["objects"]:
-            actions = {}
-            if not (repository.folder / "lfs" / wanted["oid"]).is_file():
-                base = f"{self.server.hub.url}/large/{id}"
-                actions = {"actions": {"upload": {"href": f"{base}/{wanted['oid']}"}, "verify": {"href": f"{base}/verify"}}}
-            objects.append({"oid": wanted["oid"], "size": wanted["size"], **actions})
-        return ({"transfer": "basic", "objects": objects},)
-
-    def store(self, id, oid):
-        if hashlib.sha256(self.body).hexdigest() != oid:
-            raise RefusalError(400, "the content is not what its name says")
-        (self.server.hub.repository(id).folder / "lfs" / oid).write_bytes(self.body)
-        self.server.hub.uploads.append(oid)
-        return ()
-
-    def verify(self, id):
-        file = self.writable(id).folder / "lfs" / self.json()["oid"]
-        if not file.is_file() or file.stat().st_size != self.json()["size"]:
-            raise RefusalError(404, "the object is not there in full")
-        return ()
 
     def commit(self, id, revision):
         repository = self.writable(id)
@@ -257,10 +209,6 @@ class Handler(BaseHTTPRequestHandler):
                     raise RefusalError(412, "A commit has happened since.")
             elif kind == "file":
                 files[value["path"]] = repository.keep(base64.b64decode(value["content"]))
-            elif kind == "lfsFile":
-                if not (repository.folder / "lfs" / value["oid"]).is_file():
-                    raise RefusalError(400, f"{value['path']} was not uploaded")
-                files[value["path"]] = {"oid": value["oid"], "size": value["size"], "lfs": True}
             elif kind == "deletedFile":
                 if files.pop(value["path"], None) is None:
                     raise RefusalError(404, "A file with this name doesn't exist", "EntryNotFound")
@@ -276,7 +224,6 @@ class Handler(BaseHTTPRequestHandler):
         if entry is None:
             return {"error": "Entry not found"}, headers | {"X-Error-Code": "EntryNotFound"}, 404
         headers |= {"ETag": f'"{entry["oid"]}"', "Content-Type": "application/octet-stream"}
-        headers |= {"X-Linked-Etag": f'"{entry["oid"]}"', "X-Linked-Size": str(entry["size"])} if entry["lfs"] else {}
         return repository.read(path, revision), headers
 
 
@@ -288,8 +235,5 @@ ROUTES = [
     ("GET", f"/api/models/{ID}/tree/{REVISION}(/(?P<path>.+))?", Handler.tree),
     ("POST", f"/api/models/{ID}/preupload/{REVISION}", Handler.preupload),
     ("POST", f"/api/models/{ID}/commit/{REVISION}", Handler.commit),
-    ("POST", rf"/{ID}\.git/info/lfs/objects/batch", Handler.batch),
-    ("PUT", f"/large/{ID}/(?P<oid>[0-9a-f]{{64}})", Handler.store),
-    ("POST", f"/large/{ID}/verify", Handler.verify),
     ("GET HEAD", f"/{ID}/resolve/{REVISION}/(?P<path>.+)", Handler.resolve),
 ]

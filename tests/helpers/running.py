@@ -106,15 +106,20 @@ def sample_text() -> str:
     return "To be, or not to be\n" + "\n".join(lines)
 
 
+def write_documents(file: Path, text: str, lines: int) -> None:
+    """A JSON-lines file of documents: so many lines of the text each."""
+    found = text.splitlines()
+    texts = ["\n".join(found[start : start + lines]) for start in range(0, len(found), lines)]
+    rows = [json.dumps({"id": f"{number:03}", "text": text}) + "\n" for number, text in enumerate(texts)]
+    file.write_text("".join(rows), encoding="utf-8")
+
+
 @functools.cache
 def prepared_data(base: Path) -> Path:
     """A folder by recipes/prepare.py: characters, rows of CONTEXT tokens."""
     base = base / "train_data"
     base.mkdir()
-    lines = sample_text().splitlines()
-    documents = ["\n".join(lines[start : start + 30]) for start in range(0, len(lines), 30)]
-    rows = [json.dumps({"id": f"{number:03}", "text": text}) + "\n" for number, text in enumerate(documents)]
-    (base / "text.jsonl").write_text("".join(rows), encoding="utf-8")
+    write_documents(base / "text.jsonl", sample_text(), 30)
     options = ["--source", base / "text.jsonl", "--tokenizer", "characters", "--context", CONTEXT]
     run_recipe("prepare", *options, "--validation", 0.1, "--out", base / "data")
     return base / "data"

@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from running import load_recipe, sample_text
+from running import load_recipe, sample_text, write_documents
 
 WORDS = "--n_layer 1 --n_embd 16 --n_head 2 --segment_length 4 --position_encoding rope --max_steps 6 --batch_size 4"
 WORDS += " --gradient_accumulation 1 --save_steps 2 --eval_steps 3 --eval_rows 4 --use_cpu true --precision float32"
@@ -17,10 +17,7 @@ def small_data(base: Path) -> Path:
     """By recipes/prepare.py: characters, rows of 16 tokens, all three splits."""
     folder = base / "small"
     folder.mkdir()
-    lines = sample_text()[:8000].splitlines()
-    documents = ["\n".join(lines[start : start + 10]) for start in range(0, len(lines), 10)]
-    rows = [json.dumps({"id": f"{number:03}", "text": text}) + "\n" for number, text in enumerate(documents)]
-    (folder / "text.jsonl").write_text("".join(rows), encoding="utf-8")
+    write_documents(folder / "text.jsonl", sample_text()[:8000], 10)
     words = ["--source", folder / "text.jsonl", "--tokenizer", "characters", "--context", 16]
     words += ["--validation", 0.15, "--test", 0.15, "--out", folder / "data"]
     load_recipe("prepare").main([*map(str, words)])

@@ -66,9 +66,3 @@ def test_a_translation_has_the_same_cells_and_outputs(name, translation):
             for kind in (r"^#+", r"\$\$.*?\$\$", r"`hf_infini[^`]*`|`[a-z_]+=[^`]*`"):
                 flags = re.MULTILINE | re.DOTALL
                 assert re.findall(kind, one.source, flags) == re.findall(kind, other.source, flags), one.id
-
-
-@pytest.mark.parametrize("name", TRANSLATIONS)
-def test_a_lesson_begins_with_its_idea(name):
-    first, program, *_ = read(name).cells
-    assert first.cell_type == "markdown" and len(program.source.splitlines()) < 40 and "small_gpt2" not in program.source

@@ -62,7 +62,7 @@ def test_perplexities_are_on_a_log_axis_with_plain_numbers_and_the_trained_lengt
 def test_a_logarithmic_axis_has_a_few_plain_numbers(values):
     figure, axes = style.new_figure("title")
     axes.plot([1, 2], values)
-    style.plain_logarithm(axes.yaxis, values)
+    style.set_log_scale(axes.yaxis, values)
     figure.draw_without_rendering()
     shown = [label for label in ticks(axes.yaxis) if label]
     assert 3 <= len(shown) and len({*shown}) == len(shown) and all("e" not in label for label in shown)

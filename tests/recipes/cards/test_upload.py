@@ -35,7 +35,7 @@ def fresh(hub, monkeypatch):
 
 @pytest.fixture
 def folder(tmp_path):
-    """Files that may be pushed, two of them large, and such as may not."""
+    """Files that may be pushed, and such as may not."""
     (tmp_path / "README.md").write_text(CARD)
     (tmp_path / "config.json").write_text("{}")
     for number in (1, 2):
@@ -63,19 +63,9 @@ def test_one_commit_of_what_may_be_pushed(hub, folder):
     repository = hub.repository(NAME)
     assert address == f"{hub.url}/{NAME}/commit/{repository.state['heads']['main']}" and repository.state["private"]
     assert len(repository.state["commits"]) == 2  # that of the Hub, and one
-    large = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
-    assert sorted(repository.files()) == [".gitattributes", "README.md", "config.json", f"{CODE}/cache_cache.py", *large]
-    assert all(repository.read(name) == (folder / name).read_bytes() for name in ("README.md", *large))
-
-
-def test_an_interrupted_push_goes_on(hub, folder):
-    hub.drop_from = 2  # of two large files
-    assert "the same command goes on" in refused(hub, folder)
-    assert len(hub.repository(NAME).state["commits"]) == 1 and len(hub.uploads) == 1  # nothing is to be seen there
-    hub.drop_from = None
-    push(hub, folder)
-    large = [entry["oid"] for entry in hub.repository(NAME).files().values() if entry["lfs"]]
-    assert len(large) == 2 and sorted(hub.uploads) == sorted(large)  # each of them once
+    weights = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    assert sorted(repository.files()) == [".gitattributes", "README.md", "config.json", f"{CODE}/cache_cache.py", *weights]
+    assert all(repository.read(name) == (folder / name).read_bytes() for name in ("README.md", *weights))
 
 
 def test_a_new_version_takes_the_place_of_the_old_one(hub, folder):
@@ -87,11 +77,9 @@ def test_a_new_version_takes_the_place_of_the_old_one(hub, folder):
     assert "it exists: --update publishes a new version there" in refused(hub, folder)
     assert "it is public" in refused(hub, folder, update=True, private=True)
     (folder / "model-00002-of-00002.safetensors").unlink()
-    hub.reset()
     push(hub, folder, update=True)
     left = {name: entry for name, entry in first.items() if "00002-of" not in name}
     assert hub.repository(NAME).files() == left | {name: extra[name] for name in ("LICENSE", "cache.py")}
-    assert hub.uploads == []
 
 
 def test_refusals_leave_nothing(hub, folder, monkeypatch):
@@ -103,7 +91,7 @@ def test_refusals_leave_nothing(hub, folder, monkeypatch):
     assert "hf auth login" in refused(hub, folder, token=None)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert "offline mode is enabled" in refused(hub, folder)
-    assert not hub.has(NAME) and hub.uploads == []
+    assert not hub.has(NAME)
 
 
 @pytest.mark.parametrize("request_refused", ["/repos/create", "/commit/"])

@@ -1,28 +1,75 @@
 """The study recipe: a real study at toy size, killed and resumed, and its numbers checked against others."""
 
+import contextlib
 import json
 import math
 import multiprocessing
+import os
 import shutil
+import sys
+import traceback
+from pathlib import Path
+from unittest import mock
 
 import psutil
 import pytest
 
 from bad_input import refused
-from running import kill_when, load_recipe, result
+from cli import FAILURE_FILE
+from running import kill_when, load_recipe, result, sample_text, write_documents
 from studies import execution, measure
-from study_runs import STEPS, arguments, run_here, write_study
 
 pytestmark = pytest.mark.slow  # they share trained runs
 
 
 study = load_recipe("study")
+STEPS = 12
+STUDY = """
+data: {vocab_size: 300, context: 64, validation: 0.2}
+train: {n_layer: 2, n_embd: 32, n_head: 2, batch_size: 4, gradient_accumulation: 1, max_steps: 12, eval_steps: 4,
+        save_steps: 4, use_cpu: true, precision: float32}
+variants:
+  s1: {attention: self}
+  best: {attention: infini, segment_length: 16, position_encoding: rope}
+  letters: {attention: self, data: {fraction: 0.6, tokenizer: characters}}
+  nowhere: {attention: self, data: {tokenizer: no/such_tokenizer}}
+  odd: {n_head: 3}
+evaluate: {long: {length: 512, min_characters: 500, device: cpu}}
+"""
+
+
+def arguments(base, *options) -> list[str]:
+    words = ["--study", base / "toy.yaml", "--source", base / "text.jsonl", "--out", base / "out", *options]
+    return [*map(str, words)]
+
+
+def run_here(tasks, title, jobs=1, threads=1) -> None:
+    """Stands in for `studies.processes.run_tasks`: every command in this process, one after the other."""
+    for task in tasks:
+        task.log.parent.mkdir(parents=True, exist_ok=True)
+        name, status = Path(task.command[1]).stem, 0
+        with (
+            open(task.log, "w", encoding="utf-8") as log,
+            contextlib.redirect_stdout(log),
+            contextlib.redirect_stderr(log),
+            mock.patch.object(sys, "argv", task.command[1:]),
+            mock.patch.dict(os.environ, {FAILURE_FILE: str(task.failure)}),
+        ):
+            try:
+                load_recipe(name).main()
+            except SystemExit as stopped:
+                status = stopped.code
+            except Exception:
+                traceback.print_exc()
+                status = 1
+        task.finish(status)
 
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
     base = tmp_path_factory.mktemp("study")
-    write_study(base)
+    write_documents(base / "text.jsonl", sample_text(), 30)
+    (base / "toy.yaml").write_text(STUDY, encoding="utf-8")
     return base
 
 

@@ -4,12 +4,13 @@ import json
 import os
 import subprocess
 import sys
+from itertools import product
 
 import pytest
 
 from corpora.tokenization import train_bpe
 from running import ROOT, load_recipe
-from studies import plan
+from studies import plan, report
 from studies.measure import encode_documents
 from studies.processes import Task, run_tasks
 
@@ -81,15 +82,16 @@ REFUSED = [
     (["--set", "variants.s1.attention=quadratic"], "invalid choice: 'quadratic'"),
     (["--set", "evaluate.long.lenght=2"], "unrecognised arguments: --lenght 2"),
     (["--set", "evaluate.far.task=facts"], "evaluate 'far': give options of evaluate_model.py's task perplexity"),
-    (["--set", "train.out=x"], "'out' cannot be an option of a run: study.py sets it"),
+    (["--set", "train.out=x"], "'out' cannot be an option of train.py in a study: study.py sets it"),
     (["--set", "training.n_layer=3"], "has no section 'training'; it may have data, train, variants"),
     (["--set", "train=3"], "the section 'train' of a study is a dict, got 3"),
+    (["--set", "grid=3"], "the section 'grid' of a study is a dict, got 3"),
     (["--set", "train.n_layer"], "give SECTION.NAME=VALUE"),
     (["--set", "train.n_layer=[1"], "is not valid YAML"),
     (["--set", "grid.n_layer=3"], "gives each option a list of values"),
     (["--set", "variants.s1=3"], "variant 's1': give options of train.py and, in 'data', of prepare.py, got 3"),
-    (["--set", "data.source=x"], "'source' cannot be an option of the data: study.py sets it"),
-    (["--set", "evaluate.long.data=x"], "'data' cannot be an option of an evaluation: study.py sets it"),
+    (["--set", "data.source=x"], "'source' cannot be an option of prepare.py in a study: study.py sets it"),
+    (["--set", "evaluate.long.data=x"], "'data' cannot be an option of evaluate_model.py in a study: study.py sets it"),
     (["--grid", "score=dot,"], "--grid score=dot,: give OPTION=VALUE,VALUE"),
     (["--grid", "score=dot", "score=general"], "score is named twice"),
     (["--grid", "n_layer=1,1"], "would share the folder s1,n_layer=1"),
@@ -126,6 +128,18 @@ def test_what_is_given_later_goes_above(tmp_path, capsys):
     counts = {"learning_rate 3 ": 2, "learning_rate 2 ": 10, "n_layer 5 ": 2, "length 99 ": 12, "n_head 1 ": 12}
     assert {option: text.count(f"--{option}") for option in counts} == counts and text.count("--fraction 0.5 ") == 1
     assert text.count("--n_embd 64 ") == 6 and "--n_embd 7 " not in text
+
+
+def test_a_grid_of_two_options_is_a_table():
+    grid = {"n_layer": ["1", "2"], "score": ["dot", "general"]}
+    cells = product(*grid.values())
+    runs = [{"options": dict(zip(grid, values, strict=True)), "variant": "-".join(values)} for values in cells]
+    losses = {"1-dot": 2.5, "1-general": 2.25, "2-dot": 3.0}  # the fourth is not possible
+    variants = [{"name": name, "cross_entropy": {"value": loss}} for name, loss in losses.items()]
+    table = report.grid_table({"study": {"grid": grid, "variants": {}}, "runs": runs, "variants": variants})
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()]
+    assert rows[0] == ["n_layer \\ score", "dot", "general"]
+    assert rows[2:] == [["1", "2.5000", "**2.2500**"], ["2", "3.0000", "–"]]
 
 
 def test_characters_of_tokens_add_up_to_the_text():
