@@ -120,29 +120,26 @@ def main(argv: list[str] | None = None) -> None:
     check(conversion)
     if conversion.device.type == "cpu":
         measurement.keep_freed_memory()
-    model = conversion.plain_model()
+    model = conversion.load_model()
     conversion.claim_folder()
     found = {}
     for stage in conversion.stages():
-        model, found[stage.name] = conversion.run(stage, model)
+        model, found[stage.name] = stage.run(model)
     if not conversion.is_main_process:
         return
     conversion.round_adapter(model)  # what is evaluated is what the file has
     save_adapter(model, out / "adapter", torch.bfloat16)
     first, validation = options.evaluation_from or conversion.window, {}
-    for folder, rows in conversion.evaluated_rows().items():
+    for folder, rows in conversion.first_rows("evaluation", options.evaluation_rows).items():
         run_folder.say(f"evaluation of {len(rows):,} rows of {rows.shape[2]:,} tokens, {folder}")
         with conversion.autocast():
             validation[folder] = evaluation.evaluate(model, rows, first, conversion.trained)
     found["validation"] = validation
-    result = {**found, "options": vars(options), "memory": given_options(memory)}
+    result = {**found, "options": vars(conversion.options), "memory": given_options(memory)}
     result |= {"data_fingerprints": conversion.fingerprints, "layers": conversion.trained}
     result |= {**measurement.peak_memory(), **measurement.environment()}
     write_json(out / "result.json", result)
     files = [out / "adapter", out / "result.json"]
-    if conversion.stages():
-        files.append(out / "layers.png")
-        evaluation.plot_layers(found, files[-1])
     for folder, measured in validation.items():
         print(f"{folder}: {measured['tokens']:,} tokens from position {first:,} on; the window has {conversion.window}\n")
         print(evaluation.table(measured["cross_entropy"]))

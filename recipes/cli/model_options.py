@@ -126,7 +126,7 @@ def build_config(options: ModelOptions, tokenizer, context: int):
     values |= {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     values["tokenizer_sha256"] = fingerprint(tokenizer)  # load_tokenizer refuses another one
 
-    # An option that needs another one is refused where it was given, and left behind where --init_from has it
+    # An option that needs another one is refused where it was given, and dropped where --init_from has it
     for name, (needed, kinds) in NEEDS.items():
         if values[needed] not in kinds and (name in MEMORY or family == "causal_mha"):
             if name in given:

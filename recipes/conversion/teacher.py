@@ -27,7 +27,7 @@ def full_attention(
     Args:
         model: with Infini-attention, perhaps inside PEFT's or another wrapper.
         tokens: of the longest row.
-        compare: is told, for every layer, what it gives with its memory; its input is that of the plain model and has no
+        compare: is called with what every layer gives with its memory; its input is that of the plain model and has no
             gradient. Without it, nothing is computed with memories.
         layers: numbers of those that attend to everything, the others as they are. `None`: all.
     """

@@ -53,14 +53,14 @@ def weights(made) -> dict:
 
 
 def test_transfer_explains_more_of_what_the_window_misses(tmp_path):
-    made, rows = trainer(Transfer, tmp_path, 40), all_counted(token_ids(2, 48, seed=5))
+    made, rows = trainer(Transfer, tmp_path, 25), all_counted(token_ids(2, 48, seed=5))
     model = made.patched
     before = unexplained(model, rows)
     with gates_closed(model):
         assert unexplained(model, rows) == dict.fromkeys(before, 1.0)
     made.train()
     after = unexplained(model, rows)
-    # Random rows and 40 steps: of four layers three got better by a third and more when this was written
+    # Random rows and few steps
     assert sum(after.values()) < 0.9 * sum(before.values()) and all(value < 1 for value in after.values())
 
 
@@ -100,7 +100,7 @@ def test_calibrated_feature_maps_give_exponents_of_one_size():
     torch.testing.assert_close(query.square().mean((0, 2, 3)).sqrt(), torch.full((layer.head_counts[0],), SPREAD))
 
 
-@pytest.mark.parametrize(("kind", "lora"), [(Transfer, False), (Together, False), (Together, True)])
+@pytest.mark.parametrize(("kind", "lora"), [(Transfer, False), (Together, True)])
 def test_a_training_goes_on_from_a_checkpoint_with_an_adapter_only(kind, lora, tmp_path):
     options = {"narrow": (0.9, 0.2), "lengths": (4, 6), "lora": lora}
     whole = trainer(kind, tmp_path / "whole", **options)
