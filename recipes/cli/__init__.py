@@ -136,7 +136,7 @@ def _flags_of_file(file_name: str, parser) -> list[str]:
             parser.error(f"{where}: {name} must be a value or a list of values: [a, b]")
         if isinstance(value, list) and not parser.takes_lists[name]:
             parser.error(f"{where}: {name} takes one value, got the list [{', '.join(values)[:99]}]")
-        if value != "":  # `name:` with nothing after it leaves the default
+        if value not in ("", "~", "null"):  # which leave the default
             # With "=", so that a value may begin with a hyphen
             flags += [f"--{name}={values[0]}"] if len(values) == 1 else [f"--{name}", *values]
     return flags

@@ -15,7 +15,7 @@ from cli import UserError
 from cli.names import check_name
 from hf_infini import patch_model
 from hf_infini.layers.memory_layer import PARAMETERS
-from hf_infini.models.adapter import merged, restore_adapter
+from hf_infini.models.adapter import restore_adapter
 from hf_infini.models.loading import fingerprint, load_causal_lm, load_tokenizer
 from hf_infini.models.structure import attention_layers, decoder_of
 from hf_infini.options import context_limit
@@ -24,7 +24,6 @@ from support.stages import read_json, read_manifest, write_json
 from training import console, dilution, run_folder, setup
 from training.repetition import Repetition
 
-from . import trainers
 from .defaults import DEFAULTS, LORA_RANK, NARROW_TO
 from .layers import gap_by_layer
 from .start import CLOSED, FREE, fingerprint_of, learned_parameters, load_start, lora_of, open_layers, options_of
@@ -32,9 +31,8 @@ from .trainers import Together
 from .transfer import Transfer, calibrated_scales
 
 FEW_ROWS = 1  # of each folder, which choose layers and calibrate
-EVALUATED_ROWS = 2  # of each folder, after each stage
 # Options that may change between two starts of a conversion
-CHANGEABLE = ("out", "save_merged", "evaluation_data", "evaluation_rows", "evaluation_from")
+CHANGEABLE = ("out", "evaluation_data", "evaluation_rows", "evaluation_from")
 
 
 @dataclass(frozen=True)
@@ -290,14 +288,7 @@ class Conversion:
                 run_folder.say(f"{name}: {steps:,} steps of {tokens_per_step:,} tokens, {note}")
                 console.speak_in_lines(trainer).train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
             restore_adapter(model, last)
-        return model, {"steps": steps, "tokens": steps * tokens_per_step, "unexplained": self._unexplained(model, name)}
-
-    def _unexplained(self, model, stage: str) -> dict[int, float]:
-        """[`trainers.unexplained`] after a stage, of a few validation rows of each folder; empty beside the main process."""
-        if not self.is_main_process:
-            return {}
-        rows = torch.cat([*self.first_rows("validation", EVALUATED_ROWS).values()])
-        return self.measured(f"unexplained_after_{stage}.json", lambda: trainers.unexplained(model.eval(), rows))
+        return model, {"steps": steps, "tokens": steps * tokens_per_step}
 
     def _with_lora(self, model):
         from peft import LoraConfig, get_peft_model
@@ -327,13 +318,6 @@ class Conversion:
         """Rounds what was learned to bfloat16."""
         for parameter in learned_parameters(model):
             parameter.copy_(parameter.bfloat16())
-
-    def save_merged(self, model) -> Path:
-        """The folder of the whole model, which has the adapter in its weights now, and its tokenizer."""
-        whole = merged(model)
-        whole.save_pretrained(self.out / "model")
-        self.tokenizer.save_pretrained(self.out / "model")
-        return self.out / "model"
 
 
 def with_labels(batch: dict) -> dict[str, Tensor]:

@@ -34,7 +34,7 @@ _SUFFIXES = {
     "text": (".txt", ".text"),
     "markdown": (".md", ".markdown", ".rst"),  # text where a folder has nothing else: often a README beside the data
 }
-TABLES = ("parquet", "arrow")
+_TABLES = ("parquet", "arrow")
 
 
 def corpus_documents(options: CorpusOptions, log: ReadingLog | None = None) -> Iterator[Document]:
@@ -149,7 +149,7 @@ def _documents_of(path: Path, name: str, kind: str, options: CorpusOptions, log:
     --skip_bad once before."""
     if kind == "carolina":
         return read_carolina_shard(path, name, options.max_file_gb, options.encoding)
-    if kind in TABLES:
+    if kind in _TABLES:
         if options.skip_bad:
             deque(_dataset_rows(options, kind, str(path)), maxlen=0)
         return _row_documents(_dataset_rows(options, kind, str(path)), options, log, f"{path}: row", f"{name}:")
@@ -224,7 +224,7 @@ def _dataset_rows(options: CorpusOptions, kind: str, source: str) -> Iterator[tu
             rows = datasets.load_dataset(kind, data_files=glob.escape(source), split="train", streaming=True, **how)
         yield from enumerate(tqdm(rows, desc="reading", unit="row", disable=kind not in ("hub", "saved")), start=1)
     except Exception as error:  # of damaged files, datasets and its readers raise almost anything
-        what = f"the {kind} file" if kind in TABLES else "the dataset"
+        what = f"the {kind} file" if kind in _TABLES else "the dataset"
         raise UserError(f"{source}: {what} cannot be read ({one_line(error)[:300]}); {remedy}") from error
 
 

@@ -10,7 +10,6 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cli import UserError
@@ -87,17 +86,13 @@ def load_tokenizer(name_or_path: str) -> "PreTrainedTokenizerBase":
     """
     from transformers import AutoTokenizer
 
-    what, place = f"--tokenizer {name_or_path}", Path(name_or_path)
+    what = f"--tokenizer {name_or_path}"
     remedy = "give bpe, characters, the folder of a saved tokenizer, or a name on the Hub"
-    if place.is_file() or not (place.exists() or re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", name_or_path)):
-        raise UserError(f"{what} cannot be loaded as a tokenizer (it is no folder): {remedy}")
     check_name("--tokenizer", name_or_path)
     try:
         tokenizer = AutoTokenizer.from_pretrained(name_or_path, trust_remote_code=False)
     except Exception as error:  # of a damaged file, tokenizers and transformers raise almost anything
-        raise UserError(
-            f"{what} cannot be loaded as a tokenizer ({one_line(error)[:300]}): {remedy}"
-        ) from error
+        raise UserError(f"{what} cannot be loaded as a tokenizer ({one_line(error)[:300]}): {remedy}") from error
     if len(tokenizer) <= len(set(tokenizer.all_special_ids)):
         raise UserError(f"{what} has an empty vocabulary: {remedy}")
     if tokenizer.eos_token_id is None:

@@ -36,7 +36,7 @@ def made(finished, tmp_path, monkeypatch) -> Path:
 
 
 OVER_PREPARED = {
-    "no tokenizer": (["--tokenizer", "./none"], "cannot be loaded as a tokenizer"),
+    "no tokenizer": (["--tokenizer", "./none"], "--tokenizer: there is no folder ./none"),
     "long rows": (["--context", "640000"], "too few for a block of 640,000; lower --context"),
     "long rows by block": (["--split_by", "block", "--context", "640000"], "lower --context"),
     "all held out": (["--max_documents", "1"], "leaves none to train on"),

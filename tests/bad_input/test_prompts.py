@@ -83,9 +83,15 @@ def test_tokenizers(case, tmp_path, capsys, monkeypatch):
 def test_tokenizers_that_are_none(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.txt").write_text(TEXT)
-    for name in ("text.txt", "nowhere/at/all", "owner/name", "https://example.org", "../x"):
+    for name, message in (
+        ("text.txt", "give bpe, characters, the folder of"),
+        ("owner/name", "give bpe, characters, the folder of"),
+        ("https://example.org", "there is no folder"),
+        ("nowhere/at/all", "there is no folder"),
+        ("../x", "there is no folder"),
+    ):
         argv = ["--source", "text.txt", "--split_by", "block", "--tokenizer", name, "--out", "out"]
-        refused(load_recipe("prepare").main, argv, capsys, f"--tokenizer {name}", "give bpe, characters, the folder of")
+        refused(load_recipe("prepare").main, argv, capsys, "--tokenizer", name, message)
 
 
 # --- prompts ---

@@ -71,7 +71,7 @@ def test_a_file_and_flags_above_it(config):
     path = config("out: folder\nrate: 1.0e-3\nlayers: [1, 2]\nshuffle: false\n")
     assert parse("--config", path) == Options("folder", 0.001, [1, 2], False)
     assert parse("--rate", "2", "--config=" + path, "--shuffle") == Options("folder", 2.0, [1, 2], True)
-    assert parse("--config", config("out: x\nrate:\n")) == Options("x")
+    assert parse("--config", config("out: x\nrate:\nlayers: null\n")) == Options("x")
     assert parse("--out", "x") == Options("x")
 
 
@@ -105,6 +105,19 @@ def test_errors_are_one_line_and_status_1(error, line, capsys):
         main(["--traceback"])
     shown = capsys.readouterr().err
     assert shown.startswith("Traceback") and "raise error" in shown and shown.endswith(line + "\n")
+
+
+def test_standard_output_on_a_full_disk(capsys, monkeypatch):
+    @exit_on_error(when_stopped="go on")
+    def main(argv=None):
+        print("a text")
+
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        with pytest.raises(SystemExit) as stop:
+            main([])
+        full.flush()  # as the interpreter does when it ends: nothing is left to fail
+    assert stop.value.code == 1 and capsys.readouterr().err == "error: no space left on the disk; make room: go on\n"
 
 
 def test_nobody_reads_the_output_any_more(capsys):

@@ -1,6 +1,5 @@
 """The prepare recipe end to end: its blocks are its text, runs repeat and resume, bad input ends with a message."""
 
-import gzip
 import hashlib
 import json
 import shutil
@@ -13,7 +12,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from corpora.biographies import biography_documents
-from running import DATA, kill_when, load_recipe
+from running import kill_when, load_recipe
 
 prepare = load_recipe("prepare")
 
@@ -207,19 +206,3 @@ def test_a_killed_run_leaves_nothing_half_made(made, tmp_path):
     assert manifest["splits"] == made[1]["splits"]
     assert sorted(path.name for path in out.iterdir()) == sorted(path.name for path in made[0].iterdir())
     assert not list(out.rglob("*.part"))
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not (DATA / "carolina").is_dir(), reason=f"no Carolina shards under {DATA} (HF_INFINI_DATA)")
-def test_a_real_shard_with_the_prose_filter(tmp_path):
-    shard = min((DATA / "carolina").rglob("*.xml.gz"), key=lambda path: path.stat().st_size)
-    manifest = run("--source", shard, "--prose_filter", "--vocab_size", 2000, "--context", 128, out=tmp_path)
-    rows = [json.loads(line) for line in open(tmp_path / "validation_documents.jsonl", encoding="utf-8")]
-    assert len(rows) == manifest["splits"]["validation"]["documents"] >= 1
-    for row in rows:
-        paragraphs = row["text"].split("\n")
-        prose = sum(len(paragraph) for paragraph in paragraphs if len(paragraph) >= 80)
-        assert row["source"].startswith("https://pt.wikipedia.org/") and row["title"]
-        assert sum(map(len, paragraphs)) >= 1000 and prose >= sum(map(len, paragraphs)) / 2
-    read = manifest["source"]["documents"] + sum(manifest["source"]["dropped"].values())
-    assert read == gzip.decompress(shard.read_bytes()).count(b"</TEI>")

@@ -71,7 +71,7 @@ def test_ready_tokenizers(bpe, tmp_path):
         bpe.pad_token = "<|pad|>"
     loaded = load_tokenizer(str(tmp_path / "no-pad"))
     assert loaded.pad_token == loaded.eos_token and len(loaded) == len(bpe)
-    with pytest.raises(UserError, match="missing cannot be loaded as a tokenizer .*: give bpe, characters"):
+    with pytest.raises(UserError, match="--tokenizer: there is no folder .*missing"):
         load_tokenizer(str(tmp_path / "missing"))
     bpe.eos_token, kept = None, bpe.eos_token
     try:

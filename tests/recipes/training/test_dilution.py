@@ -2,6 +2,7 @@
 
 import copy
 import math
+import shutil
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from transformers import TrainingArguments
 from bad_input import refused
 from hf_infini.tools.training import PerplexityTrainer
 from models import RowsOf, causal_mha, infini_gpt2, token_ids
-from running import check_resumes, infini_options, load_recipe, prepared_data, self_options
+from running import infini_options, load_recipe, losses, prepared_data, run_recipe, self_options
 from training.dilution import Dilution, weigh_memories
 
 train = load_recipe("train")
@@ -93,8 +94,13 @@ def test_a_step_with_a_past_has_its_loss_and_moves_every_parameter(tmp_path, bf1
 def test_a_diluted_run_resumes_as_if_it_had_never_stopped(base, tmp_path):
     data = prepared_data(base)
     options = [*infini_options(data), "--max_steps", 4, "--save_steps", 2]
-    diluted = ["--dilute_with", data, "--dilute_up_to", 8, "--dilute_share", 0.75]
-    check_resumes(tmp_path, options, diluted)
+    options += ["--dilute_with", data, "--dilute_up_to", 8, "--dilute_share", 0.75]
+    run_recipe("train", *options, "--out", tmp_path / "straight")
+    shutil.copytree(tmp_path / "straight", tmp_path / "resumed")
+    (tmp_path / "resumed" / "result.json").unlink()
+    shutil.rmtree(tmp_path / "resumed" / "checkpoint-4")
+    assert "from step 2" in run_recipe("train", *options, "--out", tmp_path / "resumed").stderr
+    assert losses(tmp_path / "resumed") == losses(tmp_path / "straight")
 
 
 def test_what_dilution_cannot_do_is_refused(base, tmp_path, capsys):

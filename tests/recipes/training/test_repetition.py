@@ -14,7 +14,7 @@ from hf_infini.models.structure import attention_layers, decoder_of
 from hf_infini.ops.state import Projections
 from hf_infini.tools.training import PerplexityTrainer
 from models import infini_gpt2, token_ids
-from running import check_resumes, infini_options, load_recipe, prepared_data
+from running import infini_options, load_recipe, prepared_data
 from training.repetition import Repetition, repeated
 
 train = load_recipe("train")
@@ -100,12 +100,6 @@ def test_training_steps_repeat_and_evaluations_do_not(tmp_path, monkeypatch):
     rounded = 0.00006  # some versions of transformers log losses with four digits
     torch.testing.assert_close(learned, [wanted, plain, wanted], rtol=0, atol=rounded)
     torch.testing.assert_close(evaluated, [plain] * 3, rtol=0, atol=rounded)
-
-
-@pytest.mark.slow
-def test_a_repeating_run_resumes_as_if_it_had_never_stopped(base, tmp_path):
-    options = [*infini_options(prepared_data(base)), "--update_rule", "gated_delta", "--max_steps", 4, "--save_steps", 2]
-    check_resumes(tmp_path, options, ["--repeat_up_to", 8])
 
 
 def test_what_cannot_be_repeated_is_refused(base, tmp_path, capsys):

@@ -132,11 +132,6 @@ def test_two_processes_train_what_one_does(base, self_run):
         # The gradients of 16 rows are summed in another order; 5 steps of AdamW let that grow a little
         assert of_one == [pytest.approx(value, rel=1e-4) if value is not None else None for value in of_two]
     assert result(self_run)["tokens"] == result(base / "two")["tokens"]
-    (base / "two" / "result.json").unlink()
-    (base / "two" / "checkpoint-5" / "complete.json").unlink()
-    again = on_ranks(run_as_rank, 2, "train", [*options, "--out", base / "two"])
-    assert "from step 4" in again[0][0].stderr and again[1][0].returncode == 0, again
-    assert losses(base / "two") == two
 
 
 # --- starting from a model --------------------------------------------------------------------------------------------

@@ -20,7 +20,6 @@ from running import (
     load_recipe,
     prepared_data,
     result,
-    straight_run,
     trained,
 )
 from support import stages
@@ -82,30 +81,6 @@ def test_a_trained_model_gets_a_memory(base, tmp_path):
         torch.testing.assert_close(weights.pop(name), weight, rtol=0, atol=1e-6)  # two steps at a rate of 1e-9
     assert sorted(weights) == [f"transformer.h.{layer}.attn.gate.weight" for layer in (0, 1)]
     assert all(gate.abs().min() > 1e-3 for gate in weights.values())  # their own rate is 0.01
-
-
-@pytest.mark.slow
-def test_what_a_start_cannot_be(base, tokenizer):
-    def config(context=CONTEXT, **options):
-        return build_config(ModelOptions(**{"model": "causal_mha"} | options), tokenizer, context)
-
-    local, learned = str(trained(base, "local")), str(trained(base, "infini"))
-    with pytest.raises(UserError, match="is a causal_mha model, --model gpt2 --attention infini starts from gpt2"):
-        config(model="gpt2", init_from=local)
-    with pytest.raises(UserError, match="is a infini_gpt2 model, --model causal_mha starts from causal_mha"):
-        config(init_from=str(straight_run(base)))
-    with pytest.raises(UserError, match="--n_inner 64, but .* has 48: leave --n_inner out"):
-        config(init_from=local, n_inner=64)
-    with pytest.raises(UserError, match="--qkv_bias True, but .* has False"):
-        config(init_from=local, qkv_bias=True)
-    with pytest.raises(UserError, match="--num_buckets belongs to --position_encoding t5 .* --position_encoding rope"):
-        config(init_from=local, num_buckets=16)  # what counts is the encoding that the model has
-    with pytest.raises(UserError, match=f"{CONTEXT} positions, .* {2 * CONTEXT} tokens.*--position_encoding rope"):
-        config(2 * CONTEXT, init_from=learned)
-    assert config(2 * CONTEXT, init_from=local).n_positions == 2 * CONTEXT
-    kept = config(init_from=local)
-    assert (kept.attention, kept.sliding_window, kept.rope_theta) == ("local", 5, 100)
-    assert config(init_from=str(trained(base, "none")), n_inner=4 * 32).attention == "none"  # its own default, given
 
 
 # --- options ----------------------------------------------------------------------------------------------------------
