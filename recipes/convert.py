@@ -16,9 +16,9 @@ CHECKPOINT is a plain model: a folder or a name on the Hub. Its own attention is
 
 With --start, together goes on from the adapter of an earlier conversion, for instance with longer rows, or from the mean of
 several; with --together_steps 0 that is evaluated as it is. Stopped at any point and started again with the same command, it
-goes on. Writes OUT/adapter, which `hf_infini.load_adapter` puts on the plain model, and OUT/result.json: how much of what
-the window misses the memory supplies, by layer, and the cross-entropy of validation rows beyond the window: of the plain
-model, of its window and sinks untrained, and of the trained model with its memory switched off and on.
+goes on. Writes OUT/adapter, which `hf_infini.load_adapter` puts on the plain model, and OUT/result.json with the
+cross-entropy of validation rows beyond the window: of the plain model, of its window and sinks untrained, and of the trained
+model with its memory switched off and on.
 """
 
 from dataclasses import dataclass, field
@@ -40,8 +40,6 @@ class Options:
                                      "rows: a folder or a name on the Hub; of several, the mean. Memory, layers and LoRA "
                                      "are kept (only --segment_length may differ); no calibrate and no transfer.",
                                      group="model")  # fmt: skip
-    save_merged: bool = option(False, "Also write OUT/model: the whole model with the adapter in its weights and the "
-                               "tokenizer, which all recipes and lm-eval load.", group="output")  # fmt: skip
     memory_in: list[int] | None = option(
         None, "Layers, counted from 0, whose memory is trained and read; the others have their window only. Default: all.",
         at_least=0, group="model",
@@ -120,38 +118,31 @@ def main(argv: list[str] | None = None) -> None:
     check(conversion)
     if conversion.device.type == "cpu":
         measurement.keep_freed_memory()
-    model = conversion.plain_model()
+    model = conversion.load_model()
     conversion.claim_folder()
     found = {}
     for stage in conversion.stages():
-        model, found[stage.name] = conversion.run(stage, model)
+        model, found[stage.name] = stage.run(model)
     if not conversion.is_main_process:
         return
     conversion.round_adapter(model)  # what is evaluated is what the file has
     save_adapter(model, out / "adapter", torch.bfloat16)
     first, validation = options.evaluation_from or conversion.window, {}
-    for folder, rows in conversion.evaluated_rows().items():
+    for folder, rows in conversion.first_rows("evaluation", options.evaluation_rows).items():
         run_folder.say(f"evaluation of {len(rows):,} rows of {rows.shape[2]:,} tokens, {folder}")
         with conversion.autocast():
             validation[folder] = evaluation.evaluate(model, rows, first, conversion.trained)
     found["validation"] = validation
-    result = {**found, "options": vars(options), "memory": given_options(memory)}
+    result = {**found, "options": vars(conversion.options), "memory": given_options(memory)}
     result |= {"data_fingerprints": conversion.fingerprints, "layers": conversion.trained}
     result |= {**measurement.peak_memory(), **measurement.environment()}
     write_json(out / "result.json", result)
     files = [out / "adapter", out / "result.json"]
-    if conversion.stages():
-        files.append(out / "layers.png")
-        evaluation.plot_layers(found, files[-1])
     for folder, measured in validation.items():
         print(f"{folder}: {measured['tokens']:,} tokens from position {first:,} on; the window has {conversion.window}\n")
         print(evaluation.table(measured["cross_entropy"]))
-    then = f"model = hf_infini.load_adapter(plain_model, {str(files[0])!r})"
-    if options.save_merged:
-        files.append(conversion.save_merged(model))
-        then = f"python recipes/evaluate_model.py --model {files[-1]} --task passkey"
     run_folder.say(f"files    {', '.join(map(str, files))}")
-    run_folder.say(f"next     {then}")
+    run_folder.say(f"next     python recipes/evaluate_model.py --model {options.model} --adapter {files[0]} --task passkey")
 
 
 if __name__ == "__main__":

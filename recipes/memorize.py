@@ -6,9 +6,9 @@ that does not depend on the text.
     python recipes/generate.py --model runs/infini --memory livro.safetensors --prompt " O autor" --max_new_tokens 200
     torchrun --nproc_per_node 4 recipes/memorize.py --model runs/infini --text enciclopedia.txt --out tudo.safetensors
 
-With one text, --out is the file; with several it is a folder, and each text's file there has the text's name. What this
-needs of the machine's memory does not grow with the text. While it reads, FILE.partial keeps the memory so far: after a
-kill, the same command continues there and ends with the same bytes; after the end it does nothing.
+With one text, --out is the file; with several it is a folder, and each text's file there has the text's name. While it
+reads, FILE.partial keeps the memory so far: after a kill, the same command continues there and ends with the same bytes;
+after the end it does nothing.
 
 Several processes share every text, if all layers have a memory; the numbers then differ in their last digits.
 
@@ -21,7 +21,6 @@ the space that belongs there.
 import glob
 import hashlib
 import sys
-import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -106,8 +105,8 @@ def memorize(options: Options, model, tokenizer, description: dict, text: Path, 
             partial.unlink(missing_ok=True)
             print(f"{file} is there already", file=sys.stderr)
         return
-    with tempfile.TemporaryFile() as store, torch.inference_mode():
-        tokens = tokens_of_file(text, tokenizer, store)
+    with torch.inference_mode():
+        tokens = tokens_of_file(text, tokenizer)
         inference.check_length(model.config, len(tokens))
         cache = read_cache(partial, model, text_sha256, "To start from the beginning of the text, delete it")
         cache = InfiniCache(model.config) if cache is None else cache

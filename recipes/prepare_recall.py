@@ -8,7 +8,7 @@ rows, its validation rows that of the new validation rows. --out has the same fo
 `validation/`, `validation_documents.jsonl`, `manifest.json`) with a second column `labels`, which train.py follows:
 -100 where nothing is learned. Every row is one document of exactly --context tokens:
 
-passkey: real text with a five-digit number at a depth drawn at random, asked for --questions times behind it, the last
+passkey: real text with a five-digit number at a depth drawn at random, asked for --questions times after it, the last
     time at the very end;
 facts: the opening of a generated biography, then invented paragraphs and real text, and among them, at any distance, a
     question for every fact of the opening;
@@ -72,7 +72,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def read_source(data: Path) -> dict:
-    """The manifest of --data; a UserError where it is missing or its rows are no running text."""
+    """The manifest of --data; a UserError where it is missing or its rows are not running text."""
     from support.stages import read_manifest
 
     manifest = read_manifest(data)

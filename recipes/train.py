@@ -13,7 +13,7 @@ if it had never been stopped; one command at a time may train in a folder. The o
 gates.json and gates.png, where rows are longer than the window, so that some token reads a memory.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -35,7 +35,7 @@ class RunOptions:
         None, "Tokens to train on; rows repeat if need be. The first end reached counts.", greater_than=0
     )
     max_steps: int | None = option(None, "Optimiser steps. The first end reached counts.", greater_than=0)
-    separate_documents: bool = option(False, "Keep the documents of a row apart: positions begin again behind each "
+    separate_documents: bool = option(False, "Keep the documents of a row apart: positions begin again after each "
                                       "end-of-text token, which neither attention nor memory crosses.",
                                       group="data")  # fmt: skip
     dilute_with: str | None = option(None, "infini, linear rule: a folder of plain text made by recipes/prepare.py with "
@@ -105,9 +105,8 @@ def main(argv: list[str] | None = None) -> None:
     from support.stages import read_manifest, seal, write_json
     from training import console, dilution, repetition, run_folder, setup
 
-    data, out = Path(run.data), Path(run.out)
+    run, data, out = dilution.with_defaults(run), Path(run.data), Path(run.out)
     manifest = read_manifest(data)
-    run.report_to = setup.check_trackers(run.report_to)
     arguments = training_arguments(run, optimizer)
     fingerprint = setup.data_fingerprint(manifest)
     sharing = run.context_parallel_size or 1
@@ -122,7 +121,7 @@ def main(argv: list[str] | None = None) -> None:
     dilution.check_options(run, optimizer, config)
     repetition.check_options(run, optimizer, config, context)
     setup.check_sharing(run, optimizer, config, context)
-    setup.set_gate_rate(optimizer, config)
+    optimizer = replace(optimizer, gate_learning_rate=setup.gate_rate(optimizer.gate_learning_rate, config))
     options = {**vars(shape), "attention": attention_of(config), **vars(optimizer), **vars(run), "data": fingerprint}
     options |= {"precision": "bf16" if arguments.bf16 else "float32", "num_processes": arguments.world_size}
     if run.dilute_with is not None:
@@ -207,40 +206,27 @@ def main(argv: list[str] | None = None) -> None:
 
 def training_arguments(run: RunOptions, optimizer: OptimizerOptions):
     """The Trainer's arguments. Building them joins the process group, whose size is then checked."""
-    import torch
-    from transformers import TrainingArguments
-
     from support import measurement
     from training import run_folder, setup
 
-    use_cpu = run.use_cpu or not torch.accelerator.is_available()
-    bf16 = optimizer.precision == "bf16" or optimizer.precision == "auto" and measurement.supports_bfloat16(use_cpu)
-    arguments = TrainingArguments(
-        output_dir=run.out,
-        use_cpu=use_cpu,
-        seed=run.seed,
-        per_device_train_batch_size=optimizer.batch_size,
+    arguments = setup.training_arguments(
+        run.out,
+        {**vars(run), **vars(optimizer)},
         per_device_eval_batch_size=optimizer.batch_size,
-        gradient_accumulation_steps=optimizer.gradient_accumulation,
-        remove_unused_columns=False,
         lr_scheduler_type=optimizer.schedule,
         warmup_steps=optimizer.warmup,
         max_grad_norm=optimizer.max_grad_norm,
-        bf16=bf16,
         torch_compile=optimizer.torch_compile,
         eval_strategy="steps",
         eval_steps=optimizer.eval_steps,
-        save_strategy="steps",
-        save_steps=optimizer.save_steps,
-        save_total_limit=2,  # the newest is incomplete while it is being written: the one before must still be there
         logging_steps=optimizer.logging_steps,
-        logging_nan_inf_filter=False,  # it hides divergence, and costs a synchronisation per step
-        report_to=run.report_to,
+        report_to=setup.check_trackers(run.report_to),
         run_name=Path(run.out).resolve().name,
         **{setup.checkpointing_name(): optimizer.gradient_checkpointing},
     )
-    run_folder.say(f"{arguments.world_size} process(es) on {arguments.device}, {'bf16' if bf16 else 'float32'}")
-    if use_cpu:
+    precision = "bf16" if arguments.bf16 else "float32"
+    run_folder.say(f"{arguments.world_size} process(es) on {arguments.device}, {precision}")
+    if arguments.use_cpu:
         measurement.keep_freed_memory()
     setup.check_processes(arguments, run.num_processes, run.context_parallel_size)
     return arguments

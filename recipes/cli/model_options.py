@@ -89,9 +89,10 @@ def memory_choices(defaults: dict) -> type:
     return make_dataclass("MemoryChoices", [entry for entry in made if entry[0] != "n_segments"])
 
 
-def given_options(options) -> dict:
-    """Those of a dataclass that were given."""
-    return _given(options, [entry.name for entry in fields(options)])
+def given_options(options, names=None) -> dict:
+    """Those of a dataclass, or of these names of it, that were given."""
+    names = [entry.name for entry in fields(options)] if names is None else names
+    return {name: getattr(options, name) for name in names if getattr(options, name) is not None}
 
 
 def build_config(options: ModelOptions, tokenizer, context: int):
@@ -116,7 +117,7 @@ def build_config(options: ModelOptions, tokenizer, context: int):
         raise NotPossible(f"--dropout must be at least 0 and below 1; got {options.dropout}")
     if options.attention not in (None, *ATTENTIONS[family]):
         raise NotPossible(f"--attention {options.attention}, but --model {family} has {', '.join(ATTENTIONS[family])}")
-    given = _given(options, (*SIZES, *MEMORY, *SCRATCH))
+    given = given_options(options, (*SIZES, *MEMORY, *SCRATCH))
     for name in given.keys() - {*SIZES, *MEMORY, "attention", "position_encoding"} if family == "gpt2" else ():
         raise NotPossible(f"--{name} belongs to --model causal_mha and does nothing with --model gpt2: leave it out")
     start = {} if options.init_from is None else _config_of(options, tokenizer)
@@ -126,7 +127,7 @@ def build_config(options: ModelOptions, tokenizer, context: int):
     values |= {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     values["tokenizer_sha256"] = fingerprint(tokenizer)  # load_tokenizer refuses another one
 
-    # An option that needs another one is refused where it was given, and left behind where --init_from has it
+    # An option that needs another one is refused where it was given, and dropped where --init_from has it
     for name, (needed, kinds) in NEEDS.items():
         if values[needed] not in kinds and (name in MEMORY or family == "causal_mha"):
             if name in given:
@@ -215,10 +216,6 @@ def _grow_convolutions(model, taps: int) -> None:
     model.config.memory_conv = taps
 
 
-def _given(options: ModelOptions, names) -> dict:
-    return {name: getattr(options, name) for name in names if getattr(options, name) is not None}
-
-
 def _read_config(folder: str):
     from transformers import AutoConfig
 
@@ -244,7 +241,7 @@ def _config_of(options: ModelOptions, tokenizer) -> dict:
         fitting += [] if options.attention == "self" else ["infini_gpt2"]
     if config.model_type not in fitting:
         raise UserError(f"--init_from: {folder} is a {config.model_type} model, {wanted} starts from {' or '.join(fitting)}")
-    for name, value in _given(options, FIXED).items():
+    for name, value in given_options(options, FIXED).items():
         has = 4 * config.n_embd if name == "n_inner" and config.n_inner is None else getattr(config, name)
         if value != has:
             raise UserError(f"--{name} {value}, but {folder} has {has}: leave --{name} out")

@@ -11,9 +11,10 @@ from transformers import HfArgumentParser
 from transformers.utils import logging
 
 from . import BOUNDS, bounds_in_words
-from .errors import UserError, report_failure
+from .errors import TRACEBACK, UserError, report_failure
 
 GENERAL, OTHER = "general", "options"
+CONFIG = {"metavar": "FILE.yaml", "help": "YAML file of options; flags override its entries."}
 
 
 def show_no_bars_of_weights() -> None:
@@ -47,22 +48,34 @@ class OptionParser(HfArgumentParser):
         option_classes: dataclasses; each field is an option.
         description: what `--help` shows above the options, usually the recipe's docstring.
         show_all: whether the help texts of rare options are shown.
+
+    Attributes:
+        takes_lists: by the name of each option of the dataclasses, whether it takes several values.
     """
 
     def __init__(self, option_classes: Sequence[type], description: str, show_all: bool = False):
         self._groups: dict[str, argparse._ArgumentGroup] = {}
         self._show_all, self._some_are_rare = show_all, False
         super().__init__(option_classes, description=description, allow_abbrev=False, add_help=False, formatter_class=Help)
+        self.takes_lists = {action.dest: action.nargs in ("+", "*") for action in self._actions}
         general = self.group(GENERAL)
         general.add_argument("-h", "--help", action="help", help="Show this and exit.")
         if self._some_are_rare:
             general.add_argument("--help_all", action="help", help="The same with the options that are rarely given.")
+        general.add_argument("--config", **CONFIG)
+        general.add_argument(TRACEBACK, action="store_true", help="Show where an error comes from.")
         needed = [f"{action.option_strings[0]} {action.dest.upper()}" for action in self._actions if action.required]
         self.usage = " ".join(["%(prog)s", *needed, "[options]"])
 
     def error(self, message: str) -> typing.NoReturn:
         report_failure(UserError.status, message)
         super().error(message)
+
+    def config_in(self, argv: Sequence[str]) -> str | None:
+        """The value of `--config`, if it is given."""
+        finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False, usage=self.usage)
+        finder.add_argument("--config", **CONFIG)
+        return finder.parse_known_args(argv)[0].config
 
     def group(self, title: str) -> argparse._ArgumentGroup:
         """The group of this name, new at the end where there is none."""
@@ -83,13 +96,7 @@ class OptionParser(HfArgumentParser):
                 metadata["help"] = argparse.SUPPRESS
             shown.type, shown.metadata = types[field.name], metadata
             self._parse_dataclass_field(self.group(title), shown)
-            self._explain_complement(field.name)
-
-    def _explain_complement(self, name: str) -> None:
-        """The flag --no_NAME that an option gets which is on by default says what it is."""
-        action = self._option_string_actions.get(f"--no_{name}")
-        if action is not None:
-            action.default = argparse.SUPPRESS  # the option itself has it
-            if action.help != argparse.SUPPRESS:
-                action.help = f"The same as --{name} false."
-
+            if complement := self._option_string_actions.get(f"--no_{field.name}"):  # of an option that is on by default
+                complement.default = argparse.SUPPRESS  # the option itself has it
+                if complement.help != argparse.SUPPRESS:
+                    complement.help = f"The same as --{field.name} false."

@@ -45,7 +45,8 @@ def _check_evaluation(conversion) -> None:
     """UserError unless there is something to evaluate in every folder."""
     given, window = conversion.options.evaluation_from, conversion.window
     first = given or window
-    for folder, rows in conversion.evaluated_rows(torch.device("cpu")).items():
+    count, device = conversion.options.evaluation_rows, torch.device("cpu")
+    for folder, rows in conversion.first_rows("evaluation", count, device).items():
         tokens = rows.shape[2]
         if given is not None and not window <= first < tokens:
             raise UserError(

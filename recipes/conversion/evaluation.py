@@ -1,6 +1,4 @@
-"""What a conversion has reached: cross-entropy beyond the window in four conditions, and what each layer's memory gives."""
-
-from pathlib import Path
+"""What a conversion has reached: cross-entropy beyond the window in several conditions."""
 
 import torch
 from torch import Tensor
@@ -56,22 +54,3 @@ def table(found: dict) -> str:
         numbers = [[f"{values[kind][end]:.4f}" for end in ("value", "low", "high")] for kind in values]
         rows.append([name, *(f"{middle} ({low} to {high})" for middle, low, high in numbers)])
     return markdown_table(["", "nats beyond the window", "above the memory on"], rows, left=1)
-
-
-def plot_layers(found: dict, file: Path) -> None:
-    """What the memory of each layer leaves unexplained of what the window misses, after each stage."""
-    from matplotlib.ticker import PercentFormatter
-
-    from plots.style import draw_line, label_lines, mark_level, new_figure, save
-
-    figure, axes = new_figure("What the memory does not supply", "0 %: as full attention; 100 %: no better than the window")
-    axes.set(xlabel="layer", ylabel="share of what the window misses")
-    for name in [name for name in ("transfer", "together") if name in found]:
-        values = found[name]["unexplained"]
-        draw_line(axes, [int(layer) for layer in values], list(values.values()), f"after {name}")
-    mark_level(axes, 1, "window only")
-    axes.set_ylim(bottom=0)
-    axes.yaxis.set_major_formatter(PercentFormatter(1, 0))
-    axes.xaxis.get_major_locator().set_params(integer=True)
-    label_lines(axes)
-    save(figure, file)

@@ -1,5 +1,6 @@
-"""The stages of a conversion: each begins with the model that the one before left, and goes on after a stop."""
+"""A conversion: its options, rows and folder, and the stages through which its model goes."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,69 +15,79 @@ from cli import UserError
 from cli.names import check_name
 from hf_infini import patch_model
 from hf_infini.layers.memory_layer import PARAMETERS
-from hf_infini.models.adapter import merged, restore_adapter
+from hf_infini.models.adapter import restore_adapter
 from hf_infini.models.loading import fingerprint, load_causal_lm, load_tokenizer
 from hf_infini.models.structure import attention_layers, decoder_of
 from hf_infini.options import context_limit
-from support import measurement
-from support.prepared import read_tokenizer
+from support.prepared import open_folders, open_rows, read_tokenizer
 from support.stages import read_json, read_manifest, write_json
-from training import console, run_folder, setup
-from training.dilution import Dilution, set_defaults
+from training import console, dilution, run_folder, setup
 from training.repetition import Repetition
 
-from . import trainers
 from .defaults import DEFAULTS, LORA_RANK, NARROW_TO
 from .layers import gap_by_layer
-from .rows import ConversionRows
 from .start import CLOSED, FREE, fingerprint_of, learned_parameters, load_start, lora_of, open_layers, options_of
 from .trainers import Together
 from .transfer import Transfer, calibrated_scales
 
 FEW_ROWS = 1  # of each folder, which choose layers and calibrate
-EVALUATED_ROWS = 2  # of each folder, after each stage
+# Options that may change between two starts of a conversion
+CHANGEABLE = ("out", "evaluation_data", "evaluation_rows", "evaluation_from")
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A training: its Trainer, its steps, and its peak learning rate."""
+    """A part of a conversion.
+
+    Args:
+        name: its name in `result.json`.
+        run: takes the model that the stage before left, and returns the model and what `result.json` says of the stage.
+            What it has trained ([`Conversion.train`]) or measured ([`Conversion.measured`]) is in the conversion's folder,
+            so that a conversion that was stopped goes on from there.
+    """
 
     name: str
-    trainer: type
-    steps: int
-    learning_rate: float
-    options: dict
+    run: Callable[..., tuple]
 
 
 class Conversion:
     """A conversion's model, rows and stages.
 
     Args:
-        options: of recipes/convert.py; memory: those of [`patch_model`] that were given.
+        options: of recipes/convert.py; memory: those of [`patch_model`] that were given. Neither is changed.
 
     Attributes:
-        fingerprints: of the data, by folder; context: tokens of a row; trained: numbers of the layers with a memory.
+        options: with what was left out filled in; memory: all options of the memory.
+        identity: what decides the outcome, JSON-safe.
+        fingerprints: of the data, by folder.
+        rows: of each folder, by "train", "validation" and "evaluation": the validation rows of --evaluation_data, or else of
+            --data.
+        context: tokens of a row; trained: numbers of the layers with a memory.
+
+    Raises UserError where options do not go together, or a folder lacks rows or has rows of several lengths.
     """
 
     def __init__(self, options, memory: dict):
-        self.options, self.out = options, Path(options.out)
-        set_defaults(options)
-        self.memory = DEFAULTS | memory | self._options_of_start(memory)
-        if options.lora_rank is None and not options.start:
-            options.lora_rank = LORA_RANK
-        if options.narrow_to is None:
-            options.narrow_to = [length for length in NARROW_TO if length < self.memory["segment_length"]]
+        self.out = Path(options.out)
+        self.memory = DEFAULTS | memory | _options_of_start(options, memory)
+        self.options = _resolved(options, self.memory["segment_length"])
         self.fingerprints = {folder: setup.data_fingerprint(read_manifest(folder)) for folder in options.data}
-        self.identity = {**vars(options), "memory": self.memory, "data": [*self.fingerprints.values()]}
-        for name in ("out", "save_merged", "evaluation_data", "evaluation_rows", "evaluation_from"):
+        self.identity = {**vars(self.options), "memory": self.memory, "data": [*self.fingerprints.values()]}
+        for name in CHANGEABLE:
             del self.identity[name]
         if options.start:
-            self.identity["start"] = [fingerprint_of(path) for path in options.start]
+            self.identity |= {"start": [fingerprint_of(path) for path in options.start], "lora_rank": options.lora_rank}
         if options.dilute_with:
             fingerprints = [setup.data_fingerprint(read_manifest(folder)) for folder in options.dilute_with]
             self.identity["dilute_with"] = fingerprints
-        self.rows = ConversionRows(options)
-        self.context = self.rows.context
+        evaluated = options.evaluation_data or options.data
+        parts = {part: open_folders("--data", options.data, part) for part in ("train", "validation")}
+        parts["evaluation"] = {folder: open_rows(folder, "validation") for folder in evaluated}
+        self.context = len(next(iter(parts["train"].values()))[0]["input_ids"])
+        self.rows = {
+            part: {folder: rows.with_transform(with_labels) for folder, rows in folders.items()}
+            for part, folders in parts.items()
+        }
 
     @property
     def window(self) -> int:
@@ -107,23 +118,33 @@ class Conversion:
             self.out.mkdir(parents=True, exist_ok=True)
             write_json(self.out / run_folder.OPTIONS, self.identity)
 
-    def plain_model(self):
+    def first_rows(self, part: str, count: int, device: torch.device | None = None) -> dict[str, Tensor]:
+        """The first `count` rows of each folder, `[rows, 2, tokens]`, ids and labels."""
+        rows = {folder: torch.stack([*rows[:count].values()], 1) for folder, rows in self.rows[part].items()}
+        return {folder: tensor.to(device or self.device) for folder, tensor in rows.items()}
+
+    # --- the model ------------------------------------------------------------------------------------------------------
+
+    def load_model(self):
         """The plain model with memories, calibrated, of which only these are trained.
 
         Raises UserError when it cannot have them, or the data are of another tokenizer.
         """
-        check_name("--model", self.options.model)
+        options = self.options
+        check_name("--model", options.model)
         try:
-            model = load_causal_lm(self.options.model, dtype=torch.float32)
-            self.tokenizer = load_tokenizer(self.options.model, model)
-            for folder in (*self.options.data, *(self.options.evaluation_data or ())):
+            model = load_causal_lm(options.model, dtype=torch.float32)
+            self.tokenizer = load_tokenizer(options.model, model)
+            for folder in (*options.data, *(options.evaluation_data or ())):
                 if fingerprint(read_tokenizer(folder)) != fingerprint(self.tokenizer):
-                    raise UserError(f"{folder} was prepared with another tokenizer than that of {self.options.model}")
-            if not self.options.start:
+                    raise UserError(f"{folder} was prepared with another tokenizer than that of {options.model}")
+            if not options.start:
                 patch_model(model, **self.memory)
         except ValueError as error:
             raise UserError(f"--model: {error}") from error
-        model = self._with_start(model) if self.options.start else model
+        if options.start:
+            model = load_start(model, options.start)
+            decoder_of(model).config.segment_length = self.memory[FREE]
         self.past_of = self._past_of(model)
         model.to(self.device).eval()
         self.trained = self._choose_layers(model)
@@ -131,88 +152,18 @@ class Conversion:
             if number not in self.trained:
                 torch.nn.init.constant_(layer.gate.weight, CLOSED)
         self._choose_parameters(model)
-        if not self.options.start:
+        if not options.start and self.memory["feature_map"] == "learned":
             self._calibrate(model)
         return model
-
-    def stages(self) -> list[Stage]:
-        """Those that have steps, in their order."""
-        options = self.options
-        narrow = {"narrow": tuple(options.narrow), "lengths": tuple(options.narrow_to)}
-        transfer = narrow | {"layers": self.trained}
-        together = narrow | {"text": options.text_weight, "past_of": self.past_of}
-        stages = [
-            Stage("transfer", Transfer, options.transfer_steps, options.transfer_learning_rate, transfer),
-            Stage("together", Together, options.together_steps, options.together_learning_rate, together),
-        ]
-        return [stage for stage in stages if stage.steps and not (stage.trainer is Transfer and self.options.start)]
-
-    def run(self, stage: Stage, model) -> tuple:
-        """The model after a stage, and what is to be said of it."""
-        arguments = self._arguments(stage.name, stage.steps, stage.learning_rate)
-        setup.check_processes(arguments, None)
-        if stage.trainer is Together and self.options.lora_rank and not hasattr(model, "peft_config"):
-            model = self._with_lora(model)
-        folder, rows_per_step = self.out / stage.name, arguments.train_batch_size * arguments.gradient_accumulation_steps
-        tokens_per_step = rows_per_step * arguments.world_size * self.context
-        rows = [*self.rows.parts["train"].values()]
-        if stage.trainer is Transfer:
-            rows = [part.select(range(min(len(part), -(-self.options.transfer_rows // len(rows))))) for part in rows]
-        with run_folder.open_run(folder, self.identity | {"stage": stage.name}) as (_, checkpoint):
-            set_seed(self.options.seed)
-            callbacks = [run_folder.RunRecorder(folder, tokens_per_step)]
-            if stage.trainer is Together and self.options.repeat_up_to > 1:
-                callbacks.append(Repetition(self.options.repeat_up_to))
-            trainer = stage.trainer(
-                model,
-                arguments,
-                train_dataset=ConcatDataset(rows),
-                callbacks=callbacks,
-                **stage.options,
-            )
-            if arguments.should_save:
-                run_folder.begin_run(folder, self.identity | {"stage": stage.name}, checkpoint)
-            last = folder / f"checkpoint-{stage.steps}"
-            if checkpoint != last:
-                note = f"from step {run_folder.checkpoint_step(checkpoint)}" if checkpoint else "from the start"
-                run_folder.say(f"{stage.name}: {stage.steps:,} steps of {tokens_per_step:,} tokens, {note}")
-                console.speak_in_lines(trainer).train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-            restore_adapter(model, last)
-        unexplained = self.unexplained(model, stage.name)
-        return model, {"steps": stage.steps, "tokens": stage.steps * tokens_per_step, "unexplained": unexplained}
-
-    @torch.no_grad()
-    def round_adapter(self, model) -> None:
-        """Rounds what was learned to bfloat16."""
-        for parameter in learned_parameters(model):
-            parameter.copy_(parameter.bfloat16())
-
-    def save_merged(self, model) -> Path:
-        """The folder of the whole model, which has the adapter in its weights now, and its tokenizer."""
-        whole = merged(model)
-        whole.save_pretrained(self.out / "model")
-        self.tokenizer.save_pretrained(self.out / "model")
-        return self.out / "model"
-
-    def unexplained(self, model, stage: str) -> dict[int, float]:
-        """[`trainers.unexplained`] after a stage, of a few validation rows of each folder; empty beside the main process."""
-        if not self.is_main_process:
-            return {}
-        rows = torch.cat([*self.rows.of("validation", EVALUATED_ROWS, self.device).values()])
-        return self._measured(f"unexplained_after_{stage}.json", lambda: trainers.unexplained(model.eval(), rows))
-
-    def evaluated_rows(self, device: torch.device | None = None) -> dict[str, Tensor]:
-        """Those of the evaluation, as [`ConversionRows.of`] has them."""
-        return self.rows.of("evaluation", self.options.evaluation_rows, device or self.device)
 
     def _past_of(self, model) -> Callable | None:
         """Of --dilute_with, what rows begin with; a UserError where they would be too long so."""
         options, limit = self.options, context_limit(model.config)
         past_of, tokens, before = None, self.context, ""
         if options.dilute_with is not None:
-            dilution = Dilution.from_options(options, options.dilute_with, self.tokenizer, f"--model {options.model}")
-            past_of, tokens = dilution.past, tokens + dilution.length
-            before = f" and {dilution.length:,} of --dilute_with before them"
+            source = dilution.Dilution.from_options(options, options.dilute_with, self.tokenizer, f"--model {options.model}")
+            past_of, tokens = source.past, tokens + source.length
+            before = f" and {source.length:,} of --dilute_with before them"
         if limit is not None and tokens > limit:
             raise UserError(
                 f"--data has rows of {self.context:,} tokens{before}, but {options.model} has {limit:,} learned positions: "
@@ -220,35 +171,10 @@ class Conversion:
             )
         return past_of
 
-    def _few_rows(self) -> Tensor:
-        return torch.cat([*self.rows.of("train", FEW_ROWS, self.device).values()])
-
     def _layers(self, model) -> dict:
         """The attention layers with a memory, by number."""
         layers = attention_layers(decoder_of(model))
         return {number: layers[number] for number in model.config.infini_layers}
-
-    def _options_of_start(self, memory: dict) -> dict:
-        """Those of the adapter of --start, but for what may differ."""
-        options = self.options
-        if not options.start:
-            return {}
-        given = [name for name in memory if name != FREE]
-        given += [name for name in ("memory_in", "memory_layers") if getattr(options, name) is not None]
-        if given:
-            raise UserError(f"--{given[0]} is as the adapter of --start has it: leave it out")
-        return options_of(options.start) | memory
-
-    def _with_start(self, model):
-        """The plain model with the adapter of --start, or with the mean of several; UserError when they do not fit."""
-        start, wanted = self.options.start, self.options.lora_rank
-        rank = lora_of(start[0]).get("r", 0)
-        if wanted is not None and rank != wanted:
-            raise UserError(f"--lora_rank {wanted}: the LoRA of {start[0]} has rank {rank}; leave it out")
-        self.options.lora_rank = rank
-        model = load_start(model, start)
-        decoder_of(model).config.segment_length = self.memory[FREE]
-        return model
 
     def _choose_layers(self, model) -> list[int]:
         """Numbers of the layers whose memory is trained: of --start, given, or where full attention brings most."""
@@ -263,14 +189,30 @@ class Conversion:
             return layers
         if options.memory_layers > len(layers):
             raise UserError(f"--memory_layers {options.memory_layers}: the model has {len(layers)}")
-
-        def measure() -> dict[int, float]:
-            return gap_by_layer(model, self._few_rows(), self.window)
-
-        gaps = self._measured("layers.json", measure)
+        gaps = self.measured("layers.json", lambda: gap_by_layer(model, self._few_rows(), self.window))
         return sorted(sorted(gaps, key=gaps.get, reverse=True)[: options.memory_layers])
 
-    def _measured(self, name: str, measure: Callable[[], dict]) -> dict:
+    def _choose_parameters(self, model) -> None:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("lora_" in name)
+        for number in self.trained:
+            for name, parameter in self._layers(model)[number].named_parameters():
+                if name.partition(".")[0] in PARAMETERS:
+                    parameter.requires_grad_(True)
+
+    @torch.no_grad()
+    def _calibrate(self, model) -> None:
+        """Begins learned feature maps as a multiple of the identity: [`calibrated_scales`]."""
+        scales = self.measured("calibration.json", lambda: calibrated_scales(model, self._few_rows(), self.trained))
+        for number, of_layer in scales.items():
+            layer = self._layers(model)[number]
+            for weight, scale in zip((layer.query_map, layer.key_map), of_layer, strict=True):
+                weight.mul_(torch.tensor(scale, device=weight.device)[:, None, None])
+
+    def _few_rows(self) -> Tensor:
+        return torch.cat([*self.first_rows("train", FEW_ROWS).values()])
+
+    def measured(self, name: str, measure: Callable[[], dict]) -> dict:
         """What `measure` finds for each layer, in the training's precision; from the file, if it was found before."""
         file = self.out / name
         if file.is_file():
@@ -285,13 +227,68 @@ class Conversion:
             write_json(file, {"options": self.identity, "by_layer": found})
         return found
 
-    def _choose_parameters(self, model) -> None:
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_("lora_" in name)
-        for number in self.trained:
-            for name, parameter in self._layers(model)[number].named_parameters():
-                if name.partition(".")[0] in PARAMETERS:
-                    parameter.requires_grad_(True)
+    # --- the stages -----------------------------------------------------------------------------------------------------
+
+    def stages(self) -> list[Stage]:
+        """Those that have something to do, in their order."""
+        options = self.options
+        found = []
+        if options.transfer_steps and not options.start:
+            found.append(Stage("transfer", self._transfer))
+        if options.together_steps:
+            found.append(Stage("together", self._together))
+        return found
+
+    def _transfer(self, model) -> tuple:
+        parts = [*self.rows["train"].values()]
+        share = -(-self.options.transfer_rows // len(parts))
+        rows = [part.select(range(min(len(part), share))) for part in parts]
+        return self.train(
+            "transfer", model, Transfer, rows, self.options.transfer_steps, self.options.transfer_learning_rate,
+            layers=self.trained,
+        )  # fmt: skip
+
+    def _together(self, model) -> tuple:
+        options = self.options
+        if options.lora_rank and not hasattr(model, "peft_config"):
+            model = self._with_lora(model)
+        return self.train(
+            "together", model, Together, [*self.rows["train"].values()], options.together_steps,
+            options.together_learning_rate, text=options.text_weight, past_of=self.past_of,
+            callbacks=[Repetition(options.repeat_up_to)] if options.repeat_up_to > 1 else [],
+        )  # fmt: skip
+
+    def train(self, name: str, model, kind: type, rows: list, steps: int, rate: float, *, callbacks=(), **more) -> tuple:
+        """Trains a model with a [`ConversionTrainer`], or goes on with what is in the folder of this name.
+
+        Args:
+            kind: the class; more: its own arguments.
+            rows: datasets; steps: optimiser steps; rate: the peak learning rate.
+
+        Returns the model and the entries of a training in `result.json`.
+        """
+        options, folder = self.options, self.out / name
+        arguments = self._arguments(name, steps, rate)
+        setup.check_processes(arguments, None)
+        rows_per_step = arguments.train_batch_size * arguments.gradient_accumulation_steps
+        tokens_per_step = rows_per_step * arguments.world_size * self.context
+        identity = self.identity | {"stage": name}
+        with run_folder.open_run(folder, identity) as (_, checkpoint):
+            set_seed(options.seed)
+            trainer = kind(
+                model, arguments, train_dataset=ConcatDataset(rows),
+                callbacks=[run_folder.RunRecorder(folder, tokens_per_step), *callbacks],
+                narrow=tuple(options.narrow), lengths=tuple(options.narrow_to), **more,
+            )  # fmt: skip
+            if arguments.should_save:
+                run_folder.begin_run(folder, identity, checkpoint)
+            last = folder / f"checkpoint-{steps}"
+            if checkpoint != last:
+                note = f"from step {run_folder.checkpoint_step(checkpoint)}" if checkpoint else "from the start"
+                run_folder.say(f"{name}: {steps:,} steps of {tokens_per_step:,} tokens, {note}")
+                console.speak_in_lines(trainer).train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+            restore_adapter(model, last)
+        return model, {"steps": steps, "tokens": steps * tokens_per_step}
 
     def _with_lora(self, model):
         from peft import LoraConfig, get_peft_model
@@ -308,36 +305,47 @@ class Conversion:
             parameter.requires_grad_(True)
         return model
 
-    @torch.no_grad()
-    def _calibrate(self, model) -> None:
-        """Begins learned feature maps as a multiple of the identity: [`calibrated_scales`]."""
-        if self.memory["feature_map"] != "learned":
-            return
-        scales = self._measured("calibration.json", lambda: calibrated_scales(model, self._few_rows(), self.trained))
-        for number, of_layer in scales.items():
-            layer = self._layers(model)[number]
-            for weight, scale in zip((layer.query_map, layer.key_map), of_layer, strict=True):
-                weight.mul_(torch.tensor(scale, device=weight.device)[:, None, None])
-
     def _arguments(self, stage: str, steps: int, learning_rate: float) -> TrainingArguments:
-        use_cpu = self.options.use_cpu or not torch.accelerator.is_available()
-        precision = self.options.precision
-        return TrainingArguments(
-            output_dir=str(self.out / stage),
-            use_cpu=use_cpu,
-            seed=self.options.seed,
-            max_steps=steps,
-            learning_rate=learning_rate,
-            per_device_train_batch_size=self.options.batch_size,
-            gradient_accumulation_steps=self.options.gradient_accumulation,
-            lr_scheduler_type="cosine",
-            warmup_steps=0.05,
-            weight_decay=0.0,
-            bf16=precision == "bf16" or precision == "auto" and measurement.supports_bfloat16(use_cpu),
-            save_steps=self.options.save_steps,
-            save_total_limit=2,
-            logging_steps=1,
-            logging_nan_inf_filter=False,
-            remove_unused_columns=False,
-            report_to=[],
-        )
+        return setup.training_arguments(
+            self.out / stage, vars(self.options), max_steps=steps, learning_rate=learning_rate, lr_scheduler_type="cosine",
+            warmup_steps=0.05, weight_decay=0.0, logging_steps=1, report_to=[],
+        )  # fmt: skip
+
+    # --- the end --------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def round_adapter(self, model) -> None:
+        """Rounds what was learned to bfloat16."""
+        for parameter in learned_parameters(model):
+            parameter.copy_(parameter.bfloat16())
+
+
+def with_labels(batch: dict) -> dict[str, Tensor]:
+    """Rows of `datasets` as tensors, `input_ids` and `labels`: those that were prepared, or every token."""
+    ids = torch.tensor(batch["input_ids"])
+    return {"input_ids": ids, "labels": torch.tensor(batch["labels"]).long() if "labels" in batch else ids}
+
+
+def _options_of_start(options, memory: dict) -> dict:
+    """The memory's options of the adapter of --start, but for what may differ."""
+    if not options.start:
+        return {}
+    given = [name for name in memory if name != FREE]
+    given += [name for name in ("memory_in", "memory_layers") if getattr(options, name) is not None]
+    if given:
+        raise UserError(f"--{given[0]} is as the adapter of --start has it: leave it out")
+    return options_of(options.start) | memory
+
+
+def _resolved(options, segment_length: int):
+    """The options with what was left out filled in."""
+    rank, wanted = LORA_RANK, options.lora_rank
+    if options.start:
+        rank = lora_of(options.start[0]).get("r", 0)
+        if wanted not in (None, rank):
+            raise UserError(f"--lora_rank {wanted}: the LoRA of {options.start[0]} has rank {rank}; leave it out")
+    lengths = options.narrow_to
+    if lengths is None:
+        lengths = [length for length in NARROW_TO if length < segment_length]
+    rank = rank if wanted is None else wanted
+    return dataclasses.replace(dilution.with_defaults(options), lora_rank=rank, narrow_to=lengths)

@@ -77,7 +77,7 @@ def lora_of(path: str) -> dict:
 
 
 def fingerprint_of(path: str) -> str:
-    """What tells an adapter from another one under the same path."""
+    """A hash of an adapter's files: another one under the same path has another."""
     digest = hashlib.sha256()
     for name in (RECORD, WEIGHTS, LORA, LORA_WEIGHTS):
         file = cached_file(path, name, _raise_exceptions_for_missing_entries=False)

@@ -20,7 +20,6 @@ from recall.rows import NOT_COUNTED
 
 from .teacher import full_attention
 
-SMALLEST = 1e-12  # of an error
 # Adam moves each number of a parameter by about the learning rate in a step, and what comes out by as much for each of its
 # inputs: one for a gate, the width of a head for a feature map, that of the model for the write weight
 RATES = {"gate": 10.0, "memory_write": 0.1}
@@ -176,20 +175,6 @@ def window_untrained(model) -> Iterator[None]:
         yield
 
 
-@torch.no_grad()
-def unexplained(model, rows: Tensor) -> dict[int, float]:
-    """How much of what the window misses the memory does not supply, by layer: Σ (with memory − own)² over the same without
-    the memory; 0 is the plain model, 1 no better than the window.
-
-    Args:
-        rows: `[rows, 2, tokens]`, longer than the window.
-    """
-    with_memory = errors(model, rows)
-    with gates_closed(model):
-        without = errors(model, rows)
-    return {number: with_memory[number] / max(without[number], SMALLEST) for number in with_memory}
-
-
 @contextlib.contextmanager
 def gates_closed(model) -> Iterator[None]:
     """Within it, a model has its window only: no head takes anything from its memory."""
@@ -212,17 +197,3 @@ def _filled(parameters: list[Tensor], value: float) -> Iterator[None]:
         with torch.no_grad():
             for parameter, old in zip(parameters, before, strict=True):
                 parameter.copy_(old)
-
-
-@torch.no_grad()
-def errors(model, rows: Tensor) -> dict[int, float]:
-    """Σ (with memory − own)² by layer, over `rows`."""
-    found: dict[int, float] = {}
-
-    def compare(number: int, mine: Tensor, full: Tensor) -> None:
-        found[number] = found.get(number, 0.0) + float((mine - full).double().square().sum())
-
-    for ids in rows[:, 0]:
-        with full_attention(model, len(ids), compare):
-            model(input_ids=ids[None], use_cache=False, logits_to_keep=1)
-    return found

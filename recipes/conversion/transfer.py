@@ -15,11 +15,12 @@ from hf_infini.models.structure import attention_layers, decoder_of
 from hf_infini.ops.state import Projections
 
 from .teacher import full_attention
-from .trainers import SMALLEST, ConversionTrainer
+from .trainers import ConversionTrainer
 
 # The standard deviation of the exponents of learned feature maps before training: e^x is then neither flat nor a maximum.
 # 0.5 to 1 were as good on SmolLM2-135M, and 2 failed
 SPREAD = 0.6
+SMALLEST = 1e-12  # of a squared error, whose logarithm is taken
 
 
 class LayerComparison(nn.Module):

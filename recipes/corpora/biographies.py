@@ -37,7 +37,7 @@ class Person:
 
 @dataclass(frozen=True)
 class Sentence:
-    """A sentence about the fact `name`, in three pieces: what stands before its answer, the answer, what stands behind."""
+    """A sentence about the fact `name`, in three pieces: what comes before its answer, the answer, and what comes after."""
 
     name: str
     before: str
@@ -115,7 +115,7 @@ def write_opening(rng: random.Random, person: Person) -> list[list[Sentence]]:
 
 
 def fact_prompt(person: Person, name: str) -> str:
-    """The beginning of a sentence that asks for a fact wherever it stands; a space and the answer go behind it."""
+    """The beginning of a sentence that asks for a fact wherever it stands; a space and the answer follow it."""
     return SENTENCES["facts"][name]["prompt"].format_map(person.words)
 
 
@@ -194,7 +194,7 @@ def _first_name(names, gender: str) -> str:
 
 
 def _surname(names) -> str:
-    return next(name for name in iter(names.last_name, None) if " " not in name)  # "da Cruz" does not go behind "de"
+    return next(name for name in iter(names.last_name, None) if " " not in name)  # "da Cruz" does not follow "de"
 
 
 def _person(names, gender: str) -> str:

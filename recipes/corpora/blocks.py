@@ -74,7 +74,7 @@ def save_tokenizer(
 def pack_rows(
     documents: "datasets.Dataset", tokenizer, context: int, counts: Counter, max_tokens: int | None = None
 ) -> "Iterator[np.ndarray]":
-    """Yields the rows of documents, [some, context] int32: one stream, an end-of-text token behind each document, cut.
+    """Yields the rows of documents, [some, context] int32: one stream, an end-of-text token after each document, cut.
 
     Args:
         documents, tokenizer: the tokenizer has an `eos_token`.
@@ -156,7 +156,7 @@ def shuffle_blocks(count: int, shares: dict[str, float], seed: int) -> dict[str,
     Args:
         count: how many blocks there are.
         shares: of the held-out splits, by name, one block at least if it is above 0. They take their blocks in this
-            order, so that a split added behind the others takes from training only.
+            order, so that a split added after the others takes from training only.
         seed: of the shuffle.
     """
     import numpy as np

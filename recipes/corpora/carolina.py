@@ -1,16 +1,13 @@
 """The Carolina corpus: finding, downloading and reading its shards of TEI XML (https://sites.usp.br/corpuscarolina)."""
 
-import hashlib
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from cli import UserError
 
-from .documents import Document, decode, one_line, read_bytes, unpacked
+from .documents import Document, one_line, read_text
 
 CAROLINA_REPOSITORY = "carolina-c4ai/corpus-carolina"  # on the Hub, a dataset
-_CHECKSUMS = "checksum.sha256"  # of a taxonomy folder: SHA-256 of each shard's XML, and its path from there without .gz
 
 # Carolina's taxonomy codes and their folders: https://huggingface.co/datasets/carolina-c4ai/corpus-carolina
 CAROLINA_FOLDERS = {
@@ -31,8 +28,7 @@ def download_carolina(taxonomy: Sequence[str] = (), revision: str | None = None)
     """Downloads the chosen parts of Carolina from the Hub, or finds them in its cache, and returns their folder."""
     from huggingface_hub import snapshot_download
 
-    places = [f"corpus/{folder}" for folder in _folders(taxonomy).values()] or ["corpus"]
-    patterns = [f"{place}/*{name}" for place in places for name in (".xml.gz", _CHECKSUMS)]
+    patterns = [f"corpus/{folder}/*.xml.gz" for folder in _folders(taxonomy).values()] or ["corpus/*.xml.gz"]
     try:
         folder = snapshot_download(CAROLINA_REPOSITORY, repo_type="dataset", revision=revision, allow_patterns=patterns)
     except (OSError, ValueError) as error:
@@ -63,14 +59,12 @@ def read_carolina_shard(path: Path, name: str, max_gb: float, encoding: str) -> 
     Only `text/body/p` is text; the headers hold `<p>` too.
 
     Raises:
-        UserError: the shard is empty, truncated, not of the encoding, not well-formed, not that of the corpus's checksums,
-            has entities of its own, or no document.
+        UserError: the shard is empty, truncated, not of the encoding, not well-formed, has entities of its own, or no
+            document.
     """
     from lxml import etree
 
-    data = read_bytes(path, max_gb)
-    _check_sum(path, hashlib.sha256(data).hexdigest())
-    text = decode(data, path, encoding)
+    text = read_text(path, encoding, max_gb)
     if "<!DOCTYPE" in text:
         raise UserError(f"{path}: holds a DOCTYPE, which no Carolina shard does (entities can be an attack)")
     parser = etree.XMLParser(
@@ -84,19 +78,6 @@ def read_carolina_shard(path: Path, name: str, max_gb: float, encoding: str) -> 
     if not documents:
         raise UserError(f"{path}: holds no <TEI> document of the namespace {_TEI[1:-1]}; is it a Carolina shard?")
     return documents
-
-
-def _check_sum(path: Path, found: str) -> None:
-    """UserError if a file of checksums around a shard has another SHA-256 of its XML than the one found."""
-    for file in (folder / _CHECKSUMS for folder in path.absolute().parents):
-        if file.is_file():
-            name = re.escape(unpacked(path.absolute()).relative_to(file.parent).as_posix())
-            listed = re.search(rf"^(\S*)[ \t]+\*?(?:\./)?{name}\s*$", file.read_text("utf-8", "replace"), re.MULTILINE)
-            if listed and listed[1].lower() != found:
-                raise UserError(
-                    f"{path}: the SHA-256 of its XML is {found[:16]}…, and {listed[1][:16]}… in {file}: it is damaged or of "
-                    f"another version; fetch both again, or move {_CHECKSUMS} away"
-                )
 
 
 def _carolina_document(tei, fallback_id: str) -> Document:

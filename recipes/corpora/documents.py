@@ -1,10 +1,8 @@
 """Documents, and the files that hold them: what every kind of corpus has in common."""
 
 import bz2
-import codecs
 import gzip
 import lzma
-import math
 import zlib
 from collections import Counter
 from dataclasses import dataclass, field
@@ -18,10 +16,6 @@ from cli import UserError
 _PIECE = 1 << 22  # bytes that are read at a time
 _COMPRESSED = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
 _COMPRESSED[".zst"] = lambda path, _: pa.input_stream(str(path), compression="zstd")
-_OTHER = {  # what is no text by its first bytes, as the system's `file` knows it
-    b"\x1f\x8b": ".gz", b"\xfd7zXZ": ".xz", b"BZh": ".bz2", b"\x28\xb5\x2f\xfd": ".zst", b"PK": ".zip", b"%PDF": ".pdf",
-    b"PAR1": ".parquet", b"ARROW1": ".arrow",
-}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,19 +49,17 @@ class ReadingLog:
     duplicates: int = 0
 
 
-def unpacked(path: Path) -> Path:
-    """The name of a file without the suffix of its compression: of `a.txt.xz`, `a.txt`."""
-    return path.with_suffix("") if path.suffix.lower() in _COMPRESSED else path
-
-
 def inner_suffix(path: Path) -> str:
     """The suffix that tells a file's format: of `a.TXT.xz`, `.txt`."""
-    return unpacked(path).suffix.lower()
+    return (path.with_suffix("") if path.suffix.lower() in _COMPRESSED else path).suffix.lower()
 
 
-def read_bytes(path: Path, max_gb: float = math.inf) -> bytes:
-    """The content of a plain, gzip, xz, bzip2 or Zstandard file; a UserError if it is damaged, empty, or of more than
-    `max_gb` gigabytes when it is unpacked: a few kilobytes of gzip can hold any number of them."""
+def read_text(path: Path, encoding: str = "utf-8", max_gb: float = 1.0) -> str:
+    """The text of a plain, gzip, xz, bzip2 or Zstandard file, without a byte-order mark.
+
+    Raises UserError if the file is damaged, empty, not of the encoding, binary, or larger than `max_gb` gigabytes when it is
+    unpacked: a few kilobytes of gzip can hold any number of them.
+    """
     data = bytearray()
     try:
         with _COMPRESSED.get(path.suffix.lower(), open)(path, "rb") as file:
@@ -75,35 +67,18 @@ def read_bytes(path: Path, max_gb: float = math.inf) -> bytes:
                 data += piece
                 if len(data) > max_gb * 1e9:
                     raise UserError(f"{path}: more than --max_file_gb {max_gb:g} of text; split it, or give prepare.py more")
+        text = data.decode(encoding).removeprefix("\ufeff")
     except (EOFError, zlib.error, lzma.LZMAError, OSError) as error:
         raise UserError(f"{path}: damaged or truncated, it cannot be read to its end ({one_line(error)})") from error
-    except MemoryError as error:
-        raise UserError(f"{path}: its text needs more memory than there is; split the file") from error
-    if not data:
-        raise UserError(f"{path}: the file is empty")
-    return data
-
-
-def decode(data: bytes, path: Path, encoding: str = "utf-8") -> str:
-    """The text of a file's bytes, without a byte-order mark; a UserError if it is not of the encoding, or no text."""
-    try:
-        if codecs.lookup(encoding).name == "utf-8":
-            text = data.decode()
-        else:  # a stream's decoder refuses UTF-16 without a byte-order mark, for which bytes.decode takes anything
-            text = codecs.getincrementaldecoder(encoding)().decode(data, True)
-            text.encode()  # half a surrogate pair is an error, too
-        if (place := text.find("\0")) < 0:
-            return text.removeprefix("\ufeff")
-        problem = f"no text, character {place:,} is NUL"
+    except LookupError as error:
+        raise UserError(f"--encoding: {error}; give one of Python's, such as utf-16, latin-1 or cp1252") from error
     except UnicodeError as error:
-        where = f"byte {error.start:,} ({error.reason})" if isinstance(error, UnicodeDecodeError) else one_line(error)
-        problem = f"not {encoding.upper()}, {where}"
-    remedy = "give prepare.py its --encoding, such as cp1252, or convert it, for example with iconv"
-    if suffix := next((suffix for magic, suffix in _OTHER.items() if data.startswith(magic)), None):
-        remedy = f"it begins as a {suffix} file does: unpack or convert it, or give it that suffix"
-    elif b"\0" in data:
-        remedy = "is it binary, or UTF-16? prepare.py reads that with --encoding utf-16 (utf-16-le without a mark)"
-    raise UserError(f"{path}: {problem}; {remedy}")
+        raise UserError(f"{path}: not {encoding.upper()} ({one_line(error)}); give prepare.py its --encoding") from error
+    if "\0" in text:
+        raise UserError(f"{path}: no text, character {text.index(chr(0)):,} is NUL: is it binary, or of another --encoding?")
+    if not text.strip():
+        raise UserError(f"{path}: the file is empty")
+    return text
 
 
 def with_unix_ends(text: str) -> str:

@@ -1,10 +1,9 @@
-"""The tokens of a text file of any size, in bounded memory: made piece by piece, kept in a file."""
+"""The tokens of a text file of any size, tokenised piece by piece."""
 
 import re
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from cli import UserError
 
@@ -19,46 +18,33 @@ _SEARCHED = 10_000  # characters at the end of a piece in which a cut is looked 
 _TRIES = 20  # places there
 
 
-def tokens_of_file(path: Path, tokenizer, store: BinaryIO) -> "np.ndarray":
-    """The token ids of a UTF-8 text file, `[tokens]` int32, mapped into memory from `store`, where they are written.
-
-    They are those of the whole text at once, its last line break included, without special tokens.
+def tokens_of_file(path: Path, tokenizer) -> "np.ndarray":
+    """The token ids of a UTF-8 text file, `[tokens]` int32: those of the whole text at once, its last line break included,
+    without special tokens.
 
     Args:
         path: the text. A byte-order mark is dropped.
         tokenizer: as [`encode_texts`] takes it.
-        store: an empty file, open for writing and reading, that lives as long as the tokens.
 
     Raises:
-        UserError: the file cannot be read, is not UTF-8, or is empty.
+        UserError: the file is not UTF-8, or is empty.
     """
     import numpy as np
     from tqdm import tqdm
 
+    found = [np.empty(0, dtype=np.int32)]
+    bar = tqdm(total=path.stat().st_size, desc=f"tokenising {path.name}", unit="B", unit_scale=True)
     try:
-        bar = tqdm(total=path.stat().st_size, desc=f"tokenising {path.name}", unit="B", unit_scale=True)
         with open(path, encoding="utf-8-sig", newline="") as file, bar:
             for piece in pieces_of_text(file, tokenizer):
-                _write(encode_texts(tokenizer, [piece])[0].astype(np.int32), store)
+                found.append(encode_texts(tokenizer, [piece])[0].astype(np.int32))
                 bar.update(len(piece.encode()))
     except UnicodeDecodeError as error:
         raise UserError(f"cannot read {path}: not UTF-8 ({error}); convert it, for example with iconv") from error
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error}") from error
-    if not store.tell():
+    tokens = np.concatenate(found)
+    if not len(tokens):
         raise UserError(f"{path}: the file is empty")
-    store.flush()
-    return np.memmap(store, dtype=np.int32, mode="r")
-
-
-def _write(tokens: "np.ndarray", store: BinaryIO) -> None:
-    try:
-        store.write(tokens.tobytes())
-    except OSError as error:
-        raise UserError(
-            f"{tempfile.gettempdir()} has no room for the tokens of the text ({error}): free some, or set TMPDIR to another "
-            "folder"
-        ) from error
+    return tokens
 
 
 def pieces_of_text(file: TextIO, tokenizer, size: int = PIECE) -> Iterator[str]:
@@ -89,4 +75,3 @@ def _last_cut(text: str, tokenizer) -> int:
         if whole == apart[0] + apart[1]:
             return cut
     return 0
-

@@ -1,12 +1,10 @@
 """Corpora: Carolina, text, JSON, CSV, parquet, any `datasets` dataset and generated biographies, as a stream of documents.
 
-[`corpus_documents`] is the door. A damaged file is a [`UserError`] that names it; no document of a file is handed out before
-the whole file has been read, where bad ones are left out, so that never half of one is lost in silence.
+[`corpus_documents`] is the entry. A damaged file is a [`UserError`] that names it. Where bad files are left out, a file
+gives no document before all of it was read, so that no part of one is lost unnoticed.
 """
 
-import codecs
 import csv
-import functools
 import glob
 import hashlib
 import io
@@ -14,7 +12,7 @@ import itertools
 import json
 import re
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from cli import UserError
@@ -23,7 +21,7 @@ from support.stages import source_files
 
 from .biographies import biography_documents
 from .carolina import CAROLINA_REPOSITORY, carolina_shards, download_carolina, read_carolina_shard
-from .documents import Document, ReadingLog, decode, inner_suffix, one_line, read_bytes, with_unix_ends
+from .documents import Document, ReadingLog, inner_suffix, one_line, read_text, with_unix_ends
 from .selection import drop_near_duplicates, keep_distinct, keep_fraction, keep_prose
 
 _SUFFIXES = {
@@ -37,7 +35,6 @@ _SUFFIXES = {
     "markdown": (".md", ".markdown", ".rst"),  # text where a folder has nothing else: often a README beside the data
 }
 _TABLES = ("parquet", "arrow")
-_JSON_OR_MARKUP = re.compile(r"\s*(<[!?/a-zA-Z]|\{\s*[\"}]|\[\s*[\"{\[\]])")
 
 
 def corpus_documents(options: CorpusOptions, log: ReadingLog | None = None) -> Iterator[Document]:
@@ -64,21 +61,21 @@ def corpus_documents(options: CorpusOptions, log: ReadingLog | None = None) -> I
 
 def detect_source_type(source: str, given: str | None = None) -> str:
     """Says what kind of corpus `source` is: "biographies", "hub" (a dataset there), "saved" (by `save_to_disk`), or the kind
-    of its files by their suffixes (`.gz`, `.xz`, `.bz2`, `.zst` behind it are looked through): "carolina" (`.xml`),
+    of its files by their suffixes (`.gz`, `.xz`, `.bz2`, `.zst` after it are looked through): "carolina" (`.xml`),
     "parquet", "csv", "tsv", "arrow", "jsonl", and "text", also for a file without a suffix and a folder without such files.
     `given` (--format) takes the place of the suffixes.
 
     Raises:
         UserError: `source` is neither there nor a possible name, a file of an unknown suffix, or a folder of several kinds.
     """
-    path = Path(source)
+    path, known = Path(source), sum(_SUFFIXES.values(), ())
+    suffix = inner_suffix(path)
     if source == "biographies":
         return "biographies"
     if source == CAROLINA_REPOSITORY:
         return "carolina"
-    suffix, known = inner_suffix(path), sum(_SUFFIXES.values(), ())
-    if not path.exists():
-        if suffix in known or not re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", source):
+    if not (path.is_file() or path.is_dir()):
+        if path.exists() or suffix in known or not re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", source):
             raise UserError(
                 f"--source: there is no file or folder {source}; give an existing path, the name of a dataset on the Hub, "
                 f"or 'biographies'"
@@ -86,8 +83,6 @@ def detect_source_type(source: str, given: str | None = None) -> str:
         return "hub"
     if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
         return "saved"
-    if not (path.is_file() or path.is_dir()):
-        raise UserError(f"--source: {source} is neither a file nor a folder (a pipe or a device?); give a path of one")
     if given:
         return given
     if path.is_file() and suffix and suffix not in known:
@@ -95,30 +90,25 @@ def detect_source_type(source: str, given: str | None = None) -> str:
             f"{source}: the suffix {suffix} is none of those that are read ({' '.join(known)}, also compressed); convert or "
             "rename it, or say with prepare.py's --format what it holds"
         )
-    files = source_files(str(path))
-    counts = {kind: len(found) for kind in _SUFFIXES if (found := _files_of_kind(files, kind))}
-    kinds = [kind for kind in counts if kind != "markdown"]
-    if len(kinds) > 1:
-        mixture = ", ".join(f"{counts[kind]:,} {kind}" for kind in kinds)
+    files = source_files(source)
+    counts = {kind: len(found) for kind in _SUFFIXES if kind != "markdown" and (found := _files_of_kind(files, kind))}
+    if len(counts) > 1:
+        mixture = ", ".join(f"{count:,} {kind}" for kind, count in counts.items())
         raise UserError(f"--source: {source} mixes files of several kinds ({mixture}); choose one with --format")
-    return kinds[0] if kinds else "text"
+    return next(iter(counts), "text")
 
 
 def _read(options: CorpusOptions, log: ReadingLog) -> Iterator[Document]:
-    path = Path(options.source)
-    kind = detect_source_type(options.source, options.format)
+    path, kind = Path(options.source), detect_source_type(options.source, options.format)
     if options.format not in (None, kind):
         raise UserError(f"--format {options.format} is for files, and --source {options.source} is none: leave it out")
-    try:
-        "a".encode(options.encoding)
-    except (LookupError, UnicodeError) as error:
-        raise UserError(f"--encoding: {one_line(error)}; give one of Python's, such as utf-16, latin-1 or cp1252") from error
-    if codecs.lookup(options.encoding).name != "utf-8" and kind in ("biographies", "hub", "saved", *_TABLES):
-        raise UserError(f"--encoding {options.encoding} does nothing with a source of the kind {kind}: leave it out")
     if kind == "biographies":
         return biography_documents(options.biographies, options.seed, options.biography_distance)
     if kind in ("hub", "saved"):
-        return _dataset_documents(options, kind, log)
+        saved = _files_of_kind(source_files(options.source), "arrow") if kind == "saved" else []
+        log.files += [_log_entry(file, path) for file in saved]
+        rows = _dataset_rows(options, kind, options.source)
+        return _row_documents(rows, options, log, f"--source {options.source}: row", "")
     if not path.exists():
         path = download_carolina(options.taxonomy, options.revision)
     present = source_files(str(path))
@@ -131,26 +121,25 @@ def _read(options: CorpusOptions, log: ReadingLog) -> Iterator[Document]:
         others = f"; say with --format what files of {', '.join(log.left_out)} hold" if log.left_out else ""
         wanted = ", ".join(_SUFFIXES[kind])
         raise UserError(f"--source: the folder {path} holds no {kind} file ({wanted}, also compressed){others}")
-    read = functools.partial(_documents_of, kind=kind, options=options, log=log)
-    return _read_files(files, path, read, options.skip_bad, log)
+    return _read_files(files, path, kind, options, log)
 
 
 # --- files -----------------------------------------------------------------------------------------------------------
 
 
 def _read_files(
-    paths: Sequence[Path], root: Path, read: Callable[[Path, str], Iterable[Document]], skip_bad: bool, log: ReadingLog
+    paths: Sequence[Path], root: Path, kind: str, options: CorpusOptions, log: ReadingLog
 ) -> Iterator[Document]:
     from tqdm.auto import tqdm
 
     for path in tqdm(paths, desc="reading", unit="file"):
         name, entry = _name(path, root), None
         try:
-            documents, entry = read(path, name), _log_entry(path, root)
+            documents, entry = _documents_of(path, name, kind, options, log), _log_entry(path, root)
             log.files.append(entry)
             yield from documents
         except (UserError, OSError) as error:
-            if not skip_bad or entry:
+            if not options.skip_bad or entry:
                 raise UserError(f"{one_line(error)}. With --skip_bad, prepare.py leaves out what is bad") from error
             log.skipped.append({"file": name, "reason": one_line(error)})
 
@@ -162,28 +151,20 @@ def _documents_of(path: Path, name: str, kind: str, options: CorpusOptions, log:
         return read_carolina_shard(path, name, options.max_file_gb, options.encoding)
     if kind in _TABLES:
         if options.skip_bad:
-            deque(_table_rows(path, kind), maxlen=0)
-        return _row_documents(_table_rows(path, kind), options, log, f"{path}: row", f"{name}:")
-    text = decode(read_bytes(path, options.max_file_gb), path, options.encoding)
-    if kind == "text":
-        return _text_documents(text, path, name, options)
-    separators = {"csv": ",", "tsv": "\t"}
-    word, rows = ("row", _csv_rows(text, path, separators[kind])) if kind in separators else _json_rows(text, path)
+            deque(_dataset_rows(options, kind, str(path)), maxlen=0)
+        return _row_documents(_dataset_rows(options, kind, str(path)), options, log, f"{path}: row", f"{name}:")
+    text = read_text(path, options.encoding, options.max_file_gb)
+    if kind in ("text", "markdown"):
+        return _text_documents(text, path, name, options.text_unit)
+    word, rows = _json_rows(text, path) if kind == "jsonl" else ("row", _csv_rows(text, path, kind))
     return list(_row_documents(rows, options, log, f"{path}: {word}", f"{name}:"))
 
 
-def _text_documents(text: str, path: Path, name: str, options: CorpusOptions) -> list[Document]:
-    if not text.strip():
-        raise UserError(f"{path}: the file holds no text")
-    if not options.format and not inner_suffix(path) and _JSON_OR_MARKUP.match(text):
-        raise UserError(
-            f"{path}: a file without a suffix is read as text, and this one begins as JSON or markup; give it its suffix "
-            "or say with prepare.py's --format what it holds"
-        )
-    if options.text_unit == "file":
+def _text_documents(text: str, path: Path, name: str, unit: str) -> list[Document]:
+    if unit == "file":
         return [Document(text, name, path.stem, name)]
     text = with_unix_ends(text)
-    pieces = text.split("\n") if options.text_unit == "line" else re.split(r"\n[ \t]*\n\s*", text)
+    pieces = text.split("\n") if unit == "line" else re.split(r"\n[ \t]*\n\s*", text)
     numbered = enumerate(filter(str.strip, pieces), start=1)
     return [Document(piece, f"{name}:{number}", f"{path.stem} {number}", name) for number, piece in numbered]
 
@@ -192,16 +173,14 @@ def _json_rows(text: str, path: Path) -> tuple[str, list[tuple[int, object]]]:
     """What the values of a JSON file are, "line" or "row" (of an array), and each with its number."""
     lines = [(number, line) for number, line in enumerate(with_unix_ends(text).split("\n"), start=1) if line.strip()]
     try:
-        json.loads(lines[0][1] if lines else "0")
+        json.loads(lines[0][1])
     except (ValueError, RecursionError):  # it goes on in the next line
         lines = [(1, text)]
     rows = []
     for number, line in lines:
         try:
             rows.append((number, json.loads(line)))
-        except RecursionError as error:
-            raise UserError(f"{path}: line {number} nests JSON too deeply") from error
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             number += getattr(error, "lineno", 1) - 1
             raise UserError(f"{path}: line {number} is not valid JSON ({error})") from error
     if len(rows) == 1 and isinstance(rows[0][1], list):
@@ -209,10 +188,10 @@ def _json_rows(text: str, path: Path) -> tuple[str, list[tuple[int, object]]]:
     return "line", rows
 
 
-def _csv_rows(text: str, path: Path, delimiter: str) -> Iterator[tuple[int, dict]]:
+def _csv_rows(text: str, path: Path, kind: str) -> Iterator[tuple[int, dict]]:
     """The rows below the header, from 1; every cell is text, and an empty one None."""
     csv.field_size_limit(2**31 - 1)  # more than the text of a file
-    reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+    reader = csv.DictReader(io.StringIO(text, newline=""), delimiter="," if kind == "csv" else "\t", strict=True)
     try:
         rows = list(reader)
     except csv.Error as error:
@@ -223,17 +202,30 @@ def _csv_rows(text: str, path: Path, delimiter: str) -> Iterator[tuple[int, dict
         yield number, {name: cell or None for name, cell in row.items()}
 
 
-def _table_rows(path: Path, kind: str) -> Iterator[tuple[int, dict]]:
-    """The rows of a parquet or Arrow file, from 1, which may have columns of its own."""
+def _dataset_rows(options: CorpusOptions, kind: str, source: str) -> Iterator[tuple[int, dict]]:
+    """The rows, from 1, of a parquet or Arrow file, of a saved dataset, or of one on the Hub."""
     import datasets
+    from tqdm.auto import tqdm
 
     datasets.utils.logging.set_verbosity(datasets.utils.logging.CRITICAL)  # what it reports is in the error below
-    how = {"batch_size": 1000} if kind == "parquet" else {}  # else that of the first group of rows, which may be 0
+    split, remedy = options.dataset_split, "replace it"
     try:
-        rows = datasets.load_dataset(kind, data_files=glob.escape(str(path)), split="train", streaming=True, **how)
-        yield from enumerate(rows, start=1)
+        if kind == "hub":
+            remedy = "check --dataset_config, --dataset_split and --revision"
+            how = {"name": options.dataset_config, "revision": options.revision}
+            rows = datasets.load_dataset(source, split=split, streaming=True, **how)
+        elif kind == "saved":
+            rows = datasets.load_from_disk(source)
+            if isinstance(rows, datasets.DatasetDict):
+                remedy = f"check --dataset_split: it has {', '.join(rows)}"
+                rows = rows[split]
+        else:  # parquet's rows would come in groups as in the file, and the first may have none
+            how = {"batch_size": 1000} if kind == "parquet" else {}
+            rows = datasets.load_dataset(kind, data_files=glob.escape(source), split="train", streaming=True, **how)
+        yield from enumerate(tqdm(rows, desc="reading", unit="row", disable=kind not in ("hub", "saved")), start=1)
     except Exception as error:  # of damaged files, datasets and its readers raise almost anything
-        raise UserError(f"{path}: the {kind} file cannot be read ({one_line(error)[:300]}); replace or unpack it") from error
+        what = f"the {kind} file" if kind in _TABLES else "the dataset"
+        raise UserError(f"{source}: {what} cannot be read ({one_line(error)[:300]}); {remedy}") from error
 
 
 def _row_documents(
@@ -243,33 +235,25 @@ def _row_documents(
     without a text are counted."""
     for number, row in rows:
         try:
-            yield _row_document(row, options, f"{prefix}{number}", f"{place} {number}")
+            yield _row_document(row, options.text_field, f"{prefix}{number}", f"{place} {number}")
         except UserError:
             if not options.skip_bad:
                 raise
             log.dropped[f"without text in {options.text_field or 'text'!r}"] += 1
 
 
-def _row_document(row, options: CorpusOptions, fallback_id: str, place: str) -> Document:
-    found = _field(row, options.text_field or "text") if isinstance(row, dict) else None
-    text = _joined(found) if options.text_field and not isinstance(found, str) else found
+def _row_document(row, text_field: str | None, fallback_id: str, place: str) -> Document:
+    found = _field(row, text_field or "text") if isinstance(row, dict) else None
+    text = _joined(found) if text_field and not isinstance(found, str) else found
     if not isinstance(text, str):
-        names = [type(row).__name__]
-        if isinstance(row, dict):  # the names, and those of the objects in it
-            names = [*row, *(f"{name}.{inner}" for name, value in row.items() if isinstance(value, dict) for inner in value)]
-        joins = ", which joins a list if it is given" if isinstance(found, list) and not options.text_field else ""
-        raise UserError(
-            f"{place} has no text in the field {options.text_field or 'text'!r} (--text_field{joins}); it has: "
-            f"{' '.join(', '.join(map(str, names)).split())[:200] or 'nothing'}"
-        )
+        names = ", ".join(map(str, row)) if isinstance(row, dict) else type(row).__name__
+        raise UserError(f"{place} has no text in the field {text_field or 'text'!r} (--text_field); it has: {names[:200]}")
     name = fallback_id if row.get("id") is None else str(row["id"])
     document = Document(text, name, str(row.get("title") or ""), fallback_id)
     try:
         (document.text + document.id + document.title).encode()
     except UnicodeEncodeError as error:
-        raise UserError(
-            f"{place} holds half of a surrogate pair (such as \\ud800), which is no character; repair the line"
-        ) from error
+        raise UserError(f"{place} holds half of a surrogate pair (such as \\ud800): repair it") from error
     return document
 
 
@@ -288,34 +272,6 @@ def _joined(value) -> str | None:
     entries = [entry if isinstance(entry, list) else [entry] for entry in value] if isinstance(value, list) else [[None]]
     is_text = all(isinstance(text, str) for entry in entries for text in entry)
     return "\n".join(map(" ".join, entries)) if is_text else None
-
-
-def _dataset_documents(options: CorpusOptions, kind: str, log: ReadingLog) -> Iterator[Document]:
-    import datasets
-    from tqdm.auto import tqdm
-
-    datasets.utils.logging.set_verbosity(datasets.utils.logging.CRITICAL)  # what it reports is in the error below
-    source, split = options.source, options.dataset_split
-    try:
-        if kind == "hub":
-            rows = datasets.load_dataset(
-                source, options.dataset_config, split=split, revision=options.revision, streaming=True
-            )
-        else:
-            rows = datasets.load_from_disk(source)
-            log.files += [_log_entry(file, Path(source)) for file in _files_of_kind(source_files(source), "arrow")]
-            if isinstance(rows, datasets.DatasetDict):
-                if split not in rows:
-                    has = ", ".join(rows)
-                    raise UserError(f"--source {source}: there is no split {split!r} (--dataset_split); it has {has}")
-                rows = rows[split]
-        numbered = enumerate(tqdm(rows, desc="reading", unit="row"), start=1)
-        yield from _row_documents(numbered, options, log, f"--source {source}: row", "")
-    except UserError:
-        raise
-    except Exception as error:  # of damaged files, datasets and its readers raise almost anything
-        remedy = "check --dataset_config, --dataset_split and --revision" if kind == "hub" else "save it again"
-        raise UserError(f"--source {source}: the dataset cannot be read ({one_line(error)[:300]}); {remedy}") from error
 
 
 def _files_of_kind(files: Sequence[Path], kind: str) -> list[Path]:

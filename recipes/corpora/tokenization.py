@@ -10,7 +10,6 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cli import UserError
@@ -87,20 +86,13 @@ def load_tokenizer(name_or_path: str) -> "PreTrainedTokenizerBase":
     """
     from transformers import AutoTokenizer
 
-    what, place = f"--tokenizer {name_or_path}", Path(name_or_path)
+    what = f"--tokenizer {name_or_path}"
     remedy = "give bpe, characters, the folder of a saved tokenizer, or a name on the Hub"
-    if place.is_file() or not (place.exists() or re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", name_or_path)):
-        raise UserError(f"{what} cannot be loaded as a tokenizer (it is no folder): {remedy}")
     check_name("--tokenizer", name_or_path)
     try:
         tokenizer = AutoTokenizer.from_pretrained(name_or_path, trust_remote_code=False)
     except Exception as error:  # of a damaged file, tokenizers and transformers raise almost anything
-        raise UserError(
-            f"{what} cannot be loaded as a tokenizer ({one_line(error)[:300]}): {remedy}"
-        ) from error
-    files = list(tokenizer.vocab_files_names.values())
-    if files and place.is_dir() and not any((place / name).exists() for name in files):
-        raise UserError(f"{what} holds no vocabulary ({' or '.join(files)}): {remedy}")
+        raise UserError(f"{what} cannot be loaded as a tokenizer ({one_line(error)[:300]}): {remedy}") from error
     if len(tokenizer) <= len(set(tokenizer.all_special_ids)):
         raise UserError(f"{what} has an empty vocabulary: {remedy}")
     if tokenizer.eos_token_id is None:
@@ -119,36 +111,18 @@ def encode_texts(
     """The token ids (int64) of each text (one at least), without added special tokens.
 
     A text that spells a special token out is encoded as plain text, unless `split_special_tokens` is off: only the caller
-    puts end-of-text tokens between documents. The first time that the tokenizer has only its unknown token for something,
-    that is said on standard error.
+    puts end-of-text tokens between documents. The first time that a text has an unknown token, standard error says so.
     """
     import numpy as np
+    from tqdm import tqdm
 
     how = {"add_special_tokens": False, "split_special_tokens": split_special_tokens, "verbose": False}
     encoded = tokenizer(list(texts), return_attention_mask=False, **how)["input_ids"]
-    unknown = tokenizer.unk_token_id
-    _warn_of_unknown(tokenizer, [text for text, ids in zip(texts, encoded, strict=True) if unknown in ids], how)
-    return [np.asarray(ids, dtype=np.int64) for ids in encoded]
-
-
-def _warn_of_unknown(tokenizer, texts: list[str], how: dict) -> None:
-    unknown, parts = tokenizer.unk_token_id, set()
-    if vars(tokenizer).get("told_unknown", False):
-        return
-    for text in texts:
-        if tokenizer.is_fast:
-            found = tokenizer(text, return_offsets_mapping=True, **how)
-            spans = zip(found["input_ids"], found["offset_mapping"], strict=True)
-            parts |= {text[begin:end] for number, (begin, end) in spans if number == unknown}
-        else:
-            parts |= {letter for letter in set(text) if unknown in tokenizer(letter, **how)["input_ids"]}
-    if parts := sorted(parts - {tokenizer.unk_token}):  # which a text may also spell out
-        from tqdm import tqdm
-
-        tokenizer.told_unknown = True
-        shown = ", ".join(map(repr, parts[:20])) + (f" and {len(parts) - 20} others" if len(parts) > 20 else "")
+    if any(tokenizer.unk_token_id in ids for ids in encoded) and not vars(tokenizer).get("unknown_was_said"):
+        tokenizer.unknown_was_said = True
         if int(os.environ.get("RANK", 0)) == 0:
-            tqdm.write(f"the tokenizer has no token for {shown}: {tokenizer.unk_token} stands there", file=sys.stderr)
+            tqdm.write(f"the tokenizer does not know all of the text: {tokenizer.unk_token} stands for the rest", sys.stderr)
+    return [np.asarray(ids, dtype=np.int64) for ids in encoded]
 
 
 def _wrap(backend, **special_tokens: str) -> "PreTrainedTokenizerBase":

@@ -33,8 +33,8 @@ def codes_row(
     codes = {}
     for name in sorted(people):
         codes[name] = f"{rng.randrange(100_000):05d}" if rng.random() < 0.5 else names.last_name().split()[-1]
-    told = [WORDING[language]["code"].format(name=name) for name in codes]
-    pieces = encode([".", *told, *(f" {code}" for code in codes.values())])
+    statements = [WORDING[language]["code"].format(name=name) for name in codes]
+    pieces = encode([".", *statements, *(f" {code}" for code in codes.values())])
     stop, sentences = pieces[0], dict(zip(codes, zip(pieces[1:], pieces[1 + len(codes) :], strict=False), strict=False))
 
     document, stated, questions = Document(), {}, []

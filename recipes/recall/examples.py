@@ -55,7 +55,7 @@ class Example:
 
 
 class Document:
-    """Tokens put one behind the other."""
+    """Tokens that are appended to each other."""
 
     def __init__(self):
         self.parts: list[np.ndarray] = []
@@ -87,7 +87,7 @@ def passkey_example(
 
     Args:
         depth: share of the filler that stands in front of the number, 0 to 1.
-        questions: how often the number is asked for; all questions but the last stand anywhere behind it.
+        questions: how often the number is asked for; all questions but the last stand anywhere after it.
         language: of the sentences that state it and ask for it, a key of `WORDING`.
 
     Raises [`DoesNotFit`] when the number and the questions alone are longer.
@@ -95,15 +95,15 @@ def passkey_example(
     number, sentences = f"{rng.randrange(100_000):05d}", WORDING[language]
     needle = rng.choice(sentences["needles"]).split("{answer}")
     asks = [rng.choice(sentences["questions"]) for _ in range(questions)]
-    answer, stop, before, between, behind, *asks = encode([f" {number}", ".\n", *needle, *asks])
-    room = length - sum(map(len, (before, answer, between, answer, behind, *asks)))
+    answer, stop, before, between, after, *asks = encode([f" {number}", ".\n", *needle, *asks])
+    room = length - sum(map(len, (before, answer, between, answer, after, *asks)))
     room -= questions * len(answer) + (questions - 1) * len(stop)
     if room < 0:
         raise DoesNotFit(f"the number and {questions} question(s) take {length - room} tokens, more than {length}")
     text, place = filler.take(rng, room), round(depth * room)
     document = Document()
     stated = document.add(text[:place], before, answer)
-    document.add(between, answer, behind)
+    document.add(between, answer, after)
     asked = []
     for ask, end in zip(asks, [*sorted(rng.randint(place, room) for _ in asks[1:]), room], strict=True):
         asked.append(document.add(text[place:end], ask, answer))

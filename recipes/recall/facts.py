@@ -124,7 +124,7 @@ def facts_row(rng: random.Random, encode: Encode, names, filler: Filler, length:
     Each question stands on a line of its own at a place drawn at random between its statement and the end of the row: all
     places alike for one half of them, all orders of magnitude of the distance alike for the other, so that what lies inside
     the window is asked for in long rows too.
-    Between them, behind the opening, invented paragraphs alternate by chance with pieces of real text. Where the opening
+    Between them, after the opening, invented paragraphs alternate by chance with pieces of real text. Where the opening
     and its questions fill more than three quarters of the row, paragraphs of the opening are left out, then sentences.
 
     Raises [`DoesNotFit`] when not even one fact fits.
@@ -174,13 +174,13 @@ def _ask_anywhere(
     asks: "dict[str, np.ndarray]",
     stop: "np.ndarray",
 ) -> "tuple[np.ndarray, list[tuple]]":
-    """Puts the question for every statement in, with its answer, at a place drawn at random behind the statement.
+    """Puts the question for every statement in, with its answer, at a place drawn at random after the statement.
 
-    Within the opening that is at the end of a sentence, behind it anywhere.
+    Within the opening that is at the end of a sentence, after it anywhere.
 
     Args:
         text: the row without questions; the statements stand in it one after the other from `opening_at` on.
-        asks: the prompt for each fact; `stop` goes behind the answers.
+        asks: the prompt for each fact; `stop` follows the answers.
 
     Returns the row and, in the order of the questions, each fact's name and the places of its answer: stated and asked.
     """
@@ -214,7 +214,7 @@ def _encode_opening(
     heads, sentences = len(texts), []
     for paragraph in opening:
         for number, sentence in enumerate(paragraph):
-            # In quotation marks the answer would have no space in front of it, and other tokens than behind the prompt
+            # In quotation marks the answer would have no space in front of it, and other tokens than after the prompt
             before, after = sentence.before.removesuffix("“"), sentence.after.removeprefix("”")
             if not before.endswith(" "):
                 raise ValueError(f"an answer needs a space in front of it, and has none in {sentence}")
@@ -250,7 +250,7 @@ def _draw_places(
 
 
 def _take_lines(rng: random.Random, lines: Sequence[str], forbidden: re.Pattern) -> Iterator[str]:
-    """Yields lines from one drawn at random on, behind the last the first again, without those that `forbidden` is in."""
+    """Yields lines from one drawn at random on, after the last the first again, without those that `forbidden` is in."""
     first, found = rng.randrange(len(lines)), False
     while True:
         for line in itertools.chain(lines[first:], lines[:first]):

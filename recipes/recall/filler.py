@@ -1,6 +1,6 @@
 """Real text around what has to be recalled: a long stream of tokens, of which any number can be taken from anywhere.
 
-A stream is one integer array: documents one after the other, an end-of-text token behind each.
+A stream is one integer array: documents one after the other, an end-of-text token after each.
 """
 
 import random
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def read_stream(stream: "np.ndarray", start: int, count: int) -> "np.ndarray":
-    """`count` tokens (int64) from `start` on; behind the end the stream begins again."""
+    """`count` tokens (int64) from `start` on; after its end the stream begins again."""
     import numpy as np
 
     return stream.take(np.arange(start, start + count), mode="wrap").astype(np.int64)

@@ -71,7 +71,7 @@ class Runner:
 def score_answers(model, examples: Sequence[Example], chunk: int, progress=iter) -> list[Answer]:
     """Asks a model every question of the examples: one [`Answer`] each, in their order.
 
-    An answer is correct when each of its tokens is the arg-max behind the true tokens before it, which is when greedy
+    An answer is correct when each of its tokens is the arg-max after the true tokens before it, which is when greedy
     decoding gives exactly this answer. The examples are read in chunks of `chunk` tokens; `progress`: of [`score_spans`].
     """
     asked = [(row, question) for row, example in enumerate(examples) for question in example.questions]

@@ -87,18 +87,19 @@ def weigh_memories(cache: InfiniCache, factors: torch.Tensor) -> InfiniCache:
     return cache
 
 
-def set_defaults(run) -> None:
-    """Sets what `--dilute_up_to` and `--dilute_share` are by default, where there is a text to dilute with.
+def with_defaults(run):
+    """The options with what `--dilute_up_to` and `--dilute_share` are by default, where there is a text to dilute with.
 
     Args:
-        run: options with these and `dilute_with`.
+        run: a dataclass with these and `dilute_with`.
 
     Raises UserError when one of them was given and no text."""
-    for name, default in DEFAULTS.items():
-        if run.dilute_with is not None:
-            setattr(run, name, default if vars(run)[name] is None else vars(run)[name])
-        elif vars(run)[name] is not None:
-            raise UserError(f"--{name} is of no use without --dilute_with FOLDER")
+    given = {name for name in DEFAULTS if getattr(run, name) is not None}
+    if run.dilute_with is None:
+        for name in sorted(given):
+            raise UserError(f"--{name} does nothing without --dilute_with FOLDER")
+        return run
+    return replace(run, **{name: default for name, default in DEFAULTS.items() if name not in given})
 
 
 def check_rule(update_rule: str | None, needs: str = "--update_rule linear") -> None:
@@ -111,9 +112,8 @@ def check_options(run, optimizer, config) -> None:
     """UserError when `--dilute_with` cannot do what it is for.
 
     Args:
-        run, optimizer: the options of recipes/train.py, which get their defaults here; config: the model's.
+        run, optimizer: the options of recipes/train.py; config: the model's.
     """
-    set_defaults(run)
     if run.dilute_with is None:
         return
     rule = config.update_rule if attention_of(config) == "infini" else None

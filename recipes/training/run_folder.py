@@ -1,8 +1,8 @@
 """A run's folder, which survives a kill at any point, and the callback that writes into it while the run trains.
 
-It holds `run.json` (the options it was started with), `checkpoint-N/` (with a copy of `run.json`; complete once they hold
-`complete.json`, which has the hashes of all their files), `metrics.jsonl`, and, when it is finished, the model and
-`result.json`, which has the hashes of the model's files.
+It holds `run.json` (the options it was started with), `checkpoint-N/` (complete once they hold `complete.json`, with the
+hashes of all their files), `metrics.jsonl`, and, when it is finished, the model and
+`result.json`, with the hashes of the model's files.
 """
 
 import contextlib
@@ -53,8 +53,8 @@ def open_run(folder: Path, options: dict) -> Iterator[tuple[bool, Path | None]]:
 
     All processes of a launch call this. The main process locks the folder and looks, and the others get what it found.
 
-    Raises UserError, in all of them, when another process holds the folder, where [`check_same_run`] does, or where the run
-    was finished and its files have been damaged since.
+    Raises UserError, in all of them, when another process holds the folder, where [`check_same_run`] does, or where the
+    files of a finished run are damaged.
     """
 
     def is_finished() -> bool:
@@ -95,13 +95,13 @@ def check_same_run(folder: Path, options: dict) -> None:
     Args:
         folder: the run's folder; need not exist.
         options: what decides the run's outcome, JSON-safe; `run.json` must equal it. An option that one of the two does not
-            have counts as None. Where `run.json` is damaged, the copy in the newest whole checkpoint counts.
+            have counts as None.
     """
     if not folder.is_dir() or all(entry.name == LOCK_FOLDER or entry.match(LEFTOVER) for entry in folder.iterdir()):
         return
-    started_with = _options_of(folder)
-    if started_with is None:
+    if not (folder / OPTIONS).exists():
         raise UserError(f"{folder} is not empty and holds no run of this recipe: choose another --out")
+    started_with = read_json(folder / OPTIONS, {}, "choose another --out, or delete the folder")
     different = [
         f"{name} was {started_with.get(name)!r} and is now {options.get(name)!r}"
         for name in sorted(started_with.keys() | options.keys())
@@ -119,16 +119,15 @@ def read_result(folder: Path) -> dict:
     not as the run left them."""
     file = folder / RESULT
     if not file.exists():
-        raise UserError(f"{folder} has no {RESULT}: it is no run of recipes/train.py, or finish it with its command")
+        raise UserError(f"{folder} has no {RESULT}: it is not a run of recipes/train.py, or finish it with its command")
     try:
         result = read_json(file, RESULT_ENTRIES)
         problem = damage(folder, result.get("files", {}))
     except UserError as error:
         problem = str(error)
     if problem:
-        whole = next(_whole_checkpoints(folder), None)
-        remedy = f"the run's own command goes on from {whole.name}" if whole else "train again: no checkpoint is whole"
-        raise UserError(f"{folder} is a finished run, but {problem}; delete {file}, and {remedy}")
+        remedy = f"delete {file}, and the run's own command goes on from its last whole checkpoint"
+        raise UserError(f"{folder} is a finished run, but {problem}; {remedy}")
     return result
 
 
@@ -159,12 +158,16 @@ def last_complete_checkpoint(folder: Path) -> Path | None:
 
     A process killed while it was saving, or while it was deleting an old checkpoint, leaves others behind.
     """
-    problems = {}
-    checkpoint = next(_whole_checkpoints(folder, problems), None)
-    if problems:
-        passed = "; ".join(f"{name} is not whole ({problem})" for name, problem in problems.items())
-        say(f"{passed}: going on {f'from {checkpoint.name}' if checkpoint else 'from the start'}")
-    return checkpoint
+    passed, found = [], None
+    for checkpoint in sorted(_checkpoints(folder), key=checkpoint_step, reverse=True):
+        problem = _problem_of(checkpoint)
+        if problem is None:
+            found = checkpoint
+            break
+        passed.append(f"{checkpoint.name} is not whole ({problem})")
+    if passed:
+        say(f"{'; '.join(passed)}: going on {f'from {found.name}' if found else 'from the start'}")
+    return found
 
 
 def checkpoint_step(path: Path) -> int:
@@ -174,30 +177,6 @@ def checkpoint_step(path: Path) -> int:
 
 def _checkpoints(folder: Path) -> list[Path]:
     return [path for path in folder.glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdigit()]
-
-
-def _whole_checkpoints(folder: Path, problems: dict[str, str] | None = None) -> Iterator[Path]:
-    """The whole checkpoints, the newest first. `problems` receives what is wrong with the others, by name."""
-    for checkpoint in sorted(_checkpoints(folder), key=checkpoint_step, reverse=True):
-        problem = _problem_of(checkpoint)
-        if problem is None:
-            yield checkpoint
-        elif problems is not None:
-            problems[checkpoint.name] = problem
-
-
-def _options_of(folder: Path) -> dict | None:
-    """What `run.json` holds, or its copy in the newest whole checkpoint that has one; None where there is neither."""
-    file = folder / OPTIONS
-    try:
-        return read_json(file, {}, "no whole checkpoint has a copy: choose another --out, or delete the folder")
-    except UserError as error:
-        for checkpoint in _whole_checkpoints(folder):
-            if (checkpoint / OPTIONS).is_file():
-                return read_json(checkpoint / OPTIONS, {})
-        if file.exists():
-            raise error
-        return None
 
 
 def _problem_of(checkpoint: Path) -> str | None:
@@ -277,9 +256,7 @@ class RunRecorder(TrainerCallback):
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             torch.distributed.barrier()
         if state.is_world_process_zero:
-            checkpoint = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-            shutil.copyfile(checkpoint.parent / OPTIONS, checkpoint / OPTIONS)
-            mark_complete(checkpoint)
+            mark_complete(Path(args.output_dir) / f"checkpoint-{state.global_step}")
         self._clock = time.perf_counter()
 
 

@@ -15,6 +15,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from cli import UserError
 from hf_infini.tools.parallel import check_shards
+from support import measurement
 from support.prepared import open_rows
 
 from .run_folder import lines_of, write_lines
@@ -41,6 +42,30 @@ def load_rows(data: Path, rows_per_step: int) -> tuple:
             "and an evaluation at least 1: lower --batch_size, or prepare more text"
         )
     return train.select(range(len(train) // rows_per_step * rows_per_step)), validation
+
+
+def training_arguments(out: Path | str, options: dict, **more) -> TrainingArguments:
+    """The Trainer's arguments of a run that can be resumed. Building them joins the process group.
+
+    Args:
+        out: the folder of its checkpoints.
+        options: of a recipe: `use_cpu`, `precision`, `seed`, `batch_size`, `gradient_accumulation` and `save_steps`.
+        more: others of the Trainer's.
+    """
+    use_cpu, precision = options["use_cpu"] or not torch.accelerator.is_available(), options["precision"]
+    return TrainingArguments(
+        output_dir=str(out),
+        use_cpu=use_cpu,
+        seed=options["seed"],
+        per_device_train_batch_size=options["batch_size"],
+        gradient_accumulation_steps=options["gradient_accumulation"],
+        bf16=precision == "bf16" or precision == "auto" and measurement.supports_bfloat16(use_cpu),
+        remove_unused_columns=False,
+        save_steps=options["save_steps"],
+        save_total_limit=2,  # the newest is incomplete while it is being written: the one before must still be there
+        logging_nan_inf_filter=False,  # it hides divergence, and costs a synchronisation per step
+        **more,
+    )
 
 
 def train_to_end(trainer: Trainer, checkpoint: Path | None) -> tuple:
@@ -81,13 +106,13 @@ def leave_process_group(trainer: Trainer) -> None:
     trainer.accelerator.end_training()
 
 
-def set_gate_rate(optimizer, config) -> None:
-    """Gives `optimizer.gate_learning_rate` its default, 0.01; UserError where it was given and the model has no gates."""
-    has_gates = bool(getattr(config, "infini_layers", ()))
-    if optimizer.gate_learning_rate is None:
-        optimizer.gate_learning_rate = 0.01 if has_gates else None
-    elif not has_gates:
+def gate_rate(given: float | None, config) -> float | None:
+    """The learning rate of the gates, 0.01 by default; UserError where it was given and the model has no gates."""
+    if getattr(config, "infini_layers", ()):
+        return 0.01 if given is None else given
+    if given is not None:
         raise UserError("--gate_learning_rate is for the gates of a memory, and this model has none: leave it out")
+    return None
 
 
 def number_of_steps(run, steps_per_epoch: int, tokens_per_step: int) -> int:

@@ -4,28 +4,16 @@ import json
 import shutil
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from bad_input import refused
 from cli import UserError
 from running import load_recipe, losses, result
-from small_runs import (
-    NO_JSON,
-    NO_OBJECT,
-    cut,
-    empty,
-    entry,
-    flip,
-    folder,
-    remove,
-    small_data,
-    small_run,
-    stopped_run,
-    text,
-    training,
-    without,
-)
-from training import setup
+from small_runs import DAMAGES, cut, entry, flip, remove, small_data, small_run, stopped_run, text, training, without
+from training import run_folder, setup
 
+CARD = ["--language", "en", "--data_license", "none", "--prompt", "To"]
 train, study, push = (load_recipe(name) for name in ("train", "study", "push"))
 
 
@@ -41,27 +29,33 @@ def go_on(base, run, capsys, monkeypatch) -> str:
 
 # --- going on ---------------------------------------------------------------------------------------------------------
 
-FILES = ("model.safetensors", "optimizer.pt", "scheduler.pt", "trainer_state.json", "rng_state.pth", "config.json")
-FILES += ("training_args.bin", "tokenizer.json", "run.json")
-CHECKPOINTS = [
-    (f"{damage.__name__} {name}", name, damage)
-    for name in (*FILES, "complete.json")
-    for damage in (empty, cut, flip, remove)
-]
-MARKERS = {"no files": '{"files": {}}', "number": '{"files": 3}', "list": "[]", "null": "null", "no entries": "{}"}
-MARKERS |= {"sizes as words": '{"files": {"config.json": "x"}}', "three": '{"files": {"config.json": [1, 2, 3]}}'}
-MARKERS |= {"unknown file": '{"files": {"none": [1, ""]}}', "NaN": '{"files": NaN}', "deep": "[" * 100_000}
-CHECKPOINTS += [(f"marker {name}", "complete.json", text(content)) for name, content in MARKERS.items()]
-CHECKPOINTS += [("folder for weights", "model.safetensors", folder), ("folder for marker", "complete.json", folder)]
 
-
-@pytest.mark.parametrize(("name", "damage"), [case[1:] for case in CHECKPOINTS], ids=[case[0] for case in CHECKPOINTS])
-def test_a_damaged_checkpoint_is_passed_over(base, tmp_path, capsys, monkeypatch, name, damage):
+def test_a_damaged_checkpoint_is_passed_over(base, tmp_path, capsys):
+    """Whatever is damaged, and however: all files are sealed."""
     run = stopped_run(base, tmp_path / "run")
-    damage(run / "checkpoint-6" / name)
-    said = go_on(base, run, capsys, monkeypatch)
-    assert "checkpoint-6 is not whole (" in said and "going on from checkpoint-4" in said and "from step 4" in said
-    assert not (run / "checkpoint-6").exists() and (run / "checkpoint-4" / "complete.json").is_file()
+    last = run / "checkpoint-6"
+    shutil.copytree(last, tmp_path / "whole")
+    files = sorted(file.name for file in last.iterdir() if file.is_file() and file.stat().st_size)
+    assert {"model.safetensors", "optimizer.pt", "trainer_state.json", "complete.json"} <= {*files}
+
+    @settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    @given(st.sampled_from(files), st.sampled_from(list(DAMAGES.values())))
+    def check(name, damage):
+        shutil.rmtree(last)
+        shutil.copytree(tmp_path / "whole", last)
+        damage(last / name)
+        assert run_folder.last_complete_checkpoint(run).name == "checkpoint-4"
+        said = capsys.readouterr().err
+        assert "checkpoint-6 is not whole (" in said and "going on from checkpoint-4" in said
+
+    check()
+
+
+@pytest.mark.parametrize("content", ['{"files": {}}', '{"files": {"config.json": [1, 2, 3]}}', "[" * 99_999])
+def test_a_marker_that_is_none(content, base, tmp_path):
+    run = stopped_run(base, tmp_path / "run")
+    (run / "checkpoint-6" / "complete.json").write_text(content)
+    assert run_folder.last_complete_checkpoint(run).name == "checkpoint-4"
 
 
 def test_without_a_whole_checkpoint_it_begins_again_and_says_so(base, tmp_path, capsys, monkeypatch):
@@ -71,77 +65,44 @@ def test_without_a_whole_checkpoint_it_begins_again_and_says_so(base, tmp_path, 
     said = go_on(base, run, capsys, monkeypatch)
     assert "checkpoint-6 is not whole (optimizer.pt has changed since it was written)" in said
     assert "checkpoint-4 is not whole (it was not written to the end): going on from the start" in said
+    assert not (run / "checkpoint-6").exists()
 
 
 def test_what_goes_on_from_the_checkpoint_before_ends_as_if_nothing_had_happened(base, tmp_path):
+    """Also where its metrics are damaged."""
     run = stopped_run(base, tmp_path / "run")
     flip(run / "checkpoint-6" / "model.safetensors")
+    text('{"step": 1}\n{"st')(run / "metrics.jsonl")
     train.main(training(small_data(base), run))
     assert losses(run) == losses(small_run(base))
     assert result(run)["cross_entropy"] == result(small_run(base))["cross_entropy"]
 
 
-def test_a_checkpoint_with_sizes_only_still_counts(base, tmp_path, capsys, monkeypatch):
+def test_a_checkpoint_with_sizes_only_still_counts(base, tmp_path):
     """As an earlier version wrote them."""
     run = stopped_run(base, tmp_path / "run")
     marker = run / "checkpoint-6" / "complete.json"
     sizes = {name: size for name, (size, _) in json.loads(marker.read_text())["files"].items()}
     marker.write_text(json.dumps({"files": sizes}))
-    assert "from step 6" in go_on(base, run, capsys, monkeypatch)
+    assert run_folder.last_complete_checkpoint(run).name == "checkpoint-6"
 
 
-@pytest.mark.parametrize("damage", [*NO_JSON.values(), remove], ids=[*NO_JSON, "remove"])
-def test_a_damaged_run_json_is_taken_from_the_checkpoint(base, tmp_path, capsys, monkeypatch, damage):
+@pytest.mark.parametrize("damage", [cut, text("see above"), text("[]")])
+def test_a_damaged_run_json(base, tmp_path, capsys, damage):
     run = stopped_run(base, tmp_path / "run")
-    damage(run / "run.json")
-    refused(train.main, training(small_data(base), run, "--seed", 7), capsys, "seed was 0 and is now 7", keeps=run)
-    if damage is folder:
-        (run / "run.json").rmdir()
-    assert "from step 6" in go_on(base, run, capsys, monkeypatch)
-    assert json.loads((run / "run.json").read_text()) == json.loads((small_run(base) / "run.json").read_text())
-
-
-@pytest.mark.parametrize("damage", NO_JSON.values(), ids=NO_JSON)
-def test_a_damaged_run_json_without_a_checkpoint(base, tmp_path, capsys, damage):
-    run = stopped_run(base, tmp_path / "run")
-    for step in (4, 6):
-        remove(run / f"checkpoint-{step}")
     damage(run / "run.json")
     refused(train.main, training(small_data(base), run), capsys, "run.json", "choose another --out", keeps=run)
 
 
-METRICS = NO_JSON | {"remove": remove, "bad line": text('{"step": 1}\n{"st')}
-
-
-@pytest.mark.parametrize("damage", METRICS.values(), ids=METRICS)
-def test_damaged_metrics_of_a_stopped_run_are_written_again(base, tmp_path, damage):
-    run = stopped_run(base, tmp_path / "run")
-    damage(run / "metrics.jsonl")
-    if damage is folder:
-        (run / "metrics.jsonl").rmdir()
-    train.main(training(small_data(base), run))
-    assert (run / "metrics.jsonl").read_bytes() == (small_run(base) / "metrics.jsonl").read_bytes()
-
-
 # --- finished runs ----------------------------------------------------------------------------------------------------
 
-RESULT = {name: ("result.json", damage) for name, damage in (NO_JSON | NO_OBJECT).items()}
-for key in ("cross_entropy", "data_fingerprint", "options", "command", "date", "gates"):
-    RESULT[f"no {key}"] = ("result.json", without(key))
-    RESULT[f"{key} of another type"] = ("result.json", entry(key, value=["?"]))
-RESULT["NaN"] = ("result.json", entry("cross_entropy", value=float("nan")))
-RESULT["Infinity"] = ("result.json", entry("perplexity", value=float("inf")))
-FINISHED = RESULT | {
-    f"{damage.__name__} {name}": (name, damage)
-    for name in ("model.safetensors", "config.json", "tokenizer.json", "metrics.jsonl")
-    for damage in (cut, flip, remove, empty)
+FINISHED = {f"result.json {kind}": ("result.json", damage) for kind, damage in DAMAGES.items() if kind != "flip"}
+FINISHED |= {
+    "changed weights": ("model.safetensors", flip),
+    "no cross_entropy": ("result.json", without("cross_entropy")),
+    "another type": ("result.json", entry("options", value=["?"])),
+    "NaN": ("result.json", entry("cross_entropy", value=float("nan"))),
 }
-every = pytest.mark.parametrize(("name", "damage"), FINISHED.values(), ids=FINISHED)
-
-
-def card_words(run, tmp_path) -> list:
-    words = ["--run", run, "--out", tmp_path / "card", "--language", "en", "--data_license", "none"]
-    return [*words, "--prompt", "To"]
 
 
 @pytest.fixture
@@ -149,33 +110,19 @@ def finished(base, tmp_path):
     return shutil.copytree(small_run(base), tmp_path / "run")
 
 
-@every
-def test_a_damaged_finished_run_is_not_called_finished(base, finished, capsys, name, damage):
+@pytest.mark.parametrize("case", FINISHED)
+def test_a_damaged_finished_run_is_not_believed(base, finished, tmp_path, capsys, case):
+    """Neither finished, nor studied, nor published."""
+    name, damage = FINISHED[case]
     damage(finished / name)
-    mentions = (str(finished), name, "delete", "checkpoint-6")
-    refused(train.main, training(small_data(base), finished), capsys, *mentions, keeps=finished)
-
-
-@every
-def test_a_damaged_run_is_not_studied(base, finished, tmp_path, capsys, name, damage):
-    damage(finished / name)
-    words = ["--runs", finished, "--data", small_data(base), "--out", tmp_path / "study"]
-    refused(study.main, words, capsys, str(finished), name, keeps=finished)
-
-
-@every
-def test_a_damaged_run_is_not_published(finished, tmp_path, capsys, name, damage):
-    damage(finished / name)
-    refused(push.main, card_words(finished, tmp_path), capsys, str(finished), name, keeps=finished)
+    data = small_data(base)
+    for main, words, *mentions in (
+        (study.main, ["--runs", finished, "--data", data, "--out", tmp_path / "study"], name),
+        (push.main, ["--run", finished, "--out", tmp_path / "card", *CARD], name),
+        *([] if case == "result.json remove" else [(train.main, training(data, finished), name, "delete")]),
+    ):
+        refused(main, words, capsys, str(finished), *mentions, keeps=finished)
     assert not (tmp_path / "card").exists()
-
-
-def test_a_damaged_finished_run_is_made_again_from_its_checkpoint(base, finished):
-    flip(finished / "model.safetensors")
-    (finished / "result.json").unlink()
-    train.main(training(small_data(base), finished))
-    assert (finished / "model.safetensors").read_bytes() == (small_run(base) / "model.safetensors").read_bytes()
-    train.main(training(small_data(base), finished))  # and is finished
 
 
 def test_numbers_that_json_has_not_are_no_result(base, tmp_path, capsys, monkeypatch):
@@ -187,26 +134,12 @@ def test_numbers_that_json_has_not_are_no_result(base, tmp_path, capsys, monkeyp
     assert not (run / "result.json").exists()
 
 
-# --- what was measured on a run ---------------------------------------------------------------------------------------
-
-EVALUATIONS = NO_JSON | NO_OBJECT | {"no model": text('{"options": {}, "memory": "on"}')}
-
-
-@pytest.mark.parametrize("damage", EVALUATIONS.values(), ids=EVALUATIONS)
-def test_damaged_evaluations(base, finished, tmp_path, capsys, damage):
-    file = finished / "evaluation_long.json"
-    file.write_text('{"perplexity": 2.5}')
-    damage(file)
-    refused(push.main, card_words(finished, tmp_path), capsys, str(file), keeps=finished)
-    if file.is_file():
-        words = ["--runs", finished, "--data", small_data(base), "--out", tmp_path / "study"]
-        refused(study.main, words, capsys, str(file), "evaluate", keeps=finished)
-
-
-@pytest.mark.parametrize("damage", (NO_JSON | NO_OBJECT).values(), ids=NO_JSON | NO_OBJECT)
-def test_damaged_n_grams(base, finished, tmp_path, capsys, damage):
-    file = tmp_path / "ngrams.json"
-    file.write_text('{"orders": []}')
-    damage(file)
-    words = [*card_words(finished, tmp_path), "--baseline", file]
-    refused(push.main, words, capsys, str(file), "leave it out", keeps=finished)
+@pytest.mark.parametrize("damage", [cut, remove, text("[]"), text('{"options": {}, "memory": "on"}')])
+def test_damaged_evaluations_and_n_grams(base, finished, tmp_path, capsys, damage):
+    words = ["--run", finished, "--out", tmp_path / "card", *CARD]
+    for file, option in ((finished / "evaluation_long.json", []), (tmp_path / "n.json", ["--baseline"])):
+        file.write_text('{"perplexity": 2.5}')
+        damage(file)
+        if option or damage is not remove:
+            refused(push.main, [*words, *option, *([file] if option else [])], capsys, str(file), keeps=finished)
+        file.unlink(missing_ok=True)

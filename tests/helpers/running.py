@@ -9,7 +9,6 @@ import lzma
 import multiprocessing
 import os
 import random
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -150,21 +149,6 @@ def result(folder: Path) -> dict:
 def losses(folder: Path) -> list[tuple]:
     lines = stages.read_jsonl(folder / "metrics.jsonl")
     return [(line["step"], line.get("train_loss"), line.get("eval_loss"), line.get("gates")) for line in lines]
-
-
-def check_resumes(folder: Path, options: list, special: list) -> None:
-    """Trains with both lists of options in `folder`/straight, and goes on in /resumed, where the last checkpoint is missing:
-    the losses are the same, and those of a run without the `special` options are others."""
-    run_recipe("train", *options, *special, "--out", folder / "straight")
-    last = result(folder / "straight")["steps"]
-    shutil.copytree(folder / "straight", folder / "resumed")
-    (folder / "resumed" / "result.json").unlink()
-    shutil.rmtree(folder / "resumed" / f"checkpoint-{last}")
-    done = run_recipe("train", *options, *special, "--out", folder / "resumed")
-    assert f"from step {(last - 1) // 2 * 2}" in done.stderr
-    assert losses(folder / "resumed") == losses(folder / "straight")
-    run_recipe("train", *options, "--out", folder / "plain")
-    assert losses(folder / "plain") != losses(folder / "straight")
 
 
 # --- the model from scratch ---

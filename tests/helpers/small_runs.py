@@ -72,12 +72,6 @@ def remove(file: Path) -> None:
     shutil.rmtree(file) if file.is_dir() else file.unlink()
 
 
-def folder(file: Path) -> None:
-    """A folder where the file should be."""
-    remove(file)
-    file.mkdir()
-
-
 def binary(file: Path) -> None:
     file.write_bytes(bytes(range(256)))
 
@@ -110,5 +104,4 @@ def without(*path) -> Damage:
     return change
 
 
-NO_JSON = {"empty": empty, "cut": cut, "binary": binary, "words": text("see above"), "folder": folder}
-NO_OBJECT = {"list": text("[]"), "null": text("null"), "number": text("7"), "NaN": text('{"a": NaN}'), "none": text("{}")}
+DAMAGES = {"empty": empty, "cut": cut, "flip": flip, "remove": remove, "binary": binary, "words": text("see above")}

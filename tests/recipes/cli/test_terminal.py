@@ -16,37 +16,14 @@ class Switch:
     other: bool = option(False, "Another.")
 
 
-@pytest.mark.parametrize(
-    ("name", "is_path"),
-    [
-        ("gpt2", False),
-        ("user/model", False),
-        ("user/model/", False),
-        ("runs/infini", True),
-        ("models/infini", True),  # a folder that is here
-        ("a/b/c", True),
-        ("./infini", True),
-        ("../infini", True),
-        (".", False),  # is there
-        ("/nowhere", True),
-        ("~/infini", True),
-        (r"C:\models\infini", True),
-        ("models/there", False),
-        ("n" * 5000, False),
-        ("n" * 5000 + "/a", False),
-        ("n" * 5000 + "/a/b", True),
-    ],
-)
-def test_the_hub_is_not_asked_for_paths(name, is_path, tmp_path, monkeypatch):
+def test_the_hub_is_not_asked_for_paths(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "models" / "there").mkdir(parents=True)
-    if is_path:
-        with pytest.raises(
-            UserError, match="--model: there is no folder .*; give the folder of a saved model, or a name on"
-        ):
-            check_name("--model", name)
-    else:
+    for name in ("gpt2", "user/model", "user/model/", ".", "models/there", "n" * 5000):
         check_name("--model", name)
+    for name in ("runs/infini", "models/infini", "a/b/c", "./infini", "/nowhere", "~/infini", r"C:\models\infini"):
+        with pytest.raises(UserError, match="--model: there is no folder .*; give the folder of a saved model"):
+            check_name("--model", name)
 
 
 @pytest.mark.parametrize("recipe", ["generate", "convert", "prepare"])
@@ -72,15 +49,6 @@ def test_a_model_that_is_not_there_is_named_at_once(recipe, tmp_path, monkeypatc
         load_recipe(recipe).main(words[recipe])
     error = capsys.readouterr().err
     assert stopped.value.code == 1 and "there is no folder runs/nowhere; give the folder of a saved model" in error
-
-
-def test_weights_have_no_bars_and_downloads_do(monkeypatch):
-    from huggingface_hub.utils import are_progress_bars_disabled
-    from transformers.utils import logging
-
-    logging.enable_progress_bar()
-    parse_options(Switch, description="", argv=[])
-    assert not logging.is_progress_bar_enabled() and not are_progress_bars_disabled()
 
 
 def test_a_flag_that_switches_off_says_what_it_is(capsys):

@@ -1,35 +1,32 @@
 """recipes/convert.py, run as a user runs it: on a tiny pretrained decoder, stopped and continued, and refused."""
 
 import json
-import math
 import shutil
 
 import pytest
 import torch
 from datasets import load_from_disk
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoTokenizer, GPT2Config, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import running
 from bad_input import refused
 from cli import parse_options
 from cli.model_options import given_options
 from conversion.start import load_start
-from corpora.tokenization import build_character_tokenizer
-from hf_infini import InfiniGPT2Config, InfiniGPT2LMHeadModel, load_adapter, patch_model, save_adapter
-from hf_infini.compat.peft_layers import without_wrappers
+from hf_infini import InfiniGPT2Config, load_adapter, patch_model, save_adapter
 from hf_infini.models.loading import load_causal_lm
+from hf_infini.tools.metrics import evaluate_rows
+from hf_infini.tools.rows import RowReader
 from models import gpt2
 from ranks import ended_well, on_ranks, run_as_rank
 from running import CONTEXT, ROOT, load_recipe, prepared_data
-from training.dilution import set_defaults
+from training.dilution import with_defaults
 
 convert, prepare_recall, evaluate_model = map(load_recipe, ("convert", "prepare_recall", "evaluate_model"))
 WINDOW = ["--segment_length", 8, "--local_segments", 1, "--sink_tokens", 2, "--narrow_to", 4, 6]
 STEPS = ["--transfer_steps", 4, "--together_steps", 3, "--save_steps", 2, "--gradient_accumulation", 1, "--lora_rank", 2]
-IDS = torch.arange(40)[None] % 11
 GATED_DELTA = ["--update_rule", "gated_delta", "--denominator", "separate", "--memory_write", "equal"]
-OTHER = ["--tokenizer", "bpe", "--vocab_size", 300]
 SMALL = ["--transfer_rows", 6, "--evaluation_rows", 2, "--use_cpu", "true", "--precision", "float32"]
 
 
@@ -60,7 +57,7 @@ def run(checkpoint, base, out, *options) -> dict:
 
 @pytest.mark.slow
 def test_a_conversion_leaves_an_adapter_and_its_measurements(checkpoint, base, tmp_path, capsys):
-    result = run(checkpoint, base, tmp_path / "out", "--memory_in", 1, 2, "--save_merged", "true")
+    result = run(checkpoint, base, tmp_path / "out", "--memory_in", 1, 2)
     measured = result["validation"][str(prepared_data(base))]
     conditions = measured["cross_entropy"]
     assert list(conditions) == [
@@ -69,18 +66,12 @@ def test_a_conversion_leaves_an_adapter_and_its_measurements(checkpoint, base, t
     ]  # fmt: skip
     assert conditions["trained, memory on"]["above_memory_on"] == {"value": 0, "low": 0, "high": 0}
     assert measured["tokens"] == 2 * (CONTEXT - 18) and "| plain model " in capsys.readouterr().out
-    assert (tmp_path / "out" / "layers.png").is_file()
-    for stage in ("transfer", "together"):
-        assert set(result[stage]["unexplained"]) == {"0", "1", "2"}
-    assert result["transfer"]["unexplained"]["0"] == 1  # no memory there
+    assert result["transfer"]["steps"] == 4 and result["together"]["tokens"] == 3 * CONTEXT
     model = load_adapter(LlamaForCausalLM.from_pretrained(checkpoint), tmp_path / "out" / "adapter").eval()
     adapted = [name for name, _ in model.named_parameters() if "lora" in name]
-    whole = load_causal_lm(tmp_path / "out" / "model").eval()
-    torch.testing.assert_close(whole(IDS).logits, model(IDS).logits, rtol=1e-4, atol=1e-4)  # weights were added before
-    assert len(AutoTokenizer.from_pretrained(tmp_path / "out" / "model")) == whole.config.vocab_size
     assert adapted and not any(".layers.0." in name for name in adapted)
     from conversion.evaluation import evaluate
-    from conversion.rows import with_labels
+    from conversion.stages import with_labels
     from support.prepared import open_rows
 
     rows = torch.stack([*open_rows(prepared_data(base), "validation").with_transform(with_labels)[:2].values()], 1)
@@ -88,15 +79,14 @@ def test_a_conversion_leaves_an_adapter_and_its_measurements(checkpoint, base, t
     for name, values in conditions.items():
         assert again[name]["nats"]["value"] == pytest.approx(values["nats"]["value"], rel=1e-5)
 
-    # Recipes read the plain model with the adapter as the merged one
-    of_both = []
-    for name, model in {"merged": ["--model", tmp_path / "out" / "model"], "adapter": ["--model", checkpoint]}.items():
-        given = [*model, "--data", prepared_data(base), "--max_tokens", 2 * CONTEXT, "--out", tmp_path / name]
-        given += ["--adapter", tmp_path / "out" / "adapter"] if name == "adapter" else []
-        evaluate_model.main([*map(str, given)])
-        of_both.append(json.loads((tmp_path / f"{name}.json").read_text()))
-    assert of_both[1]["cross_entropy"] == pytest.approx(of_both[0]["cross_entropy"], rel=1e-5)
-    assert of_both[1]["adapter"] == str(tmp_path / "out" / "adapter")
+    # Recipes read the plain model with the adapter
+    given = ["--model", checkpoint, "--data", prepared_data(base), "--max_tokens", 2 * CONTEXT, "--out", tmp_path / "e"]
+    evaluate_model.main([*map(str, [*given, "--adapter", tmp_path / "out" / "adapter"])])
+    found = json.loads((tmp_path / "e.json").read_text())
+    rows = open_rows(prepared_data(base), "validation").with_format("torch").select(range(2))
+    reader = RowReader(AutoTokenizer.from_pretrained(checkpoint).all_special_ids)
+    assert found["adapter"] == str(tmp_path / "out" / "adapter")
+    assert found["cross_entropy"] == pytest.approx(evaluate_rows(model, rows, 2, reader)["cross_entropy"], rel=1e-4)
 
     # Nothing is trained again to evaluate other rows
     longer = tmp_path / "longer"
@@ -132,7 +122,7 @@ def test_it_goes_on_from_an_adapter(checkpoint, base, tmp_path, capsys):
         assert changed == {key for key in before if "lora_" in key or key[0] in "12"}
     # No steps: it is evaluated, here with other segments, for which the rows are too short to train on
     as_it_is = go_on("as_it_is", "--together_steps", 0, "--segment_length", 24)
-    assert as_it_is["layers"] == [1, 2] and not (tmp_path / "as_it_is" / "layers.png").exists()
+    assert as_it_is["layers"] == [1, 2]
     read = load_adapter(LlamaForCausalLM.from_pretrained(checkpoint), tmp_path / "as_it_is" / "adapter")
     assert read.config.segment_length == 24 and [*as_it_is["validation"].values()][0]["tokens"] == 2 * (CONTEXT - 50)
     for name in ("infini_adapter.safetensors", "adapter_model.safetensors"):
@@ -147,7 +137,6 @@ def test_it_goes_on_from_an_adapter(checkpoint, base, tmp_path, capsys):
             torch.testing.assert_close(value, sum(part[key].float() for part in parts) / 3, rtol=1e-5, atol=1e-7)
     read.get_submodule("base_model.model.model.layers.0.self_attn.gate").weight.data.zero_()
     save_adapter(read, tmp_path / "all_layers")
-    save_adapter(without_wrappers(read), tmp_path / "no_lora")
     for name, file, change in [("elu", "infini_adapter", {"feature_map": "elu"}), ("rank", "adapter_config", {"r": 3})]:
         shutil.copytree(adapter, tmp_path / name)
         record = json.loads((tmp_path / name / f"{file}.json").read_text())
@@ -160,10 +149,7 @@ def test_it_goes_on_from_an_adapter(checkpoint, base, tmp_path, capsys):
         (["--start", adapter, tmp_path / "all_layers"], ["has memories in the layers [0, 1, 2], and", "[1, 2]"]),
         (["--start", adapter, tmp_path / "elu"], ["has feature_map='elu' and", "'learned'", "the same options"]),
         (["--start", adapter, tmp_path / "rank"], ["--start: the LoRA of", "'r': 3", "'r': 2", "they have no mean"]),
-        (["--start", tmp_path / "no_lora", adapter], ["--start: the LoRA of", "'r': None", "they have no mean"]),
-        (["--together_steps", 0, "--out", tmp_path / "still"], ["still holds a run with other options", "choose another"]),
         (["--local_segments", 0], ["--local_segments is as the adapter of --start has it"]),
-        (["--memory_in", 1], ["--memory_in is as the adapter of --start has it"]),
         (["--lora_rank", 3], ["--lora_rank 3: the LoRA of", "has rank 2; leave it out"]),
         (["--start", tmp_path / "first"], ["--start: ", "is no adapter of a memory"]),
         (["--model", another_model(checkpoint, tmp_path)], ["--start: the adapter of", "was trained with another model"]),
@@ -172,14 +158,15 @@ def test_it_goes_on_from_an_adapter(checkpoint, base, tmp_path, capsys):
         refused(convert.main, argv, capsys, *mentions, keeps=tmp_path)
 
 
-@pytest.mark.parametrize("recipe", ["evaluate_model", "generate", "memorize", "inspect_heads"])
-def test_recipes_refuse_an_adapter_of_another_model(recipe, checkpoint, tmp_path, capsys):
+def test_recipes_refuse_an_adapter_of_another_model(checkpoint, tmp_path, capsys):
     save_adapter(patch_model(LlamaForCausalLM.from_pretrained(checkpoint), segment_length=8), tmp_path / "adapter")
     (tmp_path / "text.txt").write_text("abc")
     more = {"evaluate_model": ["--text", tmp_path / "text.txt"], "generate": ["--prompt", "a"], "inspect_heads": []}
     more["memorize"] = ["--text", tmp_path / "text.txt", "--out", tmp_path / "text.safetensors"]
-    argv = ["--model", another_model(checkpoint, tmp_path), "--adapter", tmp_path / "adapter", *more[recipe]]
-    refused(load_recipe(recipe).main, argv, capsys, "--adapter: the adapter of", "another model", keeps=tmp_path)
+    another = another_model(checkpoint, tmp_path)
+    for recipe, words in more.items():
+        argv = ["--model", another, "--adapter", tmp_path / "adapter", *words]
+        refused(load_recipe(recipe).main, argv, capsys, "--adapter: the adapter of", "another model", keeps=tmp_path)
 
 
 @pytest.mark.slow
@@ -195,12 +182,12 @@ def test_rows_that_ask_beside_running_text(checkpoint, base, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_gpt2_of_train_py(base, tmp_path, capsys):
-    options = ["--attention", "self", *running.SIZES, "--max_steps", 3, "--save_steps", 3, "--out", tmp_path / "gpt2"]
-    running.run_recipe("train", "--data", prepared_data(base), *options)
-    result = run(tmp_path / "gpt2", base, tmp_path / "out", "--save_merged", "true", "--narrow", 0, 0)
-    assert result["transfer"]["unexplained"].keys() == {"0", "1"}
-    assert isinstance(load_causal_lm(tmp_path / "out" / "model"), InfiniGPT2LMHeadModel)
+def test_a_gpt2(checkpoint, base, tmp_path, capsys):
+    AutoTokenizer.from_pretrained(checkpoint).save_pretrained(tmp_path / "gpt2")
+    gpt2(vocab_size=LlamaConfig.from_pretrained(checkpoint).vocab_size, n_layer=2).save_pretrained(tmp_path / "gpt2")
+    run(tmp_path / "gpt2", base, tmp_path / "out", "--narrow", 0, 0)
+    adapted = load_adapter(load_causal_lm(tmp_path / "gpt2"), tmp_path / "out" / "adapter")
+    assert adapted.config.infini_layers == [0, 1]
     argv = ["--model", tmp_path / "gpt2", "--data", prepared_data(base), "--dilute_with", prepared_data(base), *WINDOW]
     words = f"rows of {CONTEXT} tokens and {CONTEXT} of --dilute_with before them", f"has {CONTEXT} learned positions"
     refused(convert.main, [*argv, *SMALL, "--out", tmp_path / "diluted"], capsys, *words, keeps=tmp_path)
@@ -209,25 +196,15 @@ def test_a_gpt2_of_train_py(base, tmp_path, capsys):
 @pytest.mark.slow
 def test_two_processes_train_what_one_does(checkpoint, base, tmp_path):
     """Two rows a step, one in each process or one after the other."""
-    same = ["--model", checkpoint, "--data", prepared_data(base), *WINDOW, *STEPS, *SMALL]
+    few = ["--transfer_steps", 2, "--together_steps", 2, "--evaluation_rows", 1]
+    same = ["--model", checkpoint, "--data", prepared_data(base), *WINDOW, *STEPS, *SMALL, *few]
     ended_well(on_ranks(run_as_rank, 2, "convert", [*same, "--out", tmp_path / "two"]))
-    run(checkpoint, base, tmp_path / "one", "--gradient_accumulation", 2)
+    run(checkpoint, base, tmp_path / "one", "--gradient_accumulation", 2, *few)
     for file in ("infini_adapter.safetensors", "adapter_model.safetensors"):
         one, two = (load_file(tmp_path / name / "adapter" / file) for name in ("one", "two"))
         assert one.keys() == two.keys()
-        for key in one:  # the gradients of two rows are summed in another order, and seven steps of Adam let that grow
+        for key in one:  # the gradients of two rows are summed in another order, and four steps of Adam let that grow
             torch.testing.assert_close(one[key], two[key], rtol=1e-3, atol=1e-5)
-
-
-@pytest.mark.slow
-def test_two_processes_dilute(checkpoint, base, tmp_path):
-    """Each step has two calls of the model that processes share, and one loss."""
-    data = prepared_data(base)
-    options = ["--model", checkpoint, "--data", data, "--dilute_with", data, "--dilute_share", 0.5, *WINDOW, *STEPS, *SMALL]
-    options += ["--transfer_steps", 0, "--together_steps", 6, "--out", tmp_path / "two"]
-    ended_well(on_ranks(run_as_rank, 2, "convert", options))
-    lines = (tmp_path / "two" / "together" / "metrics.jsonl").read_text().splitlines()
-    assert all(math.isfinite(json.loads(line)["train_loss"]) for line in lines) and len(lines) == 6
 
 
 @pytest.mark.slow
@@ -261,71 +238,36 @@ def test_the_training_of_all_layers_repeats(checkpoint, base, tmp_path, monkeypa
     used = []
     own = repetition.repeated
     monkeypatch.setattr(repetition, "repeated", lambda model, times: used.append(times) or own(model, times))
-    steps = ["--together_steps", 12, "--evaluation_rows", 1]
+    steps = ["--together_steps", 12, "--evaluation_rows", 1, "--transfer_steps", 0]
     run(checkpoint, base, tmp_path / "out", *GATED_DELTA, "--repeat_up_to", 8, *steps)
     assert len(used) == 12 and min(used) == 1 and 2 < max(used) <= 8
     record = json.loads((tmp_path / "out" / "together" / "run.json").read_text())
     assert record["repeat_up_to"] == 8
 
 
-@pytest.mark.parametrize(
-    ("options", "mentions"),
-    [
+def test_what_cannot_be_converted(checkpoint, base, tmp_path, capsys):
+    source = ["--source", base / "train_data" / "text.jsonl", "--tokenizer", prepared_data(base) / "tokenizer"]
+    running.run_recipe("prepare", *source, "--context", 8, "--validation", 0.1, "--out", tmp_path / "short")
+    diluted = ["--dilute_with", prepared_data(base)]
+    for options, mentions in (
         (["--segment_length", 32], ["rows of 64 tokens, and the window sees 66", "Prepare longer rows"]),
         (["--evaluation_from", 17], ["--evaluation_from 17: the window sees 18 tokens", "have 64; give a position between"]),
-        (["--evaluation_data", "SHORT"], ["of 8 tokens, there is nothing to predict from position 18 on"]),
+        (["--evaluation_data", tmp_path / "short"], ["of 8 tokens, there is nothing to predict from position 18 on"]),
         (["--narrow_to", 8], ["--narrow_to 8: give lengths below --segment_length 8", "or --narrow 0 0"]),
         (["--narrow_to", 2], ["--narrow_to 2: give lengths", "above --sink_tokens 2"]),
         (["--narrow", 0.5], ["--narrow takes two shares"]),
-        (["--dilute_up_to", 8], ["--dilute_up_to is of no use without --dilute_with FOLDER"]),
-        (["--dilute_share", 0.5], ["--dilute_share is of no use without --dilute_with FOLDER"]),
-        (["--dilute_up_to", 0.5], ["--dilute_up_to must be at least 1, got 0.5"]),
-        (["--dilute_with", "DATA", "--together_steps", 0], ["--dilute_with is of the training of all layers: give"]),
-        (["--dilute_with", "DATA", "--update_rule", "delta"], ["it needs --update_rule linear"]),
+        (["--dilute_up_to", 8], ["--dilute_up_to does nothing without --dilute_with FOLDER"]),
+        ([*diluted, "--together_steps", 0], ["--dilute_with is of the training of all layers: give"]),
+        ([*diluted, "--update_rule", "delta"], ["it needs --update_rule linear"]),
+        ([*diluted, tmp_path / "short"], ["--dilute_with: the rows of all folders must be of one length; got"]),
         (["--repeat_up_to", 8], ["--repeat_up_to raises the learned rates", "it needs --update_rule gated_delta"]),
-        (["--repeat_up_to", 8, *GATED_DELTA, "--together_steps", 0], ["--repeat_up_to is of the training of all layers"]),
-        (["--repeat_up_to", 0.5], ["--repeat_up_to must be at least 1, got 0.5"]),
         (["--memory_in", 3], ["--memory_in 3: its layers are [0, 1, 2]"]),
         (["--memory_layers", 4], ["--memory_layers 4: the model has 3"]),
         (["--memory_layers", 2, "--memory_in", 1], ["--memory_layers chooses what --memory_in names: give one"]),
-        (["--text_weight", 2], ["--text_weight must be at least 0 and at most 1, got 2"]),
         (["--feature_map", "elu", "--memory_write", "learned"], ["give feature_map='exp' or 'learned'"]),
-    ],
-)
-def test_what_cannot_be_converted(options, mentions, checkpoint, base, tmp_path, capsys):
-    folders = {"DATA": prepared_data(base), "SHORT": tmp_path / "short"}
-    source = ["--source", base / "train_data" / "text.jsonl", "--tokenizer", prepared_data(base) / "tokenizer"]
-    if "SHORT" in options:
-        running.run_recipe("prepare", *source, "--context", 8, "--validation", 0.1, "--out", tmp_path / "short")
-    options = [folders.get(value, value) for value in options]
-    argv = ["--model", checkpoint, "--data", prepared_data(base), "--out", tmp_path / "out", *WINDOW, *SMALL, *options]
-    refused(convert.main, argv, capsys, *mentions, keeps=tmp_path)
-
-
-@pytest.mark.slow
-def test_a_finished_conversion_is_evaluated_in_the_precision_of_the_training(checkpoint, base, tmp_path):
-    """Whether this process has trained or not. With --narrow 0 0, segments may be as short as 8 tokens."""
-    argv = ["--model", checkpoint, "--data", prepared_data(base), "--out", tmp_path / "out", *WINDOW[:6], *SMALL, *STEPS]
-    argv += ["--precision", "bf16", "--narrow", 0, 0, "--transfer_steps", 0]
-    results = []
-    for _ in range(2):
-        convert.main([*map(str, argv)])
-        results.append(json.loads((tmp_path / "out" / "result.json").read_text())["validation"])
-    assert results[0] == results[1]
-
-
-def test_rows_of_other_tokens_or_lengths_cannot_dilute(checkpoint, base, tmp_path, capsys):
-    same = ["--model", checkpoint, "--data", prepared_data(base), "--out", tmp_path / "out", *WINDOW, *SMALL]
-    source = ["--source", base / "train_data" / "text.jsonl", "--validation", 0.1]
-    ours = ["--tokenizer", prepared_data(base) / "tokenizer", "--context", CONTEXT // 2]
-    running.run_recipe("prepare", *source, *OTHER, "--context", CONTEXT, "--out", tmp_path / "other")
-    running.run_recipe("prepare", *source, *ours, "--out", tmp_path / "short")
-    for folders, words in [
-        ([tmp_path / "other"], "have different tokenizers: prepare one of them with the other's"),
-        ([prepared_data(base), tmp_path / "short"], "--dilute_with: the rows of all folders must be of one length; got"),
-        ([tmp_path / "nowhere"], "nowhere"),
-    ]:
-        refused(convert.main, [*same, "--dilute_with", *folders], capsys, words, keeps=tmp_path)
+    ):
+        argv = ["--model", checkpoint, "--data", prepared_data(base), "--out", tmp_path / "out", *WINDOW, *SMALL, *options]
+        refused(convert.main, argv, capsys, *mentions, keeps=tmp_path)
 
 
 @pytest.mark.parametrize("config", sorted((ROOT / "recipes" / "configs").glob("convert*.yaml")), ids=lambda path: path.stem)
@@ -334,14 +276,17 @@ def test_configs_parse_and_name_their_command(config):
     assert command[:5] == ["#", "python", "recipes/convert.py", "--config", f"recipes/configs/{config.name}"]
     argv = [*command[3:4], config, *command[5:]]
     options, memory = parse_options(convert.Options, convert.MemoryChoices, description="", argv=[*map(str, argv)])
-    set_defaults(options)
+    options = with_defaults(options)
     assert (options.dilute_up_to, options.dilute_share) == ((16, 0.75) if options.dilute_with else (None, None))
     InfiniGPT2Config(**given_options(memory))  # the memory's options go together
 
 
-def test_a_model_of_another_kind(base, tmp_path, capsys):
-    gpt2(vocab_size=20).save_pretrained(tmp_path / "small")
-    assert isinstance(gpt2().config, GPT2Config)
-    build_character_tokenizer(["0123456789abcdef"]).save_pretrained(tmp_path / "small")
-    argv = ["--model", tmp_path / "small", "--data", prepared_data(base), "--out", tmp_path / "out", *WINDOW, *SMALL]
-    refused(convert.main, argv, capsys, "was prepared with another tokenizer than that of", keeps=tmp_path)
+def test_another_tokenizer(checkpoint, base, tmp_path, capsys):
+    source = ["--source", base / "train_data" / "text.jsonl", "--validation", 0.1, "--context", CONTEXT]
+    running.run_recipe("prepare", *source, "--tokenizer", "bpe", "--vocab_size", 300, "--out", tmp_path / "other")
+    for words, message in (
+        (["--data", tmp_path / "other"], "was prepared with another tokenizer than that of"),
+        (["--data", prepared_data(base), "--dilute_with", tmp_path / "other"], "have different tokenizers: prepare one of"),
+    ):
+        argv = ["--model", checkpoint, "--out", tmp_path / "out", *WINDOW, *SMALL, *words]
+        refused(convert.main, argv, capsys, message, keeps=tmp_path)

@@ -39,13 +39,13 @@ def test_a_share_of_full_attention(share):
 
 
 def test_the_parts_add_up_to_the_gap(monkeypatch):
-    monkeypatch.setattr(layers, "POINTS", 64)
-    model = patched()
-    parts = gap_by_layer(model, ROWS, WINDOW)
-    window, full = (torch.tensor(losses_with_full_attention(model, ROWS, WINDOW, full_in)) for full_in in ([], None))
-    gap = float((window - full).sum()) / (3 * (60 - WINDOW))
+    monkeypatch.setattr(layers, "POINTS", 48)
+    model, rows = patched(), ROWS[:1]
+    parts = gap_by_layer(model, rows, WINDOW)
+    window, full = (losses_with_full_attention(model, rows, WINDOW, full_in)[0] for full_in in ([], None))
+    gap = (window - full) / (60 - WINDOW)
     # The error of the midpoints falls with their square; that of so few as are used is large for such wild random weights
-    assert list(parts) == [0, 1, 2, 3] and sum(parts.values()) == pytest.approx(gap, rel=0.01)
+    assert list(parts) == [0, 1, 2, 3] and sum(parts.values()) == pytest.approx(gap, rel=0.03)
     assert not model.model.layers[0].self_attn._forward_hooks
 
 

@@ -1,38 +1,20 @@
 """The prepare recipe end to end: its blocks are its text, runs repeat and resume, bad input ends with a message."""
 
-import gzip
 import hashlib
-import importlib.util
 import json
-import os
 import shutil
-import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
-
-import pytest
-
-os.environ["HF_HUB_OFFLINE"] = "1"
 
 import datasets
 import numpy as np
-import torch
-from filelock import FileLock
-from transformers import AutoTokenizer, default_data_collator
+import pytest
+from transformers import AutoTokenizer
 
-from cli import parse_options
 from corpora.biographies import biography_documents
+from running import kill_when, load_recipe
 
-ROOT = Path(__file__).parents[3]
-DATA = Path(os.environ.get("HF_INFINI_DATA", ROOT.parent / "shared" / "data"))
-RECIPE = ROOT / "recipes" / "prepare.py"
-
-specification = importlib.util.spec_from_file_location("prepare", RECIPE)
-prepare = importlib.util.module_from_spec(specification)
-sys.modules["prepare"] = prepare
-specification.loader.exec_module(prepare)
+prepare = load_recipe("prepare")
 
 COUNT = 40
 BIOGRAPHIES = ["--source", "biographies", "--biographies", COUNT, "--vocab_size", 500, "--context", 128, "--validation", 0.1]
@@ -106,13 +88,6 @@ def test_blocks_are_the_documents_between_end_of_text_tokens(made):
     assert manifest["source"]["documents"] == COUNT and manifest["peak_memory_bytes"] > 2**20
 
 
-def test_blocks_go_into_a_model(made):
-    table = datasets.load_from_disk(str(made[0] / "train"))
-    batch = default_data_collator([table[0], table[1]])["input_ids"]
-    assert batch.shape == (2, 128) and batch.dtype == torch.int64
-    assert torch.equal(table.with_format("torch")[:2]["input_ids"], batch)
-
-
 def test_a_second_run_reuses_and_changed_options_redo_what_depends_on_them(made, tmp_path):
     out = tmp_path / "again"
     shutil.copytree(made[0], out)
@@ -129,34 +104,6 @@ def test_a_second_run_reuses_and_changed_options_redo_what_depends_on_them(made,
     assert reused(other) == []
     back = run(*BIOGRAPHIES, out=out)
     assert reused(back) == [] and {name: split["sha256"] for name, split in back["splits"].items()} == hashes
-
-
-def test_a_changed_source_file_is_read_again(tmp_path):
-    source = tmp_path / "lines.txt"
-    source.write_text("".join(f"linha número {number} de muitas\n" for number in range(200)))
-    options = ["--source", source, "--text_unit", "line", "--vocab_size", 300, "--context", 16, "--validation", 0.1]
-    first = run(*options, out=tmp_path / "out")
-    assert first["source"]["documents"] == 200
-    source.write_text(source.read_text() + "mais uma linha\n")
-    second = run(*options, out=tmp_path / "out")
-    assert second["source"]["documents"] == 201 and reused(second) == []
-    assert second["source"]["files"][0]["sha256"] == hashlib.sha256(source.read_bytes()).hexdigest()
-
-
-def test_split_by_block_holds_every_block_once(made, tmp_path):
-    out = tmp_path / "by-block"
-    manifest = run(*BIOGRAPHIES, "--split_by", "block", out=out)
-    splits = manifest["splits"]
-    train, validation = (stream_of(out, split).reshape(-1, 128) for split in ("train", "validation"))
-    tokenizer = AutoTokenizer.from_pretrained(out / "tokenizer")
-    whole = packed_stream(tokenizer)
-    blocks = sorted(map(bytes, whole[: len(whole) // 128 * 128].reshape(-1, 128)))
-    assert sorted(map(bytes, np.concatenate([train, validation]))) == blocks
-    assert len(validation) == round(0.1 * len(blocks)) and splits["train"]["documents"] == COUNT
-    assert splits["validation"]["documents"] == splits["validation"]["characters"] == 0  # parts of documents only
-    assert not np.array_equal(train[0], whole[:128]), "the blocks are not shuffled"
-    assert (whole == tokenizer.eos_token_id).sum() == COUNT
-    assert (out / "validation_documents.jsonl").read_text() == ""
 
 
 @pytest.mark.slow
@@ -249,121 +196,13 @@ def test_characters_and_ready_tokenizers(made, tmp_path):
     assert ready["tokenizer"] == made[1]["tokenizer"] | {"learned_from_documents": 0}
 
 
-def test_damaged_shard_stops_the_run_or_is_listed(tmp_path, capsys):
-    body = "".join(f"<TEI><text><body><p>{'texto ' * 40}{number}</p></body></text></TEI>" for number in range(20))
-    xml = f'<teiCorpus xmlns="http://www.tei-c.org/ns/1.0">{body}</teiCorpus>'.encode()
-    folder = tmp_path / "corpus" / "wikis"
-    folder.mkdir(parents=True)
-    (folder / "good.xml.gz").write_bytes(gzip.compress(xml))
-    (folder / "torn.xml.gz").write_bytes(gzip.compress(xml)[:-9])
-    options = ["--source", tmp_path / "corpus", "--vocab_size", 300, "--context", 32, "--validation", 0.1]
-    message = fails(capsys, *options, out=tmp_path / "out")
-    assert "torn.xml.gz: damaged or truncated" in message and "--skip_bad" in message and "Traceback" not in message
-    assert not (tmp_path / "out" / "manifest.json").exists() and not list((tmp_path / "out").rglob("*.arrow"))
-    manifest = run(*options, "--skip_bad", out=tmp_path / "out")
-    assert [entry["file"] for entry in manifest["source"]["skipped"]] == ["wikis/torn.xml.gz"]
-    assert manifest["source"]["documents"] == 20 and [e["file"] for e in manifest["source"]["files"]] == [
-        "wikis/good.xml.gz"
-    ]
-    # A later failure leaves the finished output alone.
-    (folder / "good.xml.gz").write_bytes(b"")
-    assert "no document is left" in fails(capsys, *options, "--skip_bad", out=tmp_path / "out")
-    assert json.loads((tmp_path / "out" / "manifest.json").read_text()) == manifest
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--fraction", 0], "--fraction must be greater than 0 and at most 1, got 0.0"),
-        (["--validation", 1], "--validation must be greater than 0 and below 1, got 1.0"),
-        (["--validation", 0], "--validation must be greater than 0 and below 1, got 0.0"),
-        (["--test", -0.1], "--test must be at least 0 and below 1, got -0.1"),
-        (["--test", 0.9], "--validation 0.1 and --test 0.9 leave nothing for training"),
-        (["--biographies", 2, "--test", 0.1], "the corpus has 2 document(s), which leaves none to train on"),
-        (["--max_tokens", 300, "--split_by", "block", "--test", 0.5], "too few for a block of 128; lower --context"),
-        (["--max_tokens", 0], "--max_tokens must be at least 1, got 0"),
-        (["--context", 0], "--context must be at least 1 and at most 2147483647, got 0"),
-        (["--vocab_size", 100], "--vocab_size must be at least 258 and at most 67108864, got 100"),
-        (["--context", 100_000], "too few for a block of 100,000; lower --context"),
-        (["--biographies", 1], "leaves none to train on; use --split_by block"),
-        (["--prose_filter", "--prose_min_characters", 10**6], "no document is left (40 too short"),
-        (["--tokenizer", "./missing"], "--tokenizer ./missing cannot be loaded as a tokenizer"),
-        (["--source", "missing.jsonl"], "there is no file or folder missing.jsonl"),
-    ],
-)
-def test_bad_options_say_what_to_do(arguments, message, tmp_path, capsys):
-    assert message in fails(capsys, *BIOGRAPHIES, *arguments, out=tmp_path)
-
-
-def test_folders_that_are_not_its_own_are_left_alone(tmp_path, capsys):
-    (tmp_path / "out" / "tokenizer").mkdir(parents=True)
-    (tmp_path / "out" / "tokenizer" / "mine").write_text("precious")
-    assert "holds other files, such as tokenizer" in fails(capsys, *BIOGRAPHIES, out=tmp_path / "out")
-    assert (tmp_path / "out" / "tokenizer" / "mine").read_text() == "precious"
-    (tmp_path / "file").write_text("")
-    assert "a file is where a folder should be" in fails(capsys, *BIOGRAPHIES, out=tmp_path / "file")
-    (tmp_path / "a.txt").write_text("texto")
-    assert "is inside --source" in fails(capsys, "--source", tmp_path, out=tmp_path / "inside")
-    (tmp_path / "begun" / ".stages").mkdir(parents=True)
-    with FileLock(tmp_path / "begun" / ".stages" / "lock"):
-        assert "another run is writing there" in fails(capsys, *BIOGRAPHIES, out=tmp_path / "begun")
-
-
 @pytest.mark.slow
 def test_a_killed_run_leaves_nothing_half_made(made, tmp_path):
     out = tmp_path / "out"
     options = [*BIOGRAPHIES, "--biographies", 4000]
-    command = [sys.executable, RECIPE, *options, "--out", out]
-    process = subprocess.Popen(list(map(str, command)), stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
-    try:
-        deadline = time.monotonic() + 60
-        while not list(out.glob(".stages/documents.*.part/documents.arrow")):
-            assert process.poll() is None and time.monotonic() < deadline, "the run never came to its documents"
-            time.sleep(0.01)
-    finally:
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+    kill_when(lambda: list(out.glob(".stages/documents.*.part/documents.arrow")), "prepare", *options, "--out", out)
     assert not (out / ".stages" / "documents").exists() and not (out / "manifest.json").exists()
     manifest = run(*BIOGRAPHIES, out=out)
     assert manifest["splits"] == made[1]["splits"]
     assert sorted(path.name for path in out.iterdir()) == sorted(path.name for path in made[0].iterdir())
     assert not list(out.rglob("*.part"))
-
-
-def test_usage_errors_and_help(tmp_path, capsys):
-    with pytest.raises(SystemExit) as exit:
-        run("--sorce", "x", *BIOGRAPHIES, out=tmp_path)
-    assert exit.value.code == 2 and "unrecognised arguments: --sorce" in capsys.readouterr().err
-    with pytest.raises(SystemExit) as exit:
-        run("--help_all", out=tmp_path)
-    text = " ".join(capsys.readouterr().out.split())
-    assert exit.value.code == 0
-    for option in ("--source", "--skip_bad", "--tokenizer_sample", "--split_by", "--max_tokens", "(default: 0.35)"):
-        assert option in text
-
-
-@pytest.mark.parametrize(
-    "config", sorted((ROOT / "recipes" / "configs").glob("prepare_*.yaml")), ids=lambda path: path.stem
-)
-def test_configs_parse_and_name_their_command(config):
-    options = prepare.CorpusOptions, prepare.TokenizerOptions, prepare.BlockOptions
-    groups = parse_options(*options, description="", argv=["--source", "x", "--out", "y", "--config", str(config)])
-    prepare.check_options(*groups)
-    assert config.read_text().startswith(f"# python recipes/prepare.py --config recipes/configs/{config.name} ")
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not (DATA / "carolina").is_dir(), reason=f"no Carolina shards under {DATA} (HF_INFINI_DATA)")
-def test_a_real_shard_with_the_prose_filter(tmp_path):
-    shard = min((DATA / "carolina").rglob("*.xml.gz"), key=lambda path: path.stat().st_size)
-    manifest = run("--source", shard, "--prose_filter", "--vocab_size", 2000, "--context", 128, out=tmp_path)
-    rows = [json.loads(line) for line in open(tmp_path / "validation_documents.jsonl", encoding="utf-8")]
-    assert len(rows) == manifest["splits"]["validation"]["documents"] >= 1
-    for row in rows:
-        paragraphs = row["text"].split("\n")
-        prose = sum(len(paragraph) for paragraph in paragraphs if len(paragraph) >= 80)
-        assert row["source"].startswith("https://pt.wikipedia.org/") and row["title"]
-        assert sum(map(len, paragraphs)) >= 1000 and prose >= sum(map(len, paragraphs)) / 2
-    read = manifest["source"]["documents"] + sum(manifest["source"]["dropped"].values())
-    assert read == gzip.decompress(shard.read_bytes()).count(b"</TEI>")

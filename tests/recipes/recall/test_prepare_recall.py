@@ -5,8 +5,6 @@ import hashlib
 import json
 import random
 import re
-import shutil
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +14,7 @@ from transformers import AutoTokenizer
 
 from corpora.biographies import biography_documents
 from recall.rows import deal_kinds, read_mix
-from running import SIZES, kill_when, load_recipe
+from running import SIZES, load_recipe
 
 prepare_recall = load_recipe("prepare_recall")
 CONTEXT = 512
@@ -104,18 +102,6 @@ def test_rows_labels_and_manifest(base):
     assert text == (data / "validation_documents.jsonl").read_text(encoding="utf-8")
 
 
-def test_people_and_numbers_are_the_split_s_own(base):
-    folder = prepared(base)
-    tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
-    names, numbers = {}, {}
-    for split in ("train", "validation"):
-        texts = [tokenizer.decode(row) for row in rows_of(folder, split)[0]]
-        names[split] = {match[1] for text in texts if (match := re.match(r"\n\n(.+)\n", text))}
-        numbers[split] = {match[1] for text in texts if (match := re.search(r"número secreto é (\d{5})$", text))}
-    assert len(names["train"]) == 40 and len(names["validation"]) == 6 and not names["train"] & names["validation"]
-    assert len(numbers["train"]) == 20 and not numbers["train"] & numbers["validation"]
-
-
 def test_a_run_repeats_and_redoes_what_changed(base, tmp_path):
     first, again = manifest_of(prepared(base)), prepare(tmp_path / "a", base, *OPTIONS)
     assert first["splits"] == again["splits"]
@@ -133,15 +119,6 @@ def test_a_run_repeats_and_redoes_what_changed(base, tmp_path):
     assert sum(other["splits"]["train"]["counted_tokens"].values()) == 80 * CONTEXT
     seeded = prepare(tmp_path / "a", base, *OPTIONS, "--seed", 1)
     assert seeded["splits"]["train"]["sha256"] != first["splits"]["train"]["sha256"]
-
-
-def test_text_rows_come_again_only_after_all_others(base, tmp_path):
-    manifest = prepare(tmp_path / "text", base, "--context", 128, "--rows", 700, "--validation_rows", 3, "--mix", "text=1")
-    blocks = manifest_of(source(base))["splits"]["train"]["blocks"]
-    ids, _ = rows_of(tmp_path / "text", "train")
-    counts = np.unique(ids, axis=0, return_counts=True)[1]
-    assert len(counts) == blocks < 700 and counts.max() - counts.min() == 1
-    assert manifest["splits"]["validation"]["rows_by_kind"] == {"text": 3}
 
 
 def test_invented_paragraphs_are_learned_as_a_whole(base, tmp_path):
@@ -162,17 +139,6 @@ def test_drills_make_rows_of_any_length(base, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_killed_run_leaves_nothing_that_looks_finished(base, tmp_path):
-    options = ["--context", 512, "--rows", 2500, "--validation_rows", 4]
-    command = ["prepare_recall", "--data", source(base), *options, "--out", tmp_path / "out"]
-    kill_when(lambda: list((tmp_path / "out" / ".stages" / "new").glob("train.*.part/stream/*")), *command)
-    assert not (tmp_path / "out" / "manifest.json").exists() and not (tmp_path / "out" / "train").exists()
-    killed = prepare(tmp_path / "out", base, *options)
-    assert killed["stages"]["tokenizer"]["reused"] and not killed["stages"]["train"]["reused"]
-    assert not list((tmp_path / "out").glob(".partial*")) and killed["splits"]["train"]["blocks"] == 2500
-
-
-@pytest.mark.slow
 def test_train_reads_the_folder(base, tmp_path):
     options = ["--data", prepared(base), *SIZES, "--attention", "infini", "--segment_length", 128]
     options += ["--position_encoding", "segment", "--batch_size", 4, "--max_steps", 2]
@@ -183,46 +149,6 @@ def test_train_reads_the_folder(base, tmp_path):
     ids, labels = (part[:, 1:] for part in rows_of(prepared(base), "validation"))
     end = AutoTokenizer.from_pretrained(prepared(base) / "tokenizer").eos_token_id
     assert result["validation_tokens"] == int(((labels != -100) & (ids != end)).sum())
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--mix", "facts=0.5"], "the shares sum to 0.5"),
-        (
-            ["--mix", "facts=0.5", "poems=0.5"],
-            "--mix poems=0.5: give a kind (passkey, facts, codes, echo, paragraphs, text)",
-        ),
-        (["--mix", "facts=much"], "--mix facts=much"),
-        (["--mix", "facts=1", "--context", 48], "rows of 48 tokens have no room for a fact"),
-        (["--mix", "passkey=1", "--context", 48], "give a longer --context"),
-        (["--mix", "text=1", "--context", 10**6], "has no row of --context 1,000,000"),
-        (["--rows", 0], "--rows must be at least 1, got 0"),
-    ],
-)
-def test_user_errors(base, tmp_path, options, message, capsys):
-    with pytest.raises(SystemExit) as stopped:
-        prepare(tmp_path / "out", base, *options)
-    assert stopped.value.code == 1 and message in capsys.readouterr().err
-    assert not (tmp_path / "out" / "manifest.json").exists()
-
-
-def test_data_that_cannot_be_used(base, tmp_path, capsys):
-    by_block = shutil.copytree(source(base), tmp_path / "block")
-    manifest = manifest_of(by_block)
-    manifest["options"]["split_by"] = "block"
-    (by_block / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
-    for data, out, message in (
-        (tmp_path / "nowhere", tmp_path / "out", "has no manifest.json"),
-        (by_block, tmp_path / "out", "has no validation documents"),
-        (prepared(base), tmp_path / "out", f"holds recall rows itself; give {source(base)}"),
-        (source(base), source(base), "is --data itself"),
-    ):
-        with pytest.raises(SystemExit), pytest.MonkeyPatch.context() as patch:
-            patch.setattr(sys, "argv", ["prepare_recall.py", "--data", str(data), "--out", str(out)])
-            prepare_recall.main()
-        assert message in capsys.readouterr().err
-    assert (source(base) / "manifest.json").is_file()
 
 
 def test_every_row_is_dealt():

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-import tqdm
 
-from cli import UserError
+from bad_input import refused
 from corpora.biographies import SENTENCES, biography_documents
 from corpora.tokenization import train_bpe
 from evaluation.inference import switch_memory_off
@@ -66,11 +65,10 @@ def greedy_example(model, seed: int, length: int, width: int, wrong: int | None 
     return Example(tokens, (Question("work", "", (0, width - 1), (length, length + width - 1)),))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    "build", [infini_gpt2, functools.partial(infini_gpt2, position_encoding="segment"), gpt2, causal_mha]
+    ("build", "chunk"),
+    [(functools.partial(infini_gpt2, position_encoding="segment"), 5), (infini_gpt2, 16), (gpt2, 5), (causal_mha, 1000)],
 )
-@pytest.mark.parametrize("chunk", [5, 16, 1000])
 def test_an_answer_is_right_when_greedy_decoding_gives_it(build, chunk):
     model = build()
     # 1, 2 or 3 tokens behind 20 to 40; the batch has rows of different lengths, and chunks that end inside of answers
@@ -85,31 +83,6 @@ def test_an_answer_is_right_when_greedy_decoding_gives_it(build, chunk):
         expected = -logits.log_softmax(-1)[range(first - 1, last), example.tokens[first : last + 1]].sum()
         # float32 sums in another order
         assert answer.loss == pytest.approx(expected.item(), rel=1e-4) and answer.tokens == last - first + 1
-
-
-def test_several_questions_in_one_example():
-    model, tokens = infini_gpt2(), token_ids(1, 50)[0].numpy()
-    spans = [(9, 11), (30, 30), (48, 49)]
-    together = Example(tokens, tuple(Question("work", "", span, span) for span in spans))
-    alone = [Example(tokens, (Question("work", "", span, span),)) for span in spans]
-    found, expected = score_answers(model, [together], 7), score_answers(model, alone, 1000)
-    assert [answer.loss for answer in found] == pytest.approx([answer.loss for answer in expected], rel=1e-4)
-    assert [answer.tokens for answer in found] == [3, 1, 2]
-
-
-def test_the_bar_moves_within_a_text(base, tmp_path, monkeypatch):
-    moves = []
-
-    class Bar(tqdm.tqdm):
-        def __iter__(self):
-            for step in super().__iter__():
-                moves.append(self.unit)
-                yield step
-
-    monkeypatch.setattr(tqdm, "tqdm", Bar)
-    options = ["--task", "passkey", "--lengths", 256, "--depths", 0, "--samples", 2, "--batch_size", 1, "--chunk", 60]
-    evaluate(tmp_path / "passkey", "--model", saved(base, "infini"), *options)
-    assert [unit for unit in moves if unit != "row"] == ["cell", *["example", *["chunk"] * 5] * 2]
 
 
 def test_wilson_interval():
@@ -150,11 +123,6 @@ def test_without_its_memory_a_model_knows_only_the_segment(build):
     torch.testing.assert_close(off, expected, rtol=1e-4, atol=1e-4)  # float32 products of other shapes
     torch.testing.assert_close(cached, expected, rtol=1e-4, atol=1e-4)
     assert (with_memory[:, 8:] - off[:, 8:]).abs().max() > 0.1
-
-
-def test_a_model_without_gates_has_no_memory_to_switch_off():
-    with pytest.raises(UserError, match="no memory to switch off"):
-        switch_memory_off(gpt2())
 
 
 # --- the recipe -------------------------------------------------------------------------------------------------------
@@ -257,18 +225,18 @@ def test_cells_beyond_a_model_s_reach(base, capsys):
 def test_a_killed_task_goes_on_where_it_was(base, tmp_path):
     options = ["--model", saved(base, "infini"), "--text", texts(base), "--task", "passkey", "--depths", 0.2, 0.8]
     options += ["--samples", 4, "--chunk", 64, "--batch_size", 2]
-    options = [*map(str, options), "--lengths", *map(str, range(200, 3200, 200))]
+    options = [*map(str, options), "--lengths", *map(str, range(200, 1200, 200))]
     file = tmp_path / "out.cells.json"
     command = ["evaluate_model", *options, "--device", "cpu", "--out", str(tmp_path / "out")]
-    kill_when(lambda: file.exists() and len(json.loads(file.read_text(encoding="utf-8"))["cells"]) >= 3, *command)
+    kill_when(lambda: file.exists() and len(json.loads(file.read_text(encoding="utf-8"))["cells"]) >= 2, *command)
     assert not (tmp_path / "out.json").exists()
     kept = json.loads(file.read_text(encoding="utf-8"))
-    assert 3 <= len(kept["cells"]) < 30
+    assert 2 <= len(kept["cells"]) < 10
     kept["cells"][1]["accuracy"] = 0.125  # recognisable: no four samples give it
     file.write_text(json.dumps(kept), encoding="utf-8")
     found = evaluate(tmp_path / "out", *options)
     assert found["cells"][1]["accuracy"] == 0.125 and not file.exists()
-    assert found["cells"][: len(kept["cells"])] == kept["cells"] and len(found["cells"]) == 30
+    assert found["cells"][: len(kept["cells"])] == kept["cells"] and len(found["cells"]) == 10
     straight = evaluate(tmp_path / "straight", *options, "--lengths", 200, 400)
     assert straight["cells"][0] == found["cells"][0] and straight["cells"][2:] == found["cells"][2:4]
     file.write_text(json.dumps(kept), encoding="utf-8")  # cells of other samples are not used
@@ -276,35 +244,12 @@ def test_a_killed_task_goes_on_where_it_was(base, tmp_path):
     assert [cell["samples"] for cell in other["cells"]] == [3, 3]
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_user_errors(capsys):
+    for options, message in (
         (["--task", "facts", "--split", "test"], "--split chooses among the texts of --data or --text"),
         (["--task", "facts", "--text", __file__, "--data", "d"], "at most one of --data and --text"),
         (["--task", "passkey", "--length", "64"], "--length does nothing with --task passkey: it belongs to perplexity"),
         (["--text", __file__, "--samples", "3"], "--samples does nothing with --task perplexity"),
-        (["--task", "passkey", "--text", __file__, "--data", "d"], "at most one of --data and --text"),
-        (["--task", "passkey", "--min_characters", "9"], "--min_characters chooses among the texts of --data or --text"),
-        (["--task", "passkey", "--text", __file__, "--depths", "0.5", "3"], "--depths 0.5 3.0: give shares from 0 to 1"),
         (["--task", "passkey", "--text", __file__, "--lengths", "64", "64"], "--lengths 64 64: give different numbers"),
-        (["--task", "facts", "--distances", "-1"], "--distances must be at least 0, got -1"),
-        (["--task", "facts", "--segment_length", "0"], "--segment_length must be at least 1"),
-    ],
-)
-def test_user_errors(options, message, capsys):
-    with pytest.raises(SystemExit) as stopped:
-        evaluate_model.main(["--model", "m", *options])
-    assert stopped.value.code == 1 and message in capsys.readouterr().err
-
-
-def test_models_without_segments_need_a_segment_length(base, capsys):
-    with pytest.raises(SystemExit):
-        evaluate(base / "none", "--model", saved(base, "gpt2"), "--task", "facts")
-    assert "--segment_length is needed" in capsys.readouterr().err
-    options = ["--task", "facts", "--segment_length", 90, "--distances", 2, "--samples", 3]
-    found = evaluate(base / "some", "--model", saved(base, "gpt2"), *options)
-    # Of the first three kinds, all within the 512 positions
-    assert found["segment_length"] == 90 and found["cells"][0]["longest"] < 512
-    with pytest.raises(SystemExit):
-        evaluate(base / "none", "--model", saved(base, "gpt2"), "--text", texts(base), "--memory", "off")
-    assert "no memory to switch off" in capsys.readouterr().err
+    ):
+        refused(evaluate_model.main, ["--model", "m", *options], capsys, message)

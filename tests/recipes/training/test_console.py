@@ -3,10 +3,6 @@
 import json
 from types import SimpleNamespace
 
-import pytest
-import torch
-from transformers import PrinterCallback, ProgressCallback
-
 from running import CONTEXT, infini_options, load_recipe, prepared_data
 from training import console, run_folder
 
@@ -14,12 +10,12 @@ TRAIN = {"step": 10, "train_loss": 4.25, "tokens_per_second": 12_345.6}
 GATES = {"gate_min": 0.125, "gate_max": 0.5}
 
 
-def said(events, monkeypatch, capsys, *, main: bool = True, first: int = 0, last: int = 1000) -> list[str]:
+def said(events, monkeypatch, capsys) -> list[str]:
     """The lines of a table after these lines of metrics, each with whether an evaluation follows; 10 s go by for each."""
     clock = iter(range(0, 10_000, 10))
     monkeypatch.setattr(console, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
     table, history = console.StepTable(), []
-    state = SimpleNamespace(global_step=first, max_steps=last, is_world_process_zero=main, log_history=history)
+    state = SimpleNamespace(global_step=0, max_steps=1000, is_world_process_zero=True, log_history=history)
     table.on_train_begin(None, state, None)
     for line, evaluated in events:
         history.append({} if line is None else {"line": line})
@@ -40,36 +36,9 @@ def test_the_columns_are_aligned_and_a_step_has_one_line(monkeypatch, capsys):
     ]
 
 
-def test_without_gates_there_is_no_column_and_a_resumed_run_counts_from_where_it_is(monkeypatch, capsys):
-    shown = said([(TRAIN | {"step": 910}, False)], monkeypatch, capsys, first=900)
-    assert shown[0] == "     step    loss validation  tokens/s  time left" and shown[1].endswith("   12,346    0:01:30")
-
-
-def test_only_the_main_process_speaks(monkeypatch, capsys):
-    assert said([(TRAIN, False)], monkeypatch, capsys, main=False) == []
-
-
-@pytest.mark.parametrize(("seconds", "text"), [(0.4, "0:00:00"), (3723, "1:02:03"), (100_000, "1 day, 3:46:40")])
-def test_durations(seconds, text):
-    assert console.duration(seconds) == text
-
-
-def test_a_trainer_loses_its_bars_and_dictionaries(tmp_path):
-    from transformers import Trainer, TrainingArguments
-
-    for quiet in (False, True):
-        arguments = TrainingArguments(tmp_path, use_cpu=True, report_to=[], disable_tqdm=quiet)
-        trainer = console.speak_in_lines(
-            Trainer(torch.nn.Linear(1, 1), arguments, callbacks=[run_folder.RunRecorder(".", 1)])
-        )
-        kinds = [type(callback) for callback in trainer.callback_handler.callbacks]
-        assert not {ProgressCallback, PrinterCallback} & {*kinds}
-        assert kinds.index(run_folder.RunRecorder) < kinds.index(console.StepTable)  # whose lines it says
-
-
 def test_a_training_says_what_it_reached_and_what_comes_next(base, tmp_path, capfd):
     data, out = prepared_data(base), tmp_path / "a run"
-    load_recipe("train").main([*map(str, infini_options(data)), "--epochs", "1", "--out", str(out)])
+    load_recipe("train").main([*map(str, infini_options(data)), "--max_steps", "4", "--out", str(out)])
     shown, errors = capfd.readouterr()
     found = json.loads((out / "result.json").read_text(encoding="utf-8"))
     assert run_folder.trained_length_of(out) == CONTEXT and run_folder.trained_length_of(tmp_path) is None
@@ -104,5 +73,3 @@ def test_gates_that_no_token_reads_are_not_shown(base, tmp_path, capsys):
     assert "gate" not in (tmp_path / "run" / "metrics.jsonl").read_text(encoding="utf-8")
     table = capsys.readouterr().err.partition("     step ")[2]
     assert table and "gates" not in table.splitlines()[0]
-    load_recipe("train").main([*words, "--memory_init", "learned", "--out", str(tmp_path / "begins")])
-    assert (tmp_path / "begins" / "gates.png").is_file()  # this memory is not empty

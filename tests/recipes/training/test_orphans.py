@@ -12,19 +12,15 @@ from filelock import FileLock, Timeout
 
 from running import ROOT, prepared_data, recipe, self_options
 
-LAUNCHERS = {
-    "torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"],
-    "accelerate": ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"],
-}
+LAUNCHER = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
 SECONDS = 5  # in which the system has ended them and put them away, on a busy machine
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_ranks_end_with_their_launcher(base, tmp_path, launcher):
+def test_ranks_end_with_their_launcher(base, tmp_path):
     out = tmp_path / "out"
     options = [*self_options(prepared_data(base)), "--max_steps", 100_000, "--save_steps", 100_000, "--out", out]
-    command = [sys.executable, *LAUNCHERS[launcher], *recipe("train")[1:], *map(str, options)]
+    command = [sys.executable, *LAUNCHER, *recipe("train")[1:], *map(str, options)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     with open(tmp_path / "log", "w") as log:
         process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True)

@@ -14,7 +14,7 @@ from hf_infini.models.structure import attention_layers, decoder_of
 from hf_infini.ops.state import Projections
 from hf_infini.tools.training import PerplexityTrainer
 from models import infini_gpt2, token_ids
-from running import check_resumes, infini_options, load_recipe, prepared_data, self_options
+from running import infini_options, load_recipe, prepared_data
 from training.repetition import Repetition, repeated
 
 train = load_recipe("train")
@@ -28,8 +28,7 @@ def gated_delta():
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("times", [2, 5])
-def test_repeated_tokens_leave_what_so_many_copies_would(times):
+def test_repeated_tokens_leave_what_so_many_copies_would(times=3):
     """Of a layer's own rates, where α is 1 and β anything; the copies of a segment are a longer segment."""
     layer = attention_layers(decoder_of(gated_delta()))[0]
     layer.memory_rates[:, 0].normal_()
@@ -103,23 +102,11 @@ def test_training_steps_repeat_and_evaluations_do_not(tmp_path, monkeypatch):
     torch.testing.assert_close(evaluated, [plain] * 3, rtol=0, atol=rounded)
 
 
-@pytest.mark.slow
-def test_a_repeating_run_resumes_as_if_it_had_never_stopped(base, tmp_path):
-    options = [*infini_options(prepared_data(base)), "--update_rule", "gated_delta", "--epochs", 1, "--save_steps", 2]
-    check_resumes(tmp_path, options, ["--repeat_up_to", 8])
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_what_cannot_be_repeated_is_refused(base, tmp_path, capsys):
+    for options, message in (
         (["--repeat_up_to", 8], "needs --attention infini and --update_rule gated_delta"),
-        (["--repeat_up_to", 8, "--attention", "self"], "needs --attention infini and --update_rule gated_delta"),
-        (["--repeat_up_to", 0.5], "--repeat_up_to must be at least 1, got 0.5"),
         ([*GATED_DELTA, "--segment_length", 64], "rows have 64 tokens and the window sees 64, so that no token reads"),
         ([*GATED_DELTA, "--torch_compile", "true"], "--repeat_up_to and --torch_compile do not go together"),
-    ],
-)
-def test_what_cannot_be_repeated_is_refused(base, tmp_path, options, message, capsys):
-    data = prepared_data(base)
-    others = self_options if "self" in options else infini_options
-    refused(train.main, [*others(data), *options, "--out", tmp_path / "run"], capsys, message)
+    ):
+        words = [*infini_options(prepared_data(base)), *options, "--out", tmp_path / "run"]
+        refused(train.main, words, capsys, message)

@@ -9,12 +9,10 @@ from types import SimpleNamespace
 
 import pytest
 from torch import distributed
-from transformers import GPT2Config, TrainingArguments
+from transformers import GPT2Config
 
 from cli import UserError
 from hf_infini import InfiniGPT2Config
-from hf_infini.tools.training import PerplexityTrainer
-from models import infini_gpt2
 from ranks import ended_well, on_ranks, run_as_rank
 from running import CONTEXT, ROOT, SIZES, load_recipe, losses, prepared_data, result, run_recipe
 from sharded_on_cpu import run_as_sharded_rank
@@ -27,7 +25,7 @@ def options(base, sharing: int, processes: int) -> list:
     """Of 4 rows for each step, whoever trains them."""
     given = ["--data", prepared_data(base), *SIZES, "--attention", "infini", "--segment_length", 8, "--local_segments", 1]
     given += ["--position_encoding", "segment", "--sink_tokens", 2, "--memory_conv", 3, "--separate_documents", "true"]
-    given += ["--max_steps", 12, "--eval_steps", 5, "--eval_rows", 12, "--logging_steps", 1, "--save_steps", 4]
+    given += ["--max_steps", 8, "--eval_steps", 4, "--eval_rows", 12, "--logging_steps", 1, "--save_steps", 4]
     given += ["--precision", "float32", "--batch_size", 2, "--gradient_accumulation", 2 * sharing // processes]
     return given + (["--context_parallel_size", sharing, "--num_processes", processes] if processes > 1 else [])
 
@@ -54,7 +52,7 @@ def killed_at(file: Path, *command: list) -> None:
 def check(base, alone, out) -> None:
     assert [line[0] for line in losses(alone)] == [line[0] for line in losses(out)]
     for (_, *of_one, _), (_, *of_many, _) in zip(losses(alone), losses(out), strict=True):
-        # Gradients are summed in another order, and 12 steps of AdamW let that grow
+        # Gradients are summed in another order, and 8 steps of AdamW let that grow
         assert of_one == [pytest.approx(value, rel=1e-4) if value is not None else None for value in of_many]
     assert result(alone)["tokens"] == result(out)["tokens"]
     assert result(alone)["cross_entropy"] == pytest.approx(result(out)["cross_entropy"], rel=1e-4)
@@ -68,7 +66,7 @@ def test_four_processes_that_share_rows_in_pairs_train_what_one_does(base, alone
     with pytest.raises(AssertionError, match=r"ranks \[3\] ended"):
         on_ranks(killed_at, 4, out / "checkpoint-4" / "complete.json", command)
     said = ended_well(on_ranks(run_as_rank, 4, "train", command))
-    assert "from step 4" in said or "from step 8" in said
+    assert "from step 4" in said
     check(base, alone, out)
 
 
@@ -79,34 +77,14 @@ def test_two_sharded_processes_that_share_rows_train_what_one_does(base, alone):
     check(base, alone, out)
 
 
-def test_more_or_fewer_processes_than_rows_can_be_shared_by_are_refused(base, tmp_path):
-    given = ["--data", prepared_data(base), *SIZES, "--attention", "infini", "--segment_length", 16]
-    done = run_recipe("train", *given, "--context_parallel_size", 2, "--out", tmp_path / "o", check=False)
-    assert done.returncode == 1 and "--context_parallel_size 2, but 1 processes started" in done.stderr
-
-
-@pytest.mark.parametrize(
-    "config, given, message",
-    [
+def test_what_cannot_share_rows_is_refused(base, tmp_path):
+    for config, given, message in (
         (GPT2Config(n_layer=2), {}, r"--context_parallel_size 2: layers \[0, 1\] of this model have no memory"),
         (InfiniGPT2Config(segment_length=24), {}, "--context_parallel_size 2: rows of 64 tokens are 2.66667 segments of 24"),
-        (InfiniGPT2Config(segment_length=16), {"torch_compile": True}, "does not go with --torch_compile"),
         (InfiniGPT2Config(segment_length=16), {"dilute_with": "data"}, "does not go with --dilute_with"),
-    ],
-)
-def test_what_cannot_share_rows_is_refused(config, given, message):
-    options = {"context_parallel_size": 2, "dilute_with": None, "torch_compile": False} | given
-    with pytest.raises(UserError, match=message):
-        setup.check_sharing(SimpleNamespace(**options), SimpleNamespace(**options), config, CONTEXT)
-    options["context_parallel_size"] = 1
-    setup.check_sharing(SimpleNamespace(**options), SimpleNamespace(**options), config, CONTEXT)
-
-
-def test_a_trainer_refuses_what_it_would_get_wrong(tmp_path):
-    arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])
-    for model, size, message in (
-        (infini_gpt2(), 2, "context_parallel_size must divide the 1 processes that were started; got 2"),
-        (infini_gpt2(layers=[0, 2]), 2, r"layers \[1\] of this model have no memory"),
     ):
-        with pytest.raises(ValueError, match=message):
-            PerplexityTrainer(model=model, args=arguments, context_parallel_size=size)
+        both = SimpleNamespace(**{"context_parallel_size": 2, "dilute_with": None, "torch_compile": False} | given)
+        with pytest.raises(UserError, match=message):
+            setup.check_sharing(both, both, config, CONTEXT)
+    done = run_recipe("train", *options(base, 1, 1), "--context_parallel_size", 2, "--out", tmp_path / "o", check=False)
+    assert done.returncode == 1 and "--context_parallel_size 2, but 1 processes started" in done.stderr

@@ -1,27 +1,18 @@
 """The start of a run: one process at a time holds its folder, and a start that came to nothing can be tried again."""
 
 import json
-import sys
 
 import pytest
 from filelock import FileLock
 
 from ranks import on_ranks, run_as_rank
-from running import ROOT, load_recipe, prepared_data, run, self_options
+from running import load_recipe, prepared_data, self_options
 
 train = load_recipe("train")
 
 
 def options(base, out) -> list[str]:
     return [*map(str, self_options(prepared_data(base))), "--max_steps", "1", "--out", str(out)]
-
-
-def test_a_folder_that_another_run_holds_is_left_alone(base, tmp_path, capsys):
-    (tmp_path / ".stages").mkdir()
-    with FileLock(tmp_path / ".stages" / "lock"), pytest.raises(SystemExit):
-        train.main(options(base, tmp_path))
-    assert "another run is writing there" in capsys.readouterr().err
-    assert [path.name for path in tmp_path.iterdir()] == [".stages"]
 
 
 @pytest.mark.slow
@@ -46,18 +37,3 @@ def test_options_that_make_no_model_can_be_corrected(base, tmp_path, monkeypatch
     assert not (tmp_path / "run.json").exists()
     train.main([*options(base, tmp_path), "--seed", "8"])
     assert json.loads((tmp_path / "result.json").read_text(encoding="utf-8"))["options"]["seed"] == 8
-
-
-# A file gets its name by os.replace: where that is the process's last act, the file is written, and has no name yet
-KILLED = "import os, runpy, sys; os.replace = lambda *_: os._exit(9); sys.path.insert(0, '{}'); "
-KILLED += "runpy.run_path('{}', run_name='__main__')"
-
-
-@pytest.mark.slow
-def test_killed_while_it_writes_its_first_file_it_goes_on_by_the_same_command(base, tmp_path):
-    script = KILLED.format(ROOT / "recipes", ROOT / "recipes" / "train.py")
-    assert run(sys.executable, "-c", script, *options(base, tmp_path), check=False).returncode == 9
-    assert [path.name.split(".")[:2] for path in tmp_path.iterdir() if path.is_file()] == [["run", "json"]]
-    assert not (tmp_path / "run.json").exists()
-    train.main(options(base, tmp_path))
-    assert (tmp_path / "result.json").is_file() and not list(tmp_path.glob("*.part"))

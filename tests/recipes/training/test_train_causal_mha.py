@@ -1,10 +1,6 @@
 """The train recipe with the from-scratch family: its options, its kinds of attention end to end, and what is refused."""
 
-import dataclasses
-import json
 import math
-import shutil
-import typing
 
 import pytest
 import torch
@@ -12,11 +8,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cli import NotPossible, UserError, parse_options
 from cli.model_options import MEMORY, SCRATCH, ModelOptions, build_config, build_model
-from evaluation.inference import check_length
-from hf_infini import CausalMHAForCausalLM, InfiniGPT2Config
+from hf_infini import CausalMHAForCausalLM
 from hf_infini.models.scratch.configuration import CausalMHAConfig
-from hf_infini.models.scratch.options import ScratchOptions
-from hf_infini.options import choices, context_limit
 from hf_infini.tools import training
 from hf_infini.tools.metrics import evaluate_rows
 from hf_infini.tools.rows import RowReader
@@ -24,14 +17,9 @@ from running import (
     CONTEXT,
     KINDS,
     ROOT,
-    STEPS,
-    causal_mha_options,
     load_recipe,
-    losses,
     prepared_data,
     result,
-    run_recipe,
-    straight_run,
     trained,
 )
 from support import stages
@@ -76,24 +64,6 @@ def test_every_kind_of_attention_trains(base, kind):
         assert all(abs(gate - at_the_start) > 1e-4 for layer in found["gates"].values() for gate in layer)
 
 
-@pytest.mark.slow
-def test_resumed_it_ends_as_if_it_had_run_through(base, capsys):
-    straight, folder = trained(base, "infini"), base / "causal_mha_resumed"
-    shutil.copytree(straight, folder)
-    for path in (folder / "result.json", folder / f"checkpoint-{STEPS}" / "complete.json"):
-        path.unlink()
-    train.main([*causal_mha_options(base, "infini"), "--out", str(folder)])
-    assert f"from step {STEPS - 3}" in capsys.readouterr().err
-    assert losses(folder) == losses(straight)
-    assert result(folder)["cross_entropy"] == result(straight)["cross_entropy"]
-
-
-def test_a_changed_option_is_another_run(base, capsys):
-    with pytest.raises(SystemExit):
-        train.main([*causal_mha_options(base, "global"), "--num_buckets", "6", "--out", str(trained(base, "global"))])
-    assert "num_buckets was 8 and is now 6" in capsys.readouterr().err
-
-
 # --- starting from a model --------------------------------------------------------------------------------------------
 
 
@@ -113,39 +83,7 @@ def test_a_trained_model_gets_a_memory(base, tmp_path):
     assert all(gate.abs().min() > 1e-3 for gate in weights.values())  # their own rate is 0.01
 
 
-@pytest.mark.slow
-def test_what_a_start_cannot_be(base, tokenizer):
-    def config(context=CONTEXT, **options):
-        return build_config(ModelOptions(**{"model": "causal_mha"} | options), tokenizer, context)
-
-    local, learned = str(trained(base, "local")), str(trained(base, "infini"))
-    with pytest.raises(UserError, match="is a causal_mha model, --model gpt2 --attention infini starts from gpt2"):
-        config(model="gpt2", init_from=local)
-    with pytest.raises(UserError, match="is a infini_gpt2 model, --model causal_mha starts from causal_mha"):
-        config(init_from=str(straight_run(base)))
-    with pytest.raises(UserError, match="--n_inner 64, but .* has 48: leave --n_inner out"):
-        config(init_from=local, n_inner=64)
-    with pytest.raises(UserError, match="--qkv_bias True, but .* has False"):
-        config(init_from=local, qkv_bias=True)
-    with pytest.raises(UserError, match="--num_buckets belongs to --position_encoding t5 .* --position_encoding rope"):
-        config(init_from=local, num_buckets=16)  # what counts is the encoding that the model has
-    with pytest.raises(UserError, match=f"{CONTEXT} positions, .* {2 * CONTEXT} tokens.*--position_encoding rope"):
-        config(2 * CONTEXT, init_from=learned)
-    assert config(2 * CONTEXT, init_from=local).n_positions == 2 * CONTEXT
-    kept = config(init_from=local)
-    assert (kept.attention, kept.sliding_window, kept.rope_theta) == ("local", 5, 100)
-    assert config(init_from=str(trained(base, "none")), n_inner=4 * 32).attention == "none"  # its own default, given
-
-
 # --- options ----------------------------------------------------------------------------------------------------------
-
-
-def test_the_options_are_those_of_the_configuration():
-    types = typing.get_type_hints(ModelOptions)
-    found = {value for part in typing.get_args(types["attention"]) for value in typing.get_args(part)}
-    assert found == {"self", *choices(ScratchOptions)["attention"]}
-    assert {*MEMORY, *SCRATCH} <= {field.name for field in dataclasses.fields(CausalMHAConfig)}
-    assert {*MEMORY, "position_encoding"} <= {field.name for field in dataclasses.fields(InfiniGPT2Config)}
 
 
 def test_defaults_are_the_configurations_own(tokenizer):
@@ -161,121 +99,44 @@ def test_defaults_are_the_configurations_own(tokenizer):
     assert (infini.sliding_window, infini.segment_length) == (None, CONTEXT // 8)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_options_that_do_not_go_together(tokenizer):
+    for options, message in (
         ({"n_segments": 4}, "--n_segments belongs to --attention infini and does nothing with --attention global"),
-        ({"attention": "infini", "layers": [0]}, r"layers=\[0\] is for infini_gpt2"),
         ({"position_encoding": "segment"}, r"'position_encoding' expected one of \('learned', .*\), got segment"),
-        *(({"model": "gpt2", "attention": "self", name: value}, f"--{name} belongs to --attention infini .* self: leave it")
-          for name, value in (("segment_length", 8), ("gate_init", 0.0), ("layers", [0]), ("memory_conv", 0))),
+        ({"model": "gpt2", "attention": "self", "segment_length": 8}, "belongs to --attention infini .* self: leave it"),
         ({"model": "gpt2", "attention": "self", "position_encoding": "rope"}, "rope, but GPT-2's .* --model causal_mha"),
         ({"attention": "self"}, "--attention self, but --model causal_mha has global, local, infini, none"),
         ({"model": "gpt2", "score": "dot"}, "--score belongs to --model causal_mha and does nothing with --model gpt2"),
-        ({"model": "gpt2", "n_inner": 64}, "--n_inner belongs to --model causal_mha"),
-        ({"model": "gpt2", "attention": "none"}, "--attention none, but --model gpt2 has infini, self"),
-        ({"sliding_window": 4}, "--sliding_window belongs to --attention local .* --attention global"),
-        ({"attention": "local", "gate_init": 0.0}, "--gate_init belongs to --attention infini .* --attention local"),
         ({"attention": "none", "qkv_bias": False}, "--qkv_bias belongs to --attention global or local or infini"),
-        ({"rope_theta": 10.0}, "--rope_theta belongs to --position_encoding rope .* --position_encoding learned"),
         ({"position_encoding": "alibi", "max_distance": 9}, "--max_distance belongs to .* relative_key or t5 and does"),
         ({"attention": "infini", "position_encoding": "alibi"}, "attention='infini' goes with position_encoding"),
-        ({"attention": "none", "position_encoding": "rope"}, "attention='none' has none"),
-        ({"attention": "local", "sliding_window": 0}, "sliding_window must be at least 1; got 0"),
         ({"n_head": 3}, "n_head=3 must divide n_embd=256"),
-        ({"activation_function": "sigmoidal"}, "activation_function must be one of"),
         ({"dropout": 1.5}, "dropout must be at least 0 and below 1"),
-        ({"model": "gpt2", "dropout": 2.0}, "--dropout must be at least 0 and below 1; got 2"),
-    ],
-)
-def test_options_that_do_not_go_together(tokenizer, options, message):
-    with pytest.raises(UserError, match=message) as error:
-        build_config(ModelOptions(**{"model": "causal_mha"} | options), tokenizer, CONTEXT)
-    assert str(error.value).startswith(NotPossible.prefix) and "\n" not in str(error.value)
+    ):
+        with pytest.raises(UserError, match=message) as error:
+            build_config(ModelOptions(**{"model": "causal_mha"} | options), tokenizer, CONTEXT)
+        assert str(error.value).startswith(NotPossible.prefix) and "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(("attention", "rate"), [("self", None), ("infini", 0.01)])
 def test_a_rate_of_gates_is_for_models_with_gates(tokenizer, attention, rate):
     config = build_config(ModelOptions(attention=attention, mask_special_tokens=False), tokenizer, CONTEXT)
-    optimizer = train.OptimizerOptions()
-    setup.set_gate_rate(optimizer, config)
-    assert optimizer.gate_learning_rate == rate
-    optimizer.gate_learning_rate = 0.5
+    assert setup.gate_rate(None, config) == rate
     if rate is None:
         with pytest.raises(UserError, match="--gate_learning_rate is for the gates of a memory, and this model has none"):
-            setup.set_gate_rate(optimizer, config)
+            setup.gate_rate(0.5, config)
     else:
-        setup.set_gate_rate(optimizer, config)
-        assert optimizer.gate_learning_rate == 0.5
-
-
-@pytest.mark.slow
-def test_a_refused_model_leaves_no_folder(base, tmp_path):
-    shared = ["--data", prepared_data(base), "--use_cpu", "true", "--out", tmp_path / "out"]
-    done = run_recipe("train", *shared, "--model", "causal_mha", "--rope_theta", 10, check=False)
-    assert done.returncode == 1 and "Traceback" not in done.stderr
-    assert done.stderr.splitlines()[-1].startswith(f"error: {NotPossible.prefix}--rope_theta belongs to")
-    assert not (tmp_path / "out").exists()
-
-
-# --- optimisation and inference ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("kind", "options", "vectors"),
-    [
-        ("global", {"score": "additive", "position_encoding": "relative_key"},
-         {"score_weight", "score_vector", "relative_table"}),
-        ("local", {"score": "general", "position_encoding": "t5"}, {"score_weight", "relative_bias"}),
-        ("infini", {"score": "general"}, {"score_weight"}),
-    ],
-)  # fmt: skip
-def test_scores_tables_and_gates_do_not_decay(tokenizer, kind, options, vectors):
-    options = ModelOptions(model="causal_mha", attention=kind, n_layer=1, n_embd=8, n_head=2, qkv_bias=True, **options)
-    model = build_model(build_config(options, tokenizer, CONTEXT), None)
-    groups = {group["name"]: group for group in training.parameter_groups(model, 1e-3, 0.01, 0.1)}
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    members = {name: {names[id(parameter)] for parameter in group["params"]} for name, group in groups.items()}
-    assert {f"transformer.h.0.attn.{name}" for name in vectors} <= members["vectors"]
-    assert {"transformer.h.0.attn.W_query.bias", "transformer.h.0.ln_1.weight"} <= members["vectors"]
-    assert members["matrices"] >= {f"transformer.h.0.attn.{name}.weight" for name in ("W_query", "W_value", "out_proj")}
-    assert members["matrices"] >= {"lm_head.weight", "transformer.wte.weight", "transformer.h.0.mlp.fc_in.weight"}
-    assert groups["vectors"]["weight_decay"] == 0.0 and groups["matrices"]["weight_decay"] == 0.1
-    assert members.get("gates", set()) == ({"transformer.h.0.attn.gate.weight"} if kind == "infini" else set())
-    assert sum(map(len, members.values())) == len(names)  # each in one group
-
-
-def test_only_learned_positions_end():
-    assert context_limit(CausalMHAConfig(n_positions=32)) == 32
-    for encoding in set(choices(ScratchOptions)["position_encoding"]) - {"learned"}:
-        config = CausalMHAConfig(n_positions=32, position_encoding=encoding)
-        assert context_limit(config) is None
-        check_length(config, 10_000)
-    with pytest.raises(UserError, match="33 tokens, but this model has 32 .*--model causal_mha --position_encoding rope"):
-        check_length(CausalMHAConfig(n_positions=32), 33)
+        assert setup.gate_rate(0.5, config) == 0.5
 
 
 CONFIGS = sorted((ROOT / "recipes" / "configs").glob("shakespeare_*.yaml"))
 
 
-@pytest.mark.parametrize("file", CONFIGS, ids=lambda path: path.stem)
-def test_the_shakespeare_configs_make_their_models(tokenizer, file):
-    _, shape, _ = parse_options(
-        train.RunOptions, ModelOptions, train.OptimizerOptions, description="",
-        argv=["--data", "d", "--out", "o", "--config", str(file)],
-    )  # fmt: skip
-    config = build_config(shape, tokenizer, 50)
-    assert (config.n_embd, config.n_layer, config.n_inner) == (128, 2, 512)
-    config.vocab_size = 109  # the published table's
-    assert build_model(config, None).num_parameters() <= 431_104  # the sum of its rows: nobody's budget is larger
-    assert json.loads(config.to_json_string())["model_type"] == "causal_mha"
-
-
-def test_the_shakespeare_configs_differ_by_the_attention():
-    def given(file):
-        lines = [line.split("#")[0].split(":") for line in file.read_text(encoding="utf-8").splitlines()]
-        return {line[0].strip(): line[1].strip() for line in lines if len(line) == 2}
-
-    one, other = (given(ROOT / "recipes" / "configs" / f"shakespeare_{name}.yaml") for name in ("published", "no_attention"))
-    different = {name for name in one.keys() | other.keys() if one.get(name) != other.get(name)}
-    assert different == {"attention", "score", "n_head", "qkv_bias"}  # what belongs to the heads
+def test_the_shakespeare_configs_make_their_models(tokenizer):
+    for file in CONFIGS:
+        argv = ["--data", "d", "--out", "o", "--config", str(file)]
+        _, shape, _ = parse_options(train.RunOptions, ModelOptions, train.OptimizerOptions, description="", argv=argv)
+        config = build_config(shape, tokenizer, 50)
+        assert (config.n_embd, config.n_layer, config.n_inner) == (128, 2, 512)
+        config.vocab_size = 109  # the published table's
+        assert build_model(config, None).num_parameters() <= 431_104  # the sum of its rows: nobody's budget is larger

@@ -1,7 +1,8 @@
-"""Training that starts from a model with a shorter convolution, or none: the taps that it does not have do nothing yet."""
+"""Training that starts from a model: a whole one, of the data's tokenizer, perhaps with a shorter convolution."""
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from cli import UserError
@@ -10,6 +11,28 @@ from corpora.tokenization import build_character_tokenizer
 
 CONTEXT = 64
 TOKENIZER = build_character_tokenizer(["O rato roeu a roupa do rei de Roma."])
+SAME_SIZE = build_character_tokenizer(["O rato roeu a roupa do rei de Lima."])
+
+
+def start(folder, tokenizer=TOKENIZER):
+    return build_model(build_config(ModelOptions(init_from=str(folder)), tokenizer, CONTEXT), str(folder))
+
+
+@pytest.mark.parametrize("attention", ["infini", "self"])
+def test_a_model_that_is_damaged_or_of_another_tokenizer(attention, tmp_path):
+    """The other tokenizer is of the same size, but its ids mean something else."""
+    options = ModelOptions(n_layer=2, n_embd=16, n_head=2, attention=attention)
+    build_model(build_config(options, TOKENIZER, CONTEXT), None).save_pretrained(tmp_path)
+    TOKENIZER.save_pretrained(tmp_path)
+    assert start(tmp_path).config.n_layer == 2  # also a plain one, to which the memory is new
+    with pytest.raises(UserError, match="--init_from: .* was trained with another tokenizer"):
+        start(tmp_path, SAME_SIZE)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    del tensors["transformer.h.1.ln_1.weight"]
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(UserError, match="--init_from: the weights of .* are incomplete: h.1.ln_1.weight is not there"):
+        start(tmp_path)
 
 
 def saved(folder, taps: int):

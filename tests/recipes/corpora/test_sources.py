@@ -1,0 +1,394 @@
+"""Corpora: every format gives its text whole, by its suffix or by what the options say, and documents are chosen."""
+
+import bz2
+import gzip
+import hashlib
+import html
+import io
+import json
+import random
+import re
+from collections import Counter
+from pathlib import Path
+from xml.sax.saxutils import escape
+
+import pyarrow as pa
+import pytest
+from pyarrow import feather, parquet
+
+from cli import UserError
+from cli.corpus_options import CorpusOptions
+from corpora import selection
+from corpora.documents import Document, ReadingLog
+from corpora.sources import corpus_documents
+from running import DATA, load_recipe
+
+real_carolina = pytest.mark.skipif(
+    not (DATA / "carolina").is_dir(), reason=f"no Carolina shards under {DATA} (HF_INFINI_DATA names another folder)"
+)
+
+
+def documents_of(source, log: ReadingLog | None = None, **options) -> list[Document]:
+    return list(corpus_documents(CorpusOptions(str(source), **options), log))
+
+
+def texts_of(source, **options) -> list[str]:
+    return [document.text for document in documents_of(source, **options)]
+
+
+def write(path: Path, content: bytes | str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return path
+
+
+# --- Carolina ---------------------------------------------------------------------------------------------------------
+
+HEADER = "<teiHeader><fileDesc><sourceDesc><p>NOT TEXT</p></sourceDesc></fileDesc></teiHeader>"
+
+
+def tei(name: str, paragraphs: list[str], url: str = "https://pt.wikipedia.org/wiki?curid=1") -> str:
+    body = "".join(f"<p>{escape(paragraph)}</p>" for paragraph in paragraphs)
+    return (
+        f"<TEI><teiHeader><fileDesc><titleStmt><title>{name}</title></titleStmt><sourceDesc><biblFull><fileDesc><titleStmt>"
+        f'<title><name>Title of {name}</name><media url="{url}"/></title></titleStmt><sourceDesc><p>Born digital</p>'
+        f"</sourceDesc></fileDesc></biblFull></sourceDesc></fileDesc></teiHeader><text><body>{body}</body></text></TEI>"
+    )
+
+
+def shard_xml(*documents: str, prolog: str = "<?xml version='1.0' encoding='utf-8'?>") -> bytes:
+    corpus = f'<teiCorpus xmlns="http://www.tei-c.org/ns/1.0">{HEADER}{"".join(documents)}</teiCorpus>'
+    return f"{prolog}\n{corpus}".encode()
+
+
+def write_shard(root: Path, name: str, xml: bytes, folder: str = "wikis") -> Path:
+    write(root / "corpus" / folder / f"{name}.xml.gz", gzip.compress(xml))
+    return root
+
+
+GOOD = shard_xml(tei("a", ["Água & fogo <b>", "segundo  parágrafo"]), tei("b", ["outro"], "https://pt.wikinews.org/x"))
+
+
+def test_carolina_gives_paragraphs_of_the_body_only(tmp_path):
+    write_shard(tmp_path, "pt/good", GOOD)
+    log = ReadingLog()
+    first, second = documents_of(tmp_path, log)
+    assert first.text == "Água & fogo <b>\nsegundo  parágrafo"
+    assert first.paragraphs == ("Água & fogo <b>", "segundo  parágrafo")
+    assert (first.id, first.title, first.source) == ("a", "Title of a", "https://pt.wikipedia.org/wiki?curid=1")
+    assert second.text == "outro"
+    shard = (tmp_path / "corpus/wikis/pt/good.xml.gz").read_bytes()
+    entry = {"file": "corpus/wikis/pt/good.xml.gz", "bytes": len(shard), "sha256": hashlib.sha256(shard).hexdigest()}
+    assert log.files == [entry]
+
+
+def test_taxonomy_chooses_folders_from_any_root(tmp_path):
+    write_shard(tmp_path, "w", shard_xml(tei("w", ["w"])))
+    write_shard(tmp_path, "l", shard_xml(tei("l", ["l"])), "legislative_branch")
+
+    def ids(source, *codes):
+        return [document.id for document in documents_of(source, taxonomy=list(codes))]
+
+    assert ids(tmp_path) == ["l", "w"]
+    assert ids(tmp_path, "wik") == ids(tmp_path / "corpus", "wik") == ids(tmp_path / "corpus/wikis", "wik") == ["w"]
+    assert ids(tmp_path / "corpus/wikis/w.xml.gz") == ["w"]
+    with pytest.raises(UserError, match="unknown code 'wiki'; choose from wik, dat, leg, jud, uni, soc, pub"):
+        ids(tmp_path, "wiki")
+    with pytest.raises(UserError, match="judicial_branch holds no .*codes present: wik, leg"):
+        ids(tmp_path, "jud")
+
+
+@pytest.mark.slow
+@real_carolina
+def test_real_shard_matches_an_independent_reading(tmp_path):
+    shard = min((DATA / "carolina").rglob("*.xml.gz"), key=lambda path: path.stat().st_size)
+    log = ReadingLog()
+    documents = documents_of(shard, log)
+    xml = gzip.decompress(shard.read_bytes()).decode()
+    bodies = re.findall(r"<text>\s*<body>(.*?)</body>", xml, flags=re.DOTALL)
+    texts = ["\n".join(map(html.unescape, re.findall("<p>(.*?)</p>", body))) for body in bodies]
+    assert [document.text for document in documents] == [text for text in texts if text.strip()]
+    assert len({document.id for document in documents}) == len(documents)
+    hosts = {".".join(selection.url_host(document).split(".")[-2:]) for document in documents}
+    assert hosts <= {"wikimedia.org", "wikipedia.org", "wiktionary.org", "wikinews.org"}
+
+
+# --- formats ----------------------------------------------------------------------------------------------------------
+
+TEXTS = ["água & fogo", "NA", "dois\nlinhas, “aspas”"]
+ROWS = [{"id": number, "text": text} for number, text in enumerate(TEXTS)]
+LINES = "".join(json.dumps(row) + "\n" for row in ROWS)
+CSV = 'id,text\r\n0,água & fogo\r\n1,NA\r\n2,"dois\nlinhas, “aspas”"\r\n'
+TABLE = pa.Table.from_pylist(ROWS)
+XML = '<?xml version="1.0"?>\n<teiCorpus xmlns="http://www.tei-c.org/ns/1.0">{}</teiCorpus>'.format(
+    "".join(f"<TEI><text><body><p>{text.replace('&', '&amp;')}</p></body></text></TEI>" for text in TEXTS)
+)
+
+
+def binary(write) -> bytes:
+    sink = io.BytesIO()
+    write(sink)
+    return sink.getvalue()
+
+
+def arrow_stream(sink) -> None:
+    with pa.ipc.new_stream(sink, TABLE.schema) as writer:
+        writer.write_table(TABLE)
+
+
+def zst(data: bytes) -> bytes:
+    return pa.compress(data, codec="zstd", asbytes=True)
+
+
+READ = {
+    "lines.json": LINES,
+    "array.json": json.dumps(ROWS),
+    "LINES.NDJSON": LINES,
+    "lines.json.BZ2": bz2.compress(LINES.encode()),
+    "lines.jsonl.zst": zst(LINES.encode()),
+    "table.csv": CSV,
+    "TABLE.CSV.GZ": gzip.compress(CSV.encode()),
+    "table.tsv": 'id\ttext\n0\tágua & fogo\n1\tNA\n2\t"dois\nlinhas, “aspas”"\n',
+    "table.parquet": binary(lambda sink: parquet.write_table(TABLE, sink)),
+    "pieces [1]*.parquet": binary(lambda sink: parquet.write_table(TABLE, sink, row_group_size=1)),
+    "stream.arrow": binary(arrow_stream),
+    "file.arrow": binary(lambda sink: feather.write_feather(TABLE, sink)),
+    "carolina.xml": XML,
+    "CAROLINA.XML.GZ": gzip.compress(XML.encode()),
+}
+
+
+@pytest.mark.parametrize("name", READ)
+def test_each_format_gives_its_texts(name, tmp_path):
+    assert texts_of(write(tmp_path / name, READ[name])) == TEXTS
+    assert texts_of(tmp_path) == TEXTS  # and so does a folder with it
+
+
+def test_plain_text_and_unknown_suffixes(tmp_path):
+    text = "[Verse 1]\n<3 {x}\n"
+    for name in ("a.txt", "A.TXT.GZ", "a.txt.zst", "a.MD", "a", "b.gz", "a.html", "b.html.gz", "a.jsonl.lz4"):
+        packed = {".gz": gzip.compress, ".zst": zst}.get(Path(name).suffix.lower(), bytes)
+        file = write(tmp_path / name, packed(text.encode()))
+        if "l" not in name:
+            assert texts_of(file) == [text]
+            continue
+        with pytest.raises(UserError, match=r"the suffix \.\w+ is none .*rename it, or say with prepare.py's --format"):
+            documents_of(file)
+        assert texts_of(file, format="text") == [text]
+    with pytest.raises(UserError, match="--format text is for files, and --source biographies is none"):
+        documents_of("biographies", format="text")
+
+
+def test_a_folder_is_read_by_one_kind_and_what_it_leaves_out_is_said(tmp_path):
+    write(tmp_path / "b.jsonl", LINES)
+    for name in ("README.md", "LICENSE", "x.py", ".DS_Store", "._b.jsonl", ".git/objects.jsonl"):
+        write(tmp_path / name, "no text")
+    log = ReadingLog()
+    assert [document.text for document in documents_of(tmp_path, log)] == TEXTS
+    assert log.left_out == {".md": 1, "LICENSE": 1, ".py": 1}  # hidden ones are no part of a corpus
+    write(tmp_path / "a.txt", "texto")
+    with pytest.raises(UserError, match=r"mixes files of several kinds \(1 jsonl, 1 text\); choose one with --format"):
+        documents_of(tmp_path)
+    assert texts_of(tmp_path, format="text") == ["texto"] and texts_of(tmp_path, format="jsonl") == TEXTS
+    write(tmp_path / "notes" / "a.md", "um")
+    assert texts_of(tmp_path / "notes") == ["um"]
+    write(tmp_path / "web" / "a.html", "<p>")
+    with pytest.raises(UserError, match=r"holds no text file .*; say with --format what files of .html hold"):
+        documents_of(tmp_path / "web")
+    assert texts_of(tmp_path / "web", format="text") == ["<p>"]
+
+
+def test_an_unreachable_hub_is_explained():
+    with pytest.raises(UserError, match="^--source carolina-c4ai/corpus-carolina: the download from the Hub failed"):
+        documents_of("carolina-c4ai/corpus-carolina")
+    with pytest.raises(UserError, match="^owner/no-such-dataset: the dataset cannot be read"):
+        documents_of("owner/no-such-dataset")
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "cp1252", "utf-8-sig"])
+def test_encodings(encoding, tmp_path):
+    text = TEXTS[0]
+    for name, content in {"a.txt": text, "a.jsonl": json.dumps(ROWS[0], ensure_ascii=False), "a.xml": XML}.items():
+        file = write(tmp_path / name, content.encode(encoding))
+        assert texts_of(file, encoding=encoding)[0] == text
+        with pytest.raises(UserError, match=f"{name}: not ASCII .*--encoding"):
+            documents_of(file, encoding="ascii")
+    for wrong in ("no-such", "hex"):
+        with pytest.raises(UserError, match="--encoding: .*; give one of Python's"):
+            documents_of(tmp_path / "a.txt", encoding=wrong)
+
+
+# --- rows -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ids", [{"id": None}, {"id": 7}, {}])
+def test_fractions_of_rows_without_ids_of_their_own(ids, tmp_path):
+    for shard in range(2):  # each counts from 0
+        rows = [{"text": f"texto {shard} {number}", **ids} for number in range(200)]
+        write(tmp_path / f"{shard}.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    assert len({document.id for document in documents_of(tmp_path)}) == 400
+    for seed in range(4):  # a binomial count: five standard deviations are 50
+        half, fifth = (set(texts_of(tmp_path, fraction=fraction, seed=seed)) for fraction in (0.5, 0.2))
+        assert 150 < len(half) < 250 and 40 < len(fifth) < 120 and fifth < half
+
+
+@pytest.mark.parametrize("break_", ["\n", "\r\n", "\r"])
+def test_lines_and_paragraphs_end_at_ends_of_lines_only(break_, tmp_path):
+    lines = ["um\x85dois", "três\u2028quatro\u2029cinco", "seis\x0csete\x0b\x1c\x1d\x1eoito"]
+    assert texts_of(write(tmp_path / "a.txt", break_.join(lines) + break_), text_unit="line") == lines
+    file = write(tmp_path / "a.txt", f"{break_} {break_}".join(lines))
+    assert texts_of(file, text_unit="paragraph") == lines
+    assert texts_of(file) == [f"{break_} {break_}".join(lines)]
+
+
+def test_shards_may_differ_in_columns(tmp_path):
+    shards = [
+        {"text": ["um"], "id": [1]},
+        {"lang": ["pt"], "id": ["a"], "text": ["dois"]},
+        {"text": pa.array([], pa.string()), "meta": pa.array([], pa.int8())},
+        {"text": pa.array(["três"], pa.large_string()), "meta": [{"a": [1]}]},
+    ]
+    for number, columns in enumerate(shards):
+        parquet.write_table(pa.table(columns), tmp_path / f"{number}.parquet")
+    assert texts_of(tmp_path) == ["um", "dois", "três"]
+
+
+def test_a_table_torn_in_its_middle_is_left_out_as_a_whole(tmp_path):
+    rows = [{"text": f"{number} " + hashlib.sha256(b"%d" % number).hexdigest() * 9} for number in range(3000)]
+    parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet", row_group_size=1000)
+    place = parquet.read_metadata(tmp_path / "a.parquet").row_group(2).column(0).data_page_offset
+    whole = (tmp_path / "a.parquet").read_bytes()
+    write(tmp_path / "a.parquet", whole[: place + 20] + b"\xff" * 200 + whole[place + 220 :])
+    write(tmp_path / "b.parquet", READ["table.parquet"])
+    with pytest.raises(UserError, match=r"a\.parquet: the parquet file cannot be read"):
+        documents_of(tmp_path)
+    assert texts_of(tmp_path, skip_bad=True) == TEXTS
+
+
+NESTED = [
+    ("text.paragraphs", {"text": {"paragraphs": [["Um.", "Dois."], ["Três."]]}}, "Um. Dois.\nTrês."),
+    ("text.paragraphs", {"text": {"paragraphs": ["Um.", "Dois."]}}, "Um.\nDois."),
+    ("paragraphs", {"paragraphs": ["Um.", "Dois."]}, "Um.\nDois."),
+    ("a.b.c", {"a": {"b": {"c": "Um."}}}, "Um."),
+    ("messages.content", {"messages": [{"content": "Um."}, {"content": "Dois."}]}, "Um.\nDois."),
+    ("a.b", {"a.b": "Um."}, "Um."),
+]
+
+
+@pytest.mark.parametrize(("field", "row", "text"), NESTED)
+def test_dotted_names_lead_to_texts_in_objects(field, row, text, tmp_path):
+    file = write(tmp_path / "a.jsonl", json.dumps(row))
+    assert texts_of(file, text_field=field) == [text]
+    parquet.write_table(pa.Table.from_pylist([row]), tmp_path / "a.parquet")
+    assert texts_of(tmp_path / "a.parquet", text_field=field) == [text]
+    for wrong in (None, field + ".x", "x." + field):
+        with pytest.raises(UserError, match=rf"has no text in the field .*; it has: {next(iter(row))}"):
+            documents_of(file, text_field=wrong)
+
+
+def test_lists_of_something_else_are_no_text(tmp_path):
+    for value in (["a", 3], ["a", None], [["a"], [["b"]]], {"b": "c"}, 3):
+        file = write(tmp_path / "a.jsonl", json.dumps({"id": 1, "a": value}))
+        with pytest.raises(UserError, match="line 1 has no text in the field 'a' .*; it has: id, a"):
+            documents_of(file, text_field="a")
+    file = write(tmp_path / "a.jsonl", '{"text": ["um", "dois"]}')
+    assert texts_of(file, text_field="text") == ["um\ndois"]
+    with pytest.raises(UserError, match="no text in the field 'text'"):  # a list is a text only where it is named
+        documents_of(file)
+
+
+def test_rows_are_counted_from_one(tmp_path):
+    rows = binary(lambda sink: parquet.write_table(pa.table({"text": ["um", None]}), sink))
+    for name, content, place in (
+        ("a.jsonl", '{"text": "um"}\n\n{"text": 2}\n', "line 3"),
+        ("a.json", '[{"text": "um"}, {"text": 2}]', "row 2"),
+        ("a.csv", 'text,b\n"u\nm",1\n,2\n', "row 2"),
+        ("a.parquet", rows, "row 2"),
+    ):
+        file = write(tmp_path / name, content)
+        with pytest.raises(UserError, match=rf"{name}: {place} has no text in the field 'text' .*--skip_bad"):
+            documents_of(file)
+        assert [document.id for document in documents_of(file, skip_bad=True)] == [f"{name}:1"]
+
+
+def test_saved_datasets(tmp_path):
+    import datasets
+
+    table, log = datasets.Dataset.from_dict({"text": ["um", "dois", " "], "title": ["A", "B", "C"]}), ReadingLog()
+    datasets.DatasetDict({"train": table, "test": table.select([1])}).save_to_disk(tmp_path)
+    assert [(d.text, d.id, d.title) for d in documents_of(tmp_path, log)] == [("um", "1", "A"), ("dois", "2", "B")]
+    assert log.dropped == Counter({"empty": 1}) and log.files
+    assert texts_of(tmp_path, dataset_split="test") == ["dois"]
+    with pytest.raises(UserError, match="cannot be read .*dev.*check --dataset_split: it has train, test"):
+        documents_of(tmp_path, dataset_split="dev")
+
+
+def test_evaluations_read_the_same_files(tmp_path):
+    recipe = load_recipe("evaluate_model")
+    for name in ("array.json", "lines.jsonl.zst", "table.parquet", "carolina.xml"):
+        file = write(tmp_path / name, READ[name])
+        assert recipe.read_texts(recipe.Options(model="", text=str(file))) == TEXTS
+
+
+# --- selection -------------------------------------------------------------------------------------------------------
+
+
+def test_prose_filter_at_its_limits():
+    long, short = "p" * 80, "s" * 79
+    cases = {
+        "exactly 160 characters": Document("", "a", paragraphs=(long, long)),
+        "too short": Document("", "b", paragraphs=(long,)),
+        "not prose": Document("", "c", paragraphs=(short, short, short)),
+        "other host": Document("", "d", source="https://pt.wiktionary.org/x", paragraphs=(long, long)),
+        "right host": Document("", "e", source="https://pt.wikipedia.org/x", paragraphs=(long, long)),
+        "lines of the text": Document(f"{long}\n{short}\n1", "f"),
+    }
+    log = ReadingLog()
+    kept = [d.id for d in selection.keep_prose(cases.values(), log, host="pt.wikipedia.org", min_characters=160)]
+    assert kept == ["a", "e", "f"]  # f: 80 of 160 characters are in the long line, exactly the half that is needed
+    assert log.dropped == Counter({"too short": 1, "not prose": 1, "other host": 1})
+    kept = [d.id for d in selection.keep_prose(cases.values(), ReadingLog(), host=None, min_characters=160)]
+    assert kept == ["a", "d", "e", "f"]
+
+
+def test_near_duplicates_agree_with_exact_jaccard():
+    rng = random.Random(0)
+    vocabulary = [f"w{number}" for number in range(3000)]
+    original = rng.choices(vocabulary, k=400)
+
+    def edited(words: list[str], changes: int) -> list[str]:
+        words = list(words)
+        for position in rng.sample(range(len(words)), changes):
+            words[position] = rng.choice(vocabulary)
+        return words
+
+    def jaccard(first: list[str], second: list[str]) -> float:
+        a, b = ({tuple(words[i : i + 5]) for i in range(len(words) - 4)} for words in (first, second))
+        return len(a & b) / len(a | b)
+
+    near, far, other = edited(original, 4), edited(original, 60), rng.choices(vocabulary, k=400)
+    # 64 hashes estimate a Jaccard similarity to about 0.06: the two sides keep well away from the limit of 0.7.
+    assert jaccard(original, near) > 0.85 and jaccard(original, far) < 0.45
+    texts = {"original": original, "near": near, "far": far, "other": other, "same": original}
+    texts |= {"tiny": ["só"], "tiny2": ["só"]}
+    log = ReadingLog()
+    documents = [Document(" ".join(words), name) for name, words in texts.items()]
+    assert [d.id for d in selection.drop_near_duplicates(documents, log)] == ["original", "far", "other", "tiny"]
+    assert log.dropped == Counter({"near-duplicate": 3})
+
+
+def test_fractions_are_nested_and_do_not_depend_on_order():
+    documents = [Document("x", str(number)) for number in range(4000)]
+
+    def kept(fraction, seed=0, of=documents):
+        return {d.id for d in selection.keep_fraction(of, fraction, seed, ReadingLog())}
+
+    tenth, half = kept(0.1), kept(0.5)
+    assert tenth < half and half == kept(0.5, of=documents[::-1]) and half != kept(0.5, seed=1)
+    # A binomial count of 4,000 documents: five standard deviations are 95 at a tenth, 158 at a half.
+    assert abs(len(tenth) - 400) < 95 and abs(len(half) - 2000) < 158
+    ids = [d.id for d in documents]
+    chosen = selection.choose(ids, 0.35, 0, "tokenizer")
+    assert len(chosen) == 1400 and chosen == sorted(set(chosen))
+    assert chosen != selection.choose(ids, 0.35, 0, "validation")
+    assert len(selection.choose(["a", "b"], 0.02, 0, "x")) == 1 and selection.choose(ids, 0, 0, "x") == []
