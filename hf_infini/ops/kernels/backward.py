@@ -7,7 +7,7 @@ With g the gradient of the output, s the memory's share, p the softmax's weights
     g_σ(q) = g_read Mᵀ + g_mass z,  g_M = Σ σ(q) g_readᵀ,  g_z = Σ g_mass σ(q)
     g_σ(k) = v g_Wᵀ + g_w,  g_v = σ(k) g_W,  where g_W and g_w are what is owed to what the segment wrote
 
-Shapes and arguments as in forward.py. In `turned_q` queries are turned by their places in the window.
+Shapes and arguments as in forward.py; tq: queries turned by their places in the window.
 """
 
 import triton
@@ -23,6 +23,7 @@ from .parts import (
     load_state,
     memory_share,
     rows_of,
+    sink_rows,
     slope,
     store_rows,
     store_state,
@@ -45,17 +46,18 @@ def _to_queries(
 
 @triton.jit(do_not_specialize=["count", "carried", "segments", "width", "length", "held_b", "document_b"])
 def queries_kernel(
-    q, mq, k, v, sink_k, sink_v, g, local_out, log_sum, along_out, inverse_out, to_mass_out, to_q, to_mq, to_gate, states,
+    q, mq, tk, v, sink_k, sink_v, g, found, log_sum, along, inverse, to_mass, to_q, to_mq, to_gate, states,
     gate, source, document, held, cos, sin,
-    q_b, q_h, q_t, mq_b, mq_h, mq_t, k_b, k_h, k_t, v_b, v_h, v_t, g_b, g_h, g_t, document_b, held_b,
+    q_b, q_h, q_t, mq_b, mq_h, mq_t, tk_b, tk_h, tk_t, v_b, v_h, v_t, g_b, g_h, g_t, document_b, held_b,
     heads, kv_heads, count, carried, segments, width, length, sink_groups, scale, eps,
-    D: tl.constexpr, E: tl.constexpr, W: tl.constexpr, SINKS: tl.constexpr, SINK_TILE: tl.constexpr,
+    D: tl.constexpr, E: tl.constexpr, W: tl.constexpr, SINKS: tl.constexpr, SINK_TILE: tl.constexpr, APART: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, INDEXED: tl.constexpr, ROTARY: tl.constexpr, SIGNED: tl.constexpr,
     EXP: tl.constexpr, STARTED: tl.constexpr, MAPPED: tl.constexpr,
     DTYPE: tl.constexpr, PRECISION: tl.constexpr, SPLIT: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """to_q and, MAPPED, to_mq; to_gate `[batch, heads, tiles]`, a tile's part; and for the other kernels ⟨g, local⟩, s over
-    the denominator of the read, and g_mass, `[batch, heads, tokens]` each. Grid (segments · ⌈width / BM⌉, heads, batch)."""
+    """to_q and, MAPPED, to_mq; to_gate `[batch, heads, tiles]`, a tile's part; and for the other kernels `[batch, heads,
+    tokens]` each: along, ⟨g, local⟩; inverse, s over the denominator of the read; to_mass, g_mass. Grid
+    (segments · ⌈width / BM⌉, heads, batch)."""
     tiles, tokens = tl.cdiv(width, BM), count - carried
     s, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
     h, b = tl.program_id(1), tl.program_id(2)
@@ -67,14 +69,14 @@ def queries_kernel(
     there = token >= 0
     query = load_rows(q + b.to(tl.int64) * q_b + h * q_h, token, q_t, D)
     g += b.to(tl.int64) * g_b + h * g_h
-    k += b.to(tl.int64) * k_b + kv * k_h
+    tk += b.to(tl.int64) * tk_b + kv * tk_h
     v += b.to(tl.int64) * v_b + kv * v_h
     share = memory_share(gate, held, h, b, s, held_b, STARTED)
     at_row = (b * heads + h).to(tl.int64) * tokens + token
     at_out = (b.to(tl.int64) * tokens * heads + h) * E
     gradient = load_rows(g, token, g_t, E)
-    along = tl.sum(gradient.to(tl.float32) * load_rows(local_out + at_out, token, heads * E, E).to(tl.float32), 1)
-    tl.store(along_out + at_row, along, mask=there)
+    of_local = tl.sum(gradient.to(tl.float32) * load_rows(found + at_out, token, heads * E, E).to(tl.float32), 1)
+    tl.store(along + at_row, of_local, mask=there)
     gradient = gradient.to(DTYPE)
     # Beyond every score where there is no token, so that all its weights are zero
     log_two = tl.load(log_sum + at_row, mask=there, other=float("inf"))
@@ -95,25 +97,27 @@ def queries_kernel(
                 seen = (key_row >= 0)[None, :]
                 if back == 0:
                     seen = seen & (key_slots[None, :] <= slots[:, None])
-                keys, values = load_rows(k, key_row, k_t, D), load_rows(v, key_row, v_t, E)
+                keys, values = load_rows(tk, key_row, tk_t, D), load_rows(v, key_row, v_t, E)
                 of_segment = _to_queries(
-                    turned, keys, values, gradient, seen, log_two, along, 1.0 - share, scale, of_segment, DTYPE, PRECISION
+                    turned, keys, values, gradient, seen, log_two, of_local, 1.0 - share, scale, of_segment, DTYPE, PRECISION
                 )
             if ROTARY:
                 of_segment = turn(of_segment, cos, sin, place, BM, D, SIGNED, True)
             to_query += of_segment
     if SINKS > 0:
         if s - begin > W:
-            number = tl.where(tl.arange(0, SINK_TILE) < SINKS, tl.arange(0, SINK_TILE), -1)
-            group = (b * kv_heads + kv) * sink_groups + tl.where(sink_groups > 1, s, 0)
+            sink = sink_rows(source, b, begin, count, segments, width, SINKS, SINK_TILE, INDEXED, APART)
+            if APART:
+                group = ((b * kv_heads + kv) * sink_groups + tl.where(sink_groups > 1, s, 0)).to(tl.int64) * SINKS
+                keys, values = load_rows(sink_k + group * D, sink, D, D), load_rows(sink_v + group * E, sink, E, E)
+            else:
+                keys, values = load_rows(tk, sink, tk_t, D), load_rows(v, sink, v_t, E)
             turned, place = query.to(DTYPE), tl.where(there, SINKS + W * length + slots, -1)
             if ROTARY:
                 turned = turn(query.to(tl.float32), cos, sin, place, BM, D, SIGNED, False).to(DTYPE)
-            keys = load_rows(sink_k + group.to(tl.int64) * SINKS * D, number, D, D)
-            values = load_rows(sink_v + group.to(tl.int64) * SINKS * E, number, E, E)
-            seen, of_sinks = (number >= 0)[None, :], tl.zeros([BM, D], tl.float32)
+            seen, of_sinks = (sink >= 0)[None, :], tl.zeros([BM, D], tl.float32)
             of_sinks = _to_queries(
-                turned, keys, values, gradient, seen, log_two, along, 1.0 - share, scale, of_sinks, DTYPE, PRECISION
+                turned, keys, values, gradient, seen, log_two, of_local, 1.0 - share, scale, of_sinks, DTYPE, PRECISION
             )
             if ROTARY:
                 of_sinks = turn(of_sinks, cos, sin, place, BM, D, SIGNED, True)
@@ -124,15 +128,16 @@ def queries_kernel(
         memory, normaliser = load_state(states + at_state, D, E)
         x = load_rows(mq + b.to(tl.int64) * mq_b + h * mq_h, token, mq_t, D).to(tl.float32)
         f, upstream = features(x, EXP), load_rows(g, token, g_t, E).to(tl.float32)
-        inverse = 1.0 / (tl.sum(f * normaliser[None, :], 1) + eps)
-        read = exact_dot(f, memory, tl.zeros([BM, E], tl.float32), SPLIT, EXACT) * inverse[:, None]
+        weight = 1.0 / (tl.sum(f * normaliser[None, :], 1) + eps)
+        read = exact_dot(f, memory, tl.zeros([BM, E], tl.float32), SPLIT, EXACT) * weight[:, None]
         of_read = tl.sum(upstream * read, 1)
-        of_gate = tl.sum(of_read - along) * share * (1.0 - share)
-        inverse, to_mass = share * inverse, -of_read * share * inverse
-        tl.store(inverse_out + at_row, inverse, mask=there)
-        tl.store(to_mass_out + at_row, to_mass, mask=there)
-        to_features = to_mass[:, None] * normaliser[None, :]
-        to_features = exact_dot(upstream * inverse[:, None], tl.trans(memory), to_features, SPLIT, EXACT)
+        of_gate = tl.sum(of_read - of_local) * share * (1.0 - share)
+        weight *= share
+        owed = -of_read * weight
+        tl.store(inverse + at_row, weight, mask=there)
+        tl.store(to_mass + at_row, owed, mask=there)
+        to_features = owed[:, None] * normaliser[None, :]
+        to_features = exact_dot(upstream * weight[:, None], tl.trans(memory), to_features, SPLIT, EXACT)
         to_features *= slope(x, f, EXP)
         if MAPPED:
             store_rows(to_mq + at_query, token, heads * D, to_features, D)
@@ -146,7 +151,7 @@ def queries_kernel(
 
 @triton.jit(do_not_specialize=["count", "carried", "segments", "width", "held_b"])
 def states_kernel(
-    mq, g, inverse_in, to_mass_in, to_states, source, held, mq_b, mq_h, mq_t, g_b, g_h, g_t, held_b,
+    mq, g, inverse, to_mass, to_states, source, held, mq_b, mq_h, mq_t, g_b, g_h, g_t, held_b,
     heads, kv_heads, count, carried, segments, width,
     D: tl.constexpr, E: tl.constexpr, BM: tl.constexpr, INDEXED: tl.constexpr, EXP: tl.constexpr, STARTED: tl.constexpr,
     SPLIT: tl.constexpr, EXACT: tl.constexpr,
@@ -163,11 +168,12 @@ def states_kernel(
                 row = rows_of(source, b, s, at + tl.arange(0, BM), count, segments, width, INDEXED)
                 token = tl.where(row >= carried, row - carried, -1)
                 at_row = (b * heads + h).to(tl.int64) * tokens + token
-                inverse = tl.load(inverse_in + at_row, mask=token >= 0, other=0.0)
-                to_mass = tl.load(to_mass_in + at_row, mask=token >= 0, other=0.0)
+                weight = tl.load(inverse + at_row, mask=token >= 0, other=0.0)
+                owed = tl.load(to_mass + at_row, mask=token >= 0, other=0.0)
                 f = features(load_rows(queries, token, mq_t, D).to(tl.float32), EXP)
-                normaliser += tl.sum(f * to_mass[:, None], 0)
-                memory = exact_dot(tl.trans(f * inverse[:, None]), load_rows(gradients, token, g_t, E), memory, SPLIT, EXACT)
+                normaliser += tl.sum(f * owed[:, None], 0)
+                gradient = load_rows(gradients, token, g_t, E)
+                memory = exact_dot(tl.trans(f * weight[:, None]), gradient, memory, SPLIT, EXACT)
     at_state = ((b * kv_heads + kv) * segments + s).to(tl.int64) * (D * E + D)
     store_state(to_states + at_state, memory, normaliser, D, E)
 
@@ -218,7 +224,8 @@ def scan_back_kernel(
             if LAST:
                 now += tl.where(s == last_segment, owed, 0.0)
             wrote = s - W - 1  # the segment that left the window before s
-            tl.store(to_wrote + wrote.to(tl.int64) * size, tl.where(wrote >= begins[i], now, 0.0), mask=inside & (wrote >= 0))
+            of_wrote = tl.where(wrote >= begins[i], now, 0.0)
+            tl.store(to_wrote + wrote.to(tl.int64) * size, of_wrote, mask=inside & (wrote >= 0))
             begun = (begins[i] == s) & (s != continued_from)
             to_fresh += tl.where(begun, now, 0.0)
             now = tl.where(begun, 0.0, now)
@@ -243,12 +250,13 @@ def _to_keys(
     return tl.dot(to_scores.to(DTYPE), queries, to_key, input_precision=PRECISION), to_value
 
 
-@triton.jit(do_not_specialize=["count", "carried", "segments", "width", "length", "held_b", "document_b"])
+@triton.jit(do_not_specialize=["count", "carried", "segments", "width", "held_b", "document_b"])
 def sinks_kernel(
-    turned_q, sink_k, sink_v, g, log_sum, along_in, to_sinks, gate, source, document, held,
-    q_b, q_h, q_t, g_b, g_h, g_t, document_b, held_b, heads, kv_heads, count, carried, segments, width, sink_groups, scale,
-    D: tl.constexpr, E: tl.constexpr, W: tl.constexpr, SINKS: tl.constexpr, SINK_TILE: tl.constexpr, BM: tl.constexpr,
-    INDEXED: tl.constexpr, STARTED: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
+    tq, tk, v, sink_k, sink_v, g, log_sum, along, to_sinks, gate, source, document, held,
+    tq_b, tq_h, tq_t, tk_b, tk_h, tk_t, v_b, v_h, v_t, g_b, g_h, g_t, document_b, held_b,
+    heads, kv_heads, count, carried, segments, width, sink_groups, scale,
+    D: tl.constexpr, E: tl.constexpr, W: tl.constexpr, SINKS: tl.constexpr, SINK_TILE: tl.constexpr, APART: tl.constexpr,
+    BM: tl.constexpr, INDEXED: tl.constexpr, STARTED: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """to_sinks `[batch, kv_heads, segments, SINKS, D + E]`: what the queries of a segment owe to the sinks' turned keys and
     their values. Grid (segments, kv_heads, batch)."""
@@ -258,23 +266,29 @@ def sinks_kernel(
     number = tl.where(tl.arange(0, SINK_TILE) < SINKS, tl.arange(0, SINK_TILE), -1)
     to_key, to_value = tl.zeros([SINK_TILE, D], tl.float32), tl.zeros([SINK_TILE, E], tl.float32)
     if s - begin > W:
-        sinks = ((b * kv_heads + kv) * sink_groups + tl.where(sink_groups > 1, s, 0)).to(tl.int64) * SINKS
-        keys = load_rows(sink_k + sinks * D, number, D, D).to(DTYPE)
-        values = load_rows(sink_v + sinks * E, number, E, E).to(DTYPE)
+        sink = sink_rows(source, b, begin, count, segments, width, SINKS, SINK_TILE, INDEXED, APART)
+        if APART:
+            at_group = ((b * kv_heads + kv) * sink_groups + tl.where(sink_groups > 1, s, 0)).to(tl.int64) * SINKS
+            keys, values = load_rows(sink_k + at_group * D, sink, D, D), load_rows(sink_v + at_group * E, sink, E, E)
+        else:
+            keys = load_rows(tk + b.to(tl.int64) * tk_b + kv * tk_h, sink, tk_t, D)
+            values = load_rows(v + b.to(tl.int64) * v_b + kv * v_h, sink, v_t, E)
+        keys, values = keys.to(DTYPE), values.to(DTYPE)
         for h in range(kv * group, (kv + 1) * group):
             factor = 1.0 - memory_share(gate, held, h, b, s, held_b, STARTED)
             for at in range(0, width, BM):
                 row = rows_of(source, b, s, at + tl.arange(0, BM), count, segments, width, INDEXED)
                 token = tl.where(row >= carried, row - carried, -1)
-                queries = load_rows(turned_q + b.to(tl.int64) * q_b + h * q_h, token, q_t, D).to(DTYPE)
+                queries = load_rows(tq + b.to(tl.int64) * tq_b + h * tq_h, token, tq_t, D).to(DTYPE)
                 gradient = load_rows(g + b.to(tl.int64) * g_b + h * g_h, token, g_t, E).to(DTYPE)
                 at_row = (b * heads + h).to(tl.int64) * tokens + token
                 log_two = tl.load(log_sum + at_row, mask=token >= 0, other=float("inf"))
-                along = tl.load(along_in + at_row, mask=token >= 0, other=0.0)
-                seen = (number >= 0)[:, None]
+                of_local = tl.load(along + at_row, mask=token >= 0, other=0.0)
+                seen = (sink >= 0)[:, None]
                 to_key, to_value = _to_keys(
-                    keys, values, queries, gradient, seen, log_two, along, factor, scale, to_key, to_value, DTYPE, PRECISION
-                )
+                    keys, values, queries, gradient, seen, log_two, of_local, factor, scale, to_key, to_value,
+                    DTYPE, PRECISION,
+                )  # fmt: skip
     at_sinks = to_sinks + ((b * kv_heads + kv) * segments + s).to(tl.int64) * SINKS * (D + E)
     store_rows(at_sinks, number, D + E, to_key, D)
     store_rows(at_sinks + D, number, D + E, to_value, E)
@@ -282,16 +296,17 @@ def sinks_kernel(
 
 @triton.jit(do_not_specialize=["count", "carried", "segments", "width", "length", "held_b", "document_b"])
 def keys_kernel(
-    turned_q, k, mk, v, g, log_sum, along_in, to_k, to_mk, to_v, to_wrote, gate, source, document, held, skipped, cos, sin,
-    q_b, q_h, q_t, k_b, k_h, k_t, mk_b, mk_h, mk_t, v_b, v_h, v_t, g_b, g_h, g_t, document_b, held_b,
-    heads, kv_heads, count, carried, segments, width, length, scale,
-    D: tl.constexpr, E: tl.constexpr, W: tl.constexpr, SINKS: tl.constexpr,
+    tq, k, mk, v, g, log_sum, along, to_k, to_mk, to_v, to_wrote, to_sinks, gate, source, document, held, skipped, cos, sin,
+    tq_b, tq_h, tq_t, k_b, k_h, k_t, mk_b, mk_h, mk_t, v_b, v_h, v_t, g_b, g_h, g_t, document_b, held_b,
+    heads, kv_heads, count, carried, segments, width, length, sink_groups, scale,
+    D: tl.constexpr, E: tl.constexpr, W: tl.constexpr, SINKS: tl.constexpr, APART: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, INDEXED: tl.constexpr, SKIPPING: tl.constexpr, ROTARY: tl.constexpr,
     SIGNED: tl.constexpr, EXP: tl.constexpr, STARTED: tl.constexpr, MAPPED: tl.constexpr,
     DTYPE: tl.constexpr, PRECISION: tl.constexpr, SPLIT: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """to_k, to_v and, MAPPED, to_mk of a tile of keys, of all rows; without what the sinks get. k: not turned. Grid
-    (segments · ⌈width / BN⌉, kv_heads, batch)."""
+    """to_k, to_v and, MAPPED, to_mk of a tile of keys, of all rows. k: not turned. to_sinks `[batch, kv_heads, groups,
+    SINKS, D + E]`: what is owed to the sinks of the document that begins with a segment; APART, they are not among the keys.
+    Grid (segments · ⌈width / BN⌉, kv_heads, batch)."""
     tiles, tokens, group = tl.cdiv(width, BN), count - carried, heads // kv_heads
     s, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
     kv, b = tl.program_id(1), tl.program_id(2)
@@ -337,20 +352,30 @@ def keys_kernel(
                     query_slots = at + tl.arange(0, BM)
                     query_row = rows_of(source, b, t, query_slots, count, segments, width, INDEXED)
                     token = tl.where(query_row >= carried, query_row - carried, -1)
-                    queries = load_rows(turned_q + b.to(tl.int64) * q_b + h * q_h, token, q_t, D).to(DTYPE)
+                    queries = load_rows(tq + b.to(tl.int64) * tq_b + h * tq_h, token, tq_t, D).to(DTYPE)
                     gradient = load_rows(g + b.to(tl.int64) * g_b + h * g_h, token, g_t, E).to(DTYPE)
                     at_row = (b * heads + h).to(tl.int64) * tokens + token
                     log_two = tl.load(log_sum + at_row, mask=token >= 0, other=float("inf"))
-                    along = tl.load(along_in + at_row, mask=token >= 0, other=0.0)
+                    of_local = tl.load(along + at_row, mask=token >= 0, other=0.0)
                     seen = (row >= 0)[:, None]
                     if ahead == 0:
                         seen = seen & (slots[:, None] <= query_slots[None, :])
                     of_segment, to_value = _to_keys(
-                        keys, value, queries, gradient, seen, log_two, along, factor, scale, of_segment, to_value,
+                        keys, value, queries, gradient, seen, log_two, of_local, factor, scale, of_segment, to_value,
                         DTYPE, PRECISION,
                     )  # fmt: skip
             if ROTARY:
                 of_segment = turn(of_segment, cos, sin, place, BN, D, SIGNED, True)
             to_key += of_segment
+    if SINKS > 0 and not APART:
+        if begin == s:
+            number = tl.where(slots < SINKS, slots, -1)
+            group_of_sinks = (b * kv_heads + kv) * sink_groups + tl.where(sink_groups > 1, s, 0)
+            to_sinks += group_of_sinks.to(tl.int64) * SINKS * (D + E)
+            of_sinks = load_rows(to_sinks, number, D + E, D)
+            if ROTARY:
+                of_sinks = turn(of_sinks, cos, sin, number, BN, D, SIGNED, True)
+            to_key += of_sinks
+            to_value += load_rows(to_sinks + D, number, D + E, E)
     store_rows(to_k + at_key, row, kv_heads * D, to_key, D)
     store_rows(to_v + (b.to(tl.int64) * count * kv_heads + kv) * E, row, kv_heads * E, to_value, E)

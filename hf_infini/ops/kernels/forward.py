@@ -4,8 +4,8 @@ Shapes as in ops/attention.py. A state is a vector of D · E + D numbers in floa
 (tiles of the grid's slots, heads, batch). `document` is the layout's, `[batch or 1, segments + 1]`, with the stride of its
 rows.
 
-Rotary positions: only distances count, so a key is turned once, by its slot, and a query by its slot and the segments between
-the two. A sink is turned by its own place, and a query that sees it by its place in the window.
+Rotary positions: only distances count, so a key is turned once, by its slot, and a query by its slot and the segments
+between the two. A sink's slot is its place, and a query that sees it is turned by its place in the window.
 """
 
 import triton
@@ -21,6 +21,7 @@ from .parts import (
     load_rows,
     load_state,
     rows_of,
+    sink_rows,
     store_rows,
     store_state,
     turn,
@@ -46,13 +47,13 @@ def turn_kernel(
 
 @triton.jit(do_not_specialize=["count", "segments", "width", "document_b"])
 def write_kernel(
-    k, v, wrote, source, skipped, document, k_b, k_h, k_t, v_b, v_h, v_t, document_b, kv_heads, count, segments, width,
+    mk, v, wrote, source, skipped, document, mk_b, mk_h, mk_t, v_b, v_h, v_t, document_b, kv_heads, count, segments, width,
     D: tl.constexpr, E: tl.constexpr, SINKS: tl.constexpr, BT: tl.constexpr, INDEXED: tl.constexpr, SKIPPING: tl.constexpr,
     EXP: tl.constexpr, SPLIT: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """wrote `[batch, kv_heads, segments]`: σ(K)ᵀ V and Σ σ(k) of each segment. Grid (segments, kv_heads, batch)."""
     s, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    k += b.to(tl.int64) * k_b + h * k_h
+    mk += b.to(tl.int64) * mk_b + h * mk_h
     v += b.to(tl.int64) * v_b + h * v_h
     begin = tl.load(document + b * document_b + s)
     memory, normaliser = tl.zeros([D, E], tl.float32), tl.zeros([D], tl.float32)
@@ -60,7 +61,7 @@ def write_kernel(
         slots = at + tl.arange(0, BT)
         row = rows_of(source, b, s, slots, count, segments, width, INDEXED)
         written = is_written(skipped, row, b, s, slots, begin, segments, width, SINKS, SKIPPING)
-        f = tl.where(written[:, None], features(load_rows(k, row, k_t, D).to(tl.float32), EXP), 0.0)
+        f = tl.where(written[:, None], features(load_rows(mk, row, mk_t, D).to(tl.float32), EXP), 0.0)
         memory = exact_dot(tl.trans(f), load_rows(v, row, v_t, E), memory, SPLIT, EXACT)
         normaliser += tl.sum(f, 0)
     state = ((b * kv_heads + h) * segments + s).to(tl.int64) * (D * E + D)
@@ -76,14 +77,14 @@ def _what_left(wrote, s, begin, inside, size, W: tl.constexpr):
 
 @triton.jit(do_not_specialize=["segments", "document_b"])
 def scan_kernel(
-    wrote, states, memory, normaliser, start_memory, start_normaliser, document, document_b, segments, kv_heads,
+    wrote, states, memory, normaliser, start, start_mass, document, document_b, segments, kv_heads,
     of_memory, size, W: tl.constexpr, BLOCK: tl.constexpr, CONTINUED: tl.constexpr, STARTED: tl.constexpr,
 ):  # fmt: skip
     """states `[batch, kv_heads, segments + 1]`: what each segment reads, and the next one would. Grid (size / BLOCK,
     kv_heads, batch), size: numbers in a state, of which the first `of_memory` are M.
 
     CONTINUED: the state before the call is memory and normaliser, `[batch, kv_heads, …]`; else it is that of a new document.
-    STARTED: which starts from start_memory and start_normaliser `[kv_heads, …]`; else from zeros.
+    STARTED: which starts from start and start_mass `[kv_heads, …]`; else from zeros.
     """
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     h, b = tl.program_id(1), tl.program_id(2)
@@ -91,8 +92,8 @@ def scan_kernel(
     place = (b * kv_heads + h).to(tl.int64)
     fresh = tl.zeros([BLOCK], tl.float32)
     if STARTED:
-        fresh = tl.load(start_memory + h * of_memory + at, mask=is_memory, other=0.0)
-        fresh += tl.load(start_normaliser + h * (size - of_memory) + at - of_memory, mask=is_normaliser, other=0.0)
+        fresh = tl.load(start + h * of_memory + at, mask=is_memory, other=0.0)
+        fresh += tl.load(start_mass + h * (size - of_memory) + at - of_memory, mask=is_normaliser, other=0.0)
     now = fresh
     if CONTINUED:
         now = tl.load(memory + place * of_memory + at, mask=is_memory, other=0.0)
@@ -121,7 +122,7 @@ def scan_kernel(
 
 
 @triton.jit
-def _seen_by_softmax(queries, keys, values, seen, top, mass, total, scale, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
+def _weighed(queries, keys, values, seen, top, mass, total, scale, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
     """A tile of keys more in the running softmax: its largest score, Σ e^(s − top), and Σ e^(s − top) v; base 2."""
     scores = tl.dot(queries, tl.trans(keys.to(DTYPE)), input_precision=PRECISION)
     scores = tl.where(seen, scores * (scale * LOG2_E), LOWEST)
@@ -133,19 +134,19 @@ def _seen_by_softmax(queries, keys, values, seen, top, mass, total, scale, DTYPE
 
 @triton.jit(do_not_specialize=["count", "carried", "segments", "width", "length", "held_b", "document_b"])
 def attend_kernel(
-    q, mq, k, v, sink_k, sink_v, out, local_out, log_sum, states, gate, source, document, held, cos, sin,
-    q_b, q_h, q_t, mq_b, mq_h, mq_t, k_b, k_h, k_t, v_b, v_h, v_t, document_b, held_b,
+    q, mq, tk, v, sink_k, sink_v, out, found, log_sum, states, gate, source, document, held, cos, sin,
+    q_b, q_h, q_t, mq_b, mq_h, mq_t, tk_b, tk_h, tk_t, v_b, v_h, v_t, document_b, held_b,
     heads, kv_heads, count, carried, segments, width, length, sink_groups, scale, eps,
-    D: tl.constexpr, E: tl.constexpr, W: tl.constexpr, SINKS: tl.constexpr, SINK_TILE: tl.constexpr,
+    D: tl.constexpr, E: tl.constexpr, W: tl.constexpr, SINKS: tl.constexpr, SINK_TILE: tl.constexpr, APART: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, INDEXED: tl.constexpr, ROTARY: tl.constexpr, SIGNED: tl.constexpr,
     EXP: tl.constexpr, STARTED: tl.constexpr, SAVE: tl.constexpr,
     DTYPE: tl.constexpr, PRECISION: tl.constexpr, SPLIT: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """Window, read and mixture of a tile of queries. Grid (segments · ⌈width / BM⌉, heads, batch).
 
-    q: the window's queries, not turned; mq: the memory's. k: turned. sink_k, sink_v `[batch, kv_heads, groups, SINKS, …]`:
-    turned, a group for every segment, or one. SAVE: also local_out, what the window found, and log_sum
-    `[batch, heads, tokens]`, log₂ of the softmax's denominator, for the gradient.
+    q: the window's queries, not turned; mq: the memory's. tk: turned keys. The sinks are the first tokens of their document,
+    or, APART, sink_k (turned) and sink_v, `[batch, kv_heads, groups, SINKS, …]`, a group for every segment, or one. SAVE:
+    also what the window found, and log_sum `[batch, heads, tokens]`, log₂ of the softmax's denominator, for the gradient.
     """
     tiles, tokens = tl.cdiv(width, BM), count - carried
     s, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
@@ -156,7 +157,7 @@ def attend_kernel(
     row = rows_of(source, b, s, slots, count, segments, width, INDEXED)
     token = tl.where(row >= carried, row - carried, -1)
     query = load_rows(q + b.to(tl.int64) * q_b + h * q_h, token, q_t, D)
-    k += b.to(tl.int64) * k_b + kv * k_h
+    tk += b.to(tl.int64) * tk_b + kv * tk_h
     v += b.to(tl.int64) * v_b + kv * v_h
     top = tl.full([BM], LOWEST / 2, tl.float32)  # above the score of what is not seen, so that this weighs nothing
     mass, total = tl.zeros([BM], tl.float32), tl.zeros([BM, E], tl.float32)
@@ -176,31 +177,33 @@ def attend_kernel(
                 seen = (key_row >= 0)[None, :]
                 if back == 0:
                     seen = seen & (key_slots[None, :] <= slots[:, None])
-                keys, values = load_rows(k, key_row, k_t, D), load_rows(v, key_row, v_t, E)
-                top, mass, total = _seen_by_softmax(turned, keys, values, seen, top, mass, total, scale, DTYPE, PRECISION)
+                keys, values = load_rows(tk, key_row, tk_t, D), load_rows(v, key_row, v_t, E)
+                top, mass, total = _weighed(turned, keys, values, seen, top, mass, total, scale, DTYPE, PRECISION)
     if SINKS > 0:
         if s - begin > W:
-            number = tl.where(tl.arange(0, SINK_TILE) < SINKS, tl.arange(0, SINK_TILE), -1)
-            group = (b * kv_heads + kv) * sink_groups + tl.where(sink_groups > 1, s, 0)
+            sink = sink_rows(source, b, begin, count, segments, width, SINKS, SINK_TILE, INDEXED, APART)
+            if APART:
+                group = ((b * kv_heads + kv) * sink_groups + tl.where(sink_groups > 1, s, 0)).to(tl.int64) * SINKS
+                keys, values = load_rows(sink_k + group * D, sink, D, D), load_rows(sink_v + group * E, sink, E, E)
+            else:
+                keys, values = load_rows(tk, sink, tk_t, D), load_rows(v, sink, v_t, E)
             turned = query.to(DTYPE)
             if ROTARY:
                 place = tl.where(token >= 0, SINKS + W * length + slots, -1)
                 turned = turn(query.to(tl.float32), cos, sin, place, BM, D, SIGNED, False).to(DTYPE)
-            keys = load_rows(sink_k + group.to(tl.int64) * SINKS * D, number, D, D)
-            values = load_rows(sink_v + group.to(tl.int64) * SINKS * E, number, E, E)
-            seen = (number >= 0)[None, :]
-            top, mass, total = _seen_by_softmax(turned, keys, values, seen, top, mass, total, scale, DTYPE, PRECISION)
+            seen = (sink >= 0)[None, :]
+            top, mass, total = _weighed(turned, keys, values, seen, top, mass, total, scale, DTYPE, PRECISION)
     mass = tl.where(token >= 0, mass, 1.0)
     local = total / mass[:, None]
     at_out = (b.to(tl.int64) * tokens * heads + h) * E
     if SAVE:
-        store_rows(local_out + at_out, token, heads * E, local, E)
+        store_rows(found + at_out, token, heads * E, local, E)
         tl.store(log_sum + (b * heads + h).to(tl.int64) * tokens + token, top + tl.log2(mass), mask=token >= 0)
     if holds_memory(held, b, s, held_b, STARTED):
         at_state = ((b * kv_heads + kv) * (segments + 1) + s).to(tl.int64) * (D * E + D)
         memory, normaliser = load_state(states + at_state, D, E)
         f = features(load_rows(mq + b.to(tl.int64) * mq_b + h * mq_h, token, mq_t, D).to(tl.float32), EXP)
-        found = tl.sum(f * normaliser[None, :], 1) + eps
-        read = exact_dot(f, memory, tl.zeros([BM, E], tl.float32), SPLIT, EXACT) / found[:, None]
+        denominator = tl.sum(f * normaliser[None, :], 1) + eps
+        read = exact_dot(f, memory, tl.zeros([BM, E], tl.float32), SPLIT, EXACT) / denominator[:, None]
         local += tl.sigmoid(tl.load(gate + h).to(tl.float32)) * (read - local)
     store_rows(out + at_out, token, heads * E, local, E)

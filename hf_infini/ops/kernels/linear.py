@@ -8,7 +8,6 @@ and head, and the states of the segments, and computes the rest again.
 from typing import Any, NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 from torch.autograd import Function
@@ -22,17 +21,17 @@ from . import backward, forward
 from .parts import INTERPRETED
 from .rotary import halves_of
 
-SCAN = {"BLOCK": 128, "num_warps": 1}
-# Tokens at a time, warps and stages of the software pipeline, by kernel: measured on an H100
+# Tokens at a time, warps and stages of the software pipeline, by kernel: the fastest of eight measured on an H100
 TILES: dict[str, dict[str, int]] = {
-    "turn": {"BT": 64, "num_warps": 4},
-    "write": {"BT": 64, "num_warps": 4, "num_stages": 2},
-    "attend": {"BM": 64, "BN": 64, "num_warps": 4, "num_stages": 2},
-    "queries": {"BM": 64, "BN": 64, "num_warps": 4, "num_stages": 2},
-    "states": {"BM": 64, "num_warps": 4, "num_stages": 2},
+    "turn": {"BT": 32, "num_warps": 4, "num_stages": 2},
+    "write": {"BT": 64, "num_warps": 4, "num_stages": 3},
+    "attend": {"BM": 64, "BN": 64, "num_warps": 4, "num_stages": 3},
+    "queries": {"BM": 64, "BN": 64, "num_warps": 4, "num_stages": 3},
+    "states": {"BM": 32, "num_warps": 4, "num_stages": 2},
     "sinks": {"BM": 64, "num_warps": 4, "num_stages": 2},
-    "keys": {"BM": 64, "BN": 64, "num_warps": 4, "num_stages": 2},
+    "keys": {"BM": 64, "BN": 64, "num_warps": 4, "num_stages": 1},
 }
+SCAN = {"BLOCK": 64, "num_warps": 2}
 
 
 class Grid(NamedTuple):
@@ -41,6 +40,7 @@ class Grid(NamedTuple):
     Attributes:
         layout: of the call. rotary: cosines, sines, and whether the first half of these is negative; or `None`.
         exp, scale, eps: feature map, factor of the scores, ε.
+        apart: whether the sinks may be in the state's window, which the grid does not hold.
         continued: whether the state before the call is another than that of a new document.
         started: whether a new document has a memory.
         last: segment of the next token, `[batch]`; `None`: the state after the call is not wanted.
@@ -52,50 +52,59 @@ class Grid(NamedTuple):
     exp: bool
     scale: float
     eps: float
+    apart: bool
     continued: bool
     started: bool
     last: Tensor | None
     dtype: torch.dtype
 
-    @property
-    def count(self) -> int:
-        """Rows of keys: the window's and the call's."""
-        return self.layout.carried + self.layout.tokens
+    def values(self, query: Tensor, key: Tensor, value: Tensor) -> dict[str, Any]:
+        """What is the same for all kernels, by the names of their arguments. The interpreter's products of 16 bits are
+        wrong."""
+        layout, short = self.layout, {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}.get(self.dtype)
+        (_, heads, tokens, width), kv_heads, value_width = query.shape, key.shape[1], value.shape[3]
+        document, held, indexed = layout.document, layout.memory_tokens_before, isinstance(layout, IndexedLayout)
+        cos, sin, signed = self.rotary or (None, None, False)
+        sinks, exact = layout.sink_tokens, "ieee" if INTERPRETED else "tf32x3"
+        return {
+            "source": layout.source.contiguous() if indexed else None,
+            "skipped": None if layout.skipped is None else layout.skipped.contiguous(),
+            "document": document, "document_b": document.stride(0) if document.shape[0] > 1 else 0,
+            "held": held, "held_b": held.stride(0), "cos": cos, "sin": sin,
+            "heads": heads, "kv_heads": kv_heads, "count": layout.carried + tokens, "carried": layout.carried,
+            "segments": layout.segments, "width": layout.slots, "length": layout.segment_length,
+            "of_memory": width * value_width, "size": width * value_width + width, "scale": self.scale, "eps": self.eps,
+            "D": width, "E": value_width, "W": layout.local_segments, "SINKS": sinks,
+            "SINK_TILE": _power_of_two(max(16, sinks)), "APART": self.apart, "INDEXED": indexed,
+            "SKIPPING": layout.skipped is not None, "ROTARY": cos is not None,
+            "SIGNED": signed, "EXP": self.exp, "STARTED": self.started, "CONTINUED": self.continued,
+            "DTYPE": short or tl.float32, "PRECISION": exact, "SPLIT": short is not None, "EXACT": exact,
+        } | ({"DTYPE": tl.float32, "SPLIT": False} if INTERPRETED else {})  # fmt: skip
 
-    def tiles(self, kernel: str, *tensors: Tensor) -> dict[str, int]:
+    def tiles(self, name: str, *tensors: Tensor) -> dict[str, int]:
         """Of a kernel: no more tokens than a segment has, and than fit on the chip in these tensors' width."""
-        tiles = TILES[kernel]
-        fits = max(16, triton.next_power_of_2(self.layout.slots))
-        if max(t.shape[-1] * t.itemsize for t in tensors) > 128:
-            fits = min(fits, 32)
-        return tiles | {name: min(size, fits) for name, size in tiles.items() if name.startswith("B")}
+        most = _power_of_two(max(16, self.layout.slots))
+        if max(tensor.shape[-1] * tensor.itemsize for tensor in tensors) > 128:
+            most = min(most, 32)
+        return {part: min(size, most) if part[0] == "B" else size for part, size in TILES[name].items()}
 
-    def constants(self) -> dict[str, Any]:
-        return {"INDEXED": isinstance(self.layout, IndexedLayout), "STARTED": self.started, "EXP": self.exp}
-
-    def products(self) -> dict[str, Any]:
-        """How the memory's products are computed."""
-        short = self.dtype != torch.float32
-        return {"SPLIT": short and not INTERPRETED, "EXACT": "ieee" if INTERPRETED else "tf32x3"}
-
-    def scores(self) -> dict[str, Any]:
-        """How the window's products are: the interpreter's of 16 bits are wrong."""
-        dtype = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}.get(self.dtype, tl.float32)
-        return {"DTYPE": tl.float32 if INTERPRETED else dtype, "PRECISION": "ieee" if INTERPRETED else "tf32x3"}
-
-    def turned(self, x: Tensor, first_place: int, shift: int) -> Tensor:
+    def turned(self, values: dict[str, Any], x: Tensor, first_place: int, shift: int) -> Tensor:
         """x `[batch, heads, tokens, width]` turned by its slots; shift: rows before those of x."""
         if self.rotary is None:
             return x
-        cos, sin, signed = self.rotary
-        batch, heads, tokens, width = x.shape
-        layout, turned = self.layout, _rows_like(x, tokens, x.dtype)
-        tiles = self.tiles("turn", x)
-        forward.turn_kernel[layout.segments * triton.cdiv(layout.slots, tiles["BT"]), heads, batch](
-            x, turned, _source(layout), cos, sin, *x.stride()[:3], heads, shift + tokens, shift, first_place,
-            layout.segments, layout.slots, D=width, SIGNED=signed, INDEXED=isinstance(layout, IndexedLayout), **tiles,
-        )  # fmt: skip
+        batch, heads, tokens, _ = x.shape
+        turned, tiles = _rows_like(x, tokens, x.dtype), self.tiles("turn", x)
+        grid = (self.layout.segments * _ceil(self.layout.slots, tiles["BT"]), heads, batch)
+        own = {"turned": turned, "heads": heads, "count": shift + tokens, "shift": shift, "first_place": first_place}
+        launch(forward.turn_kernel, grid, values | _named(x=x) | own, tiles)
         return turned
+
+
+def launch(kernel: Any, grid: tuple[int, int, int], values: dict[str, Any], tiles: dict[str, int]) -> None:
+    """Runs a kernel with those of the values that it has arguments for."""
+    values = values | tiles
+    options = {name: size for name, size in tiles.items() if name[0] != "B"}
+    kernel[grid](*[values[name] for name in kernel.arg_names], **options)
 
 
 def run(call: AttentionCall) -> Attended:
@@ -117,16 +126,16 @@ def run(call: AttentionCall) -> Attended:
     if softmax.query_weight is not None:
         memory_query = query if memory_query is None else memory_query
         query = query @ softmax.query_weight.to(dtype)
+    apart = bool(layout.carried or (isinstance(layout, PlainLayout) and layout.seen))
     sinks = (None, None)
-    if layout.sink_tokens:
+    if layout.sink_tokens and apart:
         sink_key = _sinks(layout, key, state.local_key)
         if softmax.rotary is not None:
             sink_key = softmax.rotary(sink_key, slice(0, layout.sink_tokens))
         sinks = (sink_key.contiguous(), _sinks(layout, value, state.local_value).contiguous())
     rotary = None if softmax.rotary is None else _tables(softmax.rotary)
-    continued = started or bool(layout.carried or (isinstance(layout, PlainLayout) and layout.seen))
     scale = softmax.scaling_of(query)
-    grid = Grid(layout, rotary, rule.feature_map == "exp", scale, rule.eps, continued, started, last, dtype)
+    grid = Grid(layout, rotary, rule.feature_map == "exp", scale, rule.eps, apart, apart or started, started, last, dtype)
     start = state.start() if started else (None, None)
     before = (state.memory, state.normaliser) if grid.continued else (None, None)
     if (memory_query is None) != (memory_key is None):  # one of the two is mapped: both are arguments of their own
@@ -139,6 +148,15 @@ def run(call: AttentionCall) -> Attended:
     return Attended(output, state.after(layout, memory=after[0], normaliser=after[1]), None)
 
 
+def _ceil(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def _power_of_two(n: int) -> int:
+    """The next one from n on."""
+    return 1 << (n - 1).bit_length()
+
+
 def _dtype(call: AttentionCall) -> torch.dtype:
     kind = call.tokens.query.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else call.tokens.query.dtype
@@ -147,10 +165,6 @@ def _dtype(call: AttentionCall) -> torch.dtype:
 def _tables(rotary: Rotary) -> tuple[Tensor, Tensor, bool]:
     cos, sin = (table.contiguous() for table in rotary.tables)
     return cos, sin, halves_of(rotary) == "signed"
-
-
-def _source(layout: GridLayout) -> Tensor | None:
-    return layout.source.contiguous() if isinstance(layout, IndexedLayout) else None
 
 
 def _last_segment(layout: GridLayout) -> Tensor:
@@ -167,7 +181,8 @@ def _with_window(layout: GridLayout, new: Tensor, window: Tensor | None) -> Tens
 
 
 def _sinks(layout: GridLayout, rows: Tensor, window: Tensor) -> Tensor:
-    """The sinks of every segment, or of all, `[batch, heads, segments or 1, sinks, dim]`. rows: those of the grid."""
+    """The sinks of a call that continues a state, for every segment or for all, `[batch, heads, segments or 1, sinks, dim]`.
+    rows: those of the grid."""
     count = layout.sink_tokens
     if isinstance(layout, PlainLayout):
         if layout.first or layout.seen >= count:
@@ -182,8 +197,6 @@ def _sinks(layout: GridLayout, rows: Tensor, window: Tensor) -> Tensor:
     batch = torch.arange(layout.batch, device=rows.device)[:, None, None]
     # Advanced indices, whose gradient is summed in a fixed order
     front = (rows.transpose(1, 2)[batch, row.clamp(min=0)] * there[..., None, None]).permute(0, 3, 1, 2, 4)
-    if not layout.carried:
-        return front
     known = (document < 0).unsqueeze(-1) | (there & (row < layout.carried))
     return torch.where(known[:, None, :, :, None], window[:, :, None, :count].to(rows.dtype), front)
 
@@ -194,177 +207,137 @@ def _rows_like(x: Tensor, tokens: int, dtype: torch.dtype, zeros: bool = False) 
     return make(x.shape[0], tokens, x.shape[1], x.shape[3], dtype=dtype, device=x.device).transpose(1, 2)
 
 
-def _strides(*tensors: Tensor) -> list[int]:
-    return [stride for tensor in tensors for stride in tensor.stride()[:3]]
-
-
-def _document(layout: GridLayout) -> tuple[Tensor, int]:
-    """The layout's `document`, and the stride of its rows."""
-    return layout.document, layout.document.stride(0) if layout.document.shape[0] > 1 else 0
+def _named(**tensors: Tensor | None) -> dict[str, Any]:
+    """Tensors and their strides, by the names of the kernels' arguments."""
+    values: dict[str, Any] = dict(tensors)
+    for name, tensor in tensors.items():
+        if tensor is not None:
+            values |= zip((f"{name}_b", f"{name}_h", f"{name}_t"), tensor.stride(), strict=False)
+    return values
 
 
 class Linear(Function):
     """The linear rule, sinks and window; forward.py and backward.py have the formulas.
 
     Arguments: queries, keys, values (keys and values of all rows of the grid); queries and keys of the memory, or `None`:
-    the same; the sinks' turned keys and values; the gate; memory and normaliser before the call; start memory and normaliser;
-    the [`Grid`].
+    the same; the sinks' turned keys and values, where they are apart; the gate; memory and normaliser before the call; start
+    memory and normaliser; the [`Grid`].
     """
 
     @staticmethod
-    def forward(
-        ctx, query, key, value, memory_query, memory_key, sink_key, sink_value, gate, memory, normaliser, start, start_mass, grid
-    ):
-        layout, mapped_apart = grid.layout, memory_query is not None
+    def forward(ctx, query, key, value, memory_query, memory_key, sink_key, sink_value, gate, *before_and_grid):
+        *before, grid = before_and_grid
         query, key, value = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value))
-        memory_query, memory_key = (memory_query.contiguous(), memory_key.contiguous()) if mapped_apart else (query, key)
-        memory, normaliser, start, start_mass = (
-            None if t is None else t.float().contiguous() for t in (memory, normaliser, start, start_mass)
-        )
-        (batch, heads, tokens, width), kv_heads, value_width = query.shape, key.shape[1], value.shape[3]
-        segments, slots, local, sinks = layout.segments, layout.slots, layout.local_segments, layout.sink_tokens
-        size = width * value_width + width
-        document, document_b = _document(layout)
-        skipped = None if layout.skipped is None else layout.skipped.contiguous()
-        source, held = _source(layout), layout.memory_tokens_before
-        new = query.new_empty
-        wrote = new(batch, kv_heads, segments, size, dtype=torch.float32)
-        states = new(batch, kv_heads, segments + 1, size, dtype=torch.float32)
-        widths = {"D": width, "E": value_width, "SINKS": sinks}
-        constants, products = grid.constants(), grid.products()
-        forward.write_kernel[segments, kv_heads, batch](
-            memory_key, value, wrote, source, skipped, document, *_strides(memory_key, value), document_b, kv_heads,
-            grid.count, segments, slots, **widths, INDEXED=constants["INDEXED"], SKIPPING=skipped is not None, EXP=grid.exp,
-            **products, **grid.tiles("write", value),
-        )  # fmt: skip
-        forward.scan_kernel[triton.cdiv(size, SCAN["BLOCK"]), kv_heads, batch](
-            wrote, states, memory, normaliser, start, start_mass, document, document_b, segments, kv_heads,
-            width * value_width, size, W=local, CONTINUED=grid.continued, STARTED=grid.started, **SCAN,
-        )  # fmt: skip
-        del wrote
-        turned_key = grid.turned(key, 0, 0)
-        output = _rows_like(value[:, :1].expand(-1, heads, -1, -1), tokens, value.dtype, zeros=constants["INDEXED"])
+        own_query, own_key = (None if t is None else t.contiguous() for t in (memory_query, memory_key))
+        memory, normaliser, start, start_mass = (None if t is None else t.float().contiguous() for t in before)
+        batch, heads, tokens, width = query.shape
+        kv_heads, segments, size = key.shape[1], grid.layout.segments, width * value.shape[3] + width
+        values = grid.values(query, key, value)
+        values |= _named(q=query, v=value, mq=query, mk=key)
+        if own_query is not None:
+            values |= _named(mq=own_query, mk=own_key)
+        values |= {"sink_k": sink_key, "sink_v": sink_value, "sink_groups": 1 if sink_key is None else sink_key.shape[2]}
+        values |= {"memory": memory, "normaliser": normaliser, "start": start, "start_mass": start_mass, "gate": gate}
+        states = query.new_empty(batch, kv_heads, segments + 1, size, dtype=torch.float32)
+        values |= {"states": states, "wrote": torch.empty_like(states[:, :, :segments])}
+        launch(forward.write_kernel, (segments, kv_heads, batch), values, grid.tiles("write", value))
+        launch(forward.scan_kernel, (_ceil(size, SCAN["BLOCK"]), kv_heads, batch), values, SCAN)
+        del values["wrote"]
+        turned_key = grid.turned(values, key, 0, 0)
+        output = _rows_like(value[:, :1].expand(-1, heads, -1, -1), tokens, value.dtype, zeros=values["INDEXED"])
         save = any(ctx.needs_input_grad)
         found = torch.empty_like(output) if save else None
-        log_sum = new(batch, heads, tokens, dtype=torch.float32) if save else None
-        cos, sin, signed = grid.rotary or (None, None, False)
-        groups = 1 if sink_key is None else sink_key.shape[2]
+        log_sum = query.new_empty(batch, heads, tokens, dtype=torch.float32) if save else None
+        values |= _named(tk=turned_key) | {"out": output, "found": found, "log_sum": log_sum, "SAVE": save}
         tiles = grid.tiles("attend", query, value)
-        forward.attend_kernel[segments * triton.cdiv(slots, tiles["BM"]), heads, batch](
-            query, memory_query, turned_key, value, sink_key, sink_value, output, found, log_sum, states, gate, source, document,
-            held, cos, sin, *_strides(query, memory_query, turned_key, value), document_b, held.stride(0), heads, kv_heads,
-            grid.count, layout.carried, segments, slots, layout.segment_length, groups, grid.scale, grid.eps, **widths, W=local,
-            SINK_TILE=_sink_tile(sinks), ROTARY=cos is not None, SIGNED=signed, SAVE=save, **constants, **grid.scores(),
-            **products, **tiles,
-        )  # fmt: skip
-        after = after_mass = None
-        if grid.last is not None:
-            after = states[torch.arange(batch, device=query.device), :, grid.last]
-            after, after_mass = after[..., : width * value_width].unflatten(-1, (width, value_width)), after[..., -width:]
-            after, after_mass = after.contiguous(), after_mass.contiguous()
-        ctx.save_for_backward(
-            query, key, value, memory_query if mapped_apart else None, memory_key if mapped_apart else None, sink_key, sink_value,
-            gate, turned_key if cos is not None else None, found, log_sum, states,
-        )  # fmt: skip
+        launch(forward.attend_kernel, (segments * _ceil(grid.layout.slots, tiles["BM"]), heads, batch), values, tiles)
+        turned_key = None if grid.rotary is None else turned_key
         ctx.grid = grid
+        ctx.save_for_backward(
+            query, key, value, own_query, own_key, sink_key, sink_value, gate, turned_key, found, log_sum, states
+        )
         ctx.set_materialize_grads(False)
-        return output, after, after_mass
+        if grid.last is None:
+            return output, None, None
+        after = states[torch.arange(batch, device=query.device), :, grid.last]
+        after, after_mass = after.split([size - width, width], -1)
+        return output, after.unflatten(-1, (width, -1)).contiguous(), after_mass.contiguous()
 
     @staticmethod
     @once_differentiable
     def backward(ctx, gradient, to_after, to_after_mass):
-        query, key, value, memory_query, memory_key, sink_key, sink_value, gate, turned_key, found, log_sum, states = (
-            ctx.saved_tensors
-        )
-        grid, apart = ctx.grid, memory_query is not None
-        layout = grid.layout
-        memory_query, memory_key = (memory_query, memory_key) if apart else (query, key)
-        turned_key = key if turned_key is None else turned_key
-        (batch, heads, tokens, width), kv_heads, value_width = query.shape, key.shape[1], value.shape[3]
-        segments, slots, local, sinks = layout.segments, layout.slots, layout.local_segments, layout.sink_tokens
-        size, of_memory = width * value_width + width, width * value_width
-        gradient = torch.zeros_like(found) if gradient is None else gradient
-        gradient = gradient if gradient.stride(-1) == 1 else gradient.contiguous()
-        document, document_b = _document(layout)
-        skipped = None if layout.skipped is None else layout.skipped.contiguous()
-        source, held = _source(layout), layout.memory_tokens_before
-        cos, sin, signed = grid.rotary or (None, None, False)
-        groups = 1 if sink_key is None else sink_key.shape[2]
-        constants, products, scores = grid.constants(), grid.products(), grid.scores()
-        widths = {"D": width, "E": value_width}
-        turning = {"ROTARY": cos is not None, "SIGNED": signed}
-        window = {"W": local, "SINKS": sinks}
+        query, key, value, own_query, own_key, *others = ctx.saved_tensors
+        sink_key, sink_value, gate, turned_key, found, log_sum, states = others
+        grid, apart, layout = ctx.grid, own_query is not None, ctx.grid.layout
+        batch, heads, tokens, width = query.shape
+        kv_heads, segments, size = key.shape[1], layout.segments, width * value.shape[3] + width
+        of_segments, rows = (segments, kv_heads, batch), layout.carried + tokens
 
-        def new(*shape):
+        def new(*shape: int) -> Tensor:
             return query.new_empty(*shape, dtype=torch.float32)
 
-        zeros = constants["INDEXED"]  # for padding
+        gradient = torch.zeros_like(found) if gradient is None else gradient
+        gradient = gradient if gradient.stride(-1) == 1 else gradient.contiguous()
+        values = grid.values(query, key, value)
+        values |= _named(q=query, k=key, v=value, g=gradient, tk=key if turned_key is None else turned_key)
+        values |= _named(mq=own_query if apart else query, mk=own_key if apart else key)
+        groups = 1 if sink_key is None else sink_key.shape[2]
+        values |= {"sink_k": sink_key, "sink_v": sink_value, "sink_groups": groups, "gate": gate, "states": states}
+        zeros = values["INDEXED"]  # for padding
         to_query = _rows_like(query, tokens, query.dtype, zeros)
-        to_key, to_value = (_rows_like(t, grid.count, t.dtype, zeros) for t in (key, value))
-        to_memory_query = _rows_like(query, tokens, memory_query.dtype, zeros) if apart else None
-        to_memory_key = _rows_like(key, grid.count, memory_key.dtype, zeros) if apart else None
-        along, inverse, to_mass = new(3, batch, heads, tokens)
+        to_key, to_value = (_rows_like(t, rows, t.dtype, zeros) for t in (key, value))
+        to_own_query = _rows_like(query, tokens, own_query.dtype, zeros) if apart else None
+        to_own_key = _rows_like(key, rows, own_key.dtype, zeros) if apart else None
+        values |= {"to_q": to_query, "to_k": to_key, "to_v": to_value, "to_mq": to_own_query, "to_mk": to_own_key}
+        values |= {"MAPPED": apart, "found": found, "log_sum": log_sum}
+        values |= zip(("along", "inverse", "to_mass"), new(3, batch, heads, tokens), strict=True)
         tiles = grid.tiles("queries", query, value)
-        blocks = segments * triton.cdiv(slots, tiles["BM"])
+        blocks = segments * _ceil(layout.slots, tiles["BM"])
         to_gate = new(batch, heads, blocks)
-        backward.queries_kernel[blocks, heads, batch](
-            query, memory_query, turned_key, value, sink_key, sink_value, gradient, found, log_sum, along, inverse, to_mass,
-            to_query, to_memory_query, to_gate, states, gate, source, document, held, cos, sin,
-            *_strides(query, memory_query, turned_key, value, gradient), document_b, held.stride(0), heads, kv_heads,
-            grid.count, layout.carried, segments, slots, layout.segment_length, groups, grid.scale, grid.eps, **widths, **window,
-            SINK_TILE=_sink_tile(sinks), MAPPED=apart, **turning, **constants, **scores, **products, **tiles,
-        )  # fmt: skip
-        to_states, to_wrote = new(batch, kv_heads, segments, size), new(batch, kv_heads, segments, size)
-        backward.states_kernel[segments, kv_heads, batch](
-            memory_query, gradient, inverse, to_mass, to_states, source, held, *_strides(memory_query, gradient), held.stride(0),
-            heads, kv_heads, grid.count, layout.carried, segments, slots, **widths, **constants, **products,
-            **grid.tiles("states", query, value),
-        )  # fmt: skip
+        launch(backward.queries_kernel, (blocks, heads, batch), values | {"to_gate": to_gate}, tiles)
+
         has_last = to_after is not None or to_after_mass is not None
         if has_last:
-            to_after = new(batch, kv_heads, of_memory).zero_() if to_after is None else to_after.contiguous()
+            to_after = new(batch, kv_heads, size - width).zero_() if to_after is None else to_after.contiguous()
             to_after_mass = new(batch, kv_heads, width).zero_() if to_after_mass is None else to_after_mass.contiguous()
-        to_memory = to_normaliser = to_start = None
-        if grid.continued:
-            to_memory, to_normaliser = new(batch, kv_heads, width, value_width), new(batch, kv_heads, width)
-        if grid.started:
-            to_start = new(batch, kv_heads, size)
-        backward.scan_back_kernel[triton.cdiv(size, SCAN["BLOCK"]), kv_heads, batch](
-            to_states, to_wrote, grid.last, to_after, to_after_mass, to_memory, to_normaliser, to_start, document, document_b,
-            segments, kv_heads, of_memory, size, W=local, LAST=has_last, CONTINUED=grid.continued, STARTED=grid.started, **SCAN,
-        )  # fmt: skip
-        del to_states
-        turned_query = grid.turned(query, sinks + local * layout.segment_length, layout.carried)
+        to_memory = new(batch, kv_heads, width, value.shape[3]) if grid.continued else None
+        to_normaliser = new(batch, kv_heads, width) if grid.continued else None
+        to_start = new(batch, kv_heads, size) if grid.started else None
+        values |= {"to_states": new(batch, kv_heads, segments, size), "to_wrote": new(batch, kv_heads, segments, size)}
+        values |= {"last": grid.last, "LAST": has_last, "to_last_memory": to_after, "to_last_normaliser": to_after_mass}
+        values |= {"to_memory": to_memory, "to_normaliser": to_normaliser, "to_start": to_start}
+        launch(backward.states_kernel, of_segments, values, grid.tiles("states", query, value))
+        launch(backward.scan_back_kernel, (_ceil(size, SCAN["BLOCK"]), kv_heads, batch), values, SCAN)
+
+        first_place = layout.sink_tokens + layout.local_segments * layout.segment_length
+        values |= _named(tq=grid.turned(values, query, first_place, layout.carried))
         to_sinks = None
-        if sinks:
-            to_sinks = new(batch, kv_heads, segments, sinks, width + value_width)
-            backward.sinks_kernel[segments, kv_heads, batch](
-                turned_query, sink_key, sink_value, gradient, log_sum, along, to_sinks, gate, source, document, held,
-                *_strides(turned_query, gradient), document_b, held.stride(0), heads, kv_heads, grid.count, layout.carried,
-                segments, slots, groups, grid.scale, **widths, **window, SINK_TILE=_sink_tile(sinks),
-                INDEXED=constants["INDEXED"], STARTED=grid.started, **scores, **grid.tiles("sinks", query, value),
-            )  # fmt: skip
-            to_sinks = to_sinks.sum(2, keepdim=True) if groups == 1 else to_sinks
+        if layout.sink_tokens:
+            to_sinks = new(batch, kv_heads, segments, layout.sink_tokens, width + value.shape[3])
+            launch(backward.sinks_kernel, of_segments, values | {"to_sinks": to_sinks}, grid.tiles("sinks", query, value))
+            if not grid.apart or groups == 1:
+                to_sinks = _sums_by_document(to_sinks, layout)
+            values["sink_groups"] = to_sinks.shape[2]
+        values["to_sinks"] = to_sinks
         tiles = grid.tiles("keys", query, value)
-        backward.keys_kernel[segments * triton.cdiv(slots, tiles["BN"]), kv_heads, batch](
-            turned_query, key, memory_key, value, gradient, log_sum, along, to_key, to_memory_key, to_value, to_wrote, gate,
-            source, document, held, skipped, cos, sin, *_strides(turned_query, key, memory_key, value, gradient), document_b,
-            held.stride(0), heads, kv_heads, grid.count, layout.carried, segments, slots, layout.segment_length, grid.scale,
-            **widths, **window, SKIPPING=skipped is not None, MAPPED=apart, **turning, **constants, **scores, **products, **tiles,
-        )  # fmt: skip
-        of_sinks = (None, None)
-        if to_sinks is not None:
-            of_sinks = tuple(part.to(query.dtype) for part in to_sinks.split([width, value_width], -1))
-        of_start = (None, None)
+        launch(backward.keys_kernel, (segments * _ceil(layout.slots, tiles["BN"]), kv_heads, batch), values, tiles)
+
+        of_sinks = of_start = (None, None)
+        if to_sinks is not None and grid.apart:
+            of_sinks = tuple(part.to(query.dtype) for part in to_sinks.split([width, value.shape[3]], -1))
         if to_start is not None:
-            to_start = to_start.sum(0)
-            of_start = (to_start[:, :of_memory].unflatten(-1, (width, value_width)), to_start[:, of_memory:])
+            of_start, of_start_mass = to_start.sum(0).split([size - width, width], -1)
+            of_start = (of_start.unflatten(-1, (width, -1)), of_start_mass)
         to_gate = to_gate.sum((0, 2)).to(gate.dtype)
-        return (
-            to_query, to_key, to_value, to_memory_query, to_memory_key, *of_sinks, to_gate, to_memory, to_normaliser, *of_start,
-            None,
-        )  # fmt: skip
+        own = (to_own_query, to_own_key)
+        return to_query, to_key, to_value, *own, *of_sinks, to_gate, to_memory, to_normaliser, *of_start, None
 
 
-def _sink_tile(sinks: int) -> int:
-    return max(16, triton.next_power_of_2(max(1, sinks)))
+def _sums_by_document(to_sinks: Tensor, layout: GridLayout) -> Tensor:
+    """What all segments owe to their document's sinks, `[batch, kv_heads, segments, …]`, at the document's first segment; of
+    a plain layout at the only one."""
+    if isinstance(layout, PlainLayout):
+        return to_sinks.sum(2, keepdim=True)
+    first = torch.arange(layout.segments, device=to_sinks.device)[:, None]
+    member = (layout.document[:, None, :-1] == first).to(to_sinks.dtype)
+    return (member.unsqueeze(1) @ to_sinks.flatten(3)).unflatten(-1, to_sinks.shape[3:])

@@ -114,9 +114,22 @@ def store_state(states, memory, normaliser, D: tl.constexpr, E: tl.constexpr):
 
 
 @triton.jit
+def sink_rows(
+    source, b, begin, count, segments, width, SINKS: tl.constexpr, SINK_TILE: tl.constexpr, INDEXED: tl.constexpr,
+    APART: tl.constexpr,
+):  # fmt: skip
+    """The rows of a document's sinks, `[SINK_TILE]`, −1 beyond them: the first of its first segment; APART: of tensors of
+    their own."""
+    number = tl.arange(0, SINK_TILE)
+    if APART:
+        return tl.where(number < SINKS, number, -1)
+    return rows_of(source, b, begin, tl.where(number < SINKS, number, width), count, segments, width, INDEXED)
+
+
+@triton.jit
 def holds_memory(held, b, s, held_b, STARTED: tl.constexpr):
-    """Whether there is anything to read from the memory of segment s. held: the layout's `memory_tokens_before`. STARTED: the
-    memory of a new document is not empty."""
+    """Whether there is anything to read from the memory of segment s. held: the layout's `memory_tokens_before`. STARTED:
+    the memory of a new document is not empty."""
     if STARTED:
         return s >= 0
     return tl.load(held + b * held_b + s) > 0
