@@ -83,10 +83,12 @@ class Grid(NamedTuple):
 
     def tiles(self, name: str, *tensors: Tensor) -> dict[str, int]:
         """Of a kernel: no more tokens than a segment has, and than fit on the chip in these tensors' width."""
-        most = _power_of_two(max(16, self.layout.slots))
+        most, tiles = _power_of_two(max(16, self.layout.slots)), TILES[name]
         if max(tensor.shape[-1] * tensor.itemsize for tensor in tensors) > 128:
             most = min(most, 32)
-        return {part: min(size, most) if part[0] == "B" else size for part, size in TILES[name].items()}
+        if max(tensor.shape[-1] for tensor in tensors) > 64:
+            tiles = tiles | {"num_warps": 8}
+        return {part: min(size, most) if part[0] == "B" else size for part, size in tiles.items()}
 
     def turned(self, values: dict[str, Any], x: Tensor, first_place: int, shift: int) -> Tensor:
         """x `[batch, heads, tokens, width]` turned by its slots; shift: rows before those of x."""
