@@ -102,11 +102,37 @@ class Grid(NamedTuple):
         return turned
 
 
+_compiled: dict[tuple, Any] = {}
+
+
 def launch(kernel: Any, grid: tuple[int, int, int], values: dict[str, Any], tiles: dict[str, int]) -> None:
-    """Runs a kernel with those of the values that it has arguments for."""
+    """Runs a kernel with those of the values that it has arguments for.
+
+    Triton's own way to a kernel that is compiled already looks at every argument twice, and takes the CPU longer than
+    a short layer takes the GPU.
+    """
     values = values | tiles
+    arguments = [values[name] for name in kernel.arg_names]
     options = {name: size for name, size in tiles.items() if name[0] != "B"}
-    kernel[grid](*[values[name] for name in kernel.arg_names], **options)
+    if INTERPRETED:
+        kernel[grid](*arguments, **options)
+        return
+    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+    key = (kernel, device, *map(_compiled_for, arguments, kernel.params), *options.values())
+    if (compiled := _compiled.get(key)) is None:
+        _compiled[key] = kernel[grid](*arguments, **options)
+    else:
+        compiled[grid](*arguments)
+
+
+def _compiled_for(argument: Any, parameter: Any) -> Any:
+    """What Triton compiles a kernel for: a constant's value, a tensor's type, whether a number is 1, a multiple of 16, or
+    longer than 32 bits."""
+    if isinstance(argument, Tensor):
+        return argument.dtype, argument.data_ptr() % 16
+    if parameter.is_constexpr or not isinstance(argument, int):
+        return argument if parameter.is_constexpr else type(argument)
+    return argument == 1, argument % 16 == 0, argument < 2**31
 
 
 def run(call: AttentionCall) -> Attended:
@@ -142,7 +168,9 @@ def run(call: AttentionCall) -> Attended:
     before = (state.memory, state.normaliser) if grid.continued else (None, None)
     if (memory_query is None) != (memory_key is None):  # one of the two is mapped: both are arguments of their own
         memory_query, memory_key = query if memory_query is None else memory_query, key if memory_key is None else memory_key
-    output, *after = Linear.apply(query, key, value, memory_query, memory_key, *sinks, call.gate, *before, *start, grid)
+    inputs = (query, key, value, memory_query, memory_key, *sinks, call.gate, *before, *start)
+    with torch.cuda.device_of(query):  # else Triton takes the current one
+        output, *after = Linear.apply(*inputs, grid)
     output = output.to(call.tokens.value.dtype)
     if not call.return_state:
         return Attended(output, None, None)
