@@ -10,10 +10,11 @@ Parts:
     model      training steps, beside the same model with its own attention
     decoding   cache bytes and seconds of a new token of each row after long contexts, likewise
 
-Contestants take turns in one process, in a new random order every round; figures are medians of the rounds with the
-extremes, and ratios are taken within the rounds. Peaks are of torch.cuda.max_memory_allocated, on a GPU only. What needs too
-much memory is skipped, and the table says so. Models have random weights, unless --model is a checkpoint. For figures of
-record let nothing else run. The first command takes less than ten minutes on an H100.
+Contestants take turns in one process, in a new random order every round (models in training one after the other, for the
+sake of memory); figures are medians of the rounds with the extremes, and ratios are taken within the rounds. Peaks are of
+torch.cuda.max_memory_allocated, on a GPU only. What needs too much memory is skipped, and the table says so. Models have
+random weights, unless --model is a checkpoint. For figures of record let nothing else run. The first command takes less than
+ten minutes on an H100.
 
 Prints tables and writes OUT, after every measurement.
 """

@@ -52,29 +52,30 @@ class How:
     def lengths(self, usual: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
         return self.contexts or usual[self.device.partition(":")[0]]
 
-    def compare(
-        self, rows: dict, runs: Mapping, base: str, steps: int = 1, tokens: int = 0, sample_seconds: float = 0.0
-    ) -> list[dict]:
-        """The rows with the times of their runs, which take turns, and the ratios to the base.
-
-        Args:
-            rows, runs: by any key; a row that is skipped has no run.
-            base: key of the row that the ratios are to.
-            steps: of one run, of which one is the unit of time.
-            tokens: of one step, where tokens per second say something.
-            sample_seconds: see [`measuring.alternate`].
-        """
+    def times(self, runs: Mapping, sample_seconds: float = 0.0) -> dict[str, list[float]]:
+        """Seconds of runs that take turns: [`measuring.alternate`]."""
         where = {"rounds": self.rounds, "device": self.device, "seed": self.seed}
-        times = measuring.alternate(runs, **where, sample_seconds=sample_seconds)
-        for key, seconds in times.items():
-            samples = [value / steps for value in seconds]
-            rows[key] |= measuring.spread(samples, "seconds") | {"samples": samples}
-            if tokens:
-                rows[key]["tokens_per_second"] = tokens / rows[key]["seconds"]
-            if base in times:
-                ratios = [value / other for value, other in zip(seconds, times[base], strict=True)]
-                rows[key] |= measuring.spread(ratios, "ratio")
-        return list(rows.values())
+        return measuring.alternate(runs, **where, sample_seconds=sample_seconds)
+
+
+def compared(rows: dict, times: Mapping, base: str, steps: int = 1, tokens: int = 0) -> list[dict]:
+    """The rows with their times and the ratios to those of the base.
+
+    Args:
+        rows, times: by any key; a row that is skipped has no times.
+        base: key of the row that the ratios are to.
+        steps: of one run, of which one is the unit of time.
+        tokens: of one step, where tokens per second say something.
+    """
+    for key, seconds in times.items():
+        samples = [value / steps for value in seconds]
+        rows[key] |= measuring.spread(samples, "seconds") | {"samples": samples}
+        if tokens:
+            rows[key]["tokens_per_second"] = tokens / rows[key]["seconds"]
+        if base in times:
+            ratios = [value / other for value, other in zip(seconds, times[base], strict=True)]
+            rows[key] |= measuring.spread(ratios, "ratio")
+    return list(rows.values())
 
 
 def attention(how: How) -> Iterator[list[dict]]:
@@ -115,11 +116,10 @@ def _layers(how: How, shape: Shape) -> list[dict]:
             rows[name]["extra"] = (rows[name]["peak_bytes"] - 4 * shape.tensor_bytes()) / (8 * shape.tensor_bytes())
         if "skipped" not in rows[name]:
             runs[name] = run
-    found = how.compare(rows, runs, BASE, sample_seconds=0.05)
+    found = compared(rows, how.times(runs, sample_seconds=0.05), BASE)
     if how.device.startswith("cuda"):
         graphs = {name: measuring.in_graph(run) for name, run in runs.items()}
-        times = measuring.alternate(graphs, rounds=how.rounds, device=how.device, seed=how.seed, sample_seconds=0.05)
-        for name, seconds in times.items():
+        for name, seconds in how.times(graphs, sample_seconds=0.05).items():
             rows[name] |= measuring.spread(seconds, "graph")
     return found
 
@@ -129,15 +129,15 @@ def model(how: How) -> Iterator[list[dict]]:
     for dtype in how.dtypes:
         for context in how.lengths(TRAINED):
             same = {"work": f"training step, {how.model}", "tokens": context, "dtype": dtype}
-            rows, runs = {}, {}
-            for kind in KINDS:
+            rows, times = {}, {}
+            for kind in KINDS:  # one after the other: both at once need twice the memory
                 built = models.build(kind, how.model, context, how.device, how.seed)
                 step = models.training_step(built, models.random_ids(built, 1, context, how.seed), dtype)
-                step_of = measuring.tried(step, how.device)
-                rows[kind] = {**same, "name": kind, **step_of}
-                if "skipped" not in step_of:
-                    runs[kind] = step
-            yield how.compare(rows, runs, BASE, tokens=context)
+                rows[kind] = {**same, "name": kind, **measuring.tried(step, how.device)}
+                if "skipped" not in rows[kind]:
+                    times |= how.times({kind: step})
+                del built, step
+            yield compared(rows, times, BASE, tokens=context)
 
 
 def decoding(how: How) -> Iterator[list[dict]]:
@@ -165,7 +165,7 @@ def _after(how: How, both: Mapping, dtype: str, batch: int, context: int) -> lis
         if "skipped" in tried:
             runs.pop(kind, None)
             caches.pop(kind, None)
-    found = how.compare(rows, runs, BASE, NEW_TOKENS, tokens=batch)
+    found = compared(rows, how.times(runs), BASE, NEW_TOKENS, tokens=batch)
     return [row | ({"cache_bytes": cache_bytes(caches[row["name"]])} if row["name"] in caches else {}) for row in found]
 
 

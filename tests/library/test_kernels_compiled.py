@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(
     reason="needs Triton's compiler: the command is at the top of the file",
 )
 SHARED = 232_448  # bytes of shared memory that a block can have on an H100
-STACK = 512  # bytes of a thread that are spilled, at most: keys' gradient with rotary positions and a longer window
+STACK = {64: 512, 128: 1536}  # bytes of a thread that are spilled, at most, by the width: the gradients of queries and keys
 CASES = {
     "GPT-2": ({"heads": 2, "kv_heads": 2, "width": 64}, torch.bfloat16),
     "Llama": ({"heads": 4, "kv_heads": 2, "width": 64, "local_segments": 1, "sink_tokens": 4}, torch.bfloat16),
@@ -47,4 +47,4 @@ def test_they_fit_on_an_h100(name, monkeypatch):
     found = [built(*launch) for launch in launches(train, monkeypatch)]
     assert len({build.name for build in found}) == (9 if "Llama" == name else 8 if "Llama" in name else 7)
     for build in found:
-        assert build.shared <= SHARED and build.stack <= STACK, build
+        assert build.shared <= SHARED and build.stack <= STACK[sizes["width"]], build

@@ -86,8 +86,8 @@ class Grid(NamedTuple):
         most, tiles = _power_of_two(max(16, self.layout.slots)), TILES[name]
         if max(tensor.shape[-1] * tensor.itemsize for tensor in tensors) > 128:
             most = min(most, 32)
-        if max(tensor.shape[-1] for tensor in tensors) > 64:
-            tiles = tiles | {"num_warps": 8}
+        if name == "queries" and max(tensor.shape[-1] for tensor in tensors) > 64:
+            tiles = tiles | {"num_warps": 8}  # with 4, too little of what it works on fits into registers
         return {part: min(size, most) if part[0] == "B" else size for part, size in tiles.items()}
 
     def turned(self, values: dict[str, Any], x: Tensor, first_place: int, shift: int) -> Tensor:
@@ -102,37 +102,11 @@ class Grid(NamedTuple):
         return turned
 
 
-_compiled: dict[tuple, Any] = {}
-
-
 def launch(kernel: Any, grid: tuple[int, int, int], values: dict[str, Any], tiles: dict[str, int]) -> None:
-    """Runs a kernel with those of the values that it has arguments for.
-
-    Triton's own way to a kernel that is compiled already looks at every argument twice, and takes the CPU longer than
-    a short layer takes the GPU.
-    """
+    """Runs a kernel with those of the values that it has arguments for."""
     values = values | tiles
-    arguments = [values[name] for name in kernel.arg_names]
     options = {name: size for name, size in tiles.items() if name[0] != "B"}
-    if INTERPRETED:
-        kernel[grid](*arguments, **options)
-        return
-    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
-    key = (kernel, device, *map(_compiled_for, arguments, kernel.params), *options.values())
-    if (compiled := _compiled.get(key)) is None:
-        _compiled[key] = kernel[grid](*arguments, **options)
-    else:
-        compiled[grid](*arguments)
-
-
-def _compiled_for(argument: Any, parameter: Any) -> Any:
-    """What Triton compiles a kernel for: a constant's value, a tensor's type, whether a number is 1, a multiple of 16, or
-    longer than 32 bits."""
-    if isinstance(argument, Tensor):
-        return argument.dtype, argument.data_ptr() % 16
-    if parameter.is_constexpr or not isinstance(argument, int):
-        return argument if parameter.is_constexpr else type(argument)
-    return argument == 1, argument % 16 == 0, argument < 2**31
+    kernel[grid](*[values[name] for name in kernel.arg_names], **options)
 
 
 def run(call: AttentionCall) -> Attended:
