@@ -1,58 +1,46 @@
 """Speed and memory of this package beside what else one could use, on this machine, by one command.
 
-    python recipes/benchmark.py --out runs/benchmark.json
+    python recipes/benchmark.py --device cuda --out runs/gpu.json
     python recipes/benchmark.py --parts attention --shapes 4096x256 16384x64 --dtypes bfloat16 --out runs/attention.json
-    python recipes/benchmark.py --parts options --size mini --dtypes bfloat16 --out runs/options.json
-    python recipes/benchmark.py --parts soak --size micro --threads 1 --out runs/soak.json
+    python recipes/benchmark.py --parts decoding --model smollm2-360m --batches 1 16 --device cuda --out runs/decoding.json
 
 Parts:
-    attention  one layer, forward and backward, beside full causal attention, loops over segments, sliding windows and
-               packages from PyPI (pip install ".[benchmark]"); recipes/benchmarks/contestants.py says what each is
-    scaling    the layer over lengths that double, and its memory over the segment length
-    model      training steps beside stock GPT-2; memory while a long prompt is read; new tokens of a padded batch
-    decoding   cache bytes and seconds of a new token after long contexts, beside stock GPT-2's growing cache
-    options    a training step with one option of the memory changed at a time
-    compiled   a training step and new tokens as they are and under torch.compile
-    pretrained prompts and new tokens of a checkpoint (--model) as it is and with Infini-attention
-    soak       a million tokens through a cached model, by each update rule: what it holds and its time per token stay the
-               same, its logits are those of a reference in float64 without cache and chunks, and its memory has drifted
-               from that one's by less than 1e-3; ends with status 1 where memory or results do not hold
+    attention  one layer, forward and backward: how exact it is, then its time beside full causal attention and a loop over
+               segments, on a GPU also in a CUDA graph; recipes/benchmarks/contestants.py says what each is
+    model      training steps, beside the same model with its own attention
+    decoding   cache bytes and seconds of a new token of each row after long contexts, likewise
 
-The last two are left out where --parts does not name them.
-
-Contestants take turns in one process, in a new random order every round; figures are medians of the rounds with the
-extremes, and ratios are taken within the rounds. Memory is the real peak: of a fresh process's resident set on a CPU, of
-torch.cuda.max_memory_allocated on a GPU. What takes too long or too much memory is skipped, and the table says why. Models
-have random weights. For figures of record let nothing else run, and pin the processors (taskset -c 0).
+Contestants take turns in one process, in a new random order every round (models in training one after the other, for the
+sake of memory); figures are medians of the rounds with the extremes, and ratios are taken within the rounds. Peaks are of
+torch.cuda.max_memory_allocated, on a GPU only. What needs too much memory is skipped, and the table says so. Models have
+random weights, unless --model is a checkpoint. For figures of record let nothing else run. The first command takes less than
+ten minutes on an H100.
 
 Prints tables and writes OUT, after every measurement.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
 from cli import SEED, UserError, exit_on_error, option, parse_options
 from cli.names import check_name
 
-PARTS = ["attention", "scaling", "model", "decoding", "options", "compiled"]  # without being asked for
+PARTS = ["attention", "model", "decoding"]
 
 
 @dataclass
 class Options:
     out: str = field(metadata={"help": "JSON file to write.", "group": "output"})
-    parts: list[str] = option(PARTS, "What to measure.", choices=[*PARTS, "pretrained", "soak"], group="measurement")
-    model: str | None = option(None, "pretrained: folder or name on the Hub of a plain language model.")
-    size: Literal["small", "mini", "micro", "tiny"] = option("small", "GPT-2 small; the study's model; one for "
-                                                             "a soak; one to see that all runs.")  # fmt: skip
-    dtypes: list[str] = option(["float32", "bfloat16"], "Of the layer, of training (bfloat16: autocast), of a checkpoint's "
-                               "weights (int8: by torchao, the rest bfloat16).",
-                               choices=["float32", "bfloat16", "int8"])  # fmt: skip
+    parts: list[str] = option(PARTS, "What to measure.", choices=PARTS, group="measurement")
+    model: str = option("gpt2", "gpt2, smollm2-135m, smollm2-360m, smollm2-1.7b (their sizes), tiny (to see that all runs), "
+                        "or folder or name on the Hub of a plain language model.")  # fmt: skip
+    dtypes: list[str] = option(["bfloat16"], "Of the layer; of training (bfloat16: autocast); of weights when decoding.",
+                               choices=["float32", "bfloat16"])  # fmt: skip
     shapes: list[str] | None = option(None, "attention: TOKENSxSEGMENT, tokens and tokens in a segment (or a window).")
-    contestants: list[str] | None = option(None, "attention: names of contestants; default: all.")
-    contexts: list[int] | None = option(None, "model, options, compiled: tokens in a row of a training step. pretrained: "
-                                        "tokens of a prompt. soak: tokens of a text.", at_least=1)
-    rounds: int = option(5, "Rounds, each timing every contestant once.", at_least=1)
+    contestants: list[str] | None = option(None, "attention: names of contestants; default: all that are usual here.")
+    contexts: list[int] | None = option(None, "model: tokens in a row; decoding: tokens before the new one.", at_least=1)
+    batches: list[int] = option([1], "decoding: rows.", at_least=1)
+    rounds: int = option(3, "Rounds, each timing every contestant once.", at_least=1)
     device: str = option("cpu", "cpu, cuda, cuda:1, …; auto: a GPU where there is one.", group="machine")
     threads: int | None = option(None, "CPU threads; default: torch's own choice.", at_least=1, at_most=1024)
     seed: int = option(0, "Of weights, inputs and the order of contestants.", **SEED)
@@ -62,10 +50,6 @@ class Options:
 def main(argv: list[str] | None = None) -> None:
     (options,) = parse_options(Options, description=__doc__, argv=argv)
     shapes = shapes_of(options.shapes)
-    if ("pretrained" in options.parts) != (options.model is not None):
-        raise UserError("--parts pretrained and --model NAME go together: give both or neither")
-    if "int8" in options.dtypes and options.parts != ["pretrained"]:
-        raise UserError("--dtypes int8 is for --parts pretrained only")
 
     import torch
     from tqdm import tqdm
@@ -75,25 +59,17 @@ def main(argv: list[str] | None = None) -> None:
     from support import measurement
     from support.stages import check_place, write_json
 
-    names = options.contestants or list(contestants.CONTESTANTS)
-    unknown = [name for name in names if name not in contestants.CONTESTANTS]
-    if unknown:
-        raise UserError(f"--contestants: there is no {unknown[0]}; allowed are {', '.join(contestants.CONTESTANTS)}")
+    if unknown := set(options.contestants or ()) - set(contestants.CONTESTANTS):
+        raise UserError(f"--contestants: there is no {min(unknown)}; allowed are {', '.join(contestants.CONTESTANTS)}")
     device = inference.usable_device(options.device)
     if options.threads:
         torch.set_num_threads(options.threads)
     if device == "cpu":
         measurement.keep_freed_memory()
-    size = parts.SIZES[options.size]
-    size = replace(size, shapes=shapes or size.shapes, contexts=tuple(options.contexts or size.contexts))
-    size = replace(size, read=tuple(options.contexts or size.read), soaked=tuple(options.contexts or size.soaked))
-    least = 40 * size.chunk  # most of it after the warm-up
-    if "soak" in options.parts and (short := [tokens for tokens in size.soaked if tokens < least]):
-        raise UserError(f"--contexts {short[0]}: a soak of this size takes at least {least:,} tokens")
-    if options.model is not None:
+    if options.model not in models.SIZES:
         check_name("--model", options.model)
-    spec = models.ModelSpec(**size.model, checkpoint=options.model, device=device, seed=options.seed)
-    how = parts.How(spec, size, options.dtypes, names, options.rounds, options.threads)
+    how = parts.How(options.model, device, options.dtypes, options.rounds, options.seed, tuple(options.batches))
+    how = how.with_settings(shapes, options.contestants, options.contexts)
     out = Path(options.out)
     check_place(out, {"parts": dict, "threads": int})
     content = {**measurement.environment(), "options": vars(options), "threads": torch.get_num_threads(), "parts": {}}
@@ -105,8 +81,6 @@ def main(argv: list[str] | None = None) -> None:
             measuring.give_back_memory()
         print(f"{report.markdown(rows)}\n", flush=True)
     print(out)
-    if broken := [words for rows in content["parts"].values() for row in rows for words in row.get("broken", ())]:
-        raise UserError(f"the soak shows a defect: {'; '.join(broken)} ({out} has all figures)")
 
 
 def shapes_of(shapes: list[str] | None) -> tuple[tuple[int, int], ...]:

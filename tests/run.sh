@@ -13,3 +13,7 @@ cd "$root"
 "$environment/bin/ruff" check .
 "$environment/bin/pyrefly" check --python-interpreter-path "$environment/bin/python"
 "$environment/bin/pytest" -n 2 --dist loadfile --no-loadscope-reorder "$@" # in the order of conftest.py
+if [ "$(uname)" = Linux ]; then # the GPU kernels in Triton's interpreter, which needs an older numpy
+    "$environment/bin/python" -m pip install --quiet --no-deps --target "$environment/kernels" triton==3.6.0 'numpy<2.4'
+    PYTHONPATH="$environment/kernels" TRITON_INTERPRET=1 "$environment/bin/pytest" -n 2 tests/library/test_kernels.py
+fi

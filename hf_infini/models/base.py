@@ -306,7 +306,8 @@ def memory_mask_of(config, input_ids: Tensor | None, given: Tensor, memory_mask:
                 "written into the memory. Say with memory_mask, [batch, tokens], which are to be."
             )
         return memory_mask
-    ordinary = ~torch.isin(input_ids, torch.tensor(sorted(ids), device=input_ids.device))
+    # One comparison for each: a tensor of the ids would wait for the device
+    ordinary = torch.stack([input_ids != special for special in sorted(ids)]).all(0)
     return ordinary if memory_mask is None else ordinary & memory_mask
 
 

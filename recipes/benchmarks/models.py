@@ -1,68 +1,78 @@
-"""Whole models with random weights, and what is done with them: a training step, reading a prompt, new tokens.
-
-Two kinds: "infini", a GPT-2 with Infini-attention and segment positions, and "gpt2", stock GPT-2 with torch's sdpa and as
-many positions as it needs. Neither drops anything out: with dropout torch's attention on a CPU falls back to a slow way.
+"""Whole models, with their own attention ("stock") and with Infini-attention ("infini"), and what is done with them: a
+training step, new tokens. Nothing is dropped out: with dropout torch's attention on a CPU falls back to a slow way.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
-from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel
+from transformers import AutoModelForCausalLM, DynamicCache, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from evaluation.inference import read_in_chunks
 from hf_infini import patch_model
-from hf_infini.compat.cache_name import CACHE, cache_of
+from hf_infini.compat.cache_name import CACHE
 from hf_infini.tools.training import parameter_groups
 
-KINDS = ("infini", "gpt2")
+KINDS = ("infini", "stock")
+SEGMENT = 256
+WINDOW = {"local_segments": 1, "sink_tokens": 4, "gate_init": -4.0}  # of what was trained with its own attention
+READ = 2048  # tokens that the model with Infini-attention reads at most: its state does not grow after them
 
 
-@dataclass(frozen=True)
-class ModelSpec:
-    """Sizes of both models, and the segments of the one that has some; `checkpoint` is the model of the part pretrained."""
-
-    n_layer: int = 12
-    n_embd: int = 768
-    n_head: int = 12
-    vocab_size: int = 50257
-    segment_length: int = 256
-    checkpoint: str | None = None
-    device: str = "cpu"
-    seed: int = 0
+def _llama(width: int, inner: int, layers: int, heads: int, kv_heads: int) -> dict:
+    sizes = {"hidden_size": width, "intermediate_size": inner, "num_hidden_layers": layers}
+    return sizes | {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "vocab_size": 49152}
 
 
-def build(kind: str, spec: ModelSpec, positions: int, changes: dict | None = None):
-    """One of the two in evaluation mode; stock GPT-2 has so many `positions`, the other needs them only where `changes`,
-    options of [`patch_model`], make its positions learned."""
-    torch.manual_seed(spec.seed)
-    sizes = {name: getattr(spec, name) for name in ("n_layer", "n_embd", "n_head", "vocab_size")}
-    special = dict.fromkeys(("bos_token_id", "eos_token_id"), spec.vocab_size - 1)
-    nothing = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-    if kind == "infini" and (changes or {}).get("position_encoding") != "learned":
-        positions = max(1024, spec.segment_length)
-    model = GPT2LMHeadModel(GPT2Config(**sizes, **special, **nothing, n_positions=positions)).eval()
-    if kind == "infini":
-        patch_model(model, **{"position_encoding": "segment", "segment_length": spec.segment_length, **(changes or {})})
+SIZES = {
+    "gpt2": {"n_layer": 12, "n_embd": 768, "n_head": 12, "vocab_size": 50257},
+    "smollm2-135m": _llama(576, 1536, 30, 9, 3),
+    "smollm2-360m": _llama(960, 2560, 32, 15, 5),
+    "smollm2-1.7b": _llama(2048, 8192, 24, 32, 32),
+    "tiny": {"n_layer": 1, "n_embd": 32, "n_head": 2, "vocab_size": 97},
+}
+
+
+def heads_of(name: str) -> tuple[int, int]:
+    """Query heads and their width of a model in [`SIZES`], and GPT-2's of another."""
+    sizes = SIZES.get(name, SIZES["gpt2"])
+    heads = sizes.get("n_head") or sizes["num_attention_heads"]
+    return heads, (sizes.get("n_embd") or sizes["hidden_size"]) // heads
+
+
+def build(kind: str, name: str, positions: int, device: str, seed: int = 0, dtype: torch.dtype = torch.float32):
+    """A model in evaluation mode, of [`SIZES`] with random weights, or a checkpoint; stock GPT-2 has so many `positions`."""
+    torch.manual_seed(seed)
+    segment = 16 if name == "tiny" else SEGMENT
+    options = {"segment_length": segment}
+    if name not in SIZES:
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, trust_remote_code=False)
+        options |= WINDOW
+    elif "n_head" in SIZES[name]:
+        nothing = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+        ends = dict.fromkeys(("bos_token_id", "eos_token_id"), SIZES[name]["vocab_size"] - 1)
+        positions = positions if kind == "stock" else 1024
+        model = GPT2LMHeadModel(GPT2Config(**SIZES[name], **nothing, **ends, n_positions=positions))
+        options |= {"position_encoding": "segment"}
+    else:
+        with torch.device(device):
+            model = LlamaForCausalLM(LlamaConfig(**SIZES[name], max_position_embeddings=8192))
+        options |= WINDOW
+    model = model.to(device, dtype).eval()
     model.loss_type = "ForCausalLM"  # what it is anyway; unset, every process warns of it
-    return model.to(spec.device)
+    return patch_model(model, **options) if kind == "infini" else model
 
 
-def random_ids(spec: ModelSpec, batch: int, tokens: int) -> torch.Tensor:
+def random_ids(model, batch: int, tokens: int, seed: int) -> torch.Tensor:
     """`[batch, tokens]`, without the last id, which ends a text."""
-    draw = torch.Generator().manual_seed(spec.seed)
-    return torch.randint(spec.vocab_size - 1, (batch, tokens), generator=draw).to(spec.device)
+    draw = torch.Generator().manual_seed(seed)
+    return torch.randint(model.config.vocab_size - 1, (batch, tokens), generator=draw).to(model.device)
 
 
-# --- training ---------------------------------------------------------------------------------------------------------
-
-
-def training_step(model, ids: torch.Tensor, dtype: str, compiled: bool = False) -> Callable[[], None]:
+def training_step(model, ids: torch.Tensor, dtype: str) -> Callable[[], None]:
     """A step on `[batch, tokens]`: forward, backward and AdamW, as recipes/train.py takes it, without clipping; in
     bfloat16 that is autocast."""
     model.train()
     optimizer = torch.optim.AdamW(parameter_groups(model, 1e-4, 1e-3, 0.1), fused=True)
-    model = torch.compile(model) if compiled else model
 
     def step() -> None:
         with torch.autocast(ids.device.type, torch.bfloat16, enabled=dtype == "bfloat16"):
@@ -74,64 +84,29 @@ def training_step(model, ids: torch.Tensor, dtype: str, compiled: bool = False) 
     return step
 
 
-def prepare_training(kind: str, spec: ModelSpec, context: int, rows: int, dtype: str) -> Callable[[], None]:
-    """Two steps, for [`measuring.peak_of`]: they hold weights, gradients, the optimiser's state and what a step computes."""
-    ids = random_ids(spec, rows, context)
-
-    def train() -> None:
-        step = training_step(build(kind, spec, context), ids, dtype)
-        step()
-        step()
-
-    return train
-
-
-# --- reading and writing text -----------------------------------------------------------------------------------------
-
-
-def random_cache(model, context: int) -> DynamicCache:
-    """A stock model's cache after `context` tokens, of random keys and values: what a step costs does not depend on them."""
+@torch.inference_mode()
+def cache_after(model, kind: str, batch: int, context: int, seed: int):
+    """The cache after `context` tokens of each row. A stock model's is of random keys and values, a memory of the last
+    [`READ`] tokens: what a step costs depends on neither."""
+    if kind == "infini":
+        return read_in_chunks(model, random_ids(model, batch, min(context, READ), seed), READ)
     cache, config = DynamicCache(config=model.config), model.config
     heads, width = config.num_attention_heads, getattr(config, "head_dim", None)
-    shape = (1, getattr(config, "num_key_value_heads", heads), context, width or config.hidden_size // heads)
+    shape = (batch, getattr(config, "num_key_value_heads", heads), context, width or config.hidden_size // heads)
     for layer in range(config.num_hidden_layers):
         keys, values = (torch.randn(shape, device=model.device, dtype=model.dtype) for _ in range(2))
         cache.update(keys, values, layer)
     return cache
 
 
-@torch.inference_mode()
-def padded_cache(model, ids: torch.Tensor, mask: torch.Tensor):
-    """The cache after `[batch, tokens]`; `mask` of the same shape is 0 for padding."""
-    places = {"attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0)}
-    return cache_of(model(ids, use_cache=True, logits_to_keep=1, **places))
-
-
-def new_tokens(model, cache, steps: int, mask: torch.Tensor | None = None) -> Callable[[], None]:
-    """A run of `steps` new tokens for each row, one call each; the cache goes on from run to run.
-
-    Args:
-        mask: `[batch, tokens read]` of a padded batch; without it there is one row, without padding.
-    """
-    batch = 1 if mask is None else len(mask)
+def new_tokens(model, cache, batch: int, steps: int) -> Callable[[], None]:
+    """A run of `steps` new tokens for each row, one call each; the cache goes on from run to run."""
     token = torch.zeros(batch, 1, dtype=torch.long, device=model.device)
 
     @torch.inference_mode()
     def run() -> None:
-        nonlocal mask
         for _ in range(steps):
-            padding = {}
-            if mask is not None:
-                mask = torch.cat([mask, mask.new_ones(batch, 1)], 1)
-                padding = {"attention_mask": mask, "position_ids": mask.sum(-1, keepdim=True) - 1}
-            found = model(token, use_cache=True, **padding, **{CACHE: cache}).logits[:, -1].argmax(-1)
+            found = model(token, use_cache=True, **{CACHE: cache}).logits[:, -1].argmax(-1)
         found.tolist()  # as a sampler has to see it
 
     return run
-
-
-def prepare_prompt(kind: str, spec: ModelSpec, context: int, chunk: int) -> Callable[[], object]:
-    """A prompt that is read in chunks, for [`measuring.peak_of`]: the cache counts, the weights do not."""
-    model, ids = build(kind, spec, context), random_ids(spec, 1, context)
-    read_in_chunks(model, ids[:, :64], chunk)  # libraries and thread pools
-    return lambda: read_in_chunks(model, ids, chunk)

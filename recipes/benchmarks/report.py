@@ -46,18 +46,12 @@ def _number(name: str, form: str, unit: float = 1.0) -> Callable[[dict], str]:
 
 
 MEASURES = {
+    "relative error": _number("error", ".1e"),
     "ms (fastest – slowest)": _spread("seconds", ",.2f", 1e-3),
     "ratio (spread)": _spread("ratio", ".2f"),
+    "in a CUDA graph, ms": _spread("graph", ",.3f", 1e-3),
     "tokens/s": _number("tokens_per_second", ",.0f"),
     "peak, MiB": _number("peak_bytes", ",.1f", MIB),
-    "ratio": _number("memory_ratio", ".2f"),
     "beyond q, k, v, out and gradients, × those": _number("extra", ".2f"),
     "cache, MiB": _number("cache_bytes", ",.1f", MIB),
-    "µs a token (CPU: processor time), first tenth": _number("seconds_first", ",.2f", 1e-6),
-    "last tenth": _number("seconds_last", ",.2f", 1e-6),
-    "held, MiB": _number("held_bytes", ",.1f", MIB),
-    "growth": _number("held_growth", ".2%"),
-    "error of logits": _number("output_error", ".1e"),
-    "drift of z": _number("normaliser_drift", ".1e"),
-    "drift of M": _number("memory_drift", ".1e"),
 }

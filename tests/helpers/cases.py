@@ -71,6 +71,8 @@ def random_case(seed: int, dtype=torch.float32, **fixed) -> Case:
     batch, kv_heads, heads_per_key = pick.choice([1, 2, 3]), pick.choice([1, 2]), pick.choice([1, 2, 3])
     tokens, width = pick.choice([1, 2, 5, 7, 12, 17, 33]), pick.choice([2, 4, 8])
     value_width = pick.choice([width, width, width + 1])
+    if "width" in fixed:  # of heads and values
+        width = value_width = fixed.pop("width")
     picked = pick.choice(UPDATE_RULES)
     options = {"update_rule": fixed.get("update_rule", picked), "local_segments": pick.choice([0, 0, 1, 2])}
     rule = RULES[options["update_rule"]]

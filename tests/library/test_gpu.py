@@ -1,12 +1,22 @@
 """The same on a GPU as on a CPU. Left out where there is none."""
 
+import warnings
 from dataclasses import fields, replace
 
 import pytest
 import torch
 
-from cases import assert_equals_reference, assert_same_gradients, random_case, random_cuts, random_state
-from hf_infini import InfiniCache, infini_attention
+from cases import (
+    assert_equals_reference,
+    assert_same_gradients,
+    plain_case,
+    random_case,
+    random_cuts,
+    random_state,
+    rotary_of,
+)
+from hf_infini import InfiniCache, backend_of, infini_attention
+from hf_infini.ops.backends import forced_backend
 from hf_infini.ops.window import Rotary
 from models import causal_mha, infini_gpt2, token_ids
 
@@ -44,7 +54,87 @@ def test_attention_is_the_naive_reference_however_the_input_is_cut(seed):
     assert_equals_reference(case, attention_on_gpu, FLOAT64, cuts, random_state(case, seed))
 
 
+def by_kernels(*tensors, **options):
+    with forced_backend("triton"):
+        return attention_on_gpu(*tensors, **options)
+
+
+@pytest.mark.parametrize("seed", range(400, 412))
+def test_the_kernels_are_the_naive_reference_however_the_input_is_cut(seed):
+    case = random_case(seed, update_rule="linear", denominator="separate", width=16)
+    case.options.pop("softcap", None)
+    if "rotary" in case.options:
+        case.options.pop("query_weight", None)
+    tokens = case.query.shape[2]
+    if tokens > 1:  # one token is a step
+        cuts = [cut for cut in random_cuts(seed, tokens)[:1] if 1 < cut < tokens - 1]
+        assert_equals_reference(case, by_kernels, 3e-5, cuts, random_state(case, seed) if seed % 2 else None)
+
+
+WIDE = {"batch": 2, "heads": 4, "kv_heads": 2, "tokens": 300, "width": 64, "segment_length": 64}
+# Rounding of inputs and products to the dtype, against float64 and against the largest gradient
+HALF = {torch.bfloat16: 0.02, torch.float16: 0.003, torch.float32: 2e-6}
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("width", [64, 128])
+def test_the_kernels_are_as_exact_as_the_dtype(dtype, width):
+    """And the same at every run, also beside other work on another stream."""
+    case = plain_case(**WIDE | {"width": width}, local_segments=1, sink_tokens=4, dtype=dtype)
+    case.options["rotary"] = rotary_of(64, case.options, width, torch.float64)
+    leaves = [leaf.detach().cuda().requires_grad_() for leaf in case.leaves()]
+    upstream = torch.randn(case.query.shape, generator=torch.Generator().manual_seed(1)).to("cuda", dtype)
+
+    def results(leaves, backend, upstream):
+        options = {name: moved(option, "cuda") for name, option in case.options.items()}
+        with forced_backend(backend):
+            output = infini_attention(*leaves, case.segment_length, **options)
+        return output, *torch.autograd.grad(output, leaves, upstream)
+
+    found = results(leaves, "triton", upstream)
+    wanted = results([leaf.detach().double().requires_grad_() for leaf in leaves], "grid", upstream.double())
+    for one, other in zip(found, wanted, strict=True):
+        assert one.dtype == (dtype if one.dim() > 1 else leaves[3].dtype)
+        assert (one.double() - other).abs().max() <= HALF[dtype] * other.abs().max()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        again = results(leaves, "triton", upstream)
+    assert all(torch.equal(one, other) for one, other in zip(found, again, strict=True))
+    torch.cuda.synchronize()
+
+
+def waits(model, ids, **options) -> int:
+    """How often a training step waits for the GPU."""
+    model(ids, labels=ids, use_cache=False, **options).loss.backward()  # compiles
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            model(ids, labels=ids, use_cache=False, **options).loss.backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    return sum("synchroniz" in str(warning.message) for warning in caught)
+
+
+def test_a_training_step_waits_for_the_gpu_as_often_whatever_the_number_of_layers():
+    one, three = (infini_gpt2(n_embd=64, n_layer=layers).cuda() for layers in (1, 3))
+    ids = token_ids(2, 45).cuda()
+    masks = {"attention_mask": torch.ones_like(ids), "position_ids": torch.arange(45, device="cuda").expand(2, -1)}
+    assert set(backend_of(three, 2, 45).values()) == {"triton: Triton kernels"}
+    for options in ({}, masks):
+        assert waits(one, ids, **options) == waits(three, ids, **options) <= 4  # of the layout
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")
+def test_the_kernels_run_where_their_tensors_are():
+    case = plain_case(**WIDE, dtype=torch.float32)
+    tensors = [tensor.detach() for tensor in case.leaves()]
+    on = [infini_attention(*(t.to(f"cuda:{n}") for t in tensors), case.segment_length).cpu() for n in range(2)]
+    assert torch.equal(*on)
+
+
 MODELS = {rule: lambda rule=rule: infini_gpt2(update_rule=rule, memory_conv=3) for rule in RULES}
+MODELS["kernels"] = lambda: infini_gpt2(n_embd=64, local_segments=1, sink_tokens=2)  # heads wide enough for them
 MODELS["local"] = lambda: causal_mha(attention="local", sliding_window=7)
 MODELS["alibi"] = lambda: causal_mha(position_encoding="alibi")
 

@@ -255,7 +255,7 @@ def _indexed_layout(
     columns = torch.arange(tokens, device=device).expand(batch, tokens) + carried
     spare = segments * slots  # an extra slot that takes the padding, cut off again
     source = torch.full((batch, spare + 1), -1, device=device)
-    source = source.scatter(1, torch.where(real, target, spare), columns)[:, :spare]
+    source = source.scatter(1, torch.where(real, target, spare), columns)[:, :spare].contiguous()
     if carried:
         places = torch.arange(carried, device=device).expand(batch, carried)
         token = (begin // segment_length - base) * segment_length + places

@@ -1,0 +1,50 @@
+"""The kernels compile for an H100, whether there is one or not, and keep what they work on in registers.
+
+    pip install --no-deps --target build/kernels triton==3.6.0
+    PYTHONPATH=build/kernels pytest tests/library/test_kernels_compiled.py
+"""
+
+import importlib.util
+import os
+
+import pytest
+import torch
+
+from cases import plain_case, rotary_of
+from hf_infini.ops import attention
+from hf_infini.ops.backends import Backend
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") == "1",
+    reason="needs Triton's compiler: the command is at the top of the file",
+)
+SHARED = 232_448  # bytes of shared memory that a block can have on an H100
+STACK = {64: 512, 128: 1536}  # bytes of a thread that are spilled, at most, by the width: the gradients of queries and keys
+CASES = {
+    "GPT-2": ({"heads": 2, "kv_heads": 2, "width": 64}, torch.bfloat16),
+    "Llama": ({"heads": 4, "kv_heads": 2, "width": 64, "local_segments": 1, "sink_tokens": 4}, torch.bfloat16),
+    "Llama, wide": ({"heads": 4, "kv_heads": 2, "width": 128, "local_segments": 1}, torch.bfloat16),
+    "GPT-2, float32": ({"heads": 2, "kv_heads": 2, "width": 64}, torch.float32),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_they_fit_on_an_h100(name, monkeypatch):
+    from hf_infini.ops.kernels import linear
+    from kernel_builds import built, launches
+
+    sizes, dtype = CASES[name]
+    case = plain_case(batch=1, tokens=512, segment_length=256, dtype=dtype, **sizes)
+    if name.startswith("Llama"):
+        case.options["rotary"] = rotary_of(256, case.options, sizes["width"], torch.float32)
+    monkeypatch.setattr(attention, "BACKENDS", (Backend("triton", lambda call: (True, ""), linear.run),))
+
+    def train():
+        output, _ = case.call(attention.infini_attention, case.leaves())
+        output.sum().backward()
+
+    found = [built(*launch) for launch in launches(train, monkeypatch)]
+    assert len({build.name for build in found}) == (9 if "Llama" == name else 8 if "Llama" in name else 7)
+    for build in found:
+        assert build.shared <= SHARED and build.stack <= STACK[sizes["width"]], build
