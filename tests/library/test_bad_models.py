@@ -13,7 +13,6 @@ from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
     PreTrainedTokenizerFast,
 )
 
@@ -28,11 +27,6 @@ def saved(tmp_path_factory):
 
 
 # --- weights ----------------------------------------------------------------------------------------------------------
-
-
-def append(folder):
-    with (folder / WEIGHTS).open("ab") as file:
-        file.write(b"more")
 
 
 def tensors(change):
@@ -84,45 +78,32 @@ def larger(found, names):
 HEADER = "model.safetensors is damaged or no safetensors file"
 WEIGHT_CASES = {
     "empty": (write(b""), HEADER),
-    "four bytes": (cut(4), HEADER),
-    "no header": (cut(8), HEADER),
-    "half a header": (cut(100), HEADER),
-    "half": (cut(0.5), HEADER),
     "a byte less": (cut(-1), HEADER),
-    "more bytes": (append, HEADER),
-    "a text": (write(b"a text, and a long one " * 50), HEADER),
-    "zeros": (write(bytes(4096)), HEADER),
-    "a huge header": (write(struct.pack("<Q", 2**62) + b"{}"), HEADER),
     "a header of no JSON": (write(struct.pack("<Q", 8) + b"not json"), HEADER),
     "no tensors": (lambda folder: save_file({}, folder / WEIGHTS, {"format": "pt"}), "are incomplete: they hold 0 numbers"),
     "without format": (lambda folder: save_file({"a": torch.ones(2)}, folder / WEIGHTS), "holds no weights of a model"),
-    "foreign": (lambda folder: save_file({"a": torch.ones(2)}, folder / WEIGHTS, {"format": "pt"}), "are incomplete"),
     "a tensor missing": (without("matrix"), "are incomplete: .* is not there"),
     "a norm missing": (without("norm"), r"are incomplete: (ln_f|norm)\.weight is not there"),
     "a layer missing": (without("layer"), r"are incomplete: \d+ tensors, such as (h|layers)\.2\..*, are not there"),
     "renamed": (tensors(renamed), "are incomplete"),
     "a layer more": (tensors(larger), r"are of a larger model .*: \d+ tensors, such as .*\.3\..*, are left over"),
     "turned": (replaced(lambda t: torch.cat([t, t]).T), r"do not fit: .* is \[\d+, \d+\] in the file and \["),
-    "a row less": (replaced(lambda t: t[:-1]), "do not fit"),
-    "one dimension": (replaced(lambda t: t.reshape(-1)), "do not fit"),
     "a short norm": (replaced(lambda t: t[:4], "norm"), r"do not fit: .* is \[4\] in the file and \[32\] in the model"),
     "NaN": (put(float("nan")), "hold NaN or infinity in 1 tensors, such as .*0"),
-    "infinity": (put(float("inf")), "hold NaN or infinity"),
-    "minus infinity": (put(-float("inf")), "hold NaN or infinity"),
     "a norm of NaN": (replaced(lambda t: t * float("nan"), "norm"), "hold NaN or infinity"),
     "whole numbers": (replaced(lambda t: t.to(torch.int32)), "is I32 and must be of floating point"),
     "no file": (lambda folder: (folder / WEIGHTS).unlink(), "no file named model.safetensors"),
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("case", WEIGHT_CASES)
-def test_damaged_weights(case, kind, saved, tmp_path):
+def test_damaged_weights(case, saved, tmp_path):
+    kind = [*KINDS][[*WEIGHT_CASES].index(case) % len(KINDS)]
     load = load_causal_lm if kind == "gpt2" else AutoModelForCausalLM.from_pretrained
     check_refused(saved, tmp_path, kind, *WEIGHT_CASES[case], load=load)
 
 
-@pytest.mark.parametrize("case", ["half", "a layer missing", "a row less", "NaN"])
+@pytest.mark.parametrize("case", ["a byte less", "a layer missing", "NaN"])
 def test_damaged_plain_weights_get_no_memory(case, saved, tmp_path):
     load = AutoInfiniModelForCausalLM.from_pretrained
     check_refused(saved, tmp_path, "gpt2", *WEIGHT_CASES[case], load=load, segment_length=8)
@@ -152,11 +133,7 @@ SHARD_CASES = {
     "a shard twice": (swap_shards, "are incomplete"),
     "an empty index": (write(b"", INDEX), f"{INDEX} is damaged or no JSON file"),
     "an index of text": (write(b"{nothing", INDEX), f"{INDEX} is damaged or no JSON file"),
-    "a list": (change_index(lambda index: []), "holds a list and not an object"),
     "no map": (change_index(lambda index: index.pop("weight_map") and None), "is no index of shards"),
-    "an empty map": (change_index(lambda index: index["weight_map"].clear()), "is no index of shards"),
-    "no metadata": (change_index(lambda index: index.pop("metadata") and None), "is no index of shards"),
-    "a map of numbers": (change_index(lambda index: index.update(weight_map={"a": 3})), "3 is not there"),
     "another file": (change_index(lambda index: index.update(weight_map={"a": "b.safetensors"})), "b.safetensors is not"),
 }
 
@@ -213,16 +190,12 @@ def test_another_tokenizer_of_the_same_size(saved, tmp_path):
 @pytest.mark.parametrize(
     ("kind", "load", "options"),
     [
-        ("gpt2", AutoInfiniModelForCausalLM, {"segment_length": 8}),
         ("gpt2", AutoInfiniModelForCausalLM, {"segment_length": 8, "memory_init": "learned", "memory_conv": 2}),
         ("infini_gpt2", AutoModelForCausalLM, {"memory_conv": 2}),
-        ("infini_gpt2", AutoModelForCausalLM, {"memory_init": "learned"}),
         ("infini_gpt2", AutoModelForCausalLM, {"layers": [0]}),
         ("infini_gpt2", AutoModel, {}),
-        ("infini_llama", AutoModel, {}),
         ("causal_mha", AutoModel, {}),
         ("infini_gpt2", AutoModelForSequenceClassification, {"pad_token_id": 0}),
-        ("infini_llama", AutoModelForTokenClassification, {}),
         ("infini_gpt2", AutoModelForCausalLM, {"vocab_size": 90, "ignore_mismatched_sizes": True}),
         ("shards", AutoModelForCausalLM, {}),
     ],

@@ -4,8 +4,9 @@ from dataclasses import fields, replace
 
 import pytest
 import torch
+from hypothesis import given
 
-from cases import assert_equals_reference, assert_same_gradients, random_case, random_cuts, random_state
+from cases import assert_equals_reference, assert_same_gradients, cut_cases, examples, random_state
 from hf_infini import InfiniCache, infini_attention
 from hf_infini.ops.window import Rotary
 from models import causal_mha, infini_gpt2, token_ids
@@ -37,11 +38,11 @@ def attention_on_gpu(*tensors, state=None, **options):
     return output.cpu(), moved_state(state, "cpu")
 
 
-@pytest.mark.parametrize("seed", range(300, 340))
-def test_attention_is_the_naive_reference_however_the_input_is_cut(seed):
-    case = random_case(seed, dtype=torch.float64)
-    cuts = random_cuts(seed, case.query.shape[2])
-    assert_equals_reference(case, attention_on_gpu, FLOAT64, cuts, random_state(case, seed))
+@examples(40)
+@given(cut_cases())
+def test_attention_is_the_naive_reference_however_the_input_is_cut(cut):
+    case, cuts = cut
+    assert_equals_reference(case, attention_on_gpu, FLOAT64, cuts, random_state(case, 0))
 
 
 MODELS = {rule: lambda rule=rule: infini_gpt2(update_rule=rule, memory_conv=3) for rule in RULES}

@@ -4,47 +4,25 @@ import pytest
 import torch
 
 from corpora.tokenization import build_character_tokenizer
-from hf_infini import InfiniCache, InfiniState, naive_infini_attention, patch_model
+from hf_infini import InfiniState, naive_infini_attention, patch_model
 from hf_infini.tools.inspection import inspect_attention
 from hf_infini.tools.inspection.heads import DIMENSIONS
 from models import causal_mha, gpt2, infini_gpt2, token_ids
 
 # Heads' numbers are of size 1 to 10: the same float32 sums in another order.
 FLOAT32 = 1e-5
-TEXTS = ["A ação do coração é a razão da canção.", "Não há pão; há mãos.\n\tE a ação?", "ação ação " * 20]
-
-
-GPT2S = [
-    {},
-    {"attn_implementation": "eager"},
-    {"scale_attn_by_inverse_layer_idx": True},
-    {"scale_attn_weights": False, "attn_implementation": "eager", "reorder_and_upcast_attn": True},
+MODELS = [
+    (gpt2, {"scale_attn_by_inverse_layer_idx": True}),
+    (gpt2, {"scale_attn_weights": False, "attn_implementation": "eager", "reorder_and_upcast_attn": True}),
+    (infini_gpt2, {"layers": [0, 2], "attn_implementation": "eager", "position_encoding": "rope", "local_segments": 1}),
+    (infini_gpt2, {"layers": [1], "memory_init": "learned", "update_rule": "delta", "segment_length": 5}),
+    (infini_gpt2, {"feature_map": "learned", "memory_write": "learned", "memory_conv": 2, "denominator": "shared"}),
+    (infini_gpt2, {"update_rule": "gated_delta", "local_segments": 1, "memory_init": "learned", "feature_map": "learned"}),
+    (causal_mha, {"score": "additive", "position_encoding": "t5", "attn_implementation": "eager"}),
+    (causal_mha, {"position_encoding": "alibi", "attention": "local", "sliding_window": 5}),
+    (causal_mha, {"score": "general", "position_encoding": "relative_key", "max_distance": 4}),
+    (causal_mha, {"score": "general", "attention": "infini", "segment_length": 8, "local_segments": 1}),
 ]
-INFINIS = [
-    {},
-    {"update_rule": "delta", "local_segments": 1},
-    {"local_segments": 2, "memory_init": "learned", "segment_length": 4},
-    {"update_rule": "delta", "memory_init": "noise", "segment_length": 5},
-    {"layers": [0, 2], "attn_implementation": "eager"},
-    {"position_encoding": "rope", "local_segments": 1, "layers": [0, 2]},
-    {"feature_map": "learned", "memory_write": "learned", "memory_conv": 2, "denominator": "shared"},
-    {"layers": [1], "memory_init": "learned", "update_rule": "delta", "scale_attn_by_inverse_layer_idx": True},
-    {"update_rule": "gated_delta", "local_segments": 1, "memory_init": "learned", "feature_map": "learned"},
-]
-MHAS = [
-    {},
-    {"score": "additive", "position_encoding": "t5", "attn_implementation": "eager"},
-    {"score": "general", "position_encoding": "relative_key", "max_distance": 4},
-    {"position_encoding": "alibi", "attention": "local", "sliding_window": 5},
-    {"score": "dot", "position_encoding": "rope", "attention": "infini", "segment_length": 8},
-    {"score": "general", "attention": "infini", "segment_length": 8, "update_rule": "delta", "local_segments": 1},
-    {"attention": "infini", "segment_length": 20, "update_rule": "gated_delta", "memory_conv": 2},
-    {
-        **{"attention": "infini", "n_segments": 8, "position_encoding": "rope", "memory_init": "learned"},
-        **{"feature_map": "exp", "memory_write": "learned", "memory_conv": 2, "denominator": "shared"},
-    },
-]
-MODELS = [(gpt2, o) for o in GPT2S] + [(infini_gpt2, o) for o in INFINIS] + [(causal_mha, o) for o in MHAS]
 all_models = pytest.mark.parametrize(("make", "options"), MODELS, ids=lambda value: getattr(value, "__name__", str(value)))
 
 
@@ -104,19 +82,7 @@ def test_heads_concatenated_and_projected_are_the_output(make, options):
             assert tensor is None or (tensor.dims == dims and tuple(tensor.sizes.values()) == tensor.values.shape)
 
 
-@pytest.mark.parametrize("make", [gpt2, causal_mha])
-def test_weights_are_those_that_the_model_returns(make):
-    model, ids = make(attn_implementation="eager"), token_ids(2, 30)
-    with torch.no_grad():
-        wanted = model(ids, output_attentions=True).attentions
-    layers = inspect_attention(model, ids).layers.values()
-    for layer, weights in zip(layers, wanted, strict=True):
-        assert layer.kind == "global" and layer.gate is None
-        assert_close(layer.weights.values, weights)
-
-
-@pytest.mark.parametrize("kept", [0, 1, 2])
-@pytest.mark.parametrize("make", [infini_gpt2, causal_mha])
+@pytest.mark.parametrize(("make", "kept"), [(infini_gpt2, 2), (causal_mha, 0)])
 def test_local_weights_lie_at_their_key_tokens(make, kept):
     options = {"attention": "infini"} if make is causal_mha else {}
     model, ids = make(segment_length=8, local_segments=kept, **options), token_ids(2, 37)
@@ -133,11 +99,9 @@ def test_local_weights_lie_at_their_key_tokens(make, kept):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kept", [0, 1, 2])
 @pytest.mark.parametrize(
-    ("rule", "start"),
-    [(rule, start) for rule in ("linear", "delta") for start in ("zeros", "learned", "noise")]
-    + [("gated_delta", "zeros"), ("gated_delta", "learned")],
+    ("rule", "kept", "start"),
+    [("linear", 0, "zeros"), ("linear", 2, "noise"), ("delta", 1, "learned"), ("gated_delta", 0, "learned")],
 )
 def test_memory_and_local_attention_are_the_naive_function_s(rule, kept, start):
     model = learned_start(infini_gpt2(update_rule=rule, local_segments=kept, memory_init=start, n_layer=1))
@@ -184,39 +148,14 @@ def test_memory_and_local_attention_are_the_naive_function_s(rule, kept, start):
     assert (share[..., ~has_memory] == 0).all() and (start == "noise" or (share[..., has_memory] > 0).all())
 
 
-@pytest.mark.parametrize(
-    ("make", "options"),
-    [
-        (infini_gpt2, {"update_rule": "delta", "local_segments": 1, "layers": [0, 2]}),
-        (infini_gpt2, {"memory_init": "learned"}),
-        (causal_mha, {"attention": "infini", "segment_length": 8, "position_encoding": "rope"}),
-    ],
-)
-def test_memory_norms_are_those_of_a_cache_fed_segment_by_segment(make, options):
-    model, ids = learned_start(make(**options)), token_ids(2, 42)
-    layers = inspect_attention(model, ids).layers
-    cache = InfiniCache(model.config)
-    for number, begin in enumerate(range(0, 42, 8), start=1):
-        with torch.no_grad():
-            model(ids[:, begin : begin + 8], past_key_values=cache)
-        for index in model.config.infini_layers:
-            state, layer = cache.layers[index].state, layers[index]
-            # Sums of up to 42 outer products, relative to their size
-            wanted = state.memory.flatten(2).norm(dim=-1), state.normaliser.norm(dim=-1)
-            for tensor, norm in zip((layer.memory_norm, layer.normaliser_norm), wanted, strict=True):
-                torch.testing.assert_close(tensor.values[..., number], norm, rtol=1e-4, atol=1e-6)
-
-
 # --- padding and packing ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 @all_models
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_a_padded_row_is_the_row_alone(make, options, side):
+def test_a_padded_row_is_the_row_alone(make, options):
     model, lengths = learned_start(make(**options)), (30, 19)
     tokenizer = build_character_tokenizer(["abcdefgh"])
-    tokenizer.padding_side = side
+    tokenizer.padding_side = side = "left" if len(options) % 2 else "right"
     texts = ["abcdefghhgfedcbaabcdefgaaabbbh"[:length] for length in lengths]
     together = inspect_attention(model, texts, tokenizer)
     assert together.real.sum(1).tolist() == list(lengths) and together.real[1, 0] == (side == "right")
@@ -231,7 +170,6 @@ def test_a_padded_row_is_the_row_alone(make, options, side):
             assert layer.memory_share is None or (layer.memory_share.values[row][:, ~real] == 0).all()
 
 
-@pytest.mark.slow
 @all_models
 def test_packed_documents_are_the_documents_alone(make, options):
     model, lengths = learned_start(make(**options)), (13, 5, 19)
@@ -297,16 +235,6 @@ def test_base_models_patched_models_and_chosen_layers():
     patched = inspect_attention(patch_model(stock, segment_length=32), ids)
     assert patched.layers[1].kind == "infini"
     assert_close(patched.layers[1].heads.values, whole.layers[1].heads.values)
-
-
-def test_half_precision_is_computed_in_float32():
-    ids = token_ids(1, 20)
-    exact = inspect_attention(infini_gpt2(), ids).layers[0]
-    rounded = inspect_attention(infini_gpt2().to(torch.bfloat16), ids).layers[0]
-    assert rounded.weights.values.dtype == rounded.output.values.dtype == torch.float32
-    assert_close(rounded.weights.values.sum(-1), torch.ones(1, 4, 20))
-    # Queries and keys of bfloat16 have an error of 2⁻⁸ of their size, their products (up to 10) of twice that
-    torch.testing.assert_close(rounded.weights.values, exact.weights.values, rtol=0, atol=0.1)
 
 
 def test_a_block_without_attention_says_so():

@@ -7,12 +7,11 @@ from html.parser import HTMLParser
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from browser import needs_browser, visit
 from hf_infini.tools.inspection import inspect_attention
 from hf_infini.tools.inspection.page import inspection_page
-from models import causal_mha, gpt2, infini_gpt2, token_ids
+from models import gpt2, infini_gpt2, token_ids
 
 WIDTHS = (1280, 390)
 
@@ -55,18 +54,6 @@ def test_a_memory_is_seen_in_map_tip_and_text(width, tmp_path):
 
 
 @needs_browser
-def test_large_norms_have_short_ticks(tmp_path):
-    inspection = inspect_attention(infini_gpt2(n_positions=256), token_ids(1, 200))
-    for layer in inspection.layers.values():
-        layer.memory_norm.values.mul_(3e8)
-    steps = ['() => [...document.querySelectorAll("#charts text")].map(text => text.textContent)']
-    steps += ["() => [0, 0.1 + 0.2, 2500, 3e8, -3e8, 3e20, 3e-7].map(tickText)"]
-    drawn, ticks = (step["value"] for step in visit(inspection_page(inspection, title="m"), tmp_path, steps, width=1280))
-    assert all(len(text) <= 7 for text in drawn if text[0].isdigit())
-    assert ticks == ["0", "0.3", "2500", "300M", "-300M", "3e+20", "3e-7"]
-
-
-@needs_browser
 def test_an_address_brings_the_view_back(tmp_path):
     page = inspection_page(inspect_attention(infini_gpt2(), token_ids(1, 40)), title="m")
     view = "#layer=2&head=mean&query=20&key=3&weights=before&colours=log&language=pt&theme=dark"
@@ -79,11 +66,8 @@ def test_an_address_brings_the_view_back(tmp_path):
 
 @needs_browser
 @pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize(
-    "model", [lambda: gpt2(), lambda: causal_mha(attention="local", sliding_window=5, position_encoding="alibi")]
-)
-def test_models_without_a_memory(model, width, tmp_path):
-    inspection = inspect_attention(model(), token_ids(1, 60))
+def test_models_without_a_memory(width, tmp_path):
+    inspection = inspect_attention(gpt2(), token_ids(1, 60))
     page = inspection_page(inspection, title="a-name-without-a-break" * 8)
     steps = [point_at(59, 57), "() => choose(state.layer, MEAN)", point_at(59, 57)]
     seen, _, mean = visit(page, tmp_path, steps, width=width)
@@ -124,23 +108,3 @@ def test_a_notebook_shows_the_page_below_the_cell(monkeypatch):
     assert [tag for tag, _ in frames] == ["iframe"] * 2
     assert frames[0][1]["srcdoc"] == inspection_page(inspection, title="<m>")
     assert frames[1][1]["srcdoc"] == inspection_page(inspection, title="InfiniGPT2LMHeadModel")
-
-
-def test_a_notebook_is_not_given_a_page_that_is_too_large(monkeypatch):
-    monkeypatch.setattr("hf_infini.tools.inspection.page.LARGEST_FRAME", 3 * 4 * 20 * 20 - 1)
-    assert inspect_attention(gpt2(), token_ids(1, 20))._repr_html_() is None
-    assert inspect_attention(gpt2(), torch.ones(1, 19, dtype=torch.long))._repr_html_().startswith("<iframe")
-
-
-@needs_browser
-@pytest.mark.parametrize(
-    ("body", "message"),
-    [
-        ("<script>console.warn('so')</script>", "so"),
-        ("<script>missing()</script>", "missing is not defined"),
-        ("<p style='width: 2000px'>wide</p>", "390, 16"),
-    ],
-)
-def test_a_broken_page_is_noticed(body, message, tmp_path):
-    with pytest.raises(AssertionError, match=message):
-        visit(f"<!DOCTYPE html><html><head></head><body>{body}</body></html>", tmp_path, ["() => 0"], width=390)

@@ -12,15 +12,10 @@ LENGTH, TOKENS = 8, 45  # of a segment, and of a text: five segments and a part
 FLOAT64 = dict(rtol=1e-9, atol=1e-10)
 EXP = {"feature_map": "exp", "memory_write": "learned", "memory_conv": 3}
 MODELS = [
-    (infini_gpt2, {}),
-    (infini_gpt2, {"local_segments": 1}),
     (infini_gpt2, {"local_segments": 1, "sink_tokens": 2, "position_encoding": "rope"}),
-    (infini_gpt2, {"update_rule": "delta"}),
     (infini_gpt2, {"update_rule": "delta", "local_segments": 1, "sink_tokens": 3}),
     (infini_gpt2, {"update_rule": "delta", "memory_init": "learned"}),
-    (infini_gpt2, {"memory_init": "learned", "local_segments": 2}),
     (infini_gpt2, {"memory_init": "noise"}),
-    (infini_gpt2, {**EXP, "denominator": "shared"}),
     (infini_gpt2, {**EXP, "update_rule": "delta", "feature_map": "learned", "denominator": "shared", "local_segments": 1}),
     (causal_mha, {"attention": "infini", "position_encoding": "rope", "score": "dot", **EXP}),
 ]
@@ -94,18 +89,6 @@ def test_the_weights_are_the_naive_function_s_of_unit_vectors(make, options):
         torch.testing.assert_close(mixed, layer.heads.values, **FLOAT64)
 
 
-@pytest.mark.parametrize(("rule", "feature_map"), [("linear", "elu"), ("linear", "exp"), ("delta", "elu")])
-def test_rows_of_the_linear_rule_sum_to_one(rule, feature_map):
-    layer = inspect_attention(infini_gpt2(update_rule=rule, feature_map=feature_map), text()).layers[2]
-    weights = layer.memory_weights.values[layer.token_gate.values > 0]
-    sums = weights.sum(-1)
-    if rule == "linear":  # but for ε = 1e-6 beside denominators above 1, and float32
-        torch.testing.assert_close(sums, torch.ones_like(sums), rtol=0, atol=1e-5)
-        assert (weights >= 0).all()
-    else:
-        assert (weights < 0).any() and (sums - 1).abs().max() > 0.1
-
-
 @pytest.mark.parametrize("rule", ["linear", "delta"])
 def test_columns_at_a_time_are_all_columns(rule, monkeypatch):
     model = made(infini_gpt2, {"update_rule": rule, "local_segments": 1})
@@ -114,13 +97,3 @@ def test_columns_at_a_time_are_all_columns(rule, monkeypatch):
         monkeypatch.setattr(parts, "COLUMN_ELEMENTS", elements)
         found = inspect_attention(model, text()).layers[0].memory_weights.values
         torch.testing.assert_close(found, wanted, **FLOAT64)
-
-
-def test_a_table_of_the_memory_s_weights():
-    inspection = inspect_attention(infini_gpt2(), token_ids(2, 20))
-    pytest.importorskip("pandas")
-    table, local = (inspection.table(name, layer=1, head=2, row=1) for name in ("memory_weights", "weights"))
-    assert list(table.index) == list(local.index) and list(table.columns) == list(local.columns)
-    assert table.to_numpy().tolist() == inspection.layers[1].memory_weights.values[1, 2].tolist()
-    assert table.iloc[17, 3] > 0 and table.iloc[3, 17] == 0  # queries are rows
-    assert inspection.table("token_gate", layer=1).shape == (20, 4)

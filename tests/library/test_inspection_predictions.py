@@ -8,12 +8,12 @@ from corpora.tokenization import train_bpe
 from hf_infini.tools.inspection import inspect_attention
 from hf_infini.tools.inspection.labels import token_texts
 from hf_infini.tools.inspection.page import inspection_page
-from models import causal_mha, gpt2, infini_gpt2, token_ids
+from models import gpt2, infini_gpt2, token_ids
 
 TEXT = "A ação do coração é a razão da canção."
 
 
-@pytest.mark.parametrize("make", [gpt2, infini_gpt2, causal_mha])
+@pytest.mark.parametrize("make", [gpt2, infini_gpt2])
 def test_predictions_are_the_model_s_own(make):
     bpe, texts = train_bpe([TEXT], 270), [TEXT, "ü e ü"]
     model = make(vocab_size=len(bpe))

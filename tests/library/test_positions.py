@@ -78,7 +78,7 @@ def test_relative_keys_are_shaws_equation_and_wav2vec2_berts():
     torch.testing.assert_close(ours.tril(), theirs.tril())
 
 
-@pytest.mark.parametrize("num_buckets, max_distance", [(32, 128), (8, 20), (2, 5), (7, 50), (64, 2000)])
+@pytest.mark.parametrize("num_buckets, max_distance", [(32, 128), (2, 5), (7, 50)])
 def test_t5_buckets_are_t5s(num_buckets, max_distance):
     distance = torch.arange(-5, 3 * max_distance)
     theirs = T5Attention._relative_position_bucket(-distance, False, num_buckets, max_distance)
@@ -88,7 +88,7 @@ def test_t5_buckets_are_t5s(num_buckets, max_distance):
     assert int(t5_buckets(torch.tensor(max_distance), num_buckets, max_distance)) == num_buckets - 1
 
 
-@pytest.mark.parametrize("heads", [1, 2, 3, 6, 8, 12, 16])
+@pytest.mark.parametrize("heads", [1, 3, 8, 12])
 def test_alibi_is_blooms(heads):
     keys = 11
     theirs = build_alibi_tensor(torch.ones(1, keys, dtype=torch.long), heads, torch.float32)  # slope · place of the key

@@ -1,16 +1,13 @@
 """Rows as inputs: what is predicted, documents kept apart, and what a model trained on them makes of it."""
 
-import json
-
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
+from transformers import TrainingArguments
 
 from hf_infini.tools.metrics import evaluate_rows, stream_losses
 from hf_infini.tools.rows import RowReader, document_positions
 from hf_infini.tools.training.trainer import ROWS_OF_THE_HEAD, PerplexityTrainer
 from models import RowsOf, causal_mha, gpt2, infini_gpt2, token_ids
-from running import run_recipe
 
 FLOAT32 = 1e-4  # of logits of size 1 to 10, added up in another order
 END = 0
@@ -68,9 +65,9 @@ def test_evaluation_counts_what_the_reader_leaves_and_streams_alike():
     torch.testing.assert_close(torch.cat(pieces, 1), losses, rtol=FLOAT32, atol=FLOAT32)
 
 
-@pytest.mark.parametrize("make", [gpt2, infini_gpt2, causal_mha])
-@pytest.mark.parametrize("items", [None, 57], ids=["mean", "share of a step"])
-@pytest.mark.parametrize("separate", [False, True])
+@pytest.mark.parametrize(
+    ("make", "items", "separate"), [(gpt2, None, False), (infini_gpt2, 57, True), (causal_mha, 57, False)]
+)
 def test_logits_of_the_learned_places_give_the_same_loss_and_gradients(make, items, separate, tmp_path):
     model = make(**NO_DROPOUT) if make is not causal_mha else make()
     model.loss_type = "ForCausalLM"
@@ -108,53 +105,3 @@ def test_the_loss_of_learned_places_uses_every_input_and_the_smoothing(tmp_path)
             batch = {"input_ids": ids, "labels": labels.clone(), "use_cache": False} | inputs
             found.append(compute(trainer.model, batch))
         torch.testing.assert_close(*found, rtol=FLOAT32, atol=FLOAT32)
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    """A model that recipes/train.py trained on generated biographies, many to a row, kept apart; and its data."""
-    folder = tmp_path_factory.mktemp("rows")
-    text = [{"id": str(i), "text": f"Documento {i}: " + "o rio corre para o mar. " * (1 + i % 3)} for i in range(200)]
-    (folder / "text.jsonl").write_text("\n".join(map(json.dumps, text)), encoding="utf-8")
-    commands = [
-        f"prepare --source {folder}/text.jsonl --vocab_size 300 --context 64 --validation 0.1 --out {folder}/data",
-        f"train --data {folder}/data --out {folder}/run --attention infini --segment_length 8 --n_layer 2 --n_embd 32 "
-        "--n_head 2 --max_steps 8 --batch_size 4 --learning_rate 0.01 --use_cpu true --separate_documents true",
-    ]
-    for command in commands:
-        run_recipe(*command.split())
-    return folder / "run", folder / "data"
-
-
-@pytest.mark.slow
-def test_a_trained_model_begins_each_document_with_an_empty_memory(trained):
-    run, data = trained
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(run), AutoTokenizer.from_pretrained(run)
-    assert model.config.eos_token_id == tokenizer.eos_token_id and model.config.mask_special_tokens
-    texts = ["Documento 7: o rio corre para o mar.", "Documento 42: o mar corre para o rio e volta."]
-    ids = [tokenizer(text).input_ids + [tokenizer.eos_token_id] for text in texts]
-    row = torch.tensor([ids[0] + ids[1]])
-    positions = document_positions(row, tokenizer.eos_token_id)
-    alone = torch.cat([model(torch.tensor([part])).logits for part in ids], 1)
-    torch.testing.assert_close(model(row, position_ids=positions).logits, alone, rtol=FLOAT32, atol=FLOAT32)
-    assert not torch.allclose(model(row).logits, alone, atol=1e-2)  # without the border the memory goes on
-
-
-@pytest.mark.slow
-def test_special_tokens_enter_neither_the_memory_nor_the_loss_of_a_trained_model(trained):
-    run, data = trained
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(run), AutoTokenizer.from_pretrained(run)
-    found = json.loads((run / "result.json").read_text(encoding="utf-8"))
-    from datasets import load_from_disk
-
-    rows = load_from_disk(str(data / "validation"))
-    ids = torch.tensor(rows["input_ids"][:])
-    special = torch.isin(ids, torch.tensor(tokenizer.all_special_ids))
-    assert bool(special.any()) and found["validation_tokens"] == int((~special[:, 1:]).sum())
-    # The memory after a row is that of the same row's layers without what was written for its special tokens
-    cache = model(ids[:1, :24], use_cache=True).past_key_values
-    written = [layer.state.normaliser for layer in cache.layers]
-    model.config.mask_special_tokens = False
-    all_written = [layer.state.normaliser for layer in model(ids[:1, :24], use_cache=True).past_key_values.layers]
-    assert bool(special[0, :24].any())
-    assert all(bool((more > less).all()) for more, less in zip(all_written, written, strict=True))

@@ -59,8 +59,7 @@ ROWS = [{"input_ids": text} for text in TEXTS]
 SOURCES = {"list": ROWS, "dataset": Dataset.from_list(ROWS), "stream": Stream()}
 
 
-@pytest.mark.parametrize("source", SOURCES)
-@pytest.mark.parametrize("make", [gpt2, infini_gpt2])
+@pytest.mark.parametrize(("make", "source"), [(gpt2, "list"), (infini_gpt2, "dataset"), (infini_gpt2, "stream")])
 def test_ragged_rows_of_every_kind(make, source, tmp_path):
     """Padding on the right, for both models; on the left, for the model whose positions do not count it."""
     model = make()
@@ -81,22 +80,6 @@ def test_padding_that_has_labels_is_not_counted(tmp_path):
         rows = Dataset.from_dict({"input_ids": batch["input_ids"].tolist(), "attention_mask": mask, **columns})
         found = trainer(model, tmp_path, eval_dataset=rows).evaluate()
         assert found["eval_tokens"] == tokens and found["eval_loss"] == pytest.approx(cross_entropy, rel=FLOAT32)
-
-
-def test_packed_documents_and_labels_that_do_not_count(tmp_path):
-    """As a flattening collator makes them: one row, positions that begin again, no label at a document's first token."""
-    model = infini_gpt2()
-
-    def flatten(rows):
-        texts = [row["input_ids"] for row in rows]
-        labels = [label for text in texts for label in [-100, *text[1:]]]
-        positions = [place for text in texts for place in range(len(text))]
-        return {"input_ids": torch.tensor([sum(texts, [])]), "labels": torch.tensor([labels]),
-                "position_ids": torch.tensor([positions])}  # fmt: skip
-
-    found = trainer(model, tmp_path, flatten, eval_dataset=ROWS).evaluate()
-    cross_entropy, tokens = alone(model)
-    assert found["eval_tokens"] == tokens and found["eval_loss"] == pytest.approx(cross_entropy, rel=FLOAT32)
 
 
 def test_several_sets_metrics_of_the_users_and_predictions(tmp_path):
@@ -133,22 +116,6 @@ def test_embeddings_and_sets_without_tokens(tmp_path):
     for rows in ([], [{"input_ids": [5]}]):
         with pytest.raises(ValueError, match="no token was predicted"):
             own.evaluate(rows)
-
-
-def test_labels_of_embeddings_must_be_given():
-    model = infini_gpt2()
-    with pytest.raises(ValueError, match="rows of inputs_embeds need labels"):
-        next(stream_losses(model, inputs_embeds=torch.zeros(1, 5, 32)))
-
-
-@pytest.mark.parametrize("make", [gpt2, infini_gpt2])
-def test_chunks_of_padded_rows(make):
-    model, batch = make(), pad("left", 40)(ROWS)
-    whole, in_chunks = (
-        torch.cat([losses for _, losses, _ in stream_losses(model, **batch, chunk=chunk)], 1) for chunk in (None, 7)
-    )
-    torch.testing.assert_close(in_chunks, whole, rtol=1e-4, atol=1e-4)
-    assert int((whole != 0).sum()) == sum(map(len, TEXTS)) - len(TEXTS)
 
 
 def evaluate_on_rank(folder) -> list[dict]:
