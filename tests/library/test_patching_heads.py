@@ -86,31 +86,3 @@ def test_the_memory_reaches_the_head(name):
     for one, two in zip(outputs(model, ids), outputs(model, other), strict=True):
         behind = (slice(None), slice(16, None)) if one.shape[1:2] == (20,) else ...  # of each token, or of the last
         assert torch.equal(one[behind], two[behind])
-
-
-def test_a_plain_checkpoint_of_another_head_is_taken(name, tmp_path):
-    language_model = stock("GPT2LMHeadModel")
-    language_model.save_pretrained(tmp_path)
-    model = infini_class(name).from_pretrained(tmp_path, **OPTIONS)
-    given = language_model.transformer.state_dict()
-    assert all(torch.equal(model.transformer.state_dict()[key], tensor) for key, tensor in given.items())
-    assert all(bool((gate.weight == 0.5).all()) for gate in gates_of(model).values())
-
-
-def test_choices_are_rows(tmp_path):
-    """`[batch, choices, tokens]`, padded: each choice is computed as by itself."""
-    model = patch_model(stock("GPT2DoubleHeadsModel"), **OPTIONS)
-    ids, mask = token_ids(6, 20).unflatten(0, (2, 3)), torch.ones(2, 3, 20, dtype=torch.long)
-    mask[0, 1, 13:] = 0
-    places = mask.sum(-1) - 1
-    with torch.no_grad():
-        output = model(ids, attention_mask=mask, mc_token_ids=places, labels=ids, mc_labels=torch.tensor([0, 2]))
-        assert output.logits.shape == (2, 3, 20, 89) and output.mc_logits.shape == (2, 3)
-        assert output.loss.isfinite() and output.mc_loss.isfinite()
-        for row in range(2):
-            for choice in range(3):
-                length = int(mask[row, choice].sum())
-                one = model(ids[row, choice, None, :length])
-                # The same sums, in batches of other sizes
-                torch.testing.assert_close(output.logits[row, choice, :length], one.logits[0], rtol=1e-4, atol=1e-4)
-                torch.testing.assert_close(output.mc_logits[row, choice], one.mc_logits[0], rtol=1e-4, atol=1e-4)
