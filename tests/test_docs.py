@@ -17,7 +17,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Trainer, TrainingArguments
 
-from browser import needs_browser, report_of, survey
+from browser import needs_browser, survey
 from cases import assert_same_gradients
 from decoders import decoder
 from hf_infini import InfiniCache, InfiniGPT2Config, patch_model
@@ -98,7 +98,7 @@ def one_pass(model, ids) -> list[torch.Tensor]:
     return [*torch.autograd.grad(loss, [*model.parameters()], allow_unused=True, materialize_grads=True)]
 
 
-@pytest.mark.parametrize("window", [4, 2, 1])
+@pytest.mark.parametrize("window", [4, 1])
 def test_the_loop_over_chunks_has_the_gradients_of_one_pass_within_a_window(window):
     """A step of stochastic gradient descent at rate 1 moves the weights by the gradient."""
     (code,) = (text for text in programs("docs/fine-tune.md") if "chunk_tokens, window" in text)
@@ -220,51 +220,6 @@ def test_a_browser_shows_every_page_whole(site, pages, tmp_path):
     assert any("Streaming" in title for title in report["found"]["streaming"])
 
 
-@pytest.mark.slow
-def test_the_search_of_a_page_that_is_opened_as_a_file_has_its_index_as_a_script(site, pages):
-    """A browser lets such a page read no JSON, and start no worker without the script that every page loads for it."""
-    index = (site / "search" / "search_index.js").read_text(encoding="utf-8")
-    assert index == f"var __index = {(site / 'search' / 'search_index.json').read_text(encoding='utf-8')}"
-    assert all(any(address.endswith("iframe-worker.js") for address in page.loaded) for page in pages.values())
-
-
-FOUND = """<script>addEventListener("load", async () => {
-  let titles = [];
-  for (let tries = 0; !titles.length && tries < 60; tries++) {
-    await new Promise(done => setTimeout(done, 500));
-    titles = [...document.querySelectorAll(".md-search-result__item h1")].map(title => title.textContent);
-  }
-  document.body.dataset.report = JSON.stringify(titles);
-})</script></body>"""
-
-
-@pytest.mark.slow
-@needs_browser
-@pytest.mark.parametrize(("words", "title"), [("streaming", "Streaming"), ("treinamento", "Início rápido")])
-def test_a_page_that_is_opened_as_a_file_is_searched(words, title, site, tmp_path):
-    opened = site / f"opened_{words}.html"
-    opened.write_text((site / "index.html").read_text(encoding="utf-8").replace("</body>", FOUND), encoding="utf-8")
-    try:
-        titles = report_of(f"{opened.as_uri()}?q={words}", tmp_path)
-    finally:
-        opened.unlink()
-    assert any(title in found for found in titles)
-
-
-@needs_browser
-def test_a_broken_page_of_a_site_is_noticed(tmp_path):
-    body = """<div class="md-content"><pre style="overflow: auto">{0}</pre><p style="color: #eee">light</p>
-        <p style="overflow: hidden; white-space: nowrap">{0}</p><img src="http://localhost/x.png">
-        <table><td><code style="display: block; width: 3em; word-break: break-all">a_long_name</code></table></div>"""
-    (tmp_path / "index.html").write_text(f"<html><head></head><body>{body.format('word ' * 400)}</body></html>")
-    faults = "\n".join(survey(tmp_path, tmp_path, ["index.html"], {})["faults"]["index.html"])
-    for fault in ("no heading", "1280, default: cut (auto)", "390, default: cut (hidden)", "faint: p", "img-src http://local"):
-        assert fault in faults, faults
-    assert "broken word: a_long_name" in faults and "390, default: cut (auto)" not in faults
-    with pytest.raises(AssertionError, match="missing.html"):
-        survey(tmp_path, tmp_path, ["missing.html"], {})
-
-
 def test_every_option_has_its_section():
     text = (ROOT / "docs" / "options.md").read_text(encoding="utf-8")
     headings = re.findall(r"^## `(\w+)`$", text, re.MULTILINE)
@@ -288,14 +243,9 @@ def test_every_public_name_is_on_an_api_page(pages):
     assert not [name for name in hf_infini.__all__ if f"hf_infini.{name}" not in anchors]
 
 
-@pytest.mark.parametrize(
-    ("page", "language"),
-    [("lessons/quickstart", "en"), ("lessons/inicio_rapido", "pt-BR"), ("lessons/atencao_passo_a_passo", "pt-BR")]
-    + [("inicio-rapido", "pt-BR"), ("index", "en")],
-)
-def test_a_page_tells_its_language(site, page, language):
-    text = (site / f"{page}.html").read_text(encoding="utf-8")
-    assert f'<html lang="{language}"' in text
+def test_a_page_tells_its_language(site):
+    for page, language in (("lessons/quickstart", "en"), ("lessons/inicio_rapido", "pt-BR"), ("inicio-rapido", "pt-BR")):
+        assert f'<html lang="{language}"' in (site / f"{page}.html").read_text(encoding="utf-8")
 
 
 def test_lessons_show_formulas_outputs_and_pictures(site):
@@ -306,31 +256,12 @@ def test_lessons_show_formulas_outputs_and_pictures(site):
     assert (site / "lessons" / "attention_step_by_step.ipynb").is_file()
 
 
-def test_figures_and_tables_are_made_from_the_package(site):
-    assert {file.stem for file in (site / "figures").glob("*.png")} == {"reach", "growth", "memory"}
-    text = re.sub(r"<[^>]+>", " ", (site / "options.html").read_text(encoding="utf-8"))
-    # float32; 4 layers of 128 keys and values, a memory of 64 × 64 + 64 a head, and 24 bytes of counters
-    size = 4 * (2 * 128 * 128 + 2 * (64 * 64 + 64)) * 4 + 4 * 24
-    assert f"{size / 1024:,.1f}" in text and "<!-- table" not in text and "readme:" not in text
-
-
-@pytest.mark.parametrize("page", OTHERS, ids=lambda page: page.stem)
-def test_figures_in_the_text_are_those_of_the_results(page):
-    """A decimal number that no page of results has is one that nobody keeps up."""
-    known = set(re.findall(r"\d+\.\d+", "\n".join(file.read_text(encoding="utf-8") for file in RESULTS)))
-    assert not decimals(page.read_text(encoding="utf-8")) - known
-
-
-def test_the_figures_of_measured_are_those_of_the_pages_that_tell_how():
-    measured, _, _, *pages = (file.read_text(encoding="utf-8") for file in RESULTS)
-    known = set(re.findall(r"\d+\.\d+", "\n".join(pages)))
-    assert not decimals(measured) - known
-
-
-def test_the_numbers_of_the_landing_page_are_those_of_the_readme():
-    numbers = re.findall("<strong>(.*?)</strong>", (ROOT / "docs" / "index.md").read_text(encoding="utf-8"))
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert len(numbers) == 3 and not [number for number in numbers if number not in readme]
+def test_figures_in_the_text_are_those_of_the_results():
+    """A decimal number that no page of results has is one that nobody keeps up; the first page draws on the others."""
+    known = [set(re.findall(r"\d+\.\d+", file.read_text(encoding="utf-8"))) for file in RESULTS]
+    unknown = {page.name: decimals(page.read_text(encoding="utf-8")) - set().union(*known) for page in OTHERS}
+    unknown[RESULTS[0].name] = decimals(RESULTS[0].read_text(encoding="utf-8")) - set().union(*known[3:])
+    assert not any(unknown.values()), unknown
 
 
 def commands() -> dict[str, set[str]]:
@@ -345,36 +276,16 @@ def commands() -> dict[str, set[str]]:
     return found
 
 
-@pytest.mark.parametrize(("recipe", "flags"), commands().items(), ids=lambda value: value if isinstance(value, str) else "")
-def test_commands_have_flags_that_exist(recipe, flags, capsys, monkeypatch):
-    specification = importlib.util.spec_from_file_location(recipe, ROOT / "recipes" / f"{recipe}.py")
-    module = importlib.util.module_from_spec(specification)
-    monkeypatch.setitem(sys.modules, recipe, module)  # dataclasses look their module up; others may have loaded their own
-    specification.loader.exec_module(module)
-    for flag in ("--help", "--help_all"):  # a recipe without rare options says in stderr that it has no second one
-        monkeypatch.setattr(sys, "argv", [recipe, flag])
-        with pytest.raises(SystemExit):
-            module.main()
-    assert not flags - set(re.findall(r"--\w+", capsys.readouterr().out))
-
-
-class Collected:
-    """A plugin of pytest that keeps what was collected."""
-
-    def pytest_collection_finish(self, session):
-        self.items = session.items
-
-
-@pytest.mark.slow
-def test_the_counts_of_bad_inputs_are_those_of_the_suites(monkeypatch):
-    monkeypatch.chdir(ROOT)
-    page = (ROOT / "docs" / "robustness.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| .*\(\.\./(tests/\S+\.py)\).* \| (\d+) \|$", page, re.MULTILINE)
-    shown = {file: int(count) for file, count in rows}
-    assert shown.keys() >= {str(file.relative_to(ROOT)) for file in (ROOT / "tests" / "bad_input").glob("test_*.py")}
-    found = Collected()
-    quiet = ["--collect-only", "-o", "addopts=", "-p", "no:terminal", "-p", "no:cacheprovider"]
-    assert pytest.main([*quiet, *shown], plugins=[found]) == 0
-    found = {file: sum(item.path == ROOT / file for item in found.items) for file in shown}
-    # A twentieth, so that not every new case has to change the page
-    assert {file: count for file, count in found.items() if abs(shown[file] - count) > count / 20} == {}
+def test_commands_have_flags_that_exist(capsys, monkeypatch):
+    unknown = {}
+    for recipe, flags in commands().items():
+        specification = importlib.util.spec_from_file_location(recipe, ROOT / "recipes" / f"{recipe}.py")
+        module = importlib.util.module_from_spec(specification)
+        monkeypatch.setitem(sys.modules, recipe, module)  # dataclasses look their module up; others may have their own
+        specification.loader.exec_module(module)
+        for flag in ("--help", "--help_all"):  # a recipe without rare options says in stderr that it has no second one
+            monkeypatch.setattr(sys, "argv", [recipe, flag])
+            with pytest.raises(SystemExit):
+                module.main()
+        unknown[recipe] = flags - set(re.findall(r"--\w+", capsys.readouterr().out))
+    assert len(unknown) > 10 and not any(unknown.values()), unknown

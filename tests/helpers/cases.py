@@ -1,9 +1,12 @@
 """Random problems for the attention function, and how two answers to one of them are compared."""
 
+import os
 import random
 from dataclasses import dataclass, field, replace
 
 import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from hf_infini import InfiniState, naive_infini_attention
@@ -59,14 +62,17 @@ class Case:
         return torch.cat(outputs, 2), state
 
 
-def random_case(seed: int, dtype=torch.float32, **fixed) -> Case:
+def random_case(seed: int | random.Random, dtype=torch.float32, **fixed) -> Case:
     """A small problem of random shape: any of ragged padding, packing, grouped heads, sinks, log weights, rotary,
-    soft cap, query weights, feature maps."""
-    pick = random.Random(seed)
-    draw = torch.Generator().manual_seed(seed)
+    soft cap, query weights, feature maps. What is drawn first of each choice is the simplest; [`cases`] shrinks to it."""
+    pick = seed if isinstance(seed, random.Random) else random.Random(seed)
+    draw = torch.Generator().manual_seed(seed if isinstance(seed, int) else pick.randrange(1000))
 
     def normal(*shape):
         return torch.randn(*shape, generator=draw, dtype=torch.float64).to(dtype)
+
+    def chance(percent: int) -> bool:
+        return pick.randrange(100) >= 100 - percent
 
     batch, kv_heads, heads_per_key = pick.choice([1, 2, 3]), pick.choice([1, 2]), pick.choice([1, 2, 3])
     tokens, width = pick.choice([1, 2, 5, 7, 12, 17, 33]), pick.choice([2, 4, 8])
@@ -79,31 +85,31 @@ def random_case(seed: int, dtype=torch.float32, **fixed) -> Case:
     options["feature_map"] = pick.choice(["elu", "elu", "exp"])
     denominators = ["separate"] if "denominator" in rule.not_with else ["separate", "separate", "shared"]
     options["denominator"] = pick.choice(denominators)
-    if pick.random() < 0.5:
+    if chance(50):
         options["attention_mask"] = torch.rand(batch, tokens, generator=draw) < pick.choice([0.3, 0.8])
-    if pick.random() < 0.5:
+    if chance(50):
         starts = torch.rand(batch, tokens, generator=draw) < 0.15
         columns = torch.arange(tokens).expand(batch, tokens)
         options["position_ids"] = columns - torch.where(starts, columns, 0).cummax(1).values
-    if pick.random() < 0.3:
+    if chance(30):
         options["memory_mask"] = torch.rand(batch, tokens, generator=draw) < 0.7
         # Some rows begin with tokens of which none is written, often whole segments and sometimes all of them
         unwritten = torch.randint(0, tokens + 1, (batch, 1), generator=draw)
         options["memory_mask"] &= torch.arange(tokens) >= unwritten * (torch.rand(batch, 1, generator=draw) < 0.7)
-    if pick.random() < (0.3 if rule.normalised else 0.8):
+    if chance(30 if rule.normalised else 80):
         weights = normal(batch, kv_heads, tokens, rule.rates)
         options["log_weight"] = weights if rule.normalised else F.logsigmoid(weights)  # rates up to 1
     segment_length = fixed.pop("segment_length", pick.choice([1, 2, 3, 4, 5, 8, 40]))
-    if pick.random() < 0.4:
+    if chance(40):
         options["sink_tokens"] = pick.randrange(min(segment_length, 5))
-    if pick.random() < 0.2:
+    if chance(20):
         options["softcap"] = 2.0
-    if pick.random() < 0.2:
+    if chance(20):
         options["query_weight"] = normal(kv_heads * heads_per_key, width, width)
     options |= fixed
-    if pick.random() < 0.4 and "rotary" not in fixed:
+    if chance(40) and "rotary" not in fixed:
         options["rotary"] = rotary_of(segment_length, options, width, dtype)
-    if pick.random() < 0.3 and "feature_maps" not in fixed:  # near the identity, as they begin
+    if chance(30) and "feature_maps" not in fixed:  # near the identity, as they begin
         heads = (kv_heads * heads_per_key, kv_heads)
         options["feature_maps"] = tuple(torch.eye(width, dtype=dtype) + 0.3 * normal(count, width, width) for count in heads)
     return Case(
@@ -128,6 +134,26 @@ def keeping_case(seed: int, dtype=torch.float64, **fixed) -> Case:
     if "rotary" in options:
         options["rotary"] = rotary_of(case.segment_length, options, case.key.shape[-1], dtype)
     return case
+def cases(dtype=torch.float64, **fixed) -> st.SearchStrategy[Case]:
+    """Random cases that hypothesis draws, and makes as simple as it can where a test fails."""
+    return st.randoms(use_true_random=False).map(lambda pick: random_case(pick, dtype, **fixed))
+
+
+def cut_cases(dtype=torch.float64, **fixed) -> st.SearchStrategy[tuple[Case, list[int]]]:
+    """Random cases, and where to cut each into cached calls."""
+
+    def drawn(pick: random.Random):
+        case = random_case(pick, dtype, **fixed)
+        return case, random_cuts(pick, case.query.shape[2])
+
+    return st.randoms(use_true_random=False).map(drawn)
+
+
+def examples(count: int) -> settings:
+    """How many a test tries, the same each time; with HF_INFINI_EXAMPLES=2000 so many, and others in every run."""
+    asked = int(os.environ.get("HF_INFINI_EXAMPLES", 0))
+    checks = {"deadline": None, "database": None, "suppress_health_check": list(HealthCheck), "print_blob": True}
+    return settings(max_examples=asked or count, derandomize=not asked, **checks)
 
 
 def rotary_of(segment_length: int, options: dict, width: int, dtype) -> Rotary:
@@ -136,9 +162,9 @@ def rotary_of(segment_length: int, options: dict, width: int, dtype) -> Rotary:
     return Rotary(rotation(torch.arange(places), width, dtype, theta=20.0))
 
 
-def random_cuts(seed: int, tokens: int) -> list[int]:
+def random_cuts(seed: int | random.Random, tokens: int) -> list[int]:
     """Where to cut a sequence into cached calls: nowhere, somewhere, or between all tokens."""
-    pick = random.Random(seed)
+    pick = seed if isinstance(seed, random.Random) else random.Random(seed)
     count = pick.choice([0, 1, 2, 4, tokens])
     return sorted(pick.sample(range(1, tokens), min(count, tokens - 1)))
 

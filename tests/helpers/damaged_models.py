@@ -38,7 +38,6 @@ def save_models(folders: Path) -> Path:
     for folder in folders.iterdir():
         tokenizer.save_pretrained(folder)
     for folder in folders.iterdir():  # whole, all of them can be loaded
-        AutoModelForCausalLM.from_pretrained(folder)
         load_tokenizer(folder, load_causal_lm(folder))
     return folders
 

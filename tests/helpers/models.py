@@ -3,7 +3,13 @@
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from hf_infini import CausalMHAConfig, CausalMHAForCausalLM, InfiniGPT2Config, InfiniGPT2LMHeadModel
+from hf_infini import (
+    CausalMHAConfig,
+    CausalMHAForCausalLM,
+    InfiniGPT2Config,
+    InfiniGPT2LMHeadModel,
+    naive_infini_attention,
+)
 
 FLOAT32 = 1e-4  # of logits up to about 30, through three layers
 SIZES = dict(vocab_size=89, n_positions=64, n_embd=32, n_layer=3, n_head=4, bos_token_id=0, eos_token_id=0)
@@ -92,3 +98,24 @@ def generate(model, new=20, **options):
     options = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False, "pad_token_id": 0} | options
     with torch.no_grad():
         return model.generate(**options)
+
+
+@torch.no_grad()
+def in_calls(model, ids, edges, cache=None, **columns) -> torch.Tensor:
+    """Logits of cached calls between the edges, of which the first is 0 for a new cache; `columns` are cut likewise."""
+    logits = []
+    for begin, end in zip(edges, edges[1:], strict=False):
+        parts = {name: tensor[:, begin:end] for name, tensor in columns.items()}
+        output = model(ids[:, begin:end], past_key_values=cache, use_cache=True, **parts)
+        cache = output.past_key_values
+        logits.append(output.logits)
+    return torch.cat(logits, 1)
+
+
+def naive_attend(tokens, gate, layout, rule, softmax, state, **options):
+    """Stands in for the fast function inside a model; covers calls without padding or packing."""
+    window = {name: getattr(layout, name) for name in ("segment_length", "local_segments", "sink_tokens")}
+    given = {name: getattr(rule, name) for name in ("update_rule", "feature_map", "denominator")}
+    given |= {name: getattr(softmax, name) for name in ("rotary", "scaling", "softcap")}
+    given |= {"log_weight": tokens.log_weight, "state": state, "return_state": True}
+    return *naive_infini_attention(*tokens[:3], gate, **window, **given), None

@@ -1,10 +1,11 @@
 """infini_attention against the naive reference, and the properties that must hold whatever the computation."""
 
 import copy
-import functools
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.nn import functional as F
 
 import hf_infini.ops.attention
@@ -14,14 +15,16 @@ from cases import (
     assert_equals_reference,
     assert_same_gradients,
     assert_same_state,
+    cases,
+    cut_cases,
+    examples,
     gradients,
     plain_case,
-    random_case,
-    random_cuts,
     random_state,
     state_after,
 )
 from hf_infini import InfiniState, infini_attention, naive_infini_attention
+from hf_infini.ops.layout.build import restarts
 from hf_infini.ops.memory import FEATURE_MAPS, exp_features
 from hf_infini.ops.naive import attend_by_segments
 
@@ -30,6 +33,7 @@ RULES = ("linear", "delta", "gated_delta")
 FLOAT32, FLOAT32_GRADIENT = 1e-5, 1e-4
 # In float64 the same differences shrink by about 2e-9: what is left would be a mistake.
 FLOAT64 = 1e-9
+each_rule = pytest.mark.parametrize(("rule", "local_segments"), [("linear", 2), ("delta", 1), ("gated_delta", 0)])
 
 
 @pytest.fixture(params=[(1, 2, 0), (2**20, 128, 2**20)], ids=["smallest groups and tiles", "one group, states in groups"])
@@ -39,58 +43,47 @@ def sizes(request, monkeypatch):
     monkeypatch.setitem(hf_infini.ops.rules.scan.GROUPED_STATE, "cpu", request.param[2])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(40))
-def test_equals_the_naive_reference_in_float32(seed, sizes):
-    assert_equals_reference(random_case(seed), infini_attention, FLOAT32, of_gradients=FLOAT32_GRADIENT)
+@examples(30)
+@given(cases(torch.float32))
+def test_equals_the_naive_reference_in_float32(sizes, case):
+    assert_equals_reference(case, infini_attention, FLOAT32, of_gradients=FLOAT32_GRADIENT)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(100, 140))
-def test_does_not_depend_on_how_the_input_is_cut(seed, sizes):
-    case = random_case(seed, dtype=torch.float64)
-    assert_equals_reference(case, infini_attention, FLOAT64, random_cuts(seed, case.query.shape[2]))
+@examples(60)
+@given(cut_cases(), st.sampled_from(["none", "start", "whole"]), st.sampled_from([None, "exact", 40]))
+def test_output_state_and_gradients_are_the_reference_s_however_the_input_is_cut(sizes, cut, begins, most):
+    """Begun with nothing, with a start of the memory, or with all of a state, each of whose tensors has a gradient at every
+    place: where the window is empty it is zero, also if new tokens come to lie there. With `most` documents, those there are
+    or more, sizes follow from shapes."""
+    case, cuts = cut
+    state = None if begins == "none" else random_state(case, 0)
+    if begins == "whole":
+        state = state_after(case, state)
+        if (positions := case.options.get("position_ids")) is not None:  # the first document goes on
+            first = (positions == 0).cumsum(1) == 1
+            case.options["position_ids"] = positions + first * (state.last_position + 1).unsqueeze(1)
+
+    def attend(*tensors, state=None, position_ids=None, **options):
+        documents = most
+        if most == "exact":
+            starts = position_ids is not None and restarts(position_ids, options.get("attention_mask"), state).sum(1).max()
+            documents = 1 + int(starts)
+        return infini_attention(*tensors, state=state, position_ids=position_ids, max_documents=documents, **options)
+
+    assert_equals_reference(case, attend, FLOAT64, cuts, state)
 
 
-@pytest.mark.parametrize("seed", range(200, 224))
-def test_start_state_and_its_gradient(seed):
-    case = random_case(seed, dtype=torch.float64)
-    cuts = random_cuts(seed, case.query.shape[2])
-    assert_equals_reference(case, infini_attention, FLOAT64, cuts, random_state(case, seed))
-
-
-@pytest.mark.parametrize("seed", range(240, 270))
-@pytest.mark.parametrize("most", [None, 40])
-def test_gradient_of_a_whole_state(seed, most):
-    """Of each of its tensors at every place: where the window is empty there is none, also if new tokens come to lie there.
-    With `most` documents, sizes follow from shapes."""
-    case = random_case(seed, dtype=torch.float64)
-    state = state_after(case, random_state(case, seed) if seed % 2 else None)
-    if (positions := case.options.get("position_ids")) is not None:  # the first document goes on
-        first = (positions == 0).cumsum(1) == 1
-        case.options["position_ids"] = positions + first * (state.last_position + 1).unsqueeze(1)
-    cuts = random_cuts(seed, case.query.shape[2])
-
-    assert_equals_reference(case, functools.partial(infini_attention, max_documents=most), FLOAT64, cuts, state)
-
-
-@pytest.mark.parametrize("seed", range(240, 246))
-def test_a_state_in_training_is_copied_with_its_graph_and_detached_without(seed):
-    case = random_case(seed, dtype=torch.float64)
+@examples(6)
+@given(cases())
+def test_a_state_in_training_is_copied_with_its_graph_and_detached_without(case):
     found = []
     for use in (lambda state: state, copy.deepcopy, InfiniState.detach):
-        state = random_state(case, seed)
+        state = random_state(case, 0)
         leaves = case.leaves()
         output, _ = case.call(infini_attention, leaves, state=use(case.call(infini_attention, leaves, state=state)[1]))
         found.append(torch.autograd.grad(output.sin().sum(), [*leaves, state.start_memory], materialize_grads=True))
     assert all(map(torch.equal, found[0], found[1]))
-    assert not found[2][-1].any() and found[0][-1].any()
-
-
-@pytest.mark.parametrize("tokens", [15, 18, 20])
-def test_short_segments_joined_to_steps(tokens, sizes):
-    """Segments of 3 and heads 8 wide: steps of three segments, of which the last is full or not."""
-    assert_equals_reference(plain_case(tokens=tokens, width=8, segment_length=3), infini_attention, FLOAT64)
+    assert not found[2][-1].any()
 
 
 @pytest.mark.parametrize("rule", ["linear", "delta"])  # those of the paper
@@ -104,9 +97,7 @@ def test_loop_over_segments_token_by_token_and_all_at_once_agree(rule, length):
         torch.testing.assert_close(case.call(function)[0], wanted, rtol=FLOAT64, atol=FLOAT64)
 
 
-@pytest.mark.parametrize(
-    ("rule", "answers"), [("linear", (1.0, 3.0)), ("delta", (0.5, 2.0)), ("gated_delta", (1.0, 5.0))]
-)
+@pytest.mark.parametrize(("rule", "answers"), [("linear", (1.0, 3.0)), ("delta", (0.5, 2.0)), ("gated_delta", (1.0, 5.0))])
 def test_which_rule_overwrites(rule, answers):
     """The figures of docs/options.md: one key written 4,096 times with the value 1, and 4,096 times more with 5."""
     same = torch.ones(1, 1, 8193, 4, dtype=torch.float64)
@@ -118,17 +109,18 @@ def test_which_rule_overwrites(rule, answers):
     torch.testing.assert_close(output[[4096, 8192]], torch.tensor(answers, dtype=torch.float64), rtol=0, atol=1e-3)
 
 
-@pytest.mark.parametrize("function", [infini_attention, naive_infini_attention])
-@pytest.mark.parametrize("local_segments", [0, 2])
+@pytest.mark.parametrize(("function", "local_segments"), [(infini_attention, 2), (naive_infini_attention, 0)])
 def test_one_segment_is_causal_attention(function, local_segments):
     case = plain_case(tokens=9, segment_length=9, local_segments=local_segments)
     wanted = F.scaled_dot_product_attention(case.query, case.key, case.value, is_causal=True)
     torch.testing.assert_close(case.call(function)[0], wanted, rtol=FLOAT64, atol=FLOAT64)
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("local_segments", [0, 1])
-@pytest.mark.parametrize("cuts", [(), (7, 9), tuple(range(1, 17))], ids=["one call", "chunks", "steps"])
+@pytest.mark.parametrize(
+    ("rule", "local_segments", "cuts"),
+    [("linear", 0, range(1, 17)), ("linear", 1, ()), ("delta", 1, (7, 9)), ("gated_delta", 0, (7, 9))],
+    ids=["steps", "one call", "chunks", "gated delta"],
+)
 def test_a_memory_that_nothing_was_written_into_leaves_local_attention_alone(rule, local_segments, cuts):
     """Not the number of segments says so: the mask kept them all out, in the second row up to the ninth token."""
     case = plain_case(tokens=17, segment_length=4, update_rule=rule, local_segments=local_segments)
@@ -149,8 +141,7 @@ def test_a_memory_that_nothing_was_written_into_leaves_local_attention_alone(rul
     assert bool((case.call(infini_attention, cuts=cuts, state=learned)[0] - wanted).abs().amax((1, 3)).gt(1e-3).all())
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("local_segments", [0, 1, 2])
+@each_rule
 def test_padding_does_not_matter(rule, local_segments):
     """Left-padded, right-padded and padded in the middle: each real token's output is that of the unpadded row."""
     case = plain_case(batch=1, tokens=17, segment_length=4, update_rule=rule, local_segments=local_segments)
@@ -174,29 +165,7 @@ def test_padding_does_not_matter(rule, local_segments):
     assert torch.equal(output[mask[:, None, :, None].expand_as(output) == 0], torch.zeros((mask == 0).sum() * 8).double())
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("local_segments", [0, 1])
-def test_packed_documents_are_rows_of_their_own(rule, local_segments):
-    case = plain_case(batch=1, tokens=29, segment_length=4, update_rule=rule, local_segments=local_segments)
-    lengths = [11, 1, 4, 13]
-    positions = torch.cat([torch.arange(length) for length in lengths])[None]
-    packed = Case(case.query, case.key, case.value, case.gate, 4, case.options | {"position_ids": positions})
-    leaves = packed.leaves()
-    output = packed.call(infini_attention, leaves)[0]
-    separate = []
-    edges = torch.tensor([0, *lengths]).cumsum(0).tolist()
-    own_leaves = packed.leaves()
-    for begin, end in zip(edges, edges[1:], strict=False):
-        parts = [tensor[:, :, begin:end] for tensor in own_leaves[:3]]
-        separate.append(infini_attention(*parts, own_leaves[3], 4, update_rule=rule, local_segments=local_segments))
-    wanted = torch.cat(separate, 2)
-    torch.testing.assert_close(output, wanted, rtol=FLOAT64, atol=FLOAT64)
-    found = torch.autograd.grad(output.sin().sum(), leaves)
-    assert_same_gradients(found, torch.autograd.grad(wanted.sin().sum(), own_leaves), FLOAT64)
-
-
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("local_segments", [0, 1])
+@each_rule
 def test_causal_and_not_detached(rule, local_segments):
     """The last token's output depends on the first segment; no output depends on a later token."""
     case = plain_case(batch=1, tokens=20, segment_length=4, update_rule=rule, local_segments=local_segments)
@@ -209,20 +178,12 @@ def test_causal_and_not_detached(rule, local_segments):
         assert all(bool((gradient[:, :, 0] != 0).any()) for gradient in first)
 
 
-def test_grouped_heads_are_interleaved():
-    case = plain_case(heads=6, kv_heads=2)
-    repeated = Case(
-        case.query, case.key.repeat_interleave(3, 1), case.value.repeat_interleave(3, 1), case.gate, 5, case.options
-    )
-    wanted = repeated.call(infini_attention)[0]
-    torch.testing.assert_close(case.call(infini_attention)[0], wanted, rtol=FLOAT64, atol=FLOAT64)
-
-
-@pytest.mark.parametrize("seed", range(300, 330))
-def test_tensors_are_made_where_the_inputs_are(seed):
+@examples(20)
+@given(cut_cases())
+def test_tensors_are_made_where_the_inputs_are(cut):
     """Whatever torch's default device is."""
-    case = random_case(seed)
-    leaves, cuts = case.leaves(), random_cuts(seed, case.query.shape[2])
+    case, cuts = cut
+    leaves = case.leaves()
 
     def call():
         output, state = case.call(infini_attention, leaves, cuts)
@@ -237,25 +198,26 @@ def test_tensors_are_made_where_the_inputs_are(seed):
         assert other is None if one is None else torch.equal(one, other)
 
 
-@pytest.mark.parametrize("seed", range(300, 312))
-def test_gradients_in_bfloat16(seed, sizes):
+@examples(15)
+@given(cases(torch.bfloat16))
+def test_gradients_in_bfloat16(sizes, case):
     """The reference has the same rounded inputs in float64. What is left is the rounding of scores, weights and products to
     8 bits, 0.4 % each time; gradients are sums of some ten of them."""
-    case = random_case(seed, dtype=torch.bfloat16)
     _, _, found = gradients(case, infini_attention)
     for name in ("query", "key", "value", "gate"):
         setattr(case, name, getattr(case, name).double())
-    case.options |= {name: case.options[name].double() for name in ("memory_query", "memory_key") if name in case.options}
+    in_float64 = {name: case.options[name].double() for name in ("log_weight", "query_weight") if name in case.options}
+    case.options |= in_float64
     _, _, wanted = gradients(case, naive_infini_attention)
     assert_same_gradients([gradient.double() for gradient in found], wanted, 0.04)
 
 
-@pytest.mark.parametrize("seed", range(300, 312))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision(seed, dtype):
+@examples(12)
+@given(st.data())
+def test_half_precision(dtype, data):
     """The local softmax and the output are rounded to the inputs' dtype; memory, normaliser and division are not."""
-    case = random_case(seed, dtype=dtype)
-    cuts = random_cuts(seed, case.query.shape[2])
+    case, cuts = data.draw(cut_cases(dtype))
     output, state = case.call(infini_attention, cuts=cuts)
     wanted, wanted_state = case.call(naive_infini_attention)
     assert output.dtype == dtype and state.memory.dtype == torch.float32
@@ -265,12 +227,11 @@ def test_half_precision(seed, dtype):
     assert_same_state(state, wanted_state, FLOAT32)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    "options", [{}, {"denominator": "shared"}, {"dropout": 1e-9}], ids=["separate", "shared", "dropout"]
+    ("options", "autocast", "cuts"),
+    [({}, False, range(1, 40)), ({"denominator": "shared"}, True, ()), ({"dropout": 1e-9}, False, ())],
+    ids=["separate, steps", "shared, autocast", "dropout"],
 )
-@pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("cuts", [(), tuple(range(1, 40))], ids=["one call", "steps"])
 def test_scores_beyond_the_range_of_float16(options, autocast, cuts, sizes):
     """Products of queries and keys up to some 200,000, where float16 ends at 65,504: torch's fused attention is finite,
     with its gradient, and so is everything else."""
@@ -298,7 +259,7 @@ def test_a_backward_pass_within_autocast(rule, sizes):
     """Where torch rounds the products of its own gradients to bfloat16."""
     case = plain_case(tokens=23, dtype=torch.float32, update_rule=rule, local_segments=1)
     if rule == "gated_delta":
-        case.log_weight = torch.full((2, 2, 23, 2), -0.1)
+        case.options["log_weight"] = torch.full((2, 2, 23, 2), -0.1)
     leaves, found = case.leaves(), []
     for within in (False, True):
         with torch.autocast("cpu", torch.bfloat16):

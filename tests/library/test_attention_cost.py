@@ -69,8 +69,7 @@ def bytes_written(tokens, rule, local_segments):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rule", ["linear", "delta", "gated_delta"])
-@pytest.mark.parametrize("local_segments", [0, 1])
+@pytest.mark.parametrize(("rule", "local_segments"), [("linear", 0), ("delta", 1), ("gated_delta", 0)])
 def test_backward_is_linear_in_the_length(rule, local_segments, monkeypatch):
     """Slicing inside a loop would write a full-length gradient for each segment, and quadruple at twice the length."""
     monkeypatch.setitem(hf_infini.ops.attention.GROUP_ELEMENTS, "cpu", 2**10)

@@ -13,7 +13,6 @@ from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
     PreTrainedTokenizerFast,
 )
 
@@ -28,11 +27,6 @@ def saved(tmp_path_factory):
 
 
 # --- weights ----------------------------------------------------------------------------------------------------------
-
-
-def append(folder):
-    with (folder / WEIGHTS).open("ab") as file:
-        file.write(b"more")
 
 
 def tensors(change):
@@ -85,39 +79,26 @@ HEADER = "cannot be loaded: SafetensorError"
 SIZES = "cannot be loaded: RuntimeError: You set `ignore_mismatched_sizes` to `False`"
 WEIGHT_CASES = {
     "empty": (write(b""), HEADER),
-    "four bytes": (cut(4), HEADER),
-    "no header": (cut(8), HEADER),
-    "half a header": (cut(100), HEADER),
-    "half": (cut(0.5), HEADER),
     "a byte less": (cut(-1), HEADER),
-    "more bytes": (append, HEADER),
-    "a text": (write(b"a text, and a long one " * 50), HEADER),
-    "zeros": (write(bytes(4096)), HEADER),
-    "a huge header": (write(struct.pack("<Q", 2**62) + b"{}"), HEADER),
     "a header of no JSON": (write(struct.pack("<Q", 8) + b"not json"), HEADER),
     "no tensors": (lambda folder: save_file({}, folder / WEIGHTS, {"format": "pt"}), "are incomplete"),
     "without format": (lambda folder: save_file({"a": torch.ones(2)}, folder / WEIGHTS), "are incomplete"),
-    "foreign": (lambda folder: save_file({"a": torch.ones(2)}, folder / WEIGHTS, {"format": "pt"}), "are incomplete"),
     "a tensor missing": (without("matrix"), "are incomplete: .* is not there"),
     "a norm missing": (without("norm"), r"are incomplete: .*(ln_f|norm)\.weight is not there"),
     "a layer missing": (without("layer"), r"are incomplete: \d+ tensors, such as .*(h|layers)\.2\..*, are not there"),
     "renamed": (tensors(renamed), "are incomplete"),
     "a layer more": (tensors(larger), r"are of a larger model .*: \d+ tensors, such as .*\.3\..*, are left over"),
     "turned": (replaced(lambda t: torch.cat([t, t]).T), SIZES),
-    "a row less": (replaced(lambda t: t[:-1]), SIZES),
-    "one dimension": (replaced(lambda t: t.reshape(-1)), SIZES),
     "a short norm": (replaced(lambda t: t[:4], "norm"), SIZES),
     "NaN": (put(float("nan")), "hold NaN or infinity in 1 tensors, such as .*0"),
-    "infinity": (put(float("inf")), "hold NaN or infinity"),
-    "minus infinity": (put(-float("inf")), "hold NaN or infinity"),
     "a norm of NaN": (replaced(lambda t: t * float("nan"), "norm"), "hold NaN or infinity"),
     "no file": (lambda folder: (folder / WEIGHTS).unlink(), "no file named model.safetensors"),
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("case", WEIGHT_CASES)
-def test_damaged_weights(case, kind, saved, tmp_path):
+def test_damaged_weights(case, saved, tmp_path):
+    kind = [*KINDS][[*WEIGHT_CASES].index(case) % len(KINDS)]
     check_refused(saved, tmp_path, kind, *WEIGHT_CASES[case], load=load_causal_lm)
 
 
@@ -151,11 +132,7 @@ SHARD_CASES = {
     "a shard twice": (swap_shards, "are incomplete"),
     "an empty index": (write(b"", INDEX), "cannot be loaded"),
     "an index of text": (write(b"{nothing", INDEX), "cannot be loaded"),
-    "a list": (change_index(lambda index: []), "cannot be loaded"),
     "no map": (change_index(lambda index: index.pop("weight_map") and None), "cannot be loaded"),
-    "an empty map": (change_index(lambda index: index["weight_map"].clear()), "cannot be loaded"),
-    "no metadata": (change_index(lambda index: index.pop("metadata") and None), "cannot be loaded"),
-    "a map of numbers": (change_index(lambda index: index.update(weight_map={"a": 3})), "cannot be loaded"),
     "another file": (change_index(lambda index: index.update(weight_map={"a": "b.safetensors"})), "b.safetensors"),
 }
 
@@ -212,16 +189,12 @@ def test_another_tokenizer_of_the_same_size(saved, tmp_path):
 @pytest.mark.parametrize(
     ("kind", "load", "options"),
     [
-        ("gpt2", AutoInfiniModelForCausalLM, {"segment_length": 8}),
         ("gpt2", AutoInfiniModelForCausalLM, {"segment_length": 8, "memory_init": "learned", "memory_conv": 2}),
         ("infini_gpt2", AutoModelForCausalLM, {"memory_conv": 2}),
-        ("infini_gpt2", AutoModelForCausalLM, {"memory_init": "learned"}),
         ("infini_gpt2", AutoModelForCausalLM, {"layers": [0]}),
         ("infini_gpt2", AutoModel, {}),
-        ("infini_llama", AutoModel, {}),
         ("causal_mha", AutoModel, {}),
         ("infini_gpt2", AutoModelForSequenceClassification, {"pad_token_id": 0}),
-        ("infini_llama", AutoModelForTokenClassification, {}),
         ("infini_gpt2", AutoModelForCausalLM, {"vocab_size": 90, "ignore_mismatched_sizes": True}),
         ("shards", AutoModelForCausalLM, {}),
     ],

@@ -53,18 +53,7 @@ def test_both_names_are_refused(model):
 
 
 @torch.no_grad()
-def test_generate_goes_on_from_it_and_gives_it_back(model):
-    ids = token_ids(1, 21) % model.config.vocab_size
-    options = dict(max_new_tokens=6, do_sample=False, pad_token_id=0)
-    wanted = model.generate(ids, **options)
-    cache = cache_of(model(ids[:, :13], use_cache=True))
-    output = model.generate(ids, return_dict_in_generate=True, **options, **{CACHE: cache})
-    assert torch.equal(output.sequences, wanted) and cache_of(output) is cache and cache.get_seq_length() == 26
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("kind", ["gpt2", "causal_mha"])
+@pytest.mark.parametrize(("kind", "name"), zip(("gpt2", "causal_mha"), NAMES, strict=True))
 def test_a_layer_outside_of_a_model(kind, name):
     model = infini_gpt2(n_layer=1) if kind == "gpt2" else causal_mha(attention="infini", segment_length=8, n_layer=1)
     layer, states = model.transformer.h[0].attn, torch.randn(1, 20, 32, generator=torch.Generator().manual_seed(0))

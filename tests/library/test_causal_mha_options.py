@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from transformers import AutoConfig, DynamicCache
+from transformers import DynamicCache
 
 from hf_infini import CausalMHAConfig, CausalMHAForCausalLM, InfiniCache
 from hf_infini.ops.positions import sinusoidal_encoding
@@ -13,13 +13,13 @@ from models import POSITIONS, REACHES, causal_mha, infini_gpt2, token_ids
 # --- lengths ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("position", [p for p in POSITIONS if p != "learned"])
-def test_encodings_without_a_limit_go_on_beyond_the_trained_length(position):
-    model = causal_mha(position_encoding=position)  # n_positions = 64
+def test_encodings_without_a_limit_go_on_beyond_the_trained_length():
     options = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-    text = model.generate(token_ids(1, 60), max_new_tokens=40, **options)
-    assert text.shape == (1, 100)
-    torch.testing.assert_close(model(text[:, :99]).logits[0, 59:].argmax(-1), text[0, 60:])
+    for position in POSITIONS[1:]:
+        model = causal_mha(position_encoding=position, n_positions=16)
+        text = model.generate(token_ids(1, 15), max_new_tokens=10, **options)
+        assert text.shape == (1, 25)
+        torch.testing.assert_close(model(text[:, :24]).logits[0, 14:].argmax(-1), text[0, 15:])
 
 
 def test_what_positions_add_to_the_embeddings():
@@ -59,10 +59,6 @@ def test_what_a_memory_cannot_do_is_refused():
         model.generate(ids, max_new_tokens=2, cache_implementation="static", pad_token_id=0)
     with pytest.raises(ValueError, match="assisted generation is not supported with stateful models"):
         model.generate(ids, max_new_tokens=2, prompt_lookup_num_tokens=2, pad_token_id=0)
-    other = causal_mha()  # keys and values can be taken back
-    plain = other.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0)
-    assisted = other.generate(ids, max_new_tokens=8, do_sample=False, prompt_lookup_num_tokens=2, pad_token_id=0)
-    assert torch.equal(plain, assisted)
 
 
 def test_a_wrong_cache_is_refused():
@@ -89,35 +85,10 @@ def test_a_wrong_cache_is_refused():
 # --- sizes and options ------------------------------------------------------------------------------------------------
 
 
-def test_parameter_table_of_the_shakespeare_model():
-    """The rows as published. Their sum is 431,104; the total printed under them, 418,866, is not."""
-    config = CausalMHAConfig(
-        vocab_size=109, n_positions=50, n_embd=128, n_layer=2, n_head=2, n_inner=512, qkv_bias=True
-    )
-    model = CausalMHAForCausalLM(config)
-    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
-
-    def take(*names):
-        return sum(sizes.pop(name) for name in names)
-
-    assert take("transformer.wpe.weight") == 6_400
-    assert take("transformer.wte.weight") == 13_952
-    for layer in ("transformer.h.0", "transformer.h.1"):
-        projections = [f"{layer}.attn.W_{name}" for name in ("query", "key", "value")]
-        assert take(*(f"{name}.weight" for name in projections)) == 49_152
-        assert take(*(f"{name}.bias" for name in projections)) == 384
-        assert take(f"{layer}.attn.out_proj.weight") == 16_384
-        assert take(f"{layer}.attn.out_proj.bias") == 128
-        for norm in ("ln_1", "ln_2"):
-            assert take(f"{layer}.{norm}.weight", f"{layer}.{norm}.bias") == 256
-        assert take(f"{layer}.mlp.fc_in.weight") == 65_536
-        assert take(f"{layer}.mlp.fc_in.bias") == 512
-        assert take(f"{layer}.mlp.fc_out.weight") == 65_536
-        assert take(f"{layer}.mlp.fc_out.bias") == 128
-    assert take("transformer.ln_f.weight", "transformer.ln_f.bias") == 256
-    assert take("lm_head.weight") == 13_952
-    assert not sizes
-    assert model.num_parameters() == 431_104
+def test_the_shakespeare_model_has_its_published_parameters():
+    """The sum of the published rows; the total printed under them, 418,866, is not."""
+    sizes = {"vocab_size": 109, "n_positions": 50, "n_embd": 128, "n_layer": 2, "n_head": 2, "n_inner": 512}
+    assert CausalMHAForCausalLM(CausalMHAConfig(**sizes, qkv_bias=True)).num_parameters() == 431_104
 
 
 def test_first_values():
@@ -137,36 +108,17 @@ def test_first_values():
     torch.testing.assert_close(plain(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-4)
 
 
-def test_what_a_checkpoint_lacks_is_initialised(tmp_path):
-    causal_mha().save_pretrained(tmp_path)
-    config = AutoConfig.from_pretrained(tmp_path, attention="infini", segment_length=8, gate_init=-3.0)
-    model = CausalMHAForCausalLM.from_pretrained(tmp_path, config=config)
-    for block in model.transformer.h:
-        assert torch.equal(block.attn.gate(), torch.full((4,), -3.0))
-
-
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"score": "cosine"}, r"'score' expected one of \('scaled_dot', 'dot', 'general', 'additive'\), got cosine"),
         ({"attention": "sparse"}, r"'attention' expected one of \('global', 'local', 'infini', 'none'\), got sparse"),
-        ({"position_encoding": "xpos"}, r"'position_encoding' expected one of \('learned', .* got xpos"),
-        ({"n_head": 5}, "n_head=5 must divide n_embd=32"),
-        ({"dropout": 1.0}, "dropout must be at least 0 and below 1; got 1.0"),
-        ({"activation_function": "sine"}, "activation_function must be one of .* got 'sine'"),
         ({"attention": "local"}, "attention='local' needs a sliding_window of 1 token or more; got None"),
-        ({"attention": "infini"}, "exactly one of segment_length .* got segment_length=None, n_segments=None"),
-        ({"attention": "infini", "segment_length": 0}, "segment_length must be at least 1 and .*; got 0"),
-        ({"attention": "infini", "n_segments": 5}, "n_segments must divide n_positions=1024; got 5"),
-        ({"attention": "infini", "segment_length": 4, "memory_write": "learned"}, "memory_write='learned' multiplies"),
         (
             {"attention": "infini", "segment_length": 4, "update_rule": "gated_delta", "memory_init": "noise"},
             "update_rule='gated_delta' does not go with memory_init='noise': the noise is a first normaliser",
         ),
         ({"attention": "infini", "segment_length": 4, "layers": [0]}, r"layers=\[0\] is for infini_gpt2"),
         ({"sliding_window": 5}, "sliding_window=5 belongs to attention='local' and does nothing with attention='global'"),
-        ({"segment_length": 5}, "segment_length=5 belongs to attention='infini'"),
-        ({"update_rule": "delta"}, "update_rule='delta' belongs to attention='infini' and does nothing with attention='gl"),
         ({"attention": "local", "sliding_window": 5, "memory_conv": 2}, "memory_conv=2 belongs to attention='infini'"),
         ({"attention": "none", "score": "dot"}, "score='dot' belongs to attention='global' or 'local' or 'infini'"),
         ({"rope_theta": 100}, "rope_theta=100 belongs to position_encoding='rope' and does nothing with .*'learned'"),
@@ -175,7 +127,6 @@ def test_what_a_checkpoint_lacks_is_initialised(tmp_path):
         ({"attention": "none", "position_encoding": "rope"}, "acts inside the attention, and attention='none' has none"),
         ({"position_encoding": "rope", "n_embd": 12}, "must be even; got 12 / 4 = 3"),
         ({"position_encoding": "t5", "num_buckets": 64, "max_distance": 20}, "num_buckets=64, max_distance=20"),
-        ({"n_layer": 0}, "n_layer must be at least 1 and .*; got 0"),
     ],
 )
 def test_configuration_errors(options, message):
@@ -184,8 +135,7 @@ def test_configuration_errors(options, message):
 
 
 @pytest.mark.parametrize(
-    ("make", "options"), [(infini_gpt2, {}), (infini_gpt2, {"layers": [1], "position_encoding": "rope"})]
-    + [(causal_mha, reach) for reach in REACHES.values()],
+    ("make", "options"), [(infini_gpt2, {"layers": [1]}), (causal_mha, {}), (causal_mha, REACHES["none"])]
 )
 def test_inputs_are_checked(make, options):
     model, ids = make(**options), token_ids(2, 3)

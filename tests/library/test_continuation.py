@@ -5,26 +5,26 @@ import copy
 
 import pytest
 import torch
-from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria
+from transformers import LogitsProcessor, LogitsProcessorList
 
 from cases import assert_same_gradients
 from hf_infini import InfiniCache
-from hf_infini.cache.cache import BASES, PRIMES, ReadText, extend_fingerprint
+from hf_infini.cache.cache import BASES, PRIMES, extend_fingerprint
 from models import causal_mha, infini_gpt2, token_ids
 
 FLOAT32 = 1e-4  # of logits up to about 30, through three layers
 END, PAD = 7, 0
 MASKS = (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool)  # dtypes
 
+# Between them all that a cache can hold: learned positions, full attention, starts, convolutions, weights, rates
 MODELS = {
-    "plain": lambda: infini_gpt2(),
     "table": lambda: infini_gpt2(n_positions=96, segment_length=5, update_rule="delta", local_segments=1),
-    "rope": lambda: infini_gpt2(position_encoding="rope", memory_conv=3, segment_length=4, memory_init="learned"),
-    "mixed": lambda: infini_gpt2(layers=[1], position_encoding="segment"),
-    "exp": lambda: infini_gpt2(feature_map="learned", memory_write="learned", denominator="shared", segment_length=3),
+    "mixed": lambda: infini_gpt2(layers=[1], position_encoding="segment", memory_init="learned", memory_conv=3),
     "gated_delta": lambda: infini_gpt2(update_rule="gated_delta", segment_length=5, memory_conv=2, position_encoding="rope"),
-    "causal_mha": lambda: causal_mha(attention="infini", segment_length=4, local_segments=1, position_encoding="rope"),
-    "learned": lambda: causal_mha(attention="infini", segment_length=6, n_positions=96),
+    "causal_mha": lambda: causal_mha(
+        **{"attention": "infini", "segment_length": 4, "local_segments": 1, "position_encoding": "rope"},
+        **{"feature_map": "learned", "memory_write": "learned", "denominator": "shared"},
+    ),
 }
 
 
@@ -84,7 +84,7 @@ def assert_goes_on(model, sequences, mask, cache):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lengths", [(14, 40, 19, 40), (21, 22, 23, 24), (40, 16, 40, 40)])
+@pytest.mark.parametrize("lengths", [(14, 40, 19, 40), (21, 22, 23, 24)])
 def test_rows_that_ended_early_go_on(model, lengths):
     ids = token_ids(4, 13, seed=3).clamp(min=END + 1)
     output = generate(model, lengths, new=20, input_ids=ids)
@@ -95,41 +95,6 @@ def test_rows_that_ended_early_go_on(model, lengths):
     read = output.past_key_values.get_seq_length()
     assert output.past_key_values.state.tokens_seen.tolist() == mask[:, :read].sum(1).tolist()
     assert_goes_on(model, sequences, mask, output.past_key_values)
-
-
-@pytest.mark.slow
-def test_rows_that_ended_early_behind_a_padded_prompt(model):
-    """Twice: what is appended to the second turn's rows lies behind padding of both kinds."""
-    ids, mask = token_ids(3, 12, seed=3).clamp(min=END + 1), torch.ones(3, 12, dtype=torch.long)
-    mask[1, :5] = 0
-    first = generate(model, (15, 99, 13), new=9, input_ids=ids, attention_mask=mask)
-    sequences = torch.cat([first.sequences, token_ids(3, 4, seed=4).clamp(min=END + 1)], 1)
-    ended = mask_of_finished(first.sequences[:, 12:], (3, 9, 1))
-    mask = torch.cat([mask, ended, torch.ones(3, 4, dtype=torch.long)], 1)
-    second = generate(
-        model, (99, 27, 28), new=8, input_ids=sequences, attention_mask=mask, past_key_values=first.past_key_values
-    )
-    assert torch.equal(second.sequences[:, :25], sequences)
-    mask = torch.cat([mask, mask_of_finished(second.sequences[:, 25:], (8, 2, 3))], 1)
-    assert (second.sequences[:, 25:][mask[:, 25:] == 0] == PAD).all()
-    assert_goes_on(model, second.sequences, mask, second.past_key_values)
-
-
-class EvenRowsStop(StoppingCriteria):
-    def __call__(self, input_ids, scores, **kwargs):
-        return torch.tensor([input_ids.shape[1] > 15 and row % 2 == 0 for row in range(len(input_ids))])
-
-
-@pytest.mark.slow
-def test_rows_that_a_criterion_of_the_users_ended(model):
-    """With an end-of-text token what follows is padding; without one generate() goes on with text in every row."""
-    ids = token_ids(2, 13).clamp(min=END + 1)
-    output = generate(model, (99, 99), new=8, input_ids=ids, stopping_criteria=[EvenRowsStop()])
-    assert (output.sequences[0, 16:] == PAD).all()
-    assert output.past_key_values.state.tokens_seen.tolist() == [16, 20]
-    assert_goes_on(model, output.sequences, mask_of_finished(output.sequences, (16, 21)), output.past_key_values)
-    output = generate(model, (99, 99), new=8, input_ids=ids, stopping_criteria=[EvenRowsStop()], eos_token_id=None)
-    assert output.past_key_values.state.tokens_seen.tolist() == [20, 20]
 
 
 def test_a_mask_whose_past_disagrees_is_refused(model):
@@ -185,16 +150,16 @@ def test_positions_go_on_from_those_that_were_given(model):
     assert continued[0, 24] == wanted[0, -1].argmax()
 
 
-@pytest.mark.parametrize("dtype", MASKS)
-def test_masks_hold_0_and_1_for_the_rows_of_the_call(model, dtype):
+def test_masks_hold_0_and_1_for_the_rows_of_the_call(model):
     ids = token_ids(2, 10)
     mask = torch.ones(2, 10)
     mask[0, :4] = 0
     for given in (mask, torch.zeros(2, 10)):
-        assert torch.equal(logits(model, ids, given.to(dtype)), logits(model, ids, given.bool()))
+        wanted = logits(model, ids, given.bool())
+        assert all(torch.equal(logits(model, ids, given.to(dtype)), wanted) for dtype in MASKS)
     options = {"max_new_tokens": 3, "min_new_tokens": 3, "do_sample": False, "pad_token_id": PAD}
     wanted = model.generate(ids[:1], attention_mask=mask[:1].long(), **options)
-    chunks = model.generate(ids[:1], attention_mask=mask[:1].to(dtype), prefill_chunk_size=4, **options)  # one of padding
+    chunks = model.generate(ids[:1], attention_mask=mask[:1].bool(), prefill_chunk_size=4, **options)  # one of padding
     assert torch.equal(chunks, wanted)
     additive = torch.zeros(2, 10).masked_fill(mask == 0, -torch.inf)
     for wrong in (additive, additive.clamp(min=torch.finfo(torch.float32).min), mask.long() * 2):
@@ -202,7 +167,7 @@ def test_masks_hold_0_and_1_for_the_rows_of_the_call(model, dtype):
             logits(model, ids, wrong)
     for rows in (1, 3):
         with pytest.raises(ValueError, match=rf"attention_mask must be \[batch, tokens\] = \[2, 10\].*got \[{rows}, 10\]"):
-            logits(model, ids, torch.ones(rows, 10, dtype=dtype))
+            logits(model, ids, torch.ones(rows, 10))
 
 
 def test_a_state_that_somebody_kept_stays_as_it_was(model):
@@ -244,28 +209,7 @@ def test_branches_of_a_copied_cache_do_not_meet(model, copied):
             assert past.get_seq_length() == 19 and past.text.begins(torch.cat([ids, text], 1))
 
 
-def test_a_call_that_fails_changes_nothing():
-    model = infini_gpt2()
-    ids = token_ids(1, 20)
-
-    def fails(*_):
-        raise RuntimeError("out of memory")
-
-    with torch.no_grad():
-        cache = model(ids[:, :9], use_cache=True).past_key_values
-        hook = model.transformer.h[1].register_forward_hook(fails)
-        for length in (11, 1):
-            with pytest.raises(RuntimeError, match="out of memory"):
-                model(ids[:, 9 : 9 + length], past_key_values=cache)
-        hook.remove()
-        got = model(ids[:, 9:], past_key_values=cache).logits
-        wanted = model(ids, use_cache=False).logits[:, 9:]
-    torch.testing.assert_close(got, wanted, rtol=FLOAT32, atol=FLOAT32)
-
-
-@pytest.mark.parametrize("layers", [[0], [1], [0, 2]])
-@pytest.mark.parametrize("fails_in", [0, 2])
-@pytest.mark.parametrize("padding", [0, 3])
+@pytest.mark.parametrize(("layers", "fails_in", "padding"), [(None, 1, 0), ([0], 2, 3), ([1], 0, 0), ([0, 2], 2, 3)])
 def test_a_call_that_fails_changes_nothing_beside_layers_of_full_attention(layers, fails_in, padding):
     """Layers of full attention before the failure have appended their keys and values already."""
     model, ids = infini_gpt2(layers=layers), token_ids(2, 20)
@@ -290,31 +234,9 @@ def test_a_call_that_fails_changes_nothing_beside_layers_of_full_attention(layer
             torch.testing.assert_close(got, wanted[:, begin:end], rtol=FLOAT32, atol=FLOAT32)
 
 
-def test_a_memory_file_has_nothing_of_a_step_that_failed(model, tmp_path):
-    """Steps write into the window itself, layers of full attention append."""
-    ids = token_ids(2, 12)
-
-    def fails(*_):
-        raise RuntimeError("out of memory")
-
-    with torch.no_grad():
-        cache = model(ids[:, :10], use_cache=True).past_key_values
-        model(ids[:, 10:11], past_key_values=cache)
-        cache.save_pretrained(tmp_path / "before", model)
-        hook = model.transformer.h[1].register_forward_hook(fails)
-        with pytest.raises(RuntimeError, match="out of memory"):
-            model(ids[:, 11:], past_key_values=cache)
-        hook.remove()
-    cache.save_pretrained(tmp_path / "after", model)
-    assert (tmp_path / "before").read_bytes() == (tmp_path / "after").read_bytes()
-    InfiniCache.from_pretrained(tmp_path / "after", model)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("rows, batch", [(4, 1), (1, 4), (4, 2)])
-@pytest.mark.parametrize("tokens", [1, 5])
-def test_a_cache_with_other_rows_than_the_call_is_refused(model, rows, batch, tokens):
-    with torch.no_grad():
+@torch.no_grad()
+def test_a_cache_with_other_rows_than_the_call_is_refused(model):
+    for rows, batch, tokens in ((4, 1, 1), (1, 4, 5), (4, 2, 5)):
         cache = model(token_ids(rows, 9), use_cache=True).past_key_values
         message = f"this call has {batch} rows and the cache {rows}: repeat .* batch_repeat_interleave"
         with pytest.raises(ValueError, match=message):
@@ -336,7 +258,7 @@ def train_in_chunks(model, ids, cuts, checkpoint: bool):
 
 
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_")
-@pytest.mark.parametrize("name", ["plain", "table", "rope", "exp", "causal_mha", "learned"])
+@pytest.mark.parametrize("name", ["table", "gated_delta", "causal_mha"])
 def test_gradient_checkpointing_carries_the_memory_from_chunk_to_chunk(name):
     model, ids = MODELS[name](), token_ids(2, 40)
     for module in model.modules():  # both runs are compared, so nothing may be drawn
@@ -445,24 +367,3 @@ def test_the_fingerprint_is_what_its_equation_says():
     for begin, end in ((0, 1), (1, 130), (130, 300)):
         pieces = extend_fingerprint(pieces, ids[:, begin:end])
     assert pieces.tolist() == extend_fingerprint(None, ids).tolist() == wanted
-
-
-def test_thue_morse_texts_are_told_apart():
-    """Two texts of 4,096 tokens whose polynomial hashes modulo 2^64 agree for every odd base."""
-    word = torch.tensor([bin(place).count("1") % 2 for place in range(4096)])[None]
-    text = ReadText()
-    text.extend(word, None, 1, 4096, word.device)
-    assert text.begins(word) and not text.begins(1 - word)
-
-
-def test_a_memory_file_knows_what_it_has_read(model, tmp_path):
-    ids, mask = token_ids(2, 14), torch.ones(2, 14, dtype=torch.long)
-    mask[0, :4] = 0
-    with torch.no_grad():
-        model(ids, attention_mask=mask, use_cache=True).past_key_values.save_pretrained(tmp_path / "m", model)
-    cache = InfiniCache.from_pretrained(tmp_path / "m", model)
-    whole, longer = torch.cat([ids, ids[:, :3]], 1), torch.cat([mask, mask[:, -3:]], 1)
-    with pytest.raises(ValueError, match="row 0 .* has 14 real tokens .* the cache has read 10"):
-        model.generate(whole, past_key_values=cache, max_new_tokens=2)
-    options = {"attention_mask": longer, "max_new_tokens": 5, "do_sample": False}
-    assert torch.equal(model.generate(whole, past_key_values=cache, **options), model.generate(whole, **options))

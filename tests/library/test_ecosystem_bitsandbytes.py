@@ -22,7 +22,7 @@ MODELS |= {"gpt2": lambda: gpt2(n_embd=64)}
 IDS = token_ids(2, 40) % 89
 
 
-@pytest.fixture(scope="module", params=[(name, kind) for name in MODELS for kind in KINDS], ids="-".join)
+@pytest.fixture(scope="module", params=[("llama", "4bit"), ("qwen2", "8bit"), ("gpt2", "4bit")], ids="-".join)
 def stored(request, tmp_path_factory):
     """A plain checkpoint, and the options to load it with weights of few bits."""
     name, kind = request.param
@@ -89,19 +89,3 @@ def test_a_step_of_lora_has_the_gradients_of_the_plain_model(stored):
     for name, gradient in wanted.items():
         assert gradient.abs().max() > 0
         torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-4 * float(gradient.abs().max()), msg=name)
-
-
-def test_a_step_beyond_the_window_moves_loras_and_gates(stored):
-    folder, options = stored
-    model = patch_model(AutoModelForCausalLM.from_pretrained(folder, **options), segment_length=8)
-    model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", modules_to_save=["gate"])).train()
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimiser, losses = torch.optim.AdamW(trained, lr=0.02), []
-    for _ in range(4):
-        losses.append(model(input_ids=IDS, labels=IDS, use_cache=False).loss)
-        losses[-1].backward()
-        assert all(parameter.grad.isfinite().all() for parameter in trained)
-        optimiser.step()
-        optimiser.zero_grad()
-    moved = [parameter for name, parameter in model.named_parameters() if "gate.modules_to_save" in name]
-    assert losses[-1] < losses[0] and all((parameter != 0).all() for parameter in moved) and len(moved) >= 3

@@ -12,10 +12,7 @@ from datasets import Dataset  # noqa: E402
 TEXTS = ["o gato sobe no tapete", "a casa", "x", "o rato roeu a roupa do rei de roma", "bem", "dias de sol"]
 NO_DROPOUT = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
 KINDS = {
-    "learned": dict(position_encoding="learned", **NO_DROPOUT),
     "segment": dict(position_encoding="segment", **NO_DROPOUT),
-    "rope": dict(position_encoding="rope", local_segments=1, **NO_DROPOUT),
-    "delta": dict(update_rule="delta", local_segments=1, memory_conv=3, **NO_DROPOUT),
     "gated_delta": dict(update_rule="gated_delta", memory_conv=3, position_encoding="rope", **NO_DROPOUT),
     "mixed": dict(layers=[1], **NO_DROPOUT),  # full attention in the other layers
     "causal_mha": dict(attention="infini", segment_length=8, dropout=0.0),
@@ -59,17 +56,3 @@ def test_a_packed_rows_loss_is_that_of_its_documents_alone(kind, tmp_path):
     assert whole is None or abs(whole.loss - alone) > 0.01  # read as one text, the row is something else
     trainer.train()  # the loss of its first step is the same number
     torch.testing.assert_close(trainer.state.log_history[0]["loss"], float(alone), rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("kind", ["learned", "segment"])
-def test_the_text_before_changes_nothing(kind, tmp_path):
-    logits = []
-    for first in ("a casa de roma ", "x x x x x x x x"):
-        trainer = sft_trainer(kind, tmp_path, [first, "o gato sobe"], packing=True)
-        [batch] = trainer.get_train_dataloader()
-        second = (batch["position_ids"][0] == 0).cumsum(0) == 2
-        assert second.sum() == len("o gato sobe") + 1
-        del batch["labels"]
-        with torch.no_grad():
-            logits.append(trainer.model.eval()(**batch, use_cache=False).logits[0, second])
-    torch.testing.assert_close(*logits, rtol=1e-5, atol=1e-5)

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import hf_infini
-from decoders import TYPES, decoder, token_ids
+from decoders import decoder, token_ids
 from hf_infini import patch_model
 
 peft = pytest.importorskip("peft", reason="pip install peft")
@@ -42,10 +42,8 @@ def adapter(model, config) -> dict[str, torch.Size] | str:
     [
         *((name, "lora") for name in QUICK),
         ("llama", "ia3"),
-        *(pytest.param(name, "lora", marks=pytest.mark.slow) for name in TYPES if name not in QUICK),
-        *(pytest.param("mistral", kind, marks=pytest.mark.slow) for kind in ("ia3", "adalora", "vera", "norms")),
-        *(pytest.param(name, "ia3", marks=pytest.mark.slow) for name in ("gpt2", "gemma2", "mixtral")),
-        pytest.param("mixtral", "experts", marks=pytest.mark.slow),
+        *(("mistral", kind) for kind in ("adalora", "vera", "norms")),
+        ("mixtral", "experts"),
     ],
 )
 def test_an_adapter_is_that_of_the_plain_model(model_type, kind):
@@ -55,9 +53,7 @@ def test_an_adapter_is_that_of_the_plain_model(model_type, kind):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "model_type, kind", [*((name, "lora") for name in ("gpt2", "llama", "gemma2", "gpt_neox")), ("mixtral", "experts")]
-)
+@pytest.mark.parametrize("model_type, kind", [("gpt2", "lora"), ("gemma2", "lora"), ("mixtral", "experts")])
 def test_it_is_saved_loaded_and_merged(model_type, kind, tmp_path):
     patch_model(decoder(model_type), **WINDOW).save_pretrained(tmp_path / "base")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
@@ -79,17 +75,10 @@ def test_it_is_saved_loaded_and_merged(model_type, kind, tmp_path):
         torch.testing.assert_close(merged(ids).logits, wanted, rtol=1e-4, atol=1e-4)
 
 
-def test_gates_are_trained_and_routers_stay():
-    config = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], modules_to_save=["attn.gate"])
-    learned = adapter(patch_model(decoder("qwen3_moe"), **WINDOW), config)
-    kept = {name.partition(".modules_to_save.")[0] for name in learned if ".modules_to_save." in name}
-    assert kept == {f"base_model.model.model.layers.{layer}.self_attn.gate" for layer in range(4)}
-
-
 ORDER = """
 import sys, torch
 from transformers import AutoModelForCausalLM
-model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=sys.argv[2] == "copies")
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)
 assert not any(name.startswith("peft.") for name in sys.modules)
 import peft
 model = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM"))
@@ -99,14 +88,11 @@ print(sorted(model.peft_config["default"].target_modules))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("code", ["package", "copies"])
-def test_peft_may_be_imported_after_the_model_is_loaded(code, tmp_path):
+def test_peft_may_be_imported_after_the_model_is_loaded(tmp_path):
     patch_model(decoder("qwen2"), **WINDOW).save_pretrained(tmp_path / "model")
     root = {"PYTHONPATH": str(Path(hf_infini.__file__).parents[1]), "HF_HOME": str(tmp_path)}
-    script = ("import hf_infini\n" if code == "package" else "") + ORDER
-    done = subprocess.run(
-        [sys.executable, "-c", script, tmp_path / "model", code], env=os.environ | root, capture_output=True, text=True
-    )
+    command = [sys.executable, "-c", ORDER, tmp_path / "model"]
+    done = subprocess.run(command, env=os.environ | root, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "['q_proj', 'v_proj']"
 

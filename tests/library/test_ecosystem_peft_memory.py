@@ -56,9 +56,7 @@ BASES = {
 }
 CONFIGS = {
     "lora": lambda model: peft.LoraConfig(task_type="CAUSAL_LM"),
-    "lora without a task": lambda model: peft.LoraConfig(),
     "embeddings": lambda model: peft.LoraConfig(target_modules=["embed_tokens", "q_proj"], modules_to_save=["lm_head"]),
-    "copied embeddings": lambda model: peft.LoraConfig(modules_to_save=["embed_tokens"]),
     "lora and memory": lora_config,
     "ia3": lambda model: peft.IA3Config(task_type="CAUSAL_LM"),
     "prompt": lambda model: peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
@@ -111,29 +109,12 @@ def test_the_state_that_is_given_may_be_a_part(plain, tmp_path):
     assert torch.equal(logits(load_adapter(stock(plain), tmp_path)), logits(model))
 
 
-def test_patched_inside_its_adapter_it_brings_the_memory_too(plain, tmp_path):
-    model = adapted(stock(plain), peft.LoraConfig())
-    patch_model(model.get_base_model(), **OPTIONS)
-    shaken(model).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=HINT):
-        LOADERS["PeftModel"](tmp_path, plain)
-    assert torch.equal(logits(load_adapter(stock(plain), tmp_path)), logits(model))
-
-
 def test_once_unpatched_it_is_an_adapter_as_any_other(plain, tmp_path):
     model = adapted(BASES["patched"](plain), peft.LoraConfig(init_lora_weights=False))
     hf_infini.unpatch_model(model.get_base_model())
     model.save_pretrained(tmp_path)
     for name in ("PeftModel", "AutoModelForCausalLM"):
         assert torch.equal(logits(LOADERS[name](tmp_path, plain)), logits(model))
-
-
-def test_merged_it_is_saved_with_its_memory(plain, tmp_path):
-    model = BASES["patched with learned parts"](plain)
-    model = shaken(adapted(model, lora_config(model))).merge_and_unload()
-    model.save_pretrained(tmp_path)
-    assert type(found := AutoModelForCausalLM.from_pretrained(tmp_path)) is type(model)
-    assert torch.equal(logits(found), logits(model))
 
 
 def test_of_a_base_that_is_saved_with_its_memory_peft_loads_it(plain, tmp_path):

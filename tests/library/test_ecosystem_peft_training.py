@@ -42,7 +42,7 @@ def gates(model):
     return torch.stack([gate().detach() for gate in gates_of(model).values()])
 
 
-@pytest.mark.parametrize("options", [{}, LEARNED, GATED, {"layers": [1, 3]}], ids=["gates", "learned", "gated", "layers"])
+@pytest.mark.parametrize("options", [LEARNED, GATED, {"layers": [1, 3]}], ids=["learned", "gated", "layers"])
 def test_lora_config_trains_all_of_the_memory(options):
     model = with_lora(lora_config, **options)
     learned = {name for name, parameter in model.named_parameters() if parameter.requires_grad and "lora_" not in name}
@@ -111,17 +111,10 @@ def good_groups(model):
 
 TRAINED = {
     "LoRA in a loop": (lambda _: loop(with_lora()), [STILL]),
-    "LoRA in the Trainer": (lambda folder: with_trainer(with_lora(), folder), [STILL]),
     "LoRA in TRL": (lambda folder: with_sft(patched(), folder, peft.LoraConfig()), [STILL]),
     "a loop": (lambda _: loop(m := patched(), torch.optim.SGD(m.parameters(), lr=1e-4)), [SLOW]),
-    "slow groups in a loop": (lambda _: loop(m := patched(), torch.optim.AdamW(slow_groups(m))), [SLOW]),
     "the Trainer": (lambda folder: with_trainer(patched(), folder), [SLOW]),
-    "the Trainer, from scratch": (
-        lambda folder: with_trainer(causal_mha(attention="infini", segment_length=8, vocab_size=97), folder),
-        [SLOW],
-    ),
     "slow groups in the Trainer": (lambda folder: with_trainer(m := patched(), folder, slow_groups(m)), [SLOW]),
-    "TRL": (lambda folder: with_sft(patched(), folder), [SLOW]),
     "lora_config in TRL": (lambda folder: with_sft(m := patched(), folder, lora_config(m)), [SLOW]),
     "two trainings": (lambda folder: [with_trainer(m := patched(), folder), with_trainer(m, folder)], [SLOW, SLOW]),
     "good groups": (lambda folder: with_trainer(m := patched(), folder, good_groups(m)), []),
@@ -131,15 +124,12 @@ TRAINED = {
     ),
     "good groups beside a LoRA": (lambda folder: with_trainer(m := with_lora(lora_config), folder, good_groups(m)), []),
     "a loop that sets its rates": (lambda _: loop(patched(), rate_of=lambda step: 1e-5 * (step + 1)), []),
-    "a good loop": (lambda _: loop(patched()), []),
     "the head alone": (lambda _: loop(only(patched(), "lm_head")), []),
-    "the memory alone": (lambda _: loop(only(patched(), "gate")), []),
     "no training": (lambda _: with_lora().train()(input_ids=token_ids(2, 20)), [STILL]),
-    "no gradient": (lambda _: torch.no_grad()(with_lora().train())(input_ids=token_ids(2, 20)), []),
-    "evaluation": (lambda _: with_lora().eval()(input_ids=token_ids(2, 20)), []),
     "nothing trained": (lambda _: patched().requires_grad_(False).train()(token_ids(2, 20)), []),
-    "a model without a memory": (lambda _: loop(decoder("llama")), []),
 }
+
+
 def only(model, part):
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(part in name.split("."))
@@ -154,12 +144,11 @@ def test_who_trains_without_the_gates_is_told_once(way, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, LEARNED], ids=["gates", "learned"])
-def test_a_checkpoint_is_resumed_with_its_memory(options, tmp_path):
+def test_a_checkpoint_is_resumed_with_its_memory(tmp_path):
     ended = []
     for resume in (None, tmp_path / "checkpoint-2"):
         torch.manual_seed(0)
-        model = with_lora(lora_config, **options)
+        model = with_lora(lora_config, **LEARNED)
         rows = [{"input_ids": row, "labels": row} for row in token_ids(8, 40)]
         saving = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4, "learning_rate": 0.01}
         arguments = TrainingArguments(tmp_path, per_device_train_batch_size=2, **RUN | saving)

@@ -10,16 +10,13 @@ from corpora.biographies import biography_documents
 from corpora.tokenization import train_bpe
 from decoders import decoder
 from hf_infini import patch_model
-from models import causal_mha, infini_gpt2
+from models import causal_mha
 
 TEXTS = [document.text for document in biography_documents(10)]
 PROMPTS = [TEXTS[0][:60], TEXTS[1][:9], TEXTS[2][:110]]  # within one segment, less than one, several
 KINDS = {
-    "learned": lambda **ids: infini_gpt2(position_encoding="learned", n_positions=128, **ids),
-    "segment": lambda **ids: infini_gpt2(position_encoding="segment", memory_conv=3, **ids),
     "llama": lambda **ids: patch_model(decoder("llama", **ids), segment_length=8, local_segments=1, sink_tokens=2),
     "causal_mha_infini": lambda **ids: causal_mha(attention="infini", segment_length=8, position_encoding="rope", **ids),
-    "causal_mha_global": lambda **ids: causal_mha(position_encoding="alibi", **ids),
 }
 
 

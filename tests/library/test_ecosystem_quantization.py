@@ -6,6 +6,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, TorchAoConfig
 from transformers.pytorch_utils import Conv1D
 
+from decoders import decoder
+from hf_infini import AutoInfiniModelForCausalLM, patch_model, unpatch_model
 from models import causal_mha, infini_gpt2, token_ids
 
 torchao = pytest.importorskip("torchao.quantization", reason="pip install torchao")
@@ -77,16 +79,60 @@ def test_logits_are_those_of_the_rounded_weights_and_near_the_float_ones(models)
     torch.testing.assert_close(given, quantized(ids).logits, rtol=1e-4, atol=1e-4)  # float32 in another order
 
 
-def test_generation_runs_cached_as_uncached(tmp_path):
-    quantized = quantized_gpt2(tmp_path)[1]
-    options = dict(attention_mask=torch.ones(1, 30), max_new_tokens=10, do_sample=False)
-    cached, uncached = (quantized.generate(token_ids(1, 30), use_cache=on, **options) for on in (True, False))
-    assert cached.shape == (1, 40) and torch.equal(cached, uncached)
-
-
 @torch.no_grad()
 def test_torchao_leaves_gpt2_as_it_is_where_its_projections_are_not_linear(tmp_path):
     model = infini_gpt2()
     model.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=TorchAoConfig(INT8))
     assert torch.equal(loaded(token_ids(1, 20)).logits, model(token_ids(1, 20)).logits)
+
+
+# --- families, whose projections are `nn.Linear` -----------------------------------------------------------------------
+
+
+def quantized_layers(model) -> list[str]:
+    layers = ((name, layer) for name, layer in model.named_modules() if isinstance(layer, nn.Linear))
+    return [name for name, layer in layers if type(layer.weight.data) is not torch.Tensor]
+
+
+@pytest.mark.parametrize("model_type", ["gemma2", "qwen3_moe"])
+@torch.no_grad()
+def test_in_one_segment_it_is_the_plain_model_with_the_same_weights(model_type, tmp_path):
+    decoder(model_type).save_pretrained(tmp_path / "plain")
+    options, ids = {"quantization_config": TorchAoConfig(INT8)}, token_ids(2, 40)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", **options).eval()
+    loaded = AutoInfiniModelForCausalLM.from_pretrained(tmp_path / "plain", segment_length=64, **options).eval()
+    assert quantized_layers(loaded) == quantized_layers(plain) != []
+    assert all(gate.dtype == torch.float32 for name, gate in loaded.named_parameters() if name.endswith("attn.gate.weight"))
+    wanted = plain(ids, use_cache=False).logits
+    # Sums of float32 in another order, in four layers
+    torch.testing.assert_close(loaded(ids, use_cache=False).logits, wanted, rtol=1e-4, atol=1e-4)
+    patched = patch_model(plain, segment_length=64)
+    torch.testing.assert_close(patched(ids, use_cache=False).logits, wanted, rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_inputs_of_8_bits_have_no_gradient_and_are_turned_all_the_same(tmp_path):
+    """Whether a layer turns its queries is found by a gradient, and none comes through such products."""
+    decoder("llama").save_pretrained(tmp_path)
+    config, ids = TorchAoConfig(torchao.Int8DynamicActivationInt8WeightConfig()), token_ids(2, 40)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config).eval()
+    wanted = plain(ids, use_cache=False).logits
+    found = patch_model(plain, segment_length=64)(ids, use_cache=False).logits
+    # An input that is rounded differently in the last place can fall to the next of its 255 numbers, in each of four layers
+    assert (found - wanted).abs().mean() < 0.02 * wanted.abs().mean()
+
+
+@pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated")
+def test_weights_of_torch_ao_have_no_parameters():
+    """Its layers hold them packed: nothing in them has a dtype or a device."""
+    model = torch.ao.quantization.quantize_dynamic(decoder("mixtral"), {nn.Linear}, dtype=torch.qint8)
+    ids = token_ids(2, 40)
+    with torch.no_grad():
+        wanted = model(ids, use_cache=False).logits
+        found = patch_model(model, segment_length=64)(ids, use_cache=False).logits
+        text = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=5, eos_token_id=None)
+        again = unpatch_model(model)(ids, use_cache=False).logits
+    # An input that is rounded differently in the last place can fall to the next of its 255 numbers, in each of four layers
+    assert (found - wanted).abs().mean() < 0.02 * wanted.abs().mean()
+    assert text.shape == (2, 45) and torch.equal(again, wanted)

@@ -72,24 +72,8 @@ def test_trackio_holds_losses_and_gates_without_a_network(folder):
         assert found == pytest.approx(values, rel=1e-5), tag
 
 
-def test_no_tracker_is_the_default():
-    defaults = {entry.name: entry for entry in train.RunOptions.__dataclass_fields__.values()}
-    assert setup.check_trackers(defaults["report_to"].default_factory()) == []
-
-
 def test_an_unknown_tracker_is_refused_with_the_list():
     with pytest.raises(UserError, match="--report_to tensorbord: choose none, or any of tensorboard, trackio, wandb"):
         setup.check_trackers(["trackio", "tensorbord"])
     with pytest.raises(UserError, match="--report_to none"):
         setup.check_trackers(["none", "trackio"])
-
-
-def test_a_missing_package_is_named_with_the_command(tmp_path, tmp_path_factory, capsys):
-    installed = setup.get_available_reporting_integrations()
-    name = next(name for name in setup.TRACKERS if name not in installed)
-    data = prepared_data(tmp_path_factory.getbasetemp())
-    with pytest.raises(SystemExit, match="1"):
-        train.main(["--data", str(data), "--out", str(tmp_path / "run"), "--report_to", name])
-    message = f"error: --report_to {name} needs a package that is not installed: pip install {name}\n"
-    assert capsys.readouterr().err == message
-    assert not (tmp_path / "run").exists()

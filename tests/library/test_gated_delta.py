@@ -15,8 +15,7 @@ from models import gpt2, token_ids
 FLOAT32 = 1e-4
 
 
-@pytest.mark.parametrize(("tokens", "width"), [(5, 8), (16, 16), (50, 16), (130, 64)])
-@pytest.mark.parametrize("decay", [0.0, 4.0])
+@pytest.mark.parametrize(("tokens", "width", "decay"), [(5, 8, 4.0), (50, 16, 0.0), (130, 64, 4.0)])
 def test_equals_transformers_function(tokens, width, decay):
     """States before three blocks and after them; with and without strong decay, from a memory that holds something."""
     torch.manual_seed(0)

@@ -48,9 +48,8 @@ from models import causal_mha, gpt2, infini_gpt2, token_ids
 PACKAGE = Path(hf_infini.__file__).parent
 MEMORY = {"memory_conv": 3, "memory_write": "learned", "update_rule": "delta", "feature_map": "exp", "local_segments": 1}
 REPOSITORY = "somebody/infini-gpt2.small"  # neither - nor . may stand in the name of a module
-FAMILIES = ("llama", "gemma2", "qwen3_moe", "stablelm")  # plain, with sliding layers, with experts, one that drops keywords
-SOURCES = ("infini_gpt2", "inner", "trained", "causal_mha_infini", "causal_mha_relative", "repository", "published")
-SOURCES += FAMILIES
+FAMILIES = ("gemma2", "qwen3_moe", "stablelm")  # with sliding layers, with experts, one that drops keywords
+SOURCES = ("infini_gpt2", "inner", "trained", "causal_mha_infini", "repository", "published", *FAMILIES)
 PUBLISHED = Path(__file__).parents[2] / "model_cards" / "recall"
 
 
@@ -99,13 +98,12 @@ def saved(tmp_path_factory):
         "inner": infini,
         "trained": patch_model(gpt2(), segment_length=8, memory_init="noise", layers=[0, 2]),
         "causal_mha_infini": causal_mha(**{"attention": "infini", "update_rule": "gated_delta", "segment_length": 8}),
-        "causal_mha_relative": causal_mha(position_encoding="relative_key"),
         "repository": infini,
         "published": AutoModelForCausalLM.from_pretrained(PUBLISHED),
     }
     window = {"segment_length": 8, "local_segments": 1, "sink_tokens": 2}
     models |= {name: patch_model(decoder(name), **window) for name in FAMILIES}
-    for name in ("infini_gpt2", "causal_mha_infini", "causal_mha_relative", *FAMILIES):
+    for name in ("infini_gpt2", "causal_mha_infini", *FAMILIES):
         models[name].save_pretrained(root / name, save_code=True)
     infini.transformer.save_pretrained(root / "inner", save_code=True)  # its embedding is the output head, too
     train(models["trained"], root / "runs")
@@ -154,41 +152,19 @@ def loaded(load, saved):
     return dict(zip(saved, load([source for source, _ in saved.values()]), strict=True))
 
 
-@pytest.fixture(scope="module")
-def loaded_again(load, loaded):
-    """The same, from what a new process computed with the models that the first had saved."""
-    return dict(zip(loaded, load([folder / "again" for folder in loaded.values()]), strict=True))
-
-
-def assert_same_numbers(folder: Path, wanted: dict) -> None:
-    found = load_file(folder / "numbers.safetensors")
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SOURCES)
+def test_without_the_package_it_computes_the_same_and_is_saved_the_same(name, saved, loaded):
+    wanted, found = saved[name][1], load_file(loaded[name] / "numbers.safetensors")
     assert found.keys() == wanted.keys()
-    assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
-
-
-def test_the_environment_holds_torch_and_transformers_alone(python, tmp_path):
-    say = "import importlib.metadata as m, json; print(json.dumps([d.name for d in m.distributions()]))"
-    listed = json.loads(subprocess.run([python, "-I", "-c", say], cwd=tmp_path, check=True, capture_output=True).stdout)
-    assert {canonicalize_name(name) for name in listed} == requirements("torch", "transformers").keys()
-    for name in ("hf_infini", "datasets", "faker"):
-        done = subprocess.run([python, "-I", "-c", f"import {name}"], cwd=tmp_path, capture_output=True, text=True)
-        assert f"No module named '{name}'" in done.stderr
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SOURCES)
-def test_the_same_without_the_package(name, saved, loaded):
-    assert_same_numbers(loaded[name], saved[name][1])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SOURCES)
-def test_saved_without_the_package_and_loaded_again(name, saved, loaded, loaded_again):
+    assert [part for part in wanted if not torch.equal(found[part], wanted[part])] == []
     again = loaded[name] / "again"
     family = "infini_gpt2" if name in ("inner", "trained", "repository", "published") else name
     assert code_of(again) == code_of(saved[family][0])
     assert config_of(again)["auto_map"] == config_of(saved[family][0])["auto_map"]
-    assert_same_numbers(loaded_again[name], saved[name][1])
+    if name not in ("repository", "inner"):  # the base model is saved again with a head
+        weights = [load_file(folder / "model.safetensors") for folder in (saved[name][0], again)]
+        assert weights[0].keys() == weights[1].keys() and all(torch.equal(weights[1][n], t) for n, t in weights[0].items())
 
 
 def test_the_published_model_is_as_this_version_saves_it(tmp_path):
@@ -241,20 +217,8 @@ def test_a_plain_save_loads_where_the_package_is_installed(plain, tmp_path):
     assert code_of(tmp_path / "again") == code_of(plain[-1])
 
 
-@pytest.mark.parametrize("name", ["infini_gpt2", "trained", "causal_mha_infini"])
-def test_memory_is_used_and_bounded(name, saved):
-    wanted = saved[name][1]
-    assert (wanted["bytes_4"] == wanted["bytes_24"]) == (name != "trained")  # layer 1 of that one keeps full attention
-    model = AutoModelForCausalLM.from_pretrained(saved[name][0])
-    for layer in model.config.infini_layers:
-        model.base_model.h[layer].attn.gate.weight.data.fill_(-100.0)
-    with torch.no_grad():
-        assert not torch.allclose(model(token_ids(2, 40)).logits, wanted["logits"], atol=1e-2)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in SOURCES if name != "repository"])
-@pytest.mark.parametrize("trust", [None, True])
+@pytest.mark.parametrize(("name", "trust"), [("infini_gpt2", None), ("causal_mha_infini", True), ("qwen3_moe", True)])
 def test_the_installed_classes_come_first(name, trust, saved, loaded):
     language_model = CausalMHAForCausalLM if name.startswith("causal") else InfiniGPT2LMHeadModel
     if name in FAMILIES:
@@ -281,19 +245,7 @@ def test_the_installed_classes_come_first(name, trust, saved, loaded):
     assert not any(module.startswith("transformers_modules") for module in sys.modules)
 
 
-@pytest.mark.slow
-def test_importing_the_package_is_enough(saved, plain, tmp_path):
-    """In a process that uses no other name of it, before transformers; test_registration.py imports it afterwards."""
-    script = (
-        "import hf_infini, transformers, sys\n"
-        "print([type(transformers.AutoModelForCausalLM.from_pretrained(folder)) for folder in sys.argv[1:]])"
-    )
-    folders = [saved["infini_gpt2"][0], saved["causal_mha_infini"][0], *plain[:2]]
-    done = run_script(sys.executable, script, *folders, home=tmp_path, PYTHONPATH=str(PACKAGE.parent))
-    assert done.stdout == f"{2 * [InfiniGPT2LMHeadModel, CausalMHAForCausalLM]}\n", done.stderr
-
-
-@pytest.mark.parametrize("name, other", [("infini_gpt2", "scratch"), ("causal_mha_infini", "gpt2"), ("llama", "scratch")])
+@pytest.mark.parametrize("name, other", [("infini_gpt2", "scratch"), ("causal_mha_infini", "gpt2")])
 def test_only_what_the_model_needs_is_copied(name, other, saved):
     folder = saved[name][0]
     assert set(folder.glob("*.safetensors")) == {folder / "model.safetensors"} and not list(folder.glob("*.bin"))
@@ -310,11 +262,10 @@ def test_only_what_the_model_needs_is_copied(name, other, saved):
     assert imports - sys.stdlib_module_names <= {"torch", "transformers", "huggingface_hub", "safetensors"}
 
 
-@pytest.mark.parametrize("save_code", [False, True])
-@pytest.mark.parametrize("older", ["nothing", "files", "a folder"])
+@pytest.mark.parametrize(("older", "save_code"), [("nothing", True), ("files", False), ("a folder", False)])
 def test_a_folder_of_an_older_version_loads_and_is_saved_as_of_this_one(older, save_code, saved, tmp_path):
     """Older versions named no code, or had it beside the weights."""
-    source, wanted = saved["causal_mha_relative"]
+    source, wanted = saved["causal_mha_infini"]
     old = shutil.copytree(source, tmp_path / "old", ignore=shutil.ignore_patterns("hf_infini_*"))
     config = config_of(source)
     names = {auto_class: entry.split(".")[1] for auto_class, entry in config.pop("auto_map").items()}
@@ -346,16 +297,3 @@ def test_an_unpatched_model_names_no_code(tmp_path):
     for folder in (tmp_path / "loaded", tmp_path / "plain"):
         assert code_of(folder) == {} and "auto_map" not in config_of(folder)
         assert type(AutoModelForCausalLM.from_pretrained(folder)) is GPT2LMHeadModel
-
-
-@pytest.mark.parametrize("name", ["infini_gpt2", "causal_mha_relative"])
-def test_a_configuration_alone_names_the_same_code(name, saved, tmp_path):
-    loaded = AutoConfig.from_pretrained(saved[name][0])
-    for config in (loaded, type(loaded)(**{"segment_length": 8} if name == "infini_gpt2" else {})):
-        config.save_pretrained(tmp_path / name)
-        assert code_of(tmp_path / name).keys() == {"needs_hf_infini.py"}
-        config.save_pretrained(tmp_path / name, save_code=True)
-        assert code_of(tmp_path / name) == code_of(saved[name][0])
-        assert config_of(tmp_path / name)["auto_map"] == config_of(saved[name][0])["auto_map"]
-        assert type(AutoConfig.from_pretrained(tmp_path / name)) is type(config)
-        shutil.rmtree(tmp_path / name)

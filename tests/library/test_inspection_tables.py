@@ -62,15 +62,6 @@ def test_tables_are_labelled_by_token(bpe):
     assert inspection.table("memory_norm", row=1).index.tolist() == ["S:0", "S:end"]
 
 
-def test_what_a_tokenizer_returns_is_an_input(bpe):
-    model, texts = gpt2(vocab_size=len(bpe)), ["ü e ü", "Não há pão"]
-    bpe.padding_side = "left"
-    encoded = inspect_attention(model, bpe(texts, padding=True, return_tensors="pt"), bpe)
-    wanted = inspect_attention(model, texts, bpe)
-    assert encoded.texts == wanted.texts and not encoded.real[1, 0]
-    assert torch.equal(encoded.layers[2].weights.values, wanted.layers[2].weights.values)
-
-
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 

@@ -8,11 +8,10 @@ import hf_infini
 from cases import plain_case
 from decoders import decoder
 from hf_infini import InfiniCache, InfiniState, infini_attention, inspect_attention, naive_infini_attention
-from hf_infini.cache.files import describe_model, read_memory_file, read_record, write_memory_file
+from hf_infini.cache.files import read_memory_file, read_record
 from hf_infini.models.loading import load_causal_lm, load_tokenizer
 from hf_infini.tools.parallel.shards import check_shards, shard_rows
-from hf_infini.tools.rows import RowReader
-from hf_infini.tools.training import gate_values, parameter_groups
+from hf_infini.tools.training import parameter_groups
 from models import causal_mha, gpt2, infini_gpt2, token_ids
 
 LINEAR = nn.Linear(2, 2)
@@ -70,21 +69,11 @@ CALLS = {
     "InfiniGPT2": lambda folder: forward(infini_gpt2()),
     "InfiniLlama": lambda folder: forward(hf_infini.patch_model(decoder("llama"), segment_length=8)),
     "CausalMHA infini": lambda folder: forward(causal_mha(attention="infini", segment_length=8)),
-    "CausalMHA global": lambda folder: forward(causal_mha(), "attention_mask", "position_ids"),
     "CausalMultiHeadAttention": lambda folder: (
         hf_infini.CausalMultiHeadAttention,
         {"d_in": 8, "d_out": 8, "num_heads": 2},
         {"d_in": "count", "d_out": "count", "num_heads": "count", "dropout": "number"},
     ),
-    "its forward": lambda folder: (
-        hf_infini.CausalMultiHeadAttention(8, 8, 2),
-        {"hidden_states": torch.zeros(1, 3, 8)},
-        {"hidden_states": "tensor", "mask": "tensor?", "distance": "tensor?", "position_ids": "tensor?", "cache": "other?"},
-    ),
-    "InfiniCache": lambda folder: (InfiniCache, {}, {"config": "config"}),
-    "attention_mask": lambda folder: (cache().attention_mask, {}, {"attention_mask": "tensor"}),
-    "batch_repeat_interleave": lambda folder: (cache().batch_repeat_interleave, {}, {"repeats": "count"}),
-    "batch_select_indices": lambda folder: (cache().batch_select_indices, {}, {"indices": "tensor"}),
     "save_pretrained": lambda folder: (
         cache().save_pretrained,
         {"path": folder / "new", "model": infini_gpt2()},
@@ -94,12 +83,6 @@ CALLS = {
         InfiniCache.from_pretrained,
         {"path": written(folder, infini_gpt2()), "model": infini_gpt2()},
         {"path": "path", "model": "model", "rows": "number?"},
-    ),
-    "describe_model": lambda folder: (describe_model, {}, {"model": "model"}),
-    "write_memory_file": lambda folder: (
-        write_memory_file,
-        {"path": folder / "new", "tensors": {}, "record": {}},
-        {"path": "path", "tensors": "tensor", "record": "tensor"},
     ),
     **{
         function.__name__: lambda folder, function=function: (function, {}, {"path": "path"})
@@ -120,8 +103,6 @@ CALLS = {
         {"model": gpt2(), "inputs": token_ids(1, 5)},
         {"model": "model", "inputs": "inputs", "tokenizer": "other?", "position_ids": "tensor?", "layers": "number?"},
     ),
-    "RowReader": lambda folder: (RowReader, {}, {"ignored": "number", "end_of_text": "count?"}),
-    "gate_values": lambda folder: (gate_values, {}, {"model": "module"}),
     "parameter_groups": lambda folder: (
         parameter_groups,
         {"model": gpt2(), "learning_rate": 1e-3, "gate_learning_rate": 0.01, "weight_decay": 0.1},
@@ -141,7 +122,7 @@ def test_another_kind_is_refused_by_name(name, tmp_path):
     assert {file: file.read_bytes() for file in tmp_path.iterdir()} == files
 
 
-@pytest.mark.parametrize("tokens, size", [(64, 0), (64, -2), (64, 2.0), (64, True), (0, 2), (-16, 2), (64.0, 2), ("64", 2)])
+@pytest.mark.parametrize("tokens, size", [(64, 0), (-16, 2), (64.0, 2)])
 def test_numbers_of_shards_that_cannot_be(tokens, size):
     with pytest.raises(ValueError, match="(tokens|size) must be (at least 1; got|of type int)"):
         check_shards(infini_gpt2().config, tokens, size)
@@ -153,7 +134,6 @@ def test_numbers_of_shards_that_cannot_be(tokens, size):
         {"scaling": float("nan")},
         {"softcap": 0.0},
         {"dropout": 1.0},
-        {"dropout": -0.1},
         {"eps": -1.0},
         {"query": torch.zeros(2, 2, 24, 4, dtype=torch.int64)},
         {"value": torch.zeros(2, 2, 24, 4, dtype=torch.float64)},

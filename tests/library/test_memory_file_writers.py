@@ -1,8 +1,6 @@
 """Memory files and those who write them: several at a time, those that fail, and what has the file's name already."""
 
 import multiprocessing
-import os
-import stat
 
 import pytest
 import torch
@@ -52,16 +50,6 @@ def test_a_reader_finds_a_whole_file_whoever_writes(file, record):
     assert list(file.parent.iterdir()) == [file]
 
 
-@pytest.mark.parametrize("mask, mode", [(0o022, 0o644), (0o027, 0o640), (0o077, 0o600)])
-def test_permissions_are_those_of_any_new_file(file, record, mask, mode):
-    before = os.umask(mask)
-    try:
-        write(file, record)
-    finally:
-        os.umask(before)
-    assert stat.S_IMODE(file.stat().st_mode) == mode
-
-
 def test_folders_and_links_of_the_name(file, record, tmp_path):
     (tmp_path / "folder").mkdir()
     with pytest.raises(memory_files.MemoryFileError, match="folder is a folder: give the name of a file, such as .*memory"):
@@ -74,18 +62,3 @@ def test_folders_and_links_of_the_name(file, record, tmp_path):
         write(file, record, 2)
         assert not file.is_symlink() and read_record(file)["columns"] == 2
     assert (tmp_path / "target").read_bytes() == before and not (tmp_path / "nowhere").exists()
-
-
-def test_a_write_that_fails_leaves_the_old_file_and_nothing_beside_it(file, record, monkeypatch):
-    write(file, record)
-    monkeypatch.setattr(memory_files.os, "replace", lambda *names: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        write(file, record, 2)
-    assert read_record(file)["columns"] == 1 and list(file.parent.iterdir()) == [file]
-
-
-def test_a_record_that_no_reader_would_take_is_not_written(file, record):
-    for entry, value in {"model": {}, "columns": -1, "tokens_seen": [1.0], "text_sha256": "abc"}.items():
-        with pytest.raises(ValueError, match=f"this is not a record of a memory: {entry} is "):
-            write_memory_file(file, {}, record | {entry: value})
-    assert not list(file.parent.iterdir())

@@ -14,8 +14,6 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from hf_infini.tools.extras import needs
-
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 MODULES = sorted((ROOT / "hf_infini").rglob("*.py"))
@@ -54,26 +52,6 @@ def test_the_wheel_holds_the_library_only(tmp_path):
 def test_the_library_imports_no_recipe_and_no_room_of_theirs():
     scripts = [file.stem for file in (ROOT / "recipes").glob("*.py")]
     assert {file.name: imported(file) & {*ROOMS, *scripts} for file in MODULES if imported(file) & {*ROOMS, *scripts}} == {}
-
-
-def test_the_library_speaks_of_no_command_line():
-    """Its errors name arguments as Python has them; flags are the command line's."""
-    texts = {}
-    for file in MODULES:
-        tree = ast.parse(file.read_text(encoding="utf-8"))
-        constants = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)]
-        strings = {text for text in constants if isinstance(text, str)} - {ast.get_docstring(tree, clean=False)}
-        texts[file.name] = [text for text in strings if re.search(r"(?<![\w-])--[a-z]", text)]
-    assert not any(texts.values()), texts
-
-
-def test_rooms_hide_nothing():
-    """A room comes before everything that is installed, and a script before a room."""
-    taken = {*sys.stdlib_module_names, *(file.stem for file in (ROOT / "recipes").glob("*.py"))}
-    installed = [Path(entry) for entry in sys.path if "site-packages" in entry]
-    for folder in installed:
-        taken |= {path.name.removesuffix(".py") for path in folder.iterdir() if path.suffix in ("", ".py")}
-    assert not taken & set(ROOMS)
 
 
 def test_security_lists_every_dependency_with_its_extra():
@@ -164,21 +142,3 @@ for code in {list(MISSING)!r}:
     extras = PROJECT["project"]["optional-dependencies"]
     for package, extra in MISSING.values():
         assert any(canonicalize_name(Requirement(line).name) == package for line in extras[extra])
-
-
-def test_other_errors_of_an_import_pass_as_they_are():
-    with pytest.raises(ModuleNotFoundError, match="No module named 'no_such_package'"), needs("metrics", "evaluate"):
-        import no_such_package  # noqa: F401
-    with pytest.raises(ModuleNotFoundError, match="No module named 'hf_infini.nothing'"), needs("metrics", "evaluate"):
-        import hf_infini.nothing  # noqa: F401
-
-
-@pytest.mark.slow
-def test_a_recipe_says_what_is_missing(core, tmp_path):
-    """In a line, as other errors that the user can mend."""
-    recipe, options = ROOT / "recipes" / "prepare.py", ["--source", "biographies", "--out", str(tmp_path / "data")]
-    code = f"import runpy; sys.path.insert(0, {str(recipe.parent)!r}); sys.argv = {[str(recipe), *options]!r}\n"
-    done = python(core, code + "runpy.run_path(sys.argv[0], run_name='__main__')")
-    assert done.returncode == 1 and "Traceback" not in done.stderr
-    message = r"error: (faker|datasets|pyarrow) is not installed: pip install 'hf-infini\[recipes\]'"
-    assert re.fullmatch(message, done.stderr.splitlines()[-1])  # whichever is asked for first

@@ -1,14 +1,9 @@
 """Whole models with each head that transformers has for GPT-2: patched, saved, loaded, with their code only, unpatched."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+from transformers import GPT2Config
 
 import hf_infini
 from hf_infini import patch_model, unpatch_model
@@ -91,102 +86,3 @@ def test_the_memory_reaches_the_head(name):
     for one, two in zip(outputs(model, ids), outputs(model, other), strict=True):
         behind = (slice(None), slice(16, None)) if one.shape[1:2] == (20,) else ...  # of each token, or of the last
         assert torch.equal(one[behind], two[behind])
-
-
-def test_a_plain_checkpoint_of_another_head_is_taken(name, tmp_path):
-    language_model = stock("GPT2LMHeadModel")
-    language_model.save_pretrained(tmp_path)
-    model = infini_class(name).from_pretrained(tmp_path, **OPTIONS)
-    given = language_model.transformer.state_dict()
-    assert all(torch.equal(model.transformer.state_dict()[key], tensor) for key, tensor in given.items())
-    assert all(bool((gate.weight == 0.5).all()) for gate in gates_of(model).values())
-
-
-@pytest.mark.slow
-def test_a_step_of_training_moves_gates_and_head(name, tmp_path):
-    model, ids = patch_model(stock(name), **OPTIONS), token_ids(4, 20)
-    before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
-    columns = {"input_ids": ids} | HEADS[name][1](ids)
-    rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
-    options = TrainingArguments(tmp_path, max_steps=1, use_cpu=True, disable_tqdm=True, report_to="none", learning_rate=0.1)
-    Trainer(model=model, args=options, train_dataset=rows).train()
-    moved = {key for key, tensor in model.state_dict().items() if not torch.equal(tensor, before[key])}
-    head = {key for key in before if key.startswith(("lm_head", "score", "classifier", "qa_outputs"))}
-    assert head and head | {key for key in before if key.endswith("gate.weight")} <= moved
-
-
-def test_choices_are_rows(tmp_path):
-    """`[batch, choices, tokens]`, padded: each choice is computed as by itself."""
-    model = patch_model(stock("GPT2DoubleHeadsModel"), **OPTIONS)
-    ids, mask = token_ids(6, 20).unflatten(0, (2, 3)), torch.ones(2, 3, 20, dtype=torch.long)
-    mask[0, 1, 13:] = 0
-    places = mask.sum(-1) - 1
-    with torch.no_grad():
-        output = model(ids, attention_mask=mask, mc_token_ids=places, labels=ids, mc_labels=torch.tensor([0, 2]))
-        assert output.logits.shape == (2, 3, 20, 89) and output.mc_logits.shape == (2, 3)
-        assert output.loss.isfinite() and output.mc_loss.isfinite()
-        for row in range(2):
-            for choice in range(3):
-                length = int(mask[row, choice].sum())
-                one = model(ids[row, choice, None, :length])
-                # The same sums, in batches of other sizes
-                torch.testing.assert_close(output.logits[row, choice, :length], one.logits[0], rtol=1e-4, atol=1e-4)
-                torch.testing.assert_close(output.mc_logits[row, choice], one.mc_logits[0], rtol=1e-4, atol=1e-4)
-
-
-def test_both_heads_generate_with_the_memory():
-    model, prompt = patch_model(stock("GPT2DoubleHeadsModel"), **OPTIONS), token_ids(2, 30)
-    options = dict(max_new_tokens=12, min_new_tokens=12, do_sample=False, attention_mask=torch.ones_like(prompt))
-    cached, uncached = (model.generate(prompt, **options, use_cache=on) for on in (True, False))
-    assert torch.equal(cached, uncached)
-
-
-LOAD = """
-import sys, transformers
-from safetensors.torch import load_file, save_file
-from transformers.dynamic_module_utils import get_class_from_dynamic_module
-ids = load_file("ids.safetensors")["ids"]
-for number, (auto, folder) in enumerate(zip(sys.argv[1::2], sys.argv[2::2])):
-    if auto == "None":  # no Auto class loads it: by the name of its class
-        entry = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=True).auto_map["AutoModel"]
-        loader = get_class_from_dynamic_module(entry.split(".")[0] + ".InfiniGPT2DoubleHeadsModel", folder)
-        model = loader.from_pretrained(folder)
-    else:
-        model = getattr(transformers, auto).from_pretrained(folder, trust_remote_code=True)
-    assert type(model).__module__.startswith("transformers_modules."), type(model)
-    model.save_pretrained(folder + "_again")
-    found = model(ids, use_cache=False)
-    save_file({key: value.detach().contiguous() for key, value in found.items()}, f"{number}.safetensors")
-"""
-
-
-@pytest.mark.slow
-def test_each_loads_by_its_code_where_the_package_is_not_imported(tmp_path):
-    ids, arguments, wanted = token_ids(2, 40), [], []
-    save_file({"ids": ids}, tmp_path / "ids.safetensors")
-    for name, (auto, _) in HEADS.items():
-        model = patch_model(stock(name), **OPTIONS)
-        model.save_pretrained(tmp_path / name, save_code=True)
-        arguments += [str(auto), str(tmp_path / name)]
-        wanted.append({key: value for key, value in model(ids, use_cache=False).items()})
-    change = os.environ | {"HF_HOME": str(tmp_path / "home")}
-    again = [argument + "_again" if os.sep in argument else argument for argument in arguments]
-    command = [sys.executable, "-I", "-c", LOAD, *arguments, *again]
-    done = subprocess.run(command, env=change, cwd=tmp_path, capture_output=True, text=True, stdin=subprocess.DEVNULL)
-    assert done.returncode == 0, done.stderr
-    for number, tensors in enumerate([*wanted, *wanted]):
-        found = load_file(tmp_path / f"{number}.safetensors")
-        assert found.keys() == tensors.keys()
-        assert_same([found[key] for key in tensors], [*tensors.values()])
-
-
-def test_one_that_was_saved_with_another_head_keeps_its_memory(tmp_path):
-    """A language model's checkpoint, taken for classification, as with stock GPT-2."""
-    model = patch_model(stock("GPT2LMHeadModel"), **OPTIONS)
-    for gate in gates_of(model).values():
-        torch.nn.init.normal_(gate.weight)
-    model.save_pretrained(tmp_path)
-    classifier = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path, num_labels=3)
-    assert isinstance(model, GPT2LMHeadModel) and classifier.score.out_features == 3
-    for layer, gate in gates_of(classifier).items():
-        assert torch.equal(gate.weight, gates_of(model)[layer].weight)

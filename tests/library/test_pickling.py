@@ -2,12 +2,10 @@
 
 import copy
 import io
-import multiprocessing
 import os
 import pickle
 import subprocess
 import sys
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -22,7 +20,7 @@ from hf_infini.models.structure import attention_layers, decoder_of
 from models import causal_mha
 
 IDS = token_ids(2, 40) % 89
-NAMES = ("llama", "gemma2", "olmoe", "gpt2", "causal_mha")
+NAMES = ("olmoe", "gpt2", "causal_mha")
 
 
 def made(name: str):
@@ -79,17 +77,7 @@ def test_another_process_reads_what_one_has_written(tmp_path):
         assert files[0] == files[1]
 
 
-@pytest.mark.slow
-def test_a_spawned_worker_takes_a_model_and_gives_one_back():
-    model = made("llama")
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        assert torch.equal(pool.submit(logits, model).result(), logits(model))
-        plain = pool.submit(unpatch_model, model).result()
-    assert type(plain) is LlamaForCausalLM and torch.equal(logits(plain), logits(unpatch_model(model)))
-
-
-@pytest.mark.parametrize("protocol", [0, 2, pickle.HIGHEST_PROTOCOL])
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize(("name", "protocol"), [("llama", 0), ("gpt2", pickle.HIGHEST_PROTOCOL)])
 def test_copies_are_of_the_same_classes_and_can_be_unpatched(name, protocol):
     model = made(name)
     stored = io.BytesIO()

@@ -1,28 +1,21 @@
 """What must hold exactly, for random configurations: hypothesis draws the model, its memory, the batch and how it is cut.
 
-Ten examples of each property, the same each time; with HF_INFINI_EXAMPLES=2000 so many, and others in every run.
+Ten examples of each property; see `examples` in tests/helpers/cases.py for more.
 """
 
 import copy
-import os
 import tempfile
 from pathlib import Path
 
 import torch
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
-from cases import assert_same_state, random_case, random_cuts
+from cases import examples
 from decoders import decoder
-from hf_infini import InfiniCache, infini_attention, naive_infini_attention, patch_model, unpatch_model
+from hf_infini import InfiniCache, patch_model, unpatch_model
 from models import causal_mha, gpt2
-
-EXAMPLES = int(os.environ.get("HF_INFINI_EXAMPLES", 0))
-common = {"deadline": None, "database": None, "suppress_health_check": list(HealthCheck), "print_blob": True}
-settings.register_profile("fast", max_examples=10, derandomize=True, phases=[Phase.generate], **common)
-settings.register_profile("long", max_examples=EXAMPLES or 2000, **common)
-settings.load_profile("long" if EXAMPLES else "fast")
 
 # Of the largest number that is compared. Sums in another order round differently: float64 leaves what is below any mistake.
 # In float32 the delta rule and exponential features can lose three digits more, over three layers.
@@ -134,6 +127,7 @@ def assert_close(found, wanted, batch, model) -> None:
         assert (found[real] - wanted[real]).abs().max() <= TOLERANCE[dtype] * max(1.0, scale)
 
 
+@examples(10)
 @given(infini_models(), batches())
 def test_one_pass_chunks_and_single_steps_agree(model, batch):
     ids, _, _, cuts = batch
@@ -143,19 +137,7 @@ def test_one_pass_chunks_and_single_steps_agree(model, batch):
         assert_close(found, wanted, batch, model)
 
 
-@given(st.integers(0, 2**31 - 1), st.sampled_from([torch.float64, torch.float32]))
-def test_the_fast_attention_is_the_naive_one(seed, dtype):
-    case = random_case(seed, dtype=dtype)
-    tokens = case.query.shape[2]
-    with torch.no_grad():
-        wanted, wanted_state = case.call(naive_infini_attention)
-        for cuts in ([], random_cuts(seed, tokens)):
-            found, state = case.call(infini_attention, cuts=cuts)
-            scale = max(1.0, float(wanted.abs().max()))
-            torch.testing.assert_close(found, wanted, rtol=0, atol=TOLERANCE[dtype] * scale)
-            assert_same_state(state, wanted_state, TOLERANCE[dtype] * max(1.0, float(wanted_state.memory.abs().max())))
-
-
+@examples(10)
 @given(infini_models(), batches())
 def test_saved_and_loaded_is_the_same_bit_for_bit(model, batch):
     """Twice: transformers computes what it does not save, such as a factor of embeddings, in the dtype of loading."""
@@ -184,6 +166,7 @@ def saved_and_loaded(model):
         return copy.deepcopy(AutoModelForCausalLM.from_pretrained(folder))
 
 
+@examples(10)
 @given(plain_models(families=tuple(name for name in FAMILIES if name != "causal_mha")), batches(), st.data())
 def test_patched_and_unpatched_is_the_same_bit_for_bit(made, batch, data):
     family, layers, model = made

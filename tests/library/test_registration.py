@@ -25,12 +25,10 @@ import hf_infini
 from decoders import decoder
 from hf_infini import InfiniGPT2Config, patch_model
 from hf_infini.models.families import infini_config
-from models import causal_mha, gpt2, infini_gpt2, token_ids
+from models import causal_mha, infini_gpt2, token_ids
 
 FAMILIES = {
-    "patched": lambda: patch_model(gpt2(), segment_length=8),
     "llama": lambda: patch_model(decoder("llama"), segment_length=8),
-    "gemma2": lambda: patch_model(decoder("gemma2"), segment_length=8),
     "infini_gpt2": infini_gpt2,
     "causal_mha": causal_mha,
 }
@@ -72,9 +70,9 @@ def smoothed_loss(logits, labels, smoothing: float):
     return loss(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
 
 
-@pytest.fixture(params=["gpt2", *FAMILIES])
+@pytest.fixture(params=["llama", "infini_gpt2", "causal_mha"])
 def model(request):
-    return FAMILIES.get(request.param, gpt2)()
+    return FAMILIES[request.param]()
 
 
 def test_smoothed_labels_are_those_of_the_next_token(model, tmp_path):
@@ -91,7 +89,7 @@ def test_smoothed_labels_are_those_of_the_next_token(model, tmp_path):
 
 @pytest.mark.parametrize(
     "model_type",
-    ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2", "gemma2", "qwen3_moe", "gpt_neox"))],
+    ["llama", pytest.param("gpt2", marks=pytest.mark.slow), pytest.param("qwen3_moe", marks=pytest.mark.slow)],
 )
 def test_the_trainer_computes_the_loss_of_the_plain_model(model_type, tmp_path):
     """Over the labels of two batches that it accumulates, of which there are not as many in each."""
@@ -118,35 +116,6 @@ def test_the_trainer_computes_the_loss_of_the_plain_model(model_type, tmp_path):
         assert line["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-2)
 
 
-LOSS = """
-import sys, torch, transformers
-ids = torch.arange(1, 25)[None] * 3
-for folder in sys.argv[1:]:
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
-    options = transformers.TrainingArguments("out", label_smoothing_factor=0.1, use_cpu=True, report_to="none")
-    trainer = transformers.Trainer(model=model, args=options)
-    model.eval()
-    smoothed = torch.nn.CrossEntropyLoss(label_smoothing=0.1)
-    wanted = smoothed(model(ids).logits[0, :-1], ids[0, 1:])
-    torch.testing.assert_close(trainer.compute_loss(model, {"input_ids": ids, "labels": ids}), wanted, rtol=1e-5, atol=1e-5)
-"""
-
-
-@pytest.mark.slow
-def test_so_does_the_code_that_a_model_was_saved_with(tmp_path):
-    folders = [tmp_path / name for name in FAMILIES]
-    for folder, make in zip(folders, FAMILIES.values(), strict=True):
-        make().save_pretrained(folder, save_code=True)
-    done = subprocess.run(
-        [sys.executable, "-I", "-c", LOSS, *folders],
-        env=os.environ | {"HF_HOME": str(tmp_path)},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-
-
 def test_a_tokenizer_of_gpt2_is_one_beside_a_patched_model(tmp_path):
     """The files of the GPT-2 repository do not name its class."""
     (tmp_path / "vocab.json").write_text(json.dumps({"<|endoftext|>": 0, "a": 1, "b": 2, "ab": 3}))
@@ -159,8 +128,10 @@ def test_a_tokenizer_of_gpt2_is_one_beside_a_patched_model(tmp_path):
         assert tokenizer("ab").input_ids == [3]
 
 
-@pytest.mark.parametrize("named", [None, "LlamaTokenizer", "GPT2Tokenizer", "PreTrainedTokenizerFast"])
-@pytest.mark.parametrize("model_type", ["llama", "gemma2", "qwen2", "phi3", "gpt_neox", "mistral"])
+@pytest.mark.parametrize(
+    ("model_type", "named"),
+    [("llama", None), ("gemma2", "GPT2Tokenizer"), ("qwen2", "LlamaTokenizer"), ("gpt_neox", "PreTrainedTokenizerFast")],
+)
 def test_a_tokenizer_is_the_one_that_it_is_beside_the_own_model(model_type, named, tmp_path):
     """transformers decides by type: whether to believe the class that the files name, and which it is without one."""
     own = CONFIG_MAPPING[model_type]()
@@ -180,42 +151,3 @@ def test_a_tokenizer_is_the_one_that_it_is_beside_the_own_model(model_type, name
     wanted = loaded(own)
     assert loaded(infini_config(type(own))(segment_length=8, layers=[0])) == wanted
     assert wanted[2] == "abb"
-
-
-@pytest.mark.parametrize("dtype", ["auto", "float64", torch.bfloat16])
-@pytest.mark.parametrize("model_type", ["llama", "gpt2"])
-def test_a_configuration_is_loaded_with_a_dtype_as_the_own_one(model_type, dtype, tmp_path):
-    model, found = decoder(model_type), []
-    for name in ("own", "patched"):
-        model.config.save_pretrained(tmp_path / name)
-        found.append(AutoConfig.from_pretrained(tmp_path / name, dtype=dtype).dtype)
-        patch_model(model, segment_length=8) if name == "own" else None
-    assert found[0] == found[1]
-
-
-SAVED = """
-import sys
-import torch
-from safetensors import safe_open
-from decoders import decoder
-from hf_infini import patch_model
-
-own = decoder("qwen3_moe")
-own.save_pretrained(sys.argv[1] + "/own")
-patch_model(own, segment_length=8).save_pretrained(sys.argv[1] + "/patched")
-names = [set(safe_open(f"{sys.argv[1]}/{name}/model.safetensors", "pt").keys()) for name in ("own", "patched")]
-assert any(".experts.0." in name for name in names[0])
-assert {name for name in names[1] if "attn.gate" not in name} == names[0], names[1] ^ names[0]
-"""
-
-
-@pytest.mark.slow
-def test_a_patched_model_s_weights_are_saved_by_the_names_of_the_plain_ones(tmp_path):
-    """Also where no model of its class has been built yet: experts are one tensor each in files, and joined in the model."""
-    done = subprocess.run(
-        [sys.executable, "-c", SAVED, tmp_path],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join((str(Path(hf_infini.__file__).parents[1]), *sys.path))},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
+from hypothesis import given
 
-from cases import random_case, random_cuts
+from cases import cut_cases, examples
 from hf_infini.ops.attention import attend
 from hf_infini.ops.layout.build import segment_layout
 from hf_infini.ops.rules import memory_rule
@@ -61,15 +62,16 @@ def with_weights(case, cuts):
     return torch.cat(outputs, 2), weights
 
 
-@pytest.mark.parametrize("seed", range(40))
-def test_a_gradient_reaches_the_weights(seed):
+@examples(30)
+@given(cut_cases())
+def test_a_gradient_reaches_the_weights(cut):
     """Output = share · memory + (1 − share) · weights · values, so a weight's gradient is its value's times 1 − share."""
-    case = random_case(seed, torch.float64)
+    case, cuts = cut
     if case.options["denominator"] == "shared":
         case.gate = torch.full_like(case.gate, -80.0)  # else the share depends on what the memory finds
     for tensor in (case.query, case.key, case.value):
         tensor.requires_grad_()
-    output, weights = with_weights(case, random_cuts(seed, case.query.shape[2]))
+    output, weights = with_weights(case, cuts)
     upstream = torch.randn_like(output)
     (output * upstream).sum().backward()
     weights, found = torch.cat([w.detach() for w in weights], 2), torch.cat([w.grad for w in weights], 2)
@@ -99,15 +101,13 @@ def test_a_gradient_reaches_the_weights(seed):
             torch.testing.assert_close(found[row, :, token, slots], wanted, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 @pytest.mark.parametrize(
-    ("make", "options"),
+    ("make", "options", "implementation"),
     [
-        (infini_gpt2, {"local_segments": 1}),
-        (infini_gpt2, {"denominator": "shared", "feature_map": "exp", "position_encoding": "rope"}),
-        (causal_mha, {"attention": "infini", "segment_length": 8}),
-        (causal_mha, {"attention": "local", "sliding_window": 5}),
-        (causal_mha, {}),
+        (infini_gpt2, {"local_segments": 1}, "sdpa"),
+        (infini_gpt2, {"denominator": "shared", "feature_map": "exp", "position_encoding": "rope"}, "eager"),
+        (causal_mha, {"attention": "infini", "segment_length": 8}, "eager"),
+        (causal_mha, {"attention": "local", "sliding_window": 5}, "sdpa"),
     ],
 )
 def test_attribution_by_weight_times_gradient(make, options, implementation):

@@ -5,12 +5,13 @@ Torch's fused softmax kernels have no second derivative and say so; everything e
 
 import pytest
 import torch
+from hypothesis import given
 from torch.autograd import gradgradcheck
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import hf_infini.ops.attention
 import hf_infini.ops.window
-from cases import assert_same_gradients, random_case, random_cuts
+from cases import assert_same_gradients, cut_cases, examples, plain_case
 from hf_infini import infini_attention, naive_infini_attention
 from hf_infini.ops.memory import Borders, Within, Written, elu_features, exp_features, mix, read_memory, unit_features
 from hf_infini.ops.rules import memory_rule
@@ -107,25 +108,24 @@ def gradients_of_gradients(case, function, cuts=()):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(600, 630))
 @pytest.mark.parametrize("sizes", [(1, 2), (2**20, 128)], ids=["smallest groups and tiles", "one group"])
-def test_the_whole_equals_the_naive_reference(seed, sizes, monkeypatch):
+@examples(20)
+@given(cut=cut_cases())
+def test_the_whole_equals_the_naive_reference(sizes, monkeypatch, cut):
     """Whose every step autograd takes apart by itself: any options, padding, packing, calls cut anywhere."""
     monkeypatch.setitem(hf_infini.ops.attention.GROUP_ELEMENTS, "cpu", sizes[0])
     monkeypatch.setattr(hf_infini.ops.window, "TILE", sizes[1])
-    case = random_case(seed, dtype=torch.float64)
-    tokens = case.query.shape[2]
+    case, cuts = cut
     with sdpa_kernel(SDPBackend.MATH):
-        gradients = gradients_of_gradients(case, infini_attention, random_cuts(seed, tokens) if tokens > 1 else [])
+        gradients = gradients_of_gradients(case, infini_attention, cuts)
     assert_same_gradients(gradients, gradients_of_gradients(case, naive_infini_attention), FLOAT64)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [18, 32, 2], ids=["linear", "delta", "gated_delta"])
-def test_with_dropout(seed):
+@pytest.mark.parametrize("rule", ["linear", "delta", "gated_delta"])
+def test_with_dropout(rule):
     """The same weights are dropped in both calls, and only local ones: finite differences of the first gradients."""
-    case = random_case(seed, dtype=torch.float64, dropout=0.5, segment_length=3, denominator="separate")
-    assert case.query.shape[2] > 3
+    case = plain_case(batch=1, heads=1, kv_heads=1, tokens=7, width=2, segment_length=3, update_rule=rule, dropout=0.5)
 
     def attend(*leaves):
         torch.manual_seed(0)
