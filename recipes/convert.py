@@ -9,6 +9,8 @@ CHECKPOINT is a plain model: a folder or a name on the Hub. Its own attention is
 
     layers     with --memory_layers: which layers need what is beyond the window, of a few rows
     calibrate  the scale of the feature maps, by the size of each head's queries and keys
+    keep_score with --kept_tokens and --keep_score half or learned: which tokens are kept, in closed form, in one pass over
+               a few rows; with --transfer_steps 0 --together_steps 0 it is all that is learned, and takes minutes
     transfer   each layer learns to give with its memory what its own attention gives, on the plain model's input, which is
                computed once for some rows
     together   all layers and a LoRA learn rows of text, and what the plain model predicts there; and the answers in rows of
@@ -48,6 +50,8 @@ class Options:
         None, "How many layers have a memory: those in which attention beyond the window lowers the loss of a few rows "
         "most. Default: all.", at_least=1,
     )  # fmt: skip
+    fit_rows: int = option(24, "keep_score: training rows, of all folders in equal parts; those of prepare_recall.py teach "
+                           "most.", at_least=1, group="training")  # fmt: skip
     transfer_rows: int = option(64, "transfer: training rows, of all folders in equal parts. What layers give in the plain "
                                 "model is kept for them: tokens * width * layers * 4 bytes a row, 8 in float32.", at_least=1,
                                 group="training")  # fmt: skip

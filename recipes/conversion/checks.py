@@ -26,15 +26,19 @@ def check(conversion) -> None:
         repetition.check_rule(memory.get("update_rule"))
         if not options.together_steps:
             raise UserError("--repeat_up_to is of the training of all layers: give --together_steps")
-    trains = options.together_steps or options.transfer_steps and not options.start
-    if trains and conversion.context < 2 * window:
+    if conversion.fits_score and conversion.context <= window:
+        raise UserError(
+            f"--keep_score {memory['keep_score']} is fitted to rows longer than the window with what is kept, {window} "
+            f"tokens, and those of --data have {conversion.context}: prepare longer rows, or give a smaller --kept_tokens"
+        )
+    if conversion.trains and conversion.context < 2 * window:
         raise UserError(
             f"--data has rows of {conversion.context} tokens, and the window sees {window}: rows must have twice as many, "
             "so that there is something beyond it. Prepare longer rows, or give a smaller --segment_length"
         )
     _check_evaluation(conversion)
     lengths, longest, sinks = options.narrow_to, memory["segment_length"], memory["sink_tokens"]
-    if trains and any(options.narrow) and not (lengths and sinks < min(lengths) <= max(lengths) < longest):
+    if conversion.trains and any(options.narrow) and not (lengths and sinks < min(lengths) <= max(lengths) < longest):
         raise UserError(
             f"--narrow_to {' '.join(map(str, lengths))}: give lengths below --segment_length {longest} and above "
             f"--sink_tokens {sinks}, or --narrow 0 0"

@@ -12,6 +12,7 @@ from .trainers import gates_closed, window_untrained
 
 PLAIN, SOME = "plain model", "full attention in the layers with a memory"
 UNTRAINED, OFF, ON = "window and sinks, untrained", "trained, memory off", "trained, memory on"
+KEPT = "window, sinks and kept tokens, otherwise untrained"
 
 
 @torch.no_grad()
@@ -22,19 +23,25 @@ def evaluate(model, rows: Tensor, window: int, layers: list[int]) -> dict:
     Args:
         rows: `[rows, 2, tokens]`, ids and labels; those without a label beyond the window are left out.
         window: tokens that a model's softmax sees at most.
-        layers: those whose memory was trained. Where they are not all, what full attention in them would give is one more
+        layers: those whose memory was trained. Where they are some, what full attention in them would give is one more
             condition: no memory in these layers can be expected to do better.
     """
     model.eval()
     rows = rows[torch.tensor(counted_beyond(rows, window), device=rows.device) > 0]
     counts = counted_beyond(rows, window)
     plain = {PLAIN: None, SOME: layers, UNTRAINED: []}
-    if set(layers) == set(decoder_of(model).config.infini_layers):
+    if set(layers) in (set(), set(decoder_of(model).config.infini_layers)):
         del plain[SOME]
-    losses = {}
+    losses, config = {}, decoder_of(model).config
     with window_untrained(model):
-        for name, full in plain.items():
-            losses[name] = losses_with_full_attention(model, rows, window, full)
+        kept_tokens, config.kept_tokens = config.kept_tokens, 0
+        try:
+            for name, full in plain.items():
+                losses[name] = losses_with_full_attention(model, rows, window, full)
+        finally:
+            config.kept_tokens = kept_tokens
+        if kept_tokens:
+            losses[KEPT] = losses_with_full_attention(model, rows, window, [])
     with gates_closed(model):
         losses[OFF] = losses_of(model, rows, window)
     losses[ON] = losses_of(model, rows, window)

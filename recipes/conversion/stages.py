@@ -13,7 +13,7 @@ from transformers import TrainingArguments, set_seed
 
 from cli import UserError
 from cli.names import check_name
-from hf_infini import patch_model
+from hf_infini import fit_keep_score, patch_model
 from hf_infini.layers.memory_layer import PARAMETERS
 from hf_infini.models.adapter import restore_adapter
 from hf_infini.models.loading import fingerprint, load_causal_lm, load_tokenizer
@@ -24,7 +24,7 @@ from support.stages import read_json, read_manifest, write_json
 from training import console, dilution, run_folder, setup
 from training.repetition import Repetition
 
-from .defaults import DEFAULTS, LORA_RANK, NARROW_TO
+from .defaults import DEFAULTS, LORA_RANK, NARROW_TO, UNTRAINED
 from .layers import gap_by_layer
 from .start import CLOSED, FREE, fingerprint_of, learned_parameters, load_start, lora_of, open_layers, options_of
 from .trainers import Together
@@ -62,14 +62,16 @@ class Conversion:
         fingerprints: of the data, by folder.
         rows: of each folder, by "train", "validation" and "evaluation": the validation rows of --evaluation_data, or else of
             --data.
-        context: tokens of a row; trained: numbers of the layers with a memory.
+        context: tokens of a row; trains: whether a memory is trained; trained: numbers of the layers with a memory.
 
     Raises UserError where options do not go together, or a folder lacks rows or has rows of several lengths.
     """
 
     def __init__(self, options, memory: dict):
         self.out = Path(options.out)
-        self.memory = DEFAULTS | memory | _options_of_start(options, memory)
+        self.trains = bool(options.together_steps or options.transfer_steps and not options.start)
+        defaults = DEFAULTS if self.trains or options.start else UNTRAINED
+        self.memory = defaults | memory | _options_of_start(options, memory)
         self.options = _resolved(options, self.memory["segment_length"])
         self.fingerprints = {folder: setup.data_fingerprint(read_manifest(folder)) for folder in options.data}
         self.identity = {**vars(self.options), "memory": self.memory, "data": [*self.fingerprints.values()]}
@@ -92,7 +94,17 @@ class Conversion:
     @property
     def window(self) -> int:
         """Tokens that the softmax sees at most."""
-        return self.memory["sink_tokens"] + (self.memory["local_segments"] + 1) * self.memory["segment_length"]
+        return self.memory["sink_tokens"] + self.memory.get("kept_tokens", 0) + self._segments
+
+    @property
+    def _segments(self) -> int:
+        """Tokens of its segments."""
+        return (self.memory["local_segments"] + 1) * self.memory["segment_length"]
+
+    @property
+    def fits_score(self) -> bool:
+        """Whether which tokens are kept is learned, and not yet."""
+        return not self.options.start and self.memory.get("keep_score") in ("learned", "half")
 
     @functools.cached_property
     def machine(self) -> TrainingArguments:
@@ -152,7 +164,7 @@ class Conversion:
             if number not in self.trained:
                 torch.nn.init.constant_(layer.gate.weight, CLOSED)
         self._choose_parameters(model)
-        if not options.start and self.memory["feature_map"] == "learned":
+        if not options.start and self.memory.get("feature_map") == "learned":
             self._calibrate(model)
         return model
 
@@ -181,6 +193,8 @@ class Conversion:
         options, layers = self.options, model.config.infini_layers
         if options.start:
             return open_layers(model)
+        if not self.trains:
+            return []
         if options.memory_in is not None:
             if not set(options.memory_in) <= set(layers):
                 raise UserError(f"--memory_in {' '.join(map(str, options.memory_in))}: its layers are {layers}")
@@ -197,7 +211,7 @@ class Conversion:
             parameter.requires_grad_("lora_" in name)
         for number in self.trained:
             for name, parameter in self._layers(model)[number].named_parameters():
-                if name.partition(".")[0] in PARAMETERS:
+                if name.partition(".")[0] in PARAMETERS and name != "keep_weight":  # which has no gradient
                     parameter.requires_grad_(True)
 
     @torch.no_grad()
@@ -233,16 +247,35 @@ class Conversion:
         """Those that have something to do, in their order."""
         options = self.options
         found = []
+        if self.fits_score:
+            found.append(Stage("keep_score", self._fit))
         if options.transfer_steps and not options.start:
             found.append(Stage("transfer", self._transfer))
         if options.together_steps:
             found.append(Stage("together", self._together))
         return found
 
-    def _transfer(self, model) -> tuple:
+    def _equal_parts(self, count: int) -> list:
+        """So many training rows, of all folders in equal parts, as datasets."""
         parts = [*self.rows["train"].values()]
-        share = -(-self.options.transfer_rows // len(parts))
-        rows = [part.select(range(min(len(part), share))) for part in parts]
+        share = -(-count // len(parts))
+        return [part.select(range(min(len(part), share))) for part in parts]
+
+    @torch.no_grad()
+    def _fit(self, model) -> tuple:
+        layers = self._layers(model)
+        rows = [row["input_ids"] for part in self._equal_parts(self.options.fit_rows) for row in part]
+
+        def fit() -> dict[int, list]:
+            fit_keep_score(model, rows, distance=self._segments)
+            return {number: layer.keep_weight.tolist() for number, layer in layers.items()}
+
+        for number, weight in self.measured("keep_score.json", fit).items():
+            layers[number].keep_weight.copy_(torch.tensor(weight))
+        return model, {"rows": len(rows), "tokens": sum(map(len, rows))}
+
+    def _transfer(self, model) -> tuple:
+        rows = self._equal_parts(self.options.transfer_rows)
         return self.train(
             "transfer", model, Transfer, rows, self.options.transfer_steps, self.options.transfer_learning_rate,
             layers=self.trained,

@@ -19,13 +19,14 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 def _fits_linear(call: AttentionCall) -> tuple[bool, str]:
     """Whether the kernels of linear.py compute the call; the first reason against it."""
-    query, key, value, _ = call.tokens
+    query, key, value = call.tokens[:3]
     rule, softmax, on_cpu = call.rule, call.softmax, os.environ.get("TRITON_INTERPRET") == "1"
     refused = {
         "not on a CUDA device": query.device.type != "cuda" and not on_cpu,
         "triton is not installed": importlib.util.find_spec("triton") is None,
         "code that came with a model has no kernels": not __name__.endswith(".ops.kernels"),
         "one token for every row": not isinstance(call.layout, GridLayout),
+        "no kernel for kept tokens": call.layout.kept_tokens > 0,
         f"no kernel for update_rule={rule.update_rule!r}": rule.update_rule != "linear",
         f"no kernel for denominator={rule.denominator!r}": rule.denominator != "separate",
         "a graph of torch.compile, which fuses plain torch itself": torch.compiler.is_compiling(),

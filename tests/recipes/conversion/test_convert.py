@@ -56,6 +56,29 @@ def run(checkpoint, base, out, *options) -> dict:
 
 
 @pytest.mark.slow
+def test_a_score_that_is_fitted_is_all_that_is_learned(checkpoint, base, tmp_path, capsys):
+    only = ["--transfer_steps", 0, "--together_steps", 0]
+    options = [*only, "--kept_tokens", 7, "--keep_score", "half", "--fit_rows", 3]
+    result = run(checkpoint, base, tmp_path / "out", *options)
+    measured = result["validation"][str(prepared_data(base))]
+    kept = "window, sinks and kept tokens, otherwise untrained"
+    assert [*measured["cross_entropy"]][:3] == ["plain model", "window and sinks, untrained", kept]
+    losses = {name: values["nats"]["value"] for name, values in measured["cross_entropy"].items()}
+    # The adapter has bfloat16, which leaves the order of most scores
+    assert losses["trained, memory on"] == losses["trained, memory off"] == losses[kept]
+    assert len(set(losses.values())) == 3 and result["keep_score"] == {"rows": 3, "tokens": 3 * CONTEXT}
+    assert {name.rpartition(".")[2] for name in load_file(tmp_path / "out" / "adapter" / "infini_adapter.safetensors")} == {
+        "weight", "keep_weight"
+    }  # fmt: skip
+    model = load_adapter(LlamaForCausalLM.from_pretrained(checkpoint), tmp_path / "out" / "adapter")
+    assert model.config.kept_tokens == 7 and model.config.feature_map == "elu"
+    fitted = json.loads((tmp_path / "out" / "keep_score.json").read_text())["by_layer"]
+    run(checkpoint, base, tmp_path / "out", *options)  # takes what was fitted
+    assert json.loads((tmp_path / "out" / "keep_score.json").read_text())["by_layer"] == fitted
+    argv = ["--model", checkpoint, "--data", prepared_data(base), "--out", tmp_path / "new", *WINDOW, *SMALL, *only]
+    refused(convert.main, [*argv, "--kept_tokens", CONTEXT, "--keep_score", "half"], capsys, "prepare longer rows")
+
+
 def test_a_conversion_leaves_an_adapter_and_its_measurements(checkpoint, base, tmp_path, capsys):
     result = run(checkpoint, base, tmp_path / "out", "--memory_in", 1, 2)
     measured = result["validation"][str(prepared_data(base))]
