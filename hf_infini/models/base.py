@@ -354,12 +354,13 @@ def memory_cache(model, given, use_cache: bool | None, batch: int) -> InfiniCach
     if given is not None:
         given.drop_unfinished()
     cache = InfiniCache(model.config) if use_cache and given is None else given
-    functions = (getattr(module, "_gradient_checkpointing_func", None) for module in model.modules())
-    if cache is not None and not all(wanted):
-        refuse_checkpoints(model, "layers of full attention would append their keys and values twice")
-    elif cache is not None and any(getattr(function, "keywords", {}).get("use_reentrant") for function in functions):
-        remedy = 'gradient_checkpointing_enable({"use_reentrant": False})'
-        refuse_checkpoints(model, f"use_reentrant=True cuts the gradient through the memory, and {remedy} does not")
+    if cache is not None and checkpoints_gradients(model):
+        functions = (getattr(module, "_gradient_checkpointing_func", None) for module in model.modules())
+        if not all(wanted):
+            refuse_checkpoints(model, "layers of full attention would append their keys and values twice")
+        if any(getattr(function, "keywords", {}).get("use_reentrant") for function in functions):
+            remedy = 'gradient_checkpointing_enable({"use_reentrant": False})'
+            refuse_checkpoints(model, f"use_reentrant=True cuts the gradient through the memory, and {remedy} does not")
     return cache
 
 
