@@ -19,8 +19,8 @@ FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def check_loaded(path, model: PreTrainedModel, info: dict, new_head: bool = False) -> None:
-    """Refuses a model that is not what its configuration describes. Parameters of a memory may be missing, and begin as the
-    options say, or be left over.
+    """Refuses a model that is not what its configuration describes. Of a memory, a parameter may be missing in all layers (a
+    plain model's, or of an option that is new) and then begins as the options say; others may be left over.
 
     Args:
         path: where it was loaded from.
@@ -33,7 +33,9 @@ def check_loaded(path, model: PreTrainedModel, info: dict, new_head: bool = Fals
     base = f"{model.base_model_prefix}."
     layers = memory_layers(model).items()
     memory = {f"{name}.{own}" for name, layer in layers for own in layer.state_dict() if own.partition(".")[0] in PARAMETERS}
-    missing = sorted(set(info["missing_keys"]) - memory)
+    present = {name.rpartition(".")[2] for name in memory - set(info["missing_keys"])}
+    new = {name for name in memory if name.rpartition(".")[2] not in present}
+    missing = sorted(set(info["missing_keys"]) - new)
     if new_head and model.base_model is not model:
         missing = [name for name in missing if name.startswith(base)]
     missing = [name.removeprefix(base) for name in missing]

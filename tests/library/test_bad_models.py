@@ -102,6 +102,13 @@ def test_damaged_weights(case, saved, tmp_path):
     check_refused(saved, tmp_path, kind, *WEIGHT_CASES[case], load=load_causal_lm)
 
 
+def test_a_memory_that_lacks_a_parameter_of_one_layer(saved, tmp_path):
+    def change(found, names):
+        del found[next(name for name in sorted(found) if name.endswith("1.attn.gate.weight"))]
+
+    check_refused(saved, tmp_path, "infini_gpt2", tensors(change), r"are incomplete: .*1\.attn\.gate\.weight is not there")
+
+
 @pytest.mark.parametrize("case", ["a layer missing", "NaN"])
 def test_damaged_plain_weights_get_no_memory(case, saved, tmp_path):
     load = AutoInfiniModelForCausalLM.from_pretrained
