@@ -22,6 +22,7 @@ from transformers import (
     Trainer,
     TrainingArguments,
 )
+from transformers.utils import hub as transformers_hub
 
 from card_runs import cells
 from cards import folder as cards_folder
@@ -260,8 +261,9 @@ def test_the_adapters_of_the_repository_fit_models_of_their_sizes(folder, monkey
 def push_training(out, hub, monkeypatch) -> None:
     """Trains a step, pushed to the small Hub, by our Trainer and by transformers' own."""
     monkeypatch.chdir(out.parent)
-    for place in (constants, hf_api.api):
-        monkeypatch.setattr(place, "ENDPOINT" if place is constants else "endpoint", hub.url)
+    monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+    monkeypatch.setattr(hf_api.api, "endpoint", hub.url)  # the client of older transformers
+    monkeypatch.setattr(transformers_hub, "_hf_api", None, raising=False)  # that of newer ones, made when it is first asked
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
     monkeypatch.setenv("HF_TOKEN", WRITE)
