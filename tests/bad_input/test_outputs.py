@@ -125,24 +125,3 @@ def test_a_run_that_is_stopped_in_between_leaves_the_old_folder(made, capsys, mo
     manifest = json.loads((made / "data" / "manifest.json").read_text())
     assert manifest["stages"]["train"]["reused"] and not manifest["stages"]["validation"]["reused"]
     assert manifest["options"]["context"] == 32 and not (made / "data" / ".stages" / "new").exists()
-
-
-def test_a_folder_half_replaced_has_no_manifest_and_is_finished_later(made, capsys, monkeypatch):
-    from support import preparation
-
-    real = preparation._replace
-
-    def stops_at_validation(folder, new):
-        if folder == made / "data" / "validation":
-            raise KeyboardInterrupt
-        real(folder, new)
-
-    argv = [str(word) for word in ("--source", made / "text.jsonl", "--out", made / "data", *PREPARE, "--context", "32")]
-    monkeypatch.setattr(preparation, "_replace", stops_at_validation)
-    with pytest.raises(SystemExit):
-        prepare(argv)
-    assert not (made / "data" / "manifest.json").exists()
-    monkeypatch.setattr(preparation, "_replace", real)
-    handled(prepare, argv, capsys)
-    manifest = json.loads((made / "data" / "manifest.json").read_text())
-    assert all(manifest["stages"][name]["reused"] for name in ("tokenizer", "train", "validation"))

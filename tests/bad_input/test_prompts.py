@@ -60,7 +60,6 @@ def code_of_its_own(folder):
 BPE, CONFIG = "tokenizer.json", "tokenizer_config.json"
 TOKENIZERS = {
     "cut": (written(BPE, b'{"version": "1.0", "tru'), "cannot be loaded"),
-    "nothing": (removed(BPE, CONFIG), "cannot be loaded"),
     "no vocabulary": (changed(model=lambda model: model | {"vocab": {}, "merges": []}), "empty vocabulary"),
     "no end of text": (removed(CONFIG), "no end-of-text token"),
     "code of its own": (code_of_its_own, "cannot be loaded"),
@@ -99,11 +98,9 @@ def test_tokenizers_that_are_none(tmp_path, capsys, monkeypatch):
 LONG = "rato " * 300
 PROMPTS = {
     "a file that leads nowhere": (["--prompt_file", "link"], "--prompt_file link"),
-    "latin-1": (["--prompt_file", "latin"], "--prompt_file latin"),
     "too long in a file": (["--prompt_file", "long"], "this model has 64 learned positions"),
     "too long with what is asked for": (["--prompt", "o rato", "--max_new_tokens", "64"], "64 learned positions"),
     "a text as memory": (["--prompt", "a", "--memory", "long"], "--memory"),
-    "no model": (["--model", "nowhere", "--prompt", "a"], "--model: cannot load nowhere"),
 }
 
 
@@ -162,19 +159,15 @@ def test_tokenizers_without_special_tokens(needs, models, tmp_path, capsys):
 
 TEXTS = {
     "inspect_heads": {
-        "both": (["--text", "a", "--text_file", "long"], "give one of --text and --text_file, not both"),
         "empty file": (["--text_file", "empty"], "the text is empty"),
-        "no such layer": (["--text", "a", "--layers", "7"], "layers"),
     },
     "memorize": {
         "latin-1": (["--text", "latin"], "latin", "not UTF-8"),
         "empty": (["--text", "empty"], "the file is empty"),
         "too long": (["--text", "long"], "64 learned positions"),
         "the text itself": (["--text", "long", "--out", "long"], "long", "--out: choose another name"),
-        "a folder as file": (["--text", "long", "--out", "folder"], "--out folder is a folder"),
     },
     "evaluate_model": {
-        "no source": ([], "exactly one of --data and --text"),
         "binary": (["--text", "binary", "--length", "32"], "binary"),
         "too long": (["--text", "long", "--length", "500"], "64 learned positions"),
         "no text in its lines": (["--text", "row.jsonl", "--length", "32"], "no text in the field 'text'"),

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from corpora.long_texts import pieces_of_text, tokens_of_file
 from corpora.tokenization import build_character_tokenizer, encode_texts, train_bpe
 from decoders import decoder
-from hf_infini import InfiniCache, patch_model, save_adapter
+from hf_infini import patch_model, save_adapter
 from hf_infini.cache.files import read_memory_file, read_record
 from models import infini_gpt2
 from ranks import on_ranks, run_as_rank
@@ -117,23 +117,6 @@ def test_a_family_with_grouped_heads_and_an_adapter(text, tmp_path, capsys):
     net.save_pretrained(tmp_path / "whole")
     AutoTokenizer.from_pretrained(folder).save_pretrained(tmp_path / "whole")
     assert found["text"] == greedy(tmp_path / "whole", sample_text()[:TOKENS] + "The king", 6)
-
-
-def test_the_repetition_penalty_sees_prompt_and_continuation_alone(model, memory, capsys):
-    """As generate() with the prompt's ids alone, whatever part of the prompt was read before."""
-    net, tokenizer = AutoModelForCausalLM.from_pretrained(model).eval(), AutoTokenizer.from_pretrained(model)
-    inputs = tokenizer("O, the night", return_tensors="pt")
-    cache = InfiniCache.from_pretrained(memory, net)
-    mask = cache.attention_mask(inputs["attention_mask"])
-    options = {"max_new_tokens": 10, "do_sample": False, "repetition_penalty": 3.0, "past_key_values": cache}
-    output = net.generate(inputs["input_ids"], attention_mask=mask, **options)
-    wanted = tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-    common = ["--model", model, "--memory", memory, "--prompt", "O, the night", "--max_new_tokens", 10]
-    for chunk in (4, 4096):
-        [found] = continuations(capsys, *common, "--repetition_penalty", 3.0, "--chunk", chunk)
-        assert found["text"] == wanted
-    [plain] = continuations(capsys, *common)
-    assert plain["text"] != wanted
 
 
 # --- stopped and gone on with ------------------------------------------------------------------------------------------

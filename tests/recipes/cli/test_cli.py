@@ -17,7 +17,7 @@ import pytest
 
 from cli import FAILURE_FILE, NotPossible, UserError, exit_on_error, option, parse_options
 from cli.model_options import ModelOptions
-from cli.parser import OptionParser
+from cli.names import check_name
 from hf_infini.models.scratch.options import ScratchOptions
 from hf_infini.options import MemoryOptions, choices
 from running import load_recipe
@@ -236,24 +236,30 @@ def test_the_help_of_train_is_short_and_help_all_has_the_rest(helps):
     assert parse_options(ModelOptions, description="", argv=["--memory_conv", "3", "--rope_theta", "9"])[0].memory_conv == 3
 
 
-def test_groups_of_one_name_are_one():
-    @dataclass
-    class First:
-        out: str = option("o", "Where to.", group="output")
-        rate: float = option(0.1, "Rate.", group="optimisation")
-        steps: int = option(3, "Steps.")
+@dataclass
+class Switch:
+    shown: bool = option(True, "Show it.")
+    kept: bool = option(True, "Keep it.", rare=True)
+    other: bool = option(False, "Another.")
 
-    @dataclass
-    class Second:
-        shuffle: bool = option(True, "Shuffle.")
-        every: int | None = option(None, "Between two lines.", group="output")
 
-    parser = OptionParser([First, Second], "What it does.\n\n    an   example \\\n        of two lines\n")
-    shown = parser.format_help()
-    assert "\n    an   example \\\n        of two lines\n" in shown
-    headings = ["output:", "  --out OUT", "  --every EVERY", "optimisation:", "  --rate RATE", "  --steps STEPS", "options:"]
-    headings += ["  --shuffle [SHUFFLE]", "  --no_shuffle", "general:"]
-    places = [shown.index(f"\n{heading}") for heading in headings]
-    assert places == sorted(places)
-    assert "Rate. (default: 0.1)" in shown and "Between two lines.\n" in shown
-    assert parser.parse_args_into_dataclasses(["--no-shuffle"])[:2] == (First(), Second(shuffle=False))
+def test_a_flag_that_switches_off_says_what_it_is(capsys):
+    for flag, rare in (("--help", False), ("--help_all", True)):
+        with pytest.raises(SystemExit):
+            parse_options(Switch, description="", argv=[flag])
+        shown = " ".join(capsys.readouterr().out.split())
+        assert "--no_shown The same as --shown false. " in shown and "--no_other" not in shown
+        assert ("--no_kept The same as --kept false." in shown) is rare
+    for argv, values in (([], (True, True)), (["--no_shown"], (False, True)), (["--no_kept"], (True, False))):
+        (found,) = parse_options(Switch, description="", argv=argv)
+        assert (found.shown, found.kept) == values
+
+
+def test_the_hub_is_not_asked_for_paths(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models" / "there").mkdir(parents=True)
+    for name in ("gpt2", "user/model", "user/model/", ".", "models/there", "n" * 5000):
+        check_name("--model", name)
+    for name in ("runs/infini", "models/infini", "a/b/c", "./infini", "/nowhere", "~/infini", r"C:\models\infini"):
+        with pytest.raises(UserError, match="--model: there is no folder .*; give the folder of a saved model"):
+            check_name("--model", name)

@@ -164,16 +164,6 @@ def test_held_out_texts_that_are_in_training_are_counted_and_can_be_left_out(tmp
     assert "duplicate" not in capsys.readouterr().out
 
 
-def test_what_a_folder_has_beside_its_corpus_is_said(tmp_path, capsys):
-    for name in ("a.jsonl", "README.md", "b.py", "c.py", ".hidden.jsonl"):
-        (tmp_path / "corpus" / name).parent.mkdir(exist_ok=True)
-        (tmp_path / "corpus" / name).write_text(json.dumps({"text": "texto " * 300}) + "\n")
-    options = ["--source", tmp_path / "corpus", "--split_by", "block", "--vocab_size", 300, "--context", 16]
-    manifest = run(*options, out=tmp_path / "out")
-    assert manifest["source"]["documents"] == 1 and manifest["source"]["left_out"] == {".md": 1, ".py": 2}
-    assert "left out, as their suffixes tell another kind: 1 .md, 2 .py" in capsys.readouterr().out
-
-
 def test_caps_and_fractions(tmp_path):
     capped = run(*BIOGRAPHIES, "--max_tokens", 1500, "--max_documents", 20, out=tmp_path / "capped")
     assert capped["splits"]["train"]["stream_tokens"] == 1500 and capped["splits"]["train"]["documents"] == 1

@@ -185,26 +185,6 @@ def test_facts_of_a_random_model(base, capsys):
     assert "not possible" in capsys.readouterr().out and (base / "facts.png").read_bytes()[:4] == b"\x89PNG"
 
 
-def test_facts_among_lines_of_text_have_files_of_their_own(base, tmp_path):
-    folder = tmp_path / "model"
-    shutil.copytree(saved(base, "infini"), folder)
-    # The first line holds everybody's year of birth, and is left out for all
-    (tmp_path / "text.txt").write_text(
-        " ".join(map(str, range(1870, 2000))) + "\nO rio corre para o mar.\n", encoding="utf-8"
-    )
-    options = ["--model", str(folder), "--device", "cpu", "--task", "facts", "--samples", "2", "--distances", "5"]
-    evaluate_model.main([*options, "--text", str(tmp_path / "text.txt")])
-    evaluate_model.main(options)
-    among, between = (json.loads((folder / f"{name}.json").read_text(encoding="utf-8")) for name in ("facts_text", "facts"))
-    assert among["source"].endswith("text.txt") and between["source"] is None
-    assert among["cells"][0]["cross_entropy"] != between["cells"][0]["cross_entropy"]
-    assert (folder / "facts_text.png").exists()
-    (tmp_path / "text.txt").write_text(" ".join(map(str, range(1870, 2000))), encoding="utf-8")
-    with pytest.raises(SystemExit) as stopped:  # of birth years, the first fact asked for
-        evaluate_model.main([*options, "--samples", "1", "--text", str(tmp_path / "text.txt")])
-    assert stopped.value.code == 1
-
-
 def test_cells_beyond_a_model_s_reach(base, capsys):
     options = ["--model", saved(base, "gpt2"), "--text", texts(base), "--task", "passkey", "--depths", 0.5, "--samples", 2]
     found = evaluate(base / "reach", *options, "--lengths", 20, 400, 600)
