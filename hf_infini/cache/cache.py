@@ -501,7 +501,7 @@ def cache_bytes(config: PreTrainedConfig) -> int:
         raise ValueError(f"the cache of a {type(config).__name__} without a compressive memory grows with every token.")
     rule, heads = RULES[config.update_rule], config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
-    dtype = config.dtype or torch.get_default_dtype()
+    dtype: Any = config.dtype or torch.get_default_dtype()
     key = torch.empty(1, getattr(config, "num_key_value_heads", None) or heads, 0, width, dtype=dtype, device="meta")
     learned = bool(rule.parameters(1, 1)) or config.memory_write == "learned"
     sizes = {"log_weights": rule.rates if learned else 0, "scores": len(KEEP_SCORES[config.keep_score])}

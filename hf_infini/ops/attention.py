@@ -11,7 +11,7 @@ before tokens, so that every product is one of contiguous matrices. `P = T · C`
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -176,7 +176,7 @@ def attend(
         state = initial_state(tokens, layout.window_sizes, rule)
     state = state.checked_for(tokens, layout.places, rule.normalised)
     call = AttentionCall(tokens, gate, layout, rule, softmax, state, return_state, return_weights, in_place)
-    return choose(call, BACKENDS)[0].run(call)  # no kernel knows of kept tokens
+    return backend_for(call)[0].run(call)
 
 
 def _run_step(call: AttentionCall) -> Attended:
@@ -187,8 +187,7 @@ def _run_grid(call: AttentionCall) -> Attended:
     tokens, layout, state = call.tokens, call.layout, call.state
     keeping = None
     if layout.most_kept or (layout.kept_tokens and call.return_state):
-        state = replace(state, local_score=state.local_score.detach())  # a choice has no gradient
-        keeping = KeptInGrid(layout.to_grid(tokens.score, state.local_score), layout, call.rule, state)
+        keeping = KeptInGrid(tokens, layout, call.rule, state)
     output, memory, normaliser, weights = _attend_grid(*call[:6], keeping, call.return_weights)
     if not call.return_state:
         return Attended(output, None, weights)
@@ -210,7 +209,13 @@ def _fits_grid(call: AttentionCall) -> tuple[bool, str]:
     return fits, "plain torch, in a grid of segments" if fits else "the layout is no grid of segments"
 
 
-BACKENDS = (*KERNELS, Backend("step", _fits_step, _run_step), Backend("grid", _fits_grid, _run_grid))
+PLAIN = (Backend("step", _fits_step, _run_step), Backend("grid", _fits_grid, _run_grid))
+BACKENDS = (*KERNELS, *PLAIN)
+
+
+def backend_for(call: AttentionCall) -> tuple[Backend, str]:
+    """What computes a call, and why ([`choose`]); kernels know nothing of kept tokens."""
+    return choose(call, PLAIN if call.layout.kept_tokens else BACKENDS)
 
 
 def _attend_grid(
@@ -399,11 +404,11 @@ def _earlier_segments(block: int, slots: int, heads_per_key: int, like: Tensor) 
 
 
 def initial_state(
-    tokens: Projections, window: tuple[int, int, int, int], rule: MemoryRule, **start: Tensor
+    tokens: Projections, window: tuple[int, int, int, int], rule: MemoryRule, **start: Any
 ) -> InfiniState:
     """[`InfiniState.initial`] for such tokens; `start`: as there, or nothing."""
-    options = {"log_weights": 0 if tokens.log_weight is None else rule.rates, "normalised": rule.normalised}
-    options |= {"scores": len(KEEP_SCORES[rule.keep_score])}
+    options: dict[str, Any] = {"log_weights": 0 if tokens.log_weight is None else rule.rates}
+    options |= {"normalised": rule.normalised, "scores": len(KEEP_SCORES[rule.keep_score])}
     return InfiniState.initial(tokens.key, tokens.value, *window, **options, **start)
 
 

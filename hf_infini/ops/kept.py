@@ -15,9 +15,9 @@ Shapes: `B` batch, `K` key/value heads, `s` segments, `C` slots of one, `R` scor
 before, and then the tokens of the segments that leave the window: `[B, places + s · C, K, …]`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,29 +47,33 @@ class Kept(NamedTuple):
 
     @classmethod
     def of_state(cls, state: InfiniState, places: slice) -> "Kept":
-        parts = (None if window is None else window[:, :, places].transpose(1, 2) for window in state.windows())
-        return cls(*parts, state.kept_position.transpose(1, 2).unsqueeze(-1))
+        position: Any = state.kept_position
+        windows: Any = (None if window is None else window[:, :, places] for window in state.windows())
+        key, value, log_weight, score = windows
+        return cls(key, value, log_weight, score, position.unsqueeze(-1)).map(lambda part: part.transpose(1, 2))
 
     def into(self, state: InfiniState, places: slice) -> InfiniState:
         """The state that keeps this in these places of its windows."""
-        parts = (None if part is None else part.transpose(1, 2) for part in self)
-        key, *others, position = parts
+        key, value, log_weight, score, position = self.map(lambda part: part.transpose(1, 2))
 
         def put(window, kept):
             sinks = window[:, :, : places.start]
             sinks = torch.zeros_like(sinks) if window is state.local_score else sinks  # they need none
             return torch.cat([sinks, kept.to(window.dtype), window[:, :, places.stop :]], 2)
 
-        state = state.map_windows(put, Projections(key, key, *others))
-        return replace(state, kept_position=position.squeeze(-1).contiguous())
+        state = state.map_windows(put, Projections(key, key, value, log_weight, score))
+        return replace(state, kept_position=position[..., 0].contiguous())
+
+    def map(self, function: Callable[..., Tensor], *others: "Kept") -> "Kept":
+        """`function(part, *of the others)` for each part that there is."""
+        parts: Any = (None if own is None else function(own, *rest) for own, *rest in zip(self, *others, strict=True))
+        return Kept(*parts)
 
     def taken(self, index: Tensor) -> "Kept":
         """What is kept of such rows; `index`: `[B, K, places]`, −1 for none."""
-        flat, empty = flat_index(index, self.key.shape[1]), (index < 0).unsqueeze(-1)
-        *parts, position = (None if part is None else take(part, flat).transpose(1, 2) for part in self)
-        empty = empty.transpose(1, 2)
-        parts = [None if part is None else part.masked_fill(empty, 0) for part in parts]
-        return Kept(*parts, position.masked_fill(empty, -1))
+        flat, empty = flat_index(index, self.key.shape[1]), (index < 0).transpose(1, 2).unsqueeze(-1)
+        kept = self.map(lambda part: take(part, flat).transpose(1, 2).masked_fill(empty, 0))
+        return kept._replace(position=kept.position.masked_fill(empty, -1))
 
 
 class Choice(NamedTuple):
@@ -89,8 +93,8 @@ def first_scores(keep_score: str, key: Tensor, learned: Tensor | None) -> Tensor
     """`[B, K, tokens, R]`, the scores of new tokens before any query has seen them, in float32 or wider; `learned` `[B, K,
     tokens]`."""
     zeros = key.new_zeros(key.shape[:3], dtype=torch.promote_types(key.dtype, torch.float32))
-    names = KEEP_SCORES[keep_score]
-    return torch.stack([learned.to(zeros) if name == "learned" else zeros for name in names], -1).detach()
+    found: Any = [learned if name == "learned" else zeros for name in KEEP_SCORES[keep_score]]
+    return torch.stack([score.to(zeros) for score in found], -1).detach()
 
 
 @torch.no_grad()
@@ -136,10 +140,13 @@ class KeptInGrid:
         scores: of the grid's tokens so far, `[B, w + segments, C, K, R]`; the first w segments are empty.
     """
 
-    def __init__(self, scores: Tensor, layout: GridLayout, rule: MemoryRule, state: InfiniState):
+    def __init__(self, tokens: Projections, layout: GridLayout, rule: MemoryRule, state: InfiniState):
         self.layout, self.rule = layout, rule
         self.kept = Kept.of_state(state, layout.kept_places)
-        self.scores = pad(scores.detach(), (0,) * 6 + (layout.local_segments, 0)).clone()
+        self.kept = self.kept._replace(score=self.kept.score.detach())
+        new: Any = tokens.score
+        scores = layout.to_grid(new, state.local_score).detach()
+        self.scores = pad(scores, (0,) * 6 + (layout.local_segments, 0)).clone()
         ones = torch.ones(layout.batch, 1, layout.tokens, 1, dtype=torch.bool, device=scores.device)
         self.asking = layout.to_grid(ones, None)[..., 0, 0]
 
@@ -156,9 +163,10 @@ class KeptInGrid:
         for shift, of_segments in enumerate(received[:, :, : group.end - group.begin]):
             self.scores[:, group.begin + shift : group.end + shift, ..., 0] += of_segments
 
-    def choose(self, leaving: Sequence[Tensor | None], group: Group) -> "KeptOfGroup":
+    def choose(self, leaving: Sequence[Any], group: Group) -> "KeptOfGroup":
         """What the group's segments see and evict; `leaving`: keys, values and log weights of the tokens that leave while
         they are read, `[B, s, C, K, …]` each. All that these have received is known."""
+        key, value, log_weight = leaving
         layout, scores, documents = self.layout, self.scores[:, group.begin : group.end], None
         if isinstance(layout, IndexedLayout) and layout.packed:
             documents = layout.documents(group.begin, group.end)
@@ -166,14 +174,16 @@ class KeptInGrid:
         if written is None:
             written = torch.ones(1, *scores.shape[1:3], dtype=torch.bool, device=scores.device)
         position = layout.delayed_numbers(group.begin, group.end)[..., None, None].expand_as(scores[..., :1])
-        found = keep_best(self.kept, Kept(*leaving, scores, position), written, self.rule.keep_score, layout, documents)
+        new = Kept(key, value, log_weight, scores, position)
+        found = keep_best(self.kept, new, written, self.rule.keep_score, layout, documents)
         self.kept = found.kept
         return found
 
     def scored(self, tokens: Projections, state: InfiniState) -> tuple[Projections, InfiniState]:
         """The call's tokens, and the state's window, with what they have received."""
         scores = self.scores[:, self.layout.local_segments :]
-        window = self.layout.with_carried(state.local_score, scores)
+        *_, window = state.windows()
+        window = None if window is None else self.layout.with_carried(window.detach(), scores)
         return tokens._replace(score=self.layout.from_grid(scores)), replace(state, local_score=window)
 
 
@@ -212,8 +222,9 @@ class KeptOfGroup(NamedTuple):
         """Keys, values and log weights of what the memory takes in, `[B, N, K, T, C, D]`; and which of them are any, `[B, N,
         K, T, C]` bool."""
         index = self._in_blocks(self._flat(self.choice.evicted), block)
-        parts = (None if part is None else take(part, index) for part in self.rows[:3])
-        return *parts, self._in_blocks(self.choice.evicted >= 0, block)
+        key, value, log_weight = self.rows[:3]
+        log_weight = None if log_weight is None else take(log_weight, index)
+        return take(key, index), take(value, index), log_weight, self._in_blocks(self.choice.evicted >= 0, block)
 
     def _flat(self, index: Tensor) -> Tensor:
         return flat_index(index, self.rows.key.shape[1])
@@ -241,8 +252,7 @@ def keep_best(
     """
     scores = final_scores(keep_score, leaving.score, layout.segment_length, layout.local_segments)
     choice = choose_kept(kept, scores, written, shares(keep_score, layout.kept_tokens), documents)
-    pairs = zip(kept, leaving._replace(score=scores), strict=True)
-    rows = Kept(*(None if old is None else torch.cat([old, new.flatten(1, 2)], 1) for old, new in pairs))
+    rows = kept.map(lambda old, new: torch.cat([old, new.flatten(1, 2)], 1), leaving._replace(score=scores))
     return KeptOfGroup(rows, choice, layout)
 
 

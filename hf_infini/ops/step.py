@@ -5,6 +5,7 @@ segment is full then writes the oldest segment of its window into the memory, an
 """
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,9 +38,11 @@ def attend_step(
     query = softmax.compared_queries(tokens.query, layout.slot.unsqueeze(1))
     seen_keys, seen_values = softmax.compared_keys(keys[:, :, layout.seen], layout.turned), values[:, :, layout.seen]
     if state.local_score is not None:
-        scores = state.local_score.detach().clone()
-        scores[:, :, : layout.sink_tokens] = 0  # they need none
-        _add_received(scores, query, seen_keys, layout, rule, softmax)
+        scores = state.local_score.detach()  # which `put` has allowed to write into
+        if layout.new_sinks is not None:
+            scores[:, :, : layout.sink_tokens] = 0  # they need none
+        if "attention" in KEEP_SCORES[rule.keep_score]:
+            _add_received(scores, query, seen_keys, layout, softmax)
         state = replace(state, local_score=scores)
     heads_per_key = tokens.query.shape[1] // kv_heads
     weights = log_sum = None
@@ -73,17 +76,12 @@ def attend_step(
 
 
 def _add_received(
-    scores: Tensor, query: Tensor, keys: Tensor, layout: StepLayout, rule: MemoryRule, softmax: ScoreOptions
+    scores: Tensor, query: Tensor, keys: Tensor, layout: StepLayout, softmax: ScoreOptions
 ) -> None:
     """Adds the attention that the window's tokens receive from the query to their scores, `[B, K, places, R]`; `keys`: what
     it sees, as they are compared."""
-    if "attention" not in KEEP_SCORES[rule.keep_score]:
-        return
-    places = torch.arange(layout.seen.start, layout.seen.stop, device=keys.device)
-    visible = ((places < layout.sink_tokens) | (places >= layout.ahead))[None, None, None]
-    visible = visible if layout.visible is None else visible & layout.visible
     asking = None if layout.real is None else layout.real[:, :, None, None]
-    received = received_attention(query.unsqueeze(2), keys.unsqueeze(2), visible.unsqueeze(2), asking, softmax)[:, :, 0]
+    received = received_attention(query.unsqueeze(2), keys.unsqueeze(2), layout.unkept, asking, softmax)[:, :, 0]
     begin = max(layout.ahead, layout.seen.start)
     scores[:, :, begin : layout.seen.stop, 0] += received[:, :, begin - layout.seen.start :]
 
@@ -109,14 +107,13 @@ def _with_segments_complete(rule: MemoryRule, state: InfiniState, layout: StepLa
         return state
 
     def complete(taken_in, numbers, *parts):
-        rows = replace(state, **dict(zip(old, parts, strict=True)))
-        dtype, kept = rows.memory.dtype, None
-        oldest = (None if window is None else layout.oldest(window).unsqueeze(1) for window in rows.windows())
+        rows, kept = replace(state, **dict(zip(old, parts, strict=True))), None
+        oldest: Any = (None if window is None else layout.oldest(window).unsqueeze(1) for window in rows.windows())
         keys, values, log_weights, scores = oldest  # [B, 1, K, L, dim]
-        mask = taken_in[:, None, None, :]
+        mask, dtype = taken_in[:, None, None, :], rows.memory.dtype
         if layout.kept_tokens:
-            leaving = [None if part is None else part.transpose(2, 3) for part in (keys, values, log_weights, scores)]
-            leaving = Kept(*leaving, numbers[:, None, :, None, None].expand_as(leaving[3][..., :1]))
+            number = numbers[:, None, None, :, None].expand_as(scores[..., :1])
+            leaving = Kept(keys, values, log_weights, scores, number).map(lambda part: part.transpose(2, 3))
             before = Kept.of_state(rows, layout.kept_places)
             choice = keep_best(before, leaving, taken_in.unsqueeze(1), rule.keep_score, layout)
             kept, evicted = choice.kept, choice.evicted(1)

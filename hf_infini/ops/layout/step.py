@@ -23,6 +23,7 @@ class StepLayout(Layout):
         new_sinks: `[batch, 1, S, 1]` bool, the place that the token also takes among the sinks; `None`: none is a sink.
         seen: the part of the window that any row sees; visible: `[batch, 1, 1, places of it]` bool, what each row sees of
             it; `None`: all of it.
+        unkept: `[batch or 1, 1, 1, 1, places of it]` bool, what each row sees of it but kept tokens; `None`: none can be.
         turned: as what places its keys are turned, `[batch, places of it]`: sinks come right before what is kept; or `seen`.
         filled: `[batch, 1, 1]` bool, whether the memory holds any token of the row's document.
         completing: `[batch]` bool, whether the row's segment is complete with this token; `None`: no row's.
@@ -36,6 +37,7 @@ class StepLayout(Layout):
     new_sinks: Tensor | None
     seen: slice
     visible: Tensor | None
+    unkept: Tensor | None
     turned: slice | Tensor
     filled: Tensor
     completing: Tensor | None
@@ -119,16 +121,19 @@ def step_layout(call: LayoutInputs, state: InfiniState, read_back: bool = False)
         all_rows_alike, have_new_sinks = len(set(before)) == 1, min(before) < sinks
         all_kept = seen_places.start >= ahead or min(gone) >= kept_tokens  # no place of what is seen is empty
         complete_rows = [row for row, count in enumerate(then) if count > before[row] and count % length == 0]
-    visible = new_sinks = completing = taken_in = None
+    visible = unkept = new_sinks = completing = taken_in = None
     turned: slice | Tensor = seen_places
+    places = torch.arange(seen_places.start, seen_places.stop, device=seen.device)
     if not (all_rows_alike and all_kept):
-        places = torch.arange(seen_places.start, seen_places.stop, device=seen.device)
         visible = (places >= first(seen)[:, None]) & (places <= slot(seen)[:, None])
         if kept_tokens:
             empty = (kept_tokens - left).clamp(min=0)[:, None]
             visible = visible & ((places < sinks) | (places >= sinks + empty))
             turned = torch.where(places < sinks, places + empty, places)
         visible = visible[:, None, None]
+    if kept_tokens:
+        unkept = ((places < sinks) | (places >= ahead))[None, None, None, None]
+        unkept = unkept if visible is None else unkept & visible.unsqueeze(1)
     if have_new_sinks:
         places = torch.arange(sinks, device=seen.device)
         new_sinks = ((places >= seen[:, None]) & (places < after[:, None]))[:, None, :, None]
@@ -158,6 +163,7 @@ def step_layout(call: LayoutInputs, state: InfiniState, read_back: bool = False)
         new_sinks=new_sinks,
         seen=seen_places,
         visible=visible,
+        unkept=unkept,
         turned=turned,
         filled=(left > kept_tokens)[:, None, None],
         completing=completing,

@@ -166,7 +166,7 @@ class Shard(NamedTuple):
         old = [-torch.arange(1, count + 1, dtype=torch.float64, device=device) for count in (places, max(taps - 1, 0))]
         found = [(number if past is not None else number * 0).expand(batch, -1) for number in old]
         if rank:
-            cut = {name: None if mask is None else mask[:, : rank * tokens] for name, mask in whole.items()}
+            cut: dict[str, Any] = {name: None if mask is None else mask[:, : rank * tokens] for name, mask in whole.items()}
             layout: Any = segment_layout(batch, rank * tokens, *window, **cut, state=past, device=device)
             numbers = torch.arange(1, rank * tokens + 1, dtype=torch.float64, device=device)
             numbers = numbers.expand(batch, 1, -1).unsqueeze(3)
