@@ -228,6 +228,16 @@ def test_ids_that_may_be_either_are_refused(model, tmp_path):
     assert torch.equal(found[:, -6:], generate(model, 6, input_ids=torch.cat([text, other], 1))[:, -6:])
 
 
+def test_a_mask_of_new_ids_has_the_rows_of_the_cache():
+    model, mask = infini_gpt2(), torch.ones(2, 5, dtype=torch.long)
+    assert torch.equal(InfiniCache(model.config).attention_mask(mask), mask)
+    cache = read(model, input_ids=token_ids(1, 20))
+    with pytest.raises(ValueError, match="the mask has 2 rows and the cache 1: repeat the cache's rows"):
+        cache.attention_mask(mask)
+    with pytest.raises(ValueError, match=r"attention_mask must be \[batch, tokens\], of the new tokens; got \[5\]"):
+        cache.attention_mask(mask[0])
+
+
 def test_the_text_is_known_row_by_row(model):
     """Rows that were reordered, chosen or repeated take their text along; a cache that was reset has none."""
     ids = token_ids(3, 12)
