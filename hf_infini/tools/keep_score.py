@@ -115,7 +115,7 @@ def _observed(
     running: list[tuple[str, Tensor]] = []  # the layer's name, and the input of its projections
 
     def observe(name: str, layer: MemoryLayerMixin):
-        def scores(hidden_states: Tensor) -> Tensor:
+        def scores(hidden_states: Tensor) -> Tensor | None:
             running[:] = [(name, hidden_states)]
             return type(layer).learned_score(layer, hidden_states)
 

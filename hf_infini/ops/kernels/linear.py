@@ -61,9 +61,10 @@ class Grid(NamedTuple):
     def values(self, query: Tensor, key: Tensor, value: Tensor) -> dict[str, Any]:
         """What is the same for all kernels, by the names of their arguments. The interpreter's products of 16 bits are
         wrong."""
-        layout, short = self.layout, {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}.get(self.dtype)
+        layout: Any = self.layout  # `source` is there where it is indexed
+        short = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}.get(self.dtype)
         (_, heads, tokens, width), kv_heads, value_width = query.shape, key.shape[1], value.shape[3]
-        document, held, indexed = layout.document, layout.memory_tokens_before, isinstance(layout, IndexedLayout)
+        document, held, indexed = layout.document, layout.left[:, :-1], isinstance(layout, IndexedLayout)
         cos, sin, signed = self.rotary or (None, None, False)
         sinks, exact = layout.sink_tokens, "ieee" if INTERPRETED else "tf32x3"
         return {
@@ -176,7 +177,7 @@ def _last_segment(layout: GridLayout) -> Tensor:
     return (layout.tokens_seen // layout.segment_length + layout.document[:, -1]).contiguous()
 
 
-def _with_window(layout: GridLayout, new: Tensor, window: Tensor | None) -> Tensor:
+def _with_window(layout: GridLayout, new: Tensor, window: Any) -> Tensor:
     """Rows of the grid: what it holds of the window, and the call's tokens, `[batch, heads, rows, dim]`."""
     begin = layout.sink_tokens
     if isinstance(layout, PlainLayout):
@@ -184,7 +185,7 @@ def _with_window(layout: GridLayout, new: Tensor, window: Tensor | None) -> Tens
     return torch.cat([window[:, :, begin : begin + layout.carried].to(new.dtype), new], 2)
 
 
-def _sinks(layout: GridLayout, rows: Tensor, window: Tensor) -> Tensor:
+def _sinks(layout: Any, rows: Tensor, window: Tensor) -> Tensor:
     """The sinks of a call that continues a state, for every segment or for all, `[batch, heads, segments or 1, sinks, dim]`.
     rows: those of the grid."""
     count = layout.sink_tokens

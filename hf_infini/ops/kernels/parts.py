@@ -128,7 +128,7 @@ def sink_rows(
 
 @triton.jit
 def holds_memory(held, b, s, held_b, STARTED: tl.constexpr):
-    """Whether there is anything to read from the memory of segment s. held: the layout's `memory_tokens_before`. STARTED:
+    """Whether there is anything to read from the memory of segment s. held: the layout's `left` (nothing is kept). STARTED:
     the memory of a new document is not empty."""
     if STARTED:
         return s >= 0
