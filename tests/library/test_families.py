@@ -164,7 +164,7 @@ def test_saved_and_loaded_by_auto(model_type, tmp_path):
     model, ids = patch_model(decoder(model_type), **WINDOW, gate_init=-1.0), token_ids(1, 40)
     model.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert type(loaded) is type(model) and loaded.config.window == (8, 1, 2)
+    assert type(loaded) is type(model) and loaded.config.window == (8, 1, 2, 0)
     with torch.no_grad():
         assert torch.equal(loaded(ids).logits, model(ids).logits)
 

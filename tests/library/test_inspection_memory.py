@@ -52,7 +52,7 @@ def naive_weights(module, hidden, ids, gate) -> torch.Tensor:
     units, log_weight, start = torch.eye(TOKENS).double().expand(2, 4, -1, -1), module.log_weight(inputs), module.start()
     if start:  # no token's
         start["start_memory"] = torch.zeros(*start["start_memory"].shape[:2], TOKENS).double()
-    window = dict(zip(("segment_length", "local_segments", "sink_tokens"), config.window, strict=True))
+    window = dict(zip(("segment_length", "local_segments", "sink_tokens", "kept_tokens"), config.window, strict=True))
     state = InfiniState.initial(key, units, *window.values(), log_weights=int(log_weight is not None), **start)
     options = {name: getattr(rule, name) for name in ("update_rule", "feature_map", "denominator", "eps")}
     options |= {name: getattr(softmax, name) for name in ("scaling", "rotary", "query_weight")}
