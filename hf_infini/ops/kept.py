@@ -99,7 +99,7 @@ def first_scores(keep_score: str, key: Tensor, learned: Tensor | None) -> Tensor
 
 @torch.no_grad()
 def received_attention(
-    query: Tensor, key: Tensor, mask: Tensor | None, asking: Tensor | None, softmax: ScoreOptions
+    query: Tensor, key: Tensor, mask: Tensor | None, asking: Tensor, softmax: ScoreOptions
 ) -> Tensor:
     """What each key receives of a softmax over all of them, without dropout: the sum over the queries, the mean over the
     heads of its group, `[…, K, T, W]` in float32 or wider.
@@ -107,7 +107,7 @@ def received_attention(
     Args:
         query: `[…, H, T, C, D]`; key: `[…, K, T, W, D]`.
         mask: bool, True = visible, `[…, 1, T, C, W]`; `None`: every slot of a full window up to the query's own.
-        asking: bool, which queries count, `[…, 1, T, C]`; `None`: all.
+        asking: bool, which queries count, `[…, 1, T, C]`.
     """
     kv_heads, slots, mask = key.shape[-4], query.shape[-2], causal(query, key) if mask is None else mask
     query = query.unflatten(-4, (kv_heads, -1)).transpose(-4, -3).flatten(-3, -2)  # […, K, T, heads of a group · C, D]
@@ -116,8 +116,6 @@ def received_attention(
         mask = mask.unsqueeze(-3).expand(*mask.shape[:-2], group, -1, -1).flatten(-3, -2)
     scores = masked_scores(query, key, mask, softmax)
     weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32))
-    if asking is None:
-        return weights.sum(-2) / group
     asking = asking.unsqueeze(-2).expand(*asking.shape[:-1], group, -1).flatten(-2).to(weights.dtype)
     return (asking.unsqueeze(-2) @ weights).squeeze(-2) / group
 

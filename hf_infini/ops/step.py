@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .kept import Kept, keep_best, received_attention
+from .kept import Kept, keep_best
 from .layout.step import StepLayout
 from .memory import memory_weight
 from .rules import MemoryRule
 from .rules.base import KEEP_SCORES
 from .state import WINDOWS, InfiniState, Projections
-from .window import ScoreOptions, softmax_weights
+from .window import ScoreOptions, masked_scores, softmax_weights
 
 
 def attend_step(
@@ -80,8 +80,9 @@ def _add_received(
 ) -> None:
     """Adds the attention that the window's tokens receive from the query to their scores, `[B, K, places, R]`; `keys`: what
     it sees, as they are compared."""
-    asking = None if layout.real is None else layout.real[:, :, None, None]
-    received = received_attention(query.unsqueeze(2), keys.unsqueeze(2), layout.unkept, asking, softmax)[:, :, 0]
+    query = query.unflatten(1, (keys.shape[1], -1)).squeeze(3)  # [B, K, heads of a group, D]
+    received = masked_scores(query.detach(), keys.detach(), layout.unkept, softmax).softmax(-1, dtype=scores.dtype).mean(2)
+    received = received if layout.real is None else received * layout.real.unsqueeze(2)
     begin = max(layout.ahead, layout.seen.start)
     scores[:, :, begin : layout.seen.stop, 0] += received[:, :, begin - layout.seen.start :]
 

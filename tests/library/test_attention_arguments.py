@@ -73,7 +73,7 @@ def test_masks_of_any_dtype(name, dtype, most):
         ({"update_rule": "gated_delta", "log_weight": torch.zeros(2, 2, 24, 1)}, r"log_weight must be \[2, 2, 24, 2\], got"),
         ({"log_weight": torch.zeros(2, 2, 24)}, r"log_weight must be \[2, 2, 24, 1\], got \[2, 2, 24\]"),
         ({"query_weight": torch.zeros(4, 4)}, r"query_weight must be \[2, 4, 4\], got \[4, 4\]"),
-        ({"sink_tokens": 5}, "sink_tokens from 0 to segment_length - 1, got 5, 0 and 5"),
+        ({"sink_tokens": 5}, "sink_tokens from 0 to segment_length - 1 and kept_tokens ≥ 0, got 5, 0, 5 and 0"),
         ({"rotary": Rotary(rotation(torch.arange(5), 4, torch.float32)), "sink_tokens": 1}, "rotary has 5 places.*has 6"),
     ],
 )

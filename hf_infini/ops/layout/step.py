@@ -23,7 +23,7 @@ class StepLayout(Layout):
         new_sinks: `[batch, 1, S, 1]` bool, the place that the token also takes among the sinks; `None`: none is a sink.
         seen: the part of the window that any row sees; visible: `[batch, 1, 1, places of it]` bool, what each row sees of
             it; `None`: all of it.
-        unkept: `[batch or 1, 1, 1, 1, places of it]` bool, what each row sees of it but kept tokens; `None`: none can be.
+        unkept: `[batch or 1, 1, 1, places of it]` bool, what each row sees of it but kept tokens; `None`: none can be.
         turned: as what places its keys are turned, `[batch, places of it]`: sinks come right before what is kept; or `seen`.
         filled: `[batch, 1, 1]` bool, whether the memory holds any token of the row's document.
         completing: `[batch]` bool, whether the row's segment is complete with this token; `None`: no row's.
@@ -132,8 +132,8 @@ def step_layout(call: LayoutInputs, state: InfiniState, read_back: bool = False)
             turned = torch.where(places < sinks, places + empty, places)
         visible = visible[:, None, None]
     if kept_tokens:
-        unkept = ((places < sinks) | (places >= ahead))[None, None, None, None]
-        unkept = unkept if visible is None else unkept & visible.unsqueeze(1)
+        unkept = ((places < sinks) | (places >= ahead))[None, None, None]
+        unkept = unkept if visible is None else unkept & visible
     if have_new_sinks:
         places = torch.arange(sinks, device=seen.device)
         new_sinks = ((places >= seen[:, None]) & (places < after[:, None]))[:, None, :, None]
