@@ -54,7 +54,7 @@ def _run_linear(call: AttentionCall) -> Attended:
 
 def _module(name: str) -> Any:
     """A module of this folder, by its name: so that it does not travel with a saved model."""
-    return importlib.import_module(f"{__name__}.{name}")
+    return importlib.import_module(f".{name}", __name__)
 
 
 KERNELS: tuple[Backend, ...] = (Backend("triton", _fits_linear, _run_linear),)
