@@ -19,7 +19,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 def _fits_linear(call: AttentionCall) -> tuple[bool, str]:
     """Whether the kernels of linear.py compute the call; the first reason against it."""
-    query, key, value, _ = call.tokens
+    query, key, value = call.tokens[:3]
     rule, softmax, on_cpu = call.rule, call.softmax, os.environ.get("TRITON_INTERPRET") == "1"
     refused = {
         "not on a CUDA device": query.device.type != "cuda" and not on_cpu,
@@ -30,6 +30,7 @@ def _fits_linear(call: AttentionCall) -> tuple[bool, str]:
         f"no kernel for denominator={rule.denominator!r}": rule.denominator != "separate",
         "a graph of torch.compile, which fuses plain torch itself": torch.compiler.is_compiling(),
         "local weights are returned": call.return_weights or softmax.written_out,
+        "no kernel for kept tokens": getattr(call.layout, "kept_tokens", 0) > 0,
         "no kernel for dropout": softmax.dropout > 0,
         "no kernel for softcap": softmax.softcap is not None,
         "no kernel for query weights beside rotary positions": None not in (softmax.query_weight, softmax.rotary),
@@ -37,6 +38,7 @@ def _fits_linear(call: AttentionCall) -> tuple[bool, str]:
         f"heads are {query.shape[3]} and {value.shape[3]} wide, not one of {', '.join(map(str, WIDTHS))}": (
             not {query.shape[3], value.shape[3]} <= set(WIDTHS)
         ),
+        "a tensor of more numbers than 32 bits count": max(query.numel(), key.numel(), value.numel()) >= 2**31,
     }
     for reason, holds in refused.items():
         if holds:
