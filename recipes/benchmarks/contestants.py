@@ -24,9 +24,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hf_infini import infini_attention
-from hf_infini.layers.memory_layer import rope_tables
 from hf_infini.ops.backends import forced_backend
 from hf_infini.ops.naive import attend_by_segments
+from hf_infini.ops.positions import rotation
 from hf_infini.ops.window import Rotary
 from hf_infini.options import UPDATE_RULES
 
@@ -115,7 +115,8 @@ def _plain(*tensors, **options) -> Tensor:
 def _make_window(problem: Problem) -> Forward:
     shape = problem.shape
     sinks = min(4, shape.segment - 1)
-    tables = rope_tables((shape.segment, 1, sinks), shape.head_dim, problem.query)
+    places = torch.arange(sinks + 2 * shape.segment, device=problem.query.device)
+    tables = rotation(places, shape.head_dim, problem.query.dtype)
     return _same(infini_attention, local_segments=1, sink_tokens=sinks, rotary=Rotary(tables))(problem)
 
 

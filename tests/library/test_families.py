@@ -78,7 +78,7 @@ def test_beyond_a_segment_it_is_the_naive_function(model_type, rule, monkeypatch
         batch = model(padded, attention_mask=mask, use_cache=False).logits
         packed = model(torch.cat([first, second], 1), position_ids=positions, use_cache=False).logits[0]
         loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
-        assert type(loaded) is type(model) and loaded.config.window == (8, 1, 2)
+        assert type(loaded) is type(model) and loaded.config.window == (8, 1, 2, 0)
         assert torch.equal(loaded(ids, use_cache=False).logits, fast)
         monkeypatch.setattr(hf_infini.layers.memory_layer, "attend", naive_attend)
         naive = model(ids, use_cache=False).logits

@@ -65,7 +65,7 @@ def test_the_rule_of_contributing_is_one_file_and_a_name(tmp_path):
 
 def test_the_backend_of_a_call_can_be_seen_and_forced():
     model = patch_model(gpt2(n_layer=2), segment_length=8)
-    reason = "step: not one token for every row; grid: plain torch, in a grid of segments"
+    reason = "triton: not on a CUDA device; step: not one token for every row; grid: plain torch, in a grid of segments"
     assert backend_of(model) == {f"transformer.h.{n}.attn": reason for n in (0, 1)}
     case = random_case(0, segment_length=4)
     given = (case.query, case.key, case.value, case.gate, case.segment_length)

@@ -31,6 +31,7 @@ def _fits_linear(call: AttentionCall) -> tuple[bool, str]:
         f"no kernel for denominator={rule.denominator!r}": rule.denominator != "separate",
         "a graph of torch.compile, which fuses plain torch itself": torch.compiler.is_compiling(),
         "local weights are returned": call.return_weights or softmax.written_out,
+        "no kernel for kept tokens": getattr(call.layout, "kept_tokens", 0) > 0,
         "no kernel for dropout": softmax.dropout > 0,
         "no kernel for softcap": softmax.softcap is not None,
         "no kernel for query weights beside rotary positions": None not in (softmax.query_weight, softmax.rotary),
@@ -38,6 +39,7 @@ def _fits_linear(call: AttentionCall) -> tuple[bool, str]:
         f"heads are {query.shape[3]} and {value.shape[3]} wide, not one of {', '.join(map(str, WIDTHS))}": (
             not {query.shape[3], value.shape[3]} <= set(WIDTHS)
         ),
+        "a tensor of more numbers than 32 bits count": max(query.numel(), key.numel(), value.numel()) >= 2**31,
     }
     for reason, holds in refused.items():
         if holds:
@@ -55,7 +57,7 @@ def _run_linear(call: AttentionCall) -> Attended:
 
 def _module(name: str) -> Any:
     """A module of this folder, by its name: so that it does not travel with a saved model."""
-    return importlib.import_module(f"{__name__}.{name}")
+    return importlib.import_module(f".{name}", __name__)
 
 
 KERNELS: tuple[Backend, ...] = (Backend("triton", _fits_linear, _run_linear),)

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 
 from ..backends import Attended, AttentionCall
 from ..layout.base import GridLayout, IndexedLayout, PlainLayout
@@ -61,17 +62,18 @@ class Grid(NamedTuple):
     def values(self, query: Tensor, key: Tensor, value: Tensor) -> dict[str, Any]:
         """What is the same for all kernels, by the names of their arguments. The interpreter's products of 16 bits are
         wrong."""
-        layout: Any = self.layout  # `source` is there where it is indexed
+        layout: Any = self.layout  # what has left its windows is counted
         short = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}.get(self.dtype)
         (_, heads, tokens, width), kv_heads, value_width = query.shape, key.shape[1], value.shape[3]
-        document, held, indexed = layout.document, layout.left[:, :-1], isinstance(layout, IndexedLayout)
+        document, indexed = layout.document, isinstance(layout, IndexedLayout)
+        source, held = _source(layout), layout.left[:, :-1]
         cos, sin, signed = self.rotary or (None, None, False)
         sinks, exact = layout.sink_tokens, "ieee" if INTERPRETED else "tf32x3"
         return {
-            "source": layout.source.contiguous() if indexed else None,
+            "source": source, "held": held, "held_b": None if held is None else held.stride(0),
             "skipped": None if layout.skipped is None else layout.skipped.contiguous(),
             "document": document, "document_b": document.stride(0) if document.shape[0] > 1 else 0,
-            "held": held, "held_b": held.stride(0), "cos": cos, "sin": sin,
+            "cos": cos, "sin": sin,
             "heads": heads, "kv_heads": kv_heads, "count": layout.carried + tokens, "carried": layout.carried,
             "segments": layout.segments, "width": layout.slots, "length": layout.segment_length,
             "of_memory": width * value_width, "size": width * value_width + width, "scale": self.scale, "eps": self.eps,
@@ -120,7 +122,8 @@ def run(call: AttentionCall) -> Attended:
     memory_query = None if rule.query_map is None else mapped(query.float(), rule.query_map)
     if layout.carried:
         key, value = (_with_window(layout, *pair) for pair in ((key, state.local_key), (value, state.local_value)))
-        log_weight = None if log_weight is None else _with_window(layout, log_weight, state.local_log_weight)
+        if log_weight is not None and state.local_log_weight is not None:
+            log_weight = _with_window(layout, log_weight, state.local_log_weight)
     memory_key = None
     if rule.key_map is not None or log_weight is not None:
         memory_key = mapped(key.float(), rule.key_map)
@@ -172,12 +175,17 @@ def _tables(rotary: Rotary) -> tuple[Tensor, Tensor, bool]:
     return cos, sin, halves_of(rotary) == "signed"
 
 
+def _source(layout: GridLayout) -> Tensor | None:
+    """Of an indexed layout."""
+    return layout.source.contiguous() if isinstance(layout, IndexedLayout) else None
+
+
 def _last_segment(layout: GridLayout) -> Tensor:
     """`[batch]`: the segment of the grid that the next token falls into, whose state is that after the call."""
     return (layout.tokens_seen // layout.segment_length + layout.document[:, -1]).contiguous()
 
 
-def _with_window(layout: GridLayout, new: Tensor, window: Any) -> Tensor:
+def _with_window(layout: GridLayout, new: Tensor, window: Tensor) -> Tensor:
     """Rows of the grid: what it holds of the window, and the call's tokens, `[batch, heads, rows, dim]`."""
     begin = layout.sink_tokens
     if isinstance(layout, PlainLayout):
@@ -185,16 +193,20 @@ def _with_window(layout: GridLayout, new: Tensor, window: Any) -> Tensor:
     return torch.cat([window[:, :, begin : begin + layout.carried].to(new.dtype), new], 2)
 
 
-def _sinks(layout: Any, rows: Tensor, window: Tensor) -> Tensor:
+def _sinks(layout: GridLayout, rows: Tensor, window: Tensor) -> Tensor:
     """The sinks of a call that continues a state, for every segment or for all, `[batch, heads, segments or 1, sinks, dim]`.
     rows: those of the grid."""
+    if isinstance(layout, IndexedLayout):
+        return _sinks_of_segments(layout, rows, window)
     count = layout.sink_tokens
-    if isinstance(layout, PlainLayout):
-        if layout.first or layout.seen >= count:
-            return window[:, :, None, :count].to(rows.dtype)
-        front = rows[:, :, :count]  # the grid begins with the document
-        return torch.nn.functional.pad(front, (0, 0, 0, count - front.shape[2])).unsqueeze(2)
-    document, source = layout.document[:, :-1], layout.source
+    if isinstance(layout, PlainLayout) and (layout.first or layout.seen >= count):
+        return window[:, :, None, :count].to(rows.dtype)
+    front = rows[:, :, :count]  # the grid begins with the document
+    return F.pad(front, (0, 0, 0, count - front.shape[2])).unsqueeze(2)
+
+
+def _sinks_of_segments(layout: IndexedLayout, rows: Tensor, window: Tensor) -> Tensor:
+    count, document, source = layout.sink_tokens, layout.document[:, :-1], layout.source
     slots = torch.arange(count, device=rows.device)
     at = document.clamp(min=0).unsqueeze(-1) * layout.slots + slots
     row = source.gather(1, at.clamp(max=source.shape[1] - 1).flatten(1)).unflatten(1, at.shape[1:])
