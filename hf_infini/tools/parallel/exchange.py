@@ -138,14 +138,14 @@ class Shard(NamedTuple):
         tokens: int,
         device: torch.device,
         masks: dict[str, Tensor | None],
-        window: tuple[int, int, int],
+        window: tuple[int, int, int, int],
         taps: int,
         past: InfiniState | None,
     ) -> "Shard":
         """
         Args:
             group: the ranks; batch, tokens: of a shard; masks: of this one, as [`segment_layout`] takes them.
-            window: `segment_length`, `local_segments`, `sink_tokens`; taps: of the convolution, 0 without one.
+            window: `segment_length`, `local_segments`, `sink_tokens`, `kept_tokens` (0); taps: of the convolution, 0 without one.
             past: what the whole rows continue.
         """
         rank, size = distributed.get_rank(group), distributed.get_world_size(group)

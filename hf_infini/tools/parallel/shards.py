@@ -316,7 +316,7 @@ class ShardStates(PendingStates):
         grids = (None if new is None else layout.delay(layout.to_grid(new, old)) for new, old in new_and_old)
         # The blocks of memory.py are segments here: [B, N, K, tokens, …]
         blocks: Any = [None if grid is None else grid.transpose(2, 3).to(memory.dtype) for grid in grids]
-        key, value, log_weight = blocks
+        key, value, log_weight, _ = blocks  # nothing has a score
         taken_in = layout.written()
         taken_in = None if taken_in is None else taken_in[:, :, None, :, None]
         written = rule.written(key, value, log_weight, taken_in)
