@@ -250,7 +250,6 @@ class MemoryLayerMixin(nn.Module):
 
         return hidden_states, attend_with_memory
 
-    @torch.no_grad()
     def learned_score(self, hidden_states: Tensor) -> Tensor | None:
         """What decides which tokens are kept, `[batch, kv_heads, tokens]`, in float32 or wider; `None`: nothing learned.
         `hidden_states`: the input of the projections."""
@@ -258,7 +257,7 @@ class MemoryLayerMixin(nn.Module):
             return None
         with torch.autocast(hidden_states.device.type, enabled=False):
             dtype = torch.promote_types(hidden_states.dtype, torch.float32)
-            return F.linear(hidden_states.to(dtype), self.keep_weight.to(dtype)).transpose(1, 2)
+            return F.linear(hidden_states.detach().to(dtype), self.keep_weight.detach().to(dtype)).transpose(1, 2)
 
     def log_weight(self, hidden_states: Tensor) -> Tensor | None:
         """The logarithms of what each token weighs in the memory, or of the update rule's rates, `[batch, heads, tokens,

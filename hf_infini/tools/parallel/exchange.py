@@ -145,7 +145,7 @@ class Shard(NamedTuple):
         """
         Args:
             group: the ranks; batch, tokens: of a shard; masks: of this one, as [`segment_layout`] takes them.
-            window: `segment_length`, `local_segments`, `sink_tokens`, `kept_tokens` (0); taps: of the convolution, 0 without one.
+            window: of [`MemoryOptions`]; taps: of the convolution, 0 without one.
             past: what the whole rows continue.
         """
         rank, size = distributed.get_rank(group), distributed.get_world_size(group)
