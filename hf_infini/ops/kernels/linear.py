@@ -65,7 +65,8 @@ class Grid(NamedTuple):
         layout, short = self.layout, {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}.get(self.dtype)
         (_, heads, tokens, width), kv_heads, value_width = query.shape, key.shape[1], value.shape[3]
         document, indexed = layout.document, isinstance(layout, IndexedLayout)
-        source, held = _source(layout), layout.memory_tokens_before
+        source, known = _source(layout), vars(layout)
+        held = known["left"] if "left" in known else known["memory_tokens_before"]  # tokens that have left the window
         cos, sin, signed = self.rotary or (None, None, False)
         sinks, exact = layout.sink_tokens, "ieee" if INTERPRETED else "tf32x3"
         return {
