@@ -19,6 +19,8 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 def _fits_linear(call: AttentionCall) -> tuple[bool, str]:
     """Whether the kernels of linear.py compute the call; the first reason against it."""
+    if torch.compiler.is_compiling():  # before anything that a graph would have to follow
+        return False, "a graph of torch.compile, which fuses plain torch itself"
     query, key, value = call.tokens[:3]
     rule, softmax, on_cpu = call.rule, call.softmax, os.environ.get("TRITON_INTERPRET") == "1"
     refused = {
@@ -28,7 +30,6 @@ def _fits_linear(call: AttentionCall) -> tuple[bool, str]:
         "one token for every row": not isinstance(call.layout, GridLayout),
         f"no kernel for update_rule={rule.update_rule!r}": rule.update_rule != "linear",
         f"no kernel for denominator={rule.denominator!r}": rule.denominator != "separate",
-        "a graph of torch.compile, which fuses plain torch itself": torch.compiler.is_compiling(),
         "local weights are returned": call.return_weights or softmax.written_out,
         "no kernel for kept tokens": call.layout.kept_tokens > 0,
         "no kernel for dropout": softmax.dropout > 0,

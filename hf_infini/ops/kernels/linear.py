@@ -62,11 +62,10 @@ class Grid(NamedTuple):
     def values(self, query: Tensor, key: Tensor, value: Tensor) -> dict[str, Any]:
         """What is the same for all kernels, by the names of their arguments. The interpreter's products of 16 bits are
         wrong."""
-        layout: Any = self.layout  # what has left its windows is counted
-        short = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}.get(self.dtype)
+        layout, short = self.layout, {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}.get(self.dtype)
         (_, heads, tokens, width), kv_heads, value_width = query.shape, key.shape[1], value.shape[3]
         document, indexed = layout.document, isinstance(layout, IndexedLayout)
-        source, held = _source(layout), layout.left[:, :-1]
+        source, held = _source(layout), layout.left
         cos, sin, signed = self.rotary or (None, None, False)
         sinks, exact = layout.sink_tokens, "ieee" if INTERPRETED else "tf32x3"
         return {
