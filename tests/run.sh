@@ -3,7 +3,7 @@
 #
 #   bash tests/run.sh [PYTEST OPTIONS]
 #
-# Takes 10 to 24 minutes on 2 CPU cores, installation included. The environment is a temporary folder, removed at the end.
+# Takes 12 to 20 minutes on 2 CPU cores, installation included. The environment is a temporary folder, removed at the end.
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
 environment=$(mktemp -d)

@@ -196,6 +196,8 @@ def _csv_rows(text: str, path: Path, kind: str) -> Iterator[tuple[int, dict]]:
         rows = list(reader)
     except csv.Error as error:
         raise UserError(f"{path}: line {reader.reader.line_num} is not valid CSV ({error})") from error
+    if not rows:
+        raise UserError(f"{path}: there is no row below the header")
     for number, row in enumerate(rows, start=1):
         if None in row or None in row.values():  # so csv marks them
             raise UserError(f"{path}: row {number} has more or fewer cells than the header; quote or repair them")

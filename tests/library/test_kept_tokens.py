@@ -2,8 +2,8 @@
 
 import pytest
 
+from cases import assert_equals_reference, keeping_case, random_cuts, random_state, state_after
 from hf_infini import infini_attention
-from tests.helpers.cases import assert_equals_reference, keeping_case, random_cuts, random_state, state_after
 
 
 @pytest.mark.parametrize("seed", range(150))
