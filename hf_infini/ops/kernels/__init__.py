@@ -22,12 +22,15 @@ def _fits_linear(call: AttentionCall) -> tuple[bool, str]:
     if torch.compiler.is_compiling():  # before anything that a graph would have to follow
         return False, "a graph of torch.compile, which fuses plain torch itself"
     query, key, value = call.tokens[:3]
-    rule, softmax, on_cpu = call.rule, call.softmax, os.environ.get("TRITON_INTERPRET") == "1"
+    # These two at once, for every layer asks at every new token
+    if query.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        return False, "not on a CUDA device"
+    if not isinstance(call.layout, GridLayout):
+        return False, "one token for every row"
+    rule, softmax = call.rule, call.softmax
     refused = {
-        "not on a CUDA device": query.device.type != "cuda" and not on_cpu,
         "triton is not installed": importlib.util.find_spec("triton") is None,
         "code that came with a model has no kernels": not __name__.endswith(".ops.kernels"),
-        "one token for every row": not isinstance(call.layout, GridLayout),
         f"no kernel for update_rule={rule.update_rule!r}": rule.update_rule != "linear",
         f"no kernel for denominator={rule.denominator!r}": rule.denominator != "separate",
         "local weights are returned": call.return_weights or softmax.written_out,
