@@ -176,7 +176,7 @@ def attend(
         state = initial_state(tokens, layout.window_sizes, rule)
     state = state.checked_for(tokens, layout.places, rule.normalised)
     call = AttentionCall(tokens, gate, layout, rule, softmax, state, return_state, return_weights, in_place)
-    return backend_for(call)[0].run(call)
+    return choose(call, BACKENDS)[0].run(call)
 
 
 def _run_step(call: AttentionCall) -> Attended:
@@ -209,13 +209,7 @@ def _fits_grid(call: AttentionCall) -> tuple[bool, str]:
     return fits, "plain torch, in a grid of segments" if fits else "the layout is no grid of segments"
 
 
-PLAIN = (Backend("step", _fits_step, _run_step), Backend("grid", _fits_grid, _run_grid))
-BACKENDS = (*KERNELS, *PLAIN)
-
-
-def backend_for(call: AttentionCall) -> tuple[Backend, str]:
-    """What computes a call, and why ([`choose`]); kernels know nothing of kept tokens."""
-    return choose(call, PLAIN if call.layout.kept_tokens else BACKENDS)
+BACKENDS = (*KERNELS, Backend("step", _fits_step, _run_step), Backend("grid", _fits_grid, _run_grid))
 
 
 def _attend_grid(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from ..layers.memory_layer import MemoryLayerMixin, memory_layers
+from ..layers.memory_layer import MemoryLayerMixin, in_evaluation, memory_layers
 from ..models.structure import decoder_of
 from ..ops.attention import BACKENDS
 from ..ops.backends import Attended, AttentionCall, Backend, forced_backend
@@ -95,16 +95,14 @@ def fit_keep_score(
 @contextlib.contextmanager
 def _whole_rows_in_one_segment(model, tokens: int) -> Iterator[None]:
     """Within it, the softmax of a patched model sees all of a row, as that of the plain model does."""
-    config, modes = decoder_of(model).config, {module: module.training for module in model.modules()}
+    config = decoder_of(model).config
     before = {name: getattr(config, name) for name in ("segment_length", "n_segments") if hasattr(config, name)}
     try:
-        model.eval()
         vars(config).update(dict.fromkeys(before), segment_length=tokens)
-        yield
+        with in_evaluation(model):
+            yield
     finally:
         vars(config).update(before)
-        for module, mode in modes.items():
-            module.training = mode
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ...compat.execution_device import device_of
+from ...layers.memory_layer import in_evaluation
 from ...models.scratch.modeling import CausalMHAModel
 from ...models.structure import attention_layers, decoder_of
 from ...ops.checks import check_kinds, check_shapes
@@ -63,15 +64,9 @@ def inspect_attention(
     real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.cpu().bool()
     given = {name: tensor.to(device_of(base.get_input_embeddings())) for name, tensor in given.items()}
     has_head = model.get_output_embeddings() is not None
-    modes = {module: module.training for module in model.modules()}
-    try:
-        model.eval()
-        watched = {number: attention for number in wanted if (attention := attentions[number]) is not None}
-        with caught_parts(base.config, watched) as parts:
-            output = (model if has_head else base)(**given, use_cache=False)
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
+    watched = {number: attention for number in wanted if (attention := attentions[number]) is not None}
+    with in_evaluation(model), caught_parts(base.config, watched) as parts:
+        output = (model if has_head else base)(**given, use_cache=False)
     found = {number: _layer_inspection(number, parts.get(number), base.config, real) for number in wanted}
     texts = [token_texts(tokenizer, row[kept].tolist()) for row, kept in zip(ids, real, strict=True)]
     predictions = _predictions(output.logits, ids, real, tokenizer) if has_head else None
