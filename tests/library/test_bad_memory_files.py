@@ -105,18 +105,12 @@ def of_record(change):
 
 NO_RECORD = "is no memory file: it is a safetensors file without the record"
 FILES = {
-    "empty": (lambda content: b"", DAMAGED),
-    "a byte less": (lambda content: content[:-1], DAMAGED),
     "a text": (lambda content: b"a text, and a long one " * 20, DAMAGED),
     "a bit changed": (lambda content: content[:-9] + bytes([content[-9] ^ 64]) + content[-8:], "is damaged: its content is"),
     "weights": (lambda content: save({"weight": torch.ones(3)}, {"format": "pt"}), NO_RECORD),
-    "a record of no JSON": (of_record(lambda found: "{nothing"), NO_RECORD),
     "a list for a record": (of_record(lambda found: []), NO_RECORD),
     "a deep record": (of_record(lambda found: "[" * 100_000), NO_RECORD),
-    "no version": (of_record(lambda found: {k: v for k, v in found.items() if k != "format_version"}), NO_RECORD),
     "an old version": (of_record(lambda found: found | {"format_version": 1}), "has format version 1, and this version of"),
-    "a version in words": (of_record(lambda found: found | {"format_version": "2"}), "has format version '2'"),
-    "another checksum": (of_record(lambda found: found | {"sha256": "0" * 64}), "is damaged: its content is not what was"),
     "other counts": (of_record(lambda found: found | {"columns": 31}), "the checksums differ"),
 }
 
@@ -231,29 +225,20 @@ def folder(place):
     return place
 
 
-def fifo(place):
-    os.mkfifo(place)
+def pipe(place):
+    os.mkfifo(place)  # which would wait for a writer
     return place
-
-
-def link(place, target):
-    place.symlink_to(target)
-    return place
-
-
-def below_a_file(place):
-    place.write_text("a text")
-    return place / "memory"
 
 
 PLACES = {
     "nothing there": (lambda place: place, "there is no memory file"),
     "a folder": (folder, "is no memory file: it is a folder"),
-    "below a file": (below_a_file, "there is no memory file"),
-    "a pipe": (fifo, "no regular file"),  # which would wait for a writer
-    "a link to itself": (lambda place: link(place, place.name), "there is no memory file"),
-    "a device": (lambda place: link(place, "/dev/zero"), "no regular file"),
+    "a pipe": (pipe, "no regular file"),
     "a long name": (lambda place: place.with_name("n" * 300), "cannot be read: File name too long"),
+}
+UNWRITABLE = {
+    "a folder": (folder, "is a folder: give the name of a file"),
+    "a name with no room for more": (lambda place: place.with_name("n" * 250), "cannot be written: File name too long"),
 }
 
 
@@ -263,13 +248,6 @@ def test_places_without_a_memory_file(case, tmp_path):
     file = make(tmp_path / "place")
     refused(lambda: InfiniCache.from_pretrained(file, infini_gpt2()), message, file)
     refused(lambda: read_record(file), message, file)
-
-
-UNWRITABLE = {
-    "a folder": (folder, "is a folder: give the name of a file"),
-    "below a file": (below_a_file, "cannot be written: "),
-    "a name with no room for more": (lambda place: place.with_name("n" * 250), "cannot be written: File name too long"),
-}
 
 
 @pytest.mark.parametrize("case", UNWRITABLE)

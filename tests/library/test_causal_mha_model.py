@@ -152,16 +152,3 @@ def test_attentions_and_hidden_states(reach):
             assert not weights.tril(-7).any() and weights.tril(-6).any()
     without = model(ids)
     assert without.attentions is None and without.hidden_states is None
-
-
-def test_labels_give_the_loss_of_the_next_token():
-    model, ids = causal_mha(), token_ids(2, 20)
-    labels = ids.clone()
-    labels[0, :5] = -100
-    output = model(ids, labels=labels)
-    wanted = torch.nn.functional.cross_entropy(output.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
-    torch.testing.assert_close(output.loss, wanted)
-    tuple_output = model(ids, labels=labels, return_dict=False, use_cache=False)
-    torch.testing.assert_close(tuple_output[0], wanted)
-    embeddings = model.get_input_embeddings()(ids)
-    torch.testing.assert_close(model(inputs_embeds=embeddings).logits, output.logits)

@@ -1,4 +1,4 @@
-"""`transformers serve` and `transformers chat`, as commands: a patched model answers as it does in Python."""
+"""`transformers serve` and `transformers chat`, and `pipeline`: a patched model answers as it does in Python."""
 
 import contextlib
 import json
@@ -13,9 +13,8 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-import torch
 import transformers
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
 import hf_infini
 from corpora.biographies import biography_documents
@@ -29,7 +28,6 @@ pytest.importorskip("fastapi", reason="pip install 'transformers[serving]'")
 TEXTS = [document.text for document in biography_documents(10)]
 PROMPT = " ".join(" ".join(TEXTS[:3]).split())  # many segments, one line
 COMMAND = str(Path(sys.executable).with_name("transformers"))
-PACKAGE = [sys.executable, "-c", "import hf_infini; from transformers.cli.transformers import main; main()"]
 WINDOW = {"segment_length": 8, "local_segments": 1, "sink_tokens": 2}
 MODELS = {
     "qwen2": lambda **options: patch_model(decoder("qwen2", **options), **WINDOW),
@@ -50,24 +48,23 @@ def folders(tmp_path_factory) -> dict[str, Path]:
     return found
 
 
-def answer(folder: Path) -> str:
+def answer(folder: Path, prompt: str) -> str:
     """Eight tokens, the likeliest again and again."""
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
-    messages = [{"role": "user", "content": PROMPT}]
+    messages = [{"role": "user", "content": prompt}]
     given = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-    with torch.no_grad():
-        text = model.generate(**given, max_new_tokens=8, do_sample=False)
+    text = model.generate(**given, max_new_tokens=8, do_sample=False)
     return tokenizer.decode(text[0, given["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
 @contextlib.contextmanager
-def served(folder: Path, command: list[str], *options: str):
+def served(folder: Path):
     """The address of a server, once it answers."""
     with socket.socket() as found:
         found.bind(("localhost", 0))
         port = found.getsockname()[1]
     environment = os.environ | {"HF_HOME": str(folder / "home"), "PYTHONPATH": str(Path(hf_infini.__file__).parents[1])}
-    command = [*command, "serve", *options, "--device", "cpu", "--port", str(port)]
+    command = [COMMAND, "serve", "--trust-remote-code", "--device", "cpu", "--port", str(port)]
     with open(folder / "log", "w+") as log, subprocess.Popen(command, env=environment, stdout=log, stderr=log) as server:
         try:
             for _ in range(240):
@@ -90,27 +87,27 @@ def asked(address: str, model: Path) -> str:
 
 
 @pytest.mark.slow
-def test_the_package_serves_all_kinds_and_is_chatted_with(folders, tmp_path):
+def test_the_stub_beside_a_model_serves_all_kinds_and_is_chatted_with(folders, tmp_path):
     said = f"{PROMPT}\nn\n!exit\n"  # a turn, no further one, the end
-    with served(tmp_path, PACKAGE) as address:
+    with served(tmp_path) as address:
         for folder in folders.values():
-            assert asked(address, folder) == answer(folder)
+            assert asked(address, folder) == answer(folder, PROMPT)
         command = [COMMAND, "chat", str(folders["qwen2"]), address, "max_new_tokens=8", "do_sample=False"]
         online = os.environ | {"HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_UPDATE_CHECK": "1"}  # offline it asks no server
         chat = subprocess.run(command, env=online, input=said, cwd=tmp_path, capture_output=True, text=True)
     assert chat.returncode == 0, chat.stderr
-
-    def letters(text: str) -> str:
-        return re.sub(r"\W", "", text)
-
-    assert letters(answer(folders["qwen2"])) in letters(chat.stdout)
+    wanted, found = (re.sub(r"\W", "", text) for text in (answer(folders["qwen2"], PROMPT), chat.stdout))
+    assert wanted in found
 
 
-@pytest.mark.slow
-def test_so_does_the_code_beside_a_model(folders, tmp_path):
-    folder = folders["qwen2"]
-    with served(tmp_path, [COMMAND], str(folder), "--trust-remote-code") as address:
-        assert asked(address, folder) == answer(folder)
+@pytest.mark.parametrize("name", MODELS)
+def test_a_pipeline_answers_a_batch_of_ragged_prompts_as_each_alone(name, folders):
+    prompts = [TEXTS[0][:60], TEXTS[1][:9], TEXTS[2][:110]]  # within one segment, less than one, several
+    chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
+    generate = pipeline("text-generation", model=str(folders[name]), device="cpu")
+    options = {"batch_size": 3, "max_new_tokens": 8, "do_sample": False}
+    found = [texts[0]["generated_text"][-1]["content"] for texts in generate(chats, **options)]
+    assert found == [answer(folders[name], prompt) for prompt in prompts] and len({*found}) == 3
 
 
 def test_classes_are_found_in_transformers_whichever_module_of_it_one_has():

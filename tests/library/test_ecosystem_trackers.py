@@ -4,72 +4,48 @@ import json
 import os
 import sqlite3
 import sys
-from pathlib import Path
 from unittest import mock
 
 import pytest
 
 from cli import UserError
-from running import SIZES, load_recipe, prepared_data, run
+from running import SIZES, prepared_data, run
+from support import stages
 from training import setup
-
-pytestmark = pytest.mark.slow  # they share trained runs
-
-
-train = load_recipe("train")
 
 pytest.importorskip("tensorboard", reason="pip install tensorboard")
 pytest.importorskip("trackio", reason="pip install trackio")
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # noqa: E402
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    """One run that reports to both, trackio's files beside it."""
-    out = tmp_path_factory.mktemp("trackers") / "tracked"
+@pytest.mark.slow
+def test_losses_and_gates_without_a_network(base, tmp_path):
+    """The values of the run's own metrics.jsonl, by tag and step."""
+    out = tmp_path / "tracked"
     options = ["--attention", "infini", "--segment_length", 16, "--max_steps", 4, "--eval_steps", 2, "--logging_steps", 1]
-    data = prepared_data(tmp_path_factory.getbasetemp())
-    command = [sys.executable, "recipes/train.py", "--data", data, "--out", out, *SIZES, *options, "--eval_rows", 8]
+    command = [sys.executable, "recipes/train.py", "--data", prepared_data(base), "--out", out, *SIZES, *options]
     # A process of its own: trackio reads its folder's name when it is imported
-    with mock.patch.dict(os.environ, TRACKIO_DIR=str(out.parent / "trackio")):
-        run(*command, "--report_to", "tensorboard", "trackio")
-    return out
-
-
-def logged(folder: Path, *names: str) -> dict[int, list]:
-    """The run's own record: the values of the lines of metrics.jsonl that have all these names, by step."""
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return {line["step"]: [line[name] for name in names] for line in lines if all(name in line for name in names)}
-
-
-def expected_values(folder: Path) -> dict[str, dict[int, float]]:
-    """By tag and step, what a tracker must hold."""
-    expected = {"train/loss": {step: loss for step, [loss] in logged(folder, "train_loss").items()}}
-    expected["eval/loss"] = {step: loss for step, [loss] in logged(folder, "eval_loss").items()}
-    for step, [layers] in logged(folder, "gates").items():
-        for layer, heads in layers.items():
+    with mock.patch.dict(os.environ, TRACKIO_DIR=str(tmp_path / "trackio")):
+        run(*command, "--eval_rows", 8, "--report_to", "tensorboard", "trackio")
+    wanted = {"train/loss": {}, "eval/loss": {}}
+    for line in stages.read_jsonl(out / "metrics.jsonl"):
+        for name in ("train", "eval"):
+            if f"{name}_loss" in line:
+                wanted[f"{name}/loss"][line["step"]] = line[f"{name}_loss"]
+        for layer, heads in line.get("gates", {}).items():
             for head, value in enumerate(heads):
-                expected.setdefault(f"eval/gates/layer_{layer}_head_{head}", {})[step] = value
-    assert len(expected) == 2 + 2 * 2 and len(expected["train/loss"]) == 4 and len(expected["eval/loss"]) == 2
-    return expected
+                wanted.setdefault(f"eval/gates/layer_{layer}_head_{head}", {})[line["step"]] = value
+    assert len(wanted) == 2 + 2 * 2 and len(wanted["train/loss"]) == 4 and len(wanted["eval/loss"]) == 2
 
-
-def test_tensorboards_files_hold_losses_and_gates(folder):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    [events] = (folder / "runs").rglob("events.out.tfevents.*")
+    [events] = (out / "runs").rglob("events.out.tfevents.*")
     scalars = EventAccumulator(str(events)).Reload()
-    for tag, values in expected_values(folder).items():
-        assert {event.step: event.value for event in scalars.Scalars(tag)} == pytest.approx(values, rel=1e-5), tag
-
-
-def test_trackio_holds_losses_and_gates_without_a_network(folder):
-    [database] = (folder.parent / "trackio").glob("*.db")
+    [database] = (tmp_path / "trackio").glob("*.db")
     with sqlite3.connect(database) as connection:
         rows = [json.loads(text) for [text] in connection.execute("SELECT metrics FROM metrics ORDER BY id")]
         assert {name for [name] in connection.execute("SELECT DISTINCT run_name FROM metrics")} == {"tracked"}
-    for tag, values in expected_values(folder).items():
-        found = {row["train/global_step"]: row[tag] for row in rows if tag in row}
-        assert found == pytest.approx(values, rel=1e-5), tag
+    for tag, values in wanted.items():
+        assert {event.step: event.value for event in scalars.Scalars(tag)} == pytest.approx(values, rel=1e-5), tag
+        assert {row["train/global_step"]: row[tag] for row in rows if tag in row} == pytest.approx(values, rel=1e-5), tag
 
 
 def test_an_unknown_tracker_is_refused_with_the_list():

@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-import transformers
-from transformers.integrations.peft import MIN_PEFT_VERSION, check_peft_version
 
 from hf_infini import InfiniCache
 from hf_infini.cache.files import MemoryFileError, describe_model, read_record
@@ -42,82 +40,46 @@ def taken(file, model) -> bool:
     return True
 
 
-class Adapted:
-    """A model with two adapters, put in by PEFT's wrapper or by transformers in place, and what can be set."""
-
-    def __init__(self, family: str, wrapped: bool):
-        torch.manual_seed(0)
-        self.model, self.wrapped = make(family), wrapped
-        if wrapped:
-            self.model = peft.get_peft_model(self.model, lora(family), adapter_name="one")
-        else:
-            try:
-                check_peft_version(min_version=MIN_PEFT_VERSION)
-            except ValueError as error:
-                pytest.skip(f"transformers {transformers.__version__} refuses PEFT {peft.__version__}: {error}")
-            self.model.add_adapter(lora(family), "one")
-        self.model.add_adapter(*(("two", lora(family)) if wrapped else (lora(family), "two")))
-        for name, parameter in self.model.named_parameters():
-            if "modules_to_save.two" in name:
-                parameter.data.add_(1.0)
-        self.model.eval()
-        self.activate("one")
-
-    @property
-    def tuner(self):
-        return self.model.base_model if self.wrapped else self.model
-
-    def activate(self, *names: str) -> None:
-        (self.tuner.set_adapter if self.wrapped else self.model.set_adapter)(names[0] if len(names) == 1 else list(names))
-
-    def off(self) -> None:
-        self.tuner.disable_adapter_layers() if self.wrapped else self.model.disable_adapters()
-
-    def on(self) -> None:
-        self.tuner.enable_adapter_layers() if self.wrapped else self.model.enable_adapters()
-        for name, module in self.model.named_modules():
-            if name.endswith("attn.gate"):  # which transformers switches off with the rest, and not on again
-                module.enable_adapters(True)
-
-    def layers(self):
-        return [module for module in self.model.modules() if hasattr(module, "scaling") and hasattr(module, "lora_A")]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("family", "wrapped"), [("gpt2", True), ("mha", False)])
-def test_a_memory_is_bound_to_the_adapters_that_act(family, wrapped, tmp_path):
-    adapted, files = Adapted(family, wrapped), {}
+@pytest.mark.parametrize("family", TARGETS)
+def test_a_memory_is_bound_to_the_adapters_that_act(family, tmp_path):
+    torch.manual_seed(0)
+    model, files = peft.get_peft_model(make(family), lora(family), adapter_name="one").eval(), {}
+    model.add_adapter("two", lora(family))
+    for name, parameter in model.named_parameters():
+        if "modules_to_save.two" in name:
+            parameter.data.add_(1.0)
+    layers = [module for module in model.modules() if hasattr(module, "scaling") and hasattr(module, "lora_A")]
 
     def keep(name):
         files[name] = tmp_path / name
-        read(adapted.model).save_pretrained(files[name], adapted.model)
-        found = [other for other, file in files.items() if taken(file, adapted.model)]
+        read(model).save_pretrained(files[name], model)
+        found = [other for other, file in files.items() if taken(file, model)]
         assert found == [name], name
+
+    def refused(message):
+        with pytest.raises(MemoryFileError, match=message):
+            InfiniCache.from_pretrained(files["one"], model)
 
     keep("one")
     assert read_record(files["one"])["model"]["adapters"] == ["one"]
-    adapted.off()
+    model.base_model.disable_adapter_layers()
     keep("off")
-    with pytest.raises(MemoryFileError, match="the adapters that act are one in the file and none in the model"):
-        InfiniCache.from_pretrained(files["one"], adapted.model)
-    adapted.on()
-    assert taken(files["one"], adapted.model)
-    adapted.activate("two")
+    refused("the adapters that act are one in the file and none in the model")
+    model.base_model.enable_adapter_layers()
+    assert taken(files["one"], model)
+    model.set_adapter("two")
     keep("two")
-    with pytest.raises(MemoryFileError, match="the adapters that act are one in the file and two in the model"):
-        InfiniCache.from_pretrained(files["one"], adapted.model)
-    adapted.activate("one")
-    adapted.layers()[0].scale_layer(0.5)
+    refused("the adapters that act are one in the file and two in the model")
+    model.set_adapter("one")
+    layers[0].scale_layer(0.5)
     keep("scaled")
-    with pytest.raises(MemoryFileError, match="the weights, or how adapters are set, are not the same"):
-        InfiniCache.from_pretrained(files["one"], adapted.model)
-    adapted.layers()[0].unscale_layer(0.5)
-    assert taken(files["one"], adapted.model)
-    for layer in adapted.layers():
+    refused("the weights, or how adapters are set, are not the same")
+    layers[0].unscale_layer(0.5)
+    assert taken(files["one"], model)
+    for layer in layers:
         layer.merge()
     keep("merged")
-    for layer in adapted.layers()[:1]:
-        layer.lora_A["one"].weight.data.add_(1.0)
+    layers[0].lora_A["one"].weight.data.add_(1.0)
     keep("trained on")
 
 

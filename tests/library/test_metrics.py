@@ -78,26 +78,6 @@ def test_spans_are_the_naive_losses(make):
             score_spans(model, rows, [span], 8)
 
 
-def test_segment_positions_read_far_beyond_n_positions():
-    model, rows = MODELS["infini"](), token_ids(1, 5 * 64)
-    in_pieces = torch.cat([losses for _, losses, _ in stream_losses(model, rows, 24)], dim=1)
-    [(_, at_once, _)] = stream_losses(model, rows)
-    torch.testing.assert_close(in_pieces, at_once, rtol=1e-4, atol=1e-4)  # the order of float32 sums differs
-
-
-@both
-def test_right_padding_changes_nothing(make):
-    model, rows = make(), token_ids(2, 24)
-    labels = rows.clone()
-    rows[1, 13:], labels[1, 13:] = 7, -100
-    positions = LossByPosition()
-    for piece in stream_losses(model, rows, 10, labels):
-        positions.add(*piece)
-    expected = naive_losses(model, rows[0]) + naive_losses(model, rows[1, :13])
-    assert positions.total()["tokens"] == len(expected) == 23 + 12
-    assert positions.total()["cross_entropy"] == pytest.approx(sum(expected) / len(expected), rel=1e-5)  # float32 sums
-
-
 def test_buckets_by_position():
     losses = torch.arange(1.0, 12.0).repeat(2, 1)  # position p has the loss p
     targets = torch.zeros(2, 11, dtype=torch.long)

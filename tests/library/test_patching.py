@@ -5,7 +5,6 @@ import logging
 import pytest
 import torch
 from transformers import (
-    AutoModel,
     AutoModelForCausalLM,
     BertConfig,
     BertModel,
@@ -127,20 +126,6 @@ def test_a_base_model_that_may_be_part_of_another_is_not_touched():
     with pytest.raises(ValueError, match="a InfiniGPT2LMHeadModel is a whole model"):
         unpatch_model(model, base_only=True)
     assert torch.equal(model(ids).logits, wanted)
-
-
-@pytest.mark.parametrize(("dtype", "memory_init"), [(torch.float32, "noise"), (torch.bfloat16, "learned")])
-def test_a_patched_model_saves_and_loads_patched(dtype, memory_init, tmp_path):
-    model = patch_model(gpt2().to(dtype), **OPTIONS, memory_init=memory_init, layers=[0, 2])
-    assert all(tensor.dtype == dtype for tensor in model.state_dict().values())
-    ids = token_ids(2, 40)
-    model.save_pretrained(tmp_path)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert type(loaded) is InfiniGPT2LMHeadModel and loaded.config.layers == [0, 2]
-    assert torch.equal(loaded(ids).logits, model(ids).logits)
-    base = AutoModel.from_pretrained(tmp_path)
-    assert type(base) is InfiniGPT2Model
-    assert torch.equal(base(ids).last_hidden_state, model.transformer(ids).last_hidden_state)
 
 
 def test_other_models_that_hang_on_it_keep_their_configuration():

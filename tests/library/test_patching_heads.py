@@ -74,15 +74,3 @@ def test_patched_saved_loaded_and_unpatched(name, tmp_path):
     unpatch_model(model)
     assert type(model) is getattr(transformers, name) and options_of(model) == saved
     assert_same(outputs(model, ids), wanted)
-
-
-def test_the_memory_reaches_the_head(name):
-    """The first segment of 8 tokens changes what is computed behind the second."""
-    model, ids = patch_model(stock(name, n_layer=1), **OPTIONS), token_ids(2, 20)
-    other = torch.cat([token_ids(2, 8, seed=1), ids[:, 8:]], 1)
-    assert all((one - two).abs().max() > 1e-3 for one, two in zip(outputs(model, ids), outputs(model, other), strict=True))
-    for gate in gates_of(model).values():
-        gate.weight.data.fill_(-100.0)  # no memory
-    for one, two in zip(outputs(model, ids), outputs(model, other), strict=True):
-        behind = (slice(None), slice(16, None)) if one.shape[1:2] == (20,) else ...  # of each token, or of the last
-        assert torch.equal(one[behind], two[behind])

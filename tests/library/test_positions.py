@@ -12,8 +12,6 @@ from transformers.models.t5.modeling_t5 import T5Attention
 from hf_infini.ops.positions import (
     alibi_bias,
     alibi_slopes,
-    relative_key_bias,
-    relative_keys,
     rotate,
     rotation,
     sinusoidal_encoding,
@@ -40,22 +38,6 @@ def test_sinusoidal_is_the_papers_formula():
                 assert float(encoding[row, column, 2 * pair + 1]) == pytest.approx(math.cos(angle), abs=ANGLES)
 
 
-def test_relative_keys_are_shaws_equation():
-    generator = torch.Generator().manual_seed(0)
-    heads, queries, keys, width, furthest = 2, 5, 9, 6, 3
-    query = torch.randn(1, heads, queries, width, generator=generator, dtype=torch.float64)
-    table = torch.randn(furthest + 1, width, generator=generator, dtype=torch.float64)
-    distance = distances(queries, keys)
-    bias, added = relative_key_bias(query, table, distance), relative_keys(table, distance)
-    for i in range(queries):
-        for j in range(keys):
-            place = keys - queries + i
-            row = table[min(max(place - j, 0), furthest)]  # section 3.2: w of clip(j − i, k), of which j ≤ i is seen
-            torch.testing.assert_close(added[i, j], row)
-            for head in range(heads):
-                torch.testing.assert_close(bias[0, head, i, j], query[0, head, i] @ row)
-
-
 @pytest.mark.parametrize("num_buckets, max_distance", [(32, 128), (2, 5), (7, 50)])
 def test_t5_buckets_are_t5s(num_buckets, max_distance):
     distance = torch.arange(-5, 3 * max_distance)
@@ -79,10 +61,6 @@ def test_alibi_is_blooms(heads):
     scores = torch.randn(heads, keys, keys, generator=torch.Generator().manual_seed(0)) + masked
     torch.testing.assert_close((scores + ours).softmax(-1), (scores + theirs.view(heads, 1, keys)).softmax(-1))
     assert torch.equal(ours.diagonal(dim1=1, dim2=2), torch.zeros(heads, keys))
-
-
-def test_alibi_slopes_of_eight_heads_are_the_papers():
-    assert alibi_slopes(8) == [1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 32, 1 / 64, 1 / 128, 1 / 256]
 
 
 @pytest.mark.parametrize("theta", [10_000.0, 500.0])

@@ -1,18 +1,15 @@
 """Rows as inputs: what is predicted, documents kept apart, and what a model trained on them makes of it."""
 
-import json
 
 import pytest
 import torch
-from datasets import load_from_disk
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
+from transformers import TrainingArguments
 
 from decoders import decoder
 from hf_infini.tools.metrics import evaluate_rows, stream_losses
 from hf_infini.tools.rows import RowReader, document_positions
 from hf_infini.tools.training import ROWS_OF_THE_HEAD, PerplexityTrainer
 from models import RowsOf, causal_mha, gpt2, infini_gpt2, token_ids
-from running import run_recipe
 
 FLOAT32 = 1e-4  # of logits of size 1 to 10, added up in another order
 END = 0
@@ -42,19 +39,6 @@ def test_reader_masks_labels_and_keeps_those_of_the_rows():
     )
     assert batch["labels"].tolist() == [[-100, 0, 6, -100, -100], [5, 0, 6, -100, 7]]
     assert batch["position_ids"].tolist() == [[0, 1, 0, 1, 2]] * 2
-
-
-@pytest.mark.parametrize("make", [gpt2, infini_gpt2], ids=["self", "infini"])
-def test_documents_of_a_row_are_rows_of_their_own(make):
-    model, ids = make(), packed_ids()
-    batch = RowReader(end_of_text=END)({"input_ids": ids})
-    output = model(batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits
-    for row in range(2):
-        edges = [0, *(torch.nonzero(ids[row] == END)[:, 0] + 1).tolist(), 50]
-        for begin, end in zip(edges, edges[1:], strict=False):
-            if begin < end:
-                alone = model(ids[row : row + 1, begin:end]).logits[0]
-                torch.testing.assert_close(output[row, begin:end], alone, rtol=FLOAT32, atol=FLOAT32)
 
 
 def test_evaluation_counts_what_the_reader_leaves_and_streams_alike():
@@ -114,38 +98,3 @@ def test_the_loss_of_learned_places_uses_every_input_and_the_smoothing(tmp_path)
             batch = {"input_ids": ids, "labels": labels.clone(), "use_cache": False} | inputs
             found.append(compute(trainer.model, batch))
         torch.testing.assert_close(*found, rtol=FLOAT32, atol=FLOAT32)
-
-
-@pytest.mark.slow
-def test_a_trained_model_keeps_documents_apart_and_special_tokens_out(tmp_path):
-    """A model that recipes/train.py trained on short documents, many to a row."""
-    text = [{"id": str(i), "text": f"Documento {i}: " + "o rio corre para o mar. " * (1 + i % 3)} for i in range(200)]
-    (tmp_path / "text.jsonl").write_text("\n".join(map(json.dumps, text)), encoding="utf-8")
-    run, data = tmp_path / "run", tmp_path / "data"
-    for command in (
-        f"prepare --source {tmp_path}/text.jsonl --vocab_size 300 --context 64 --validation 0.1 --out {data}",
-        f"train --data {data} --out {run} --attention infini --segment_length 8 --n_layer 2 --n_embd 32 "
-        "--n_head 2 --max_steps 8 --batch_size 4 --learning_rate 0.01 --use_cpu true --separate_documents true",
-    ):
-        run_recipe(*command.split())
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(run), AutoTokenizer.from_pretrained(run)
-    assert model.config.eos_token_id == tokenizer.eos_token_id and model.config.mask_special_tokens
-    texts = ["Documento 7: o rio corre para o mar.", "Documento 42: o mar corre para o rio e volta."]
-    ids = [tokenizer(text).input_ids + [tokenizer.eos_token_id] for text in texts]
-    row = torch.tensor([ids[0] + ids[1]])
-    positions = document_positions(row, tokenizer.eos_token_id)
-    alone = torch.cat([model(torch.tensor([part])).logits for part in ids], 1)
-    torch.testing.assert_close(model(row, position_ids=positions).logits, alone, rtol=FLOAT32, atol=FLOAT32)
-    assert not torch.allclose(model(row).logits, alone, atol=1e-2)  # without the border the memory goes on
-
-    found = json.loads((run / "result.json").read_text(encoding="utf-8"))
-    ids = torch.tensor(load_from_disk(str(data / "validation"))["input_ids"][:])
-    special = torch.isin(ids, torch.tensor(tokenizer.all_special_ids))
-    assert bool(special.any()) and found["validation_tokens"] == int((~special[:, 1:]).sum())
-    # The memory after a row is that of the same row's layers without what was written for its special tokens
-    normalisers = []
-    for model.config.mask_special_tokens in (True, False):
-        cache = model(ids[:1, :24], use_cache=True).past_key_values
-        normalisers.append([layer.state.normaliser for layer in cache.layers])
-    assert bool(special[0, :24].any())
-    assert all(bool((more > less).all()) for less, more in zip(*normalisers, strict=True))

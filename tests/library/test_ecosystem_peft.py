@@ -1,6 +1,7 @@
-"""An adapter of PEFT and the memory beside it: no way of loading leaves the memory out without a word, and both are trained,
-saved, resumed and loaded together."""
+"""An adapter of PEFT and the memory beside it: its modules are those that PEFT chooses for the plain model, no way of loading
+leaves the memory out without a word, and both are saved and loaded together."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -69,6 +70,24 @@ LOADERS = {
     "load_adapter of transformers": lambda folder, plain: stock(plain).load_adapter(str(folder)),
     "load_adapter of PEFT": lambda folder, plain: adapted(stock(plain), peft.LoraConfig()).load_adapter(folder, "x"),
 }
+
+
+CHOSEN = {
+    **{name: lambda: peft.LoraConfig(task_type="CAUSAL_LM") for name in ("gpt2", "llama", "gemma2", "gpt_neox")},
+    "qwen2": lambda: peft.IA3Config(task_type="CAUSAL_LM"),
+    "mistral": lambda: peft.VeraConfig(task_type="CAUSAL_LM", r=4),
+    # Experts by the names of their checkpoints, which transformers joins into parameters
+    "mixtral": lambda: peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "w1", "w2", "w3"]),
+}
+
+
+@pytest.mark.parametrize("model_type", CHOSEN)
+def test_what_peft_chooses_by_type_is_that_of_the_plain_model(model_type):
+    found, wanted = (
+        {name: parameter.shape for name, parameter in adapted(model, CHOSEN[model_type]()).named_parameters()
+         if parameter.requires_grad} for model in (patch_model(decoder(model_type), **OPTIONS), decoder(model_type))
+    )  # fmt: skip
+    assert found == wanted and len(wanted) >= 4
 
 
 @pytest.mark.parametrize(
@@ -150,23 +169,22 @@ def test_an_adapter_that_transformers_adds_and_saves_brings_it(plain, tmp_path, 
     assert torch.equal(logits(load_adapter(stock(plain), tmp_path)), logits(model))
 
 
-FRESH = """
-import sys, peft
+ORDER = """
+import sys
 from transformers import AutoModelForCausalLM
-for load in (
-    lambda: peft.AutoPeftModelForCausalLM.from_pretrained(sys.argv[1]),
-    lambda: peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(sys.argv[2]), sys.argv[1]),
-):
-    try:
-        load()
-    except ValueError as error:
-        print(error)
-assert "hf_infini" not in sys.modules
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)
+assert not any(name.startswith("peft.") for name in sys.modules)
+import peft
+model = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM"))
+assert {name.split(".")[-2] for name in model.state_dict() if "lora_" in name} == {"default"}
+assert model.peft_config["default"].target_modules == {"q_proj", "v_proj"}
 """
 
 
 @pytest.mark.slow
-def test_without_this_package_it_is_refused_too(plain, tmp_path):
-    adapted(BASES["patched"](plain), CONFIGS["lora"](None)).save_pretrained(tmp_path)
-    done = subprocess.run([sys.executable, "-c", FRESH, tmp_path, plain], capture_output=True, text=True)
-    assert done.returncode == 0 and done.stdout.count(HINT) == 2, done.stderr
+def test_peft_may_be_imported_after_the_model_is_loaded(plain, tmp_path):
+    BASES["patched"](plain).save_pretrained(tmp_path / "model")
+    root = {"PYTHONPATH": str(Path(hf_infini.__file__).parents[1]), "HF_HOME": str(tmp_path)}
+    command = [sys.executable, "-c", ORDER, tmp_path / "model"]
+    done = subprocess.run(command, env=os.environ | root, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
