@@ -106,20 +106,16 @@ def test_a_damaged_file_is_named_or_has_another_text(name, tmp_path):
 NAMED = {
     "blank text": ("a.txt", b" \n\t\n", "the file is empty"),
     "latin-1": ("a.txt", "maçã".encode("latin-1"), "not UTF-8 (.*byte 0xe7 in position 2"),
-    "utf-16": ("a.txt", "texto".encode("utf-16"), "not UTF-8.*--encoding"),
     "NUL bytes": ("a.txt", b"texto\0texto", "character 5 is NUL"),
+    "other XML": ("a.xml", b"<html></html>", "no <TEI> document"),
+    "bomb of JSONL": ("a.jsonl.xz", lzma.compress(b'{"text":"' + b"a" * 3_000_000 + b'"}'), "more than --max_file_gb"),
     "gzip that is none": ("a.txt.gz", TEXT.encode(), "damaged or truncated"),
     "broken JSON": ("a.jsonl", LINES.encode() + b'{"text": "abc', "line 4 is not valid JSON"),
-    "a cut array": ("a.json", json.dumps(ROWS, indent=1).encode()[:-30], "line 1[0-9] is not valid JSON"),
     "deep JSON": ("a.jsonl", (LINES + "[" * 100_000 + "]" * 100_000).encode(), "line 4 is not valid JSON"),
     "a bomb of entities": ("a.xml.gz", xml(DOCUMENT, f"<!DOCTYPE teiCorpus [{ENTITIES}]>"), "holds a DOCTYPE"),
     "a file's content": ("a.xml", b'<!DOCTYPE t [<!ENTITY e SYSTEM "file:///etc/passwd">]><t>&e;</t>', "holds a DOCTYPE"),
-    "other XML": ("a.xml", b"<html></html>", "no <TEI> document"),
     "bomb of gzip": ("a.txt.gz", gzip.compress(b"a" * 3_000_000), "more than --max_file_gb 0.002 of text"),
-    "bomb of JSONL": ("a.jsonl.xz", lzma.compress(b'{"text":"' + b"a" * 3_000_000 + b'"}'), "more than --max_file_gb"),
     "ragged csv": ("a.csv", b"text,b\n1,2,3\n", "row 1 has more or fewer cells than the header"),
-    "an open quote": ("a.csv", b'text\n"um\n', "line 2 is not valid CSV"),
-    "no parquet": ("a.parquet", b"PAR1" + b"x" * 50, "the parquet file cannot be read"),
 }
 
 
@@ -135,7 +131,7 @@ def test_what_is_said_of_a_damaged_file(case, tmp_path):
 
 @pytest.mark.parametrize(
     "row",
-    ['{"text": "a\\ud800b"}', '{"text": "a", "id": "\\ud83d"}', "[1]", "null", '{"txt": "a"}', '{"text": 3}'],
+    ['{"text": "a\\ud800b"}', "[1]", '{"txt": "a"}', '{"text": 3}'],
 )
 def test_rows_without_a_text_are_counted(row, tmp_path):
     (tmp_path / "a.jsonl").write_text(LINES + row + "\n")
@@ -181,16 +177,13 @@ def test_places(tmp_path, capsys):
 
 
 ODD = {
-    "windows lines": ("a.txt", TEXT.replace("\n", "\r\n").encode(), "line", 20),
     "old macintosh": ("a.txt", TEXT.replace("\n", "\r").encode(), "line", 20),
     "windows paragraphs": ("a.txt", b"um dois\r\n\r\nquatro\r\n \r\nsete", "paragraph", 3),
     "byte-order mark": ("a.jsonl", b"\xef\xbb\xbf" + LINES.replace("\n", "\r\n").encode(), "file", 3),
-    "blank lines in JSONL": ("a.jsonl", b"\n\n" + LINES.encode() + b" \n\n", "file", 3),
     "the same id twice": ("a.jsonl", b'{"id": 1, "text": "a"}\n' * 3, "file", 3),
     "an address that is none": (
         "a.xml", TEI.format(DOCUMENT.replace("<TEI>", '<TEI><teiHeader><fileDesc><sourceDesc><media url="http://[x"/>'
                                              "</sourceDesc></fileDesc></teiHeader>")).encode(), "file", 1),
-    "control characters": ("a.txt", TEXT.encode() + bytes(range(1, 32)), "file", 1),
 }  # fmt: skip
 
 

@@ -46,12 +46,11 @@ def commands(base, tmp_path) -> dict[str, list]:
     return {
         "generate": ["--model", run, "--prompt", "To", "--device", "cpu", "--max_new_tokens", 1],
         "train": [*training(data, out, "--init_from", run)],
-        "study": ["--runs", run, "--data", data, "--out", out],
         "prepare": ["--source", base / "small" / "text.jsonl", "--tokenizer", data / "tokenizer", "--out", out],
     }
 
 
-CASES = [(name, kind) for name in ("generate", "train", "study") for kind in ("known", "unknown")] + [("prepare", "known")]
+CASES = [("generate", "known"), ("generate", "unknown"), ("train", "unknown"), ("prepare", "known")]
 
 
 @pytest.mark.parametrize(("name", "kind"), CASES)

@@ -35,43 +35,32 @@ def made(finished, tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
-OVER_PREPARED = {
-    "no tokenizer": (["--tokenizer", "./none"], "--tokenizer: there is no folder ./none"),
-    "long rows": (["--context", "640000"], "too few for a block of 640,000; lower --context"),
-    "long rows by block": (["--split_by", "block", "--context", "640000"], "lower --context"),
-    "all held out": (["--max_documents", "1"], "leaves none to train on"),
-    "no test rows": (["--test", "0.01", "--context", "3000"], "lower --context"),
-    "another field": (["--text_field", "body"], "no text in the field 'body'"),
-    "a strict filter": (["--prose_filter", "--prose_min_characters", "100000"], "no document is left"),
-    "source around it": (["--source", "."], "is inside --source"),
-    "over recall": (["--out", "recall"], "is a folder of prepare_recall.py"),
+REFUSED = {
+    "no tokenizer": (prepare, ["--tokenizer", "./none"], "--tokenizer: there is no folder ./none"),
+    "long rows": (prepare, ["--context", "640000"], "too few for a block of 640,000; lower --context"),
+    "all held out": (prepare, ["--max_documents", "1"], "leaves none to train on"),
+    "no test rows": (prepare, ["--test", "0.01", "--context", "3000"], "lower --context"),
+    "another field": (prepare, ["--text_field", "body"], "no text in the field 'body'"),
+    "a strict filter": (prepare, ["--prose_filter", "--prose_min_characters", "100000"], "no document is left"),
+    "source around it": (prepare, ["--source", "."], "is inside --source"),
+    "over recall": (prepare, ["--out", "recall"], "is a folder of prepare_recall.py"),
+    "rows of two tokens": (prepare_recall, ["--context", "2"], "give a longer --context"),
+    "rows in which nothing comes again": (prepare_recall, ["--context", "9", "--mix", "echo=1"], "would be learned"),
+    "no room for a fact": (prepare_recall, ["--context", "48", "--mix", "facts=1"], "give a longer --context"),
+    "no row of text": (prepare_recall, ["--context", "1000000", "--mix", "text=1"], "has no row of --context 1,000,000"),
+    "an unknown kind": (prepare_recall, ["--mix", "facts=0.5", "poems=0.5"], "--mix poems=0.5: give a kind (passkey,"),
+    "rows of recall as data": (prepare_recall, ["--data", "recall"], "holds recall rows itself; give"),
+    "itself as data": (prepare_recall, ["--out", "data"], "is --data itself"),
 }
 
 
-@pytest.mark.parametrize("case", OVER_PREPARED)
+@pytest.mark.parametrize("case", REFUSED)
 def test_a_finished_folder_stays(case, made, capsys):
-    options, message = OVER_PREPARED[case]
-    refused(prepare, ["--source", "text.jsonl", "--out", "data", *PREPARE, *options], capsys, message, keeps=made)
-
-
-OVER_RECALL = {
-    "rows of two tokens": (["--context", "2"], "give a longer --context"),
-    "rows of codes without room": (["--context", "50", "--mix", "codes=1"], "give a longer --context"),
-    "rows in which nothing comes again": (["--context", "9", "--mix", "echo=1"], "no token of these rows would be learned"),
-    "no room for a fact": (["--context", "48", "--mix", "facts=1"], "give a longer --context"),
-    "no room for a passkey": (["--context", "48", "--mix", "passkey=1"], "give a longer --context"),
-    "no row of text": (["--context", "1000000", "--mix", "text=1"], "has no row of --context 1,000,000"),
-    "an unknown kind": (["--mix", "facts=0.5", "poems=0.5"], "--mix poems=0.5: give a kind (passkey, facts, codes, echo"),
-    "rows of recall as data": (["--data", "recall"], "holds recall rows itself; give"),
-    "itself as data": (["--out", "data"], "is --data itself"),
-    "over a file": (["--out", "text.jsonl"], "--out text.jsonl"),
-}
-
-
-@pytest.mark.parametrize("case", OVER_RECALL)
-def test_finished_rows_of_recall_stay(case, made, capsys):
-    options, message = OVER_RECALL[case]
-    refused(prepare_recall, ["--data", "data", "--out", "recall", *RECALL, *options], capsys, message, keeps=made)
+    main, options, message = REFUSED[case]
+    usual = ["--source", "text.jsonl", "--out", "data", *PREPARE]
+    if main is prepare_recall:
+        usual = ["--data", "data", "--out", "recall", *RECALL]
+    refused(main, [*usual, *options], capsys, message, keeps=made)
 
 
 @pytest.mark.parametrize(

@@ -33,36 +33,17 @@ def models(tmp_path_factory) -> Path:
 # --- tokenizers ---
 
 
-def written(name: str, content: bytes):
-    return lambda folder: (folder / name).write_bytes(content)
-
-
-def removed(*names: str):
-    return lambda folder: [(folder / name).unlink() for name in names]
-
-
-def changed(**entries):
-    def change(folder):
-        content = json.loads((folder / "tokenizer.json").read_text())
-        for name, value in entries.items():
-            content[name] = value(content[name])
-        (folder / "tokenizer.json").write_text(json.dumps(content))
-
-    return change
-
-
-def code_of_its_own(folder):
-    config = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    (folder / "own.py").write_text("open('executed', 'w')\n")
+def without_vocabulary(folder):
+    content = json.loads((folder / BPE).read_text())
+    content["model"] |= {"vocab": {}, "merges": []}
+    (folder / BPE).write_text(json.dumps(content))
 
 
 BPE, CONFIG = "tokenizer.json", "tokenizer_config.json"
 TOKENIZERS = {
-    "cut": (written(BPE, b'{"version": "1.0", "tru'), "cannot be loaded"),
-    "no vocabulary": (changed(model=lambda model: model | {"vocab": {}, "merges": []}), "empty vocabulary"),
-    "no end of text": (removed(CONFIG), "no end-of-text token"),
-    "code of its own": (code_of_its_own, "cannot be loaded"),
+    "cut": (lambda folder: (folder / BPE).write_bytes(b'{"version": "1.0", "tru'), "cannot be loaded"),
+    "no vocabulary": (without_vocabulary, "empty vocabulary"),
+    "no end of text": (lambda folder: (folder / CONFIG).unlink(), "no end-of-text token"),
 }
 
 
@@ -70,13 +51,12 @@ TOKENIZERS = {
 def test_tokenizers(case, tmp_path, capsys, monkeypatch):
     change, message = TOKENIZERS[case]
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "stdin", io.StringIO("y\n" * 100))  # what `yes` would answer
     (tmp_path / "text.txt").write_text(TEXT)
     train_bpe([TEXT], 300).save_pretrained(tmp_path / "tokenizer")
     change(tmp_path / "tokenizer")
     argv = ["--source", "text.txt", "--split_by", "block", "--context", "8", "--tokenizer", "./tokenizer", "--out", "out"]
     refused(load_recipe("prepare").main, argv, capsys, "--tokenizer ./tokenizer", message)
-    assert not (tmp_path / "out" / "manifest.json").exists() and not (tmp_path / "executed").exists()
+    assert not (tmp_path / "out" / "manifest.json").exists()
 
 
 def test_tokenizers_that_are_none(tmp_path, capsys, monkeypatch):
@@ -84,10 +64,7 @@ def test_tokenizers_that_are_none(tmp_path, capsys, monkeypatch):
     (tmp_path / "text.txt").write_text(TEXT)
     for name, message in (
         ("text.txt", "give bpe, characters, the folder of"),
-        ("owner/name", "give bpe, characters, the folder of"),
-        ("https://example.org", "there is no folder"),
         ("nowhere/at/all", "there is no folder"),
-        ("../x", "there is no folder"),
     ):
         argv = ["--source", "text.txt", "--split_by", "block", "--tokenizer", name, "--out", "out"]
         refused(load_recipe("prepare").main, argv, capsys, "--tokenizer", name, message)
@@ -95,13 +72,7 @@ def test_tokenizers_that_are_none(tmp_path, capsys, monkeypatch):
 
 # --- prompts ---
 
-LONG = "rato " * 300
-PROMPTS = {
-    "a file that leads nowhere": (["--prompt_file", "link"], "--prompt_file link"),
-    "too long in a file": (["--prompt_file", "long"], "this model has 64 learned positions"),
-    "too long with what is asked for": (["--prompt", "o rato", "--max_new_tokens", "64"], "64 learned positions"),
-    "a text as memory": (["--prompt", "a", "--memory", "long"], "--memory"),
-}
+LONG = b"rato " * 300
 
 
 def test_a_text_that_the_tokenizer_does_not_know_is_told_once(tmp_path, capsys):
@@ -112,26 +83,8 @@ def test_a_text_that_the_tokenizer_does_not_know_is_told_once(tmp_path, capsys):
     assert capsys.readouterr().err.count(said) == 1
 
 
-def write_files(folder: Path) -> None:
-    (folder / "binary").write_bytes(b"\x89PNG\xff\0")
-    (folder / "latin").write_bytes("ação".encode("latin-1"))
-    (folder / "long").write_text(LONG)
-    (folder / "empty").write_bytes(b"")
-    (folder / "link").symlink_to(folder / "gone")
-    (folder / "folder").mkdir()
-
-
-@pytest.mark.parametrize("case", PROMPTS)
-def test_prompts(case, models, tmp_path, capsys, monkeypatch):
-    options, message = PROMPTS[case]
-    monkeypatch.chdir(tmp_path)
-    write_files(tmp_path)
-    argv = ["--model", models / "learned", "--device", "cpu", "--max_new_tokens", "2", *options]
-    refused(load_recipe("generate").main, argv, capsys, message, keeps=tmp_path)
-
-
 def test_prompts_of_standard_input(models, capsys, monkeypatch):
-    for content, message in ((b"\xff", "cannot read standard input"), (LONG.encode(), "64 learned positions")):
+    for content, message in ((b"\xff", "cannot read standard input"), (LONG, "64 learned positions")):
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
         refused(load_recipe("generate").main, ["--model", models / "learned", "--device", "cpu"], capsys, message)
 
@@ -158,29 +111,29 @@ def test_tokenizers_without_special_tokens(needs, models, tmp_path, capsys):
 
 
 TEXTS = {
-    "inspect_heads": {
-        "empty file": (["--text_file", "empty"], "the text is empty"),
-    },
-    "memorize": {
-        "latin-1": (["--text", "latin"], "latin", "not UTF-8"),
-        "empty": (["--text", "empty"], "the file is empty"),
-        "too long": (["--text", "long"], "64 learned positions"),
-        "the text itself": (["--text", "long", "--out", "long"], "long", "--out: choose another name"),
-    },
-    "evaluate_model": {
-        "binary": (["--text", "binary", "--length", "32"], "binary"),
-        "too long": (["--text", "long", "--length", "500"], "64 learned positions"),
-        "no text in its lines": (["--text", "row.jsonl", "--length", "32"], "no text in the field 'text'"),
-    },
+    "no file": ("generate", ["--prompt_file", "gone"], "--prompt_file gone"),
+    "a long prompt": ("generate", ["--prompt_file", "long"], "this model has 64 learned positions"),
+    "a prompt and what is asked for": ("generate", ["--prompt", "o", "--max_new_tokens", "64"], "64 learned positions"),
+    "a text as memory": ("generate", ["--prompt", "a", "--memory", "long"], "--memory"),
+    "empty to inspect": ("inspect_heads", ["--text_file", "empty"], "the text is empty"),
+    "latin-1": ("memorize", ["--text", "latin"], "latin", "not UTF-8"),
+    "empty": ("memorize", ["--text", "empty"], "the file is empty"),
+    "too long": ("memorize", ["--text", "long"], "64 learned positions"),
+    "the text itself": ("memorize", ["--text", "long", "--out", "long"], "long", "--out: choose another name"),
+    "binary": ("evaluate_model", ["--text", "binary", "--length", "32"], "binary"),
+    "too long rows": ("evaluate_model", ["--text", "long", "--length", "500"], "64 learned positions"),
+    "no text in its lines": ("evaluate_model", ["--text", "row.jsonl", "--length", "32"], "no text in the field 'text'"),
 }
-TEXT_CASES = [(recipe, case) for recipe, cases in TEXTS.items() for case in cases]
 
 
-@pytest.mark.parametrize(("recipe", "case"), TEXT_CASES)
-def test_texts(recipe, case, models, tmp_path, capsys, monkeypatch):
-    options, *mentions = TEXTS[recipe][case]
+@pytest.mark.parametrize("case", TEXTS)
+def test_texts(case, models, tmp_path, capsys, monkeypatch):
+    recipe, options, *mentions = TEXTS[case]
     monkeypatch.chdir(tmp_path)
-    write_files(tmp_path)
-    (tmp_path / "row.jsonl").write_text('{"txt": 1}\n')
-    argv = ["--model", models / "learned", "--device", "cpu", *([] if "--out" in options else ["--out", "made"]), *options]
+    files = {"binary": b"\x89PNG\xff\0", "latin": "ação".encode("latin-1"), "long": LONG, "empty": b""}
+    files["row.jsonl"] = b'{"txt": 1}\n'
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    out = [] if recipe == "generate" or "--out" in options else ["--out", "made"]
+    argv = ["--model", models / "learned", "--device", "cpu", *out, *options]
     refused(load_recipe(recipe).main, argv, capsys, *mentions, keeps=tmp_path)

@@ -1,14 +1,10 @@
 """Pages in a real browser, without a window: what they looked like to a reader, and what went wrong."""
 
-import functools
 import html
-import http.server
 import json
 import re
 import shutil
 import subprocess
-import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -73,58 +69,3 @@ def report_of(address: str, folder: Path, seconds: int = 120):
     report = re.search(r' data-report="([^"]*)"', done.stdout)
     assert report, f"the page did not get to its end: {done.stderr[-2000:]}"
     return json.loads(html.unescape(report[1]))
-
-
-# --- a site -----------------------------------------------------------------------------------------------------------
-
-SURVEY = Path(__file__).with_name("survey.html")
-OWN_FILES_ONLY = "default-src 'self' 'unsafe-inline' 'unsafe-eval' data: blob:"
-
-
-def survey(site: Path, folder: Path, pages: list[str], searches: dict[str, str]) -> dict:
-    """Opens the pages of a site, which may load nothing from elsewhere, at 1,280 and 390 pixels, light and dark, and types
-    the searches.
-
-    Args:
-        site: the site's folder; folder: for what the browser keeps.
-        pages: the addresses in the site.
-        searches: address of a page → what to type there.
-
-    Returns:
-        "faults": of each page with faults, what survey.html says about it; "found": the results' titles, by search.
-    """
-    missing = []
-
-    class Handler(http.server.SimpleHTTPRequestHandler):
-        def log_message(self, *arguments): ...
-
-        def send_error(self, code, *arguments):
-            missing.append(self.path)
-            super().send_error(code, *arguments)
-
-        def do_GET(self):
-            name = self.path.partition("?")[0].lstrip("/")
-            if name in ("favicon.ico", "moment"):
-                time.sleep(0.2 if name == "moment" else 0)
-                self.send_response(204)
-                return self.end_headers()
-            if name != SURVEY.name and not (name.endswith(".html") and (site / name).is_file()):
-                return super().do_GET()
-            text = SURVEY.read_text() if name == SURVEY.name else (site / name).read_text()
-            asked = {"/*pages*/": pages, "/*searches*/": searches}
-            for place, value in asked.items() if name == SURVEY.name else ():
-                text = text.replace(place, json.dumps(value))
-            self.send_response(200)
-            self.send_header("Content-Type", "text/html; charset=utf-8")
-            self.send_header("Content-Security-Policy", OWN_FILES_ONLY)
-            self.end_headers()
-            self.wfile.write(text.replace("<head>", f"<head>{WATCH}", 1).encode())
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Handler, directory=site)) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        try:
-            report = report_of(f"http://127.0.0.1:{server.server_port}/{SURVEY.name}", folder, seconds=400)
-        finally:
-            server.shutdown()
-    assert not missing, missing
-    return report

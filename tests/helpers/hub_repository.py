@@ -7,6 +7,7 @@ from pathlib import Path
 WRITE, READ = "hf_dummyWrites", "hf_dummyReads"
 ACCOUNTS = {WRITE: ("user", "write"), READ: ("user", "read")}  # the name of who has the token, and its role
 
+
 class RefusalError(Exception):
     """An answer other than success."""
 
@@ -42,36 +43,18 @@ class Repository:
         oid = hashlib.sha1(json.dumps(content, sort_keys=True).encode()).hexdigest()
         self.state["commits"][oid] = content
         self.state["heads"][branch] = oid
-        self.save()
-        return oid
-
-    def save(self) -> None:
         (self.folder / "repo.json").write_text(json.dumps(self.state))
+        return oid
 
     def find(self, revision: str) -> str:
         """The commit of a branch or a commit's own name."""
-        for commits in (self.state["heads"], {oid: oid for oid in self.state["commits"]}):
-            if revision in commits:
-                return commits[revision]
-        raise RefusalError(404, f"Invalid rev id: {revision}", "RevisionNotFound")
+        oid = self.state["heads"].get(revision, revision)
+        if oid not in self.state["commits"]:
+            raise RefusalError(404, f"Invalid rev id: {revision}", "RevisionNotFound")
+        return oid
 
     def files(self, revision: str = "main") -> dict[str, dict]:
         return self.state["commits"][self.find(revision)]["files"]
 
     def read(self, path: str, revision: str = "main") -> bytes:
-        entry = self.files(revision)[path]
-        return (self.folder / "blobs" / entry["oid"]).read_bytes()
-
-    def listing(self, revision: str, path: str, recursive: bool) -> list[dict]:
-        """The files and folders in a folder, as the Hub describes them."""
-        files = {name: entry for name, entry in self.files(revision).items() if name.startswith(path)}
-        if path and not files:
-            raise RefusalError(404, f"{path} does not exist", "EntryNotFound")
-        entries, folders, start = [], set(), len(path) + 1 if path else 0
-        for name, entry in sorted(files.items()):
-            folder, slash, _ = name[start:].partition("/")
-            if slash:
-                folders.add(name[:start] + folder)
-            if recursive or not slash:
-                entries.append({"type": "file", "path": name} | entry)
-        return entries + [{"type": "directory", "path": name, "oid": "0" * 40, "size": 0} for name in sorted(folders)]
+        return (self.folder / "blobs" / self.files(revision)[path]["oid"]).read_bytes()

@@ -147,15 +147,6 @@ def test_every_kind_is_its_equations_outputs_and_gradients(score, position, reac
             torch.testing.assert_close(ours, naive, **tolerance)
 
 
-def test_parts_give_the_output():
-    module, x = attention(score="additive", position_encoding="relative_key"), inputs()
-    scores, weights, heads = module.parts(x)
-    torch.testing.assert_close(module.out_proj(heads.transpose(1, 2).flatten(2)), module(x))
-    torch.testing.assert_close(weights.sum(-1), torch.ones(2, 3, 9, dtype=torch.float64))
-    assert torch.equal(scores.isneginf(), torch.ones(9, 9).triu(1).bool().expand(2, 3, -1, -1))
-    torch.testing.assert_close(scores.softmax(-1), weights)
-
-
 RICH = {"feature_map": "exp", "denominator": "shared", "memory_write": "learned", "memory_conv": 3, "memory_init": "learned"}
 
 

@@ -97,22 +97,6 @@ def test_packed_documents_do_not_see_each_other(kind):
             torch.testing.assert_close(packed[:, document], model(ids[:, document]).logits, **FLOAT32)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", [KINDS[3], KINDS[6], KINDS[9]], ids=lambda kind: "-".join(map(str, kind.values())))
-def test_generation_is_the_same_with_cache_without_and_in_a_padded_batch(kind):
-    model, ids = causal_mha(**kind), token_ids(2, 17)
-    mask = torch.ones(2, 17, dtype=torch.long)
-    mask[1, :6] = 0
-    options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}  # beyond three segments
-    cached = model.generate(ids, attention_mask=mask, **options)
-    assert torch.equal(cached, model.generate(ids, attention_mask=mask, use_cache=False, **options))
-    single = model.generate(ids[1:, 6:], **options)
-    assert torch.equal(cached[1, 17:], single[0, 11:])
-    torch.manual_seed(0)
-    beams = model.generate(ids, attention_mask=mask, num_beams=3, **options)
-    assert torch.equal(beams, model.generate(ids, attention_mask=mask, num_beams=3, use_cache=False, **options))
-
-
 @every_kind
 def test_gradient_checkpointing_gives_the_same_gradients(kind):
     ids = token_ids(2, 20)

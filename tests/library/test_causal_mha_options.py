@@ -42,15 +42,6 @@ def test_learned_positions_say_where_they_end():
         model(token_ids(1, 65))
 
 
-def test_caches_of_a_window_and_of_a_memory_stay_as_they_are():
-    local, infini = causal_mha(**REACHES["local"]), causal_mha(**REACHES["infini"] | {"position_encoding": "rope"})
-    ids = token_ids(1, 40)
-    kept = [local(ids[:, :n], use_cache=True).past_key_values.layers[0].keys.shape[2] for n in (20, 40)]
-    assert kept == [6, 6]  # the window without the next token itself
-    caches = [infini(ids[:, :n], use_cache=True).past_key_values for n in (20, 40)]
-    assert isinstance(caches[0], InfiniCache) and caches[0].nbytes() == caches[1].nbytes()
-
-
 def test_what_a_memory_cannot_do_is_refused():
     model, ids = causal_mha(**REACHES["infini"]), token_ids(1, 10)
     with pytest.raises(ValueError, match="must be an InfiniCache, got DynamicCache"):

@@ -1,4 +1,4 @@
-"""An adapter of PEFT and the memory beside it: its modules are those that PEFT chooses for the plain model, no way of loading
+"""An adapter of PEFT and the memory beside it: its modules are what PEFT chooses for the plain model, no way of loading
 leaves the memory out without a word, and both are saved and loaded together."""
 
 import os

@@ -97,7 +97,7 @@ def direct_answer(model, tokenizer, context: str, tokens: int) -> str:
 
 
 def test_log_likelihoods_of_any_chunks_and_batches(infini, tokenizer):
-    pairs = [*PAIRS, ("", " the king"), (CONTEXTS[0], TEXT[40:500])]
+    pairs = [*PAIRS, ("", " the king"), (CONTEXTS[0], TEXT[40:900])]
     wanted = [direct_pair(infini, tokenizer, *pair) for pair in pairs if pair[0]]
     wanted.insert(-1, direct(infini, [tokenizer.bos_token_id], tokenizer.encode(" the king")))
     texts = [direct_text(infini, tokenizer, text) for text in CONTEXTS]

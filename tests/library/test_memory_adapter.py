@@ -143,10 +143,6 @@ def json_with(file, **values):
     return change
 
 
-def bytes_with(file, change):
-    return lambda folder: (folder / file).write_bytes(change((folder / file).read_bytes()))
-
-
 def without(file):
     return lambda folder: (folder / file).unlink()
 
@@ -162,49 +158,32 @@ def tensors_with(file, change):
     return changed
 
 
-def value(number):
-    return lambda tensors, name: tensors[name].view(-1)[:1].fill_(number)
-
-
-def dtype(kind):
-    return lambda tensors, name: tensors.update({name: tensors[name].to(kind)})
-
-
 def pickled(folder):
     torch.save(load((folder / LORA_WEIGHTS).read_bytes()), folder / LORA_WEIGHTS)
 
 
 RECORDS = {
     "record: missing": (without(RECORD), "is no adapter of a memory"),
+    "lora: nan": (json_with(LORA, lora_alpha=float("nan")), "NaN is no JSON"),
     "record: half a model": (json_with(RECORD, model={"model_type": "llama"}), "has no options and model"),
     "record: unknown option": (json_with(RECORD, options={"segment_length": 8, "segments": 2}), "unknown options segments"),
-    "record: other options": (
-        json_with(RECORD, options=OPTIONS | {"memory_conv": 5}),
-        r"0.memory_conv is \[2, 32\] and must be \[5, 32\]",
-    ),
     "lora: no file": (without(LORA_WEIGHTS), "is no adapter of a memory"),
     "lora: pickle": (pickled, "is damaged or no safetensors file"),
-    "lora: nan": (json_with(LORA, lora_alpha=float("nan")), "NaN is no JSON"),
     "lora: infinite": (json_with(LORA, lora_alpha="1e999"), "1e999 is no JSON"),
     "lora: other rank": (json_with(LORA, r=3), r"is \[2, 32\] and must be \[3, 32\]"),
-    "lora: rank 0": (json_with(LORA, r=0), "`r` should be a positive integer value"),
     "lora: unknown type": (json_with(LORA, peft_type="MORA"), "cannot be put on the model: KeyError: 'MORA'"),
-    "lora: foreign targets": (json_with(LORA, target_modules=["c_attn"]), "Target modules .*c_attn.* not found"),
     "lora: fewer targets": (json_with(LORA, target_modules=["q_proj"]), "v_proj.lora_A.weight is left over"),
-    "lora: another adapter": (json_with(LORA, use_dora=True), "lora_magnitude_vector is missing"),
 }
 OF_FILES = {
     "missing tensor": (lambda tensors, name: tensors.pop(name), "is missing"),
     "one more": (lambda tensors, name: tensors.update(more=torch.ones(2)), "more is left over"),
-    "nan": (value(torch.nan), "holds NaN or infinity in"),
+    "nan": (lambda tensors, name: tensors[name].view(-1)[:1].fill_(torch.nan), "holds NaN or infinity in"),
     "another shape": (lambda tensors, name: tensors.update({name: torch.ones(2, 2, 2)}), r"is \[2, 2, 2\] and must be"),
-    "float8": (dtype(torch.float8_e4m3fn), "is torch.float8_e4m3fn and must be"),
+    "int8": (lambda tensors, name: tensors.update({name: tensors[name].char()}), "is torch.int8 and must be"),
 }
 DAMAGES = RECORDS | {
-    **{f"{file}: {kind}": (tensors_with(file, change), message)
-       for file in (WEIGHTS, LORA_WEIGHTS) for kind, (change, message) in OF_FILES.items()},
-    **{f"{file}: cut": (bytes_with(file, lambda data: data[:-50]), "is damaged or no safetensors file")
-       for file in (WEIGHTS, LORA_WEIGHTS)},
+    f"{file}: {kind}": (tensors_with(file, change), message)
+    for file in (WEIGHTS, LORA_WEIGHTS) for kind, (change, message) in OF_FILES.items()
 }  # fmt: skip
 
 

@@ -74,17 +74,6 @@ def test_embeddings_without_a_mask_are_all_written_and_that_is_said(make, option
     assert torch.equal(generated, wanted[:, 40:])
 
 
-@all_models
-def test_a_mask_of_zeros_writes_nothing(make, options, dtype=torch.bfloat16):
-    """Read in two calls, whatever the dtype of the mask: the memory stays as it began."""
-    model, ids = make(**options), token_ids(2, 40)
-    cache, zeros = InfiniCache(model.config), torch.zeros(2, 20, dtype=dtype)
-    outputs = [model(half, memory_mask=zeros, past_key_values=cache).logits for half in ids.split(20, 1)]
-    assert not cache.state.memory_tokens.any() and not cache.state.memory.any()
-    torch.testing.assert_close(torch.cat(outputs, 1), model(ids, memory_mask=torch.zeros(2, 40).bool()).logits, **FLOAT32)
-    assert not torch.allclose(model(ids).logits, torch.cat(outputs, 1), **FLOAT32)
-
-
 def test_masks_that_do_not_fit_are_refused():
     ids = token_ids(2, 12)
     for make, options in MODELS:

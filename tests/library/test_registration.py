@@ -14,8 +14,6 @@ from transformers import (
     AutoConfig,
     AutoProcessor,
     AutoTokenizer,
-    GPT2Config,
-    GPT2Tokenizer,
     Trainer,
     TrainingArguments,
 )
@@ -23,7 +21,7 @@ from transformers.modelcard import TrainingSummary
 
 import hf_infini
 from decoders import decoder
-from hf_infini import InfiniGPT2Config, patch_model
+from hf_infini import patch_model
 from hf_infini.models.families import infini_config
 from models import causal_mha, infini_gpt2, token_ids
 
@@ -116,27 +114,19 @@ def test_the_trainer_computes_the_loss_of_the_plain_model(model_type, tmp_path):
         assert line["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-2)
 
 
-def test_a_tokenizer_of_gpt2_is_one_beside_a_patched_model(tmp_path):
-    """The files of the GPT-2 repository do not name its class."""
-    (tmp_path / "vocab.json").write_text(json.dumps({"<|endoftext|>": 0, "a": 1, "b": 2, "ab": 3}))
-    (tmp_path / "merges.txt").write_text("#version: 0.2\na b\n")
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"model_max_length": 1024}))
-    for config in (GPT2Config(), InfiniGPT2Config(segment_length=8)):
-        config.save_pretrained(tmp_path)
-        tokenizer = AutoTokenizer.from_pretrained(tmp_path)
-        assert type(tokenizer) is GPT2Tokenizer and tokenizer.eos_token == "<|endoftext|>"
-        assert tokenizer("ab").input_ids == [3]
-
-
 @pytest.mark.parametrize(
     ("model_type", "named"),
-    [("llama", None), ("gemma2", "GPT2Tokenizer"), ("qwen2", "LlamaTokenizer"), ("gpt_neox", "PreTrainedTokenizerFast")],
+    [("gpt2", None), ("llama", None), ("gemma2", "GPT2Tokenizer"), ("qwen2", "LlamaTokenizer")]
+    + [("gpt_neox", "PreTrainedTokenizerFast")],
 )
 def test_a_tokenizer_is_the_one_that_it_is_beside_the_own_model(model_type, named, tmp_path):
     """transformers decides by type: whether to believe the class that the files name, and which it is without one."""
     own = CONFIG_MAPPING[model_type]()
     backend = tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0, "b": 1, "ab": 2, "<s>": 3}, [("a", "b")], unk_token="<s>"))
-    backend.save(str(tmp_path / "tokenizer.json"))
+    if model_type == "gpt2":  # as its repository has them
+        backend.model.save(str(tmp_path))
+    else:
+        backend.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": named} if named else {}))
     (tmp_path / "chat_template.jinja").write_text("{% for turn in messages %}{{ turn.content }}{% endfor %}")
 

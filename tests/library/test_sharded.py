@@ -1,10 +1,9 @@
-"""Models in pieces: FSDP2 and DeepSpeed by `accelerate launch` train, save and resume as one process does, a sharded model
-is saved with the same code, and a launch that would shard nothing is refused."""
+"""Models in pieces: FSDP2 by `accelerate launch` trains, saves and resumes as one process does, a sharded model is saved
+with the same code, and a launch that would shard nothing is refused."""
 
 import json
 import sys
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from hf_infini import InfiniGPT2LMHeadModel
 from hf_infini.tools import training
 from hub_files import code_of
-from models import causal_mha, infini_gpt2, token_ids
+from models import infini_gpt2, token_ids
 from ranks import ended_well, on_ranks
 from running import ROOT, SIZES, load_recipe, losses, prepared_data, recipe, result, run, run_recipe
 from sharded_on_cpu import run_as_sharded_rank
@@ -30,51 +29,29 @@ train = load_recipe("train")
 
 CONFIGS = ROOT / "recipes" / "configs"
 ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", 2]
-LAUNCH = {
-    "fsdp2": ["--config_file", CONFIGS / "accelerate_fsdp2.yaml"],
-    "deepspeed": ["--use_deepspeed", "--deepspeed_config_file", CONFIGS / "deepspeed_zero2.json"],
-}
+FSDP2 = ["--config_file", CONFIGS / "accelerate_fsdp2.yaml"]
 
 
 def options(base: Path) -> list:
-    found = [
-        "--data",
-        prepared_data(base),
-        *SIZES,
-        "--attention",
-        "infini",
-        "--segment_length",
-        16,
-        "--position_encoding",
-        "segment",
-    ]
+    found = ["--data", prepared_data(base), *SIZES, "--attention", "infini", "--segment_length", 16]
+    found += ["--position_encoding", "segment", "--precision", "float32"]
     found += ["--batch_size", 4, "--max_steps", 3, "--eval_steps", 2, "--logging_steps", 1, "--save_steps", 2]
     # The last batch of an evaluation is the first process's alone, and yet both have to call the model
-    return found + ["--eval_rows", 12, "--precision", "float32"]
+    return found + ["--eval_rows", 12]
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory) -> Path:
-    return tmp_path_factory.getbasetemp()
-
-
-@pytest.fixture(scope="module", params=LAUNCH)
-def sharded(base, request) -> tuple[Path, Callable[[], str]]:
+def sharded(base) -> tuple[Path, Callable[[], str]]:
     """A run of two processes, and what starts it again."""
-    if request.param == "deepspeed" and find_spec("deepspeed") is None:
-        pytest.skip("pip install deepspeed; the first run then compiles its CPU operators for some minutes")
     script = [Path(__file__).parents[1] / "helpers" / "sharded_on_cpu.py", *recipe("train")[1:]]
-    words = [*options(base), "--gradient_accumulation", 2, "--num_processes", 2, "--out", base / request.param]
-    run(*ACCELERATE, *LAUNCH[request.param], *script, *words)
+    words = [*options(base), "--gradient_accumulation", 2, "--num_processes", 2, "--out", base / "fsdp2"]
+    run(*ACCELERATE, *FSDP2, *script, *words)
 
     def again() -> str:
-        """What the first process says when the same is started again."""
-        if request.param == "deepspeed":
-            return run(*ACCELERATE, *LAUNCH[request.param], *script, *words).stderr
-        # Without the time that three interpreters take to start
-        return ended_well(on_ranks(run_as_sharded_rank, 2, LAUNCH[request.param][1], "train", words))
+        """What the first process says, without the time that three interpreters take to start."""
+        return ended_well(on_ranks(run_as_sharded_rank, 2, FSDP2[1], "train", words))
 
-    return base / request.param, again
+    return base / "fsdp2", again
 
 
 @pytest.fixture(scope="module")
@@ -109,8 +86,7 @@ def test_what_a_sharded_run_saves_is_whole(sharded):
     weights = found.state_dict()
     assert all(torch.equal(weights[name], weight) for name, weight in checkpoint.state_dict().items())
     assert training.gate_values(found) == result(folder)["gates"]
-    assert code_of(folder).items() <= code_of(folder / "checkpoint-3").items()  # where DeepSpeed puts scripts of its own
-    assert code_of(folder).keys() == {"needs_hf_infini.py"}
+    assert code_of(folder) == code_of(folder / "checkpoint-3") and code_of(folder).keys() == {"needs_hf_infini.py"}
     configs = [json.loads((path / "config.json").read_text()) for path in (folder, folder / "checkpoint-3")]
     assert configs[0]["auto_map"] == configs[1]["auto_map"] and configs[1]["architectures"] == ["InfiniGPT2LMHeadModel"]
 
@@ -132,9 +108,8 @@ def process_group():
     distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize("make", [infini_gpt2])
-def test_a_model_that_is_sharded_carries_the_same_code(make, process_group, tmp_path):
-    model = make(**({"attention": "infini", "segment_length": 8} if make is causal_mha else {}))
+def test_a_model_that_is_sharded_carries_the_same_code(process_group, tmp_path):
+    model = infini_gpt2()
     model.save_pretrained(tmp_path / "plain", save_code=True)
     with torch.no_grad():
         wanted = model(token_ids(2, 20)).logits

@@ -70,11 +70,10 @@ def furthest(found, wanted):
     return max(float((one.double() - other).abs().max() / other.abs().max()) for one, other in pairs)
 
 
-@pytest.mark.parametrize("tokens", [4, 16])
-def test_thousands_of_roundings_do_not_add_up(tokens, monkeypatch):
+def test_thousands_of_roundings_do_not_add_up(monkeypatch):
     """Of the delta rule, whose map comes ever nearer to the identity: only changes are multiplied."""
     torch.manual_seed(0)
-    key, value = torch.randn(1, 4000, 1, tokens, 16).abs().double(), torch.randn(1, 4000, 1, tokens, 5).double()
+    key, value = torch.randn(1, 4000, 1, 4, 16).abs().double(), torch.randn(1, 4000, 1, 4, 5).double()
     results = []
     for most, dtype in ((0, torch.float64), (0, torch.float32), (2**20, torch.float32)):
         monkeypatch.setitem(scan.GROUPED_STATE, "cpu", most)

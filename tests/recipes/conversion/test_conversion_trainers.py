@@ -185,15 +185,6 @@ def test_diluted_rows_are_those_behind_another_text(tmp_path):
 
 
 @torch.no_grad()
-def test_the_text_s_loss_is_the_mean_over_a_row_s_labels(tmp_path):
-    made, ids = trainer(Together, tmp_path, text=1.0), token_ids(3, 48)
-    rows, model = all_counted(ids), made.model.eval()
-    rows[1, 1, :40], rows[2, 1] = NOT_COUNTED, NOT_COUNTED
-    own = [float(model(input_ids=row[None, 0], labels=row[None, 1]).loss) for row in rows[:2]]  # the third has no labels
-    assert float(made.loss_of(model, rows)) == pytest.approx(sum(own) / 3, rel=1e-5)
-
-
-@torch.no_grad()
 def test_rows_that_ask_are_learned_from_their_answers_and_text_from_the_teacher_as_well(tmp_path):
     made, ids = trainer(Together, tmp_path, text=0.25), token_ids(4, 48)
     rows, model = all_counted(ids), made.model.eval()

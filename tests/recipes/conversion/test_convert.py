@@ -274,20 +274,18 @@ def test_what_cannot_be_converted(checkpoint, base, tmp_path, capsys):
     diluted = ["--dilute_with", prepared_data(base)]
     for options, mentions in (
         (["--segment_length", 32], ["rows of 64 tokens, and the window sees 66", "Prepare longer rows"]),
-        (["--evaluation_from", 17], ["--evaluation_from 17: the window sees 18 tokens", "have 64; give a position between"]),
         (["--evaluation_data", tmp_path / "short"], ["of 8 tokens, there is nothing to predict from position 18 on"]),
         (["--narrow_to", 8], ["--narrow_to 8: give lengths below --segment_length 8", "or --narrow 0 0"]),
-        (["--narrow_to", 2], ["--narrow_to 2: give lengths", "above --sink_tokens 2"]),
-        (["--narrow", 0.5], ["--narrow takes two shares"]),
         (["--dilute_up_to", 8], ["--dilute_up_to does nothing without --dilute_with FOLDER"]),
         ([*diluted, "--together_steps", 0], ["--dilute_with is of the training of all layers: give"]),
         ([*diluted, "--update_rule", "delta"], ["it needs --update_rule linear"]),
-        ([*diluted, tmp_path / "short"], ["--dilute_with: the rows of all folders must be of one length; got"]),
         (["--repeat_up_to", 8], ["--repeat_up_to raises the learned rates", "it needs --update_rule gated_delta"]),
         (["--memory_in", 3], ["--memory_in 3: its layers are [0, 1, 2]"]),
+        (["--evaluation_from", 17], ["--evaluation_from 17: the window sees 18 tokens", "have 64; give a position between"]),
+        (["--narrow", 0.5], ["--narrow takes two shares"]),
+        ([*diluted, tmp_path / "short"], ["--dilute_with: the rows of all folders must be of one length; got"]),
         (["--memory_layers", 4], ["--memory_layers 4: the model has 3"]),
         (["--memory_layers", 2, "--memory_in", 1], ["--memory_layers chooses what --memory_in names: give one"]),
-        (["--feature_map", "elu", "--memory_write", "learned"], ["give feature_map='exp' or 'learned'"]),
     ):
         argv = ["--model", checkpoint, "--data", prepared_data(base), "--out", tmp_path / "out", *WINDOW, *SMALL, *options]
         refused(convert.main, argv, capsys, *mentions, keeps=tmp_path)

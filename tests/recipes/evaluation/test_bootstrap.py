@@ -38,11 +38,6 @@ def test_pairing_narrows_the_difference():
     assert one.low < other.value < one.high  # which the two intervals alone could not tell
 
 
-def test_a_model_does_not_differ_from_itself():
-    losses, counts = blocks(np.random.default_rng(4))
-    assert difference_interval(losses, counts, losses, counts) == Interval(0.0, 0.0, 0.0)
-
-
 def test_it_repeats_and_perplexity_is_the_exponential_of_all_three():
     losses, counts = blocks(np.random.default_rng(5))
     first = mean_interval(losses, counts, seed=7)

@@ -11,9 +11,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bad_input import refused
 from corpora.blocks import save_rows
-from corpora.tokenization import build_character_tokenizer
-from decoders import decoder
-from hf_infini import patch_model
 from models import gpt2
 from ranks import on_ranks, run_as_rank
 from running import CONTEXT, DATA, infini_options, load_recipe, prepared_data, result, straight_run, trained
@@ -120,17 +117,6 @@ def test_joined_documents_far_beyond_the_trained_context(model_and_data, tmp_pat
     assert found["cross_entropy"] == pytest.approx(expected, rel=1e-5)  # float32 sums in another order
 
 
-def test_a_patched_family_reads_a_text_in_rows_of_its_context(tmp_path):
-    text = "o gato sobe " * 42
-    tokenizer = build_character_tokenizer([text])
-    model = decoder("llama", vocab_size=len(tokenizer), max_position_embeddings=64)
-    for part in (patch_model(model, segment_length=16), tokenizer):
-        part.save_pretrained(tmp_path / "model")
-    (tmp_path / "text.txt").write_text(text, encoding="utf-8")
-    found = evaluate(tmp_path, "--model", tmp_path / "model", "--text", tmp_path / "text.txt")
-    assert (found["length"], found["complete_rows"]) == (64, 7)
-
-
 def test_what_is_refused(model_and_data, base, tmp_path, capsys):
     folder, data = model_and_data
     for options, message in (
@@ -167,11 +153,6 @@ def test_the_test_split(model_and_data, base, tmp_path):
         assert found[split]["cross_entropy"] == pytest.approx(expected, rel=1e-5)  # float32 sums in another order
     assert found["test"]["cross_entropy"] != found["validation"]["cross_entropy"]
     assert found["test"]["data_fingerprint"] == found["validation"]["data_fingerprint"] != result(folder)["data_fingerprint"]
-    text = evaluate(tmp_path, "--model", folder, "--data", data, "--split", "test", "--length", 200)
-    lines = [line for line in (data / "test_documents.jsonl").read_text(encoding="utf-8").split("\n") if line]
-    stream = [token for line in lines for token in tokens_of(folder, json.loads(line)["text"])]
-    rows = [stream[start : start + 200] for start in range(0, len(stream), 200)]
-    assert text["tokens"] == naive_cross_entropy(folder, [row for row in rows if len(row) > 1])[1]
 
 
 @pytest.mark.slow

@@ -38,16 +38,6 @@ def test_a_padded_batch_in_any_chunks_is_the_prompts_one_by_one(model, capsys, l
     assert [row["prompt"] for row in found] == prompts
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["global", "local", "infini", "none"])
-def test_every_kind_of_attention_reads_in_chunks(kind, base, capsys, long_prompt):
-    folder = trained(base, kind)
-    length = 50 if kind == "infini" else 150  # that one has learned positions, 64 of them
-    prompts = [long_prompt[:length], long_prompt[300:307]]
-    found = continuations(capsys, "--model", folder, "--prompt", *prompts, "--chunk", 7, "--max_new_tokens", 8)
-    assert [row["text"] for row in found] == [greedy(folder, prompt, 8) for prompt in prompts]
-
-
 def test_the_seed_decides_in_any_chunks(model, capsys, long_prompt):
     options = ["--model", model, "--prompt", long_prompt[:90], long_prompt[90:150], "--max_new_tokens", 8]
     drawn = [*options, "--do_sample", "true", "--temperature", 1.5]

@@ -72,17 +72,6 @@ def test_held_out_loss_of_a_dictionary(order):
         assert tokens == count and loss == pytest.approx(expected, rel=1e-10)  # float64 sums in another order
 
 
-def test_probabilities_sum_to_one_also_after_an_unseen_context():
-    train = random_rows(5, 8, seed=3)
-    tables = [ngrams.NgramCounts(train, order, VOCABULARY) for order in range(3)]
-    codes = np.arange(VOCABULARY**3)
-    found = ngrams.probabilities(tables, [1.0, 2.0, 4.0], codes).reshape(-1, VOCABULARY)
-    assert found.min() > 0 and np.abs(found.sum(1) - 1).max() < 1e-12  # seven float64 numbers
-    unseen = VOCABULARY * (VOCABULARY - 1) + 2  # after a token that never occurs, 2 is as likely as without context
-    below = ngrams.probabilities(tables[:1], [1.0], np.array([2]))
-    assert ngrams.probabilities(tables[:2], [1.0, 2.0], np.array([unseen])) == below
-
-
 def test_alphas_are_the_likeliest_when_each_token_is_left_out():
     train = random_rows(12, 10, seed=4)
     tables = [ngrams.NgramCounts(train, order, VOCABULARY) for order in range(3)]

@@ -12,16 +12,10 @@ import pytest
 from recall import facts
 from recall.examples import DoesNotFit, passkey_example
 from recall.facts import FACT_NAMES, fact_example, facts_row
-from recall.filler import Filler, read_stream
+from recall.filler import Filler
 from recall_texts import NAMES, assert_answered, encoder, filler, text_at, tokenizer
 
 # --- the filler -------------------------------------------------------------------------------------------------------
-
-
-def test_the_stream_begins_again_behind_its_end():
-    stream = np.arange(10, dtype=np.int32)
-    for start, count in itertools.product((0, 3, 4, 9, 13), (0, 1, 5, 27)):
-        assert read_stream(stream, start, count).tolist() == [(start + place) % 10 for place in range(count)]
 
 
 def test_articles_are_parted_by_a_blank_line():
@@ -53,18 +47,6 @@ def test_passkeys_have_exactly_the_length_and_the_depth(kind, depth):
         assert question.stated[0] - first.questions[0].stated[0] == round(depth * room)
     # Without filler in front, the needle's first words; the question's words stand between the needle and the end
     assert tokenizer(kind).decode(first.tokens).startswith("\n") and text_at(kind, first, (0, 30)).find("número") > 0
-
-
-def test_several_questions_stand_behind_the_number():
-    for seed in range(12):
-        rng = random.Random(seed)
-        example = passkey_example(rng, encoder("bpe"), filler("bpe"), 700, rng.random(), questions=4)
-        assert len(example.tokens) == 700 and len(example.questions) == 4
-        assert_answered("bpe", example)
-        asked = [question.asked for question in example.questions]
-        assert asked == sorted(asked) and asked[-1][1] == 699
-        assert len({question.stated for question in example.questions}) == 1
-        assert tokenizer("bpe").decode(example.tokens).count(example.questions[0].answer) == 6
 
 
 # --- facts ------------------------------------------------------------------------------------------------------------
@@ -165,15 +147,3 @@ def test_a_row_asks_for_all_it_states_at_any_distance(kind):
     # All places alike would put a twentieth of them there; by orders of magnitude it is more than half, less those that
     # the end of a sentence keeps away
     assert np.mean(np.array(distances) < 0.05 * length) > 0.1
-
-
-def test_short_rows_state_fewer_facts_and_not_always_the_same():
-    found = Counter()
-    for seed in range(60):
-        example = facts_row(random.Random(seed), encoder("bpe"), NAMES, filler("bpe"), 300)
-        assert len(example.tokens) == 300 and 1 <= len(example.questions) < 12
-        assert_answered("bpe", example)
-        found.update(question.fact for question in example.questions)
-    assert set(found) == set(FACT_NAMES)
-    with pytest.raises(DoesNotFit, match="rows of 40 tokens"):
-        facts_row(random.Random(0), encoder("bpe"), NAMES, filler("bpe"), 40)

@@ -229,7 +229,6 @@ def test_user_errors(capsys):
         (["--task", "facts", "--split", "test"], "--split chooses among the texts of --data or --text"),
         (["--task", "facts", "--text", __file__, "--data", "d"], "at most one of --data and --text"),
         (["--task", "passkey", "--length", "64"], "--length does nothing with --task passkey: it belongs to perplexity"),
-        (["--text", __file__, "--samples", "3"], "--samples does nothing with --task perplexity"),
         (["--task", "passkey", "--text", __file__, "--lengths", "64", "64"], "--lengths 64 64: give different numbers"),
     ):
         refused(evaluate_model.main, ["--model", "m", *options], capsys, message)
