@@ -6,8 +6,9 @@ import typing
 import pytest
 
 from bad_input import refused
-from cli import bounds_in_words
+from cli import UserError, bounds_in_words
 from running import ROOT, load_recipe
+from training.setup import check_trackers
 
 NEEDED = {
     "benchmark": ["--out", "x.json"],
@@ -151,3 +152,9 @@ def test_studies(case, capsys, tmp_path):
     argv = ["--study", file, "--data", tmp_path, "--out", tmp_path / "out"]
     code = 2 if "unrecognised" in message else 1
     refused(load_recipe("study").main, argv, capsys, message, keeps=tmp_path, code=code)
+
+
+def test_trackers():
+    for names, message in ((["tensorbord"], "tensorbord: choose none, or any of tensorboard"), (["none", "wandb"], "none: ")):
+        with pytest.raises(UserError, match=f"--report_to {message}"):
+            check_trackers(names)

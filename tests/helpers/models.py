@@ -41,7 +41,7 @@ def infini_gpt2(seed=0, **options) -> InfiniGPT2LMHeadModel:
 
 
 def causal_mha(seed=0, **options) -> CausalMHAForCausalLM:
-    """A model from scratch of the same sizes, its tables of positions and score weights far from their small starts."""
+    """A model from scratch of the same sizes, its tables, score weights and convolutions far from their small starts."""
     torch.manual_seed(seed)
     encoding = options.get("position_encoding")
     small = {"max_distance": 12} if encoding in ("relative_key", "t5") else {}
@@ -52,6 +52,8 @@ def causal_mha(seed=0, **options) -> CausalMHAForCausalLM:
         for name, parameter in getattr(block, "attn", model.lm_head).named_parameters():
             if name in ("gate.weight", "score_weight", "score_vector"):
                 parameter.data.normal_()
+            if name in ("memory_conv", "memory_write"):
+                parameter.data.normal_(std=0.3)
     return with_rates(model)
 
 

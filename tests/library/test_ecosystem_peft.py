@@ -1,8 +1,6 @@
 """An adapter of PEFT and the memory beside it: its modules are what PEFT chooses for the plain model, no way of loading
 leaves the memory out without a word, and both are saved and loaded together."""
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,6 +11,7 @@ from transformers import AutoModelForCausalLM, pipeline
 import hf_infini
 from decoders import decoder, token_ids
 from hf_infini import AutoInfiniModelForCausalLM, load_adapter, lora_config, patch_model
+from running import run
 
 peft = pytest.importorskip("peft", reason="pip install peft")
 adapted = peft.get_peft_model
@@ -182,9 +181,7 @@ assert model.peft_config["default"].target_modules == {"q_proj", "v_proj"}
 
 
 @pytest.mark.slow
-def test_peft_may_be_imported_after_the_model_is_loaded(plain, tmp_path):
+def test_peft_may_be_imported_after_the_model_is_loaded(plain, tmp_path, monkeypatch):
     BASES["patched"](plain).save_pretrained(tmp_path / "model")
-    root = {"PYTHONPATH": str(Path(hf_infini.__file__).parents[1]), "HF_HOME": str(tmp_path)}
-    command = [sys.executable, "-c", ORDER, tmp_path / "model"]
-    done = subprocess.run(command, env=os.environ | root, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    run(sys.executable, "-c", ORDER, tmp_path / "model")

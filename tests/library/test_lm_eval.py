@@ -1,8 +1,6 @@
 """lm-eval on hf_infini's models: every number against the model's own logits, and its command on local tasks."""
 
 import json
-import os
-import subprocess
 import sys
 
 import pytest
@@ -17,7 +15,7 @@ from hf_infini import patch_model, save_adapter, unpatch_model
 from hf_infini.models.adapter import merged
 from hf_infini.tools.lm_eval import UNLIMITED, InfiniLM
 from models import gpt2, infini_gpt2
-from running import ROOT, sample_text
+from running import run, sample_text
 
 POSITIONS = 64  # of the models, n_positions
 TEXT = sample_text()
@@ -127,9 +125,7 @@ def test_the_command_gives_the_class_s_numbers(infini, tokenizer, tmp_path):
     line = [sys.executable, "-m", "hf_infini.tools.lm_eval", "--model", "hf_infini", "--device", "cpu", "--batch_size", "3"]
     line += ["--model_args", f"pretrained={tmp_path / 'model'},chunk_tokens=50", "--include_path", str(tmp_path)]
     line += ["--tasks", ",".join(TASKS), "--log_samples", "--output_path", str(tmp_path / "out")]
-    environment = os.environ | {"HF_DATASETS_OFFLINE": "1", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    run(*line)
     samples = {}
     for name in TASKS:
         [file] = (tmp_path / "out").rglob(f"samples_{name}_*.jsonl")

@@ -17,10 +17,10 @@ DOCUMENTS = (11, 1, 4, 2, 32)  # lengths, 50 tokens in all
 CUTS = (0, 1, 2, 13, 14, 40, 50)
 
 
-def convolved(seed=0, make=infini_gpt2, **options):
+def convolved(**options):
     """A float64 model whose convolution, and what tokens weigh and feature maps if they are learned, are far from their
     starts."""
-    model = make(seed, **{"memory_conv": 3} | options).double()
+    model = infini_gpt2(**{"memory_conv": 3} | options).double()
     for block in model.transformer.h:
         if hasattr(block.attn, "memory_conv"):
             block.attn.memory_conv.data.normal_()

@@ -43,26 +43,9 @@ def copy_a_layer(model):
     layers_of(model)[1] = copy.deepcopy(layers_of(model)[0])
 
 
-def swap_layers(model):
-    layers = layers_of(model)
-    layers[0], layers[1] = layers[1], layers[0]
-
-
 def replace_forward(model):
     attention = attention_of(model)
     attention.forward = types.MethodType(lambda self, *args, **kwargs: type(self).forward(self, *args, **kwargs), attention)
-
-
-def wrap_attention(model):
-    class WrappedAttention(nn.Module):
-        def __init__(self, own):
-            super().__init__()
-            self.own = own
-
-        def forward(self, *args, **kwargs):
-            return self.own(*args, **kwargs)
-
-    set_attention(model, 0, WrappedAttention(attention_of(model)))
 
 
 def derive(module) -> None:
@@ -81,11 +64,9 @@ def see_what_follows(model):
 OWN_FORWARD = "has a forward of its own: use forward hooks, or delete it"
 REFUSED = [
     (share_attention, r"layer 1 has the attention of layer 0 \(layer_idx\). Give each layer a module of its own"),
-    (swap_layers, "layer 0 has the attention of layer 1"),
     (replace_forward, rf"its \w+.0.(self_)?attn, a \w+Attention, {OWN_FORWARD}"),
     (lambda model: with_own_forward(layers_of(model)[1]), rf"its \w+.1, a \w+, {OWN_FORWARD}"),
     (lambda model: with_own_forward(decoder_of(model)), f"Model cannot have Infini-attention: it {OWN_FORWARD}"),
-    (wrap_attention, "a WrappedAttention, is of no class of transformers.models."),
     (lambda model: derive(attention_of(model)), r"a My\w+Attention, is of no class of"),
     (lambda model: derive(layers_of(model)[1]), r"its \w+.1, a My\w+, is of no class of"),
     (give_a_configuration, "has a configuration of its own"),

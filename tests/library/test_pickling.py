@@ -2,22 +2,19 @@
 
 import copy
 import io
-import os
 import pickle
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-import hf_infini
 from decoders import decoder, token_ids
 from hf_infini import patch_model, unpatch_model
 from hf_infini.models.families import infini_class
 from hf_infini.models.structure import attention_layers, decoder_of
 from models import causal_mha
+from running import run
 
 IDS = token_ids(2, 40) % 89
 NAMES = ("olmoe", "gpt2", "causal_mha")
@@ -69,9 +66,7 @@ def test_another_process_reads_what_one_has_written(tmp_path):
         (folder / "pickled").write_bytes(pickle.dumps((copy.deepcopy(model.config), layer, model)))
         torch.save((IDS, logits(model)), folder / "tensors")
         torch.save(model, folder / "saved")
-    environment = os.environ | {"PYTHONPATH": str(Path(hf_infini.__file__).parents[1])}
-    done = subprocess.run([sys.executable, "-c", LOADED, *folders], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    run(sys.executable, "-c", LOADED, *folders)
     for folder in folders:  # also by the same names: of experts, files have others than models
         files = [(folder / saved / "model.safetensors").read_bytes() for saved in ("wanted", "again")]
         assert files[0] == files[1]

@@ -1,10 +1,7 @@
 """What transformers and other libraries decide by a model's type or class name: the families get what GPT-2 gets."""
 
 import json
-import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import tokenizers
@@ -19,11 +16,11 @@ from transformers import (
 )
 from transformers.modelcard import TrainingSummary
 
-import hf_infini
 from decoders import decoder
 from hf_infini import patch_model
 from hf_infini.models.families import infini_config
 from models import causal_mha, infini_gpt2, token_ids
+from running import run
 
 FAMILIES = {
     "llama": lambda: patch_model(decoder("llama"), segment_length=8),
@@ -53,13 +50,7 @@ def test_families_cost_nothing_until_one_is_loaded(tmp_path):
     folders = [tmp_path / name for name in ("gpt2", "llama", "qwen3_moe")]
     for folder in folders:
         patch_model(decoder(folder.name), segment_length=8).save_pretrained(folder)
-    done = subprocess.run(
-        [sys.executable, "-c", LAZY, *folders],
-        env=os.environ | {"PYTHONPATH": str(Path(hf_infini.__file__).parents[1])},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
+    run(sys.executable, "-c", LAZY, *folders)
 
 
 def smoothed_loss(logits, labels, smoothing: float):

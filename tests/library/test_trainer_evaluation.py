@@ -8,7 +8,7 @@ import pytest
 import torch
 from datasets import Dataset
 from torch import distributed
-from transformers import TrainingArguments
+from transformers import DataCollatorWithFlattening, TrainingArguments
 
 from hf_infini.tools.metrics import stream_losses
 from hf_infini.tools.training import PerplexityTrainer
@@ -83,17 +83,9 @@ def test_padding_that_has_labels_is_not_counted(tmp_path):
 
 
 def test_packed_documents_and_labels_that_do_not_count(tmp_path):
-    """As a flattening collator makes them: one row, positions that begin again, no label at a document's first token."""
+    """One row, positions that begin again, no label at a document's first token."""
     model = infini_gpt2()
-
-    def flatten(rows):
-        texts = [row["input_ids"] for row in rows]
-        labels = [label for text in texts for label in [-100, *text[1:]]]
-        positions = [place for text in texts for place in range(len(text))]
-        return {"input_ids": torch.tensor([sum(texts, [])]), "labels": torch.tensor([labels]),
-                "position_ids": torch.tensor([positions])}  # fmt: skip
-
-    found = trainer(model, tmp_path, flatten, eval_dataset=ROWS).evaluate()
+    found = trainer(model, tmp_path, DataCollatorWithFlattening(), eval_dataset=ROWS).evaluate()
     cross_entropy, tokens = alone(model)
     assert found["eval_tokens"] == tokens and found["eval_loss"] == pytest.approx(cross_entropy, rel=FLOAT32)
 

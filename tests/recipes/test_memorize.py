@@ -8,6 +8,7 @@ import torch
 from tokenizers import Tokenizer, normalizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
+from bad_input import refused
 from corpora.long_texts import pieces_of_text, tokens_of_file
 from corpora.tokenization import build_character_tokenizer, encode_texts, train_bpe
 from decoders import decoder
@@ -52,14 +53,6 @@ def memory(model, text, tmp_path_factory):
 
 def remember(*options) -> None:
     memorize.main([*map(str, options), "--device", "cpu"])
-
-
-def refused(capsys, *options) -> str:
-    """The message on standard error with which the recipe ends."""
-    with pytest.raises(SystemExit) as stopped:
-        remember(*options)
-    assert stopped.value.code == 1
-    return capsys.readouterr().err
 
 
 # --- over several processes --------------------------------------------------------------------------------------------
@@ -159,7 +152,8 @@ def test_killed_while_it_writes_it_goes_on_and_ends_with_the_same_bytes(tmp_path
         change()
         file.unlink(missing_ok=True)
         shutil.copy(tmp_path / "kept", partial)
-        assert message in refused(capsys, *options, "--out", file) and partial.exists()
+        refused(memorize.main, [*options, "--out", file], capsys, message)
+        assert partial.exists()
 
 
 def test_several_texts_and_a_second_start(model, text, memory, tmp_path, capsys):
@@ -177,8 +171,9 @@ def test_several_texts_and_a_second_start(model, text, memory, tmp_path, capsys)
     assert times == [file.stat().st_mtime_ns for file in sorted(folder.iterdir())]
     # Another text or model under the name of a finished memory
     other.write_text("Another text", encoding="utf-8")
-    assert "sonnet.safetensors is the memory of another text. --out: choose another name" in refused(capsys, *options)
-    assert "dtype is float32 in the file and bfloat16 in" in refused(capsys, *options, "--dtype", "bfloat16")
+    words = [*options, "--device", "cpu"]
+    refused(memorize.main, words, capsys, "sonnet.safetensors is the memory of another text. --out: choose another name")
+    refused(memorize.main, [*words, "--dtype", "bfloat16"], capsys, "dtype is float32 in the file and bfloat16 in")
     assert times == [file.stat().st_mtime_ns for file in sorted(folder.iterdir())]
 
 
