@@ -38,21 +38,6 @@ def test_no_tokens_give_no_output_and_leave_the_state_as_it_was(batch, tokens, o
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype", "most"), [("attention_mask", torch.float16, None), ("memory_mask", torch.int32, 1)]
-)
-def test_masks_of_any_dtype(name, dtype, most):
-    case = plain_case(max_documents=most)
-    for mask in (torch.zeros(2, 24), torch.ones(2, 24), torch.arange(48).view(2, 24) % 2):
-        results = []
-        for kind in (torch.bool, dtype):
-            case.options[name] = mask.to(kind)
-            results.append(case.call(infini_attention))
-        (wanted, wanted_state), (output, state) = results
-        assert torch.equal(output, wanted)
-        assert_same_state(state, wanted_state, 0)
-
-
-@pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"segment_length": 0}, "segment_length must be ≥ 1"),

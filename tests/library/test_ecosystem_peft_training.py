@@ -19,7 +19,6 @@ from models import causal_mha
 
 peft = pytest.importorskip("peft", reason="pip install peft")
 trl = pytest.importorskip("trl", reason="pip install trl")
-from datasets import Dataset  # noqa: E402
 
 OPTIONS = {"segment_length": 8, "local_segments": 1}
 LEARNED = {"memory_init": "learned", "memory_conv": 2, "memory_write": "learned", "feature_map": "learned"}
@@ -93,14 +92,6 @@ def with_trainer(model, folder, groups=None, **options):
     Trainer(model, arguments, train_dataset=rows, data_collator=default_data_collator, optimizers=optimizers).train()
 
 
-def with_sft(model, folder, config=None):
-    arguments = trl.SFTConfig(str(folder), max_steps=3, per_device_train_batch_size=2, bf16=False, max_length=20, **RUN)
-    rows = Dataset.from_dict({"input_ids": token_ids(8, 20).tolist()})
-    tokenizer = build_character_tokenizer(["abc"])
-    options = {"processing_class": tokenizer, "peft_config": config}
-    trl.SFTTrainer(model, args=arguments, train_dataset=rows, **options).train()
-
-
 def slow_groups(model):
     return parameter_groups(model, 1e-4, 1e-5, 0.0)
 
@@ -111,11 +102,9 @@ def good_groups(model):
 
 TRAINED = {
     "LoRA in a loop": (lambda _: loop(with_lora()), [STILL]),
-    "LoRA in TRL": (lambda folder: with_sft(patched(), folder, peft.LoraConfig()), [STILL]),
     "a loop": (lambda _: loop(m := patched(), torch.optim.SGD(m.parameters(), lr=1e-4)), [SLOW]),
     "the Trainer": (lambda folder: with_trainer(patched(), folder), [SLOW]),
     "slow groups in the Trainer": (lambda folder: with_trainer(m := patched(), folder, slow_groups(m)), [SLOW]),
-    "lora_config in TRL": (lambda folder: with_sft(m := patched(), folder, lora_config(m)), [SLOW]),
     "two trainings": (lambda folder: [with_trainer(m := patched(), folder), with_trainer(m, folder)], [SLOW, SLOW]),
     "good groups": (lambda folder: with_trainer(m := patched(), folder, good_groups(m)), []),
     "good groups that are warmed up": (

@@ -1,17 +1,15 @@
 """`transformers serve` and `transformers chat`, and `pipeline`: a patched model answers as it does in Python."""
 
 import contextlib
-import json
 import os
 import re
 import socket
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
 from pathlib import Path
 
+import httpx
 import pytest
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
@@ -69,8 +67,8 @@ def served(folder: Path):
         try:
             for _ in range(240):
                 assert server.poll() is None, (folder / "log").read_text()
-                with contextlib.suppress(urllib.error.URLError):
-                    urllib.request.urlopen(f"http://localhost:{port}/health").close()
+                with contextlib.suppress(httpx.TransportError):
+                    httpx.get(f"http://localhost:{port}/health")
                     break
                 time.sleep(0.5)
             yield f"http://localhost:{port}"
@@ -80,10 +78,8 @@ def served(folder: Path):
 
 def asked(address: str, model: Path) -> str:
     body = {"model": str(model), "messages": [{"role": "user", "content": PROMPT}], "max_tokens": 8, "temperature": 0}
-    kind = {"Content-Type": "application/json"}
-    request = urllib.request.Request(f"{address}/v1/chat/completions", json.dumps(body).encode(), kind)
-    with urllib.request.urlopen(request) as reply:
-        return json.load(reply)["choices"][0]["message"]["content"]
+    reply = httpx.post(f"{address}/v1/chat/completions", json=body, timeout=300).raise_for_status()
+    return reply.json()["choices"][0]["message"]["content"]
 
 
 @pytest.mark.slow

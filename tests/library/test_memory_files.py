@@ -9,7 +9,7 @@ import torch
 from hf_infini import InfiniCache
 from hf_infini.cache.files import MemoryFileError, describe_model, read_memory_file, read_record, write_memory_file
 from memories import MIXED, VARIANTS, each, mha, read
-from models import FLOAT32, causal_mha, gpt2, in_calls, infini_gpt2, left_padded, token_ids
+from models import FLOAT32, causal_mha, gpt2, in_calls, infini_gpt2, token_ids
 
 
 @pytest.fixture(scope="module")
@@ -111,25 +111,6 @@ def test_dtypes_are_kept(tmp_path):
     assert (loaded.state.memory.dtype, loaded.state.local_key.dtype) == (torch.float32, torch.bfloat16)
     with pytest.raises(MemoryFileError, match="dtype is bfloat16 in the file and float32 in the model"):
         InfiniCache.from_pretrained(tmp_path / "m", infini_gpt2(local_segments=1))
-
-
-@pytest.mark.slow
-@each(VARIANTS)
-def test_what_a_model_writes_is_taken_at_every_length(variant, tmp_path):
-    """Ragged rows and packed ones, at the borders of segments, in training mode, and without a random number drawn."""
-    make, options = variant
-    model = make(**options).train()
-    for lengths in ([1, 3], [7, 8], [9, 17], [16, 25]):
-        cache = read(model.eval(), **left_padded([token_ids(1, length) for length in lengths]))
-        cache.save_pretrained(tmp_path / "m", model)
-        torch.manual_seed(0)
-        InfiniCache.from_pretrained(tmp_path / "m", model.train())
-        assert torch.equal(torch.rand(3), torch.rand(3, generator=torch.Generator().manual_seed(0)))
-    positions = torch.cat([torch.arange(13), torch.arange(10)])[None]
-    cache = read(model.eval(), token_ids(1, 23), position_ids=positions)
-    assert cache.state.tokens_seen.tolist() == [10]
-    cache.save_pretrained(tmp_path / "m", model)
-    InfiniCache.from_pretrained(tmp_path / "m", model)
 
 
 def test_windows_of_autocast(tmp_path):

