@@ -12,7 +12,7 @@ from hf_infini.ops.layout.base import PlainLayout
 from hf_infini.ops.layout.build import restarts, segment_layout
 from hf_infini.ops.memory import Borders, Written, exp_features
 from hf_infini.ops.rules import memory_rule
-from hf_infini.ops.scores import as_dot_product
+from hf_infini.ops.scores import as_dot_product, scaled_dot_scores
 
 ONE = torch.ones(1, 1, 1, 1)
 WRITTEN = Written(ONE[None], ONE[None], None)
@@ -86,3 +86,9 @@ def test_exp_features_and_their_gradient_up_to_the_bound_and_beyond():
     features, wanted = exp_features(x), other.clamp(max=30).exp()
     torch.testing.assert_close(features, wanted)
     torch.testing.assert_close(*(torch.autograd.grad(y.sum(), z)[0] for y, z in ((features, x), (wanted, other))))
+
+
+def test_scaled_products_within_float16_are_finite_there():
+    """The product before its scaling, 16 · 100 · 100 = 160,000, would not be; 40,000 is a number of float16."""
+    entries = torch.full((1, 1, 1, 16), 100.0, dtype=torch.float16)
+    assert scaled_dot_scores(entries, entries).item() == 40_000
