@@ -129,8 +129,8 @@ def outputs_and_gradients(function, module, x) -> list[torch.Tensor]:
 
 
 LOCAL = {"attention": "local", "sliding_window": 4}
-# Eleven of the forty kinds, in which each score meets most encodings, and each of both the two reaches; in the last, relative
-# positions are added to keys and not to scores
+# Eleven of the forty kinds, in which each score meets most encodings, and each of both the two reaches; in the last,
+# relative positions are added to keys and not to scores
 KINDS = [(SCORES[n % 4], POSITIONS[n % 5], LOCAL if n // 2 % 2 else {}) for n in range(10)]
 KINDS.append(("additive", "relative_key", LOCAL))
 
