@@ -24,6 +24,9 @@ DIMENSIONS = {
     "memory_norm": ("batch", "head", "segment"),
     "normaliser_norm": ("batch", "head", "segment"),
     "segments": ("batch", "query"),
+    "fates": ("batch", "head", "segment", "key"),
+    "attention_score": ("batch", "head", "key"),
+    "learned_score": ("batch", "head", "key"),
 }
 
 
@@ -94,6 +97,9 @@ class LayerInspection:
     memory_norm: NamedTensor | None = None
     normaliser_norm: NamedTensor | None = None
     segments: NamedTensor | None = None
+    fates: NamedTensor | None = None
+    attention_score: NamedTensor | None = None
+    learned_score: NamedTensor | None = None
 
 
 class Prediction(NamedTuple):

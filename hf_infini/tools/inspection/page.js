@@ -22,7 +22,7 @@ const SCALES = {
   log: weight => weight <= 1e-4 ? 0 : 1 + Math.log10(weight) / 4,
 };
 const withHeads = data.layers.filter(layer => layer.levels);
-const state = {layer: withHeads[0], head: 0, query: count - 1, key: count - 1, cell: 0, shown: null};
+const state = {layer: withHeads[0], head: 0, query: count - 1, key: count - 1, cell: 0, shown: null, moment: null};
 const $ = id => document.getElementById(id);
 const darkScheme = matchMedia("(prefers-color-scheme: dark)");
 

@@ -1,8 +1,8 @@
 """One HTML page of what [`hf_infini.inspection.inspect_attention`] found: no other file, nothing from a network.
 
 Its frame is `page.html`, which takes in the style `page.css` and the scripts, plain JavaScript without a library: what it
-says (`strings.js`), its numbers and colours (`page.js`), a head's heat map (`map.js`), the charts and tables of the memory
-(`charts.js`), and what reacts to the reader (`start.js`).
+says (`strings.js`), its numbers and colours (`page.js`), a head's heat map (`map.js`), what it keeps (`fates.js`), the charts and
+tables of the memory (`charts.js`), and what reacts to the reader (`start.js`).
 
 The weights travel compactly. The row of a query is stored from the first key that it sees to the query itself, each weight
 as a 16-bit level: weight = exp(−level / 1000), so 0.05 % exact, and score = −level / 1000 + s, with a number s per row, the
@@ -25,6 +25,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ...ops.rules.base import KEEP_SCORES
+
 if TYPE_CHECKING:  # heads.py imports this module
     from .heads import Inspection, LayerInspection
 
@@ -33,7 +35,7 @@ LAST_LEVEL = 65534  # exp(−65.5) = 4e-29: what is smaller is shown as this
 LAST_MEMORY_LEVEL, NEGATIVE = 32766, 32768  # exp(−32.8) = 6e-15 of the row's largest
 NOTHING = 65535  # a token that the query does not see
 LARGEST_FRAME = 15e6  # weights, of 1.3 bytes each
-SCRIPTS = ("strings.js", "page.js", "map.js", "charts.js", "start.js")
+SCRIPTS = ("strings.js", "page.js", "map.js", "fates.js", "charts.js", "start.js")
 
 
 def inspection_page(inspection: "Inspection", *, title: str, row: int = 0) -> str:
@@ -94,7 +96,8 @@ def page_data(inspection: "Inspection", *, title: str, row: int = 0) -> dict:
         with heads, `first` (per query the first key it sees), `levels` and `sums` (per head, base64 of little-endian
         uint16 and float32: see the module) and, with a memory, `gate`, `tokenGate`, `share`, `memory`, `normaliser`
         (norms), `segments`, `memoryFirst` and `memoryStop` (per query, where the tokens begin and end that the memory
-        holds), `memoryLevels` and `memoryTops`.
+        holds), `memoryLevels`, `memoryTops`, `fates` (per head and segment a string of digits, `FATES` of the tokens) and
+        `scores` (by name, per head, of the tokens).
     """
     real = inspection.real[row]
     layers = [_layer_data(layer, real, row) for layer in inspection.layers.values()]
@@ -130,6 +133,10 @@ def _layer_data(layer: "LayerInspection", real: Tensor, row: int) -> dict:
         found["share"] = _numbers(known["memory_share"][row][:, real])
         found["memory"] = _numbers(known["memory_norm"][row, :, :stop])
         found["normaliser"] = _numbers(known["normaliser_norm"][row, :, :stop])
+        fates = known["fates"][row, :, :stop][:, :, real]
+        found["fates"] = [["".join(map(str, moment)) for moment in head] for head in fates.tolist()]
+        scores = {name: known.get(f"{name}_score") for name in KEEP_SCORES["half"]}
+        found["scores"] = {name: _numbers(score[row][:, real]) for name, score in scores.items() if score is not None}
     return found
 
 

@@ -51,11 +51,6 @@ def inspect_attention(
     if hasattr(model, "get_base_model"):  # PEFT's wrapper
         model = model.get_base_model()
     base, attentions = _attention_modules(model)
-    if getattr(base.config, "kept_tokens", 0):
-        raise ValueError(
-            f"cannot inspect a model with kept_tokens={base.config.kept_tokens}: what a head keeps is in the cache only "
-            "(InfiniState.kept_position). Give kept_tokens=0."
-        )
     wanted = list(range(len(attentions))) if layers is None else sorted(set(layers))
     if not set(wanted) <= set(range(len(attentions))):
         raise ValueError(f"layers must be numbers from 0 to {len(attentions) - 1}; got {wanted}.")
