@@ -67,7 +67,7 @@ def made(make, options):
     """The model, its starts, convolutions, writing weights and maps not the same for all heads and places."""
     model = make(**options)
     for name, parameter in model.named_parameters():
-        if name.rsplit(".")[-1] in ("start_memory", "start_normaliser", "memory_conv", "memory_write", "query_map", "keep_weight"):
+        if name.endswith(("start_memory", "start_normaliser", "memory_conv", "memory_write", "query_map", "keep_weight")):
             parameter.data.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)), alpha=0.3)
     return model
 

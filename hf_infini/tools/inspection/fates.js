@@ -16,6 +16,10 @@ function shareKept(token, moment) {
   return fates.filter(fate => fate === KEPT).length / fates.length;
 }
 
+function momentName(moment) {
+  return moment === state.layer.fates[0].length - 1 ? say("afterText") : say("asRead", moment);
+}
+
 function drawFates() {
   const {layer} = state;
   $("keeps").hidden = !layer.fates;
@@ -23,7 +27,7 @@ function drawFates() {
   const last = layer.fates[0].length - 1, moment = Math.min(state.moment ?? last, last), slider = $("moment");
   slider.max = last;
   slider.value = moment;
-  $("moment-name").textContent = moment === last ? say("afterText") : say("asRead", moment);
+  $("moment-name").textContent = momentName(moment);
   const anyKept = layer.fates.some(rows => rows.some(row => row.includes(KEPT))), names = Object.keys(layer.scores);
   $("fates-title").textContent = say(anyKept ? "keeps" : "whereTokens", headName(layer, state.head));
   const chosen = names.includes($("coloured").value) ? $("coloured").value : "fate";
@@ -61,14 +65,16 @@ function ranksOf(numbers) {
 }
 
 function fateFacts(token, moment) {
-  const {layer} = state, last = layer.fates[0].length - 1, found = [[say("token"), `${token} ${tokens[token]}`]];
-  const name = place => place === last ? say("end") : place, kept = [];
-  found.push([say("segment"), layer.segments[token]]);
-  for (let place = 0; place <= last; place++) if (shareKept(token, place)) kept.push(place);
-  const share = shareKept(token, moment), fate = fatesOf(token, moment)[0];
-  if (state.head === MEAN) found.push([say("keptBy"), `${Math.round(100 * share)} %`]);
-  else found.push([moment === last ? say("afterText") : say("asRead", moment), say(FATES[fate])]);
-  if (kept.length) found.push([say("kept"), say("fromTo", name(kept[0]), name(kept.at(-1)))]);
+  const {layer, head} = state, last = layer.fates[0].length - 1;
+  const found = [[say("token"), `${token} ${tokens[token]}`], [say("segment"), layer.segments[token]]];
+  if (head !== MEAN) {
+    const kept = [...layer.fates[head].keys()].filter(place => shareKept(token, place)), until = kept.at(-1);
+    found.push([momentName(moment), say(FATES[fatesOf(token, moment)[0]])]);
+    if (kept.length) found.push([say("kept"), say("fromTo", kept[0], until === last ? say("end") : until)]);
+  }
+  const everywhere = withHeads.flatMap(other => other.fates ?? []);
+  const keeping = rows => say("ofAll", rows.filter(row => Number(row[moment][token]) === KEPT).length, rows.length);
+  found.push([say("keptBy"), keeping(layer.fates)], [say("keptByAll"), keeping(everywhere)]);
   for (const name of Object.keys(layer.scores)) found.push([say(name), spell(scoreOf(name, token))]);
   return found;
 }

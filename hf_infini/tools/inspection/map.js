@@ -163,7 +163,7 @@ function facts() {
     const least = weight <= 1.0001 * Math.exp(-LAST_LEVEL / LEVELS_PER_NAT) ? text => say("atMost", text) : text => text;
     found.push([say(layer.gate ? "localWeight" : "weight"), least(spell(weight))]);
     if (score !== null) found.push([say("score"), least(spell(score))]);
-  } else found.push([say("memoryWeight"), spell(weight)]);
+  } else found.push([say(shown.kinds[place] === MIXED ? "weight" : "memoryWeight"), spell(weight)]);
   if (layer.gate) {
     if (shown.kinds[place] !== OUT_OF_SIGHT) found.push([say("inOutput"), spell(shown.output[place])]);
     found.push([say("gate"), spell(mean(layer.tokenGate))], [say("share"), spell(mean(layer.share))]);

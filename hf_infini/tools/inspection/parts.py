@@ -124,9 +124,11 @@ def memory_parts(call: AttentionCall) -> dict[str, Tensor]:
     share = ((mixed_weights - weights) * apart).sum(-1, keepdim=True) / apart.square().sum(-1, keepdim=True)
     share = torch.where(has_memory, share, 0)
     of_memory, of_local = (share * memory).norm(dim=-1), ((1 - share) * local).norm(dim=-1)
-    scores, segments, (norms, taken_in) = _scores(call, weights), _segments(call.layout), _memories(call, written)
+    scores, segments = _scores(call, weights), _segments(call.layout)
+    memory_norm, normaliser_norm, taken_in = _memories(call, written)
     fates = _fates(call.layout, segments, taken_in)
-    of_kv_heads = {**norms, "fates": fates, **_keep_scores(call, scores, segments, fates)}
+    of_kv_heads = {"memory_norm": memory_norm, "normaliser_norm": normaliser_norm, "fates": fates}
+    of_kv_heads |= _keep_scores(call, scores, segments, fates)
     return {
         "scores": scores,
         "weights": weights,
@@ -170,9 +172,11 @@ def _scores(call: AttentionCall, weights: Tensor) -> Tensor:
 
 
 def _watched(rule: MemoryRule, found: list[Written]) -> MemoryRule:
-    """The rule, which also leaves in `found` what is written; values that are not are 0."""
+    """The rule, which also leaves in `found` what each segment writes; values that are not written are 0."""
 
     class Watched(type(rule)):
+        additive = False  # so that segments are not joined to blocks
+
         def written(self, key, value, log_weight, mask=None):
             found.append(super().written(key, value if mask is None else value * mask, log_weight, mask))
             return found[-1]
@@ -180,25 +184,18 @@ def _watched(rule: MemoryRule, found: list[Written]) -> MemoryRule:
     return Watched(**vars(rule))
 
 
-def _memories(call: AttentionCall, found: list[Written]) -> tuple[dict[str, Tensor], Tensor]:
-    """The memory's norms `[B, K, S + 1]` as each segment of the grid reads it, and after the last; and `[B, K, S + 1, T]` bool,
-    which tokens it has taken in by then. `found`: by the groups of the grid; behind the values are the tokens' units."""
-    layout, state, width = call.layout, call.state, call.tokens.value.shape[-1]
-    parts: list[Any] = []
-    for of_groups in zip(*found, strict=True):  # [B, N, K, P, …] each, of which [B, S, K, C, …]
-        if of_groups[0] is not None:
-            blocks = [part.unflatten(3, (-1, layout.slots)).transpose(2, 3).flatten(1, 2) for part in of_groups]
-            of_groups = torch.cat(blocks, 1)[:, : layout.segments]
-        parts.append(of_groups if isinstance(of_groups, Tensor) else None)
-    written = Written(*parts)
-    value, units = written.value[..., :width], written.value[..., width:]
-    borders = layout.borders(0, layout.segments)
-    states = call.rule.states(written._replace(value=value), state.memory, state.normaliser, state.start(), borders)
-    memory = torch.cat([states.memory, states.last_memory.unsqueeze(1)], 1).flatten(3)
-    normaliser = torch.cat([states.normaliser, states.last_normaliser.unsqueeze(1)], 1)
-    norms = (part.norm(dim=-1).transpose(1, 2) for part in (memory, normaliser))
-    taken_in = F.pad(units.sum(3).cumsum(1), (0, 0, 0, 0, 1, 0)).transpose(1, 2) > 0
-    return dict(zip(("memory_norm", "normaliser_norm"), norms, strict=True)), taken_in
+def _memories(call: AttentionCall, found: list[Written]) -> tuple[Tensor, Tensor, Tensor]:
+    """Norms of memory and normaliser, `[B, K, S + 1]`, as each segment of the grid reads them, and after the last; and which
+    tokens the memory has taken in by then, `[B, K, S + 1, T]` bool. `found`: with the tokens' units behind the values."""
+    width, state, borders = call.tokens.value.shape[-1], call.state, call.layout.borders(0, call.layout.segments)
+    of_groups: Any = zip(*found, strict=True)
+    features, values, log_weight = (None if parts[0] is None else torch.cat(parts, 1) for parts in of_groups)
+    written = Written(features, values[..., :width], log_weight)
+    states = call.rule.states(written, state.memory, state.normaliser, state.start(), borders)
+    memory = torch.cat([states.memory, states.last_memory.unsqueeze(1)], 1).flatten(3).norm(dim=-1)
+    normaliser = torch.cat([states.normaliser, states.last_normaliser.unsqueeze(1)], 1).norm(dim=-1)
+    taken_in = F.pad(values[..., width:].sum(3).cumsum(1), (0, 0, 0, 0, 1, 0)) > 0
+    return memory.transpose(1, 2), normaliser.transpose(1, 2), taken_in.transpose(1, 2)
 
 
 def _fates(layout: GridLayout, segments: Tensor, taken_in: Tensor) -> Tensor:
@@ -228,8 +225,7 @@ def _keep_scores(call: AttentionCall, scores: Tensor, segments: Tensor, fates: T
     names, found = KEEP_SCORES[call.rule.keep_score] if call.layout.kept_tokens else (), {}
     if "attention" in names:  # a softmax over sinks and window alone
         seen = fates[:, 0].gather(1, segments.clamp(min=0).unsqueeze(2).expand(-1, -1, segments.shape[1]))
-        near = ((seen == SINK) | (seen == WINDOW)).tril() & (segments >= 0).unsqueeze(2)
-        near = near.unsqueeze(1)
+        near = (((seen == SINK) | (seen == WINDOW)).tril() & (segments >= 0).unsqueeze(2)).unsqueeze(1)
         received = scores.masked_fill(~near, -torch.inf).softmax(-1).nan_to_num().sum(2) / near.sum(2).clamp(min=1)
         found["attention_score"] = received.unflatten(1, (fates.shape[1], -1)).mean(2)
     if "learned" in names and call.tokens.score is not None:

@@ -142,7 +142,7 @@ def _layer_inspection(number: int, parts: dict[str, Tensor] | None, config, real
     kind = "global" if layer_kinds(config)[number] == "full_attention" else "local"
     if config.model_type == "causal_mha":
         kind = config.attention
-    return LayerInspection(number, "infini" if "gate" in parts else kind, **named)
+    return LayerInspection(number, "infini" if "gate" in parts else kind, named)
 
 
 def _predictions(logits: Tensor, ids: Tensor, real: Tensor, tokenizer) -> list[list[Prediction]]:
