@@ -248,11 +248,16 @@ def test_weights_and_heads_are_the_naive_function_s(make, options):
     assert_kept(layer, state, -1)
     names = {"half": ["attention", "learned"]}.get(call.rule.keep_score, [call.rule.keep_score])
     scores = [getattr(layer, f"{name}_score").values[:, :: heads // len(state.kept_position[0])] for name in names]
-    places = slice(call.layout.sink_tokens, call.layout.sink_tokens + call.layout.kept_tokens)
-    filled = state.kept_position >= 0
-    for score, wanted in zip(scores, state.local_score[:, :, places].unbind(-1), strict=True):
-        score = score.gather(-1, state.kept_position.clamp(min=0))
-        torch.testing.assert_close(score[filled], wanted[filled], **FLOAT64)
+    # The state has sums of what the window's tokens have received, of which the last token was the last to ask
+    local, filled = call.layout.local_segments, state.kept_position >= 0
+    window = torch.arange(max(0, (TOKENS // length - local) * length), TOKENS)
+    places = call.layout.ahead + (local - TOKENS // length) * length + window
+    for name, score, found in zip(names, scores, state.local_score.unbind(-1), strict=True):
+        kept = score.gather(-1, state.kept_position.clamp(min=0))
+        torch.testing.assert_close(kept[filled], found[:, :, call.layout.kept_places][filled], **FLOAT64)
+        score = score * (TOKENS - torch.arange(TOKENS) if name == "attention" else 1)
+        wanted = found[:, :, places].masked_fill(window < call.layout.sink_tokens, 0)
+        torch.testing.assert_close(score[:, :, window], wanted, **FLOAT64)
 
 
 @models([INFINIS[1], INFINIS[4], INFINIS[6]])

@@ -3,10 +3,7 @@
 import base64
 import json
 import re
-import shutil
-import subprocess
 from html.parser import HTMLParser
-from importlib import resources
 
 import numpy as np
 import pytest
@@ -18,7 +15,7 @@ from bad_input import refused
 from corpora.tokenization import build_character_tokenizer, train_bpe
 from hf_infini.tools.inspection import inspect_attention
 from hf_infini.tools.inspection import page as page_module
-from hf_infini.tools.inspection.page import LAST_LEVEL, NEGATIVE, NOTHING, SCRIPTS, inspection_page, page_data
+from hf_infini.tools.inspection.page import LAST_LEVEL, NEGATIVE, NOTHING, inspection_page, page_data
 from models import causal_mha, gpt2, infini_gpt2
 from plots.kept import COLUMNS, LOOKS, token_places
 from running import load_recipe
@@ -172,17 +169,6 @@ def test_the_page_needs_nothing_else(bpe):
     assert set(re.findall(r"\$\(\"(\w+)\"\)", text)) <= ids
     for name in ("aria-labelledby", "aria-describedby"):
         assert {value for attribute, value in page.attributes if attribute == name} <= ids
-
-
-@pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed: the script's syntax is not checked")
-def test_the_script_is_valid(bpe, tmp_path):
-    page = Page(inspection_page(inspect_attention(gpt2(), torch.ones(1, 3, dtype=torch.long)), title="m"))
-    (tmp_path / "page.js").write_text(page.content["script", None], encoding="utf-8")
-    for name in SCRIPTS:
-        source = resources.files("hf_infini.tools.inspection").joinpath(name)
-        assert source.read_text("utf-8") in page.content["script", None]
-    done = subprocess.run(["node", "--check", tmp_path / "page.js"], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
 
 
 def test_numbers_that_are_not_finite_and_layers_without_attention():

@@ -14,10 +14,10 @@ const STRINGS = {
     bar: "weight", localBar: "local", memoryBar: "memory",
     keys: "A row shows where one token (the query) looks: its weights over the tokens before it (the keys) sum to one. " +
       "Grey is out of sight. Point at a cell, or use the arrow keys, Home, End, Page Up and Page Down.",
-    memoryKeys: "A row shows where one token (the query) looks. Blue: tokens of its window, by softmax. Green: older " +
-      "tokens, through the memory; purple where their weight is negative. In the head's output, local weights count 1 −" +
-      " g times and the memory's g times, with the gate g. Grey is out of sight. Point at a cell, or use the arrow " +
-      "keys, Home, End, Page Up and Page Down.",
+    memoryKeys: "A row shows where one token (the query) looks. Blue: by softmax, tokens of its window, sinks and " +
+      "kept ones. Green: the others, through the memory; purple where their weight is negative. In the head's output, " +
+      "local weights count 1 − g times and the memory's g times, with the gate g. Grey is out of sight. Point at a cell," +
+      " or use the arrow keys, Home, End, Page Up and Page Down.",
     keeps: "What it keeps: {0}", whereTokens: "Where each token is: {0}", moment: "Moment", afterText: "after the text",
     asRead: "as segment {0} is read", none: "not there", sink: "sink", window: "window", kept: "kept",
     memory: "in the memory", fate: "where it is", attention: "attention score", learned: "learned score", token: "token",
@@ -62,10 +62,10 @@ const STRINGS = {
     bar: "peso", localBar: "local", memoryBar: "memória",
     keys: "Cada linha mostra para onde um token (a consulta) olha: seus pesos sobre os tokens anteriores (as chaves) " +
       "somam um. O cinza está fora de vista. Aponte para uma célula ou use as setas, Home, End, Page Up e Page Down.",
-    memoryKeys: "Cada linha mostra para onde um token (a consulta) olha. Azul: tokens da sua janela, por softmax. " +
-      "Verde: tokens mais antigos, pela memória; roxo onde o peso é negativo. Na saída da cabeça, os pesos locais " +
-      "contam 1 − g vezes e os da memória g vezes, sendo g o gate. O cinza está fora de vista. Aponte para uma célula " +
-      "ou use as setas, Home, End, Page Up e Page Down.",
+    memoryKeys: "Cada linha mostra para onde um token (a consulta) olha. Azul: por softmax, tokens da sua janela, " +
+      "iniciais e guardados. Verde: os outros, pela memória; roxo onde o peso é negativo. Na saída da cabeça, os pesos " +
+      "locais contam 1 − g vezes e os da memória g vezes, sendo g o gate. O cinza está fora de vista. Aponte para uma " +
+      "célula ou use as setas, Home, End, Page Up e Page Down.",
     keeps: "O que guarda: {0}", whereTokens: "Onde está cada token: {0}", moment: "Momento",
     afterText: "depois do texto", asRead: "quando o segmento {0} é lido", none: "ausente", sink: "inicial (sink)",
     window: "janela", kept: "guardado", memory: "na memória", fate: "onde está", attention: "pontuação por atenção",
