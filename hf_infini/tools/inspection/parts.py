@@ -189,7 +189,8 @@ def _memories(call: AttentionCall, found: list[Written]) -> tuple[Tensor, Tensor
     tokens the memory has taken in by then, `[B, K, S + 1, T]` bool. `found`: with the tokens' units behind the values."""
     width, state, borders = call.tokens.value.shape[-1], call.state, call.layout.borders(0, call.layout.segments)
     of_groups: Any = zip(*found, strict=True)
-    features, values, log_weight = (None if parts[0] is None else torch.cat(parts, 1) for parts in of_groups)
+    joined: Any = (None if parts[0] is None else torch.cat(parts, 1) for parts in of_groups)
+    features, values, log_weight = joined
     written = Written(features, values[..., :width], log_weight)
     states = call.rule.states(written, state.memory, state.normaliser, state.start(), borders)
     memory = torch.cat([states.memory, states.last_memory.unsqueeze(1)], 1).flatten(3).norm(dim=-1)
