@@ -29,8 +29,8 @@ from .state import InfiniState, Projections
 from .tensors import in_blocks, pad
 from .window import ScoreOptions, causal, masked_scores
 
-# A token that is FADE times the kept tokens older must have received e times the attention. Of SmolLM2's nats between 4,096 and
-# 8,191 tokens without fading (256 kept by half: 0.06) 1.2, 4 and 12 times bring back 0.060, 0.059 and 0.037
+# A token that is FADE times the kept tokens older must have received e times the attention. SmolLM2 with 252 tokens kept by
+# half, nats from 4,096 to 8,191 tokens (16,384 of Shakespeare): 3.802 without fading, 3.742, 3.743, 3.765 with 1.2, 4, 12
 FADE = 4
 LEAST = torch.finfo(torch.float32).tiny  # of attention, in the logarithm
 CHOICE_ELEMENTS = {"cpu": 2**17, "cuda": 2**24}  # rows times segments among which is chosen at a time
