@@ -5,8 +5,8 @@
     python recipes/benchmark.py --parts decoding --model smollm2-360m --batches 1 16 --device cuda --out runs/decoding.json
 
 Parts:
-    attention  one layer, forward and backward: how exact it is, then its time beside full causal attention and a loop over
-               segments, on a GPU also in a CUDA graph; recipes/benchmarks/contestants.py says what each is
+    attention  one layer, forward and backward, beside full causal attention and a loop over segments, on a GPU also in a
+               CUDA graph; recipes/benchmarks/contestants.py says what each is
     model      training steps, beside the same model with its own attention
     decoding   cache bytes and seconds of a new token of each row after long contexts, likewise
 
@@ -36,7 +36,7 @@ class Options:
                         "or folder or name on the Hub of a plain language model.")  # fmt: skip
     dtypes: list[str] = option(["bfloat16"], "Of the layer; of training (bfloat16: autocast); of weights when decoding.",
                                choices=["float32", "bfloat16"])  # fmt: skip
-    shapes: list[str] | None = option(None, "attention: TOKENSxSEGMENT, tokens and tokens in a segment (or a window).")
+    shapes: list[str] | None = option(None, "attention: TOKENSxSEGMENT, tokens and tokens in a segment.")
     contestants: list[str] | None = option(None, "attention: names of contestants; default: all that are usual here.")
     contexts: list[int] | None = option(None, "model: tokens in a row; decoding: tokens before the new one.", at_least=1)
     batches: list[int] = option([1], "decoding: rows.", at_least=1)

@@ -13,7 +13,7 @@ every value once. The model has two layers: a gated short convolution, and the m
 
 Each mixer is trained with each learning rate; the best counts. Stopped at any point and started again with the same command,
 it goes on. Commands with other mixers, sizes or learning rates may share OUT. Each run has a folder there with its state and
-result.json; OUT/table.md and OUT/accuracy.png compare the finished ones.
+result.json; OUT/table.md compares the finished ones.
 """
 
 import functools
@@ -100,7 +100,7 @@ def main(argv: list[str] | None = None) -> None:
                 break
         table = write_report(Path(options.out), setting_of(options))
     print(table)
-    say(f"files    {options.out}/table.md, {options.out}/accuracy.png")
+    say(f"files    {options.out}/table.md")
 
 
 def memory_options(texts: list[str]) -> dict:

@@ -61,10 +61,8 @@ def main(argv: list[str] | None = None) -> None:
     if others := ", ".join(f"{count:,} {suffix}" for suffix, count in source["left_out"].items()):
         print(f"left out, as their suffixes tell another kind: {others}")
     if source["duplicates"]:
-        found = {name: split.get("also_in_training") for name, split in manifest["splits"].items() if name != "train"}
-        held_out = ", ".join(f"{count:,} of {name}" for name, count in found.items() if count is not None)
         print(f"{source['duplicates']:,} documents have exactly the text of an earlier one, so that held-out text may be in "
-              f"training, too{held_out and f': {held_out}'}; --drop_duplicates keeps one of each")  # fmt: skip
+              "training, too; --drop_duplicates keeps one of each")  # fmt: skip
     for name, split in manifest["splits"].items():
         print(f"{name}: {split['blocks']:,} blocks of {blocks.context:,} tokens, {split['documents']:,} documents")
     print(f"{out}: vocabulary {manifest['tokenizer']['vocabulary']:,}, {manifest['wall_seconds']} s")
@@ -148,9 +146,7 @@ def prepare(corpus: CorpusOptions, tokens: TokenizerOptions, blocks: BlockOption
     #    held out for testing is trained on.
     unwanted = [] if "test" in shares else [out / "test", out / "test_documents.jsonl"]
     preparation.replace_stages(out, waiting, record.values(), unwanted)
-    repeats = count_repeats(parts) if by_document and record["documents"]["result"]["duplicates"] else {}
     for name in shares:
-        record[name]["result"] |= {"also_in_training": repeats.get(name, 0)} if by_document else {}
         with stages.new_file(out / f"{name}_documents.jsonl") as part:
             parts[name].to_json(part, force_ascii=False)
     return preparation.write_manifest(
@@ -173,19 +169,8 @@ def collect(corpus: CorpusOptions, folder: Path) -> dict:
     count = write_documents(corpus_documents(corpus, log), folder)
     if count == 0:
         reasons = ", ".join(f"{number:,} {reason}" for reason, number in log.dropped.items()) or "none was found"
-        raise UserError(f"--source {corpus.source}: no document is left ({reasons}; {len(log.skipped)} skipped files)")
-    for skipped in log.skipped:
-        print(f"skipped {skipped['file']}: {skipped['reason']}")
+        raise UserError(f"--source {corpus.source}: no document is left ({reasons})")
     return {"documents": count, **vars(log)}
-
-
-def count_repeats(parts: dict) -> dict[str, int]:
-    """How many documents of each held-out split have exactly the text of a training document."""
-    from corpora.selection import text_digest
-
-    held_out = {name: list(map(text_digest, part["text"])) for name, part in parts.items() if name != "train"}
-    training = set().union(*held_out.values()).intersection(map(text_digest, parts["train"]["text"]))
-    return {name: sum(digest in training for digest in digests) for name, digests in held_out.items()}
 
 
 def split_documents(documents, shares: dict[str, float], seed: int) -> dict:

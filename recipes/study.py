@@ -21,7 +21,6 @@ run is in OUT/NAME.
 
 import os
 import shlex
-import shutil
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,10 +43,7 @@ class Options:
     baselines: list[str] | None = option(
         None, "Files by ngram_baseline.py, of the first run's data and its validation rows."
     )
-    launcher: str = option(
-        "", "What starts train.py on several devices: 'accelerate launch --multi_gpu …'.", group="machine"
-    )
-    jobs: int = option(1, "Processes at the same time.", at_least=1, at_most=1024)
+    jobs: int = option(1, "Processes at the same time.", at_least=1, at_most=1024, group="machine")
     threads: int = option(1, "CPU threads of each process, and of the measurements.", at_least=1, at_most=1024)
     dry_run: bool = option(False, "Print the commands and do nothing.", group="output")
 
@@ -61,7 +57,7 @@ def main(argv: list[str] | None = None) -> None:
     from studies.execution import Tasks
     from support.stages import locked_folder
 
-    machine = {"launcher": shlex.split(options.launcher), "jobs": options.jobs, "threads": options.threads}
+    machine = {"jobs": options.jobs, "threads": options.threads}
     tasks = Tasks(study, runs, data, Path(options.out), source=options.source, **machine)
     if options.dry_run:
         print("\n".join(tasks.commands))
@@ -73,17 +69,15 @@ def main(argv: list[str] | None = None) -> None:
 
 def check_options(options: Options) -> None:
     given = [name for name in ("study", "train", "set", "variants", "grid", "seeds", "source") if getattr(options, name)]
-    useless = [*given, *(name for name in ("launcher", "dry_run") if getattr(options, name)), *["jobs"] * (options.jobs > 1)]
-    if options.runs and useless:
-        raise UserError(f"--runs compares finished runs, --{useless[0]} is for runs to be trained: give one of them")
+    if options.runs and (given or options.jobs > 1 or options.dry_run):
+        what = [*given, *["jobs"] * (options.jobs > 1), "dry_run"][0]
+        raise UserError(f"--runs compares finished runs, --{what} is for runs to be trained: give one of them")
     if not options.runs and not given:
         raise UserError("give what is to be trained with --study, --train or --grid, or finished runs with --runs")
     if (options.data is None) == (options.source is None):
         raise UserError("give --data with --runs, otherwise exactly one of --source and --data")
     if options.data and any(text.startswith("data") for text in options.set or ()):
         raise UserError("--set data would have no effect, as --data is given: give one of the two")
-    if options.launcher and shutil.which(shlex.split(options.launcher)[0]) is None:
-        raise UserError(f"--launcher: there is no program {shlex.split(options.launcher)[0]}; is its environment activated?")
 
 
 def plan(options: Options) -> tuple[dict, list, dict[str, Path]]:
@@ -128,7 +122,7 @@ def run_study(options: Options, study: dict, tasks, out: Path) -> None:
         "runs": tasks.outcomes,
         "problems": problems,
         "commands": [shlex.join([Path(sys.executable).name, *sys.argv]), *tasks.commands],
-        "figures": draw(runs, baselines, out),
+        "figures": draw(runs, out),
         **measurement.environment(),
     }
     write_json(out / "report.json", content)

@@ -102,7 +102,7 @@ def main(argv: list[str] | None = None) -> None:
     from plots.run import plot_gates, plot_loss_curve
     from support import measurement
     from support.prepared import read_tokenizer
-    from support.stages import read_manifest, seal, write_json
+    from support.stages import read_manifest, write_json
     from training import console, dilution, repetition, run_folder, setup
 
     run, data, out = dilution.with_defaults(run), Path(run.data), Path(run.out)
@@ -198,10 +198,9 @@ def main(argv: list[str] | None = None) -> None:
             "data_fingerprint": fingerprint,
             "options": options,
             **measurement.environment(),
-            "files": seal(out, (file for pattern in run_folder.SEALED for file in out.glob(pattern))),
         }
         write_json(out / "result.json", result)  # the last file: it says that the run is finished
-    print(console.ending(out, data, result, console.sample(model, tokenizer, validation[0]["input_ids"], run.seed)))
+    print(console.ending(out, data, result))
 
 
 def training_arguments(run: RunOptions, optimizer: OptimizerOptions):
@@ -220,7 +219,7 @@ def training_arguments(run: RunOptions, optimizer: OptimizerOptions):
         eval_strategy="steps",
         eval_steps=optimizer.eval_steps,
         logging_steps=optimizer.logging_steps,
-        report_to=setup.check_trackers(run.report_to),
+        report_to=run.report_to,
         run_name=Path(run.out).resolve().name,
         **{setup.checkpointing_name(): optimizer.gradient_checkpointing},
     )

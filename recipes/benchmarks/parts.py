@@ -1,6 +1,6 @@
 """What recipes/benchmark.py measures. Each part is a function of [`How`] that yields the rows of what is measured together:
 `work` (the table that a row belongs to), `name`, the settings in words, and `skipped` (why there is nothing else) or
-measurements: `seconds`, `graph` and `ratio` with their extremes, `peak_bytes`, `cache_bytes`, `tokens_per_second`, `error`.
+measurements: `seconds`, `graph` and `ratio` with their extremes, `peak_bytes`, `cache_bytes`, `tokens_per_second`.
 """
 
 from collections.abc import Iterator, Mapping
@@ -15,7 +15,6 @@ from .contestants import BASE, Problem, Shape
 from .models import KINDS
 
 NEW_TOKENS = 8  # timed together
-EXACT = (1500, 256)  # tokens and segment length with which gradients are compared
 # By device: of a layer; rows of tokens in training; tokens before a new one
 SHAPES = {
     "cpu": ((1024, 256), (4096, 256), (16384, 256), (16384, 64)),
@@ -79,34 +78,19 @@ def compared(rows: dict, times: Mapping, base: str, steps: int = 1, tokens: int 
 
 
 def attention(how: How) -> Iterator[list[dict]]:
-    """How exact each contestant with the same equations is; then seconds of each, and of its CUDA graph."""
+    """Seconds of each contestant, and of its CUDA graph."""
     heads, width = models.heads_of(how.model)
     for dtype in how.dtypes:
-        exact = Shape(*(EXACT if how.model != "tiny" else (60, 16)), heads, width, dtype=dtype)
-        yield [_error(how, name, exact) for name in how.names if name.startswith(BASE)]
         for tokens, segment in how.shapes:
             yield _layers(how, Shape(tokens, segment, heads, width, dtype=dtype))
-
-
-def _error(how: How, name: str, shape: Shape) -> dict:
-    """‖x − y‖ / ‖y‖, y the same in float64, of the output or the gradient that is the furthest away."""
-    problem = Problem.random(shape, how.device, how.seed)
-    found = contestants.run_of(name, problem)()
-    wanted = contestants.run_of(name, problem.wide())()
-    errors = [((one.double() - other).norm() / other.norm()).item() for one, other in zip(found, wanted, strict=True)]
-    work = "largest relative error of output and gradients, against float64"
-    return {"work": work, "name": name, **_settings(shape), "error": max(errors)}
-
-
-def _settings(shape: Shape) -> dict:
-    return {"tokens": shape.tokens, "segment": shape.segment, "dtype": shape.dtype}
 
 
 def _layers(how: How, shape: Shape) -> list[dict]:
     """`peak_bytes` has `extra` with it, what is held beyond query, key, value, output and their gradients in units of
     those."""
     problem = Problem.random(shape, how.device, how.seed)
-    same = {"work": "one layer, forward and backward", **_settings(shape)}
+    same = {name: getattr(shape, name) for name in ("tokens", "segment", "dtype")}
+    same["work"] = "one layer, forward and backward"
     rows, runs = {}, {}
     for name in how.names:
         run = contestants.run_of(name, problem)

@@ -12,9 +12,8 @@ from jinja2 import StrictUndefined, Template
 from hf_infini.options import attention_of, context_limit
 from support.markdown import fence
 
-from .results import counting_note, describe_source, eval_results, format_answers, losses
-from .run import Run, data_name
-from .text import last_part, shorten_command, shorten_path
+from .results import counting_note, describe_source, format_answers, losses
+from .run import Run, data_name, last_part, shorten_command, shorten_path
 
 TEMPLATE = Path(__file__).with_name("template.md")
 ATTENTION = {"self": "self-attention", "global": "self-attention", "local": "sliding-window attention"}
@@ -50,7 +49,6 @@ def write_card(run: Run, about, samples: list[dict], loss_curve: str | None = No
         tags=["hf_infini", config["model_type"], ATTENTION[kind].lower().replace(" ", "-")],
         datasets=about.dataset and [about.dataset],
         base_model=about.base_model,
-        eval_results=eval_results(run, about.dataset),
     )
     chosen = {name: config[name] for name in result["options"] if config.get(name) is not None}
     template = Template(TEMPLATE.read_text(encoding="utf-8"), undefined=StrictUndefined, keep_trailing_newline=True)

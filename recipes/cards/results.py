@@ -1,14 +1,10 @@
-"""What was measured on a run: pieces of its card, and the same numbers as entries of the Hub's metadata."""
+"""What was measured on a run: pieces of its card."""
 
 import math
-from itertools import groupby
-
-from huggingface_hub import EvalResult
 
 from support.markdown import markdown_table
 
-from .run import Run
-from .text import last_part
+from .run import Run, last_part
 
 # Options of an evaluation of perplexity that a card names where they are others than these
 USUAL = {"length": None, "min_characters": 0, "max_tokens": None, "precision": "float32", "memory": "on"}
@@ -20,25 +16,19 @@ def measurements(run: Run) -> list[dict]:
     The validation of result.json comes first; an evaluation that only repeats it is left out.
     """
     names = ("tokens", "cross_entropy", "perplexity")
-    first = {"data": run.data, "own": True, "split": "validation", "how": "", "tokens": run.result["validation_tokens"]}
+    first = {"data": run.data, "split": "validation", "how": "", "tokens": run.result["validation_tokens"]}
     rows = [first | {name: run.result[name] for name in names[1:]}]
     usual = USUAL | {"separate_documents": bool(run.result["options"].get("separate_documents"))}
     for found in run.of_task("perplexity"):
         how = [f"{name} {found['options'][name]}" for name in usual if found["options"][name] != usual[name]]
-        row = {**source_of(run, found), "how": ", ".join(how)} | {name: found[name] for name in names}
+        own = found["data_fingerprint"] == run.result["data_fingerprint"]
+        row = {"data": run.data if own else last_part(found["source"]), "split": found["split"], "how": ", ".join(how)}
+        row |= {name: found[name] for name in names}
         same = all(row[name] == rows[0][name] for name in ("data", "split", "how", "tokens"))
         # The same float32 sums in batches of another size agree to about six digits
         if not (same and math.isclose(row["cross_entropy"], rows[0]["cross_entropy"], rel_tol=1e-5)):
             rows.append(row)
     return rows
-
-
-def source_of(run: Run, found: dict) -> dict:
-    """`data` and `split` that an evaluation read, and whether it is the text of the run's `own` data."""
-    same = found["data_fingerprint"] == run.result["data_fingerprint"]
-    name = run.data if same else last_part(found["source"] or "generated biographies")
-    made_from = last_part((run.manifest or {"options": {}})["options"].get("prepared_from", ""))
-    return {"data": name, "split": found["split"], "own": same or name == made_from}
 
 
 def losses(run: Run) -> str:
@@ -93,47 +83,3 @@ def exercises(run: Run) -> str | None:
         return None
     kinds = dict.fromkeys(kind for split in run.manifest["splits"].values() for kind in split.get("rows_by_kind", {}))
     return ", ".join(kind for kind in kinds if kind != "text")
-
-
-def eval_results(run: Run, dataset: str | None) -> list[EvalResult] | None:
-    """The losses, and the share of right answers at each length (over all depths) or distance, for the Hub's metadata; None
-    without any.
-
-    The Hub links what it is told to be a dataset: only what was measured on the run's own data, or the text that they were
-    made from, is there, under their name on the Hub, and nothing where they have none. With its memory off, a model is
-    another one.
-    """
-    found, rows = [], exercises(run)
-    of_rows = "" if rows is None else f" of exercises ({rows}), not of running text"
-    for row in measurements(run):
-        if row["own"] and "memory off" not in row["how"]:
-            # With a length, or of what the exercises were made of, running text was read
-            what = of_rows if row["data"] == run.data and "length" not in row["how"] else ""
-            for metric, name in (("perplexity", "Perplexity"), ("cross_entropy", "Loss (cross-entropy, nats per token)")):
-                found.append(_entry(dataset, row["split"], metric, name + what, row["how"] or None, row[metric]))
-    on = [evaluation for evaluation in run.evaluations if evaluation["memory"] == "on"]
-    for evaluation in (evaluation for evaluation in on if evaluation["options"]["task"] != "perplexity"):
-        if not source_of(run, evaluation)["own"]:
-            continue
-        by_length = evaluation["options"]["task"] == "passkey"
-        place, unit = ("length", "tokens") if by_length else ("distance", "segments between")
-        cells = [cell for cell in evaluation["cells"] if "accuracy" in cell]
-        for value, group in groupby(cells, key=lambda cell: cell[place]):
-            of_place = list(group)
-            right, asked = (sum(cell[name] for cell in of_place) for name in ("correct", "samples"))
-            name = f"{'Passkeys found' if by_length else 'Facts recalled'} ({right} of {asked})"
-            found.append(_entry(dataset, evaluation["split"], "accuracy", name, f"{value:,} {unit}", right / asked))
-    return found if found and dataset is not None else None
-
-
-def _entry(dataset: str | None, split: str, metric: str, name: str, how: str | None, value: float) -> EvalResult:
-    return EvalResult(
-        task_type="text-generation",
-        dataset_type=dataset,
-        dataset_name=dataset,
-        dataset_split=split,
-        dataset_config=how,
-        metric_type=metric,
-        metric_name=name,
-        metric_value=value,
-    )

@@ -1,6 +1,7 @@
 """What a card is written from: the JSON files of a run, found, read, and checked to be of the same model and data."""
 
 import itertools
+import re
 import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,8 +12,6 @@ from support import stages
 from support.stages import check_entries, read_json
 from training.run_folder import RESULT_ENTRIES, read_result
 from training.setup import data_fingerprint
-
-from .text import last_part, shorten_path
 
 TASKS = ("evaluation", "perplexity", "passkey", "facts")  # how recipes/evaluate_model.py names its files
 
@@ -60,9 +59,6 @@ def read_run(folder: Path, data: str | None = None, evaluations: list[str] = (),
     Raises:
         UserError: the run is not finished, or a file is of another model, another training or other data.
     """
-    missing = [name for name in ("result.json", "config.json", "tokenizer_config.json") if not (folder / name).is_file()]
-    if missing:
-        raise UserError(f"--run: {folder} has no {', '.join(missing)}: finish it with the same command of recipes/train.py")
     result = read_result(folder)
     own = [file for task in TASKS for file in sorted(folder.glob(f"{task}*.json")) if not file.name.endswith(".cells.json")]
     given = [Path(name) for name in evaluations if Path(name).resolve() not in {file.resolve() for file in own}]
@@ -78,15 +74,15 @@ def read_run(folder: Path, data: str | None = None, evaluations: list[str] = (),
 
 def read_manifest(result: dict, given: str | None = None) -> dict | None:
     """The manifest of a run's data; None where the folder that its command names is gone or holds other data now."""
-    folder = data_folder(result) if given is None else given
-    if given is None and (folder is None or not (Path(folder) / "manifest.json").is_file()):
+    folder = Path(given or data_folder(result) or "")
+    if given is None and not (folder / "manifest.json").is_file():
         return None
-    manifest = stages.read_manifest(Path(folder))
+    manifest = stages.read_manifest(folder)
     if data_fingerprint(manifest) == result["data_fingerprint"]:
         return manifest
-    if given is None:
-        return None
-    raise UserError(f"--data: {given} is other data than the run's ({result['data_fingerprint']})")
+    if given is not None:
+        raise UserError(f"--data: {given} is other data than the run's ({result['data_fingerprint']})")
+    return None
 
 
 def read_evaluation(file: Path, folder: Path, result: dict) -> dict:
@@ -124,3 +120,29 @@ def data_folder(result: dict) -> str | None:
     """What --data was in the command of a result.json; None where a --config file named it."""
     words = [piece for word in shlex.split(result["command"]) for piece in word.split("=", 1)]
     return next((folder for word, folder in reversed([*itertools.pairwise(words)]) if word == "--data"), None)
+
+
+def shorten_path(text: str) -> str:
+    """The last one or two components of an absolute path, or of one that begins with `~` or `..`; other text as it is.
+
+    The first two name a machine and its user rather than a run: they are only shown where there is no other.
+    """
+    if not re.match(r"([A-Za-z]:)?[\\/]|~|\.\.[\\/]", text):
+        return text
+    parts = [part for part in re.split(r"^[A-Za-z]:|[\\/]", text) if part not in ("", ".", "..")]
+    return "/".join(parts[2:][-2:] or parts[-1:])
+
+
+def last_part(path: str) -> str:
+    """The last component of a path of any system."""
+    return re.split(r"[\\/]", path.rstrip("\\/"))[-1]
+
+
+def shorten_command(command: str) -> str:
+    """A shell command with its paths shortened, an option a line."""
+    text = ""
+    for word in shlex.split(command):
+        name, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
+        text += " \\\n    " if name else " "
+        text += shlex.quote(name + equals + shorten_path(value))
+    return text.strip()

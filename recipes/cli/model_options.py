@@ -4,7 +4,6 @@ Names, types, choices and help texts come from hf_infini's modules of options, w
 """
 
 import copy
-import importlib.util
 import runpy
 import types
 import typing
@@ -12,10 +11,9 @@ from dataclasses import dataclass, field, fields, make_dataclass
 from pathlib import Path
 from typing import Literal
 
-from . import NotPossible, UserError, option
+from . import NotPossible, UserError, one_line, option
 
-_INSTALLED = importlib.util.find_spec("hf_infini")  # without it there is --help, and a clear error once a model is needed
-_FOLDER = Path(_INSTALLED.origin).parent if _INSTALLED else Path(__file__).parents[2] / "hf_infini"
+_FOLDER = Path(__file__).parents[2] / "hf_infini"
 # As files, without the package around them, whose import takes seconds
 _OPTIONS, _OF_SCRATCH = (runpy.run_path(str(_FOLDER / f"{name}.py")) for name in ("options", "models/scratch/options"))
 UPDATE_RULES = _OPTIONS["UPDATE_RULES"]
@@ -48,7 +46,7 @@ class MainOptions:
     n_layer: int | None = option(None, "Layers; default: 4.")
     n_embd: int | None = option(None, "Width; default: 256.")
     n_head: int | None = option(None, "Heads per layer; default: 4.")
-    dropout: float = option(0.0, "Dropout of the embeddings, the residual stream and the attention, 0 to 1.")
+    dropout: float = option(0.0, "Dropout of embeddings, residual stream and attention.", at_least=0, below=1)
     position_encoding: str | None = option(
         None, "What tells positions apart: learned (up to the context, the default), rope (rotary: any length), or another "
         "that the model has, see docs/options.md and docs/from-scratch.md."
@@ -113,8 +111,6 @@ def build_config(options: ModelOptions, tokenizer, context: int):
     from hf_infini.options import context_limit
 
     family = options.model
-    if not 0 <= options.dropout < 1:
-        raise NotPossible(f"--dropout must be at least 0 and below 1; got {options.dropout}")
     if options.attention not in (None, *ATTENTIONS[family]):
         raise NotPossible(f"--attention {options.attention}, but --model {family} has {', '.join(ATTENTIONS[family])}")
     given = given_options(options, (*SIZES, *MEMORY, *SCRATCH))
@@ -222,8 +218,7 @@ def _read_config(folder: str):
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # nobody knows what all of transformers raises for what a file may hold
-        reason = " ".join(str(error).split())[:200]
-        raise UserError(f"--init_from: cannot read {folder}/config.json: {reason}; save the model again") from error
+        raise UserError(f"--init_from: cannot read {folder}/config.json: {one_line(error)[:200]}") from error
 
 
 def _config_of(options: ModelOptions, tokenizer) -> dict:
@@ -242,12 +237,8 @@ def _config_of(options: ModelOptions, tokenizer) -> dict:
     if config.model_type not in fitting:
         raise UserError(f"--init_from: {folder} is a {config.model_type} model, {wanted} starts from {' or '.join(fitting)}")
     for name, value in given_options(options, FIXED).items():
-        has = 4 * config.n_embd if name == "n_inner" and config.n_inner is None else getattr(config, name)
-        if value != has:
-            raise UserError(f"--{name} {value}, but {folder} has {has}: leave --{name} out")
-    taps = getattr(config, "memory_conv", 0)
-    if options.memory_conv is not None and options.memory_conv < taps:
-        raise UserError(f"--memory_conv {options.memory_conv}, but {folder} has {taps} taps: give as many, or more")
+        if value != getattr(config, name):
+            raise UserError(f"--{name} {value}, but {folder} has {getattr(config, name)}: leave --{name} out")
     if config.vocab_size < len(tokenizer):
         raise UserError(f"--init_from: {folder} knows {config.vocab_size} tokens, the data has {len(tokenizer)}")
     if getattr(config, "tokenizer_sha256", None) not in (None, fingerprint(tokenizer)):

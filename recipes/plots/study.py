@@ -12,11 +12,11 @@ if TYPE_CHECKING:
     from studies.report import FinishedRun
 
 
-def draw(runs: "list[FinishedRun]", baselines: list[dict], out: Path) -> dict[str, str]:
+def draw(runs: "list[FinishedRun]", out: Path) -> dict[str, str]:
     """Draws into the folder `out` and returns the titles of the figures by their files; of runs on other data than the
     first one's, only loss by position, as their tokens are others."""
     same = [run for run in runs if run.data == runs[0].data]
-    plot_losses(same, {ngram["name"]: ngram["cross_entropy"] for ngram in baselines}, out / "loss.png")
+    plot_losses(same, out / "loss.png")
     figures = {"loss.png": "Validation loss, and its difference to the first variant's"}
     for name in dict.fromkeys(name for run in same for name in run.evaluations):
         figures[f"evaluation_{name}.png"] = f"Perplexity by position: {name}"
@@ -27,13 +27,9 @@ def draw(runs: "list[FinishedRun]", baselines: list[dict], out: Path) -> dict[st
     return figures
 
 
-def plot_losses(runs: "list[FinishedRun]", levels: dict[str, float], file: Path) -> None:
+def plot_losses(runs: "list[FinishedRun]", file: Path) -> None:
     """Validation loss over the tokens trained on, a line for each variant (the mean over its seeds), and below it minus that
-    of the first: below zero a variant is ahead.
-
-    Args:
-        levels: name → cross-entropy of what is not trained in steps, drawn as a horizontal line with its name on it.
-    """
+    of the first: below zero a variant is ahead."""
     import pandas
 
     evaluated = {run.name: {line["tokens"]: line["eval_loss"] for line in run.lines if "eval_loss" in line} for run in runs}
@@ -46,8 +42,6 @@ def plot_losses(runs: "list[FinishedRun]", levels: dict[str, float], file: Path)
         for name, line in lines.items():
             line = line.dropna()
             style.draw_line(axes, list(line.index), list(line), name)
-    for name, loss in levels.items():
-        style.mark_level(above, loss, f"{name} {loss:.3f}")
     below.set_xlabel("tokens trained on")
     style.format_token_ticks(below.xaxis)
     style.label_lines(above)

@@ -119,7 +119,6 @@ def write_report(content: dict) -> str:
         "groups": groups_of(variants),
         "losses_table": lambda group, ngrams: losses_table(variants, group, ngrams),
         "resamples": RESAMPLES,
-        "grid": grid_table(content),
         "costs": costs_table(variants),
         "evaluations": evaluations_table(content),
         "shown": shown,
@@ -157,22 +156,6 @@ def losses_table(variants: list[dict], group: list[dict], ngrams: list[dict]) ->
         numbers = [f"{ngram['perplexity']:,.2f}", f"{ngram['cross_entropy']:.4f}"]
         rows.append([ngram["name"], "", *numbers, *[""] * (1 + seeded)])
     return markdown_table(header + ["over seeds"] * seeded, rows, left=2)
-
-
-def grid_table(content: dict) -> str | None:
-    """The cross-entropies of a grid of two options, the values of the first one down the rows."""
-    grid = content["study"]["grid"]
-    if len(grid) != 2 or len(content["study"]["variants"]) > 1:
-        return None
-    cells = {tuple(run["options"][name] for name in grid): run["variant"] for run in content["runs"]}
-    losses = {variant["name"]: variant["cross_entropy"]["value"] for variant in content["variants"]}
-    (down, down_values), (across, across_values) = grid.items()
-    rows = []
-    for value in down_values:
-        found = [losses.get(cells[value, other]) for other in across_values]
-        row = [MISSING if loss is None else _bold_if(loss == min(losses.values()), f"{loss:.4f}") for loss in found]
-        rows.append([value, *row])
-    return markdown_table([f"{down} \\ {across}", *across_values], rows, left=1)
 
 
 def costs_table(variants: list[dict]) -> str:

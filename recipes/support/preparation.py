@@ -3,7 +3,6 @@
 import hashlib
 import json
 import shutil
-import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -11,13 +10,13 @@ from pathlib import Path
 from cli import UserError
 from hf_infini import __version__
 
-from .stages import _part_of, damage, peak_memory_bytes, seal, write_json
+from .stages import _part_of, flush, peak_memory_bytes, write_json
 
 _STAGE_FILE = "stage.json"
 
 
 def run_stage(folder: Path, options: dict, build: Callable[[Path], dict], waiting: Path | None = None) -> dict:
-    """Makes `folder` unless it was made with the same options before and is whole, and returns its record.
+    """Makes `folder` unless it was made with the same options before, and returns its record.
 
     `build(partial)` writes into a new folder beside it and returns a JSON-safe result; the folder gets its name only
     when all is written, so a killed run leaves nothing that looks finished.
@@ -29,8 +28,8 @@ def run_stage(folder: Path, options: dict, build: Callable[[Path], dict], waitin
         waiting: a new folder waits in here, and the old one stays, until [`replace_stages`] is called.
 
     Returns:
-        `{"key", "options", "result", "files", "seconds", "reused", "folder"}`; `key` is a hash of the options, for stages
-        that build on this one, `files` is a [`seal`], `folder` is where the stage is now.
+        `{"key", "options", "result", "seconds", "reused", "folder"}`; `key` is a hash of the options, for stages that build
+        on this one, `folder` is where the stage is now.
 
     Raises:
         UserError: `folder` exists and was not made by a stage (it stays as it is).
@@ -41,17 +40,16 @@ def run_stage(folder: Path, options: dict, build: Callable[[Path], dict], waitin
     for place in dict.fromkeys((folder, target)):
         record = _read_stage(place)
         if record is not None and record["key"] == key:
-            changed = damage(place, record["files"])
-            if changed is None:
-                return {**record, "reused": True, "folder": place}
-            print(f"{place}: {changed}, so it is made again", file=sys.stderr)
+            return {**record, "reused": True, "folder": place}
     partial = _part_of(target)
     partial.mkdir(parents=True)
     start = time.perf_counter()
     try:
         result = build(partial)
-        files = seal(partial, (file for file in partial.rglob("*") if file.is_file()))
-        record = {"key": key, "options": options, "result": result, "files": files}
+        for file in partial.rglob("*"):
+            if file.is_file():
+                flush(file)
+        record = {"key": key, "options": options, "result": result}
         record["seconds"] = round(time.perf_counter() - start, 2)
         (partial / _STAGE_FILE).write_text(json.dumps(record, indent=1, ensure_ascii=False), encoding="utf-8")
         _replace(target, partial)
@@ -88,7 +86,7 @@ def _read_stage(folder: Path) -> dict | None:
         return None
     try:
         record = json.loads((folder / _STAGE_FILE).read_text(encoding="utf-8"))
-        return {"files": {}, **record, "key": record["key"]}
+        return {**record, "key": record["key"]}
     except (OSError, ValueError, TypeError, KeyError):
         raise UserError(
             f"{folder} exists and was not written by this program, or its {_STAGE_FILE} is damaged; move it away or choose "

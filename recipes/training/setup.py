@@ -1,4 +1,4 @@
-"""What `recipes/train.py` needs around the Trainer: its data, the length of a run, its processes and trackers."""
+"""What `recipes/train.py` needs around the Trainer: its data, the length of a run, its processes."""
 
 import dataclasses
 import functools
@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch
 from transformers import Trainer, TrainerState, TrainingArguments
-from transformers.integrations import get_available_reporting_integrations
 from transformers.trainer import TRAINER_STATE_NAME
 
 from cli import UserError
@@ -19,9 +18,6 @@ from support import measurement
 from support.prepared import open_rows
 
 from .run_folder import lines_of, write_lines
-
-# The trackers that a run can report to; pip has them by these names.
-TRACKERS = ("tensorboard", "trackio", "wandb", "mlflow", "comet_ml", "clearml", "codecarbon", "dvclive", "swanlab")
 
 
 def data_fingerprint(manifest: dict) -> str:
@@ -178,22 +174,6 @@ def check_sharding(trainer: Trainer) -> None:
                 f"accelerate's configuration asks for {name}, which needs GPUs, and this process is on "
                 f"{trainer.args.device}: start it without that configuration, or on GPUs and without --use_cpu"
             )
-
-
-def check_trackers(names: list[str]) -> list[str]:
-    """The names that TrainingArguments' `report_to` takes; "none" is no tracker.
-
-    Raises UserError when one of them is unknown or its package is not installed.
-    """
-    if names == ["none"]:
-        return []
-    installed = get_available_reporting_integrations()
-    for name in names:
-        if name not in TRACKERS:
-            raise UserError(f"--report_to {name}: choose none, or any of {', '.join(TRACKERS)}")
-        if name not in installed:
-            raise UserError(f"--report_to {name} needs a package that is not installed: pip install {name}")
-    return names
 
 
 def checkpointing_name() -> str:

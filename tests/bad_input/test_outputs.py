@@ -9,7 +9,6 @@ import pytest
 from bad_input import contents, handled, refused
 from corpora.biographies import biography_documents
 from running import load_recipe
-from small_runs import cut, flip, remove
 
 PREPARE = ["--vocab_size", "400", "--context", "64", "--validation", "0.2"]
 RECALL = ["--context", "64", "--rows", "8", "--validation_rows", "2", "--mix", "text=0.5", "codes=0.5"]
@@ -72,29 +71,6 @@ OVER_RECALL = {
 def test_finished_rows_of_recall_stay(case, made, capsys):
     options, message = OVER_RECALL[case]
     refused(prepare_recall, ["--data", "data", "--out", "recall", *RECALL, *options], capsys, message, keeps=made)
-
-
-@pytest.mark.parametrize(
-    ("name", "damage"),
-    [
-        ("train/data-00000-of-00001.arrow", flip),
-        ("validation/state.json", remove),
-        ("tokenizer/tokenizer.json", cut),
-        (".stages/documents/documents.arrow", cut),
-    ],
-)
-def test_damaged_stages_are_made_again(name, damage, finished, made, capsys):
-    manifest = json.loads((made / "data" / "manifest.json").read_text())
-    damage(made / "data" / name)
-    argv = ["--source", manifest["options"]["source"], "--out", made / "data", *PREPARE]
-    handled(prepare, argv, capsys, f"{Path(name).name} ", "so it is made again")
-    now = json.loads((made / "data" / "manifest.json").read_text())
-    assert now["splits"] == manifest["splits"] and now["stages"][Path(name).parent.name]["reused"] is False
-    # All but seconds and a random name
-    before, after = ({file: digest for file, digest in contents(folder / "data").items()
-                      if not file.endswith(("stage.json", "state.json", "manifest.json"))} for folder in (finished, made)
-                     )  # fmt: skip
-    assert before == after
 
 
 def test_a_stage_whose_record_is_damaged(made, capsys):

@@ -60,7 +60,6 @@ def code_of_its_own(folder):
 BPE, CONFIG = "tokenizer.json", "tokenizer_config.json"
 TOKENIZERS = {
     "cut": (written(BPE, b'{"version": "1.0", "tru'), "cannot be loaded"),
-    "no vocabulary": (changed(model=lambda model: model | {"vocab": {}, "merges": []}), "empty vocabulary"),
     "no end of text": (removed(CONFIG), "no end-of-text token"),
     "code of its own": (code_of_its_own, "cannot be loaded"),
 }

@@ -190,7 +190,6 @@ def test_all_mixers_train_and_are_compared(tmp_path):
     options = [*TINY, "--epochs", 1, "--out", tmp_path, "--memory", "gate_init=-1"]
     shown = run_recipe("mqar", "--mixers", *mixers, *options).stdout
     assert (tmp_path / "table.md").read_text(encoding="utf-8") == shown
-    assert (tmp_path / "accuracy.png").stat().st_size > 10_000
     assert [shown.count(f"| {mixer}-d16-h2") for mixer in mixers] == [1] * len(mixers)
     results = [json.loads(file.read_text(encoding="utf-8")) for file in tmp_path.glob("*/result.json")]
     assert {result["mixer"] for result in results} == set(mixers)

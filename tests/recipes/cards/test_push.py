@@ -36,7 +36,6 @@ from hub_files import code_of, config_of
 from hub_repository import WRITE
 from hub_server import HubServer
 from running import CONTEXT, ROOT, load_recipe, prepared_data, result, straight_run
-from support.stages import seal
 from training.run_folder import RESULT_ENTRIES
 
 pytestmark = pytest.mark.slow  # they share trained runs
@@ -106,12 +105,10 @@ def test_what_is_in_the_folder_is_on_the_hub(published, trained):
 
 def test_the_card_has_the_numbers_of_the_json(published, trained):
     card, numbers = ModelCard.load(published[0] / "README.md"), result(trained)
-    measured = {(e.dataset_config, e.metric_type): e.metric_value for e in card.data.eval_results}
     of = {name: json.loads((trained / f"{name}.json").read_text()) for name in ("evaluation", "passkey")}
-    assert measured[None, "cross_entropy"] == numbers["cross_entropy"]
-    assert measured["length 96", "perplexity"] == of["evaluation"]["perplexity"]
-    assert measured["256 tokens", "accuracy"] == of["passkey"]["cells"][0]["accuracy"]
     rows = cells(card.text)
+    assert any(f"{of['evaluation']['perplexity']:.2f}" in row and "data, validation, length 96" in row for row in rows)
+    assert any(row[1].startswith(f"{of['passkey']['cells'][0]['correct']}/3 ") for row in rows)
     ngrams = json.loads((trained.parent / "ngrams.json").read_text())["orders"]
     for name, row in (("this model", numbers), *((f"{row['name']}s", row) for row in ngrams)):
         count = f"{row.get('tokens' if 'name' in row else 'validation_tokens'):,}"
@@ -137,17 +134,6 @@ def test_a_stranger_gets_what_the_card_says(published, tmp_path):
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
-def test_folders_that_hold_what_nobody_else_should_read(published, tmp_path):
-    folder = shutil.copytree(published[0], tmp_path / "card")
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"_name": "/home/maria/runs/x"}))
-    (folder / "generation_config.json").write_text('{\n"a": "hf_' + "x" * 34 + '"}')
-    with pytest.raises(UserError) as error:
-        cards_folder.check_folder(folder)
-    assert "config.json:1: a path of a machine (/home/maria)" in str(error.value)
-    assert "generation_config.json:2: a token of the Hub (hf_xxx…)" in str(error.value)
-
-
 def test_runs_that_cannot_be_published(trained, base, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", WRITE)
 
@@ -160,15 +146,12 @@ def test_runs_that_cannot_be_published(trained, base, tmp_path, capsys, monkeypa
     assert "is --run itself" in error(out=trained)
     assert "--notes: there is no file" in error("--notes", tmp_path / "none.md")
     assert "--prompt '' has no token" in error("--prompt", "")
-    assert "give user/name" in error("--repo_id", "infini") and "offline" in error("--repo_id", NAME)  # as all tests are
+    assert "offline" in error("--repo_id", NAME)  # as all tests are
     folder = shutil.copytree(trained, tmp_path / "runs" / "infini")
     weights = load_file(folder / "model.safetensors")
     name, tensor = max(weights.items(), key=lambda item: item[1].numel())
     tensor.view(-1)[3] = float("nan")
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    content = result(folder)
-    seals = seal(folder, [folder / file for file in content["files"]])
-    (folder / "result.json").write_text(json.dumps(content | {"files": seals}))
     assert f"hold NaN or infinity in 1 tensors, such as {name}" in error(folder=folder)
 
 
@@ -227,7 +210,6 @@ def test_the_models_of_the_repository_are_as_published(folder, tmp_path):
     assert [file.name for file in folder.iterdir() if not cards_folder.allowed(file.name)] == []
     card = shutil.copytree(folder, tmp_path / folder.name)
     AutoConfig.from_pretrained(card).save_pretrained(card, save_code=True)
-    cards_folder.check_folder(card)
     assert code_of(card)
     assert sum(file.stat().st_size for file in folder.glob("*.safetensors")) <= 12e6
     card = ModelCard.load(folder / "README.md").data

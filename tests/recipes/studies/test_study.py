@@ -4,7 +4,6 @@ import contextlib
 import json
 import math
 import multiprocessing
-import os
 import shutil
 import sys
 import traceback
@@ -15,7 +14,6 @@ import psutil
 import pytest
 
 from bad_input import refused
-from cli import FAILURE_FILE
 from running import kill_when, load_recipe, result, sample_text, write_documents
 from studies import execution, measure
 
@@ -53,7 +51,6 @@ def run_here(tasks, title, jobs=1, threads=1) -> None:
             contextlib.redirect_stdout(log),
             contextlib.redirect_stderr(log),
             mock.patch.object(sys, "argv", task.command[1:]),
-            mock.patch.dict(os.environ, {FAILURE_FILE: str(task.failure)}),
         ):
             try:
                 load_recipe(name).main()
