@@ -1,4 +1,4 @@
-"""What a card is written from: the JSON files of a run, found, read, and checked to be of the same model and data."""
+"""What a card is written from: the JSON files of a run, found and read; and paths without the names of a machine."""
 
 import itertools
 import re
@@ -6,17 +6,12 @@ import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cli import UserError
-from evaluation.ngrams import read_baseline
-from support import stages
-from support.stages import check_entries, read_json
+from support.stages import read_json, read_manifest
 from training.run_folder import RESULT_ENTRIES, read_result
 from training.setup import data_fingerprint
 
 TASKS = ("evaluation", "perplexity", "passkey", "facts")  # how recipes/evaluate_model.py names its files
-
-EVALUATION = {"options": dict} | dict.fromkeys(("model", "memory", "date", "hardware"), str)
-MEASURED = {"perplexity": {"cross_entropy": float, "perplexity": float, "tokens": int, "by_position": list}}
+EVALUATION = {"options": dict} | dict.fromkeys(("memory", "date", "hardware"), str)
 
 
 @dataclass(frozen=True)
@@ -27,7 +22,6 @@ class Run:
         config, result: config.json and result.json of recipes/train.py.
         manifest: of the data, by recipes/prepare.py or prepare_recall.py; None where the data are not at hand.
         evaluations: of recipes/evaluate_model.py.
-        baselines: of recipes/ngram_baseline.py.
         earlier: name and result of the runs that this one was continued from, the first one first; a result is None where
             the run is no longer there.
     """
@@ -36,7 +30,6 @@ class Run:
     result: dict
     manifest: dict | None = None
     evaluations: list[dict] = field(default_factory=list)
-    baselines: list[dict] = field(default_factory=list)
     earlier: list[tuple[str, dict | None]] = field(default_factory=list)
 
     def of_task(self, task: str) -> list[dict]:
@@ -47,54 +40,22 @@ class Run:
         return data_name(self.result)
 
 
-def read_run(folder: Path, data: str | None = None, evaluations: list[str] = (), baselines: list[str] = ()) -> Run:
-    """Reads the files of a finished run.
-
-    Args:
-        folder: of recipes/train.py.
-        data: the prepared folder that it was trained on; None takes that of its command, where it still is.
-        evaluations: files of recipes/evaluate_model.py that are not in the folder.
-        baselines: files of recipes/ngram_baseline.py.
-
-    Raises:
-        UserError: the run is not finished, or a file is of another model, another training or other data.
-    """
+def read_run(folder: Path) -> Run:
+    """Reads the files of a finished run of recipes/train.py; a UserError where it is not finished or one is damaged."""
     result = read_result(folder)
-    own = [file for task in TASKS for file in sorted(folder.glob(f"{task}*.json")) if not file.name.endswith(".cells.json")]
-    given = [Path(name) for name in evaluations if Path(name).resolve() not in {file.resolve() for file in own}]
+    data = Path(data_folder(result) or "")
+    manifest = read_manifest(data) if (data / "manifest.json").is_file() else None
+    if manifest and data_fingerprint(manifest) != result["data_fingerprint"]:
+        manifest = None  # the folder holds other data now
+    found = [file for task in TASKS for file in sorted(folder.glob(f"{task}*.json"))]
+    files = [file for file in found if not file.name.endswith(".cells.json")]
     return Run(
         config=read_json(folder / "config.json"),
         result=result,
-        manifest=read_manifest(result, data),
-        evaluations=[read_evaluation(file, folder, result) for file in [*own, *given]],
-        baselines=[read_baseline(Path(file), result["data_fingerprint"]) for file in baselines],
+        manifest=manifest,
+        evaluations=[read_json(file, EVALUATION, "it is damaged: remove it, or evaluate again") for file in files],
         earlier=earlier_runs(result),
     )
-
-
-def read_manifest(result: dict, given: str | None = None) -> dict | None:
-    """The manifest of a run's data; None where the folder that its command names is gone or holds other data now."""
-    folder = Path(given or data_folder(result) or "")
-    if given is None and not (folder / "manifest.json").is_file():
-        return None
-    manifest = stages.read_manifest(folder)
-    if data_fingerprint(manifest) == result["data_fingerprint"]:
-        return manifest
-    if given is not None:
-        raise UserError(f"--data: {given} is other data than the run's ({result['data_fingerprint']})")
-    return None
-
-
-def read_evaluation(file: Path, folder: Path, result: dict) -> dict:
-    remedy = "it is no file of recipes/evaluate_model.py, or damaged: remove it, or evaluate again"
-    content = read_json(file, EVALUATION, remedy)
-    check_entries(content["options"], {"task": str, "precision": str}, f"{file}: options", remedy)
-    check_entries(content, MEASURED.get(content["options"]["task"], {"cells": list}), file, remedy)
-    if file.resolve().parent != folder.resolve() and last_part(content["model"]) != folder.resolve().name:
-        raise UserError(f"{file} is of the model {content['model']}, not of {folder}")
-    if content["date"] < result["date"]:  # in UTC, to the second
-        raise UserError(f"{file} is older than the training in {folder}: evaluate the model again, or remove the file")
-    return content
 
 
 def earlier_runs(result: dict) -> list[tuple[str, dict | None]]:

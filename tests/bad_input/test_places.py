@@ -20,7 +20,7 @@ OPTIONS = {
     "memorize": ["--model", "--text"],
     "evaluate_model": ["--model", "--data", "--text"],
     "train": ["--data", "--init_from", "--dilute_with"],
-    "push": ["--run", "--data", "--evaluation", "--baseline", "--notes"],
+    "push": ["--run", "--notes"],
     "study": ["--runs", "--data", "--baselines", "--study", "--train"],
     "prepare_recall": ["--data"],
 }

@@ -5,9 +5,8 @@ import shlex
 
 from hypothesis import given, strategies
 
-from card_runs import GPT2, INFINI, RESULT, SAMPLE, about, baseline, cell, cells, evaluation, load, recall, run_of
-from cards import results
-from cards.card import write_card
+from card_runs import GPT2, INFINI, RESULT, SAMPLE, about, cell, cells, evaluation, load, recall, run_of
+from cards.card import losses, write_card
 from cards.run import shorten_path
 from support import markdown
 
@@ -29,22 +28,16 @@ def test_numbers_of_exercises_are_no_language_model_s():
     assert "The rows of plays are exercises of recall (codes, echo): their numbers say nothing" in whole
 
 
-def test_results_are_beside_the_n_grams_of_the_same_split():
-    run = run_of(evaluations=[evaluation("test", 1.5, 30_000)], baselines=[baseline("test"), baseline("validation")])
-    rows = cells(results.losses(run))[1:]
-    assert rows == [
-        ["this model", "plays, validation", "31,111", "1.2346", "3.44"],
-        ["unigrams", "plays, validation", "31,111", "2.5000", "10.00"],
-        ["bigrams", "plays, validation", "31,111", "2.0000", "9.00"],
-        ["this model", "plays, test", "30,000", "1.5000", "4.48"],
-        ["unigrams", "plays, test", "31,111", "2.5000", "10.00"],
-        ["bigrams", "plays, test", "31,111", "2.0000", "9.00"],
+def test_losses_of_the_run_and_of_its_evaluations():
+    repeated = evaluation("validation", 1.2345679, 31_111)  # train.py's number again
+    other = evaluation("validation", 1.4, 31_111) | {"source": "/data/essays", "data_fingerprint": "0"}
+    found = [repeated, evaluation("test", 1.5, 30_000), other, evaluation("validation", 1.9, 31_111, memory="off")]
+    assert cells(losses(run_of(evaluations=found)))[1:] == [
+        ["plays, validation", "31,111", "1.2346", "3.44"],
+        ["plays, test", "30,000", "1.5000", "4.48"],
+        ["essays, validation", "31,111", "1.4000", "4.06"],
+        ["plays, validation, memory off", "31,111", "1.9000", "6.69"],
     ]
-    assert "smoothed counts of 54,321 training tokens" in results.losses(run)
-    # The validation again is left out; whether it is that, the fingerprint says and not the name
-    other = evaluation("validation", 1.2345678, 31_111) | {"source": "/data/essays", "data_fingerprint": "0"}
-    moved = other | {"data_fingerprint": RESULT["data_fingerprint"]}
-    assert [row["data"] for row in results.measurements(run_of(evaluations=[other, moved]))] == ["plays", "essays"]
 
 
 def evaluation_section(run) -> str:
@@ -98,7 +91,7 @@ def test_no_path_of_the_machine_is_in_a_card():
     result = RESULT | {"options": RESULT["options"] | {"init_from": "/home/maria/runs/start"}}
     found = [evaluation("test", 1.5, 30_000), evaluation(None, 2.5, 777, data=None, text="/home/maria/sonnets.txt")]
     found.append(recall("passkey", [cell(48, length=64, depth=0.5)]) | {"source": "/home/maria/essays"})
-    given = {"evaluations": found, "baselines": [baseline("test")], "earlier": [("runs/start", result)]}
+    given = {"evaluations": found, "earlier": [("runs/start", result)]}
     whole = write_card(run_of(result=result, manifest=manifest(), **given), about(), [SAMPLE])
     assert "maria" not in whole and "/home" not in whole and "/mnt" not in whole
     command = re.search("```bash\n(.*?)\n```", whole, re.DOTALL)[1]
