@@ -73,10 +73,8 @@ def memory_files_of(options: Options) -> dict[Path, Path]:
     for text in texts:
         if not text.is_file():
             raise UserError(f"--text: there is no file {text}")
-    if len(texts) == 1 and out.is_dir():
-        raise UserError(f"--out {out} is a folder: with one text it is the file, such as {out / texts[0].stem}.safetensors")
-    if len(texts) > 1 and out.is_file():
-        raise UserError(f"--out {out} is a file: with several texts it is the folder of their memory files")
+    if out.is_dir() if len(texts) == 1 else out.is_file():
+        raise UserError(f"--out {out}: with one text it is a file, with several the folder of their memory files")
     files = {text: out if len(texts) == 1 else out / f"{text.stem}.safetensors" for text in texts}
     if len(set(files.values())) < len(options.text):
         raise UserError("--text: two texts of the same name would have one memory file: read them one by one")

@@ -8,8 +8,8 @@
 `input_ids`, rows of `--context` tokens), `validation_documents.jsonl` and `test_documents.jsonl` (id, title, source and
 text of every held-out document) and `manifest.json` (options, counts, hashes), which is written last: a folder
 without it is not finished. `.stages/` keeps the documents; a second run redoes only what depends on an option that
-changed, and what was damaged since. What is finished stays until all of the new is there. Choose by the validation split,
-report the test split: with --test or without it, the same documents (or blocks) are held out for validation.
+changed. Choose by the validation split, report the test split: with --test or without it, the same documents (or blocks) are
+held out for validation.
 
 Exits with 1 and a message for damaged, missing or empty input, with 2 for unknown or malformed options.
 """
@@ -18,6 +18,7 @@ import dataclasses
 import functools
 import os
 import shlex
+import shutil
 import time
 from collections import Counter
 from dataclasses import dataclass, field
@@ -91,7 +92,6 @@ def prepare(corpus: CorpusOptions, tokens: TokenizerOptions, blocks: BlockOption
 
     datasets.disable_progress_bars()  # they would stand between those of this program
     start, hidden, record = time.perf_counter(), out / stages.LOCK_FOLDER, {}
-    waiting = hidden / stages.WAITING  # what is finished stays until all of the new is there
     # 1. Documents: read, filter, sample.
     settings = dataclasses.asdict(corpus) | {"files": stages.state_of_files(corpus.source)}
     record["documents"] = preparation.run_stage(hidden / "documents", settings, functools.partial(collect, corpus))
@@ -103,12 +103,13 @@ def prepare(corpus: CorpusOptions, tokens: TokenizerOptions, blocks: BlockOption
     parts = split_documents(documents, {name: share * by_document for name, share in shares.items()}, corpus.seed)
     split = {"documents": record["documents"]["key"], "seed": corpus.seed, "shares": shares if by_document else None}
 
-    # 3. The tokenizer.
+    # 3. The tokenizer. From here on the folder is not what an earlier manifest says.
+    (out / "manifest.json").unlink(missing_ok=True)
     make = functools.partial(blocking.save_tokenizer, parts["train"], seed=corpus.seed, **dataclasses.asdict(tokens))
     settings = dataclasses.asdict(tokens) | {"files": stages.state_of_files(tokens.tokenizer)}
     settings |= split if tokens.tokenizer in ("bpe", "characters") else {}
-    record["tokenizer"] = preparation.run_stage(out / "tokenizer", settings, make, waiting)
-    tokenizer = AutoTokenizer.from_pretrained(record["tokenizer"]["folder"], trust_remote_code=False)
+    record["tokenizer"] = preparation.run_stage(out / "tokenizer", settings, make)
+    tokenizer = AutoTokenizer.from_pretrained(out / "tokenizer", trust_remote_code=False)
 
     # 4. Rows: of each split's documents, or of all documents, which are then shuffled and dealt out.
     def pack(name: str, folder: Path) -> dict:
@@ -139,13 +140,14 @@ def prepare(corpus: CorpusOptions, tokens: TokenizerOptions, blocks: BlockOption
         check_rows("rows", "train")
     for name in ("train", *shares):
         build = functools.partial(pack if by_document else deal, name)
-        record[name] = preparation.run_stage(out / name, settings | {"shares": shares}, build, waiting)
+        record[name] = preparation.run_stage(out / name, settings | {"shares": shares}, build)
         check_rows(name, name)
 
-    # 5. All of it in its place, and the manifest, which says that all is done. Without a test split, what an earlier run
+    # 5. The held-out documents, and the manifest, which says that all is done. Without a test split, what an earlier run
     #    held out for testing is trained on.
-    unwanted = [] if "test" in shares else [out / "test", out / "test_documents.jsonl"]
-    preparation.replace_stages(out, waiting, record.values(), unwanted)
+    if "test" not in shares:
+        shutil.rmtree(out / "test", ignore_errors=True)
+        (out / "test_documents.jsonl").unlink(missing_ok=True)
     for name in shares:
         with stages.new_file(out / f"{name}_documents.jsonl") as part:
             parts[name].to_json(part, force_ascii=False)

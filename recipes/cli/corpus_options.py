@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from . import SEED, option
 
 TAXONOMY = ["wik", "dat", "leg", "jud", "uni", "soc", "pub"]
-FORMATS = ["carolina", "parquet", "csv", "tsv", "arrow", "jsonl", "text"]
 
 
 @dataclass
@@ -13,8 +12,6 @@ class CorpusOptions:
     source: str = field(metadata={"help": "A path (Carolina tree, text, JSON, CSV, parquet, saved dataset), a name on "
                         "the Hub ('carolina-c4ai/corpus-carolina' or a dataset), or 'biographies' (makes them).",
                         "group": "corpus"})
-    format: str | None = option(None, "What the source's files hold, if their suffixes do not tell: in a folder those with "
-                                "its suffix, or all if none has it.", choices=FORMATS)  # fmt: skip
     encoding: str = option("utf-8", "Encoding of text, JSON, CSV and XML, as Python names it: utf-16, latin-1, cp1252.")
     taxonomy: list[str] = option([], "Carolina: parts to read; default: all present.", choices=TAXONOMY)
     text_unit: str = option("file", "Text files: what one document is.", choices=["file", "line", "paragraph"])

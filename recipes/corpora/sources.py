@@ -30,7 +30,7 @@ _SUFFIXES = {
     "arrow": (".arrow",),
     "jsonl": (".jsonl", ".ndjson", ".json"),
     "text": (".txt", ".text"),
-    "markdown": (".md", ".markdown", ".rst"),  # text where a folder has nothing else: often a README beside the data
+    "markdown": (".md", ".markdown", ".rst"),
 }
 _KNOWN = sum(_SUFFIXES.values(), ())
 
@@ -61,8 +61,6 @@ def _read(options: CorpusOptions, log: ReadingLog) -> Iterator[Document]:
     source, path = options.source, Path(options.source)
     is_there = path.is_file() or path.is_dir()
     is_saved = (path / "state.json").is_file() or (path / "dataset_dict.json").is_file()
-    if options.format and (is_saved or not is_there):
-        raise UserError(f"--format {options.format} is for files, and --source {source} is none: leave it out")
     if source == "biographies":
         return biography_documents(options.biographies, options.seed, options.biography_distance)
     is_path = path.exists() or inner_suffix(path) in _KNOWN or not re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", source)
@@ -78,7 +76,7 @@ def _read(options: CorpusOptions, log: ReadingLog) -> Iterator[Document]:
         return _row_documents(_dataset_rows(options, kind, source), options, f"--source {source}: row", "")
     if not is_there:
         path = download_carolina(options.taxonomy, options.revision)
-    files, kind = _choose_files(path, options.format, log)
+    files, kind = _choose_files(path, log)
     if kind == "carolina":
         files = carolina_shards(path, files, options.taxonomy)
     return _read_files(files, path, kind, options, log)
@@ -87,32 +85,25 @@ def _read(options: CorpusOptions, log: ReadingLog) -> Iterator[Document]:
 # --- files -----------------------------------------------------------------------------------------------------------
 
 
-def _choose_files(path: Path, given: str | None, log: ReadingLog) -> tuple[list[Path], str]:
-    """The files of a source, and of which kind they are: `given` (--format), or what the suffixes say (the one before `.gz`,
-    `.xz`, `.bz2` and `.zst`).
+def _choose_files(path: Path, log: ReadingLog) -> tuple[list[Path], str]:
+    """The files of a source, and of which kind they are by their suffixes (the one before `.gz`, `.xz`, `.bz2` and `.zst`).
 
     Raises UserError for a file of an unknown suffix, and for a folder without files of a kind, or of several.
     """
     present = source_files(str(path))
     by_kind = {kind: found for kind in _SUFFIXES if (found := _files_of_kind(present, kind))}
-    if path.is_file():
-        suffix = inner_suffix(path)
-        if not given and suffix and suffix not in _KNOWN:
-            raise UserError(
-                f"{path}: the suffix {suffix} is none of those that are read ({' '.join(_KNOWN)}, also compressed); rename "
-                "it, or say with prepare.py's --format what it holds"
-            )
-        return present, given or next(iter(by_kind), "text")
-    kinds = [kind for kind in by_kind if kind != "markdown"] or ["markdown"]
-    if given is None and len(kinds) > 1:
-        mixture = ", ".join(f"{len(by_kind[kind]):,} {kind}" for kind in kinds)
-        raise UserError(f"--source: {path} mixes files of several kinds ({mixture}); choose one with --format")
-    kind = given or kinds[0]
-    files = by_kind.get(kind) or (present if given else [])
+    if len(by_kind) > 1:
+        by_kind.pop("markdown", None)  # often a README beside the data
+    if path.is_file() and not inner_suffix(path):
+        by_kind = {"text": present}
+    if len(by_kind) != 1:
+        found = ", ".join(f"{len(files):,} {kind}" for kind, files in by_kind.items()) or "none"
+        raise UserError(
+            f"--source: {path} must have files of one kind ({' '.join(_KNOWN)}, also compressed), got {found}: rename or "
+            "move the others"
+        )
+    ((kind, files),) = by_kind.items()
     log.left_out.update(inner_suffix(file) or file.name for file in sorted(set(present).difference(files)))
-    if not files:
-        others = f"; say with --format what files of {', '.join(log.left_out)} hold" if log.left_out else ""
-        raise UserError(f"--source: the folder {path} holds none of {' '.join(_KNOWN)}, also compressed{others}")
     return files, kind
 
 

@@ -25,7 +25,6 @@ from .report import FinishedRun
 
 BATCH_ROWS = 4  # rows per call while losses are measured
 EVALUATION = {"perplexity": float, "by_position": list}  # what the report uses of one
-EVALUATED = ("data_fingerprint", "split", "length", "memory")  # what evaluations in one column have in common
 CONTEXTS = 8  # the cache is measured after one trained context and after this number of them
 
 
@@ -64,21 +63,7 @@ def measure_runs(
         remedy = f"delete {run.folder / RESULT}, and the run's command makes both again"
         lines = read_jsonl(run.folder / METRICS, {"step": int, "tokens": int}, remedy)
         found.append(FinishedRun(run.name, run.variant, run.folder, results[run.name], lines, measured, read))
-    check_evaluations(found)
     return found
-
-
-def check_evaluations(runs: list[FinishedRun]) -> None:
-    """UserError unless evaluations of one name, by runs of the same data, were made in the same way."""
-    ways = {}
-    for run in runs:
-        for name, evaluation in run.evaluations.items():
-            way = [evaluation.get(key) for key in EVALUATED]
-            if ways.setdefault((name, run.result["data_fingerprint"]), way) != way:
-                raise UserError(
-                    f"{run.folder}/evaluation_{name}.json was made with other {', '.join(EVALUATED)} than another run's: "
-                    "evaluate all runs in the same way"
-                )
 
 
 def read_ngrams(file: Path, run: FinishedRun) -> list[dict]:

@@ -13,7 +13,6 @@ from uuid import uuid4
 from cli import UserError, describe
 
 LOCK_FOLDER = ".stages"
-WAITING = "new"  # in it: what takes the place of finished folders, see [`preparation.replace_stages`]
 _OWNER_FILE = "made_by"  # in it
 # What readers of a manifest.json use of it
 MANIFEST = {
@@ -48,8 +47,7 @@ def locked_folder(path: Path, owner: str | None = None) -> Iterator[Path]:
     except OSError as error:
         raise UserError(f"--out {path}: {describe(error)}") from error
     with lock:
-        places = (path, path / LOCK_FOLDER, path / LOCK_FOLDER / WAITING)
-        for leftover in [leftover for place in places for leftover in place.glob(LEFTOVER)]:
+        for leftover in [*path.glob(LEFTOVER), *(path / LOCK_FOLDER).glob(LEFTOVER)]:
             shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
         yield path
 

@@ -5,7 +5,6 @@ import functools
 import hashlib
 import json
 import math
-import os
 from pathlib import Path
 
 import torch
@@ -161,19 +160,6 @@ def check_sharing(run, optimizer, config, context: int) -> None:
         check_shards(config, context, run.context_parallel_size)
     except ValueError as error:
         raise UserError(f"--context_parallel_size {run.context_parallel_size}: {error}") from None
-
-
-def check_sharding(trainer: Trainer) -> None:
-    """UserError when `accelerate launch` was told to shard the model and does not."""
-    for name, variable, on in (
-        ("FSDP", "ACCELERATE_USE_FSDP", trainer.is_fsdp_enabled),
-        ("DeepSpeed", "ACCELERATE_USE_DEEPSPEED", trainer.is_deepspeed_enabled),
-    ):
-        if os.environ.get(variable, "").lower() == "true" and not on:
-            raise UserError(
-                f"accelerate's configuration asks for {name}, which needs GPUs, and this process is on "
-                f"{trainer.args.device}: start it without that configuration, or on GPUs and without --use_cpu"
-            )
 
 
 def checkpointing_name() -> str:

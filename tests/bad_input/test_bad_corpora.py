@@ -159,9 +159,9 @@ def test_places(tmp_path, capsys):
         (tmp_path / "missing.txt", "there is no file or folder"),
         (tmp_path / "loop", "there is no file or folder"),
         (tmp_path / "link", "link.txt"),
-        (tmp_path / "pdf", "say with --format what files of .pdf hold"),
-        (tmp_path / "empty", "holds none of"),
-        (tmp_path / "mixed", r"mixes files of several kinds \(1 parquet, 1 csv\); choose one with --format"),
+        (tmp_path / "pdf", "got none"),
+        (tmp_path / "empty", "got none"),
+        (tmp_path / "mixed", "got 1 parquet, 1 csv: rename or move"),
         ("/dev/zero", "there is no file or folder"),
         ("owner/no-such-dataset", "the dataset cannot be read"),
     ):

@@ -164,17 +164,12 @@ def test_each_format_gives_its_texts(name, tmp_path):
 
 def test_plain_text_and_unknown_suffixes(tmp_path):
     text = "[Verse 1]\n<3 {x}\n"
-    for name in ("a.txt", "A.TXT.GZ", "a.txt.zst", "a.MD", "a", "b.gz", "a.html", "b.html.gz", "a.jsonl.lz4"):
+    for name in ("a.txt", "A.TXT.GZ", "a.txt.zst", "a.MD", "a", "b.gz"):
         packed = {".gz": gzip.compress, ".zst": zst}.get(Path(name).suffix.lower(), bytes)
-        file = write(tmp_path / name, packed(text.encode()))
-        if "l" not in name:
-            assert texts_of(file) == [text]
-            continue
-        with pytest.raises(UserError, match=r"the suffix \.\w+ is none .*rename it, or say with prepare.py's --format"):
-            documents_of(file)
-        assert texts_of(file, format="text") == [text]
-    with pytest.raises(UserError, match="--format text is for files, and --source biographies is none"):
-        documents_of("biographies", format="text")
+        assert texts_of(write(tmp_path / name, packed(text.encode()))) == [text]
+    for name in ("a.html", "b.html.gz", "a.jsonl.lz4"):
+        with pytest.raises(UserError, match=r"must have files of one kind .*, got none: rename"):
+            documents_of(write(tmp_path / name, text))
 
 
 def test_a_folder_is_read_by_one_kind_and_what_it_leaves_out_is_said(tmp_path):
@@ -185,15 +180,10 @@ def test_a_folder_is_read_by_one_kind_and_what_it_leaves_out_is_said(tmp_path):
     assert [document.text for document in documents_of(tmp_path, log)] == TEXTS
     assert log.left_out == {".md": 1, "LICENSE": 1, ".py": 1}  # hidden ones are no part of a corpus
     write(tmp_path / "a.txt", "texto")
-    with pytest.raises(UserError, match=r"mixes files of several kinds \(1 jsonl, 1 text\); choose one with --format"):
+    with pytest.raises(UserError, match=r"must have files of one kind .*, got 1 jsonl, 1 text: rename or move"):
         documents_of(tmp_path)
-    assert texts_of(tmp_path, format="text") == ["texto"] and texts_of(tmp_path, format="jsonl") == TEXTS
     write(tmp_path / "notes" / "a.md", "um")
     assert texts_of(tmp_path / "notes") == ["um"]
-    write(tmp_path / "web" / "a.html", "<p>")
-    with pytest.raises(UserError, match=r"holds none of .*; say with --format what files of .html hold"):
-        documents_of(tmp_path / "web")
-    assert texts_of(tmp_path / "web", format="text") == ["<p>"]
 
 
 def test_an_unreachable_hub_is_explained():

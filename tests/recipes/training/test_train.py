@@ -1,6 +1,5 @@
 """The train recipe end to end on tiny models and real text: killed and resumed, distributed, continued, refused."""
 
-import json
 import shutil
 
 import pytest
@@ -54,11 +53,9 @@ def test_a_run_leaves_a_model_and_its_numbers(base):
     assert isinstance(model, InfiniGPT2LMHeadModel) and model.config.segment_length == 16
     assert model.config.use_cache and model.generation_config.use_cache  # the Trainer's setting is for training only
     assert model.config.vocab_size == len(AutoTokenizer.from_pretrained(folder))
-    gates = json.loads((folder / "gates.json").read_text(encoding="utf-8"))
-    assert gates == found["gates"] == training.gate_values(model)
-    assert all(abs(gate - 0.5) > 1e-4 for layer in gates.values() for gate in layer)  # every gate has moved
-    for name in ("loss_curve.png", "gates.png"):
-        assert (folder / name).read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    assert found["gates"] == training.gate_values(model)
+    assert all(abs(gate - 0.5) > 1e-4 for layer in found["gates"].values() for gate in layer)  # every gate has moved
+    assert (folder / "loss_curve.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
 @pytest.mark.slow
