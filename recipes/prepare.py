@@ -103,8 +103,7 @@ def prepare(corpus: CorpusOptions, tokens: TokenizerOptions, blocks: BlockOption
     parts = split_documents(documents, {name: share * by_document for name, share in shares.items()}, corpus.seed)
     split = {"documents": record["documents"]["key"], "seed": corpus.seed, "shares": shares if by_document else None}
 
-    # 3. The tokenizer. From here on the folder is not what an earlier manifest says.
-    (out / "manifest.json").unlink(missing_ok=True)
+    # 3. The tokenizer.
     make = functools.partial(blocking.save_tokenizer, parts["train"], seed=corpus.seed, **dataclasses.asdict(tokens))
     settings = dataclasses.asdict(tokens) | {"files": stages.state_of_files(tokens.tokenizer)}
     settings |= split if tokens.tokenizer in ("bpe", "characters") else {}
@@ -112,36 +111,35 @@ def prepare(corpus: CorpusOptions, tokens: TokenizerOptions, blocks: BlockOption
     tokenizer = AutoTokenizer.from_pretrained(out / "tokenizer", trust_remote_code=False)
 
     # 4. Rows: of each split's documents, or of all documents, which are then shuffled and dealt out.
-    def pack(name: str, folder: Path) -> dict:
-        limit, counts = blocks.max_tokens if name == "train" else None, Counter()
-        rows = blocking.pack_rows(parts[name], tokenizer, blocks.context, counts, limit)
-        saved = blocking.write_rows(({"input_ids": batch} for batch in rows), ["input_ids"], blocks.context, folder)
-        return {**counts, **saved}
-
-    def deal(name: str, folder: Path) -> dict:
-        rows = datasets.load_from_disk(hidden / "rows")
-        saved = blocking.save_rows(rows.select(blocking.shuffle_blocks(len(rows), shares, corpus.seed)[name]), folder)
-        # Whole documents are counted where they are trained on: a held-out block is a part of one
-        none = {} if name == "train" else dict.fromkeys(("documents", "characters", "stream_tokens"), 0)
-        return {**record["rows"]["result"], **saved, **none}
-
-    settings = split | {"tokenizer": record["tokenizer"]["key"], "context": blocks.context, "max_tokens": blocks.max_tokens}
-    def check_rows(stage: str, name: str) -> None:
-        if record[stage]["result"]["blocks"] == 0:
+    def check_rows(name: str, count: int, text: int) -> None:
+        if count == 0:
             now = ", ".join(f"--{split} (now {share})" for split, share in shares.items())
-            text = record.get("rows", record[stage])["result"]["stream_tokens"]
             raise UserError(
                 f"the text of {text:,} tokens that {name} is cut from is too few for a block of "
                 f"{blocks.context:,}; lower --context, take more documents, or change {now}"
             )
 
+    def pack(name: str, folder: Path) -> dict:
+        limit, counts = blocks.max_tokens if name == "train" else None, Counter()
+        rows = blocking.pack_rows(parts[name], tokenizer, blocks.context, counts, limit)
+        saved = blocking.write_rows(({"input_ids": batch} for batch in rows), ["input_ids"], blocks.context, folder)
+        check_rows(name, saved["blocks"], counts["stream_tokens"])
+        return {**counts, **saved}
+
+    def deal(name: str, folder: Path) -> dict:
+        rows, packed = datasets.load_from_disk(hidden / "rows"), record["rows"]["result"]
+        saved = blocking.save_rows(rows.select(blocking.shuffle_blocks(len(rows), shares, corpus.seed)[name]), folder)
+        check_rows(name, saved["blocks"], packed["stream_tokens"])
+        # Whole documents are counted where they are trained on: a held-out block is a part of one
+        none = {} if name == "train" else dict.fromkeys(("documents", "characters", "stream_tokens"), 0)
+        return {**packed, **saved, **none}
+
+    settings = split | {"tokenizer": record["tokenizer"]["key"], "context": blocks.context, "max_tokens": blocks.max_tokens}
     if not by_document:
         record["rows"] = preparation.run_stage(hidden / "rows", settings, functools.partial(pack, "train"))
-        check_rows("rows", "train")
     for name in ("train", *shares):
         build = functools.partial(pack if by_document else deal, name)
         record[name] = preparation.run_stage(out / name, settings | {"shares": shares}, build)
-        check_rows(name, name)
 
     # 5. The held-out documents, and the manifest, which says that all is done. Without a test split, what an earlier run
     #    held out for testing is trained on.

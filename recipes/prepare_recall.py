@@ -94,7 +94,7 @@ def prepare(options: Options, shares: dict[str, float], source: dict, out: Path)
 
     datasets.disable_progress_bars()  # they would stand between those of this program
     start, data, record = time.perf_counter(), Path(options.data), {}
-    (out / "manifest.json").unlink(missing_ok=True)  # from here on the folder is not what an earlier one says
+
     tokenizer = read_tokenizer(data)
 
     def copy_tokenizer(folder: Path) -> dict:

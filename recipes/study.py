@@ -127,7 +127,8 @@ def run_study(options: Options, study: dict, tasks, out: Path) -> None:
     }
     write_json(out / "report.json", content)
     write_text(out / "report.md", report.write_report(content))
-    print(report.summary(content), f"{out / 'report.md'}, {out / 'report.json'}", sep="\n\n")
+    print(report.losses_table(content["variants"], report.groups_of(content["variants"])[0], baselines))
+    print(f"\n{out / 'report.md'}, {out / 'report.json'}")
     failed = [run for run in tasks.outcomes if run["status"] == FAILED]
     if failed:
         lines = [f"  {run['name']}: {run['reason']} ({tasks.log(run['name'])})" for run in failed]

@@ -1,13 +1,10 @@
 """How a recipe ends that cannot go on: one line on standard error, an exit status, and a traceback only on request."""
 
-import contextlib
 import functools
 import os
-import signal
 import sys
-import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 TRACEBACK = "--traceback"
 
@@ -25,32 +22,26 @@ class NotPossible(UserError):
         return self.prefix + super().__str__()
 
 
-class _Terminated(KeyboardInterrupt):
-    """SIGTERM, where Python's default would end the process without a word."""
-
-
 def exit_on_error(when_stopped: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Decorator of a recipe's `main`: whatever ends it early becomes one line on standard error and an exit status.
 
-    1 is the status of an error, 130 that of Ctrl-C and 143 that of SIGTERM, as shells have them. `--traceback` among the
-    arguments shows where an error comes from.
+    1 is the status of an error, 130 that of Ctrl-C, as shells have them. `--traceback` among the arguments shows where an
+    error comes from.
 
     Args:
-        when_stopped: what Ctrl-C and SIGTERM leave, and how to go on: "the same command goes on from here".
+        when_stopped: what Ctrl-C leaves, and how to go on: "the same command goes on from here".
     """
 
     def decorate(main: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(main)
         def wrapper(argv: list[str] | None = None) -> None:
             try:
-                with _sigterm_raises():
-                    main(argv)
-                    sys.stdout.flush()
+                main(argv)
+                sys.stdout.flush()
             except BrokenPipeError:
                 _end(141, f"stopped, as nobody reads the output any more: {when_stopped}")
-            except KeyboardInterrupt as stop:
-                name, code = ("SIGTERM", 143) if isinstance(stop, _Terminated) else ("Ctrl-C", 130)
-                _end(code, f"stopped by {name}: {when_stopped}")
+            except KeyboardInterrupt:
+                _end(130, f"stopped by Ctrl-C: {when_stopped}")
             except Exception as error:
                 if TRACEBACK in (sys.argv[1:] if argv is None else argv):
                     traceback.print_exc()
@@ -87,20 +78,3 @@ def _end(code: int, reason: str) -> None:
             bar.close()
     print(reason, file=sys.stderr)
     raise SystemExit(code) from None
-
-
-@contextlib.contextmanager
-def _sigterm_raises() -> Iterator[None]:
-    """Within it, SIGTERM is an exception, so that files are closed and locks released; other handlers stay."""
-    ours = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    if ours:
-        signal.signal(signal.SIGTERM, _terminate)
-    try:
-        yield
-    finally:
-        if ours:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
-def _terminate(*_):
-    raise _Terminated

@@ -23,8 +23,6 @@ MEMORY, SCRATCH = (
 # What --attention may be; the first is the default. Every other check is the configuration's own.
 ATTENTIONS = {"gpt2": ("infini", "self"), "causal_mha": _OPTIONS["choices"](_OF_SCRATCH["ScratchOptions"])["attention"]}
 SIZES = ("n_layer", "n_embd", "n_head")
-# What the weights of a model folder decide.
-FIXED = (*SIZES, "n_inner", "qkv_bias", "tie_word_embeddings", "initializer_range")
 SHOWN = ("segment_length", "local_segments", "update_rule", "memory_conv")  # of the memory's options, in --help
 # What a recipe adds to what hf_infini says of an option
 NOTES = dict.fromkeys(("segment_length", "sliding_window"), "Default: an eighth of the context.")
@@ -236,9 +234,6 @@ def _config_of(options: ModelOptions, tokenizer) -> dict:
         fitting += [] if options.attention == "self" else ["infini_gpt2"]
     if config.model_type not in fitting:
         raise UserError(f"--init_from: {folder} is a {config.model_type} model, {wanted} starts from {' or '.join(fitting)}")
-    for name, value in given_options(options, FIXED).items():
-        if value != getattr(config, name):
-            raise UserError(f"--{name} {value}, but {folder} has {getattr(config, name)}: leave --{name} out")
     if config.vocab_size < len(tokenizer):
         raise UserError(f"--init_from: {folder} knows {config.vocab_size} tokens, the data has {len(tokenizer)}")
     if getattr(config, "tokenizer_sha256", None) not in (None, fingerprint(tokenizer)):

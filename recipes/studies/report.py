@@ -119,19 +119,10 @@ def write_report(content: dict) -> str:
         "groups": groups_of(variants),
         "losses_table": lambda group, ngrams: losses_table(variants, group, ngrams),
         "resamples": RESAMPLES,
-        "costs": costs_table(variants),
-        "evaluations": evaluations_table(content),
         "shown": shown,
         "fence": fence,
     }
     return template.render(content | parts)
-
-
-def summary(content: dict) -> str:
-    """What a terminal shows: losses, evaluations, and what they cost."""
-    variants = content["variants"]
-    losses = losses_table(variants, groups_of(variants)[0], content["baselines"])
-    return "\n\n".join(filter(None, [losses, evaluations_table(content), costs_table(variants)]))
 
 
 def groups_of(variants: list[dict]) -> list[list[dict]]:
@@ -156,27 +147,6 @@ def losses_table(variants: list[dict], group: list[dict], ngrams: list[dict]) ->
         numbers = [f"{ngram['perplexity']:,.2f}", f"{ngram['cross_entropy']:.4f}"]
         rows.append([ngram["name"], "", *numbers, *[""] * (1 + seeded)])
     return markdown_table(header + ["over seeds"] * seeded, rows, left=2)
-
-
-def costs_table(variants: list[dict]) -> str:
-    columns = {"parameters": "parameters", "tokens": "tokens", "tokens_per_second": "tokens/s"}
-    columns |= {"seconds": "seconds", "peak_mib": "peak MiB"}
-    lengths = list(variants[0]["cache_bytes"])
-    rows = []
-    for variant in variants:
-        caches = [variant["cache_bytes"].get(length) for length in lengths]
-        rows.append([variant["name"], *(f"{variant[name]:,.0f}" for name in columns)])
-        rows[-1] += [MISSING if size is None else f"{size:,}" for size in caches]
-    caches = [f"cache after {int(length):,} tokens, bytes" for length in lengths]
-    return markdown_table(["variant", *columns.values(), *caches], rows, left=1)
-
-
-def evaluations_table(content: dict) -> str | None:
-    names, rows = list(content["study"]["evaluate"]), []
-    for variant in content["variants"]:
-        found = [variant["evaluations"].get(name) for name in names]
-        rows.append([variant["name"], *(MISSING if one is None else f"{one['perplexity']:,.2f}" for one in found)])
-    return markdown_table(["variant", *names], rows, left=1) if names else None
 
 
 def shown(interval: dict | None, digits: int = 4, sign: str = "") -> str:

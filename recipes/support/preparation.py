@@ -49,6 +49,7 @@ def run_stage(folder: Path, options: dict, build: Callable[[Path], dict]) -> dic
         record["seconds"] = round(time.perf_counter() - start, 2)
         (partial / _STAGE_FILE).write_text(json.dumps(record, indent=1, ensure_ascii=False), encoding="utf-8")
         if folder.exists():
+            (folder.parent / "manifest.json").unlink(missing_ok=True)  # the folder around it is not what it says any more
             shutil.rmtree(folder)
         partial.rename(folder)
     finally:

@@ -6,21 +6,17 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
-from cli import UserError, describe
+from cli import UserError, describe, one_line
 
 LOCK_FOLDER = ".stages"
 _OWNER_FILE = "made_by"  # in it
 # What readers of a manifest.json use of it
-MANIFEST = {
-    "options": {"source": str, "tokenizer": str, "context": int, "split_by": str},
-    "source": {"documents": int},
-    "tokenizer": {"vocabulary": int},
-    "splits": {"train": dict, "validation": dict},
-}
+MANIFEST = dict.fromkeys(("options", "source", "tokenizer", "splits"), dict)
 LEFTOVER = f"*.{'[0-9a-f]' * 32}.part"  # what a killed process was writing, see [`_part_of`]
 
 
@@ -95,12 +91,7 @@ def read_manifest(data: Path, split: str | None = None) -> dict:
     file = Path(data) / "manifest.json"
     if not file.is_file():
         raise UserError(f"{data} has no manifest.json; make the folder with recipes/prepare.py")
-    remedy = "delete it and make the folder again with its command of recipes/prepare.py"
-    manifest = read_json(file, dict.fromkeys(MANIFEST, dict), remedy)
-    for name, entries in MANIFEST.items():
-        check_entries(manifest[name], entries, f"{file}: {name}", remedy)
-    for name, found in manifest["splits"].items():
-        check_entries(found, {"blocks": int, "tokens": int, "sha256": str}, f"{file}: the split {name}", remedy)
+    manifest = read_json(file, MANIFEST, "delete it and make the folder again with its command of recipes/prepare.py")
     if split is not None and manifest["splits"].get(split, {"blocks": 0})["blocks"] == 0:
         raise UserError(
             f"--split {split}: {data} has no {split} rows; prepare it again with --{split} SHARE, and train on what that "
@@ -119,30 +110,25 @@ def read_json(path: Path, entries: dict[str, type] | None = None, remedy: str = 
 
     Raises UserError, which names the file and what is wrong with it.
     """
-    return _parse(_text_of(path, remedy), entries, path, remedy)
+    content = _read(path, json.loads, remedy)
+    if entries is not None:
+        check_entries(content, entries, path, remedy)
+    return content
 
 
 def read_jsonl(path: Path, entries: dict[str, type] | None = None, remedy: str = "") -> list[dict]:
     """The objects of a JSON-lines file, checked like that of [`read_json`]."""
-    lines = enumerate(_text_of(path, remedy).split("\n"), start=1)
-    return [_parse(line, entries or {}, f"{path}: line {number}", remedy) for number, line in lines if line]
+    found = _read(path, lambda text: [json.loads(line) for line in text.split("\n") if line], remedy)
+    for number, content in enumerate(found, start=1):
+        check_entries(content, entries or {}, f"{path}: line {number}", remedy)
+    return found
 
 
-def _text_of(path: Path, remedy: str) -> str:
+def _read(path: Path, parse: Callable[[str], Any], remedy: str):
     try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise UserError(f"cannot read {path}: {error}; {remedy}".removesuffix("; ")) from error
-
-
-def _parse(text: str, entries: dict[str, type] | None, where: Path | str, remedy: str):
-    try:
-        content = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"cannot read {where}: {error or type(error).__name__}; {remedy}".removesuffix("; ")) from error
-    if entries is not None:
-        check_entries(content, entries, where, remedy)
-    return content
+        return parse(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"cannot read {path}: {one_line(error)}; {remedy}".removesuffix("; ")) from error
 
 
 def check_entries(content, entries: dict[str, type], where: Path | str, remedy: str = "") -> None:

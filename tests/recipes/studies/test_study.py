@@ -4,6 +4,7 @@ import contextlib
 import json
 import math
 import multiprocessing
+import re
 import shutil
 import sys
 import traceback
@@ -184,6 +185,8 @@ def test_the_report_says_what_there_is_to_say(base, content, text):
     figures = {"loss.png", "evaluation_long.png"}
     assert content["figures"].keys() == figures and all((base / "out" / name).is_file() for name in figures)
     assert all(command in text for command in content["commands"][1:])
+    assert "| cache after 64 tokens, bytes | cache after 512 tokens, bytes |\n| --- |" in text
+    assert re.search(rf"^\| s1 \| {variant(content, 's1')['parameters']:,} \| 3,072 \|.* \| 32,768 \| – \|$", text, re.M)
 
 
 # --- finished runs ----------------------------------------------------------------------------------------------------
@@ -209,7 +212,8 @@ def test_finished_runs_are_compared_beside_n_grams(base, content, tmp_path, caps
         evaluation = {"perplexity": 12.345, "length": 128, "split": "validation", "memory": "on", "by_position": [place]}
         (run / "evaluation_long.json").write_text(json.dumps(evaluation))
     study.main([*map(str, ["--runs", *copies, "--data", data, "--out", tmp_path / "evaluated"])])
-    assert "| s1 " in (printed := capsys.readouterr().out) and " long |" in printed and printed.count("12.35") == 2
+    report = (tmp_path / "evaluated" / "report.md").read_text(encoding="utf-8")
+    assert "| variant | long |\n| --- | ---: |\n| s1 | 12.35 |\n| best | 12.35 |\n" in report
 
     other, against = base / "out" / "letters", [*words, "--baselines", tmp_path / "other.json"]
     refused(study.main, [*words[:3], other, *words[3:]], capsys, "was trained on different data")
