@@ -57,10 +57,7 @@ def main(argv: list[str] | None = None) -> None:
     device, group = inference.processes(options.device)
     model, tokenizer = inference.load_model(options.model, device, options.adapter)
     model = model.to(getattr(torch, options.dtype))
-    try:
-        description = describe_model(model)
-    except ValueError as error:
-        raise UserError(f"--model {options.model}: {error}") from error
+    description = describe_model(model)
     if group is not None:
         inference.check_shared(model, options.model)
     for text, file in files.items():

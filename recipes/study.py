@@ -15,8 +15,8 @@ on the validation rows, paired; variants on other data per character. --runs tak
 
 Everything is a process of prepare.py, train.py or evaluate_model.py, its output in OUT/logs. Stopped or killed at any point
 and started again with the same command, a study goes on from there; variants, values and seeds can be added later. What
-cannot be made is listed with the reason, what fails stops no other run. Writes OUT/report.md, report.json and plots; each
-run is in OUT/NAME.
+cannot be made is listed with the reason, what fails stops no other run. Writes OUT/report.md, report.json and loss.png;
+each run is in OUT/NAME.
 """
 
 import os
@@ -104,7 +104,7 @@ def plan(options: Options) -> tuple[dict, list, dict[str, Path]]:
 
 def run_study(options: Options, study: dict, tasks, out: Path) -> None:
     """The study, from the data to the report."""
-    from plots.study import draw
+    from plots.study import plot_losses
     from studies import measure, report
     from studies.processes import FAILED
     from support import measurement
@@ -122,9 +122,9 @@ def run_study(options: Options, study: dict, tasks, out: Path) -> None:
         "runs": tasks.outcomes,
         "problems": problems,
         "commands": [shlex.join([Path(sys.executable).name, *sys.argv]), *tasks.commands],
-        "figures": draw(runs, out),
         **measurement.environment(),
     }
+    plot_losses([run for run in runs if run.data == runs[0].data], out / "loss.png")  # tokens of other data are others
     write_json(out / "report.json", content)
     write_text(out / "report.md", report.write_report(content))
     print(report.losses_table(content["variants"], report.groups_of(content["variants"])[0], baselines))

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from transformers import set_seed
 
-from cli import UserError, describe
+from cli import UserError
 from corpora.tokenization import encode_texts
 from evaluation import inference
 from hf_infini.compat.hub_code import STUB
@@ -44,18 +44,14 @@ def new_version(folder: Path) -> Iterator[Path]:
     """Gives an empty folder to write into, whose files replace those of `folder` in the end; after an error, `folder` has
     the files that it had.
 
-    Raises UserError where `folder` cannot be written, or holds other things than a published model.
+    Raises UserError where `folder` holds other things than a published model.
     """
     card = folder / CARD
     is_ours = card.is_file() and "\n- hf_infini\n" in card.read_text(encoding="utf-8", errors="replace")
-    try:
-        if folder.exists() and any(folder.iterdir()) and not is_ours:
-            raise UserError(f"--out {folder} holds files, and no card of this recipe: choose another folder")
-        folder.mkdir(parents=True, exist_ok=True)
-        temporary = tempfile.TemporaryDirectory(prefix=".part_", dir=folder)
-    except OSError as error:
-        raise UserError(f"--out {folder}: {describe(error)}") from error
-    with temporary as name:
+    if folder.exists() and any(folder.iterdir()) and not is_ours:
+        raise UserError(f"--out {folder} holds files, and no card of this recipe: choose another folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".part_", dir=folder) as name:
         yield (part := Path(name))
         old, new = pushed_files(folder), pushed_files(part)
         for file in new:
@@ -70,13 +66,10 @@ def new_version(folder: Path) -> Iterator[Path]:
 def write_model(run: Path, folder: Path) -> None:
     """Writes the model, in bfloat16 and with its code, the tokenizer and the loss curve of a run into an empty folder.
 
-    Raises UserError where the run's model or tokenizer cannot be loaded, is damaged, or does not fit the other.
+    Raises ValueError where the run's model or tokenizer cannot be loaded, is damaged, or does not fit the other.
     """
-    try:
-        model = load_causal_lm(run, dtype=torch.bfloat16, local_files_only=True)
-        tokenizer = load_tokenizer(run, model=model, local_files_only=True)
-    except ValueError as error:
-        raise UserError(str(error)) from error
+    model = load_causal_lm(run, dtype=torch.bfloat16, local_files_only=True)
+    tokenizer = load_tokenizer(run, model=model, local_files_only=True)
     model.save_pretrained(folder, save_code=True)  # models of transformers ignore it
     tokenizer.save_pretrained(folder)
     if (run / LOSS_CURVE).is_file():

@@ -56,6 +56,8 @@ def describe(error: Exception) -> str:
     """What happened, in one line without the kind of error where that says nothing to a user."""
     if isinstance(error, UserError):
         return str(error)
+    if isinstance(error, ValueError):  # as hf_infini raises them: a sentence that says what is allowed
+        return one_line(error)
     if isinstance(error, ModuleNotFoundError) and error.name and "." not in error.name:
         return f"{error.name} is not installed: pip install 'hf-infini[recipes]'"
     if isinstance(error, OSError) and error.filename is not None:

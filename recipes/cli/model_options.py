@@ -172,7 +172,7 @@ def build_model(config, init_from: str | None):
 
     Where the folder's model has a shorter convolution, the taps that it does not have start at zero.
 
-    Raises UserError when the folder's model is damaged.
+    Raises ValueError when the folder's model is damaged.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -188,10 +188,7 @@ def build_model(config, init_from: str | None):
         if grows:
             config = copy.deepcopy(config)
             config.memory_conv = saved
-        try:
-            model = load_causal_lm(init_from, config=config, dtype=torch.float32)
-        except ValueError as error:
-            raise UserError(f"--init_from: {error}") from error
+        model = load_causal_lm(init_from, config=config, dtype=torch.float32)
         if grows:
             _grow_convolutions(model, taps)
     model.loss_type = "ForCausalLM"  # what transformers falls back to, with a warning

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from cli import UserError, one_line
+from cli import UserError
 
 from .documents import Document, read_text
 
@@ -29,14 +29,9 @@ def download_carolina(taxonomy: Sequence[str] = (), revision: str | None = None)
     from huggingface_hub import snapshot_download
 
     patterns = [f"corpus/{CAROLINA_FOLDERS[code]}/*.xml.gz" for code in taxonomy] or ["corpus/*.xml.gz"]
-    try:
-        folder = snapshot_download(CAROLINA_REPOSITORY, repo_type="dataset", revision=revision, allow_patterns=patterns)
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"--source {CAROLINA_REPOSITORY}: the download from the Hub failed ({one_line(error)}); check the "
-            f"connection and --revision, or give the path of a local copy"
-        ) from error
-    return Path(folder)
+    return Path(
+        snapshot_download(CAROLINA_REPOSITORY, repo_type="dataset", revision=revision, allow_patterns=patterns)
+    )
 
 
 def carolina_shards(source: Path, shards: Sequence[Path], taxonomy: Sequence[str] = ()) -> list[Path]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from cli import UserError, describe, one_line
+from cli import UserError, one_line
 
 LOCK_FOLDER = ".stages"
 _OWNER_FILE = "made_by"  # in it
@@ -29,19 +29,17 @@ def locked_folder(path: Path, owner: str | None = None) -> Iterator[Path]:
         owner: the recipe that writes there, see [`claim_folder`]; `None`: the caller sees to that itself.
 
     Raises:
-        UserError: the folder cannot be made, another process holds it, or it is not the owner's.
+        UserError: another process holds the folder, or it is not the owner's.
     """
     if owner is not None:
         claim_folder(path, owner)
     from filelock import FileLock, Timeout
 
+    (path / LOCK_FOLDER).mkdir(parents=True, exist_ok=True)
     try:
-        (path / LOCK_FOLDER).mkdir(parents=True, exist_ok=True)
         lock = FileLock(path / LOCK_FOLDER / "lock", timeout=0).acquire()
     except Timeout:
         raise UserError(f"--out {path}: another run is writing there; wait for it or choose another folder") from None
-    except OSError as error:
-        raise UserError(f"--out {path}: {describe(error)}") from error
     with lock:
         for leftover in [*path.glob(LEFTOVER), *(path / LOCK_FOLDER).glob(LEFTOVER)]:
             shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
@@ -52,18 +50,14 @@ def claim_folder(path: Path, owner: str) -> None:
     """Makes the folder and notes which recipe writes there; a UserError where it has anything else in it, or is another
     recipe's."""
     note = path / LOCK_FOLDER / _OWNER_FILE
-    try:
-        if note.is_file():
-            if (found := note.read_text(encoding="utf-8", errors="replace")) != owner:
-                raise UserError(f"--out {path} is a folder of {found}: choose another one")
-            return
-        others = [entry.name for entry in path.iterdir() if entry.name != LOCK_FOLDER] if path.exists() else []
-        if others:
-            raise UserError(f"--out {path} holds other files, such as {min(others)}: choose another one, new or empty")
-        note.parent.mkdir(parents=True, exist_ok=True)
-        write_text(note, owner)
-    except OSError as error:
-        raise UserError(f"--out {path}: {describe(error)}") from error
+    if note.is_file():
+        if (found := note.read_text(encoding="utf-8", errors="replace")) != owner:
+            raise UserError(f"--out {path} is a folder of {found}: choose another one")
+        return
+    if others := [entry.name for entry in path.iterdir() if entry.name != LOCK_FOLDER] if path.exists() else []:
+        raise UserError(f"--out {path} holds other files, such as {min(others)}: choose another one, new or empty")
+    note.parent.mkdir(parents=True, exist_ok=True)
+    write_text(note, owner)
 
 
 def source_files(source: str) -> list[Path]:
@@ -172,16 +166,13 @@ def check_place(file: Path, entries: dict[str, type], others: Sequence[Path] = (
         entries: what the recipe's own JSON has, see [`read_json`].
         others: files that are written together with it.
     """
-    try:
-        if file.exists():
-            read_json(file, entries, "it is no such file of this recipe: choose another --out, or move it away")
-        elif there := [str(other) for other in others if other.exists()]:
-            raise UserError(f"--out: {', '.join(there)} is there without {file}: choose another --out, or move it away")
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=file.parent):
-            pass
-    except OSError as error:
-        raise UserError(f"--out {file}: {describe(error)}") from error
+    if file.exists():
+        read_json(file, entries, "it is no such file of this recipe: choose another --out, or move it away")
+    elif there := [str(other) for other in others if other.exists()]:
+        raise UserError(f"--out: {', '.join(there)} is there without {file}: choose another --out, or move it away")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=file.parent):
+        pass
 
 
 @contextlib.contextmanager

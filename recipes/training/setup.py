@@ -146,7 +146,7 @@ def check_processes(arguments: TrainingArguments, expected: int | None, sharing:
 
 
 def check_sharing(run, optimizer, config, context: int) -> None:
-    """UserError when processes cannot share rows of so many tokens as `--context_parallel_size` asks them to.
+    """UserError or ValueError when processes cannot share rows of so many tokens as `--context_parallel_size` asks them to.
 
     Args:
         run, optimizer: the options of recipes/train.py; config: the model's.
@@ -156,10 +156,7 @@ def check_sharing(run, optimizer, config, context: int) -> None:
     for name, given in (("dilute_with", run.dilute_with), ("torch_compile", optimizer.torch_compile)):
         if given:
             raise UserError(f"--context_parallel_size does not go with --{name}: leave one of the two out")
-    try:
-        check_shards(config, context, run.context_parallel_size)
-    except ValueError as error:
-        raise UserError(f"--context_parallel_size {run.context_parallel_size}: {error}") from None
+    check_shards(config, context, run.context_parallel_size)
 
 
 def checkpointing_name() -> str:

@@ -99,7 +99,7 @@ PROMPTS = {
     "a file that leads nowhere": (["--prompt_file", "link"], "--prompt_file link"),
     "too long in a file": (["--prompt_file", "long"], "this model has 64 learned positions"),
     "too long with what is asked for": (["--prompt", "o rato", "--max_new_tokens", "64"], "64 learned positions"),
-    "a text as memory": (["--prompt", "a", "--memory", "long"], "--memory"),
+    "a text as memory": (["--prompt", "a", "--memory", "long"], "no memory file"),
 }
 
 

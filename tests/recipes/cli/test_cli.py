@@ -82,7 +82,8 @@ def test_a_file_and_flags_above_it(config):
         (OSError(28, "No space left on device", "runs/a"), "error: No space left on device: runs/a"),
         (MemoryError(), "error: MemoryError: MemoryError (--traceback shows where)"),
         (ModuleNotFoundError("x", name="peft"), "error: peft is not installed: pip install 'hf-infini[recipes]'"),
-        (ValueError("two\n lines"), "error: ValueError: two lines (--traceback shows where)"),
+        (ValueError("two\n lines"), "error: two lines"),
+        (KeyError("name"), "error: KeyError: 'name' (--traceback shows where)"),
     ],
 )
 def test_errors_are_one_line_and_status_1(error, line, capsys):

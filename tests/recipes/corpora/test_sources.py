@@ -187,8 +187,6 @@ def test_a_folder_is_read_by_one_kind_and_what_it_leaves_out_is_said(tmp_path):
 
 
 def test_an_unreachable_hub_is_explained():
-    with pytest.raises(UserError, match="^--source carolina-c4ai/corpus-carolina: the download from the Hub failed"):
-        documents_of("carolina-c4ai/corpus-carolina")
     with pytest.raises(UserError, match="^owner/no-such-dataset: the dataset cannot be read"):
         documents_of("owner/no-such-dataset")
 

@@ -182,8 +182,7 @@ def test_the_report_says_what_there_is_to_say(base, content, text):
     options = variant(content, "best")["options"]
     assert {"attention": "infini", "segment_length": 16, "position_encoding": "rope"}.items() <= options.items()
     assert ", ".join(f"{name} {value}" for name, value in options.items()) in text
-    figures = {"loss.png", "evaluation_long.png"}
-    assert content["figures"].keys() == figures and all((base / "out" / name).is_file() for name in figures)
+    assert (base / "out" / "loss.png").is_file() and "(loss.png)" in text
     assert all(command in text for command in content["commands"][1:])
     assert "| cache after 64 tokens, bytes | cache after 512 tokens, bytes |\n| --- |" in text
     assert re.search(rf"^\| s1 \| {variant(content, 's1')['parameters']:,} \| 3,072 \|.* \| 32,768 \| – \|$", text, re.M)
