@@ -4,6 +4,7 @@ Names, types, choices and help texts come from hf_infini's modules of options, w
 """
 
 import copy
+import importlib.util
 import runpy
 import types
 import typing
@@ -13,7 +14,8 @@ from typing import Literal
 
 from . import NotPossible, UserError, one_line, option
 
-_FOLDER = Path(__file__).parents[2] / "hf_infini"
+_INSTALLED = importlib.util.find_spec("hf_infini")  # without it there is --help, and a clear error once a model is needed
+_FOLDER = Path(_INSTALLED.origin).parent if _INSTALLED else Path(__file__).parents[2] / "hf_infini"
 # As files, without the package around them, whose import takes seconds
 _OPTIONS, _OF_SCRATCH = (runpy.run_path(str(_FOLDER / f"{name}.py")) for name in ("options", "models/scratch/options"))
 UPDATE_RULES = _OPTIONS["UPDATE_RULES"]
