@@ -96,7 +96,6 @@ def prepare(options: Options, shares: dict[str, float], source: dict, out: Path)
 
     datasets.disable_progress_bars()  # they would stand between those of this program
     start, data, record = time.perf_counter(), Path(options.data), {}
-    waiting = out / stages.LOCK_FOLDER / stages.WAITING  # what is finished stays until all of the new is there
 
     tokenizer = read_tokenizer(data)
 
@@ -105,7 +104,7 @@ def prepare(options: Options, shares: dict[str, float], source: dict, out: Path)
         return source["tokenizer"]
 
     files = [file for file in stages.state_of_files(str(data / "tokenizer")) if not file[0].endswith("stage.json")]
-    record["tokenizer"] = preparation.run_stage(out / "tokenizer", {"files": files}, copy_tokenizer, waiting)
+    record["tokenizer"] = preparation.run_stage(out / "tokenizer", {"files": files}, copy_tokenizer)
 
     def build(split: str, settings: dict, folder: Path) -> dict:
         rows = make_rows(tokenizer, read_rows(data / split).reshape(-1), split=split, **settings)
@@ -115,8 +114,7 @@ def prepare(options: Options, shares: dict[str, float], source: dict, out: Path)
     for split, rows in (("train", options.rows), ("validation", options.validation_rows)):
         settings = {**same, "shares": shares, "rows": rows}
         identity = {**settings, "text": source["splits"][split]["sha256"], "tokenizer": record["tokenizer"]["key"]}
-        record[split] = preparation.run_stage(out / split, identity, functools.partial(build, split, settings), waiting)
-    preparation.replace_stages(out, waiting, record.values())
+        record[split] = preparation.run_stage(out / split, identity, functools.partial(build, split, settings))
     with stages.new_file(out / "validation_documents.jsonl") as part:
         shutil.copyfile(data / "validation_documents.jsonl", part)
     return preparation.write_manifest(
