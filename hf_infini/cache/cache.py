@@ -178,9 +178,10 @@ class ReadText:
         """The inverse of `tensors`; others are passed over."""
         return cls(**{attribute: tensors.get(name) for name, attribute in NAMES.items()})
 
-    def map_rows(self, function) -> "ReadText":
-        """The text of other rows: `function(tensor)` of each tensor."""
-        return self.from_tensors({name: function(tensor) for name, tensor in self.tensors().items()})
+    def map_rows(self, function) -> None:
+        """Applies a function of rows, such as a choice among them."""
+        for name, tensor in self.tensors().items():
+            setattr(self, NAMES[name], function(tensor))
 
     def extend(self, input_ids: Tensor | None, real: Tensor | None, batch: int, tokens: int, device) -> None:
         """Takes in a call of `[batch, tokens]`.
@@ -239,7 +240,7 @@ class InfiniCache(Cache):
         other = copy.copy(self)
         for layer in other.layers:
             _map_tensors(layer, Tensor.clone)
-        other.text = other.text.map_rows(Tensor.clone)
+        other.text.map_rows(Tensor.clone)
         return other
 
     def detach(self) -> "InfiniCache":
@@ -265,8 +266,8 @@ class InfiniCache(Cache):
     def check_finished(self) -> None:
         """ValueError where a call has failed halfway, and left keys and values in some of the layers of full attention."""
         columns = self.get_seq_length()
-        layers: Any = self.layers
-        if any(layer.get_seq_length() != columns for layer in layers):
+        others: Any = [layer for layer in self.layers if not isinstance(layer, InfiniLayer)]
+        if any(layer.get_seq_length() != columns for layer in others):
             raise ValueError("a call with this cache has failed halfway: make a new one and read the text again.")
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -395,17 +396,17 @@ class InfiniCache(Cache):
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         super().reorder_cache(beam_idx)
-        self.text = self.text.map_rows(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
+        self.text.map_rows(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
 
     @check_kinds
     def batch_repeat_interleave(self, repeats: int) -> None:
         super().batch_repeat_interleave(repeats)
-        self.text = self.text.map_rows(lambda tensor: tensor.repeat_interleave(repeats, 0))
+        self.text.map_rows(lambda tensor: tensor.repeat_interleave(repeats, 0))
 
     @check_kinds
     def batch_select_indices(self, indices: Tensor) -> None:
         super().batch_select_indices(indices)
-        self.text = self.text.map_rows(lambda tensor: tensor[indices])
+        self.text.map_rows(lambda tensor: tensor[indices])
 
 
 @check_kinds

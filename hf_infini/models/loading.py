@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from ..layers.memory_layer import PARAMETERS
+from ..layers.memory_layer import PARAMETERS, memory_layers
 from ..ops.checks import check_kinds
 
 
@@ -29,7 +29,8 @@ def load_causal_lm(path: str | Path, **options) -> PreTrainedModel:
     options = {"trust_remote_code": False} | options
     with _naming(path, "model"):
         model, info = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True, **options)
-        missing = sorted(name for name in info["missing_keys"] if not {*PARAMETERS} & {*name.split(".")})
+        new = tuple(f"{layer}.{name}" for layer in memory_layers(model) for name in PARAMETERS)
+        missing = sorted(name for name in info["missing_keys"] if not name.startswith(new))
         if missing:  # transformers randomly initialises them
             raise ValueError(f"its weights are incomplete: {len(missing)} tensors, such as {missing[0]}, are missing.")
     return model

@@ -6,9 +6,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 
-def decoder_of(model: PreTrainedModel) -> Any:
-    """The base model inside a model with a head, or the model itself. (Of a Llama 4, `base_model` is not it.)"""
-    return getattr(model, "model", model.base_model)
+def decoder_of(model: nn.Module) -> Any:
+    """The base model in a model with a head or in PEFT's wrapper, or the model itself. (Of Llama 4, `base_model` is not.)"""
+    inside = next(module for module in model.modules() if isinstance(module, PreTrainedModel))
+    return getattr(inside, "model", inside.base_model)
 
 
 def attention_layers(base: PreTrainedModel) -> list[nn.Module]:
