@@ -265,9 +265,8 @@ class InfiniCache(Cache):
 
     def check_finished(self) -> None:
         """ValueError where a call has failed halfway, and left keys and values in some of the layers of full attention."""
-        columns = self.get_seq_length()
         others: Any = [layer for layer in self.layers if not isinstance(layer, InfiniLayer)]
-        if any(layer.get_seq_length() != columns for layer in others):
+        if any(layer.get_seq_length() != self._first_layer.columns for layer in others):
             raise ValueError("a call with this cache has failed halfway: make a new one and read the text again.")
 
     def get_seq_length(self, layer_idx: int = 0) -> int:

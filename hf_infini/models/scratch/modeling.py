@@ -175,17 +175,18 @@ class CausalMHAModel(CausalMHAPreTrainedModel):
             given, cache = cache, key_value_cache(self, cache, use_cache)
             past = 0 if given is None else given.get_seq_length()
             visible = {"mask": self._mask(embeddings, attention_mask, position_ids, past, given)}
-            if position_ids is None and (attention_mask is None or attention_mask.dim() != 2):
-                position_ids = torch.arange(past, past + embeddings.shape[1], device=embeddings.device).unsqueeze(0)
-            elif position_ids is None:  # how many real tokens of its row came before each
+            if position_ids is None and attention_mask is not None and attention_mask.dim() == 2:
+                # How many real tokens of its row came before each
                 position_ids = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, -embeddings.shape[1] :]
+            elif position_ids is None:
+                position_ids = torch.arange(past, past + embeddings.shape[1], device=embeddings.device).unsqueeze(0)
         hidden_states = self.drop(self._with_positions(embeddings, position_ids))
         for block in self.h:
-            given = {"output_attentions": output_attentions, "position_ids": position_ids}
-            hidden_states = block(hidden_states, cache, **given, **visible)
+            hidden_states = block(hidden_states, cache, output_attentions, position_ids=position_ids, **visible)
         if infini is not None and infini.states is not None and isinstance(cache, InfiniCache):
             cache.advance(infini.states, input_ids, infini.layout, embeddings.shape[1])
-        return BaseModelOutputWithPast(last_hidden_state=self.ln_f(hidden_states), **{CACHE: cache if use_cache else None})
+        output: dict[str, Any] = {"last_hidden_state": self.ln_f(hidden_states), CACHE: cache if use_cache else None}
+        return BaseModelOutputWithPast(**output)
 
     def _with_positions(self, embeddings: Tensor, position_ids: Tensor) -> Tensor:
         """The token embeddings `[batch, tokens, n_embd]` and what their positions add to them."""
