@@ -77,7 +77,7 @@ def load_model(name: str, device: str = "auto", adapter: str | None = None):
         raise UserError(f"--model: cannot load {name}: {error}") from error
     try:
         model = model if adapter is None else merged(load_adapter(model, adapter))
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise UserError(f"--adapter: {error}") from error
     if device == "cpu":
         keep_freed_memory()

@@ -16,7 +16,7 @@ def plot_nats(contestants: list[dict], file: Path, subtitle: str) -> None:
     for number, way in enumerate(dict.fromkeys(each["way"] for each in contestants)):
         own = [(each["cache"], summary) for each, summary in found if each["way"] == way]
         if way == "plain":
-            style.mark_level(axes, own[0][1]["mean"].value, "plain: all tokens")
+            axes.axhline(own[0][1]["mean"].value, color=style.GREY, linestyle="--", marker="none", label="plain: all tokens")
             continue
         x, y = [size for size, _ in own], [summary["mean"].value for _, summary in own]
         spread = [[summary["above"].value - summary["above"].low for _, summary in own],

@@ -63,7 +63,7 @@ def caught_parts(config, layers: Mapping[int, nn.Module]) -> Iterator[dict[int, 
     def end(module, args, given, output):
         number = running.pop()
         if isinstance(module, CausalMultiHeadAttention) and number not in found:  # it has no use for the interface
-            arguments = {name: given[name] for name in ("mask", "distance", "position_ids")}
+            arguments = {name: given[name] for name in ("mask", "position_ids")}
             found[number] = module.parts(args[0], **arguments)._asdict()
         if number not in found:
             raise ValueError(f"cannot inspect layer {number}: a {type(module).__name__} computes attention in its own way.")
