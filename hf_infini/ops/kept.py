@@ -136,10 +136,13 @@ class KeptInGrid:
     Attributes:
         kept: before the group, and then after it.
         scores: of the grid's tokens so far, `[B, w + segments, C, K, R]`; the first w segments are empty.
+        sees: whether what is seen still counts for them.
     """
 
-    def __init__(self, tokens: Projections, layout: GridLayout, rule: MemoryRule, state: InfiniState):
-        self.layout, self.rule = layout, rule
+    def __init__(
+        self, tokens: Projections, layout: GridLayout, rule: MemoryRule, state: InfiniState, scored: bool = False
+    ):
+        self.layout, self.rule, self.sees = layout, rule, "attention" in KEEP_SCORES[rule.keep_score] and not scored
         self.kept = Kept.of_state(state, layout.kept_places)
         self.kept = self.kept._replace(score=self.kept.score.detach())
         new: Any = tokens.score
@@ -153,7 +156,7 @@ class KeptInGrid:
     ) -> None:
         """Adds what the tokens of the windows receive from a group's queries, `[B, N, H, T, C, D]`; `key`: `[B, N, K, T, W,
         D]` of sinks and segments, as they are compared."""
-        if "attention" not in KEEP_SCORES[self.rule.keep_score]:
+        if not self.sees:
             return
         asking = in_blocks(self.asking[:, group.begin : group.end], block).unsqueeze(2)
         received = received_attention(query, key, mask, asking, softmax)[..., self.layout.sink_tokens :]

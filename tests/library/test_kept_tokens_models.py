@@ -13,7 +13,6 @@ from decoders import TYPES, decoder
 from decoders import token_ids as ids_of_decoder
 from hf_infini import InfiniCache, cache_bytes, patch_model
 from hf_infini.layers.memory_layer import memory_layers
-from hf_infini.tools.parallel.shards import check_shards
 from models import causal_mha, infini_gpt2, token_ids
 
 WINDOW = {"segment_length": 8, "local_segments": 1, "sink_tokens": 2}
@@ -273,8 +272,6 @@ def test_what_does_not_know_of_kept_tokens_refuses_them():
     model = scratch()
     with pytest.raises(ValueError, match="cannot inspect a model with kept_tokens=6"):
         hf_infini.inspect_attention(model, token_ids(1, 20))
-    with pytest.raises(ValueError, match="ranks do not exchange"):
-        check_shards(model.config)
 
 
 def test_a_state_of_other_scores_is_refused():

@@ -6,6 +6,7 @@ A collective's gradient is a collective, too, so every rank must come to it, in 
 Shapes: `R` ranks, `B` rows, `T` tokens of a rank's shard.
 """
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -23,12 +24,14 @@ class Exchange(NamedTuple):
 
     Attributes:
         places: that each row of a rank has for what it receives.
+        numbers: `[R, B, places]`, what each rank wants, as [`Exchange.of`] takes it.
         old: `[B, places]`, from which place of before the call each comes; −1: none of it does. `None`: nothing does.
         sent: `[tokens sent]`, which of the `B · T` tokens of this shard, by the rank that wants them; sent_counts: for each.
         received: `[tokens received]`, to which of the `B · places` they go, by the rank that has them; received_counts.
     """
 
     places: int
+    numbers: Tensor
     old: Tensor | None
     sent: Tensor
     sent_counts: list[int]
@@ -59,7 +62,7 @@ class Exchange(NamedTuple):
         of_own = owner[rank].flatten()
         received = of_own.argsort(stable=True)[int((of_own < 0).sum()) :]
         kept = old if bool((old >= 0).any()) else None
-        return cls(wanted.shape[2], kept, sent, [of_reader[rank] for of_reader in counts], received, counts[rank])
+        return cls(wanted.shape[2], every, kept, sent, [of_reader[rank] for of_reader in counts], received, counts[rank])
 
     def before(self, new: Tensor, old: Tensor, group) -> Tensor:
         """`[B, places, width]` of the new `[B, T, width]` of all ranks, and of what this one has of before the call, `[B,
@@ -72,6 +75,26 @@ class Exchange(NamedTuple):
             return found
         kept = old.gather(1, self.old.clamp(min=0).unsqueeze(2).expand(-1, -1, old.shape[2]))
         return found + kept.masked_fill((self.old < 0).unsqueeze(2), 0)
+
+
+    @torch.no_grad()
+    def sums_before(self, own: Tensor, found: Tensor, group) -> Tensor:
+        """`[B, places, width]`: for each token in this rank's places, the sum of what the ranks before this one have for it.
+
+        Args:
+            own: `[B, T, width]`, what this rank has for its own tokens.
+            found: `[B, places, width]`, what it has for the tokens in its places; no token twice but with a zero.
+        """
+        (batch, tokens, width), rank = own.shape, distributed.get_rank(group)
+        index = (self.numbers + self.places).unsqueeze(-1).expand(-1, -1, -1, width)  # 0 … P − 1: before the call; P: none
+        sums = own.new_zeros(batch, self.places + 1 + len(index) * tokens, width)
+        sums[:, self.places + 1 :].unflatten(1, (-1, tokens))[:, rank] = own
+        sums.scatter_add_(1, index[rank], found)
+        sums[:, self.places] = 0
+        parts = [sums.gather(1, of_reader) * (reader > rank) for reader, of_reader in enumerate(index)]
+        before = torch.empty_like(found, memory_format=torch.contiguous_format)
+        distributed.reduce_scatter(before, parts, group=group)
+        return before
 
 
 def gather(own: Tensor, group) -> Tensor:
@@ -118,14 +141,14 @@ class Shard(NamedTuple):
 
     Attributes:
         tokens: T; state: that its layout continues, with empty windows; `None` for the first rank.
-        kept: `[R, B]` bool, whether a row's document goes on through the whole of each rank's shard.
+        goes_on: `[R, B]` bool, whether a row's document goes on through the whole of each rank's shard.
         skips: whether any token of the rows, or of the window before them, is kept out of the memory.
         window, recent: the [`Exchange`] of the windows and of the convolution's inputs; `None`: nothing is exchanged.
     """
 
     tokens: int
     state: InfiniState | None
-    kept: Tensor
+    goes_on: Tensor
     skips: bool
     window: Exchange | None
     recent: Exchange | None
@@ -156,12 +179,13 @@ class Shard(NamedTuple):
                 own: Any = mask if name == "position_ids" else bool_mask(name, mask, True)
                 found = gather(own.expand(batch, tokens).to(kind), group).transpose(0, 1).flatten(1)
                 whole[name] = found.to(torch.int64 if name == "position_ids" else torch.bool)
-        kept = torch.ones(size, batch, dtype=torch.bool, device=device)
+        goes_on = torch.ones(size, batch, dtype=torch.bool, device=device)
         if whole["position_ids"] is not None:
             begins = restarts(whole["position_ids"], whole["attention_mask"], past)
-            kept = ~begins.unflatten(1, (size, tokens)).any(2).T
+            goes_on = ~begins.unflatten(1, (size, tokens)).any(2).T
         # What the next state would take of each column is found by giving it the columns' numbers
-        places = window[2] + (window[1] + 1) * window[0]
+        kept_tokens = window[3]
+        places = window[2] + kept_tokens + (window[1] + 1) * window[0]
         state = past
         old = [-torch.arange(1, count + 1, dtype=torch.float64, device=device) for count in (places, max(taps - 1, 0))]
         found = [(number if past is not None else number * 0).expand(batch, -1) for number in old]
@@ -177,6 +201,9 @@ class Shard(NamedTuple):
             nothing = numbers.new_zeros(batch, 1, 0, 1)
             before = InfiniState.initial(nothing, nothing, *window) if past is None else past
             state = before.after(layout)
+            if kept_tokens:  # as many as are kept, wherever they are from
+                filled = torch.arange(kept_tokens, device=device) >= kept_tokens - layout.left[:, -1:]
+                state = replace(state, kept_position=filled.long()[:, None] - 1)
         skips = past is not None and past.local_skipped is not None
         skips = skips or (whole["memory_mask"] is not None and not bool(whole["memory_mask"].all()))
-        return cls(tokens, state, kept, skips, *(Exchange.of(part.long(), tokens, group) for part in found))
+        return cls(tokens, state, goes_on, skips, *(Exchange.of(part.long(), tokens, group) for part in found))
