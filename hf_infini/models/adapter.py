@@ -36,7 +36,7 @@ def lora_config(model, **options):
     """PEFT's `LoraConfig` for a model with a memory, whose parameters are trained and saved beside the LoRA.
 
     Their names are in `modules_to_save`. PEFT copies the gates, which are modules. The other parameters of a memory are
-    trained in place, and act also where the adapter is disabled.
+    trained in place, and act also where the adapter is disabled. The score of kept tokens is saved with them, not trained.
 
     Args:
         model: one with a memory.

@@ -47,8 +47,8 @@ class AdaptedModelMixin(ModelBase):
         if name == "peft_config":  # PEFT's last step; all but the adapter is frozen
             look_again()
             for config in value.values():
-                for parameter in () if config.inference_mode else _uncopied(self, config).values():
-                    parameter.requires_grad_(True)
+                for own, parameter in () if config.inference_mode else _uncopied(self, config).items():
+                    parameter.requires_grad_(not own.endswith(".keep_weight"))  # a choice has no gradient
 
     def save_pretrained(self, save_directory, is_main_process: bool = True, *args, **kwargs):
         """As usual; of a model with adapters of PEFT only these are saved."""

@@ -15,6 +15,7 @@ from models import gpt2, token_ids
 
 IDS = token_ids(2, 50)
 OPTIONS = {"segment_length": 8, "local_segments": 1, "sink_tokens": 2, "feature_map": "learned", "memory_conv": 2}
+OPTIONS |= {"kept_tokens": 4, "keep_score": "half"}
 MAKERS = {"llama": lambda: decoder("llama"), "gemma2": lambda: decoder("gemma2"), "gpt2": gpt2}
 
 
@@ -182,6 +183,7 @@ RECORDS = {
         json_with(RECORD, options=OPTIONS | {"memory_conv": 5}),
         r"0.memory_conv is \[2, 32\] and must be \[5, 32\]",
     ),
+    "record: another score": (json_with(RECORD, options=OPTIONS | {"keep_score": "attention"}), "keep_weight is left over"),
     "lora: no file": (without(LORA_WEIGHTS), "is no adapter of a memory"),
     "lora: pickle": (pickled, "is damaged or no safetensors file"),
     "lora: nan": (json_with(LORA, lora_alpha=float("nan")), "NaN is no JSON"),
