@@ -274,8 +274,8 @@ def test_what_does_not_know_of_kept_tokens_refuses_them():
         hf_infini.inspect_attention(model, token_ids(1, 20))
 
 
-def test_a_state_of_other_scores_is_refused():
-    model = scratch("half")
-    _, cache = read(model, token_ids(1, 20), ())
-    with pytest.raises(ValueError, match="keep_score"):
-        read(scratch("learned"), token_ids(1, 20), (), cache)
+@pytest.mark.parametrize("other", [{"keep_score": "learned"}, {"kept_tokens": 4}])
+def test_a_state_of_other_options_is_refused(other):
+    _, cache = read(scratch(), token_ids(1, 20), ())
+    with pytest.raises(ValueError, match="kept_tokens"):
+        read(scratch(**other), token_ids(1, 20), (), cache)
