@@ -206,7 +206,6 @@ class ShardCache(InfiniCache):
             state = state.map_rows(lambda tensor: tensor.detach().clone(memory_format=torch.contiguous_format))
             for name, tensor in state.tensors().items():
                 if not name.startswith("start_"):  # of the model's weights, which all have
-                    tensor = tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
                     distributed.broadcast(tensor, last, self.group)
             layer.advance(state, self.past.get_seq_length() + self.size * self.shard.tokens)
         cache.text = copy.copy(self.text)
@@ -259,12 +258,6 @@ class ShardStates(PendingStates):
         past: Any = self.cache.past.layers[layer]
         return past.state
 
-    def may_overwrite(self, layer: int) -> bool:
-        return False
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return self.cache.get_seq_length()
-
     def begin(self, batch: int, tokens: int, device: torch.device, masks: dict[str, Tensor | None]) -> InfiniState | None:
         """The state that the layout of a call of `[batch, tokens]` continues; `masks` as [`segment_layout`] takes them."""
         cache = self.cache
@@ -282,6 +275,7 @@ class ShardStates(PendingStates):
             )
         options = (cache.window, cache._config.memory_conv, cache.past.first_state())
         cache.shard = Shard.of_call(cache.group, batch, tokens, device, masks, *options)
+        self._columns = cache.get_seq_length()
         return cache.shard.state
 
     def received_inputs(self, inputs: Tensor, recent: Tensor) -> Tensor:
@@ -317,19 +311,19 @@ class ShardStates(PendingStates):
             tokens, state = self._scored(tokens, state, layout, rule, softmax)
         new_and_old = zip(tokens[1:4], state.windows()[:3], strict=True)
         leaving = [None if new is None else layout.delay(layout.to_grid(new, old)) for new, old in new_and_old]
-        # The blocks of memory.py are segments here: [B, N, K, tokens, …]
-        blocks = [None if part is None else part.transpose(2, 3) for part in leaving]
+        # The blocks of memory.py are segments here, [B, N, K, tokens, …]; and which of their tokens it takes in
         grid = Group(0, layout.segments, written=layout.written())
-        taken_in = None if grid.written is None else grid.written[:, :, None]
+        mask = None if grid.written is None else grid.written[:, :, :, None]
+        blocks = [None if part is None else part.transpose(2, 3) for part in (*leaving, mask)]
         if layout.kept_tokens:
             keeping = KeptInGrid(tokens, layout, rule, state)
             before, own = keeping.kept, keeping.choose(leaving, grid).kept
             keeping.kept, reached = self._kept(before, own, rule, reached)
             state = keeping.kept.into(state, layout.kept_places)
             evicted = keeping.choose(leaving, grid).evicted(1)
-            *blocks, taken_in = (None if part is None else part.squeeze(3) for part in evicted)
+            blocks = [None if part is None else part.squeeze(3) for part in evicted]
         with torch.autocast(tokens.key.device.type, enabled=False):
-            memory, normaliser = self._memory(state, blocks, taken_in, layout, rule, reached)
+            memory, normaliser = self._memory(state, blocks, layout, rule, reached)
         return replace(state, memory=memory, normaliser=normaliser), tokens
 
     @torch.no_grad()
@@ -344,17 +338,12 @@ class ShardStates(PendingStates):
         tokens, state = keeping.scored(tokens, state)
         if window is not None:
             scores: Any = (tokens.score, state.local_score)
-            own, found = (part.transpose(1, 2).flatten(2) for part in scores)
-            found = found + window.sums_before(own, found, self.cache.group)
-            state = replace(state, local_score=found.unflatten(2, (tokens.key.shape[1], -1)).transpose(1, 2))
+            state = replace(state, local_score=window.sums(*scores, self.cache.group))
         return tokens, state
 
     def _kept(self, before: Kept, own: Kept, rule: MemoryRule, reached: Tensor) -> tuple[Kept, Tensor]:
-        """What the ranks before this one keep: the best of all are among the best of each, which all ranks gather.
-
-        Args:
-            before: what the first rank keeps before its tokens; own: what this rank keeps after its own.
-        """
+        """What the ranks before this one keep: the best of all are among the best of each, which all ranks gather; `before`:
+        what the first rank keeps before its tokens; `own`: what this rank keeps of its own."""
         cache = self.cache
         every = AllGather.apply(joined(own[:3]) + reached, cache.group)
         facts = gather(torch.cat([own.score.double(), own.position.double()], -1), cache.group)
@@ -372,25 +361,15 @@ class ShardStates(PendingStates):
         return rows.taken(choice.before[:, :, cache.rank]), reached
 
     def _memory(
-        self,
-        state: InfiniState,
-        blocks: Sequence[Tensor | None],
-        taken_in: Tensor | None,
-        layout: GridLayout,
-        rule: MemoryRule,
-        reached: Tensor,
+        self, state: InfiniState, blocks: Sequence[Any], layout: GridLayout, rule: MemoryRule, reached: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """M and z that the ranks before this one leave, `[B, K, D, E]` and `[B, K, D]`.
-
-        Args:
-            blocks: keys, values and log weights of what leaves the window here, `[B, N, K, tokens, …]`.
-            taken_in: which of it the memory takes in, `[B or 1, N, K or 1, tokens]` bool; `None`: all.
-        """
+        """M and z that the ranks before this one leave, `[B, K, D, E]` and `[B, K, D]`; `blocks`: keys, values, log weights
+        of what leaves the window here, and which of it the memory takes in, `[B or 1, N, K or 1, tokens]` bool or `None`."""
         cache, goes_on = self.cache, self.cache.shard.goes_on.to(state.memory.dtype)
         memory, normaliser, (start_memory, start_normaliser) = state.memory, state.normaliser, state.start()
         wide: Any = (None if part is None else part.to(memory.dtype) for part in blocks)
-        key, value, log_weight = wide
-        written = rule.written(key, value, log_weight, None if taken_in is None else taken_in.unsqueeze(-1))
+        key, value, log_weight, mask = wide
+        written = rule.written(key, value, log_weight, None if mask is None else mask.unsqueeze(-1))
         borders = layout.borders(0, layout.segments)
         begins = 1 - goes_on[cache.rank, :, None, None]
         features = written.key_features
