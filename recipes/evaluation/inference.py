@@ -109,12 +109,13 @@ def check_length(config, tokens: int) -> None:
 def reads_memory(config, tokens: int) -> bool:
     """Whether any token of a text of `tokens` tokens reads a memory; if not, gates mean nothing.
 
-    The tokens of the first window find it empty, unless it starts with learned content or noise.
+    The tokens of the first window, and of those after it from which all are kept, find it empty, unless it starts with
+    learned content or noise.
     """
     if not getattr(config, "has_memory", False):
         return False
-    length, local, *_ = config.window
-    return config.memory_init != "zeros" or tokens > (local + 1) * length
+    length, local, sinks, kept = config.window
+    return config.memory_init != "zeros" or tokens > (local + 1 + (sinks + kept) // length) * length
 
 
 @torch.inference_mode()

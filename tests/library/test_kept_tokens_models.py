@@ -268,12 +268,6 @@ def test_more_kept_than_text_and_a_start_of_noise():
     assert int(state.memory_tokens) == 0 and torch.equal(state.normaliser[0], state.start_normaliser)
 
 
-def test_what_does_not_know_of_kept_tokens_refuses_them():
-    model = scratch()
-    with pytest.raises(ValueError, match="cannot inspect a model with kept_tokens=6"):
-        hf_infini.inspect_attention(model, token_ids(1, 20))
-
-
 @pytest.mark.parametrize("other", [{"keep_score": "learned"}, {"kept_tokens": 4}])
 def test_a_state_of_other_options_is_refused(other):
     _, cache = read(scratch(), token_ids(1, 20), ())
