@@ -42,7 +42,7 @@ class Options:
     adapter: str | None = option(None, "Adapter with the scores of the ways learned and half: folder or Hub name.",
                                  group="model")  # fmt: skip
     task: Literal["perplexity", "passkey", "facts"] = option("perplexity", "What to measure.", group="measurement")
-    ways: list[str] = option(["plain", "window", "half"], "What is compared.", choices=[*OWN, *PRESSES])
+    ways: list[str] = option(["plain", "window", "attention"], "What is compared.", choices=[*OWN, *PRESSES])
     caches: list[int] = option([512], "Tokens in the cache of each key/value head, several one after the other.",
                                at_least=16)  # fmt: skip
     data: str | None = option(None, "Folder made by recipes/prepare.py, whose held-out documents are read. Or --text.",

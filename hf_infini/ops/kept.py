@@ -29,6 +29,10 @@ from .state import InfiniState, Projections
 from .tensors import in_blocks, pad
 from .window import ScoreOptions, causal, masked_scores
 
+# A token that is FADE times the kept tokens older must have received e times the attention. SmolLM2 with 252 tokens kept by
+# half, nats from 4,096 to 8,191 tokens (16,384 of Shakespeare): 3.802 without fading, 3.742, 3.743, 3.765 with 1.2, 4, 12
+FADE = 4
+LEAST = torch.finfo(torch.float32).tiny  # of attention, in the logarithm
 CHOICE_ELEMENTS = {"cpu": 2**17, "cuda": 2**24}  # rows times segments among which is chosen at a time
 
 
@@ -120,14 +124,20 @@ def received_attention(
     return (asking.unsqueeze(-2) @ weights).squeeze(-2) / group
 
 
-def final_scores(keep_score: str, scores: Tensor, segment_length: int, local_segments: int) -> Tensor:
-    """The scores of tokens that leave, `[…, C, K, R]`: sums of attention become means over the queries, which are those of
-    the token's segment, from itself on, and of the segments after it in the window."""
+def final_scores(keep_score: str, leaving: "Kept", layout: Layout) -> Tensor:
+    """The scores of tokens that leave, `[B, s, C, K, R]`.
+
+    Of the attention a token has received that is the logarithm of the mean over its queries, which are those of its segment,
+    from itself on, and of the segments after it in the window; plus its position in units of [`FADE`] times the kept tokens.
+    So what is kept by attention fades: without the position ever more places would go to a few tokens of long ago.
+    """
+    scores = leaving.score
     if "attention" not in KEEP_SCORES[keep_score]:
         return scores
-    slots = torch.arange(scores.shape[-3], device=scores.device)
-    queries = ((local_segments + 1) * segment_length - slots).to(scores.dtype)[:, None, None]
-    return torch.cat([scores[..., :1] / queries, scores[..., 1:]], -1)
+    slots = torch.arange(scores.shape[2], device=scores.device)
+    queries = ((layout.local_segments + 1) * layout.segment_length - slots).to(scores.dtype)[:, None, None]
+    mean = (scores[..., :1] / queries).clamp(min=LEAST).log()
+    return torch.cat([mean + leaving.position.to(scores.dtype) / (FADE * layout.kept_tokens), scores[..., 1:]], -1)
 
 
 class KeptInGrid:
@@ -251,7 +261,7 @@ def keep_best(
         written: `[B or 1, s, C]` bool, which tokens there are to keep or evict.
         documents: as in [`choose_kept`].
     """
-    scores = final_scores(keep_score, leaving.score, layout.segment_length, layout.local_segments)
+    scores = final_scores(keep_score, leaving, layout)
     choice = choose_kept(kept, scores, written, shares(keep_score, layout.kept_tokens), documents)
     rows = kept.map(lambda old, new: torch.cat([old, new.flatten(1, 2)], 1), leaving._replace(score=scores))
     return KeptOfGroup(rows, choice, layout)

@@ -89,7 +89,8 @@ class LayerInspection:
             yet, of another document, padding, or left out of the memory by a mask.
         attention_score, learned_score: `[batch, head, key]`, the scores by which tokens are kept, where they are by these.
             The first is what a token receives in the window, of a softmax over sinks and window: the mean over the
-            queries so far, and the heads that share its key. 0 for sinks and padding.
+            queries so far, and the heads that share its key; by its logarithm, which fades, tokens are kept. 0 for sinks
+            and padding.
     """
 
     layer: int
