@@ -146,10 +146,13 @@ class KeptInGrid:
     Attributes:
         kept: before the group, and then after it.
         scores: of the grid's tokens so far, `[B, w + segments, C, K, R]`; the first w segments are empty.
+        sees: whether what is seen still counts for them.
     """
 
-    def __init__(self, tokens: Projections, layout: GridLayout, rule: MemoryRule, state: InfiniState):
-        self.layout, self.rule = layout, rule
+    def __init__(
+        self, tokens: Projections, layout: GridLayout, rule: MemoryRule, state: InfiniState, scored: bool = False
+    ):
+        self.layout, self.rule, self.sees = layout, rule, "attention" in KEEP_SCORES[rule.keep_score] and not scored
         self.kept = Kept.of_state(state, layout.kept_places)
         self.kept = self.kept._replace(score=self.kept.score.detach())
         new: Any = tokens.score
@@ -163,7 +166,7 @@ class KeptInGrid:
     ) -> None:
         """Adds what the tokens of the windows receive from a group's queries, `[B, N, H, T, C, D]`; `key`: `[B, N, K, T, W,
         D]` of sinks and segments, as they are compared."""
-        if "attention" not in KEEP_SCORES[self.rule.keep_score]:
+        if not self.sees:
             return
         asking = in_blocks(self.asking[:, group.begin : group.end], block).unsqueeze(2)
         received = received_attention(query, key, mask, asking, softmax)[..., self.layout.sink_tokens :]
@@ -217,7 +220,7 @@ class KeptOfGroup(NamedTuple):
         if group.kept is not None and mask is not None:
             filled = torch.arange(most, 0, -1, device=keys.device) <= group.kept.unsqueeze(-1)
             filled = in_blocks(filled, block)[:, :, None, :, None].expand(-1, -1, -1, -1, mask.shape[4], -1)
-            mask = mask.expand(len(filled), -1, -1, -1, -1, -1)
+            mask = mask.expand(filled.shape[0], -1, -1, -1, -1, -1)
             mask = torch.cat([mask[..., :sinks], filled, mask[..., sinks:]], -1)
         return keys, values, mask
 
@@ -288,13 +291,16 @@ def choose_kept(
     """
     batch, segments, slots, heads, _ = scores.shape
     places, device = kept.position.shape[1], scores.device
-    limit = CHOICE_ELEMENTS.get(device.type, CHOICE_ELEMENTS["cuda"]) // (batch * heads)
-    size = max(1, min(segments, limit // places, int((limit / slots) ** 0.5)))
+    size, begins = segments, range(1)
+    if isinstance(batch, int) and isinstance(segments, int):  # not where torch.export leaves them open
+        limit = CHOICE_ELEMENTS.get(device.type, CHOICE_ELEMENTS["cuda"]) // (batch * heads)
+        size = max(1, min(segments, limit // places, int((limit / slots) ** 0.5)))
+        begins = range(0, segments, size)
     index = torch.arange(places, device=device).expand(batch, heads, places)
     index = index.masked_fill(kept.position[..., 0].transpose(1, 2) < 0, -1)
     best, scores = kept.score.transpose(1, 2), scores.permute(0, 3, 1, 2, 4)
     found: list[Choice] = []
-    for begin in range(0, segments, size):
+    for begin in begins:
         part = slice(begin, begin + size)
         of = None if documents is None else (documents[0][:, part], documents[1][:, begin : begin + size + 1])
         first = places + begin * slots
@@ -333,11 +339,12 @@ def _choose_at_once(index, best, scores, leaving, first, shares, documents) -> t
         free = (left & ~stays).gather(-1, order)
         taken = free & (free.cumsum(-1) <= share)
         stays = stays | torch.zeros_like(stays).scatter(-1, order, taken)
-    held = torch.cat([(time < 0).expand(-1, heads, -1, -1), stays[:, :, :-1]], 2)
+    # An export takes a size of 1, such as that of all segments but one, for a constant: so the last is cut off at the end
+    held = torch.cat([(time < 0).expand(-1, heads, -1, -1), stays], 2)[:, :, :-1]
     evicted = left & ~stays & (held | (time == numbers[:, None]))
     columns, after = _listed(stays, rows, places, at_end=True)
     last = columns[:, :, -1].clamp(min=0).unsqueeze(-1).expand(-1, -1, -1, scores.shape[-1])
-    before = torch.cat([index.unsqueeze(2), after[:, :, :-1]], 2)
+    before = torch.cat([index.unsqueeze(2), after], 2)[:, :, :-1]
     return Choice(before, after[:, :, -1], _listed(evicted, rows, slots, at_end=False)[1]), scores.gather(2, last)
 
 

@@ -13,7 +13,7 @@ from hf_infini.models.structure import decoder_of
 
 accelerate = pytest.importorskip("accelerate", reason="pip install accelerate")
 
-WINDOW = {"segment_length": 8, "local_segments": 1, "sink_tokens": 2}
+WINDOW = {"segment_length": 8, "local_segments": 1, "sink_tokens": 2, "kept_tokens": 6, "keep_score": "half"}
 QUICK = ("gpt2", "gemma2", "smollm3")
 
 

@@ -12,7 +12,6 @@ from decoders import TYPES, decoder
 from decoders import token_ids as ids_of_decoder
 from hf_infini import InfiniCache, cache_bytes, patch_model
 from hf_infini.layers.memory_layer import memory_layers
-from hf_infini.tools.parallel.shards import check_shards
 from models import causal_mha, infini_gpt2, token_ids
 
 WINDOW = {"segment_length": 8, "local_segments": 1, "sink_tokens": 2}
@@ -253,14 +252,8 @@ def test_more_kept_than_text_and_a_start_of_noise():
     assert int(state.memory_tokens) == 0 and torch.equal(state.normaliser[0], state.start_normaliser)
 
 
-def test_what_does_not_know_of_kept_tokens_refuses_them():
-    model = scratch()
-    with pytest.raises(ValueError, match="ranks do not exchange"):
-        check_shards(model.config)
-
-
-def test_a_state_of_other_scores_is_refused():
-    model = scratch("half")
-    _, cache = read(model, token_ids(1, 20), ())
-    with pytest.raises(ValueError, match="keep_score"):
-        read(scratch("learned"), token_ids(1, 20), (), cache)
+@pytest.mark.parametrize("other", [{"keep_score": "learned"}, {"kept_tokens": 4}])
+def test_a_state_of_other_options_is_refused(other):
+    _, cache = read(scratch(), token_ids(1, 20), ())
+    with pytest.raises(ValueError, match="kept_tokens"):
+        read(scratch(**other), token_ids(1, 20), (), cache)
