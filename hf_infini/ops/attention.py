@@ -155,6 +155,7 @@ def attend(
     return_state: bool = False,
     return_weights: bool = False,
     in_place: bool = False,
+    scored: bool = False,
 ) -> Attended:
     """[`infini_attention`] on a layout that is already made: what a model's layers call.
 
@@ -166,16 +167,18 @@ def attend(
             the output is computed from this very tensor, so that a gradient reaches it). A single token needs
             `softmax.written_out`.
         in_place: allow a single token to overwrite the given state.
+        scored: the scores of tokens and state are those after this call, of more than a single token.
 
     Returns:
         The output, the state and the weights; what was not asked for may be `None`.
     """
-    scores = first_scores(rule.keep_score, tokens.key, tokens.score) if layout.kept_tokens else None
-    tokens = tokens._replace(score=scores)
+    if not scored:
+        scores = first_scores(rule.keep_score, tokens.key, tokens.score) if layout.kept_tokens else None
+        tokens = tokens._replace(score=scores)
     if state is None:
         state = initial_state(tokens, layout.window_sizes, rule)
     state = state.checked_for(tokens, layout.places, rule.normalised)
-    call = AttentionCall(tokens, gate, layout, rule, softmax, state, return_state, return_weights, in_place)
+    call = AttentionCall(tokens, gate, layout, rule, softmax, state, return_state, return_weights, in_place, scored)
     return choose(call, BACKENDS)[0].run(call)
 
 
@@ -187,7 +190,7 @@ def _run_grid(call: AttentionCall) -> Attended:
     tokens, layout, state = call.tokens, call.layout, call.state
     keeping = None
     if layout.most_kept or (layout.kept_tokens and call.return_state):
-        keeping = KeptInGrid(tokens, layout, call.rule, state)
+        keeping = KeptInGrid(tokens, layout, call.rule, state, call.scored)
     output, memory, normaliser, weights = _attend_grid(*call[:6], keeping, call.return_weights)
     if not call.return_state:
         return Attended(output, None, weights)

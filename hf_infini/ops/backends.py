@@ -23,6 +23,7 @@ class AttentionCall(NamedTuple):
     return_state: bool = False
     return_weights: bool = False
     in_place: bool = False
+    scored: bool = False
 
 
 class Attended(NamedTuple):

@@ -57,10 +57,6 @@ def changed(change):
     return write
 
 
-def set_id(value):
-    return changed(lambda ids: ids.__setitem__((3, 5), value))
-
-
 def other_tokenizer(data) -> None:
     """One token more than made the rows."""
     file = data / "tokenizer" / "tokenizer.json"
@@ -83,10 +79,7 @@ CASES = {
     "rows of unequal lengths": changed(lambda ids: {"input_ids": [ids[0], *ids[1:, :9]]}),
     "a row less": changed(lambda ids: {"input_ids": ids[1:]}),
     "another column": changed(lambda ids: {"tokens": ids}),
-    "negative id": set_id(-1),
-    "rows of fractions": changed(lambda ids: {"input_ids": ids + 0.5}),
-    "id beyond the vocabulary": set_id(10_000),
-    "another token": set_id(4),
+    "another token": changed(lambda ids: ids.__setitem__((3, 5), 4)),
 }
 
 
@@ -94,7 +87,8 @@ CASES = {
 def test_what_is_no_prepared_folder(case, base, data, tmp_path, capsys):
     CASES[case](data)
     words = ["--model", small_run(base), "--data", data, "--out", tmp_path / "found"]
-    refused(load_recipe("evaluate_model").main, words, capsys, str(data), "recipes/prepare.py", keeps=data)
+    remedy = "prepare it again with --validation" if case == "manifest without a split" else "recipes/prepare.py"
+    refused(load_recipe("evaluate_model").main, words, capsys, str(data), remedy, keeps=data)
     assert not (tmp_path / "found.json").exists()
 
 

@@ -42,7 +42,6 @@ def without_vocabulary(folder):
 BPE, CONFIG = "tokenizer.json", "tokenizer_config.json"
 TOKENIZERS = {
     "cut": (lambda folder: (folder / BPE).write_bytes(b'{"version": "1.0", "tru'), "cannot be loaded"),
-    "no vocabulary": (without_vocabulary, "empty vocabulary"),
     "no end of text": (lambda folder: (folder / CONFIG).unlink(), "no end-of-text token"),
 }
 
@@ -114,7 +113,7 @@ TEXTS = {
     "no file": ("generate", ["--prompt_file", "gone"], "--prompt_file gone"),
     "a long prompt": ("generate", ["--prompt_file", "long"], "this model has 64 learned positions"),
     "a prompt and what is asked for": ("generate", ["--prompt", "o", "--max_new_tokens", "64"], "64 learned positions"),
-    "a text as memory": ("generate", ["--prompt", "a", "--memory", "long"], "--memory"),
+    "a text as memory": ("generate", ["--prompt", "a", "--memory", "long"], "no memory file"),
     "empty to inspect": ("inspect_heads", ["--text_file", "empty"], "the text is empty"),
     "latin-1": ("memorize", ["--text", "latin"], "latin", "not UTF-8"),
     "empty": ("memorize", ["--text", "empty"], "the file is empty"),

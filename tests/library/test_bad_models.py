@@ -108,26 +108,15 @@ def without(part: str):
     return tensors(lambda found, _: [found.pop(name) for name in list(found) if part in name])
 
 
-def a_layer_more(found, _):
-    found.update({name.replace(".2.", ".3."): tensor.clone() for name, tensor in found.items() if ".2." in name})
-
-
 HEADER, UNREADABLE = "cannot be loaded: SafetensorError", "cannot be loaded"
 SIZES = "cannot be loaded: RuntimeError: You set `ignore_mismatched_sizes` to `False`"
 DAMAGES = {
     # Weights
     "a byte less": ("gpt2", cut(), HEADER),
     "a header of no JSON": ("infini_llama", write(struct.pack("<Q", 8) + b"not json"), HEADER),
-    "a tensor missing": ("causal_mha", tensors(lambda found, name: found.pop(name)), "are incomplete: .* is not there"),
-    "a gate missing": ("infini_gpt2", without("1.attn.gate"), r"are incomplete: .*1\.attn\.gate\.weight is not there"),
+    "a tensor missing": ("causal_mha", tensors(lambda found, name: found.pop(name)), "are incomplete: 1 tensors, such as "),
     "a layer missing": ("infini_llama", without(".2."), r"are incomplete: \d+ tensors, such as .*layers\.2\."),
-    "a layer more": ("causal_mha", tensors(a_layer_more), r"are of a larger model .*: \d+ tensors, such as .*\.3\."),
     "turned": ("infini_gpt2", tensors(lambda found, name: found.update({name: found[name].repeat(2, 1).T})), SIZES),
-    "NaN": (
-        "gpt2",
-        tensors(lambda found, name: found[name].view(-1)[5].fill_(torch.nan)),
-        "hold NaN or infinity in 1 tensors, such as .*0",
-    ),
     "no file": ("causal_mha", remove(WEIGHTS), "no file named model.safetensors"),
     "a shard missing": ("shards", remove("model-*.safetensors"), "model-00001-of-"),
     "an index of text": ("shards", write(b"{nothing", INDEX), UNREADABLE),
@@ -139,7 +128,6 @@ DAMAGES = {
     "no type": ("gpt2", entries(model_type=None), "Unrecognized model|contains custom code"),
     "a number of another kind": ("infini_gpt2", entries(n_layer=2.0), "Field 'n_layer' expected int, got float"),
     "layers beyond the weights": ("infini_gpt2", entries(n_layer=4), r"are incomplete: \d+ tensors, such as .*h.3."),
-    "fewer layers": ("infini_gpt2", entries(n_layer=2), "are of a larger model"),
     "another vocabulary": ("infini_gpt2", entries(vocab_size=90), SIZES),
     "a length in words": ("infini_gpt2", entries(segment_length="8"), "'segment_length' with value '8' doesn't match"),
     "two lengths": ("infini_gpt2", entries(n_segments=4), "give exactly one of segment_length"),
@@ -151,9 +139,8 @@ DAMAGES = {
     "sinks": ("infini_gpt2", entries(sink_tokens=8), "sink_tokens must be fewer than the 8 tokens of a segment; got 8"),
     "layers": ("infini_gpt2", entries(layers=[0, 0]), "layers must name some of the 3 layers, 0 to 2, each once"),
     "no features": ("infini_gpt2", entries(memory_write="learned"), "give feature_map='exp' or 'learned' with it"),
-    "a slip of the pen": ("infini_gpt2", entries(segment_lenght=4), "has no option segment_lenght"),
     "cross-attention": ("infini_gpt2", entries(add_cross_attention=True), "add_cross_attention=True is not supported"),
-    "heads": ("causal_mha", entries(n_head=3), "n_head=3 must divide n_embd=32"),
+    "heads": ("causal_mha", entries(n_head=3), "num_heads must divide d_out, .* 32 / 3"),
     "another attention": ("causal_mha", entries(attention="global"), "segment_length=8 belongs to attention='infini'"),
     "a family": ("infini_llama", entries(segment_length=None), "give exactly one of segment_length"),
 }  # fmt: skip
@@ -164,15 +151,7 @@ def test_damaged_models(case, saved, tmp_path):
     check_refused(saved, tmp_path, *DAMAGES[case])
 
 
-@pytest.mark.parametrize("case", ["a layer missing", "NaN"])
-def test_damaged_plain_weights_get_no_memory(case, saved, tmp_path):
-    message = DAMAGES[case][2].replace("layers", "h")
-    load = AutoInfiniModelForCausalLM.from_pretrained
-    check_refused(saved, tmp_path, "gpt2", DAMAGES[case][1], message, load, segment_length=8)
-
-
-def test_transformers_own_loader_checks_as_well(saved, tmp_path):
-    check_refused(saved, tmp_path, *DAMAGES["a gate missing"], load=AutoModelForCausalLM.from_pretrained)
+def test_transformers_own_loader_checks_as_well(saved):
     for options, message in (({"segment_length": 0}, "segment_length must be"), ({"gate_init": "1"}, "'gate_init' with")):
         refused(lambda options=options: AutoModelForCausalLM.from_pretrained(saved / "infini_gpt2", **options), message)
 
@@ -197,7 +176,7 @@ def test_numbers_beyond_the_limits_that_are_declared(config, given):
 @pytest.mark.parametrize("config", [CausalMHAConfig, InfiniGPT2Config])
 def test_the_model_of_another_architecture(config, saved):
     folder = saved / "infini_llama"
-    refused(lambda: config.from_pretrained(folder), "is of the model type 'infini_llama', and a", str(folder))
+    refused(lambda: config.from_pretrained(folder), "is made from a configuration of .*; this one is of 'infini_llama'")
 
 
 # --- tokenizers -------------------------------------------------------------------------------------------------------
@@ -206,7 +185,7 @@ TOKENIZERS = {
     "no files": (lambda folder: [file.unlink() for file in folder.glob("tokenizer*")], "has no tokenizer"),
     "cut": (cut(TOKENS), "tokenizer"),
     "an object": (write(b"{}", TOKENS), "tokenizer"),
-    "too many words": (lambda folder: tokenizer(90).save_pretrained(folder), "the tokenizer of .* has 90 tokens, and"),
+    "too many words": (lambda folder: tokenizer(90).save_pretrained(folder), "it has 90 tokens, the model 89"),
 }
 
 
@@ -223,7 +202,7 @@ def test_another_tokenizer_of_the_same_size(saved, tmp_path):
     model = load_causal_lm(folder)
     load_tokenizer(folder, model)
     tokenizer(shift=1).save_pretrained(folder)
-    refused(lambda: load_tokenizer(folder, model), "is not the model's: its tokens have other ids", str(folder))
+    refused(lambda: load_tokenizer(folder, model), "is not the model's: .* ids are others", str(folder))
 
 
 # --- what may be new --------------------------------------------------------------------------------------------------
@@ -253,7 +232,7 @@ def test_what_the_options_add_and_other_heads_are_no_damage(kind, load, options,
 def test_the_head_of_a_language_model_may_come_from_a_base_model_but_a_recipe_needs_it(saved, tmp_path):
     AutoModel.from_pretrained(saved / "causal_mha").save_pretrained(tmp_path)
     assert AutoModelForCausalLM.from_pretrained(tmp_path).lm_head.weight.isfinite().all()
-    refused(lambda: load_causal_lm(tmp_path), "are incomplete: lm_head.weight is not there", str(tmp_path))
+    refused(lambda: load_causal_lm(tmp_path), "are incomplete: 1 tensors, such as lm_head.weight", str(tmp_path))
 
 
 def test_folders_that_are_none(tmp_path):

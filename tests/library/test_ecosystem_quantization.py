@@ -18,6 +18,8 @@ torchao = pytest.importorskip("torchao.quantization", reason="pip install torcha
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
 FOUR_BITS = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
 INT8 = torchao.Int8WeightOnlyConfig()
+# Up to sinks, kept tokens and window the memory is not read: 40 tokens
+WINDOW = {"segment_length": 8, "local_segments": 1, "sink_tokens": 2, "kept_tokens": 22, "keep_score": "half"}
 # Without biases, so that no parameter of a layer is of floating point; with some; Conv1D
 BITSANDBYTES = {
     "llama": (lambda: decoder("llama", **SIZES), FOUR_BITS),
@@ -59,12 +61,12 @@ def test_in_one_segment_it_is_the_model_with_the_same_weights(name, dtype, tmp_p
     logits(model)  # the first call of a layer may bring its weights into another form, which rounds otherwise
     wanted, kinds = logits(model), {name: (type(p.data), p.dtype) for name, p in model.named_parameters()}
     assert any(kind is not torch.Tensor or stored in (torch.uint8, torch.int8) for kind, stored in kinds.values())
-    patch_model(model, segment_length=64)
+    patch_model(model, **WINDOW)
     after = {name: (type(p.data), p.dtype) for name, p in model.named_parameters()}
     gates = {after[name] for name in after.keys() - kinds.keys()}
     assert gates == {(torch.Tensor, dtype)} and {name: after[name] for name in kinds} == kinds
     assert near(logits(model), wanted, dtype)
-    together = AutoInfiniModelForCausalLM.from_pretrained(tmp_path, **options, segment_length=64).eval()
+    together = AutoInfiniModelForCausalLM.from_pretrained(tmp_path, **options, **WINDOW).eval()
     assert type(together) is type(model) and near(logits(together), wanted, dtype)
     assert torch.equal(logits(unpatch_model(model)), wanted)
 
@@ -72,7 +74,7 @@ def test_in_one_segment_it_is_the_model_with_the_same_weights(name, dtype, tmp_p
 @pytest.mark.slow
 @pytest.mark.parametrize("name", BITSANDBYTES)
 def test_it_generates_saves_and_loads(name, tmp_path):
-    window = {"segment_length": 8, "local_segments": 1, "sink_tokens": 2, "gate_init": -1.0}
+    window = WINDOW | {"kept_tokens": 6, "gate_init": -1.0}
     model = patch_model(loaded(BITSANDBYTES[name], tmp_path / "plain")[0], **window)
     model.save_pretrained(tmp_path / "saved")
     text = generate(model, inputs=IDS, attention_mask=torch.ones_like(IDS))
@@ -89,7 +91,7 @@ def test_a_step_of_lora_has_the_gradients_of_the_plain_model(name, tmp_path):
 
     def gradients(patch: bool):
         model, _ = loaded(BITSANDBYTES[name], tmp_path)
-        model = prepare_model_for_kbit_training(patch_model(model, segment_length=64) if patch else model)
+        model = prepare_model_for_kbit_training(patch_model(model, **WINDOW) if patch else model)
         lora = LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False, modules_to_save=["gate"] if patch else None)
         torch.manual_seed(0)
         model = get_peft_model(model, lora).train()
@@ -135,7 +137,7 @@ def test_weights_of_torch_ao_have_no_parameters():
     """Its layers hold them packed: nothing in them has a dtype or a device."""
     model = torch.ao.quantization.quantize_dynamic(decoder("mixtral"), {nn.Linear}, dtype=torch.qint8)
     wanted = logits(model)
-    patch_model(model, segment_length=64)
+    patch_model(model, **WINDOW)
     assert near(logits(model), wanted, torch.float32)
     assert model.generate(IDS, attention_mask=torch.ones_like(IDS), max_new_tokens=5, eos_token_id=None).shape == (2, 45)
     assert torch.equal(logits(unpatch_model(model)), wanted)

@@ -89,5 +89,5 @@ def test_errors():
     ids = token_ids(2, 10)
     with pytest.raises(ValueError, match="position 69 is beyond this model's 64 .*position_encoding='segment'"):
         model(token_ids(1, 70))
-    with pytest.raises(ValueError, match="no cross-attention"):
+    with pytest.raises(ValueError, match="cross-attention"):
         model(ids, encoder_hidden_states=torch.zeros(2, 3, 32))

@@ -173,7 +173,7 @@ def test_several_texts_and_a_second_start(model, text, memory, tmp_path, capsys)
     other.write_text("Another text", encoding="utf-8")
     words = [*options, "--device", "cpu"]
     refused(memorize.main, words, capsys, "sonnet.safetensors is the memory of another text. --out: choose another name")
-    refused(memorize.main, [*words, "--dtype", "bfloat16"], capsys, "dtype is float32 in the file and bfloat16 in")
+    refused(memorize.main, [*words, "--dtype", "bfloat16"], capsys, "dtype is 'float32' in the file and 'bfloat16' in")
     assert times == [file.stat().st_mtime_ns for file in sorted(folder.iterdir())]
 
 

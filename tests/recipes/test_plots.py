@@ -26,17 +26,12 @@ def positions(last: int) -> list[dict]:
     return [{"first": first, "last": 2 * first - 1, "perplexity": 20 + 400 / first} for first in starts]
 
 
-def test_losses_and_gates_over_millions_of_tokens(drawn):
+def test_losses_over_millions_of_tokens(drawn):
     lines = [{"tokens": 400_000 * step, "train_loss": 9 - step / 5, "learning_rate": 0.1} for step in range(1, 21)]
     run.plot_loss_curve([*lines, {"tokens": 8_000_000, "eval_loss": 5.25}], "file")
     found = texts(drawn[0])
     assert {"Loss during the training", "tokens trained on", "8 M", "training", "validation"} <= {*found}
     assert "validation at the end: 5.2500 nats per token" in found
-    gates = {str(layer): [0.05 * layer + 0.01 * head for head in range(3)] for layer in (1, 10, 4)}
-    run.plot_gates([{"tokens": tokens, "gates": gates} for tokens in (10, 20)], "file")
-    [axes] = drawn[1].axes
-    assert len(axes.get_lines()) == 9 and len({line.get_marker() for line in axes.get_lines()}) == 3  # one for each layer
-    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["layer 1", "layer 4", "layer 10"]
 
 
 def test_perplexities_by_position_and_the_trained_length(drawn):
