@@ -256,7 +256,7 @@ def test_weights_and_heads_are_the_naive_function_s(make, options):
     for name, score, found in zip(names, scores, state.local_score.unbind(-1), strict=True):
         kept = score.gather(-1, state.kept_position.clamp(min=0))
         if name == "attention":  # which fades
-            kept = kept.log() + state.kept_position / (FADE * call.layout.kept_tokens)
+            kept = kept.log() + state.kept_position.double() / (FADE * call.layout.kept_tokens)
         torch.testing.assert_close(kept[filled], found[:, :, call.layout.kept_places][filled], **FLOAT64)
         score = score * (TOKENS - torch.arange(TOKENS) if name == "attention" else 1)
         wanted = found[:, :, places].masked_fill(window < call.layout.sink_tokens, 0)
