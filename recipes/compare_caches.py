@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Literal
 
 from cli import SEED, UserError, exit_on_error, option, parse_options
+from cli.names import check_name
 
 OWN = ("plain", "window", "random", "attention", "learned", "half")
 PRESSES = [f"{press}{end}" for press in ("StreamingLLM", "SnapKV", "KeyDiff", "ExpectedAttention") for end in ("", " blind")]
@@ -75,6 +76,8 @@ class Options:
 def main(argv: list[str] | None = None) -> None:
     (options,) = parse_options(Options, description=__doc__, argv=argv)
     contestants = contestants_of(options)
+    if options.adapter is not None:
+        check_name("--adapter", options.adapter)
 
     import torch
 

@@ -11,6 +11,7 @@ from decoders import TYPES, decoder
 from hf_infini import InfiniCache, InfiniState, load_adapter, naive_infini_attention, patch_model, save_adapter
 from hf_infini.models.structure import attention_layers, decoder_of
 from hf_infini.ops.backends import Attended, Backend, forced_backend
+from hf_infini.ops.kept import FADE
 from hf_infini.tools.inspection import inspect_attention
 from hf_infini.tools.inspection.heads import DIMENSIONS
 from hf_infini.tools.inspection.labels import token_texts
@@ -254,6 +255,8 @@ def test_weights_and_heads_are_the_naive_function_s(make, options):
     places = call.layout.ahead + (local - TOKENS // length) * length + window
     for name, score, found in zip(names, scores, state.local_score.unbind(-1), strict=True):
         kept = score.gather(-1, state.kept_position.clamp(min=0))
+        if name == "attention":  # which fades
+            kept = kept.log() + state.kept_position.double() / (FADE * call.layout.kept_tokens)
         torch.testing.assert_close(kept[filled], found[:, :, call.layout.kept_places][filled], **FLOAT64)
         score = score * (TOKENS - torch.arange(TOKENS) if name == "attention" else 1)
         wanted = found[:, :, places].masked_fill(window < call.layout.sink_tokens, 0)

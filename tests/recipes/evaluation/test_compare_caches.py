@@ -114,7 +114,7 @@ def test_bad_options(folder, tmp_path, capsys):
         refused(compare_caches.main, [*argv, "--device", "cpu", *options], capsys, message)
     refused(
         compare_caches.main, [*argv, "--adapter", str(tmp_path / "none"), "--ways", "half", "--length", "100",
-                              "--count_from", "40"], capsys, "no adapter",
+                              "--count_from", "40"], capsys, "there is no folder",
     )  # fmt: skip
     with pytest.raises(Exception, match="kvpress"):  # absent, or beside a transformers that it does not know
         presses.scorer("SnapKV blind", 64)
