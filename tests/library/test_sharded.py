@@ -1,5 +1,5 @@
-"""Models in pieces: FSDP2 by `accelerate launch` trains, saves and resumes as one process does, a sharded model is saved
-with the same code, and a launch that would shard nothing is refused."""
+"""Models in pieces: FSDP2 by `accelerate launch` trains, saves and resumes as one process does, and a sharded model is saved
+with the same code."""
 
 import json
 import sys
