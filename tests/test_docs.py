@@ -25,7 +25,7 @@ PAGES = sorted((ROOT / "docs").rglob("*.md"))
 NO_NETWORK = dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:9")
 # The pages on which figures are given with their commands; the first draws on those behind the third
 RESULTS = "measured quickstart memory-files study recall speed shakespeare notes/recall notes/study notes/speed robustness"
-RESULTS = [*RESULTS.split(), "fine-tune", "pretrained", "conversion", "mqar"]
+RESULTS = [*RESULTS.split(), "fine-tune", "pretrained", "kept-tokens", "conversion", "mqar"]
 RESULTS = [ROOT / "docs" / f"{name}.md" for name in RESULTS]
 OTHERS = [page for page in (ROOT / "README.md", *PAGES) if page not in RESULTS]
 CODE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
