@@ -65,6 +65,8 @@ class MQAROptions:
 def main(argv: list[str] | None = None) -> None:
     (options,) = parse_options(MQAROptions, description=__doc__, argv=argv)
     memory = {"segment_length": options.segment_length, **memory_options(options.memory)}
+    if options.d_model % options.heads:
+        raise UserError(f"--heads {options.heads} must divide --d_model {options.d_model}")
 
     import torch
 

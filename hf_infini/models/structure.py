@@ -8,8 +8,8 @@ from transformers import PreTrainedModel
 
 def decoder_of(model: nn.Module) -> Any:
     """The base model in a model with a head or in PEFT's wrapper, or the model itself. (Of Llama 4, `base_model` is not.)"""
-    inside = next(module for module in model.modules() if isinstance(module, PreTrainedModel))
-    return getattr(inside, "model", inside.base_model)
+    inside: Any = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
+    return model if inside is None else getattr(inside, "model", inside.base_model)
 
 
 def attention_layers(base: PreTrainedModel) -> list[nn.Module]:

@@ -237,7 +237,7 @@ REFUSED = [
     (["--memory", "gate_init=1", "gate_init=2"], ["--memory gate_init=2", "once"]),
     (["--memory", "update_rule=delta"], ["--memory update_rule=delta"]),  # which the mixers say
     (["--memory", "denominator=shared"], ["--mixers gated_delta: ", "denominator='shared'"]),
-    (["--heads", 3], ["--mixers attention: n_head=3 must divide n_embd=16"]),
+    (["--heads", 3], ["--heads 3 must divide --d_model 16"]),
     (["--test", "16x5x10"], ["--test 16x5x10: the length must be even, at least 4 * pairs = 20"]),
     (["--test", "63x4x10"], ["--test 63x4x10: the length must be even"]),
     (["--train", "64x4"], ["--train 64x4: give LENGTHxPAIRSxROWS"]),

@@ -145,10 +145,9 @@ def test_runs_that_cannot_be_published(trained, base, tmp_path, capsys, monkeypa
     assert "offline" in error("--repo_id", NAME)  # as all tests are
     folder = shutil.copytree(trained, tmp_path / "runs" / "infini")
     weights = load_file(folder / "model.safetensors")
-    name, tensor = max(weights.items(), key=lambda item: item[1].numel())
-    tensor.view(-1)[3] = float("nan")
+    max(weights.values(), key=torch.Tensor.numel).view(-1)[3] = float("nan")
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    assert f"hold NaN or infinity in 1 tensors, such as {name}" in error(folder=folder)
+    assert "`nan`" in error(folder=folder)  # no sample can be drawn
 
 
 def test_earlier_runs_are_those_that_were_continued(tmp_path):

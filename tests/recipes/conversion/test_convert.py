@@ -167,7 +167,7 @@ def test_it_goes_on_from_an_adapter(checkpoint, base, tmp_path, capsys):
     shutil.copytree(adapter, tmp_path / "damaged")
     (tmp_path / "damaged" / "adapter_config.json").write_text("{")
     for options, mentions in [
-        (["--start", tmp_path / "damaged"], ["--start: ", "damaged/adapter_config.json"]),
+        (["--start", tmp_path / "damaged"], ["cannot read", "damaged/adapter_config.json"]),
         (["--start", adapter, tmp_path / "all_layers"], ["has memories in the layers [0, 1, 2], and", "[1, 2]"]),
         (["--start", adapter, tmp_path / "elu"], ["has feature_map='elu' and", "'learned'", "the same options"]),
         (["--start", adapter, tmp_path / "rank"], ["--start: the LoRA of", "'r': 3", "'r': 2", "they have no mean"]),

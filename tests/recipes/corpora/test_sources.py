@@ -21,6 +21,7 @@ from cli.corpus_options import CorpusOptions
 from corpora import selection
 from corpora.documents import Document, ReadingLog
 from corpora.sources import corpus_documents
+from evaluation import texts
 from running import DATA, load_recipe
 
 real_carolina = pytest.mark.skipif(
@@ -276,7 +277,7 @@ def test_evaluations_read_the_same_files(tmp_path):
     recipe = load_recipe("evaluate_model")
     for name in ("array.json", "lines.jsonl.zst", "table.parquet", "carolina.xml"):
         file = write(tmp_path / name, READ[name])
-        assert recipe.read_texts(recipe.Options(model="", text=str(file))) == TEXTS
+        assert texts.read_texts(recipe.Options(model="", text=str(file))) == TEXTS
 
 
 # --- selection -------------------------------------------------------------------------------------------------------
