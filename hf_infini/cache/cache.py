@@ -17,8 +17,8 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, Dynam
 from ..compat.cache_name import CACHE
 from ..ops.checks import check_kinds
 from ..ops.layout.base import Layout
+from ..ops.memory import KEEP_SCORES
 from ..ops.rules import RULES
-from ..ops.rules.base import KEEP_SCORES
 from ..ops.state import InfiniState
 from ..options import check_number
 from .files import load_cache, save_cache

@@ -168,7 +168,8 @@ def load_cache(kind: type, path: str | Path, model, rows: Sequence[int] | None):
         of_layer = {n: t.to(devices[prefix]) for n, t in tensors.items() if n.rpartition(".")[0] == prefix}
         own = {name.rpartition(".")[2]: tensor for name, tensor in of_layer.items()}
         if not isinstance(layer, DynamicLayer):
-            layer.advance(InfiniState.from_tensors(own), record["columns"])
+            state = InfiniState(local_log_weight=own.pop("local_log_weight", None), **own)
+            layer.advance(state, record["columns"])
         else:
             layer.update(own["keys"], own["values"])
             if isinstance(layer, DynamicSlidingWindowLayer):

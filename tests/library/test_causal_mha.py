@@ -179,7 +179,8 @@ def test_infini_is_the_naive_function(position, score, kept, rule, memory):
 
     def by_tokens(x):
         hidden_states, _ = module.begin(x, module.inputs_outside_model(x))
-        query, key, value, softmax = module.projections(hidden_states)
+        query, key, value = module.project(hidden_states)
+        softmax = module.score_options(query)
         log_weight = module.log_weight(hidden_states)
         start = module.start() | {"log_weights": 0 if log_weight is None else log_weight.shape[-1]}
         start["normalised"] = rule != "gated_delta"

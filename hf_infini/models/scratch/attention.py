@@ -220,13 +220,6 @@ class CausalMultiHeadAttention(MemoryLayerMixin, nn.Module):
         projections = (self.W_query(hidden_states), self.W_key(hidden_states), self.W_value(hidden_states))
         return tuple(part.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2) for part in projections)
 
-    def projections(
-        self, hidden_states: Tensor, infini: SharedInputs | None = None
-    ) -> tuple[Tensor, Tensor, Tensor, ScoreOptions]:
-        """As `project`, and how the windows of `attention="infini"` are computed."""
-        query, key, value = self.project(hidden_states)
-        return query, key, value, self.score_options(query, infini)
-
     def score_options(self, query: Tensor, infini: SharedInputs | None = None) -> ScoreOptions:
         """How the windows of `attention="infini"` are computed; `infini` as of `forward`."""
         rotary = None

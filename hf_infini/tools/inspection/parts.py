@@ -22,7 +22,7 @@ from ...models.scratch.attention import CausalMultiHeadAttention
 from ...ops.attention import BACKENDS
 from ...ops.backends import Attended, AttentionCall, Backend, forced_backend
 from ...ops.layout.base import GridLayout
-from ...ops.memory import States
+from ...ops.memory import State
 from ...ops.scores import visible_softmax
 
 INTERFACE = f"inspection of {__name__}"
@@ -51,7 +51,7 @@ def caught_parts(config, layers: Mapping[int, nn.Module]) -> Iterator[dict[int, 
         if not running:
             return BACKENDS[-1].run(call)
         parts = found[running[0]] = memory_parts(call)
-        return Attended(parts["heads"].to(call.tokens.value.dtype), None, None)
+        return parts["heads"].to(call.tokens.value.dtype), None, None
 
     def begin(number: int):
         return lambda module, args: running.append(number)
@@ -119,9 +119,9 @@ def memory_parts(call: AttentionCall) -> dict[str, Tensor]:
     share = ((mixed_weights - weights) * apart).sum(-1, keepdim=True) / apart.square().sum(-1, keepdim=True)
     share = torch.where(has_memory, share, 0)
     of_memory, of_local = (share * memory).norm(dim=-1), ((1 - share) * local).norm(dim=-1)
-    states = _states(call)
-    memory_norms = torch.cat([states.memory, states.last_memory.unsqueeze(1)], 1).flatten(3).norm(dim=-1)
-    normaliser_norms = torch.cat([states.normaliser, states.last_normaliser.unsqueeze(1)], 1).norm(dim=-1)
+    states = zip(*_states(call), strict=True)
+    memories, normalisers = (torch.cat([before, after.unsqueeze(1)], 1) for before, after in states)
+    memory_norms, normaliser_norms = memories.flatten(3).norm(dim=-1), normalisers.norm(dim=-1)
     return {
         "scores": _scores(call, weights),
         "weights": weights,
@@ -148,7 +148,7 @@ def _attended(call: AttentionCall, gate: Tensor) -> tuple[Tensor, Tensor]:
     state = replace(call.state, **{name: F.pad(getattr(call.state, name), (0, count)) for name in of_values})
     state = state.checked_for(tokens, call.layout.places, call.rule.normalised)
     call = call._replace(tokens=tokens, gate=gate, state=state, return_state=False, return_weights=False)
-    output = BACKENDS[-1].run(call).output
+    output, *_ = BACKENDS[-1].run(call)
     heads, weights = output.split([value.shape[-1], count], -1)
     return heads, weights
 
@@ -165,16 +165,15 @@ def _scores(call: AttentionCall, weights: Tensor) -> Tensor:
     return torch.where(weights > 0, weights.log() + log_sum.unsqueeze(-1), -torch.inf)
 
 
-def _states(call: AttentionCall) -> States:
-    """The memory as each segment of the grid reads it, and after the last."""
+def _states(call: AttentionCall) -> tuple[State, State]:
+    """Memory and normaliser as each segment of the grid reads them, and after the last."""
     layout, rule, state = call.layout, call.rule, call.state
-    (group,) = layout.groups(0)
     parts = (call.tokens.key, call.tokens.value, call.tokens.log_weight)
     blocks: Any = [None if p is None else layout.delay(layout.to_grid(p, None)).transpose(2, 3) for p in parts]
     key, value, log_weight = blocks
-    taken_in = None if group.written is None else group.written[:, :, None, :, None]
+    taken_in = None if layout.written is None else layout.written[:, :, None, :, None]
     written = rule.written(key, value, log_weight, taken_in)
-    return rule.states(written, state.memory, state.normaliser, state.start(), group.borders)
+    return rule.states(written, state.memory, state.normaliser, state.start(), layout.borders(0, layout.segments))
 
 
 def _segments(layout: GridLayout) -> Tensor:

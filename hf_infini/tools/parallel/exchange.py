@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 from ...ops.convolution import short_convolution
 from ...ops.layout.build import bool_mask, restarts, segment_layout
 from ...ops.state import InfiniState
+from ...options import places_of
 
 
 class Exchange(NamedTuple):
@@ -161,9 +162,8 @@ class Shard(NamedTuple):
             begins = restarts(whole["position_ids"], whole["attention_mask"], past)
             kept = ~begins.unflatten(1, (size, tokens)).any(2).T
         # What the next state would take of each column is found by giving it the columns' numbers
-        places = window[2] + (window[1] + 1) * window[0]
-        state = past
-        old = [-torch.arange(1, count + 1, dtype=torch.float64, device=device) for count in (places, max(taps - 1, 0))]
+        state, counts = past, (places_of(*window), max(taps - 1, 0))
+        old = [-torch.arange(1, count + 1, dtype=torch.float64, device=device) for count in counts]
         found = [(number if past is not None else number * 0).expand(batch, -1) for number in old]
         if rank:
             cut: dict[str, Any] = {name: None if mask is None else mask[:, : rank * tokens] for name, mask in whole.items()}

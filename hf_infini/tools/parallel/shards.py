@@ -42,8 +42,7 @@ from ...compat.cache_name import CACHE
 from ...models.base import check_continuation
 from ...ops.checks import bool_mask, check_kinds, check_shapes
 from ...ops.layout.base import GridLayout
-from ...ops.memory import Written
-from ...ops.rules import MemoryRule
+from ...ops.memory import MemoryRule
 from ...ops.state import InfiniState, Projections
 from ...options import check_number
 from .exchange import AllGather, Shard
@@ -314,15 +313,13 @@ class ShardStates(PendingStates):
         memory, normaliser, (start_memory, start_normaliser) = state.memory, state.normaliser, state.start()
         new_and_old = zip(tokens[1:], state.windows(), strict=True)
         grids = (None if new is None else layout.delay(layout.to_grid(new, old)) for new, old in new_and_old)
-        # The blocks of memory.py are segments here: [B, N, K, tokens, …]
         blocks: Any = [None if grid is None else grid.transpose(2, 3).to(memory.dtype) for grid in grids]
         key, value, log_weight, _ = blocks  # nothing has a score
-        taken_in = layout.written()
-        taken_in = None if taken_in is None else taken_in[:, :, None, :, None]
-        written = rule.written(key, value, log_weight, taken_in)
+        taken_in = None if layout.written is None else layout.written[:, :, None, :, None]
+        own_features, _, log_rates = rule.written(key, value, log_weight, taken_in)
         borders = layout.borders(0, layout.segments)
         begins = 1 - kept[cache.rank, :, None, None]
-        features = written.key_features
+        features = own_features
         if borders is not None:
             features = features * borders.reach[:, -1, 2:, None, None, None]  # of the row's last document only
         sums = features.sum((1, 3)) + begins * start_normaliser if rule.normalised else normaliser
@@ -336,8 +333,8 @@ class ShardStates(PendingStates):
         width = value.shape[-1]
         eye = torch.eye(key.shape[-1], dtype=memory.dtype, device=memory.device)
         of_start, first = F.pad(start_memory, (0, len(eye))), F.pad(eye, (width, 0)).expand(*memory.shape[:2], -1, -1)
-        written = Written(written.key_features, F.pad(written.value, (0, len(eye))), written.log_weight)
-        maps = rule.states(written, first, normaliser, (of_start, start_normaliser), borders).last_memory
+        written = own_features, F.pad(value, (0, len(eye))), log_rates
+        _, (maps, _) = rule.states(written, first, normaliser, (of_start, start_normaliser), borders)
         maps = AllGather.apply(maps + reached, cache.group)
         memory = memory + maps[:0].sum()
         for added, kept_of in (part.split([width, len(eye)], -1) for part in maps[: cache.rank]):
