@@ -196,7 +196,7 @@ class KeptOfGroup(NamedTuple):
         if kept is not None and mask is not None:
             filled = torch.arange(most, 0, -1, device=keys.device) <= kept.unsqueeze(-1)
             filled = filled[:, :, None, None].expand(-1, -1, -1, mask.shape[3], -1)
-            mask = mask.expand(len(filled), -1, -1, -1, -1)
+            mask = mask.expand(filled.shape[0], -1, -1, -1, -1)
             mask = torch.cat([mask[..., :sinks], filled, mask[..., sinks:]], -1)
         return keys, values, mask
 

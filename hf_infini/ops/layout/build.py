@@ -88,14 +88,14 @@ def segment_layout(
         restart = None if restart is None else ~restart
     if tokens == 1 and state is not None:
         return step_layout(batch, window, real, restart, position_ids, memory_mask, state, read_back=most is None)
-    seen, in_memory = [0] * batch, [0]
+    seen, in_memory = [0], [0]
     if most is None and state is not None:
         seen, in_memory = torch.stack([state.tokens_seen, state.memory_tokens]).tolist()
     if real is None and (restart is None and len({*seen}) == 1 if most is None else state is None and most == 1):
         form = _plain_form(batch, tokens, window, seen[0], device)
     else:
         begun = state is not None and (most is not None or any(seen))
-        known = torch.tensor(seen, device=device) if most is None or state is None else state.tokens_seen
+        known = torch.zeros(batch, dtype=torch.long, device=device) if state is None else state.tokens_seen
         form = _indexed_form(batch, tokens, window, real, restart, known, begun, most, device)
     names = ("segment_length", "local_segments", "sink_tokens", "kept_tokens")
     form |= {"batch": batch, "tokens": tokens, **dict(zip(names, window, strict=True)), "memory_in_use": all(in_memory)}
