@@ -228,7 +228,7 @@ def _next_places(window: tuple[int, int, int, int], form: dict[str, Any]) -> Ten
     found = F.pad(torch.where((token >= 0) & (token < ended), row, -1), (kept, 0), value=-1)
     if not sinks:
         return found
-    token = torch.arange(sinks, device=ended.device).expand(len(ended), sinks)
+    token = torch.arange(sinks, device=ended.device).expand(ended.shape[0], sinks)
     row = row_of(document * slots + token)
     row = torch.where((document < 0) | (row < form["carried"]), token, row + before)
     return torch.cat([torch.where(token < ended, row, -1), found], 1)
@@ -285,7 +285,7 @@ def _leaving(layout: GridLayout) -> Tensor | None:
         if isinstance(missing, int) and not missing and layout.slots == layout.segment_length:
             return None
     # Grid index of the next token's segment
-    current = layout.tokens_seen[: len(document)].unsqueeze(1) // layout.segment_length + last
+    current = layout.tokens_seen[: document.shape[0]].unsqueeze(1) // layout.segment_length + last
     complete = (document != last) | (torch.arange(layout.segments, device=last.device) < current - local)
     filled = complete.unsqueeze(-1).expand(-1, -1, layout.slots)
     if layout.source is not None:
