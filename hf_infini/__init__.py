@@ -22,8 +22,7 @@ from .cache.cache import InfiniCache, cache_bytes
 from .models.adapter import load_adapter, lora_config, save_adapter
 from .models.families import PROBED, AutoInfiniModelForCausalLM, infini_class, register_lazily
 from .models.families import __getattr__ as __getattr__  # InfiniLlamaForCausalLM and so on
-from .models.gpt2 import GPT2InfiniAttention
-from .models.gpt2_configuration import InfiniGPT2Config
+from .models.gpt2 import GPT2InfiniAttention, InfiniGPT2Config
 from .models.patching import patch_model, unpatch_model
 from .models.scratch.attention import CausalMultiHeadAttention
 from .models.scratch.configuration import CausalMHAConfig

@@ -82,9 +82,10 @@ class MemoryOptions(ConfigBase):
             How many of the tokens that have left the window each key/value head keeps word for word: those with the highest
             `keep_score` stay visible to the softmax, between sinks and window, and all others are written into the memory.
         keep_score (`str`, *optional*, defaults to `"attention"`):
-            Which tokens are kept: `"attention"`, those that received most of it while they were in the window; `"learned"`,
-            those with the largest w·x, with x the input of the layer's projections and a w for each key/value head that
-            starts at zero (then the earliest are kept); or `"half"`, half of the places for each of the two.
+            Which tokens are kept: `"attention"`, those that received most of it while they were in the window, which fades
+            (a token that is `4 * kept_tokens` older must have received e times as much); `"learned"`, those with the largest
+            w·x, with x the input of the layer's projections and a w for each key/value head that starts at zero (then the
+            earliest are kept); or `"half"`, half of the places for each of the two.
         gate_init (`float`, *optional*, defaults to 0.0):
             First value of every head's gate logit β; the memory's share of the output is sigmoid(β), unless window and
             memory share a denominator.
@@ -180,7 +181,7 @@ class MemoryOptions(ConfigBase):
                 "a memory holds what came before, and with is_causal=False or use_bidirectional_attention tokens see what "
                 "comes after them: leave it out."
             )
-        self.check_update_rule()  # of OptionsMixin, which knows the rules
+        self.check_update_rule()  # of InfiniConfigMixin, which knows the rules
         if self.memory_write == "learned" and self.feature_map == "elu":
             raise ValueError(
                 "memory_write='learned' multiplies features by adding to their exponents: give feature_map='exp' or "

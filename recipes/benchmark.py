@@ -5,8 +5,8 @@
     python recipes/benchmark.py --parts decoding --model smollm2-360m --batches 1 16 --device cuda --out runs/decoding.json
 
 Parts:
-    attention  one layer, forward and backward: how exact it is, then its time beside full causal attention and a loop over
-               segments, on a GPU also in a CUDA graph; recipes/benchmarks/contestants.py says what each is
+    attention  one layer, forward and backward, beside full causal attention and a loop over segments, on a GPU also in a
+               CUDA graph; recipes/benchmarks/contestants.py says what each is
     model      training steps, beside the same model with its own attention
     decoding   cache bytes and seconds of a new token of each row after long contexts, likewise
 
@@ -36,7 +36,7 @@ class Options:
                         "or folder or name on the Hub of a plain language model.")  # fmt: skip
     dtypes: list[str] = option(["bfloat16"], "Of the layer; of training (bfloat16: autocast); of weights when decoding.",
                                choices=["float32", "bfloat16"])  # fmt: skip
-    shapes: list[str] | None = option(None, "attention: TOKENSxSEGMENT, tokens and tokens in a segment (or a window).")
+    shapes: list[str] | None = option(None, "attention: TOKENSxSEGMENT, tokens and tokens in a segment.")
     contestants: list[str] | None = option(None, "attention: names of contestants; default: all that are usual here.")
     contexts: list[int] | None = option(None, "model: tokens in a row; decoding: tokens before the new one.", at_least=1)
     batches: list[int] = option([1], "decoding: rows.", at_least=1)
@@ -49,7 +49,7 @@ class Options:
 @exit_on_error(when_stopped="the parts that are finished are in --out; the same command measures all of them again")
 def main(argv: list[str] | None = None) -> None:
     (options,) = parse_options(Options, description=__doc__, argv=argv)
-    shapes = shapes_of(options.shapes)
+    options.shapes = shapes_of(options.shapes)
 
     import torch
     from tqdm import tqdm
@@ -61,21 +61,19 @@ def main(argv: list[str] | None = None) -> None:
 
     if unknown := set(options.contestants or ()) - set(contestants.CONTESTANTS):
         raise UserError(f"--contestants: there is no {min(unknown)}; allowed are {', '.join(contestants.CONTESTANTS)}")
-    device = inference.usable_device(options.device)
+    options.device = inference.usable_device(options.device)
     if options.threads:
         torch.set_num_threads(options.threads)
-    if device == "cpu":
+    if options.device == "cpu":
         measurement.keep_freed_memory()
     if options.model not in models.SIZES:
         check_name("--model", options.model)
-    how = parts.How(options.model, device, options.dtypes, options.rounds, options.seed, tuple(options.batches))
-    how = how.with_settings(shapes, options.contestants, options.contexts)
     out = Path(options.out)
     check_place(out, {"parts": dict, "threads": int})
     content = {**measurement.environment(), "options": vars(options), "threads": torch.get_num_threads(), "parts": {}}
     for part in options.parts:
         rows = content["parts"][part] = []
-        for measured in tqdm(parts.PARTS[part](how), desc=part, unit="measurement"):
+        for measured in tqdm(parts.PARTS[part](options), desc=part, unit="measurement"):
             rows += measured
             write_json(out, content)
             measuring.give_back_memory()
@@ -83,7 +81,7 @@ def main(argv: list[str] | None = None) -> None:
     print(out)
 
 
-def shapes_of(shapes: list[str] | None) -> tuple[tuple[int, int], ...]:
+def shapes_of(shapes: list[str] | None) -> list[tuple[int, int]]:
     """--shapes as pairs of tokens and segment length."""
     pairs = []
     for shape in shapes or ():
@@ -91,7 +89,7 @@ def shapes_of(shapes: list[str] | None) -> tuple[tuple[int, int], ...]:
         if not (tokens.isdecimal() and cross and segment.isdecimal() and int(tokens) and int(segment)):
             raise UserError(f"--shapes {shape}: give TOKENSxSEGMENT, such as 4096x256")
         pairs.append((int(tokens), int(segment)))
-    return tuple(pairs)
+    return pairs
 
 
 if __name__ == "__main__":

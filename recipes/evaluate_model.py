@@ -75,7 +75,6 @@ class Options:
         return self.text or self.data
 
 
-BIOGRAPHIES = 60
 # Options that only some tasks use
 TASKS = {
     ("length", "separate_documents", "max_tokens"): ("perplexity",),
@@ -155,6 +154,7 @@ def subtitle(options: Options) -> str:
 def perplexity(options: Options, model, tokenizer, group) -> dict:
     from evaluation.inference import check_length, check_shared, is_first
     from evaluation.perplexity import measure_perplexity, positions_table, prepared_rows, text_rows
+    from evaluation.texts import read_texts
     from hf_infini.tools.rows import RowReader
     from support.prepared import read_tokenizer
 
@@ -185,18 +185,17 @@ def perplexity(options: Options, model, tokenizer, group) -> dict:
 
 
 def passkey(options: Options, model, tokenizer, name: str) -> dict:
-    from recall.tasks import passkey_table, run_passkey
+    from evaluation.texts import generated_texts, read_texts
+    from recall.tasks import depths_of, passkey_table, run_passkey
 
-    depths, count = options.depths, int(options.depths[0])
-    if len(depths) == 1 and count >= 2:
-        depths = [place / (count - 1) for place in range(count)]
     texts = read_texts(options) if options.source else generated_texts()
-    found = run_passkey(runner(options, model, tokenizer, name), texts, options.lengths, depths)
+    found = run_passkey(runner(options, model, tokenizer, name), texts, options.lengths, depths_of(options.depths))
     print(passkey_table(found["cells"]))
     return found
 
 
 def facts(options: Options, model, tokenizer, name: str) -> dict:
+    from evaluation.texts import read_texts
     from recall.tasks import facts_table, run_facts
 
     segment_length = options.segment_length or getattr(model.config, "tokens_per_segment", None)
@@ -210,6 +209,7 @@ def facts(options: Options, model, tokenizer, name: str) -> dict:
 
 def runner(options: Options, model, tokenizer, name: str):
     """What all cells of a recall task share. Cells in NAME.cells.json are reused if model, text and options are the same."""
+    from evaluation.texts import source_file
     from recall.tasks import Runner
     from support.stages import state_of_files
 
@@ -219,38 +219,6 @@ def runner(options: Options, model, tokenizer, name: str):
     identity = {key: value for key, value in vars(options).items() if key != "out"}
     identity["files"] = [state_of_files(str(file)) for file in files]
     return Runner(model, tokenizer, options, Path(f"{name}.cells.json"), identity)
-
-
-def source_file(options: Options) -> str:
-    """The file of --text, or of the documents of --data."""
-    return options.text or str(Path(options.data) / f"{options.split}_documents.jsonl")
-
-
-def read_texts(options: Options) -> list[str]:
-    """The documents of --text or --data that are long enough; UserError if none is."""
-    from cli.corpus_options import CorpusOptions
-    from corpora.sources import corpus_documents
-
-    file = source_file(options)
-    if not Path(file).is_file():
-        raise UserError(f"{file} is missing; prepare {options.data} again, or give the source with --text")
-    if options.data is not None and Path(file).stat().st_size == 0:
-        raise UserError(
-            f"{file} holds no documents: {options.data} was split by block, or is damaged; give the source with --text"
-        )
-    texts = [document.text for document in corpus_documents(CorpusOptions(file))]
-    texts = [text for text in texts if text and len(text) >= options.min_characters]
-    if not texts:
-        raise UserError(f"{file} has no document of at least --min_characters {options.min_characters}")
-    return texts
-
-
-def generated_texts() -> list[str]:
-    """Generated biographies, the same on every machine: about 150,000 tokens, repeated in longer examples."""
-    from cli.corpus_options import CorpusOptions
-    from corpora.sources import corpus_documents
-
-    return [document.text for document in corpus_documents(CorpusOptions("biographies", biographies=BIOGRAPHIES))]
 
 
 def check_options(options: Options) -> dict | None:

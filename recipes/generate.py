@@ -84,10 +84,9 @@ def main(argv: list[str] | None = None) -> None:
     model = model.to(getattr(torch, options.dtype))
     memory = None if options.memory is None else load_memory(options.memory, model)
     tokenizer.padding_side = "left"
-    if tokenizer.pad_token_id is None:  # any will do, as padding is never looked at
-        if tokenizer.eos_token_id is None:
-            raise UserError(f"--model {options.model}: its tokenizer has no end-of-text token (eos_token): give it one")
-        tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token  # any will do, as padding is never looked at
+    if tokenizer.pad_token is None:
+        raise UserError(f"--model {options.model}: its tokenizer has no end-of-text token (eos_token): give it one")
     if context_limit(model.config) is None:
         logging.set_verbosity_error()  # transformers warns of lengths beyond n_positions, which limits nothing here
     set_seed(options.seed)
@@ -156,10 +155,7 @@ def load_memory(file: str, model):
     """The cache of a memory file of one text."""
     from hf_infini import InfiniCache
 
-    try:
-        memory = InfiniCache.from_pretrained(file, model)
-    except (OSError, ValueError) as error:
-        raise UserError(f"--memory: {error}") from error
+    memory = InfiniCache.from_pretrained(file, model)
     rows = len(memory.state.tokens_seen)
     if rows > 1:
         raise UserError(f"--memory: {file} holds {rows} texts; keep one of them with InfiniCache.batch_select_indices")

@@ -3,12 +3,14 @@
     python recipes/inspect_heads.py --model runs/infini
     python recipes/inspect_heads.py --model runs/infini --text_file livro.txt --max_tokens 300 --out heads
     python recipes/inspect_heads.py --model gpt2 --text "The cat sat on the mat." --layers 0 5 11 --out gpt2_heads
+    python recipes/inspect_heads.py --model folder --adapter runs/kept --text_file livro.txt --layers 12 --picture 12 4
 
 Writes OUT/heads.html, which needs no other file and no network: a heat map of every head's attention weights with their
-tokens, and, with Infini-attention, what every older token weighs through the memory, the memory's share of each head's
-output, its norm after every segment, and the gates. The numbers themselves, context vectors included, come from
-`hf_infini.tools.inspection.inspect_attention`. Models: every decoder that goes with Infini-attention, with it or without,
-and causal_mha.
+tokens, and, with Infini-attention, where each token is as each segment is read (a sink, in the window, kept, or in the
+memory), what every older token weighs through the memory, the memory's share of each head's output, its norm after every
+segment, and the gates. --picture also draws what one head keeps. The numbers themselves, context vectors included, come
+from `hf_infini.tools.inspection.inspect_attention`. Models: every decoder that goes with Infini-attention, with it or
+without, and causal_mha.
 """
 
 import sys
@@ -43,6 +45,9 @@ class Options:
         greater_than=0,
     )
     layers: list[int] | None = option(None, "The layers to look into, from 0; default: all.", at_least=0, group="model")
+    picture: list[int] | None = option(
+        None, "A layer and a head: also writes OUT/kept_LAYER_HEAD.png, the text with the tokens that it keeps.", at_least=0
+    )
     device: str = option("auto", "cpu, cuda, cuda:1, …; auto: a GPU where there is one.", group="machine")
     out: str | None = option(None, "Folder to write into; default: heads, in the folder of the adapter or model.",
                              group="output")  # fmt: skip
@@ -51,7 +56,13 @@ class Options:
 @exit_on_error(when_stopped="nothing was written; the same command starts again")
 def main(argv: list[str] | None = None) -> None:
     (options,) = parse_options(Options, description=__doc__, argv=argv)
-    text = read_text(options)
+    if options.text is not None and options.text_file is not None:
+        raise UserError("give one of --text and --text_file, not both")
+    if options.picture and len(options.picture) != 2:
+        raise UserError("--picture takes two numbers, a layer and a head: --picture 12 4")
+    text = options.text
+    if options.text_file is not None:
+        text = Path(options.text_file).read_text(encoding="utf-8").removesuffix("\n")
     out = Path(options.out or home_of(options) / "heads")
 
     import torch
@@ -61,14 +72,16 @@ def main(argv: list[str] | None = None) -> None:
     from hf_infini.options import context_limit
     from hf_infini.tools.inspection import inspect_attention
     from hf_infini.tools.inspection.page import inspection_page
+    from plots.kept import plot_kept
     from support.stages import new_file
 
     page = out / "heads.html"
     if page.exists() and TITLE not in page.read_text(encoding="utf-8", errors="replace"):
         raise UserError(f"--out: {page} exists and is not from this recipe: move it away, or choose another --out")
     model, tokenizer = inference.load_model(options.model, options.device, options.adapter)
-    length, local, *_ = model.config.window if getattr(model.config, "has_memory", False) else (0, 0, 0)
-    window = (local + 1) * length  # tokens that a model with a memory sees without it
+    length, local, sinks, kept = model.config.window if getattr(model.config, "has_memory", False) else (0, 0, 0, 0)
+    # Tokens that a model with a memory sees without it
+    window = (local + 1 + (sinks + kept) // length) * length if length else 0
     wanted = options.max_tokens or max(TOKENS, min(window + length, MOST_TOKENS))
     if text is None:
         wanted = min(wanted, context_limit(model.config) or wanted)
@@ -89,6 +102,11 @@ def main(argv: list[str] | None = None) -> None:
     if all(layer.weights is None for layer in inspection.layers.values()):
         raise UserError(f"{options.model} has no attention heads in these layers (attention='none')")
 
+    if options.picture:
+        layer, head = options.picture
+        fates = getattr(inspection.layers.get(layer), "fates", None)
+        if fates is None or head >= fates.sizes["head"]:
+            raise UserError(f"--picture {layer} {head}: there is no such head with a memory in the --layers that are read")
     content = inspection_page(inspection, title=Path(options.model).name).encode("utf-8")
     if len(content) > LARGEST_PAGE:
         sizes = f"{len(content) / 1e6:,.0f} MB, more than {LARGEST_PAGE / 1e6:,.0f}"
@@ -97,18 +115,9 @@ def main(argv: list[str] | None = None) -> None:
     with new_file(page) as part:
         part.write_bytes(content)
     print(f"{page} ({len(content) / 1e6:.1f} MB): open it in a browser")
-
-
-def read_text(options: Options) -> str | None:
-    """The text, from the flag or the file; `None`: neither is given. A file's last line break is not part of it."""
-    if options.text is not None and options.text_file is not None:
-        raise UserError("give one of --text and --text_file, not both")
-    if options.text_file is None:
-        return options.text
-    try:
-        return Path(options.text_file).read_text(encoding="utf-8").removesuffix("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--text_file: cannot read {options.text_file}: {error}") from error
+    if options.picture:
+        with new_file(out / f"kept_{layer}_{head}.png") as part:
+            plot_kept(inspection, layer, head, part)
 
 
 if __name__ == "__main__":

@@ -57,10 +57,7 @@ def main(argv: list[str] | None = None) -> None:
     device, group = inference.processes(options.device)
     model, tokenizer = inference.load_model(options.model, device, options.adapter)
     model = model.to(getattr(torch, options.dtype))
-    try:
-        description = describe_model(model)
-    except ValueError as error:
-        raise UserError(f"--model {options.model}: {error}") from error
+    description = describe_model(model)
     if group is not None:
         inference.check_shared(model, options.model)
     for text, file in files.items():
@@ -73,10 +70,8 @@ def memory_files_of(options: Options) -> dict[Path, Path]:
     for text in texts:
         if not text.is_file():
             raise UserError(f"--text: there is no file {text}")
-    if len(texts) == 1 and out.is_dir():
-        raise UserError(f"--out {out} is a folder: with one text it is the file, such as {out / texts[0].stem}.safetensors")
-    if len(texts) > 1 and out.is_file():
-        raise UserError(f"--out {out} is a file: with several texts it is the folder of their memory files")
+    if out.is_dir() if len(texts) == 1 else out.is_file():
+        raise UserError(f"--out {out}: with one text it is a file, with several the folder of their memory files")
     files = {text: out if len(texts) == 1 else out / f"{text.stem}.safetensors" for text in texts}
     if len(set(files.values())) < len(options.text):
         raise UserError("--text: two texts of the same name would have one memory file: read them one by one")

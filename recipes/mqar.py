@@ -12,8 +12,8 @@ every value once. The model has two layers: a gated short convolution, and the m
     linear+conv, …                  the same with a short convolution inside the memory's layer
 
 Each mixer is trained with each learning rate; the best counts. Stopped at any point and started again with the same command,
-it goes on. Commands with other mixers, sizes or learning rates may share OUT. Each run has a folder there with its state and
-result.json; OUT/table.md and OUT/accuracy.png compare the finished ones.
+it goes on from the last epoch. Commands with other mixers, sizes or learning rates may share OUT. Each run has a folder
+there with its state and result.json; OUT/table.md compares the finished ones.
 """
 
 import functools
@@ -56,14 +56,12 @@ class MQAROptions:
                               "Training rows: LENGTHxPAIRSxROWS, tokens of a row, pairs in it, rows.")  # fmt: skip
     test: list[str] = option(["64x4x1000", "64x8x1000", "64x16x1000", "128x32x1000", "256x64x1000", "512x128x1000",
                               "1024x256x1000"], "Test rows, likewise.")  # fmt: skip
-    save_steps: int = option(
-        200, "Steps between two states on the disk; each epoch ends with one.", at_least=1, group="machine"
-    )
-    threads: int | None = option(None, "Threads of the CPU; default: as many as cores.", at_least=1, at_most=1024)
+    threads: int | None = option(None, "Threads of the CPU; default: as many as cores.", at_least=1, at_most=1024,
+                                 group="machine")  # fmt: skip
     use_cpu: bool = option(False, "Train on the CPU even where there is a GPU.")
 
 
-@exit_on_error(when_stopped="the same command goes on from the last state")
+@exit_on_error(when_stopped="the same command goes on from the last epoch")
 def main(argv: list[str] | None = None) -> None:
     (options,) = parse_options(MQAROptions, description=__doc__, argv=argv)
     memory = {"segment_length": options.segment_length, **memory_options(options.memory)}
@@ -100,7 +98,7 @@ def main(argv: list[str] | None = None) -> None:
                 break
         table = write_report(Path(options.out), setting_of(options))
     print(table)
-    say(f"files    {options.out}/table.md, {options.out}/accuracy.png")
+    say(f"files    {options.out}/table.md")
 
 
 def memory_options(texts: list[str]) -> dict:

@@ -8,8 +8,8 @@
 `input_ids`, rows of `--context` tokens), `validation_documents.jsonl` and `test_documents.jsonl` (id, title, source and
 text of every held-out document) and `manifest.json` (options, counts, hashes), which is written last: a folder
 without it is not finished. `.stages/` keeps the documents; a second run redoes only what depends on an option that
-changed, and what was damaged since. What is finished stays until all of the new is there. Choose by the validation split,
-report the test split: with --test or without it, the same documents (or blocks) are held out for validation.
+changed. Choose by the validation split, report the test split: with --test or without it, the same documents (or blocks) are
+held out for validation.
 
 Exits with 1 and a message for damaged, missing or empty input, with 2 for unknown or malformed options.
 """
@@ -18,6 +18,7 @@ import dataclasses
 import functools
 import os
 import shlex
+import shutil
 import time
 from collections import Counter
 from dataclasses import dataclass, field
@@ -61,10 +62,8 @@ def main(argv: list[str] | None = None) -> None:
     if others := ", ".join(f"{count:,} {suffix}" for suffix, count in source["left_out"].items()):
         print(f"left out, as their suffixes tell another kind: {others}")
     if source["duplicates"]:
-        found = {name: split.get("also_in_training") for name, split in manifest["splits"].items() if name != "train"}
-        held_out = ", ".join(f"{count:,} of {name}" for name, count in found.items() if count is not None)
         print(f"{source['duplicates']:,} documents have exactly the text of an earlier one, so that held-out text may be in "
-              f"training, too{held_out and f': {held_out}'}; --drop_duplicates keeps one of each")  # fmt: skip
+              "training, too; --drop_duplicates keeps one of each")  # fmt: skip
     for name, split in manifest["splits"].items():
         print(f"{name}: {split['blocks']:,} blocks of {blocks.context:,} tokens, {split['documents']:,} documents")
     print(f"{out}: vocabulary {manifest['tokenizer']['vocabulary']:,}, {manifest['wall_seconds']} s")
@@ -93,7 +92,6 @@ def prepare(corpus: CorpusOptions, tokens: TokenizerOptions, blocks: BlockOption
 
     datasets.disable_progress_bars()  # they would stand between those of this program
     start, hidden, record = time.perf_counter(), out / stages.LOCK_FOLDER, {}
-    waiting = hidden / stages.WAITING  # what is finished stays until all of the new is there
     # 1. Documents: read, filter, sample.
     settings = dataclasses.asdict(corpus) | {"files": stages.state_of_files(corpus.source)}
     record["documents"] = preparation.run_stage(hidden / "documents", settings, functools.partial(collect, corpus))
@@ -109,48 +107,46 @@ def prepare(corpus: CorpusOptions, tokens: TokenizerOptions, blocks: BlockOption
     make = functools.partial(blocking.save_tokenizer, parts["train"], seed=corpus.seed, **dataclasses.asdict(tokens))
     settings = dataclasses.asdict(tokens) | {"files": stages.state_of_files(tokens.tokenizer)}
     settings |= split if tokens.tokenizer in ("bpe", "characters") else {}
-    record["tokenizer"] = preparation.run_stage(out / "tokenizer", settings, make, waiting)
-    tokenizer = AutoTokenizer.from_pretrained(record["tokenizer"]["folder"], trust_remote_code=False)
+    record["tokenizer"] = preparation.run_stage(out / "tokenizer", settings, make)
+    tokenizer = AutoTokenizer.from_pretrained(out / "tokenizer", trust_remote_code=False)
 
     # 4. Rows: of each split's documents, or of all documents, which are then shuffled and dealt out.
-    def pack(name: str, folder: Path) -> dict:
-        limit, counts = blocks.max_tokens if name == "train" else None, Counter()
-        rows = blocking.pack_rows(parts[name], tokenizer, blocks.context, counts, limit)
-        saved = blocking.write_rows(({"input_ids": batch} for batch in rows), ["input_ids"], blocks.context, folder)
-        return {**counts, **saved}
-
-    def deal(name: str, folder: Path) -> dict:
-        rows = datasets.load_from_disk(hidden / "rows")
-        saved = blocking.save_rows(rows.select(blocking.shuffle_blocks(len(rows), shares, corpus.seed)[name]), folder)
-        # Whole documents are counted where they are trained on: a held-out block is a part of one
-        none = {} if name == "train" else dict.fromkeys(("documents", "characters", "stream_tokens"), 0)
-        return {**record["rows"]["result"], **saved, **none}
-
-    settings = split | {"tokenizer": record["tokenizer"]["key"], "context": blocks.context, "max_tokens": blocks.max_tokens}
-    def check_rows(stage: str, name: str) -> None:
-        if record[stage]["result"]["blocks"] == 0:
+    def check_rows(name: str, count: int, text: int) -> None:
+        if count == 0:
             now = ", ".join(f"--{split} (now {share})" for split, share in shares.items())
-            text = record.get("rows", record[stage])["result"]["stream_tokens"]
             raise UserError(
                 f"the text of {text:,} tokens that {name} is cut from is too few for a block of "
                 f"{blocks.context:,}; lower --context, take more documents, or change {now}"
             )
 
+    def pack(name: str, folder: Path) -> dict:
+        limit, counts = blocks.max_tokens if name == "train" else None, Counter()
+        rows = blocking.pack_rows(parts[name], tokenizer, blocks.context, counts, limit)
+        saved = blocking.write_rows(({"input_ids": batch} for batch in rows), ["input_ids"], blocks.context, folder)
+        check_rows(name, saved["blocks"], counts["stream_tokens"])
+        return {**counts, **saved}
+
+    def deal(name: str, folder: Path) -> dict:
+        rows, packed = datasets.load_from_disk(hidden / "rows"), record["rows"]["result"]
+        saved = blocking.save_rows(rows.select(blocking.shuffle_blocks(len(rows), shares, corpus.seed)[name]), folder)
+        check_rows(name, saved["blocks"], packed["stream_tokens"])
+        # Whole documents are counted where they are trained on: a held-out block is a part of one
+        none = {} if name == "train" else dict.fromkeys(("documents", "characters", "stream_tokens"), 0)
+        return {**packed, **saved, **none}
+
+    settings = split | {"tokenizer": record["tokenizer"]["key"], "context": blocks.context, "max_tokens": blocks.max_tokens}
     if not by_document:
         record["rows"] = preparation.run_stage(hidden / "rows", settings, functools.partial(pack, "train"))
-        check_rows("rows", "train")
     for name in ("train", *shares):
         build = functools.partial(pack if by_document else deal, name)
-        record[name] = preparation.run_stage(out / name, settings | {"shares": shares}, build, waiting)
-        check_rows(name, name)
+        record[name] = preparation.run_stage(out / name, settings | {"shares": shares}, build)
 
-    # 5. All of it in its place, and the manifest, which says that all is done. Without a test split, what an earlier run
+    # 5. The held-out documents, and the manifest, which says that all is done. Without a test split, what an earlier run
     #    held out for testing is trained on.
-    unwanted = [] if "test" in shares else [out / "test", out / "test_documents.jsonl"]
-    preparation.replace_stages(out, waiting, record.values(), unwanted)
-    repeats = count_repeats(parts) if by_document and record["documents"]["result"]["duplicates"] else {}
+    if "test" not in shares:
+        shutil.rmtree(out / "test", ignore_errors=True)
+        (out / "test_documents.jsonl").unlink(missing_ok=True)
     for name in shares:
-        record[name]["result"] |= {"also_in_training": repeats.get(name, 0)} if by_document else {}
         with stages.new_file(out / f"{name}_documents.jsonl") as part:
             parts[name].to_json(part, force_ascii=False)
     return preparation.write_manifest(
@@ -173,19 +169,8 @@ def collect(corpus: CorpusOptions, folder: Path) -> dict:
     count = write_documents(corpus_documents(corpus, log), folder)
     if count == 0:
         reasons = ", ".join(f"{number:,} {reason}" for reason, number in log.dropped.items()) or "none was found"
-        raise UserError(f"--source {corpus.source}: no document is left ({reasons}; {len(log.skipped)} skipped files)")
-    for skipped in log.skipped:
-        print(f"skipped {skipped['file']}: {skipped['reason']}")
+        raise UserError(f"--source {corpus.source}: no document is left ({reasons})")
     return {"documents": count, **vars(log)}
-
-
-def count_repeats(parts: dict) -> dict[str, int]:
-    """How many documents of each held-out split have exactly the text of a training document."""
-    from corpora.selection import text_digest
-
-    held_out = {name: list(map(text_digest, part["text"])) for name, part in parts.items() if name != "train"}
-    training = set().union(*held_out.values()).intersection(map(text_digest, parts["train"]["text"]))
-    return {name: sum(digest in training for digest in digests) for name, digests in held_out.items()}
 
 
 def split_documents(documents, shares: dict[str, float], seed: int) -> dict:

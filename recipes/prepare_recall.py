@@ -13,6 +13,8 @@ passkey: real text with a five-digit number at a depth drawn at random, asked fo
 facts: the opening of a generated biography, then invented paragraphs and real text, and among them, at any distance, a
     question for every fact of the opening;
 codes: people in real text are given codes, all of which are asked for until the row is full;
+forms: real text with invented facts of 14 forms (lockers, prices, birthplaces, …), all asked for at the end; --keep_score of
+    recipes/convert.py learns from them which tokens are worth keeping;
 echo: real text in which short passages come again, each learned from its third token on;
 paragraphs: the invented paragraphs alone, full of people and years that nobody asks for;
 text: a block of the text of --data, as it is.
@@ -43,9 +45,9 @@ class Options:
     rows: int = option(20_000, "Training rows.", at_least=1)
     validation_rows: int = option(200, "Validation rows.", at_least=1)
     mix: list[str] = option(["passkey=0.3", "facts=0.4", "text=0.3"], "Shares of the rows by kind (passkey, facts, codes, "
-                            "echo, paragraphs, text), 1 together.")  # fmt: skip
+                            "echo, forms, paragraphs, text), 1 together.")  # fmt: skip
     questions: int = option(4, "passkey: how often a row asks for its number.", at_least=1)
-    language: str = option("pt", "Language of what passkeys and codes say; facts are Portuguese.", choices=["pt", "en"])
+    language: str = option("pt", "Language of passkeys, codes and forms; facts are Portuguese.", choices=["pt", "en"])
     answers_only: bool = option(True, "Where rows ask, only the answers are learned; false: every token.")
     seed: int = option(0, "Seed of every choice by chance.", **SEED)
 
@@ -94,7 +96,6 @@ def prepare(options: Options, shares: dict[str, float], source: dict, out: Path)
 
     datasets.disable_progress_bars()  # they would stand between those of this program
     start, data, record = time.perf_counter(), Path(options.data), {}
-    waiting = out / stages.LOCK_FOLDER / stages.WAITING  # what is finished stays until all of the new is there
 
     tokenizer = read_tokenizer(data)
 
@@ -103,7 +104,7 @@ def prepare(options: Options, shares: dict[str, float], source: dict, out: Path)
         return source["tokenizer"]
 
     files = [file for file in stages.state_of_files(str(data / "tokenizer")) if not file[0].endswith("stage.json")]
-    record["tokenizer"] = preparation.run_stage(out / "tokenizer", {"files": files}, copy_tokenizer, waiting)
+    record["tokenizer"] = preparation.run_stage(out / "tokenizer", {"files": files}, copy_tokenizer)
 
     def build(split: str, settings: dict, folder: Path) -> dict:
         rows = make_rows(tokenizer, read_rows(data / split).reshape(-1), split=split, **settings)
@@ -113,8 +114,7 @@ def prepare(options: Options, shares: dict[str, float], source: dict, out: Path)
     for split, rows in (("train", options.rows), ("validation", options.validation_rows)):
         settings = {**same, "shares": shares, "rows": rows}
         identity = {**settings, "text": source["splits"][split]["sha256"], "tokenizer": record["tokenizer"]["key"]}
-        record[split] = preparation.run_stage(out / split, identity, functools.partial(build, split, settings), waiting)
-    preparation.replace_stages(out, waiting, record.values())
+        record[split] = preparation.run_stage(out / split, identity, functools.partial(build, split, settings))
     with stages.new_file(out / "validation_documents.jsonl") as part:
         shutil.copyfile(data / "validation_documents.jsonl", part)
     return preparation.write_manifest(

@@ -15,13 +15,12 @@ on the validation rows, paired; variants on other data per character. --runs tak
 
 Everything is a process of prepare.py, train.py or evaluate_model.py, its output in OUT/logs. Stopped or killed at any point
 and started again with the same command, a study goes on from there; variants, values and seeds can be added later. What
-cannot be made is listed with the reason, what fails stops no other run. Writes OUT/report.md, report.json and plots; each
-run is in OUT/NAME.
+cannot be made is listed with the reason, what fails stops no other run. Writes OUT/report.md, report.json and loss.png;
+each run is in OUT/NAME.
 """
 
 import os
 import shlex
-import shutil
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,10 +43,7 @@ class Options:
     baselines: list[str] | None = option(
         None, "Files by ngram_baseline.py, of the first run's data and its validation rows."
     )
-    launcher: str = option(
-        "", "What starts train.py on several devices: 'accelerate launch --multi_gpu …'.", group="machine"
-    )
-    jobs: int = option(1, "Processes at the same time.", at_least=1, at_most=1024)
+    jobs: int = option(1, "Processes at the same time.", at_least=1, at_most=1024, group="machine")
     threads: int = option(1, "CPU threads of each process, and of the measurements.", at_least=1, at_most=1024)
     dry_run: bool = option(False, "Print the commands and do nothing.", group="output")
 
@@ -61,7 +57,7 @@ def main(argv: list[str] | None = None) -> None:
     from studies.execution import Tasks
     from support.stages import locked_folder
 
-    machine = {"launcher": shlex.split(options.launcher), "jobs": options.jobs, "threads": options.threads}
+    machine = {"jobs": options.jobs, "threads": options.threads}
     tasks = Tasks(study, runs, data, Path(options.out), source=options.source, **machine)
     if options.dry_run:
         print("\n".join(tasks.commands))
@@ -73,17 +69,15 @@ def main(argv: list[str] | None = None) -> None:
 
 def check_options(options: Options) -> None:
     given = [name for name in ("study", "train", "set", "variants", "grid", "seeds", "source") if getattr(options, name)]
-    useless = [*given, *(name for name in ("launcher", "dry_run") if getattr(options, name)), *["jobs"] * (options.jobs > 1)]
-    if options.runs and useless:
-        raise UserError(f"--runs compares finished runs, --{useless[0]} is for runs to be trained: give one of them")
+    if options.runs and (given or options.jobs > 1 or options.dry_run):
+        what = [*given, *["jobs"] * (options.jobs > 1), "dry_run"][0]
+        raise UserError(f"--runs compares finished runs, --{what} is for runs to be trained: give one of them")
     if not options.runs and not given:
         raise UserError("give what is to be trained with --study, --train or --grid, or finished runs with --runs")
     if (options.data is None) == (options.source is None):
         raise UserError("give --data with --runs, otherwise exactly one of --source and --data")
     if options.data and any(text.startswith("data") for text in options.set or ()):
         raise UserError("--set data would have no effect, as --data is given: give one of the two")
-    if options.launcher and shutil.which(shlex.split(options.launcher)[0]) is None:
-        raise UserError(f"--launcher: there is no program {shlex.split(options.launcher)[0]}; is its environment activated?")
 
 
 def plan(options: Options) -> tuple[dict, list, dict[str, Path]]:
@@ -110,7 +104,7 @@ def plan(options: Options) -> tuple[dict, list, dict[str, Path]]:
 
 def run_study(options: Options, study: dict, tasks, out: Path) -> None:
     """The study, from the data to the report."""
-    from plots.study import draw
+    from plots.study import plot_losses
     from studies import measure, report
     from studies.processes import FAILED
     from support import measurement
@@ -128,12 +122,13 @@ def run_study(options: Options, study: dict, tasks, out: Path) -> None:
         "runs": tasks.outcomes,
         "problems": problems,
         "commands": [shlex.join([Path(sys.executable).name, *sys.argv]), *tasks.commands],
-        "figures": draw(runs, baselines, out),
         **measurement.environment(),
     }
+    plot_losses([run for run in runs if run.data == runs[0].data], out / "loss.png")  # tokens of other data are others
     write_json(out / "report.json", content)
     write_text(out / "report.md", report.write_report(content))
-    print(report.summary(content), f"{out / 'report.md'}, {out / 'report.json'}", sep="\n\n")
+    print(report.losses_table(content["variants"], report.groups_of(content["variants"])[0], baselines))
+    print(f"\n{out / 'report.md'}, {out / 'report.json'}")
     failed = [run for run in tasks.outcomes if run["status"] == FAILED]
     if failed:
         lines = [f"  {run['name']}: {run['reason']} ({tasks.log(run['name'])})" for run in failed]

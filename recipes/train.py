@@ -9,8 +9,8 @@ r"""Trains a GPT-2 (self- or Infini-attention) or a causal_mha model on a folder
 
 Stopped at any point and started again with the same command, it continues from its last complete checkpoint, and ends as
 if it had never been stopped; one command at a time may train in a folder. The out folder receives the model and tokenizer
-(`AutoModelForCausalLM.from_pretrained` loads them), metrics.jsonl, loss_curve.png, result.json and, for Infini-attention,
-gates.json and gates.png, where rows are longer than the window, so that some token reads a memory.
+(`AutoModelForCausalLM.from_pretrained` loads them), metrics.jsonl, loss_curve.png and result.json, with the gates of the
+memory, where rows are longer than the window, so that some token reads one.
 """
 
 from dataclasses import dataclass, field, replace
@@ -99,10 +99,10 @@ def main(argv: list[str] | None = None) -> None:
     from hf_infini.tools import metrics
     from hf_infini.tools.rows import RowReader
     from hf_infini.tools.training import PerplexityTrainer, gate_values, parameter_groups
-    from plots.run import plot_gates, plot_loss_curve
+    from plots.run import plot_loss_curve
     from support import measurement
     from support.prepared import read_tokenizer
-    from support.stages import read_manifest, seal, write_json
+    from support.stages import read_manifest, write_json
     from training import console, dilution, repetition, run_folder, setup
 
     run, data, out = dilution.with_defaults(run), Path(run.data), Path(run.out)
@@ -160,7 +160,7 @@ def main(argv: list[str] | None = None) -> None:
             past_of=diluted and diluted.past,
             context_parallel_size=sharing,
         )
-        setup.check_sharding(console.speak_in_lines(trainer))
+        console.speak_in_lines(trainer)
         if arguments.should_save:  # not before: options that make no model or Trainer may be corrected
             run_folder.begin_run(out, options, checkpoint)
         note = f"from step {run_folder.checkpoint_step(checkpoint)}" if checkpoint else "from the start"
@@ -178,9 +178,6 @@ def main(argv: list[str] | None = None) -> None:
         model.save_pretrained(out)
         tokenizer.save_pretrained(out)
         gates = gate_values(model) if reads_memory else {}
-        if gates:
-            write_json(out / "gates.json", gates)
-            plot_gates(lines, out / "gates.png")
         plot_loss_curve(lines, out / "loss_curve.png")
         tokens, seconds = arguments.max_steps * tokens_per_step, lines[-1]["seconds"]
         result = {
@@ -198,10 +195,9 @@ def main(argv: list[str] | None = None) -> None:
             "data_fingerprint": fingerprint,
             "options": options,
             **measurement.environment(),
-            "files": seal(out, (file for pattern in run_folder.SEALED for file in out.glob(pattern))),
         }
         write_json(out / "result.json", result)  # the last file: it says that the run is finished
-    print(console.ending(out, data, result, console.sample(model, tokenizer, validation[0]["input_ids"], run.seed)))
+    print(console.ending(out, data, result))
 
 
 def training_arguments(run: RunOptions, optimizer: OptimizerOptions):
@@ -220,7 +216,7 @@ def training_arguments(run: RunOptions, optimizer: OptimizerOptions):
         eval_strategy="steps",
         eval_steps=optimizer.eval_steps,
         logging_steps=optimizer.logging_steps,
-        report_to=setup.check_trackers(run.report_to),
+        report_to=run.report_to,
         run_name=Path(run.out).resolve().name,
         **{setup.checkpointing_name(): optimizer.gradient_checkpointing},
     )

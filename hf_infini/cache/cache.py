@@ -1,31 +1,33 @@
 """The cache of `generate()`: one [`InfiniState`] for each layer with memory, so its bytes do not grow with the context.
 
-Of the text that it has read it keeps not the ids, but how many tokens were real, and a fingerprint of the ids. Masks and ids
-that disagree with it are refused.
+Of the text that it has read it keeps not the ids, but how many tokens were real, and a fingerprint of the ids.
 """
 
 import copy
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from ..compat.cache_name import CACHE
+from ..compat.execution_device import device_of
 from ..ops.checks import check_kinds
 from ..ops.layout.base import Layout
 from ..ops.memory import KEEP_SCORES
 from ..ops.rules import RULES
 from ..ops.state import InfiniState
-from ..options import check_number
-from .files import load_cache, save_cache
+from .files import check_model, describe_model, read_memory_file, write_memory_file
+from .masks import mask_before
 
 # Two moduli below 2^31, so that every product fits into 64 bits, and a base for each
 PRIMES = (2_147_483_647, 2_147_483_629)
 BASES = (1_103_515_245, 1_664_525_069)
+NAMES = {"text_real": "real", "text_fingerprint": "fingerprint", "documents": "documents"}  # in a memory file, and here
 
 
 class InfiniLayer(CacheLayerMixin):
@@ -104,14 +106,6 @@ class InfiniLayer(CacheLayerMixin):
             "Keep a copy of the cache (copy.deepcopy) from before the tokens you may want to undo."
         )
 
-    def offload(self) -> None:
-        if self._state is not None:
-            self.device = self._state.memory.device
-            self._map(lambda tensor: tensor.to("cpu"))
-
-    def prefetch(self) -> None:
-        self._map(lambda tensor: tensor.to(getattr(self, "device", tensor.device)))
-
 
 class PendingStates:
     """The states of the layers with memory before and after one call of the model.
@@ -160,19 +154,34 @@ class PendingStates:
         return key, value
 
 
+@dataclass
 class ReadText:
     """What has been read of all rows, in the columns that a cache has passed.
 
     Attributes:
-        documents: see [`kept_layers_masks`], of all columns.
         real: `[batch]` int64, how many of the columns were not padding; `None` before the first call.
         fingerprint: `[batch, 2]` int64, see [`extend_fingerprint`]; `None` before the first call, and after one without ids.
+        documents: see [`kept_layers_masks`], of all columns.
     """
 
-    def __init__(self):
-        self.documents: Tensor | None = None
-        self.real: Tensor | None = None
-        self.fingerprint: Tensor | None = None
+    real: Tensor | None = None
+    fingerprint: Tensor | None = None
+    documents: Tensor | None = None
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What is known, by name, as a memory file has it."""
+        known = {name: getattr(self, attribute) for name, attribute in NAMES.items()}
+        return {name: tensor for name, tensor in known.items() if tensor is not None}
+
+    @classmethod
+    def from_tensors(cls, tensors: dict[str, Tensor]) -> "ReadText":
+        """The inverse of `tensors`; others are passed over."""
+        return cls(**{attribute: tensors.get(name) for name, attribute in NAMES.items()})
+
+    def map_rows(self, function) -> None:
+        """Applies a function of rows, such as a choice among them."""
+        for name, tensor in self.tensors().items():
+            setattr(self, NAMES[name], function(tensor))
 
     def extend(self, input_ids: Tensor | None, real: Tensor | None, batch: int, tokens: int, device) -> None:
         """Takes in a call of `[batch, tokens]`.
@@ -182,34 +191,9 @@ class ReadText:
             real: `[batch, tokens]` bool, not padding (`None`: all).
         """
         count = torch.full((batch,), tokens, device=device) if real is None else real.sum(1)
-        if input_ids is None or (self.real is not None and self.fingerprint is None):
-            self.fingerprint = None
-        else:
-            self.fingerprint = extend_fingerprint(self.fingerprint, input_ids)
+        unknown = input_ids is None or (self.real is not None and self.fingerprint is None)
+        self.fingerprint = None if unknown else extend_fingerprint(self.fingerprint, input_ids)
         self.real = count if self.real is None else self.real + count
-
-    def set_ids(self, input_ids: Tensor) -> None:
-        """Takes `[batch, columns]` for the ids of what has been read: those of a memory file's text are gone."""
-        self.fingerprint = extend_fingerprint(None, input_ids)
-
-    def tensors(self) -> dict[str, Tensor]:
-        """What is known, by name, as a memory file has it."""
-        known = {"text_real": self.real, "text_fingerprint": self.fingerprint, "documents": self.documents}
-        return {name: tensor for name, tensor in known.items() if tensor is not None}
-
-    @classmethod
-    def from_tensors(cls, tensors: dict[str, Tensor]) -> "ReadText":
-        """The inverse of `tensors`; others are passed over."""
-        text = cls()
-        text.real, text.fingerprint = tensors.get("text_real"), tensors.get("text_fingerprint")
-        text.documents = tensors.get("documents")
-        return text
-
-    def map_rows(self, function) -> None:
-        """Applies a function of rows, such as a choice among them."""
-        for name in ("real", "fingerprint", "documents"):
-            if getattr(self, name) is not None:
-                setattr(self, name, function(getattr(self, name)))
 
     def begins(self, input_ids: Tensor) -> bool:
         """Whether these ids, `[rows, columns]`, are what has been read; several rows of the cache (beams) may share one."""
@@ -218,85 +202,6 @@ class ReadText:
         repeats = max(1, len(self.fingerprint) // len(input_ids))
         given = extend_fingerprint(None, input_ids).repeat_interleave(repeats, 0)
         return torch.equal(self.fingerprint.to(given.device), given)
-
-    def check_past(self, attention_mask: Tensor) -> None:
-        """Refuses a mask `[rows, columns]` of what has been read that has another number of real tokens.
-
-        Raises:
-            ValueError: a row has another number; the message has the first row's numbers.
-            RuntimeError: a row has another number, in a graph of torch.compile.
-        """
-        given = (attention_mask != 0).sum(1)
-        counted = self._rows(len(attention_mask)).to(given.device)
-        if torch.compiler.is_compiling():
-            torch._assert_async((given == counted).all(), "the attention_mask disagrees with what the cache has read.")
-        elif not torch.equal(given, counted):
-            row = int((given != counted).nonzero()[0])
-            raise ValueError(
-                f"row {row} of attention_mask has {int(given[row])} real tokens (1) among the {attention_mask.shape[1]} "
-                f"columns that the cache has passed, but the cache has read {int(counted[row])} of them as real. Give every "
-                "call the mask of its tokens: 1 for text, 0 for padding, also after the end of a row that generate() "
-                "finished early. The token that ended such a row is text."
-            )
-
-    def mask_before(self, attention_mask: Tensor, columns: int) -> Tensor:
-        """`[rows, tokens]` of new tokens, with a mask of what has been read before them: `[rows, columns + tokens]`.
-
-        A row's real tokens are counted and not looked at, so they are put together at the end.
-        """
-        real = self._rows(len(attention_mask)).to(attention_mask.device)
-        past = torch.arange(columns, device=real.device) >= columns - real.unsqueeze(1)
-        return torch.cat([past.to(attention_mask), attention_mask], 1)
-
-    def mask_of_ids(self, input_ids: Tensor, attention_mask: Tensor, columns: int) -> Tensor:
-        """The mask with which `generate()` reads of these ids what is new, where nobody has said what is.
-
-        It takes ids and a mask of the same width for a whole text and reads only the end of it, what goes beyond the
-        cache. So new ids need a wider mask, and which ids are new is seen by what the cache has read.
-
-        Args:
-            input_ids: `[batch, tokens]`, of which the cache may have several rows each (beams).
-            attention_mask: `[batch, tokens]`; a wider one says what is new, and is returned as it is.
-            columns: that the cache has passed.
-
-        Returns:
-            The mask itself for a whole text; for ids that are all new, no more of them than the cache has read,
-            [`InfiniCache.attention_mask`] of it.
-
-        Raises:
-            ValueError: nothing is new in a whole text, the ids are more than the cache has read and begin differently, or
-                the mask of what has been read is another.
-        """
-        tokens = input_ids.shape[1]
-        if self.real is None:
-            return attention_mask
-        if attention_mask.shape[1] != tokens:
-            self.check_past(attention_mask[:, :columns])
-            return attention_mask
-        known = tokens >= columns and self.begins(input_ids[:, :columns])
-        if known and tokens == columns:
-            raise ValueError(
-                f"the cache has read all of these {tokens} ids, and there is nothing to go on from: pass the text with new "
-                "ids after it, or a copy of the cache from before the last of them. If the same ids come a second time, "
-                "pass attention_mask=cache.attention_mask(mask), mask being [batch, tokens] with 1 for real tokens."
-            )
-        if not known and tokens > columns:
-            raise ValueError(
-                f"these {tokens} ids do not begin with the {columns} that the cache has read, and generate() would take "
-                f"them for the whole text and read only the last {tokens - columns}. If all of them are new, pass "
-                "attention_mask=cache.attention_mask(mask), mask being [batch, tokens] with 1 for real tokens; a whole text "
-                "must be that of the cache token by token, padding included."
-            )
-        if not known:
-            return self.mask_before(attention_mask, columns)
-        self.check_past(attention_mask[:, :columns])
-        return attention_mask
-
-    def _rows(self, rows: int) -> Tensor:
-        """`real` for so many rows, of which each may have several equal ones here (beams)."""
-        if self.real is None:
-            raise ValueError("nothing has been read yet, of which rows could be chosen.")
-        return self.real[:: max(1, len(self.real) // rows)]
 
 
 class InfiniCache(Cache):
@@ -318,10 +223,7 @@ class InfiniCache(Cache):
     def __init__(self, config: PreTrainedConfig):
         bounded = set(getattr(config, "infini_layers", ()))
         if not bounded:
-            raise ValueError(
-                f"an InfiniCache is for layers with a compressive memory, and this {type(config).__name__} has none: leave "
-                f"{CACHE} out, or pass transformers.DynamicCache(config=model.config)."
-            )
+            raise ValueError(f"this {type(config).__name__} has no layers with a memory: pass a transformers.DynamicCache.")
         own = [DynamicLayer() for _ in range(config.num_hidden_layers)]
         if len(bounded) < len(own):
             own = DynamicCache(config=config).layers or own  # layers that slide keep their window only
@@ -361,21 +263,14 @@ class InfiniCache(Cache):
         """The states for a call of the model."""
         return PendingStates(self.layers, self.text.documents)
 
-    def drop_unfinished(self) -> None:
-        """Removes the keys and values that a failed call has left in layers of full attention.
-
-        Raises:
-            ValueError: it has left some in a sliding layer, which has dropped others for them.
-        """
-        columns = self.get_seq_length()
-        for layer in self.layers:
-            if isinstance(layer, DynamicLayer) and layer.get_seq_length() > columns:
-                if layer.is_sliding:
-                    raise ValueError("a call with this cache has failed halfway: make a new one and read the text again.")
-                _map_tensors(layer, lambda tensor: tensor[:, :, :columns])
+    def check_finished(self) -> None:
+        """ValueError where a call has failed halfway, and left keys and values in some of the layers of full attention."""
+        others: Any = [layer for layer in self.layers if not isinstance(layer, InfiniLayer)]
+        if any(layer.get_seq_length() != self._first_layer.columns for layer in others):
+            raise ValueError("a call with this cache has failed halfway: make a new one and read the text again.")
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Columns that all layers have read; layers of full attention may hold more, where a call has failed."""
+        """Columns that the cache has passed."""
         return self._first_layer.columns
 
     def first_state(self) -> InfiniState | None:
@@ -390,9 +285,8 @@ class InfiniCache(Cache):
 
     def nbytes(self) -> int:
         """Bytes that the cache holds now."""
-        states = [layer._state for layer in self.layers if isinstance(layer, InfiniLayer) and layer._state is not None]
-        others = [_tensors_of(layer).values() for layer in self.layers if not isinstance(layer, InfiniLayer)]
-        return sum(state.nbytes() for state in states) + sum(tensor.nbytes for tensors in others for tensor in tensors)
+        named = (named for layer in self.layers for named in _tensors_of(layer).items())
+        return sum(tensor.nbytes for name, tensor in named if not name.startswith("start_"))  # which are the model's
 
     @check_kinds
     def attention_mask(self, attention_mask: Tensor) -> Tensor:
@@ -400,9 +294,9 @@ class InfiniCache(Cache):
         whose ids are gone: `generate(ids, attention_mask=cache.attention_mask(mask), cache=cache)` (before transformers 5.24
         `past_key_values=cache`).
 
-        `generate()` tells new ids from a whole text by the width of the mask. With beams or several sequences for each row,
-        repeat the cache (`batch_repeat_interleave`) after this. Without this mask, `generate()` recognises a whole text by
-        its beginning, and takes other ids for new if they are no more than the cache has read.
+        With beams or several sequences for each row, repeat the cache (`batch_repeat_interleave`) after this. Without this
+        mask, `generate()` recognises a whole text by its beginning, and takes other ids for new if they are no more than the
+        cache has read.
 
         Args:
             attention_mask: `[batch, tokens]` of the new tokens, 1 = real, 0 = padding.
@@ -413,12 +307,10 @@ class InfiniCache(Cache):
         Raises:
             ValueError: another number of rows than the cache has.
         """
-        if attention_mask.dim() != 2:
-            raise ValueError(f"attention_mask must be [batch, tokens], of the new tokens; got {list(attention_mask.shape)}.")
         if self.text.real is None:
             return attention_mask
         check_rows("the mask", len(attention_mask), len(self.text.real))
-        return self.text.mask_before(attention_mask, self.get_seq_length())
+        return mask_before(self.text, attention_mask, self.get_seq_length())
 
     @check_kinds
     def save_pretrained(
@@ -434,10 +326,22 @@ class InfiniCache(Cache):
             text_sha256: for each row, the sha256 of the text that it has read.
 
         Raises:
-            ValueError: nothing has been read yet, `text_sha256` is not one for each row, or the state is not finite.
-            MemoryFileAccessError: the file cannot be written, or is a folder (a ValueError and an OSError).
+            ValueError: nothing has been read yet, or `text_sha256` is not one for each row.
+            OSError: the file cannot be written, or is a folder.
         """
-        save_cache(self, path, model, text_sha256)
+        if self.state is None:
+            raise ValueError(f"this cache has read nothing yet: give it to model(ids, {CACHE}=cache) before saving.")
+        tokens_seen = self.state.tokens_seen.tolist()
+        if text_sha256 is not None and (isinstance(text_sha256, str) or len(text_sha256) != len(tokens_seen)):
+            raise ValueError(f"text_sha256 must be a list with one for each of the {len(tokens_seen)} rows.")
+        self.check_finished()
+        record = {
+            "model": model if isinstance(model, dict) else describe_model(model),
+            "columns": self.get_seq_length(),
+            "tokens_seen": tokens_seen,
+            "text_sha256": None if text_sha256 is None else list(text_sha256),
+        }
+        write_memory_file(path, self.tensors(), record)
 
     def tensors(self) -> dict[str, Tensor]:
         """All tensors, by their names in a memory file."""
@@ -459,12 +363,30 @@ class InfiniCache(Cache):
             rows: which rows of the batch to take, in this order; `None`: all.
 
         Raises:
-            MemoryFileError: the file is damaged, no memory file, of another model, or holds what no cache of this model
-                can hold: the message says what is wrong.
-            MemoryFileAccessError: there is no such file, or it may not be read (also an OSError).
-            ValueError: there is no such row.
+            MemoryFileError: the file is damaged, no memory file, or of another model: the message says what is wrong.
+            OSError: there is no such file, or it may not be read.
+            IndexError: there is no such row.
         """
-        return load_cache(cls, path, model, rows)
+        record, tensors = read_memory_file(path)
+        check_model(path, record, model)
+        config: Any = model.config
+        cache, columns = cls(config), record["columns"]
+        devices = {getattr(module, "layer_idx", None): device_of(module) for module in model.modules()}
+        layers: Any = cache.layers
+        for number, layer in enumerate(layers):
+            names = {name.removeprefix(f"layers.{number}."): name for name in tensors}
+            own = {short: tensors[name].to(devices[number]) for short, name in names.items() if short != name}
+            if isinstance(layer, InfiniLayer):
+                state = InfiniState(local_log_weight=own.pop("local_log_weight", None), **own)
+                layer.advance(state, columns)
+            else:
+                layer.update(own["keys"], own["values"])
+            if isinstance(layer, DynamicSlidingWindowLayer):
+                layer.cumulative_length = columns
+        cache.text = ReadText.from_tensors({name: tensor.to(device_of(model)) for name, tensor in tensors.items()})
+        if rows is not None:
+            cache.batch_select_indices(torch.tensor(rows, dtype=torch.long))
+        return cache
 
     def crop(self, tokens_to_remove: int) -> None:
         self._first_layer.crop(tokens_to_remove)
@@ -478,7 +400,6 @@ class InfiniCache(Cache):
 
     @check_kinds
     def batch_repeat_interleave(self, repeats: int) -> None:
-        check_number("repeats", repeats, {"at_least": 1})
         super().batch_repeat_interleave(repeats)
         self.text.map_rows(lambda tensor: tensor.repeat_interleave(repeats, 0))
 
@@ -493,9 +414,6 @@ def cache_bytes(config: PreTrainedConfig) -> int:
     """Bytes that a model's layers with a memory hold of one sequence, however long it is, in the configuration's dtype
     (`None`: torch's default). Where the memory skips tokens, each place of a window takes one more. What layers without a
     memory hold, and grows, is not counted.
-
-    Raises:
-        ValueError: the configuration names no layers with memory.
     """
     if not getattr(config, "infini_layers", ()):
         raise ValueError(f"the cache of a {type(config).__name__} without a compressive memory grows with every token.")

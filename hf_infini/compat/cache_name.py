@@ -2,12 +2,10 @@
 
 import functools
 import inspect
-import warnings
 from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
-import torch
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 NAMES = ("cache", "past_key_values")
@@ -23,17 +21,12 @@ def cache_of(output) -> Any:
 def with_one_name(given: dict[str, Any], name: str = "cache") -> dict[str, Any]:
     """Arguments by name, in which the cache is called `name`; those without a cache are returned as they are.
 
-    As in transformers, the old name brings a FutureWarning from 5.24 on.
-
     Raises:
         TypeError: it came with both of its names.
     """
     found = [one for one in NAMES if given.get(one) is not None]
     if len(found) == 2:
         raise TypeError("cache and past_key_values are two names of one argument: give only one of them.")
-    if "past_key_values" in found and CACHE == "cache" and not torch.compiler.is_compiling():
-        message = "`past_key_values` is deprecated: transformers 5.24 and later call it `cache`. Use `cache` instead."
-        warnings.warn(message, FutureWarning, stacklevel=3)
     cache = given[found[0]] if found else None
     rest = {key: value for key, value in given.items() if key not in NAMES}
     return rest if len(rest) == len(given) else rest | {name: cache}

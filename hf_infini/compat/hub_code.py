@@ -19,16 +19,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import transformers
-from transformers import PreTrainedConfig
+from transformers import PreTrainedModel
 from transformers.models.auto import modeling_auto
 from transformers.utils import CONFIG_NAME, PushToHubMixin
 
 from ..options import ConfigBase
 
-if TYPE_CHECKING:  # what a model's mixins come before; they have no base when the code runs
-    from transformers import PreTrainedModel as ModelBase
-else:
-    ModelBase = object
+ModelBase: Any = PreTrainedModel if TYPE_CHECKING else object  # what a model's mixins come before
 
 STUB = "needs_hf_infini"
 STUB_TEXT = '''"""This model needs the package hf-infini: pip install hf-infini"""
@@ -48,7 +45,7 @@ CODE: dict[str, tuple[str, dict[str, type]]] = {}
 
 
 class HubCodeMixin(PushToHubMixin):
-    """What [`HubConfigMixin`] and [`HubModelMixin`] share."""
+    """What configurations and models share that are pushed with their code."""
 
     @classmethod
     def register_for_auto_class(cls, *args, **kwargs):
@@ -86,23 +83,6 @@ class HubConfigMixin(HubCodeMixin, ConfigBase):
         return super().save_pretrained(save_directory, *args, **kwargs)
 
 
-class HubModelMixin(HubCodeMixin, ModelBase):
-    """Saves a model with its code where that is asked for; comes before `PreTrainedModel`."""
-
-    config_class: type[PreTrainedConfig]
-
-    def save_pretrained(self, save_directory, is_main_process: bool = True, *args, save_code: bool = False, **kwargs):
-        """As usual.
-
-        Args:
-            save_code: whether the model's code is written beside it, so that it loads where hf_infini is not installed.
-                What is pushed has its code, and so has what was loaded by its code.
-        """
-        if save_code and is_main_process:
-            self.config.save_pretrained(save_directory, save_code=True)  # then the folder has it
-        return super().save_pretrained(save_directory, is_main_process, *args, **kwargs)
-
-
 def carry_code(code_entry: str, **classes: type[HubCodeMixin]) -> None:
     """Has the classes of a model type found again, and adds the models' names to transformers' tables of model types, by
     which it knows what a class is for: for one, `Trainer` shifts smoothed labels of causal language models only. Registering
@@ -116,10 +96,10 @@ def carry_code(code_entry: str, **classes: type[HubCodeMixin]) -> None:
     """
     for auto_class, cls in classes.items():
         known: Any = cls
-        model_type = known.config_class.model_type if issubclass(cls, HubModelMixin) else known.model_type
+        model_type = known.config_class.model_type if issubclass(cls, PreTrainedModel) else known.model_type
         CODE.setdefault(model_type, (code_entry, {}))[1][auto_class] = cls
         setattr(type(transformers), cls.__name__, cls)
-        if issubclass(cls, HubModelMixin):
+        if issubclass(cls, PreTrainedModel):
             names = getattr(modeling_auto, auto_class)._model_mapping._model_mapping  # MODEL_FOR_…_MAPPING_NAMES
             names[model_type] = cls.__name__
 

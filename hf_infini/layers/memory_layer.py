@@ -226,7 +226,8 @@ class MemoryLayerMixin(nn.Module):
                 before = initial_state(tokens, layout.window_sizes, rule, **self.start())
             elif torch.is_grad_enabled():  # the weights may be others than when the state was made, and its graph gone
                 before = replace(before, **self.start())
-            before = before if exchange is None else exchange.received_state(before, tokens, layout, rule)
+            if exchange is not None:
+                before, tokens = exchange.received(before, tokens, layout, rule, options)
             output, after, weights = attend(
                 tokens,
                 self.gate(),
@@ -237,6 +238,7 @@ class MemoryLayerMixin(nn.Module):
                 return_state=states is not None,
                 return_weights=infini.return_weights,
                 in_place=states is not None and states.may_overwrite(self.layer_idx),
+                scored=exchange is not None,
             )
             if states is not None and after is not None:
                 states.leave(self.layer_idx, replace(after, recent_inputs=recent))

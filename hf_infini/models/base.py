@@ -7,6 +7,7 @@ once for a call, [`SharedInputs`], and passes it down as a keyword.
 import functools
 import inspect
 from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,42 +15,56 @@ from torch import Tensor
 from transformers.utils import logging
 
 from ..cache.cache import InfiniCache, InfiniLayer, PendingStates, check_rows
+from ..cache.masks import check_past
 from ..compat.cache_name import CACHE, OTHER_NAME, with_one_name
 from ..compat.execution_device import device_of
-from ..compat.hub_code import ModelBase
+from ..compat.hub_code import HubCodeMixin, ModelBase
 from ..compat.swap_class import swap_class
-from ..layers.gates import watch_gates
-from ..layers.memory_layer import TEST_TOKENS, InfiniAttentionMixin, KeywordlessLayerMixin, LayerConfig, SharedInputs
-from ..ops.checks import bool_mask, check_kinds
+from ..layers.gates import look_again, watch_gates
+from ..layers.memory_layer import (
+    TEST_TOKENS,
+    InfiniAttentionMixin,
+    KeywordlessLayerMixin,
+    LayerConfig,
+    SharedInputs,
+)
+from ..ops.checks import bool_mask, check_kinds, check_shapes
 from ..ops.layout.base import Layout
 from ..ops.layout.build import segment_layout
 from ..ops.state import InfiniState
 from ..options import layer_kinds
-from .checkpoints import check_loaded
+from .adapter_files import complete_adapter, meet_peft, uncopied
 from .masks import kept_layers_masks
-from .peft import AdaptedModelMixin, meet_peft
 from .structure import decoder_layers, decoder_of
 
 logger = logging.get_logger(__name__)
 
 
-class WholeModelMixin(AdaptedModelMixin):
-    """Loads whole checkpoints only, and has all modules initialised; comes before `PreTrainedModel`."""
+class SavedModelMixin(HubCodeMixin, ModelBase):
+    """Has a model saved with its code, its memory trained and saved with adapters of PEFT, and all its modules initialised;
+    comes before `PreTrainedModel`."""
 
-    @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path, *args, output_loading_info=False, **kwargs):
-        """As usual.
+    def __setattr__(self, name: str, value) -> None:
+        super().__setattr__(name, value)
+        if name == "peft_config":  # PEFT's last step; all but the adapter is frozen
+            look_again()
+            for config in value.values():
+                for own, parameter in () if config.inference_mode else uncopied(self, config).items():
+                    parameter.requires_grad_(not own.endswith(".keep_weight"))  # a choice has no gradient
 
-        Raises:
-            ValueError: as [`check_loaded`]; a head may be missing that the checkpoint was not saved with.
+    def save_pretrained(self, save_directory, is_main_process: bool = True, *args, save_code: bool = False, **kwargs):
+        """As usual; of a model with adapters of PEFT only these are saved.
+
+        Args:
+            save_code: whether the model's code is written beside it, so that it loads where hf_infini is not installed.
+                What is pushed has its code, and so has what was loaded by its code.
         """
-        loaded: Any = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
-        model, info = loaded
-        if not getattr(model, "_hf_peft_config_loaded", False):  # then the information is on the adapter
-            saved_as = {str(name).removeprefix("Infini") for name in model.config.architectures or ()}
-            new_head = type(model).__name__.removeprefix("Infini") not in saved_as
-            check_loaded(pretrained_model_name_or_path, model, info, new_head)
-        return (model, info) if output_loading_info else model
+        if save_code and is_main_process:
+            self.config.save_pretrained(save_directory, save_code=True)  # then the folder has it
+        super().save_pretrained(save_directory, is_main_process, *args, **kwargs)
+        if is_main_process and getattr(self, "_hf_peft_config_loaded", False):
+            config = self.peft_config[self.active_adapters()[0]]
+            complete_adapter(self, Path(save_directory), config, self.state_dict())
 
     def _initialize_weights(self, module, is_custom_code: bool = False):
         """As usual, but also for classes outside of transformers `_init_weights` is called for every module. There it passes
@@ -59,7 +74,7 @@ class WholeModelMixin(AdaptedModelMixin):
         super()._initialize_weights(module, False)
 
 
-class InfiniPreTrainedMixin(WholeModelMixin):
+class InfiniPreTrainedMixin(SavedModelMixin):
     """What base models and heads share; comes before the own class of either."""
 
     own_class: type[Any]  # the class that comes after this one
@@ -73,10 +88,7 @@ class InfiniPreTrainedMixin(WholeModelMixin):
 
     def __init__(self, config, *args, **kwargs):
         if not hasattr(config, "infini_layers"):
-            raise ValueError(
-                f"a {type(self).__name__} needs the options of its memory, and this {type(config).__name__} has none: give "
-                "segment_length=… (tokens in a segment), such as 256."
-            )
+            raise ValueError(f"a {type(self).__name__} needs segments: give segment_length=…, in tokens, such as 256.")
         super().__init__(config, *args, **kwargs)
         self.add_memory()
 
@@ -103,33 +115,23 @@ class InfiniPreTrainedMixin(WholeModelMixin):
         then compared with what they compute there.
 
         Raises:
-            ValueError: a layer computes something else with its memory empty; or weights of the own class stay on disk.
+            ValueError: a layer computes something else with its memory empty.
         """
         loaded = super().from_pretrained(*args, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded  # with output_loading_info
         if (given := model.config.__dict__.pop("_from_other_type", None)) is not None:
             model._base_is_plain = True
-            if "disk" in getattr(model, "hf_device_map", {}).values():
-                raise ValueError(
-                    "device_map leaves weights on disk, and those of the memory are not in a plain checkpoint: load it once "
-                    "without, save it with save_pretrained, and give the device_map when you load that."
-                )
             model.check_layers()
             model.advise(given)
         return loaded
 
     def advise(self, given: Collection[str]) -> None:
-        """Says, once, which options of the paper cost a pretrained model much, unless they are among those that were
-        `given`."""
-        advice = {
-            "sink_tokens": "sink_tokens=4 (a window without the first tokens costs 0.5 to 1.5 nats a token)",
-            "gate_init": "gate_init=-4.0 (an open gate mixes in half of an untrained memory)",
-        }
-        wanted = [text for option, text in advice.items() if option not in given]
-        if self.name_or_path and wanted:
+        """Says, once, which options of the paper cost a pretrained model much, unless they are `given`."""
+        if self.name_or_path and not {"sink_tokens", "gate_init"} <= {*given}:
             logger.warning_once(
-                f"A pretrained model that gets a memory begins better with {' and '.join(wanted)}. Give these options, with "
-                "any values, and this is not said."
+                "A pretrained model that gets a memory begins better with sink_tokens=4 (a window without the first tokens "
+                "costs 0.5 to 1.5 nats a token) and gate_init=-4.0 (an open gate mixes in half of an untrained memory). "
+                "Give both, with any values, and this is not said."
             )
 
     def check_layers(self) -> None:
@@ -172,26 +174,24 @@ class InfiniModelMixin(ModelBase):
             max_documents: how many documents a row holds at most, so that packed rows compile into one graph:
                 [`segment_layout`].
             memory_mask: `[batch, tokens]` of this call, 0 = the token is seen inside the window but not written into the
-                memory. With `mask_special_tokens`, special tokens are left out as well if input_ids are given.
+                memory. With `mask_special_tokens`, special tokens are left out as well if input_ids are given: of
+                inputs_embeds nobody knows which are special.
 
         Raises:
-            ValueError: a cache or mask of another kind; `output_attentions` where layers with their own attention compute no
-                weights.
+            ValueError: a cache or mask of another kind.
         """
         given = dict(zip(self.argument_names, args, strict=False)) | kwargs
         given = with_one_name(given, CACHE) if OTHER_NAME in given else given
         ids, positions, use_cache = given.get("input_ids"), given.get("position_ids"), given.get("use_cache")
         tokens = check_inputs(ids, given.get("inputs_embeds"))
-        weights = given.get("output_attentions")
-        weights = bool(self.config.output_attentions if weights is None else weights)
-        self._check_weights(weights)
         masks = {"attention_mask": given.get("attention_mask"), "position_ids": positions, "memory_mask": memory_mask}
         infini, cache, use_cache = begin_call(self, ids, tokens, given.get(CACHE), use_cache, max_documents, **masks)
         layout, states = infini.layout, infini.states
         given["position_ids"] = self.own_positions(layout, positions, cache)
         tables = self.rotary_tables(self.config.places, device=tokens.device)
-        weights = weights or self.config._attn_implementation == "eager"
-        infini = infini._replace(rotary=tables, return_weights=weights)
+        weights = given.get("output_attentions")
+        weights = self.config.output_attentions if weights is None else weights
+        infini = infini._replace(rotary=tables, return_weights=bool(weights) or self.config._attn_implementation == "eager")
         mask = self._masks(layout, cache, states)
         given |= {"attention_mask": mask, CACHE: cache, "use_cache": use_cache, "infini": infini}
         output = super().forward(**given)
@@ -231,21 +231,10 @@ class InfiniModelMixin(ModelBase):
         kinds = layer_kinds(self.config)
         masks: Any = dict.fromkeys(kinds, torch.ones(1, 1, 1, 1, dtype=torch.bool, device=layout.positions.device))
         if len(self.config.infini_layers) < len(kinds):
-            masks |= kept_layers_masks(self.config, layout, cache, states, self.dtype, self.needs_a_mask())
+            # GPT-2 would take positions that begin again in each segment for documents
+            written_out = getattr(self.config, "position_encoding", None) == "segment"
+            masks |= kept_layers_masks(self.config, layout, cache, states, self.dtype, written_out)
         return masks if self.takes_masks_by_type else next(iter(masks.values()))
-
-    def needs_a_mask(self) -> bool:
-        """Whether the own forward may not be left to find out that everything before a token is visible."""
-        return False
-
-    def _check_weights(self, wanted: bool) -> None:
-        kept = self.config.num_hidden_layers - len(self.config.infini_layers)
-        if wanted and kept and self.config._attn_implementation != "eager":
-            raise ValueError(
-                f"output_attentions=True needs the eager implementation for this model's {kept} layers of full "
-                f"attention: {self.config._attn_implementation} computes no weights there. Load the model with "
-                "attn_implementation='eager', or call model.set_attn_implementation('eager')."
-            )
 
 
 def with_arguments_of(own, forward):
@@ -264,16 +253,13 @@ def with_arguments_of(own, forward):
 @check_kinds
 def check_inputs(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
     """The one of the two that is given, or a ValueError unless there is one, with a token in it."""
-    if (input_ids is None) == (inputs_embeds is None):
+    given = inputs_embeds if input_ids is None else input_ids
+    if given is None or (input_ids is not None and inputs_embeds is not None):
         raise ValueError("give exactly one of input_ids and inputs_embeds.")
-    given: Any = inputs_embeds if input_ids is None else input_ids
-    shape = list(given.shape[:2])
-    if not torch.compiler.is_compiling() and 0 in shape:
-        raise ValueError(f"the input must be [batch, tokens] with a row and a token at least; got {shape}.")
-    if given.dim() != 3 if input_ids is None else given.dim() != 2 or given.dtype not in (torch.int32, torch.int64):
+    if given.dim() != (3 if input_ids is None else 2) or (not torch.compiler.is_compiling() and 0 in given.shape[:2]):
         raise ValueError(
-            "input_ids must be whole numbers, [batch, tokens], and inputs_embeds [batch, tokens, width]; got "
-            f"{list(given.shape)}, {given.dtype}."
+            "input_ids must be [batch, tokens], and inputs_embeds [batch, tokens, width], with a row and a token at least; "
+            f"got {list(given.shape[:2])} of {given.dim()} dimensions."
         )
     return given
 
@@ -281,30 +267,14 @@ def check_inputs(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tens
 @check_kinds
 def memory_mask_of(config, input_ids: Tensor | None, given: Tensor, memory_mask: Tensor | None) -> Tensor | None:
     """Which tokens of a call are written into a memory, `[batch, tokens]` bool: those of the mask (`None`: all), without the
-    configuration's special tokens where there are ids to know them by; `None`: all are. `given`: ids or embeddings.
-
-    Raises:
-        ValueError: `memory_mask` is of another shape.
-    """
+    configuration's special tokens where there are ids to know them by; `None`: all are. `given`: ids or embeddings."""
     batch, tokens = given.shape[:2]
-    if memory_mask is not None and tuple(memory_mask.shape) != (batch, tokens):
-        raise ValueError(
-            f"memory_mask must be [batch, tokens] = [{batch}, {tokens}], 1 for tokens that are written into the memory; got "
-            f"{list(memory_mask.shape)}. It covers the tokens of one call: for generate(), read the text with "
-            f"model(ids, memory_mask=…, {CACHE}=cache) and go on from the cache."
-        )
+    check_shapes(batch, tokens, None, memory_mask, None)
     memory_mask = bool_mask("memory_mask", memory_mask, read_back=not torch.compiler.is_compiling())
     ids = set()
     for special in (config.bos_token_id, config.eos_token_id, config.pad_token_id):
         ids |= set() if special is None else set(special) if isinstance(special, (list, tuple)) else {special}
-    if not config.mask_special_tokens or not ids:
-        return memory_mask
-    if input_ids is None:
-        if memory_mask is None and not torch.compiler.is_compiling():
-            logger.warning_once(
-                "inputs_embeds do not tell which tokens are special: mask_special_tokens does nothing, and all of them are "
-                "written into the memory. Say with memory_mask, [batch, tokens], which are to be."
-            )
+    if not config.mask_special_tokens or not ids or input_ids is None:
         return memory_mask
     # One comparison for each: a tensor of the ids would wait for the device
     ordinary = torch.stack([input_ids != special for special in sorted(ids)]).all(0)
@@ -312,23 +282,12 @@ def memory_mask_of(config, input_ids: Tensor | None, given: Tensor, memory_mask:
 
 
 def check_cache(given) -> None:
-    """Refuses caches that a model with infini layers cannot continue.
-
-    Raises:
-        ValueError: `given` is neither `None` nor an [`InfiniCache`] of this copy of the code.
-    """
-    if given is None or isinstance(given, InfiniCache):
-        return
-    if type(given).__name__ == InfiniCache.__name__:
+    """ValueError unless `given` is `None` or an [`InfiniCache`] of this copy of the code."""
+    if given is not None and not isinstance(given, InfiniCache):
         raise ValueError(
-            f"{CACHE} is an InfiniCache of another copy of the code, {type(given).__module__}: leave it out with "
-            f"use_cache=True, or make it by the model's class, sys.modules[{InfiniCache.__module__!r}].InfiniCache. Import "
-            "hf_infini before a model is loaded from the Hub, and there is only one copy."
+            f"{CACHE} must be an InfiniCache of {InfiniCache.__module__}, and this {type(given).__name__} is of "
+            f"{type(given).__module__}: leave it out with use_cache=True, or pass InfiniCache(model.config)."
         )
-    raise ValueError(
-        f"{CACHE} must be an InfiniCache, got {type(given).__name__}: a memory does not fit into other caches. "
-        "Leave it out with use_cache=True, or pass InfiniCache(model.config)."
-    )
 
 
 def memory_cache(model, given, use_cache: bool | None, batch: int) -> InfiniCache | None:
@@ -343,16 +302,15 @@ def memory_cache(model, given, use_cache: bool | None, batch: int) -> InfiniCach
         raise ValueError("torch.export cannot hold the cache of a memory: pass use_cache=False among the example inputs.")
     check_cache(given)
     wanted = [layer in model.config.infini_layers for layer in range(model.config.num_hidden_layers)]
-    if given is not None and [isinstance(layer, InfiniLayer) for layer in given.layers] != wanted:
-        raise ValueError(
-            f"{CACHE} is the cache of a model with other layers: this one has {len(wanted)}, with memory "
-            f"in {model.config.infini_layers}. Pass InfiniCache(model.config)."
-        )
-    state = None if given is None else given.first_state()
-    if state is not None:
-        check_rows("this call", batch, len(state.tokens_seen))
     if given is not None:
-        given.drop_unfinished()
+        if [isinstance(layer, InfiniLayer) for layer in given.layers] != wanted:
+            raise ValueError(
+                f"{CACHE} is the cache of a model with other layers: this one has {len(wanted)}, with memory "
+                f"in {model.config.infini_layers}. Pass InfiniCache(model.config)."
+            )
+        if (state := given.first_state()) is not None:
+            check_rows("this call", batch, len(state.tokens_seen))
+        given.check_finished()
     cache = InfiniCache(model.config) if use_cache and given is None else given
     if cache is not None and checkpoints_gradients(model):
         functions = (getattr(module, "_gradient_checkpointing_func", None) for module in model.modules())
@@ -412,22 +370,18 @@ def begin_call(
 @check_kinds
 def mask_of_call(attention_mask: Tensor | None, batch: int, tokens: int, cache: InfiniCache | None) -> Tensor | None:
     """The part of the mask that covers this call's tokens: `generate` passes it for the past as well, which is compared with
-    what the cache has read.
-
-    Raises:
-        ValueError: a mask of another shape, or another past.
-    """
+    what the cache has read. ValueError for another shape, or another past."""
     if attention_mask is None:
         return None
     past = 0 if cache is None else cache.get_seq_length()
     widths = (tokens, past + tokens)
     if attention_mask.dim() != 2 or attention_mask.shape[0] != batch or attention_mask.shape[1] not in widths:
         raise ValueError(
-            f"attention_mask must be [batch, tokens] = [{batch}, {tokens}] or [{batch}, {past + tokens}] (this call's "
-            f"tokens, or those of the {past} before as well), 1 for real tokens; got {list(attention_mask.shape)}."
+            f"attention_mask must be [batch, tokens] = [{batch}, {tokens}], or [{batch}, {past + tokens}] with the tokens "
+            f"before; got {list(attention_mask.shape)}."
         )
     if cache is not None and past and attention_mask.shape[1] != tokens:
-        cache.text.check_past(attention_mask[:, :past])
+        check_past(cache.text, attention_mask[:, :past])
     return attention_mask[:, -tokens:]
 
 
@@ -435,15 +389,8 @@ def mask_of_call(attention_mask: Tensor | None, batch: int, tokens: int, cache: 
 def check_continuation(
     position_ids: Tensor | None, attention_mask: Tensor | None, state: InfiniState | None
 ) -> None:
-    """Refuses positions that neither continue from the state nor begin a new document with a 0.
-
-    Args:
-        position_ids: `[batch or 1, tokens]` of this call, or `None`; attention_mask: `[batch, tokens]` of it, or `None`.
-
-    Raises:
-        ValueError: there is a row of such positions.
-        RuntimeError: there is one, in a graph of torch.compile.
-    """
+    """ValueError for positions, `[batch or 1, tokens]`, that neither continue from the state nor begin a new document with a
+    0; in a graph of torch.compile a RuntimeError. `attention_mask`: `[batch, tokens]` of the call."""
     if position_ids is None or state is None:
         return
     positions = position_ids.expand(len(state.tokens_seen), -1)
@@ -470,17 +417,12 @@ def counted_positions(layout: Layout, cache: InfiniCache | None) -> Tensor:
     return layout.positions + (state.last_position + 1 - state.tokens_seen).unsqueeze(1)
 
 
-def check_positions(positions, limit: int, kind: str, remedy: str) -> None:
-    """Refuses positions beyond a table of `limit` rows; in a graph of torch.compile the check is part of the graph.
-
-    Raises:
-        ValueError: there is one; the message has its number, the `kind` of positions and the remedy.
-        RuntimeError: there is one, in a graph.
-    """
+def check_positions(positions: Tensor, limit: int, remedy: str) -> None:
+    """ValueError for positions beyond an embedding of `limit` rows; in a graph of torch.compile the check is part of it."""
     if torch.compiler.is_compiling():
-        message = f"a position is beyond this model's {limit} {kind} positions (n_positions). {remedy}"
-        torch._assert_async((positions < limit).all(), message)
-        return
-    furthest = int(positions.max())
-    if furthest >= limit:
-        raise ValueError(f"position {furthest} is beyond this model's {limit} {kind} positions (n_positions). {remedy}")
+        torch._assert_async((positions < limit).all(), f"a position is beyond this model's {limit} learned positions")
+    elif (furthest := int(positions.max())) >= limit:
+        raise ValueError(
+            f"position {furthest} is beyond this model's {limit} learned positions (n_positions). For texts of any length "
+            f"{remedy} with another position_encoding; or shorten the input."
+        )

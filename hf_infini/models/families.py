@@ -20,35 +20,21 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
 
 from ..compat.cache_name import CACHE
 from ..compat.class_lookups import PREFIX, alias_tokenizer, alias_weights
-from ..compat.hub_code import IS_COPY, HubConfigMixin, HubModelMixin, carry_code
+from ..compat.hub_code import IS_COPY, carry_code
 from ..layers.memory_layer import InfiniAttentionMixin, KeywordlessLayerMixin
 from ..options import MemoryOptions, layer_kinds
 from .base import InfiniModelMixin, InfiniPreTrainedMixin, with_arguments_of
 from .generation import MemoryGenerationMixin
-from .gpt2 import GPT2InfiniAttention, InfiniGPT2ModelMixin
-from .gpt2_configuration import InfiniGPT2Config
-from .option_checks import OptionsMixin, checked
-from .structure import base_model_name
+from .gpt2 import GPT2InfiniAttention, InfiniGPT2Config, InfiniGPT2ModelMixin
+from .option_checks import InfiniConfigMixin, checked
 
-# Families that a swapped layer's test would pass or fail without telling the reason
 KINDS = {"full_attention", "sliding_attention", "chunked_attention"}  # of layers that a model with memories may have
+# Families that a swapped layer's test may pass although their attention is another
 REFUSED = {
-    "multi-head latent attention makes its keys from a compressed state": (
-        *("deepseek_v2", "deepseek_v3", "deepseek_v32", "minicpm3", "youtu", "mistral4", "glm4_moe_lite", "kimi_linear"),
-        *("longcat_flash", "axk1"),
-    ),
-    "its attention does not go through transformers' attention interface": (
-        *("gptj", "codegen", "falcon", "bloom", "mpt", "gpt_neo", "openai-gpt", "ctrl", "xglm", "biogpt"),
-        "gpt_neox_japanese",
-    ),
+    "its attention does not go through transformers' attention interface": ("falcon", "gpt_neo"),
     "its layers share keys and values": ("gemma3n_text", "gemma4_text", "zamba", "zamba2"),
-    "its attention has learned sinks": ("gpt_oss",),
     "its heads are differences of two": ("diffllama",),
     "it normalises queries and keys after their rotation": ("hunyuan_v1_dense", "hunyuan_v1_moe"),
-    "some of its layers are no attention": (
-        *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "lfm2", "lfm2_moe", "bamba", "jamba", "falcon_h1"),
-        *("granitemoehybrid", "nemotron_h", "recurrent_gemma", "olmo_hybrid", "rwkv"),
-    ),
 }
 # Auto classes that load a decoder, with the tables that say which class of a family they load
 AUTO_CLASSES = {
@@ -70,10 +56,8 @@ PROBED = (
 DROP_KEYWORDS = ("stablelm", "nemotron")
 
 
-class FamilyConfigMixin(MemoryOptions, OptionsMixin, HubConfigMixin):
+class FamilyConfigMixin(InfiniConfigMixin):
     """All options of the own configuration, and those of [`MemoryOptions`]."""
-
-    has_no_defaults_at_init = True  # transformers 5.17 would otherwise build one without options to compare with
 
     def __post_init__(self, **kwargs):
         register_models(type(self))  # whoever has a configuration may ask an Auto class for its model next
@@ -147,8 +131,8 @@ def infini_class(own: type) -> type:
     if config is not GPT2Config:  # whose checkpoints name weights as its modules do; transformers takes 0.3 s to say so
         alias_weights(config.model_type, PREFIX + config.model_type)
         alias_weights(own.__name__, f"Infini{own.__name__}")
-    bases: list[type] = [HubModelMixin, InfiniPreTrainedMixin]
-    if own.__name__ == base_model_name(config):
+    bases: list[type] = [InfiniPreTrainedMixin]
+    if own.__name__ == modeling_auto.MODEL_MAPPING_NAMES.get(config.model_type):
         mixin = InfiniGPT2ModelMixin if config is GPT2Config else InfiniModelMixin
         bases.append(mixin)
         attributes["forward"] = with_arguments_of(own.forward, mixin.forward)
@@ -172,9 +156,8 @@ def _attention_class(own: type) -> type:
         raise ValueError(f"a {own.__name__} cannot have Infini-attention: its forward takes no cache of keys and values.")
     module = sys.modules[own.__module__]
     turn = getattr(module, "apply_rotary_pos_emb", None) or getattr(module, "apply_rotary_emb", None)
-    attributes: dict[str, Any] = {"__module__": __name__, "own_class": own}
-    attributes |= {"argument_names": arguments, "cache_argument": cache}
-    attributes["turning_function"] = None if turn is None else staticmethod(turn)
+    attributes: dict[str, Any] = {"__module__": __name__, "own_class": own, "argument_names": arguments}
+    attributes |= {"cache_argument": cache, "turning_function": None if turn is None else staticmethod(turn)}
     return MadeHere("Infini" + own.__name__, (InfiniAttentionMixin, own), attributes)
 
 
@@ -224,14 +207,10 @@ class AutoInfiniModelForCausalLM:
         """
         options = {"trust_remote_code": False} | options  # nobody is asked whether a folder's code may run
         kind = PreTrainedConfig.get_config_dict(path, **options)[0].get("model_type")
-        config_class = transformers.CONFIG_MAPPING[kind] if kind in transformers.CONFIG_MAPPING else MemoryOptions
-        if issubclass(config_class, MemoryOptions):
+        own = transformers.CONFIG_MAPPING[kind] if kind in transformers.CONFIG_MAPPING else MemoryOptions
+        if issubclass(own, MemoryOptions) or own not in (table := AUTO_CLASSES["AutoModelForCausalLM"]):
             return transformers.AutoModelForCausalLM.from_pretrained(path, **options)
-        infini_config(config_class)
-        table = AUTO_CLASSES["AutoModelForCausalLM"]
-        if config_class not in table:
-            raise ValueError(f"{path} is a {kind!r}, and that is no causal language model.")
-        return infini_class(table[config_class]).from_pretrained(path, **options)
+        return infini_class(table[own]).from_pretrained(path, **options)
 
 
 def __getattr__(name: str) -> type:

@@ -1,17 +1,58 @@
 """What is particular to GPT-2 among the decoders with Infini-attention: its positions, and how it is called."""
 
+from typing import Literal
+
 import torch
 from torch import Tensor, nn
+from transformers import GPT2Config
 from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
 
 from ..cache.cache import InfiniCache
 from ..compat.cache_name import CACHE
 from ..compat.execution_device import device_of
+from ..compat.hub_code import carry_code
 from ..layers.memory_layer import InfiniAttentionMixin, LayerConfig, rope_tables
 from ..ops.layout.base import Layout
 from ..ops.window import Rotary
 from .base import InfiniModelMixin, check_positions, counted_positions
-from .gpt2_configuration import InfiniGPT2Config
+from .option_checks import InfiniConfigMixin, checked
+
+
+@checked
+class InfiniGPT2Config(InfiniConfigMixin, GPT2Config):
+    """Configuration of [`InfiniGPT2LMHeadModel`]: all of `GPT2Config`, all of [`MemoryOptions`], and
+
+    Args:
+        position_encoding (`str`, *optional*, defaults to `"learned"`):
+            How the model sees positions. `"learned"`: an embedding of the position in the document, up to
+            `n_positions`, as GPT-2. `"segment"`: an embedding of the position within the segment, so that contexts have no
+            limit. `"rope"`: no embedding; queries and keys of the window are rotated by position (Su et al. 2021), so that
+            distances count, contexts have no limit, and the memory carries no position. The last is for models trained with
+            it: a pretrained GPT-2 loses its position embedding. The head width must be even.
+
+    Raises:
+        ValueError: a value of the wrong type, one that is not allowed, or options that do not go together; the message says
+            what was given and what is allowed.
+    """
+
+    model_type = "infini_gpt2"
+    own_class = GPT2Config
+
+    position_encoding: Literal["learned", "segment", "rope"] = "learned"
+
+    def validate_memory_options(self):
+        """Those of every memory, and those of this model."""
+        super().validate_memory_options()
+        if self.position_encoding == "segment" and self.window[0] > self.n_positions:
+            raise ValueError(
+                f"position_encoding='segment' needs an embedding for every place in a segment: segment_length="
+                f"{self.tokens_per_segment} is more than n_positions={self.n_positions}."
+            )
+        if self.add_cross_attention:
+            raise ValueError("cross-attention has no segments: add_cross_attention=True is not supported.")
+
+
+carry_code("models.families", AutoConfig=InfiniGPT2Config)
 
 
 class GPT2InfiniAttention(InfiniAttentionMixin, GPT2Attention):
@@ -22,8 +63,7 @@ class GPT2InfiniAttention(InfiniAttentionMixin, GPT2Attention):
     """
 
     own_class = GPT2Attention
-    argument_names = (CACHE, "attention_mask", "encoder_hidden_states", "encoder_attention_mask")
-    argument_names += ("output_attentions",)
+    argument_names = (CACHE, "attention_mask", "encoder_hidden_states", "encoder_attention_mask", "output_attentions")
     cache_argument = CACHE
 
     def __init__(self, config: InfiniGPT2Config, layer_idx: int | None = None):
@@ -56,11 +96,9 @@ class InfiniGPT2ModelMixin(InfiniModelMixin):
         """As [`InfiniModelMixin`].
 
         Raises:
-            ValueError: a position beyond `n_positions` with learned positions; encoder inputs.
+            ValueError: a position beyond `n_positions` with learned positions.
         """
         given = dict(zip(self.argument_names, args, strict=False)) | kwargs
-        if given.get("encoder_hidden_states") is not None or given.get("encoder_attention_mask") is not None:
-            raise ValueError("an infini_gpt2 model has no cross-attention: encoder inputs are not supported.")
         ids, rows = given.get("input_ids"), None
         if isinstance(ids, Tensor) and ids.dim() == 3:
             rows = ids.shape[:2]
@@ -79,17 +117,10 @@ class InfiniGPT2ModelMixin(InfiniModelMixin):
         like = torch.empty(0, device=device or device_of(self.wte), dtype=dtype or self.dtype)
         return {None: rope_tables(self.config.places, self.config.n_embd // self.config.n_head, like)}
 
-    def needs_a_mask(self) -> bool:
-        return self.config.position_encoding == "segment"  # GPT-2 would take positions that begin again for documents
-
     def own_positions(self, layout: Layout, position_ids: Tensor | None, cache: InfiniCache | None) -> Tensor:
         if self.config.position_encoding == "segment":
             return layout.positions % self.config.tokens_per_segment
         positions = counted_positions(layout, cache) if position_ids is None else position_ids
         if self.config.position_encoding == "learned":
-            remedy = (
-                "For texts of any length train a model with position_encoding='rope', or pass position_encoding='segment' "
-                "to patch_model() or from_pretrained() and fine-tune briefly; or shorten the input."
-            )
-            check_positions(positions, self.config.n_positions, "learned", remedy)
+            check_positions(positions, self.config.n_positions, "patch it with position_encoding='segment', or train one")
         return positions

@@ -1,15 +1,17 @@
-"""A language model and its tokenizer from any folder: whole, and fitting each other, or a ValueError of one line."""
+"""A language model and its tokenizer from any folder: whole, and fitting each other."""
 
+import contextlib
 import hashlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from ..layers.memory_layer import PARAMETERS, memory_layers
 from ..ops.checks import check_kinds
-from .checkpoints import REMEDY, check_loaded, one_line
 
 
 @check_kinds
@@ -25,13 +27,12 @@ def load_causal_lm(path: str | Path, **options) -> PreTrainedModel:
         ValueError: there is no such model, a file of it is damaged, or weights and configuration do not fit.
     """
     options = {"trust_remote_code": False} | options
-    try:
+    with _naming(path, "model"):
         model, info = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True, **options)
-        check_loaded(path, model, info)
-    except (torch.OutOfMemoryError, MemoryError):
-        raise
-    except Exception as error:  # nobody knows what all of transformers raises for what a file may hold
-        raise _as_value_error(path, "model", error) from error
+        new = tuple(f"{layer}.{name}" for layer in memory_layers(model) for name in PARAMETERS)
+        missing = sorted(name for name in info["missing_keys"] if not name.startswith(new))
+        if missing:  # transformers randomly initialises them
+            raise ValueError(f"its weights are incomplete: {len(missing)} tensors, such as {missing[0]}, are missing.")
     return model
 
 
@@ -47,31 +48,20 @@ def load_tokenizer(path: str | Path, model: PreTrainedModel | None = None, **opt
     Raises:
         ValueError: there is none, a file of it is damaged, or it is the tokenizer of another model.
     """
-    try:
+    with _naming(path, "tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(path, **{"trust_remote_code": False} | options)
-    except Exception as error:  # those of its library have no class of their own
-        raise _as_value_error(path, "tokenizer", error) from error
     # Without files, transformers makes one of special tokens only
     if tokenizer is None or len(tokenizer) <= len(tokenizer.all_special_ids):
         raise ValueError(f"{path} has no tokenizer: files are missing. Save it there, as it was when the model was trained.")
     if model is not None:
-        _check_fit(path, tokenizer, model)
+        embeddings: Any = model.get_input_embeddings()
+        rows, recorded = len(embeddings.weight), getattr(model.config, "tokenizer_sha256", None)
+        if len(tokenizer) > rows or recorded not in (None, fingerprint(tokenizer)):
+            raise ValueError(
+                f"the tokenizer of {path} is not the model's: it has {len(tokenizer)} tokens, the model {rows}, or their "
+                "ids are others than tokenizer_sha256 in config.json says. Save the one that the model was trained with."
+            )
     return tokenizer
-
-
-def _check_fit(path, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> None:
-    remedy = "Save the tokenizer there that the model was trained with."
-    embeddings: Any = model.get_input_embeddings()
-    rows = embeddings.weight.shape[0]
-    if len(tokenizer) > rows:
-        sizes = f"has {len(tokenizer)} tokens, and the model {rows}"
-        raise ValueError(f"the tokenizer of {path} {sizes}: it is another's. {remedy}")
-    recorded = getattr(model.config, "tokenizer_sha256", None)
-    if recorded is not None and recorded != fingerprint(tokenizer):
-        raise ValueError(
-            f"the tokenizer of {path} is not the model's: its tokens have other ids than tokenizer_sha256 in config.json "
-            f"says. {remedy}"
-        )
 
 
 def fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -79,9 +69,13 @@ def fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     return hashlib.sha256(json.dumps(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()
 
 
-def _as_value_error(path, what: str, error: Exception) -> ValueError:
-    reason = one_line(error)
-    if isinstance(error, (OSError, ValueError)) and str(path) in reason:
-        return ValueError(reason)
-    name = "" if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: "
-    return ValueError(f"the {what} of {path} cannot be loaded: {name}{reason} {REMEDY}.")
+@contextlib.contextmanager
+def _naming(path, what: str) -> Iterator[None]:
+    """Re-raises any error as a ValueError of one line that names the path: nobody knows what all of transformers raises."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError):
+        raise
+    except Exception as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"the {what} of {path} cannot be loaded: {type(error).__name__}: {reason}") from error

@@ -21,13 +21,8 @@ def kept_layers_masks(
     written_out: bool = False,
 ) -> dict[str, Tensor | None]:
     """The masks of the layers without a memory, by the type of layer: `[batch or 1, 1, tokens, keys]`, in the form that the
-    model's attention implementation takes; `None` where the kernel's own causal mask says the same. There is such a layer.
-
-    Args:
-        states: of the call; they get the documents of its columns.
-        dtype: of masks that are added to scores.
-        written_out: never `None`.
-    """
+    model's attention implementation takes (of `dtype`, if they are added to scores); `None` where the kernel's own causal
+    mask says the same, unless they must be `written_out`. `states`, of the call, get the documents of its columns."""
     tokens, device = layout.positions.shape[1], layout.tokens_seen.device
     past = 0 if cache is None else cache.get_seq_length()
     documents = _documents(layout, tokens, past, None if states is None else states.documents)
@@ -67,11 +62,8 @@ def kept_layers_masks(
 
 
 def _documents(layout: Layout, tokens: int, past: int, documents: Tensor | None) -> Tensor | None:
-    """`[batch, past + tokens]`: the number of each column's document, −1 for padding; `None`: all are one.
-
-    Args:
-        documents: of the `past` columns.
-    """
+    """`[batch, past + tokens]`: the number of each column's document, −1 for padding; `None`: all are one. `documents`: of
+    the past."""
     real, restart, batch = layout.real, layout.restart, len(layout.tokens_seen)
     if documents is None and real is None:
         return None

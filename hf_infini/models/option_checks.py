@@ -1,20 +1,18 @@
-"""What the configurations share: errors of one line, options that are given on loading, and names that are mistyped."""
+"""What the configurations share: errors of one line, and options that are given on loading."""
 
 import dataclasses
-import difflib
 import functools
-from collections.abc import Iterable
 from typing import ClassVar
 
 from huggingface_hub.dataclasses import strict
 from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig
 
+from ..compat.hub_code import HubConfigMixin
 from ..ops.rules import RULES
-from ..options import ConfigBase, check_number, limits_of
-from .peft import meet_peft
+from ..options import MemoryOptions, check_number, limits_of
+from .adapter_files import meet_peft
 
-ALIKE = 0.9  # similarity of names, at most 1: one letter more or less, or two swapped
 SEGMENTS = {"segment_length", "n_segments"}  # one of the two is given
 
 
@@ -39,10 +37,11 @@ def _with_one_error(method):
     return wrapped
 
 
-class OptionsMixin(ConfigBase):
-    """What a configuration with the options of a memory does beyond its own base class, which comes after it."""
+class InfiniConfigMixin(MemoryOptions, HubConfigMixin):
+    """What a configuration with the options of a memory has beyond its own base class, which comes after it."""
 
     own_class: ClassVar[type[PreTrainedConfig]] = PreTrainedConfig  # of the model without a memory
+    has_no_defaults_at_init = True  # transformers 5.17 would otherwise build one without options to compare with
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, **kwargs):
@@ -62,24 +61,16 @@ class OptionsMixin(ConfigBase):
         """As usual, but options in `kwargs` count before the check, and `segment_length` or `n_segments` replaces either.
 
         Raises:
-            ValueError: a value that cannot be, or values of another kind of model; the message names the place.
+            ValueError: a value that cannot be, or values of another kind of model.
         """
-        place = kwargs.get("name_or_path")
         kind = config_dict.get("model_type", cls.model_type)
         if kind not in (cls.model_type, cls.own_class.model_type):
-            raise ValueError(
-                f"the configuration of {place} is of the model type {kind!r}, and a {cls.__name__} is made from "
-                f"{cls.model_type}. AutoModelForCausalLM and AutoInfiniModelForCausalLM load any."
-            )
+            raise ValueError(f"a {cls.__name__} is made from a configuration of {cls.model_type}; this one is of {kind!r}.")
         replaced = {"model_type", *(SEGMENTS if SEGMENTS & kwargs.keys() else ())}
         options = (cls.__dataclass_fields__.keys() | cls.attribute_map.keys()) - PreTrainedConfig.__dataclass_fields__.keys()
         given = {name: kwargs.pop(name) for name in options & kwargs.keys()}
         values = {name: value for name, value in config_dict.items() if name not in replaced} | given
-        try:
-            refuse_misspelt(cls, kwargs)
-            found = super().from_dict(values, **kwargs)
-        except ValueError as error:
-            raise ValueError(f"the configuration of {place} cannot be used: {error}" if place else str(error)) from error
+        found = super().from_dict(values, **kwargs)
         if kind != cls.model_type:  # its model compares the layers once they are loaded
             (found[0] if isinstance(found, tuple) else found).__dict__["_from_other_type"] = list(given)
         return found
@@ -90,10 +81,9 @@ class OptionsMixin(ConfigBase):
         return [name for name in cls.__dataclass_fields__ if name not in cls.own_class.__dataclass_fields__]
 
     def __post_init__(self, **kwargs):
-        """Checks numbers before anything is computed of them, and undeclared attributes before they are kept."""
+        """Checks numbers before anything is computed of them."""
         for entry in dataclasses.fields(self):
             check_number(entry.name, getattr(self, entry.name), limits_of(entry))
-        refuse_misspelt(type(self), kwargs)
         super().__post_init__(**kwargs)
 
     def to_dict(self) -> dict:
@@ -103,14 +93,3 @@ class OptionsMixin(ConfigBase):
     def check_update_rule(self) -> None:
         """ValueError where options mean nothing with the update rule."""
         RULES[self.update_rule].check(vars(self))
-
-
-def refuse_misspelt(config_class: type[OptionsMixin], names: Iterable[str]) -> None:
-    """ValueError for a name that is nearly one of the options that are declared here, and would change nothing."""
-    own = config_class.own_options()
-    for name in names:
-        if name not in own and (alike := difflib.get_close_matches(name, own, 1, ALIKE)):
-            raise ValueError(
-                f"{config_class.model_type} has no option {name}: it would be kept and change nothing. Did you mean "
-                f"{alike[0]}?"
-            )

@@ -1,10 +1,15 @@
 """Where a decoder of transformers has what is swapped: its base model, and the attention of each layer."""
 
-from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.models.auto import modeling_auto
+from typing import Any
 
-from ..compat.class_lookups import PREFIX
+from torch import nn
+from transformers import PreTrainedModel
+
+
+def decoder_of(model: nn.Module) -> Any:
+    """The base model in a model with a head or in PEFT's wrapper, or the model itself. (Of Llama 4, `base_model` is not.)"""
+    inside = next(module for module in model.modules() if isinstance(module, PreTrainedModel))
+    return getattr(inside, "model", inside.base_model)
 
 
 def attention_layers(base: PreTrainedModel) -> list[nn.Module]:
@@ -28,23 +33,3 @@ def decoder_layers(base: PreTrainedModel) -> list[tuple[nn.Module, nn.Module]]:
         f"a {type(base).__name__} cannot have Infini-attention: it is not made of {count} decoder layers with one attention "
         "module each."
     )
-
-
-def base_model_name(config: type[PreTrainedConfig]) -> str | tuple[str, ...] | None:
-    """The name of a family's own base model (of some encoders: two), or `None`."""
-    return modeling_auto.MODEL_MAPPING_NAMES.get(config.model_type.removeprefix(PREFIX))
-
-
-def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
-    """The base model inside a model with a head, or the model itself. (Not every family's `base_model` is it.)
-
-    Raises:
-        ValueError: there is none.
-    """
-    name = base_model_name(type(model.config))
-    models = (module for module in model.modules() if isinstance(module, PreTrainedModel))
-    found = next((module for module in models if type(module).__name__ in (name, f"Infini{name}")), None)
-    if found is None:
-        wanted = name or "base model of its family"
-        raise ValueError(f"a {type(model).__name__} cannot have Infini-attention: no {wanted} is inside it.")
-    return found

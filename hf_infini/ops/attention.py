@@ -151,6 +151,7 @@ def attend(
     return_state: bool = False,
     return_weights: bool = False,
     in_place: bool = False,
+    scored: bool = False,
 ) -> Attended:
     """[`infini_attention`] on a layout that is already made: what a model's layers call.
 
@@ -162,26 +163,28 @@ def attend(
             the output is computed from this very tensor, so that a gradient reaches it). A single token needs
             `softmax.written_out`.
         in_place: allow a single token to overwrite the given state.
+        scored: the scores of tokens and state are those after this call, of more than a single token.
 
     Returns:
         The output, the state and the weights; what was not asked for may be `None`.
     """
-    scores = first_scores(rule.keep_score, tokens.key, tokens.score) if layout.kept_tokens else None
-    tokens = tokens._replace(score=scores)
+    if not scored:
+        scores = first_scores(rule.keep_score, tokens.key, tokens.score) if layout.kept_tokens else None
+        tokens = tokens._replace(score=scores)
     if state is None:
         state = initial_state(tokens, layout.window_sizes, rule)
     state = state.checked_for(tokens, layout.places, rule.normalised)
-    call = AttentionCall(tokens, gate, layout, rule, softmax, state, return_state, return_weights, in_place)
+    call = AttentionCall(tokens, gate, layout, rule, softmax, state, return_state, return_weights, in_place, scored)
     return choose(call, BACKENDS)[0].run(call)
 
 
 def attend_grid(call: AttentionCall) -> Attended:
     """[`attend`] for any call but one of a token per row."""
-    tokens, gate, layout, rule, softmax, state, return_state, return_weights, _ = call
+    tokens, gate, layout, rule, softmax, state, return_state, return_weights, _, scored = call
     local_segments, sinks, kv_heads, width = layout.local_segments, layout.sink_tokens, *tokens.key.shape[1::2]
     keeping = None
     if layout.most_kept or (layout.kept_tokens and return_state):
-        keeping = KeptInGrid(tokens, layout, rule, state)
+        keeping = KeptInGrid(tokens, layout, rule, state, scored)
     all_queries = layout.to_grid(tokens.query, None)
     # Keys, values and log weights; what leaves the windows of a group, w segments later, is what the memory takes in
     given = zip(tokens[1:4], state.windows(), strict=False)

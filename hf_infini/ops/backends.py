@@ -31,6 +31,7 @@ class AttentionCall(NamedTuple):
     return_state: bool = False
     return_weights: bool = False
     in_place: bool = False
+    scored: bool = False
 
 
 Attended = tuple[Tensor, InfiniState | None, Tensor | None]  # what [`attend`] returns

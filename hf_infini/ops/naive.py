@@ -111,6 +111,9 @@ def naive_infini_attention(
     return output, InfiniState(**stacked, start_memory=state.start_memory, start_normaliser=state.start_normaliser)
 
 
+FADE, LEAST = 4, torch.finfo(torch.float32).tiny  # see kept.py
+
+
 @dataclass
 class _Token:
     """A token: key, value and log weight, `[kv_heads, …]`; whether the memory skips it; its number in the document; the
@@ -255,8 +258,9 @@ class _Row:
     def write(self, segment, first):
         """Equation 4, by the rule, for the segment that leaves the window; `first`: the document's first."""
         segment = [token for token in segment[self.sink_tokens if first else 0 :] if not token.skipped]
-        for token in segment:
-            token.received, token.queries = token.received / max(token.queries, 1), 1
+        for token in segment if self.kept_tokens and self.keep_score != "learned" else ():
+            mean = torch.as_tensor(token.received / max(token.queries, 1)).clamp(min=LEAST)
+            token.received, token.queries = mean.log() + token.number / (FADE * self.kept_tokens), 1  # it fades
         evicted = [self.keep(head, segment) for head in range(len(self.kept))] if self.kept_tokens else [segment]
         evicted = list(zip(*evicted, strict=True)) if self.kept_tokens else segment
         if not evicted:

@@ -21,7 +21,7 @@ from .window import ScoreOptions, masked_scores, softmax_weights
 
 def attend_step(call: AttentionCall) -> Attended:
     """[`attend`] for one token per row, which returns the weights wherever they are written out."""
-    tokens, gate, layout, rule, softmax, state, *_, in_place = call
+    tokens, gate, layout, rule, softmax, state, *_, in_place, _ = call
     kv_heads, width = tokens.key.shape[1], tokens.key.shape[3]
     state = _reset_new_documents(state, layout.restart)
     state = state.map_windows(lambda window, new: layout.put(window, new, in_place), tokens)

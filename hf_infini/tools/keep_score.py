@@ -20,6 +20,7 @@ from ..ops.attention import BACKENDS
 from ..ops.backends import Attended, AttentionCall, Backend, forced_backend
 from ..ops.checks import check_kinds
 from ..ops.window import masked_scores
+from ..options import check_number
 
 QUERIES = 256  # of which the attention is held at a time
 
@@ -66,8 +67,11 @@ def fit_keep_score(
         progress: whether a bar is shown.
 
     Raises:
-        ValueError: the model keeps no tokens by a learned score, or a row is not longer than `distance` and its sinks.
+        ValueError: the model keeps no tokens by a learned score; a row is not longer than `distance` and its sinks, or has
+            no whole numbers; `distance` is below 1, or `ridge` negative.
     """
+    check_number("distance", distance, {"at_least": 1})
+    check_number("ridge", ridge, {"at_least": 0})
     config = decoder_of(model).config
     layers = {name: layer for name, layer in memory_layers(model).items() if hasattr(layer, "keep_weight")}
     if not layers:
@@ -75,7 +79,7 @@ def fit_keep_score(
             'this model keeps no tokens by a learned score: patch it with kept_tokens, such as 256, and keep_score="half" '
             'or "learned".'
         )
-    rows = [torch.as_tensor(row, dtype=torch.long).flatten() for row in rows]
+    rows = [torch.as_tensor(row).flatten() for row in rows]
     shortest = distance + config.sink_tokens + 1
     if not rows or (short := min(map(len, rows))) <= shortest:
         given = f"one of {short:,}" if rows else "none"
@@ -83,6 +87,8 @@ def fit_keep_score(
             f"rows must have more than {shortest:,} tokens, as only queries {distance:,} tokens later count; got {given}. "
             "Give longer rows, or a smaller distance."
         )
+    if any(row.is_floating_point() for row in rows):
+        raise ValueError("rows must be token ids, which are whole numbers; got numbers of floating point.")
     sums = {name: Regression(layer.keep_weight.shape[1], layer.keep_weight.shape[0]) for name, layer in layers.items()}
     device = layers[next(iter(layers))].keep_weight.device
     with _whole_rows_in_one_segment(model, max(map(len, rows))), _observed(layers, sums, config.sink_tokens, distance):

@@ -13,8 +13,8 @@ from transformers import Cache, Trainer, TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..compat.cache_name import CACHE
-from ..compat.hub_code import HubModelMixin
 from ..layers.gates import gates_of
+from ..models.base import SavedModelMixin
 from ..ops.checks import check_kinds
 from .metrics import stream_losses, summarize
 from .parallel.shards import check_shards, shard_rows
@@ -66,7 +66,7 @@ class PushWithCode(TrainerCallback):
     """Writes the model's code to where the Trainer pushes from: what it pushes, it has saved without."""
 
     def on_push_begin(self, args, state, control, *, model=None, **kwargs) -> None:
-        if state.is_world_process_zero and isinstance(model, HubModelMixin):
+        if state.is_world_process_zero and isinstance(model, SavedModelMixin):
             out = Path(args.output_dir)
             checkpoint = out / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"  # whose configuration is pushed
             for folder in filter(Path.is_dir, (out, checkpoint)):

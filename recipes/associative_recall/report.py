@@ -1,8 +1,7 @@
-"""What all finished runs of a folder reached: the best learning rate of each model, as a table and a figure."""
+"""What all finished runs of a folder reached: the best learning rate of each model."""
 
 from pathlib import Path
 
-from plots.mqar import plot_state
 from support.markdown import markdown_table
 from support.stages import read_json, write_text
 from training.console import duration
@@ -24,14 +23,13 @@ def finished_runs(out: Path, setting: dict) -> list[dict]:
 
 
 def write_report(out: Path, setting: dict) -> str:
-    """Writes `table.md` and `accuracy.png` into `out`, and returns the table."""
+    """Writes `table.md` into `out`, and returns the table."""
     runs = finished_runs(out, setting)
     header = ["model", "state (bytes)", "accuracy", "95 % interval"]
     header += [f"{test['length']}, {test['pairs']}" for test in runs[0]["tests"]]
     header += ["learning rate", "epochs", "time", "parameters"]
     table = markdown_table(header, [_cells(run) for run in runs], left=1)
     write_text(out / "table.md", table + "\n")
-    plot_state(runs, out / "accuracy.png")
     return table
 
 

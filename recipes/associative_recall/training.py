@@ -42,42 +42,30 @@ def train(model: Recaller, training: Sequence[Rows], tests: Sequence[tuple[Part,
     tokens = sum(batch.inputs.numel() for batch in batches)
     dtype = torch.bfloat16 if options.precision == "bf16" else torch.float32
     optimizer = torch.optim.AdamW(model.parameter_groups(WEIGHT_DECAY), lr=rate, fused=True)
-    state = {"step": 0, "loss": 0.0, "seconds": 0.0, "history": []}
-    if file.exists():
-        state = _restore(model, optimizer, file)
-        say(f"  from step {state['step']:,}")
-    clock = time.perf_counter()
-
-    def save() -> None:
-        nonlocal clock
-        now = time.perf_counter()
-        state["seconds"], clock = state["seconds"] + now - clock, now
-        with new_file(file) as part:
-            torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "state": state}, part)
-
+    history = _restore(model, optimizer, file) if file.exists() else []
+    if history:
+        say(f"  from epoch {len(history) + 1}")
     model.train()
-    while not _has_ended(state["history"], options):
-        epoch, done = divmod(state["step"], len(batches))
+    while not _has_ended(history, options):
+        epoch, clock, total = len(history), time.perf_counter(), 0.0
         for group in optimizer.param_groups:
             group["lr"] = rate * (1 + math.cos(math.pi * epoch / options.epochs)) / 2
         name = f"epoch {epoch + 1}/{options.epochs}"
-        for batch in tqdm(batches[done:], name, len(batches), initial=done, unit="step", leave=False):
-            torch.manual_seed(options.seed + state["step"])  # dropout is the same after a restart
+        for place, batch in enumerate(tqdm(batches, name, unit="step", leave=False)):
+            torch.manual_seed(options.seed + epoch * len(batches) + place)  # dropout is the same after a restart
             loss = model.loss(batch.to(device), dtype)
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            state["step"] += 1
-            state["loss"] += loss.item()
-            if state["step"] % options.save_steps == 0 and state["step"] % len(batches):
-                save()
-        mean, state["loss"] = state["loss"] / len(batches), 0.0
-        line = {"epoch": epoch + 1, "loss": mean if math.isfinite(mean) else None, **evaluate(model, tests)}
-        line |= {"tokens": (epoch + 1) * tokens, "seconds": round(state["seconds"] + time.perf_counter() - clock, 3)}
-        state["history"].append(line)
-        save()
-        say(f"  {name}: loss {mean:.4f}, accuracy {line['accuracy']:.3f}, {duration(line['seconds'])}")
-    return state["history"]
+            total += loss.item()
+        mean, found = total / len(batches), evaluate(model, tests)
+        seconds = (history[-1]["seconds"] if history else 0.0) + time.perf_counter() - clock
+        line = {"epoch": epoch + 1, "loss": mean if math.isfinite(mean) else None, **found}
+        history.append(line | {"tokens": (epoch + 1) * tokens, "seconds": round(seconds, 3)})
+        with new_file(file) as part:
+            torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "history": history}, part)
+        say(f"  {name}: loss {mean:.4f}, accuracy {found['accuracy']:.3f}, {duration(seconds)}")
+    return history
 
 
 def _has_ended(history: list[dict], options) -> bool:
@@ -85,12 +73,12 @@ def _has_ended(history: list[dict], options) -> bool:
     return last["epoch"] == options.epochs or last["loss"] is None or last["accuracy"] > options.stop_above
 
 
-def _restore(model: Recaller, optimizer, file: Path) -> dict:
+def _restore(model: Recaller, optimizer, file: Path) -> list[dict]:
     try:
         saved = torch.load(file, map_location=model.embedding.weight.device, weights_only=True)
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
-        return saved["state"]
+        return saved["history"]
     except Exception as error:  # torch raises errors of many kinds for damaged files
         raise UserError(f"cannot read {file}: {' '.join(str(error).split())[:200]}; delete it to train again") from error
 

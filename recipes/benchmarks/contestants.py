@@ -7,13 +7,9 @@ heads, head_dim]` as a model's projections give them, and goes forward and backw
 - `infini`, `infini-delta`, …: `hf_infini.infini_attention` by the update rules. `infini-plain`: the linear rule by plain
   torch, also where there is a kernel. `infini-window`: the linear rule with two segments in the window, 4 sinks and rotary
   positions, as pretrained models have it.
-- `loop-split`, `loop-split-delta`: a Python loop over pieces that one `split` made.
+- `loop-split`: a Python loop over pieces that one `split` made.
 
-And those that compute something else on the same tensors:
-
-- `causal-sdpa`: full causal attention, by torch's fastest kernel.
-- `sliding-window`: each token sees itself and the L - 1 before it; flex_attention, compiled, on a GPU, sdpa with a mask of
-  tokens × tokens elsewhere.
+`causal-sdpa` computes something else on the same tensors: full causal attention, by torch's fastest kernel.
 """
 
 from collections.abc import Callable
@@ -69,11 +65,6 @@ class Problem:
         gate = torch.linspace(-1, 1, shape.heads, device=device)
         return cls(shape, *(leaf.requires_grad_() for leaf in (query, key, value, gate)), upstream)
 
-    def wide(self) -> "Problem":
-        """The same numbers in float64."""
-        leaves = (leaf.detach().double().requires_grad_() for leaf in self.leaves())
-        return Problem(self.shape, *leaves, self.upstream.double())
-
     def leaves(self) -> list[Tensor]:
         return [self.query, self.key, self.value, self.gate]
 
@@ -101,10 +92,10 @@ def _same(function: Callable, **options) -> Callable[[Problem], Forward]:
     return lambda problem: lambda: function(*problem.views(), problem.gate, problem.shape.segment, **options)
 
 
-def loop(query: Tensor, key: Tensor, value: Tensor, gate: Tensor, segment: int, *, update_rule: str = "linear") -> Tensor:
+def loop(query: Tensor, key: Tensor, value: Tensor, gate: Tensor, segment: int) -> Tensor:
     """Equations 2 to 5 segment after segment, as one would write them first; tensors as in [`infini_attention`]."""
     pieces = zip(*(tensor.split(segment, 2) for tensor in (query, key, value)), strict=True)
-    return attend_by_segments(pieces, gate, update_rule)
+    return attend_by_segments(pieces, gate, "linear")
 
 
 def _plain(*tensors, **options) -> Tensor:
@@ -120,29 +111,11 @@ def _make_window(problem: Problem) -> Forward:
     return _same(infini_attention, local_segments=1, sink_tokens=sinks, rotary=Rotary(tables))(problem)
 
 
-def _make_sliding_window(problem: Problem) -> Forward:
-    tokens, window, device = problem.shape.tokens, problem.shape.segment, problem.query.device
-    if device.type == "cuda":
-        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-        def visible(batch, head, query, key):
-            return (query >= key) & (query - key < window)
-
-        torch._dynamo.config.recompile_limit = 128  # beyond the default, 8 shapes, it would silently run as it is
-        mask = create_block_mask(visible, None, None, tokens, tokens, device=device)
-        compiled = torch.compile(flex_attention, dynamic=False)
-        return lambda: compiled(*problem.views(), block_mask=mask)
-    band = torch.ones(tokens, tokens, dtype=torch.bool, device=device).tril_().triu_(1 - window)
-    return lambda: F.scaled_dot_product_attention(*problem.views(), attn_mask=band)
-
-
 CONTESTANTS = {  # name → problem → what computes `[batch, heads, tokens, head_dim]`
     BASE: _same(infini_attention),
     **{f"infini-{rule.replace('_', '-')}": _same(infini_attention, update_rule=rule) for rule in UPDATE_RULES[1:]},
     "infini-plain": _same(_plain),
     "infini-window": _make_window,
     "causal-sdpa": lambda problem: lambda: F.scaled_dot_product_attention(*problem.views(), is_causal=True),
-    "sliding-window": _make_sliding_window,
     "loop-split": _same(loop),
-    "loop-split-delta": _same(loop, update_rule="delta"),
 }

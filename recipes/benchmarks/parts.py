@@ -1,10 +1,9 @@
-"""What recipes/benchmark.py measures. Each part is a function of [`How`] that yields the rows of what is measured together:
+"""What recipes/benchmark.py measures. Each part is a function of its options that yields rows of what is measured together:
 `work` (the table that a row belongs to), `name`, the settings in words, and `skipped` (why there is nothing else) or
-measurements: `seconds`, `graph` and `ratio` with their extremes, `peak_bytes`, `cache_bytes`, `tokens_per_second`, `error`.
+measurements: `seconds`, `graph` and `ratio` with their extremes, `peak_bytes`, `cache_bytes`, `tokens_per_second`.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
 
 import torch
 
@@ -15,7 +14,6 @@ from .contestants import BASE, Problem, Shape
 from .models import KINDS
 
 NEW_TOKENS = 8  # timed together
-EXACT = (1500, 256)  # tokens and segment length with which gradients are compared
 # By device: of a layer; rows of tokens in training; tokens before a new one
 SHAPES = {
     "cpu": ((1024, 256), (4096, 256), (16384, 256), (16384, 64)),
@@ -29,33 +27,14 @@ TRAINED = {"cpu": (1024, 8192), "cuda": (8192, 32768)}
 BEFORE = {"cpu": (1024, 8192, 65536), "cuda": (1024, 4096, 32768, 131072)}
 
 
-@dataclass(frozen=True)
-class How:
-    """What is measured, and how, the same for all parts; empty settings are the device's."""
+def _usual(table: Mapping, how):
+    """What a table has for the kind of the device."""
+    return table[how.device.partition(":")[0]]
 
-    model: str
-    device: str
-    dtypes: list[str]
-    rounds: int
-    seed: int
-    batches: tuple[int, ...] = (1,)
-    shapes: tuple[tuple[int, int], ...] = ()
-    names: tuple[str, ...] = ()
-    contexts: tuple[int, ...] = ()
 
-    def with_settings(self, shapes, names, contexts) -> "How":
-        kind = self.device.partition(":")[0]
-        tiny = self.model == "tiny"
-        shapes = shapes or (((64, 8),) if tiny else SHAPES[kind])
-        return replace(self, shapes=shapes, names=tuple(names or NAMES[kind]), contexts=tuple(contexts or ()))
-
-    def lengths(self, usual: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
-        return self.contexts or usual[self.device.partition(":")[0]]
-
-    def times(self, runs: Mapping, sample_seconds: float = 0.0) -> dict[str, list[float]]:
-        """Seconds of runs that take turns: [`measuring.alternate`]."""
-        where = {"rounds": self.rounds, "device": self.device, "seed": self.seed}
-        return measuring.alternate(runs, **where, sample_seconds=sample_seconds)
+def _times(how, runs: Mapping, sample_seconds: float = 0.0) -> dict[str, list[float]]:
+    """Seconds of runs that take turns."""
+    return measuring.alternate(runs, rounds=how.rounds, device=how.device, seed=how.seed, sample_seconds=sample_seconds)
 
 
 def compared(rows: dict, times: Mapping, base: str, steps: int = 1, tokens: int = 0) -> list[dict]:
@@ -78,37 +57,22 @@ def compared(rows: dict, times: Mapping, base: str, steps: int = 1, tokens: int 
     return list(rows.values())
 
 
-def attention(how: How) -> Iterator[list[dict]]:
-    """How exact each contestant with the same equations is; then seconds of each, and of its CUDA graph."""
+def attention(how) -> Iterator[list[dict]]:
+    """Seconds of each contestant, and of its CUDA graph."""
     heads, width = models.heads_of(how.model)
     for dtype in how.dtypes:
-        exact = Shape(*(EXACT if how.model != "tiny" else (60, 16)), heads, width, dtype=dtype)
-        yield [_error(how, name, exact) for name in how.names if name.startswith(BASE)]
-        for tokens, segment in how.shapes:
+        for tokens, segment in how.shapes or ([(64, 8)] if how.model == "tiny" else _usual(SHAPES, how)):
             yield _layers(how, Shape(tokens, segment, heads, width, dtype=dtype))
 
 
-def _error(how: How, name: str, shape: Shape) -> dict:
-    """‖x − y‖ / ‖y‖, y the same in float64, of the output or the gradient that is the furthest away."""
-    problem = Problem.random(shape, how.device, how.seed)
-    found = contestants.run_of(name, problem)()
-    wanted = contestants.run_of(name, problem.wide())()
-    errors = [((one.double() - other).norm() / other.norm()).item() for one, other in zip(found, wanted, strict=True)]
-    work = "largest relative error of output and gradients, against float64"
-    return {"work": work, "name": name, **_settings(shape), "error": max(errors)}
-
-
-def _settings(shape: Shape) -> dict:
-    return {"tokens": shape.tokens, "segment": shape.segment, "dtype": shape.dtype}
-
-
-def _layers(how: How, shape: Shape) -> list[dict]:
+def _layers(how, shape: Shape) -> list[dict]:
     """`peak_bytes` has `extra` with it, what is held beyond query, key, value, output and their gradients in units of
     those."""
     problem = Problem.random(shape, how.device, how.seed)
-    same = {"work": "one layer, forward and backward", **_settings(shape)}
+    same = {name: getattr(shape, name) for name in ("tokens", "segment", "dtype")}
+    same["work"] = "one layer, forward and backward"
     rows, runs = {}, {}
-    for name in how.names:
+    for name in how.contestants or _usual(NAMES, how):
         run = contestants.run_of(name, problem)
         measuring.tried(run, how.device)  # what is compiled is compiled now
         rows[name] = {**same, "name": name, **measuring.tried(run, how.device)}
@@ -116,18 +80,18 @@ def _layers(how: How, shape: Shape) -> list[dict]:
             rows[name]["extra"] = (rows[name]["peak_bytes"] - 4 * shape.tensor_bytes()) / (8 * shape.tensor_bytes())
         if "skipped" not in rows[name]:
             runs[name] = run
-    found = compared(rows, how.times(runs, sample_seconds=0.05), BASE)
+    found = compared(rows, _times(how, runs, sample_seconds=0.05), BASE)
     if how.device.startswith("cuda"):
         graphs = {name: measuring.in_graph(run) for name, run in runs.items()}
-        for name, seconds in how.times(graphs, sample_seconds=0.05).items():
+        for name, seconds in _times(how, graphs, sample_seconds=0.05).items():
             rows[name] |= measuring.spread(seconds, "graph")
     return found
 
 
-def model(how: How) -> Iterator[list[dict]]:
+def model(how) -> Iterator[list[dict]]:
     """Training steps of one row, and their peak memory: gradients, the optimiser's state and what a step computes."""
     for dtype in how.dtypes:
-        for context in how.lengths(TRAINED):
+        for context in how.contexts or _usual(TRAINED, how):
             same = {"work": f"training step, {how.model}", "tokens": context, "dtype": dtype}
             rows, times = {}, {}
             for kind in KINDS:  # one after the other: both at once need twice the memory
@@ -135,22 +99,23 @@ def model(how: How) -> Iterator[list[dict]]:
                 step = models.training_step(built, models.random_ids(built, 1, context, how.seed), dtype)
                 rows[kind] = {**same, "name": kind, **measuring.tried(step, how.device)}
                 if "skipped" not in rows[kind]:
-                    times |= how.times({kind: step})
+                    times |= _times(how, {kind: step})
                 del built, step
             yield compared(rows, times, BASE, tokens=context)
 
 
-def decoding(how: How) -> Iterator[list[dict]]:
+def decoding(how) -> Iterator[list[dict]]:
     """Bytes of the cache and seconds of a new token of each row after long contexts."""
     for dtype in how.dtypes:
-        longest = max(how.lengths(BEFORE)) + NEW_TOKENS * (how.rounds + 3)
+        contexts = how.contexts or _usual(BEFORE, how)
+        longest = max(contexts) + NEW_TOKENS * (how.rounds + 3)
         both = {kind: models.build(kind, how.model, longest, how.device, how.seed, getattr(torch, dtype)) for kind in KINDS}
         for batch in how.batches:
-            for context in how.lengths(BEFORE):
+            for context in contexts:
                 yield _after(how, both, dtype, batch, context)
 
 
-def _after(how: How, both: Mapping, dtype: str, batch: int, context: int) -> list[dict]:
+def _after(how, both: Mapping, dtype: str, batch: int, context: int) -> list[dict]:
     same = {"work": f"new token of each row, {how.model}", "tokens": context, "rows": batch, "dtype": dtype}
     rows, runs, caches = {}, {}, {}
     for kind, built in both.items():
@@ -165,7 +130,7 @@ def _after(how: How, both: Mapping, dtype: str, batch: int, context: int) -> lis
         if "skipped" in tried:
             runs.pop(kind, None)
             caches.pop(kind, None)
-    found = compared(rows, how.times(runs), BASE, NEW_TOKENS, tokens=batch)
+    found = compared(rows, _times(how, runs), BASE, NEW_TOKENS, tokens=batch)
     return [row | ({"cache_bytes": cache_bytes(caches[row["name"]])} if row["name"] in caches else {}) for row in found]
 
 

@@ -46,7 +46,6 @@ def _number(name: str, form: str, unit: float = 1.0) -> Callable[[dict], str]:
 
 
 MEASURES = {
-    "relative error": _number("error", ".1e"),
     "ms (fastest – slowest)": _spread("seconds", ",.2f", 1e-3),
     "ratio (spread)": _spread("ratio", ".2f"),
     "in a CUDA graph, ms": _spread("graph", ",.3f", 1e-3),

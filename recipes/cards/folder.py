@@ -11,15 +11,12 @@ from pathlib import Path
 import torch
 from transformers import set_seed
 
-from cli import UserError, describe
+from cli import UserError
 from corpora.tokenization import encode_texts
 from evaluation import inference
 from hf_infini.compat.hub_code import STUB
 from hf_infini.models.loading import load_causal_lm, load_tokenizer
 from hf_infini.options import context_limit
-from support.stages import read_json
-
-from .text import private_lines
 
 CARD, LOSS_CURVE = "README.md", "loss_curve.png"
 # All that is ever pushed: the code is in a folder, or was beside the weights
@@ -44,51 +41,35 @@ def pushed_files(folder: Path) -> list[str]:
 
 @contextlib.contextmanager
 def new_version(folder: Path) -> Iterator[Path]:
-    """Gives an empty folder to write into, whose files replace those of `folder` in the end; after an error, `folder` is as
-    it was.
+    """Gives an empty folder to write into, whose files replace those of `folder` in the end; after an error, `folder` has
+    the files that it had.
 
-    Raises UserError where `folder` cannot be written, or holds other things than a published model.
+    Raises UserError where `folder` holds other things than a published model.
     """
-    others = [name for name in ("result.json", "run.json", "manifest.json") if (folder / name).exists()]
-    if others or (folder.is_dir() and pushed_files(folder) and not _has_our_card(folder)):
-        what = others[0] if others else "a model without a card of this recipe"
-        raise UserError(f"--out {folder} holds {what}, which is not replaced: choose another folder")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        part = Path(tempfile.mkdtemp(prefix=".part_", dir=folder))
-    except OSError as error:
-        raise UserError(f"--out {folder}: {describe(error)}") from error
-    try:
-        yield part
-        new = sorted(pushed_files(part), key=lambda name: name != CARD)  # the card tells whose folder it is
-        for name in new:
-            (folder / name).parent.mkdir(exist_ok=True)
-            os.replace(part / name, folder / name)
-        for name in set(pushed_files(folder)) - {*new}:
-            (folder / name).unlink()
-            with contextlib.suppress(OSError):  # not empty
-                (folder / name).parent.rmdir()
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
-        if not any(folder.iterdir()):
-            folder.rmdir()
-
-
-def _has_our_card(folder: Path) -> bool:
     card = folder / CARD
-    return card.is_file() and "\n- hf_infini\n" in card.read_text(encoding="utf-8", errors="replace")
+    is_ours = card.is_file() and "\n- hf_infini\n" in card.read_text(encoding="utf-8", errors="replace")
+    if folder.exists() and any(folder.iterdir()) and not is_ours:
+        raise UserError(f"--out {folder} holds files, and no card of this recipe: choose another folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".part_", dir=folder) as name:
+        yield (part := Path(name))
+        old, new = pushed_files(folder), pushed_files(part)
+        for file in new:
+            (folder / file).parent.mkdir(exist_ok=True)
+            os.replace(part / file, folder / file)
+        for file in {*old} - {*new}:
+            (folder / file).unlink()
+            with contextlib.suppress(OSError):  # not empty
+                (folder / file).parent.rmdir()
 
 
 def write_model(run: Path, folder: Path) -> None:
     """Writes the model, in bfloat16 and with its code, the tokenizer and the loss curve of a run into an empty folder.
 
-    Raises UserError where the run's model or tokenizer cannot be loaded, is damaged, or does not fit the other.
+    Raises ValueError where the run's model or tokenizer cannot be loaded, is damaged, or does not fit the other.
     """
-    try:
-        model = load_causal_lm(run, dtype=torch.bfloat16, local_files_only=True)
-        tokenizer = load_tokenizer(run, model=model, local_files_only=True)
-    except ValueError as error:
-        raise UserError(str(error)) from error
+    model = load_causal_lm(run, dtype=torch.bfloat16, local_files_only=True)
+    tokenizer = load_tokenizer(run, model=model, local_files_only=True)
     model.save_pretrained(folder, save_code=True)  # models of transformers ignore it
     tokenizer.save_pretrained(folder)
     if (run / LOSS_CURVE).is_file():
@@ -114,15 +95,3 @@ def generate_samples(folder: Path, prompts: list[str], new_tokens: int, seed: in
             text = tokenizer.decode(output[0, length:], skip_special_tokens=True)
             samples.append({"prompt": prompt, "arguments": arguments, "seed": seed, "text": text})
     return samples
-
-
-def check_folder(folder: Path) -> None:
-    """UserError where the configuration names code of somebody else, or a file holds a token or a path of this machine."""
-    for name, entry in read_json(folder / "config.json").get("auto_map", {}).items():
-        module = f"{str(entry).split('.')[0]}.py"
-        if not (folder / module).is_file() or not fnmatchcase(module, CODE):
-            raise UserError(f"config.json has {name} load {entry}, code that is not this package's: take it out")
-    texts = [name for name in pushed_files(folder) if not name.endswith((".safetensors", ".png"))]
-    found = [f"\n  {name}:{line}" for name in texts for line in private_lines((folder / name).read_text(encoding="utf-8"))]
-    if found:
-        raise UserError(f"these files hold tokens or private paths; remove them from the run's files:{''.join(found)}")

@@ -4,7 +4,6 @@ Every recipe calls [`parse_options`] and decorates its `main` with [`exit_on_err
 takes seconds: `--help` answers at once.
 """
 
-import difflib
 import math
 import operator
 import sys
@@ -13,10 +12,10 @@ from collections.abc import Sequence
 from dataclasses import MISSING, field, fields
 from pathlib import Path
 
-from .errors import FAILURE_FILE, NotPossible, UserError, describe, exit_on_error, report_failure
+from .errors import NotPossible, UserError, describe, exit_on_error, one_line
 
-__all__ = ["FAILURE_FILE", "NotPossible", "UserError", "describe", "exit_on_error", "option", "parse_options"]
-__all__ += ["parse_yaml", "read_yaml", "report_failure"]
+__all__ = ["NotPossible", "UserError", "describe", "exit_on_error", "one_line", "option", "parse_options"]
+__all__ += ["parse_yaml", "read_yaml"]
 
 # What an option's metadata may demand of its number, or of each in its list
 BOUNDS = {"at_least": operator.ge, "greater_than": operator.gt, "at_most": operator.le, "below": operator.lt}
@@ -45,7 +44,7 @@ def parse_options(*option_classes: type, description: str, argv: Sequence[str] |
         argv: the arguments without the program's name; `None` reads `sys.argv`.
 
     Exits with status 2 and a message on standard error when an option is unknown, missing or malformed. Raises UserError
-    when a number is out of its bounds or not finite, or a needed text is empty.
+    when a number is out of its bounds or not finite, a needed text is empty, or an entry of the file is not possible.
     """
     from .parser import OptionParser, show_no_bars_of_weights
 
@@ -54,10 +53,10 @@ def parse_options(*option_classes: type, description: str, argv: Sequence[str] |
     parser = OptionParser(option_classes, description, show_all="--help_all" in argv)
     file_name = parser.config_in(argv)
     if file_name is not None:
-        argv = _flags_of_file(file_name, parser) + argv
+        argv = _flags_of_file(file_name, parser.takes_lists) + argv
     *options, _, unknown = parser.parse_args_into_dataclasses(argv, return_remaining_strings=True, look_for_args_file=False)
     if unknown:
-        parser.error(f"unrecognised arguments: {' '.join(unknown)}{_nearest(unknown[0], parser._option_string_actions)}")
+        parser.error(f"unrecognised arguments: {' '.join(unknown)}")
     for group in options:
         _check(group)
     return tuple(options)
@@ -84,27 +83,19 @@ def _check(options) -> None:
 
 def read_yaml(path: Path, where: str, typed: bool = True) -> dict:
     """The mapping in a YAML file, see [`parse_yaml`]; a UserError where there is none."""
-    if not path.is_file():
-        raise UserError(f"{where}: there is no file of this name; give a YAML file of `name: value` lines")
     try:
         content = parse_yaml(path.read_text(encoding="utf-8-sig"), where, typed)
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{where} cannot be read ({error}): give a YAML file of `name: value` lines, in UTF-8") from error
-    if content and not isinstance(content, dict):
+    if not isinstance(content, dict | None):
         raise UserError(f"{where} must hold `name: value` lines, got a {type(content).__name__}")
     return content or {}
 
 
 def parse_yaml(text: str, where: str, typed: bool = True):
-    """What a YAML text says, in which no name may come twice.
+    """What a YAML text says, in which no name may come twice; a UserError, which begins with `where`, if it is none.
 
-    Args:
-        text: the text.
-        where: what errors begin with, such as "--config FILE".
-        typed: whether values get YAML's types; otherwise they are text as it is written, as flags are.
-
-    Raises:
-        UserError: it is not such a text.
+    `typed`: whether values get YAML's types; otherwise they are text as it is written, as flags are.
     """
     import yaml
 
@@ -119,29 +110,20 @@ def parse_yaml(text: str, where: str, typed: bool = True):
     try:
         return yaml.load(text, Loader)
     except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
-        raise UserError(f"{where} is not valid YAML: {' '.join(str(error).split())}") from error
+        raise UserError(f"{where} is not valid YAML: {one_line(error)}") from error
 
 
-def _flags_of_file(file_name: str, parser) -> list[str]:
+def _flags_of_file(file_name: str, takes_lists: dict[str, bool]) -> list[str]:
     where, flags = f"--config {file_name}", []
-    try:
-        entries = read_yaml(Path(file_name), where, typed=False)
-    except UserError as error:
-        parser.error(str(error))
-    for name, value in entries.items():
-        if name not in parser.takes_lists:
-            parser.error(f"{where} has the unknown option {name!r}{_nearest(name, parser.takes_lists)}")
+    for name, value in read_yaml(Path(file_name), where, typed=False).items():
+        if name not in takes_lists:
+            raise UserError(f"{where} has the unknown option {name!r}")
         values = value if isinstance(value, list) else [value]
         if not values or not all(isinstance(entry, str) for entry in values):
-            parser.error(f"{where}: {name} must be a value or a list of values: [a, b]")
-        if isinstance(value, list) and not parser.takes_lists[name]:
-            parser.error(f"{where}: {name} takes one value, got the list [{', '.join(values)[:99]}]")
+            raise UserError(f"{where}: {name} must be a value or a list of values: [a, b]")
+        if isinstance(value, list) and not takes_lists[name]:
+            raise UserError(f"{where}: {name} takes one value, got a list")
         if value not in ("", "~", "null"):  # which leave the default
             # With "=", so that a value may begin with a hyphen
             flags += [f"--{name}={values[0]}"] if len(values) == 1 else [f"--{name}", *values]
     return flags
-
-
-def _nearest(name: str, known) -> str:
-    matches = difflib.get_close_matches(name, list(known), n=1)
-    return f"; did you mean {matches[0]}?" if matches else ""

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from . import SEED, option
 
-FORMATS = ["carolina", "parquet", "csv", "tsv", "arrow", "jsonl", "text"]
+TAXONOMY = ["wik", "dat", "leg", "jud", "uni", "soc", "pub"]
 
 
 @dataclass
@@ -12,13 +12,10 @@ class CorpusOptions:
     source: str = field(metadata={"help": "A path (Carolina tree, text, JSON, CSV, parquet, saved dataset), a name on "
                         "the Hub ('carolina-c4ai/corpus-carolina' or a dataset), or 'biographies' (makes them).",
                         "group": "corpus"})
-    format: str | None = option(None, "What the source's files hold, if their suffixes do not tell: in a folder those with "
-                                "its suffix, or all if none has it.", choices=FORMATS)  # fmt: skip
     encoding: str = option("utf-8", "Encoding of text, JSON, CSV and XML, as Python names it: utf-16, latin-1, cp1252.")
-    taxonomy: list[str] = option([], "Carolina: parts to read, of wik dat leg jud uni soc pub; none: all present.")
+    taxonomy: list[str] = option([], "Carolina: parts to read; default: all present.", choices=TAXONOMY)
     text_unit: str = option("file", "Text files: what one document is.", choices=["file", "line", "paragraph"])
-    text_field: str | None = option(None, "JSON, CSV and datasets: the field that holds the text, with dots where it is in "
-                                    "others: text.paragraphs. A list's entries become lines. Default: text, and no list.")
+    text_field: str = option("text", "JSON, CSV and datasets: the field that holds the text.")
     dataset_config: str | None = option(None, "Datasets on the Hub: the configuration's name.")
     dataset_split: str = option("train", "Datasets: the split to read.")
     revision: str | None = option(None, "Sources on the Hub: branch, tag or commit.")
@@ -34,8 +31,4 @@ class CorpusOptions:
     fraction: float = option(1.0, "Share of the documents to use; a smaller one is a part of a larger.",
                              greater_than=0, at_most=1)
     max_documents: int | None = option(None, "Stop reading after so many documents, in the corpus's order.", at_least=1)
-    max_file_gb: float = option(1.0, "Text, JSON, CSV and Carolina: gigabytes of text in one file, unpacked; reading it "
-                                "takes about four times as much memory.", greater_than=0)  # fmt: skip
-    skip_bad: bool = option(False, "Instead of stopping, leave out a damaged or too large file, as a whole and listed in "
-                            "the manifest, and rows without text, which are counted there.")  # fmt: skip
     seed: int = option(0, "Seed of every choice by chance.", **SEED)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields, make_dataclass
 from pathlib import Path
 from typing import Literal
 
-from . import NotPossible, UserError, option
+from . import NotPossible, UserError, one_line, option
 
 _INSTALLED = importlib.util.find_spec("hf_infini")  # without it there is --help, and a clear error once a model is needed
 _FOLDER = Path(_INSTALLED.origin).parent if _INSTALLED else Path(__file__).parents[2] / "hf_infini"
@@ -25,8 +25,6 @@ MEMORY, SCRATCH = (
 # What --attention may be; the first is the default. Every other check is the configuration's own.
 ATTENTIONS = {"gpt2": ("infini", "self"), "causal_mha": _OPTIONS["choices"](_OF_SCRATCH["ScratchOptions"])["attention"]}
 SIZES = ("n_layer", "n_embd", "n_head")
-# What the weights of a model folder decide.
-FIXED = (*SIZES, "n_inner", "qkv_bias", "tie_word_embeddings", "initializer_range")
 SHOWN = ("segment_length", "local_segments", "update_rule", "memory_conv")  # of the memory's options, in --help
 # What a recipe adds to what hf_infini says of an option
 NOTES = dict.fromkeys(("segment_length", "sliding_window"), "Default: an eighth of the context.")
@@ -48,7 +46,7 @@ class MainOptions:
     n_layer: int | None = option(None, "Layers; default: 4.")
     n_embd: int | None = option(None, "Width; default: 256.")
     n_head: int | None = option(None, "Heads per layer; default: 4.")
-    dropout: float = option(0.0, "Dropout of the embeddings, the residual stream and the attention, 0 to 1.")
+    dropout: float = option(0.0, "Dropout of embeddings, residual stream and attention.", at_least=0, below=1)
     position_encoding: str | None = option(
         None, "What tells positions apart: learned (up to the context, the default), rope (rotary: any length), or another "
         "that the model has, see docs/options.md and docs/from-scratch.md."
@@ -113,8 +111,6 @@ def build_config(options: ModelOptions, tokenizer, context: int):
     from hf_infini.options import context_limit
 
     family = options.model
-    if not 0 <= options.dropout < 1:
-        raise NotPossible(f"--dropout must be at least 0 and below 1; got {options.dropout}")
     if options.attention not in (None, *ATTENTIONS[family]):
         raise NotPossible(f"--attention {options.attention}, but --model {family} has {', '.join(ATTENTIONS[family])}")
     given = given_options(options, (*SIZES, *MEMORY, *SCRATCH))
@@ -178,7 +174,7 @@ def build_model(config, init_from: str | None):
 
     Where the folder's model has a shorter convolution, the taps that it does not have start at zero.
 
-    Raises UserError when the folder's model is damaged.
+    Raises ValueError when the folder's model is damaged.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -194,10 +190,7 @@ def build_model(config, init_from: str | None):
         if grows:
             config = copy.deepcopy(config)
             config.memory_conv = saved
-        try:
-            model = load_causal_lm(init_from, config=config, dtype=torch.float32)
-        except ValueError as error:
-            raise UserError(f"--init_from: {error}") from error
+        model = load_causal_lm(init_from, config=config, dtype=torch.float32)
         if grows:
             _grow_convolutions(model, taps)
     model.loss_type = "ForCausalLM"  # what transformers falls back to, with a warning
@@ -222,8 +215,7 @@ def _read_config(folder: str):
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # nobody knows what all of transformers raises for what a file may hold
-        reason = " ".join(str(error).split())[:200]
-        raise UserError(f"--init_from: cannot read {folder}/config.json: {reason}; save the model again") from error
+        raise UserError(f"--init_from: cannot read {folder}/config.json: {one_line(error)[:200]}") from error
 
 
 def _config_of(options: ModelOptions, tokenizer) -> dict:
@@ -241,13 +233,6 @@ def _config_of(options: ModelOptions, tokenizer) -> dict:
         fitting += [] if options.attention == "self" else ["infini_gpt2"]
     if config.model_type not in fitting:
         raise UserError(f"--init_from: {folder} is a {config.model_type} model, {wanted} starts from {' or '.join(fitting)}")
-    for name, value in given_options(options, FIXED).items():
-        has = 4 * config.n_embd if name == "n_inner" and config.n_inner is None else getattr(config, name)
-        if value != has:
-            raise UserError(f"--{name} {value}, but {folder} has {has}: leave --{name} out")
-    taps = getattr(config, "memory_conv", 0)
-    if options.memory_conv is not None and options.memory_conv < taps:
-        raise UserError(f"--memory_conv {options.memory_conv}, but {folder} has {taps} taps: give as many, or more")
     if config.vocab_size < len(tokenizer):
         raise UserError(f"--init_from: {folder} knows {config.vocab_size} tokens, the data has {len(tokenizer)}")
     if getattr(config, "tokenizer_sha256", None) not in (None, fingerprint(tokenizer)):

@@ -11,7 +11,7 @@ from transformers import HfArgumentParser
 from transformers.utils import logging
 
 from . import BOUNDS, bounds_in_words
-from .errors import TRACEBACK, UserError, report_failure
+from .errors import TRACEBACK
 
 GENERAL, OTHER = "general", "options"
 CONFIG = {"metavar": "FILE.yaml", "help": "YAML file of options; flags override its entries."}
@@ -67,10 +67,6 @@ class OptionParser(HfArgumentParser):
         needed = [f"{action.option_strings[0]} {action.dest.upper()}" for action in self._actions if action.required]
         self.usage = " ".join(["%(prog)s", *needed, "[options]"])
 
-    def error(self, message: str) -> typing.NoReturn:
-        report_failure(UserError.status, message)
-        super().error(message)
-
     def config_in(self, argv: Sequence[str]) -> str | None:
         """The value of `--config`, if it is given."""
         finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False, usage=self.usage)
@@ -96,7 +92,3 @@ class OptionParser(HfArgumentParser):
                 metadata["help"] = argparse.SUPPRESS
             shown.type, shown.metadata = types[field.name], metadata
             self._parse_dataclass_field(self.group(title), shown)
-            if complement := self._option_string_actions.get(f"--no_{field.name}"):  # of an option that is on by default
-                complement.default = argparse.SUPPRESS  # the option itself has it
-                if complement.help != argparse.SUPPRESS:
-                    complement.help = f"The same as --{field.name} false."

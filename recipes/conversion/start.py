@@ -16,8 +16,8 @@ from cli import UserError
 from hf_infini import load_adapter
 from hf_infini.layers.memory_layer import PARAMETERS
 from hf_infini.models.adapter import LORA, LORA_WEIGHTS, RECORD, WEIGHTS, read_record, restore_adapter
-from hf_infini.models.checkpoints import read_json
 from hf_infini.models.structure import attention_layers, decoder_of
+from support.stages import read_json
 
 CLOSED = -1000.0  # the gate of a layer that has its window only: its sigmoid is 0
 FREE = "segment_length"  # the option of a memory on which no parameter depends
@@ -30,7 +30,7 @@ def options_of(paths: Sequence[str]) -> dict:
     try:
         first, *others = [read_record(path) for path in paths]
         loras = [{name: lora_of(path).get(name) for name in ("r", "lora_alpha")} for path in paths]
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise UserError(f"--start: {error}") from error
     for path, record, lora in zip(paths[1:], others, loras[1:], strict=True):
         if record["model"] != first["model"]:
@@ -65,7 +65,7 @@ def load_start(model, paths: Sequence[str]):
             with torch.no_grad():
                 for parameter, mean in zip(learned, means, strict=True):
                     parameter.copy_(torch.lerp(mean, parameter, 1 / count))
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise UserError(f"--start: {error}") from error
     return model
 

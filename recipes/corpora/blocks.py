@@ -1,11 +1,12 @@
 """From documents to rows of tokens, in Arrow files that are mapped into memory: nothing holds a corpus as Python objects."""
 
-import hashlib
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from support.prepared import digest, open_rows
 
 from .documents import Document
 from .selection import choose
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
 DOCUMENTS = "documents.arrow"
 _FIELDS = ("id", "title", "source", "text")
 _BATCH_CHARACTERS = 4_000_000  # of text in memory at a time while writing or tokenising
-_BATCH_ROWS = 512
 
 
 def write_documents(documents: Iterable[Document], folder: Path) -> int:
@@ -127,25 +127,17 @@ def write_rows(batches: "Iterable[dict[str, np.ndarray]]", columns: Sequence[str
 
 
 def save_rows(rows: "datasets.Dataset", folder: Path) -> dict:
-    """Saves rows of one length for `datasets.load_from_disk`.
+    """Saves rows of one length for `datasets.load_from_disk`, and returns `{"blocks", "tokens", "sha256"}`: rows, their
+    tokens, and their [`support.prepared.digest`]."""
+    import datasets
 
-    Returns:
-        `{"blocks", "tokens", "sha256"}`: rows, their tokens, and the hash of the columns as little-endian 32-bit integers,
-        one after the other in batches of 512 rows.
-    """
     rows.save_to_disk(folder)
-    digest, tokens = hashlib.sha256(), 0
-    for batch in rows.with_format("numpy").iter(_BATCH_ROWS):
-        tokens += batch["input_ids"].size
-        for column in batch.values():
-            digest.update(column.astype("<i4").tobytes())
-    return {"blocks": len(rows), "tokens": tokens, "sha256": digest.hexdigest()}
+    tokens, sha256 = digest(datasets.load_from_disk(folder)) if len(rows) else (0, "")
+    return {"blocks": len(rows), "tokens": tokens, "sha256": sha256}
 
 
 def read_rows(folder: Path, column: str = "input_ids") -> "np.ndarray":
     """A column of a split of a prepared folder, [rows, context] int32."""
-    from support.prepared import open_rows
-
     rows = open_rows(folder.parent, folder.name)
     return rows.data.column(column).combine_chunks().flatten().to_numpy().reshape(len(rows), -1)
 

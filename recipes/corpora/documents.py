@@ -11,9 +11,8 @@ from urllib.parse import urlsplit
 
 import pyarrow as pa
 
-from cli import UserError
+from cli import UserError, one_line
 
-_PIECE = 1 << 22  # bytes that are read at a time
 _COMPRESSED = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
 _COMPRESSED[".zst"] = lambda path, _: pa.input_stream(str(path), compression="zstd")
 
@@ -39,11 +38,10 @@ class Document:
 
 @dataclass
 class ReadingLog:
-    """What reading a corpus met: `files` read, `skipped` files with reasons, documents `dropped` by reason, files that are
-    `left_out` by their suffixes, and how many documents are `duplicates` of an earlier one."""
+    """What reading a corpus met: `files` read, documents `dropped` by reason, files that are `left_out` by their suffixes,
+    and how many documents are `duplicates` of an earlier one."""
 
     files: list[dict] = field(default_factory=list)
-    skipped: list[dict] = field(default_factory=list)
     dropped: Counter = field(default_factory=Counter)
     left_out: Counter = field(default_factory=Counter)
     duplicates: int = 0
@@ -54,20 +52,14 @@ def inner_suffix(path: Path) -> str:
     return (path.with_suffix("") if path.suffix.lower() in _COMPRESSED else path).suffix.lower()
 
 
-def read_text(path: Path, encoding: str = "utf-8", max_gb: float = 1.0) -> str:
+def read_text(path: Path, encoding: str = "utf-8") -> str:
     """The text of a plain, gzip, xz, bzip2 or Zstandard file, without a byte-order mark.
 
-    Raises UserError if the file is damaged, empty, not of the encoding, binary, or larger than `max_gb` gigabytes when it is
-    unpacked: a few kilobytes of gzip can hold any number of them.
+    Raises UserError if the file is damaged, empty, not of the encoding, or binary.
     """
-    data = bytearray()
     try:
         with _COMPRESSED.get(path.suffix.lower(), open)(path, "rb") as file:
-            while piece := file.read(_PIECE):
-                data += piece
-                if len(data) > max_gb * 1e9:
-                    raise UserError(f"{path}: more than --max_file_gb {max_gb:g} of text; split it, or give prepare.py more")
-        text = data.decode(encoding).removeprefix("\ufeff")
+            text = file.read().decode(encoding).removeprefix("\ufeff")
     except (EOFError, zlib.error, lzma.LZMAError, OSError) as error:
         raise UserError(f"{path}: damaged or truncated, it cannot be read to its end ({one_line(error)})") from error
     except LookupError as error:
@@ -84,11 +76,6 @@ def read_text(path: Path, encoding: str = "utf-8", max_gb: float = 1.0) -> str:
 def with_unix_ends(text: str) -> str:
     """The text with \\n for each \\r\\n and \\r; str.splitlines takes form feeds, NEL and U+2028 for ends of lines, too."""
     return text.replace("\r\n", "\n").replace("\r", "\n")
-
-
-def one_line(error: Exception) -> str:
-    """An error's message without line breaks."""
-    return " ".join(str(error).split()) or type(error).__name__
 
 
 def url_host(document: Document) -> str:

@@ -1,7 +1,6 @@
 """Corpora: Carolina, text, JSON, CSV, parquet, any `datasets` dataset and generated biographies, as a stream of documents.
 
-[`corpus_documents`] is the entry. A damaged file is a [`UserError`] that names it. Where bad files are left out, a file
-gives no document before all of it was read, so that no part of one is lost unnoticed.
+[`corpus_documents`] is the entry. A damaged file is a [`UserError`] that names it.
 """
 
 import csv
@@ -11,17 +10,16 @@ import io
 import itertools
 import json
 import re
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from cli import UserError
+from cli import UserError, one_line
 from cli.corpus_options import CorpusOptions
 from support.stages import source_files
 
 from .biographies import biography_documents
 from .carolina import CAROLINA_REPOSITORY, carolina_shards, download_carolina, read_carolina_shard
-from .documents import Document, ReadingLog, inner_suffix, one_line, read_text, with_unix_ends
+from .documents import Document, ReadingLog, inner_suffix, read_text, with_unix_ends
 from .selection import drop_near_duplicates, keep_distinct, keep_fraction, keep_prose
 
 _SUFFIXES = {
@@ -32,9 +30,9 @@ _SUFFIXES = {
     "arrow": (".arrow",),
     "jsonl": (".jsonl", ".ndjson", ".json"),
     "text": (".txt", ".text"),
-    "markdown": (".md", ".markdown", ".rst"),  # text where a folder has nothing else: often a README beside the data
+    "markdown": (".md", ".markdown", ".rst"),
 }
-_TABLES = ("parquet", "arrow")
+_KNOWN = sum(_SUFFIXES.values(), ())
 
 
 def corpus_documents(options: CorpusOptions, log: ReadingLog | None = None) -> Iterator[Document]:
@@ -59,72 +57,54 @@ def corpus_documents(options: CorpusOptions, log: ReadingLog | None = None) -> I
     return itertools.islice(documents, options.max_documents)
 
 
-def detect_source_type(source: str, given: str | None = None) -> str:
-    """Says what kind of corpus `source` is: "biographies", "hub" (a dataset there), "saved" (by `save_to_disk`), or the kind
-    of its files by their suffixes (`.gz`, `.xz`, `.bz2`, `.zst` after it are looked through): "carolina" (`.xml`),
-    "parquet", "csv", "tsv", "arrow", "jsonl", and "text", also for a file without a suffix and a folder without such files.
-    `given` (--format) takes the place of the suffixes.
-
-    Raises:
-        UserError: `source` is neither there nor a possible name, a file of an unknown suffix, or a folder of several kinds.
-    """
-    path, known = Path(source), sum(_SUFFIXES.values(), ())
-    suffix = inner_suffix(path)
-    if source == "biographies":
-        return "biographies"
-    if source == CAROLINA_REPOSITORY:
-        return "carolina"
-    if not (path.is_file() or path.is_dir()):
-        if path.exists() or suffix in known or not re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", source):
-            raise UserError(
-                f"--source: there is no file or folder {source}; give an existing path, the name of a dataset on the Hub, "
-                f"or 'biographies'"
-            )
-        return "hub"
-    if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
-        return "saved"
-    if given:
-        return given
-    if path.is_file() and suffix and suffix not in known:
-        raise UserError(
-            f"{source}: the suffix {suffix} is none of those that are read ({' '.join(known)}, also compressed); convert or "
-            "rename it, or say with prepare.py's --format what it holds"
-        )
-    files = source_files(source)
-    counts = {kind: len(found) for kind in _SUFFIXES if kind != "markdown" and (found := _files_of_kind(files, kind))}
-    if len(counts) > 1:
-        mixture = ", ".join(f"{count:,} {kind}" for kind, count in counts.items())
-        raise UserError(f"--source: {source} mixes files of several kinds ({mixture}); choose one with --format")
-    return next(iter(counts), "text")
-
-
 def _read(options: CorpusOptions, log: ReadingLog) -> Iterator[Document]:
-    path, kind = Path(options.source), detect_source_type(options.source, options.format)
-    if options.format not in (None, kind):
-        raise UserError(f"--format {options.format} is for files, and --source {options.source} is none: leave it out")
-    if kind == "biographies":
+    source, path = options.source, Path(options.source)
+    is_there = path.is_file() or path.is_dir()
+    is_saved = (path / "state.json").is_file() or (path / "dataset_dict.json").is_file()
+    if source == "biographies":
         return biography_documents(options.biographies, options.seed, options.biography_distance)
-    if kind in ("hub", "saved"):
-        saved = _files_of_kind(source_files(options.source), "arrow") if kind == "saved" else []
-        log.files += [_log_entry(file, path) for file in saved]
-        rows = _dataset_rows(options, kind, options.source)
-        return _row_documents(rows, options, log, f"--source {options.source}: row", "")
-    if not path.exists():
+    is_path = path.exists() or inner_suffix(path) in _KNOWN or not re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", source)
+    if is_path and not is_there:
+        raise UserError(
+            f"--source: there is no file or folder {source}; give an existing path, the name of a dataset on the Hub, or "
+            "'biographies'"
+        )
+    if is_saved:
+        log.files += [_log_entry(file, path) for file in _files_of_kind(source_files(source), "arrow")]
+    if is_saved or not is_there and source != CAROLINA_REPOSITORY:
+        kind = "saved" if is_saved else "hub"
+        return _row_documents(_dataset_rows(options, kind, source), options, f"--source {source}: row", "")
+    if not is_there:
         path = download_carolina(options.taxonomy, options.revision)
-    present = source_files(str(path))
-    files = present if path.is_file() else _files_of_kind(present, kind)
-    files = files or (present if options.format else _files_of_kind(present, "markdown"))
-    log.left_out.update(inner_suffix(file) or file.name for file in sorted(set(present).difference(files)))
+    files, kind = _choose_files(path, log)
     if kind == "carolina":
         files = carolina_shards(path, files, options.taxonomy)
-    if not files:
-        others = f"; say with --format what files of {', '.join(log.left_out)} hold" if log.left_out else ""
-        wanted = ", ".join(_SUFFIXES[kind])
-        raise UserError(f"--source: the folder {path} holds no {kind} file ({wanted}, also compressed){others}")
     return _read_files(files, path, kind, options, log)
 
 
 # --- files -----------------------------------------------------------------------------------------------------------
+
+
+def _choose_files(path: Path, log: ReadingLog) -> tuple[list[Path], str]:
+    """The files of a source, and of which kind they are by their suffixes (the one before `.gz`, `.xz`, `.bz2` and `.zst`).
+
+    Raises UserError for a file of an unknown suffix, and for a folder without files of a kind, or of several.
+    """
+    present = source_files(str(path))
+    by_kind = {kind: found for kind in _SUFFIXES if (found := _files_of_kind(present, kind))}
+    if len(by_kind) > 1:
+        by_kind.pop("markdown", None)  # often a README beside the data
+    if path.is_file() and not inner_suffix(path):
+        by_kind = {"text": present}
+    if len(by_kind) != 1:
+        found = ", ".join(f"{len(files):,} {kind}" for kind, files in by_kind.items()) or "none"
+        raise UserError(
+            f"--source: {path} must have files of one kind ({' '.join(_KNOWN)}, also compressed), got {found}: rename or "
+            "move the others"
+        )
+    ((kind, files),) = by_kind.items()
+    log.left_out.update(inner_suffix(file) or file.name for file in sorted(set(present).difference(files)))
+    return files, kind
 
 
 def _read_files(
@@ -133,31 +113,23 @@ def _read_files(
     from tqdm.auto import tqdm
 
     for path in tqdm(paths, desc="reading", unit="file"):
-        name, entry = _name(path, root), None
-        try:
-            documents, entry = _documents_of(path, name, kind, options, log), _log_entry(path, root)
-            log.files.append(entry)
-            yield from documents
-        except (UserError, OSError) as error:
-            if not options.skip_bad or entry:
-                raise UserError(f"{one_line(error)}. With --skip_bad, prepare.py leaves out what is bad") from error
-            log.skipped.append({"file": name, "reason": one_line(error)})
+        documents = _documents_of(path, _name(path, root), kind, options)
+        log.files.append(_log_entry(path, root))
+        yield from documents
 
 
-def _documents_of(path: Path, name: str, kind: str, options: CorpusOptions, log: ReadingLog) -> Iterable[Document]:
-    """The documents of a file, read whole; of a table, which may be larger than the memory, while it is read, but with
-    --skip_bad once before."""
+def _documents_of(path: Path, name: str, kind: str, options: CorpusOptions) -> Iterable[Document]:
+    """The documents of a file, read whole, or of a table, which may be larger than the memory, while it is read."""
     if kind == "carolina":
-        return read_carolina_shard(path, name, options.max_file_gb, options.encoding)
-    if kind in _TABLES:
-        if options.skip_bad:
-            deque(_dataset_rows(options, kind, str(path)), maxlen=0)
-        return _row_documents(_dataset_rows(options, kind, str(path)), options, log, f"{path}: row", f"{name}:")
-    text = read_text(path, options.encoding, options.max_file_gb)
-    if kind in ("text", "markdown"):
-        return _text_documents(text, path, name, options.text_unit)
-    word, rows = _json_rows(text, path) if kind == "jsonl" else ("row", _csv_rows(text, path, kind))
-    return list(_row_documents(rows, options, log, f"{path}: {word}", f"{name}:"))
+        return read_carolina_shard(path, name, options.encoding)
+    if kind in ("parquet", "arrow"):
+        rows = _dataset_rows(options, kind, str(path))
+    else:
+        text = read_text(path, options.encoding)
+        if kind in ("text", "markdown"):
+            return _text_documents(text, path, name, options.text_unit)
+        rows = _json_rows(text, path) if kind == "jsonl" else _csv_rows(text, path, kind)
+    return _row_documents(rows, options, f"{path}: row", f"{name}:")
 
 
 def _text_documents(text: str, path: Path, name: str, unit: str) -> list[Document]:
@@ -169,39 +141,33 @@ def _text_documents(text: str, path: Path, name: str, unit: str) -> list[Documen
     return [Document(piece, f"{name}:{number}", f"{path.stem} {number}", name) for number, piece in numbered]
 
 
-def _json_rows(text: str, path: Path) -> tuple[str, list[tuple[int, object]]]:
-    """What the values of a JSON file are, "line" or "row" (of an array), and each with its number."""
-    lines = [(number, line) for number, line in enumerate(with_unix_ends(text).split("\n"), start=1) if line.strip()]
+def _json_rows(text: str, path: Path) -> list[tuple[int, object]]:
+    """The values of an array, or of lines of JSON, each with its number from 1."""
     try:
-        json.loads(lines[0][1])
-    except (ValueError, RecursionError):  # it goes on in the next line
-        lines = [(1, text)]
+        whole = json.loads(text)
+        return list(enumerate(whole if isinstance(whole, list) else [whole], start=1))
+    except (ValueError, RecursionError):  # several values
+        lines = [(number, line) for number, line in enumerate(with_unix_ends(text).split("\n"), start=1) if line.strip()]
     rows = []
     for number, line in lines:
         try:
             rows.append((number, json.loads(line)))
         except (ValueError, RecursionError) as error:
-            number += getattr(error, "lineno", 1) - 1
-            raise UserError(f"{path}: line {number} is not valid JSON ({error})") from error
-    if len(rows) == 1 and isinstance(rows[0][1], list):
-        return "row", list(enumerate(rows[0][1], start=1))
-    return "line", rows
+            raise UserError(f"{path}: row {number} is not valid JSON ({one_line(error)})") from error
+    return rows
 
 
 def _csv_rows(text: str, path: Path, kind: str) -> Iterator[tuple[int, dict]]:
-    """The rows below the header, from 1; every cell is text, and an empty one None."""
+    """The rows below the header, from 1; every cell is text."""
     csv.field_size_limit(2**31 - 1)  # more than the text of a file
     reader = csv.DictReader(io.StringIO(text, newline=""), delimiter="," if kind == "csv" else "\t", strict=True)
     try:
-        rows = list(reader)
+        for number, row in enumerate(reader, start=1):
+            if None in row or None in row.values():  # so csv marks them
+                raise UserError(f"{path}: row {number} has more or fewer cells than the header; quote or repair them")
+            yield number, row
     except csv.Error as error:
         raise UserError(f"{path}: line {reader.reader.line_num} is not valid CSV ({error})") from error
-    if not rows:
-        raise UserError(f"{path}: there is no row below the header")
-    for number, row in enumerate(rows, start=1):
-        if None in row or None in row.values():  # so csv marks them
-            raise UserError(f"{path}: row {number} has more or fewer cells than the header; quote or repair them")
-        yield number, {name: cell or None for name, cell in row.items()}
 
 
 def _dataset_rows(options: CorpusOptions, kind: str, source: str) -> Iterator[tuple[int, dict]]:
@@ -226,54 +192,28 @@ def _dataset_rows(options: CorpusOptions, kind: str, source: str) -> Iterator[tu
             rows = datasets.load_dataset(kind, data_files=glob.escape(source), split="train", streaming=True, **how)
         yield from enumerate(tqdm(rows, desc="reading", unit="row", disable=kind not in ("hub", "saved")), start=1)
     except Exception as error:  # of damaged files, datasets and its readers raise almost anything
-        what = f"the {kind} file" if kind in _TABLES else "the dataset"
+        what = "the dataset" if kind in ("hub", "saved") else f"the {kind} file"
         raise UserError(f"{source}: {what} cannot be read ({one_line(error)[:300]}); {remedy}") from error
 
 
 def _row_documents(
-    rows: Iterable[tuple[int, object]], options: CorpusOptions, log: ReadingLog, place: str, prefix: str
+    rows: Iterable[tuple[int, object]], options: CorpusOptions, place: str, prefix: str
 ) -> Iterator[Document]:
-    """The documents of numbered rows: `place` names a row for people, `prefix` one without an id. With --skip_bad, rows
-    without a text are counted."""
+    """The documents of numbered rows: `place` names a row for people, `prefix` one without an id. A text that is null is
+    empty."""
+    name = options.text_field
     for number, row in rows:
+        text = row.get(name, 0) if isinstance(row, dict) else 0
+        if not isinstance(text, str | None):
+            names = ", ".join(map(str, row)) if isinstance(row, dict) else type(row).__name__
+            raise UserError(f"{place} {number} has no text in the field {name!r} (--text_field); it has: {names[:200]}")
+        own = f"{prefix}{number}" if row.get("id") is None else str(row["id"])
+        document = Document(text or "", own, str(row.get("title") or ""), f"{prefix}{number}")
         try:
-            yield _row_document(row, options.text_field, f"{prefix}{number}", f"{place} {number}")
-        except UserError:
-            if not options.skip_bad:
-                raise
-            log.dropped[f"without text in {options.text_field or 'text'!r}"] += 1
-
-
-def _row_document(row, text_field: str | None, fallback_id: str, place: str) -> Document:
-    found = _field(row, text_field or "text") if isinstance(row, dict) else None
-    text = _joined(found) if text_field and not isinstance(found, str) else found
-    if not isinstance(text, str):
-        names = ", ".join(map(str, row)) if isinstance(row, dict) else type(row).__name__
-        raise UserError(f"{place} has no text in the field {text_field or 'text'!r} (--text_field); it has: {names[:200]}")
-    name = fallback_id if row.get("id") is None else str(row["id"])
-    document = Document(text, name, str(row.get("title") or ""), fallback_id)
-    try:
-        (document.text + document.id + document.title).encode()
-    except UnicodeEncodeError as error:
-        raise UserError(f"{place} holds half of a surrogate pair (such as \\ud800): repair it") from error
-    return document
-
-
-def _field(value, name: str):
-    """What an object has under a name; one with dots leads into objects in it, and into each object of a list."""
-    if isinstance(value, list) and all(isinstance(entry, dict) for entry in value):
-        return [_field(entry, name) for entry in value]
-    head, dot, rest = name.partition(".")
-    if not isinstance(value, dict) or name in value or not dot:
-        return value.get(name) if isinstance(value, dict) else None
-    return _field(value.get(head), rest)
-
-
-def _joined(value) -> str | None:
-    """The texts of a list, one in each line; lists in it are paragraphs of sentences. None where it has anything else."""
-    entries = [entry if isinstance(entry, list) else [entry] for entry in value] if isinstance(value, list) else [[None]]
-    is_text = all(isinstance(text, str) for entry in entries for text in entry)
-    return "\n".join(map(" ".join, entries)) if is_text else None
+            (document.text + document.id + document.title).encode()
+        except UnicodeEncodeError as error:
+            raise UserError(f"{place} {number} holds half of a surrogate pair (such as \\ud800): repair it") from error
+        yield document
 
 
 def _files_of_kind(files: Sequence[Path], kind: str) -> list[Path]:

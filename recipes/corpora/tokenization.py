@@ -12,10 +12,8 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from cli import UserError
+from cli import UserError, one_line
 from cli.names import check_name
-
-from .documents import one_line
 
 if TYPE_CHECKING:
     import numpy as np
@@ -36,14 +34,9 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> "PreTrainedTokenizerBase
             fewer: no pair of tokens that occurs only once is merged.
 
     Learning is linear in the text also where it has no white space: longer stretches are cut after 1,000 characters.
-
-    Raises:
-        UserError: `vocab_size` has no room for the bytes and the special tokens.
     """
     from tokenizers import ByteLevelBPETokenizer, Tokenizer
 
-    if vocab_size < 258:
-        raise UserError(f"--vocab_size is {vocab_size}; byte-level BPE needs at least 258 (256 bytes and 2 special tokens)")
     trained = ByteLevelBPETokenizer()
     pieces = itertools.chain.from_iterable(map(_without_long_words, texts))
     trained.train_from_iterator(pieces, vocab_size, min_frequency=2, special_tokens=[END_OF_TEXT, PADDING])
@@ -93,8 +86,6 @@ def load_tokenizer(name_or_path: str) -> "PreTrainedTokenizerBase":
         tokenizer = AutoTokenizer.from_pretrained(name_or_path, trust_remote_code=False)
     except Exception as error:  # of a damaged file, tokenizers and transformers raise almost anything
         raise UserError(f"{what} cannot be loaded as a tokenizer ({one_line(error)[:300]}): {remedy}") from error
-    if len(tokenizer) <= len(set(tokenizer.all_special_ids)):
-        raise UserError(f"{what} has an empty vocabulary: {remedy}")
     if tokenizer.eos_token_id is None:
         raise UserError(
             f"{what} has no end-of-text token to put between documents: set eos_token in its "

@@ -77,7 +77,7 @@ def load_model(name: str, device: str = "auto", adapter: str | None = None):
         raise UserError(f"--model: cannot load {name}: {error}") from error
     try:
         model = model if adapter is None else merged(load_adapter(model, adapter))
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise UserError(f"--adapter: {error}") from error
     if device == "cpu":
         keep_freed_memory()
@@ -109,12 +109,13 @@ def check_length(config, tokens: int) -> None:
 def reads_memory(config, tokens: int) -> bool:
     """Whether any token of a text of `tokens` tokens reads a memory; if not, gates mean nothing.
 
-    The tokens of the first window find it empty, unless it starts with learned content or noise.
+    The tokens of the first window, and of those after it from which all are kept, find it empty, unless it starts with
+    learned content or noise.
     """
     if not getattr(config, "has_memory", False):
         return False
-    length, local, *_ = config.window
-    return config.memory_init != "zeros" or tokens > (local + 1) * length
+    length, local, sinks, kept = config.window
+    return config.memory_init != "zeros" or tokens > (local + 1 + (sinks + kept) // length) * length
 
 
 @torch.inference_mode()

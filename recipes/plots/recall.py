@@ -4,7 +4,7 @@ from pathlib import Path
 
 from . import style
 
-RIGHT = "exact answers"
+EMPTY = "#E3E3E3"  # a cell without a number
 
 
 def plot_passkey(cells: list[dict], file: Path, subtitle: str, trained: int | None = None) -> None:
@@ -16,6 +16,7 @@ def plot_passkey(cells: list[dict], file: Path, subtitle: str, trained: int | No
         trained: tokens of the rows that the model was trained on, where that is known.
     """
     import numpy as np
+    from matplotlib import colormaps
     from matplotlib.ticker import PercentFormatter
 
     lengths, depths = (list(dict.fromkeys(cell[name] for cell in cells)) for name in ("length", "depth"))
@@ -27,7 +28,13 @@ def plot_passkey(cells: list[dict], file: Path, subtitle: str, trained: int | No
             texts[place] = f"{cell['accuracy']:.0%}\n{100 * cell['low']:.0f}–{100 * cell['high']:.0f}"
     size = max(style.WIDTH, 1.6 + 0.75 * len(lengths)), max(style.HEIGHT, 1.7 + 0.45 * len(depths))
     figure, axes = style.new_figure("Hidden numbers found", f"{subtitle}\n{counted(cells)}", size=size)
-    image = style.heat_map(axes, values, lambda *place: texts.get(place, "–"))
+    colours = colormaps["Blues"].with_extremes(bad=EMPTY)
+    image = axes.imshow(np.ma.masked_invalid(values), vmin=0, vmax=1, cmap=colours, aspect="auto")
+    axes.grid(False)
+    axes.tick_params(length=0)
+    for (row, column), value in np.ndenumerate(values):
+        look = {"color": "white" if value > 0.6 else style.INK, "fontsize": style.SMALL, "linespacing": 1.1}
+        axes.text(column, row, texts.get((row, column), "–"), ha="center", va="center", **look)
     axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths])
     axes.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths])
     axes.set(xlabel="length of the text (tokens)", ylabel="text before the number")
@@ -54,7 +61,7 @@ def plot_facts(
     from matplotlib.ticker import PercentFormatter
 
     figure, axes = style.new_figure("Facts recalled", f"{subtitle}\n{counted(cells)}")
-    axes.set(xlabel="segments between the fact and the question", ylabel=RIGHT, ylim=(-0.02, 1.02))
+    axes.set(xlabel="segments between the fact and the question", ylabel="exact answers", ylim=(-0.02, 1.02))
     axes.set_xticks(range(len(cells)), [str(cell["distance"]) for cell in cells])
     axes.yaxis.set_major_formatter(PercentFormatter(1, 0))
     shown = [(place, cell) for place, cell in enumerate(cells) if "accuracy" in cell]

@@ -1,4 +1,4 @@
-"""Figures of a run: its losses, its gates, its perplexity by position."""
+"""Figures of a run: its losses, its perplexity by position."""
 
 from pathlib import Path
 
@@ -18,26 +18,6 @@ def plot_loss_curve(lines: list[dict], file: Path) -> None:
         if points:
             style.draw_line(axes, *zip(*points, strict=True), label)
             style.set_panel_title(axes, f"{label} at the end: {points[-1][1]:.4f} nats per token")
-    style.format_token_ticks(axes.xaxis)
-    style.label_lines(axes)
-    style.save(figure, file)
-
-
-def plot_gates(lines: list[dict], file: Path) -> None:
-    """sigmoid(gate) of every head over the tokens trained on, one colour and marker for each layer.
-
-    Args:
-        lines: of a run's `metrics.jsonl`: those with `gates`, `{layer: [a value per head]}`, are drawn.
-    """
-    lines = [line for line in lines if "gates" in line]
-    what = "a line for each head; 0: nothing, 1: all of it"
-    figure, axes = style.new_figure("How much each head takes from the memory", what)
-    axes.set(xlabel="tokens trained on", ylabel="gate, sigmoid(β)", ylim=(0, 1))
-    for number, layer in enumerate(sorted(lines[0]["gates"], key=int) if lines else ()):  # a checkpoint sorts the names
-        look = style.style_of(number)
-        for head in range(len(lines[0]["gates"][layer])):
-            values = [line["gates"][layer][head] for line in lines]
-            style.draw_line(axes, [line["tokens"] for line in lines], values, None if head else f"layer {layer}", **look)
     style.format_token_ticks(axes.xaxis)
     style.label_lines(axes)
     style.save(figure, file)

@@ -1,39 +1,17 @@
-"""The figures of a study: validation losses over the tokens, their difference to the first variant's, loss by position."""
+"""The figure of a study: validation losses over the tokens, and their difference to the first variant's."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from training.run_folder import trained_length
-
 from . import style
-from .run import plot_positions
 
 if TYPE_CHECKING:
     from studies.report import FinishedRun
 
 
-def draw(runs: "list[FinishedRun]", baselines: list[dict], out: Path) -> dict[str, str]:
-    """Draws into the folder `out` and returns the titles of the figures by their files; of runs on other data than the
-    first one's, only loss by position, as their tokens are others."""
-    same = [run for run in runs if run.data == runs[0].data]
-    plot_losses(same, {ngram["name"]: ngram["cross_entropy"] for ngram in baselines}, out / "loss.png")
-    figures = {"loss.png": "Validation loss, and its difference to the first variant's"}
-    for name in dict.fromkeys(name for run in same for name in run.evaluations):
-        figures[f"evaluation_{name}.png"] = f"Perplexity by position: {name}"
-        shown = [run for run in same if name in run.evaluations]
-        lengths = {trained_length(run.result) for run in shown}
-        tables = {run.name: run.evaluations[name]["by_position"] for run in shown}
-        plot_positions(tables, out / f"evaluation_{name}.png", name, lengths.pop() if len(lengths) == 1 else None)
-    return figures
-
-
-def plot_losses(runs: "list[FinishedRun]", levels: dict[str, float], file: Path) -> None:
+def plot_losses(runs: "list[FinishedRun]", file: Path) -> None:
     """Validation loss over the tokens trained on, a line for each variant (the mean over its seeds), and below it minus that
-    of the first: below zero a variant is ahead.
-
-    Args:
-        levels: name → cross-entropy of what is not trained in steps, drawn as a horizontal line with its name on it.
-    """
+    of the first: below zero a variant is ahead."""
     import pandas
 
     evaluated = {run.name: {line["tokens"]: line["eval_loss"] for line in run.lines if "eval_loss" in line} for run in runs}
@@ -46,8 +24,6 @@ def plot_losses(runs: "list[FinishedRun]", levels: dict[str, float], file: Path)
         for name, line in lines.items():
             line = line.dropna()
             style.draw_line(axes, list(line.index), list(line), name)
-    for name, loss in levels.items():
-        style.mark_level(above, loss, f"{name} {loss:.3f}")
     below.set_xlabel("tokens trained on")
     style.format_token_ticks(below.xaxis)
     style.label_lines(above)

@@ -11,8 +11,6 @@ MARKERS = ("o", "s", "D", "^", "v", "P", "X")
 INK, GREY, GRID = "#262626", "#595959", "#D9D9D9"
 WIDTH, HEIGHT, DPI = 5.6, 3.9, 200  # inches: 10 points are 10 pixels where the figure is 390 pixels wide
 SIZE, SMALL = 11, 9  # points of text
-MOST_LABELS, LONGEST_LABEL = 8, 20  # beside a panel; more or longer ones stand below the figure
-EMPTY = "#E3E3E3"  # a cell without a number
 RC = {
     "axes.grid": True, "grid.color": GRID, "axes.axisbelow": True, "axes.edgecolor": GREY, "axes.labelcolor": INK,
     "axes.labelsize": SIZE - 1, "axes.spines.top": False, "axes.spines.right": False,
@@ -63,14 +61,10 @@ def draw_line(axes, x: Sequence[float], y: Sequence[float], label: str | None = 
 
 
 def label_lines(axes) -> None:
-    """A legend to the right of the panel, or below the figure where the names are too many or too long."""
+    """A legend below the figure, of the lines that have names."""
     lines = [line for line in axes.get_lines() if not line.get_label().startswith("_") and len(line.get_xdata())]
     look = {"handles": lines, "fontsize": SMALL, "frameon": False, "labelcolor": INK}
-    if len(lines) > MOST_LABELS or any(len(line.get_label()) > LONGEST_LABEL for line in lines):
-        legend = axes.get_figure().legend(loc="outside lower left", ncols=2, **look)
-    else:
-        legend = axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1), handlelength=1.5, **look)
-    for text in legend.get_texts():
+    for text in axes.get_figure().legend(loc="outside lower left", ncols=2, **look).get_texts():
         text.set_parse_math(False)
 
 
@@ -82,15 +76,14 @@ def format_token_ticks(axis) -> None:
 
 
 def set_log_scale(axis, values: Sequence[float]) -> None:
-    """A logarithmic axis for these values, with plain numbers: 2, 5, 10, 1,000, 300 M."""
-    from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, MaxNLocator, NullLocator
+    """A logarithmic axis for these values, with plain numbers: 2, 5, 10, 1,000."""
+    from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
     axis.axes.set(**{f"{axis.axis_name}scale": "log"})
     wide = max(values) > 8 * min(values)
     axis.set_major_locator(LogLocator(subs=(1, 2, 5)) if wide else MaxNLocator(6, steps=[1, 2, 2.5, 5, 10]))
     axis.set_minor_locator(NullLocator())
-    large = EngFormatter(sep=" ")
-    axis.set_major_formatter(FuncFormatter(lambda value, _: large(value) if value >= 1e6 else f"{value:,.6g}"))
+    axis.set_major_formatter("{x:,.6g}")
 
 
 def mark_across(axes, place: float, text: str) -> None:
@@ -100,30 +93,6 @@ def mark_across(axes, place: float, text: str) -> None:
         text, (place, 0.98), xycoords=("data", "axes fraction"), xytext=(-3, 0), textcoords="offset points", rotation=90,
         ha="right", va="top", fontsize=SMALL, color=GREY, parse_math=False, bbox={"color": "white", "pad": 0.5},
     )  # fmt: skip
-
-
-def mark_level(axes, level: float, text: str) -> None:
-    """A dashed line from left to right, with its name on it."""
-    axes.axhline(level, color=GREY, linestyle="--", linewidth=1.2, marker="none", zorder=1.5)
-    axes.annotate(
-        text, (0.99, level), xycoords=("axes fraction", "data"), xytext=(0, 2), textcoords="offset points", ha="right",
-        va="bottom", fontsize=SMALL, color=GREY, parse_math=False,
-    )  # fmt: skip
-
-
-def heat_map(axes, values, text, scale: float = 1.0):
-    """Cells of numbers from 0 to `scale`, white to blue, with `text(row, column)` in each; a NaN is grey."""
-    import numpy as np
-    from matplotlib import colormaps
-
-    colours = colormaps["Blues"].with_extremes(bad=EMPTY)
-    image = axes.imshow(np.ma.masked_invalid(values), vmin=0, vmax=scale, cmap=colours, aspect="auto")
-    axes.grid(False)
-    axes.tick_params(length=0)
-    for (row, column), value in np.ndenumerate(values):
-        colour = "white" if value > 0.6 * scale else INK
-        axes.text(column, row, text(row, column), ha="center", va="center", fontsize=SMALL, color=colour, linespacing=1.1)
-    return image
 
 
 def save(figure, file) -> None:

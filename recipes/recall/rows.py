@@ -13,7 +13,7 @@ from corpora import blocks
 from corpora.biographies import portuguese_names
 from corpora.tokenization import encode_texts
 
-from .drills import codes_row, echo_row
+from .drills import codes_row, echo_row, forms_row
 from .examples import DoesNotFit, Example, passkey_example
 from .facts import facts_row, paragraphs_row
 from .filler import Filler, read_stream
@@ -21,7 +21,7 @@ from .filler import Filler, read_stream
 if TYPE_CHECKING:
     import numpy as np
 
-KINDS = ("passkey", "facts", "codes", "echo", "paragraphs", "text")
+KINDS = ("passkey", "facts", "codes", "echo", "forms", "paragraphs", "text")
 NOT_COUNTED = -100  # a label that adds nothing to the loss
 
 
@@ -78,7 +78,7 @@ def make_rows(
         rows: how many.
         shares: of `KINDS`, summing to 1.
         questions: how often a passkey row asks for its number.
-        language: of what passkeys and codes say.
+        language: of what passkeys, codes and forms say.
         answers_only: only the answers are learned where a row asks; rows that ask nothing always are learned as a whole.
     """
     encode, names, key = functools.partial(encode_texts, tokenizer), portuguese_names(), f"{split}/{seed}"
@@ -89,6 +89,7 @@ def make_rows(
         "passkey": lambda rng: passkey_example(rng, encode, filler, context, rng.random(), questions, language),
         "facts": lambda rng: facts_row(rng, encode, names, filler, context),
         "codes": lambda rng: codes_row(rng, encode, names, filler, context, language),
+        "forms": lambda rng: forms_row(rng, encode, filler, context, language),
         "echo": lambda rng: echo_row(rng, tokenizer.decode, filler, context),
     }
     for number, kind in enumerate(kinds):

@@ -49,6 +49,7 @@ class Runner:
             numbers and people.
         file: keeps the finished cells, so that a task that was killed goes on where it was; delete it in the end.
         identity: JSON-safe; cells that were kept under another identity are not used.
+        score: answers a batch of examples; as [`score_answers`].
     """
 
     model: object
@@ -56,6 +57,7 @@ class Runner:
     options: object
     file: Path
     identity: dict
+    score: Callable[..., list[Answer]] | None = None
 
     def encode(self, texts: Sequence[str]) -> list:
         return encode_texts(self.tokenizer, texts)
@@ -133,7 +135,14 @@ def run_passkey(runner: Runner, texts: Sequence[str], lengths: Sequence[int], de
         return summarize_answers(_ask(runner, examples))
 
     cells = [{"length": length, "depth": depth} for length in lengths for depth in depths]
-    return {"cells": _run_cells(runner, cells, run_cell), "filler_tokens": len(stream)}
+    return {"cells": run_cells(runner, cells, run_cell), "filler_tokens": len(stream)}
+
+
+def depths_of(given: Sequence[float]) -> list[float]:
+    """The shares of the text before the number: as given, or so many evenly spaced where one number from 2 on is given."""
+    if len(given) == 1 and given[0] >= 2:
+        return [place / (given[0] - 1) for place in range(int(given[0]))]
+    return list(given)
 
 
 def run_facts(runner: Runner, distances: Sequence[int], segment_length: int, texts: Sequence[str] | None = None) -> dict:
@@ -181,7 +190,7 @@ def run_facts(runner: Runner, distances: Sequence[int], segment_length: int, tex
             "longest": max(lengths),
         }
 
-    cells = _run_cells(runner, [{"distance": distance} for distance in distances], run_cell)
+    cells = run_cells(runner, [{"distance": distance} for distance in distances], run_cell)
     return {"cells": cells, "segment_length": segment_length, "constant_guesses": guesses}
 
 
@@ -212,11 +221,11 @@ def _ask(runner: Runner, examples: Iterable[Example]) -> list[Answer]:
     while batch := list(itertools.islice(examples, options.batch_size)):
         check_length(runner.model.config, max(len(example.tokens) for example in batch))
         with torch.autocast(runner.model.device.type, torch.bfloat16, enabled=options.precision == "bf16"):
-            answers += score_answers(runner.model, batch, options.chunk, progress)
+            answers += (runner.score or score_answers)(runner.model, batch, options.chunk, progress)
     return answers
 
 
-def _run_cells(runner: Runner, cells: list[dict], run_cell: Callable[[dict], dict]) -> list[dict]:
+def run_cells(runner: Runner, cells: list[dict], run_cell: Callable[[dict], dict]) -> list[dict]:
     """Runs the cells that the runner's file does not hold yet, and puts each there as soon as it is finished.
 
     A cell that the model or the examples cannot do gets the reason as its `not_possible`; when that is every cell, the

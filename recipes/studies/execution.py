@@ -29,12 +29,11 @@ class Tasks:
     Args:
         study, runs: of [`plan.read_study`] and [`plan.runs_of`]; runs that exist already have no commands.
         data: the folder of each prepared data; source: the corpus that they are made of, None where they are there.
-        out: the study's folder; launcher: words that start train.py, none for this Python.
-        jobs: processes at the same time; threads: of each.
+        out: the study's folder; jobs: processes at the same time; threads: of each.
     """
 
     def __init__(self, study: dict, runs: list[Run], data: dict[str, Path], out: Path, *,
-                 source: str | None, launcher: list[str], jobs: int, threads: int):  # fmt: skip
+                 source: str | None, jobs: int, threads: int):  # fmt: skip
         self.runs, self.data, self.out, self._how = runs, data, out, {"jobs": jobs, "threads": threads}
         self._prepare, self._train, self._evaluate = {}, {}, []
         for name, settings in (data_settings(study, runs) if source else {}).items():
@@ -42,21 +41,21 @@ class Tasks:
             self._prepare[name] = self._task(f"data-{name}", "prepare", settings, places)
         for run in [run for run in runs if run.options is not None]:
             places = {"data": data[run.data], "out": run.folder}
-            self._train[run.name] = self._task(run.name, "train", run.options, places, launcher)
+            self._train[run.name] = self._task(run.name, "train", run.options, places)
             for name, settings in study["evaluate"].items():
                 file = evaluation_file(run, name)
                 places = {"model": run.folder, "data": data[run.data], "out": file.with_suffix("")}
                 task = self._task(f"{run.name}-{name}", "evaluate_model", settings, places)
                 self._evaluate.append((run, settings, file, task))
 
-    def _task(self, name: str, recipe: str, options: dict, places: dict, launcher: list[str] | None = None) -> Task:
+    def _task(self, name: str, recipe: str, options: dict, places: dict) -> Task:
         if taken := [option for option in places if option in options]:
             raise UserError(f"{taken[0]!r} cannot be an option of {recipe}.py in a study: study.py sets it")
         module, words = runpy.run_path(str(RECIPES / f"{recipe}.py")), words_of(options | places)
         parsed = parse_options(*(module[part] for part in PARTS[recipe]), description=module["__doc__"], argv=words)
         if recipe == "prepare":
             module["check_options"](*parsed)
-        return Task(name, [*(launcher or [sys.executable]), str(RECIPES / f"{recipe}.py"), *words], self.log(name))
+        return Task(name, [sys.executable, str(RECIPES / f"{recipe}.py"), *words], self.log(name))
 
     def log(self, name: str) -> Path:
         return self.out / "logs" / f"{name}.log"

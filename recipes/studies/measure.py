@@ -24,8 +24,7 @@ from .plan import BASE, Run
 from .report import FinishedRun
 
 BATCH_ROWS = 4  # rows per call while losses are measured
-EVALUATION = {"perplexity": float, "by_position": list}  # what the report uses of one
-EVALUATED = ("data_fingerprint", "split", "length", "memory")  # what evaluations in one column have in common
+EVALUATION = {"perplexity": float}  # what the report uses of one
 CONTEXTS = 8  # the cache is measured after one trained context and after this number of them
 
 
@@ -64,21 +63,7 @@ def measure_runs(
         remedy = f"delete {run.folder / RESULT}, and the run's command makes both again"
         lines = read_jsonl(run.folder / METRICS, {"step": int, "tokens": int}, remedy)
         found.append(FinishedRun(run.name, run.variant, run.folder, results[run.name], lines, measured, read))
-    check_evaluations(found)
     return found
-
-
-def check_evaluations(runs: list[FinishedRun]) -> None:
-    """UserError unless evaluations of one name, by runs of the same data, were made in the same way."""
-    ways = {}
-    for run in runs:
-        for name, evaluation in run.evaluations.items():
-            way = [evaluation.get(key) for key in EVALUATED]
-            if ways.setdefault((name, run.result["data_fingerprint"]), way) != way:
-                raise UserError(
-                    f"{run.folder}/evaluation_{name}.json was made with other {', '.join(EVALUATED)} than another run's: "
-                    "evaluate all runs in the same way"
-                )
 
 
 def read_ngrams(file: Path, run: FinishedRun) -> list[dict]:
@@ -150,8 +135,6 @@ def document_losses(model, tokenizer, reader: RowReader, documents: list[dict], 
     tokens, characters = encode_documents(tokenizer, [document["text"] for document in documents])
     owners = [np.full(len(piece), number) for number, piece in enumerate(tokens)]
     tokens, characters, owners = (_rows_of(pieces, context) for pieces in (tokens, characters, owners))
-    if len(tokens) == 0:
-        raise UserError(f"the validation documents are too short for a row of {context:,} tokens: hold more of them out")
     losses, counted = token_losses(model, reader, tokens, tokens)
     sums = [np.bincount(owners.ravel(), values.ravel()) for values in (losses, characters * counted)]
     found = zip((documents[number]["id"] for number in range(len(sums[0]))), *sums, strict=True)
@@ -161,8 +144,6 @@ def document_losses(model, tokenizer, reader: RowReader, documents: list[dict], 
 def encode_documents(tokenizer, texts: list[str]) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """The tokens of each text as recipes/prepare.py makes them, followed by the end-of-text token, and the number of
     characters that each token adds; a letter of several tokens counts with the first."""
-    if not tokenizer.is_fast:
-        raise UserError("the tokenizer cannot say which characters its tokens cover (it is not a fast tokenizer)")
     plain = {"add_special_tokens": False, "split_special_tokens": True, "verbose": False}
     encoded = tokenizer(texts, **plain, return_offsets_mapping=True)
     tokens, characters = [], []

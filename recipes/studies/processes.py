@@ -8,11 +8,10 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from cli import FAILURE_FILE, NotPossible, UserError
+from cli import NotPossible
 from support.parents import end_with_parent
-from support.stages import read_json
 
-FINISHED, IMPOSSIBLE, FAILED = "finished", NotPossible.status, UserError.status
+FINISHED, IMPOSSIBLE, FAILED = "finished", "not possible", "failed"
 
 
 @dataclass
@@ -25,37 +24,27 @@ class Task:
     status: str = ""
     reason: str = ""
 
-    @property
-    def failure(self) -> Path:
-        """The file that takes why it failed, while it runs."""
-        return self.log.with_name(f"{self.log.name}.failure")
-
     def start(self, threads: int) -> subprocess.Popen:
         """The process, which the system ends together with this one where it can (Linux)."""
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        self.failure.unlink(missing_ok=True)
-        environment = os.environ | {"OMP_NUM_THREADS": str(threads), FAILURE_FILE: str(self.failure.absolute())}
+        environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
         end = functools.partial(end_with_parent, os.getpid(), signal.SIGTERM)  # so that it ends those that it has started
         with self.log.open("w", encoding="utf-8") as log:
             settings = {"env": environment, "stdout": log, "stderr": subprocess.STDOUT}
             return subprocess.Popen(self.command, preexec_fn=end, **settings)
 
     def finish(self, exit_status: int) -> None:
-        """Records the status of the process, and why it did not finish.
-
-        That is what it wrote into its [`cli.FAILURE_FILE`] (a model that its options cannot make is not possible, whatever
-        else goes wrong is a failure), or the last line of what it printed.
-        """
-        if exit_status == 0:
-            self.status, self.reason = FINISHED, ""
-        elif self.failure.is_file():
-            found = read_json(self.failure, {"status": str, "reason": str})
-            self.status, self.reason = found["status"], found["reason"]
-        else:
+        """Records the status of the process, and why it did not finish: the error that a recipe ended with
+        ([`cli.exit_on_error`]), or else the last line of what it printed. A model that its options cannot make is not
+        possible, whatever else goes wrong is a failure."""
+        self.status, self.reason = FINISHED, ""
+        if exit_status != 0:
             text = self.log.read_text(encoding="utf-8", errors="replace")
-            lines = [line.strip() for line in text.splitlines() if line.strip()]
-            self.status, self.reason = FAILED, f"exit status {exit_status}: {lines[-1] if lines else 'no output'}"
-        self.failure.unlink(missing_ok=True)
+            lines = [line.strip() for line in text.splitlines() if line.strip()] or ["no output"]
+            errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+            reason = errors[-1] if errors else f"exit status {exit_status}: {lines[-1]}"
+            self.status = IMPOSSIBLE if reason.startswith(NotPossible.prefix) else FAILED
+            self.reason = reason.removeprefix(NotPossible.prefix)
 
 
 def run_tasks(tasks: list[Task], title: str, jobs: int = 1, threads: int = 1) -> None:

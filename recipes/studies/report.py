@@ -119,20 +119,10 @@ def write_report(content: dict) -> str:
         "groups": groups_of(variants),
         "losses_table": lambda group, ngrams: losses_table(variants, group, ngrams),
         "resamples": RESAMPLES,
-        "grid": grid_table(content),
-        "costs": costs_table(variants),
-        "evaluations": evaluations_table(content),
         "shown": shown,
         "fence": fence,
     }
     return template.render(content | parts)
-
-
-def summary(content: dict) -> str:
-    """What a terminal shows: losses, evaluations, and what they cost."""
-    variants = content["variants"]
-    losses = losses_table(variants, groups_of(variants)[0], content["baselines"])
-    return "\n\n".join(filter(None, [losses, evaluations_table(content), costs_table(variants)]))
 
 
 def groups_of(variants: list[dict]) -> list[list[dict]]:
@@ -157,43 +147,6 @@ def losses_table(variants: list[dict], group: list[dict], ngrams: list[dict]) ->
         numbers = [f"{ngram['perplexity']:,.2f}", f"{ngram['cross_entropy']:.4f}"]
         rows.append([ngram["name"], "", *numbers, *[""] * (1 + seeded)])
     return markdown_table(header + ["over seeds"] * seeded, rows, left=2)
-
-
-def grid_table(content: dict) -> str | None:
-    """The cross-entropies of a grid of two options, the values of the first one down the rows."""
-    grid = content["study"]["grid"]
-    if len(grid) != 2 or len(content["study"]["variants"]) > 1:
-        return None
-    cells = {tuple(run["options"][name] for name in grid): run["variant"] for run in content["runs"]}
-    losses = {variant["name"]: variant["cross_entropy"]["value"] for variant in content["variants"]}
-    (down, down_values), (across, across_values) = grid.items()
-    rows = []
-    for value in down_values:
-        found = [losses.get(cells[value, other]) for other in across_values]
-        row = [MISSING if loss is None else _bold_if(loss == min(losses.values()), f"{loss:.4f}") for loss in found]
-        rows.append([value, *row])
-    return markdown_table([f"{down} \\ {across}", *across_values], rows, left=1)
-
-
-def costs_table(variants: list[dict]) -> str:
-    columns = {"parameters": "parameters", "tokens": "tokens", "tokens_per_second": "tokens/s"}
-    columns |= {"seconds": "seconds", "peak_mib": "peak MiB"}
-    lengths = list(variants[0]["cache_bytes"])
-    rows = []
-    for variant in variants:
-        caches = [variant["cache_bytes"].get(length) for length in lengths]
-        rows.append([variant["name"], *(f"{variant[name]:,.0f}" for name in columns)])
-        rows[-1] += [MISSING if size is None else f"{size:,}" for size in caches]
-    caches = [f"cache after {int(length):,} tokens, bytes" for length in lengths]
-    return markdown_table(["variant", *columns.values(), *caches], rows, left=1)
-
-
-def evaluations_table(content: dict) -> str | None:
-    names, rows = list(content["study"]["evaluate"]), []
-    for variant in content["variants"]:
-        found = [variant["evaluations"].get(name) for name in names]
-        rows.append([variant["name"], *(MISSING if one is None else f"{one['perplexity']:,.2f}" for one in found)])
-    return markdown_table(["variant", *names], rows, left=1) if names else None
 
 
 def shown(interval: dict | None, digits: int = 4, sign: str = "") -> str:

@@ -1,4 +1,4 @@
-"""Measurements of a run's machine: peak memory, versions, hardware, native bfloat16; and how freed memory is returned."""
+"""Measurements of a run's machine: peak memory, versions, hardware, native bfloat16."""
 
 import ctypes
 import datetime
@@ -34,13 +34,6 @@ def keep_freed_memory() -> None:
         libc = ctypes.CDLL(None)
         libc.mallopt(_M_MMAP_THRESHOLD, 2**30)
         libc.mallopt(_M_TRIM_THRESHOLD, -1)  # never: work that frees more than any limit would meet it every time
-
-
-def give_back_freed_memory() -> None:
-    """The opposite of [`keep_freed_memory`]: blocks of 1 MB and more go back as soon as they are freed, as on a GPU. By
-    default glibc raises that limit while a program runs."""
-    if platform.libc_ver()[0] == "glibc":
-        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1_000_000)
 
 
 def cache_bytes(cache) -> int:

@@ -1,23 +1,22 @@
-"""Stages of a long preparation: reused when nothing they depend on changed, never half written, replaced all at once."""
+"""Stages of a long preparation: reused when nothing they depend on changed, and never half written."""
 
 import hashlib
 import json
 import shutil
-import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from cli import UserError
 from hf_infini import __version__
 
-from .stages import _part_of, damage, peak_memory_bytes, seal, write_json
+from .stages import _part_of, flush, peak_memory_bytes, write_json
 
 _STAGE_FILE = "stage.json"
 
 
-def run_stage(folder: Path, options: dict, build: Callable[[Path], dict], waiting: Path | None = None) -> dict:
-    """Makes `folder` unless it was made with the same options before and is whole, and returns its record.
+def run_stage(folder: Path, options: dict, build: Callable[[Path], dict]) -> dict:
+    """Makes `folder` unless it was made with the same options before, and returns its record.
 
     `build(partial)` writes into a new folder beside it and returns a JSON-safe result; the folder gets its name only
     when all is written, so a killed run leaves nothing that looks finished.
@@ -26,60 +25,36 @@ def run_stage(folder: Path, options: dict, build: Callable[[Path], dict], waitin
         folder: what it makes.
         options: JSON-safe; what the content depends on.
         build: makes the content.
-        waiting: a new folder waits in here, and the old one stays, until [`replace_stages`] is called.
 
     Returns:
-        `{"key", "options", "result", "files", "seconds", "reused", "folder"}`; `key` is a hash of the options, for stages
-        that build on this one, `files` is a [`seal`], `folder` is where the stage is now.
+        `{"key", "options", "result", "seconds", "reused"}`; `key` is a hash of the options, for stages that depend on it.
 
     Raises:
         UserError: `folder` exists and was not made by a stage (it stays as it is).
     """
     identity = json.dumps({"version": __version__, "options": options}, sort_keys=True)
     key = hashlib.sha256(identity.encode()).hexdigest()[:16]
-    target = folder if waiting is None else waiting / folder.name
-    for place in dict.fromkeys((folder, target)):
-        record = _read_stage(place)
-        if record is not None and record["key"] == key:
-            changed = damage(place, record["files"])
-            if changed is None:
-                return {**record, "reused": True, "folder": place}
-            print(f"{place}: {changed}, so it is made again", file=sys.stderr)
-    partial = _part_of(target)
+    record = _read_stage(folder)
+    if record is not None and record["key"] == key:
+        return {**record, "reused": True}
+    partial = _part_of(folder)
     partial.mkdir(parents=True)
     start = time.perf_counter()
     try:
         result = build(partial)
-        files = seal(partial, (file for file in partial.rglob("*") if file.is_file()))
-        record = {"key": key, "options": options, "result": result, "files": files}
+        for file in partial.rglob("*"):
+            if file.is_file():
+                flush(file)
+        record = {"key": key, "options": options, "result": result}
         record["seconds"] = round(time.perf_counter() - start, 2)
         (partial / _STAGE_FILE).write_text(json.dumps(record, indent=1, ensure_ascii=False), encoding="utf-8")
-        _replace(target, partial)
+        if folder.exists():
+            (folder.parent / "manifest.json").unlink(missing_ok=True)  # the folder around it is not what it says any more
+            shutil.rmtree(folder)
+        partial.rename(folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    return {**record, "reused": False, "folder": target}
-
-
-def replace_stages(out: Path, waiting: Path, records: Iterable[dict], unwanted: Sequence[Path] = ()) -> None:
-    """Puts the stages that wait for it into `out`, whose manifest goes before the first of them.
-
-    Args:
-        out: the prepared folder.
-        waiting: that of [`run_stage`]; it is deleted.
-        records: what [`run_stage`] returned; `folder` of those that waited becomes the folder in `out`.
-        unwanted: files and folders of an earlier version, which are deleted; a folder that no stage made stays.
-    """
-    new = [record for record in records if record["folder"].parent == waiting]
-    old = [path for path in unwanted if path.is_file() or (path / _STAGE_FILE).is_file()]
-    if new or old:
-        (out / "manifest.json").unlink(missing_ok=True)
-    for record in new:
-        folder = out / record["folder"].name
-        _replace(folder, record["folder"])
-        record["folder"] = folder
-    for path in old:
-        path.unlink() if path.is_file() else shutil.rmtree(path)
-    shutil.rmtree(waiting, ignore_errors=True)
+    return {**record, "reused": False}
 
 
 def _read_stage(folder: Path) -> dict | None:
@@ -88,18 +63,12 @@ def _read_stage(folder: Path) -> dict | None:
         return None
     try:
         record = json.loads((folder / _STAGE_FILE).read_text(encoding="utf-8"))
-        return {"files": {}, **record, "key": record["key"]}
+        return {**record, "key": record["key"]}
     except (OSError, ValueError, TypeError, KeyError):
         raise UserError(
             f"{folder} exists and was not written by this program, or its {_STAGE_FILE} is damaged; move it away or choose "
             "another --out"
         ) from None
-
-
-def _replace(folder: Path, new: Path) -> None:
-    if folder.exists():
-        shutil.rmtree(folder)
-    new.rename(folder)
 
 
 def write_manifest(path: Path, *, options: dict, source: dict, record: dict, splits: Sequence[str], start: float) -> dict:

@@ -1,8 +1,7 @@
 """A run's folder, which survives a kill at any point, and the callback that writes into it while the run trains.
 
-It holds `run.json` (the options it was started with), `checkpoint-N/` (complete once they hold `complete.json`, with the
-hashes of all their files), `metrics.jsonl`, and, when it is finished, the model and
-`result.json`, with the hashes of the model's files.
+It holds `run.json` (the options it was started with), `checkpoint-N/` (complete once they hold `complete.json`),
+`metrics.jsonl`, and, when it is finished, the model and `result.json`.
 """
 
 import contextlib
@@ -22,23 +21,9 @@ from transformers import TrainerCallback, TrainerState
 
 from cli import UserError
 from hf_infini.tools.training import gate_values
-from support.stages import (
-    LEFTOVER,
-    LOCK_FOLDER,
-    damage,
-    flush,
-    locked_folder,
-    read_json,
-    seal,
-    to_json,
-    write_json,
-    write_text,
-)
+from support.stages import LEFTOVER, LOCK_FOLDER, flush, locked_folder, read_json, to_json, write_json, write_text
 
 COMPLETE, OPTIONS, RESULT, METRICS = "complete.json", "run.json", "result.json", "metrics.jsonl"
-# The files of a finished run whose hashes are in result.json
-SEALED = (METRICS, "config.json", "generation_config.json", "model*.safetensors", "model.safetensors.index.json",
-          "tokenizer.json", "tokenizer_config.json")  # fmt: skip
 # What readers of result.json use of it; recipes/train.py writes it
 RESULT_ENTRIES = dict.fromkeys(("cross_entropy", "perplexity", "seconds", "tokens_per_second", "peak_rss_mib"), float)
 RESULT_ENTRIES |= dict.fromkeys(("validation_tokens", "tokens", "steps", "parameters"), int)
@@ -53,8 +38,7 @@ def open_run(folder: Path, options: dict) -> Iterator[tuple[bool, Path | None]]:
 
     All processes of a launch call this. The main process locks the folder and looks, and the others get what it found.
 
-    Raises UserError, in all of them, when another process holds the folder, where [`check_same_run`] does, or where the
-    files of a finished run are damaged.
+    Raises UserError, in all of them, when another process holds the folder, or where [`check_same_run`] does.
     """
 
     def is_finished() -> bool:
@@ -115,20 +99,11 @@ def check_same_run(folder: Path, options: dict) -> None:
 
 
 def read_result(folder: Path) -> dict:
-    """The result.json of a finished run; a UserError where the run is not finished, or the file or the model beside it is
-    not as the run left them."""
+    """The result.json of a finished run; a UserError where the run is not finished or the file is damaged."""
     file = folder / RESULT
     if not file.exists():
         raise UserError(f"{folder} has no {RESULT}: it is not a run of recipes/train.py, or finish it with its command")
-    try:
-        result = read_json(file, RESULT_ENTRIES)
-        problem = damage(folder, result.get("files", {}))
-    except UserError as error:
-        problem = str(error)
-    if problem:
-        remedy = f"delete {file}, and the run's own command goes on from its last whole checkpoint"
-        raise UserError(f"{folder} is a finished run, but {problem}; {remedy}")
-    return result
+    return read_json(file, RESULT_ENTRIES, "delete it, and the run's own command goes on from its last checkpoint")
 
 
 def trained_length(result: dict) -> int:
@@ -146,27 +121,24 @@ def trained_length_of(model: Path) -> int | None:
 
 
 def mark_complete(checkpoint: Path) -> None:
-    """Writes the list of a checkpoint's files with their sizes and hashes: the last thing that happens to a checkpoint."""
-    files = (file for file in checkpoint.rglob("*") if file.is_file() and not file.name.startswith(COMPLETE))
-    content = {"files": seal(checkpoint, files)}
-    flush(checkpoint.parent)
-    write_json(checkpoint / COMPLETE, content)
+    """Writes `complete.json`, when all files are on the disk: the last thing that happens to a checkpoint."""
+    for file in checkpoint.rglob("*"):
+        if file.is_file():
+            flush(file)
+    write_json(checkpoint / COMPLETE, {})
 
 
 def last_complete_checkpoint(folder: Path) -> Path | None:
-    """The newest `checkpoint-N` whose every file is as it was written, or None; what is passed over is said.
+    """The newest `checkpoint-N` that was written to its end, or None; what is passed over is said.
 
     A process killed while it was saving, or while it was deleting an old checkpoint, leaves others behind.
     """
-    passed, found = [], None
-    for checkpoint in sorted(_checkpoints(folder), key=checkpoint_step, reverse=True):
-        problem = _problem_of(checkpoint)
-        if problem is None:
-            found = checkpoint
-            break
-        passed.append(f"{checkpoint.name} is not whole ({problem})")
-    if passed:
-        say(f"{'; '.join(passed)}: going on {f'from {found.name}' if found else 'from the start'}")
+    checkpoints = sorted(_checkpoints(folder), key=checkpoint_step)
+    whole = [checkpoint for checkpoint in checkpoints if (checkpoint / COMPLETE).is_file()]
+    found = whole[-1] if whole else None
+    if checkpoints and checkpoints[-1] != found:
+        start = f"from {found.name}" if found else "from the start"
+        say(f"{checkpoints[-1].name} was not written to the end: going on {start}")
     return found
 
 
@@ -177,17 +149,6 @@ def checkpoint_step(path: Path) -> int:
 
 def _checkpoints(folder: Path) -> list[Path]:
     return [path for path in folder.glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdigit()]
-
-
-def _problem_of(checkpoint: Path) -> str | None:
-    """Why a checkpoint is not whole; None where it is."""
-    if not (checkpoint / COMPLETE).is_file():
-        return "it was not written to the end"
-    try:
-        seals = read_json(checkpoint / COMPLETE, {"files": dict})["files"]
-        return damage(checkpoint, seals) if seals else f"{COMPLETE} names no file"
-    except (UserError, TypeError, ValueError):
-        return f"{COMPLETE} is damaged"
 
 
 class RunRecorder(TrainerCallback):

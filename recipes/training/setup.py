@@ -1,16 +1,14 @@
-"""What `recipes/train.py` needs around the Trainer: its data, the length of a run, its processes and trackers."""
+"""What `recipes/train.py` needs around the Trainer: its data, the length of a run, its processes."""
 
 import dataclasses
 import functools
 import hashlib
 import json
 import math
-import os
 from pathlib import Path
 
 import torch
 from transformers import Trainer, TrainerState, TrainingArguments
-from transformers.integrations import get_available_reporting_integrations
 from transformers.trainer import TRAINER_STATE_NAME
 
 from cli import UserError
@@ -19,9 +17,6 @@ from support import measurement
 from support.prepared import open_rows
 
 from .run_folder import lines_of, write_lines
-
-# The trackers that a run can report to; pip has them by these names.
-TRACKERS = ("tensorboard", "trackio", "wandb", "mlflow", "comet_ml", "clearml", "codecarbon", "dvclive", "swanlab")
 
 
 def data_fingerprint(manifest: dict) -> str:
@@ -151,7 +146,7 @@ def check_processes(arguments: TrainingArguments, expected: int | None, sharing:
 
 
 def check_sharing(run, optimizer, config, context: int) -> None:
-    """UserError when processes cannot share rows of so many tokens as `--context_parallel_size` asks them to.
+    """UserError or ValueError when processes cannot share rows of so many tokens as `--context_parallel_size` asks them to.
 
     Args:
         run, optimizer: the options of recipes/train.py; config: the model's.
@@ -161,39 +156,7 @@ def check_sharing(run, optimizer, config, context: int) -> None:
     for name, given in (("dilute_with", run.dilute_with), ("torch_compile", optimizer.torch_compile)):
         if given:
             raise UserError(f"--context_parallel_size does not go with --{name}: leave one of the two out")
-    try:
-        check_shards(config, context, run.context_parallel_size)
-    except ValueError as error:
-        raise UserError(f"--context_parallel_size {run.context_parallel_size}: {error}") from None
-
-
-def check_sharding(trainer: Trainer) -> None:
-    """UserError when `accelerate launch` was told to shard the model and does not."""
-    for name, variable, on in (
-        ("FSDP", "ACCELERATE_USE_FSDP", trainer.is_fsdp_enabled),
-        ("DeepSpeed", "ACCELERATE_USE_DEEPSPEED", trainer.is_deepspeed_enabled),
-    ):
-        if os.environ.get(variable, "").lower() == "true" and not on:
-            raise UserError(
-                f"accelerate's configuration asks for {name}, which needs GPUs, and this process is on "
-                f"{trainer.args.device}: start it without that configuration, or on GPUs and without --use_cpu"
-            )
-
-
-def check_trackers(names: list[str]) -> list[str]:
-    """The names that TrainingArguments' `report_to` takes; "none" is no tracker.
-
-    Raises UserError when one of them is unknown or its package is not installed.
-    """
-    if names == ["none"]:
-        return []
-    installed = get_available_reporting_integrations()
-    for name in names:
-        if name not in TRACKERS:
-            raise UserError(f"--report_to {name}: choose none, or any of {', '.join(TRACKERS)}")
-        if name not in installed:
-            raise UserError(f"--report_to {name} needs a package that is not installed: pip install {name}")
-    return names
+    check_shards(config, context, run.context_parallel_size)
 
 
 def checkpointing_name() -> str:

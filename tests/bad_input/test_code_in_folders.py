@@ -61,9 +61,6 @@ def test_no_recipe_runs_it(base, tmp_path, capsys, yes, name, kind):
     (tmp_path / "text.txt").write_text("To be or not to be")
     for folder in (run, data / "tokenizer"):
         infect(folder, tmp_path / "ran")
-    result = json.loads((run / "result.json").read_text())
-    del result["files"]  # an older run's, whose files have no hashes
-    (run / "result.json").write_text(json.dumps(result))
     if kind == "unknown":
         config = json.loads((run / "config.json").read_text())
         (run / "config.json").write_text(json.dumps(config | {"model_type": "foreign"}))
@@ -99,13 +96,3 @@ def test_every_call_says_that_code_does_not_run():
             assert given.get("trust_remote_code") == "False", place
 
 
-def test_published_folders_name_no_other_code(base, tmp_path):
-    """push.py loads what it has written by the code in it: that must be its own."""
-    from cards import folder as cards_folder
-    from cli import UserError
-
-    cards_folder.write_model(small_run(base), tmp_path / "card")
-    infect(tmp_path / "card", tmp_path / "ran")
-    with pytest.raises(UserError, match="code that is not this package's"):
-        cards_folder.check_folder(tmp_path / "card")
-    assert not (tmp_path / "ran").exists()

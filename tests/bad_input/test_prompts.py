@@ -60,7 +60,6 @@ def code_of_its_own(folder):
 BPE, CONFIG = "tokenizer.json", "tokenizer_config.json"
 TOKENIZERS = {
     "cut": (written(BPE, b'{"version": "1.0", "tru'), "cannot be loaded"),
-    "no vocabulary": (changed(model=lambda model: model | {"vocab": {}, "merges": []}), "empty vocabulary"),
     "no end of text": (removed(CONFIG), "no end-of-text token"),
     "code of its own": (code_of_its_own, "cannot be loaded"),
 }
@@ -100,7 +99,7 @@ PROMPTS = {
     "a file that leads nowhere": (["--prompt_file", "link"], "--prompt_file link"),
     "too long in a file": (["--prompt_file", "long"], "this model has 64 learned positions"),
     "too long with what is asked for": (["--prompt", "o rato", "--max_new_tokens", "64"], "64 learned positions"),
-    "a text as memory": (["--prompt", "a", "--memory", "long"], "--memory"),
+    "a text as memory": (["--prompt", "a", "--memory", "long"], "no memory file"),
 }
 
 

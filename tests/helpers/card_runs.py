@@ -63,12 +63,6 @@ def evaluation(split, cross_entropy, tokens, **options) -> dict:
     return MEASURED | found | {"memory": options["memory"], "data_fingerprint": fingerprint}
 
 
-def baseline(split) -> dict:
-    rows = [("unigram", 2.5, 10.0), ("bigram", 2.0, 9.0)]
-    orders = [{"name": name, "cross_entropy": loss, "perplexity": exp, "tokens": 31_111} for name, loss, exp in rows]
-    return MEASURED | {"split": split, "training_tokens": 54_321, "orders": orders}
-
-
 def cell(correct, **place) -> dict:
     found = {"samples": 48, "correct": correct, "accuracy": correct / 48, "low": correct / 100, "high": correct / 48}
     return place | found | {"cross_entropy": 2.5, "chance": 0.02}

@@ -122,9 +122,10 @@ def random_case(seed: int | random.Random, dtype=torch.float32, **fixed) -> Case
     )
 
 
-def keeping_case(seed: int, dtype=torch.float64, **fixed) -> Case:
+def keeping_case(seed: int | random.Random, dtype=torch.float64, **fixed) -> Case:
     """A random case that keeps tokens, by any score: in some more than there are, in some few."""
-    pick, draw = random.Random(-seed), torch.Generator().manual_seed(seed)
+    pick = seed if isinstance(seed, random.Random) else random.Random(-seed)
+    draw = torch.Generator().manual_seed(seed if isinstance(seed, int) else pick.randrange(1000))
     case = random_case(seed, dtype, **fixed)
     shape, options = case.key.shape[:3], case.options
     options["keep_score"] = pick.choice(["attention", "learned", "half"])
@@ -134,16 +135,18 @@ def keeping_case(seed: int, dtype=torch.float64, **fixed) -> Case:
     if "rotary" in options:
         options["rotary"] = rotary_of(case.segment_length, options, case.key.shape[-1], dtype)
     return case
+
+
 def cases(dtype=torch.float64, **fixed) -> st.SearchStrategy[Case]:
     """Random cases that hypothesis draws, and makes as simple as it can where a test fails."""
     return st.randoms(use_true_random=False).map(lambda pick: random_case(pick, dtype, **fixed))
 
 
-def cut_cases(dtype=torch.float64, **fixed) -> st.SearchStrategy[tuple[Case, list[int]]]:
+def cut_cases(dtype=torch.float64, make=random_case, **fixed) -> st.SearchStrategy[tuple[Case, list[int]]]:
     """Random cases, and where to cut each into cached calls."""
 
     def drawn(pick: random.Random):
-        case = random_case(pick, dtype, **fixed)
+        case = make(pick, dtype, **fixed)
         return case, random_cuts(pick, case.query.shape[2])
 
     return st.randoms(use_true_random=False).map(drawn)

@@ -43,7 +43,6 @@ ENTRIES = [
     ("infini_gpt2", {"n_layer": True}, "Field 'n_layer' expected int, got bool"),
     ("infini_gpt2", {"n_layer": None}, "Field 'n_layer' expected int, got NoneType"),
     ("infini_gpt2", {"n_layer": 4}, r"are incomplete: \d+ tensors, such as .*h.3."),
-    ("infini_gpt2", {"n_layer": 2}, "are of a larger model"),
     ("infini_gpt2", {"n_head": 5}, "divisible by num_heads"),
     ("infini_gpt2", {"n_head": 2}, SIZES),
     ("infini_gpt2", {"vocab_size": 90}, SIZES),
@@ -58,9 +57,8 @@ ENTRIES = [
     ("infini_gpt2", {"layers": [0, 0]}, "layers must name some"),
     ("infini_gpt2", {"layers": []}, "layers must name some"),
     ("infini_gpt2", {"memory_write": "learned"}, "give feature_map='exp' or 'learned' with it"),
-    ("infini_gpt2", {"segment_lenght": 4}, "has no option segment_lenght"),
     ("infini_gpt2", {"add_cross_attention": True}, "add_cross_attention=True is not supported"),
-    ("causal_mha", {"n_head": 3}, "n_head=3 must divide n_embd=32"),
+    ("causal_mha", {"n_head": 3}, "num_heads must divide d_out, .* 32 / 3"),
     ("causal_mha", {"attention": "global"}, "segment_length=8 belongs to attention='infini'"),
     ("causal_mha", {"qkv_bias": True}, "are incomplete: .*bias"),
     ("infini_llama", {"segment_length": None}, "give exactly one of segment_length"),
@@ -102,4 +100,4 @@ def test_values_that_no_model_can_have(kind, changes, message, saved, tmp_path):
 @pytest.mark.parametrize("config", [CausalMHAConfig, InfiniGPT2Config])
 def test_the_model_of_another_architecture(config, saved):
     folder = saved / "infini_llama"
-    refused(lambda: config.from_pretrained(folder), "is of the model type 'infini_llama', and a", str(folder))
+    refused(lambda: config.from_pretrained(folder), "is made from a configuration of .*; this one is of 'infini_llama'")

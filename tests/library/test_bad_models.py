@@ -44,13 +44,6 @@ def tensors(change):
     return damage
 
 
-def put(value):
-    def change(found, names):
-        found[names["matrix"]].view(-1)[5] = value
-
-    return tensors(change)
-
-
 def replaced(function, which="matrix"):
     def change(found, names):
         found[names[which]] = function(found[names[which]])
@@ -70,11 +63,6 @@ def renamed(found, names):
     found["other"] = found.pop(names["matrix"])
 
 
-def larger(found, names):
-    for name in names["layer"]:
-        found[name.replace(".2.", ".3.")] = found[name].clone()
-
-
 HEADER = "cannot be loaded: SafetensorError"
 SIZES = "cannot be loaded: RuntimeError: You set `ignore_mismatched_sizes` to `False`"
 WEIGHT_CASES = {
@@ -83,15 +71,12 @@ WEIGHT_CASES = {
     "a header of no JSON": (write(struct.pack("<Q", 8) + b"not json"), HEADER),
     "no tensors": (lambda folder: save_file({}, folder / WEIGHTS, {"format": "pt"}), "are incomplete"),
     "without format": (lambda folder: save_file({"a": torch.ones(2)}, folder / WEIGHTS), "are incomplete"),
-    "a tensor missing": (without("matrix"), "are incomplete: .* is not there"),
-    "a norm missing": (without("norm"), r"are incomplete: .*(ln_f|norm)\.weight is not there"),
-    "a layer missing": (without("layer"), r"are incomplete: \d+ tensors, such as .*(h|layers)\.2\..*, are not there"),
+    "a tensor missing": (without("matrix"), "are incomplete: 1 tensors, such as .*, are missing"),
+    "a norm missing": (without("norm"), r"are incomplete: .*(ln_f|norm)\.weight, are missing"),
+    "a layer missing": (without("layer"), r"are incomplete: \d+ tensors, such as .*(h|layers)\.2\..*, are missing"),
     "renamed": (tensors(renamed), "are incomplete"),
-    "a layer more": (tensors(larger), r"are of a larger model .*: \d+ tensors, such as .*\.3\..*, are left over"),
     "turned": (replaced(lambda t: torch.cat([t, t]).T), SIZES),
     "a short norm": (replaced(lambda t: t[:4], "norm"), SIZES),
-    "NaN": (put(float("nan")), "hold NaN or infinity in 1 tensors, such as .*0"),
-    "a norm of NaN": (replaced(lambda t: t * float("nan"), "norm"), "hold NaN or infinity"),
     "no file": (lambda folder: (folder / WEIGHTS).unlink(), "no file named model.safetensors"),
 }
 
@@ -100,19 +85,6 @@ WEIGHT_CASES = {
 def test_damaged_weights(case, saved, tmp_path):
     kind = [*KINDS][[*WEIGHT_CASES].index(case) % len(KINDS)]
     check_refused(saved, tmp_path, kind, *WEIGHT_CASES[case], load=load_causal_lm)
-
-
-def test_a_memory_that_lacks_a_parameter_of_one_layer(saved, tmp_path):
-    def change(found, names):
-        del found[next(name for name in sorted(found) if name.endswith("1.attn.gate.weight"))]
-
-    check_refused(saved, tmp_path, "infini_gpt2", tensors(change), r"are incomplete: .*1\.attn\.gate\.weight is not there")
-
-
-@pytest.mark.parametrize("case", ["a layer missing", "NaN"])
-def test_damaged_plain_weights_get_no_memory(case, saved, tmp_path):
-    load = AutoInfiniModelForCausalLM.from_pretrained
-    check_refused(saved, tmp_path, "gpt2", *WEIGHT_CASES[case], load=load, segment_length=8)
 
 
 def first_shard(folder):
@@ -169,7 +141,7 @@ TOKENIZER_CASES = {
     "a list": (write(b"[]", "tokenizer.json"), "tokenizer"),
     "an object": (write(b"{}", "tokenizer.json"), "tokenizer"),
     "a broken configuration": (write(b"{", "tokenizer_config.json"), "tokenizer"),
-    "too many words": (other_tokenizer(90), "the tokenizer of .* has 90 tokens, and the model 89"),
+    "too many words": (other_tokenizer(90), "the tokenizer of .* is not the model's: it has 90 tokens, the model 89"),
 }
 
 
@@ -187,7 +159,7 @@ def test_another_tokenizer_of_the_same_size(saved, tmp_path):
     model = load_causal_lm(folder)
     load_tokenizer(folder, model)
     other_tokenizer(89, shift=1)(folder)
-    refused(lambda: load_tokenizer(folder, model), "is not the model's: its tokens have other ids", str(folder))
+    refused(lambda: load_tokenizer(folder, model), "is not the model's: .* ids are others", str(folder))
 
 
 # --- what may be new --------------------------------------------------------------------------------------------------
@@ -221,7 +193,7 @@ def test_the_head_of_a_language_model_may_come_from_a_base_model_but_a_recipe_ne
     base = AutoModel.from_pretrained(saved / "causal_mha")
     base.save_pretrained(tmp_path)
     assert AutoModelForCausalLM.from_pretrained(tmp_path).lm_head.weight.isfinite().all()
-    refused(lambda: load_causal_lm(tmp_path), "are incomplete: lm_head.weight is not there", str(tmp_path))
+    refused(lambda: load_causal_lm(tmp_path), "are incomplete: 1 tensors, such as lm_head.weight", str(tmp_path))
 
 
 def test_options_that_the_user_gives_on_loading_are_checked_like_those_of_a_file(saved):

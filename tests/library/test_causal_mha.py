@@ -225,7 +225,7 @@ def test_dropout_drops_weights_in_training_only():
 def test_errors_name_shapes_and_options():
     with pytest.raises(ValueError, match=r"num_heads must divide d_out.*got 10 / 3"):
         CausalMultiHeadAttention(4, 10, 3)
-    with pytest.raises(Exception, match="Choose score='scaled_dot' or 'dot'"):
+    with pytest.raises(Exception, match="does not go with both score='general' and position_encoding='rope'"):
         attention(attention="infini", segment_length=4, score="general", position_encoding="rope")
     module = CausalMultiHeadAttention(4, 6, 3)
     with pytest.raises(ValueError, match=r"\[batch, tokens, d_in\] with d_in = 4; got \[5, 4\]"):
@@ -234,14 +234,13 @@ def test_errors_name_shapes_and_options():
         module(torch.zeros(1, 5, 3))
     with pytest.raises(ValueError, match="unknown options window; an attention takes attention, score"):
         CausalMultiHeadAttention(4, 6, 3, window=4)
-    with pytest.raises(ValueError, match="'learned' is added to the embeddings"):
-        CausalMultiHeadAttention(4, 6, 3, position_encoding="learned")
-    with pytest.raises(ValueError, match="attention='none' is a block without this module"):
-        CausalMultiHeadAttention(4, 6, 3, attention="none")
-    with pytest.raises(ValueError, match="in config or by name, not both; got score"):
+    for options in ({"position_encoding": "learned"}, {"attention": "none"}):
+        with pytest.raises(ValueError, match="attention='none' is a block without this module, and 'learned'"):
+            CausalMultiHeadAttention(4, 6, 3, **options)
+    with pytest.raises(ValueError, match="unknown options score; an attention takes none beside its config"):
         CausalMultiHeadAttention(4, 6, 3, config=CausalMHAConfig(n_embd=6, n_head=3), score="dot")
     segmented, x = CausalMultiHeadAttention(4, 6, 3, attention="infini", segment_length=4), torch.zeros(1, 5, 4)
-    with pytest.raises(ValueError, match="attention='infini' does not use mask and distance"):
-        segmented(x, mask=torch.ones(1, 1, 5, 5, dtype=torch.bool), distance=torch.zeros(5, 5))
+    with pytest.raises(ValueError, match="attention='infini' does not use mask"):
+        segmented(x, mask=torch.ones(1, 1, 5, 5, dtype=torch.bool))
     with pytest.raises(ValueError, match="attention='global' does not use infini"):
         module(x, infini=SharedInputs(segment_layout(1, 5, 4), None, {}))

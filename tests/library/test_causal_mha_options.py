@@ -38,7 +38,7 @@ def test_what_positions_add_to_the_embeddings():
 def test_learned_positions_say_where_they_end():
     model = causal_mha(position_encoding="learned")
     assert model(token_ids(1, 64)).logits.shape == (1, 64, 89)
-    with pytest.raises(ValueError, match="position 64 is beyond this model's 64 learned positions.*all but 'learned'"):
+    with pytest.raises(ValueError, match="position 64 is beyond this model's 64 learned positions.*train a model"):
         model(token_ids(1, 65))
 
 
@@ -53,7 +53,7 @@ def test_caches_of_a_window_and_of_a_memory_stay_as_they_are():
 
 def test_what_a_memory_cannot_do_is_refused():
     model, ids = causal_mha(**REACHES["infini"]), token_ids(1, 10)
-    with pytest.raises(ValueError, match="must be an InfiniCache, got DynamicCache"):
+    with pytest.raises(ValueError, match="must be an InfiniCache of .*this DynamicCache is of"):
         model(ids, past_key_values=DynamicCache(config=model.config))
     with pytest.raises(ValueError, match="cache_implementation='static' is not for a model with a compressive memory"):
         model.generate(ids, max_new_tokens=2, cache_implementation="static", pad_token_id=0)
@@ -65,16 +65,16 @@ def test_a_wrong_cache_is_refused():
     ids, infini = token_ids(1, 10), causal_mha(**REACHES["infini"])
     for reach in ("global", "local", "none"):
         model = causal_mha(**REACHES[reach])
-        with pytest.raises(ValueError, match="is for layers with a compressive memory, and this CausalMHAConfig"):
+        with pytest.raises(ValueError, match="this CausalMHAConfig has no layers with a memory"):
             InfiniCache(model.config)
         for wrong in (InfiniCache(infini.config), ((torch.zeros(1, 4, 3, 8),) * 2,) * 3):
-            with pytest.raises(ValueError, match=f"must be a .* cache of keys and values, got {type(wrong).__name__}"):
+            with pytest.raises(ValueError, match=f"must hold the keys and values .* got a {type(wrong).__name__}"):
                 model(ids, past_key_values=wrong)
-        with pytest.raises(ValueError, match="got InfiniCache: this model has no memory"):
+        with pytest.raises(ValueError, match="must hold the keys and values .* got a InfiniCache"):
             model.generate(ids, past_key_values=InfiniCache(infini.config), max_new_tokens=2)
     local = causal_mha(attention="local", sliding_window=5)
-    for model, seen in ((causal_mha(), "everything before"), (causal_mha(**REACHES["local"]), "7 tokens")):
-        with pytest.raises(ValueError, match=f"keeps a window of 5 tokens, and this model's tokens see {seen}"):
+    for model in (causal_mha(), causal_mha(**REACHES["local"])):  # which see more than its window
+        with pytest.raises(ValueError, match="must hold the keys and values that this model's tokens see"):
             model(ids, past_key_values=DynamicCache(config=local.config))
     with pytest.raises(ValueError, match=r"other layers: this one has 3, with memory in \[0, 1, 2\]"):
         infini(ids, past_key_values=InfiniCache(causal_mha(**REACHES["infini"], n_layer=2).config))
@@ -112,20 +112,19 @@ def test_first_values():
     "options, message",
     [
         ({"attention": "sparse"}, r"'attention' expected one of \('global', 'local', 'infini', 'none'\), got sparse"),
-        ({"attention": "local"}, "attention='local' needs a sliding_window of 1 token or more; got None"),
+        ({"attention": "local"}, "attention='local' needs a sliding_window of 1 token or more"),
         (
             {"attention": "infini", "segment_length": 4, "update_rule": "gated_delta", "memory_init": "noise"},
             "update_rule='gated_delta' does not go with memory_init='noise': the noise is a first normaliser",
         ),
-        ({"attention": "infini", "segment_length": 4, "layers": [0]}, r"layers=\[0\] is for infini_gpt2"),
-        ({"sliding_window": 5}, "sliding_window=5 belongs to attention='local' and does nothing with attention='global'"),
+        ({"attention": "infini", "segment_length": 4, "layers": [0]}, r"layers=\[0\] is not for this model"),
+        ({"sliding_window": 5}, "sliding_window=5 belongs to attention='local' and does nothing with 'global'"),
         ({"attention": "local", "sliding_window": 5, "memory_conv": 2}, "memory_conv=2 belongs to attention='infini'"),
         ({"attention": "none", "score": "dot"}, "score='dot' belongs to attention='global' or 'local' or 'infini'"),
         ({"rope_theta": 100}, "rope_theta=100 belongs to position_encoding='rope' and does nothing with .*'learned'"),
-        (REACHES["infini"] | {"score": "additive"}, "attention='infini' goes with score scaled_dot, dot, general"),
+        (REACHES["infini"] | {"score": "additive"}, "attention='infini' needs a score that is a product, scaled_dot, dot"),
         (REACHES["infini"] | {"position_encoding": "t5"}, "attention='infini' goes with position_encoding learned, "),
         ({"attention": "none", "position_encoding": "rope"}, "acts inside the attention, and attention='none' has none"),
-        ({"position_encoding": "rope", "n_embd": 12}, "must be even; got 12 / 4 = 3"),
         ({"position_encoding": "t5", "num_buckets": 64, "max_distance": 20}, "num_buckets=64, max_distance=20"),
     ],
 )
@@ -145,7 +144,7 @@ def test_inputs_are_checked(make, options):
         model(ids, inputs_embeds=torch.zeros(2, 3, 32))
     cache = model(ids, use_cache=True).past_key_values
     for empty in (ids[:, :0], ids[:0]):
-        message = rf"with a row and a token at least; got \[{empty.shape[0]}, {empty.shape[1]}\]"
+        message = rf"with a row and a token at least; got \[{empty.shape[0]}, {empty.shape[1]}\] of . dimensions"
         mask = torch.ones_like(empty)
         for call in ({"input_ids": empty}, {"inputs_embeds": torch.zeros(*empty.shape, 32)}):
             for more in ({}, {"attention_mask": mask}, {"past_key_values": cache}):

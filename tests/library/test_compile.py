@@ -20,6 +20,7 @@ MIXED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window
 SHARED_ROPE = dict(denominator="shared", position_encoding="rope")
 MODELS = {
     "gpt2": lambda: infini_gpt2(n_layer=1, position_encoding="segment"),
+    "kept": lambda: infini_gpt2(n_layer=1, position_encoding="segment", local_segments=1, sink_tokens=2, kept_tokens=6),
     "gated_delta": lambda: infini_gpt2(n_layer=1, update_rule="gated_delta", memory_init="learned", segment_length=10),
     "convolution": lambda: infini_gpt2(n_layer=1, memory_conv=2, local_segments=1, feature_map="learned", **SHARED_ROPE),
     "causal_mha": lambda: causal_mha(n_layer=1, attention="infini", segment_length=8, position_encoding="rope"),
@@ -124,7 +125,8 @@ def test_decoding_is_one_graph_for_all_tokens(name, batch):
 
 
 @pytest.mark.slow
-def test_an_exported_forward_computes_the_same_logits_after_loading(tmp_path):
+@pytest.mark.parametrize("name", ["gpt2", "kept"])
+def test_an_exported_forward_computes_the_same_logits_after_loading(name, tmp_path):
     """Any number of rows, and any multiple of the segment length."""
 
     def inputs(batch: int, tokens: int) -> dict:
@@ -132,7 +134,7 @@ def test_an_exported_forward_computes_the_same_logits_after_loading(tmp_path):
         mask[0, :5] = mask[-1, -3:] = 0
         return {"input_ids": token_ids(batch, tokens), "attention_mask": mask}
 
-    model, given = MODELS["gpt2"](), inputs(2, 32)
+    model, given = MODELS[name](), inputs(2, 32)
     dynamic = {0: torch.export.Dim("batch", min=1, max=64), 1: 8 * torch.export.Dim("segments", min=2, max=64)}
     shapes = dict.fromkeys(given, dynamic) | {"use_cache": None}
     program = torch.export.export(model, (), given | {"use_cache": False}, dynamic_shapes=shapes)

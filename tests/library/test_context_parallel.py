@@ -32,7 +32,10 @@ def model_of(draw: random.Random, dtype: torch.dtype):
         "memory_conv": draw.choice([0, 1, 3]),
         "memory_init": draw.choice(["zeros", "learned"]),
         "mask_special_tokens": draw.random() < 0.5,
+        "kept_tokens": draw.choice([0, 0, 5, 12]),
     }
+    if options["kept_tokens"]:
+        options["keep_score"] = draw.choice(["attention", "learned", "half"])
     if rule != "gated_delta":
         options |= draw.choice([{}, {"denominator": "shared"}, {"feature_map": "exp", "memory_write": "learned"}])
     kind = draw.choice(["gpt2", "causal_mha", "llama"])
@@ -44,7 +47,7 @@ def model_of(draw: random.Random, dtype: torch.dtype):
         model = causal_mha(n_positions=128, attention="infini", position_encoding="rope", **options)
     generator = torch.Generator().manual_seed(0)
     for name, parameter in model.named_parameters():
-        if name.endswith(("memory_conv", "memory_write", "start_memory", "start_normaliser")):
+        if name.endswith(("memory_conv", "memory_write", "start_memory", "start_normaliser", "keep_weight")):
             parameter.data += 0.3 * torch.randn(parameter.shape, generator=generator)
     return model.to(dtype)
 
@@ -281,13 +284,16 @@ def received(rule: str, tokens: int, **options) -> list[int]:
 
 def counts() -> dict[str, list[list[int]]]:
     options = {"segment_length": 8, "local_segments": 2, "memory_conv": 3}
-    return {rule: [received(rule, tokens, **options) for tokens in (96, 192)] for rule in RULES}
+    found = {rule: [received(rule, tokens, **options) for tokens in (96, 192)] for rule in RULES}
+    return found | {"kept": [received("linear", tokens, **options, kept_tokens=5) for tokens in (96, 192)]}
 
 
 def test_bytes_do_not_grow_with_the_text():
-    """Per layer and row: the ranks' states, the window of the rank before, the convolution's inputs; backwards likewise."""
+    """Per layer and row: the ranks' states, the window of the rank before, the convolution's inputs; backwards likewise. And
+    of each rank the kept tokens, their scores and numbers in float64, and what it gave those that later ones may see."""
     heads, width, channels = 4, 8, 32
     maps = {"linear": width * (width + 1), "delta": width + width * 2 * width, "gated_delta": width * 2 * width}
+    maps["kept"] = maps["linear"]
     for rank, found in enumerate(on_ranks(counts, 3)):
         assert not isinstance(found, Exception), found
         for rule, lengths in found.items():
@@ -295,5 +301,6 @@ def test_bytes_do_not_grow_with_the_text():
             weights = 2 * (rule == "gated_delta")  # log β and log α
             window = 2 * 8 * heads * (2 * width + weights) * 4 + 2 * channels * 4
             forward, backward = window * (rank > 0), window * (rank < 2)
-            wanted = 2 * (2 * states + forward + backward)  # two rows
+            kept = heads * (2 * 5 * 2 * width * 4 + 5 * 2 * 8 + (5 + 24) * 4) * (rule == "kept")
+            wanted = 2 * (2 * states + forward + backward + 2 * kept)  # two rows
             assert lengths == [[wanted, 2 * wanted]] * 2

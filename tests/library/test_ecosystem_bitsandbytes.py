@@ -15,6 +15,8 @@ KINDS = {
     "4bit": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
     "8bit": {"load_in_8bit": True},
 }
+# Up to sinks, kept tokens and window the memory is not read: 40 tokens
+WINDOW = {"segment_length": 8, "local_segments": 1, "sink_tokens": 2, "kept_tokens": 22, "keep_score": "half"}
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
 # Without biases, so that no parameter of a layer is of floating point; with some; Conv1D
 MODELS = {"llama": lambda: decoder("llama", **SIZES), "qwen2": lambda: decoder("qwen2", **SIZES)}
@@ -43,7 +45,7 @@ def test_in_one_segment_it_is_the_model_with_the_same_weights(stored, dtype):
     logits(model)  # the first call of a layer may bring its weights into another form, which rounds otherwise
     wanted, kinds = logits(model), {name: parameter.dtype for name, parameter in model.named_parameters()}
     assert {torch.uint8, torch.int8} & set(kinds.values())
-    patch_model(model, segment_length=64)
+    patch_model(model, **WINDOW)
     after = {name: parameter.dtype for name, parameter in model.named_parameters()}
     gates = {name: kind for name, kind in after.items() if name.endswith("attn.gate.weight")}
     assert set(gates.values()) == {dtype} and {name: after[name] for name in kinds} == kinds
@@ -55,7 +57,7 @@ def test_in_one_segment_it_is_the_model_with_the_same_weights(stored, dtype):
 @pytest.mark.slow
 def test_it_generates_saves_and_loads(stored, tmp_path):
     folder, options = stored
-    window = {"segment_length": 8, "local_segments": 1, "sink_tokens": 2, "gate_init": -1.0}
+    window = WINDOW | {"kept_tokens": 6, "gate_init": -1.0}
     model = patch_model(AutoModelForCausalLM.from_pretrained(folder, **options), **window)
     model.save_pretrained(tmp_path)
     text = generate(model, inputs=IDS, attention_mask=torch.ones_like(IDS))
@@ -74,7 +76,7 @@ def test_a_step_of_lora_has_the_gradients_of_the_plain_model(stored):
 
     def gradients(patch: bool):
         model = AutoModelForCausalLM.from_pretrained(folder, **options)
-        model = prepare_model_for_kbit_training(patch_model(model, segment_length=64) if patch else model)
+        model = prepare_model_for_kbit_training(patch_model(model, **WINDOW) if patch else model)
         lora = LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False, modules_to_save=["gate"] if patch else None)
         torch.manual_seed(0)
         model = get_peft_model(model, lora).train()

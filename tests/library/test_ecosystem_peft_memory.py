@@ -18,6 +18,7 @@ adapted = peft.get_peft_model
 
 OPTIONS = {"segment_length": 8, "local_segments": 1, "gate_init": 0.0}
 LEARNED = {"memory_init": "learned", "memory_conv": 2, "memory_write": "learned", "feature_map": "learned"}
+LEARNED |= {"kept_tokens": 4, "keep_score": "half"}
 IDS = token_ids(2, 50)
 HINT = "hf_infini.load_adapter"
 
@@ -36,11 +37,11 @@ def logits(model):
 
 
 def shaken(model):
-    """The model, in which all that is trained is random, as after training."""
+    """The model, in which all that is trained or fitted is random, as after training."""
     draw = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.requires_grad:
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad or name.endswith("keep_weight"):
                 parameter.add_(torch.randn(parameter.shape, generator=draw), alpha=0.3)
     return model
 

@@ -16,6 +16,7 @@ from hf_infini.layers.gates import gates_of
 from hf_infini.layers.memory_layer import memory_parameters
 from hf_infini.tools.training import parameter_groups
 from models import causal_mha
+from ranks import on_ranks
 
 peft = pytest.importorskip("peft", reason="pip install peft")
 trl = pytest.importorskip("trl", reason="pip install trl")
@@ -23,6 +24,7 @@ from datasets import Dataset  # noqa: E402
 
 OPTIONS = {"segment_length": 8, "local_segments": 1}
 LEARNED = {"memory_init": "learned", "memory_conv": 2, "memory_write": "learned", "feature_map": "learned"}
+KEEPING = {"kept_tokens": 4, "keep_score": "half"}
 GATED = {"update_rule": "gated_delta", "memory_init": "learned"}
 STILL, SLOW = "gates of its memory are not", "gives the gates of a memory the learning rate"
 ROOT = Path(__file__).parents[2]
@@ -42,11 +44,11 @@ def gates(model):
     return torch.stack([gate().detach() for gate in gates_of(model).values()])
 
 
-@pytest.mark.parametrize("options", [LEARNED, GATED, {"layers": [1, 3]}], ids=["learned", "gated", "layers"])
+@pytest.mark.parametrize("options", [LEARNED, GATED | KEEPING, {"layers": [1, 3]}], ids=["learned", "gated", "layers"])
 def test_lora_config_trains_all_of_the_memory(options):
     model = with_lora(lora_config, **options)
     learned = {name for name, parameter in model.named_parameters() if parameter.requires_grad and "lora_" not in name}
-    kept = {*memory_parameters(patched(**options))}
+    kept = {name for name in memory_parameters(patched(**options)) if not name.endswith("keep_weight")}  # has no gradient
     assert len(kept) >= len(model.config.infini_layers)
     assert {name.removeprefix("base_model.model.").replace(".modules_to_save.default", "") for name in learned} == kept
 
@@ -84,6 +86,20 @@ def loop(model, optimizer=None, steps=4, rate_of=None):
         model(input_ids=ids, labels=ids).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+
+
+def by_two() -> list[list]:
+    """DDP does without `find_unused_parameters`: whatever is to be trained has a gradient in every step."""
+    torch.manual_seed(0)
+    model = with_lora(lora_config, **LEARNED, **KEEPING)
+    loop(torch.nn.parallel.DistributedDataParallel(model), steps=3)
+    return [parameter.tolist() for parameter in model.parameters() if parameter.requires_grad]
+
+
+def test_all_that_lora_config_trains_has_a_gradient_on_two_processes():
+    one, other = on_ranks(by_two, 2)
+    assert not isinstance(one, Exception), one
+    assert len(one) > 20 and one == other
 
 
 def with_trainer(model, folder, groups=None, **options):

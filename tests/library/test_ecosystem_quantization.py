@@ -13,6 +13,8 @@ from models import causal_mha, infini_gpt2, token_ids
 torchao = pytest.importorskip("torchao.quantization", reason="pip install torchao")
 
 INT8 = torchao.Int8WeightOnlyConfig()
+# Up to sinks, kept tokens and window the memory is not read: 40 tokens
+WINDOW = {"segment_length": 8, "local_segments": 1, "sink_tokens": 2, "kept_tokens": 22, "keep_score": "half"}
 MEMORY = ("gate.weight", "start_memory", "start_normaliser", "memory_conv")
 
 
@@ -101,13 +103,13 @@ def test_in_one_segment_it_is_the_plain_model_with_the_same_weights(model_type, 
     decoder(model_type).save_pretrained(tmp_path / "plain")
     options, ids = {"quantization_config": TorchAoConfig(INT8)}, token_ids(2, 40)
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", **options).eval()
-    loaded = AutoInfiniModelForCausalLM.from_pretrained(tmp_path / "plain", segment_length=64, **options).eval()
+    loaded = AutoInfiniModelForCausalLM.from_pretrained(tmp_path / "plain", **WINDOW, **options).eval()
     assert quantized_layers(loaded) == quantized_layers(plain) != []
     assert all(gate.dtype == torch.float32 for name, gate in loaded.named_parameters() if name.endswith("attn.gate.weight"))
     wanted = plain(ids, use_cache=False).logits
     # Sums of float32 in another order, in four layers
     torch.testing.assert_close(loaded(ids, use_cache=False).logits, wanted, rtol=1e-4, atol=1e-4)
-    patched = patch_model(plain, segment_length=64)
+    patched = patch_model(plain, **WINDOW)
     torch.testing.assert_close(patched(ids, use_cache=False).logits, wanted, rtol=1e-4, atol=1e-4)
 
 
@@ -118,7 +120,7 @@ def test_inputs_of_8_bits_have_no_gradient_and_are_turned_all_the_same(tmp_path)
     config, ids = TorchAoConfig(torchao.Int8DynamicActivationInt8WeightConfig()), token_ids(2, 40)
     plain = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config).eval()
     wanted = plain(ids, use_cache=False).logits
-    found = patch_model(plain, segment_length=64)(ids, use_cache=False).logits
+    found = patch_model(plain, **WINDOW)(ids, use_cache=False).logits
     # An input that is rounded differently in the last place can fall to the next of its 255 numbers, in each of four layers
     assert (found - wanted).abs().mean() < 0.02 * wanted.abs().mean()
 
@@ -130,7 +132,7 @@ def test_weights_of_torch_ao_have_no_parameters():
     ids = token_ids(2, 40)
     with torch.no_grad():
         wanted = model(ids, use_cache=False).logits
-        found = patch_model(model, segment_length=64)(ids, use_cache=False).logits
+        found = patch_model(model, **WINDOW)(ids, use_cache=False).logits
         text = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=5, eos_token_id=None)
         again = unpatch_model(model)(ids, use_cache=False).logits
     # An input that is rounded differently in the last place can fall to the next of its 255 numbers, in each of four layers

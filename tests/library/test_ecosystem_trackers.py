@@ -9,9 +9,7 @@ from unittest import mock
 
 import pytest
 
-from cli import UserError
 from running import SIZES, load_recipe, prepared_data, run
-from training import setup
 
 pytestmark = pytest.mark.slow  # they share trained runs
 
@@ -70,10 +68,3 @@ def test_trackio_holds_losses_and_gates_without_a_network(folder):
     for tag, values in expected_values(folder).items():
         found = {row["train/global_step"]: row[tag] for row in rows if tag in row}
         assert found == pytest.approx(values, rel=1e-5), tag
-
-
-def test_an_unknown_tracker_is_refused_with_the_list():
-    with pytest.raises(UserError, match="--report_to tensorbord: choose none, or any of tensorboard, trackio, wandb"):
-        setup.check_trackers(["trackio", "tensorbord"])
-    with pytest.raises(UserError, match="--report_to none"):
-        setup.check_trackers(["none", "trackio"])

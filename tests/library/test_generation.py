@@ -13,7 +13,7 @@ from models import FLOAT32, causal_mha, generate, gpt2, infini_gpt2, left_padded
 VARIANTS = [
     {"layers": [1], "position_encoding": "segment", "memory_init": "learned"},
     {"segment_length": 3, "update_rule": "delta", "local_segments": 2, "attn_implementation": "eager"},
-    {"segment_length": 10, "update_rule": "gated_delta", "memory_conv": 2, "sink_tokens": 2},
+    {"segment_length": 10, "update_rule": "gated_delta", "memory_conv": 2, "sink_tokens": 2, "kept_tokens": 4},
 ]
 
 
@@ -103,7 +103,7 @@ def test_what_a_memory_cannot_do_is_refused_clearly():
         generate(model, input_ids=ids, assistant_model=gpt2())
     with pytest.raises(ValueError, match="assisted generation is not supported with stateful models"):
         generate(model, input_ids=ids, prompt_lookup_num_tokens=2)
-    with pytest.raises(ValueError, match="must be an InfiniCache, got DynamicCache"):
+    with pytest.raises(ValueError, match="must be an InfiniCache of .*this DynamicCache is of"):
         generate(model, input_ids=ids, past_key_values=DynamicCache(config=gpt2().config))
     cache = generate(model, input_ids=ids, return_dict_in_generate=True).past_key_values
     assert not cache.is_croppable
@@ -220,7 +220,7 @@ def test_ids_that_may_be_either_are_refused(model, tmp_path):
         for call in ({}, {"attention_mask": torch.ones_like(other)}):
             with pytest.raises(ValueError, match="14 ids do not begin with the 10.*attention_mask=cache.attention_mask"):
                 generate(model, input_ids=other, past_key_values=kept, **call)
-    with pytest.raises(ValueError, match="has read all of these 10 ids, and there is nothing to go on from"):
+    with pytest.raises(ValueError, match="these 10 ids are what the cache has read: pass the whole text with new"):
         generate(model, input_ids=text, past_key_values=cache)
     assert cache.get_seq_length() == 10  # as it was
     mask = cache.attention_mask(torch.ones_like(other))
@@ -234,8 +234,6 @@ def test_a_mask_of_new_ids_has_the_rows_of_the_cache():
     cache = read(model, input_ids=token_ids(1, 20))
     with pytest.raises(ValueError, match="the mask has 2 rows and the cache 1: repeat the cache's rows"):
         cache.attention_mask(mask)
-    with pytest.raises(ValueError, match=r"attention_mask must be \[batch, tokens\], of the new tokens; got \[5\]"):
-        cache.attention_mask(mask[0])
 
 
 def test_the_text_is_known_row_by_row(model):

@@ -101,8 +101,11 @@ def saved(tmp_path_factory):
         "repository": infini,
         "published": AutoModelForCausalLM.from_pretrained(PUBLISHED),
     }
-    window = {"segment_length": 8, "local_segments": 1, "sink_tokens": 2}
+    window = {"segment_length": 8, "local_segments": 1, "sink_tokens": 2, "kept_tokens": 6, "keep_score": "half"}
     models |= {name: patch_model(decoder(name), **window) for name in FAMILIES}
+    for name, parameter in (entry for family in FAMILIES for entry in models[family].named_parameters()):
+        if name.endswith("keep_weight"):
+            parameter.data.normal_()
     for name in ("infini_gpt2", "causal_mha_infini", *FAMILIES):
         models[name].save_pretrained(root / name, save_code=True)
     infini.transformer.save_pretrained(root / "inner", save_code=True)  # its embedding is the output head, too

@@ -1,5 +1,7 @@
 """inspect_attention against the model itself and the naive reference: every family, padded and packed rows, adapters."""
 
+import random
+
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -9,10 +11,11 @@ from decoders import TYPES, decoder
 from hf_infini import InfiniCache, InfiniState, load_adapter, naive_infini_attention, patch_model, save_adapter
 from hf_infini.models.structure import attention_layers, decoder_of
 from hf_infini.ops.backends import Backend, forced_backend
+from hf_infini.ops.kept import FADE
 from hf_infini.tools.inspection import inspect_attention
 from hf_infini.tools.inspection.heads import DIMENSIONS
 from hf_infini.tools.inspection.labels import token_texts
-from hf_infini.tools.inspection.parts import softmax_parts
+from hf_infini.tools.inspection.parts import KEPT, MEMORY, SINK, WINDOW, softmax_parts
 from models import causal_mha, gpt2, infini_gpt2, token_ids
 
 # Heads' numbers are of size 1 to 10: the same float32 sums in another order
@@ -27,16 +30,27 @@ def patched(model_type: str, **options):
     return patch_model(decoder(model_type), **{"segment_length": LENGTH, "gate_init": 0.3} | options)
 
 
+def drawn(seed: int) -> dict:
+    """Options of a window of any shape, with kept tokens: in the first as many as there are."""
+    draw = random.Random(seed)
+    length, score = draw.randint(2, 11), draw.choice(["attention", "learned", "half"])
+    window = {"segment_length": length, "local_segments": draw.randint(0, 2), "sink_tokens": draw.randrange(length)}
+    rule = draw.choice(["linear", "delta", "gated_delta"])
+    return {"update_rule": rule, "kept_tokens": draw.randint(2, 12) if seed else TOKENS, "keep_score": score, **window}
+
+
+KEEPS = {"local_segments": 1, "sink_tokens": 2, "kept_tokens": 6}
 INFINIS = [
-    (infini_gpt2, {"local_segments": 1, "sink_tokens": 3}),
+    (infini_gpt2, {"local_segments": 1, "sink_tokens": 3, "kept_tokens": 5}),
     (infini_gpt2, {"update_rule": "delta", "memory_init": "learned"}),
     (infini_gpt2, {"memory_init": "noise", "layers": [0, 2], "attn_implementation": "eager"}),
     (infini_gpt2, {**EXP, "feature_map": "learned", "update_rule": "delta", "denominator": "shared", "local_segments": 1}),
-    (infini_gpt2, {"update_rule": "gated_delta", "local_segments": 1, "memory_init": "learned"}),
+    (infini_gpt2, {**KEEPS, "update_rule": "gated_delta", "memory_init": "learned", "keep_score": "learned"}),
     (causal_mha, {"attention": "infini", "segment_length": LENGTH, "position_encoding": "rope", "score": "dot", **EXP}),
-    (patched, {"model_type": "qwen3", "local_segments": 1, "sink_tokens": 2, "denominator": "shared"}),
-    (patched, {"model_type": "gemma2", "update_rule": "delta", "layers": [0, 1, 3]}),
+    (patched, {"model_type": "qwen3", **KEEPS, "keep_score": "half", "denominator": "shared"}),
+    (patched, {"model_type": "gemma2", "update_rule": "delta", "kept_tokens": 7, "layers": [0, 1, 3]}),
 ]
+DRAWN = [(causal_mha, {"attention": "infini", "position_encoding": "rope"} | drawn(seed)) for seed in range(6)]
 PLAIN = [
     (gpt2, {"scale_attn_by_inverse_layer_idx": True}),
     (decoder, {"model_type": "gemma3_text"}),
@@ -54,7 +68,7 @@ def made(make, options):
     """The model, its starts, convolutions, writing weights and maps not the same for all heads and places."""
     model = make(**options)
     for name, parameter in model.named_parameters():
-        if name.rsplit(".")[-1] in ("start_memory", "start_normaliser", "memory_conv", "memory_write", "query_map"):
+        if name.endswith(("start_memory", "start_normaliser", "memory_conv", "memory_write", "query_map", "keep_weight")):
             parameter.data.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)), alpha=0.3)
     return model
 
@@ -119,11 +133,14 @@ def test_every_family_with_a_memory_and_without():
         for layer, weights in zip(layers, wanted, strict=True):
             assert layer.kind in ("global", "local") and layer.gate is None
             assert_close(layer.weights.values, weights)
-        patch_model(model, segment_length=LENGTH, local_segments=1, sink_tokens=2, gate_init=0.3)
+        patch_model(model, segment_length=LENGTH, **KEEPS, gate_init=0.3)
         inspection = inspect_attention(model, ids)
         assert "infini" in {layer.kind for layer in inspection.layers.values()}
+        cache = InfiniCache(model.config)
         with torch.no_grad():
-            likely = model(ids).logits[0].float().softmax(-1).amax(-1)
+            likely = model(ids, past_key_values=cache, use_cache=True).logits[0].float().softmax(-1).amax(-1)
+        for number in model.config.infini_layers:
+            assert_kept(inspection.layers[number], cache.layers[number].state, -1)
         assert [place.likeliest[0][1] for place in inspection.predictions[0]] == pytest.approx(likely.tolist(), rel=1e-3)
 
 
@@ -139,10 +156,10 @@ def test_scores_are_the_dot_products():
 # --- the memory -------------------------------------------------------------------------------------------------------
 
 
-def naive(call, value, gate, skipped) -> torch.Tensor:
+def naive(call, value, gate, skipped, return_state=False):
     """The reference's output for a call of a layer, with these values and gates."""
-    key, rule, softmax, start = call.tokens.key, call.rule, call.softmax, {}
-    names = ("segment_length", "local_segments", "sink_tokens")
+    key, rule, softmax, score, start = call.tokens.key, call.rule, call.softmax, call.tokens.score, {}
+    names = ("segment_length", "local_segments", "sink_tokens", "kept_tokens")
     window = {name: getattr(call.layout, name) for name in names}
     weight = call.tokens.log_weight
     if call.state.start_memory is not None:
@@ -150,15 +167,25 @@ def naive(call, value, gate, skipped) -> torch.Tensor:
         if value.shape[-1] != call.tokens.value.shape[-1]:  # no token's
             start["start_memory"] = torch.zeros(*key.shape[1::2], value.shape[-1]).double()
     rates = 0 if weight is None else weight.shape[-1]
-    state = InfiniState.initial(key, value, *window.values(), log_weights=rates, normalised=rule.normalised, **start)
-    options = {name: getattr(rule, name) for name in ("update_rule", "feature_map", "denominator", "eps")}
+    start |= {"log_weights": rates, "normalised": rule.normalised, "scores": 0 if score is None else score.shape[-1]}
+    state = InfiniState.initial(key, value, *window.values(), **start)
+    options = {name: getattr(rule, name) for name in ("update_rule", "feature_map", "denominator", "eps", "keep_score")}
     options |= {name: getattr(softmax, name) for name in ("scaling", "softcap", "rotary", "query_weight")}
     maps = None if rule.query_map is None else (rule.query_map, rule.key_map)
     given = {"state": state, "log_weight": weight, "feature_maps": maps, "memory_mask": ~skipped}
+    given |= {"learned_score": None if rule.keep_score == "attention" else score[..., -1], "return_state": return_state}
     return naive_infini_attention(call.tokens.query, key, value, gate, **window, **options, **given)
 
 
-@models(INFINIS)
+def assert_kept(layer, state, moment: int) -> None:
+    """What the layer's heads keep is what the state says, whose rows hold one document each."""
+    for fates, wanted in zip(layer.fates.values[:, :, moment], state.kept_position, strict=True):
+        found = [(head == KEPT).nonzero().flatten().tolist() for head in fates]
+        wanted = [[number for number in head if number >= 0] for head in wanted.tolist()]
+        assert found == [head for head in wanted for _ in range(len(found) // len(wanted))]
+
+
+@models(INFINIS + DRAWN)
 @torch.no_grad()
 def test_weights_and_heads_are_the_naive_function_s(make, options):
     model, ids, calls = made(make, options).double(), token_ids(2, TOKENS), []
@@ -180,11 +207,12 @@ def test_weights_and_heads_are_the_naive_function_s(make, options):
     with forced_backend(Backend("caught", lambda call: (True, ""), run)):
         module(*given[0][0], **given[0][1])
     [call] = calls
-    heads, kept, sinks = 4, options.get("local_segments", 0), options.get("sink_tokens", 0)
+    heads, length = 4, options.get("segment_length", LENGTH)
     units = torch.eye(TOKENS).double().expand(*call.tokens.key.shape[:2], -1, -1)
     found, gate = layer.memory_weights.values, layer.token_gate.values.unsqueeze(-1)
     has_memory = (gate > 0).squeeze(-1)
-    assert found.shape == (2, heads, TOKENS, TOKENS) and has_memory[..., (kept + 2) * LENGTH :].all()
+    assert found.shape == (2, heads, TOKENS, TOKENS)
+    assert has_memory[..., -1].all() or call.layout.kept_tokens == TOKENS
     # sigmoid(80) is 1 in float64, and so is the share of e^80 in a sum with the window's e^s, of e^30 at most
     opened = torch.full((heads,), 80.0).double()
     memory = naive(call, units, opened, skipped)
@@ -208,16 +236,35 @@ def test_weights_and_heads_are_the_naive_function_s(make, options):
     own = own if cap is None else cap * torch.tanh(own / cap)
     torch.testing.assert_close(layer.scores.values.diagonal(dim1=-2, dim2=-1), own, **FLOAT64)
 
-    # What the memory does not hold weighs nothing at all
-    segment = torch.arange(TOKENS) // LENGTH
+    # What is not there weighs nothing at all
+    segment = torch.arange(TOKENS) // length
     assert torch.equal(layer.segments.values, segment.expand(2, -1))
-    held = (segment[:, None] - segment > kept) & ~skipped[:, None, None]
-    held[..., :sinks] = False
-    assert not found[~held.expand_as(found)].any() and found[held.expand_as(found)].all()
+    fates = layer.fates.values[:, :, segment]
+    assert torch.equal(found != 0, fates == MEMORY)
+    assert torch.equal(layer.weights.values > 0, torch.isin(fates, torch.tensor([SINK, WINDOW, KEPT])).tril())
+    if not call.layout.kept_tokens:
+        assert layer.attention_score is None and layer.learned_score is None and KEPT not in fates
+        return
+    state = naive(call, call.tokens.value, call.gate, skipped, return_state=True)[1]
+    assert_kept(layer, state, -1)
+    names = {"half": ["attention", "learned"]}.get(call.rule.keep_score, [call.rule.keep_score])
+    scores = [getattr(layer, f"{name}_score").values[:, :: heads // len(state.kept_position[0])] for name in names]
+    # The state has sums of what the window's tokens have received, of which the last token was the last to ask
+    local, filled = call.layout.local_segments, state.kept_position >= 0
+    window = torch.arange(max(0, (TOKENS // length - local) * length), TOKENS)
+    places = call.layout.ahead + (local - TOKENS // length) * length + window
+    for name, score, found in zip(names, scores, state.local_score.unbind(-1), strict=True):
+        kept = score.gather(-1, state.kept_position.clamp(min=0))
+        if name == "attention":  # which fades
+            kept = kept.log() + state.kept_position.double() / (FADE * call.layout.kept_tokens)
+        torch.testing.assert_close(kept[filled], found[:, :, call.layout.kept_places][filled], **FLOAT64)
+        score = score * (TOKENS - torch.arange(TOKENS) if name == "attention" else 1)
+        wanted = found[:, :, places].masked_fill(window < call.layout.sink_tokens, 0)
+        torch.testing.assert_close(score[:, :, window], wanted, **FLOAT64)
 
 
 @models([INFINIS[1], INFINIS[4], INFINIS[6]])
-def test_memory_norms_are_those_of_a_cache_fed_segment_by_segment(make, options):
+def test_memory_norms_and_kept_tokens_are_those_of_a_cache_fed_segment_by_segment(make, options):
     model, ids = made(make, options), token_ids(2, 42)
     layers = inspect_attention(model, ids).layers
     cache = InfiniCache(model.config)
@@ -231,6 +278,8 @@ def test_memory_norms_are_those_of_a_cache_fed_segment_by_segment(make, options)
                 norm = norm.repeat_interleave(4 // norm.shape[1], 1)
                 # Sums of up to 42 outer products, relative to their size
                 torch.testing.assert_close(tensor.values[..., number], norm, rtol=1e-4, atol=1e-6)
+            if state.kept_position is not None:
+                assert_kept(layer, state, number)
 
 
 # --- padding and packing ----------------------------------------------------------------------------------------------
@@ -240,7 +289,7 @@ def compare_rows(layer, row: int, kept: torch.Tensor, alone, norms=True) -> None
     """The columns `kept` of one row hold what the inspection of these tokens `alone` holds."""
     for name, dims in DIMENSIONS.items():
         tensor = getattr(layer, name)
-        if tensor is None or name in ("gate", "segments") or dims[-1] == "segment" and not norms:
+        if tensor is None or name in ("gate", "segments") or "segment" in dims and not norms:
             assert (tensor is None) == (getattr(alone, name) is None)
             continue
         found, wanted = tensor.values[row], getattr(alone, name).values[0]
@@ -273,9 +322,9 @@ def test_a_padded_row_is_the_row_alone(make, options):
         assert layer.memory_share is None or (layer.memory_share.values[1][:, ~real] == 0).all()
 
 
-@models([INFINIS[1], INFINIS[6], PLAIN[0], PLAIN[1]])
+@models([INFINIS[1], INFINIS[4], INFINIS[6], PLAIN[0], PLAIN[1]])
 def test_packed_documents_are_the_documents_alone(make, options):
-    model, lengths = made(make, options), (13, 5, 19)
+    model, lengths = made(make, options), (13, 5, 43)
     ids = token_ids(1, sum(lengths))
     position_ids = torch.cat([torch.arange(length) for length in lengths])[None]
     packed = inspect_attention(model, ids, position_ids=position_ids)
@@ -292,6 +341,9 @@ def test_packed_documents_are_the_documents_alone(make, options):
                 places = layer.segments.values[0, kept].unique()
                 norms = alone.layers[number].memory_norm.values[0, :, : len(places)]
                 torch.testing.assert_close(layer.memory_norm.values[0][:, places], norms, rtol=1e-4, atol=1e-6)
+                fates = layer.fates.values[0][:, places]
+                assert torch.equal(fates[..., kept], alone.layers[number].fates.values[0, :, : len(places)])
+                assert not fates[..., ~kept].any()
         begin += length
 
 
@@ -323,11 +375,11 @@ def test_some_layers_and_models_without_a_head():
 
 
 def test_sixteen_bits():
-    model, ids = infini_gpt2(), token_ids(1, 20)
-    for half in (inspect_attention(infini_gpt2().bfloat16(), ids), inspect_attention(gpt2().bfloat16(), ids)):
+    model, ids = infini_gpt2(kept_tokens=4), token_ids(1, 20)
+    for half in (inspect_attention(infini_gpt2(kept_tokens=4).bfloat16(), ids), inspect_attention(gpt2().bfloat16(), ids)):
         assert half.layers[0].weights.values.dtype == torch.float32
     wanted = inspect_attention(model, ids).layers[0].heads.values
-    found = inspect_attention(infini_gpt2().bfloat16(), ids).layers[0].heads.values
+    found = inspect_attention(infini_gpt2(kept_tokens=4).bfloat16(), ids).layers[0].heads.values
     assert float((found - wanted).norm() / wanted.norm()) < 0.03  # 8 bits: 0.004 for one number
 
 

@@ -11,8 +11,9 @@ import pytest
 from browser import needs_browser, visit
 from decoders import decoder
 from hf_infini import patch_model
-from hf_infini.tools.inspection import inspect_attention
+from hf_infini.tools.inspection import FATES, inspect_attention
 from hf_infini.tools.inspection.page import inspection_page
+from hf_infini.tools.inspection.parts import KEPT, MEMORY
 from models import causal_mha, gpt2, infini_gpt2, token_ids
 
 WIDTHS = (1280, 390)
@@ -24,7 +25,8 @@ def point_at(query: int, key: int) -> str:
 
 
 def family(model_type: str):
-    return patch_model(decoder(model_type), segment_length=8, local_segments=1, sink_tokens=2, gate_init=0.3)
+    options = {"segment_length": 8, "local_segments": 1, "sink_tokens": 2, "kept_tokens": 6, "keep_score": "half"}
+    return patch_model(decoder(model_type), **options, gate_init=0.3)
 
 
 @needs_browser
@@ -63,12 +65,36 @@ def test_a_memory_is_seen_in_map_tip_and_text(width, tmp_path):
 @pytest.mark.parametrize(("model_type", "width"), zip(("qwen3", "gemma2"), WIDTHS, strict=True))
 def test_families(model_type, width, tmp_path):
     inspection = inspect_attention(family(model_type), token_ids(1, 60).clamp(min=3))  # no special token
-    layer, steps = inspection.layers[1], [point_at(59, 57), point_at(59, 9), "() => choose(state.layer, MEAN)"]
+    layer, classes = inspection.layers[1], '[...$("fates").querySelectorAll("span")].map(part => part.className)'
+    evicted = (layer.fates.values[0, 2, -1] == MEMORY).nonzero()[0].item()
+    kept = (layer.fates.values[0, 2, 5] == KEPT).nonzero().flatten().tolist()
+    kept_to_the_end = (layer.fates.values[0, 2, -1] == KEPT).nonzero()[0].item()
+    steps = [point_at(59, 57), point_at(59, evicted), f"() => {classes}"]
+    steps += [f'() => {{ $("moment").value = 5; $("moment").dispatchEvent(new Event("input")); return {classes}; }}']
+    steps += [f"() => Object.fromEntries(fateFacts({kept[0]}, 5))"]
+    steps += [f'() => {{ $("coloured").value = "learned"; drawFates(); return {classes}; }}']
+    steps += [point_at(59, kept_to_the_end), f"() => {{ choose(state.layer, MEAN); return {classes}; }}"]
+    steps += [point_at(59, kept_to_the_end)]
     seen = visit(inspection_page(inspection, title="m"), tmp_path, steps, width=width, address="#layer=1&head=2&language=en")
     weight, memory = (tensor.values[0, 2, 59] for tensor in (layer.weights, layer.memory_weights))
     assert float(seen[0]["value"]["local weight"]) == pytest.approx(weight[57].item(), rel=5e-3)
-    assert float(seen[1]["value"]["memory weight"]) == pytest.approx(memory[9].item(), rel=5e-3)
-    assert "The model expects next" in seen[0]["text"]
+    assert float(seen[1]["value"]["memory weight"]) == pytest.approx(memory[evicted].item(), rel=5e-3)
+    assert "The model expects next" in seen[0]["text"] and "What it keeps: Layer 1, head 2" in seen[0]["text"]
+    for step, moment in ((2, -1), (3, 5)):
+        assert seen[step]["value"] == [FATES[number] for number in layer.fates.values[0, 2, moment].tolist()]
+    assert "kept 6" in seen[3]["text"] and "moment=5" in seen[3]["address"]
+    until = (layer.fates.values[0, 2, :, kept[0]] == KEPT).nonzero()[-1].item()
+    facts = seen[4]["value"]
+    assert facts["kept"] == f"segments {kept[0] // 8 + 2} to {'end' if until == 8 else until}"
+    assert float(facts["attention score"]) == pytest.approx(layer.attention_score.values[0, 2, kept[0]].item(), rel=5e-3)
+    assert [number for number, name in enumerate(seen[5]["value"]) if name == "kept scored"] == kept
+    any_head = (layer.fates.values[0, :, 5] == KEPT).any(0).tolist()
+    assert ["kept" in name for name in seen[7]["value"]] == any_head
+    assert float(seen[6]["value"]["local weight"]) == pytest.approx(weight[kept_to_the_end].item(), rel=5e-3)
+    gates, weights, memories = (getattr(layer, name).values[0] for name in ("token_gate", "weights", "memory_weights"))
+    gates = gates[:, 59, None]
+    wanted = (gates * memories[:, 59] + (1 - gates) * weights[:, 59]).mean(0)[kept_to_the_end].item()
+    assert float(seen[8]["value"]["in the output"]) == pytest.approx(wanted, rel=5e-3, abs=1e-6)
 
 
 @needs_browser
@@ -157,10 +183,6 @@ def test_a_notebook_shows_the_page_below_the_cell(monkeypatch):
     frames = []
     parser = HTMLParser()
     parser.handle_starttag = lambda tag, attributes: frames.append((tag, dict(attributes)))
-    for text in (*shown, inspection._repr_html_()):
-        parser.feed(text)
-    assert [tag for tag, _ in frames] == ["iframe"] * 2
-    assert frames[0][1]["srcdoc"] == inspection_page(inspection, title="<m>")
-    assert frames[1][1]["srcdoc"] == inspection_page(inspection, title="InfiniGPT2LMHeadModel")
-    monkeypatch.setattr("hf_infini.tools.inspection.heads.LARGEST_FRAME", 3 * 4 * 20 * 20 - 1)
-    assert inspection._repr_html_() is None
+    parser.feed(*shown)
+    [(tag, attributes)] = frames
+    assert tag == "iframe" and attributes["srcdoc"] == inspection_page(inspection, title="<m>")

@@ -40,7 +40,7 @@ def test_a_letter_split_over_two_tokens(bpe):
 
 
 def test_tables_are_labelled_by_token(bpe):
-    model = infini_gpt2(vocab_size=len(bpe), n_positions=128)
+    model = infini_gpt2(vocab_size=len(bpe), n_positions=128, sink_tokens=1, kept_tokens=3)
     inspection = inspect_attention(model, [TEXTS[0], "ü e ü"], bpe)
     table = inspection.table("weights", layer=1, head=2, row=1)
     assert list(table.columns) == [f"K:{label}" for label in unique_labels(inspection.texts[1])]
@@ -60,6 +60,10 @@ def test_tables_are_labelled_by_token(bpe):
     segments = -(-tokens // 8)
     assert inspection.table("memory_norm").index.tolist() == [f"S:{n}" for n in range(segments)] + ["S:end"]
     assert inspection.table("memory_norm", row=1).index.tolist() == ["S:0", "S:end"]
+    fates = inspection.table("fates", layer=1, head=2)
+    assert fates.index[0] == "S:0" and fates.columns[0].startswith("K:A")
+    seen = [["none", "sink", "window", "kept", "memory"].index(name) for name in fates.iloc[-2]]
+    assert seen == inspection.layers[1].fates.values[0, 2, -2, inspection.real[0]].tolist() and {1, 2, 3, 4} <= set(seen)
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------

@@ -76,17 +76,20 @@ def test_it_is_saved_and_put_on_as_an_adapter(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "rows", "message"),
+    ("options", "rows", "how", "message"),
     [
-        ({"keep_score": "attention"}, rows_of(), "keeps no tokens by a learned score"),
-        ({"kept_tokens": 0}, rows_of(), "keeps no tokens by a learned score"),
-        ({"keep_score": "half"}, [], "got none"),
-        ({"keep_score": "half"}, [list(range(3, 18))], "rows must have more than 15 tokens"),
+        ({"keep_score": "attention"}, rows_of(), {}, "keeps no tokens by a learned score"),
+        ({"kept_tokens": 0}, rows_of(), {}, "keeps no tokens by a learned score"),
+        ({"keep_score": "half"}, [], {}, "got none"),
+        ({"keep_score": "half"}, [list(range(3, 18))], {}, "rows must have more than 15 tokens"),
+        ({"keep_score": "half"}, [torch.rand(40)], {}, "rows must be token ids"),
+        ({"keep_score": "half"}, rows_of(), {"distance": 0}, "distance must be at least 1; got 0"),
+        ({"keep_score": "half"}, rows_of(), {"ridge": -1.0}, "ridge must be at least 0; got -1.0"),
     ],
 )
-def test_what_is_refused(options, rows, message):
+def test_what_is_refused(options, rows, how, message):
     model = patch_model(decoder("llama"), **WINDOW | options)
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(ValueError, match=message):
-        fit_keep_score(model, rows, distance=DISTANCE, progress=False)
+        fit_keep_score(model, rows, **{"distance": DISTANCE, "progress": False} | how)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())

@@ -5,7 +5,6 @@ import multiprocessing
 import pytest
 import torch
 
-from hf_infini.cache import files as memory_files
 from hf_infini.cache.files import describe_model, read_memory_file, read_record, write_memory_file
 from models import infini_gpt2
 
@@ -52,7 +51,7 @@ def test_a_reader_finds_a_whole_file_whoever_writes(file, record):
 
 def test_folders_and_links_of_the_name(file, record, tmp_path):
     (tmp_path / "folder").mkdir()
-    with pytest.raises(memory_files.MemoryFileError, match="folder is a folder: give the name of a file, such as .*memory"):
+    with pytest.raises(IsADirectoryError):
         write(tmp_path / "folder", record)
     write(tmp_path / "target", record)
     before = (tmp_path / "target").read_bytes()

@@ -163,13 +163,13 @@ def test_errors():
     ids = token_ids(2, 10)
     with pytest.raises(ValueError, match="position 69 is beyond this model's 64 .*position_encoding='segment'"):
         model(token_ids(1, 70))
-    with pytest.raises(ValueError, match="must be an InfiniCache, got DynamicCache"):
+    with pytest.raises(ValueError, match="must be an InfiniCache of .*this DynamicCache is of"):
         from transformers import DynamicCache
 
         model(ids, past_key_values=DynamicCache(config=model.config))
     with pytest.raises(ValueError, match=r"attention_mask must be \[batch, tokens\] = \[2, 10\].*got \[2, 12\]"):
         model(ids, attention_mask=torch.ones(2, 12))
-    with pytest.raises(ValueError, match="no cross-attention"):
+    with pytest.raises(ValueError, match="cross-attention"):
         model(ids, encoder_hidden_states=torch.zeros(2, 3, 32))
     with pytest.raises(ValueError, match="exactly one of input_ids and inputs_embeds"):
         model(ids, inputs_embeds=torch.zeros(2, 10, 32))

@@ -69,27 +69,16 @@ def derive(module) -> None:
     module.__class__ = type(f"My{type(module).__name__}", (type(module),), {})
 
 
-def give_a_configuration(model):
-    attention_of(model).config = copy.deepcopy(model.config)
-    attention_of(model).config._attn_implementation = "eager"
-
-
 def see_what_follows(model):
     model.config.is_causal = False
 
 
-OWN_FORWARD = "has a forward of its own: use forward hooks, or delete it"
 REFUSED = [
-    (share_attention, r"layer 1 has the attention of layer 0 \(layer_idx\). Give each layer a module of its own"),
-    (swap_layers, "layer 0 has the attention of layer 1"),
-    (replace_forward, rf"its \w+.0.(self_)?attn, a \w+Attention, {OWN_FORWARD}"),
-    (lambda model: with_own_forward(layers_of(model)[1]), rf"its \w+.1, a \w+, {OWN_FORWARD}"),
-    (lambda model: with_own_forward(decoder_of(model)), f"Model cannot have Infini-attention: it {OWN_FORWARD}"),
-    (wrap_attention, "a WrappedAttention, is of no class of transformers.models."),
-    (lambda model: derive(attention_of(model)), r"a My\w+Attention, is of no class of"),
-    (lambda model: derive(layers_of(model)[1]), r"its \w+.1, a My\w+, is of no class of"),
-    (give_a_configuration, "has a configuration of its own"),
-    (lambda model: setattr(attention_of(model, 1), "is_causal", False), r"is not causal \(is_causal=False\)"),
+    (share_attention, "a class or forward of its own, or another layer's layer_idx. Give each layer its own"),
+    (swap_layers, "of layer 0 has"),
+    (replace_forward, r"the \w+Attention of layer 0 has a class or forward of its own"),
+    (wrap_attention, "the WrappedAttention of layer 0"),
+    (lambda model: derive(attention_of(model)), r"the My\w+Attention of layer 0"),
     (see_what_follows, "with is_causal=False or use_bidirectional_attention tokens see what comes after"),
 ]
 
@@ -152,12 +141,12 @@ def test_attention_in_both_directions_is_refused_in_a_checkpoint(model_type, tmp
         AutoInfiniModelForCausalLM.from_pretrained(tmp_path, segment_length=8)
 
 
-def test_a_family_that_fails_otherwise_is_refused_too(monkeypatch):
+def test_a_family_that_fails_otherwise_is_as_it_was(monkeypatch):
     """What is not known to work may raise anything where it is called otherwise than by its model."""
     model, ids = decoder("llama"), token_ids(1, 20)
     config, wanted = model.config, model(ids).logits
     monkeypatch.setattr(type(attention_of(model).o_proj), "forward", lambda *_: 1 / 0)
-    with pytest.raises(ValueError, match="a LlamaForCausalLM cannot have .*: ZeroDivisionError: division by zero"):
+    with pytest.raises(ZeroDivisionError):
         patch_model(model, segment_length=8)
     monkeypatch.undo()
     assert model.config is config and torch.equal(model(ids).logits, wanted)

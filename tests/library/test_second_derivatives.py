@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import hf_infini.ops.attention
 import hf_infini.ops.window
-from cases import assert_same_gradients, cut_cases, examples, plain_case
+from cases import assert_same_gradients, cut_cases, examples, keeping_case, plain_case
 from hf_infini import infini_attention, naive_infini_attention
 from hf_infini.ops.layout.base import gather
 from hf_infini.ops.memory import Borders, elu_features, mix
@@ -90,8 +90,8 @@ def gradients_of_gradients(case, function, cuts=()):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", [(1, 2), (2**20, 128)], ids=["smallest groups and tiles", "one group"])
-@examples(20)
-@given(cut=cut_cases())
+@examples(30)
+@given(cut=cut_cases() | cut_cases(make=keeping_case))
 def test_the_whole_equals_the_naive_reference(sizes, monkeypatch, cut):
     """Whose every step autograd takes apart by itself: any options, padding, packing, calls cut anywhere."""
     monkeypatch.setitem(hf_infini.ops.attention.GROUP_ELEMENTS, "cpu", sizes[0])

@@ -20,7 +20,7 @@ from hf_infini.tools import training
 from hub_files import code_of
 from models import causal_mha, infini_gpt2, token_ids
 from ranks import ended_well, on_ranks
-from running import ROOT, SIZES, load_recipe, losses, prepared_data, recipe, result, run, run_recipe
+from running import ROOT, SIZES, load_recipe, losses, prepared_data, recipe, result, run
 from sharded_on_cpu import run_as_sharded_rank
 
 pytestmark = pytest.mark.slow  # they share trained runs
@@ -150,11 +150,3 @@ def test_a_model_that_is_sharded_carries_the_same_code(make, process_group, tmp_
     assert len(code) > 10 and code_of(tmp_path / "sharded") == code
     for name in ("config.json", "generation_config.json", "model.safetensors"):
         assert (tmp_path / "sharded" / name).read_bytes() == (tmp_path / "plain" / name).read_bytes(), name
-
-
-def test_a_launch_that_would_shard_nothing_is_refused(base, monkeypatch):
-    """accelerate passes over such a configuration on CPUs; the launch leaves no more than this variable of it."""
-    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    done = run_recipe("train", *options(base), "--out", base / "refused", check=False)
-    assert done.returncode == 1 and "error: accelerate's configuration asks for FSDP" in done.stderr
-    assert not list((base / "refused").glob("checkpoint-*"))

@@ -178,7 +178,7 @@ def test_several_texts_and_a_second_start(model, text, memory, tmp_path, capsys)
     # Another text or model under the name of a finished memory
     other.write_text("Another text", encoding="utf-8")
     assert "sonnet.safetensors is the memory of another text. --out: choose another name" in refused(capsys, *options)
-    assert "dtype is float32 in the file and bfloat16 in" in refused(capsys, *options, "--dtype", "bfloat16")
+    assert "dtype is 'float32' in the file and 'bfloat16' in" in refused(capsys, *options, "--dtype", "bfloat16")
     assert times == [file.stat().st_mtime_ns for file in sorted(folder.iterdir())]
 
 

@@ -35,17 +35,12 @@ def positions(last: int) -> list[dict]:
     return [{"first": first, "last": 2 * first - 1, "perplexity": 20 + 400 / first} for first in starts]
 
 
-def test_losses_and_gates_over_millions_of_tokens(drawn):
+def test_losses_over_millions_of_tokens(drawn):
     lines = [{"tokens": 400_000 * step, "train_loss": 9 - step / 5, "learning_rate": 0.1} for step in range(1, 21)]
     run.plot_loss_curve([*lines, {"tokens": 8_000_000, "eval_loss": 5.25}], "file")
     found = texts(drawn[0])
     assert {"Loss during the training", "tokens trained on", "8 M", "training", "validation"} <= {*found}
     assert "validation at the end: 5.2500 nats per token" in found
-    gates = {str(layer): [0.05 * layer + 0.01 * head for head in range(3)] for layer in (1, 10, 4)}
-    run.plot_gates([{"tokens": tokens, "gates": gates} for tokens in (10, 20)], "file")
-    [axes] = drawn[1].axes
-    assert len(axes.get_lines()) == 9 and len({line.get_marker() for line in axes.get_lines()}) == 3  # one for each layer
-    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["layer 1", "layer 4", "layer 10"]
 
 
 def test_perplexities_are_on_a_log_axis_with_plain_numbers_and_the_trained_length(drawn):
@@ -58,7 +53,7 @@ def test_perplexities_are_on_a_log_axis_with_plain_numbers_and_the_trained_lengt
     assert ticks(axes.yaxis) == ["20", "50", "100", "200"] and "1,024" in ticks(axes.xaxis)
 
 
-@pytest.mark.parametrize("values", [(3.2, 3.9), (24, 150), (5, 40_000), (4e6, 3e8)])
+@pytest.mark.parametrize("values", [(3.2, 3.9), (24, 150), (5, 40_000)])
 def test_a_logarithmic_axis_has_a_few_plain_numbers(values):
     figure, axes = style.new_figure("title")
     axes.plot([1, 2], values)
@@ -68,22 +63,16 @@ def test_a_logarithmic_axis_has_a_few_plain_numbers(values):
     assert 3 <= len(shown) and len({*shown}) == len(shown) and all("e" not in label for label in shown)
 
 
-def test_lines_differ_and_their_names_are_outside_the_panel():
-    few, many = style.new_figure("title"), style.new_figure("title")
-    for (_, axes), count in ((few, 7), (many, 12)):
-        for number in range(count):
-            style.draw_line(axes, [1, 2, 3], [1, 2, 3 + number / 1000], f"name {number}")
-        lines = axes.get_lines()
-        assert len({(line.get_color(), line.get_marker(), line.get_linestyle()) for line in lines}) == count
-        style.label_lines(axes)
-        axes.get_figure().draw_without_rendering()
-    (figure, axes), (wide, below) = few, many
-    assert len({line.get_marker() for line in axes.get_lines()}) == 7
-    beside, under = axes.get_legend(), wide.legends[0]
-    assert [text.get_text() for text in beside.get_texts()] == [f"name {number}" for number in range(7)]
-    box = beside.get_window_extent()
-    assert axes.get_window_extent().x1 < box.x0 and box.x1 <= figure.bbox.width
-    assert below.get_legend() is None and under.get_window_extent().y1 <= below.get_window_extent().y0
+def test_lines_differ_and_their_names_are_below_the_panel():
+    figure, axes = style.new_figure("title")
+    for number in range(12):
+        style.draw_line(axes, [1, 2, 3], [1, 2, 3 + number / 1000], f"name {number}")
+    assert len({(line.get_color(), line.get_marker(), line.get_linestyle()) for line in axes.get_lines()}) == 12
+    style.label_lines(axes)
+    figure.draw_without_rendering()
+    [legend] = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == [f"name {number}" for number in range(12)]
+    assert legend.get_window_extent().y1 <= axes.get_window_extent().y0
 
 
 def cell(**place) -> dict:

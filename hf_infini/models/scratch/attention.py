@@ -24,6 +24,8 @@ from ...ops.window import Rotary, ScoreOptions
 from .configuration import ATTENTION_OPTIONS, CausalMHAConfig
 from .options import IN_EMBEDDING, RELATIVE
 
+SCORES = {"scaled_dot": scaled_dot_scores, "dot": dot_scores, "general": general_scores, "additive": additive_scores}
+
 
 class HeadParts(NamedTuple):
     """What the heads of one layer did, `Q` queries looking at `K` keys."""
@@ -70,10 +72,17 @@ class CausalMultiHeadAttention(MemoryLayerMixin, nn.Module):
         super().__init__()
         if num_heads < 1 or d_out % num_heads:
             raise ValueError(f"num_heads must divide d_out, the width of all heads together; got {d_out} / {num_heads}.")
+        if unknown := sorted(options if config is not None else {*options} - {*ATTENTION_OPTIONS}):
+            known = "none beside its config" if config is not None else ", ".join(ATTENTION_OPTIONS)
+            raise ValueError(f"unknown options {', '.join(unknown)}; an attention takes {known}.")
         if config is None:
-            config = _config_of_options(d_out, num_heads, options)
-        elif options:
-            raise ValueError(f"give the options in config or by name, not both; got {', '.join(options)} beside a config.")
+            given: dict[str, Any] = {"position_encoding": "none", **options}
+            config = CausalMHAConfig(n_embd=d_out, n_head=num_heads, **given)
+            if config.attention == "none" or config.position_encoding in IN_EMBEDDING:
+                raise ValueError(
+                    "attention='none' is a block without this module, and 'learned' and 'sinusoidal' positions are added to "
+                    "the embeddings, by the model: choose others."
+                )
         self.config = config
         self.layer_idx = layer_idx
         self.num_heads = num_heads
@@ -122,7 +131,6 @@ class CausalMultiHeadAttention(MemoryLayerMixin, nn.Module):
         hidden_states: Tensor,
         *,
         mask: Tensor | None = None,
-        distance: Tensor | None = None,
         position_ids: Tensor | None = None,
         infini: SharedInputs | None = None,
         cache: Cache | None = None,
@@ -133,8 +141,6 @@ class CausalMultiHeadAttention(MemoryLayerMixin, nn.Module):
             hidden_states: `[batch, tokens, d_in]`. Outside of a model, this is all it needs.
             mask: `[batch or 1, 1, tokens, keys]` bool, True where a key is visible; `None`: what causality leaves. Not for
                 `attention="infini"`, whose layout says what is visible.
-            distance: `[tokens, keys]`, place of the query minus place of the key; `None`: the tokens are the last keys. Not
-                for `attention="infini"` either.
             position_ids: `[batch or 1, tokens]`, for rope; `None`: the tokens are counted, from those of the cache on. With
                 `attention="infini"` they say without a layout where documents begin, and rope counts the tokens.
             infini: only for `attention="infini"`, what the model made for all layers; `None`: the layout is made from
@@ -155,9 +161,9 @@ class CausalMultiHeadAttention(MemoryLayerMixin, nn.Module):
                 f"{list(hidden_states.shape)}."
             )
         segmented = self.config.attention == "infini"
-        unused = {"mask": mask, "distance": distance} if segmented else {"infini": infini}
-        if given := [name for name, value in unused.items() if value is not None]:
-            raise ValueError(f"attention={self.config.attention!r} does not use {' and '.join(given)}: leave it out.")
+        if (mask if segmented else infini) is not None:
+            unused = "mask" if segmented else "infini"
+            raise ValueError(f"attention={self.config.attention!r} does not use {unused}: leave it out.")
         if segmented:
             shared = infini or self.inputs_outside_model(
                 hidden_states, cache, output_attentions, position_ids=position_ids
@@ -168,15 +174,9 @@ class CausalMultiHeadAttention(MemoryLayerMixin, nn.Module):
             if infini is None and shared.states is not None:
                 shared.states.advance_layers(hidden_states.shape[1])
         elif output_attentions or self.config.score == "additive" or self.config._attn_implementation == "eager":
-            _, weights, heads = self.parts(
-                hidden_states,
-                mask=mask,
-                distance=distance,
-                position_ids=position_ids,
-                cache=cache,
-            )
+            _, weights, heads = self.parts(hidden_states, mask=mask, position_ids=position_ids, cache=cache)
         else:
-            heads, weights = self._fused(hidden_states, mask, distance, position_ids, cache), None
+            heads, weights = self._fused(hidden_states, mask, position_ids, cache), None
         output = self.out_proj(heads.transpose(1, 2).flatten(2))
         return (output, weights) if output_attentions else output
 
@@ -185,35 +185,22 @@ class CausalMultiHeadAttention(MemoryLayerMixin, nn.Module):
         hidden_states: Tensor,
         *,
         mask: Tensor | None = None,
-        distance: Tensor | None = None,
         position_ids: Tensor | None = None,
         cache: Cache | None = None,
     ) -> HeadParts:
-        """Scores, weights and context vectors of global or local attention, step by step; arguments as of `forward`."""
-        query, key, value = self._with_cached(hidden_states, position_ids, cache)
-        visible, distance = self._visible(query, key, mask, distance)
-        scores, weights = visible_softmax(self.scores(query, key, distance), visible)
-        return HeadParts(scores, weights, self.dropout(weights) @ value)
-
-    def scores(self, query: Tensor, key: Tensor, distance: Tensor | None) -> Tensor:
-        """`[batch, heads, tokens, keys]`: how well each query and key go together, with what their distance adds.
+        """Scores, weights and context vectors of global or local attention, step by step; arguments as of `forward`.
 
         A relative key is added to the key, whatever the score; ALiBi's and T5's biases are added to the score.
         """
-        if self.config.score == "additive":
-            added = None
-            if distance is not None and self.config.position_encoding == "relative_key":
-                added = relative_keys(self.relative_table, distance)
-            scores = additive_scores(query, key, self.score_weight, self.score_vector, added)
-            bias = self._distance_bias(distance)
-        else:
-            scores = {
-                "scaled_dot": scaled_dot_scores,
-                "dot": dot_scores,
-                "general": lambda query, key: general_scores(query, key, self.score_weight),
-            }[self.config.score](query, key)
-            bias = self._bias(query, distance)
-        return scores if bias is None else scores + bias.to(scores.dtype)
+        query, key, value = self._with_cached(hidden_states, position_ids, cache)
+        mask, distance = self._visible(query, key, mask)
+        learned: list[Any] = [getattr(self, name) for name in ("score_weight", "score_vector") if hasattr(self, name)]
+        if self.config.score == "additive" and self.config.position_encoding == "relative_key":
+            learned.append(relative_keys(self.relative_table, distance))
+        scores = SCORES[self.config.score](query, key, *learned)
+        bias = self._bias(query, distance)
+        scores, weights = visible_softmax(scores if bias is None else scores + bias.to(scores.dtype), mask)
+        return HeadParts(scores, weights, self.dropout(weights) @ value)
 
     def project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of `[batch, tokens, d_in]`, `[batch, heads, tokens, head_dim]` each."""
@@ -253,65 +240,39 @@ class CausalMultiHeadAttention(MemoryLayerMixin, nn.Module):
             key, value = (tensor[:, :, -keys:] for tensor in cached)
         return query, key, value
 
-    def _fused(self, hidden_states, mask, distance, position_ids, cache) -> Tensor:
+    def _fused(self, hidden_states, mask, position_ids, cache) -> Tensor:
         """The context vectors of [`parts`] without its scores and weights, through torch's fused attention."""
         query, key, value = self._with_cached(hidden_states, position_ids, cache)
         plain = self.config.attention == "global" and self.config.position_encoding not in RELATIVE
         causal = mask is None and plain and query.shape[2] == key.shape[2]
         if not causal:
-            mask, distance = self._visible(query, key, mask, distance)
+            mask, distance = self._visible(query, key, mask)
             bias = self._bias(query, distance)
             mask = mask if bias is None else bias.to(query.dtype).masked_fill(~mask, float("-inf"))
         query, scaling = as_dot_product(self.config.score, query, getattr(self, "score_weight", None))
         dropout = self.dropout.p if self.training else 0.0
         return F.scaled_dot_product_attention(query, key, value, mask, dropout, is_causal=causal, scale=scaling)
 
-    def _visible(
-        self, query: Tensor, key: Tensor, mask: Tensor | None, distance: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
+    def _visible(self, query: Tensor, key: Tensor, mask: Tensor | None) -> tuple[Tensor, Any]:
         """Which keys are visible (without a mask: nothing later than the token, or beyond a local window), and how far they
-        are, `[tokens, keys]`; without a distance the tokens are the last keys. `None`: no score depends on it."""
-        if mask is not None and (distance is not None or self.config.position_encoding not in RELATIVE):
-            return mask, distance
-        if distance is None:
-            keys = torch.arange(key.shape[2], device=key.device)
-            distance = keys[keys.shape[0] - query.shape[2] :, None] - keys
+        are, `[tokens, keys]`, the tokens being the last keys; `None`: no score depends on it."""
+        if mask is not None and self.config.position_encoding not in RELATIVE:
+            return mask, None
+        keys = torch.arange(key.shape[2], device=key.device)
+        distance = keys[len(keys) - query.shape[2] :, None] - keys
         if mask is None:
             mask, window = distance >= 0, self.config.sliding_window
             mask = mask if window is None else mask & (distance < window)
         return mask, distance
 
-    def _distance_bias(self, distance: Tensor | None) -> Tensor | None:
-        """What the distance adds to a score, whatever the query: `[heads, tokens, keys]`, or `None`."""
-        if distance is None:
-            return None
+    def _bias(self, query: Tensor, distance: Any) -> Tensor | None:
+        """What positions add to the scores, `[…, heads, tokens, keys]`, or `None`."""
         if self.config.position_encoding == "alibi":
             return alibi_bias(distance, self.num_heads)
         if self.config.position_encoding == "t5":
             buckets = t5_buckets(distance, self.config.num_buckets, self.config.max_distance)
             return self.relative_bias[buckets].permute(2, 0, 1)
+        if self.config.position_encoding == "relative_key" and self.config.score != "additive":
+            query, scaling = as_dot_product(self.config.score, query, getattr(self, "score_weight", None))
+            return relative_key_bias(query, self.relative_table, distance) * scaling
         return None
-
-    def _bias(self, query: Tensor, distance: Tensor | None) -> Tensor | None:
-        """What is added to scores that are products of query and key: `[…, heads, tokens, keys]`, or `None`."""
-        if distance is None or self.config.position_encoding != "relative_key":
-            return self._distance_bias(distance)
-        query, scaling = as_dot_product(self.config.score, query, getattr(self, "score_weight", None))
-        return relative_key_bias(query, self.relative_table, distance) * scaling
-
-
-def _config_of_options(d_out: int, num_heads: int, options: dict[str, Any]) -> CausalMHAConfig:
-    """The configuration of an attention outside of a model."""
-    unknown = sorted(set(options) - set(ATTENTION_OPTIONS))
-    if unknown:
-        raise ValueError(f"unknown options {', '.join(unknown)}; an attention takes {', '.join(ATTENTION_OPTIONS)}.")
-    options.setdefault("position_encoding", "none")
-    if options["position_encoding"] in IN_EMBEDDING:
-        raise ValueError(
-            f"position_encoding={options['position_encoding']!r} is added to the embeddings, by the model: an attention "
-            "outside of a model would not see it. Add it to the input (positions.py), or choose one that acts inside the "
-            "attention."
-        )
-    if options.get("attention") == "none":
-        raise ValueError("attention='none' is a block without this module; there is nothing to build.")
-    return CausalMHAConfig(n_embd=d_out, n_head=num_heads, **options)

@@ -1,11 +1,10 @@
 """The configuration of the from-scratch model: its sizes, and what its heads see, score and know of positions."""
 
 from transformers import PreTrainedConfig
-from transformers.activations import ACT2FN
 
-from ...compat.hub_code import HubConfigMixin, carry_code
-from ...options import MEMORY_OPTIONS, MemoryOptions, number
-from ..option_checks import OptionsMixin, checked
+from ...compat.hub_code import carry_code
+from ...options import MEMORY_OPTIONS, number
+from ..option_checks import InfiniConfigMixin, checked
 from .options import IN_EMBEDDING, ScratchOptions
 from .options import NEEDS as NEEDS_OF_SCRATCH
 
@@ -22,7 +21,7 @@ INFINI_POSITIONS = ("learned", "sinusoidal", "rope", "none")
 
 
 @checked
-class CausalMHAConfig(ScratchOptions, MemoryOptions, OptionsMixin, HubConfigMixin, PreTrainedConfig):
+class CausalMHAConfig(ScratchOptions, InfiniConfigMixin, PreTrainedConfig):
     """Configuration of [`CausalMHAForCausalLM`]: what its heads see, score and know of positions ([`ScratchOptions`]); with
     `attention="infini"`, its memory ([`MemoryOptions`], but for `layers`); and its sizes, which are named as GPT-2's
     (`hidden_size` and so on work too):
@@ -45,7 +44,7 @@ class CausalMHAConfig(ScratchOptions, MemoryOptions, OptionsMixin, HubConfigMixi
 
     Raises:
         ValueError: a value of the wrong type, one that is not allowed, or options that do not go together; the message says
-            what was given and what is allowed. Or an attribute whose name is nearly that of an option; others are kept.
+            what was given and what is allowed.
     """
 
     model_type = "causal_mha"
@@ -82,57 +81,44 @@ class CausalMHAConfig(ScratchOptions, MemoryOptions, OptionsMixin, HubConfigMixi
 
     def validate_causal_mha(self):
         """Run by the base class after every construction."""
-        if self.activation_function not in ACT2FN:
-            raise ValueError(f"activation_function must be one of {', '.join(ACT2FN)}; got {self.activation_function!r}.")
-        if self.n_embd % self.n_head:
-            raise ValueError(f"n_head={self.n_head} must divide n_embd={self.n_embd}: every head is as wide as the others.")
-        self._validate_sliding_window()
-        self._validate_positions()
-
-    def _validate_sliding_window(self):
-        """A window for `attention="local"`, and no option that does nothing beside the others."""
-        if self.attention == "local" and self.sliding_window is None:
-            raise ValueError("attention='local' needs a sliding_window of 1 token or more; got None.")
+        encoding, infini = self.position_encoding, self.attention == "infini"
+        refused = [
+            (
+                self.attention == "local" and self.sliding_window is None,
+                "attention='local' needs a sliding_window of 1 token or more",
+            ),
+            (self.layers is not None, f"layers={self.layers} is not for this model, in which all layers are alike"),
+            (
+                encoding == "t5" and not 2 <= self.num_buckets < 2 * self.max_distance,
+                "position_encoding='t5' needs num_buckets ≥ 2 and max_distance > num_buckets / 2; got "
+                f"num_buckets={self.num_buckets}, max_distance={self.max_distance}",
+            ),
+            (
+                infini and self.score not in INFINI_SCORES,
+                f"attention='infini' needs a score that is a product, {', '.join(INFINI_SCORES)}; got {self.score!r}",
+            ),
+            (
+                infini and encoding not in INFINI_POSITIONS,
+                f"attention='infini' goes with position_encoding {', '.join(INFINI_POSITIONS)}; got {encoding!r}",
+            ),
+            (
+                infini and self.score == "general" and encoding == "rope",
+                "attention='infini' does not go with both score='general' and position_encoding='rope': their products "
+                "depend on places in the window, not only on distances",
+            ),
+            (
+                self.attention == "none" and encoding not in (*IN_EMBEDDING, "none"),
+                f"position_encoding={encoding!r} acts inside the attention, and attention='none' has none",
+            ),
+        ]
         for name, (needed, kinds) in NEEDS.items():
             value, found = getattr(self, name), getattr(self, needed)
-            if found not in kinds and value != type(self).__dataclass_fields__[name].default:
-                raise ValueError(
-                    f"{name}={value!r} belongs to {needed}={' or '.join(map(repr, kinds))} and does nothing with "
-                    f"{needed}={found!r}: leave it out."
-                )
-        if self.layers is not None:
-            raise ValueError(f"layers={self.layers} is for infini_gpt2: in a causal_mha all layers are alike. Leave it out.")
-
-    def _validate_positions(self):
-        if self.position_encoding == "rope" and self.head_dim % 2:
-            raise ValueError(
-                f"position_encoding='rope' turns pairs of numbers: the head width n_embd / n_head must be even; got "
-                f"{self.n_embd} / {self.n_head} = {self.head_dim}."
-            )
-        if self.position_encoding == "sinusoidal" and self.n_embd % 2:
-            raise ValueError(f"position_encoding='sinusoidal' needs an even n_embd; got {self.n_embd}.")
-        if self.position_encoding == "t5" and not 2 <= self.num_buckets < 2 * self.max_distance:
-            raise ValueError(
-                "position_encoding='t5' needs num_buckets ≥ 2 and max_distance > num_buckets / 2; got "
-                f"num_buckets={self.num_buckets}, max_distance={self.max_distance}."
-            )
-        if self.attention == "infini":
-            if self.score == "general" and self.position_encoding == "rope":
-                raise ValueError(
-                    "attention='infini' does not go with both score='general' and position_encoding='rope': their products "
-                    "depend on places in the window, not only on distances. Choose score='scaled_dot' or 'dot'."
-                )
-            for name, allowed in (("score", INFINI_SCORES), ("position_encoding", INFINI_POSITIONS)):
-                if getattr(self, name) not in allowed:
-                    raise ValueError(
-                        f"attention='infini' goes with {name} {', '.join(allowed)}; got {getattr(self, name)!r}, which is "
-                        "no product of a query and a key, and those are all that segments and memory work on."
-                    )
-        if self.attention == "none" and self.position_encoding not in (*IN_EMBEDDING, "none"):
-            raise ValueError(
-                f"position_encoding={self.position_encoding!r} acts inside the attention, and attention='none' has none: "
-                f"choose {', '.join((*IN_EMBEDDING, 'none'))}."
-            )
+            unused = found not in kinds and value != type(self).__dataclass_fields__[name].default
+            allowed = " or ".join(map(repr, kinds))
+            refused.append((unused, f"{name}={value!r} belongs to {needed}={allowed} and does nothing with {found!r}"))
+        for applies, reason in refused:
+            if applies:
+                raise ValueError(f"{reason}.")
 
 
 carry_code("models.scratch.modeling", AutoConfig=CausalMHAConfig)

@@ -12,16 +12,16 @@ from transformers.cache_utils import Cache, DynamicCache
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
-from transformers.utils.generic import can_return_tuple
+from transformers.utils.output_capturing import capture_outputs
 
 from ...cache.cache import InfiniCache
 from ...compat.cache_name import CACHE, takes_either_name
-from ...compat.hub_code import HubModelMixin, carry_code
+from ...compat.hub_code import carry_code
 from ...layers.memory_layer import rope_tables
 from ...ops.checks import bool_mask, check_kinds, check_shapes
 from ...ops.positions import sinusoidal_encoding
 from ..base import (
-    WholeModelMixin,
+    SavedModelMixin,
     begin_call,
     check_inputs,
     check_positions,
@@ -33,7 +33,6 @@ from ..base import (
 from ..generation import MemoryGenerationMixin
 from .attention import CausalMultiHeadAttention
 from .configuration import CausalMHAConfig
-from .options import RELATIVE
 
 
 class FeedForward(nn.Module):
@@ -73,26 +72,19 @@ class CausalMHABlock(GradientCheckpointingLayer):
 
     def forward(
         self, hidden_states: Tensor, cache: Cache | None = None, output_attentions: bool = False, **visible
-    ) -> tuple[Tensor, Tensor | None]:
-        """`[batch, tokens, n_embd]` to the same, and the weights or `None`; `visible`: the attention's arguments by name."""
-        weights = None
+    ) -> Tensor:
+        """`[batch, tokens, n_embd]` to the same; `visible`: the attention's arguments by name."""
         if hasattr(self, "attn"):
-            output = self.attn(
-                self.ln_1(hidden_states),
-                cache=cache,
-                output_attentions=output_attentions,
-                **visible,
-            )
-            output, weights = output if output_attentions else (output, None)
-            hidden_states = hidden_states + self.dropout(output)
+            output = self.attn(self.ln_1(hidden_states), cache=cache, output_attentions=output_attentions, **visible)
+            hidden_states = hidden_states + self.dropout(output[0] if output_attentions else output)
         elif cache is not None:
             # A key of one number for each token: caches tell how many tokens they have seen by counting keys
             marks = hidden_states.new_zeros(hidden_states.shape[0], 1, hidden_states.shape[1], 1)
             cache.update(marks, marks, self.layer_idx)
-        return hidden_states + self.dropout(self.mlp(self.ln_2(hidden_states))), weights
+        return hidden_states + self.dropout(self.mlp(self.ln_2(hidden_states)))
 
 
-class CausalMHAPreTrainedModel(HubModelMixin, WholeModelMixin, PreTrainedModel):
+class CausalMHAPreTrainedModel(SavedModelMixin, PreTrainedModel):
     """What both models share: the configuration, and the first values of the weights."""
 
     config: CausalMHAConfig
@@ -103,6 +95,7 @@ class CausalMHAPreTrainedModel(HubModelMixin, WholeModelMixin, PreTrainedModel):
     _skip_keys_device_placement = ["cache", "past_key_values"]
     _supports_sdpa = True
     _input_embed_layer = "wte"
+    _can_record_outputs = {"hidden_states": CausalMHABlock, "attentions": CausalMultiHeadAttention}
 
     def __init__(self, config: CausalMHAConfig):
         super().__init__(config)
@@ -133,7 +126,7 @@ class CausalMHAModel(CausalMHAPreTrainedModel):
         self.post_init()
 
     @takes_either_name
-    @can_return_tuple
+    @capture_outputs
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -143,26 +136,18 @@ class CausalMHAModel(CausalMHAPreTrainedModel):
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
         output_attentions: bool | None = None,
-        output_hidden_states: bool | None = None,
         max_documents: int | None = None,
         memory_mask: Tensor | None = None,
         **kwargs,
     ) -> BaseModelOutputWithPast:
         """
         Args:
-            input_ids: `[batch, tokens]`, or inputs_embeds `[batch, tokens, n_embd]`.
+            input_ids, inputs_embeds, cache, use_cache, max_documents: as of [`InfiniModelMixin`]. Without a memory, the
+                cache is a `DynamicCache(config=model.config)`.
             attention_mask: `[batch, past + tokens]`, 1 = real, 0 = padding.
             position_ids: `[batch, tokens]`; without them a row's real tokens are counted. Without mask and cache, positions
                 that go back begin a new document that sees nothing of the one before (packing).
-            cache: to continue (`past_key_values` is its old name); made if `use_cache` is set and none is given. Gradients
-                go through a memory from call to call, also with gradient checkpointing.
-            use_cache: `None`: as the configuration says, but not in training with gradient checkpointing.
-            max_documents: how many documents a row holds at most, so that packed rows of a model with a memory compile into
-                one graph: [`segment_layout`].
-            memory_mask: with `attention="infini"`, `[batch, tokens]` of this call, 0 = the token is seen inside the window
-                but not written into the memory. With `mask_special_tokens`, special tokens are left out as well if input_ids
-                are given. With inputs_embeds the model cannot know which tokens are special, and without a memory_mask all
-                are written.
+            memory_mask: as of [`InfiniModelMixin`], with `attention="infini"` only.
 
         Raises:
             ValueError: a position beyond `n_positions` with learned positions; a cache or mask of another kind; a
@@ -170,7 +155,6 @@ class CausalMHAModel(CausalMHAPreTrainedModel):
         """
         check_inputs(input_ids, inputs_embeds)
         output_attentions = self.config.output_attentions if output_attentions is None else output_attentions
-        output_hidden_states = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         embeddings = self.wte(input_ids) if inputs_embeds is None else inputs_embeds
         infini = None
         if self.config.attention == "infini":
@@ -190,38 +174,19 @@ class CausalMHAModel(CausalMHAPreTrainedModel):
                 use_cache = self.config.use_cache and not checkpoints_gradients(self)
             given, cache = cache, key_value_cache(self, cache, use_cache)
             past = 0 if given is None else given.get_seq_length()
-            visible = self._visible(embeddings, attention_mask, position_ids, past, given)
-            if position_ids is None:
-                position_ids = self._positions(embeddings, attention_mask, past)
+            visible = {"mask": self._mask(embeddings, attention_mask, position_ids, past, given)}
+            if position_ids is None and attention_mask is not None and attention_mask.dim() == 2:
+                # How many real tokens of its row came before each
+                position_ids = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, -embeddings.shape[1] :]
+            elif position_ids is None:
+                position_ids = torch.arange(past, past + embeddings.shape[1], device=embeddings.device).unsqueeze(0)
         hidden_states = self.drop(self._with_positions(embeddings, position_ids))
-        all_hidden_states, all_weights = (hidden_states,), ()
         for block in self.h:
-            hidden_states, weights = block(
-                hidden_states,
-                cache,
-                output_attentions=output_attentions,
-                position_ids=position_ids,
-                **visible,
-            )
-            all_hidden_states += (hidden_states,)
-            all_weights += (weights,)
+            hidden_states = block(hidden_states, cache, output_attentions, position_ids=position_ids, **visible)
         if infini is not None and infini.states is not None and isinstance(cache, InfiniCache):
             cache.advance(infini.states, input_ids, infini.layout, embeddings.shape[1])
-        hidden_states = self.ln_f(hidden_states)
-        return BaseModelOutputWithPast(
-            last_hidden_state=hidden_states,
-            **{CACHE: cache if use_cache else None},
-            # As in other models, the last of them is the model's output, after the last norm
-            hidden_states=(*all_hidden_states[:-1], hidden_states) if output_hidden_states else None,
-            attentions=all_weights if output_attentions else None,
-        )
-
-    def _positions(self, embeddings: Tensor, attention_mask: Tensor | None, past: int) -> Tensor:
-        """`[batch or 1, tokens]`: how many real tokens of its row came before each."""
-        tokens = embeddings.shape[1]
-        if attention_mask is None or attention_mask.dim() != 2:
-            return torch.arange(past, past + tokens, device=embeddings.device).unsqueeze(0)
-        return (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, -tokens:]
+        output: dict[str, Any] = {"last_hidden_state": self.ln_f(hidden_states), CACHE: cache if use_cache else None}
+        return BaseModelOutputWithPast(**output)
 
     def _with_positions(self, embeddings: Tensor, position_ids: Tensor) -> Tensor:
         """The token embeddings `[batch, tokens, n_embd]` and what their positions add to them."""
@@ -231,62 +196,48 @@ class CausalMHAModel(CausalMHAPreTrainedModel):
             return embeddings * self.config.n_embd**0.5 + encoding.to(embeddings.dtype)
         if self.config.position_encoding != "learned":
             return embeddings
-        remedy = (
-            "Shorten the input, or train a model with another position_encoding: all but 'learned' work beyond the trained "
-            "length."
-        )
-        check_positions(position_ids, self.config.n_positions, "learned", remedy)
+        check_positions(position_ids, self.config.n_positions, "train a model")
         return embeddings + self.wpe(position_ids)
 
     @check_kinds
-    def _visible(self, embeddings, attention_mask: Tensor | None, position_ids: Tensor | None, past, given) -> dict:
-        """What the tokens of this call can see, worked out once for all layers: the attention's arguments by name."""
+    def _mask(self, embeddings, attention_mask: Tensor | None, position_ids: Tensor | None, past, given) -> Tensor | None:
+        """Which keys the tokens of this call see, worked out once for all layers: [`CausalMultiHeadAttention`]'s mask."""
         batch, tokens = embeddings.shape[:2]
         check_shapes(batch, tokens, None, None, position_ids)
         if attention_mask is not None and attention_mask.dim() != 4:
-            # A static cache counts on its device
-            if isinstance(past, int) and attention_mask.shape != (batch, past + tokens):
+            if attention_mask.shape != (batch, past + tokens):
                 raise ValueError(
                     f"attention_mask must be [batch, past + tokens] = [{batch}, {past + tokens}]; got "
                     f"{list(attention_mask.shape)}."
                 )
             attention_mask = bool_mask("attention_mask", attention_mask, not torch.compiler.is_compiling())
         if self.config.attention == "none":
-            return {}
+            return None
         make_mask = create_causal_mask if self.config.sliding_window is None else create_sliding_window_causal_mask
         # The cache that this call makes is empty: without it, the mask function finds packed documents by their positions
         mask: Any = make_mask(self.config, embeddings, attention_mask, given, position_ids)
-        if mask is not None and mask.dtype != torch.bool:
-            mask = mask == 0  # the eager form, which is added to the scores
-        keys, offset = (tokens, 0) if given is None else given.get_mask_sizes(tokens, 0)
-        if self.config.position_encoding not in RELATIVE and (mask is not None or keys == tokens):
-            return {"mask": mask, "distance": None}  # not needed, and the square of the context in size
-        places = torch.arange(past, past + tokens, device=embeddings.device)
-        return {"mask": mask, "distance": places[:, None] - torch.arange(offset, offset + keys, device=embeddings.device)}
+        # The eager form is added to the scores
+        return mask if mask is None or mask.dtype == torch.bool else mask == 0
 
 
 def key_value_cache(model, given, use_cache: bool | None) -> Cache | None:
     """The cache of one call of a model without memory, or `None`: the given one, checked, or a new one.
 
     Raises:
-        ValueError: `given` is no cache of keys and values, or keeps fewer of them than this model's heads see; or gradient
+        ValueError: `given` is no DynamicCache, or keeps fewer keys and values than this model's heads see; or gradient
             checkpointing would run layers a second time.
     """
-    config = model.config
-    cache = DynamicCache(config=config) if use_cache and given is None else given
-    remedy = "Leave it out with use_cache=True, or pass DynamicCache(config=model.config)."
-    if cache is not None and (not isinstance(cache, Cache) or isinstance(cache, InfiniCache)):
+    window = model.config.sliding_window
+    cache = DynamicCache(config=model.config) if use_cache and given is None else given
+    if cache is None:
+        return None
+    kept = [getattr(layer, "sliding_window", None) for layer in getattr(cache, "layers", ())]
+    if not isinstance(cache, DynamicCache) or any(n is not None and (window is None or n < window) for n in kept):
         raise ValueError(
-            f"{CACHE} must be a transformers cache of keys and values, got {type(given).__name__}: this model has "
-            f"no memory. {remedy}"
+            f"{CACHE} must hold the keys and values that this model's tokens see, got a {type(given).__name__}: leave it "
+            "out with use_cache=True, or pass DynamicCache(config=model.config)."
         )
-    for layer in () if cache is None else cache.layers:
-        kept = getattr(layer, "sliding_window", None)
-        if kept is not None and (config.sliding_window is None or kept < config.sliding_window):
-            seen = "everything before" if config.sliding_window is None else f"{config.sliding_window} tokens"
-            raise ValueError(f"this cache keeps a window of {kept} tokens, and this model's tokens see {seen}. {remedy}")
-    if cache is not None:
-        refuse_checkpoints(model, "layers would append their keys and values twice")
+    refuse_checkpoints(model, "layers would append their keys and values twice")
     return cache
 
 

@@ -1,5 +1,6 @@
 """What each head of a model did with a text: scores, weights, context vectors and memory, named and labelled by token."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -8,7 +9,8 @@ from torch import Tensor
 
 from ..extras import needs
 from .labels import unique_labels
-from .page import LARGEST_FRAME, page_frame, show_page
+from .page import show_page
+from .parts import FATES
 
 DIMENSIONS = {
     "scores": ("batch", "head", "query", "key"),
@@ -24,6 +26,9 @@ DIMENSIONS = {
     "memory_norm": ("batch", "head", "segment"),
     "normaliser_norm": ("batch", "head", "segment"),
     "segments": ("batch", "query"),
+    "fates": ("batch", "head", "segment", "key"),
+    "attention_score": ("batch", "head", "key"),
+    "learned_score": ("batch", "head", "key"),
 }
 
 
@@ -32,7 +37,7 @@ class NamedTensor:
     """A tensor and the name of each of its dimensions.
 
     Attributes:
-        values: on the CPU; float32 (float64 for float64 models), numbers of segments int64.
+        values: on the CPU; float32 (float64 for float64 models), whole numbers int64 or int8.
         dims: a name per dimension, such as `("batch", "head", "query", "key")`.
     """
 
@@ -52,6 +57,7 @@ class LayerInspection:
     Attributes:
         layer: its number, from 0.
         kind: "global", "local", "infini" or "none".
+        tensors: all that follow, by name.
         scores: `[batch, head, query, key]`, before the softmax, position biases included, −inf where a key is not visible.
         weights: `[batch, head, query, key]`; rows sum to 1, those of padding are 0.
         heads: `[batch, head, query, head_dim]`, each head's context vectors before the output projection; 0 for padding.
@@ -77,23 +83,24 @@ class LayerInspection:
             share keys and values share their memory.
         normaliser_norm: `[batch, head, segment]`, Euclidean norm of the normaliser z, likewise.
         segments: `[batch, query]`, int64, which segment of its row each token lies in; −1 for padding.
+        fates: `[batch, head, segment, key]`, int8, where each token is when each segment is read, and at the end, counted
+            like `memory_norm`; a number of `hf_infini.tools.inspection.FATES`: a "sink", in the "window", or "kept", all
+            of which the softmax sees; or in the "memory", from the first segment on that reads it there. "none": not read
+            yet, of another document, padding, or left out of the memory by a mask.
+        attention_score, learned_score: `[batch, head, key]`, the scores by which tokens are kept, where they are by these.
+            The first is what a token receives in the window, of a softmax over sinks and window: the mean over the
+            queries so far, and the heads that share its key; by its logarithm, which fades, tokens are kept. 0 for sinks
+            and padding.
     """
 
     layer: int
     kind: str
-    scores: NamedTensor | None = None
-    weights: NamedTensor | None = None
-    heads: NamedTensor | None = None
-    output: NamedTensor | None = None
-    gate: NamedTensor | None = None
-    local_heads: NamedTensor | None = None
-    memory_heads: NamedTensor | None = None
-    memory_weights: NamedTensor | None = None
-    token_gate: NamedTensor | None = None
-    memory_share: NamedTensor | None = None
-    memory_norm: NamedTensor | None = None
-    normaliser_norm: NamedTensor | None = None
-    segments: NamedTensor | None = None
+    tensors: Mapping[str, NamedTensor] = field(default_factory=dict, repr=False)
+
+    def __getattr__(self, name: str) -> NamedTensor | None:
+        if name in DIMENSIONS:
+            return self.tensors.get(name)
+        raise AttributeError(f"a {type(self).__name__} has no {name}.")
 
 
 class Prediction(NamedTuple):
@@ -119,8 +126,6 @@ class Inspection:
         name: the model's: its folder's, or its class's.
         predictions: for each row what a language model expects after each real token, a [`Prediction`]; `None` without a
             language-model head.
-
-    A notebook shows it as the page of `show`, unless that would be larger than 20 MB.
     """
 
     input_ids: Tensor
@@ -145,16 +150,12 @@ class Inspection:
         """
         return show_page(self, title=title or self.name, row=row)
 
-    def _repr_html_(self) -> str | None:
-        weights = [layer.weights.values[0].numel() for layer in self.layers.values() if layer.weights is not None]
-        return page_frame(self, title=self.name) if 0 < sum(weights) <= LARGEST_FRAME else None
-
     def table(self, name: str = "weights", *, layer: int = 0, head: int = 0, row: int = 0):
         """One layer's tensor for one row and, where it is one matrix per head, one head, as a `pandas.DataFrame`.
 
         Queries are labelled `Q:` and keys `K:` with the token's text, and its place among the row's real tokens where a text
         comes twice (`Q:·de@3`); heads `H:0`, segments `S:0` and `S:end`, the numbers of a vector 0, 1, …. Padding is left
-        out.
+        out. "fates" is a table of words.
 
         Args:
             name: of the tensor, such as "weights", "memory_weights", "scores", "heads", "output" or "gate".
@@ -168,33 +169,28 @@ class Inspection:
 
         if layer not in self.layers:
             raise ValueError(f"layer must be one of {', '.join(map(str, self.layers))}; got {layer}.")
-        tensor = getattr(self.layers[layer], name, None) if name in DIMENSIONS else None
-        if tensor is None:
-            known = [name for name in DIMENSIONS if getattr(self.layers[layer], name) is not None]
-            kind = self.layers[layer].kind
-            raise ValueError(f"layer {layer} ({kind}) has the tensors {', '.join(known) or '(none)'}; got {name!r}.")
-        values, dims = tensor.values, tensor.dims
-        for dim, number in (("batch", row), ("head", head)):
-            if dim in dims and (dim == "batch" or len(dims) > 2):
-                if not 0 <= number < tensor.sizes[dim]:
-                    raise ValueError(f"{dim} must be 0 to {tensor.sizes[dim] - 1}; got {number}.")
-                values, dims = values.select(dims.index(dim), number), tuple(d for d in dims if d != dim)
-        for axis, dim in enumerate(dims):
-            if dim in ("query", "key"):
+        kind, tensors = self.layers[layer].kind, self.layers[layer].tensors
+        if name not in tensors:
+            raise ValueError(f"layer {layer} ({kind}) has the tensors {', '.join(tensors) or '(none)'}; got {name!r}.")
+        tensor, labels = tensors[name], []
+        values = tensor.values
+        for dim, size in tensor.sizes.items():
+            axis = len(labels)
+            if dim == "batch" or dim == "head" and len(tensor.dims) > 3:
+                if not 0 <= (number := row if dim == "batch" else head) < size:
+                    raise ValueError(f"{dim} must be 0 to {size - 1}; got {number}.")
+                values = values.select(axis, number)
+            elif dim in ("query", "key"):
                 values = values[(slice(None),) * axis + (self.real[row],)]
+                labels.append([f"{dim[0].upper()}:{label}" for label in unique_labels(self.texts[row])])
             elif dim == "segment":  # those of this row, and the end
-                values = values[:, : int(self.layers[layer].segments.values[row].max()) + 2]
-        if len(dims) == 2 and dims[0] == "head":  # a value per head and token or segment: heads are the columns
-            values, dims = values.T, dims[::-1]
-        labels = [self._labels(dim, values.shape[axis], row) for axis, dim in enumerate(dims)]
-        columns = labels[1] if len(dims) == 2 else [name]
-        return pandas.DataFrame(values.reshape(len(labels[0]), -1).numpy(), index=labels[0], columns=columns)
-
-    def _labels(self, dim: str, size: int, row: int) -> list:
-        if dim in ("query", "key"):
-            return [f"{dim[0].upper()}:{label}" for label in unique_labels(self.texts[row])]
-        if dim == "head":
-            return [f"H:{number}" for number in range(size)]
-        if dim == "segment":
-            return [f"S:{number}" for number in range(size - 1)] + ["S:end"]
-        return list(range(size))
+                last = int(tensors["segments"].values[row].max()) + 1
+                values = values.narrow(axis, 0, last + 1)
+                labels.append([*(f"S:{number}" for number in range(last)), "S:end"])
+            else:
+                labels.append([f"H:{number}" for number in range(size)] if dim == "head" else list(range(size)))
+        if tensor.dims[:2] == ("batch", "head") and len(labels) == 2 and len(tensor.dims) == 3:
+            values, labels = values.T, labels[::-1]  # a value per head and token or segment: heads are the columns
+        columns = labels[1] if len(labels) == 2 else [name]
+        table = pandas.DataFrame(values.reshape(len(labels[0]), -1).numpy(), index=labels[0], columns=columns)
+        return table.map(FATES.__getitem__) if name == "fates" else table

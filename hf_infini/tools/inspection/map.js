@@ -14,6 +14,7 @@ function choose(layer, head) {
   for (const other of withHeads) for (const button of other.buttons) {
     button.setAttribute("aria-pressed", other === layer && Number(button.value) === head);
   }
+  drawFates();
   drawMap();
   drawMemory();
   remember();
@@ -95,9 +96,8 @@ function drawCursor() {
 function drawSentence() {
   const {query, shown} = state;
   $("sentence-title").textContent = say("looks", query, tokens[query]);
-  $("sentence").replaceChildren(...tokens.flatMap((text, token) => {
-    const space = text.startsWith("·"), part = element("span"), place = query * count + token;
-    part.append(...space ? [element("i", {textContent: "·"}), text.slice(1)] : [text]);
+  $("sentence").replaceChildren(...textParts((part, token) => {
+    const place = query * count + token;
     if (shown.kinds[place] === OUT_OF_SIGHT) part.className = "later";
     else paint(part, weightColour(shown, place));
     if (token === query) part.classList.add("query");
@@ -108,10 +108,19 @@ function drawSentence() {
       tell(facts(), event.clientX, event.clientY);
     };
     part.onpointerleave = leave;
-    const wrap = space ? [element("wbr")] : [];  // lines break between words
-    return text.endsWith("⏎") ? [...wrap, part, element("br")] : [...wrap, part];
   }));
   drawPrediction();
+}
+
+// The text as elements, one for each token, which `dress(element, token)` gives its looks.
+function textParts(dress) {
+  return tokens.flatMap((text, token) => {
+    const space = text.startsWith("·"), part = element("span");
+    part.append(...space ? [element("i", {textContent: "·"}), text.slice(1)] : [text]);
+    dress(part, token);
+    const wrap = space ? [element("wbr")] : [];  // lines break between words
+    return text.endsWith("⏎") ? [...wrap, part, element("br")] : [...wrap, part];
+  });
 }
 
 // What the model expects after the query.
@@ -154,7 +163,7 @@ function facts() {
     const least = weight <= 1.0001 * Math.exp(-LAST_LEVEL / LEVELS_PER_NAT) ? text => say("atMost", text) : text => text;
     found.push([say(layer.gate ? "localWeight" : "weight"), least(spell(weight))]);
     if (score !== null) found.push([say("score"), least(spell(score))]);
-  } else found.push([say("memoryWeight"), spell(weight)]);
+  } else found.push([say(shown.kinds[place] === MIXED ? "weight" : "memoryWeight"), spell(weight)]);
   if (layer.gate) {
     if (shown.kinds[place] !== OUT_OF_SIGHT) found.push([say("inOutput"), spell(shown.output[place])]);
     found.push([say("gate"), spell(mean(layer.tokenGate))], [say("share"), spell(mean(layer.share))]);

@@ -2,7 +2,7 @@ const data = JSON.parse(document.getElementById("data").textContent);
 const tokens = data.tokens, count = tokens.length;
 const LEVELS_PER_NAT = 1000, LAST_LEVEL = 65534, LAST_MEMORY_LEVEL = 32766, NEGATIVE = 32768, NOTHING = 65535;
 const THUMB = 96, MEAN = -1;  // a thumbnail's pixels; the number that stands for the mean over a layer's heads
-const OUT_OF_SIGHT = 0, LOCAL = 1, MEMORY = 2;  // what a query sees a key through
+const OUT_OF_SIGHT = 0, LOCAL = 1, MEMORY = 2, MIXED = 3;  // what a query sees a key through, the last in a mean
 const RAMPS = {
   light: {
     local: ["#fbfdff", "#cfe1f2", "#93c3df", "#4a97c9", "#1764ab", "#08306b"],
@@ -22,7 +22,7 @@ const SCALES = {
   log: weight => weight <= 1e-4 ? 0 : 1 + Math.log10(weight) / 4,
 };
 const withHeads = data.layers.filter(layer => layer.levels);
-const state = {layer: withHeads[0], head: 0, query: count - 1, key: count - 1, cell: 0, shown: null};
+const state = {layer: withHeads[0], head: 0, query: count - 1, key: count - 1, cell: 0, shown: null, moment: null};
 const $ = id => document.getElementById(id);
 const darkScheme = matchMedia("(prefers-color-scheme: dark)");
 
@@ -76,6 +76,7 @@ function meanOf(layer) {
   for (let head = 1; head < heads; head++) {
     const other = decode(layer, head);
     for (let place = 0; place < before.length; place++) {
+      if (kinds[place] !== other.kinds[place]) kinds[place] = MIXED;  // some heads keep what others do not
       before[place] += other.before[place];
       if (output !== before) output[place] += other.output[place];
     }
@@ -89,7 +90,7 @@ function viewOf(layer, head) {
   const found = decode(layer, head), weights = found[$("view").value];
   let top = 1, negative = false;
   weights.forEach((weight, place) => {
-    if (found.kinds[place] !== MEMORY) return;
+    if (found.kinds[place] <= LOCAL) return;
     top = Math.max(top, Math.abs(weight));
     negative ||= weight < 0;
   });

@@ -1,8 +1,8 @@
 """One HTML page of what [`hf_infini.inspection.inspect_attention`] found: no other file, nothing from a network.
 
 Its frame is `page.html`, which takes in the style `page.css` and the scripts, plain JavaScript without a library: what it
-says (`strings.js`), its numbers and colours (`page.js`), a head's heat map (`map.js`), the charts and tables of the memory
-(`charts.js`), and what reacts to the reader (`start.js`).
+says (`strings.js`), its numbers and colours (`page.js`), a head's heat map (`map.js`), what it keeps (`fates.js`), the
+charts and tables of the memory (`charts.js`), and what reacts to the reader (`start.js`).
 
 The weights travel compactly. The row of a query is stored from the first key that it sees to the query itself, each weight
 as a 16-bit level: weight = exp(−level / 1000), so 0.05 % exact, and score = −level / 1000 + s, with a number s per row, the
@@ -25,6 +25,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ...ops.memory import KEEP_SCORES
+from .parts import MEMORY
+
 if TYPE_CHECKING:  # heads.py imports this module
     from .heads import Inspection, LayerInspection
 
@@ -32,8 +35,7 @@ LEVELS_PER_NAT = 1000
 LAST_LEVEL = 65534  # exp(−65.5) = 4e-29: what is smaller is shown as this
 LAST_MEMORY_LEVEL, NEGATIVE = 32766, 32768  # exp(−32.8) = 6e-15 of the row's largest
 NOTHING = 65535  # a token that the query does not see
-LARGEST_FRAME = 15e6  # weights, of 1.3 bytes each
-SCRIPTS = ("strings.js", "page.js", "map.js", "charts.js", "start.js")
+SCRIPTS = ("strings.js", "page.js", "map.js", "fates.js", "charts.js", "start.js")
 
 
 def inspection_page(inspection: "Inspection", *, title: str, row: int = 0) -> str:
@@ -63,22 +65,17 @@ def inspection_page(inspection: "Inspection", *, title: str, row: int = 0) -> st
     )
 
 
-def page_frame(inspection: "Inspection", *, title: str, row: int = 0) -> str:
-    """The page as an element of another page, such as a notebook's; it cannot reach anything of that page."""
-    page = html.escape(inspection_page(inspection, title=title, row=row))
-    style = "width: 100%; height: 900px; border: 0"
-    return f'<iframe title="Attention heads" sandbox="allow-scripts" style="{style}" srcdoc="{page}"></iframe>'
-
-
 def show_page(inspection: "Inspection", *, title: str, row: int = 0) -> Path | None:
     """[`Inspection.show`]."""
+    page = inspection_page(inspection, title=title, row=row)
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
     if hasattr(shell, "kernel"):  # a notebook's, not a terminal's
         from IPython.display import HTML, display
 
-        display(HTML(page_frame(inspection, title=title, row=row)))
+        # An element that cannot reach anything of the notebook's page
+        look = 'title="Attention heads" sandbox="allow-scripts" style="width: 100%; height: 900px; border: 0"'
+        display(HTML(f'<iframe {look} srcdoc="{html.escape(page)}"></iframe>'))
         return None
-    page = inspection_page(inspection, title=title, row=row)
     with tempfile.NamedTemporaryFile("w", encoding="utf-8", prefix="heads_", suffix=".html", delete=False) as file:
         file.write(page)
     webbrowser.open(Path(file.name).as_uri())
@@ -94,7 +91,8 @@ def page_data(inspection: "Inspection", *, title: str, row: int = 0) -> dict:
         with heads, `first` (per query the first key it sees), `levels` and `sums` (per head, base64 of little-endian
         uint16 and float32: see the module) and, with a memory, `gate`, `tokenGate`, `share`, `memory`, `normaliser`
         (norms), `segments`, `memoryFirst` and `memoryStop` (per query, where the tokens begin and end that the memory
-        holds), `memoryLevels` and `memoryTops`.
+        holds), `memoryLevels`, `memoryTops`, `fates` (per head and segment the tokens' numbers, as a string of digits),
+        and `scores` (by name, per head).
     """
     real = inspection.real[row]
     layers = [_layer_data(layer, real, row) for layer in inspection.layers.values()]
@@ -107,29 +105,31 @@ def page_data(inspection: "Inspection", *, title: str, row: int = 0) -> dict:
 
 def _layer_data(layer: "LayerInspection", real: Tensor, row: int) -> dict:
     found: dict[str, Any] = {"layer": layer.layer, "kind": layer.kind}
-    known = {name: tensor.values for name, tensor in vars(layer).items() if hasattr(tensor, "dims")}
+    known = {name: tensor.values for name, tensor in layer.tensors.items()}
     if "scores" not in known:
         return found
     scores = known["scores"][row][:, real][:, :, real]
     sums = scores.logsumexp(-1)
-    visible = torch.isfinite(scores[0])
     levels = _levels(scores - sums.unsqueeze(-1), LAST_LEVEL)
-    found["first"], _, found["levels"] = _rows(levels, visible)
+    found["first"], _, found["levels"] = _rows(levels, torch.isfinite(scores))
     found["sums"] = [_base64(head, "<f4") for head in sums]
     if "gate" in known:
         segments = known["segments"][row][real]
-        stop = int(segments.max()) + 2
+        stop, fates = int(segments.max()) + 2, known["fates"][row][..., real]
         found["segments"] = segments.tolist()
         found["gate"] = _numbers(known["gate"])
         found["tokenGate"] = _numbers(known["token_gate"][row][:, real])
         weights = known["memory_weights"][row][:, real][:, :, real]
-        held, tops = (weights != 0).any(0), weights.abs().amax(-1)
+        tops = weights.abs().amax(-1)
         levels = _levels((weights.abs() / tops.unsqueeze(-1)).log(), LAST_MEMORY_LEVEL) + NEGATIVE * (weights < 0)
-        found["memoryFirst"], found["memoryStop"], found["memoryLevels"] = _rows(levels, held)
+        found["memoryFirst"], found["memoryStop"], found["memoryLevels"] = _rows(levels, fates[:, segments] == MEMORY)
         found["memoryTops"] = [_base64(head, "<f4") for head in tops]
         found["share"] = _numbers(known["memory_share"][row][:, real])
         found["memory"] = _numbers(known["memory_norm"][row, :, :stop])
         found["normaliser"] = _numbers(known["normaliser_norm"][row, :, :stop])
+        found["fates"] = [["".join(map(str, moment)) for moment in head] for head in fates[:, :stop].tolist()]
+        scores = {name: known.get(f"{name}_score") for name in KEEP_SCORES["half"]}
+        found["scores"] = {name: _numbers(score[row][:, real]) for name, score in scores.items() if score is not None}
     return found
 
 
@@ -139,13 +139,14 @@ def _levels(logarithms: Tensor, last: int) -> Tensor:
 
 
 def _rows(levels: Tensor, seen: Tensor) -> tuple[list[int], list[int], list[str]]:
-    """Where each query's keys begin and end, and each head's levels from there to there, row after row, in base64.
+    """Where each query's keys begin and end in any head, and each head's levels from there to there, row after row, in
+    base64.
 
     Args:
-        levels: `[head, query, key]`; seen: `[query, key]` bool, the keys that have one.
+        levels: `[head, query, key]`; seen: bool likewise, the keys that have one.
     """
-    places = torch.arange(len(seen))
-    first, stop = seen.int().argmax(-1), torch.where(seen, places + 1, 0).amax(-1)
+    places, any_head = torch.arange(seen.shape[-1]), seen.any(0)
+    first, stop = any_head.int().argmax(-1), torch.where(any_head, places + 1, 0).amax(-1)
     stored = (places >= first[:, None]) & (places < stop[:, None])
     levels = levels.masked_fill(~seen, NOTHING)
     return first.tolist(), stop.tolist(), [_base64(head[stored], "<u2") for head in levels]

@@ -4,7 +4,7 @@ A layer's output alone does not show its heads: the output projection mixes them
 down. So the model runs once with functions in their place that do: [`caught_parts`] puts one where a model of transformers
 looks for its attention, and one where a layer with a memory looks for its backend.
 
-Shapes: `B` batch, `H` heads, `K` key/value heads, `T` tokens, `S` segments, `D` head dimension.
+Shapes: `B` batch, `H` heads, `K` key/value heads, `T` tokens, `S` segments, `C` slots of one, `D` head dimension.
 """
 
 import contextlib
@@ -22,10 +22,12 @@ from ...models.scratch.attention import CausalMultiHeadAttention
 from ...ops.attention import BACKENDS
 from ...ops.backends import Attended, AttentionCall, Backend, forced_backend
 from ...ops.layout.base import GridLayout
-from ...ops.memory import State
+from ...ops.memory import KEEP_SCORES, MemoryRule, Written
 from ...ops.scores import visible_softmax
 
 INTERFACE = f"inspection of {__name__}"
+FATES = ("none", "sink", "window", "kept", "memory")  # where a token is, by its number
+NONE, SINK, WINDOW, KEPT, MEMORY = range(len(FATES))
 
 
 @contextlib.contextmanager
@@ -59,7 +61,7 @@ def caught_parts(config, layers: Mapping[int, nn.Module]) -> Iterator[dict[int, 
     def end(module, args, given, output):
         number = running.pop()
         if isinstance(module, CausalMultiHeadAttention) and number not in found:  # it has no use for the interface
-            arguments = {name: given[name] for name in ("mask", "distance", "position_ids")}
+            arguments = {name: given[name] for name in ("mask", "position_ids")}
             found[number] = module.parts(args[0], **arguments)._asdict()
         if number not in found:
             raise ValueError(f"cannot inspect layer {number}: a {type(module).__name__} computes attention in its own way.")
@@ -110,7 +112,8 @@ def memory_parts(call: AttentionCall) -> dict[str, Tensor]:
     query, log_weight = _widen(given.query), None if given.log_weight is None else _widen(given.log_weight)
     tokens = given._replace(query=query, key=_widen(given.key), value=_widen(given.value), log_weight=log_weight)
     call, gate = call._replace(tokens=tokens), _widen(call.gate)
-    local, weights = _attended(call, torch.full_like(gate, -torch.inf))
+    written: list[Written] = []
+    local, weights = _attended(call._replace(rule=_watched(call.rule, written)), torch.full_like(gate, -torch.inf))
     memory, memory_weights = _attended(call, torch.full_like(gate, torch.inf))
     mixed, mixed_weights = _attended(call, gate)
     apart = memory_weights - weights  # 0 where the document has no memory yet: then all three are the local attention
@@ -119,11 +122,13 @@ def memory_parts(call: AttentionCall) -> dict[str, Tensor]:
     share = ((mixed_weights - weights) * apart).sum(-1, keepdim=True) / apart.square().sum(-1, keepdim=True)
     share = torch.where(has_memory, share, 0)
     of_memory, of_local = (share * memory).norm(dim=-1), ((1 - share) * local).norm(dim=-1)
-    states = zip(*_states(call), strict=True)
-    memories, normalisers = (torch.cat([before, after.unsqueeze(1)], 1) for before, after in states)
-    memory_norms, normaliser_norms = memories.flatten(3).norm(dim=-1), normalisers.norm(dim=-1)
+    scores, segments = _scores(call, weights), _segments(call.layout)
+    memory_norm, normaliser_norm, taken_in = _memories(call, written)
+    fates = _fates(call.layout, segments, taken_in)
+    of_kv_heads = {"memory_norm": memory_norm, "normaliser_norm": normaliser_norm, "fates": fates}
+    of_kv_heads |= _keep_scores(call, scores, segments, fates)
     return {
-        "scores": _scores(call, weights),
+        "scores": scores,
         "weights": weights,
         "heads": mixed,
         "local_heads": local,
@@ -132,9 +137,8 @@ def memory_parts(call: AttentionCall) -> dict[str, Tensor]:
         "gate": torch.sigmoid(gate),
         "token_gate": share.squeeze(-1),
         "memory_share": torch.where(of_memory > 0, of_memory / (of_memory + of_local), 0),
-        "memory_norm": _for_every_head(memory_norms.transpose(1, 2), query.shape[1]),
-        "normaliser_norm": _for_every_head(normaliser_norms.transpose(1, 2), query.shape[1]),
-        "segments": _segments(call.layout),
+        "segments": segments,
+        **{name: _for_every_head(part, query.shape[1]) for name, part in of_kv_heads.items()},
     }
 
 
@@ -165,15 +169,66 @@ def _scores(call: AttentionCall, weights: Tensor) -> Tensor:
     return torch.where(weights > 0, weights.log() + log_sum.unsqueeze(-1), -torch.inf)
 
 
-def _states(call: AttentionCall) -> tuple[State, State]:
-    """Memory and normaliser as each segment of the grid reads them, and after the last."""
-    layout, rule, state = call.layout, call.rule, call.state
-    parts = (call.tokens.key, call.tokens.value, call.tokens.log_weight)
-    blocks: Any = [None if p is None else layout.delay(layout.to_grid(p, None)).transpose(2, 3) for p in parts]
-    key, value, log_weight = blocks
-    taken_in = None if layout.written is None else layout.written[:, :, None, :, None]
-    written = rule.written(key, value, log_weight, taken_in)
-    return rule.states(written, state.memory, state.normaliser, state.start(), layout.borders(0, layout.segments))
+def _watched(rule: MemoryRule, found: list[Written]) -> MemoryRule:
+    """The rule, which also leaves in `found` what each segment writes; values that are not written are 0."""
+
+    class Watched(type(rule)):
+        def written(self, key, value, log_weight, mask=None):
+            found.append(super().written(key, value if mask is None else value * mask, log_weight, mask))
+            return found[-1]
+
+    return Watched(**vars(rule))
+
+
+def _memories(call: AttentionCall, found: list[Written]) -> tuple[Tensor, Tensor, Tensor]:
+    """Norms of memory and normaliser, `[B, K, S + 1]`, as each segment of the grid reads them, and after the last; and which
+    tokens the memory has taken in by then, `[B, K, S + 1, T]` bool. `found`: with the tokens' units behind the values."""
+    width, state, borders = call.tokens.value.shape[-1], call.state, call.layout.borders(0, call.layout.segments)
+    of_groups: Any = zip(*found, strict=True)
+    joined: Any = (None if parts[0] is None else torch.cat(parts, 1) for parts in of_groups)
+    features, values, log_weight = joined
+    written = features, values[..., :width], log_weight
+    states = zip(*call.rule.states(written, state.memory, state.normaliser, state.start(), borders), strict=True)
+    memories, normalisers = (torch.cat([before, after.unsqueeze(1)], 1) for before, after in states)
+    memory, normaliser = memories.flatten(3).norm(dim=-1), normalisers.norm(dim=-1)
+    taken_in = F.pad(values[..., width:].sum(3).cumsum(1), (0, 0, 0, 0, 1, 0)) > 0
+    return memory.transpose(1, 2), normaliser.transpose(1, 2), taken_in.transpose(1, 2)
+
+
+def _fates(layout: GridLayout, segments: Tensor, taken_in: Tensor) -> Tensor:
+    """`[B, K, S + 1, T]`, int8: where each token is, as a number of `FATES`, when each segment is read and after the last.
+
+    Args:
+        segments: of the tokens, [`_segments`]; taken_in: by the memory, [`_memories`].
+    """
+    moments = torch.arange(layout.segments + 1, device=segments.device)
+    latest = moments.minimum(layout.document[:, -1:] + layout.tokens_seen.unsqueeze(1) // layout.segment_length)
+    ago = latest.unsqueeze(2) - segments.unsqueeze(1)  # [B, S + 1, T], in segments
+    document = layout.document.expand(len(segments), -1)
+    same = document.unsqueeze(2) == document.gather(1, segments.clamp(min=0)).unsqueeze(1)
+    here = same & (ago >= 0) & (segments >= 0).unsqueeze(1)
+    left = torch.tensor(KEPT, device=segments.device)
+    if layout.skipped is not None:
+        skipped = layout.from_grid(layout.skipped[..., None, None])[..., 0].unsqueeze(1)
+        left = torch.where(skipped, NONE, left)
+    fates = torch.where(taken_in, MEMORY, left)
+    fates = torch.where((ago <= layout.local_segments).unsqueeze(1), WINDOW, fates)
+    fates = torch.where((layout.positions < layout.sink_tokens)[:, None, None], SINK, fates)
+    return torch.where(here.unsqueeze(1), fates, NONE).to(torch.int8)
+
+
+def _keep_scores(call: AttentionCall, scores: Tensor, segments: Tensor, fates: Tensor) -> dict[str, Tensor]:
+    """The scores by which the layer keeps tokens, `[B, K, T]` each; 0 for sinks and padding."""
+    names, found = KEEP_SCORES[call.rule.keep_score] if call.layout.kept_tokens else (), {}
+    if "attention" in names:  # a softmax over sinks and window alone
+        seen = fates[:, 0].gather(1, segments.clamp(min=0).unsqueeze(2).expand(-1, -1, segments.shape[1]))
+        near = (((seen == SINK) | (seen == WINDOW)).tril() & (segments >= 0).unsqueeze(2)).unsqueeze(1)
+        received = scores.masked_fill(~near, -torch.inf).softmax(-1).nan_to_num().sum(2) / near.sum(2).clamp(min=1)
+        found["attention_score"] = received.unflatten(1, (fates.shape[1], -1)).mean(2)
+    if "learned" in names and call.tokens.score is not None:
+        found["learned_score"] = call.tokens.score[..., -1]
+    without = (fates == SINK).any(2) | (segments < 0).unsqueeze(1)
+    return {name: score.masked_fill(without, 0) for name, score in found.items()}
 
 
 def _segments(layout: GridLayout) -> Tensor:

@@ -51,11 +51,6 @@ def inspect_attention(
     if hasattr(model, "get_base_model"):  # PEFT's wrapper
         model = model.get_base_model()
     base, attentions = _attention_modules(model)
-    if getattr(base.config, "kept_tokens", 0):
-        raise ValueError(
-            f"cannot inspect a model with kept_tokens={base.config.kept_tokens}: what a head keeps is in the cache only "
-            "(InfiniState.kept_position). Give kept_tokens=0."
-        )
     wanted = list(range(len(attentions))) if layers is None else sorted(set(layers))
     if not set(wanted) <= set(range(len(attentions))):
         raise ValueError(f"layers must be numbers from 0 to {len(attentions) - 1}; got {wanted}.")
@@ -147,7 +142,7 @@ def _layer_inspection(number: int, parts: dict[str, Tensor] | None, config, real
     kind = "global" if layer_kinds(config)[number] == "full_attention" else "local"
     if config.model_type == "causal_mha":
         kind = config.attention
-    return LayerInspection(number, "infini" if "gate" in parts else kind, **named)
+    return LayerInspection(number, "infini" if "gate" in parts else kind, named)
 
 
 def _predictions(logits: Tensor, ids: Tensor, real: Tensor, tokenizer) -> list[list[Prediction]]:

@@ -6,7 +6,7 @@ function remember() {
   remember.timer = setTimeout(() => {  // browsers refuse too many changes of an address
     const {layer, head, query, key} = state, theme = document.documentElement.dataset.theme;
     const view = {layer: layer.layer, head: head === MEAN ? "mean" : head, query, key, weights: $("view").value,
-      colours: $("scale").value, language, ...theme && {theme}};
+      colours: $("scale").value, language, ...theme && {theme}, ...state.moment !== null && {moment: state.moment}};
     try {
       history.replaceState(null, "", `#${new URLSearchParams(view)}`);
     } catch {}  // a page inside of another one may have no address
@@ -28,6 +28,7 @@ function recall() {
   $("view").value = oneOf("weights", ["output", "before"]) || $("view").value;
   $("scale").value = oneOf("colours", Object.keys(SCALES)) || $("scale").value;
   language = oneOf("language", Object.keys(STRINGS)) || language;
+  state.moment = /^\d+$/.test(asked.get("moment")) ? Number(asked.get("moment")) : null;  // null: after the text
   const theme = oneOf("theme", ["light", "dark"]);
   if (theme) document.documentElement.dataset.theme = theme;
   state.layer = layer;
@@ -56,6 +57,12 @@ function start() {
   $("layer").onchange = event => choose(withHeads.find(layer => layer.layer === Number(event.target.value)), state.head);
   $("head").onchange = event => choose(state.layer, Number(event.target.value));
   $("scale").onchange = $("view").onchange = drawPage;
+  $("coloured").onchange = drawFates;
+  $("moment").oninput = event => {
+    state.moment = Number(event.target.value) === state.layer.fates[0].length - 1 ? null : Number(event.target.value);
+    drawFates();
+    remember();
+  };
   $("zoom").oninput = event => zoom(Number(event.target.value));
   $("fit").onclick = () => zoom(fittingCell());
   $("controls").onsubmit = event => event.preventDefault();

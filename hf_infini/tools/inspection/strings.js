@@ -14,10 +14,19 @@ const STRINGS = {
     bar: "weight", localBar: "local", memoryBar: "memory",
     keys: "A row shows where one token (the query) looks: its weights over the tokens before it (the keys) sum to one. " +
       "Grey is out of sight. Point at a cell, or use the arrow keys, Home, End, Page Up and Page Down.",
-    memoryKeys: "A row shows where one token (the query) looks. Blue: tokens of its window, by softmax. Green: older " +
-      "tokens, through the memory; purple where their weight is negative. In the head's output, local weights count 1 −" +
-      " g times and the memory's g times, with the gate g. Grey is out of sight. Point at a cell, or use the arrow " +
-      "keys, Home, End, Page Up and Page Down.",
+    memoryKeys: "A row shows where one token (the query) looks. Blue: by softmax, tokens of its window, sinks and " +
+      "kept ones. Green: the others, through the memory; purple where their weight is negative. In the head's output, " +
+      "local weights count 1 − g times and the memory's g times, with the gate g. Grey is out of sight. Point at a cell," +
+      " or use the arrow keys, Home, End, Page Up and Page Down.",
+    keeps: "What it keeps: {0}", whereTokens: "Where each token is: {0}", moment: "Moment", afterText: "after the text",
+    asRead: "as segment {0} is read", none: "not there", sink: "sink", window: "window", kept: "kept",
+    memory: "in the memory", fate: "where it is", attention: "attention score", learned: "learned score", token: "token",
+    keptBy: "kept by heads of the layer", keptByAll: "of all layers here", ofAll: "{0} of {1}",
+    fromTo: "segments {0} to {1}",
+    fatesNote: "The softmax sees sinks, kept tokens and the window. When a segment leaves the window, the tokens with the" +
+      " highest scores are kept, and the memory takes in the others; heads that share keys keep the same. Pale: not " +
+      "read yet, or left out of the memory. Colours by score go by rank, and kept tokens are outlined. Point at a " +
+      "token for its numbers.",
     looks: "Where token {0}, “{1}”, looks",
     sentenceNote: "The outlined token is the query, the others are coloured by the weight it gives them. Choose a token" +
       " to make it the query.",
@@ -53,10 +62,19 @@ const STRINGS = {
     bar: "peso", localBar: "local", memoryBar: "memória",
     keys: "Cada linha mostra para onde um token (a consulta) olha: seus pesos sobre os tokens anteriores (as chaves) " +
       "somam um. O cinza está fora de vista. Aponte para uma célula ou use as setas, Home, End, Page Up e Page Down.",
-    memoryKeys: "Cada linha mostra para onde um token (a consulta) olha. Azul: tokens da sua janela, por softmax. " +
-      "Verde: tokens mais antigos, pela memória; roxo onde o peso é negativo. Na saída da cabeça, os pesos locais " +
-      "contam 1 − g vezes e os da memória g vezes, sendo g o gate. O cinza está fora de vista. Aponte para uma célula " +
-      "ou use as setas, Home, End, Page Up e Page Down.",
+    memoryKeys: "Cada linha mostra para onde um token (a consulta) olha. Azul: por softmax, tokens da sua janela, " +
+      "iniciais e guardados. Verde: os outros, pela memória; roxo onde o peso é negativo. Na saída da cabeça, os pesos " +
+      "locais contam 1 − g vezes e os da memória g vezes, sendo g o gate. O cinza está fora de vista. Aponte para uma " +
+      "célula ou use as setas, Home, End, Page Up e Page Down.",
+    keeps: "O que guarda: {0}", whereTokens: "Onde está cada token: {0}", moment: "Momento",
+    afterText: "depois do texto", asRead: "quando o segmento {0} é lido", none: "ausente", sink: "inicial (sink)",
+    window: "janela", kept: "guardado", memory: "na memória", fate: "onde está", attention: "pontuação por atenção",
+    learned: "pontuação aprendida", token: "token", keptBy: "guardado por cabeças da camada",
+    keptByAll: "de todas as camadas aqui", ofAll: "{0} de {1}", fromTo: "segmentos {0} a {1}",
+    fatesNote: "O softmax vê os tokens iniciais (sinks), os guardados e a janela. Quando um segmento sai da janela, os " +
+      "tokens com as maiores pontuações são guardados, e a memória absorve os outros; cabeças com as mesmas chaves " +
+      "guardam os mesmos. Pálido: ainda não lido, ou deixado fora da memória. As cores por pontuação seguem a ordem, e " +
+      "os guardados têm contorno. Aponte para um token para ver seus números.",
     looks: "Para onde olha o token {0}, “{1}”",
     sentenceNote: "O token contornado é a consulta; os outros têm a cor do peso que ela lhes dá. Escolha um token para " +
       "que ele seja a consulta.",

@@ -6,6 +6,7 @@ A collective's gradient is a collective, too, so every rank must come to it, in 
 Shapes: `R` ranks, `B` rows, `T` tokens of a rank's shard.
 """
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -23,14 +24,12 @@ class Exchange(NamedTuple):
     """Which tokens go from which rank to which, and which come from before the call.
 
     Attributes:
-        places: that each row of a rank has for what it receives.
-        old: `[B, places]`, from which place of before the call each comes; −1: none of it does. `None`: nothing does.
+        numbers: `[R, B, places]`, what each rank wants in its places, as [`Exchange.of`] takes it.
         sent: `[tokens sent]`, which of the `B · T` tokens of this shard, by the rank that wants them; sent_counts: for each.
         received: `[tokens received]`, to which of the `B · places` they go, by the rank that has them; received_counts.
     """
 
-    places: int
-    old: Tensor | None
+    numbers: Tensor
     sent: Tensor
     sent_counts: list[int]
     received: Tensor
@@ -51,7 +50,7 @@ class Exchange(NamedTuple):
         rank, every = distributed.get_rank(group), gather(numbers, group)
         if not every.any():
             return None
-        old, wanted = (-1 - numbers).clamp(min=-1), (every - 1).clamp(min=-1)
+        wanted = (every - 1).clamp(min=-1)
         owner = wanted.div(tokens, rounding_mode="floor")  # −1 for none
         ranks = torch.arange(len(wanted), device=wanted.device)
         counts = (owner.unsqueeze(-1) == ranks).sum((1, 2)).tolist()  # by who wants them, by who has them
@@ -59,20 +58,34 @@ class Exchange(NamedTuple):
         sent = row * tokens + wanted[reader, row, place] - rank * tokens
         of_own = owner[rank].flatten()
         received = of_own.argsort(stable=True)[int((of_own < 0).sum()) :]
-        kept = old if bool((old >= 0).any()) else None
-        return cls(wanted.shape[2], kept, sent, [of_reader[rank] for of_reader in counts], received, counts[rank])
+        return cls(every, sent, [of_reader[rank] for of_reader in counts], received, counts[rank])
 
     def before(self, new: Tensor, old: Tensor, group) -> Tensor:
         """`[B, places, width]` of the new `[B, T, width]` of all ranks, and of what this one has of before the call, `[B,
         places before, width]`; zero where nothing is wanted."""
+        place = (-1 - self.numbers[distributed.get_rank(group)]).unsqueeze(2)
+        kept = old.gather(1, place.clamp(min=0).expand(-1, -1, old.shape[2])).masked_fill(place < 0, 0)
         sent = new.flatten(0, 1)[self.sent]
         received = AllToAll.apply(sent, self.sent_counts, self.received_counts, group)
-        found = new.new_zeros(new.shape[0] * self.places, new.shape[2]).index_copy(0, self.received, received)
-        found = found.view(-1, self.places, new.shape[2])
-        if self.old is None:
-            return found
-        kept = old.gather(1, self.old.clamp(min=0).unsqueeze(2).expand(-1, -1, old.shape[2]))
-        return found + kept.masked_fill((self.old < 0).unsqueeze(2), 0)
+        return new.new_zeros(kept.shape).flatten(0, 1).index_copy(0, self.received, received).view_as(kept) + kept
+
+    @torch.no_grad()
+    def sums(self, own: Tensor, found: Tensor, group) -> Tensor:
+        """`[B, K, places, width]`: what all ranks up to this one have for the tokens in its places.
+
+        Args:
+            own: `[B, K, T, width]`, what this one has for its own tokens; found: `[B, K, places, width]`, for those in its
+                places, a token that is there twice but once.
+        """
+        (size, _, places), rank = self.numbers.shape, distributed.get_rank(group)
+        index = (self.numbers + places)[:, :, None, :, None].expand(-1, *found.shape)  # 0 … P − 1: before the call; P: none
+        sums = own.new_zeros(*own.shape[:2], places + 1 + size * own.shape[2], own.shape[3])
+        sums[:, :, places + 1 :].unflatten(2, (size, -1))[:, :, rank] = own
+        sums.scatter_add_(2, index[rank], found)[:, :, places] = 0
+        parts = [sums.gather(2, of_reader) * (reader >= rank) for reader, of_reader in enumerate(index)]
+        total = torch.empty_like(parts[0])
+        distributed.reduce_scatter(total, parts, group=group)
+        return total
 
 
 def gather(own: Tensor, group) -> Tensor:
@@ -119,14 +132,14 @@ class Shard(NamedTuple):
 
     Attributes:
         tokens: T; state: that its layout continues, with empty windows; `None` for the first rank.
-        kept: `[R, B]` bool, whether a row's document goes on through the whole of each rank's shard.
+        goes_on: `[R, B]` bool, whether a row's document goes on through the whole of each rank's shard.
         skips: whether any token of the rows, or of the window before them, is kept out of the memory.
         window, recent: the [`Exchange`] of the windows and of the convolution's inputs; `None`: nothing is exchanged.
     """
 
     tokens: int
     state: InfiniState | None
-    kept: Tensor
+    goes_on: Tensor
     skips: bool
     window: Exchange | None
     recent: Exchange | None
@@ -153,14 +166,12 @@ class Shard(NamedTuple):
         whole: dict[str, Any] = dict.fromkeys(masks)
         for name, mask in masks.items():
             if mask is not None:
-                kind = torch.int32 if name == "position_ids" else torch.uint8
-                own: Any = mask if name == "position_ids" else bool_mask(name, mask, True)
-                found = gather(own.expand(batch, tokens).to(kind), group).transpose(0, 1).flatten(1)
-                whole[name] = found.to(torch.int64 if name == "position_ids" else torch.bool)
-        kept = torch.ones(size, batch, dtype=torch.bool, device=device)
+                own: Any = mask.long() if name == "position_ids" else bool_mask(name, mask, True)
+                whole[name] = gather(own.expand(batch, tokens), group).transpose(0, 1).flatten(1)
+        goes_on = torch.ones(size, batch, dtype=torch.bool, device=device)
         if whole["position_ids"] is not None:
             begins = restarts(whole["position_ids"], whole["attention_mask"], past)
-            kept = ~begins.unflatten(1, (size, tokens)).any(2).T
+            goes_on = ~begins.unflatten(1, (size, tokens)).any(2).T
         # What the next state would take of each column is found by giving it the columns' numbers
         state, counts = past, (places_of(*window), max(taps - 1, 0))
         old = [-torch.arange(1, count + 1, dtype=torch.float64, device=device) for count in counts]
@@ -177,6 +188,9 @@ class Shard(NamedTuple):
             nothing = numbers.new_zeros(batch, 1, 0, 1)
             before = InfiniState.initial(nothing, nothing, *window) if past is None else past
             state = before.after(layout)
+            if kept_tokens := window[3]:  # as many as are kept, wherever they are from
+                filled = torch.arange(kept_tokens, device=device) >= kept_tokens - layout.left[:, -1:]
+                state = replace(state, kept_position=filled.long()[:, None] - 1)
         skips = past is not None and past.local_skipped is not None
         skips = skips or (whole["memory_mask"] is not None and not bool(whole["memory_mask"].all()))
-        return cls(tokens, state, kept, skips, *(Exchange.of(part.long(), tokens, group) for part in found))
+        return cls(tokens, state, goes_on, skips, *(Exchange.of(part.long(), tokens, group) for part in found))

@@ -6,6 +6,7 @@ A shard is a chunk that continues a state, which is what the ranks before it lea
     the window                 the (un-rotated) keys, values and log weights of the tokens that its first tokens see, and the
                                sinks, from the ranks that have them: for the most part from rank r − 1
     the convolution's inputs   the last taps − 1 of its document, likewise
+    the kept tokens            the best of what each rank before it has found best among what left the window there
     the memory                 M_r = A_{r−1} M_{r−1} + B_{r−1},  z_r = a_{r−1} z_{r−1} + b_{r−1},  from M_0, z_0
 
 Rank j makes A_j, B_j, a_j, b_j of what leaves the window on it, and all ranks gather them:
@@ -16,7 +17,12 @@ Rank j makes A_j, B_j, a_j, b_j of what leaves the window on it, and all ranks g
                                [B | A] from [0 | I], with values [V | 0]
     gated delta rule           the same without z
 
-A layer gathers kv_heads · (d² + d) float32 numbers from each rank, with a delta rule twice as many, however long the text.
+Which tokens are kept follows from their scores alone. So each rank first finds what its queries give the tokens of its
+windows, and adds what the ranks before it gave those that it shares with them. Then all gather the K best tokens of each
+rank, and each knows what is kept before its shard, and what it evicts.
+
+A layer gathers kv_heads · (d² + d) float32 numbers from each rank, with a delta rule twice as many, and kv_heads · K kept
+keys and values, however long the text.
 What a collective's backward sums are the gradients of all ranks that have read a rank's part: the gradient is exact.
 
 Which token is where is found once for all layers of a call: masks and positions of all shards are gathered, and each
@@ -27,7 +33,7 @@ value dimension.
 """
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -40,12 +46,15 @@ from transformers import PreTrainedConfig
 from ...cache.cache import InfiniCache, PendingStates
 from ...compat.cache_name import CACHE
 from ...models.base import check_continuation
+from ...ops.attention import GROUP_ELEMENTS
 from ...ops.checks import bool_mask, check_kinds, check_shapes
-from ...ops.layout.base import GridLayout
+from ...ops.kept import Kept, KeptInGrid, choose, first_scores, shares
+from ...ops.layout.base import GridLayout, pad
 from ...ops.memory import MemoryRule
-from ...ops.state import InfiniState, Projections
+from ...ops.state import WINDOWS, InfiniState, Projections
+from ...ops.window import ScoreOptions
 from ...options import check_number
-from .exchange import AllGather, Shard
+from .exchange import AllGather, Shard, gather
 
 # What loading or saving writes into a configuration, perhaps on one rank only
 SAVED = ("_name_or_path", "architectures", "auto_map", "dtype", "transformers_version")
@@ -144,11 +153,6 @@ def check_shards(config: PreTrainedConfig, tokens: int | None = None, size: int 
             f"layers {kept} of this model have no memory: their attention would need the keys and values of all ranks, "
             "which are not exchanged here. Give every layer a memory, or do not cut the rows."
         )
-    if config.kept_tokens:
-        raise ValueError(
-            f"this model keeps {config.kept_tokens} tokens of what has left the window, and ranks do not exchange which: "
-            "give kept_tokens=0, or do not cut the rows."
-        )
     length = config.window[0]
     if tokens is not None and tokens % (size * length):
         fewer = f", fewer than the {size} ranks" if tokens < size * length else ""
@@ -200,7 +204,6 @@ class ShardCache(InfiniCache):
             state = state.map_rows(lambda tensor: tensor.detach().clone(memory_format=torch.contiguous_format))
             for name, tensor in state.tensors().items():
                 if not name.startswith("start_"):  # of the model's weights, which all have
-                    tensor = tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
                     distributed.broadcast(tensor, last, self.group)
             layer.advance(state, self.past.get_seq_length() + self.size * self.shard.tokens)
         cache.text = copy.copy(self.text)
@@ -253,12 +256,6 @@ class ShardStates(PendingStates):
         past: Any = self.cache.past.layers[layer]
         return past.state
 
-    def may_overwrite(self, layer: int) -> bool:
-        return False
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return self.cache.get_seq_length()
-
     def begin(self, batch: int, tokens: int, device: torch.device, masks: dict[str, Tensor | None]) -> InfiniState | None:
         """The state that the layout of a call of `[batch, tokens]` continues; `masks` as [`segment_layout`] takes them."""
         cache = self.cache
@@ -276,6 +273,7 @@ class ShardStates(PendingStates):
             )
         options = (cache.window, cache._config.memory_conv, cache.past.first_state())
         cache.shard = Shard.of_call(cache.group, batch, tokens, device, masks, *options)
+        self._columns = cache.get_seq_length()
         return cache.shard.state
 
     def received_inputs(self, inputs: Tensor, recent: Tensor) -> Tensor:
@@ -283,42 +281,93 @@ class ShardStates(PendingStates):
         recents = self.cache.shard.recent
         return recent if recents is None else recents.before(inputs, recent, self.cache.group)
 
-    def received_state(self, state: InfiniState, tokens: Projections, layout: GridLayout, rule: MemoryRule) -> InfiniState:
-        """The state that these tokens of a layer continue; `state`: the one that the layer knows of."""
-        shard, before = self.cache.shard, self.cache.shard.state
+    def received(
+        self, state: InfiniState, tokens: Projections, layout: GridLayout, rule: MemoryRule, softmax: ScoreOptions
+    ) -> tuple[InfiniState, Projections]:
+        """The state that these tokens of a layer continue, and the tokens, with the scores that decide which are kept;
+        `state`: the one that the layer knows of."""
+        shard, before, heads = self.cache.shard, self.cache.shard.state, tokens.key.shape[1]
         if before is not None:
             names = ("tokens_seen", "last_position", "memory_tokens", "local_skipped")
             state = replace(state, **{name: getattr(before, name) for name in names})
+            if self.cache.rank and state.local_score is not None and state.kept_position is not None:  # those of the past
+                score, position = torch.zeros_like(state.local_score), torch.full_like(state.kept_position, -1)
+                state = replace(state, local_score=score, kept_position=position)
         # Every rank must come to a collective's gradient, also where nothing depends on what it has received: these sums of
         # no numbers are 0, and have one
         reached = state.memory.flatten()[:0].sum() + state.normaliser.flatten()[:0].sum()
         if shard.window is not None:
-            new, old = ([part for part in parts if part is not None] for parts in (tokens[1:], state.windows()))
-            rows, window = (torch.cat(parts, -1).transpose(1, 2) for parts in (new, old))
-            received = shard.window.before(rows.flatten(2), window.flatten(2), self.cache.group)
+            new, old = tokens[1:4], state.windows()[:3]
+            rows, window = (joined(part).transpose(1, 2).flatten(2) for part in (new, old))
+            received = shard.window.before(rows, window, self.cache.group)
             reached = reached + received.flatten()[:0].sum()
-            windows = received.unflatten(2, rows.shape[2:]).transpose(1, 2).split([part.shape[-1] for part in new], -1)
-            dtypes = (torch.promote_types(*(part.dtype for part in pair)) for pair in zip(old, new, strict=True))
-            windows = Projections(tokens.query, *(w.to(dtype) for w, dtype in zip(windows, dtypes, strict=True)))
-            state = state.map_windows(lambda old, found: found, windows)
+            parts: Any = zip(parted(received.unflatten(2, (heads, -1)).transpose(1, 2), new), new, old, strict=True)
+            parts = (None if new is None else w.to(torch.promote_types(new.dtype, old.dtype)) for w, new, old in parts)
+            windows: Any = dict(zip(WINDOWS, parts, strict=False))
+            state = replace(state, **windows)
+        if layout.kept_tokens:
+            tokens, state = self._scored(tokens, state, layout, rule, softmax)
+        new_and_old = zip(tokens[1:4], state.windows()[:3], strict=True)
+        grids = (None if new is None else layout.delay(layout.to_grid(new, old)) for new, old in new_and_old)
+        leaving: Any = [None if grid is None else grid.transpose(2, 3) for grid in grids]
+        taken_in = None if layout.written is None else layout.written[:, :, None]
+        if layout.kept_tokens:
+            keeping, all_segments = KeptInGrid(tokens, layout, rule, state), (layout.written, 0, layout.segments)
+            before, own = keeping.kept, keeping.choose(leaving, *all_segments).kept
+            keeping.kept, reached = self._kept(before, own, rule, reached)
+            state = keeping.kept.into(state, layout.kept_places)
+            *leaving, taken_in = keeping.choose(leaving, *all_segments).evicted()
         with torch.autocast(tokens.key.device.type, enabled=False):
-            memory, normaliser = self._memory(state, tokens, layout, rule, reached)
-        return replace(state, memory=memory, normaliser=normaliser)
+            memory, normaliser = self._memory(state, (*leaving, taken_in), layout, rule, reached)
+        return replace(state, memory=memory, normaliser=normaliser), tokens
+
+    @torch.no_grad()
+    def _scored(
+        self, tokens: Projections, state: InfiniState, layout: GridLayout, rule: MemoryRule, softmax: ScoreOptions
+    ) -> tuple[Projections, InfiniState]:
+        """The tokens, and the state's window, with what they have received from the queries of all ranks up to this one."""
+        tokens = tokens._replace(score=first_scores(rule.keep_score, tokens.key, tokens.score))
+        keeping, window = KeptInGrid(tokens, layout, rule, state), self.cache.shard.window
+        if keeping.sees:
+            see_all(keeping, tokens, state, layout, softmax)
+        tokens, state = keeping.scored(tokens, state)
+        if window is not None:
+            scores: Any = (tokens.score, state.local_score)
+            state = replace(state, local_score=window.sums(*scores, self.cache.group))
+        return tokens, state
+
+    def _kept(self, before: Kept, own: Kept, rule: MemoryRule, reached: Tensor) -> tuple[Kept, Tensor]:
+        """What the ranks before this one keep: the best of all are among the best of each, which all ranks gather; `before`:
+        what the first rank keeps before its tokens; `own`: what this rank keeps of its own."""
+        cache = self.cache
+        every = AllGather.apply(joined(own[:3]) + reached, cache.group)
+        facts = gather(torch.cat([own.score.double(), own.position.double()], -1), cache.group)
+        reached = reached + every.flatten()[:0].sum()
+        if cache.rank == 0:
+            return before, reached
+        key, value, log_weight = parted(every, own[:3])
+        found = Kept(key, value, log_weight, facts[..., :-1].to(own.score), facts[..., -1:].long())
+        found = found.map(lambda part: part.transpose(0, 1))  # [B, R, places, K, …]
+        # A document goes on from rank to rank until another begins
+        document = F.pad((~cache.shard.goes_on).T.cumsum(1), (1, 0))
+        there, places = found.position[:, :, :, 0, 0] >= 0, shares(rule.keep_score, own.position.shape[1])
+        kept_rows, *_ = choose(before, found.score, there, places, (document[:, 1:], document))
+        rows = before.map(lambda old, new: torch.cat([old, new.flatten(1, 2)], 1), found)
+        return rows.taken(kept_rows[:, cache.rank]), reached
 
     def _memory(
-        self, state: InfiniState, tokens: Projections, layout: GridLayout, rule: MemoryRule, reached: Tensor
+        self, state: InfiniState, leaving: Sequence[Any], layout: GridLayout, rule: MemoryRule, reached: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """M and z that the ranks before this one leave, `[B, K, D, E]` and `[B, K, D]`."""
-        cache, kept = self.cache, self.cache.shard.kept.to(state.memory.dtype)
+        """M and z that the ranks before this one leave, `[B, K, D, E]` and `[B, K, D]`; `leaving`: keys, values, log
+        weights of what leaves the window here, `[B, N, K, C, …]`, and which of it the memory takes in, `[B or 1, N, K or 1,
+        C]` bool or `None`."""
+        cache, goes_on = self.cache, self.cache.shard.goes_on.to(state.memory.dtype)
         memory, normaliser, (start_memory, start_normaliser) = state.memory, state.normaliser, state.start()
-        new_and_old = zip(tokens[1:], state.windows(), strict=True)
-        grids = (None if new is None else layout.delay(layout.to_grid(new, old)) for new, old in new_and_old)
-        blocks: Any = [None if grid is None else grid.transpose(2, 3).to(memory.dtype) for grid in grids]
-        key, value, log_weight, _ = blocks  # nothing has a score
-        taken_in = None if layout.written is None else layout.written[:, :, None, :, None]
-        own_features, _, log_rates = rule.written(key, value, log_weight, taken_in)
+        wide: Any = (None if part is None else part.to(memory.dtype) for part in leaving)
+        key, value, log_weight, mask = wide
+        own_features, _, log_rates = rule.written(key, value, log_weight, None if mask is None else mask.unsqueeze(-1))
         borders = layout.borders(0, layout.segments)
-        begins = 1 - kept[cache.rank, :, None, None]
+        begins = 1 - goes_on[cache.rank, :, None, None]
         features = own_features
         if borders is not None:
             features = features * borders.reach[:, -1, 2:, None, None, None]  # of the row's last document only
@@ -326,10 +375,10 @@ class ShardStates(PendingStates):
         if rule.additive:
             products = torch.einsum("bnkce,bnkcd->bked", value, features) + begins.unsqueeze(3) * start_memory.mT
             sums = torch.cat([products, sums.unsqueeze(2)], 2)  # what is summed, [B, K, E + 1, D]
-            memory = self._chained(torch.cat([memory.mT, normaliser.unsqueeze(2)], 2), sums + reached, kept)
+            memory = self._chained(torch.cat([memory.mT, normaliser.unsqueeze(2)], 2), sums + reached, goes_on)
             return memory[:, :, :-1].mT, memory[:, :, -1]
         if rule.normalised:
-            normaliser = self._chained(normaliser, sums + reached, kept)
+            normaliser = self._chained(normaliser, sums + reached, goes_on)
         width = value.shape[-1]
         eye = torch.eye(key.shape[-1], dtype=memory.dtype, device=memory.device)
         of_start, first = F.pad(start_memory, (0, len(eye))), F.pad(eye, (width, 0)).expand(*memory.shape[:2], -1, -1)
@@ -341,10 +390,45 @@ class ShardStates(PendingStates):
             memory = kept_of @ memory + added
         return memory, normaliser
 
-    def _chained(self, first: Tensor, own: Tensor, kept: Tensor) -> Tensor:
-        """x_r of x_{j+1} = kept_j x_j + own_j, from `first` on, `[B, …]`."""
+    def _chained(self, first: Tensor, own: Tensor, goes_on: Tensor) -> Tensor:
+        """x_r of x_{j+1} = goes_on_j x_j + own_j, from `first` on, `[B, …]`."""
         parts = AllGather.apply(own, self.cache.group)
         x = first + parts[:0].sum()
-        for part, keep in zip(parts[: self.cache.rank], kept, strict=False):
+        for part, keep in zip(parts[: self.cache.rank], goes_on, strict=False):
             x = x * keep.view(-1, *(1,) * (x.dim() - 1)) + part
         return x
+
+
+def joined(parts: Sequence[Tensor | None]) -> Tensor:
+    """Those that there are, along the last dimension."""
+    return torch.cat([part for part in parts if part is not None], -1)
+
+
+def parted(whole: Tensor, like: Sequence[Tensor | None]) -> Any:
+    """The parts again, as wide as these; `None` where they are."""
+    parts = whole.split([0 if part is None else part.shape[-1] for part in like], -1)
+    return (None if old is None else part for part, old in zip(parts, like, strict=True))
+
+
+def see_all(
+    keeping: KeptInGrid, tokens: Projections, state: InfiniState, layout: GridLayout, softmax: ScoreOptions
+) -> None:
+    """Adds what the tokens receive from all queries of a call, which attention does on its way."""
+    sinks, local = layout.sink_tokens, layout.local_segments
+    queries, keys = layout.to_grid(tokens.query, None), layout.to_grid(tokens.key, state.local_key)
+    first = layout.sinks(keys, state.local_key).expand(-1, layout.segments, -1, -1, -1)
+    keys, weights = pad(keys, (0,) * 6 + (local, 0)), queries[:, :1, :, :, 0].numel() * layout.places
+    size = max(1, GROUP_ELEMENTS.get(keys.device.type, GROUP_ELEMENTS["cuda"]) // weights)
+    for begin in range(0, layout.segments, size):
+        end = min(begin + size, layout.segments)
+        left = None if layout.left is None or layout.is_steady(begin, end) else layout.left[:, begin:end]
+        windows = [first[:, begin:end], *(keys[:, begin + shift : end + shift] for shift in range(local + 1))]
+        query, key = (part.transpose(2, 3) for part in (queries[:, begin:end], torch.cat(windows, 2)))
+        compared = softmax.compared_keys(key, layout.key_places)
+        if sinks and left is not None and softmax.rotary is not None:
+            sink_places = layout.sink_places(left.clamp(max=layout.kept_tokens))
+            turned = softmax.rotary.at_each(key[..., :sinks, :], sink_places)
+            compared = torch.cat([turned, compared[..., sinks:, :]], 3)
+        query = softmax.compared_queries(query, layout.query_places)
+        mask = None if layout.is_steady(begin, end) else layout.window_mask(begin, end)
+        keeping.see(query, compared, None if mask is None else mask.unsqueeze(2), begin, end, softmax)

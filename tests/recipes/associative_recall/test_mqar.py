@@ -162,7 +162,7 @@ def test_the_training_is_that_of_zoology(tmp_path):
     """AdamW, torch's cosine over epochs, batches in their order, the cross-entropy of all logits; with dropout."""
     training, tests = make_all_rows([Part(16, 2, 20), Part(24, 3, 10)], [Part(16, 2, 4)], 40, 5)
     model, plain = build("attention").float(), build("attention").float()
-    options = SimpleNamespace(epochs=3, batch_size=8, stop_above=1, precision="float32", seed=5, save_steps=100)
+    options = SimpleNamespace(epochs=3, batch_size=8, stop_above=1, precision="float32", seed=5)
     history = train(model, training, tests, options, 0.01, tmp_path / "state.pt")
     optimizer = torch.optim.AdamW(plain.parameters(), lr=0.01, weight_decay=0.1)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=3)
@@ -190,7 +190,6 @@ def test_all_mixers_train_and_are_compared(tmp_path):
     options = [*TINY, "--epochs", 1, "--out", tmp_path, "--memory", "gate_init=-1"]
     shown = run_recipe("mqar", "--mixers", *mixers, *options).stdout
     assert (tmp_path / "table.md").read_text(encoding="utf-8") == shown
-    assert (tmp_path / "accuracy.png").stat().st_size > 10_000
     assert [shown.count(f"| {mixer}-d16-h2") for mixer in mixers] == [1] * len(mixers)
     results = [json.loads(file.read_text(encoding="utf-8")) for file in tmp_path.glob("*/result.json")]
     assert {result["mixer"] for result in results} == set(mixers)
@@ -218,13 +217,12 @@ def test_attention_learns_to_recall_and_diverges_at_a_rate_too_high(tmp_path):
 
 @pytest.mark.slow
 def test_killed_it_goes_on_and_ends_the_same(tmp_path):
-    """Killed inside an epoch, behind its last state on the disk."""
-    options = ["--mixers", "gated_delta", *TINY, "--train", "16x2x400", "--save_steps", 7, "--epochs", 3]
+    options = ["--mixers", "gated_delta", *TINY, "--train", "16x2x400", "--epochs", 3]
     folder = "gated_delta-d16-h2-s8-float32-lr0.01"
     run_recipe("mqar", *options, "--out", tmp_path / "whole")
     kill_when((tmp_path / "killed" / folder / "state.pt").exists, "mqar", *options, "--out", tmp_path / "killed")
     assert not (tmp_path / "killed" / folder / "result.json").exists()
-    assert "from step" in run_recipe("mqar", *options, "--out", tmp_path / "killed").stderr
+    assert "from epoch" in run_recipe("mqar", *options, "--out", tmp_path / "killed").stderr
     whole, killed = (weights(tmp_path / name / folder) for name in ("whole", "killed"))
     assert whole.keys() == killed.keys() and all(torch.equal(whole[key], killed[key]) for key in whole)
     results = [json.loads((tmp_path / name / folder / "result.json").read_text()) for name in ("whole", "killed")]

@@ -41,8 +41,6 @@ def everything(tmp_path_factory):
 
 def test_the_layer_beside_others(everything):
     printed, out = everything
-    (exact,) = rows_of(out, "attention", "largest relative error")
-    assert exact["name"] == "infini" and 0 < exact["error"] < 1e-5  # float32
     rows = rows_of(out, "attention", "one layer")
     assert [row["name"] for row in rows] == ["infini", "loop-split", "causal-sdpa"]
     for row in rows:
@@ -115,7 +113,7 @@ def test_files_of_a_run(everything):
     assert {"date", "hardware", "versions", "options", "threads"} <= content.keys()
     assert list(content["parts"]) == benchmark.PARTS and printed.endswith(f"{out}\n")
     widths = [len({line.count("|") for line in table.splitlines() if "|" in line}) for table in printed.split("\n\n")]
-    assert max(widths) == 1 and sum(widths) == 4  # attention 2, model, decoding
+    assert max(widths) == 1 and sum(widths) == 3  # attention, model, decoding
 
 
 def test_what_was_measured_before_an_error_is_kept(tmp_path, monkeypatch):

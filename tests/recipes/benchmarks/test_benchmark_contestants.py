@@ -1,7 +1,5 @@
 """benchmarks: contestants that claim the same equations compute them, the others see what they say; rounds and ratios."""
 
-import math
-
 import pytest
 import torch
 from torch.testing import assert_close
@@ -12,7 +10,7 @@ from benchmarks.parts import compared
 from hf_infini import naive_infini_attention
 
 LINEAR = ["infini", "infini-plain", "loop-split"]
-DELTA = ["infini-delta", "loop-split-delta"]
+DELTA = ["infini-delta"]
 GATED = [("infini-gated-delta", "gated_delta")]
 SHAPES = [Shape(24, 8, 3, 4), Shape(19, 8, 2, 4, batch=2), Shape(5, 8, 2, 4), Shape(7, 1, 2, 4)]
 
@@ -63,7 +61,6 @@ def visible(problem, name):
     ("name", "count"),
     [
         ("causal-sdpa", 12 * 13 // 2),
-        ("sliding-window", 1 + 2 + 3 + 9 * 4),
         ("infini-window", 12 * 13 // 2),
     ],
 )
@@ -74,17 +71,6 @@ def test_what_the_others_see(name, count):
     seen = visible(problem, name)
     assert not seen.triu(1).any()
     assert int(seen.sum()) == count
-
-
-def test_attention_of_others_is_attention():
-    problem = Problem.random(Shape(12, 4, 2, 8))
-    query, key, value = problem.views()
-    scores = (query @ key.transpose(-1, -2)) / math.sqrt(8)
-    distance = torch.arange(12)[:, None] - torch.arange(12)
-    for name, window in (("causal-sdpa", 12), ("sliding-window", 4)):
-        allowed = (distance >= 0) & (distance < window)
-        expected = scores.masked_fill(~allowed, -math.inf).softmax(-1) @ value
-        assert_close(CONTESTANTS[name](problem)(), expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", list(CONTESTANTS))

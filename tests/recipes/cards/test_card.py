@@ -1,85 +1,43 @@
 """Cards as text: metadata that the Hub reads back, numbers of the JSON only, no machine's paths, unbreakable fences."""
 
-import math
 import re
 import shlex
 
 from hypothesis import given, strategies
 
-from card_runs import GPT2, INFINI, RESULT, SAMPLE, about, baseline, cell, cells, evaluation, load, recall, run_of
-from cards import results, text
-from cards.card import write_card
+from card_runs import GPT2, INFINI, RESULT, SAMPLE, about, cell, cells, evaluation, load, recall, run_of
+from cards.card import losses, write_card
+from cards.run import shorten_path
 from support import markdown
 
 
 def test_the_hub_reads_the_metadata_back(tmp_path):
-    evaluations = [
-        evaluation("validation", 1.2345679, 31_111),  # train.py's number again
-        evaluation("test", 1.5, 30_000),
-        evaluation("validation", 1.4, 29_000, length=4096),
-        evaluation("validation", 1.9, 31_111, memory="off"),
-        evaluation(None, 2.5, 777, data=None, text="/home/maria/sonnets.txt", precision="bf16"),
-        recall("passkey", [cell(48, length=64, depth=0.5), cell(36, length=64, depth=1.0)]),
-        recall("passkey", [cell(0, length=64, depth=0.5)], memory="off"),
-        recall("facts", [cell(12, distance=3), {"distance": 9, "not_possible": "too long"}]),
-    ]
     options = about(license="mit", dataset="user/data", base_model="gpt2")
-    data = load(write_card(run_of(INFINI, evaluations=evaluations), options, [SAMPLE]), tmp_path).data
+    data = load(write_card(run_of(INFINI), options, [SAMPLE]), tmp_path).data
     assert (data.model_name, data.language, data.license, data.base_model) == ("a-model", "pt", "mit", "gpt2")
     assert data.pipeline_tag == "text-generation" and data.library_name == "transformers" and data.datasets == ["user/data"]
     assert data.tags == ["hf_infini", "infini_gpt2", "infini-attention"]
-    found = [(e.dataset_name, e.dataset_split, e.dataset_config, e.metric_type, e.metric_value) for e in data.eval_results]
-    assert found == [
-        ("user/data", "validation", None, "perplexity", 3.4371),
-        ("user/data", "validation", None, "cross_entropy", 1.2345678),
-        ("user/data", "test", None, "perplexity", math.exp(1.5)),
-        ("user/data", "test", None, "cross_entropy", 1.5),
-        ("user/data", "validation", "length 4096", "perplexity", math.exp(1.4)),
-        ("user/data", "validation", "length 4096", "cross_entropy", 1.4),
-        ("user/data", "validation", "64 tokens", "accuracy", 84 / 96),  # of all depths
-    ]  # and nothing of text that is no dataset of the Hub
-    assert {entry.dataset_type for entry in data.eval_results} == {"user/data"}
-    assert data.eval_results[-1].metric_name == "Passkeys found (84 of 96)"
-    assert {entry.task_type for entry in data.eval_results} == {"text-generation"}
 
 
-def test_metadata_name_no_dataset_that_is_not_on_the_hub(tmp_path):
-    run = run_of(evaluations=[evaluation("test", 1.5, 30_000)])
-    assert load(write_card(run, about(), [SAMPLE]), tmp_path).data.eval_results is None
-
-
-def test_numbers_of_exercises_are_no_language_model_s(tmp_path):
+def test_numbers_of_exercises_are_no_language_model_s():
+    whole = write_card(run_of(manifest=manifest(rows_by_kind={"codes": 30})), about(), [SAMPLE])
+    assert "exercises" not in whole
     rows = manifest(rows_by_kind={"codes": 30, "text": 4, "echo": 6})
     rows["options"]["prepared_from"] = "data/carolina"
-    asked = {"source": "/home/maria/data/carolina", "data_fingerprint": "that of the text"}
-    found = [evaluation("validation", 1.4, 29_000, length=4096), recall("passkey", [cell(48, length=64, depth=0)]) | asked]
-    found.append(recall("facts", [cell(12, distance=3)]))  # among invented text, which is no dataset
-    run = run_of(manifest=rows, evaluations=found)
-    whole = write_card(run, about(dataset="user/data"), [SAMPLE])
-    entries = load(whole, tmp_path).data.eval_results
-    names = [entry.metric_name for entry in entries]
-    assert names[4:] == ["Passkeys found (48 of 48)"] and {entry.dataset_name for entry in entries} == {"user/data"}
-    assert names[0] == "Perplexity of exercises (codes, echo), not of running text" and names[2] == "Perplexity"
+    whole = write_card(run_of(manifest=rows), about(), [SAMPLE])
     assert "The rows of plays are exercises of recall (codes, echo): their numbers say nothing" in whole
-    assert "exercises" not in write_card(run_of(manifest=manifest()), about(), [SAMPLE])
 
 
-def test_results_are_beside_the_n_grams_of_the_same_split():
-    run = run_of(evaluations=[evaluation("test", 1.5, 30_000)], baselines=[baseline("test"), baseline("validation")])
-    rows = cells(results.losses(run))[1:]
-    assert rows == [
-        ["this model", "plays, validation", "31,111", "1.2346", "3.44"],
-        ["unigrams", "plays, validation", "31,111", "2.5000", "10.00"],
-        ["bigrams", "plays, validation", "31,111", "2.0000", "9.00"],
-        ["this model", "plays, test", "30,000", "1.5000", "4.48"],
-        ["unigrams", "plays, test", "31,111", "2.5000", "10.00"],
-        ["bigrams", "plays, test", "31,111", "2.0000", "9.00"],
+def test_losses_of_the_run_and_of_its_evaluations():
+    repeated = evaluation("validation", 1.2345679, 31_111)  # train.py's number again
+    other = evaluation("validation", 1.4, 31_111) | {"source": "/data/essays", "data_fingerprint": "0"}
+    found = [repeated, evaluation("test", 1.5, 30_000), other, evaluation("validation", 1.9, 31_111, memory="off")]
+    assert cells(losses(run_of(evaluations=found)))[1:] == [
+        ["plays, validation", "31,111", "1.2346", "3.44"],
+        ["plays, test", "30,000", "1.5000", "4.48"],
+        ["essays, validation", "31,111", "1.4000", "4.06"],
+        ["plays, validation, memory off", "31,111", "1.9000", "6.69"],
     ]
-    assert "smoothed counts of 54,321 training tokens" in results.losses(run)
-    # The validation again is left out; whether it is that, the fingerprint says and not the name
-    other = evaluation("validation", 1.2345678, 31_111) | {"source": "/data/essays", "data_fingerprint": "0"}
-    moved = other | {"data_fingerprint": RESULT["data_fingerprint"]}
-    assert [row["data"] for row in results.measurements(run_of(evaluations=[other, moved]))] == ["plays", "essays"]
 
 
 def evaluation_section(run) -> str:
@@ -119,7 +77,7 @@ SHORT = {
 
 
 def test_paths_are_shortened():
-    assert {path: text.shorten_path(path) for path in SHORT} == SHORT
+    assert {path: shorten_path(path) for path in SHORT} == SHORT
 
 
 def manifest(**train) -> dict:
@@ -133,9 +91,9 @@ def test_no_path_of_the_machine_is_in_a_card():
     result = RESULT | {"options": RESULT["options"] | {"init_from": "/home/maria/runs/start"}}
     found = [evaluation("test", 1.5, 30_000), evaluation(None, 2.5, 777, data=None, text="/home/maria/sonnets.txt")]
     found.append(recall("passkey", [cell(48, length=64, depth=0.5)]) | {"source": "/home/maria/essays"})
-    given = {"evaluations": found, "baselines": [baseline("test")], "earlier": [("runs/start", result)]}
+    given = {"evaluations": found, "earlier": [("runs/start", result)]}
     whole = write_card(run_of(result=result, manifest=manifest(), **given), about(), [SAMPLE])
-    assert "maria" not in whole and "/home" not in whole and "/mnt" not in whole and text.private_lines(whole) == []
+    assert "maria" not in whole and "/home" not in whole and "/mnt" not in whole
     command = re.search("```bash\n(.*?)\n```", whole, re.DOTALL)[1]
     expected = ["python", "recipes/train.py", "--data", "data/plays", "--out=runs/mha", "--use_cpu"]
     assert shlex.split(command.replace("\\\n", "")) == expected and command.count("\\\n    --") == 3
@@ -200,14 +158,3 @@ def test_notes_licences_and_a_run_whose_data_is_named_in_its_config_file(tmp_pat
     assert ["Data", "data 0123456789abcdef, fingerprint `0123456789abcdef`"] in cells(whole)
 
 
-PRIVATE = {
-    "hf_" + "x" * 34: "a token of the Hub (hf_xxx…); revoke it",
-    "/home/maria/runs/x": "a path of a machine (/home/maria)",
-    r"C:\\Users\\maria\\x": r"a path of a machine (C:\\Users\\maria\\x)",
-}
-
-
-def test_what_must_not_be_in_a_file():
-    for found, what in PRIVATE.items():
-        assert text.private_lines(f'{{\n"a": "{found}"\n}}') == [f"2: {what}"]
-    assert text.private_lines('{"eos": "<|endoftext|>", "url": "https://a.org/home/x", "share": "1/2 and/or"}') == []

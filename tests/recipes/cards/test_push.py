@@ -36,7 +36,6 @@ from hub_files import code_of, config_of
 from hub_repository import WRITE
 from hub_server import HubServer
 from running import CONTEXT, ROOT, load_recipe, prepared_data, result, straight_run
-from support.stages import seal
 from training.run_folder import RESULT_ENTRIES
 
 pytestmark = pytest.mark.slow  # they share trained runs
@@ -51,7 +50,7 @@ ADAPTERS = sorted(path.parent for path in (ROOT / "model_cards").glob("*/infini_
 
 @pytest.fixture(scope="module")
 def trained(base, tmp_path_factory):
-    """A run of recipes/train.py that was evaluated, with files that are nobody's business, and n-grams of its data."""
+    """A run of recipes/train.py that was evaluated, with files that are nobody's business."""
     folder, data = tmp_path_factory.mktemp("runs") / "infini", prepared_data(base)
     shutil.copytree(straight_run(base), folder, ignore=shutil.ignore_patterns("checkpoint-*", "evaluation*"))
     (folder / "training_args.bin").write_text("/home/maria/secret")
@@ -59,7 +58,6 @@ def trained(base, tmp_path_factory):
     evaluate.main(["--model", str(folder), "--data", str(data), "--length", "96", "--device", "cpu"])
     passkey = ["--task", "passkey", "--lengths", "256", "--depths", "0.5", "--samples", "3"]
     evaluate.main(["--model", str(folder), "--data", str(data), *passkey, "--device", "cpu"])
-    load_recipe("ngram_baseline").main(["--data", str(data), "--out", str(folder.parent / "ngrams.json")])
     (folder / "passkey.cells.json").write_text("{}")  # an evaluation that was killed
     return folder
 
@@ -83,8 +81,7 @@ def published(trained, tmp_path_factory):
         patch.setattr(constants, "HF_HUB_OFFLINE", False)
         patch.setattr(constants, "HF_HUB_DISABLE_XET", True)
         patch.setenv("HF_TOKEN", WRITE)
-        baseline = ["--baseline", trained.parent / "ngrams.json"]
-        push.main(options_of(trained, out, *baseline, "--repo_id", NAME, "--private", "true"))
+        push.main(options_of(trained, out, "--repo_id", NAME, "--private", "true"))
     yield out, printed.getvalue(), hub
     hub.stop()
 
@@ -106,16 +103,12 @@ def test_what_is_in_the_folder_is_on_the_hub(published, trained):
 
 def test_the_card_has_the_numbers_of_the_json(published, trained):
     card, numbers = ModelCard.load(published[0] / "README.md"), result(trained)
-    measured = {(e.dataset_config, e.metric_type): e.metric_value for e in card.data.eval_results}
     of = {name: json.loads((trained / f"{name}.json").read_text()) for name in ("evaluation", "passkey")}
-    assert measured[None, "cross_entropy"] == numbers["cross_entropy"]
-    assert measured["length 96", "perplexity"] == of["evaluation"]["perplexity"]
-    assert measured["256 tokens", "accuracy"] == of["passkey"]["cells"][0]["accuracy"]
     rows = cells(card.text)
-    ngrams = json.loads((trained.parent / "ngrams.json").read_text())["orders"]
-    for name, row in (("this model", numbers), *((f"{row['name']}s", row) for row in ngrams)):
-        count = f"{row.get('tokens' if 'name' in row else 'validation_tokens'):,}"
-        assert [name, "data, validation", count, f"{row['cross_entropy']:.4f}", f"{row['perplexity']:.2f}"] in rows
+    for how, found in (("", numbers | {"tokens": numbers["validation_tokens"]}), (", length 96", of["evaluation"])):
+        loss = [f"{found['tokens']:,}", f"{found['cross_entropy']:.4f}", f"{found['perplexity']:.2f}"]
+        assert [f"data, validation{how}", *loss] in rows
+    assert any(row[1].startswith(f"{of['passkey']['cells'][0]['correct']}/3 ") for row in rows)
     assert ["Parameters", f"{numbers['parameters']:,}"] in rows and ["`segment_length`", "16"] in rows
     assert card.data.model_name == "infini" and card.data.language == "en" and "public domain" in card.text
     assert str(trained.parent) not in card.content and sys.prefix not in card.content
@@ -137,17 +130,6 @@ def test_a_stranger_gets_what_the_card_says(published, tmp_path):
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
-def test_folders_that_hold_what_nobody_else_should_read(published, tmp_path):
-    folder = shutil.copytree(published[0], tmp_path / "card")
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"_name": "/home/maria/runs/x"}))
-    (folder / "generation_config.json").write_text('{\n"a": "hf_' + "x" * 34 + '"}')
-    with pytest.raises(UserError) as error:
-        cards_folder.check_folder(folder)
-    assert "config.json:1: a path of a machine (/home/maria)" in str(error.value)
-    assert "generation_config.json:2: a token of the Hub (hf_xxx…)" in str(error.value)
-
-
 def test_runs_that_cannot_be_published(trained, base, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", WRITE)
 
@@ -157,41 +139,16 @@ def test_runs_that_cannot_be_published(trained, base, tmp_path, capsys, monkeypa
         assert stopped.value.code == 1 and not (tmp_path / "card" / "README.md").exists()
         return capsys.readouterr().err
 
-    assert "is --run itself" in error(out=trained)
+    assert "no card of this recipe" in error(out=trained)
     assert "--notes: there is no file" in error("--notes", tmp_path / "none.md")
     assert "--prompt '' has no token" in error("--prompt", "")
-    assert "give user/name" in error("--repo_id", "infini") and "offline" in error("--repo_id", NAME)  # as all tests are
+    assert "offline" in error("--repo_id", NAME)  # as all tests are
     folder = shutil.copytree(trained, tmp_path / "runs" / "infini")
     weights = load_file(folder / "model.safetensors")
     name, tensor = max(weights.items(), key=lambda item: item[1].numel())
     tensor.view(-1)[3] = float("nan")
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    content = result(folder)
-    seals = seal(folder, [folder / file for file in content["files"]])
-    (folder / "result.json").write_text(json.dumps(content | {"files": seals}))
     assert f"hold NaN or infinity in 1 tensors, such as {name}" in error(folder=folder)
-
-
-def test_measurements_of_something_else_are_refused(trained, base, tmp_path):
-    def error(*given) -> str:
-        with pytest.raises(UserError) as caught:
-            cards_run.read_run(trained, *given)
-        return str(caught.value)
-
-    content, file = json.loads((trained / "passkey.json").read_text()), tmp_path / "more.json"
-    for changes, message in (
-        ({"model": "runs/other"}, f"{file} is of the model runs/other, not of {trained}"),
-        ({"date": "2001-01-01T00:00:00+00:00"}, "is older than the training in"),
-    ):
-        file.write_text(json.dumps(content | changes))
-        assert message in error(None, [file])
-    baseline = json.loads((trained.parent / "ngrams.json").read_text())
-    file.write_text(json.dumps(baseline | {"data_fingerprint": "0"}))
-    assert "is of other data" in error(None, [], [file])
-    manifest = json.loads((prepared_data(base) / "manifest.json").read_text())
-    manifest["splits"]["train"]["sha256"] = "0" * 64
-    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
-    assert "is other data than the run's" in error(str(tmp_path))
 
 
 def test_earlier_runs_are_those_that_were_continued(tmp_path):
@@ -227,7 +184,6 @@ def test_the_models_of_the_repository_are_as_published(folder, tmp_path):
     assert [file.name for file in folder.iterdir() if not cards_folder.allowed(file.name)] == []
     card = shutil.copytree(folder, tmp_path / folder.name)
     AutoConfig.from_pretrained(card).save_pretrained(card, save_code=True)
-    cards_folder.check_folder(card)
     assert code_of(card)
     assert sum(file.stat().st_size for file in folder.glob("*.safetensors")) <= 12e6
     card = ModelCard.load(folder / "README.md").data

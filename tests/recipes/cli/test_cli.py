@@ -2,7 +2,6 @@
 
 import ast
 import dataclasses
-import json
 import os
 import re
 import shlex
@@ -15,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from cli import FAILURE_FILE, NotPossible, UserError, exit_on_error, option, parse_options
+from cli import NotPossible, UserError, exit_on_error, option, parse_options
 from cli.model_options import ModelOptions
 from cli.names import check_name
 from hf_infini.models.scratch.options import ScratchOptions
@@ -75,21 +74,16 @@ def test_a_file_and_flags_above_it(config):
     assert parse("--out", "x") == Options("x")
 
 
-MEMORY = "there is not enough memory for this: smaller batches, rows or models need less"
-
-
 @pytest.mark.parametrize(
     ("error", "line"),
     [
         (UserError("there is no corpus in x: give --source"), "error: there is no corpus in x: give --source"),
         (NotPossible("no"), "error: these model options do not go together: no"),
-        (OSError(28, "No space left on device", "runs/a"), "error: No space left on device: runs/a; make room: go on"),
-        (OSError(36, "File name too long", "a"), "error: File name too long: a"),
-        (RuntimeError("unexpected pos 64 vs 0"), "error: no space left on the disk; make room: go on"),
-        (RuntimeError("can't allocate memory: 9 bytes"), f"error: {MEMORY}"),
-        (MemoryError(), f"error: {MEMORY}"),
+        (OSError(28, "No space left on device", "runs/a"), "error: No space left on device: runs/a"),
+        (MemoryError(), "error: MemoryError: MemoryError (--traceback shows where)"),
         (ModuleNotFoundError("x", name="peft"), "error: peft is not installed: pip install 'hf-infini[recipes]'"),
-        (ValueError("two\n lines"), "error: ValueError: two lines (--traceback shows where)"),
+        (ValueError("two\n lines"), "error: two lines"),
+        (KeyError("name"), "error: KeyError: 'name' (--traceback shows where)"),
     ],
 )
 def test_errors_are_one_line_and_status_1(error, line, capsys):
@@ -117,7 +111,7 @@ def test_standard_output_on_a_full_disk(capsys, monkeypatch):
         with pytest.raises(SystemExit) as stop:
             main([])
         full.flush()  # as the interpreter does when it ends: nothing is left to fail
-    assert stop.value.code == 1 and capsys.readouterr().err == "error: no space left on the disk; make room: go on\n"
+    assert stop.value.code == 1 and "No space left on device" in capsys.readouterr().err
 
 
 def test_nobody_reads_the_output_any_more(capsys):
@@ -130,24 +124,18 @@ def test_nobody_reads_the_output_any_more(capsys):
     assert stop.value.code == 141 and capsys.readouterr().err == "stopped, as nobody reads the output any more: go on\n"
 
 
-@pytest.mark.parametrize(("number", "name", "code"), [(signal.SIGINT, "Ctrl-C", 130), (signal.SIGTERM, "SIGTERM", 143)])
-def test_a_stopped_recipe_says_how_to_go_on(number, name, code, capsys, tmp_path, monkeypatch):
-    monkeypatch.setenv(FAILURE_FILE, str(tmp_path / "failure"))
-    handler = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}[number]
-    restored = signal.signal(number, handler)  # what a shell starts behind itself ignores interrupts
+def test_a_stopped_recipe_says_how_to_go_on(capsys):
+    restored = signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell starts behind itself ignores it
 
     @exit_on_error(when_stopped="the same command goes on")
     def main(argv=None):
-        os.kill(os.getpid(), number)
+        os.kill(os.getpid(), signal.SIGINT)
         time.sleep(5)
 
     with pytest.raises(SystemExit) as stop:
         main([])
-    assert stop.value.code == code and signal.getsignal(number) is handler
-    signal.signal(number, restored)
-    line = f"stopped by {name}: the same command goes on"
-    assert capsys.readouterr().err == f"{line}\n"
-    assert json.loads((tmp_path / "failure").read_text()) == {"status": "failed", "reason": line}
+    signal.signal(signal.SIGINT, restored)
+    assert stop.value.code == 130 and capsys.readouterr().err == "stopped by Ctrl-C: the same command goes on\n"
 
 
 HELP = """
@@ -234,25 +222,6 @@ def test_the_help_of_train_is_short_and_help_all_has_the_rest(helps):
     for name, allowed in {**choices(MemoryOptions), **choices(ScratchOptions)}.items():
         assert name in ("attention", "position_encoding") or f"--{name} {{{','.join(allowed)}}}" in text
     assert parse_options(ModelOptions, description="", argv=["--memory_conv", "3", "--rope_theta", "9"])[0].memory_conv == 3
-
-
-@dataclass
-class Switch:
-    shown: bool = option(True, "Show it.")
-    kept: bool = option(True, "Keep it.", rare=True)
-    other: bool = option(False, "Another.")
-
-
-def test_a_flag_that_switches_off_says_what_it_is(capsys):
-    for flag, rare in (("--help", False), ("--help_all", True)):
-        with pytest.raises(SystemExit):
-            parse_options(Switch, description="", argv=[flag])
-        shown = " ".join(capsys.readouterr().out.split())
-        assert "--no_shown The same as --shown false. " in shown and "--no_other" not in shown
-        assert ("--no_kept The same as --kept false." in shown) is rare
-    for argv, values in (([], (True, True)), (["--no_shown"], (False, True)), (["--no_kept"], (True, False))):
-        (found,) = parse_options(Switch, description="", argv=argv)
-        assert (found.shown, found.kept) == values
 
 
 def test_the_hub_is_not_asked_for_paths(tmp_path, monkeypatch):

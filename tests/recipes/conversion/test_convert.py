@@ -174,7 +174,7 @@ def test_it_goes_on_from_an_adapter(checkpoint, base, tmp_path, capsys):
         (["--start", adapter, tmp_path / "rank"], ["--start: the LoRA of", "'r': 3", "'r': 2", "they have no mean"]),
         (["--local_segments", 0], ["--local_segments is as the adapter of --start has it"]),
         (["--lora_rank", 3], ["--lora_rank 3: the LoRA of", "has rank 2; leave it out"]),
-        (["--start", tmp_path / "first"], ["--start: ", "is no adapter of a memory"]),
+        (["--start", tmp_path / "first"], ["--start: ", "infini_adapter.json"]),
         (["--model", another_model(checkpoint, tmp_path)], ["--start: the adapter of", "was trained with another model"]),
     ]:
         argv = [*same, *STEPS, *SMALL, "--out", tmp_path / "refused", *options]

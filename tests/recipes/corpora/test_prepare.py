@@ -143,24 +143,17 @@ def test_a_test_split_takes_from_training_alone(made, tmp_path, split_by):
     assert back["splits"] == without["splits"] and not list(out.glob("test*"))
 
 
-def test_held_out_texts_that_are_in_training_are_counted_and_can_be_left_out(tmp_path, capsys):
+def test_texts_that_come_again_are_counted_and_can_be_left_out(tmp_path, capsys):
     texts = [f"{word} " * 300 for word in ("um", "dois", "três", "quatro")]
     rows = [{"text": text} for text in texts * 49 + ["só aqui " * 300] * 4]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    options = ["--source", tmp_path / "rows.jsonl", "--vocab_size", 300, "--context", 16, "--validation", 0.1, "--test", 0.2]
-    said = "195 documents have exactly the text of an earlier one, so that held-out text may be in training, too"
+    options = ["--source", tmp_path / "rows.jsonl", "--vocab_size", 300, "--context", 16, "--validation", 0.1]
     for _ in range(2):  # the second reuses what the first has made
         manifest = run(*options, out=tmp_path / "out")
-        held_out = {name: manifest["splits"][name] for name in ("validation", "test")}
-        assert {name: split["also_in_training"] for name, split in held_out.items()} == {"validation": 20, "test": 40}
         assert manifest["source"]["duplicates"] == 195 and manifest["source"]["documents"] == 200
-        assert f"{said}: 20 of validation, 40 of test; --drop_duplicates" in capsys.readouterr().out
-    assert run(*options, "--split_by", "block", out=tmp_path / "blocks")["source"]["duplicates"] == 195
-    assert f"{said}; --drop_duplicates" in capsys.readouterr().out  # blocks are cut anywhere: they are not compared
-    manifest = run(*options, "--drop_duplicates", out=tmp_path / "out")
-    source, splits = manifest["source"], manifest["splits"]
+        assert "195 documents have exactly the text of an earlier one, so that held-out text" in capsys.readouterr().out
+    source = run(*options, "--drop_duplicates", out=tmp_path / "out")["source"]
     assert (source["documents"], source["duplicates"], source["dropped"]) == (5, 0, {"duplicate": 195})
-    assert splits["validation"]["also_in_training"] == splits["test"]["also_in_training"] == 0
     assert "duplicate" not in capsys.readouterr().out
 
 

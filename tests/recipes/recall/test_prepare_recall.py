@@ -12,7 +12,9 @@ import pytest
 from datasets import Features, List, Value, load_from_disk
 from transformers import AutoTokenizer
 
-from corpora.biographies import biography_documents
+from corpora.biographies import SENTENCES, biography_documents
+from recall.drills import FORMS, TOKENS_PER_FORM
+from recall.examples import WORDING
 from recall.rows import deal_kinds, read_mix
 from running import SIZES, load_recipe
 
@@ -138,6 +140,46 @@ def test_drills_make_rows_of_any_length(base, tmp_path):
         prepare(tmp_path / "drills", base, "--context", 16, "--mix", "codes=1")
 
 
+def test_rows_of_many_forms_ask_at_their_end_for_what_they_said(base, tmp_path):
+    options = ["--context", 700, "--rows", 40, "--validation_rows", 4, "--mix", "forms=1", "--language", "en"]
+    record = prepare(tmp_path / "forms", base, *options)["splits"]["train"]
+    assert record["rows_by_kind"] == {"forms": 40}
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "forms" / "tokenizer")
+    for row, labels in zip(*rows_of(tmp_path / "forms", "train"), strict=True):
+        text, answers = tokenizer.decode(row), learned_words(tokenizer, row, labels)
+        assert len(answers) == 700 // TOKENS_PER_FORM and text.endswith(answers[-1])
+        for answer in answers:  # stated once before it is asked for, by the same words
+            (question,) = re.findall(rf"\n([^\n]*{re.escape(answer)})(?=\.?\n?)", text[-400:])[-1:]
+            assert text.count(f"\n{question.strip()}") >= 2
+    with pytest.raises(SystemExit):
+        prepare(tmp_path / "forms", base, "--context", 30, "--mix", "forms=1")
+
+
+def test_forms_of_an_evaluation_are_never_fitted():
+    """Of every sentence of the evaluations no run of four words is in a form, nor what names their needles."""
+    evaluated = [words for words in WORDING.values() for words in (*words["needles"], *words["questions"])]
+    evaluated += [sentence for fact in SENTENCES["facts"].values() for sentence in strings(fact)]
+    evaluated += ["One of the special magic numbers for key is: value", "What are all the special magic numbers for key"]
+    runs = {tuple(words[at : at + 4]) for words in map(words_of, evaluated) for at in range(len(words) - 3)}
+    for language in FORMS.values():
+        for form in language["forms"]:
+            words = words_of(" ".join(form))
+            assert not runs & {tuple(words[at : at + 4]) for at in range(len(words) - 3)}, form
+            assert not {"secret", "secreto", "magic", "special", "kingdom", "reino"} & {*words}
+
+
+def words_of(sentence: str) -> list[str]:
+    return re.findall(r"\w+", re.sub(r"{\w+}", " ", sentence.lower()))
+
+
+def strings(content) -> list[str]:
+    """All texts in a nested structure."""
+    if isinstance(content, str):
+        return [content]
+    parts = content.values() if isinstance(content, dict) else content if isinstance(content, list) else ()
+    return [text for part in parts for text in strings(part)]
+
+
 @pytest.mark.slow
 def test_train_reads_the_folder(base, tmp_path):
     options = ["--data", prepared(base), *SIZES, "--attention", "infini", "--segment_length", 128]
@@ -153,7 +195,7 @@ def test_train_reads_the_folder(base, tmp_path):
 
 def test_every_row_is_dealt():
     shares = read_mix(["passkey=0.3", "text=0.7"])
-    assert shares == {"passkey": 0.3, "facts": 0.0, "codes": 0.0, "echo": 0.0, "paragraphs": 0.0, "text": 0.7}
+    assert shares == {"passkey": 0.3, "facts": 0.0, "codes": 0.0, "echo": 0.0, "forms": 0.0, "paragraphs": 0.0, "text": 0.7}
     for rows in (1, 2, 3, 7, 10):
         kinds = deal_kinds(rows, shares, random.Random(0))
         assert len(kinds) == rows and abs(kinds.count("passkey") - 0.3 * rows) < 1 and "facts" not in kinds

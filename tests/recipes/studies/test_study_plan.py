@@ -1,16 +1,15 @@
 """What a study is asked for: files of variants, settings, grids, refusals; its processes and the characters of texts."""
 
-import json
 import os
 import subprocess
 import sys
-from itertools import product
 
 import pytest
 
+from cli import NotPossible
 from corpora.tokenization import train_bpe
 from running import ROOT, load_recipe
-from studies import plan, report
+from studies import plan
 from studies.measure import encode_documents
 from studies.processes import Task, run_tasks
 
@@ -78,7 +77,7 @@ REFUSED = [
     (["--variants", "s1", "i9"], "there is no i9; the study has s1, i1, i2, best, s1_rope, window"),
     (["--variants", "s1", "s1", "--seeds", "1", "1"], "would share the folder s1,seed=1"),
     (["--set", "variants.data={}"], "would share the folder data"),
-    (["--set", "train.n_layr=3"], "unrecognised arguments: --n_layr 3; did you mean --n_layer?"),
+    (["--set", "train.n_layr=3"], "unrecognised arguments: --n_layr 3"),
     (["--set", "variants.s1.attention=quadratic"], "invalid choice: 'quadratic'"),
     (["--set", "evaluate.long.lenght=2"], "unrecognised arguments: --lenght 2"),
     (["--set", "evaluate.far.task=facts"], "evaluate 'far': give options of evaluate_model.py's task perplexity"),
@@ -96,7 +95,6 @@ REFUSED = [
     (["--grid", "score=dot", "score=general"], "score is named twice"),
     (["--grid", "n_layer=1,1"], "would share the folder s1,n_layer=1"),
     (["--grid", "seed=0,1"], "a study's seeds are in 'seeds'"),
-    (["--launcher", "no_launcher x"], "--launcher: there is no program no_launcher"),
     (["--data", "data/x"], "exactly one of --source and --data"),
     (["--runs", "a", "b"], "--study is for runs to be trained"),
 ]
@@ -106,7 +104,7 @@ REFUSED_ALONE = [
     (["--runs", "a", "--data", "x", "--jobs", "2"], "--jobs is for runs to be trained"),
     (["--grid", "n_layer=1", "--data", "x", "--set", "data.context=8"], "would have no effect, as --data is given"),
     (["--study", VARIANTS, "--data", "x"], "i2 has data of its own: give --source instead of --data"),
-    (["--study", "none.yaml", "--data", "x"], "there is no file of this name"),
+    (["--study", "none.yaml", "--data", "x"], "cannot be read"),
 ]
 
 
@@ -130,18 +128,6 @@ def test_what_is_given_later_goes_above(tmp_path, capsys):
     assert text.count("--n_embd 64 ") == 6 and "--n_embd 7 " not in text
 
 
-def test_a_grid_of_two_options_is_a_table():
-    grid = {"n_layer": ["1", "2"], "score": ["dot", "general"]}
-    cells = product(*grid.values())
-    runs = [{"options": dict(zip(grid, values, strict=True)), "variant": "-".join(values)} for values in cells]
-    losses = {"1-dot": 2.5, "1-general": 2.25, "2-dot": 3.0}  # the fourth is not possible
-    variants = [{"name": name, "cross_entropy": {"value": loss}} for name, loss in losses.items()]
-    table = report.grid_table({"study": {"grid": grid, "variants": {}}, "runs": runs, "variants": variants})
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()]
-    assert rows[0] == ["n_layer \\ score", "dot", "general"]
-    assert rows[2:] == [["1", "2.5000", "**2.2500**"], ["2", "3.0000", "–"]]
-
-
 def test_characters_of_tokens_add_up_to_the_text():
     texts = ["ação é não, coração 🙂🙂 ok", "", "<|endoftext|> ó"]
     tokenizer = train_bpe(["não é a ação do coração 🙂"] * 3, 290)
@@ -156,21 +142,20 @@ def test_characters_of_tokens_add_up_to_the_text():
 
 
 OUTCOMES = [
-    (0, None, "error: of an earlier start", ("finished", "")),
-    (1, ("not possible", "n_head=3"), "10%|\r20%|\nerror: no\n", ("not possible", "n_head=3")),
-    (1, None, "Traceback\n  raise\nValueError: no\n", ("failed", "exit status 1: ValueError: no")),
-    (-9, None, "", ("failed", "exit status -9: no output")),
+    (0, "error: of an earlier start", ("finished", "")),
+    (1, f"10%|\r20%|\nerror: {NotPossible('n_head=3')}\nlauncher: failed\n", ("not possible", "n_head=3")),
+    (1, "error: no data\n", ("failed", "no data")),
+    (1, "Traceback\n  raise\nValueError: no\n", ("failed", "exit status 1: ValueError: no")),
+    (-9, "", ("failed", "exit status -9: no output")),
 ]
 
 
 def test_outcomes(tmp_path):
-    for status, failure, log, expected in OUTCOMES:
+    for status, log, expected in OUTCOMES:
         task = Task("a", [], tmp_path / "a.log")
         task.log.write_text(log)
-        if failure is not None:
-            task.failure.write_text(json.dumps(dict(zip(("status", "reason"), failure, strict=True))))
         task.finish(status)
-        assert (task.status, task.reason) == expected and not task.failure.exists()
+        assert (task.status, task.reason) == expected
 
 
 REFUSES = """
@@ -187,19 +172,16 @@ main()
 """
 
 
-def test_processes_tell_why_they_failed_without_words_to_be_matched(tmp_path, monkeypatch):
-    """In a file of JSON, through a launcher as well, whose exit status is its own."""
+def test_processes_tell_why_they_failed(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (ROOT / "recipes", ROOT))))
     (tmp_path / "refuses.py").write_text(REFUSES)
-    (tmp_path / "launcher.py").write_text("import subprocess, sys; sys.exit(9 * bool(subprocess.call(sys.argv[1:])))")
     command = [sys.executable, str(tmp_path / "refuses.py")]
-    commands = {"a": command, "b": [sys.executable, str(tmp_path / "launcher.py"), *command, "x"], "c": ["false"]}
+    commands = {"a": command, "b": [*command, "x"], "c": ["false"]}
     tasks = [Task(name, command, tmp_path / "logs" / f"{name}.log") for name, command in commands.items()]
     run_tasks(tasks, "test", jobs=2, threads=3)
     expected = [("finished", ""), ("not possible", "n_head=3"), ("failed", "exit status 1: no output")]
     assert [(task.status, task.reason) for task in tasks] == expected
-    assert tasks[0].log.read_text() == "3\n" and "do not go together: n_head=3" in tasks[1].log.read_text()
-    assert sorted(file.name for file in (tmp_path / "logs").iterdir()) == ["a.log", "b.log", "c.log"]
+    assert tasks[0].log.read_text() == "3\n"
 
 
 def test_interrupted_the_processes_end_too(tmp_path):

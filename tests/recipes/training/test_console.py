@@ -1,4 +1,4 @@
-"""What a training says: one aligned line a step, a clear end, no bars and dictionaries."""
+"""What a training says: a line for each step that it logs, a clear end, no bars and dictionaries."""
 
 import json
 from types import SimpleNamespace
@@ -7,32 +7,22 @@ from running import CONTEXT, infini_options, load_recipe, prepared_data
 from training import console, run_folder
 
 TRAIN = {"step": 10, "train_loss": 4.25, "tokens_per_second": 12_345.6}
-GATES = {"gate_min": 0.125, "gate_max": 0.5}
 
 
-def said(events, monkeypatch, capsys) -> list[str]:
-    """The lines of a table after these lines of metrics, each with whether an evaluation follows; 10 s go by for each."""
+def test_a_logged_step_is_a_line(monkeypatch, capsys):
     clock = iter(range(0, 10_000, 10))
-    monkeypatch.setattr(console, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
-    table, history = console.StepTable(), []
+    monkeypatch.setattr(console, "time", SimpleNamespace(perf_counter=lambda: next(clock)))  # 10 s go by for each
+    lines, history = console.StepLines(), []
     state = SimpleNamespace(global_step=0, max_steps=1000, is_world_process_zero=True, log_history=history)
-    table.on_train_begin(None, state, None)
-    for line, evaluated in events:
-        history.append({} if line is None else {"line": line})
-        table.on_log(None, state, SimpleNamespace(should_evaluate=evaluated))
-    found = capsys.readouterr()
-    assert not found.out
-    return found.err.splitlines()
-
-
-def test_the_columns_are_aligned_and_a_step_has_one_line(monkeypatch, capsys):
-    events = [(TRAIN, False), (TRAIN | {"step": 500}, True), ({"step": 500, "eval_loss": 3.5}, False)]
-    events += [({"step": 1000, "eval_loss": 3.25}, False), (None, False)]  # the last is the Trainer's own summary
-    assert said([(line and line | GATES, follows) for line, follows in events], monkeypatch, capsys) == [
-        "     step    loss validation  tokens/s      gates  time left",
-        "       10  4.2500               12,346  0.12–0.50    0:16:30",
-        "      500  4.2500     3.5000    12,346  0.12–0.50    0:00:20",
-        "    1,000             3.2500            0.12–0.50    0:00:00",
+    lines.on_train_begin(None, state, None)
+    gates = {"gate_min": 0.125, "gate_max": 0.5}
+    for line in (TRAIN | gates, TRAIN | {"step": 500}, {"step": 1000, "eval_loss": 3.25}, None):
+        history.append({} if line is None else {"line": line})  # the last is the Trainer's own summary
+        lines.on_log(None, state, None)
+    assert capsys.readouterr().err.splitlines() == [
+        "step     10   loss 4.2500   12,346 tokens/s   gates 0.12 to 0.50   0:16:30 left",
+        "step    500   loss 4.2500   12,346 tokens/s   0:00:20 left",
+        "step  1,000   validation 3.2500   0:00:00 left",
     ]
 
 
@@ -43,24 +33,14 @@ def test_a_training_says_what_it_reached_and_what_comes_next(base, tmp_path, cap
     found = json.loads((out / "result.json").read_text(encoding="utf-8"))
     assert run_folder.trained_length_of(out) == CONTEXT and run_folder.trained_length_of(tmp_path) is None
     lines = shown.splitlines()
-    assert [line[:9].strip() for line in lines] == ["reached", "trained", "sample", "files", "next", ""]
+    assert [line[:9].strip() for line in lines] == ["reached", "trained", "model", "next", ""]
     assert f"cross-entropy {found['cross_entropy']:.4f} nats per token, perplexity {found['perplexity']:.2f}, " in lines[0]
-    assert (
-        f"on {found['validation_tokens']:,} validation tokens" in lines[0] and f"{found['tokens']:,} tokens in" in lines[1]
-    )
-    prompt, goes_on = map(json.loads, lines[2][9:].split(" goes on "))
-    assert len(prompt) == console.PROMPT_TOKENS and 0 < len(goes_on) <= console.NEW_TOKENS  # characters are tokens here
-    assert (
-        lines[3]
-        == f"files    {out}: model.safetensors, tokenizer.json, result.json, metrics.jsonl, gates.png, loss_curve.png"
-    )
-    assert lines[4] == f"next     python recipes/evaluate_model.py --model '{out}' --data {data}"
-    assert lines[5].startswith(f"         python recipes/generate.py --model '{out}' --prompt ")
-    table = errors[errors.index("     step ") :].splitlines()
+    assert f"{found['tokens']:,} tokens in" in lines[1]
+    assert lines[3] == f"next     python recipes/evaluate_model.py --model '{out}' --data {data}"
     logged = [json.loads(line) for line in (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    steps = sorted({line["step"] for line in logged})
-    rows = [line for line in table if line[:9].strip().replace(",", "").isdigit()]
-    assert [int(row[:9].replace(",", "")) for row in rows] == steps and f"{logged[0]['train_loss']:.4f}" in rows[0]
+    said = [line for line in errors.splitlines() if line.startswith("step ")]
+    assert [int(line[5:11].replace(",", "")) for line in said] == [line["step"] for line in logged]
+    assert f"loss {logged[0]['train_loss']:.4f}" in said[0]
     assert not any(word in errors for word in ("{'", "it/s", "Loading weights", "Writing model"))
 
 
@@ -69,7 +49,7 @@ def test_gates_that_no_token_reads_are_not_shown(base, tmp_path, capsys):
     words = [*map(str, infini_options(prepared_data(base))), "--segment_length", str(CONTEXT), "--max_steps", "2"]
     load_recipe("train").main([*words, "--out", str(tmp_path / "run")])
     result = json.loads((tmp_path / "run" / "result.json").read_text(encoding="utf-8"))
-    assert result["gates"] == {} and not [*(tmp_path / "run").glob("gates*")]
+    assert result["gates"] == {}
     assert "gate" not in (tmp_path / "run" / "metrics.jsonl").read_text(encoding="utf-8")
-    table = capsys.readouterr().err.partition("     step ")[2]
-    assert table and "gates" not in table.splitlines()[0]
+    said = capsys.readouterr().err
+    assert "step      2   loss" in said and "gates" not in said

@@ -57,7 +57,7 @@ def test_every_kind_of_attention_trains(base, kind):
     # The same rows in batches of another size, ends of text not counted: sums in another order
     reader = RowReader(AutoTokenizer.from_pretrained(folder).all_special_ids)
     assert evaluate_rows(model, rows, 7, reader)["cross_entropy"] == pytest.approx(found["cross_entropy"], rel=1e-5)
-    assert (folder / "gates.json").exists() == (kind == "infini") == bool(found["gates"])
+    assert (kind == "infini") == bool(found["gates"])
     if kind == "infini":
         assert found["gates"] == training.gate_values(model) and list(found["gates"]) == ["0", "1"]
         at_the_start = torch.sigmoid(torch.tensor(-1.0)).item()

@@ -1,0 +1,144 @@
+r"""What a bounded cache costs a pretrained model: all tokens, a window with sinks, and kept tokens, at equal sizes.
+
+    python recipes/compare_caches.py --model smollm2 --adapter model_cards/smollm2 --data data/en --out runs/nats_en
+    python recipes/compare_caches.py --model smollm2 --adapter model_cards/smollm2 --data data/en --task passkey \
+        --language en --caches 512 1024 --lengths 2048 4096 8192 --out runs/passkeys_en
+
+The contestants (--ways) have the same weights, the same sinks and, but for plain, the same number of tokens in the cache of
+each key/value head (--caches): sinks, kept tokens and window together.
+
+plain       the model as it is: its cache grows with the text;
+window      sinks, and a window of all other tokens;
+random      sinks, a window of up to 256 tokens, and tokens kept by chance;
+attention, learned, half
+            the same, kept by that `keep_score`; the last two take the scores of --adapter, made by recipes/convert.py.
+
+StreamingLLM, SnapKV, KeyDiff, ExpectedAttention
+            presses of kvpress (passkey only): they read the whole prompt with a growing cache, then leave so many tokens;
+            with " blind" after the name they compress before they have seen the question, as all others here do.
+
+No memory is read: all gates are closed. perplexity: nats a token from position --count_from on in rows of --length tokens,
+and which share of the gap between the smallest window and plain is closed. passkey and facts: as in evaluate_model.py.
+Stopped and started again with the same command, it goes on after the last finished contestant. Writes OUT.json, OUT.png, and
+the table on standard output.
+"""
+
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from cli import SEED, UserError, exit_on_error, option, parse_options
+from cli.names import check_name
+
+OWN = ("plain", "window", "random", "attention", "learned", "half")
+PRESSES = [f"{press}{end}" for press in ("StreamingLLM", "SnapKV", "KeyDiff", "ExpectedAttention") for end in ("", " blind")]
+
+
+@dataclass
+class Options:
+    model: str = field(metadata={"help": "Plain model: a folder or a name on the Hub.", "group": "model"})
+    out: str = field(metadata={"help": "Files to write, without suffix.", "group": "output"})
+    adapter: str | None = option(None, "Adapter with the scores of the ways learned and half: folder or Hub name.",
+                                 group="model")  # fmt: skip
+    task: Literal["perplexity", "passkey", "facts"] = option("perplexity", "What to measure.", group="measurement")
+    ways: list[str] = option(["plain", "window", "attention"], "What is compared.", choices=[*OWN, *PRESSES])
+    caches: list[int] = option([512], "Tokens in the cache of each key/value head, several one after the other.",
+                               at_least=16)  # fmt: skip
+    data: str | None = option(None, "Folder made by recipes/prepare.py, whose held-out documents are read. Or --text.",
+                              group="data")  # fmt: skip
+    text: str | None = option(None, "Text file (one document), or JSON, CSV, parquet (one per row, field text). Or --data.")
+    split: Literal["validation", "test"] = option("validation", "--data: the held-out documents to read.")
+    min_characters: int = option(0, "Leave out documents shorter than this.", at_least=0)
+    length: int = option(8192, "perplexity: tokens per row.", at_least=2)
+    rows: int = option(16, "perplexity: rows.", at_least=1)
+    count_from: int = option(1024, "perplexity: first position that counts.", at_least=1)
+    lengths: list[int] = option([2048, 4096, 8192], "passkey: lengths of the examples in tokens.", at_least=2)
+    depths: list[float] = option([5], "passkey: shares of the text before the number, 0 to 1; one number from 2 on: so "
+                                 "many, evenly spaced.", at_least=0, at_most=1000)  # fmt: skip
+    language: Literal["pt", "en"] = option("pt", "passkey: language of the sentences about the number.")
+    distances: list[int] = option([0, 1, 2, 4, 8, 16, 32], "facts: segments from a fact to its question.", at_least=0)
+    segment_length: int = option(256, "facts: tokens per segment, in which distances are counted.", at_least=1)
+    samples: int = option(8, "passkey, facts: examples per cell: a length and a depth, or a distance.", at_least=1)
+    seed: int = option(0, "passkey, facts: seed of the examples.", **SEED)
+    chunk: int = option(2048, "Tokens per call of the model.", at_least=1, group="machine")
+    batch_size: int = option(4, "Rows per call of the model.", at_least=1)
+    precision: Literal["float32", "bf16"] = option("float32", "bf16: autocast.")
+    device: str = option("auto", "cpu, cuda, cuda:1, …; auto: a GPU where there is one.")
+
+    @property
+    def source(self) -> str | None:
+        return self.text or self.data
+
+
+@exit_on_error(when_stopped="finished contestants are kept; the same command goes on from them")
+def main(argv: list[str] | None = None) -> None:
+    (options,) = parse_options(Options, description=__doc__, argv=argv)
+    contestants = contestants_of(options)
+    if options.adapter is not None:
+        check_name("--adapter", options.adapter)
+
+    import torch
+
+    from evaluation import caches, inference, presses
+    from evaluation.texts import read_texts
+    from plots.caches import plot_nats, plot_shares
+    from recall.tasks import Runner, run_cells
+    from support import measurement
+    from support.stages import check_place, new_file, state_of_files, write_json
+
+    check_place(Path(f"{options.out}.json"), {"options": dict, "contestants": list}, [Path(f"{options.out}.png")])
+    model, tokenizer = inference.load_model(options.model, options.device)
+    texts = read_texts(options) if options.source else None
+    read = [path for path in (options.model, options.adapter, options.text) if path is not None and Path(path).exists()]
+    identity = {**vars(options), "out": None, "files": [state_of_files(path) for path in read]}
+    measure = caches.MEASURES[options.task]
+    runner = Runner(model, tokenizer, options, Path(f"{options.out}.cells.json"), identity)
+
+    def run(cell: dict) -> dict:
+        score = presses.scorer(**cell) if cell["way"] in PRESSES else None
+        inner = Runner(model, tokenizer, options, Path(f"{options.out}.part.json"), identity | cell, score)
+        if model.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        started = time.perf_counter()
+        with caches.bounded(model, options.adapter, **cell):
+            found = measure(inner, texts)
+        inner.file.unlink(missing_ok=True)
+        return {**found, "seconds": round(time.perf_counter() - started, 1), **measurement.peak_memory()}
+
+    found = run_cells(runner, contestants, run)
+    result = {"contestants": found, "options": vars(options), **measurement.peak_memory(), **measurement.environment()}
+    print(caches.nats_table(found) if options.task == "perplexity" else caches.shares_table(found))
+    subtitle = f"{Path(options.model).name}; {Path(options.source).name if options.source else 'invented text'}"
+    with new_file(Path(f"{options.out}.png")) as picture:  # both files are new, or none is
+        (plot_nats if options.task == "perplexity" else plot_shares)(found, picture, subtitle)
+        write_json(Path(f"{options.out}.json"), result)
+    runner.file.unlink(missing_ok=True)
+    print(f"{options.out}.json, {options.out}.png", file=sys.stderr)
+
+
+def contestants_of(options: Options) -> list[dict]:
+    """`way` and `cache` (tokens a head, `None` for plain) of each; UserError for options that do not go together."""
+    learned = [way for way in options.ways if way in ("learned", "half")]
+    if learned and options.adapter is None:
+        raise UserError(f"--ways {' '.join(learned)}: give the --adapter that has their scores")
+    for name in ("ways", "caches"):
+        values = getattr(options, name)
+        if len(set(values)) < len(values):
+            raise UserError(f"--{name} {' '.join(map(str, values))}: name each once")
+    if options.task == "perplexity":
+        if options.count_from >= options.length:
+            raise UserError(f"--count_from {options.count_from} must be below --length {options.length}")
+        if options.source is None:
+            raise UserError("--task perplexity reads texts: give one of --data and --text")
+    if options.data is not None and options.text is not None:
+        raise UserError("give at most one of --data and --text")
+    if options.task != "passkey" and (presses := [way for way in options.ways if way in PRESSES]):
+        raise UserError(f"--ways {' '.join(presses)}: kvpress is compared by --task passkey only")
+    found = [{"way": "plain", "cache": None}] if "plain" in options.ways else []
+    return found + [{"way": way, "cache": size} for size in options.caches for way in options.ways if way != "plain"]
+
+
+if __name__ == "__main__":
+    main()

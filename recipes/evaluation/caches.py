@@ -1,0 +1,179 @@
+"""Contestants of recipes/compare_caches.py: one model with caches of equal size, what each predicts and recalls."""
+
+import contextlib
+import functools
+from collections.abc import Iterator
+
+import torch
+
+from cli import UserError
+from hf_infini import patch_model, unpatch_model
+from hf_infini.layers.memory_layer import memory_layers
+from hf_infini.models.adapter import restore_adapter
+from recall import tasks
+from support.markdown import markdown_table
+
+from .bootstrap import difference_interval, mean_interval
+from .inference import check_length
+from .perplexity import text_rows
+from .texts import generated_texts
+
+BOUNDED = ("window", "random", "attention", "learned", "half")  # of the others the model stays as it is
+SINKS, LARGEST_WINDOW, LONGEST_SEGMENT = 4, 256, 128
+CLOSED = -1000.0  # a gate's logit: its sigmoid is 0
+
+
+def memory_options(way: str, cache: int) -> dict:
+    """Options of [`hf_infini.patch_model`] with which each key/value head holds `cache` tokens.
+
+    A window moves by whole segments, and with shorter ones a query sees more of it. So that of the way "window", which has
+    nothing else, has segments as long as those of the others at most.
+    """
+    options, room = {"sink_tokens": SINKS, "gate_init": CLOSED}, cache - SINKS
+    if way == "window":
+        length = max(size for size in range(SINKS + 1, LONGEST_SEGMENT + 1) if room % size == 0 or size == SINKS + 1)
+        return options | {"segment_length": length, "local_segments": room // length - 1}
+    length = min(LARGEST_WINDOW, cache // 2) // 2
+    options |= {"segment_length": length, "local_segments": 1, "kept_tokens": room - 2 * length}
+    return options | {"keep_score": "learned" if way == "random" else way}
+
+
+@contextlib.contextmanager
+def bounded(model, adapter: str | None, way: str, cache: int | None) -> Iterator[None]:
+    """Within it, a plain model has the cache of a way; in the end it is the plain model again.
+
+    Raises UserError where the model cannot have it, or the adapter's scores are of another model.
+    """
+    if way not in BOUNDED:
+        yield
+        return
+    try:
+        patch_model(model, **memory_options(way, cache))
+        if way in ("learned", "half"):
+            restore_adapter(model, adapter)
+    except ValueError as error:
+        raise UserError(f"{way}, --caches {cache}: {error}") from error
+    if way == "random":
+        generator = torch.Generator().manual_seed(0)
+
+        def drawn(inputs: torch.Tensor, heads: int) -> torch.Tensor:
+            return torch.rand(inputs.shape[0], heads, inputs.shape[1], generator=generator).to(inputs.device)
+
+        for layer in memory_layers(model).values():
+            layer.learned_score = functools.partial(drawn, heads=len(layer.keep_weight))
+    try:
+        yield
+    finally:
+        for layer in memory_layers(model).values():
+            vars(layer).pop("learned_score", None)
+        unpatch_model(model)
+
+
+# --- what is measured -------------------------------------------------------------------------------------------------
+
+
+def nats(runner: tasks.Runner, texts: list[str]) -> dict:
+    """Of each row the summed losses (nats) and counted tokens, `by_position` (from 2^k on) and `beyond` --count_from."""
+    from tqdm import tqdm
+
+    from hf_infini.tools.metrics import stream_losses
+
+    options, model = runner.options, runner.model
+    check_length(model.config, options.length)
+    rows = [row for row, _ in text_rows(runner.tokenizer, texts, options.length) if len(row) == options.length]
+    if not rows:
+        raise UserError(f"the texts have no row of --length {options.length:,} tokens: give more text, or a shorter length")
+    step = max(1, len(rows) // options.rows)  # rows from everywhere in the texts
+    ids = torch.stack([torch.as_tensor(row).long() for row in rows[::step][: options.rows]])
+    losses = torch.zeros(ids.shape, dtype=torch.double)
+    with tqdm(total=ids.numel(), unit="token", unit_scale=True, leave=False) as bar:
+        for part, into in zip(ids.split(options.batch_size), losses.split(options.batch_size), strict=True):
+            with torch.autocast(model.device.type, torch.bfloat16, enabled=options.precision == "bf16"):
+                for first, found, _ in stream_losses(model, part, chunk=options.chunk):
+                    into[:, first : first + found.shape[1]] = found.cpu()
+                    bar.update(found.numel())
+    parts = {str(2**power): losses[:, 2**power : 2 ** (power + 1)] for power in range((options.length - 1).bit_length())}
+    by_position = {begin: part.sum(1).tolist() for begin, part in parts.items()}
+    counts = {begin: part.shape[1] for begin, part in parts.items()}
+    beyond = losses[:, options.count_from :]
+    return {"by_position": by_position, "counts": counts, "beyond": beyond.sum(1).tolist(), "beyond_count": beyond.shape[1]}
+
+
+def found_numbers(runner: tasks.Runner, texts: list[str] | None) -> dict:
+    """The cells of [`tasks.run_passkey`]."""
+    options = runner.options
+    return tasks.run_passkey(runner, texts or generated_texts(), options.lengths, tasks.depths_of(options.depths))
+
+
+def recalled_facts(runner: tasks.Runner, texts: list[str] | None) -> dict:
+    """The cells of [`tasks.run_facts`]."""
+    return tasks.run_facts(runner, runner.options.distances, runner.options.segment_length, texts)
+
+
+MEASURES = {"perplexity": nats, "passkey": found_numbers, "facts": recalled_facts}
+
+# --- tables -----------------------------------------------------------------------------------------------------------
+
+
+def summarize_nats(contestants: list[dict]) -> list[dict]:
+    """Of each contestant `mean`, `above` the first (paired) and `closed`, the share of the gap between the smallest window
+    and the plain model that it closes (`None` without these two), as [`bootstrap.Interval`]s but for the last."""
+    counts = [[each["beyond_count"]] * len(each["beyond"]) for each in contestants]
+    means = [mean_interval(each["beyond"], count) for each, count in zip(contestants, counts, strict=True)]
+    windows = [(each["cache"], mean.value) for each, mean in zip(contestants, means, strict=True) if each["way"] == "window"]
+    plain = next((mean.value for each, mean in zip(contestants, means, strict=True) if each["way"] == "plain"), None)
+    found = []
+    for each, count, mean in zip(contestants, counts, means, strict=True):
+        above = difference_interval(each["beyond"], count, contestants[0]["beyond"], counts[0])
+        closed = None if plain is None or not windows else (min(windows)[1] - mean.value) / (min(windows)[1] - plain)
+        found.append({"mean": mean, "above": above, "closed": closed})
+    return found
+
+
+def name_of(contestant: dict) -> str:
+    return contestant["way"] if contestant["cache"] is None else f"{contestant['way']}, {contestant['cache']:,}"
+
+
+def nats_table(contestants: list[dict]) -> str:
+    """Nats beyond --count_from, and by position."""
+    first = contestants[0]
+    begins = [begin for begin in first["by_position"] if int(begin) >= 256]
+    rows = []
+    for each, found in zip(contestants, summarize_nats(contestants), strict=True):
+        mean, above, closed = found["mean"], found["above"], found["closed"]
+        places = [sum(each["by_position"][begin]) / len(each["beyond"]) / each["counts"][begin] for begin in begins]
+        rows.append([
+            name_of(each), f"{mean.value:.3f} ({mean.low:.3f} to {mean.high:.3f})",
+            f"{above.value:+.3f} ({above.low:+.3f} to {above.high:+.3f})", "" if closed is None else f"{closed:.0%}",
+            *(f"{place:.3f}" for place in places),
+        ])  # fmt: skip
+    header = ["tokens in the cache", "nats", f"above {name_of(first)}", "gap closed"]
+    header += [f"from {int(begin):,}" for begin in begins]
+    return markdown_table(header, rows, left=1)
+
+
+def shares_table(contestants: list[dict]) -> str:
+    """Right answers by length (all depths together) or distance, with 95 % intervals."""
+    rows = [[name_of(each), *(_share(cell) for cell in pooled(each["cells"]))] for each in contestants]
+    places = [f"{place:,}" for place in (cell["place"] for cell in pooled(contestants[0]["cells"]))]
+    return markdown_table(["tokens in the cache", *places], rows, left=1)
+
+
+def pooled(cells: list[dict]) -> list[dict]:
+    """`place` (a length or a distance), `correct`, `samples`, `low` and `high` over all depths; the last four are `None`
+    where nothing could be measured."""
+    places: dict[int, list[dict]] = {}
+    for cell in cells:
+        places.setdefault(cell["length"] if "length" in cell else cell["distance"], []).append(cell)
+    found = []
+    for place, own in places.items():
+        correct, samples = (sum(cell.get(name, 0) for cell in own) for name in ("correct", "samples"))
+        low, high = tasks.wilson_interval(correct, samples) if samples else (None, None)
+        found.append({"place": place, "correct": correct, "samples": samples or None, "low": low, "high": high})
+    return found
+
+
+def _share(cell: dict) -> str:
+    if cell["samples"] is None:
+        return "not possible"
+    return f"{cell['correct']} of {cell['samples']} ({cell['low']:.0%} to {cell['high']:.0%})"

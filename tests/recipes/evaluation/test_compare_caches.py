@@ -1,0 +1,120 @@
+"""Caches of equal size: a cache that holds all of a text is the plain model, each way holds as many tokens, runs go on."""
+
+import json
+
+import pytest
+import torch
+
+from bad_input import refused
+from corpora.tokenization import build_character_tokenizer
+from decoders import decoder
+from evaluation import caches, presses
+from hf_infini import patch_model, save_adapter, unpatch_model
+from running import load_recipe
+
+compare_caches = load_recipe("compare_caches")
+TEXT = "".join(f"word {number} of {number * number} " for number in range(400))
+NATS = ["--length", 100, "--rows", 3, "--count_from", 40]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A model, an adapter with scores, and a text."""
+    path, tokenizer = tmp_path_factory.mktemp("caches"), build_character_tokenizer([TEXT + "The secret number is. Remember"])
+    special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("pad", "bos", "eos")}  # not kept
+    model = decoder("llama", vocab_size=len(tokenizer), max_position_embeddings=512, **special)
+    model.save_pretrained(path / "model")
+    tokenizer.save_pretrained(path / "model")
+    (path / "text.txt").write_text(TEXT, encoding="utf-8")
+    patch_model(model, **caches.memory_options("half", 64))
+    for layer in caches.memory_layers(model).values():
+        torch.nn.init.normal_(layer.keep_weight, generator=torch.Generator().manual_seed(1))
+    save_adapter(model, path / "adapter")
+    unpatch_model(model)
+    return path
+
+
+def compare(folder, out, *options) -> dict:
+    """Runs the recipe in this process and returns its JSON."""
+    given = ["--model", folder / "model", "--adapter", folder / "adapter", "--text", folder / "text.txt", "--device", "cpu"]
+    compare_caches.main([*map(str, given), *map(str, options), "--out", str(out)])
+    return json.loads(out.with_suffix(".json").read_text(encoding="utf-8"))
+
+
+def test_a_cache_that_holds_everything_is_the_plain_model(folder, tmp_path, capsys):
+    options = [*NATS, "--ways", *compare_caches.OWN, "--caches", 32, 144]
+    found = compare(folder, tmp_path / "nats", *options)["contestants"]
+    plain, *others = found
+    assert plain["way"] == "plain" and len(found) == 1 + 2 * 5 and plain["beyond_count"] == 60
+    for each in others:
+        # float32 sums in another order; of 60 tokens, 3 to 5 nats each
+        assert (each["beyond"] == pytest.approx(plain["beyond"], rel=1e-5)) == (each["cache"] == 144), each["way"]
+    small = [tuple(each["beyond"]) for each in others if each["cache"] == 32]
+    assert len({*small}) == 5  # no way is another under a second name
+    summaries = caches.summarize_nats(found)
+    assert summaries[0]["closed"] == 1 and summaries[0]["above"].low == summaries[0]["above"].high == 0
+    closed = {(each["way"], each["cache"]): summary["closed"] for each, summary in zip(found, summaries, strict=True)}
+    assert closed["window", 32] == 0 and closed["half", 144] == pytest.approx(1, abs=1e-3)
+    assert "| half, 144" in capsys.readouterr().out
+    assert (tmp_path / "nats.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_a_run_goes_on_after_the_last_finished_contestant(folder, tmp_path, monkeypatch):
+    options = [*NATS, "--ways", "window", "half", "--caches", 32]
+    whole, measured = compare(folder, tmp_path / "whole", *options), []
+
+    def killed_at_the_second(runner, texts):
+        measured.append(texts)
+        if len(measured) == 2:
+            raise KeyboardInterrupt
+        return caches.nats(runner, texts)
+
+    with monkeypatch.context() as patch:
+        patch.setitem(caches.MEASURES, "perplexity", killed_at_the_second)
+        with pytest.raises((KeyboardInterrupt, SystemExit)):
+            compare(folder, tmp_path / "killed", *options)
+        assert len(json.loads((tmp_path / "killed.cells.json").read_text())["cells"]) == 1
+        found = compare(folder, tmp_path / "killed", *options)
+    assert len(measured) == 3  # the first contestant was not measured again
+    assert [each["beyond"] for each in found["contestants"]] == [each["beyond"] for each in whole["contestants"]]
+    assert not (tmp_path / "killed.cells.json").exists() and not (tmp_path / "killed.part.json").exists()
+
+
+@pytest.mark.parametrize("cache", (32, 256, 512, 1023, 1024, 2048))
+@pytest.mark.parametrize("way", caches.BOUNDED)
+def test_each_way_holds_as_many_tokens(way, cache):
+    options = caches.memory_options(way, cache)
+    held = options["sink_tokens"] + options.get("kept_tokens", 0)
+    held += (options["local_segments"] + 1) * options["segment_length"]
+    # No length of a segment divides every window
+    assert cache - (options["segment_length"] if way == "window" else 1) < held <= cache
+    assert cache % 2 or held == cache
+
+
+def test_numbers_and_facts_are_counted_by_length(folder, tmp_path):
+    options = ["--task", "passkey", "--language", "en", "--lengths", 200, 240, "--depths", 0, 0.5, "--samples", 2]
+    found = compare(folder, tmp_path / "found", *options, "--ways", "plain", "half", "--caches", 256)["contestants"]
+    for each in found:  # the cache holds everything
+        pooled = caches.pooled(each["cells"])
+        assert [(cell["place"], cell["samples"]) for cell in pooled] == [(200, 4), (240, 4)]
+        losses = [cell["cross_entropy"] for cell in each["cells"]]
+        assert losses == pytest.approx([cell["cross_entropy"] for cell in found[0]["cells"]], rel=1e-4)
+    assert (tmp_path / "found.png").stat().st_size > 1000
+
+
+def test_bad_options(folder, tmp_path, capsys):
+    argv = [*map(str, ("--model", folder / "model", "--text", folder / "text.txt", "--out", tmp_path / "bad"))]
+    for options, message in [
+        (["--ways", "half"], "--adapter"),
+        (["--count_from", "9000"], "must be below --length 8192"),
+        (["--ways", "SnapKV"], "--task passkey only"),
+        (["--ways", "window", "--length", "9000", "--rows", "2"], "no row of --length 9,000"),
+        (["--caches", "64", "64", "--ways", "window"], "name each once"),
+    ]:
+        refused(compare_caches.main, [*argv, "--device", "cpu", *options], capsys, message)
+    refused(
+        compare_caches.main, [*argv, "--adapter", str(tmp_path / "none"), "--ways", "half", "--length", "100",
+                              "--count_from", "40"], capsys, "there is no folder",
+    )  # fmt: skip
+    with pytest.raises(Exception, match="kvpress"):  # absent, or beside a transformers that it does not know
+        presses.scorer("SnapKV blind", 64)
