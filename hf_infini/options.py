@@ -41,6 +41,11 @@ def check_number(name: str, value, limits: dict) -> None:
         raise ValueError(f"{name} must be {in_words(limits) or 'a finite number'}; got {value}.")
 
 
+def places_of(segment_length: int, local_segments: int = 0, sink_tokens: int = 0, kept_tokens: int = 0) -> int:
+    """Places of a window: tokens that the softmax sees at most."""
+    return sink_tokens + kept_tokens + (local_segments + 1) * segment_length
+
+
 UpdateRule = Literal["linear", "delta", "gated_delta"]  # the default first; a rule is a file of its name in ops/rules/
 UPDATE_RULES = get_args(UpdateRule)
 
@@ -138,9 +143,8 @@ class MemoryOptions(ConfigBase):
 
     @property
     def places(self) -> int:
-        """Tokens that the softmax sees at most."""
-        length, local, sinks, kept = self.window
-        return sinks + kept + (local + 1) * length
+        """[`places_of`] the window."""
+        return places_of(*self.window)
 
     @property
     def infini_layers(self) -> list[int]:

@@ -18,8 +18,8 @@ from ..compat.cache_name import CACHE
 from ..compat.execution_device import device_of
 from ..ops.checks import check_kinds
 from ..ops.layout.base import Layout
+from ..ops.memory import KEEP_SCORES
 from ..ops.rules import RULES
-from ..ops.rules.base import KEEP_SCORES
 from ..ops.state import InfiniState
 from .files import check_model, describe_model, read_memory_file, write_memory_file
 from .masks import mask_before
@@ -377,7 +377,8 @@ class InfiniCache(Cache):
             names = {name.removeprefix(f"layers.{number}."): name for name in tensors}
             own = {short: tensors[name].to(devices[number]) for short, name in names.items() if short != name}
             if isinstance(layer, InfiniLayer):
-                layer.advance(InfiniState.from_tensors(own), columns)
+                state = InfiniState(local_log_weight=own.pop("local_log_weight", None), **own)
+                layer.advance(state, columns)
             else:
                 layer.update(own["keys"], own["values"])
             if isinstance(layer, DynamicSlidingWindowLayer):

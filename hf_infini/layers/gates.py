@@ -37,14 +37,16 @@ class Gate(nn.Module):
         return self.weight
 
 
-def gates_of(model: nn.Module) -> dict[str, Any]:
-    """The gates of a model by the name of their module, `transformer.h.0.attn.gate`, in the order of the layers.
+def memory_layers(model: nn.Module) -> dict[str, Any]:
+    """The layers with a memory in a model, by name. They are found by what they can do: classes differ where a model came
+    with its own code."""
+    return {name: module for name, module in model.named_modules() if hasattr(type(module), "add_memory_parameters")}
 
-    They are found by what their layer can do: classes differ where a model came with its own code, or where PEFT has wrapped
-    the gate.
-    """
-    layers = ((name, module) for name, module in model.named_modules() if hasattr(type(module), "add_memory_parameters"))
-    return {f"{name}.gate": layer.gate for name, layer in layers if hasattr(layer, "gate")}
+
+def gates_of(model: nn.Module) -> dict[str, Any]:
+    """The gates of a model by the name of their module, `transformer.h.0.attn.gate`, in the order of the layers; PEFT may
+    have wrapped them."""
+    return {f"{name}.gate": layer.gate for name, layer in memory_layers(model).items() if hasattr(layer, "gate")}
 
 
 def watch_gates(model: nn.Module) -> None:

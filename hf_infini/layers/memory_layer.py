@@ -25,12 +25,12 @@ from ..compat.swap_class import swap_class
 from ..ops.attention import attend, initial_state
 from ..ops.convolution import short_convolution
 from ..ops.layout.build import segment_layout
+from ..ops.memory import KEEP_SCORES, MemoryRule
 from ..ops.positions import rotation
-from ..ops.rules import RULES, MemoryRule
-from ..ops.rules.base import KEEP_SCORES
+from ..ops.rules import RULES
 from ..ops.state import Projections
 from ..ops.window import Rotary, ScoreOptions, window_attention
-from .gates import Gate
+from .gates import Gate, memory_layers
 
 # What `MemoryLayerMixin.add_memory_parameters` makes
 PARAMETERS = ("gate", "start_memory", "start_normaliser", "memory_conv", "memory_write", "query_map", "key_map")
@@ -71,12 +71,6 @@ def rope_tables(
 ) -> tuple[Tensor, Tensor]:
     """The [`rotation`] of so many places of a window, for heads of `width` numbers with the dtype and device of `like`."""
     return rotation(torch.arange(places, device=like.device), width, like.dtype, theta)
-
-
-def memory_layers(model: nn.Module) -> dict[str, Any]:
-    """The layers with a memory in a model, by name. They are found by what they can do: classes differ where a model came
-    with its own code."""
-    return {name: module for name, module in model.named_modules() if hasattr(type(module), "add_memory_parameters")}
 
 
 def memory_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -351,32 +345,18 @@ class InfiniAttentionMixin(MemoryLayerMixin):
         `device` and `dtype` of the layer."""
         with torch.enable_grad(), in_evaluation(self):
             tables = tuple(table[None, :1].detach().to(options["device"], copy=True).requires_grad_() for table in tables)
-            hidden_states = torch.ones(1, 1, self.config.hidden_size, **options)
-            query = self._project(hidden_states, own_form(tables))[0]  # weights of 8 bits after it may have no gradient
-            return query.requires_grad and torch.autograd.grad(query.sum(), tables[0], allow_unused=True)[0] is not None
+            given: dict[str, Any] = dict.fromkeys(self.argument_names)
+            if "position_embeddings" in given:
+                given["position_embeddings"] = own_form(tables)
+            found: list[Tensor] = []
 
-    def _project(self, hidden_states: Tensor, position_embeddings) -> tuple[Tensor, Tensor, Tensor, ScoreOptions]:
-        """What the own forward gives its attention function."""
-        found: list[tuple[Tensor, Tensor, Tensor, ScoreOptions]] = []
+            def attend(query: Tensor, *others):
+                found.append(query)  # weights of 8 bits after it may have no gradient
+                return query, None
 
-        def attend(query: Tensor, *others):
-            found.append((query, *others))
-            return query, None
-
-        given: dict[str, Any] = dict.fromkeys(self.argument_names)
-        if "position_embeddings" in given:
-            given["position_embeddings"] = position_embeddings
-        super().forward(hidden_states, attend=attend, **given)
-        return found[0]
-
-    def projections(
-        self, hidden_states: Tensor, infini: SharedInputs | None = None
-    ) -> tuple[Tensor, Tensor, Tensor, ScoreOptions]:
-        """Queries, keys and values of `[batch, tokens, width]`, `[batch, heads, tokens, head_dim]` each, un-rotated, and how
-        its windows are computed; `infini` as of `forward`."""
-        tables = None if infini is None else infini.rotary.get(self.rotary_type)
-        query, key, value, options = self._project(hidden_states, None if tables is None else neutral(tables))
-        return query, key, value, replace(options, rotary=self.window_rotary(tables, hidden_states))
+            super().forward(torch.ones(1, 1, self.config.hidden_size, **options), attend=attend, **given)
+            gradients = found[0].requires_grad and torch.autograd.grad(found[0].sum(), tables[0], allow_unused=True)
+            return bool(gradients) and gradients[0] is not None
 
     @torch.no_grad()
     def check_swapped(self, tables: dict[str | None, tuple[Tensor, ...]]) -> None:
@@ -476,8 +456,8 @@ class InfiniAttentionMixin(MemoryLayerMixin):
             )
         places = slice(1, 1 + query.shape[2])
         query, key = options.compared_queries(query, places), options.compared_keys(key, places)
-        query, key, value = (part[:, None, :, None] for part in (query, key, value))  # one segment of one block
-        return window_attention(query, key, value, None, options)[0][:, 0, :, 0], None
+        query, key, value = (part[:, None] for part in (query, key, value))  # one segment
+        return window_attention(query, key, value, None, options)[0][:, 0], None
 
     def window_rotary(self, tables: tuple[Tensor, ...] | None, like: Tensor) -> Rotary | None:
         """How queries and keys are turned, of the model's tables (`None` outside of a model); `None`: not at all."""

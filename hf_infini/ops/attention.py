@@ -6,30 +6,27 @@
 step.py. All others process the grid of segments group by group, and pass the state from group to group. The size of a
 group is chosen so that intermediate results fit into the cache (CPU), or so that there are few kernel launches (GPU).
 
-Shapes: the grid of the layout, `[B, S, C, H, D]`, is cut into `[B, N, H, T, C, D]`: `N` *blocks* of `T` segments, heads
-before tokens, so that every product is one of contiguous matrices. `P = T · C` tokens make a block, with one state.
+Shapes: the grid of the layout, `[B, S, C, H, D]`, is cut into groups `[B, N, H, C, D]` of `N` segments, heads before tokens,
+so that every product is one of contiguous matrices.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .backends import Attended, AttentionCall, Backend, choose
-from .checks import check_arguments, check_kinds, check_learned_score, check_shapes, check_window
+from .backends import TRITON, Attended, AttentionCall, Backend, choose
+from .checks import check_arguments, check_kinds, check_shapes
 from .kept import KeptInGrid, first_scores
-from .kernels import KERNELS
 from .layout.base import GridLayout
 from .layout.build import SegmentLayout, segment_layout
 from .layout.step import StepLayout
-from .memory import EPS, Within, memory_weight, mix
-from .rules import MemoryRule, memory_rule
-from .rules.base import KEEP_SCORES
+from .memory import EPS, KEEP_SCORES, MemoryRule, memory_weight, mix
+from .rules import memory_rule
 from .state import InfiniState, Projections
 from .step import attend_step
-from .tensors import in_blocks
 from .window import Rotary, ScoreOptions, for_every_head, window_attention, window_weights
 
 GROUP_ELEMENTS = {"cpu": 2**20, "cuda": 2**26}  # of the keys
@@ -127,9 +124,8 @@ def infini_attention(
     options = {"feature_map": feature_map, "denominator": denominator, "keep_score": keep_score}
     rule = memory_rule(update_rule, eps=eps, **options, **maps)
     numbers = {"scaling": scaling, "softcap": softcap, "dropout": dropout, "eps": eps}
-    check_arguments(query, key, value, gate, log_weight, query_weight, feature_maps, rule.rates, **numbers)
-    check_window(*window, rotary)
-    check_learned_score(learned_score, keep_score, kept_tokens, key)
+    given = (log_weight, learned_score, query_weight, feature_maps, rule, window, rotary)
+    check_arguments(query, key, value, gate, *given, **numbers)
     tokens = Projections(query, key, value, log_weight, learned_score)
     masks = {"attention_mask": attention_mask, "memory_mask": memory_mask, "position_ids": position_ids}
     batch, count = query.shape[::2]
@@ -182,222 +178,143 @@ def attend(
     return choose(call, BACKENDS)[0].run(call)
 
 
-def _run_step(call: AttentionCall) -> Attended:
-    return Attended(*attend_step(*call[:6], call.in_place))
-
-
-def _run_grid(call: AttentionCall) -> Attended:
-    tokens, layout, state = call.tokens, call.layout, call.state
+def attend_grid(call: AttentionCall) -> Attended:
+    """[`attend`] for any call but one of a token per row."""
+    tokens, gate, layout, rule, softmax, state, return_state, return_weights, _, scored = call
+    local_segments, sinks, kv_heads, width = layout.local_segments, layout.sink_tokens, *tokens.key.shape[1::2]
     keeping = None
-    if layout.most_kept or (layout.kept_tokens and call.return_state):
-        keeping = KeptInGrid(tokens, layout, call.rule, state, call.scored)
-    output, memory, normaliser, weights = _attend_grid(*call[:6], keeping, call.return_weights)
-    if not call.return_state:
-        return Attended(output, None, weights)
-    if keeping is not None:
-        tokens, state = keeping.scored(tokens, state)
-    state = state.map_windows(lambda window, new: layout.next_window(new, window), tokens)
-    state = state if keeping is None else keeping.kept.into(state, layout.kept_places)
-    last = {"memory": _compact_copy(memory), "normaliser": _compact_copy(normaliser)}
-    return Attended(output, state.after(layout, **last), weights)
-
-
-def _fits_step(call: AttentionCall) -> tuple[bool, str]:
-    fits = isinstance(call.layout, StepLayout)
-    return fits, "plain torch, one token for every row" if fits else "not one token for every row"
-
-
-def _fits_grid(call: AttentionCall) -> tuple[bool, str]:
-    fits = isinstance(call.layout, GridLayout)
-    return fits, "plain torch, in a grid of segments" if fits else "the layout is no grid of segments"
-
-
-BACKENDS = (*KERNELS, Backend("step", _fits_step, _run_step), Backend("grid", _fits_grid, _run_grid))
-
-
-def _attend_grid(
-    tokens: Projections,
-    gate: Tensor,
-    layout: GridLayout,
-    rule: MemoryRule,
-    softmax: ScoreOptions,
-    state: InfiniState,
-    keeping: KeptInGrid | None,
-    return_weights: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Output, memory and normaliser after the last segment, and, if asked for, the weights of [`attend`]."""
-    local_segments, sinks, slots = layout.local_segments, layout.sink_tokens, layout.slots
-    kv_heads, width = tokens.key.shape[1], tokens.key.shape[3]
-    heads_per_key = tokens.query.shape[1] // kv_heads
-    all_queries, all_keys, all_values, all_log_weights, _ = _grids(tokens, layout, state)
-    block, size = _sizes(layout, all_keys, rule)
-    size = 0 if return_weights else size  # all segments at once: the weights are returned as one
+    if layout.most_kept or (layout.kept_tokens and return_state):
+        keeping = KeptInGrid(tokens, layout, rule, state, scored)
+    all_queries = layout.to_grid(tokens.query, None)
+    # Keys, values and log weights; what leaves the windows of a group, w segments later, is what the memory takes in
+    given = zip(tokens[1:4], state.windows(), strict=False)
+    grids = [None if new is None else layout.to_grid(new, window) for new, window in given]
+    size = 0 if return_weights else _group_size(layout, tokens.key)
     memory, normaliser, start, dtype = state.memory, state.normaliser, state.start(), state.memory.dtype
     gate = gate.to(dtype)[:, None, None]
-    earlier = None if block == 1 else _earlier_segments(block, slots, heads_per_key, gate)
-
-    grids_and_windows = ((all_keys, state.local_key), (all_values, state.local_value)) if sinks else ()
-    first_tokens = [layout.sinks(*pair).expand(-1, layout.segments, -1, -1, -1) for pair in grids_and_windows]
-    # The windows of a group begin w segments before it; what leaves them is what the memory takes in
-    all_queries, all_keys = _groups(all_queries, size), _groups(all_keys, size, local_segments)
-    all_values = _groups(all_values, size, local_segments)
-    all_log_weights = None if all_log_weights is None else _groups(all_log_weights, size, local_segments)
+    first_tokens = []
+    if sinks:
+        pairs = zip(grids, (state.local_key, state.local_value), strict=False)
+        first_tokens = [layout.sinks(*pair).expand(-1, layout.segments, -1, -1, -1).transpose(2, 3) for pair in pairs]
+    queries_of, *delayed = [_groups(all_queries, size), *(_groups(grid, size, local_segments) for grid in grids)]
     outputs, weights = [], None
-    for number, group in enumerate(layout.groups(size)):
-        count = group.end - group.begin
-        queries = _blocks(all_queries[number], block).contiguous()
-        leaving_keys = _blocks(all_keys[number][:, :count], block).contiguous()
-        leaving_values = _blocks(all_values[number][:, :count], block).contiguous()
-        windows = [leaving_keys, leaving_values]
-        if local_segments:
-            with_next = slice(number, number + 2)
-            windows = [_windows(groups[with_next], count, local_segments, block) for groups in (all_keys, all_values)]
+    for number, begin in enumerate(range(0, layout.segments, size) if size else (0,)):
+        end = min(begin + size, layout.segments) if size else layout.segments
+        count, steady = end - begin, layout.is_steady(begin, end)
+        queries = queries_of[number].transpose(2, 3).contiguous()
+        windows = [_windows(groups[number : number + 2], count, local_segments) for groups in delayed[:2]]
+        leaving: Any = [window[..., : layout.slots, :] for window in windows] if local_segments else windows
+        log_weight = None if grids[2] is None else delayed[2][number][:, :count].transpose(2, 3)
+        written = None if steady or layout.written is None else layout.written[:, begin:end, None, :, None]
+        left = None if steady or layout.left is None else layout.left[:, begin:end]
         if sinks:
-            parts = zip(first_tokens, windows, strict=True)
-            windows = [torch.cat([_blocks(part[:, group.begin : group.end], block), window], 4) for part, window in parts]
+            windows = [torch.cat([p[:, begin:end], window], 3) for p, window in zip(first_tokens, windows, strict=True)]
         keys, values = softmax.compared_keys(windows[0], layout.key_places), windows[1]
         compared = softmax.compared_queries(queries, layout.query_places)
-        # Nothing is masked in the empty segments at the end: a softmax over nothing would be NaN
-        mask = None if group.mask is None else ~in_blocks(~group.mask, block).unsqueeze(2)
-        evicted = None
+        mask = None if steady else layout.window_mask(begin, end)
+        mask = None if mask is None else mask.unsqueeze(2)
         if keeping is not None:
-            if sinks and group.kept is not None and softmax.rotary is not None:
-                places = in_blocks(layout.sink_places(group.kept), block)
-                turned = softmax.rotary.at_each(windows[0][..., :sinks, :], places)
-                keys = torch.cat([turned, keys[..., sinks:, :]], 4)
-            keeping.see(compared, keys, mask, group, block, softmax)
-            leaving = [None if part is None else part[number][:, :count] for part in (all_keys, all_values, all_log_weights)]
-            of_group = keeping.choose(leaving, group)
-            keys, values, mask = of_group.visible(keys, values, mask, layout.most_kept, group, block, softmax)
-            evicted = of_group.evicted(block)
-
+            kept = None if left is None else left.clamp(max=layout.kept_tokens)
+            if sinks and kept is not None and softmax.rotary is not None:
+                turned = softmax.rotary.at_each(windows[0][..., :sinks, :], layout.sink_places(kept))
+                keys = torch.cat([turned, keys[..., sinks:, :]], 3)
+            keeping.see(compared, keys, mask, begin, end, softmax)
+            slots = None if written is None else written[:, :, 0, :, 0]
+            of_group = keeping.choose([*leaving, log_weight], slots, begin, end)
+            keys, values, mask = of_group.visible(keys, values, mask, layout.most_kept, kept, softmax)
+            *leaving, log_weight, evicted = of_group.evicted()
+            written = None if written is None and kept is None else evicted.unsqueeze(-1)
         if return_weights:
             weights, log_sum = window_weights(compared, keys, mask, softmax, values.dtype, rule.shared)
             weights = _weights_per_token(weights, layout)
-            local = _weights_in_blocks(weights, layout, block) @ for_every_head(values, queries)
+            local = _weights_in_segments(weights, layout) @ for_every_head(values, queries)
         else:
             local, log_sum = window_attention(compared, keys, values, mask, softmax, rule.shared)
 
         with torch.autocast(tokens.key.device.type, enabled=False):
-            local = local.flatten(3, 4)
-            log_weight = None
-            if evicted is not None:
-                leaving_keys, leaving_values, log_weight, evicted = evicted
-            elif all_log_weights is not None:
-                log_weight = _blocks(all_log_weights[number][:, :count], block)
-            log_weight = None if log_weight is None else log_weight.flatten(3, 4)
-            block_keys, block_values = (part.flatten(3, 4).to(dtype) for part in (leaving_keys, leaving_values))
-            query_features = rule.query_features(queries.flatten(3, 4).to(dtype))
-            query_features = query_features.unflatten(2, (kv_heads, -1)).flatten(3, 4)
-            taken_in = group.written
-            if taken_in is None and _is_padded(count, block):
-                taken_in = block_keys.new_ones(1, count, slots)
-            if evicted is not None and (taken_in is not None or group.kept is not None):
-                taken_in = evicted.flatten(3, 4).unsqueeze(-1)
-            elif taken_in is not None:
-                taken_in = _per_token(taken_in, block)
-            written = rule.written(block_keys, block_values, log_weight, taken_in)
-            states = rule.states(written, memory, normaliser, start, group.borders)
-            memory, normaliser = states.last_memory, states.last_normaliser
-            within = None if earlier is None else Within(written.key_features, written.value, earlier)
-            found = rule.read(query_features, states.memory, states.normaliser, within)
-            read, mass = (tensor.unflatten(3, (heads_per_key, -1)).flatten(2, 3) for tensor in found)
-            log_sum = None if log_sum is None else log_sum.flatten(3, 4).unsqueeze(-1)
+            query_features = rule.query_features(queries.to(dtype)).unflatten(2, (kv_heads, -1)).flatten(3, 4)
+            parts = rule.written(leaving[0].to(dtype), leaving[1].to(dtype), log_weight, written)
+            borders = None if steady else layout.borders(begin, end)
+            before, (memory, normaliser) = rule.states(parts, memory, normaliser, start, borders)
+            found = rule.read(query_features, *before)
+            read, mass = (tensor.unflatten(3, (-1, layout.slots)).flatten(2, 3) for tensor in found)
+            log_sum = None if log_sum is None else log_sum.unsqueeze(-1)
             share = memory_weight(gate, mass, log_sum, width, rule.eps)
-            if state.start_memory is None and group.filled is not None:
-                share = share * _per_token(group.filled.unsqueeze(-1).expand(-1, -1, slots), block)
-            mixed = mix(local, read, share)
-        outputs.append(mixed.unflatten(3, (block, -1)).permute(0, 1, 3, 4, 2, 5))
-    output = (outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)).flatten(1, 2)[:, : layout.segments]
-    return layout.from_grid(output), memory, normaliser, weights
+            if state.start_memory is None and left is not None:  # there is nothing to read where the memory is empty
+                share = share * (left > layout.kept_tokens)[:, :, None, None, None]
+            outputs.append(mix(local, read, share).transpose(2, 3))
+    output = layout.from_grid(outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1))
+    if not return_state:
+        return output, None, weights
+    if keeping is not None:
+        tokens, state = keeping.scored(tokens, state)
+    state = state.map_windows(lambda window, new: layout.next_window(new, window), tokens)
+    state = state if keeping is None else keeping.kept.into(state, layout.kept_places)
+    # Copies, for these are two of many states that the call made, and would keep all of them in memory; with the strides of
+    # new tensors also in a batch of one, for torch.cond compares them
+    memory, normaliser = (part.clone(memory_format=torch.contiguous_format) for part in (memory, normaliser))
+    return output, state.after(layout, memory=memory, normaliser=normaliser), weights
 
 
-def _grids(tokens: Projections, layout: GridLayout, state: InfiniState) -> Projections:
-    """The tokens, and those of the state's window, in the grid: `[B, S, C, heads, dim]` each."""
-    query, key = layout.to_grid(tokens.query, None), layout.to_grid(tokens.key, state.local_key)
-    value, log_weight = layout.to_grid(tokens.value, state.local_value), tokens.log_weight
-    log_weight = None if log_weight is None else layout.to_grid(log_weight, state.local_log_weight)
-    return Projections(query, key, value, log_weight)
+def _fits(layout: type, yes: str, no: str) -> Callable[[AttentionCall], tuple[bool, str]]:
+    return lambda call: (True, f"plain torch, {yes}") if isinstance(call.layout, layout) else (False, no)
 
 
-def _groups(grid: Tensor, size: int, early: int = 0) -> Sequence[Tensor]:
+BACKENDS = (
+    TRITON,
+    Backend("step", _fits(StepLayout, "one token for every row", "not one token for every row"), attend_step),
+    Backend("grid", _fits(GridLayout, "in a grid of segments", "the layout is no grid of segments"), attend_grid),
+)
+
+
+def _group_size(layout: GridLayout, key: Tensor) -> int:
+    """Segments that are worked on at a time; 0: all, as in a graph, where the compiler keeps intermediate results small."""
+    if torch.compiler.is_compiling():
+        return 0
+    elements = key[:, :, :1].numel() * layout.slots
+    fits = max(1, GROUP_ELEMENTS.get(key.device.type, GROUP_ELEMENTS["cuda"]) // elements)
+    return max(fits, layout.local_segments)  # a window reaches into the group before at most
+
+
+def _groups(grid: Tensor | None, size: int, early: int = 0) -> Sequence[Tensor]:
     """The grid in groups of `size` segments (0: in one), each starting `early` segments earlier."""
+    if grid is None:
+        return ()
     grid = F.pad(grid, (0,) * 6 + (early, 0)) if early else grid
     return grid.split(size, 1) if size else (grid,)
 
 
+def _windows(groups: Sequence[Tensor], count: int, local_segments: int) -> Tensor:
+    """The windows of a group's `count` segments, `[B, N, K, W, D]`, the segment that leaves first.
+
+    Args:
+        groups: a group of the grid that begins w segments early, and the next if there is one, which the last windows reach
+            into.
+    """
+    group = groups[0].transpose(2, 3)
+    if not local_segments:
+        return group.contiguous()
+    if group.shape[1] < count + local_segments:
+        group = torch.cat([group, groups[1][:, :local_segments].transpose(2, 3)], 1)
+    return torch.cat([group[:, shift : shift + count] for shift in range(local_segments + 1)], 3)
+
+
 def _weights_per_token(weights: Tensor, layout: GridLayout) -> Tensor:
-    """`[B, N, H, T, C, W]` as `[B, H, tokens, places]`, zero for padding."""
-    grid = weights.permute(0, 1, 3, 4, 2, 5).flatten(1, 2)[:, : layout.segments]
+    """`[B, N, H, C, W]` as `[B, H, tokens, places]`, zero for padding."""
     sizes = (layout.sink_tokens, layout.most_kept, (layout.local_segments + 1) * layout.slots)
-    sinks, kept, segments = grid.split(sizes, -1)
+    sinks, kept, segments = weights.transpose(2, 3).split(sizes, -1)
     kept = F.pad(kept, (layout.kept_tokens - layout.most_kept, 0))
     segments = segments.unflatten(-1, (layout.local_segments + 1, layout.slots))
     segments = F.pad(segments, (0, layout.segment_length - layout.slots)).flatten(-2)
     return layout.from_grid(torch.cat([sinks, kept, segments], -1))
 
 
-def _weights_in_blocks(weights: Tensor, layout: GridLayout, block: int) -> Tensor:
+def _weights_in_segments(weights: Tensor, layout: GridLayout) -> Tensor:
     """The way back of [`_weights_per_token`], zero for slots without a new token."""
     grid = layout.to_grid(weights, None)
     segments = grid[..., layout.ahead :].unflatten(-1, (layout.local_segments + 1, layout.segment_length))
     sinks, kept = grid[..., : layout.sink_tokens], grid[..., layout.ahead - layout.most_kept : layout.ahead]
-    return _blocks(torch.cat([sinks, kept, segments[..., : layout.slots].flatten(-2)], -1), block)
-
-
-def _sizes(layout: GridLayout, key: Tensor, rule: MemoryRule) -> tuple[int, int]:
-    """Segments in a block (one state each) and in a group (worked on at a time), the second a multiple of the first; 0: all
-    in one group, as in a graph, where the compiler keeps intermediate results small.
-
-    Segments shorter than a head is wide are joined to blocks of at least that many tokens, so that the states never hold
-    more than the tokens do. Rules that read what they write to, and rows whose documents may change inside a block, need a
-    state per segment.
-    """
-    block = 1
-    if rule.additive and not layout.packed:
-        block = -(-key.shape[-1] // layout.slots)
-        if isinstance(layout.segments, int):  # not where torch.export leaves it open
-            block = max(1, min(block, layout.segments))
-    if torch.compiler.is_compiling():
-        return block, 0
-    elements = key[:, :1].numel() * block
-    fits = max(1, GROUP_ELEMENTS.get(key.device.type, GROUP_ELEMENTS["cuda"]) // elements)
-    return block, block * max(fits, -(-layout.local_segments // block))  # a window reaches into the group before at most
-
-
-def _is_padded(count: int, block: int) -> bool:
-    """Whether so many segments leave the last block with empty ones; where torch.export leaves the number open: yes."""
-    return block > 1 and not (isinstance(count, int) and count % block == 0)
-
-
-def _blocks(part: Tensor, block: int) -> Tensor:
-    """`[B, s, C, H, D]` as `[B, N, H, T, C, D]`."""
-    return in_blocks(part, block).permute(0, 1, 4, 2, 3, 5)
-
-
-def _per_token(slots: Tensor, block: int) -> Tensor:
-    """`[B or 1, s, C]` as `[B or 1, N, 1, P, 1]`."""
-    return in_blocks(slots, block).flatten(2, 3)[:, :, None, :, None]
-
-
-def _windows(groups: Sequence[Tensor], count: int, local_segments: int, block: int) -> Tensor:
-    """The windows of a group's `count` segments, `[B, N, K, T, W, D]`.
-
-    Args:
-        groups: a group of the grid that begins w segments early, and the next if there is one, which the last windows reach
-            into.
-    """
-    group = groups[0]
-    if group.shape[1] < count + local_segments:
-        group = torch.cat([group, groups[1][:, :local_segments]], 1)
-    return torch.cat([_blocks(group[:, shift : shift + count], block) for shift in range(local_segments + 1)], 4)
-
-
-def _earlier_segments(block: int, slots: int, heads_per_key: int, like: Tensor) -> Tensor:
-    """`[heads_per_key * P, P]` of 0 and 1, with dtype and device of `like`: which tokens of a block (columns) are in an
-    earlier segment than the query (row)."""
-    segment = torch.arange(block, device=like.device).repeat_interleave(slots)
-    return (segment[None, :] < segment[:, None]).to(like.dtype).repeat(heads_per_key, 1)
+    return torch.cat([sinks, kept, segments[..., : layout.slots].flatten(-2)], -1).transpose(2, 3)
 
 
 def initial_state(
@@ -420,9 +337,3 @@ def _of_no_tokens(
     state.checked_for(tokens, empty.local_key.shape[2], rule.normalised)
     local = F.scaled_dot_product_attention(tokens.query, tokens.key, tokens.value, enable_gqa=True)
     return mix(local, local, gate[:, None, None]), state
-
-
-def _compact_copy(tensor: Tensor) -> Tensor:
-    """A copy: the tensor is one of many states that the call made, and would keep all of them in memory. Its strides are
-    those of a new tensor also in a batch of one, for torch.cond compares them."""
-    return tensor.clone(memory_format=torch.contiguous_format)

@@ -1,12 +1,20 @@
-"""What computes window, read and mixture of a call: the one seam where a fused kernel can take the place of plain torch."""
+"""What computes window, read and mixture of a call: the one seam where a fused kernel can take the place of plain torch.
+
+A kernel's module is imported only where its compiler is installed, and never travels with a saved model.
+"""
 
 import contextlib
+import importlib
+import importlib.util
+import os
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-from .rules import MemoryRule
+from .layout.base import GridLayout
+from .memory import MemoryRule
 from .state import InfiniState, Projections
 from .window import ScoreOptions
 
@@ -26,12 +34,7 @@ class AttentionCall(NamedTuple):
     scored: bool = False
 
 
-class Attended(NamedTuple):
-    """Output, state and weights as [`attend`] returns them; what was not asked for may be `None`."""
-
-    output: Tensor
-    state: InfiniState | None
-    weights: Tensor | None
+Attended = tuple[Tensor, InfiniState | None, Tensor | None]  # what [`attend`] returns
 
 
 class Backend(NamedTuple):
@@ -48,6 +51,8 @@ class Backend(NamedTuple):
     run: Callable[[AttentionCall], Attended]
 
 
+WIDTHS = (16, 32, 64, 128)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _forced: list[str | Backend] = []
 
 
@@ -79,3 +84,48 @@ def choose(call: AttentionCall, backends: Iterable[Backend]) -> tuple[Backend, s
         if fits:
             return backend, "; ".join(reasons)
     raise ValueError(f"no backend of {', '.join(names)} computes this call{': ' * bool(reasons)}{'; '.join(reasons)}.")
+
+
+def _fits_linear(call: AttentionCall) -> tuple[bool, str]:
+    """Whether the kernels of linear.py compute the call; the first reason against it."""
+    if torch.compiler.is_compiling():  # before anything that a graph would have to follow
+        return False, "a graph of torch.compile, which fuses plain torch itself"
+    query, key, value = call.tokens[:3]
+    # These two at once, for every layer asks at every new token
+    if query.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        return False, "not on a CUDA device"
+    if not isinstance(call.layout, GridLayout):
+        return False, "one token for every row"
+    rule, softmax = call.rule, call.softmax
+    refused = {
+        "triton is not installed": importlib.util.find_spec("triton") is None,
+        "code that came with a model has no kernels": not __name__.endswith(".ops.backends"),
+        f"no kernel for update_rule={rule.update_rule!r}": rule.update_rule != "linear",
+        f"no kernel for denominator={rule.denominator!r}": rule.denominator != "separate",
+        "local weights are returned": call.return_weights or softmax.written_out,
+        "no kernel for kept tokens": call.layout.kept_tokens > 0,
+        "no kernel for dropout": softmax.dropout > 0,
+        "no kernel for softcap": softmax.softcap is not None,
+        "no kernel for query weights beside rotary positions": None not in (softmax.query_weight, softmax.rotary),
+        f"no kernel for {query.dtype}": not {query.dtype, key.dtype, value.dtype} <= set(DTYPES),
+        f"heads are {query.shape[3]} and {value.shape[3]} wide, not one of {', '.join(map(str, WIDTHS))}": (
+            not {query.shape[3], value.shape[3]} <= set(WIDTHS)
+        ),
+        "a tensor of more numbers than 32 bits count": max(query.numel(), key.numel(), value.numel()) >= 2**31,
+    }
+    for reason, holds in refused.items():
+        if holds:
+            return False, reason
+    if softmax.rotary is not None:
+        width = softmax.rotary.tables[0].shape[-1]
+        if width != query.shape[3] or _module("rotary").halves_of(softmax.rotary) is None:
+            return False, "no kernel for this way of turning by rotary positions"
+    return True, "Triton kernels"
+
+
+def _module(name: str) -> Any:
+    """A module of kernels/, by its name: so that it does not travel with a saved model."""
+    return importlib.import_module(f".kernels.{name}", __package__)
+
+
+TRITON = Backend("triton", _fits_linear, lambda call: _module("linear").run(call))

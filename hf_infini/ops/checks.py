@@ -13,7 +13,7 @@ from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 import torch
 from torch import Tensor
 
-from ..options import check_number
+from ..options import check_number, places_of
 from .window import Rotary
 
 Function = TypeVar("Function", bound=Callable)
@@ -73,9 +73,12 @@ def _fits(value, wanted) -> bool:
     return not parts or all(_fits(part, parts[-1]) for part in values)
 
 
-def check_arguments(query, key, value, gate, log_weight, query_weight, feature_maps, weights: int, **numbers) -> None:
-    """ValueError unless these arguments of [`infini_attention`] have the shapes that it says, and `numbers` are within
-    [`LIMITS`]; `weights`: of a token."""
+def check_arguments(
+    query, key, value, gate, log_weight, learned_score, query_weight, feature_maps, rule, window, rotary, **numbers
+) -> None:
+    """ValueError unless these arguments of [`infini_attention`] have the shapes that it says, and go with the update rule
+    and the window, and `numbers` are within [`LIMITS`]."""
+    check_window(*window, rotary=rotary)
     for name, number in numbers.items():
         check_number(name, number, LIMITS[name])
     if query.dim() != 4 or key.dim() != 4 or value.dim() != 4:
@@ -95,9 +98,15 @@ def check_arguments(query, key, value, gate, log_weight, query_weight, feature_m
         raise ValueError(f"the {key.shape[1]} key/value heads must divide the {heads} query heads.")
     if gate.shape != (heads,):
         raise ValueError(f"gate must be [heads] = [{heads}], got {list(gate.shape)}.")
+    if (learned_score is None) == (window[3] > 0 and rule.keep_score != "attention"):
+        raise ValueError(
+            "learned_score goes with kept_tokens and a keep_score of 'learned' or 'half', and with nothing else; got "
+            f"{'none' if learned_score is None else 'one'} with kept_tokens={window[3]} and keep_score={rule.keep_score!r}."
+        )
     query_map, key_map = feature_maps or (None, None)
     for name, tensor, wanted in (
-        ("log_weight", log_weight, (*key.shape[:3], weights)),
+        ("log_weight", log_weight, (*key.shape[:3], rule.rates)),
+        ("learned_score", learned_score, key.shape[:3]),
         ("query_weight", query_weight, (heads, head_dim, head_dim)),
         ("feature_maps[0]", query_map, (heads, head_dim, head_dim)),
         ("feature_maps[1]", key_map, (key.shape[1], head_dim, head_dim)),
@@ -115,22 +124,11 @@ def check_window(
             f"segment_length must be ≥ 1, local_segments ≥ 0, sink_tokens from 0 to segment_length - 1 and kept_tokens ≥ 0, "
             f"got {segment_length}, {local_segments}, {sink_tokens} and {kept_tokens}."
         )
-    places = sink_tokens + kept_tokens + (local_segments + 1) * segment_length
+    places = places_of(segment_length, local_segments, sink_tokens, kept_tokens)
     if rotary is not None and any(len(table) != places for table in rotary.tables):
         raise ValueError(
             f"rotary has {len(rotary.tables[0])} places, and a window of these segments and sinks has {places}."
         )
-
-
-def check_learned_score(learned_score: Tensor | None, keep_score: str, kept_tokens: int, key: Tensor) -> None:
-    """ValueError unless it is given where it decides which tokens are kept, and for each token of each head."""
-    if (learned_score is None) == (kept_tokens > 0 and keep_score != "attention"):
-        raise ValueError(
-            "learned_score goes with kept_tokens and a keep_score of 'learned' or 'half', and with nothing else; got "
-            f"{'none' if learned_score is None else 'one'} with kept_tokens={kept_tokens} and keep_score={keep_score!r}."
-        )
-    if learned_score is not None and learned_score.shape != key.shape[:3]:
-        raise ValueError(f"learned_score must be {list(key.shape[:3])}, got {list(learned_score.shape)}.")
 
 
 def check_shapes(

@@ -38,8 +38,11 @@ def short_convolution(inputs: Tensor, weight: Tensor, layout: Layout, before: Te
         for tap in range(1, taps):
             output = output + everything[:, taps - 1 - tap : everything.shape[1] - tap] * weight[tap]
         return output, everything[:, everything.shape[1] - (taps - 1) :]
-    rank, column = layout.order
-    carried = torch.arange(taps - 1, device=real.device)
+    carried, columns = torch.arange(taps - 1, device=real.device), torch.arange(real.shape[1], device=real.device)
+    rank = (real.cumsum(1) - 1).clamp(min=0)  # which of its row's real tokens each is; that of padding is only in range
+    column = torch.zeros(real.shape[0], real.shape[1] + 1, dtype=torch.long, device=real.device)
+    # In which column the r-th real token is; an extra place takes the padding
+    column = column.scatter(1, torch.where(real, rank, real.shape[1]), columns.expand_as(real))[:, :-1]
     place = torch.cat([carried.expand(inputs.shape[0], -1), column + taps - 1], 1)  # of the carried, then of the real inputs
     for tap in range(1, taps):
         index = place.gather(1, rank + taps - 1 - tap)

@@ -10,9 +10,9 @@ that may change places between two ways to compute the same call, and an equally
 would not help: scores lie as often near the border of a rounding step as near each other. Equal scores, such as learned ones
 of zero, are equal whatever the order.
 
-Shapes: `B` batch, `K` key/value heads, `s` segments, `C` slots of one, `R` scores of a token. What is kept has as many
+Shapes: `B` batch, `K` key/value heads, `N` segments, `C` slots of one, `R` scores of a token. What is kept has as many
 *places* as the option says, right-aligned, in the order of positions. The *rows* among which is chosen are what was kept
-before, and then the tokens of the segments that leave the window: `[B, places + s · C, K, …]`.
+before, and then the tokens of the segments that leave the window: `[B, places + N · C, K, …]`.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,11 +22,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .layout.base import GridLayout, Group, IndexedLayout, Layout
-from .rules import MemoryRule
-from .rules.base import KEEP_SCORES
+from .layout.base import GridLayout, Layout, pad
+from .memory import KEEP_SCORES, MemoryRule
 from .state import InfiniState, Projections
-from .tensors import in_blocks, pad
 from .window import ScoreOptions, causal, masked_scores
 
 # A token that is FADE times the kept tokens older must have received e times the attention. SmolLM2 with 252 tokens kept by
@@ -80,19 +78,6 @@ class Kept(NamedTuple):
         return kept._replace(position=kept.position.masked_fill(empty, -1))
 
 
-class Choice(NamedTuple):
-    """Rows, −1 for none.
-
-    Attributes:
-        before: `[B, K, s, places]`, what is kept when each of the segments is read; last: `[B, K, places]`, after them.
-        evicted: `[B, K, s, C]`, what the memory takes in after each segment is read, left-aligned.
-    """
-
-    before: Tensor
-    last: Tensor
-    evicted: Tensor
-
-
 def first_scores(keep_score: str, key: Tensor, learned: Tensor | None) -> Tensor:
     """`[B, K, tokens, R]`, the scores of new tokens before any query has seen them, in float32 or wider; `learned` `[B, K,
     tokens]`."""
@@ -106,21 +91,20 @@ def received_attention(
     query: Tensor, key: Tensor, mask: Tensor | None, asking: Tensor, softmax: ScoreOptions
 ) -> Tensor:
     """What each key receives of a softmax over all of them, without dropout: the sum over the queries, the mean over the
-    heads of its group, `[…, K, T, W]` in float32 or wider.
+    heads of its group, `[B, N, K, W]` in float32 or wider.
 
     Args:
-        query: `[…, H, T, C, D]`; key: `[…, K, T, W, D]`.
-        mask: bool, True = visible, `[…, 1, T, C, W]`; `None`: every slot of a full window up to the query's own.
-        asking: bool, which queries count, `[…, 1, T, C]`.
+        query: `[B, N, H, C, D]`; key: `[B, N, K, W, D]`.
+        mask: bool, True = visible, `[B or 1, N, 1, C, W]`; `None`: every slot of a full window up to the query's own.
+        asking: bool, which queries count, `[B, N, 1, C]`.
     """
-    kv_heads, slots, mask = key.shape[-4], query.shape[-2], causal(query, key) if mask is None else mask
-    query = query.unflatten(-4, (kv_heads, -1)).transpose(-4, -3).flatten(-3, -2)  # […, K, T, heads of a group · C, D]
-    group = query.shape[-2] // slots
+    query = query.unflatten(2, (key.shape[2], -1)).flatten(3, 4)  # [B, N, K, heads of a group · C, D]
+    mask, group = causal(asking.shape[-1], key) if mask is None else mask, query.shape[3] // asking.shape[-1]
     if group > 1:
         mask = mask.unsqueeze(-3).expand(*mask.shape[:-2], group, -1, -1).flatten(-3, -2)
     scores = masked_scores(query, key, mask, softmax)
     weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32))
-    asking = asking.unsqueeze(-2).expand(*asking.shape[:-1], group, -1).flatten(-2).to(weights.dtype)
+    asking = asking.repeat(1, 1, 1, group).to(weights.dtype)
     return (asking.unsqueeze(-2) @ weights).squeeze(-2) / group
 
 
@@ -161,30 +145,26 @@ class KeptInGrid:
         ones = torch.ones(layout.batch, 1, layout.tokens, 1, dtype=torch.bool, device=scores.device)
         self.asking = layout.to_grid(ones, None)[..., 0, 0]
 
-    def see(
-        self, query: Tensor, key: Tensor, mask: Tensor | None, group: Group, block: int, softmax: ScoreOptions
-    ) -> None:
-        """Adds what the tokens of the windows receive from a group's queries, `[B, N, H, T, C, D]`; `key`: `[B, N, K, T, W,
-        D]` of sinks and segments, as they are compared."""
+    def see(self, query: Tensor, key: Tensor, mask: Tensor | None, begin: int, end: int, softmax: ScoreOptions) -> None:
+        """Adds what the tokens of the windows receive from the queries of segments `begin … end`, `[B, N, H, C, D]`; `key`:
+        `[B, N, K, W, D]` of sinks and segments, as they are compared."""
         if not self.sees:
             return
-        asking = in_blocks(self.asking[:, group.begin : group.end], block).unsqueeze(2)
-        received = received_attention(query, key, mask, asking, softmax)[..., self.layout.sink_tokens :]
-        received = received.unflatten(-1, (-1, self.layout.slots)).permute(4, 0, 1, 3, 5, 2).flatten(2, 3)
-        for shift, of_segments in enumerate(received[:, :, : group.end - group.begin]):
-            self.scores[:, group.begin + shift : group.end + shift, ..., 0] += of_segments
+        received = received_attention(query, key, mask, self.asking[:, begin:end].unsqueeze(2), softmax)
+        received = received[..., self.layout.sink_tokens :].unflatten(-1, (-1, self.layout.slots)).permute(3, 0, 1, 4, 2)
+        for shift, of_segments in enumerate(received):
+            self.scores[:, begin + shift : end + shift, ..., 0] += of_segments
 
-    def choose(self, leaving: Sequence[Any], group: Group) -> "KeptOfGroup":
-        """What the group's segments see and evict; `leaving`: keys, values and log weights of the tokens that leave while
-        they are read, `[B, s, C, K, …]` each. All that these have received is known."""
-        key, value, log_weight = leaving
-        layout, scores, documents = self.layout, self.scores[:, group.begin : group.end], None
-        if isinstance(layout, IndexedLayout) and layout.packed:
-            documents = layout.documents(group.begin, group.end)
-        written = group.written
+    def choose(self, leaving: Sequence[Any], written: Tensor | None, begin: int, end: int) -> "KeptOfGroup":
+        """What segments `begin … end` see and evict; `leaving`: keys, values and log weights of the tokens that leave while
+        they are read, `[B, N, K, C, …]` each; `written`: as of [`keep_best`]. All that these have received is known."""
+        layout, scores = self.layout, self.scores[:, begin:end]
+        parts: Any = (None if part is None else part.transpose(2, 3) for part in leaving)
+        key, value, log_weight = parts
+        documents = layout.documents(begin, end) if layout.packed else None
         if written is None:
             written = torch.ones(1, *scores.shape[1:3], dtype=torch.bool, device=scores.device)
-        position = layout.delayed_numbers(group.begin, group.end)[..., None, None].expand_as(scores[..., :1])
+        position = layout.delayed_numbers(begin, end)[..., None, None].expand_as(scores[..., :1])
         new = Kept(key, value, log_weight, scores, position)
         found = keep_best(self.kept, new, written, self.rule.keep_score, layout, documents)
         self.kept = found.kept
@@ -192,58 +172,138 @@ class KeptInGrid:
 
     def scored(self, tokens: Projections, state: InfiniState) -> tuple[Projections, InfiniState]:
         """The call's tokens, and the state's window, with what they have received."""
-        scores = self.scores[:, self.layout.local_segments :]
-        *_, window = state.windows()
-        window = None if window is None else self.layout.with_carried(window.detach(), scores)
-        return tokens._replace(score=self.layout.from_grid(scores)), replace(state, local_score=window)
+        layout, scores, window = self.layout, self.scores[:, self.layout.local_segments :], state.local_score
+        if window is not None:
+            window, end = window.detach().clone(), layout.carried_to
+            window[:, :, end - layout.carried : end] = scores.flatten(1, 2)[:, : layout.carried].transpose(1, 2)
+        return tokens._replace(score=layout.from_grid(scores)), replace(state, local_score=window)
 
 
 class KeptOfGroup(NamedTuple):
-    """What a group's segments see and evict."""
+    """What the segments of a group see and evict.
+
+    Attributes:
+        rows: among which is chosen.
+        before: `[B, N, K, places]`, which rows are kept when each of the segments is read, −1 for none; last: `[B, K,
+            places]`, after them.
+        evicted_rows: `[B, N, K, C]`, what the memory takes in after each segment is read, left-aligned.
+    """
 
     rows: Kept
-    choice: Choice
+    before: Tensor
+    last: Tensor
+    evicted_rows: Tensor
     layout: Layout
 
     def visible(
-        self, keys: Tensor, values: Tensor, mask: Tensor | None, most: int, group: Group, block: int, softmax: ScoreOptions
+        self, keys: Tensor, values: Tensor, mask: Tensor | None, most: int, kept: Tensor | None, softmax: ScoreOptions
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Keys, as they are compared, and values of the windows, `[B, N, K, T, W, D]`, and their mask, with the kept tokens
-        between sinks and segments; `most`: how many there are at most."""
+        """Keys, as they are compared, and values of the windows, `[B, N, K, W, D]`, and their mask, with the kept tokens
+        between sinks and segments; `most`: how many there are at most; `kept`: `[B, N]`, how many there are (`None`: as many
+        as can be)."""
         sinks, places = self.layout.sink_tokens, self.layout.kept_places
         if not most:
             return keys, values, mask
-        index = self._in_blocks(self._flat(self.choice.before[..., -most:]), block)
+        index = flat_index(self.before[..., -most:], self.rows.key.shape[1])
         kept_keys = softmax.compared_keys(take(self.rows.key, index), slice(places.stop - most, places.stop))
         pairs = (kept_keys, keys), (take(self.rows.value, index), values)
-        keys, values = (torch.cat([part[..., :sinks, :], kept, part[..., sinks:, :]], 4) for kept, part in pairs)
-        if group.kept is not None and mask is not None:
-            filled = torch.arange(most, 0, -1, device=keys.device) <= group.kept.unsqueeze(-1)
-            filled = in_blocks(filled, block)[:, :, None, :, None].expand(-1, -1, -1, -1, mask.shape[4], -1)
-            mask = mask.expand(filled.shape[0], -1, -1, -1, -1, -1)
+        keys, values = (torch.cat([part[..., :sinks, :], found, part[..., sinks:, :]], 3) for found, part in pairs)
+        if kept is not None and mask is not None:
+            filled = torch.arange(most, 0, -1, device=keys.device) <= kept.unsqueeze(-1)
+            filled = filled[:, :, None, None].expand(-1, -1, -1, mask.shape[3], -1)
+            mask = mask.expand(filled.shape[0], -1, -1, -1, -1)
             mask = torch.cat([mask[..., :sinks], filled, mask[..., sinks:]], -1)
         return keys, values, mask
 
     @property
     def kept(self) -> Kept:
         """What is kept after the last of the segments."""
-        return self.rows.taken(self.choice.last)
+        return self.rows.taken(self.last)
 
-    def evicted(self, block: int) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-        """Keys, values and log weights of what the memory takes in, `[B, N, K, T, C, D]`; and which of them are any, `[B, N,
-        K, T, C]` bool."""
-        index = self._in_blocks(self._flat(self.choice.evicted), block)
-        key, value, log_weight = self.rows[:3]
-        log_weight = None if log_weight is None else take(log_weight, index)
-        return take(key, index), take(value, index), log_weight, self._in_blocks(self.choice.evicted >= 0, block)
+    def evicted(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+        """Keys, values and log weights of what the memory takes in, `[B, N, K, C, D]`; and which of them are any, `[B, N, K,
+        C]` bool."""
+        index = flat_index(self.evicted_rows, self.rows.key.shape[1])
+        log_weight = None if self.rows.log_weight is None else take(self.rows.log_weight, index)
+        return take(self.rows.key, index), take(self.rows.value, index), log_weight, self.evicted_rows >= 0
 
-    def _flat(self, index: Tensor) -> Tensor:
-        return flat_index(index, self.rows.key.shape[1])
 
-    @staticmethod
-    def _in_blocks(index: Tensor, block: int) -> Tensor:
-        """`[B, K, s, …]` as `[B, N, K, T, …]`."""
-        return in_blocks(index.transpose(1, 2), block).transpose(2, 3)
+def choose(
+    kept: Kept, scores: Tensor, written: Tensor, shares: Sequence[int], documents: tuple[Tensor, Tensor] | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Which rows are kept and evicted: `before`, `last` and `evicted_rows` of [`KeptOfGroup`].
+
+    Args:
+        kept: before the first of the segments that leave the window one after the other.
+        scores: `[B, N, C, K, R]`, final; written: as of [`keep_best`]; shares: places for each of the scores.
+        documents: of each segment that leaves, `[B, N]`, and of those that are read while they do, and after, `[B, N + 1]`;
+            `None`: one.
+    """
+    batch, segments, slots, heads, _ = scores.shape
+    places, device = kept.position.shape[1], scores.device
+    size, begins = segments, range(1)
+    if isinstance(batch, int) and isinstance(segments, int):  # not where torch.export leaves them open
+        limit = CHOICE_ELEMENTS.get(device.type, CHOICE_ELEMENTS["cuda"]) // (batch * heads)
+        size = max(1, min(segments, limit // places, int((limit / slots) ** 0.5)))
+        begins = range(0, segments, size)
+    index = torch.arange(places, device=device).expand(batch, heads, -1)
+    index = index.masked_fill(kept.position[..., 0].transpose(1, 2) < 0, -1)
+    scores, before, evicted = torch.cat([kept.score, scores.flatten(1, 2)], 1).transpose(1, 2), [], []
+    for begin in begins:
+        part, to = slice(begin, begin + size), slice(begin, begin + size + 1)
+        of = None if documents is None else (documents[0][:, part], documents[1][:, to])
+        after, goes = _choose_at_once(index, scores, written[:, part], places + begin * slots, shares, of)
+        # An export takes a size of 1, as of all segments but one, for a constant: so the last is cut off at the end
+        before.append(torch.cat([index.unsqueeze(1), after], 1)[:, :-1])
+        evicted.append(goes)
+        index = after[:, -1]
+    return torch.cat(before, 1), index, torch.cat(evicted, 1)
+
+
+def _choose_at_once(
+    index: Tensor,
+    scores: Tensor,
+    written: Tensor,
+    first: int,
+    shares: Sequence[int],
+    documents: tuple[Tensor, Tensor] | None,
+) -> tuple[Tensor, Tensor]:
+    """What is kept after each of some segments, `[B, N, K, places]`, and evicted, `[B, N, K, C]`.
+
+    Args:
+        index: `[B, K, places]`, rows that were kept before; scores: of all rows, `[B, K, rows, R]`.
+        written: of these segments; first: row of the first token that leaves.
+    """
+    (batch, heads, places), (segments, slots), device = index.shape, written.shape[1:], index.device
+    numbers = torch.arange(segments, device=device)
+    # When each candidate has left the window: −1 before, `segments` where there is none
+    new = torch.where(written, numbers[:, None], segments).flatten(1).expand(batch, -1)
+    time = torch.cat([torch.where(index[:, 0] < 0, segments, -1), new], 1)[:, None, None]
+    rows = torch.arange(first, first + segments * slots, device=device).expand(batch, heads, -1)
+    rows = torch.cat([index, rows], 2)
+    left = time <= numbers[:, None, None]
+    if documents is not None:  # of documents that nobody reads any more nothing is kept or evicted
+        of, reading = documents
+        of = torch.cat([reading[:, :1].expand(-1, places), of.repeat_interleave(slots, 1)], 1)
+        left = left & (of[:, None, None] == reading[:, 1:, None, None])
+    left = left.expand(-1, -1, heads, -1)
+    stays = torch.zeros_like(left)
+    for share, score in zip(shares, scores.unbind(-1), strict=True):
+        order = score.gather(2, rows.clamp(min=0)).argsort(dim=-1, descending=True, stable=True)
+        order = order.unsqueeze(1).expand_as(left)
+        free = (left & ~stays).gather(-1, order)
+        stays = stays | torch.zeros_like(stays).scatter(-1, order, free & (free.cumsum(-1) <= share))
+    held = torch.cat([(time < 0).expand(-1, -1, heads, -1), stays], 1)[:, :-1]
+    goes = left & ~stays & (held | (time == numbers[:, None, None]))
+
+    def listed(chosen: Tensor, size: int, at_end: bool) -> Tensor:  # the rows that are, in order, −1 for none
+        count = chosen.cumsum(-1)
+        place = count - 1 + (size - count[..., -1:] if at_end else 0)
+        found = torch.full((*chosen.shape[:-1], size + 1), -1, device=device)
+        place = torch.where(chosen, place, size)  # a spare place takes the others
+        return found.scatter(-1, place, rows.unsqueeze(1).expand_as(chosen))[..., :size]
+
+    return listed(stays, places, True), listed(goes, slots, False)
 
 
 def keep_best(
@@ -257,116 +317,27 @@ def keep_best(
     """What is kept and evicted of what was kept before and of the tokens of segments that leave one after the other.
 
     Args:
-        leaving: `[B, s, C, K, …]` each, scores as they are in a window.
-        written: `[B or 1, s, C]` bool, which tokens there are to keep or evict.
-        documents: as in [`choose_kept`].
+        leaving: `[B, N, C, K, …]` each, scores as they are in a window.
+        written: `[B or 1, N, C]` bool, which tokens there are to keep or evict.
+        documents: as in [`choose`].
     """
     scores = final_scores(keep_score, leaving, layout)
-    choice = choose_kept(kept, scores, written, shares(keep_score, layout.kept_tokens), documents)
     rows = kept.map(lambda old, new: torch.cat([old, new.flatten(1, 2)], 1), leaving._replace(score=scores))
-    return KeptOfGroup(rows, choice, layout)
+    found = choose(kept, scores, written, shares(keep_score, layout.kept_tokens), documents)
+    return KeptOfGroup(rows, *found, layout)
 
 
-def shares(keep_score: str, places: int) -> tuple[int, ...]:
+def shares(keep_score: str, places: int) -> list[int]:
     """Places for each of the scores; the first gets the odd one."""
     count = len(KEEP_SCORES[keep_score])
-    return tuple((places + count - 1 - number) // count for number in range(count))
-
-
-def choose_kept(
-    kept: Kept,
-    scores: Tensor,
-    leaving: Tensor,
-    shares: tuple[int, ...],
-    documents: tuple[Tensor, Tensor] | None = None,
-) -> Choice:
-    """What is kept and what is evicted while segments leave the window one after the other.
-
-    Args:
-        kept: before the first of them.
-        scores: `[B, s, C, K, R]`, final; leaving: `[B or 1, s, C]` bool, which tokens there are to keep or evict.
-        shares: places for each of the scores.
-        documents: `[B, s]`, of each segment that leaves, and `[B, s + 1]`, of those that are read while they do, and after;
-            `None`: one.
-    """
-    batch, segments, slots, heads, _ = scores.shape
-    places, device = kept.position.shape[1], scores.device
-    size, begins = segments, range(1)
-    if isinstance(batch, int) and isinstance(segments, int):  # not where torch.export leaves them open
-        limit = CHOICE_ELEMENTS.get(device.type, CHOICE_ELEMENTS["cuda"]) // (batch * heads)
-        size = max(1, min(segments, limit // places, int((limit / slots) ** 0.5)))
-        begins = range(0, segments, size)
-    index = torch.arange(places, device=device).expand(batch, heads, places)
-    index = index.masked_fill(kept.position[..., 0].transpose(1, 2) < 0, -1)
-    best, scores = kept.score.transpose(1, 2), scores.permute(0, 3, 1, 2, 4)
-    found: list[Choice] = []
-    for begin in begins:
-        part = slice(begin, begin + size)
-        of = None if documents is None else (documents[0][:, part], documents[1][:, begin : begin + size + 1])
-        first = places + begin * slots
-        choice, best = _choose_at_once(index, best, scores[:, :, part], leaving[:, part], first, shares, of)
-        found.append(choice)
-        index = choice.last
-    before, _, evicted = zip(*found, strict=True)
-    return Choice(torch.cat(before, 2), index, torch.cat(evicted, 2))
-
-
-def _choose_at_once(index, best, scores, leaving, first, shares, documents) -> tuple[Choice, Tensor]:
-    """[`choose_kept`] for some segments, and the scores of what is kept in the end.
-
-    Args:
-        index: `[B, K, places]`, rows that were kept before, with the scores `best`.
-        first: row of the first token that leaves.
-    """
-    batch, heads, segments, slots, _ = scores.shape
-    places, device = index.shape[2], scores.device
-    numbers = torch.arange(segments, device=device)
-    # When each candidate has left the window: −1 before, `segments` where there is none
-    time = torch.where(index[:, 0] < 0, segments, -1)
-    new = torch.where(leaving, numbers[:, None], segments).flatten(1).expand(batch, -1)
-    time = torch.cat([time, new], 1)[:, None, None]
-    rows = torch.arange(first, first + segments * slots, device=device).expand(batch, heads, -1)
-    rows, scores = torch.cat([index, rows], 2), torch.cat([best, scores.flatten(2, 3)], 2)
-    left = time <= numbers[:, None]
-    if documents is not None:
-        of, reading = documents
-        of = torch.cat([reading[:, :1].expand(-1, places), of.repeat_interleave(slots, 1)], 1)
-        left = left & (of[:, None, None] == reading[:, None, 1:, None])
-    left = left.expand(-1, heads, -1, -1)
-    stays = torch.zeros_like(left)
-    for share, score in zip(shares, scores.unbind(-1), strict=True):
-        order = score.argsort(dim=-1, descending=True, stable=True).unsqueeze(2).expand_as(left)
-        free = (left & ~stays).gather(-1, order)
-        taken = free & (free.cumsum(-1) <= share)
-        stays = stays | torch.zeros_like(stays).scatter(-1, order, taken)
-    # An export takes a size of 1, such as that of all segments but one, for a constant: so the last is cut off at the end
-    held = torch.cat([(time < 0).expand(-1, heads, -1, -1), stays], 2)[:, :, :-1]
-    evicted = left & ~stays & (held | (time == numbers[:, None]))
-    columns, after = _listed(stays, rows, places, at_end=True)
-    last = columns[:, :, -1].clamp(min=0).unsqueeze(-1).expand(-1, -1, -1, scores.shape[-1])
-    before = torch.cat([index.unsqueeze(2), after], 2)[:, :, :-1]
-    return Choice(before, after[:, :, -1], _listed(evicted, rows, slots, at_end=False)[1]), scores.gather(2, last)
-
-
-def _listed(chosen: Tensor, rows: Tensor, size: int, at_end: bool) -> tuple[Tensor, Tensor]:
-    """The columns that are chosen, `[B, K, s, W]` bool, in order in `size` places, `[B, K, s, size]`, −1 for none; and their
-    rows, of `[B, K, W]`, likewise."""
-    count = chosen.cumsum(-1)
-    place = count - 1 + (size - count[..., -1:] if at_end else 0)
-    place = torch.where(chosen, place, size)  # a spare place takes the others
-    columns = torch.full((*chosen.shape[:-1], size + 1), -1, device=rows.device)
-    numbers = torch.arange(chosen.shape[-1], device=rows.device).expand_as(chosen)
-    columns = columns.scatter(-1, place, numbers)[..., :size]
-    found = rows.unsqueeze(2).expand_as(chosen).gather(-1, columns.clamp(min=0))
-    return columns, found.masked_fill(columns < 0, -1)
+    return [(places + number) // count for number in reversed(range(count))]
 
 
 def flat_index(index: Tensor, count: int) -> Tensor:
-    """Rows `[B, K, …]` of `[B, count, K]` as [`take`] counts them; row 0 for −1."""
-    batch, heads = index.shape[:2]
-    shape = (-1, *(1,) * (index.dim() - 1))
-    first = torch.arange(batch, device=index.device).view(shape) * count
-    return (index.clamp(min=0) + first) * heads + torch.arange(heads, device=index.device).view(shape[:-1])
+    """Rows `[B, …, K, places]` of `[B, count, K]` as [`take`] counts them; row 0 for −1."""
+    batch, heads = index.shape[0], index.shape[-2]
+    first = torch.arange(batch, device=index.device).view(-1, *(1,) * (index.dim() - 1)) * count
+    return (index.clamp(min=0) + first) * heads + torch.arange(heads, device=index.device).unsqueeze(-1)
 
 
 def take(rows: Tensor, index: Tensor) -> Tensor:

@@ -6,22 +6,23 @@
     A = sigmoid(β) A_mem + (1 − sigmoid(β)) A_dot                      mix, equation 5
 
 "The paper" is Munkhdalai, Faruqui and Gopal, "Leave No Context Behind" (arXiv 2404.07143). Of padding and documents these
-functions see only the masks that they are given. How a memory is written is in rules/.
+functions see only the masks that they are given. An update rule is a subclass of [`MemoryRule`], called `Rule`, in a file of
+rules/.
 
-The gradients are written by hand. Those of features come from their own result, so that the exponential function, by far
-the most expensive operation of the memory on a CPU, is computed once. What autograd would keep or copy takes longer, where
-memory is slower than arithmetic, than the products: together with blocks of contiguous matrices they made a layer a third
-faster on a CPU in bfloat16. Second derivatives go through these gradients: whatever depends on the inputs is there an input
-or an output of the function, never a result on the way, which would count as constant. g is the gradient of the output,
-`g_x` that of x.
+Shapes: `B` batch, `N` segments, `C` tokens in a segment, `K` key/value heads, `R` queries of a segment that read a key/value
+head's memory, `D` head dimension, `E` value dimension. The heads come before the tokens, so that every product is one of
+contiguous matrices.
 
-Shapes: `B` batch, `N` blocks (a segment, or several short ones), `P` tokens in a block, `K` key/value heads, `R` queries of
-a block that read a key/value head's memory, `D` head dimension, `E` value dimension. The heads come before the tokens, so
-that every product is one of contiguous matrices.
+Two gradients are written by hand: together they make attention's training step a tenth faster on a CPU. That of features
+comes from their own result, so that the exponential function, by far the most expensive operation of the memory there, is
+computed once. Second derivatives go through these gradients. g is the gradient of the output, `g_x` that of x.
 """
 
+import itertools
 import math
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,73 +31,29 @@ from torch.nn import functional as F
 
 EPS = 1e-6
 EXP_LIMIT = 30.0
+DENOMINATORS = ("separate", "shared")
+# Which scores of a token a choice of `keep_score` has; each has its share of the places (kept.py)
+KEEP_SCORES = {"attention": ("attention",), "learned": ("learned",), "half": ("attention", "learned")}
+
+Written = tuple[Tensor, Tensor, Tensor | None]  # what [`MemoryRule.written`] returns
+State = tuple[Tensor, Tensor]  # memory and normaliser
 
 
 class Borders(NamedTuple):
-    """Where documents begin among the `N` blocks of a packed row (`None` in its place: all blocks are one document's).
+    """Where documents begin among the `N` segments of a packed row (`None` in its place: all are one document's).
 
     Attributes:
-        reach: `[B, N + 1, N + 2]` bool: the state before a block (row; the last is the state after all) holds the incoming
-            memory (column 0), the start (column 1), what block j wrote (column 2 + j).
-        continues: `[B, N]` bool: the state after the block still belongs to the document of the state before it.
+        reach: `[B, N + 1, N + 2]` bool: the state before a segment (row; the last is the state after all) holds the incoming
+            memory (column 0), the start (column 1), what segment j wrote (column 2 + j).
+        continues: `[B, N]` bool: the state after the segment still belongs to the document of the state before it.
     """
 
     reach: Tensor
     continues: Tensor
 
-    @property
-    def wrote(self) -> Tensor:
-        """`[B, N, 1, 1, 1]` bool: whether the state after a block holds what the block wrote."""
-        return self.reach[:, 1:, 2:].diagonal(dim1=1, dim2=2)[:, :, None, None, None]
-
-
-class Within(NamedTuple):
-    """Tokens that later tokens of the same block read, where segments shorter than the head width are joined to blocks.
-
-    σ(q) Σ σ(k)ᵀv = Σ (σ(q)·σ(k)) v: for these, products of tokens cost less than a state per segment.
-
-    Attributes:
-        key_features: σ(k), `[B, N, K, P, D]`; value: `[B, N, K, P, E]`.
-        visible: `[R, P]`, 1 where the query (row) reads the token (column), else 0, in the features' dtype.
-    """
-
-    key_features: Tensor
-    value: Tensor
-    visible: Tensor
-
-
-class Written(NamedTuple):
-    """What the blocks write into the memory.
-
-    Attributes:
-        key_features: σ(k), zero for tokens that are not to be written, `[B, N, K, P, D]`; value: `[B, N, K, P, E]`.
-        log_weight: rates that the rule does not write as part of the features, `[B, N, K, P, rates]`, zero for tokens that
-            are not to be written; or `None`.
-    """
-
-    key_features: Tensor
-    value: Tensor
-    log_weight: Tensor | None
-
-
-class States(NamedTuple):
-    """Memory and normaliser over the blocks of a call.
-
-    Attributes:
-        memory, normaliser: before each block, `[B, N, K, D, E]` and `[B, N, K, D]`.
-        last_memory, last_normaliser: after the last block, `[B, K, D, E]` and `[B, K, D]`.
-
-    Without a normaliser the width of z is 0.
-    """
-
-    memory: Tensor
-    normaliser: Tensor
-    last_memory: Tensor
-    last_normaliser: Tensor
-
 
 class EluFeatures(Function):
-    """σ(x) = ELU(x) + 1;  g_x = g · min(σ(x), 1), for σ'(x) is e^x = σ(x) below zero and 1 above.    """
+    """σ(x) = ELU(x) + 1;  g_x = g · min(σ(x), 1), for σ'(x) is e^x = σ(x) below zero and 1 above."""
 
     @staticmethod
     def forward(ctx, x: Tensor) -> Tensor:
@@ -110,46 +67,6 @@ class EluFeatures(Function):
         return features.clamp(max=1).mul_(gradient)
 
 
-class ExpFeatures(Function):
-    """σ(x) = e^min(x, 30);  g_x = g · σ(x), and 0 beyond the limit."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor) -> Tensor:
-        features = x.clamp(max=EXP_LIMIT).exp_()
-        ctx.save_for_backward(x, features)
-        return features
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor) -> Tensor:
-        x, features = ctx.saved_tensors
-        return (gradient * features).masked_fill_(x > EXP_LIMIT, 0)
-
-
-class UnitLength(Function):
-    """y = r c with c = x − 1 and r = 1 / √(|c|² + ε), of vectors in the last dimension;  g_x = r (g − (y·g + r g_r) y).
-
-    Returns y and r, which is an output for the second derivative only.
-    """
-
-    @staticmethod
-    def forward(ctx, x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        unit = x - 1
-        inverse = unit.square().sum(-1, keepdim=True).add_(eps).rsqrt_()
-        unit *= inverse
-        ctx.save_for_backward(unit, inverse)
-        ctx.set_materialize_grads(False)
-        return unit, inverse
-
-    @staticmethod
-    def backward(ctx, gradient, inverse_gradient):
-        unit, inverse = ctx.saved_tensors
-        gradient = torch.zeros_like(unit) if gradient is None else gradient
-        along = (unit * gradient).sum(-1, keepdim=True)
-        if inverse_gradient is not None:
-            along = along + inverse * inverse_gradient
-        return torch.addcmul(gradient, unit, along, value=-1) * inverse, None
-
-
 def elu_features(x: Tensor) -> Tensor:
     """σ(x) = ELU(x) + 1, positive (section 2.1.2 of the paper)."""
     return EluFeatures.apply(x)
@@ -161,63 +78,10 @@ def exp_features(x: Tensor) -> Tensor:
     What a query looks for can outweigh tens of thousands of other tokens by a few units of x, where ELU(x) + 1 grows
     linearly. x beyond 30 counts as 30: sums of a million products then still fit into float32.
     """
-    return ExpFeatures.apply(x)
-
-
-def unit_features(x: Tensor, eps: float) -> Tensor:
-    """(x − 1) / √(|x − 1|² + ε) along the last dimension."""
-    return UnitLength.apply(x, eps)[0]
+    return x.clamp(max=EXP_LIMIT).exp_()
 
 
 FEATURE_MAPS = {"elu": elu_features, "exp": exp_features}
-
-
-class Read(Function):
-    """A = n / (m + ε), n = σ(q) M + C V, m = σ(q) z + Σ C, with C = σ(q) σ(K)ᵀ of the visible tokens of the same block;
-
-    g_n = g / (m + ε),  g_m += −g_n · A,  g_σ(q) = g_n Mᵀ + g_m zᵀ,  g_M = σ(q)ᵀ g_n,  g_z = σ(q)ᵀ g_m,
-    g_C = g_n Vᵀ + g_m where visible,  g_σ(q) += g_C σ(K),  g_σ(K) = g_Cᵀ σ(q),  g_V = Cᵀ g_n.
-
-    Returns A, m and C (`None` without `visible`), which is an output for the second derivative only.
-    """
-
-    @staticmethod
-    def forward(ctx, features, memory, normaliser, eps, key_features, value, visible):
-        read = features @ memory
-        mass = features @ normaliser.unsqueeze(-1)
-        products = None
-        if visible is not None:
-            products = (features @ key_features.transpose(-1, -2)).mul_(visible)
-            read += products @ value
-            mass += products.sum(-1, keepdim=True)
-        inverse = (mass + eps).reciprocal_()
-        read *= inverse
-        ctx.save_for_backward(features, memory, normaliser, read, mass, key_features, value, visible, products)
-        ctx.eps = eps
-        ctx.set_materialize_grads(False)
-        return read, mass, products
-
-    @staticmethod
-    def backward(ctx, read_gradient, mass_gradient, products_gradient):
-        features, memory, normaliser, read, mass, key_features, value, visible, products = ctx.saved_tensors
-        read_gradient = torch.zeros_like(read) if read_gradient is None else read_gradient
-        to_numerator = read_gradient * (mass + ctx.eps).reciprocal()
-        to_mass = (to_numerator * read).sum(-1, keepdim=True).neg()
-        if mass_gradient is not None:
-            to_mass = to_mass + mass_gradient
-        to_features = (to_numerator @ memory.transpose(-1, -2)).addcmul_(to_mass, normaliser.unsqueeze(-2))
-        to_memory = features.transpose(-1, -2) @ to_numerator
-        to_normaliser = (to_mass.transpose(-1, -2) @ features).squeeze(-2)
-        to_keys = to_value = None
-        if visible is not None:
-            to_products = to_numerator @ value.transpose(-1, -2) + to_mass
-            if products_gradient is not None:  # of a second derivative
-                to_products = to_products + products_gradient
-            to_products = to_products * visible
-            to_features = to_features + to_products @ key_features
-            to_keys = to_products.transpose(-1, -2) @ features
-            to_value = products.transpose(-1, -2) @ to_numerator
-        return to_features, to_memory, to_normaliser, None, to_keys, to_value, None
 
 
 class Mix(Function):
@@ -231,54 +95,11 @@ class Mix(Function):
     @staticmethod
     def backward(ctx, gradient):
         local, read, share = ctx.saved_tensors
-        # It comes from the grid, with the tokens before the heads, and every product of blocks would copy it again
+        # It comes from the grid, with the tokens before the heads, and every product of segments would copy it again
         gradient = gradient.to(read.dtype, memory_format=torch.contiguous_format)
         to_read = gradient * share
         to_share = (read - local).mul_(gradient).sum_to_size(share.shape)
         return (gradient - to_read).to(local.dtype), to_read, to_share
-
-
-class RunningSum(Function):
-    """S_n = S_0 + Σ_{j<n} W_j for every block and after the last;  g_W_j = Σ_{n>j} g_n, the same sum from the other end.
-
-    A CPU adds whole states many times faster than it sums along a dimension that is not the last.
-
-    Args:
-        written: W, `[B, N, …]`; incoming: S_0, `[B, …]`.
-        backwards: begin with the last block.
-    """
-
-    @staticmethod
-    def forward(ctx, written, incoming, backwards):
-        ctx.backwards = backwards
-        first, *others = range(written.shape[1])[:: -1 if backwards else 1]
-        sums = torch.empty_like(written)
-        sums[:, first] = incoming
-        last = first
-        for block in others:
-            torch.add(sums[:, last], written[:, last], out=sums[:, block])
-            last = block
-        return sums, sums[:, last] + written[:, last]
-
-    @staticmethod
-    def backward(ctx, gradient, last_gradient):
-        return *RunningSum.apply(gradient, last_gradient, not ctx.backwards), None
-
-
-def read_memory(
-    features: Tensor, memory: Tensor, normaliser: Tensor, eps: float, within: Within | None = None
-) -> tuple[Tensor, Tensor]:
-    """σ(q) M / (σ(q) z + ε), equation 3, for every block at once.
-
-    Args:
-        features: σ(q), `[B, N, K, R, D]`; memory: `[B, N, K, D, E]`; normaliser: `[B, N, K, D]`.
-        eps: ε.
-        within: what is read beside the memory, or `None`.
-
-    Returns:
-        What was read, `[B, N, K, R, E]`, and σ(q) z, the sum of σ(q)·σ(k) over the memory's tokens, `[B, N, K, R, 1]`.
-    """
-    return Read.apply(features, memory, normaliser, eps, *(within or (None, None, None)))[:2]
 
 
 def memory_weight(gate: Tensor, mass: Tensor, log_sum: Tensor | None, width: int, eps: float) -> Tensor:
@@ -301,29 +122,165 @@ def memory_weight(gate: Tensor, mass: Tensor, log_sum: Tensor | None, width: int
 
 
 def mix(local: Tensor, read: Tensor, share: Tensor) -> Tensor:
-    """(1 − share) · local + share · read, equation 5, computed in the dtype of `read`.
-
-    Args:
-        local: what local attention found, and read: what the memory did, both `[B, N, H, P, E]`.
-        share: [`memory_weight`], of a shape that broadcasts to theirs.
-
-    Returns:
-        `[B, N, H, P, E]` in the dtype of `local`.
-    """
+    """(1 − share) · local + share · read, equation 5, computed in the dtype of `read` and returned in that of `local`."""
     return Mix.apply(local, read, share)
 
 
 def running_sum(
-    written: Tensor, incoming: Tensor, start: Tensor | None, borders: Borders | None
+    written: Tensor, incoming: Tensor, start: Tensor | None = None, borders: Borders | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Running sums of what the blocks wrote, `[B, N, …]`: before each block, `[B, N, …]`, and after the last, `[B, …]`."""
-    if borders is None:
-        if written.device.type == "cpu" and not torch.compiler.is_compiling():
-            return RunningSum.apply(written, incoming, False)
-        sums = torch.cat([incoming.unsqueeze(1), written], 1).cumsum(1)
-    elif start is None:
-        raise ValueError("borders need the start of the documents that begin there.")
-    else:
+    """Running sums of what the segments wrote, `[B, N, …]`: before each, `[B, N, …]`, and after the last, `[B, …]`; `start`,
+    of a new document, is needed with borders."""
+    if borders is not None and start is not None:
         sources = torch.cat([incoming.unsqueeze(1), start.expand_as(incoming).unsqueeze(1), written], 1)
         sums = (borders.reach.to(written.dtype) @ sources.flatten(2)).unflatten(2, written.shape[2:])
+    elif written.device.type == "cpu" and not torch.compiler.is_compiling():
+        # It adds whole states many times faster than it sums along a dimension that is not the last
+        *before, last = itertools.accumulate(written.unbind(1), initial=incoming)
+        return torch.stack(before, 1), last
+    else:
+        sums = torch.cat([incoming.unsqueeze(1), written], 1).cumsum(1)
     return sums[:, :-1], sums[:, -1]
+
+
+@dataclass(frozen=True, eq=False)
+class MemoryRule:
+    """How a memory is written, read and mixed in: the options of [`infini_attention`] with these names.
+
+    Here a memory has a normaliser z, the sum of the features that were written, by which reads are divided; and a token may
+    have one rate, the logarithm of its weight, which is added to its key before the feature map.
+
+    Attributes:
+        query_map, key_map: `[heads, D, D]` and `[kv_heads, D, D]`, [`infini_attention`]'s `feature_maps`, or `None`.
+        keep_score: which tokens are kept out of it, where some are.
+
+    What a rule says of itself:
+        update_rule: its name, that of its file.
+        normalised: whether its memory has a normaliser; otherwise the width of z is 0.
+        rates: numbers in a token's log weight.
+        additive: whether what is written does not depend on the memory: M ← M + B, z ← z + b. Otherwise M ← A M + B.
+        not_with: values of other options that mean nothing with it: by name, the value and the reason.
+
+    Raises:
+        ValueError: an option has another value than those allowed, or one that does not go with the update rule.
+    """
+
+    feature_map: str = "elu"
+    denominator: str = "separate"
+    eps: float = EPS
+    query_map: Tensor | None = None
+    key_map: Tensor | None = None
+    keep_score: str = "attention"
+
+    update_rule: ClassVar[str]
+    normalised: ClassVar[bool] = True
+    rates: ClassVar[int] = 1
+    additive: ClassVar[bool] = False
+    not_with: ClassVar[Mapping[str, tuple[str, str]]] = {}
+
+    def __post_init__(self):
+        choices = {"feature_map": FEATURE_MAPS, "denominator": DENOMINATORS, "keep_score": KEEP_SCORES}
+        for name, allowed in choices.items():
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}.")
+        self.check(vars(self))
+
+    @classmethod
+    def check(cls, options: Mapping[str, Any]) -> None:
+        """ValueError where these options, by name, have a value that means nothing with this rule."""
+        for name, (value, reason) in cls.not_with.items():
+            if options.get(name) == value:
+                raise ValueError(f"update_rule={cls.update_rule!r} does not go with {name}={value!r}: {reason}.")
+
+    @property
+    def shared(self) -> bool:
+        """Whether window and memory have one denominator."""
+        return self.denominator == "shared"
+
+    def features(self, x: Tensor) -> Tensor:
+        """σ(x), of any shape: positive, so that every denominator of equation 3 is."""
+        return FEATURE_MAPS[self.feature_map](x)
+
+    def query_features(self, query: Tensor) -> Tensor:
+        """σ(q W), `[…, heads, tokens, D]`."""
+        return self.features(mapped(query, self.query_map))
+
+    def written(self, key: Tensor, value: Tensor, log_weight: Tensor | None, mask: Tensor | None = None) -> Written:
+        """What these tokens write: their features σ(k W + log w), their values, and, `[B, N, K, C, rates]` or `None`, the
+        log rates that the rule does not write as part of the features. Zero, but for the values, for tokens that are not to
+        be written.
+
+        Args:
+            key: `[B, N, K, C, D]`; value: `[B, N, K, C, E]`; log_weight: `[B, N, K, C, rates]`; `None`: zeros.
+            mask: which tokens are written, of a shape that broadcasts to `[B, N, K, C, 1]`; `None`: all.
+        """
+        key = mapped(key, self.key_map)
+        features = self.features(key if log_weight is None else key + log_weight.to(key.dtype))
+        return features if mask is None else features * mask, value, None  # σ(0) is not zero
+
+    def states(
+        self,
+        written: Written,
+        memory: Tensor,
+        normaliser: Tensor,
+        start: State | None = None,
+        borders: Borders | None = None,
+    ) -> tuple[State, State]:
+        """Memory and normaliser before each segment, `[B, N, K, D, E]` and `[B, N, K, D]`, and after the last.
+
+        Args:
+            written: by the segments; nothing by a segment whose document has ended when it is written.
+            memory, normaliser: before the first segment, `[B, K, D, E]` and `[B, K, D]`.
+            start: M_0 `[K, D, E]` and z_0 `[K, D]` of a new document; needed with borders.
+            borders: [`Borders`] of packed documents, or `None`.
+        """
+        raise NotImplementedError
+
+    def read(self, features: Tensor, memory: Tensor, normaliser: Tensor) -> tuple[Tensor, Tensor]:
+        """σ(q) M / (σ(q) z + ε), equation 3, for every segment at once.
+
+        Args:
+            features: σ(q), `[B, N, K, R, D]`; memory: `[B, N, K, D, E]`; normaliser: `[B, N, K, D]`.
+
+        Returns:
+            What was read, `[B, N, K, R, E]`, and σ(q) z, the sum of σ(q)·σ(k) over the memory's tokens, `[B, N, K, R, 1]`.
+        """
+        read, mass = features @ memory, features @ normaliser.unsqueeze(-1)
+        inverse = (mass + self.eps).reciprocal()
+        return read * inverse if read.requires_grad else read.mul_(inverse), mass
+
+    @classmethod
+    def parameters(cls, heads: int, width: int) -> dict[str, Tensor]:
+        """The first values of what a layer of so many key/value heads, with an input of so many numbers, learns for this
+        rule, by the names of its parameters; the same for all numbers of the input."""
+        return {}
+
+    @staticmethod
+    def log_rates(inputs: Tensor, **parameters: Tensor) -> Tensor:
+        """The logarithms of a token's rates, `[B, K, tokens, rates]`, from the layer's input `[B, tokens, width]`; only for
+        a rule with parameters."""
+        raise NotImplementedError
+
+    # The reference, for one row: heads of `[heads, tokens, D]`; it uses nothing of the above
+
+    @staticmethod
+    def naive_features(x: Tensor, log_weight, feature_map: Callable[[Tensor], Tensor], eps: float) -> Tensor:
+        """Features of queries or keys; `log_weight`: of keys, `[heads, tokens, rates]`, or 0."""
+        return feature_map(x + log_weight)
+
+    @staticmethod
+    def naive_read(features: Tensor, memory: Tensor, normaliser: Tensor, eps: float) -> tuple[Tensor, Any]:
+        """Numerator `[heads, tokens, E]` and denominator `[heads, tokens, 1]` of equation 3."""
+        return features @ memory, features @ normaliser.unsqueeze(-1) + eps
+
+    @staticmethod
+    def naive_write(
+        memory: Tensor, normaliser: Tensor, features: Tensor, values: Tensor, log_weight: Tensor | None, eps: float
+    ) -> State:
+        """M and z after a segment with these features, values and log weights."""
+        raise NotImplementedError
+
+
+def mapped(x: Tensor, weight: Tensor | None) -> Tensor:
+    """x W, or x."""
+    return x if weight is None else x @ weight.to(x.dtype)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .checks import check_arguments, check_kinds, check_learned_score, check_shapes, check_window
+from .checks import check_arguments, check_kinds, check_shapes
 from .rules import RULES, memory_rule
 from .state import InfiniState
 from .window import Rotary
@@ -71,25 +71,23 @@ def naive_infini_attention(
     eps: float = EPS,
 ) -> Tensor | tuple[Tensor, InfiniState]:
     """[`infini_attention`] with the same arguments and results, one token after the other, all in float32 or wider."""
-    window, keep = (segment_length, local_segments, sink_tokens, kept_tokens), keep_score
-    rates = memory_rule(update_rule, feature_map=feature_map, denominator=denominator, eps=eps, keep_score=keep).rates
+    window = (segment_length, local_segments, sink_tokens, kept_tokens)
+    options = {"feature_map": feature_map, "denominator": denominator, "keep_score": keep_score, "eps": eps}
+    rule = memory_rule(update_rule, **options)
     numbers = {"scaling": scaling, "softcap": softcap, "dropout": dropout, "eps": eps}
-    check_arguments(query, key, value, gate, log_weight, query_weight, feature_maps, rates, **numbers)
-    check_window(*window, rotary)
-    check_learned_score(learned_score, keep_score, kept_tokens, key)
+    given = (log_weight, learned_score, query_weight, feature_maps, rule, window, rotary)
+    check_arguments(query, key, value, gate, *given, **numbers)
     check_shapes(query.shape[0], query.shape[2], attention_mask, memory_mask, position_ids)
     if state is None:
-        weights = 0 if log_weight is None else log_weight.shape[-1]
-        options = {"log_weights": weights, "normalised": RULES[update_rule].normalised}
-        state = InfiniState.initial(key, value, *window, scores=2 if keep_score == "half" else 1, **options)
-    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+        counts = {"log_weights": 0 if log_weight is None else log_weight.shape[-1], "scores": 1 + (keep_score == "half")}
+        state = InfiniState.initial(key, value, *window, normalised=rule.normalised, **counts)
     real = torch.ones(query.shape[0], query.shape[2]) if attention_mask is None else attention_mask
+    of_memory = (RULES[update_rule], FEATURE_MAPS[feature_map], feature_maps or (None, None), denominator)
+    of_window = (query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, rotary, query_weight)
     rows = []
     states: list[dict[str, Any]] = []
     for row in range(query.shape[0]):
-        rule = (RULES[update_rule], FEATURE_MAPS[feature_map], feature_maps or (None, None), denominator)
-        score = (scaling, softcap, rotary, query_weight)
-        reader = _Row(state, row, query.shape[1], window, keep_score, rule, score, dropout, eps)
+        reader = _Row(state, row, query.shape[1], window, keep_score, of_memory, of_window, dropout, eps)
         outputs = []
         for token in range(query.shape[2]):
             if not real[row, token]:
@@ -135,11 +133,11 @@ class _Row:
     """One row of the batch: its memory, the document's first tokens, for each key/value head the kept ones, and the segments
     (lists of tokens) that are still in the local window."""
 
-    def __init__(self, state, row, heads, window, keep_score, rule, score, dropout, eps):
+    def __init__(self, state, row, heads, window, keep_score, of_memory, of_window, dropout, eps):
         self.length, self.local_segments, self.sink_tokens, self.kept_tokens = window
         self.keep_score = keep_score
-        self.rule, self.feature_map, (self.query_map, self.key_map), self.denominator = rule
-        self.scaling, self.softcap, self.rotary, self.query_weight = score
+        self.rule, self.feature_map, (self.query_map, self.key_map), self.denominator = of_memory
+        self.scaling, self.softcap, self.rotary, self.query_weight = of_window
         self.dropout, self.eps = dropout, eps
         self.memory, self.normaliser = state.memory[row], state.normaliser[row]
         self.start, self.heads, self.initial = (state.start_memory, state.start_normaliser), heads, state

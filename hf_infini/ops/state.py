@@ -3,11 +3,12 @@ size."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..options import places_of
 from .checks import check_kinds, check_window
 
 # The fields of a state that hold a window, in the order of those of [`Projections`] after the query
@@ -114,7 +115,7 @@ class InfiniState:
         batch, heads, _, head_dim = key.shape
         value_dim = value.shape[-1]
         dtype = torch.promote_types(key.dtype, torch.float32)
-        places = sink_tokens + kept_tokens + (local_segments + 1) * segment_length
+        places = places_of(segment_length, local_segments, sink_tokens, kept_tokens)
         if start_memory is None and start_normaliser is None:
             memory = key.new_zeros(batch, heads, head_dim, value_dim, dtype=dtype)
             normaliser = key.new_zeros(batch, heads, head_dim if normalised else 0, dtype=dtype)
@@ -139,12 +140,6 @@ class InfiniState:
             local_score=zero.to(dtype).expand(batch, heads, places, scores) if kept_tokens else None,
             kept_position=torch.full((batch, heads, kept_tokens), -1, device=key.device) if kept_tokens else None,
         )
-
-    @classmethod
-    def from_tensors(cls, tensors: dict[str, Tensor]) -> "InfiniState":
-        """The state whose fields [`InfiniState.tensors`] gave."""
-        optional: dict[str, Any] = {field.name: tensors.get(field.name) for field in fields(cls)}
-        return cls(**optional)
 
     def tensors(self) -> dict[str, Tensor]:
         """The fields by name, without those that are `None`."""

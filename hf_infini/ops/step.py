@@ -11,25 +11,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .backends import Attended, AttentionCall
 from .kept import Kept, keep_best
 from .layout.step import StepLayout
-from .memory import memory_weight
-from .rules import MemoryRule
-from .rules.base import KEEP_SCORES
-from .state import WINDOWS, InfiniState, Projections
+from .memory import KEEP_SCORES, MemoryRule, memory_weight, mix
+from .state import WINDOWS, InfiniState
 from .window import ScoreOptions, masked_scores, softmax_weights
 
 
-def attend_step(
-    tokens: Projections,
-    gate: Tensor,
-    layout: StepLayout,
-    rule: MemoryRule,
-    softmax: ScoreOptions,
-    state: InfiniState,
-    in_place: bool,
-) -> tuple[Tensor, InfiniState, Tensor | None]:
+def attend_step(call: AttentionCall) -> Attended:
     """[`attend`] for one token per row, which returns the weights wherever they are written out."""
+    tokens, gate, layout, rule, softmax, state, *_, in_place, _ = call
     kv_heads, width = tokens.key.shape[1], tokens.key.shape[3]
     state = _reset_new_documents(state, layout.restart)
     state = state.map_windows(lambda window, new: layout.put(window, new, in_place), tokens)
@@ -68,7 +60,7 @@ def attend_step(
         share = memory_weight(gate.to(dtype)[None, :, None, None], mass, log_sum, width, rule.eps)
         if state.start_memory is None:
             share = share * layout.filled.unsqueeze(-1)
-        output = torch.lerp(output.to(dtype), read, share.expand_as(read)).to(output.dtype)
+        output = mix(output, read, share)
         state = _with_segments_complete(rule, state, layout)
     if layout.real is not None:
         output = output.masked_fill(~layout.real[:, :, None, None], 0)
@@ -117,11 +109,10 @@ def _with_segments_complete(rule: MemoryRule, state: InfiniState, layout: StepLa
             leaving = Kept(keys, values, log_weights, scores, number).map(lambda part: part.transpose(2, 3))
             before = Kept.of_state(rows, layout.kept_places)
             choice = keep_best(before, leaving, taken_in.unsqueeze(1), rule.keep_score, layout)
-            kept, evicted = choice.kept, choice.evicted(1)
-            keys, values, log_weights, mask = (None if part is None else part.flatten(3, 4) for part in evicted)
+            kept, (keys, values, log_weights, mask) = choice.kept, choice.evicted()
         written = rule.written(keys.to(dtype), values.to(dtype), log_weights, mask.unsqueeze(-1))
-        states = rule.states(written, rows.memory, rows.normaliser)
-        rows = replace(rows.map_windows(layout.shift), memory=states.last_memory, normaliser=states.last_normaliser)
+        _, (memory, normaliser) = rule.states(written, rows.memory, rows.normaliser)
+        rows = replace(rows.map_windows(layout.shift), memory=memory, normaliser=normaliser)
         rows = rows if kept is None else kept.into(rows, layout.kept_places)
         return tuple(getattr(rows, name) for name in old)
 

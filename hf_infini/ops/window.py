@@ -3,8 +3,8 @@ first `S` tokens of its document (attention sinks), wherever it is.
 
     A_dot = softmax(scaling · Q Kᵀ) V                                  equation 2
 
-Shapes: `B` batch, `N` blocks of `T` segments, `C` slots in a segment, `W = S + (w + 1) · C` slots in its window, `H`
-query heads, `K` key/value heads, `D` head dimension. The segment of a query is the last of its window.
+Shapes: `B` batch, `N` segments, `C` slots in one, `W = S + (w + 1) · C` slots in its window, `H` query heads, `K` key/value
+heads, `D` head dimension. The segment of a query is the last of its window.
 """
 
 from collections.abc import Callable
@@ -42,10 +42,8 @@ class Rotary:
         return self.turn(states, *rows)
 
     def at_each(self, states: Tensor, places: Tensor) -> Tensor:
-        """Turns states `[B, N, K, T, tokens, head_dim]` whose places `[B, N, T, tokens]` differ from segment to segment."""
-        flat = states.transpose(2, 3)
-        turned = self(flat.flatten(0, 2), places.flatten(0, 2))
-        return turned.unflatten(0, flat.shape[:3]).transpose(2, 3)
+        """Turns states `[B, N, K, tokens, head_dim]` whose places `[B, N, tokens]` differ from segment to segment."""
+        return self(states.flatten(0, 1), places.flatten(0, 1)).unflatten(0, states.shape[:2])
 
 
 @dataclass(frozen=True)
@@ -71,12 +69,9 @@ class ScoreOptions:
     query_weight: Tensor | None = None
 
     def compared_queries(self, query: Tensor, places: slice | Tensor) -> Tensor:
-        """Queries `[…, heads, …, tokens, head_dim]` of these places of the window, as they are compared with keys."""
+        """Queries `[…, heads, tokens, head_dim]` of these places of the window, as they are compared with keys."""
         query = query if self.rotary is None else self.rotary(query, places)
-        if self.query_weight is None:
-            return query
-        blocks = (1,) * (query.dim() - 5) if query.dim() > 4 else ()  # the grid's segments, between heads and tokens
-        return query @ self.query_weight.view(-1, *blocks, *self.query_weight.shape[1:]).to(query.dtype)
+        return query if self.query_weight is None else query @ self.query_weight.to(query.dtype)
 
     def compared_keys(self, key: Tensor, places: slice | Tensor) -> Tensor:
         """Keys likewise."""
@@ -89,15 +84,15 @@ class ScoreOptions:
 def window_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, softmax: ScoreOptions, with_log_sum: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """ScoreOptions attention inside the window, for many segments in one call.
+    """Softmax attention inside the window, for many segments in one call.
 
     Args:
-        query: `[B, N, H, T, C, D]`; key and value: `[B, N, K, T, W, D]`; where a slot is empty the result means nothing.
-        mask: bool, True = visible, `[B or 1, N, 1, T, C, W]`; `None`: every slot of a full window up to the query's own.
+        query: `[B, N, H, C, D]`; key and value: `[B, N, K, W, D]`; where a slot is empty the result means nothing.
+        mask: bool, True = visible, `[B or 1, N, 1, C, W]`; `None`: every slot of a full window up to the query's own.
         with_log_sum: also return the logarithm of the softmax's denominator, which is then written out.
 
     Returns:
-        The output `[B, N, H, T, C, D]`; log Σ e^s `[B, N, H, T, C]` or `None`.
+        The output `[B, N, H, C, D]`; log Σ e^s `[B, N, H, C]` or `None`.
     """
     key, value = (for_every_head(tensor, query) for tensor in (key, value))
     plain = not (softmax.written_out or softmax.dropout or softmax.softcap)
@@ -111,8 +106,8 @@ def window_attention(
 def window_weights(
     query: Tensor, key: Tensor, mask: Tensor | None, softmax: ScoreOptions, dtype: torch.dtype, with_log_sum: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """The weights `[B, N, H, T, C, W]` of [`window_attention`], and its log Σ e^s; `dtype` is the weights'."""
-    mask = causal(query, key) if mask is None else mask
+    """The weights `[B, N, H, C, W]` of [`window_attention`], and its log Σ e^s; `dtype` is the weights'."""
+    mask = causal(query.shape[-2], key) if mask is None else mask
     return softmax_weights(query, for_every_head(key, query), mask, softmax, dtype, with_log_sum)
 
 
@@ -164,21 +159,20 @@ def _fused(query, key, value, mask, softmax: ScoreOptions) -> Tensor:
     """[`window_attention`] by torch's own kernel."""
     slots, width = query.shape[-2], key.shape[-2]
     if mask is None and width != slots:
-        mask = causal(query, key)
+        mask = causal(slots, key)
     elif mask is not None:
-        mask = mask.expand(query.shape[0], -1, 1 if query.shape[3] == 1 else query.shape[2], -1, -1, -1)
-        mask = mask.flatten(0, 1).flatten(1, 2)
-    flat = (tensor.flatten(0, 1).flatten(1, 2) for tensor in (query, key, value))
+        mask = mask.expand(query.shape[0], -1, -1, -1, -1).flatten(0, 1)
+    flat = (tensor.flatten(0, 1) for tensor in (query, key, value))
     output = F.scaled_dot_product_attention(
         *flat, attn_mask=mask, dropout_p=softmax.dropout, is_causal=mask is None, scale=softmax.scaling
     )
     return output.view(*query.shape[:-1], value.shape[-1])
 
 
-def causal(query: Tensor, key: Tensor) -> Tensor:
+def causal(slots: int, key: Tensor) -> Tensor:
     """`[C, W]` bool: a full window up to each query's own slot."""
-    slots, width = query.shape[-2], key.shape[-2]
-    return torch.ones(slots, width, dtype=torch.bool, device=query.device).tril(width - slots)
+    width = key.shape[-2]
+    return torch.ones(slots, width, dtype=torch.bool, device=key.device).tril(width - slots)
 
 
 def _tiles_are_faster(query: Tensor, key: Tensor, value: Tensor, with_log_sum: bool) -> bool:
@@ -228,7 +222,7 @@ class _Tiled(Function):
             lowest = torch.finfo(scores.dtype).min
             if mask is None:  # all but the last of the slots that the tile sees lie before it
                 diagonal = slice(seen - scores.shape[-2], None)
-                scores[..., diagonal].masked_fill_(~causal(queries, queries), lowest)
+                scores[..., diagonal].masked_fill_(~causal(queries.shape[-2], queries), lowest)
             else:
                 scores.view(*shapes[0][:-2], *scores.shape[1:]).masked_fill_(~mask[..., tile, :seen], lowest)
             weights = scores.softmax(-1)

@@ -13,7 +13,7 @@ from hf_infini import InfiniState, naive_infini_attention
 from hf_infini.ops.positions import rotation
 from hf_infini.ops.rules import RULES
 from hf_infini.ops.window import Rotary
-from hf_infini.options import UPDATE_RULES
+from hf_infini.options import UPDATE_RULES, places_of
 
 TENSORS = ("query", "key", "value", "log_weight", "learned_score")
 
@@ -161,8 +161,8 @@ def examples(count: int) -> settings:
 
 def rotary_of(segment_length: int, options: dict, width: int, dtype) -> Rotary:
     """Rotary positions for the windows of a case, with wavelengths that small windows tell apart."""
-    places = options.get("sink_tokens", 0) + options.get("kept_tokens", 0) + (options["local_segments"] + 1) * segment_length
-    return Rotary(rotation(torch.arange(places), width, dtype, theta=20.0))
+    window = (segment_length, *(options.get(name, 0) for name in ("local_segments", "sink_tokens", "kept_tokens")))
+    return Rotary(rotation(torch.arange(places_of(*window)), width, dtype, theta=20.0))
 
 
 def random_cuts(seed: int | random.Random, tokens: int) -> list[int]:

@@ -99,7 +99,7 @@ def test_packed_rows_without_a_bound_leave_the_graph_for_the_layout_alone():
     counters.clear()
     compiled = torch.compile(model, backend="eager")
     torch.testing.assert_close(compiled(**inputs, use_cache=False).loss, model(**inputs, use_cache=False).loss)
-    assert counters["graph_break"] and all("_smallest_layout" in reason for reason in counters["graph_break"])
+    assert counters["graph_break"] and all("segment_layout" in reason for reason in counters["graph_break"])
 
 
 @pytest.mark.slow

@@ -46,7 +46,7 @@ def test_padded_masks_compile_for_avx2():
     attention_mask[0, :7] = attention_mask[1, 20:] = 0
 
     def written(attention_mask, memory_mask):
-        return segment_layout(3, 30, 8, 1, attention_mask=attention_mask, memory_mask=memory_mask).written()
+        return segment_layout(3, 30, 8, 1, attention_mask=attention_mask, memory_mask=memory_mask).written
 
     torch._dynamo.reset()
     with torch._inductor.config.patch({"cpp.simdlen": 256}):

@@ -24,15 +24,15 @@ def test_equals_transformers_function(tokens, width, decay):
     memory = torch.randn(2, 2, width, width + 1)
     rule = memory_rule("gated_delta")
     written = rule.written(key, value, weights)
-    found = rule.states(written, memory, memory.new_zeros(2, 2, 0))
+    (memories, _), (last_memory, _) = rule.states(written, memory, memory.new_zeros(2, 2, 0))
     wanted = memory
     for block in range(3):
-        torch.testing.assert_close(found.memory[:, block], wanted, rtol=FLOAT32, atol=FLOAT32)
+        torch.testing.assert_close(memories[:, block], wanted, rtol=FLOAT32, atol=FLOAT32)
         keys, values = elu_features(key[:, block]).sub(1).transpose(1, 2), value[:, block].transpose(1, 2)
         log_beta, log_alpha = weights[:, block].transpose(1, 2).unbind(-1)
         options = {"initial_state": wanted, "output_final_state": True, "use_qk_l2norm_in_kernel": True}
         wanted = torch_chunk_gated_delta_rule(keys, keys, values, log_alpha, log_beta.exp(), **options)[1]
-    torch.testing.assert_close(found.last_memory, wanted, rtol=FLOAT32, atol=FLOAT32)
+    torch.testing.assert_close(last_memory, wanted, rtol=FLOAT32, atol=FLOAT32)
 
 
 def test_decay_too_strong_for_a_number_and_keys_that_are_all_the_same():

@@ -10,7 +10,7 @@ from corpora.tokenization import build_character_tokenizer, train_bpe
 from decoders import TYPES, decoder
 from hf_infini import InfiniCache, InfiniState, load_adapter, naive_infini_attention, patch_model, save_adapter
 from hf_infini.models.structure import attention_layers, decoder_of
-from hf_infini.ops.backends import Attended, Backend, forced_backend
+from hf_infini.ops.backends import Backend, forced_backend
 from hf_infini.ops.kept import FADE
 from hf_infini.tools.inspection import inspect_attention
 from hf_infini.tools.inspection.heads import DIMENSIONS
@@ -196,7 +196,7 @@ def test_weights_and_heads_are_the_naive_function_s(make, options):
 
     def run(call):
         calls.append(call)
-        return Attended(torch.zeros_like(call.tokens.query), None, None)
+        return torch.zeros_like(call.tokens.query), None, None
 
     watched = next(number for number in (1, 0) if layers[number].kind == "infini")
     layer, module = layers[watched], attentions(model)[watched]

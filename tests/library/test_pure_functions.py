@@ -8,15 +8,11 @@ from hypothesis import given
 
 from cases import assert_same_state, cut_cases, examples
 from hf_infini import InfiniState, naive_infini_attention
-from hf_infini.ops.layout.base import PlainLayout
 from hf_infini.ops.layout.build import restarts, segment_layout
-from hf_infini.ops.memory import Borders, Written, exp_features
-from hf_infini.ops.rules import memory_rule
+from hf_infini.ops.memory import exp_features
 from hf_infini.ops.scores import as_dot_product, scaled_dot_scores
 
 ONE = torch.ones(1, 1, 1, 1)
-WRITTEN = Written(ONE[None], ONE[None], None)
-PACKED = Borders(torch.ones(1, 2, 3, dtype=torch.bool), torch.ones(1, 1, dtype=torch.bool))
 
 
 @pytest.mark.parametrize(
@@ -25,8 +21,6 @@ PACKED = Borders(torch.ones(1, 2, 3, dtype=torch.bool), torch.ones(1, 1, dtype=t
         (lambda: as_dot_product("general", ONE, None), "score='general' needs its weight"),
         (lambda: InfiniState.initial(ONE, ONE, 2, start_memory=ONE[0]), "give both or neither"),
         (lambda: InfiniState.initial(ONE, ONE, 2, start_normaliser=ONE[0, 0]), "give both or neither"),
-        (lambda: memory_rule("linear").states(WRITTEN, ONE, ONE[0], None, PACKED), "borders need the start"),
-        (lambda: segment_layout(1, 2, 2).order, "where no token is padding"),
     ],
 )
 def test_arguments_that_do_not_go_together(call, message):
@@ -54,7 +48,7 @@ def test_a_layout_moves_to_another_device_once():
 
 
 def test_a_mask_of_ones_gives_the_plain_layout():
-    assert isinstance(segment_layout(2, 7, 3, attention_mask=torch.ones(2, 7)), PlainLayout)
+    assert segment_layout(2, 7, 3, attention_mask=torch.ones(2, 7)).source is None
 
 
 @pytest.mark.parametrize("position", [6, 7])
@@ -72,11 +66,6 @@ def test_two_documents_are_laid_out_in_no_more_segments_than_two_can_need():
         most = max(-(-first // 3) + -(-(tokens - first) // 3) for first in range(1, tokens))
         positions = torch.arange(tokens).unsqueeze(0)
         assert segment_layout(1, tokens, 3, position_ids=positions, max_documents=2).segments == most
-
-
-@pytest.mark.parametrize(("size", "wanted"), [(0, [(0, 3)]), (1, [(0, 1), (1, 2), (2, 3)]), (2, [(0, 2), (2, 3)])])
-def test_groups_of_a_size_and_one_of_all(size, wanted):
-    assert [(group.begin, group.end) for group in segment_layout(1, 7, 3).groups(size)] == wanted
 
 
 def test_exp_features_and_their_gradient_up_to_the_bound_and_beyond():

@@ -15,8 +15,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from ..backends import Attended, AttentionCall
-from ..layout.base import GridLayout, IndexedLayout, PlainLayout
-from ..rules.base import mapped
+from ..layout.base import GridLayout
+from ..memory import mapped
 from ..window import Rotary
 from . import backward, forward
 from .parts import INTERPRETED
@@ -64,8 +64,8 @@ class Grid(NamedTuple):
         wrong."""
         layout, short = self.layout, {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}.get(self.dtype)
         (_, heads, tokens, width), kv_heads, value_width = query.shape, key.shape[1], value.shape[3]
-        document, indexed = layout.document, isinstance(layout, IndexedLayout)
-        source, held = _source(layout), layout.left
+        document, indexed = layout.document, layout.source is not None
+        source, held = None if layout.source is None else layout.source.contiguous(), layout.left
         cos, sin, signed = self.rotary or (None, None, False)
         sinks, exact = layout.sink_tokens, "ieee" if INTERPRETED else "tf32x3"
         return {
@@ -131,7 +131,7 @@ def run(call: AttentionCall) -> Attended:
     if softmax.query_weight is not None:
         memory_query = query if memory_query is None else memory_query
         query = query @ softmax.query_weight.to(dtype)
-    apart = bool(layout.carried or (isinstance(layout, PlainLayout) and layout.seen))
+    apart = bool(layout.carried or layout.seen)
     sinks = (None, None)
     if layout.sink_tokens and apart:
         sink_key = _sinks(layout, key, state.local_key)
@@ -150,9 +150,9 @@ def run(call: AttentionCall) -> Attended:
         output, *after = Linear.apply(*inputs, grid)
     output = output.to(call.tokens.value.dtype)
     if not call.return_state:
-        return Attended(output, None, None)
+        return output, None, None
     state = state.map_windows(lambda window, new: layout.next_window(new, window), call.tokens)
-    return Attended(output, state.after(layout, memory=after[0], normaliser=after[1]), None)
+    return output, state.after(layout, memory=after[0], normaliser=after[1]), None
 
 
 def _ceil(a: int, b: int) -> int:
@@ -174,11 +174,6 @@ def _tables(rotary: Rotary) -> tuple[Tensor, Tensor, bool]:
     return cos, sin, halves_of(rotary) == "signed"
 
 
-def _source(layout: GridLayout) -> Tensor | None:
-    """Of an indexed layout."""
-    return layout.source.contiguous() if isinstance(layout, IndexedLayout) else None
-
-
 def _last_segment(layout: GridLayout) -> Tensor:
     """`[batch]`: the segment of the grid that the next token falls into, whose state is that after the call."""
     return (layout.tokens_seen // layout.segment_length + layout.document[:, -1]).contiguous()
@@ -186,26 +181,25 @@ def _last_segment(layout: GridLayout) -> Tensor:
 
 def _with_window(layout: GridLayout, new: Tensor, window: Tensor) -> Tensor:
     """Rows of the grid: what it holds of the window, and the call's tokens, `[batch, heads, rows, dim]`."""
-    begin = layout.sink_tokens
-    if isinstance(layout, PlainLayout):
-        begin += (layout.local_segments - layout.seen // layout.segment_length + layout.first) * layout.segment_length
-    return torch.cat([window[:, :, begin : begin + layout.carried].to(new.dtype), new], 2)
+    begin = layout.carried_to - layout.carried
+    return torch.cat([window[:, :, begin : layout.carried_to].to(new.dtype), new], 2)
 
 
 def _sinks(layout: GridLayout, rows: Tensor, window: Tensor) -> Tensor:
     """The sinks of a call that continues a state, for every segment or for all, `[batch, heads, segments or 1, sinks, dim]`.
     rows: those of the grid."""
-    if isinstance(layout, IndexedLayout):
+    if layout.seen is None:
         return _sinks_of_segments(layout, rows, window)
     count = layout.sink_tokens
-    if isinstance(layout, PlainLayout) and (layout.first or layout.seen >= count):
+    if layout.seen >= count:
         return window[:, :, None, :count].to(rows.dtype)
     front = rows[:, :, :count]  # the grid begins with the document
     return F.pad(front, (0, 0, 0, count - front.shape[2])).unsqueeze(2)
 
 
-def _sinks_of_segments(layout: IndexedLayout, rows: Tensor, window: Tensor) -> Tensor:
+def _sinks_of_segments(layout: GridLayout, rows: Tensor, window: Tensor) -> Tensor:
     count, document, source = layout.sink_tokens, layout.document[:, :-1], layout.source
+    assert source is not None  # of rows that differ
     slots = torch.arange(count, device=rows.device)
     at = document.clamp(min=0).unsqueeze(-1) * layout.slots + slots
     row = source.gather(1, at.clamp(max=source.shape[1] - 1).flatten(1)).unflatten(1, at.shape[1:])
@@ -352,7 +346,7 @@ class Linear(Function):
 def _sums_by_document(to_sinks: Tensor, layout: GridLayout) -> Tensor:
     """What all segments owe to their document's sinks, `[batch, kv_heads, segments, …]`, at the document's first segment; of
     a plain layout at the only one."""
-    if isinstance(layout, PlainLayout):
+    if layout.seen is not None:
         return to_sinks.sum(2, keepdim=True)
     first = torch.arange(layout.segments, device=to_sinks.device)[:, None]
     member = (layout.document[:, None, :-1] == first).to(to_sinks.dtype)

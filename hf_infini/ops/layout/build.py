@@ -14,8 +14,7 @@ from torch.nn import functional as F
 
 from ..checks import bool_mask, check_kinds, check_shapes, check_window
 from ..state import InfiniState
-from ..tensors import pad
-from .base import GridLayout, IndexedLayout, LayoutInputs, PlainLayout
+from .base import GridLayout, pad
 from .step import StepLayout, step_layout
 
 SegmentLayout = StepLayout | GridLayout
@@ -64,55 +63,49 @@ def segment_layout(
         RuntimeError: a mask with other values than 0 and 1, where no values are read back from the device.
     """
     window = (segment_length, local_segments, sink_tokens, kept_tokens)
+    unbounded = position_ids is not None and max_documents is None and (tokens > 1 or state is None)
+    if unbounded and torch.compiler.is_compiling():
+        if torch.compiler.is_exporting():
+            raise ValueError(UNBOUNDED)
+        masks = {"attention_mask": attention_mask, "position_ids": position_ids, "memory_mask": memory_mask}
+        return _layout_outside_graph(batch, tokens, *window, **masks, state=state, device=device)
     check_window(*window)
-    compiling = torch.compiler.is_compiling()
     check_shapes(batch, tokens, attention_mask, memory_mask, position_ids)
-    read_back = not compiling and max_documents is None
-    real = bool_mask("attention_mask", attention_mask, read_back)
-    memory_mask = bool_mask("memory_mask", memory_mask, read_back)
-    restart = None
+    # Documents of a row; `None`: form and sizes follow from values that are read back from the device
+    most = max_documents or 1 if torch.compiler.is_compiling() else max_documents
+    real = bool_mask("attention_mask", attention_mask, most is None)
+    memory_mask, restart = bool_mask("memory_mask", memory_mask, most is None), None
     if position_ids is not None:
         position_ids = position_ids.expand(batch, tokens)
         restart = restarts(position_ids, real, state)
     if max_documents is not None:
         _check_documents(restart, max_documents)
-    call = LayoutInputs(batch, tokens, *window, real, position_ids, restart, memory_mask, state, device)
-    if read_back:
-        return _smallest_layout(call)
+    if most is None:  # masks that change nothing are left out
+        masks = (real, memory_mask, None if restart is None else ~restart)
+        given = [mask for mask in masks if mask is not None]
+        idle = iter(torch.stack([mask.all() for mask in given]).tolist() if given else ())
+        real, memory_mask, restart = (None if mask is None or next(idle) else mask for mask in masks)
+        restart = None if restart is None else ~restart
     if tokens == 1 and state is not None:
-        return step_layout(call, state)
-    if max_documents is not None or position_ids is None:
-        return _bounded_layout(call, max_documents or 1)
-    if torch.compiler.is_exporting():
-        raise ValueError(UNBOUNDED)
-    return _layout_outside_graph(call)
-
-
-def _smallest_layout(call: LayoutInputs) -> SegmentLayout:
-    """Whose form and sizes follow from values that are read back from the device."""
-    call, state = _without_idle_masks(call), call.state
-    if call.tokens == 1 and state is not None:
-        return step_layout(call, state, read_back=True)
-    call, seen, in_memory = call._replace(read_back=True), [0] * call.batch, [0] * call.batch
-    if state is not None:
+        return step_layout(batch, window, real, restart, position_ids, memory_mask, state, read_back=most is None)
+    seen, in_memory = [0], [0]
+    if most is None and state is not None:
         seen, in_memory = torch.stack([state.tokens_seen, state.memory_tokens]).tolist()
-    if call.real is None and call.restart is None and len(set(seen)) == 1:
-        return _with_memory(_plain_layout(call, seen[0], memory_in_use=all(in_memory)), call)
-    carried = (call.local_segments + 1) * call.segment_length if any(seen) else 0
-    return _with_memory(_indexed_layout(call, torch.tensor(seen, device=call.device), carried), call)
+    if real is None and (restart is None and len({*seen}) == 1 if most is None else state is None and most == 1):
+        form = _plain_form(batch, tokens, window, seen[0], device)
+    else:
+        begun = state is not None and (most is not None or any(seen))
+        known = torch.zeros(batch, dtype=torch.long, device=device) if state is None else state.tokens_seen
+        form = _indexed_form(batch, tokens, window, real, restart, known, begun, most, device)
+    names = ("segment_length", "local_segments", "sink_tokens", "kept_tokens")
+    form |= {"batch": batch, "tokens": tokens, **dict(zip(names, window, strict=True)), "memory_in_use": all(in_memory)}
+    form["window"] = _next_places(window, form)
+    last_position = _last_position(tokens, real, position_ids, state, form["tokens_seen"])
+    layout = GridLayout(**form, last_position=last_position)
+    return _with_memory(layout, memory_mask, state, read_back=most is None)
 
 
-def _without_idle_masks(call: LayoutInputs) -> LayoutInputs:
-    """The call without the masks that change nothing. The device is asked for all of them at once."""
-    idle = {name: mask.all() for name in ("real", "memory_mask") if (mask := getattr(call, name)) is not None}
-    if call.restart is not None:
-        idle["restart"] = ~call.restart.any()
-    answers = torch.stack(list(idle.values())).tolist() if idle else ()
-    changed: dict[str, Any] = {name: None for name, answer in zip(idle, answers, strict=True) if answer}
-    return call._replace(**changed)
-
-
-_layout_outside_graph = torch.compiler.disable(_smallest_layout, reason=UNBOUNDED)
+_layout_outside_graph = torch.compiler.disable(segment_layout, reason=UNBOUNDED)
 
 
 def _check_documents(restart: Tensor | None, most: int) -> None:
@@ -126,86 +119,181 @@ def _check_documents(restart: Tensor | None, most: int) -> None:
         )
 
 
-def _bounded_layout(call: LayoutInputs, max_documents: int) -> GridLayout:
-    """A layout that any arguments fit into which begin at most `max_documents` documents in a row."""
-    tokens, length, state = call.tokens, call.segment_length, call.state
-    if state is None and call.real is None and max_documents == 1:
-        return _with_memory(_plain_layout(call, 0, memory_in_use=False), call)
-    documents = 1 if max_documents == 1 else min(max_documents, tokens + 1)
-    if state is None:
-        carried, seen = 0, torch.zeros(call.batch, dtype=torch.long, device=call.device)
-        # A document of n tokens takes 1 + (n − 1) // L segments, of which one is there without any token
-        segments = documents + (tokens - documents) // length
-        slots = length if tokens >= length else tokens
+def _plain_form(
+    batch: int, tokens: int, window: tuple[int, int, int, int], seen: int, device: torch.device | None
+) -> dict[str, Any]:
+    """Fields of a [`GridLayout`] of one document in every row, without padding; `seen`: its tokens before this call."""
+    length, local, *ahead = window
+    base = min(local, seen // length)  # grid segment that the next token falls into
+    carried = base * length + seen % length
+    total = carried + tokens
+    segments = -(-total // length)
+    return {
+        "segments": segments,
+        "slots": length if total >= length else total,
+        "carried": carried,
+        "carried_to": sum(ahead) + (local - base) * length + carried if seen else 0,
+        "seen": seen,
+        "document": torch.full((1, segments + 1), base - seen // length, device=device),
+        "positions": torch.arange(seen, seen + tokens, device=device).unsqueeze(0),
+        "tokens_seen": torch.full((batch,), seen + tokens, device=device),
+    }
+
+
+def _indexed_form(
+    batch: int,
+    tokens: int,
+    window: tuple[int, int, int, int],
+    real: Tensor | None,
+    restart: Tensor | None,
+    seen: Tensor,
+    begun: bool,
+    most: int | None,
+    device: torch.device | None,
+) -> dict[str, Any]:
+    """Fields of a [`GridLayout`] of any rows.
+
+    Args:
+        seen: `[batch]`, tokens of each row's document before the call; begun: whether it may be any.
+        most: documents of a row; `None`: the sizes are as the arguments need, read back from the device.
+    """
+    length, local, *ahead = window
+    real = torch.ones(batch, tokens, dtype=torch.bool, device=device) if real is None else real
+    restart = torch.zeros(batch, tokens, dtype=torch.bool, device=device) if restart is None else restart
+    # Tokens of the window in the grid, and the grid segment that the next token of a continued document falls into
+    carried, base = ((local + 1) * length, local) if begun else (0, 0)
+    begin = seen.unsqueeze(1)
+
+    counted = real.cumsum(1)
+    counted_at_restart = torch.where(restart, counted, 0).cummax(1).values
+    number = torch.where(counted_at_restart > 0, counted - counted_at_restart, begin + counted - 1)  # in the document
+    slot = number % length
+    opens = real & (slot == 0) & ((number != begin) | (counted_at_restart > 0))
+    segment = base + opens.cumsum(1)
+    if most is None:
+        limits = torch.stack([segment.amax(), torch.where(real, slot, 0).amax(), restart.any().long()]).tolist()
+        segments, slots, packed = limits[0] + 1, length if begun else limits[1] + 1, bool(limits[2])
     else:
-        carried, seen = (call.local_segments + 1) * length, state.tokens_seen
-        # The continued one may fill its segment with its first new token
-        segments = call.local_segments + documents + (tokens + length - documents) // length
-        slots = length
-    return _with_memory(_indexed_layout(call, seen, carried, (segments, slots, documents > 1)), call)
+        # A document of n tokens takes 1 + (n − 1) // L segments, of which one is there without any token; the continued
+        # one may fill its segment with its first new token
+        documents = 1 if most == 1 else min(most, tokens + 1)
+        segments = base + documents + (tokens + (length if begun else 0) - documents) // length
+        slots, packed = length if begun or tokens >= length else tokens, documents > 1
+
+    target = torch.where(real, segment * slots + slot, -1)
+    rows = torch.arange(carried, carried + tokens, device=device).expand(batch, -1)
+    spare = segments * slots  # an extra slot that takes the padding, cut off again
+    source = torch.full((batch, spare + 1), -1, device=device)
+    source = source.scatter(1, torch.where(real, target, spare), rows)[:, :spare].contiguous()
+    if begun:
+        places = torch.arange(carried, device=device)
+        token = (begin // length - base) * length + places
+        filled = (token >= 0) & (token < begin)
+        source[:, :carried] = torch.where(filled, places, source[:, :carried])
+        target = torch.cat([torch.where(filled, places, -1), target], 1)
+
+    marks = torch.full((batch, segments + 2), torch.iinfo(torch.long).min, device=device)
+    marks[:, :1] = base - begin // length
+    marks = marks.scatter_reduce(1, torch.where(restart, segment, segments + 1), segment, "amax")
+    return {
+        "segments": segments,
+        "slots": slots,
+        "carried": carried,
+        "carried_to": sum(ahead) + carried if begun else 0,
+        "seen": None,
+        "document": marks[:, :-1].cummax(1).values,
+        "packed": packed,
+        "source": source,
+        "target": target,
+        "positions": torch.where(real, number, 0),
+        "tokens_seen": number[:, -1] + 1,
+        "real": real,
+        "restart": restart,
+    }
 
 
-def _with_memory(layout: GridLayout, call: LayoutInputs) -> GridLayout:
+def _next_places(window: tuple[int, int, int, int], form: dict[str, Any]) -> Tensor:
+    """[`GridLayout.window`], of the other fields."""
+    length, local, sinks, kept = window
+    ended, document = form["tokens_seen"].unsqueeze(1), form["document"][:, -1:]
+    slots, source = form["slots"], form.get("source")
+
+    def row_of(place: Tensor) -> Tensor:
+        return place if source is None else source.gather(1, place.clamp(0, source.shape[1] - 1))
+
+    before = form["carried_to"] - form["carried"]  # places of the window before what is in the grid
+    places = torch.arange((local + 1) * length, device=ended.device)
+    token = (ended // length - local) * length + places
+    row = row_of((token // length + document) * slots + token % length) + before
+    found = F.pad(torch.where((token >= 0) & (token < ended), row, -1), (kept, 0), value=-1)
+    if not sinks:
+        return found
+    token = torch.arange(sinks, device=ended.device).expand(ended.shape[0], sinks)
+    row = row_of(document * slots + token)
+    row = torch.where((document < 0) | (row < form["carried"]), token, row + before)
+    return torch.cat([torch.where(token < ended, row, -1), found], 1)
+
+
+def _last_position(
+    tokens: int, real: Tensor | None, position_ids: Tensor | None, state: InfiniState | None, like: Tensor
+) -> Tensor:
+    """[`Layout.last_position`], a tensor such as `like`."""
+    before = torch.full_like(like, -1) if state is None else state.last_position
+    if position_ids is None:
+        return before + (tokens if real is None else real.sum(1))
+    if real is None:
+        return position_ids[:, -1].long()
+    latest = torch.where(real, torch.arange(tokens, device=real.device), -1).amax(1)
+    return torch.where(latest >= 0, position_ids.gather(1, latest.clamp(min=0).unsqueeze(1)).squeeze(1), before)
+
+
+def _with_memory(layout: GridLayout, memory_mask: Tensor | None, state: InfiniState | None, read_back: bool) -> GridLayout:
     """The layout that knows which tokens of the call and of the state's window the memory skips, and how many it holds."""
-    state, device = call.state, layout.tokens_seen.device
+    batch, device, skipped, next_skipped = layout.batch, layout.tokens_seen.device, None, None
     window = None if state is None else state.local_skipped
-    if call.memory_mask is not None or window is not None:
-        new = torch.zeros(call.batch, call.tokens, dtype=torch.bool, device=device)
-        new = new if call.memory_mask is None else ~call.memory_mask
-        if window is None:
-            window = torch.zeros(call.batch, layout.places, dtype=torch.bool, device=device)
-        new, window = (skipped[:, None, :, None] for skipped in (new, window))
-        next_skipped = layout.next_window(new, window)[:, 0, :, 0]
-        layout = replace(layout, skipped=layout.to_grid(new, window)[..., 0, 0], next_skipped=next_skipped)
-    before = torch.zeros(call.batch, dtype=torch.long, device=device) if state is None else state.tokens_left()
-    left = _left(layout, before.unsqueeze(1))
-    # Its strides are those of a new tensor, for torch.cond compares them
-    after = (left[:, -1] - call.kept_tokens).clamp(min=0).clone(memory_format=torch.contiguous_format)
-    most_kept = call.kept_tokens
-    if most_kept and call.read_back:  # short rows do not attend to empty places
-        most_kept = min(most_kept, int(left[:, :-1].max()))
-    return replace(layout, left=left, memory_tokens=after, most_kept=most_kept)
-
-
-def _left(layout: GridLayout, before: Tensor) -> Tensor:
-    """[`GridLayout.left`]; `before` `[batch, 1]`: before the call."""
-    written, places = layout.written(), torch.arange(layout.segments + 1, device=before.device)
-    if written is None:
-        total = places.unsqueeze(0) * layout.slots
-    else:
-        total = pad(written.sum(-1), (1, 0)).cumsum(1)
+    if memory_mask is not None or window is not None:
+        shape = (batch, layout.tokens if memory_mask is None else layout.places)
+        nothing = torch.zeros(shape, dtype=torch.bool, device=device)
+        new, window = nothing if memory_mask is None else ~memory_mask, nothing if window is None else window
+        new, window = (part[:, None, :, None] for part in (new, window))
+        next_skipped, skipped = layout.next_window(new, window)[:, 0, :, 0], layout.to_grid(new, window)[..., 0, 0]
+    written = _leaving(layout)
+    if skipped is not None:
+        wanted = ~layout.delay(skipped)
+        written = wanted if written is None else written & wanted
+    before = torch.zeros(batch, dtype=torch.long, device=device) if state is None else state.tokens_left()
+    places = torch.arange(layout.segments + 1, device=device)
+    total = places.unsqueeze(0) * layout.slots if written is None else pad(written.sum(-1), (1, 0)).cumsum(1)
     # The delayed segment that takes in a document's first
     first = (layout.document + layout.local_segments).clamp(min=0).minimum(places)
     continued = layout.document == layout.document[:, :1]
-    return total - total.gather(1, first) + continued * before
+    left = total - total.gather(1, first) + continued * before.unsqueeze(1)
+    # Its strides are those of a new tensor, for torch.cond compares them
+    after = (left[:, -1] - layout.kept_tokens).clamp(min=0).clone(memory_format=torch.contiguous_format)
+    most_kept = layout.kept_tokens
+    if most_kept and read_back:  # short rows do not attend to empty places
+        most_kept = min(most_kept, int(left[:, :-1].max()))
+    found = {"skipped": skipped, "next_skipped": next_skipped, "written": written, "left": left, "most_kept": most_kept}
+    return replace(layout, memory_tokens=after, **found)
 
 
-def _plain_layout(call: LayoutInputs, seen: int, memory_in_use: bool) -> PlainLayout:
-    """`seen`: tokens of every row's document before this call."""
-    length = call.segment_length
-    first = max(0, seen // length - call.local_segments)
-    carried = seen - first * length
-    total = carried + call.tokens
-    segments = -(-total // length)
-    before = torch.full((call.batch,), -1, device=call.device) if call.state is None else call.state.last_position
-    return PlainLayout(
-        batch=call.batch,
-        tokens=call.tokens,
-        segment_length=length,
-        local_segments=call.local_segments,
-        sink_tokens=call.sink_tokens,
-        kept_tokens=call.kept_tokens,
-        segments=segments,
-        slots=length if total >= length else total,
-        carried=carried,
-        first=first,
-        seen=seen,
-        memory_in_use=memory_in_use,
-        document=torch.full((1, segments + 1), -first, device=call.device),
-        positions=torch.arange(seen, seen + call.tokens, device=call.device).unsqueeze(0),
-        tokens_seen=torch.full((call.batch,), seen + call.tokens, device=call.device),
-        last_position=before + call.tokens if call.position_ids is None else call.position_ids[:, -1].to(torch.long),
-    )
+def _leaving(layout: GridLayout) -> Tensor | None:
+    """[`GridLayout.written`], with skipped tokens."""
+    local, document, last = layout.local_segments, layout.document[:, :-1], layout.document[:, -1:]
+    if layout.seen is not None and not local and not layout.sink_tokens:
+        missing = layout.segments * layout.slots - layout.carried - layout.tokens
+        if isinstance(missing, int) and not missing and layout.slots == layout.segment_length:
+            return None
+    # Grid index of the next token's segment
+    current = layout.tokens_seen[: document.shape[0]].unsqueeze(1) // layout.segment_length + last
+    complete = (document != last) | (torch.arange(layout.segments, device=last.device) < current - local)
+    filled = complete.unsqueeze(-1).expand(-1, -1, layout.slots)
+    if layout.source is not None:
+        filled = filled & (layout.source >= 0).unflatten(1, filled.shape[1:])
+    leaving = layout.delay(filled)
+    if layout.sink_tokens or layout.packed:  # of a document that has ended, nobody reads what is left: numbers below 0
+        leaving = leaving & (layout.delayed_numbers(0, layout.segments) >= layout.sink_tokens)
+    return leaving
 
 
 def restarts(position_ids: Tensor, real: Tensor | None, state: InfiniState | None) -> Tensor:
@@ -220,93 +308,3 @@ def restarts(position_ids: Tensor, real: Tensor | None, state: InfiniState | Non
         before = torch.where(latest >= 0, before, state.last_position.unsqueeze(1))
         goes_back = (position_ids <= before) & ((latest >= 0) | (state.tokens_seen > 0).unsqueeze(1))
     return goes_back if real is None else goes_back & real
-
-
-def _indexed_layout(
-    call: LayoutInputs,
-    seen: Tensor,
-    carried: int,
-    sizes: tuple[int, int, bool] | None = None,
-) -> IndexedLayout:
-    """
-    Args:
-        seen: `[batch]`, tokens of each row's document before it.
-        carried: as in [`GridLayout`].
-        sizes: segments, slots and whether the rows are packed; `None`: as the arguments need, read back from the device.
-    """
-    batch, tokens, segment_length, local_segments, sinks, kept, real, position_ids, restart, _, state, device, _ = call
-    real = torch.ones(batch, tokens, dtype=torch.bool, device=device) if real is None else real
-    restart = torch.zeros(batch, tokens, dtype=torch.bool, device=device) if restart is None else restart
-    base = local_segments if carried else 0  # grid segment that the next token of a continued document falls into
-    begin = seen.unsqueeze(1)
-
-    counted = real.cumsum(1)
-    counted_at_restart = torch.where(restart, counted, 0).cummax(1).values
-    number = torch.where(counted_at_restart > 0, counted - counted_at_restart, begin + counted - 1)  # in the document
-    slot = number % segment_length
-    opens = real & (slot == 0) & ((number != begin) | (counted_at_restart > 0))
-    segment = base + opens.cumsum(1)
-    if sizes is None:
-        limits = torch.stack([segment.amax(), torch.where(real, slot, 0).amax(), restart.any().long()]).tolist()
-        sizes = (limits[0] + 1, segment_length if carried else limits[1] + 1, bool(limits[2]))
-    segments, slots, packed = sizes
-
-    target = torch.where(real, segment * slots + slot, -1)
-    columns = torch.arange(tokens, device=device).expand(batch, tokens) + carried
-    spare = segments * slots  # an extra slot that takes the padding, cut off again
-    source = torch.full((batch, spare + 1), -1, device=device)
-    source = source.scatter(1, torch.where(real, target, spare), columns)[:, :spare].contiguous()
-    if carried:
-        places = torch.arange(carried, device=device).expand(batch, carried)
-        token = (begin // segment_length - base) * segment_length + places
-        filled = (token >= 0) & (token < begin)
-        source[:, :carried] = torch.where(filled, places, source[:, :carried])
-
-    marks = torch.full((batch, segments + 2), torch.iinfo(torch.long).min, device=device)
-    marks[:, :1] = base - begin // segment_length
-    marks = marks.scatter_reduce(1, torch.where(restart, segment, segments + 1), segment, "amax")
-    document = marks[:, :-1].cummax(1).values
-
-    ended = torch.where(restart.any(1), counted[:, -1] - counted_at_restart[:, -1] + 1, begin[:, 0] + counted[:, -1])
-    places = torch.arange((local_segments + 1) * segment_length, device=device)
-    token = (ended // segment_length - local_segments).unsqueeze(1) * segment_length + places
-    place = (token // segment_length + document[:, -1:]) * slots + token % segment_length
-    stays = (token >= 0) & (token < ended.unsqueeze(1))
-    ahead = sinks + kept if carried else 0  # the window's sinks and kept tokens come before what is in the grid
-    window = torch.where(stays, source.gather(1, place.clamp(0, spare - 1)) + ahead, -1)
-    window = F.pad(window, (kept, 0), value=-1)
-    if sinks:
-        token = torch.arange(sinks, device=device).expand(batch, sinks)
-        row = source.gather(1, (document[:, -1:] * slots + token).clamp(0, spare - 1))
-        row = torch.where((document[:, -1:] < 0) | (row < carried), token, row + ahead)
-        window = torch.cat([torch.where(token < ended.unsqueeze(1), row, -1), window], 1)
-
-    if position_ids is None:
-        before = torch.full((batch,), -1, device=device) if state is None else state.last_position
-        last_position = before + counted[:, -1]
-    else:
-        before = -1 if state is None else state.last_position
-        latest = torch.where(real, torch.arange(tokens, device=device), -1).amax(1)
-        last_position = position_ids.gather(1, latest.clamp(min=0).unsqueeze(1)).squeeze(1)
-        last_position = torch.where(latest >= 0, last_position, before)
-    return IndexedLayout(
-        batch=batch,
-        tokens=tokens,
-        segment_length=segment_length,
-        local_segments=local_segments,
-        sink_tokens=sinks,
-        kept_tokens=kept,
-        segments=segments,
-        slots=slots,
-        carried=carried,
-        positions=torch.where(real, number, 0),
-        tokens_seen=ended,
-        last_position=last_position,
-        source=source,
-        target=target,
-        document=document,
-        window=window,
-        packed=packed,
-        real=real,
-        restart=restart,
-    )

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from ..state import InfiniState
-from ..tensors import pad
-from .base import Layout, LayoutInputs
+from .base import Layout, pad
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,20 +90,28 @@ class StepLayout(Layout):
         return tuple(torch.where(completing.view(-1, *(1,) * (o.dim() - 1)), n, o) for n, o in pairs)
 
 
-def step_layout(call: LayoutInputs, state: InfiniState, read_back: bool = False) -> StepLayout:
-    """The layout of one token per row; `read_back`: whether values may be read back from the device."""
-    length, local, sinks, real = call.segment_length, call.local_segments, call.sink_tokens, call.real
-    seen, left, skipped = state.tokens_seen, state.tokens_left(), state.local_skipped
-    kept_tokens, ahead = call.kept_tokens, call.sink_tokens + call.kept_tokens
-    if call.restart is not None:
-        begins = call.restart[:, 0]
+def step_layout(
+    batch: int,
+    window: tuple[int, int, int, int],
+    real: Tensor | None,
+    restart: Tensor | None,
+    position_ids: Tensor | None,
+    memory_mask: Tensor | None,
+    state: InfiniState,
+    read_back: bool = False,
+) -> StepLayout:
+    """The layout of one token per row, with masks as bool; `read_back`: whether values may be read back from the device."""
+    length, local, sinks, kept_tokens = window
+    seen, left, skipped, ahead = state.tokens_seen, state.tokens_left(), state.local_skipped, sinks + kept_tokens
+    if restart is not None:
+        begins = restart[:, 0]
         seen, left = seen.masked_fill(begins, 0), left.masked_fill(begins, 0)
-        skipped = None if skipped is None else skipped.masked_fill(call.restart, False)
-        real = torch.ones_like(call.restart) if real is None else real  # whoever reads the one reads the other
+        skipped = None if skipped is None else skipped.masked_fill(restart, False)
+        real = torch.ones_like(restart) if real is None else real  # whoever reads the one reads the other
     new = 1 if real is None else real[:, 0].long()
     after, last_position = seen + new, state.last_position + new
-    if call.position_ids is not None:
-        given = call.position_ids[:, 0].long()
+    if position_ids is not None:
+        given = position_ids[:, 0].long()
         last_position = given if real is None else torch.where(real[:, 0], given, state.last_position)
 
     def slot(count):  # of the token after so many of its document, of numbers and of tensors
@@ -157,8 +164,8 @@ def step_layout(call: LayoutInputs, state: InfiniState, read_back: bool = False)
         last_position=last_position,
         memory_tokens=in_memory(taken_in),
         real=real,
-        restart=call.restart,
-        rows=torch.arange(call.batch, device=seen.device),
+        restart=restart,
+        rows=torch.arange(batch, device=seen.device),
         slot=slot(seen),
         new_sinks=new_sinks,
         seen=seen_places,
@@ -170,11 +177,11 @@ def step_layout(call: LayoutInputs, state: InfiniState, read_back: bool = False)
         complete_rows=torch.tensor(complete_rows, device=seen.device) if complete_rows else None,
         taken_in=taken_in,
     )
-    if call.memory_mask is None and skipped is None:
+    if memory_mask is None and skipped is None:
         return layout
     if skipped is None:
-        skipped = torch.zeros(call.batch, layout.places, dtype=torch.bool, device=seen.device)
-    new = torch.zeros_like(skipped[:, :1]) if call.memory_mask is None else ~call.memory_mask
+        skipped = torch.zeros(batch, layout.places, dtype=torch.bool, device=seen.device)
+    new = torch.zeros_like(skipped[:, :1]) if memory_mask is None else ~memory_mask
     skipped = layout.put(skipped[:, None, :, None], new[:, None, :, None])
     if taken_in is not None:
         taken_in = taken_in & ~layout.oldest(skipped)[:, 0, :, 0]

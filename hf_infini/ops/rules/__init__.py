@@ -3,7 +3,7 @@
 from importlib import import_module
 
 from ...options import UPDATE_RULES
-from .base import MemoryRule
+from ..memory import MemoryRule
 
 RULES: dict[str, type[MemoryRule]] = {name: import_module(f"{__name__}.{name}").Rule for name in UPDATE_RULES}
 

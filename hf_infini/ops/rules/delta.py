@@ -1,7 +1,6 @@
 """The delta rule, as in the paper: M ← M + σ(K)ᵀ (V − σ(K) M / (σ(K) z + ε)),  z ← z + Σ σ(k)."""
 
-from ..memory import States
-from .base import MemoryRule, normaliser_states
+from ..memory import MemoryRule, running_sum
 from .scan import DeltaScan
 
 
@@ -10,21 +9,19 @@ class Rule(MemoryRule):
 
     update_rule = "delta"
 
-    def states(self, written, memory, normaliser, start=None, borders=None) -> States:
+    def states(self, written, memory, normaliser, start=None, borders=None):
         """The rule is affine in M. Where a segment has as many tokens as a head is wide, its matrix and its constant are
-        made for all blocks at once, so that the loop over blocks touches the state only."""
-        normalisers, last_normaliser = normaliser_states(written, normaliser, start, borders)
-        features, value, continues = written.key_features, written.value, None
+        made for all segments at once, so that the loop over segments touches the state only."""
+        features, value, _ = written
+        first_memory, first_normaliser = start or (None, None)
+        normalisers, last_normaliser = running_sum(features.sum(-2), normaliser, first_normaliser, borders)
         scaled = features / ((features * normalisers.unsqueeze(-2)).sum(-1, keepdim=True) + self.eps)
-        if borders is not None:
-            features, continues = features * borders.wrote, borders.continues
-        keys = features.transpose(-1, -2)
-        # In shorter segments two thin products a block cost less than one D × D matrix a block
+        keys, continues = features.mT, None if borders is None else borders.continues
+        # In shorter segments two thin products a segment cost less than one D × D matrix
         thin = features.shape[-2] < features.shape[-1]
         factors = (value, keys, scaled) if thin else (keys @ value, None, keys @ scaled)
-        first_memory = None if borders is None or start is None else start[0]
         memories, last_memory = DeltaScan.apply(*factors, None, memory, continues, first_memory)
-        return States(memories, normalisers, last_memory, last_normaliser)
+        return (memories, normalisers), (last_memory, last_normaliser)
 
     @staticmethod
     def naive_write(memory, normaliser, features, values, log_weight, eps):

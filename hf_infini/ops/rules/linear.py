@@ -1,7 +1,6 @@
 """The linear rule, as in the paper: M ← M + σ(K)ᵀ V,  z ← z + Σ σ(k)  (equation 4)."""
 
-from ..memory import States, running_sum
-from .base import MemoryRule, normaliser_states
+from ..memory import MemoryRule, running_sum
 
 
 class Rule(MemoryRule):
@@ -10,11 +9,12 @@ class Rule(MemoryRule):
     update_rule = "linear"
     additive = True
 
-    def states(self, written, memory, normaliser, start=None, borders=None) -> States:
-        products = written.key_features.transpose(-1, -2) @ written.value
-        memories, last_memory = running_sum(products, memory, None if start is None else start[0], borders)
-        normalisers, last_normaliser = normaliser_states(written, normaliser, start, borders)
-        return States(memories, normalisers, last_memory, last_normaliser)
+    def states(self, written, memory, normaliser, start=None, borders=None):
+        features, value, _ = written
+        first_memory, first_normaliser = start or (None, None)
+        memories, last_memory = running_sum(features.mT @ value, memory, first_memory, borders)
+        normalisers, last_normaliser = running_sum(features.sum(-2), normaliser, first_normaliser, borders)
+        return (memories, normalisers), (last_memory, last_normaliser)
 
     @staticmethod
     def naive_write(memory, normaliser, features, values, log_weight, eps):

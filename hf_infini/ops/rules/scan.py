@@ -1,6 +1,6 @@
 """M_{n+1} = (1 + f_n) M_n + A_n (T_n − B_n M_n), block after block: the scan of the rules that are affine in the memory.
 
-Shapes as in memory.py: `B` batch, `N` blocks, `K` key/value heads, `D` head dimension, `E` value dimension.
+Shapes: `B` batch, `N` blocks (segments, or chunks of them), `K` key/value heads, `D` head dimension, `E` value dimension.
 """
 
 import math
@@ -9,8 +9,6 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional as F
-
-from ..tensors import pad
 
 GROUPED_STATE = {"cpu": 0, "cuda": 2**18}  # numbers in a batch's state, up to which blocks are scanned in groups
 
@@ -113,7 +111,7 @@ def _scan(step, state, added, maps, start=None, *, backwards=False):
     more = groups * size - blocks  # at least one block of zeros, which is scanned last, and begins with the last state
 
     def in_groups(part):  # `[size, B · groups, …]`, contiguous for what is computed at a time
-        part = pad(part, (0, 0) * (part.dim() - 2) + ((more, 0) if backwards else (0, more)))
+        part = F.pad(part, (0, 0) * (part.dim() - 2) + ((more, 0) if backwards else (0, more)))
         return part.unflatten(1, (groups, size)).flatten(0, 1).transpose(0, 1).contiguous()
 
     added, maps = in_groups(added), [part if part is None else in_groups(part) for part in maps]
@@ -140,4 +138,3 @@ def _group_size(blocks: int, state: Tensor) -> int:
     if torch.compiler.is_compiling() or state.numel() > GROUPED_STATE.get(state.device.type, GROUPED_STATE["cuda"]):
         return 1
     return max(1, math.isqrt(blocks // 2))
-

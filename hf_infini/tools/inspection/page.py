@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ...ops.rules.base import KEEP_SCORES
+from ...ops.memory import KEEP_SCORES
 from .parts import MEMORY
 
 if TYPE_CHECKING:  # heads.py imports this module

@@ -22,9 +22,7 @@ from ...models.scratch.attention import CausalMultiHeadAttention
 from ...ops.attention import BACKENDS
 from ...ops.backends import Attended, AttentionCall, Backend, forced_backend
 from ...ops.layout.base import GridLayout
-from ...ops.memory import Written
-from ...ops.rules import MemoryRule
-from ...ops.rules.base import KEEP_SCORES
+from ...ops.memory import KEEP_SCORES, MemoryRule, Written
 from ...ops.scores import visible_softmax
 
 INTERFACE = f"inspection of {__name__}"
@@ -55,7 +53,7 @@ def caught_parts(config, layers: Mapping[int, nn.Module]) -> Iterator[dict[int, 
         if not running:
             return BACKENDS[-1].run(call)
         parts = found[running[0]] = memory_parts(call)
-        return Attended(parts["heads"].to(call.tokens.value.dtype), None, None)
+        return parts["heads"].to(call.tokens.value.dtype), None, None
 
     def begin(number: int):
         return lambda module, args: running.append(number)
@@ -154,7 +152,7 @@ def _attended(call: AttentionCall, gate: Tensor) -> tuple[Tensor, Tensor]:
     state = replace(call.state, **{name: F.pad(getattr(call.state, name), (0, count)) for name in of_values})
     state = state.checked_for(tokens, call.layout.places, call.rule.normalised)
     call = call._replace(tokens=tokens, gate=gate, state=state, return_state=False, return_weights=False)
-    output = BACKENDS[-1].run(call).output
+    output, *_ = BACKENDS[-1].run(call)
     heads, weights = output.split([value.shape[-1], count], -1)
     return heads, weights
 
@@ -175,8 +173,6 @@ def _watched(rule: MemoryRule, found: list[Written]) -> MemoryRule:
     """The rule, which also leaves in `found` what each segment writes; values that are not written are 0."""
 
     class Watched(type(rule)):
-        additive = False  # so that segments are not joined to blocks
-
         def written(self, key, value, log_weight, mask=None):
             found.append(super().written(key, value if mask is None else value * mask, log_weight, mask))
             return found[-1]
@@ -191,10 +187,10 @@ def _memories(call: AttentionCall, found: list[Written]) -> tuple[Tensor, Tensor
     of_groups: Any = zip(*found, strict=True)
     joined: Any = (None if parts[0] is None else torch.cat(parts, 1) for parts in of_groups)
     features, values, log_weight = joined
-    written = Written(features, values[..., :width], log_weight)
-    states = call.rule.states(written, state.memory, state.normaliser, state.start(), borders)
-    memory = torch.cat([states.memory, states.last_memory.unsqueeze(1)], 1).flatten(3).norm(dim=-1)
-    normaliser = torch.cat([states.normaliser, states.last_normaliser.unsqueeze(1)], 1).norm(dim=-1)
+    written = features, values[..., :width], log_weight
+    states = zip(*call.rule.states(written, state.memory, state.normaliser, state.start(), borders), strict=True)
+    memories, normalisers = (torch.cat([before, after.unsqueeze(1)], 1) for before, after in states)
+    memory, normaliser = memories.flatten(3).norm(dim=-1), normalisers.norm(dim=-1)
     taken_in = F.pad(values[..., width:].sum(3).cumsum(1), (0, 0, 0, 0, 1, 0)) > 0
     return memory.transpose(1, 2), normaliser.transpose(1, 2), taken_in.transpose(1, 2)
 

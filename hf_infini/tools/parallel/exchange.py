@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 from ...ops.convolution import short_convolution
 from ...ops.layout.build import bool_mask, restarts, segment_layout
 from ...ops.state import InfiniState
+from ...options import places_of
 
 
 class Exchange(NamedTuple):
@@ -67,7 +68,6 @@ class Exchange(NamedTuple):
         sent = new.flatten(0, 1)[self.sent]
         received = AllToAll.apply(sent, self.sent_counts, self.received_counts, group)
         return new.new_zeros(kept.shape).flatten(0, 1).index_copy(0, self.received, received).view_as(kept) + kept
-
 
     @torch.no_grad()
     def sums(self, own: Tensor, found: Tensor, group) -> Tensor:
@@ -173,10 +173,8 @@ class Shard(NamedTuple):
             begins = restarts(whole["position_ids"], whole["attention_mask"], past)
             goes_on = ~begins.unflatten(1, (size, tokens)).any(2).T
         # What the next state would take of each column is found by giving it the columns' numbers
-        length, local, sinks, kept_tokens = window
-        places = sinks + kept_tokens + (local + 1) * length
-        state = past
-        old = [-torch.arange(1, count + 1, dtype=torch.float64, device=device) for count in (places, max(taps - 1, 0))]
+        state, counts = past, (places_of(*window), max(taps - 1, 0))
+        old = [-torch.arange(1, count + 1, dtype=torch.float64, device=device) for count in counts]
         found = [(number if past is not None else number * 0).expand(batch, -1) for number in old]
         if rank:
             cut: dict[str, Any] = {name: None if mask is None else mask[:, : rank * tokens] for name, mask in whole.items()}
@@ -190,7 +188,7 @@ class Shard(NamedTuple):
             nothing = numbers.new_zeros(batch, 1, 0, 1)
             before = InfiniState.initial(nothing, nothing, *window) if past is None else past
             state = before.after(layout)
-            if kept_tokens:  # as many as are kept, wherever they are from
+            if kept_tokens := window[3]:  # as many as are kept, wherever they are from
                 filled = torch.arange(kept_tokens, device=device) >= kept_tokens - layout.left[:, -1:]
                 state = replace(state, kept_position=filled.long()[:, None] - 1)
         skips = past is not None and past.local_skipped is not None

@@ -48,12 +48,10 @@ from ...compat.cache_name import CACHE
 from ...models.base import check_continuation
 from ...ops.attention import GROUP_ELEMENTS
 from ...ops.checks import bool_mask, check_kinds, check_shapes
-from ...ops.kept import Kept, KeptInGrid, choose_kept, first_scores, shares
-from ...ops.layout.base import GridLayout, Group
-from ...ops.memory import Written
-from ...ops.rules import MemoryRule
+from ...ops.kept import Kept, KeptInGrid, choose, first_scores, shares
+from ...ops.layout.base import GridLayout, pad
+from ...ops.memory import MemoryRule
 from ...ops.state import WINDOWS, InfiniState, Projections
-from ...ops.tensors import pad
 from ...ops.window import ScoreOptions
 from ...options import check_number
 from .exchange import AllGather, Shard, gather
@@ -310,20 +308,17 @@ class ShardStates(PendingStates):
         if layout.kept_tokens:
             tokens, state = self._scored(tokens, state, layout, rule, softmax)
         new_and_old = zip(tokens[1:4], state.windows()[:3], strict=True)
-        leaving = [None if new is None else layout.delay(layout.to_grid(new, old)) for new, old in new_and_old]
-        # The blocks of memory.py are segments here, [B, N, K, tokens, …]; and which of their tokens it takes in
-        grid = Group(0, layout.segments, written=layout.written())
-        mask = None if grid.written is None else grid.written[:, :, :, None]
-        blocks = [None if part is None else part.transpose(2, 3) for part in (*leaving, mask)]
+        grids = (None if new is None else layout.delay(layout.to_grid(new, old)) for new, old in new_and_old)
+        leaving: Any = [None if grid is None else grid.transpose(2, 3) for grid in grids]
+        taken_in = None if layout.written is None else layout.written[:, :, None]
         if layout.kept_tokens:
-            keeping = KeptInGrid(tokens, layout, rule, state)
-            before, own = keeping.kept, keeping.choose(leaving, grid).kept
+            keeping, all_segments = KeptInGrid(tokens, layout, rule, state), (layout.written, 0, layout.segments)
+            before, own = keeping.kept, keeping.choose(leaving, *all_segments).kept
             keeping.kept, reached = self._kept(before, own, rule, reached)
             state = keeping.kept.into(state, layout.kept_places)
-            evicted = keeping.choose(leaving, grid).evicted(1)
-            blocks = [None if part is None else part.squeeze(3) for part in evicted]
+            *leaving, taken_in = keeping.choose(leaving, *all_segments).evicted()
         with torch.autocast(tokens.key.device.type, enabled=False):
-            memory, normaliser = self._memory(state, blocks, layout, rule, reached)
+            memory, normaliser = self._memory(state, (*leaving, taken_in), layout, rule, reached)
         return replace(state, memory=memory, normaliser=normaliser), tokens
 
     @torch.no_grad()
@@ -356,23 +351,24 @@ class ShardStates(PendingStates):
         # A document goes on from rank to rank until another begins
         document = F.pad((~cache.shard.goes_on).T.cumsum(1), (1, 0))
         there, places = found.position[:, :, :, 0, 0] >= 0, shares(rule.keep_score, own.position.shape[1])
-        choice = choose_kept(before, found.score, there, places, (document[:, 1:], document))
+        kept_rows, *_ = choose(before, found.score, there, places, (document[:, 1:], document))
         rows = before.map(lambda old, new: torch.cat([old, new.flatten(1, 2)], 1), found)
-        return rows.taken(choice.before[:, :, cache.rank]), reached
+        return rows.taken(kept_rows[:, cache.rank]), reached
 
     def _memory(
-        self, state: InfiniState, blocks: Sequence[Any], layout: GridLayout, rule: MemoryRule, reached: Tensor
+        self, state: InfiniState, leaving: Sequence[Any], layout: GridLayout, rule: MemoryRule, reached: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """M and z that the ranks before this one leave, `[B, K, D, E]` and `[B, K, D]`; `blocks`: keys, values, log weights
-        of what leaves the window here, and which of it the memory takes in, `[B or 1, N, K or 1, tokens]` bool or `None`."""
+        """M and z that the ranks before this one leave, `[B, K, D, E]` and `[B, K, D]`; `leaving`: keys, values, log
+        weights of what leaves the window here, `[B, N, K, C, …]`, and which of it the memory takes in, `[B or 1, N, K or 1,
+        C]` bool or `None`."""
         cache, goes_on = self.cache, self.cache.shard.goes_on.to(state.memory.dtype)
         memory, normaliser, (start_memory, start_normaliser) = state.memory, state.normaliser, state.start()
-        wide: Any = (None if part is None else part.to(memory.dtype) for part in blocks)
+        wide: Any = (None if part is None else part.to(memory.dtype) for part in leaving)
         key, value, log_weight, mask = wide
-        written = rule.written(key, value, log_weight, None if mask is None else mask.unsqueeze(-1))
+        own_features, _, log_rates = rule.written(key, value, log_weight, None if mask is None else mask.unsqueeze(-1))
         borders = layout.borders(0, layout.segments)
         begins = 1 - goes_on[cache.rank, :, None, None]
-        features = written.key_features
+        features = own_features
         if borders is not None:
             features = features * borders.reach[:, -1, 2:, None, None, None]  # of the row's last document only
         sums = features.sum((1, 3)) + begins * start_normaliser if rule.normalised else normaliser
@@ -386,8 +382,8 @@ class ShardStates(PendingStates):
         width = value.shape[-1]
         eye = torch.eye(key.shape[-1], dtype=memory.dtype, device=memory.device)
         of_start, first = F.pad(start_memory, (0, len(eye))), F.pad(eye, (width, 0)).expand(*memory.shape[:2], -1, -1)
-        written = Written(written.key_features, F.pad(written.value, (0, len(eye))), written.log_weight)
-        maps = rule.states(written, first, normaliser, (of_start, start_normaliser), borders).last_memory
+        written = own_features, F.pad(value, (0, len(eye))), log_rates
+        _, (maps, _) = rule.states(written, first, normaliser, (of_start, start_normaliser), borders)
         maps = AllGather.apply(maps + reached, cache.group)
         memory = memory + maps[:0].sum()
         for added, kept_of in (part.split([width, len(eye)], -1) for part in maps[: cache.rank]):
@@ -422,13 +418,17 @@ def see_all(
     queries, keys = layout.to_grid(tokens.query, None), layout.to_grid(tokens.key, state.local_key)
     first = layout.sinks(keys, state.local_key).expand(-1, layout.segments, -1, -1, -1)
     keys, weights = pad(keys, (0,) * 6 + (local, 0)), queries[:, :1, :, :, 0].numel() * layout.places
-    for group in layout.groups(max(1, GROUP_ELEMENTS.get(keys.device.type, GROUP_ELEMENTS["cuda"]) // weights)):
-        begin, end = group[:2]
+    size = max(1, GROUP_ELEMENTS.get(keys.device.type, GROUP_ELEMENTS["cuda"]) // weights)
+    for begin in range(0, layout.segments, size):
+        end = min(begin + size, layout.segments)
+        left = None if layout.left is None or layout.is_steady(begin, end) else layout.left[:, begin:end]
         windows = [first[:, begin:end], *(keys[:, begin + shift : end + shift] for shift in range(local + 1))]
-        query, key = (part.transpose(2, 3).unsqueeze(3) for part in (queries[:, begin:end], torch.cat(windows, 2)))
+        query, key = (part.transpose(2, 3) for part in (queries[:, begin:end], torch.cat(windows, 2)))
         compared = softmax.compared_keys(key, layout.key_places)
-        if sinks and group.kept is not None and softmax.rotary is not None:
-            turned = softmax.rotary.at_each(key[..., :sinks, :], layout.sink_places(group.kept).unsqueeze(2))
-            compared = torch.cat([turned, compared[..., sinks:, :]], 4)
-        query, mask = softmax.compared_queries(query, layout.query_places), group.mask
-        keeping.see(query, compared, None if mask is None else mask[:, :, None, None], group, 1, softmax)
+        if sinks and left is not None and softmax.rotary is not None:
+            sink_places = layout.sink_places(left.clamp(max=layout.kept_tokens))
+            turned = softmax.rotary.at_each(key[..., :sinks, :], sink_places)
+            compared = torch.cat([turned, compared[..., sinks:, :]], 3)
+        query = softmax.compared_queries(query, layout.query_places)
+        mask = None if layout.is_steady(begin, end) else layout.window_mask(begin, end)
+        keeping.see(query, compared, None if mask is None else mask.unsqueeze(2), begin, end, softmax)
