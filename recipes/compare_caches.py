@@ -107,8 +107,11 @@ def main(argv: list[str] | None = None) -> None:
         inner.file.unlink(missing_ok=True)
         return {**found, "seconds": round(time.perf_counter() - started, 1), **measurement.peak_memory()}
 
-    found = run_cells(runner, contestants, run)
-    result = {"contestants": found, "options": vars(options), **measurement.peak_memory(), **measurement.environment()}
+    measured = run_cells(runner, contestants, run)
+    found = [each for each in measured if "not_possible" not in each]
+    for each in (each for each in measured if "not_possible" in each):
+        print(f"{caches.name_of(each)}: {each['not_possible']}", file=sys.stderr)
+    result = {"contestants": measured, "options": vars(options), **measurement.peak_memory(), **measurement.environment()}
     print(caches.nats_table(found) if options.task == "perplexity" else caches.shares_table(found))
     subtitle = f"{Path(options.model).name}; {Path(options.source).name if options.source else 'invented text'}"
     with new_file(Path(f"{options.out}.png")) as picture:  # both files are new, or none is

@@ -49,19 +49,22 @@ def bounded(model, adapter: str | None, way: str, cache: int | None) -> Iterator
         return
     try:
         patch_model(model, **memory_options(way, cache))
-        if way in ("learned", "half"):
-            restore_adapter(model, adapter)
     except ValueError as error:
         raise UserError(f"{way}, --caches {cache}: {error}") from error
-    if way == "random":
-        generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
 
-        def drawn(inputs: torch.Tensor, heads: int) -> torch.Tensor:
-            return torch.rand(inputs.shape[0], heads, inputs.shape[1], generator=generator).to(inputs.device)
+    def drawn(inputs: torch.Tensor, heads: int) -> torch.Tensor:
+        return torch.rand(inputs.shape[0], heads, inputs.shape[1], generator=generator).to(inputs.device)
 
-        for layer in memory_layers(model).values():
-            layer.learned_score = functools.partial(drawn, heads=len(layer.keep_weight))
     try:
+        if way in ("learned", "half"):
+            try:
+                restore_adapter(model, adapter)
+            except (OSError, ValueError) as error:
+                raise UserError(f"{way}, --caches {cache}: {error}") from error
+        if way == "random":
+            for layer in memory_layers(model).values():
+                layer.learned_score = functools.partial(drawn, heads=len(layer.keep_weight))
         yield
     finally:
         for layer in memory_layers(model).values():

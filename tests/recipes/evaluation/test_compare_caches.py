@@ -102,6 +102,20 @@ def test_numbers_and_facts_are_counted_by_length(folder, tmp_path):
     assert (tmp_path / "found.png").stat().st_size > 1000
 
 
+def test_a_way_that_is_not_possible_is_named_and_the_others_are_shown(folder, tmp_path, capsys):
+    other = decoder("llama", vocab_size=61, num_attention_heads=2, num_key_value_heads=1, head_dim=16)
+    patch_model(other, **caches.memory_options("half", 64))
+    save_adapter(other, tmp_path / "other")
+    options = [*NATS, "--ways", "half", "window", "--caches", 32, "--adapter", tmp_path / "other"]
+    refused, window = compare(folder, tmp_path / "some", *options)["contestants"]
+    assert "keep_weight" in refused["not_possible"] or "gate" in refused["not_possible"]
+    printed = capsys.readouterr()
+    assert "half, 32: " in printed.err and "| window, 32" in printed.out and "| half" not in printed.out
+    # The model was the plain one again when the next way began
+    (same,) = compare(folder, tmp_path / "one", *NATS, "--ways", "window", "--caches", 32)["contestants"]
+    assert window["beyond"] == same["beyond"]
+
+
 def test_bad_options(folder, tmp_path, capsys):
     argv = [*map(str, ("--model", folder / "model", "--text", folder / "text.txt", "--out", tmp_path / "bad"))]
     for options, message in [
