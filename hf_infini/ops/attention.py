@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from .backends import TRITON, Attended, AttentionCall, Backend, choose
 from .checks import check_arguments, check_kinds, check_shapes
-from .kept import KeptInGrid, first_scores
+from .kept import KeptInGrid, first_scores, with_sinks_before
 from .layout.base import GridLayout
 from .layout.build import SegmentLayout, segment_layout
 from .layout.step import StepLayout
@@ -215,9 +215,7 @@ def attend_grid(call: AttentionCall) -> Attended:
         mask = None if mask is None else mask.unsqueeze(2)
         if keeping is not None:
             kept = None if left is None else left.clamp(max=layout.kept_tokens)
-            if sinks and kept is not None and softmax.rotary is not None:
-                turned = softmax.rotary.at_each(windows[0][..., :sinks, :], layout.sink_places(kept))
-                keys = torch.cat([turned, keys[..., sinks:, :]], 3)
+            keys = with_sinks_before(keys, windows[0], layout, kept, softmax)
             keeping.see(compared, keys, mask, begin, end, softmax)
             slots = None if written is None else written[:, :, 0, :, 0]
             of_group = keeping.choose([*leaving, log_weight], slots, begin, end)

@@ -108,6 +108,18 @@ def received_attention(
     return (asking.unsqueeze(-2) @ weights).squeeze(-2) / group
 
 
+def with_sinks_before(
+    compared: Tensor, keys: Tensor, layout: GridLayout, kept: Tensor | None, softmax: ScoreOptions
+) -> Tensor:
+    """Keys of windows as they are compared, `[B, N, K, W, D]`, whose sinks are turned right before so many kept tokens, `[B,
+    N]` (`None`: as many as can be, where they are so already); `keys`: the same before any turn."""
+    sinks = layout.sink_tokens
+    if not sinks or kept is None or softmax.rotary is None:
+        return compared
+    turned = softmax.rotary.at_each(keys[..., :sinks, :], layout.sink_places(kept))
+    return torch.cat([turned, compared[..., sinks:, :]], 3)
+
+
 def final_scores(keep_score: str, leaving: "Kept", layout: Layout) -> Tensor:
     """The scores of tokens that leave, `[B, s, C, K, R]`.
 

@@ -48,7 +48,7 @@ from ...compat.cache_name import CACHE
 from ...models.base import check_continuation
 from ...ops.attention import GROUP_ELEMENTS
 from ...ops.checks import bool_mask, check_kinds, check_shapes
-from ...ops.kept import Kept, KeptInGrid, choose, first_scores, shares
+from ...ops.kept import Kept, KeptInGrid, choose, first_scores, shares, with_sinks_before
 from ...ops.layout.base import GridLayout, pad
 from ...ops.memory import MemoryRule
 from ...ops.state import WINDOWS, InfiniState, Projections
@@ -414,7 +414,7 @@ def see_all(
     keeping: KeptInGrid, tokens: Projections, state: InfiniState, layout: GridLayout, softmax: ScoreOptions
 ) -> None:
     """Adds what the tokens receive from all queries of a call, which attention does on its way."""
-    sinks, local = layout.sink_tokens, layout.local_segments
+    local = layout.local_segments
     queries, keys = layout.to_grid(tokens.query, None), layout.to_grid(tokens.key, state.local_key)
     first = layout.sinks(keys, state.local_key).expand(-1, layout.segments, -1, -1, -1)
     keys, weights = pad(keys, (0,) * 6 + (local, 0)), queries[:, :1, :, :, 0].numel() * layout.places
@@ -424,11 +424,8 @@ def see_all(
         left = None if layout.left is None or layout.is_steady(begin, end) else layout.left[:, begin:end]
         windows = [first[:, begin:end], *(keys[:, begin + shift : end + shift] for shift in range(local + 1))]
         query, key = (part.transpose(2, 3) for part in (queries[:, begin:end], torch.cat(windows, 2)))
-        compared = softmax.compared_keys(key, layout.key_places)
-        if sinks and left is not None and softmax.rotary is not None:
-            sink_places = layout.sink_places(left.clamp(max=layout.kept_tokens))
-            turned = softmax.rotary.at_each(key[..., :sinks, :], sink_places)
-            compared = torch.cat([turned, compared[..., sinks:, :]], 3)
+        kept = None if left is None else left.clamp(max=layout.kept_tokens)
+        compared = with_sinks_before(softmax.compared_keys(key, layout.key_places), key, layout, kept, softmax)
         query = softmax.compared_queries(query, layout.query_places)
         mask = None if layout.is_steady(begin, end) else layout.window_mask(begin, end)
         keeping.see(query, compared, None if mask is None else mask.unsqueeze(2), begin, end, softmax)
