@@ -198,7 +198,7 @@ class MemoryLayerMixin(nn.Module):
         """What a model would have made, for a layer that is called outside of one: from `attention_mask` and `position_ids`,
         `[batch, tokens]` each. The cache is brought up to date by `states.advance_layers`."""
         states = None if cache is None else cache.pending_states()
-        state = None if states is None else states.before(self.layer_idx)
+        state = None if states is None else states.before[self.layer_idx]
         batch, tokens = hidden_states.shape[:2]
         layout = segment_layout(batch, tokens, *self.config.window, device=hidden_states.device, state=state, **masks)
         return SharedInputs(layout, states, {}, return_weights)
@@ -207,7 +207,7 @@ class MemoryLayerMixin(nn.Module):
         """The input of the projections, `[batch, tokens, width]`: `hidden_states`, with the short convolution if there is
         one. And the function that attends with what they give, and leaves the layer's next state."""
         layout, states, rule = infini.layout, infini.states, self.rule
-        state = None if states is None else states.before(self.layer_idx)
+        state = None if states is None else states.before[self.layer_idx]
         exchange = None if states is None else states.exchange
         recent, taps = None if state is None else state.recent_inputs, self.config.memory_conv
         if taps:
@@ -237,11 +237,11 @@ class MemoryLayerMixin(nn.Module):
                 before,
                 return_state=states is not None,
                 return_weights=infini.return_weights,
-                in_place=states is not None and states.may_overwrite(self.layer_idx),
+                in_place=not torch.is_grad_enabled(),
                 scored=exchange is not None,
             )
             if states is not None and after is not None:
-                states.leave(self.layer_idx, replace(after, recent_inputs=recent))
+                states.after[self.layer_idx] = replace(after, recent_inputs=recent)
             return output, weights if infini.return_weights else None
 
         return hidden_states, attend_with_memory

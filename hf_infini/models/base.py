@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 from transformers.utils import logging
 
-from ..cache.cache import InfiniCache, InfiniLayer, PendingStates, check_rows
-from ..cache.masks import check_past
+from ..cache.cache import InfiniCache, InfiniLayer, check_rows
 from ..compat.cache_name import CACHE, OTHER_NAME, with_one_name
 from ..compat.execution_device import device_of
 from ..compat.hub_code import HubCodeMixin, ModelBase
@@ -192,7 +191,7 @@ class InfiniModelMixin(ModelBase):
         weights = given.get("output_attentions")
         weights = self.config.output_attentions if weights is None else weights
         infini = infini._replace(rotary=tables, return_weights=bool(weights) or self.config._attn_implementation == "eager")
-        mask = self._masks(layout, cache, states)
+        mask = self._masks(layout, cache)
         given |= {"attention_mask": mask, CACHE: cache, "use_cache": use_cache, "infini": infini}
         output = super().forward(**given)
         if cache is not None and states is not None:
@@ -225,7 +224,7 @@ class InfiniModelMixin(ModelBase):
         found = {kind: rotary(*given) if kind is None else rotary(*given, kind) for kind in kinds}
         return {k: (t[0],) if isinstance(t, Tensor) else tuple(table[0] for table in t) for k, t in found.items()}
 
-    def _masks(self, layout: Layout, cache: InfiniCache | None, states: PendingStates | None):
+    def _masks(self, layout: Layout, cache: InfiniCache | None):
         """The masks of the layers with their own attention, as the own forward takes them ready-made. Types of which no such
         layer is left get a mask of one number, so that nobody makes one that grows with the text."""
         kinds = layer_kinds(self.config)
@@ -233,7 +232,7 @@ class InfiniModelMixin(ModelBase):
         if len(self.config.infini_layers) < len(kinds):
             # GPT-2 would take positions that begin again in each segment for documents
             written_out = getattr(self.config, "position_encoding", None) == "segment"
-            masks |= kept_layers_masks(self.config, layout, cache, states, self.dtype, written_out)
+            masks |= kept_layers_masks(self.config, layout, cache, self.dtype, written_out)
         return masks if self.takes_masks_by_type else next(iter(masks.values()))
 
 
@@ -308,7 +307,7 @@ def memory_cache(model, given, use_cache: bool | None, batch: int) -> InfiniCach
                 f"{CACHE} is the cache of a model with other layers: this one has {len(wanted)}, with memory "
                 f"in {model.config.infini_layers}. Pass InfiniCache(model.config)."
             )
-        if (state := given.first_state()) is not None:
+        if (state := given.state) is not None:
             check_rows("this call", batch, len(state.tokens_seen))
         given.check_finished()
     cache = InfiniCache(model.config) if use_cache and given is None else given
@@ -358,7 +357,7 @@ def begin_call(
     cache = memory_cache(model, cache, use_cache, batch)
     masks["memory_mask"] = memory_mask_of(model.config, ids, given, masks["memory_mask"])
     masks["attention_mask"] = mask_of_call(masks["attention_mask"], batch, tokens, cache)
-    state, states = (None, None) if cache is None else (cache.first_state(), cache.pending_states())
+    state, states = (None, None) if cache is None else (cache.state, cache.pending_states())
     check_continuation(masks["position_ids"], masks["attention_mask"], state)
     if states is not None and states.exchange is not None:
         state = states.exchange.begin(batch, tokens, given.device, masks)
@@ -381,7 +380,7 @@ def mask_of_call(attention_mask: Tensor | None, batch: int, tokens: int, cache: 
             f"before; got {list(attention_mask.shape)}."
         )
     if cache is not None and past and attention_mask.shape[1] != tokens:
-        check_past(cache.text, attention_mask[:, :past])
+        cache.check_past(attention_mask[:, :past])
     return attention_mask[:, -tokens:]
 
 
@@ -411,7 +410,7 @@ def check_continuation(
 def counted_positions(layout: Layout, cache: InfiniCache | None) -> Tensor:
     """`[batch or 1, tokens]`: positions that continue from the last one, for a call without positions. Positions given in
     earlier calls may have gaps."""
-    state = None if cache is None else cache.first_state()
+    state = None if cache is None else cache.state
     if state is None:
         return layout.positions
     return layout.positions + (state.last_position + 1 - state.tokens_seen).unsqueeze(1)

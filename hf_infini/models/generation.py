@@ -9,7 +9,6 @@ from transformers import GenerationMixin, StoppingCriteriaList
 from transformers.generation import GenerationMode
 
 from ..cache.cache import InfiniCache
-from ..cache.masks import mask_of_ids
 from ..compat.cache_name import CACHE
 from .base import check_cache
 
@@ -42,7 +41,7 @@ class MemoryGenerationMixin(GenerativeBase):
         if self.config.infini_layers:
             check_cache(cache)
         if isinstance(cache, InfiniCache) and input_ids.dim() == attention_mask.dim() == 2:  # 3: embeddings
-            return mask_of_ids(cache.text, input_ids, attention_mask, cache.get_seq_length())
+            return cache.mask_of_ids(input_ids, attention_mask)
         return attention_mask
 
     def init_continuous_batching(self, *args, **kwargs):
