@@ -22,7 +22,7 @@ from .cache.cache import InfiniCache, cache_bytes
 from .models.adapter import load_adapter, lora_config, save_adapter
 from .models.families import PROBED, AutoInfiniModelForCausalLM, infini_class, register_lazily
 from .models.families import __getattr__ as __getattr__  # InfiniLlamaForCausalLM and so on
-from .models.gpt2 import GPT2InfiniAttention, InfiniGPT2Config
+from .models.gpt2 import InfiniGPT2Config
 from .models.patching import patch_model, unpatch_model
 from .models.scratch.attention import CausalMultiHeadAttention
 from .models.scratch.configuration import CausalMHAConfig
@@ -54,7 +54,6 @@ __all__ = [
     "CausalMHAForCausalLM",
     "CausalMHAModel",
     "CausalMultiHeadAttention",
-    "GPT2InfiniAttention",
     "InfiniCache",
     "InfiniGPT2Config",
     "InfiniGPT2DoubleHeadsModel",

@@ -302,7 +302,7 @@ class InfiniCache(Cache):
         return attention_mask
 
     def has_read(self, input_ids: Tensor) -> bool:
-        """Whether these ids, `[rows, columns]`, end as what has been read; several rows of the cache (beams) may share one."""
+        """Whether these ids, `[rows, columns]`, end as the cache's do, of which several rows (beams) may share one."""
         if "text_end" not in self.text:
             return False
         read = self.text["text_end"]

@@ -19,7 +19,6 @@ from ..compat.cache_name import CACHE, OTHER_NAME, with_one_name
 from ..compat.execution_device import device_of
 from ..compat.hub_code import HubCodeMixin, ModelBase
 from ..compat.swap_class import swap_class
-from ..layers.gates import look_again, watch_gates
 from ..layers.memory_layer import (
     TEST_TOKENS,
     InfiniAttentionMixin,
@@ -46,7 +45,6 @@ class SavedModelMixin(HubCodeMixin, ModelBase):
     def __setattr__(self, name: str, value) -> None:
         super().__setattr__(name, value)
         if name == "peft_config":  # PEFT's last step; all but the adapter is frozen
-            look_again()
             for config in value.values():
                 for own, parameter in () if config.inference_mode else uncopied(self, config).items():
                     parameter.requires_grad_(not own.endswith(".keep_weight"))  # a choice has no gradient
@@ -350,7 +348,6 @@ def begin_call(
     Raises:
         ValueError: the cache, the mask or the positions do not go on from what the cache has read.
     """
-    watch_gates(model)
     batch, tokens = given.shape[:2]
     if use_cache is None:
         use_cache = model.config.use_cache and not checkpoints_gradients(model)

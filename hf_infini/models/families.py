@@ -16,7 +16,6 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
-from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
 
 from ..compat.cache_name import CACHE
 from ..compat.class_lookups import PREFIX, alias_tokenizer, alias_weights
@@ -25,7 +24,7 @@ from ..layers.memory_layer import InfiniAttentionMixin, KeywordlessLayerMixin
 from ..options import MemoryOptions, layer_kinds
 from .base import InfiniModelMixin, InfiniPreTrainedMixin, with_arguments_of
 from .generation import MemoryGenerationMixin
-from .gpt2 import GPT2InfiniAttention, InfiniGPT2Config, InfiniGPT2ModelMixin
+from .gpt2 import InfiniGPT2Config, InfiniGPT2ModelMixin
 from .option_checks import InfiniConfigMixin, checked
 
 KINDS = {"full_attention", "sliding_attention", "chunked_attention"}  # of layers that a model with memories may have
@@ -121,7 +120,7 @@ def infini_class(own: type) -> type:
     if issubclass(own, GradientCheckpointingLayer):  # with the own name, by which others keep such layers in one piece
         return MadeHere(own.__name__, (KeywordlessLayerMixin, own), {"__module__": __name__, "own_class": own})
     if not issubclass(own, PreTrainedModel):
-        return GPT2InfiniAttention if own is GPT2Attention else _attention_class(own)
+        return _attention_class(own)
     config: Any = own.config_class
     attributes: dict[str, Any] = {"__module__": __name__, "__doc__": f"`{own.__name__}` with Infini-attention."}
     attributes |= {"own_class": own, "config_class": infini_config(config), "class_with_memory": staticmethod(infini_class)}
