@@ -147,22 +147,11 @@ class InfiniCache(Cache):
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         self._map(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
 
-    @check_kinds
     def batch_repeat_interleave(self, repeats: int) -> None:
         self._map(lambda tensor: tensor.repeat_interleave(repeats, 0))
 
-    @check_kinds
     def batch_select_indices(self, indices: Tensor) -> None:
         self._map(lambda tensor: tensor[indices])
-
-    def crop(self, tokens_to_remove: int) -> None:
-        raise ValueError(
-            "a compressive memory cannot be cropped: what was written into it cannot be taken out again. "
-            "Keep a copy of the cache (copy.deepcopy) from before the tokens you may want to undo."
-        )
-
-    def reset(self) -> None:
-        self.__init__(self._config)
 
     @property
     def state(self) -> InfiniState | None:

@@ -83,13 +83,12 @@ def describe_model(model: nn.Module) -> dict:
     }
 
 
-@check_kinds
 def write_memory_file(path: str | Path, tensors: dict[str, Tensor], record: dict) -> None:
     """Writes tensors and a record (its entries `model` to `text_sha256`) so that a reader finds the old file or the new one,
     also where several processes write the same file: each writes a temporary file, `NAME.….part` in the same folder, and
     the last to finish wins. The same content gives the same bytes.
 
-    Folders on the way are made. A symbolic link of this name is replaced by the file, and not followed.
+    Folders on the way are made.
 
     Raises:
         OSError: the file cannot be written, or is a folder; an old one is still there.
@@ -141,7 +140,6 @@ def read_memory_file(path: str | Path) -> tuple[dict, dict[str, Tensor]]:
     return record, tensors
 
 
-@check_kinds
 def check_model(path: str | Path, record: dict, model: nn.Module) -> None:
     """MemoryFileError, naming what differs, unless the record is of a memory of this model's weights and options. An option
     that a file does not know yet had its default when the file was written."""

@@ -149,17 +149,6 @@ def test_a_reader_finds_a_whole_file_whoever_writes(tmp_path):
     assert list(file.parent.iterdir()) == [file]
 
 
-def test_links_of_the_name_are_replaced(kept, tmp_path):
-    model, file = infini_gpt2(), tmp_path / "memory.safetensors"
-    cache = read(model, input_ids=token_ids(1, 9))
-    for target in (kept, tmp_path / "nowhere"):
-        file.unlink(missing_ok=True)
-        file.symlink_to(target)
-        cache.save_pretrained(file, model)
-        assert not file.is_symlink() and read_memory_file(file)[0]["columns"] == 9
-    assert read_memory_file(kept)[0]["columns"] == 20 and not (tmp_path / "nowhere").exists()
-
-
 # --- what is refused ---------------------------------------------------------------------------------------------------
 
 
