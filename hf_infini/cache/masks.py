@@ -21,7 +21,7 @@ def check_past(text: "ReadText", attention_mask: Tensor) -> None:
         raise ValueError(
             f"row {row} of attention_mask has {int(given[row])} real tokens (1) among the {attention_mask.shape[1]} "
             f"columns that the cache has passed, but the cache has read {int(counted[row])} of them as real. Mask the "
-            "padding, also that after a row which generate() finished early; the token that ended it is text."
+            "padding; what generate() has appended after the end of a row is text to the cache."
         )
 
 

@@ -12,7 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 # Adam moves a gate by about the learning rate in a step: with less than this, by less than 1 in a thousand steps
 SLOW = 1e-3
 _trained_gates: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()  # by their id
-_looked_at: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models that were called in training since PEFT was at one
+_looked_at: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models that were called in training
 _rates_at_first: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # of gates, by optimiser; None: nothing more to see
 
 
@@ -66,11 +66,6 @@ def watch_gates(model: nn.Module) -> None:
             "share. For LoRA, hf_infini.lora_config(model, …) makes a configuration with which they are trained.",
             stacklevel=3,
         )
-
-
-def look_again() -> None:
-    """Has [`watch_gates`] look at all models again: PEFT has changed what is trained of one."""
-    _looked_at.clear()
 
 
 @functools.cache

@@ -22,8 +22,8 @@ from ..compat.cache_name import CACHE
 from ..compat.class_lookups import PREFIX, alias_tokenizer, alias_weights
 from ..compat.hub_code import IS_COPY, carry_code
 from ..layers.memory_layer import InfiniAttentionMixin, KeywordlessLayerMixin
-from ..options import MemoryOptions, layer_kinds
-from .base import InfiniModelMixin, InfiniPreTrainedMixin, with_arguments_of
+from ..options import layer_kinds
+from .base import InfiniModelMixin, InfiniPreTrainedMixin
 from .generation import MemoryGenerationMixin
 from .gpt2 import GPT2InfiniAttention, InfiniGPT2Config, InfiniGPT2ModelMixin
 from .option_checks import InfiniConfigMixin, checked
@@ -39,7 +39,6 @@ REFUSED = {
 # Auto classes that load a decoder, with the tables that say which class of a family they load
 AUTO_CLASSES = {
     "AutoModel": modeling_auto.MODEL_MAPPING,
-    "AutoModelForPreTraining": modeling_auto.MODEL_FOR_PRETRAINING_MAPPING,
     "AutoModelForCausalLM": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING,
     "AutoModelForSequenceClassification": modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     "AutoModelForTokenClassification": modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
@@ -135,7 +134,8 @@ def infini_class(own: type) -> type:
     if own.__name__ == modeling_auto.MODEL_MAPPING_NAMES.get(config.model_type):
         mixin = InfiniGPT2ModelMixin if config is GPT2Config else InfiniModelMixin
         bases.append(mixin)
-        attributes["forward"] = with_arguments_of(own.forward, mixin.forward)
+        # With the own signature, by which others choose what they pass to a model
+        attributes["forward"] = functools.wraps(own.forward)(lambda *args, **kwargs: mixin.forward(*args, **kwargs))
         forward = inspect.unwrap(own.forward)
         attributes["argument_names"] = _arguments(forward)
         attributes["layers_drop_keywords"] = config.model_type in DROP_KEYWORDS
@@ -187,30 +187,6 @@ def register_lazily(model_types: Iterable[str]) -> None:
     # Not in CONFIG_MAPPING_NAMES: whoever iterates over models would look there for modules of transformers
     known._mapping = ChainMap(known._mapping, names)
     known._modules |= dict.fromkeys(names, sys.modules[__name__])
-
-
-class AutoInfiniModelForCausalLM:
-    """Loads any decoder with Infini-attention, as `AutoModelForCausalLM` loads one without."""
-
-    @staticmethod
-    def from_pretrained(path, **options) -> PreTrainedModel:
-        """A language model from a plain checkpoint, whose gates are then initialised as `gate_init` says, or from one that
-        was saved with Infini-attention.
-
-        Args:
-            path: a folder or the name of a repository, as `AutoModelForCausalLM.from_pretrained` takes it.
-            options: those of [`MemoryOptions`], such as `segment_length=256`, and those of that method.
-
-        Raises:
-            ValueError: the checkpoint is of a family that cannot have Infini-attention, or a layer computes something else
-                with its memory empty; the message says why.
-        """
-        options = {"trust_remote_code": False} | options  # nobody is asked whether a folder's code may run
-        kind = PreTrainedConfig.get_config_dict(path, **options)[0].get("model_type")
-        own = transformers.CONFIG_MAPPING[kind] if kind in transformers.CONFIG_MAPPING else MemoryOptions
-        if issubclass(own, MemoryOptions) or own not in (table := AUTO_CLASSES["AutoModelForCausalLM"]):
-            return transformers.AutoModelForCausalLM.from_pretrained(path, **options)
-        return infini_class(table[own]).from_pretrained(path, **options)
 
 
 def __getattr__(name: str) -> type:

@@ -11,7 +11,7 @@ from ..cache.cache import InfiniCache
 from ..compat.cache_name import CACHE
 from ..compat.execution_device import device_of
 from ..compat.hub_code import carry_code
-from ..layers.memory_layer import InfiniAttentionMixin, LayerConfig, rope_tables
+from ..layers.memory_layer import InfiniAttentionMixin, rope_tables
 from ..ops.layout.base import Layout
 from ..ops.window import Rotary
 from .base import InfiniModelMixin, check_positions, counted_positions
@@ -59,16 +59,12 @@ class GPT2InfiniAttention(InfiniAttentionMixin, GPT2Attention):
     """GPT-2's attention over segments, with a memory of everything before the local window.
 
     GPT-2 adds its positions to the hidden state, so the memory stores them too; with `position_encoding="rope"` only the
-    window has positions. The layer can be called outside of a model.
+    window has positions. A model's layer can be called outside of it.
     """
 
     own_class = GPT2Attention
     argument_names = (CACHE, "attention_mask", "encoder_hidden_states", "encoder_attention_mask", "output_attentions")
     cache_argument = CACHE
-
-    def __init__(self, config: InfiniGPT2Config, layer_idx: int | None = None):
-        super().__init__(config, layer_idx=layer_idx)
-        self.swap_in(LayerConfig(config), {}, torch.get_default_dtype())
 
     def window_rotary(self, tables: tuple[Tensor, ...] | None, like: Tensor) -> Rotary | None:
         if self.config.position_encoding != "rope":
@@ -84,30 +80,13 @@ class NoPositions(nn.Module):
 
 
 class InfiniGPT2ModelMixin(InfiniModelMixin):
-    """[`InfiniModelMixin`] for `GPT2Model`, whose rows may also be `[batch, choices, tokens]` (GPT2DoubleHeadsModel)."""
+    """[`InfiniModelMixin`] for `GPT2Model`, with its positions."""
 
     wte: nn.Module
 
     def set_positions(self) -> None:
         if self.config.position_encoding == "rope":
             self.wpe = NoPositions()
-
-    def forward(self, *args, **kwargs):
-        """As [`InfiniModelMixin`].
-
-        Raises:
-            ValueError: a position beyond `n_positions` with learned positions.
-        """
-        given = dict(zip(self.argument_names, args, strict=False)) | kwargs
-        ids, rows = given.get("input_ids"), None
-        if isinstance(ids, Tensor) and ids.dim() == 3:
-            rows = ids.shape[:2]
-            names = ("input_ids", "attention_mask", "token_type_ids", "position_ids", "memory_mask")
-            given |= {name: given[name].flatten(0, 1) for name in names if given.get(name) is not None}
-        output = super().forward(**given)
-        if rows is not None:
-            output.last_hidden_state = output.last_hidden_state.unflatten(0, rows)
-        return output
 
     def rotary_tables(
         self, places: int, dtype: torch.dtype | None = None, device: torch.device | None = None

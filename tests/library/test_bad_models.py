@@ -20,7 +20,7 @@ from transformers import (
 
 from bad_input import contents
 from decoders import decoder
-from hf_infini import AutoInfiniModelForCausalLM, CausalMHAConfig, InfiniGPT2Config, InfiniGPT2LMHeadModel, patch_model
+from hf_infini import CausalMHAConfig, InfiniGPT2Config, InfiniGPT2LMHeadModel, patch_model
 from hf_infini.models.loading import fingerprint, load_causal_lm, load_tokenizer
 from hf_infini.options import in_words, limits_of
 from models import causal_mha, gpt2, infini_gpt2
@@ -211,7 +211,7 @@ def test_another_tokenizer_of_the_same_size(saved, tmp_path):
 @pytest.mark.parametrize(
     ("kind", "load", "options"),
     [
-        ("gpt2", AutoInfiniModelForCausalLM, {"segment_length": 8, "memory_init": "learned", "memory_conv": 2}),
+        ("gpt2", InfiniGPT2LMHeadModel, {"segment_length": 8, "memory_init": "learned", "memory_conv": 2}),
         ("infini_gpt2", AutoModelForCausalLM, {"memory_conv": 2}),
         ("infini_gpt2", AutoModelForCausalLM, {"layers": [0]}),
         ("causal_mha", AutoModel, {}),
