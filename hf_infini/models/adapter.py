@@ -23,6 +23,7 @@ from ..layers.gates import gates_of, memory_layers
 from ..layers.memory_layer import PARAMETERS
 from .base import InfiniPreTrainedMixin
 from .patching import patch_model
+from .structure import inside_of
 
 RECORD, WEIGHTS = "infini_adapter.json", "infini_adapter.safetensors"
 LORA, LORA_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # PEFT's names
@@ -155,12 +156,6 @@ def restore_adapter(model, path, **hub) -> None:
     with torch.no_grad():
         for name, parameter in memory.items():
             parameter.copy_(tensors[name])
-
-
-def inside_of(model):
-    """The transformers model inside a `PeftModel` or another wrapper, or what was given."""
-    modules = model.modules() if isinstance(model, nn.Module) else ()
-    return next((module for module in modules if isinstance(module, PreTrainedModel)), model)
 
 
 def describe(model) -> dict:

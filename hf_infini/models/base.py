@@ -24,6 +24,7 @@ from ..layers.memory_layer import (
     LayerConfig,
     SharedInputs,
 )
+from ..ops.checks import check_shapes
 from ..ops.layout.base import Layout
 from ..ops.layout.build import segment_layout
 from ..options import layer_kinds
@@ -256,6 +257,7 @@ def begin_call(
     elif (state := cache.first_state()) is not None:
         check_rows("this call", batch, len(state.tokens_seen))
         cache.check_finished()
+    check_shapes(batch, tokens, None, masks["memory_mask"], None)
     masks["memory_mask"] = memory_mask_of(model.config, ids, masks["memory_mask"])
     masks["attention_mask"] = mask_of_call(masks["attention_mask"], batch, tokens, cache)
     state, states = (None, None) if cache is None else (cache.first_state(), cache.pending_states())

@@ -40,17 +40,6 @@ class InfiniGPT2Config(InfiniConfigMixin, GPT2Config):
 
     position_encoding: Literal["learned", "segment", "rope"] = "learned"
 
-    def validate_memory_options(self):
-        """Those of every memory, and those of this model."""
-        super().validate_memory_options()
-        if self.position_encoding == "segment" and self.window[0] > self.n_positions:
-            raise ValueError(
-                f"position_encoding='segment' needs an embedding for every place in a segment: segment_length="
-                f"{self.tokens_per_segment} is more than n_positions={self.n_positions}."
-            )
-        if self.add_cross_attention:
-            raise ValueError("cross-attention has no segments: add_cross_attention=True is not supported.")
-
 
 carry_code("models.families", AutoConfig=InfiniGPT2Config)
 

@@ -46,19 +46,17 @@ class InfiniConfigMixin(MemoryOptions, HubConfigMixin):
         vocabulary of its checkpoint.
 
         Raises:
-            ValueError: a value that cannot be, or values of another kind of model.
+            ValueError: a value that cannot be.
         """
         kind = config_dict.get("model_type", cls.model_type)
         if kind == cls.own_class.model_type and not SEGMENTS & kwargs.keys():
             return cls.own_class.from_dict(config_dict, **kwargs)
-        if kind not in (cls.model_type, cls.own_class.model_type):
-            raise ValueError(f"a {cls.__name__} is made from a configuration of {cls.model_type}; this one is of {kind!r}.")
         replaced = {"model_type", *(SEGMENTS if SEGMENTS & kwargs.keys() else ())}
         options = (cls.__dataclass_fields__.keys() | cls.attribute_map.keys()) - PreTrainedConfig.__dataclass_fields__.keys()
         given = {name: kwargs.pop(name) for name in options & kwargs.keys()}
         values = {name: value for name, value in config_dict.items() if name not in replaced} | given
         found = super().from_dict(values, **kwargs)
-        if kind != cls.model_type:  # its model compares the layers once they are loaded
+        if kind == cls.own_class.model_type:  # its model compares the layers once they are loaded
             (found[0] if isinstance(found, tuple) else found).__dict__["_from_other_type"] = True
         return found
 

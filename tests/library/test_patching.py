@@ -130,7 +130,7 @@ def test_errors_name_what_is_supported():
         patch_model(infini_gpt2(), **OPTIONS)
     with pytest.raises(ValueError, match="GPT2LMHeadModel has no Infini-attention to take out"):
         unpatch_model(gpt2())
-    with pytest.raises(ValueError, match="add_cross_attention=True is not supported"):
+    with pytest.raises(ValueError, match="GPT2Model cannot have Infini-attention: it is not made of 3 decoder layers"):
         patch_model(gpt2(add_cross_attention=True), **OPTIONS)
     with pytest.raises(ValueError, match="unknown options segments; patch_model takes segment_length"):
         patch_model(gpt2(), segments=8)

@@ -148,9 +148,7 @@ class CausalMultiHeadAttention(MemoryLayerMixin, nn.Module):
             (for `attention="infini"` those of the local window, `[…, config.places]`).
         """
         if self.config.attention == "infini":
-            shared = infini or self.inputs_outside_model(
-                hidden_states, cache, output_attentions, position_ids=position_ids
-            )
+            shared = infini or self.inputs_outside_model(hidden_states, cache, output_attentions, position_ids=position_ids)
             inputs, attend = self.begin(hidden_states, shared)
             query, key, value = self.project(inputs)
             heads, weights = attend(query, key, value, self.score_options(query, shared))
