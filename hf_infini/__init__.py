@@ -22,7 +22,7 @@ from .cache.cache import InfiniCache, cache_bytes
 from .models.adapter import load_adapter, lora_config, save_adapter
 from .models.families import PROBED, register_lazily
 from .models.families import __getattr__ as __getattr__  # InfiniGPT2LMHeadModel, InfiniLlamaForCausalLM and so on
-from .models.gpt2 import GPT2InfiniAttention, InfiniGPT2Config
+from .models.gpt2 import InfiniGPT2Config
 from .models.patching import patch_model, unpatch_model
 from .models.scratch.attention import CausalMultiHeadAttention
 from .models.scratch.configuration import CausalMHAConfig
@@ -46,7 +46,6 @@ __all__ = [
     "CausalMHAForCausalLM",
     "CausalMHAModel",
     "CausalMultiHeadAttention",
-    "GPT2InfiniAttention",
     "InfiniCache",
     "InfiniGPT2Config",
     "InfiniState",

@@ -19,8 +19,7 @@ from transformers import PreTrainedModel
 from transformers.utils import cached_file
 
 from ..compat.class_lookups import PREFIX
-from ..layers.gates import gates_of, memory_layers
-from ..layers.memory_layer import PARAMETERS
+from ..layers.memory_layer import PARAMETERS, gates_of, memory_layers
 from .base import InfiniPreTrainedMixin
 from .patching import patch_model
 from .structure import inside_of

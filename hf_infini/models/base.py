@@ -4,19 +4,18 @@ No model code is copied. The layers are swapped in place ([`InfiniAttentionMixin
 once for a call, [`SharedInputs`], and passes it down as a keyword.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..cache.cache import InfiniCache, PendingStates, check_rows
-from ..cache.masks import check_past
+from ..cache.cache import InfiniCache, check_rows
 from ..compat.cache_name import CACHE, OTHER_NAME, with_one_name
 from ..compat.execution_device import device_of
 from ..compat.hub_code import HubCodeMixin, ModelBase
 from ..compat.swap_class import swap_class
-from ..layers.gates import watch_gates
 from ..layers.memory_layer import (
     TEST_TOKENS,
     InfiniAttentionMixin,
@@ -161,7 +160,7 @@ class InfiniModelMixin(ModelBase):
         weights = given.get("output_attentions")
         weights = self.config.output_attentions if weights is None else weights
         infini = infini._replace(rotary=tables, return_weights=bool(weights) or self.config._attn_implementation == "eager")
-        mask = self._masks(layout, cache, states)
+        mask = self._masks(layout, cache)
         given |= {"attention_mask": mask, CACHE: cache, "use_cache": use_cache, "infini": infini}
         output = super().forward(**given)
         if cache is not None and states is not None:
@@ -194,7 +193,7 @@ class InfiniModelMixin(ModelBase):
         found = {kind: rotary(*given) if kind is None else rotary(*given, kind) for kind in kinds}
         return {k: (t[0],) if isinstance(t, Tensor) else tuple(table[0] for table in t) for k, t in found.items()}
 
-    def _masks(self, layout: Layout, cache: InfiniCache | None, states: PendingStates | None):
+    def _masks(self, layout: Layout, cache: InfiniCache | None):
         """The masks of the layers with their own attention, as the own forward takes them ready-made. Types of which no such
         layer is left get a mask of one number, so that nobody makes one that grows with the text."""
         kinds = layer_kinds(self.config)
@@ -202,8 +201,13 @@ class InfiniModelMixin(ModelBase):
         if len(self.config.infini_layers) < len(kinds):
             # GPT-2 would take positions that begin again in each segment for documents
             written_out = getattr(self.config, "position_encoding", None) == "segment"
-            masks |= kept_layers_masks(self.config, layout, cache, states, self.dtype, written_out)
+            masks |= kept_layers_masks(self.config, layout, cache, self.dtype, written_out)
         return masks if self.takes_masks_by_type else next(iter(masks.values()))
+
+
+def with_signature(own: Callable, forward: Callable) -> Callable:
+    """A mixin's `forward` that shows the `own` one's signature, by which others choose what they pass to a model."""
+    return functools.wraps(own)(lambda *args, **kwargs: forward(*args, **kwargs))
 
 
 def tokens_of(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
@@ -247,20 +251,19 @@ def begin_call(
     Raises:
         ValueError: the cache or the mask do not go on from what the cache has read.
     """
-    watch_gates(model)
     batch, tokens = given.shape[:2]
     if use_cache is None:
         use_cache = model.config.use_cache and not model.training
     check_cache(cache)
     if cache is None:
         cache = InfiniCache(model.config) if use_cache else None
-    elif (state := cache.first_state()) is not None:
+    elif (state := cache.state) is not None:
         check_rows("this call", batch, len(state.tokens_seen))
         cache.check_finished()
     check_shapes(batch, tokens, None, masks["memory_mask"], None)
     masks["memory_mask"] = memory_mask_of(model.config, ids, masks["memory_mask"])
     masks["attention_mask"] = mask_of_call(masks["attention_mask"], batch, tokens, cache)
-    state, states = (None, None) if cache is None else (cache.first_state(), cache.pending_states())
+    state, states = (None, None) if cache is None else (cache.state, cache.pending_states())
     if states is not None and states.exchange is not None:
         state = states.exchange.begin(batch, tokens, given.device, masks)
     options = {"state": state, "max_documents": max_documents, "device": given.device}
@@ -281,14 +284,14 @@ def mask_of_call(attention_mask: Tensor | None, batch: int, tokens: int, cache: 
             f"before; got {list(attention_mask.shape)}."
         )
     if cache is not None and past and attention_mask.shape[1] != tokens:
-        check_past(cache.text, attention_mask[:, :past])
+        cache.check_past(attention_mask[:, :past])
     return attention_mask[:, -tokens:]
 
 
 def counted_positions(layout: Layout, cache: InfiniCache | None) -> Tensor:
     """`[batch or 1, tokens]`: positions that continue from the last one, for a call without positions. Positions given in
     earlier calls may have gaps."""
-    state = None if cache is None else cache.first_state()
+    state = None if cache is None else cache.state
     if state is None:
         return layout.positions
     return layout.positions + (state.last_position + 1 - state.tokens_seen).unsqueeze(1)

@@ -15,15 +15,14 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
-from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
 
 from ..compat.cache_name import CACHE
 from ..compat.class_lookups import PREFIX, alias_tokenizer, alias_weights
 from ..compat.hub_code import IS_COPY, carry_code
 from ..layers.memory_layer import InfiniAttentionMixin, KeywordlessLayerMixin
-from .base import InfiniModelMixin, InfiniPreTrainedMixin
+from .base import InfiniModelMixin, InfiniPreTrainedMixin, with_signature
 from .generation import MemoryGenerationMixin
-from .gpt2 import GPT2InfiniAttention, InfiniGPT2Config, InfiniGPT2ModelMixin
+from .gpt2 import InfiniGPT2Config, InfiniGPT2ModelMixin
 from .option_checks import InfiniConfigMixin, checked
 
 # Families that a swapped layer's test may pass although their attention is another
@@ -66,8 +65,8 @@ class FamilyConfigMixin(InfiniConfigMixin):
         super().validate_memory_options()
         if not self.infini_layers:
             raise ValueError(
-                f"all {self.num_hidden_layers} layers of this {self.model_type} see a sliding window or chunk, which bounds "
-                "them already: name with layers=[…] those that are to have a memory instead."
+                f"none of the {self.num_hidden_layers} layers of this {self.model_type} attends to everything: name with "
+                "layers=[…] those with a sliding window or chunk that are to have a memory instead."
             )
 
 
@@ -103,7 +102,7 @@ def infini_class(own: type) -> type:
     if issubclass(own, GradientCheckpointingLayer):  # with the own name, by which others keep such layers in one piece
         return type(own.__name__, (KeywordlessLayerMixin, own), {"__module__": __name__, "own_class": own})
     if not issubclass(own, PreTrainedModel):
-        return GPT2InfiniAttention if own is GPT2Attention else _attention_class(own)
+        return _attention_class(own)
     config: Any = own.config_class
     attributes: dict[str, Any] = {"__module__": __name__, "__doc__": f"`{own.__name__}` with Infini-attention."}
     attributes |= {"own_class": own, "config_class": infini_config(config), "class_with_memory": staticmethod(infini_class)}
@@ -117,8 +116,7 @@ def infini_class(own: type) -> type:
     if own.__name__ == modeling_auto.MODEL_MAPPING_NAMES.get(config.model_type):
         mixin = InfiniGPT2ModelMixin if config is GPT2Config else InfiniModelMixin
         bases.append(mixin)
-        # With the own signature, by which others choose what they pass to a model
-        attributes["forward"] = functools.wraps(own.forward)(lambda *args, **kwargs: mixin.forward(*args, **kwargs))
+        attributes["forward"] = with_signature(own.forward, mixin.forward)
         forward = inspect.unwrap(own.forward)
         attributes["argument_names"] = _arguments(forward)
         attributes["layers_drop_keywords"] = config.model_type in DROP_KEYWORDS

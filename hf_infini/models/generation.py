@@ -1,7 +1,6 @@
 """What `generate` does with a memory: its cache, and the masks of what it has read."""
 
 from ..cache.cache import InfiniCache
-from ..cache.masks import mask_of_ids
 from ..compat.cache_name import CACHE
 from ..compat.hub_code import ModelBase
 from .base import check_cache
@@ -27,7 +26,7 @@ class MemoryGenerationMixin(ModelBase):
         if self.config.infini_layers:
             check_cache(cache)
         if isinstance(cache, InfiniCache) and input_ids.dim() == attention_mask.dim() == 2:  # 3: embeddings
-            return mask_of_ids(cache.text, input_ids, attention_mask, cache.get_seq_length())
+            return cache.mask_of_ids(input_ids, attention_mask)
         return attention_mask
 
     def _prepare_position_ids_for_generation(self, inputs_tensor, model_kwargs):

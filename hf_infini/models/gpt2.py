@@ -5,15 +5,12 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 from transformers import GPT2Config
-from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
 
 from ..cache.cache import InfiniCache
-from ..compat.cache_name import CACHE
 from ..compat.execution_device import device_of
 from ..compat.hub_code import carry_code
-from ..layers.memory_layer import InfiniAttentionMixin, rope_tables
+from ..layers.memory_layer import rope_tables
 from ..ops.layout.base import Layout
-from ..ops.window import Rotary
 from .base import InfiniModelMixin, check_positions, counted_positions
 from .option_checks import InfiniConfigMixin, checked
 
@@ -42,23 +39,6 @@ class InfiniGPT2Config(InfiniConfigMixin, GPT2Config):
 
 
 carry_code("models.families", AutoConfig=InfiniGPT2Config)
-
-
-class GPT2InfiniAttention(InfiniAttentionMixin, GPT2Attention):
-    """GPT-2's attention over segments, with a memory of everything before the local window.
-
-    GPT-2 adds its positions to the hidden state, so the memory stores them too; with `position_encoding="rope"` only the
-    window has positions. A model's layer can be called outside of it.
-    """
-
-    own_class = GPT2Attention
-    argument_names = (CACHE, "attention_mask", "encoder_hidden_states", "encoder_attention_mask", "output_attentions")
-    cache_argument = CACHE
-
-    def window_rotary(self, tables: tuple[Tensor, ...] | None, like: Tensor) -> Rotary | None:
-        if self.config.position_encoding != "rope":
-            return None
-        return Rotary(rope_tables(self.config.places, self.head_dim, like) if tables is None else tables)
 
 
 class NoPositions(nn.Module):

@@ -7,7 +7,7 @@ import torch
 from cli import UserError, one_line
 from cli.names import check_name
 from hf_infini.compat.cache_name import CACHE, cache_of
-from hf_infini.layers.gates import gates_of
+from hf_infini.layers.memory_layer import gates_of
 from hf_infini.models.adapter import load_adapter, merged
 from hf_infini.models.loading import load_causal_lm, load_tokenizer
 from hf_infini.options import context_limit

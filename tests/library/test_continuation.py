@@ -8,7 +8,6 @@ import torch
 
 from cases import assert_same_gradients
 from hf_infini import InfiniCache
-from hf_infini.cache.cache import BASES, PRIMES, extend_fingerprint
 from models import causal_mha, infini_gpt2, token_ids
 
 FLOAT32 = 1e-4  # of logits up to about 30, through three layers
@@ -102,27 +101,16 @@ def test_masks_hold_0_and_1_for_the_rows_of_the_call(model):
             logits(model, ids, torch.ones(rows, 10))
 
 
-def test_a_state_that_somebody_kept_stays_as_it_was(model):
-    ids = token_ids(2, 30)
-    with torch.no_grad():
-        cache = model(ids[:, :9], use_cache=True).past_key_values
-        for token in range(9, 20):
-            layer = cache.layers[1]
-            kept = layer.state
-            before = {name: tensor.clone() for name, tensor in kept.tensors().items()}
-            for following in (token, token + 10):  # of which the second goes in place
-                model(ids[:, following : following + 1], past_key_values=cache)
-            assert all(torch.equal(tensor, before[name]) for name, tensor in kept.tensors().items())
-
-
-def test_steps_go_in_place_where_nobody_has_kept_the_state():
+def test_steps_go_in_place_and_not_into_a_copy():
     model = infini_gpt2()
     with torch.no_grad():
         cache = model(token_ids(1, 9), use_cache=True).past_key_values
-        place = cache.layers[0]._state.local_key.data_ptr()
+        place, kept = cache.state.local_key.data_ptr(), copy.deepcopy(cache.state)
+        before = kept.local_key.clone()
         for _ in range(3):
             model(token_ids(1, 1), past_key_values=cache)
-        assert cache.layers[0]._state.local_key.data_ptr() == place
+        assert cache.state.local_key.data_ptr() == place and not torch.equal(cache.state.local_key, before)
+    assert torch.equal(kept.local_key, before)
 
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
@@ -138,7 +126,7 @@ def test_branches_of_a_copied_cache_do_not_meet(model, copied):
         for text, past, steps in ((one, cache, got[0]), (other, branch, got[1])):
             wanted = model(torch.cat([ids, text], 1), use_cache=False).logits[:, 11:]
             torch.testing.assert_close(torch.cat(steps, 1), wanted, rtol=FLOAT32, atol=FLOAT32)
-            assert past.get_seq_length() == 19 and past.text.begins(torch.cat([ids, text], 1))
+            assert past.get_seq_length() == 19 and past.has_read(torch.cat([ids, text], 1))
 
 
 @pytest.mark.parametrize("layers", [None, [0]])
@@ -284,17 +272,3 @@ def test_gradient_checkpointing_does_without_keys_and_values():
         assert model(ids, labels=ids).past_key_values is None  # what the configuration says does not count here
         with torch.no_grad():  # nothing is run twice
             assert model(ids, use_cache=True).past_key_values.get_seq_length() == 12
-
-
-def test_the_fingerprint_is_what_its_equation_says():
-    ids = token_ids(3, 300)
-    wanted = []
-    for row in ids.tolist():
-        hashes = [0, 0]
-        for token in row:
-            hashes = [(h * base + token + 1) % prime for h, base, prime in zip(hashes, BASES, PRIMES, strict=True)]
-        wanted.append(hashes)
-    pieces = None
-    for begin, end in ((0, 1), (1, 130), (130, 300)):
-        pieces = extend_fingerprint(pieces, ids[:, begin:end])
-    assert pieces.tolist() == extend_fingerprint(None, ids).tolist() == wanted

@@ -7,7 +7,7 @@ from transformers import GPT2Config
 
 import hf_infini
 from hf_infini import patch_model, unpatch_model
-from hf_infini.layers.gates import gates_of
+from hf_infini.layers.memory_layer import gates_of
 from models import SIZES, token_ids
 
 # The stock class, and the Auto class that loads it
