@@ -155,7 +155,7 @@ def test_others_are_refused_for_what_they_are(model_type, reason):
 
 def test_sliding_layers_are_not_replaced_without_being_named():
     model = decoder("mistral", sliding_window=16)
-    with pytest.raises(Exception, match="none of the 4 layers of this infini_mistral attends to everything: name with layers="):
+    with pytest.raises(Exception, match="none of the 4 layers of this infini_mistral attends to everything.*layers="):
         patch_model(model, **WINDOW)
     assert patch_model(model, **WINDOW, layers=[1, 3]).config.infini_layers == [1, 3]
 
