@@ -257,9 +257,10 @@ def begin_call(
     check_cache(cache)
     if cache is None:
         cache = InfiniCache(model.config) if use_cache else None
-    elif (state := cache.state) is not None:
-        check_rows("this call", batch, len(state.tokens_seen))
+    else:
         cache.check_finished()
+    if cache is not None and cache.state is not None:
+        check_rows("this call", batch, len(cache.state.tokens_seen))
     check_shapes(batch, tokens, None, masks["memory_mask"], None)
     masks["memory_mask"] = memory_mask_of(model.config, ids, masks["memory_mask"])
     masks["attention_mask"] = mask_of_call(masks["attention_mask"], batch, tokens, cache)

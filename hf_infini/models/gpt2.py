@@ -26,10 +26,6 @@ class InfiniGPT2Config(InfiniConfigMixin, GPT2Config):
             limit. `"rope"`: no embedding; queries and keys of the window are rotated by position (Su et al. 2021), so that
             distances count, contexts have no limit, and the memory carries no position. The last is for models trained with
             it: a pretrained GPT-2 loses its position embedding. The head width must be even.
-
-    Raises:
-        ValueError: a value of the wrong type, one that is not allowed, or options that do not go together; the message says
-            what was given and what is allowed.
     """
 
     model_type = "infini_gpt2"

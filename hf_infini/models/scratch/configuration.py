@@ -41,10 +41,6 @@ class CausalMHAConfig(ScratchOptions, InfiniConfigMixin, PreTrainedConfig):
             Probability of dropping attention weights, embeddings, and what a block adds to the hidden state.
         layer_norm_epsilon (`float`, *optional*, defaults to 1e-5):
             Added to the variance in a layer norm.
-
-    Raises:
-        ValueError: a value of the wrong type, one that is not allowed, or options that do not go together; the message says
-            what was given and what is allowed.
     """
 
     model_type = "causal_mha"
