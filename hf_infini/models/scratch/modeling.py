@@ -19,13 +19,7 @@ from ...compat.cache_name import CACHE, takes_either_name
 from ...compat.hub_code import carry_code
 from ...layers.memory_layer import rope_tables
 from ...ops.positions import sinusoidal_encoding
-from ..base import (
-    SavedModelMixin,
-    begin_call,
-    check_positions,
-    counted_positions,
-    tokens_of,
-)
+from ..base import SavedModelMixin, begin_call, check_positions, counted_positions, tokens_of
 from ..generation import MemoryGenerationMixin
 from .attention import CausalMultiHeadAttention
 from .configuration import CausalMHAConfig
