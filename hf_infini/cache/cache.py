@@ -243,7 +243,7 @@ class InfiniCache(Cache):
             raise ValueError(
                 f"row {row} of attention_mask has {int(given[row])} real tokens (1) among the {attention_mask.shape[1]} "
                 f"columns that the cache has passed, but the cache has read {int(counted[row])} of them as real. Mask the "
-                "padding, also that after a row which generate() finished early; the token that ended it is text."
+                "padding; what generate() has appended after the end of a row is text to the cache."
             )
 
     def check_ids(self, input_ids: Tensor, attention_mask: Tensor) -> None:

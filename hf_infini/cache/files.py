@@ -149,8 +149,6 @@ def check_model(path: str | Path, record: dict, model: nn.Module) -> None:
     names = sorted({*written, *given} - {"config"})
     names = [name for name in names if written.get(name) != given.get(name)]
     names = [name for name in names if name != "weights_sha256"] or names  # they differ with the options
-    if written["model_type"] != given["model_type"]:
-        names = ["model_type"]
     if names:
         different = (f"{name} is {written.get(name)!r} in the file and {given.get(name)!r} in the model" for name in names)
         raise MemoryFileError(

@@ -102,16 +102,6 @@ def gates_of(model: nn.Module) -> dict[str, Any]:
     return {f"{name}.gate": layer.gate for name, layer in memory_layers(model).items() if hasattr(layer, "gate")}
 
 
-def memory_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """All of [`PARAMETERS`] in a model, by their full names."""
-    return {
-        f"{name}.{own}": parameter
-        for name, layer in memory_layers(model).items()
-        for own, parameter in layer.named_parameters()
-        if own.partition(".")[0] in PARAMETERS
-    }
-
-
 class MemoryLayerMixin(nn.Module):
     """A layer's memory; comes before the attention's class, whose forward calls `begin`, its own projections, and the
     function that `begin` gave. The class has `config` (with [`MemoryOptions`]) and `head_counts`. New are `gate`, a

@@ -4,7 +4,7 @@ import os
 
 import torch
 
-from cli import UserError
+from cli import UserError, one_line
 from cli.names import check_name
 from hf_infini.compat.cache_name import CACHE, cache_of
 from hf_infini.layers.memory_layer import gates_of
@@ -73,8 +73,8 @@ def load_model(name: str, device: str = "auto", adapter: str | None = None):
     try:
         model = load_causal_lm(name, dtype=torch.float32)
         tokenizer = load_tokenizer(name, model)
-    except ValueError as error:
-        raise UserError(f"--model: cannot load {name}: {error}") from error
+    except (OSError, ValueError) as error:
+        raise UserError(f"--model: cannot load {name}: {one_line(error)}") from error
     try:
         model = model if adapter is None else merged(load_adapter(model, adapter))
     except (OSError, ValueError) as error:

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Trainer,
 from corpora.tokenization import build_character_tokenizer
 from decoders import decoder, token_ids
 from hf_infini import load_adapter, lora_config, patch_model
-from hf_infini.layers.memory_layer import gates_of, memory_parameters
+from hf_infini.layers.memory_layer import gates_of
 from models import causal_mha
 from ranks import on_ranks
 
@@ -20,7 +20,6 @@ trl = pytest.importorskip("trl", reason="pip install trl")
 OPTIONS = {"segment_length": 8, "local_segments": 1}
 LEARNED = {"memory_init": "learned", "memory_conv": 2, "memory_write": "learned", "feature_map": "learned"}
 KEEPING = {"kept_tokens": 4, "keep_score": "half"}
-GATED = {"update_rule": "gated_delta", "memory_init": "learned"}
 ROOT = Path(__file__).parents[2]
 RUN = {"use_cpu": True, "report_to": "none", "disable_tqdm": True, "save_strategy": "no", "logging_strategy": "no"}
 
@@ -29,7 +28,7 @@ def patched(**options):
     return patch_model(decoder("llama"), **OPTIONS, **options)
 
 
-def with_lora(config=lambda model: peft.LoraConfig(), **options):
+def with_lora(config=lambda model: peft.LoraConfig(target_modules=["q_proj"]), **options):
     model = patched(**options)
     return peft.get_peft_model(model, config(model))
 
@@ -38,13 +37,13 @@ def gates(model):
     return torch.stack([gate().detach() for gate in gates_of(model).values()])
 
 
-@pytest.mark.parametrize("options", [LEARNED, GATED | KEEPING, {"layers": [1, 3]}], ids=["learned", "gated", "layers"])
-def test_lora_config_trains_all_of_the_memory(options):
+@pytest.mark.parametrize("options", [LEARNED | KEEPING, {"layers": [1, 3]}], ids=["learned", "layers"])
+def test_lora_config_trains_the_gates(options):
     model = with_lora(lora_config, **options)
     learned = {name for name, parameter in model.named_parameters() if parameter.requires_grad and "lora_" not in name}
-    kept = {name for name in memory_parameters(patched(**options)) if not name.endswith("keep_weight")}  # has no gradient
-    assert len(kept) >= len(model.config.infini_layers)
-    assert {name.removeprefix("base_model.model.").replace(".modules_to_save.default", "") for name in learned} == kept
+    gates = {f"{name}.weight" for name in gates_of(patched(**options))}
+    assert len(gates) == len(model.config.infini_layers)
+    assert {name.removeprefix("base_model.model.").replace(".modules_to_save.default", "") for name in learned} == gates
 
 
 def test_lora_config_takes_the_options_of_peft_s():
@@ -75,7 +74,7 @@ def loop(model, steps):
 def by_two() -> list[list]:
     """DDP does without `find_unused_parameters`: whatever is to be trained has a gradient in every step."""
     torch.manual_seed(0)
-    model = with_lora(lora_config, **LEARNED, **KEEPING)
+    model = with_lora(lora_config)
     loop(torch.nn.parallel.DistributedDataParallel(model), steps=3)
     return [parameter.tolist() for parameter in model.parameters() if parameter.requires_grad]
 
@@ -83,7 +82,7 @@ def by_two() -> list[list]:
 def test_all_that_lora_config_trains_has_a_gradient_on_two_processes():
     one, other = on_ranks(by_two, 2)
     assert not isinstance(one, Exception), one
-    assert len(one) > 20 and one == other
+    assert len(one) > 10 and one == other
 
 
 @pytest.mark.slow

@@ -5,7 +5,6 @@ import copy
 import pytest
 import torch
 from transformers import DynamicCache
-from transformers.generation.continuous_batching import ContinuousBatchingManager
 
 from hf_infini import InfiniCache
 from models import FLOAT32, causal_mha, generate, gpt2, infini_gpt2, left_padded, token_ids
@@ -120,19 +119,6 @@ def test_returned_beams_go_on_without_the_cache():
         with pytest.raises(ValueError, match="23 ids are not the 22 that the cache has read and new ones"):
             generate(model, 5, **call, past_key_values=first.past_key_values)
         assert generate(model, 5, **call).shape == (2 * returned, 28)
-
-
-@pytest.mark.parametrize("make", [infini_gpt2, causal_mha])
-def test_continuous_batching_is_refused_at_once(make, monkeypatch):
-    """Before anything is allocated: without sizes, the pages would take most of the memory that is free."""
-    model = make()
-    monkeypatch.setattr(ContinuousBatchingManager, "__init__", lambda *args, **kwargs: pytest.fail("allocates"))
-    with pytest.raises(ValueError, match="continuous batching keeps keys and values in pages.*left-padded batch"):
-        model.generate_batch([[3, 4, 5]])
-    with pytest.raises(ValueError, match="continuous batching"):
-        model.init_continuous_batching()
-    with pytest.raises(ValueError, match="continuous batching"), model.continuous_batching_context_manager():
-        pass
 
 
 @pytest.mark.parametrize("first", [True, False], ids=["first under autocast", "first without"])

@@ -72,17 +72,13 @@ class CausalMultiHeadAttention(MemoryLayerMixin, nn.Module):
         super().__init__()
         if num_heads < 1 or d_out % num_heads:
             raise ValueError(f"num_heads must divide d_out, the width of all heads together; got {d_out} / {num_heads}.")
-        if unknown := sorted(options if config is not None else {*options} - {*ATTENTION_OPTIONS}):
-            known = "none beside its config" if config is not None else ", ".join(ATTENTION_OPTIONS)
-            raise ValueError(f"unknown options {', '.join(unknown)}; an attention takes {known}.")
+        if unknown := sorted({*options} - {*ATTENTION_OPTIONS}):
+            raise ValueError(f"unknown options {', '.join(unknown)}; an attention takes {', '.join(ATTENTION_OPTIONS)}.")
         if config is None:
             given: dict[str, Any] = {"position_encoding": "none", **options}
             config = CausalMHAConfig(n_embd=d_out, n_head=num_heads, **given)
             if config.attention == "none" or config.position_encoding in IN_EMBEDDING:
-                raise ValueError(
-                    "attention='none' is a block without this module, and 'learned' and 'sinusoidal' positions are added to "
-                    "the embeddings, by the model: choose others."
-                )
+                raise ValueError("attention='none' and 'learned' or 'sinusoidal' positions are a model's: choose others.")
         self.config = config
         self.layer_idx = layer_idx
         self.num_heads = num_heads
@@ -124,7 +120,6 @@ class CausalMultiHeadAttention(MemoryLayerMixin, nn.Module):
         if self.config.attention == "infini":
             self.init_memory_parameters()
 
-    @check_kinds
     def forward(
         self,
         hidden_states: Tensor,
@@ -150,20 +145,8 @@ class CausalMultiHeadAttention(MemoryLayerMixin, nn.Module):
         Returns:
             The output `[batch, tokens, d_out]`; with `output_attentions` also the weights `[batch, heads, tokens, keys]`
             (for `attention="infini"` those of the local window, `[…, config.places]`).
-
-        Raises:
-            ValueError: an input of another shape, or an argument that this kind of attention does not use.
         """
-        if hidden_states.dim() != 3 or hidden_states.shape[-1] != self.W_query.in_features:
-            raise ValueError(
-                f"the input must be [batch, tokens, d_in] with d_in = {self.W_query.in_features}; got "
-                f"{list(hidden_states.shape)}."
-            )
-        segmented = self.config.attention == "infini"
-        if (mask if segmented else infini) is not None:
-            unused = "mask" if segmented else "infini"
-            raise ValueError(f"attention={self.config.attention!r} does not use {unused}: leave it out.")
-        if segmented:
+        if self.config.attention == "infini":
             if infini is None and cache is not None:
                 raise ValueError("a cache is for the layers of a model; call infini_attention() with a state.")
             shared = infini or self.inputs_outside_model(hidden_states, position_ids, output_attentions)

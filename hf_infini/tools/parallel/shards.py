@@ -46,7 +46,6 @@ from transformers import PreTrainedConfig
 
 from ...cache.cache import InfiniCache, PendingStates
 from ...compat.cache_name import CACHE
-from ...models.base import check_continuation
 from ...ops.attention import GROUP_ELEMENTS
 from ...ops.checks import bool_mask, check_kinds, check_shapes
 from ...ops.kept import Kept, KeptInGrid, choose, first_scores, shares, with_sinks_before
@@ -97,8 +96,6 @@ def shard_rows(
         raise ValueError(f"the batch must have input_ids or inputs_embeds, and all parts [rows, tokens, …]; got {shapes}.")
     check_shards(config, text.shape[1], size)
     real = bool_mask("attention_mask", batch.get("attention_mask"), True)
-    if past is not None:
-        check_continuation(batch.get("position_ids"), real, past.state)
     parts = dict(batch)
     if "labels" in batch:
         parts["shift_labels"] = F.pad(batch["labels"][:, 1:], (0, 1), value=-100)
