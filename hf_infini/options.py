@@ -8,7 +8,7 @@ import operator
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Literal, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
 
 if TYPE_CHECKING:  # what a configuration's mixins come before; they have no base when the code runs
     from transformers import PreTrainedConfig as ConfigBase
@@ -67,8 +67,7 @@ class MemoryOptions(ConfigBase):
         denominator (`str`, *optional*, defaults to `"separate"`):
             `"separate"`: window and memory each have one, and only the gate sets the memory's share, as in the
             paper; `"shared"`: one softmax over both, in which each token of the memory weighs e^β σ(q)·σ(k) / head_dim, so
-            that the share also depends on what a token finds. The window's softmax is then written out, without a fused
-            kernel.
+            that the share also depends on what a token finds. There is then no fused kernel for the window.
         local_segments (`int`, *optional*, defaults to 0):
             Earlier segments that the softmax attention still sees in full; 0 is the paper.
         sink_tokens (`int`, *optional*, defaults to 0):
@@ -93,12 +92,11 @@ class MemoryOptions(ConfigBase):
             context. `None` is all of them.
         memory_conv (`int`, *optional*, defaults to 0):
             Taps (the token itself and those before it) of a depthwise causal convolution, added to the input of the layer's
-            projections: what followed a token can then be recalled by that token. 0 is none. It starts at zero, so that a
-            patched model is unchanged.
+            projections: what followed a token can then be recalled by that token. It starts at zero; 0 is none.
         memory_write (`str`, *optional*, defaults to `"equal"`):
             Weight of a token in the memory: `"equal"` for all; or `"learned"`, where σ(k) is multiplied by e^(w·x), with x
-            the input of the layer's projections and a w for each head that starts at zero. Filler can then stay out of the
-            memory, so that the rest is still found in a long text. Not with `feature_map="elu"`.
+            the input of the layer's projections and a w for each head that starts at zero, so that filler can stay out of
+            the memory. Not with `feature_map="elu"`.
         mask_special_tokens (`bool`, *optional*, defaults to `True`):
             Tokens with the configuration's bos, eos or pad id are seen inside the window but not written into the memory.
     """
@@ -132,9 +130,7 @@ class MemoryOptions(ConfigBase):
     @property
     def window(self) -> tuple[int, int, int, int]:
         """What the softmax sees: tokens of a segment, earlier segments, first tokens of a document, kept tokens."""
-        length = self.tokens_per_segment
-        if length is None:
-            raise ValueError(f"a {type(self).__name__} without a memory has no segments.")
+        length: Any = self.tokens_per_segment  # there is one where there is a memory
         return length, self.local_segments, self.sink_tokens, self.kept_tokens
 
     @property

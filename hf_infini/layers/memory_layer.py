@@ -64,14 +64,10 @@ class SharedInputs(NamedTuple):
 
 class Gate(nn.Module):
     """The gate of a layer (equation 5): `weight` `[heads]`, the logits β; sigmoid(β) is the memory's share of a head's
-    output. Made uninitialised.
+    output. Made uninitialised; `options`: their `device` and `dtype`.
 
     It is a module whose forward returns the logits, so that other libraries can replace it: PEFT's
     `modules_to_save=["gate"]` puts a wrapper in its place, whose forward gives the logits of the active adapter.
-
-    Args:
-        heads: of the layer.
-        options: `device` and `dtype` of the logits.
     """
 
     def __init__(self, heads: int, **options):
@@ -109,16 +105,10 @@ class MemoryLayerMixin(nn.Module):
 
     config: Any
     layer_idx: Any  # a number, which only a cache needs
-    num_heads: int
-    head_dim: int
+    head_counts: tuple[int, int, int]  # query heads, key/value heads, and the width of one
     gate: Gate
     # Given each call's projections, returns those to attend with; `None`: as they are. For training schemes and measurements
     change_projections: Callable[[Projections], Projections] | None = None
-
-    @property
-    def head_counts(self) -> tuple[int, int, int]:
-        """Query heads, key/value heads, and the width of one."""
-        return self.num_heads, self.num_heads, self.head_dim
 
     @property
     def rule(self) -> MemoryRule:
@@ -301,7 +291,9 @@ class InfiniAttentionMixin(MemoryLayerMixin):
     def swap_in(self, config: LayerConfig, tables: dict[str | None, tuple[Tensor, ...]], dtype: torch.dtype) -> None:
         """Gives the layer its memory; `tables`: the model's [`InfiniModelMixin.rotary_tables`]; `dtype`: the model's, for a
         layer whose weights are quantized and its biases in any type."""
-        self.config = config
+        self.config, heads = config, config.num_attention_heads
+        width = getattr(self, "head_dim", None) or getattr(self, "head_size", None) or config.hidden_size // heads
+        self.head_counts = heads, getattr(config, "num_key_value_heads", None) or heads, width
         self.rotary_type = None if None in tables or not tables else config.layer_types[self.layer_idx]
         weights = (weight.dtype for weight in self.parameters() if weight.dim() > 1 and weight.is_floating_point())
         options = {"device": device_of(self), "dtype": next(weights, dtype)}
@@ -312,17 +304,10 @@ class InfiniAttentionMixin(MemoryLayerMixin):
     def swap_out(self) -> None:
         """Makes it a layer of the own class again, whatever its memory has learned."""
         self.config = self.config.of_model
-        for name in (*PARAMETERS, "rotary_type", "turns_states"):
+        for name in (*PARAMETERS, "head_counts", "rotary_type", "turns_states"):
             if hasattr(self, name):  # not where the memory could not be added
                 delattr(self, name)
         swap_class(self, self.own_class)
-
-    @property
-    def head_counts(self) -> tuple[int, int, int]:
-        """Query heads, key/value heads, and the width of one."""
-        heads = self.config.num_attention_heads
-        width = getattr(self, "head_dim", None) or getattr(self, "head_size", None) or self.config.hidden_size // heads
-        return heads, getattr(self.config, "num_key_value_heads", None) or heads, width
 
     def _turns_states(self, tables: tuple[Tensor, ...], **options) -> bool:
         """Whether queries depend on the position embeddings: some models have layers without positions; `options`: the

@@ -44,14 +44,6 @@ def test_either_name_continues(model, name):
         torch.testing.assert_close(second[0], whole, rtol=FLOAT32, atol=FLOAT32)
 
 
-@torch.no_grad()
-def test_both_names_are_refused(model):
-    ids = token_ids(1, 5) % model.config.vocab_size
-    cache = cache_of(model(ids, use_cache=True))
-    with pytest.raises(TypeError, match="cache and past_key_values are two names of one argument"):
-        model.base_model(ids, cache=cache, past_key_values=cache)
-
-
 def test_without_a_cache_nothing_changes():
     given = {"use_cache": True}
     assert with_one_name(given) == given and with_one_name({"past_key_values": None}) == {"cache": None}

@@ -83,6 +83,7 @@ class CausalMultiHeadAttention(MemoryLayerMixin, nn.Module):
         self.layer_idx = layer_idx
         self.num_heads = num_heads
         self.head_dim = d_out // num_heads
+        self.head_counts = num_heads, num_heads, self.head_dim
         self.W_query = nn.Linear(d_in, d_out, bias=qkv_bias)
         self.W_key = nn.Linear(d_in, d_out, bias=qkv_bias)
         self.W_value = nn.Linear(d_in, d_out, bias=qkv_bias)
