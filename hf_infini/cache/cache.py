@@ -164,7 +164,7 @@ class InfiniCache(Cache):
 
     def check_finished(self) -> None:
         """ValueError where a call has failed halfway, and left keys and values in some of the layers of full attention."""
-        if len({layer.get_seq_length() for layer in self.layers}) > 1:
+        if len({self.get_seq_length(layer) for layer in range(len(self.layers))}) > 1:
             raise ValueError("a call with this cache has failed halfway: make a new one and read the text again.")
 
     def advance(self, states: PendingStates, input_ids: Tensor | None, layout: Layout, tokens: int) -> None:

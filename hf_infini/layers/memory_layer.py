@@ -107,6 +107,13 @@ class MemoryLayerMixin(nn.Module):
     layer_idx: Any  # a number, which only a cache needs
     head_counts: tuple[int, int, int]  # query heads, key/value heads, and the width of one
     gate: Gate
+    start_memory: Tensor  # M_0, `[kv_heads, head_dim, head_dim]`
+    start_normaliser: Tensor  # z_0 is its softplus, `[kv_heads, head_dim]`; with "noise" it is a buffer, and z_0 itself
+    memory_conv: Tensor  # weights of the convolution, `[taps, width]`
+    memory_write: Tensor  # times the input: the logarithm of a token's weight, `[kv_heads, width]`
+    keep_weight: Tensor  # times the input: a token's score, `[kv_heads, width]`; set it, for a choice has no gradient
+    query_map: Tensor  # what queries are multiplied by before the exponential, `[heads, head_dim, head_dim]`
+    key_map: Tensor  # and keys
     # Given each call's projections, returns those to attend with; `None`: as they are. For training schemes and measurements
     change_projections: Callable[[Projections], Projections] | None = None
 
@@ -130,18 +137,18 @@ class MemoryLayerMixin(nn.Module):
         """The first value of each parameter beside the gate, by its name; `width`: of the layer's input."""
         config, (query_heads, heads, size) = self.config, self.head_counts
         values: dict[str, Tensor] = {}
-        if config.memory_init == "learned":  # with "noise" z_0 is a buffer
+        if config.memory_init == "learned":
             values["start_memory"] = torch.zeros(heads, size, size)
             if self._rule.normalised:
-                values["start_normaliser"] = torch.full((heads, size), LEARNED_NORMALISER)  # z_0 is its softplus
-        if config.memory_conv:  # weights of the convolution
+                values["start_normaliser"] = torch.full((heads, size), LEARNED_NORMALISER)
+        if config.memory_conv:
             values["memory_conv"] = torch.zeros(config.memory_conv, width)
-        if config.memory_write == "learned":  # by the input: the logarithm of a token's weight
+        if config.memory_write == "learned":
             values["memory_write"] = torch.zeros(heads, width)
-        if self._has_learned_score:  # by the input: a token's score. A choice has no gradient: set it, keep_weight.copy_(…)
+        if self._has_learned_score:
             values["keep_weight"] = torch.zeros(heads, width)
         values |= self._rule.parameters(heads, width)
-        if config.feature_map == "learned":  # by queries and keys: the exponents of features
+        if config.feature_map == "learned":
             values["query_map"], values["key_map"] = (torch.eye(size).repeat(n, 1, 1) for n in (query_heads, heads))
         return values
 
