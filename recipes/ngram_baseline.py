@@ -7,8 +7,7 @@ Order k predicts a token from the k tokens before it: 0 from none (unigram), 1 f
 (trigram). A model without attention sees one token, as the bigram does. `entropy` is that of the training rows' counts:
 from k tokens alone nothing predicts these rows better. `cross_entropy` is of the tokens that train.py and
 evaluate_model.py count in the same rows (special tokens are not), and stands beside their number; its smoothing
-(recipes/evaluation/ngrams.py gives formula and sources) is chosen on the training rows. Prints a table and writes
---out, which recipes/push.py takes too.
+(recipes/evaluation/ngrams.py gives formula and sources) is chosen on the training rows. Prints a table and writes --out.
 """
 
 import sys

@@ -21,7 +21,7 @@ NEEDED = {
     "ngram_baseline": ["--data", "x", "--out", "x.json"],
     "prepare": ["--source", "x", "--out", "x"],
     "prepare_recall": ["--data", "x", "--out", "x"],
-    "push": ["--run", "x", "--out", "x", "--language", "pt", "--data_license", "x", "--prompt", "x"],
+    "model_card": ["--run", "x", "--out", "x", "--language", "pt", "--data_license", "x", "--prompt", "x"],
     "study": ["--out", "x"],
     "train": ["--data", "x", "--out", "x"],
 }
@@ -88,7 +88,7 @@ WORDS = {
     "grid without values": ("study", ["--data", "x", "--grid", "score="], ["--grid score=", "OPTION=VALUE,VALUE"], 1),
     "set of broken YAML": ("study", ["--data", "x", "--set", "train.seed=[1"], ["--set train.seed=[1", "not valid YAML"], 1),
 }
-DEVICES = {"benchmark": [], "generate": ["--prompt", "x"], "inspect_heads": ["--out", "y"], "push": ["--out", "y"]}
+DEVICES = {"benchmark": [], "generate": ["--prompt", "x"], "inspect_heads": ["--out", "y"], "model_card": ["--out", "y"]}
 DEVICES |= dict.fromkeys(("evaluate_model", "memorize"), ["--text", "text"])
 for name, more in DEVICES.items():
     WORDS[f"device of {name}"] = name, [*more, "--device", "cuda:77"], ["--device: cannot use cuda:77", "give cpu"], 1

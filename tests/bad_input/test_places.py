@@ -11,14 +11,14 @@ from bad_input import contents, refused
 from running import load_recipe
 from small_runs import remove, small_data, small_run, stopped_run, training
 
-NAMES = ("train", "evaluate_model", "memorize", "push", "study", "ngram_baseline", "prepare", "prepare_recall")
+NAMES = ("train", "evaluate_model", "memorize", "model_card", "study", "ngram_baseline", "prepare", "prepare_recall")
 CARD = ["--language", "en", "--data_license", "none", "--prompt", "To"]
 OPTIONS = {
     "generate": ["--model", "--prompt_file", "--memory"],
     "memorize": ["--model", "--text"],
     "evaluate_model": ["--model", "--data", "--text"],
     "train": ["--data", "--init_from", "--dilute_with"],
-    "push": ["--run", "--notes"],
+    "model_card": ["--run", "--notes"],
     "study": ["--runs", "--data", "--baselines", "--study", "--train"],
     "prepare_recall": ["--data"],
 }
@@ -31,7 +31,7 @@ def words_of(name: str, base, out) -> list:
         "train": training(data, out),
         "evaluate_model": ["--model", run, "--data", data, "--out", out],
         "memorize": ["--model", run, "--text", data.parent / "text.jsonl", "--out", out],
-        "push": ["--run", run, "--out", out, *CARD],
+        "model_card": ["--run", run, "--out", out, *CARD],
         "study": ["--runs", run, "--data", data, "--out", out],
         "ngram_baseline": ["--data", data, "--out", f"{out}.json"],
         "prepare": ["--source", data.parent / "text.jsonl", "--tokenizer", "characters", "--context", 16, "--out", out],
@@ -47,7 +47,7 @@ def test_places_that_cannot_be_written(base, tmp_path, capsys, name):
         refused(load_recipe(name).main, words_of(name, base, out), capsys, str(out).removesuffix("/out"), keeps=tmp_path)
 
 
-@pytest.mark.parametrize("name", ["train", "push", "study", "prepare", "prepare_recall"])
+@pytest.mark.parametrize("name", ["train", "model_card", "study", "prepare", "prepare_recall"])
 def test_folders_of_something_else(base, tmp_path, capsys, name):
     (tmp_path / "file").write_text("mine")
     (tmp_path / "letters").mkdir()
