@@ -75,13 +75,10 @@ class Options:
                                            "with the model's tokenizer, rows of one length; a row then begins with the "
                                            "memory of one of theirs, up to --dilute_up_to times as heavy, so that short "
                                            "rows train what long texts need. Each step reads that row as well.")  # fmt: skip
-    dilute_up_to: float | None = option(None, "--dilute_with: the largest factor; each row's is drawn log-uniformly from 1 "
-                                        "on. Default: 32.", at_least=1)  # fmt: skip
-    dilute_share: float | None = option(None, "--dilute_with: share of the forward passes whose rows begin so; in the "
-                                        "others they begin a text. Default: 1.", at_least=0, at_most=1)  # fmt: skip
-    repeat_up_to: float = option(1.0, "together, gated delta rule: in three of four steps each token is written into the "
-                                 "memory as if it came N times in a row, N drawn log-uniformly from 1 to this number, so "
-                                 "that short rows train what longer texts need.", at_least=1)  # fmt: skip
+    dilute_up_to: float = option(32.0, "--dilute_with: the largest factor; each row's is drawn log-uniformly from 1 on.",
+                                 at_least=1)  # fmt: skip
+    dilute_share: float = option(1.0, "--dilute_with: share of the forward passes whose rows begin so; in the others they "
+                                 "begin a text.", at_least=0, at_most=1)  # fmt: skip
     batch_size: int = option(1, "Rows per device and forward pass.", at_least=1)
     gradient_accumulation: int = option(1, "Forward passes per optimiser step.", at_least=1)
     save_steps: int = option(10, "Steps between checkpoints; the last two are kept.", at_least=1)
@@ -95,7 +92,7 @@ class Options:
     precision: str = option("auto", "bf16 autocast; auto: where it is native.", choices=["auto", "bf16", "float32"],
                             group="machine")  # fmt: skip
     use_cpu: bool = option(False, "Train on the CPU even where there is a GPU.")
-    seed: int = option(0, "Seed of the order of rows, narrower windows, repetitions and LoRA.", **SEED, group="training")
+    seed: int = option(0, "Seed of the order of rows, narrower windows and LoRA.", **SEED, group="training")
 
 
 MemoryChoices = memory_choices(DEFAULTS)

@@ -42,21 +42,17 @@ class RunOptions:
                                      "the same tokenizer. Each training row begins with the memory of one of its rows, "
                                      "up to --dilute_up_to times as heavy, so that short rows train what long texts "
                                      "need.")  # fmt: skip
-    dilute_up_to: float | None = option(None, "--dilute_with: the largest factor; each row's is drawn log-uniformly from "
-                                        "1 to it; default: 32.", at_least=1, rare=True)  # fmt: skip
-    dilute_share: float | None = option(None, "--dilute_with: share of the steps whose rows begin so; in the others they "
-                                        "begin a text; default: 1.", at_least=0, at_most=1, rare=True)  # fmt: skip
-    repeat_up_to: float | None = option(None, "infini, gated delta rule: in three of four steps each token is written into "
-                                        "the memory as if it came N times in a row, N drawn log-uniformly from 1 to this "
-                                        "number, so that short rows train what longer texts need; default: 1.",
-                                        at_least=1)  # fmt: skip
+    dilute_up_to: float = option(32.0, "--dilute_with: the largest factor; each row's is drawn log-uniformly from 1 to it.",
+                                 at_least=1, rare=True)  # fmt: skip
+    dilute_share: float = option(1.0, "--dilute_with: share of the steps whose rows begin so; in the others they begin a "
+                                 "text.", at_least=0, at_most=1, rare=True)  # fmt: skip
     num_processes: int | None = option(None, "Processes that must have been started; default: any number.", group="machine",
                                       greater_than=0, rare=True)  # fmt: skip
     context_parallel_size: int | None = option(None, "infini: processes that share each row, each computing the tokens of a "
                                                "part: for rows too long for one device; default: 1.",
                                                greater_than=0, rare=True)  # fmt: skip
     use_cpu: bool = option(False, "Train on the CPU even where there is a GPU.")
-    seed: int = option(0, "Seed of weights, order of rows, dropout, repetitions.", **SEED, group="optimisation")
+    seed: int = option(0, "Seed of weights, order of rows and dropout.", **SEED, group="optimisation")
     report_to: list[str] = option(["none"], "Trackers that receive losses, learning rate and gates: none, or any of "
                                   "tensorboard (files in OUT/runs), trackio, wandb, mlflow, …", group="output")  # fmt: skip
 
@@ -103,9 +99,9 @@ def main(argv: list[str] | None = None) -> None:
     from support import measurement
     from support.prepared import read_tokenizer
     from support.stages import read_manifest, write_json
-    from training import console, dilution, repetition, run_folder, setup
+    from training import console, dilution, run_folder, setup
 
-    run, data, out = dilution.with_defaults(run), Path(run.data), Path(run.out)
+    data, out = Path(run.data), Path(run.out)
     manifest = read_manifest(data)
     arguments = training_arguments(run, optimizer)
     fingerprint = setup.data_fingerprint(manifest)
@@ -119,7 +115,6 @@ def main(argv: list[str] | None = None) -> None:
     tokenizer = read_tokenizer(data)
     config = build_config(shape, tokenizer, context)
     dilution.check_options(run, optimizer, config)
-    repetition.check_options(run, optimizer, config, context)
     setup.check_sharing(run, optimizer, config, context)
     optimizer = replace(optimizer, gate_learning_rate=setup.gate_rate(optimizer.gate_learning_rate, config))
     options = {**vars(shape), "attention": attention_of(config), **vars(optimizer), **vars(run), "data": fingerprint}
@@ -143,9 +138,6 @@ def main(argv: list[str] | None = None) -> None:
         diluted = run.dilute_with and dilution.Dilution.from_options(
             run, [run.dilute_with], tokenizer, f"--data {data}"
         )
-        callbacks = [run_folder.RunRecorder(out, tokens_per_step, reads_memory)]
-        if run.repeat_up_to is not None:
-            callbacks.append(repetition.Repetition(run.repeat_up_to))
         trainer = PerplexityTrainer(
             model=model,
             args=arguments,
@@ -153,7 +145,7 @@ def main(argv: list[str] | None = None) -> None:
             eval_dataset=validation.select(range(len(validation))[: optimizer.eval_rows]).with_transform(judged),
             data_collator=learned.collate,
             processing_class=tokenizer,
-            callbacks=callbacks,
+            callbacks=[run_folder.RunRecorder(out, tokens_per_step, reads_memory)],
             optimizer_of=lambda model: torch.optim.AdamW(
                 parameter_groups(model, *rates), betas=(0.9, 0.95), fused=True
             ),

@@ -22,7 +22,6 @@ from hf_infini.options import context_limit
 from support.prepared import open_folders, open_rows, read_tokenizer
 from support.stages import read_json, read_manifest, write_json
 from training import console, dilution, run_folder, setup
-from training.repetition import Repetition
 
 from .defaults import DEFAULTS, LORA_RANK, NARROW_TO, UNTRAINED
 from .layers import gap_by_layer
@@ -288,10 +287,9 @@ class Conversion:
         return self.train(
             "together", model, Together, [*self.rows["train"].values()], options.together_steps,
             options.together_learning_rate, text=options.text_weight, past_of=self.past_of,
-            callbacks=[Repetition(options.repeat_up_to)] if options.repeat_up_to > 1 else [],
         )  # fmt: skip
 
-    def train(self, name: str, model, kind: type, rows: list, steps: int, rate: float, *, callbacks=(), **more) -> tuple:
+    def train(self, name: str, model, kind: type, rows: list, steps: int, rate: float, **more) -> tuple:
         """Trains a model with a [`ConversionTrainer`], or goes on with what is in the folder of this name.
 
         Args:
@@ -310,7 +308,7 @@ class Conversion:
             set_seed(options.seed)
             trainer = kind(
                 model, arguments, train_dataset=ConcatDataset(rows),
-                callbacks=[run_folder.RunRecorder(folder, tokens_per_step), *callbacks],
+                callbacks=[run_folder.RunRecorder(folder, tokens_per_step)],
                 narrow=tuple(options.narrow), lengths=tuple(options.narrow_to), **more,
             )  # fmt: skip
             if arguments.should_save:
@@ -381,4 +379,4 @@ def _resolved(options, segment_length: int):
     if lengths is None:
         lengths = [length for length in NARROW_TO if length < segment_length]
     rank = rank if wanted is None else wanted
-    return dataclasses.replace(dilution.with_defaults(options), lora_rank=rank, narrow_to=lengths)
+    return dataclasses.replace(options, lora_rank=rank, narrow_to=lengths)

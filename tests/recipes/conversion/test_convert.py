@@ -20,12 +20,10 @@ from hf_infini.tools.metrics import evaluate_rows
 from hf_infini.tools.rows import RowReader
 from models import gpt2
 from running import CONTEXT, ROOT, load_recipe, prepared_data
-from training.dilution import with_defaults
 
 convert, prepare_recall, evaluate_model = map(load_recipe, ("convert", "prepare_recall", "evaluate_model"))
 WINDOW = ["--segment_length", 8, "--local_segments", 1, "--sink_tokens", 2, "--narrow_to", 4, 6]
 STEPS = ["--transfer_steps", 4, "--together_steps", 3, "--save_steps", 2, "--gradient_accumulation", 1, "--lora_rank", 2]
-GATED_DELTA = ["--update_rule", "gated_delta", "--denominator", "separate", "--memory_write", "equal"]
 SMALL = ["--transfer_rows", 6, "--evaluation_rows", 2, "--use_cpu", "true", "--precision", "float32"]
 
 
@@ -239,20 +237,6 @@ def test_stopped_it_goes_on_and_ends_the_same(checkpoint, base, tmp_path, monkey
         assert whole.keys() == stopped.keys() and all(torch.equal(whole[key], stopped[key]) for key in whole)
 
 
-@pytest.mark.slow
-def test_the_training_of_all_layers_repeats(checkpoint, base, tmp_path, monkeypatch):
-    from training import repetition
-
-    used = []
-    own = repetition.repeated
-    monkeypatch.setattr(repetition, "repeated", lambda model, times: used.append(times) or own(model, times))
-    steps = ["--together_steps", 12, "--evaluation_rows", 1, "--transfer_steps", 0]
-    run(checkpoint, base, tmp_path / "out", *GATED_DELTA, "--repeat_up_to", 8, *steps)
-    assert len(used) == 12 and min(used) == 1 and 2 < max(used) <= 8
-    record = json.loads((tmp_path / "out" / "together" / "run.json").read_text())
-    assert record["repeat_up_to"] == 8
-
-
 def test_what_cannot_be_converted(checkpoint, base, tmp_path, capsys):
     source = ["--source", base / "train_data" / "text.jsonl", "--tokenizer", prepared_data(base) / "tokenizer"]
     running.run_recipe("prepare", *source, "--context", 8, "--validation", 0.1, "--out", tmp_path / "short")
@@ -261,10 +245,9 @@ def test_what_cannot_be_converted(checkpoint, base, tmp_path, capsys):
         (["--segment_length", 32], ["rows of 64 tokens, and the window sees 66", "Prepare longer rows"]),
         (["--evaluation_data", tmp_path / "short"], ["of 8 tokens, there is nothing to predict from position 18 on"]),
         (["--narrow_to", 8], ["--narrow_to 8: give lengths below --segment_length 8", "or --narrow 0 0"]),
-        (["--dilute_up_to", 8], ["--dilute_up_to does nothing without --dilute_with FOLDER"]),
+        (["--dilute_up_to", 8], ["--dilute_share do nothing without --dilute_with FOLDER"]),
         ([*diluted, "--together_steps", 0], ["--dilute_with is of the training of all layers: give"]),
         ([*diluted, "--update_rule", "delta"], ["it needs --update_rule linear"]),
-        (["--repeat_up_to", 8], ["--repeat_up_to raises the learned rates", "it needs --update_rule gated_delta"]),
         (["--memory_in", 3], ["--memory_in 3: its layers are [0, 1, 2]"]),
         (["--evaluation_from", 17], ["--evaluation_from 17: the window sees 18 tokens", "have 64; give a position between"]),
         (["--narrow", 0.5], ["--narrow takes two shares"]),
@@ -282,8 +265,7 @@ def test_configs_parse_and_name_their_command(config):
     assert command[:5] == ["#", "python", "recipes/convert.py", "--config", f"recipes/configs/{config.name}"]
     argv = [*command[3:4], config, *command[5:]]
     options, memory = parse_options(convert.Options, convert.MemoryChoices, description="", argv=[*map(str, argv)])
-    options = with_defaults(options)
-    assert (options.dilute_up_to, options.dilute_share) == ((16, 0.75) if options.dilute_with else (None, None))
+    assert (options.dilute_up_to, options.dilute_share) == ((16, 0.75) if options.dilute_with else (32, 1))
     InfiniGPT2Config(**given_options(memory))  # the memory's options go together
 
 
