@@ -18,7 +18,7 @@ NEEDED = {
     "inspect_heads": ["--model", "x"],
     "memorize": ["--model", "x", "--text", "x", "--out", "x"],
     "mqar": ["--out", "x"],
-    "ngram_baseline": ["--data", "x", "--out", "x.json"],
+    "ngram_baseline": ["--data", "x"],
     "prepare": ["--source", "x", "--out", "x"],
     "prepare_recall": ["--data", "x", "--out", "x"],
     "model_card": ["--run", "x", "--out", "x", "--language", "pt", "--data_license", "x", "--prompt", "x"],
@@ -77,7 +77,6 @@ def test_every_number_has_a_range_that_help_shows_and_that_is_kept(recipe, capsy
 WORDS = {
     "unknown option": ("prepare", ["--sorce", "x"], ["--sorce"], 2),
     "abbreviated option": ("train", ["--learning", "1"], ["--learning"], 2),
-    "no json": ("ngram_baseline", ["--out", "x.txt"], ["--out x.txt", ".json"], 1),
     "choice": ("prepare", ["--split_by", "line"], ["--split_by", "document"], 2),
     "needed option empty": ("prepare", ["--out", ""], ["--out '' is empty"], 1),
     "shares of all": ("prepare", ["--validation", "0.5", "--test", "0.5"], ["leave nothing for training"], 1),
