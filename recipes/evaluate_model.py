@@ -23,7 +23,7 @@ goes on where it was.
 Everything is read in chunks through the model's cache: a model with Infini-attention whose `position_encoding` is rope or
 segment takes any length in constant memory; one with learned positions stops at its `n_positions`. --memory off leaves it
 only its local attention. Several processes share every row of a perplexity, if all layers have a memory.
-Writes OUT.json, OUT.png, and the same table on standard output.
+Writes OUT.json, and the same as a table on standard output.
 """
 
 import sys
@@ -65,7 +65,7 @@ class Options:
     batch_size: int = option(4, "Rows per call of the model.", at_least=1)
     precision: Literal["float32", "bf16"] = option("float32", "bf16: autocast.")
     device: str = option("auto", "cpu, cuda, cuda:1, …; auto: a GPU where there is one.")
-    out: str | None = option(None, "Files to write, without suffix; default: evaluation in the folder of the adapter or "
+    out: str | None = option(None, "File to write, without .json; default: evaluation in the folder of the adapter or "
                            "model (other tasks, and with the memory off: the task's name), with _text (facts among lines of "
                            "text), _test and _memory_off appended.",
                            group="output")  # fmt: skip
@@ -90,13 +90,10 @@ def main(argv: list[str] | None = None) -> None:
     manifest = check_options(options)
 
     from evaluation import inference
-    from plots.recall import plot_facts, plot_passkey
-    from plots.run import plot_positions
     from support import measurement
-    from support.stages import check_place, new_file, write_json
-    from training import run_folder, setup
+    from support.stages import check_place, write_json
+    from training import setup
 
-    trained = run_folder.trained_length_of(Path(options.model))
     device, group = inference.processes(options.device)
     if group is not None and options.task != "perplexity":
         raise UserError(f"--task {options.task} is measured by one process: start it with python")
@@ -109,8 +106,7 @@ def main(argv: list[str] | None = None) -> None:
     parts = ["evaluation" if plain else options.task, "text" if options.task == "facts" and options.source else None]
     parts += [options.split if options.split == "test" else None, "memory_off" if options.memory == "off" else None]
     name = options.out or str(home / "_".join(filter(None, parts)))
-    entries = {"options": dict, "model": str, "memory": str}
-    check_place(Path(f"{name}.json"), entries, [Path(f"{name}.png")])
+    check_place(Path(f"{name}.json"), {"options": dict, "model": str, "memory": str})
     if options.task == "perplexity":
         found = perplexity(options, model, tokenizer, group)
         if not inference.is_first(group):
@@ -130,25 +126,10 @@ def main(argv: list[str] | None = None) -> None:
         "options": vars(options),
         **measurement.environment(),
     }
-    with new_file(Path(f"{name}.png")) as picture:  # both files are new, or none is
-        if options.task == "perplexity":
-            plot_positions({None: found["by_position"]}, picture, subtitle(options), trained)
-        elif options.task == "passkey":
-            plot_passkey(found["cells"], picture, subtitle(options), trained)
-        else:
-            plot_facts(found["cells"], picture, subtitle(options), trained, found["segment_length"])
-        write_json(Path(f"{name}.json"), result)
+    write_json(Path(f"{name}.json"), result)
     if options.task != "perplexity":
         Path(f"{name}.cells.json").unlink(missing_ok=True)
-    print(f"{name}.json, {name}.png", file=sys.stderr)
-
-
-def subtitle(options: Options) -> str:
-    """Which model read what: `model conv8b, its memory off; carolina, validation`. An adapter stands for its model."""
-    invented = "generated biographies" if options.task == "passkey" else "invented text"
-    source = invented if options.source is None else Path(options.source).name
-    name, memory = Path(options.adapter or options.model).name, ", its memory off" if options.memory == "off" else ""
-    return f"model {name}{memory}; {source}{f', {options.split}' if options.data else ''}"
+    print(f"{name}.json", file=sys.stderr)
 
 
 def perplexity(options: Options, model, tokenizer, group) -> dict:

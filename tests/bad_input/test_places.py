@@ -60,7 +60,7 @@ def test_folders_of_something_else(base, tmp_path, capsys, name):
 
 def test_files_of_something_else(base, tmp_path, capsys):
     out = shutil.copytree(small_run(base), tmp_path / "out")
-    for content, file in (("mine", "notes.json"), ('{"mine": 1}', "mine.json"), ("[" * 100_000, "deep.json"), ("", "x.png")):
+    for content, file in (("mine", "notes.json"), ('{"mine": 1}', "mine.json"), ("[" * 100_000, "deep.json")):
         (out / file).write_text(content)
         words = words_of("evaluate_model", base, out / file.partition(".")[0])
         refused(load_recipe("evaluate_model").main, words, capsys, str(out / file), "choose another --out", keeps=tmp_path)
