@@ -8,7 +8,6 @@
     python recipes/evaluate_model.py --model runs/recall --task passkey --data data/carolina --lengths 1024 8192
     python recipes/evaluate_model.py --model runs/recall --task facts --distances 0 1 4 16 64 --memory off
     python recipes/evaluate_model.py --model runs/recall --task facts --data data/carolina
-    torchrun --nproc_per_node 4 recipes/evaluate_model.py --model runs/infini --text plays.txt --length 1048576
 
 perplexity: overall and by position in the context. Without --length, --data is evaluated on its validation rows as they
 are, which is the number in train.py's result.json. --split test reads the test rows instead, for the one model that the
@@ -22,7 +21,7 @@ goes on where it was.
 
 Everything is read in chunks through the model's cache: a model with Infini-attention whose `position_encoding` is rope or
 segment takes any length in constant memory; one with learned positions stops at its `n_positions`. --memory off leaves it
-only its local attention. Several processes share every row of a perplexity, if all layers have a memory.
+only its local attention.
 Writes OUT.json, and the same as a table on standard output.
 """
 
@@ -94,10 +93,7 @@ def main(argv: list[str] | None = None) -> None:
     from support.stages import check_place, write_json
     from training import setup
 
-    device, group = inference.processes(options.device)
-    if group is not None and options.task != "perplexity":
-        raise UserError(f"--task {options.task} is measured by one process: start it with python")
-    model, tokenizer = inference.load_model(options.model, device, options.adapter)
+    model, tokenizer = inference.load_model(options.model, options.device, options.adapter)
     if options.memory == "off":
         inference.switch_memory_off(model)
     home = home_of(options)
@@ -107,12 +103,7 @@ def main(argv: list[str] | None = None) -> None:
     parts += [options.split if options.split == "test" else None, "memory_off" if options.memory == "off" else None]
     name = options.out or str(home / "_".join(filter(None, parts)))
     check_place(Path(f"{name}.json"), {"options": dict, "model": str, "memory": str})
-    if options.task == "perplexity":
-        found = perplexity(options, model, tokenizer, group)
-        if not inference.is_first(group):
-            return
-    else:
-        found = {"passkey": passkey, "facts": facts}[options.task](options, model, tokenizer, name)
+    found = {"perplexity": perplexity, "passkey": passkey, "facts": facts}[options.task](options, model, tokenizer, name)
     result = {
         **found,
         "model": options.model,
@@ -120,20 +111,18 @@ def main(argv: list[str] | None = None) -> None:
         "memory": options.memory,
         "source": options.source,
         "split": options.split if manifest else None,
-        "processes": 1 if group is None else group.size(),
         "data_fingerprint": setup.data_fingerprint(manifest) if manifest else None,
         **measurement.peak_memory(),
         "options": vars(options),
         **measurement.environment(),
     }
     write_json(Path(f"{name}.json"), result)
-    if options.task != "perplexity":
-        Path(f"{name}.cells.json").unlink(missing_ok=True)
+    Path(f"{name}.cells.json").unlink(missing_ok=True)
     print(f"{name}.json", file=sys.stderr)
 
 
-def perplexity(options: Options, model, tokenizer, group) -> dict:
-    from evaluation.inference import check_length, check_shared, is_first
+def perplexity(options: Options, model, tokenizer, name: str) -> dict:
+    from evaluation.inference import check_length
     from evaluation.perplexity import measure_perplexity, positions_table, prepared_rows, text_rows
     from evaluation.texts import read_texts
     from hf_infini.tools.rows import RowReader
@@ -153,15 +142,11 @@ def perplexity(options: Options, model, tokenizer, group) -> dict:
     length = options.length or max(len(tokens) for tokens, _ in rows)
     check_length(model.config, length)
     complete = sum(len(tokens) == length for tokens, _ in rows)
-    if group is not None:
-        check_shared(model, options.model)
-    if is_first(group):
-        print(f"{len(rows):,} rows, {complete:,} of them of {length:,} tokens", file=sys.stderr)
+    print(f"{len(rows):,} rows, {complete:,} of them of {length:,} tokens", file=sys.stderr)
     # Special tokens do not count, as in train.py's own evaluations
     reader = RowReader(tokenizer.all_special_ids, tokenizer.eos_token_id if options.separate_documents else None)
-    found = measure_perplexity(model, rows, reader, options.chunk, options.batch_size, options.precision, group)
-    if is_first(group):
-        print(positions_table(found))
+    found = measure_perplexity(model, rows, reader, options.chunk, options.batch_size, options.precision)
+    print(positions_table(found))
     return {**found, "rows": len(rows), "complete_rows": complete, "length": length}
 
 

@@ -9,7 +9,6 @@ import numpy as np
 
 from cli import UserError
 from evaluation.bootstrap import RESAMPLES, difference_interval, mean_interval
-from hf_infini.tools.metrics import perplexity
 from support.markdown import fence, markdown_table
 
 TEMPLATE = Path(__file__).with_name("template.md")
@@ -66,7 +65,7 @@ def _numbers(runs: list[FinishedRun], first: list[FinishedRun]) -> dict:
     return {
         "data": runs[0].data,
         "cross_entropy": asdict(entropy),
-        "perplexity": asdict(entropy.map(perplexity)),
+        "perplexity": asdict(entropy.map(np.exp)),
         "difference": difference and asdict(difference),
         "rows": len(losses),
         "tokens_evaluated": int(counts.sum()),
