@@ -8,15 +8,17 @@ While it reads, OUT.partial keeps the memory so far: after a kill, the same comm
 bytes; after the end it does nothing.
 
 The model needs Infini-attention; with learned positions it takes texts up to its context. The text is taken as it is, its
-last line break included, without special tokens; all of it is tokenised at once. Text and prompt are tokenised apart: where
-a BPE would join the last characters of the text and the first of the prompt, it cannot. End the text with a line break, or
-begin the prompt with the space that belongs there.
+last line break included, without special tokens. Text and prompt are tokenised apart: where a BPE would join the last
+characters of the text and the first of the prompt, it cannot. End the text with a line break, or begin the prompt with the
+space that belongs there.
 """
 
 import glob
 import hashlib
+import re
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -64,7 +66,7 @@ def main(argv: list[str] | None = None) -> None:
         print(f"{file} is there already", file=sys.stderr)
         return
     with torch.inference_mode():
-        tokens = torch.as_tensor(encode_texts(tokenizer, [read_text(text)])[0])
+        tokens = torch.cat([torch.as_tensor(encode_texts(tokenizer, [p])[0]) for p in pieces_of(read_text(text))])
         inference.check_length(model.config, len(tokens))
         cache = read_cache(partial, model, text_sha256, "To start from the beginning of the text, delete it")
         cache = InfiniCache(model.config) if cache is None else cache
@@ -85,6 +87,16 @@ def main(argv: list[str] | None = None) -> None:
     for left in (partial, *partial.parent.glob(f"{glob.escape(partial.name)}.*.part")):  # of earlier starts that were killed
         left.unlink(missing_ok=True)
     print(summary(file, text, cache, len(tokens), (len(tokens) - begin) / seconds))
+
+
+def pieces_of(text: str, size: int = 1_000_000) -> Iterator[str]:
+    """The text in pieces of about `size` characters, which end with a line: a tokenizer takes 165 bytes for a character."""
+    begin = 0
+    while begin < len(text):
+        found = re.compile(r"\n(?=\S)").search(text, begin + size)
+        end = found.end() if found else len(text)
+        yield text[begin:end]
+        begin = end
 
 
 def read_cache(file: Path, model, text_sha256: list[str], remedy: str):

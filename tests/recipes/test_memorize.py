@@ -149,4 +149,7 @@ def test_the_text_is_taken_as_it_is(tmp_path):
     tokenizer.save_pretrained(tmp_path)
     (tmp_path / "text").write_bytes(b"\xef\xbb\xbf" + text.encode())
     remember("--model", tmp_path, "--text", tmp_path / "text", "--out", tmp_path / "memory")
-    assert read_record(tmp_path / "memory")["tokens_seen"] == [len(encode_texts(tokenizer, [text])[0])]
+    ids = encode_texts(tokenizer, [text])[0].tolist()
+    assert read_record(tmp_path / "memory")["tokens_seen"] == [len(ids)]
+    pieces = [*memorize.pieces_of(text, 100)]
+    assert len(pieces) > 3 and [token for piece in pieces for token in encode_texts(tokenizer, [piece])[0]] == ids
