@@ -16,8 +16,8 @@ CHECKPOINT is a plain model: a folder or a name on the Hub. Its own attention is
     together   all layers and a LoRA learn rows of text, and what the plain model predicts there; and the answers in rows of
                prepare_recall.py, without which no memory learns to keep what is asked for later
 
-With --start, together goes on from the adapter of an earlier conversion, for instance with longer rows, or from the mean of
-several; with --together_steps 0 that is evaluated as it is. Stopped at any point and started again with the same command, it
+With --start, together goes on from the adapter of an earlier conversion, for instance with longer rows; with
+--together_steps 0 that is evaluated as it is. Stopped at any point and started again with the same command, it
 goes on. Writes OUT/adapter, which `hf_infini.load_adapter` puts on the plain model, and OUT/result.json with the
 cross-entropy of validation rows beyond the window: of the plain model, of its window and sinks untrained, and of the trained
 model with its memory switched off and on.
@@ -38,10 +38,9 @@ class Options:
     data: list[str] = field(metadata={"help": "Folders of prepare.py or prepare_recall.py, made with the model's tokenizer, "
                             "rows of one length; all are trained on, and each is evaluated.", "group": "data"})  # fmt: skip
     out: str = field(metadata={"help": "Folder of the conversion; continued when it holds this one.", "group": "output"})
-    start: list[str] | None = option(None, "Adapter of an earlier conversion of the same model, to go on from with other "
-                                     "rows: a folder or a name on the Hub; of several, the mean. Memory, layers and LoRA "
-                                     "are kept (only --segment_length may differ); no calibrate and no transfer.",
-                                     group="model")  # fmt: skip
+    start: str | None = option(None, "Adapter of an earlier conversion of the same model, to go on from with other rows: a "
+                               "folder or a name on the Hub. Memory, layers and LoRA are kept (only --segment_length may "
+                               "differ); no calibrate and no transfer.", group="model")  # fmt: skip
     memory_in: list[int] | None = option(
         None, "Layers, counted from 0, whose memory is trained and read; the others have their window only. Default: all.",
         at_least=0, group="model",

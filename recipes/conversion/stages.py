@@ -77,7 +77,7 @@ class Conversion:
         for name in CHANGEABLE:
             del self.identity[name]
         if options.start:
-            self.identity |= {"start": [fingerprint_of(path) for path in options.start], "lora_rank": options.lora_rank}
+            self.identity |= {"start": fingerprint_of(options.start), "lora_rank": options.lora_rank}
         if options.dilute_with:
             fingerprints = [setup.data_fingerprint(read_manifest(folder)) for folder in options.dilute_with]
             self.identity["dilute_with"] = fingerprints
@@ -372,9 +372,9 @@ def _resolved(options, segment_length: int):
     """The options with what was left out filled in."""
     rank, wanted = LORA_RANK, options.lora_rank
     if options.start:
-        rank = lora_of(options.start[0]).get("r", 0)
+        rank = lora_of(options.start).get("r", 0)
         if wanted not in (None, rank):
-            raise UserError(f"--lora_rank {wanted}: the LoRA of {options.start[0]} has rank {rank}; leave it out")
+            raise UserError(f"--lora_rank {wanted}: the LoRA of {options.start} has rank {rank}; leave it out")
     lengths = options.narrow_to
     if lengths is None:
         lengths = [length for length in NARROW_TO if length < segment_length]

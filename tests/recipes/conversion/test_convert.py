@@ -13,7 +13,6 @@ import running
 from bad_input import refused
 from cli import parse_options
 from cli.model_options import given_options
-from conversion.start import load_start
 from hf_infini import InfiniGPT2Config, load_adapter, patch_model, save_adapter
 from hf_infini.models.loading import load_causal_lm
 from hf_infini.tools.metrics import evaluate_rows
@@ -148,27 +147,10 @@ def test_it_goes_on_from_an_adapter(checkpoint, base, tmp_path, capsys):
     for name in ("infini_adapter.safetensors", "adapter_model.safetensors"):
         before, after = (load_file(tmp_path / folder / "adapter" / name) for folder in ("first", "as_it_is"))
         assert all(torch.equal(before[key], after[key]) for key in before | after)
-    folders = [tmp_path / name / "adapter" for name in ("first", "further", "still")]
-    mean_of = load_start(LlamaForCausalLM.from_pretrained(checkpoint), [*map(str, folders)])
-    save_adapter(mean_of, tmp_path / "mean" / "adapter")
-    for name in ("infini_adapter.safetensors", "adapter_model.safetensors"):
-        *parts, mean = (load_file(folder / name) for folder in (*folders, tmp_path / "mean" / "adapter"))
-        for key, value in mean.items():  # of float32 numbers, rounded in another order
-            torch.testing.assert_close(value, sum(part[key].float() for part in parts) / 3, rtol=1e-5, atol=1e-7)
-    read.get_submodule("base_model.model.model.layers.0.self_attn.gate").weight.data.zero_()
-    save_adapter(read, tmp_path / "all_layers")
-    for name, file, change in [("elu", "infini_adapter", {"feature_map": "elu"}), ("rank", "adapter_config", {"r": 3})]:
-        shutil.copytree(adapter, tmp_path / name)
-        record = json.loads((tmp_path / name / f"{file}.json").read_text())
-        record.get("options", record).update(change)
-        (tmp_path / name / f"{file}.json").write_text(json.dumps(record))
     shutil.copytree(adapter, tmp_path / "damaged")
     (tmp_path / "damaged" / "adapter_config.json").write_text("{")
     for options, mentions in [
         (["--start", tmp_path / "damaged"], ["cannot read", "damaged/adapter_config.json"]),
-        (["--start", adapter, tmp_path / "all_layers"], ["has memories in the layers [0, 1, 2], and", "[1, 2]"]),
-        (["--start", adapter, tmp_path / "elu"], ["has feature_map='elu' and", "'learned'", "the same options"]),
-        (["--start", adapter, tmp_path / "rank"], ["--start: the LoRA of", "'r': 3", "'r': 2", "they have no mean"]),
         (["--local_segments", 0], ["--local_segments is as the adapter of --start has it"]),
         (["--lora_rank", 3], ["--lora_rank 3: the LoRA of", "has rank 2; leave it out"]),
         (["--start", tmp_path / "first"], ["--start: ", "infini_adapter.json"]),
