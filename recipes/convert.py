@@ -2,12 +2,11 @@ r"""Gives a pretrained model memories that it can use, and trains nothing but an
 
     python recipes/prepare.py --source texts.jsonl --tokenizer CHECKPOINT --context 2048 --out data/long
     python recipes/prepare_recall.py --data data/long --context 2048 --rows 1000 --out data/asking
-    python recipes/convert.py --model CHECKPOINT --data data/long data/asking --memory_layers 12 --out runs/converted
+    python recipes/convert.py --model CHECKPOINT --data data/long data/asking --out runs/converted
     torchrun --nproc_per_node 2 recipes/convert.py --model CHECKPOINT --data data/long data/asking --out runs/converted
 
 CHECKPOINT is a plain model: a folder or a name on the Hub. Its own attention is the teacher; no second model is loaded.
 
-    layers     with --memory_layers: which layers need what is beyond the window, of a few rows
     calibrate  the scale of the feature maps, by the size of each head's queries and keys
     keep_score with --kept_tokens and --keep_score half or learned: which tokens are kept, in closed form, in one pass over
                a few rows; with --transfer_steps 0 --together_steps 0 it is all that is learned, and takes minutes
@@ -44,10 +43,6 @@ class Options:
     memory_in: list[int] | None = option(
         None, "Layers, counted from 0, whose memory is trained and read; the others have their window only. Default: all.",
         at_least=0, group="model",
-    )  # fmt: skip
-    memory_layers: int | None = option(
-        None, "How many layers have a memory: those in which attention beyond the window lowers the loss of a few rows "
-        "most. Default: all.", at_least=1,
     )  # fmt: skip
     fit_rows: int = option(24, "keep_score: training rows, of all folders in equal parts; those of prepare_recall.py teach "
                            "most.", at_least=1, group="training")  # fmt: skip

@@ -5,7 +5,7 @@ import torch
 from cli import UserError
 from training import dilution, run_folder
 
-from .layers import counted_beyond
+from .evaluation import counted_beyond
 
 
 def check(conversion) -> None:
@@ -16,8 +16,6 @@ def check(conversion) -> None:
     """
     run_folder.check_same_run(conversion.out, conversion.identity)
     options, memory, window = conversion.options, conversion.memory, conversion.window
-    if options.memory_layers is not None and options.memory_in is not None:
-        raise UserError("--memory_layers chooses what --memory_in names: give one of them")
     dilution.check_given(options)
     if options.dilute_with is not None:
         dilution.check_rule(memory.get("update_rule", "linear"))

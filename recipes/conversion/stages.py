@@ -24,12 +24,10 @@ from support.stages import read_json, read_manifest, write_json
 from training import console, dilution, run_folder, setup
 
 from .defaults import DEFAULTS, LORA_RANK, NARROW_TO, UNTRAINED
-from .layers import gap_by_layer
 from .start import CLOSED, FREE, fingerprint_of, learned_parameters, load_start, lora_of, open_layers, options_of
 from .trainers import Together
 from .transfer import Transfer, calibrated_scales
 
-FEW_ROWS = 1  # of each folder, which choose layers and calibrate
 # Options that may change between two starts of a conversion
 CHANGEABLE = ("out", "evaluation_data", "evaluation_rows", "evaluation_from")
 
@@ -188,22 +186,15 @@ class Conversion:
         return {number: layers[number] for number in model.config.infini_layers}
 
     def _choose_layers(self, model) -> list[int]:
-        """Numbers of the layers whose memory is trained: of --start, given, or where full attention brings most."""
+        """Numbers of the layers whose memory is trained: of --start, given, or all."""
         options, layers = self.options, model.config.infini_layers
         if options.start:
             return open_layers(model)
         if not self.trains:
             return []
-        if options.memory_in is not None:
-            if not set(options.memory_in) <= set(layers):
-                raise UserError(f"--memory_in {' '.join(map(str, options.memory_in))}: its layers are {layers}")
-            return sorted(set(options.memory_in))
-        if options.memory_layers is None:
-            return layers
-        if options.memory_layers > len(layers):
-            raise UserError(f"--memory_layers {options.memory_layers}: the model has {len(layers)}")
-        gaps = self.measured("layers.json", lambda: gap_by_layer(model, self._few_rows(), self.window))
-        return sorted(sorted(gaps, key=gaps.get, reverse=True)[: options.memory_layers])
+        if not set(options.memory_in or ()) <= set(layers):
+            raise UserError(f"--memory_in {' '.join(map(str, options.memory_in))}: its layers are {layers}")
+        return sorted(set(options.memory_in or layers))
 
     def _choose_parameters(self, model) -> None:
         for name, parameter in model.named_parameters():
@@ -216,14 +207,12 @@ class Conversion:
     @torch.no_grad()
     def _calibrate(self, model) -> None:
         """Begins learned feature maps as a multiple of the identity: [`calibrated_scales`]."""
-        scales = self.measured("calibration.json", lambda: calibrated_scales(model, self._few_rows(), self.trained))
+        rows = torch.cat([*self.first_rows("train", 1).values()])
+        scales = self.measured("calibration.json", lambda: calibrated_scales(model, rows, self.trained))
         for number, of_layer in scales.items():
             layer = self._layers(model)[number]
             for weight, scale in zip((layer.query_map, layer.key_map), of_layer, strict=True):
                 weight.mul_(torch.tensor(scale, device=weight.device)[:, None, None])
-
-    def _few_rows(self) -> Tensor:
-        return torch.cat([*self.first_rows("train", FEW_ROWS).values()])
 
     def measured(self, name: str, measure: Callable[[], dict]) -> dict:
         """What `measure` finds for each layer, in the training's precision; from the file, if it was found before."""
@@ -362,7 +351,7 @@ def _options_of_start(options, memory: dict) -> dict:
     if not options.start:
         return {}
     given = [name for name in memory if name != FREE]
-    given += [name for name in ("memory_in", "memory_layers") if getattr(options, name) is not None]
+    given += ["memory_in"] if options.memory_in is not None else []
     if given:
         raise UserError(f"--{given[0]} is as the adapter of --start has it: leave it out")
     return options_of(options.start) | memory
