@@ -28,7 +28,6 @@ from pathlib import Path
 from cli import SEED, UserError, exit_on_error, option, parse_options
 from cli.model_options import given_options, memory_choices
 from conversion.defaults import DEFAULTS, LORA_RANK, NARROW_TO
-from support.parents import end_with_launcher
 
 
 @dataclass
@@ -95,7 +94,6 @@ MemoryChoices = memory_choices(DEFAULTS)
 @exit_on_error(when_stopped="the same command goes on from the last checkpoint")
 def main(argv: list[str] | None = None) -> None:
     options, memory = parse_options(Options, MemoryChoices, description=__doc__, argv=argv)
-    end_with_launcher()
     if len(options.narrow) != 2:
         raise UserError(f"--narrow takes two shares, of the first and of the last step; got {len(options.narrow)}")
 

@@ -4,8 +4,8 @@ r"""Trains a GPT-2 (self- or Infini-attention) or a causal_mha model on a folder
     python recipes/train.py --config recipes/configs/quickstart_self.yaml --data data/quickstart --out runs/self
     python recipes/train.py --config recipes/configs/shakespeare_published.yaml --data data/shakespeare --out runs/rope \
         --position_encoding rope
-    torchrun --nproc_per_node 2 recipes/train.py --num_processes 2 --config … --data … --out …
-    accelerate launch --multi_gpu --num_processes 8 recipes/train.py --num_processes 8 --config … --data … --out …
+    torchrun --nproc_per_node 2 recipes/train.py --config … --data … --out …
+    accelerate launch --multi_gpu --num_processes 8 recipes/train.py --config … --data … --out …
 
 Stopped at any point and started again with the same command, it continues from its last complete checkpoint, and ends as
 if it had never been stopped; one command at a time may train in a folder. The out folder receives the model and tokenizer
@@ -19,7 +19,6 @@ from typing import Literal
 
 from cli import SEED, exit_on_error, option, parse_options
 from cli.model_options import ModelOptions, build_config, build_model
-from support.parents import end_with_launcher
 
 
 @dataclass
@@ -46,11 +45,9 @@ class RunOptions:
                                  at_least=1, rare=True)  # fmt: skip
     dilute_share: float = option(1.0, "--dilute_with: share of the steps whose rows begin so; in the others they begin a "
                                  "text.", at_least=0, at_most=1, rare=True)  # fmt: skip
-    num_processes: int | None = option(None, "Processes that must have been started; default: any number.", group="machine",
-                                      greater_than=0, rare=True)  # fmt: skip
     context_parallel_size: int | None = option(None, "infini: processes that share each row, each computing the tokens of a "
                                                "part: for rows too long for one device; default: 1.",
-                                               greater_than=0, rare=True)  # fmt: skip
+                                               greater_than=0, rare=True, group="machine")  # fmt: skip
     use_cpu: bool = option(False, "Train on the CPU even where there is a GPU.")
     seed: int = option(0, "Seed of weights, order of rows and dropout.", **SEED, group="optimisation")
     report_to: list[str] = option(["none"], "Trackers that receive losses, learning rate and gates: none, or any of "
@@ -85,7 +82,6 @@ class OptimizerOptions:
 @exit_on_error(when_stopped="the same command goes on from the last checkpoint")
 def main(argv: list[str] | None = None) -> None:
     run, shape, optimizer = parse_options(RunOptions, ModelOptions, OptimizerOptions, description=__doc__, argv=argv)
-    end_with_launcher()
 
     import torch
     from transformers import set_seed
@@ -216,7 +212,7 @@ def training_arguments(run: RunOptions, optimizer: OptimizerOptions):
     run_folder.say(f"{arguments.world_size} process(es) on {arguments.device}, {precision}")
     if arguments.use_cpu:
         measurement.keep_freed_memory()
-    setup.check_processes(arguments, run.num_processes, run.context_parallel_size)
+    setup.check_processes(arguments, run.context_parallel_size)
     return arguments
 
 

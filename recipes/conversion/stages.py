@@ -289,7 +289,7 @@ class Conversion:
         """
         options, folder = self.options, self.out / name
         arguments = self._arguments(name, steps, rate)
-        setup.check_processes(arguments, None)
+        setup.check_processes(arguments)
         rows_per_step = arguments.train_batch_size * arguments.gradient_accumulation_steps
         tokens_per_step = rows_per_step * arguments.world_size * self.context
         identity = self.identity | {"stage": name}
