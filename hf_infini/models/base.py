@@ -212,9 +212,10 @@ def with_signature(own: Callable, forward: Callable) -> Callable:
 
 def tokens_of(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
     """The one of the two that is given, or a ValueError."""
-    if (input_ids is None) == (inputs_embeds is None):
+    given = inputs_embeds if input_ids is None else input_ids
+    if given is None or (input_ids is not None and inputs_embeds is not None):
         raise ValueError("give exactly one of input_ids and inputs_embeds.")
-    return inputs_embeds if input_ids is None else input_ids
+    return given
 
 
 def memory_mask_of(config, input_ids: Tensor | None, memory_mask: Tensor | None) -> Tensor | None:
