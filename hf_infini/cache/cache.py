@@ -75,16 +75,10 @@ class PendingStates:
     exchange: Any = None
 
     def __init__(self, cache: "InfiniCache"):
-        self.layers: Any = cache.layers
         layers = enumerate(cache.layers)
         self.before = {number: layer.state for number, layer in layers if isinstance(layer, InfiniLayer)}
         self.after: dict[int, InfiniState] = {}
         self.columns = cache.get_seq_length()
-
-    def advance_layers(self, tokens: int) -> None:
-        """Gives the layers that have been called their new states."""
-        for number, state in self.after.items():
-            self.layers[number].advance(state, tokens)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.columns
@@ -153,31 +147,16 @@ class InfiniCache(Cache):
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         self._map(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
 
-    @check_kinds
     def batch_repeat_interleave(self, repeats: int) -> None:
         self._map(lambda tensor: tensor.repeat_interleave(repeats, 0))
 
-    @check_kinds
     def batch_select_indices(self, indices: Tensor) -> None:
         self._map(lambda tensor: tensor[indices])
-
-    def crop(self, tokens_to_remove: int) -> None:
-        raise ValueError(
-            "a compressive memory cannot be cropped: what was written into it cannot be taken out again. "
-            "Keep a copy of the cache (copy.deepcopy) from before the tokens you may want to undo."
-        )
-
-    def reset(self) -> None:
-        self.__init__(self._config)
 
     @property
     def state(self) -> InfiniState | None:
         """The state of the first layer with memory: its tokens_seen and positions hold for all."""
-        return self._first_layer.state
-
-    @property
-    def _first_layer(self) -> InfiniLayer:
-        return next(layer for layer in self.layers if isinstance(layer, InfiniLayer))
+        return next(layer.state for layer in self.layers if isinstance(layer, InfiniLayer))
 
     def pending_states(self) -> PendingStates:
         """The states for a call of the model."""
@@ -188,14 +167,16 @@ class InfiniCache(Cache):
         if len({layer.get_seq_length() for layer in self.layers}) > 1:
             raise ValueError("a call with this cache has failed halfway: make a new one and read the text again.")
 
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Columns that the cache has passed."""
-        return self._first_layer.columns
-
     def advance(self, states: PendingStates, input_ids: Tensor | None, layout: Layout, tokens: int) -> None:
         """Takes over what a call of `tokens` columns has left; `input_ids` `[batch, tokens]`, or `None` for embeddings."""
-        states.advance_layers(tokens)
+        self.advance_layers(states, tokens)
         self.note_text(input_ids, layout.real, len(layout.tokens_seen), tokens, layout.tokens_seen.device)
+
+    def advance_layers(self, states: PendingStates, tokens: int) -> None:
+        """Gives the layers that have been called their new states."""
+        layers: Any = self.layers
+        for number, state in states.after.items():
+            layers[number].advance(state, tokens)
 
     def note_text(self, input_ids: Tensor | None, real: Tensor | None, batch: int, tokens: int, device) -> None:
         """Takes a call of `[batch, tokens]` into the `text`.
@@ -217,7 +198,7 @@ class InfiniCache(Cache):
         named = (named for layer in self.layers for named in _tensors_of(layer).items())
         return sum(tensor.nbytes for name, tensor in named if not name.startswith("start_"))  # which are the model's
 
-    # --- masks, and which ids of a call are new ---------------------------------------------------------------------------
+    # --- which ids of a call are new ------------------------------------------------------------------------------------
 
     @check_kinds
     def attention_mask(self, attention_mask: Tensor) -> Tensor:
@@ -226,8 +207,7 @@ class InfiniCache(Cache):
         `past_key_values=cache`).
 
         With beams or several sequences for each row, repeat the cache (`batch_repeat_interleave`) after this. Without this
-        mask, `generate()` recognises a whole text by the last of its ids that the cache has read, and takes other ids for
-        new if they are no more than the cache has read.
+        mask, ids are a whole text, which begins with what the cache has read.
 
         Args:
             attention_mask: `[batch, tokens]` of the new tokens, 1 = real, 0 = padding.
@@ -266,48 +246,24 @@ class InfiniCache(Cache):
                 "padding; what generate() has appended after the end of a row is text to the cache."
             )
 
-    def mask_of_ids(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """The mask with which `generate()` reads of these ids what is new, where nobody has said what is.
-
-        It takes ids and a mask of the same width for a whole text and reads only the end of it, what goes beyond the
-        cache. So new ids need a wider mask, and which ids are new is seen by the last ones that the cache has read.
-
-        Args:
-            input_ids: `[batch, tokens]`, of which the cache may have several rows each (beams).
-            attention_mask: `[batch, tokens]`; a wider one says what is new, and is returned as it is.
-
-        Returns:
-            The mask itself for a whole text; for ids that are all new, no more of them than the cache has read,
-            [`InfiniCache.attention_mask`] of it.
-
-        Raises:
-            ValueError: nothing is new in a whole text, the ids are more than the cache has read and are others there, or
-                the mask of what has been read is another.
-        """
-        tokens, columns = input_ids.shape[1], self.get_seq_length()
-        if not self.text:
-            return attention_mask
-        if attention_mask.shape[1] == tokens:
-            whole = tokens >= columns and self.has_read(input_ids[:, :columns])
-            if not whole and tokens <= columns:
-                return self.attention_mask(attention_mask)
-            if whole == (tokens == columns):
-                found = f"do not begin with the {columns} that the cache has read"
-                raise ValueError(
-                    f"these {tokens} ids {'are what the cache has read' if whole else found}: pass the whole text with new "
-                    "ids after it. If all of them are new, pass attention_mask=cache.attention_mask(mask), mask being "
-                    "[batch, tokens] with 1 for real tokens."
-                )
+    def check_ids(self, input_ids: Tensor, attention_mask: Tensor) -> None:
+        """ValueError unless these ids, `[batch, tokens]`, are more than what has been read, and the same there, as far as
+        `text_end` shows: `generate()` takes ids for a whole text and reads what goes beyond the cache. A mask that is wider
+        than the ids says that all are new. The cache may have several rows for each (beams)."""
+        columns, tokens = self.get_seq_length(), input_ids.shape[1]
+        if not columns:
+            return
+        begins = F.pad(input_ids[:, :columns], (TEXT_END, 0), value=-1)[:, -TEXT_END:]
+        read = self.text.get("text_end", begins[:0])
+        begins = begins.repeat_interleave(max(1, len(read) // len(begins)), 0)
+        same = tokens > columns and torch.equal(read, begins.to(read))
+        if not same and attention_mask.shape[1] == tokens:
+            raise ValueError(
+                f"these {tokens} ids are not the {columns} that the cache has read and new ones after them: give those, or, "
+                "for new ids alone, attention_mask=cache.attention_mask(mask), mask being [batch, tokens] with 1 for real "
+                "tokens."
+            )
         self.check_past(attention_mask[:, :columns])
-        return attention_mask
-
-    def has_read(self, input_ids: Tensor) -> bool:
-        """Whether these ids, `[rows, columns]`, end as the cache's do, of which several rows (beams) may share one."""
-        if "text_end" not in self.text:
-            return False
-        read = self.text["text_end"]
-        given = F.pad(input_ids, (TEXT_END, 0), value=-1)[:, -TEXT_END:].to(read)
-        return torch.equal(read, given.repeat_interleave(max(1, len(read) // len(given)), 0))
 
     # --- memory files -----------------------------------------------------------------------------------------------------
 
@@ -349,7 +305,7 @@ class InfiniCache(Cache):
 
     @classmethod
     @check_kinds
-    def from_pretrained(cls, path: str | Path, model: nn.Module, *, rows: Sequence | None = None) -> "InfiniCache":
+    def from_pretrained(cls, path: str | Path, model: nn.Module) -> "InfiniCache":
         """The cache that [`InfiniCache.save_pretrained`] wrote, on the model's devices.
 
         Hashes the model's weights to compare them with those that wrote the memory (see [`describe_model`] for the time).
@@ -357,17 +313,15 @@ class InfiniCache(Cache):
         Args:
             path: the file.
             model: the model that continues.
-            rows: which rows of the batch to take, in this order; `None`: all.
 
         Raises:
             MemoryFileError: the file is damaged, no memory file, or of another model: the message says what is wrong.
             OSError: there is no such file, or it may not be read.
-            IndexError: there is no such row.
         """
-        record, tensors = read_memory_file(path)
-        check_model(path, record, model)
         config: Any = model.config
-        cache, columns = cls(config), record["columns"]
+        cache, (record, tensors) = cls(config), read_memory_file(path)
+        check_model(path, record, model)
+        columns = record["columns"]
         devices = {getattr(module, "layer_idx", None): device_of(module) for module in model.modules()}
         layers: Any = cache.layers
         for number, layer in enumerate(layers):
@@ -382,8 +336,6 @@ class InfiniCache(Cache):
                 layer.cumulative_length = columns
         known = ("text_real", "text_end", "documents")  # earlier versions have another trace of the ids
         cache.text = {name: tensors[name].to(device_of(model)) for name in known if name in tensors}
-        if rows is not None:
-            cache.batch_select_indices(torch.tensor(rows, dtype=torch.long))
         return cache
 
 

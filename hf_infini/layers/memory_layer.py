@@ -23,7 +23,6 @@ from ..compat.execution_device import device_of
 from ..compat.swap_class import swap_class
 from ..ops.attention import attend, initial_state
 from ..ops.convolution import short_convolution
-from ..ops.layout.build import segment_layout
 from ..ops.memory import KEEP_SCORES, MemoryRule
 from ..ops.positions import rotation
 from ..ops.rules import RULES
@@ -103,16 +102,6 @@ def gates_of(model: nn.Module) -> dict[str, Any]:
     return {f"{name}.gate": layer.gate for name, layer in memory_layers(model).items() if hasattr(layer, "gate")}
 
 
-def memory_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """All of [`PARAMETERS`] in a model, by their full names."""
-    return {
-        f"{name}.{own}": parameter
-        for name, layer in memory_layers(model).items()
-        for own, parameter in layer.named_parameters()
-        if own.partition(".")[0] in PARAMETERS
-    }
-
-
 class MemoryLayerMixin(nn.Module):
     """A layer's memory; comes before the attention's class, whose forward calls `begin`, its own projections, and the
     function that `begin` gave. The class has `config` (with [`MemoryOptions`]) and `head_counts`. New are `gate`, a
@@ -134,11 +123,10 @@ class MemoryLayerMixin(nn.Module):
     @property
     def rule(self) -> MemoryRule:
         """How the memory is written, read and mixed in."""
-        feature_map, query_map, key_map = self.config.feature_map, None, None
-        if feature_map == "learned":
-            feature_map, query_map, key_map = "exp", self.query_map, self.key_map
-        options = {"feature_map": feature_map, "query_map": query_map, "key_map": key_map}
-        return self._rule(denominator=self.config.denominator, keep_score=self.config.keep_score, **options)
+        options = {name: getattr(self.config, name) for name in ("feature_map", "denominator", "keep_score")}
+        if self.config.feature_map == "learned":
+            options |= {"feature_map": "exp", "query_map": self.query_map, "key_map": self.key_map}
+        return self._rule(**options)
 
     @property
     def _rule(self) -> type[MemoryRule]:
@@ -176,12 +164,6 @@ class MemoryLayerMixin(nn.Module):
         for name, value in self.first_values(width).items():
             setattr(self, name, nn.Parameter(torch.empty(value.shape, **options), requires_grad=name != "keep_weight"))
 
-    def drop_memory_parameters(self) -> None:
-        """Drops what `add_memory_parameters` made, whatever it has learned; the attention's own weights stay."""
-        for name in PARAMETERS:
-            if hasattr(self, name):
-                delattr(self, name)
-
     @torch.no_grad()
     def init_memory_parameters(self) -> None:
         init.constant_(self.gate.weight, self.config.gate_init)
@@ -204,17 +186,6 @@ class MemoryLayerMixin(nn.Module):
         else:
             normaliser = self.start_memory.new_empty(len(self.start_memory), 0)
         return {"start_memory": self.start_memory, "start_normaliser": normaliser}
-
-    def inputs_outside_model(
-        self, hidden_states: Tensor, cache=None, return_weights: bool = False, **masks: Any
-    ) -> SharedInputs:
-        """What a model would have made, for a layer that is called outside of one: from `attention_mask` and `position_ids`,
-        `[batch, tokens]` each. The cache is brought up to date by `states.advance_layers`."""
-        states = None if cache is None else cache.pending_states()
-        state = None if states is None else states.before[self.layer_idx]
-        batch, tokens = hidden_states.shape[:2]
-        layout = segment_layout(batch, tokens, *self.config.window, device=hidden_states.device, state=state, **masks)
-        return SharedInputs(layout, states, {}, return_weights)
 
     def begin(self, hidden_states: Tensor, infini: SharedInputs) -> tuple[Tensor, Attend]:
         """The input of the projections, `[batch, tokens, width]`: `hidden_states`, with the short convolution if there is
@@ -340,10 +311,10 @@ class InfiniAttentionMixin(MemoryLayerMixin):
 
     def swap_out(self) -> None:
         """Makes it a layer of the own class again, whatever its memory has learned."""
-        self.drop_memory_parameters()
         self.config = self.config.of_model
-        for name in ("rotary_type", "turns_states"):
-            self.__dict__.pop(name, None)  # not there where the memory could not be added
+        for name in (*PARAMETERS, "rotary_type", "turns_states"):
+            if hasattr(self, name):  # not where the memory could not be added
+                delattr(self, name)
         swap_class(self, self.own_class)
 
     @property

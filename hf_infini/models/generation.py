@@ -7,27 +7,25 @@ from .base import check_cache
 
 
 class MemoryGenerationMixin(ModelBase):
-    """Gives `generate` an [`InfiniCache`] for a model with infini layers and the mask of the ids that a given cache has not
-    read; comes before `GenerationMixin`."""
+    """Gives `generate` an [`InfiniCache`] for a model with infini layers, and compares a given one with the ids; comes
+    before `GenerationMixin`."""
 
     def _prepare_model_inputs(self, inputs, bos_token_id, model_kwargs):
         ids, name, model_kwargs = super()._prepare_model_inputs(inputs, bos_token_id, model_kwargs)
-        mask = model_kwargs.get("attention_mask")
-        if mask is not None:
-            model_kwargs = {**model_kwargs, "attention_mask": self._mask_of_cache(ids, mask, model_kwargs)}
+        self._check_cache(ids, model_kwargs.get("attention_mask"), model_kwargs)
         return ids, name, model_kwargs
 
     def _prepare_attention_mask_for_generation(self, inputs_tensor, generation_config, model_kwargs):
         mask = super()._prepare_attention_mask_for_generation(inputs_tensor, generation_config, model_kwargs)
-        return self._mask_of_cache(inputs_tensor, mask, model_kwargs)
+        self._check_cache(inputs_tensor, mask, model_kwargs)
+        return mask
 
-    def _mask_of_cache(self, input_ids, attention_mask, model_kwargs):
+    def _check_cache(self, input_ids, attention_mask, model_kwargs) -> None:
         cache = model_kwargs.get(CACHE)
         if self.config.infini_layers:
             check_cache(cache)
-        if isinstance(cache, InfiniCache) and input_ids.dim() == attention_mask.dim() == 2:  # 3: embeddings
-            return cache.mask_of_ids(input_ids, attention_mask)
-        return attention_mask
+        if isinstance(cache, InfiniCache) and attention_mask is not None and input_ids.dim() == 2:  # 3: embeddings
+            cache.check_ids(input_ids, attention_mask)
 
     def _prepare_position_ids_for_generation(self, inputs_tensor, model_kwargs):
         """None for a memory: the cache counts the tokens of its documents, and only a user's positions begin new ones."""

@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig
 
 from ..compat.hub_code import HubConfigMixin
 from ..ops.rules import RULES
-from ..options import MemoryOptions, check_number, limits_of
+from ..options import MemoryOptions, check_number
 
 SEGMENTS = {"segment_length", "n_segments"}  # one of the two is given
 
@@ -68,7 +68,7 @@ class InfiniConfigMixin(MemoryOptions, HubConfigMixin):
     def __post_init__(self, **kwargs):
         """Checks numbers before anything is computed of them."""
         for entry in dataclasses.fields(self):
-            check_number(entry.name, getattr(self, entry.name), limits_of(entry))
+            check_number(entry.name, getattr(self, entry.name), entry.metadata)
         super().__post_init__(**kwargs)
 
     def check_update_rule(self) -> None:

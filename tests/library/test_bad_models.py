@@ -21,7 +21,7 @@ from bad_input import contents
 from decoders import decoder
 from hf_infini import CausalMHAConfig, InfiniGPT2Config, InfiniGPT2LMHeadModel, patch_model
 from hf_infini.models.loading import fingerprint, load_causal_lm, load_tokenizer
-from hf_infini.options import in_words, limits_of
+from hf_infini.options import in_words
 from models import causal_mha, gpt2, infini_gpt2
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
@@ -107,7 +107,7 @@ DAMAGES = {
         "infini_gpt2", entries(update_rule="gated_delta", denominator="shared"), "does not go with denominator='shared'",
     ),
     "sinks": ("infini_gpt2", entries(sink_tokens=8), "sink_tokens must be fewer than the 8 tokens of a segment; got 8"),
-    "layers": ("infini_gpt2", entries(layers=[0, 0]), "layers must name some of the 3 layers, 0 to 2, each once"),
+    "layers": ("infini_gpt2", entries(layers=[0, 3]), "layers must name some of the 3 layers, 0 to 2, or be None"),
     "no features": ("infini_gpt2", entries(memory_write="learned"), "give feature_map='exp' or 'learned' with it"),
     "heads": ("causal_mha", entries(n_head=3), "num_heads must divide d_out, .* 32 / 3"),
     "another attention": ("causal_mha", entries(attention="global"), "segment_length=8 belongs to attention='infini'"),
@@ -131,7 +131,7 @@ def test_transformers_own_loader_checks_as_well(saved):
 def test_numbers_beyond_the_limits_that_are_declared(config, given):
     refusals = 0
     for field in dataclasses.fields(config):
-        limits, step = limits_of(field), {"at_least": -1, "greater_than": 0, "below": 0, "at_most": 1}
+        limits, step = field.metadata, {"at_least": -1, "greater_than": 0, "below": 0, "at_most": 1}
         number = float if isinstance(field.default, float) else int
         beyond = [number(bound + step[limit]) for limit, bound in limits.items()]
         for value in beyond + [float("nan")] * bool(limits):

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, pipeline
 import hf_infini
 from decoders import decoder, token_ids
 from hf_infini import InfiniQwen2ForCausalLM, load_adapter, lora_config, patch_model, save_adapter
-from hf_infini.layers.memory_layer import memory_parameters
+from hf_infini.layers.memory_layer import PARAMETERS
 
 peft = pytest.importorskip("peft", reason="pip install peft")
 
@@ -49,7 +49,8 @@ def stock(folder):
 
 def learned(folder):
     model = patch_model(stock(folder), **OPTIONS, **LEARNED)
-    return shaken(model, memory_parameters(model).values())
+    memory = [p for name, p in model.named_parameters() if not {*PARAMETERS}.isdisjoint(name.split("."))]
+    return shaken(model, memory)
 
 
 def adapted(model, **options):

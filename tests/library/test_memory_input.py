@@ -5,6 +5,7 @@ import torch
 
 from decoders import decoder
 from hf_infini import naive_infini_attention, patch_model
+from hf_infini.layers.memory_layer import SharedInputs
 from hf_infini.ops.convolution import short_convolution
 from hf_infini.ops.layout.build import segment_layout
 from models import gpt2, infini_gpt2, token_ids
@@ -35,7 +36,8 @@ def attended(model, inputs):
     found, attention, base = [], model.transformer.h[0].attn, model.transformer
     tables = base.rotary_tables(model.config.places)
     attention.change_projections = lambda tokens: found.append(tokens) or tokens
-    output, _ = attention(inputs, infini=attention.inputs_outside_model(inputs)._replace(rotary=tables))
+    infini = SharedInputs(segment_layout(*inputs.shape[:2], *model.config.window), None, tables)
+    output, _ = attention(inputs, infini=infini)
     return attention, *found[0][:4], output, attention.window_rotary(tables.get(None))
 
 

@@ -13,7 +13,7 @@ from corpora.long_texts import pieces_of_text, tokens_of_file
 from corpora.tokenization import build_character_tokenizer, encode_texts, train_bpe
 from decoders import decoder
 from hf_infini import patch_model, save_adapter
-from hf_infini.cache.files import read_memory_file, read_record
+from hf_infini.cache.files import read_memory_file
 from models import infini_gpt2
 from ranks import on_ranks, run_as_rank
 from running import continuations, greedy, kill_when, load_recipe, run_recipe, sample_text
@@ -128,10 +128,10 @@ def test_killed_while_it_writes_it_goes_on_and_ends_with_the_same_bytes(tmp_path
 
     def ready() -> bool:
         writing = any(tmp_path.glob(f"{partial.name}.*.part"))
-        return partial.exists() and (writing or read_record(partial)["columns"] > tokens / 2)
+        return partial.exists() and (writing or read_memory_file(partial)[0]["columns"] > tokens / 2)
 
     kill_when(ready, "memorize", *options, "--out", file)
-    done = read_record(partial)["columns"]
+    done = read_memory_file(partial)[0]["columns"]
     assert 0 < done < tokens and done % 24 == 0 and not file.exists()
     shutil.copy(partial, tmp_path / "kept")
     resumed = run_recipe("memorize", *options, "--out", file)
@@ -162,7 +162,7 @@ def test_several_texts_and_a_second_start(model, text, memory, tmp_path, capsys)
     options = ["--model", model, "--text", text, other, "--out", folder, "--chunk_tokens", 64]
     remember(*options)
     assert (folder / "play.safetensors").read_bytes() == memory.read_bytes()
-    assert read_record(folder / "sonnet.safetensors")["tokens_seen"] == [100]
+    assert read_memory_file(folder / "sonnet.safetensors")[0]["tokens_seen"] == [100]
     capsys.readouterr()
     times = [file.stat().st_mtime_ns for file in sorted(folder.iterdir())]
     remember(*options)

@@ -8,9 +8,9 @@ from torch.nn import functional as F
 from transformers import initialization as init
 from transformers.cache_utils import Cache
 
-from ...compat.cache_name import takes_either_name
 from ...layers.memory_layer import MemoryLayerMixin, SharedInputs, rope_tables
 from ...ops.checks import check_kinds
+from ...ops.layout.build import segment_layout
 from ...ops.positions import alibi_bias, relative_key_bias, relative_keys, rotate, rotation, t5_buckets
 from ...ops.scores import (
     additive_scores,
@@ -120,7 +120,6 @@ class CausalMultiHeadAttention(MemoryLayerMixin, nn.Module):
         if self.config.attention == "infini":
             self.init_memory_parameters()
 
-    @takes_either_name
     def forward(
         self,
         hidden_states: Tensor,
@@ -139,8 +138,8 @@ class CausalMultiHeadAttention(MemoryLayerMixin, nn.Module):
             position_ids: `[batch or 1, tokens]`, for rope; `None`: the tokens are counted, from those of the cache on. With
                 `attention="infini"` they say without a layout where documents begin, and rope counts the tokens.
             infini: only for `attention="infini"`, what the model made for all layers; `None`: the layout is made from
-                `position_ids`, and the cache is brought up to date.
-            cache: to continue, or `None`; `past_key_values` is its old name.
+                `position_ids`, without a cache.
+            cache: to continue, or `None`.
             output_attentions: also return the weights, which goes through the written-out softmax.
 
         Returns:
@@ -148,12 +147,12 @@ class CausalMultiHeadAttention(MemoryLayerMixin, nn.Module):
             (for `attention="infini"` those of the local window, `[…, config.places]`).
         """
         if self.config.attention == "infini":
-            shared = infini or self.inputs_outside_model(hidden_states, cache, output_attentions, position_ids=position_ids)
+            if infini is None and cache is not None:
+                raise ValueError("a cache is for the layers of a model; call infini_attention() with a state.")
+            shared = infini or self.inputs_outside_model(hidden_states, position_ids, output_attentions)
             inputs, attend = self.begin(hidden_states, shared)
             query, key, value = self.project(inputs)
             heads, weights = attend(query, key, value, self.score_options(query, shared))
-            if infini is None and shared.states is not None:
-                shared.states.advance_layers(hidden_states.shape[1])
         elif output_attentions or self.config.score == "additive" or self.config._attn_implementation == "eager":
             _, weights, heads = self.parts(hidden_states, mask=mask, position_ids=position_ids, cache=cache)
         else:
@@ -187,6 +186,12 @@ class CausalMultiHeadAttention(MemoryLayerMixin, nn.Module):
         """Queries, keys and values of `[batch, tokens, d_in]`, `[batch, heads, tokens, head_dim]` each."""
         projections = (self.W_query(hidden_states), self.W_key(hidden_states), self.W_value(hidden_states))
         return tuple(part.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2) for part in projections)
+
+    def inputs_outside_model(self, hidden_states: Tensor, position_ids=None, return_weights: bool = False) -> SharedInputs:
+        """What a model would have made for this layer; arguments as of `forward`."""
+        batch, tokens = hidden_states.shape[:2]
+        options = {"position_ids": position_ids, "device": hidden_states.device}
+        return SharedInputs(segment_layout(batch, tokens, *self.config.window, **options), None, {}, return_weights)
 
     def score_options(self, query: Tensor, infini: SharedInputs | None = None) -> ScoreOptions:
         """How the windows of `attention="infini"` are computed; `infini` as of `forward`."""

@@ -225,7 +225,7 @@ class ShardCache(InfiniCache):
     def advance(self, states: PendingStates, input_ids: Tensor | None, layout, tokens: int) -> None:
         """Keeps for `whole` what the call has left."""
         if not torch.is_grad_enabled():
-            states.advance_layers(tokens)
+            self.advance_layers(states, tokens)
 
     def check_agreement(self, batch: int, tokens: int, device: torch.device, masks: dict[str, Tensor | None]) -> None:
         """ValueError on every rank unless all call the same model on shards of the same shape."""
