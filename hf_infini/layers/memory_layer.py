@@ -23,6 +23,7 @@ from ..compat.cache_name import CACHE, OTHER_NAME, with_one_name
 from ..compat.execution_device import device_of
 from ..compat.swap_class import swap_class
 from ..ops.attention import attend, initial_state
+from ..ops.backends import AttentionCall
 from ..ops.convolution import short_convolution
 from ..ops.layout.build import segment_layout
 from ..ops.memory import KEEP_SCORES, MemoryRule
@@ -228,7 +229,7 @@ class MemoryLayerMixin(nn.Module):
                 before = replace(before, **self.start())
             if exchange is not None:
                 before, tokens = exchange.received(before, tokens, layout, rule, options)
-            output, after, weights = attend(
+            call = AttentionCall(
                 tokens,
                 self.gate(),
                 layout,
@@ -236,10 +237,10 @@ class MemoryLayerMixin(nn.Module):
                 options,
                 before,
                 return_state=states is not None,
-                return_weights=infini.return_weights,
                 in_place=states is not None and states.may_overwrite(self.layer_idx),
                 scored=exchange is not None,
             )
+            output, after, weights = attend(call)
             if states is not None and after is not None:
                 states.leave(self.layer_idx, replace(after, recent_inputs=recent))
             return output, weights if infini.return_weights else None

@@ -295,11 +295,9 @@ def memory_cache(model, given, use_cache: bool | None, batch: int) -> InfiniCach
     new one.
 
     Raises:
-        ValueError: `given` is a cache of another kind, of other layers or of another number of rows, the call is to be
-            exported, or gradient checkpointing would run layers a second time that keep keys and values.
+        ValueError: `given` is a cache of another kind, of other layers or of another number of rows, or gradient
+            checkpointing would run layers a second time that keep keys and values.
     """
-    if use_cache and torch.compiler.is_exporting():
-        raise ValueError("torch.export cannot hold the cache of a memory: pass use_cache=False among the example inputs.")
     check_cache(given)
     wanted = [layer in model.config.infini_layers for layer in range(model.config.num_hidden_layers)]
     if given is not None:

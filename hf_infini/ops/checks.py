@@ -4,7 +4,7 @@ import functools
 import inspect
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable
 from numbers import Integral, Real
 from pathlib import Path
 from types import UnionType
@@ -18,59 +18,40 @@ from .window import Rotary
 
 Function = TypeVar("Function", bound=Callable)
 LIMITS = {"scaling": {}, "softcap": {"greater_than": 0}, "dropout": {"at_least": 0, "below": 1}, "eps": {"at_least": 0}}
-FITTING = set()  # functions, names and types of arguments that were right
 ACCEPTED: dict[Any, type] = {int: Integral, float: Real, Path: os.PathLike, Any: object}  # for these annotations
 
 
 def check_kinds(function: Function) -> Function:
     """Decorator: arguments that are not of their annotated types are refused by name, with a ValueError, before anything is
-    computed. Not in a graph of torch.compile."""
+    computed; what is in a container is not looked at, and True is no number. Not in a graph of torch.compile."""
 
     @functools.wraps(function)
     def checked(*args, **kwargs):
         if not torch.compiler.is_compiling():
-            _check_kinds(function, args, kwargs)
+            types = _types(function)
+            for name, value in (*zip(types, args, strict=False), *kwargs.items()):
+                annotation, kinds = types.get(name, (Any, (object,)))
+                if not isinstance(value, kinds) or (isinstance(value, bool) and not {bool, object} & {*kinds}):
+                    kind = type(value).__name__
+                    shown = f"{value!r:.60} ({kind})" if isinstance(value, (str, int, float)) else kind
+                    allowed = re.sub(r"[\w.]+\.", "", inspect.formatannotation(annotation))
+                    raise ValueError(f"{name} must be of type {allowed}; got {'None' if value is None else shown}.")
         return function(*args, **kwargs)
 
     result: Any = checked
     return result
 
 
-def _check_kinds(function: Callable, args: tuple, kwargs: dict) -> None:
-    types = _types(function)
-    for name, value in (*zip(types, args, strict=False), *kwargs.items()):
-        if (function, name, type(value)) in FITTING:
-            continue
-        wanted = types.get(name, Any)
-        if not _fits(value, wanted):
-            kind = type(value).__name__
-            shown = f"{value!r:.60} ({kind})" if isinstance(value, (str, int, float)) else kind
-            allowed = re.sub(r"[\w.]+\.", "", inspect.formatannotation(wanted))
-            raise ValueError(f"{name} must be of type {allowed}; got {'None' if value is None else shown}.")
-        if not isinstance(value, (Mapping, Sequence, Set)):  # what is in one is looked at each time
-            FITTING.add((function, name, type(value)))
-
-
 @functools.cache
-def _types(function: Callable) -> dict[str, Any]:
-    """The annotated type of each parameter, in order."""
-    hints = get_type_hints(function)
-    return {name: hints.get(name, Any) for name in inspect.signature(function).parameters}
-
-
-def _fits(value, wanted) -> bool:
-    """Whether a value is of an annotated type; True is no number."""
-    kind, parts = get_origin(wanted) or wanted, get_args(wanted)
-    if kind in (Union, UnionType):
-        return any(_fits(value, part) for part in parts)
-    if isinstance(value, bool):
-        return kind in (bool, Any)
-    if not isinstance(value, ACCEPTED.get(kind, kind)):
-        return False
-    if kind is tuple:
-        return len(value) == len(parts) and all(map(_fits, value, parts))
-    values = value.values() if isinstance(value, Mapping) else value
-    return not parts or all(_fits(part, parts[-1]) for part in values)
+def _types(function: Callable) -> dict[str, tuple[Any, tuple[type, ...]]]:
+    """The annotation of each parameter, in order, and the types that it allows."""
+    hints, types = get_type_hints(function), {}
+    for name in inspect.signature(function).parameters:
+        wanted = hints.get(name, Any)
+        parts = get_args(wanted) if get_origin(wanted) in (Union, UnionType) else (wanted,)
+        parts = [get_origin(part) or part for part in parts]
+        types[name] = wanted, tuple(ACCEPTED.get(part, part) for part in parts)
+    return types
 
 
 def check_arguments(
@@ -81,9 +62,12 @@ def check_arguments(
     check_window(*window, rotary=rotary)
     for name, number in numbers.items():
         check_number(name, number, LIMITS[name])
-    if query.dim() != 4 or key.dim() != 4 or value.dim() != 4:
-        shapes = ", ".join(str(list(tensor.shape)) for tensor in (query, key, value))
-        raise ValueError(f"query, key and value must be [batch, heads, tokens, head_dim], got {shapes}.")
+    shapes = [list(tensor.shape) for tensor in (query, key, value)]
+    if {*map(len, shapes)} != {4} or 0 in shapes[0]:
+        raise ValueError(
+            "query, key and value must be [batch, heads, tokens, head_dim] with a row and a token at least, got "
+            f"{', '.join(map(str, shapes))}."
+        )
     batch, heads, tokens, head_dim = query.shape
     if key.shape[0] != batch or key.shape[2:] != (tokens, head_dim) or value.shape[:3] != key.shape[:3]:
         raise ValueError(

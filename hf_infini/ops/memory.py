@@ -14,11 +14,10 @@ head's memory, `D` head dimension, `E` value dimension. The heads come before th
 contiguous matrices.
 """
 
-import itertools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -32,19 +31,6 @@ KEEP_SCORES = {"attention": ("attention",), "learned": ("learned",), "half": ("a
 
 Written = tuple[Tensor, Tensor, Tensor | None]  # what [`MemoryRule.written`] returns
 State = tuple[Tensor, Tensor]  # memory and normaliser
-
-
-class Borders(NamedTuple):
-    """Where documents begin among the `N` segments of a packed row (`None` in its place: all are one document's).
-
-    Attributes:
-        reach: `[B, N + 1, N + 2]` bool: the state before a segment (row; the last is the state after all) holds the incoming
-            memory (column 0), the start (column 1), what segment j wrote (column 2 + j).
-        continues: `[B, N]` bool: the state after the segment still belongs to the document of the state before it.
-    """
-
-    reach: Tensor
-    continues: Tensor
 
 
 def elu_features(x: Tensor) -> Tensor:
@@ -89,20 +75,20 @@ def mix(local: Tensor, read: Tensor, share: Tensor) -> Tensor:
 
 
 def running_sum(
-    written: Tensor, incoming: Tensor, start: Tensor | None = None, borders: Borders | None = None
+    written: Tensor, incoming: Tensor, continues: Tensor | None = None, start: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Running sums of what the segments wrote, `[B, N, …]`: before each, `[B, N, …]`, and after the last, `[B, …]`; `start`,
-    of a new document, is needed with borders."""
-    if borders is not None and start is not None:
-        sources = torch.cat([incoming.unsqueeze(1), start.expand_as(incoming).unsqueeze(1), written], 1)
-        sums = (borders.reach.to(written.dtype) @ sources.flatten(2)).unflatten(2, written.shape[2:])
-    elif written.device.type == "cpu" and not torch.compiler.is_compiling():
-        # It adds whole states many times faster than it sums along a dimension that is not the last
-        *before, last = itertools.accumulate(written.unbind(1), initial=incoming)
-        return torch.stack(before, 1), last
-    else:
+    """Running sums of what the segments wrote, `[B, N, …]`: before each, `[B, N, …]`, and after the last, `[B, …]`; behind a
+    segment where `continues` `[B, N]` is False they begin again as `start`."""
+    if continues is None and (written.device.type != "cpu" or torch.compiler.is_compiling()):
         sums = torch.cat([incoming.unsqueeze(1), written], 1).cumsum(1)
-    return sums[:, :-1], sums[:, -1]
+        return sums[:, :-1], sums[:, -1]
+    before, last = [], incoming  # a CPU adds whole states many times faster than it sums along a dimension but the last
+    for number, new in enumerate(written.unbind(1)):
+        before.append(last)
+        last = last + new
+        if continues is not None and start is not None:
+            last = torch.where(continues[:, number].view(-1, *(1,) * start.dim()), last, start)
+    return torch.stack(before, 1), last
 
 
 @dataclass(frozen=True, eq=False)
@@ -186,15 +172,16 @@ class MemoryRule:
         memory: Tensor,
         normaliser: Tensor,
         start: State | None = None,
-        borders: Borders | None = None,
+        continues: Tensor | None = None,
     ) -> tuple[State, State]:
         """Memory and normaliser before each segment, `[B, N, K, D, E]` and `[B, N, K, D]`, and after the last.
 
         Args:
             written: by the segments; nothing by a segment whose document has ended when it is written.
             memory, normaliser: before the first segment, `[B, K, D, E]` and `[B, K, D]`.
-            start: M_0 `[K, D, E]` and z_0 `[K, D]` of a new document; needed with borders.
-            borders: [`Borders`] of packed documents, or `None`.
+            start: M_0 `[K, D, E]` and z_0 `[K, D]` of a new document; needed with `continues`.
+            continues: `[B, N]` bool, whether the state after the segment still belongs to the document of the one before it;
+                `None`: it does.
         """
         raise NotImplementedError
 

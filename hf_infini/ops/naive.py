@@ -138,8 +138,8 @@ class _Token:
 
 
 class _Head:
-    """A key/value head of a row, with the query heads that share it (`group`): its memory, the document's first tokens, the
-    kept ones, and the segments (lists of tokens) that are still in the local window."""
+    """A key/value head of a row, with the query heads that share it (`group`): its memory, and the places of its window,
+    each with a token or `None`: the document's first tokens, the kept ones, right-aligned, and the segments."""
 
     query_map: Any = None
     key_map: Any = None
@@ -147,31 +147,28 @@ class _Head:
 
     def __init__(self, state, row, head, window, options):
         self.length, self.local_segments, self.sink_tokens, self.kept_tokens = window
+        self.ahead = self.sink_tokens + self.kept_tokens  # places before those of the segments
         vars(self).update(options)
-        self.memory, self.normaliser = state.memory[row, head], state.normaliser[row, head]
-        self.start = None
+        self.score_names = KEEP_SCORES[self.keep_score] if self.kept_tokens else ()
+        self.memory, self.normaliser, self.start = state.memory[row, head], state.normaliser[row, head], None
         if state.start_memory is not None:
             self.start = self.widen(state.start_memory[head]), self.widen(state.start_normaliser[head])
         self.seen, self.last_position = int(state.tokens_seen[row]), int(state.last_position[row])
         self.memory_tokens, self.no_score = int(state.memory_tokens[row]), self.memory.new_zeros(())
-        self.score_names = KEEP_SCORES[self.keep_score] if self.kept_tokens else ()
         self.windows = [None if held is None else held[row, head] for held in state.windows()]  # [places, …] each
 
-        def token(place, number, queries):
+        def token(place, number):
+            if not 0 <= number < self.seen:
+                return None
             *parts, scores = (None if held is None else self.widen(held[place]) for held in self.windows)
             skipped = state.local_skipped is not None and bool(state.local_skipped[row, place])
             scores = dict(zip(self.score_names, () if scores is None else scores.detach(), strict=True))
-            return _Token(*parts, number, skipped, scores, queries)
+            return _Token(*parts, number, skipped, scores, 1 if place < self.ahead else self.seen - number)
 
-        self.sinks = [token(place, place, 0) for place in range(min(self.seen, self.sink_tokens))]
-        positions = enumerate(state.kept_position[row, head].tolist() if self.kept_tokens else [], self.sink_tokens)
-        self.kept = [token(place, number, 1) for place, number in positions if number >= 0]  # their scores are means
-        self.window = []  # segments, oldest first
-        current = self.seen // self.length
-        for earlier in range(min(current, self.local_segments), -1, -1):
-            first = self.sink_tokens + self.kept_tokens + (self.local_segments - earlier) * self.length
-            numbers = range((current - earlier) * self.length, min((current - earlier + 1) * self.length, self.seen))
-            self.window.append([token(first + n % self.length, n, self.seen - n) for n in numbers])
+        kept = state.kept_position[row, head].tolist() if self.kept_tokens else []
+        first = (self.seen // self.length - self.local_segments) * self.length
+        numbers = [*range(self.sink_tokens), *kept, *range(first, first + (self.local_segments + 1) * self.length)]
+        self.places = [token(place, number) for place, number in enumerate(numbers)]
 
     def widen(self, tensor):
         return tensor.to(self.memory.dtype)
@@ -181,23 +178,25 @@ class _Head:
         if position is not None and self.seen and position <= self.last_position:
             empty = torch.zeros_like(self.memory), torch.zeros_like(self.normaliser)
             self.memory, self.normaliser = empty if self.start is None else self.start
-            self.sinks, self.kept, self.window, self.seen, self.memory_tokens = [], [], [[]], 0, 0
+            self.places, self.seen, self.memory_tokens = [None] * len(self.places), 0, 0
         self.last_position = self.last_position + 1 if position is None else position
 
     def attend(self, query, token, gate):
         """Equations 2, 3 and 5 for one token; `query` is `[group, 1, head_dim]`, `gate` `[group]`."""
-        self.window[-1].append(token)
-        if len(self.sinks) < self.sink_tokens:
-            self.sinks.append(token)
-        places, tokens = map(list, zip(*self.places(), strict=True))
-        keys, values = (torch.stack([getattr(each, name) for each in tokens]) for name in ("key", "value"))
-        keys, compared = self.turned(keys, places), self.turned(query, places[-1:])
+        self.places[self.ahead + self.local_segments * self.length + self.seen % self.length] = token
+        if self.seen < self.sink_tokens:
+            self.places[self.seen] = token
+        # Sinks and kept tokens are seen when the document's first segment has left the window
+        first = 0 if self.seen // self.length > self.local_segments else self.ahead
+        seen = [place for place, held in enumerate(self.places) if held is not None and place >= first]
+        keys, values = (torch.stack([getattr(self.places[place], name) for place in seen]) for name in ("key", "value"))
+        keys, compared = self.turned(keys, seen), self.turned(query, seen[-1:])
         if self.query_weight is not None:
             compared = compared @ self.query_weight
         scores = (compared @ keys.mT).squeeze(1) * self.scaling  # [group, tokens]
         scores = scores if self.softcap is None else self.softcap * torch.tanh(scores / self.softcap)
-        if "attention" in token.scores:
-            self.receive(scores.detach(), tokens)
+        if "attention" in self.score_names:
+            self.receive(scores.detach(), seen)
         output = F.dropout(torch.softmax(scores, -1), self.dropout) @ values  # [group, value_dim]
         if self.memory_tokens or self.start is not None:
             features = self.features(query, self.query_map)
@@ -210,51 +209,42 @@ class _Head:
             output = share * read / denominator + (1 - share) * output
         self.seen += 1
         if self.seen % self.length == 0:
-            if len(self.window) > self.local_segments:
-                self.write(self.window.pop(0), first=self.seen == (self.local_segments + 1) * self.length)
-            self.window.append([])
+            oldest, later = self.places[self.ahead : self.ahead + self.length], self.places[self.ahead + self.length :]
+            self.places[self.ahead :] = later + [None] * self.length
+            there = (held for held in oldest if held is not None and held.number >= self.sink_tokens)
+            self.write([held for held in there if not held.skipped])
         return output
 
-    def places(self):
-        """What the next token sees, itself last: (place in the window, token). Sinks come right before kept tokens, and
-        these right before the window."""
-        ahead = self.sink_tokens + self.kept_tokens
-        first = ahead + (self.local_segments + 1 - len(self.window)) * self.length
-        slots = [*enumerate(sum(self.window, []), first)]
-        if self.seen // self.length <= self.local_segments:
-            return slots
-        empty = self.kept_tokens - len(self.kept)
-        return [*enumerate(self.sinks, empty), *enumerate(self.kept, self.sink_tokens + empty), *slots]
-
-    def receive(self, scores, tokens):
+    def receive(self, scores, seen):
         """Adds to the window's tokens the mean over the group of a softmax over all that is not kept; `scores`: `[group,
-        tokens]`."""
-        kept, window = ({id(token) for token in part} for part in (self.kept, sum(self.window, [])))
-        columns = [column for column, token in enumerate(tokens) if id(token) not in kept]
+        places seen]`."""
+        columns = [column for column, place in enumerate(seen) if not self.sink_tokens <= place < self.ahead]
         weights = torch.softmax(scores[:, columns], -1).mean(0)
-        for weight, token in zip(weights, (tokens[column] for column in columns), strict=True):
-            if id(token) in window:
+        for weight, place in zip(weights, (seen[column] for column in columns), strict=True):
+            if place >= self.ahead:
+                token = self.places[place]
                 token.scores["attention"], token.queries = token.scores["attention"] + weight, token.queries + 1
 
-    def turned(self, states, places):
-        """Queries or keys `[…, tokens, head_dim]` turned by their places in the window."""
-        return states if self.rotary is None else self.rotary.turn(states, *(table[places] for table in self.rotary.tables))
+    def turned(self, states, seen):
+        """Queries or keys `[…, tokens, head_dim]` turned by their places in the window; sinks come right before what is
+        kept."""
+        empty = self.places[self.sink_tokens : self.ahead].count(None)
+        at = [place + empty if place < self.sink_tokens else place for place in seen]
+        return states if self.rotary is None else self.rotary.turn(states, *(table[at] for table in self.rotary.tables))
 
     def features(self, states, weight, log_weights=0):
         """The memory's queries or keys, `[heads, tokens, head_dim]`."""
         states = states if weight is None else states @ weight
         return self.rule.naive_features(states, log_weights, self.feature_map, self.eps)
 
-    def write(self, segment, first):
-        """Equation 4, by the rule, for the segment that leaves the window; `first`: the document's first."""
-        segment = [token for token in segment[self.sink_tokens if first else 0 :] if not token.skipped]
-        if self.kept_tokens:
-            segment = self.keep(segment)
+    def write(self, segment):
+        """Equation 4, by the rule, for the tokens of a segment that leaves the window."""
+        segment = self.keep(segment) if self.kept_tokens else segment
         if not segment:
             return
         keys, values = (torch.stack([getattr(token, name) for token in segment])[None] for name in ("key", "value"))
-        weights = [self.memory.new_zeros(self.rule.rates) if t.log_weight is None else t.log_weight for t in segment]
-        weights = torch.stack(weights)[None]
+        none = self.memory.new_zeros(self.rule.rates)
+        weights = torch.stack([none if token.log_weight is None else token.log_weight for token in segment])[None]
         features = self.features(keys, self.key_map, weights)
         written = self.rule.naive_write(self.memory[None], self.normaliser[None], features, values, weights, self.eps)
         self.memory, self.normaliser = (part.squeeze(0) for part in written)
@@ -265,38 +255,34 @@ class _Head:
         for token in segment if "attention" in self.score_names else ():
             mean = (token.scores["attention"] / max(token.queries, 1)).clamp(min=LEAST)
             token.scores["attention"], token.queries = mean.log() + token.number / (FADE * self.kept_tokens), 1  # it fades
-        left, stays, names = self.kept + segment, set(), self.score_names
+        left = [held for held in self.places[self.sink_tokens : self.ahead] if held is not None] + segment
+        stays, names = set(), self.score_names
         for place, name in enumerate(names):
             share = (self.kept_tokens + len(names) - 1 - place) // len(names)  # the first gets the odd place
             others = [token for token in left if token.number not in stays]
             best = sorted(others, key=lambda token, name=name: -token.scores[name])[:share]  # the earlier of equal ones
             stays |= {token.number for token in best}
-        self.kept = [token for token in left if token.number in stays]
+        kept = [token for token in left if token.number in stays]
+        self.places[self.sink_tokens : self.ahead] = [None] * (self.kept_tokens - len(kept)) + kept
         return [token for token in left if token.number not in stays]
 
     def state(self):
         """This head's share of an [`InfiniState`]."""
-        ahead, like = self.sink_tokens + self.kept_tokens, self.windows[0]
-        slots: list = [None] * len(like)
-        first = ahead + (self.local_segments + 1 - len(self.window)) * self.length
-        kept = enumerate(self.kept, ahead - len(self.kept))
-        for place, token in [*enumerate(self.sinks), *kept, *enumerate(sum(self.window, []), first)]:
-            slots[place] = token
         found: dict[str, Any] = {"memory": self.memory, "normaliser": self.normaliser, "kept_position": None}
         for name, held in zip(("key", "value", "log_weight", "score"), self.windows, strict=True):
             if held is not None:
-                parts = [self.memory.new_zeros(held.shape[-1])] * len(slots)
-                for place, token in enumerate(slots):
+                parts = [self.memory.new_zeros(held.shape[-1])] * len(self.places)
+                for place, token in enumerate(self.places):
                     if token is not None and name != "score":
                         parts[place] = getattr(token, name)
                     elif token is not None and place >= self.sink_tokens:  # sinks need none
                         parts[place] = torch.stack([*token.scores.values()])
                 held = torch.stack(parts).to(held.dtype)
             found[f"local_{name}"] = held
-        skipped = [token is not None and token.skipped for token in slots]
-        counts: dict[str, Any] = {"tokens_seen": self.seen, "last_position": self.last_position, "local_skipped": skipped}
+        counts: dict[str, Any] = {"tokens_seen": self.seen, "last_position": self.last_position}
         counts["memory_tokens"] = self.memory_tokens
+        counts["local_skipped"] = [token is not None and token.skipped for token in self.places]
         if self.kept_tokens:
-            positions = [token.number for token in self.kept]
-            counts["kept_position"] = [-1] * (self.kept_tokens - len(positions)) + positions
+            kept = self.places[self.sink_tokens : self.ahead]
+            counts["kept_position"] = [-1 if token is None else token.number for token in kept]
         return found | {name: torch.tensor(count, device=self.memory.device) for name, count in counts.items()}

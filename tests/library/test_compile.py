@@ -1,4 +1,4 @@
-"""torch.compile and torch.export with the models: one graph, eager's numbers, no compiling again for every token.
+"""torch.compile with the models: one graph, eager's numbers, no compiling again for every token.
 
 What takes most of the time is the generation of code, by "inductor". The backend "eager" runs the graphs as they are: there
 the numbers must be eager's, and whether there is one graph is seen as well.
@@ -20,7 +20,6 @@ MIXED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window
 SHARED_ROPE = dict(denominator="shared", position_encoding="rope")
 MODELS = {
     "gpt2": lambda: infini_gpt2(n_layer=1, position_encoding="segment"),
-    "kept": lambda: infini_gpt2(n_layer=1, position_encoding="segment", local_segments=1, sink_tokens=2, kept_tokens=6),
     "gated_delta": lambda: infini_gpt2(n_layer=1, update_rule="gated_delta", memory_init="learned", segment_length=10),
     "convolution": lambda: infini_gpt2(n_layer=1, memory_conv=2, local_segments=1, feature_map="learned", **SHARED_ROPE),
     "causal_mha": lambda: causal_mha(n_layer=1, attention="infini", segment_length=8, position_encoding="rope"),
@@ -122,34 +121,3 @@ def test_decoding_is_one_graph_for_all_tokens(name, batch):
                 logits = step(ids[:, column : column + 1], **inputs).logits
             torch.testing.assert_close(logits[:, 0], wanted[:, column], rtol=TOLERANCE, atol=TOLERANCE)
     assert counters["stats"]["unique_graphs"] <= 2
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["gpt2", "kept"])
-def test_an_exported_forward_computes_the_same_logits_after_loading(name, tmp_path):
-    """Any number of rows, and any multiple of the segment length."""
-
-    def inputs(batch: int, tokens: int) -> dict:
-        mask = torch.ones(batch, tokens, dtype=torch.long)
-        mask[0, :5] = mask[-1, -3:] = 0
-        return {"input_ids": token_ids(batch, tokens), "attention_mask": mask}
-
-    model, given = MODELS[name](), inputs(2, 32)
-    dynamic = {0: torch.export.Dim("batch", min=1, max=64), 1: 8 * torch.export.Dim("segments", min=2, max=64)}
-    shapes = dict.fromkeys(given, dynamic) | {"use_cache": None}
-    program = torch.export.export(model, (), given | {"use_cache": False}, dynamic_shapes=shapes)
-    torch.export.save(program, tmp_path / "model.pt2")
-    module = torch.export.load(tmp_path / "model.pt2").module()
-    for batch, tokens in ((1, 32), (5, 32), (3, 16), (2, 64)):
-        given = inputs(batch, tokens)
-        wanted = model(**given, use_cache=False).logits
-        torch.testing.assert_close(module(**given, use_cache=False).logits, wanted, rtol=TOLERANCE, atol=TOLERANCE)
-
-
-def test_export_says_what_it_cannot_hold():
-    model, inputs = MODELS["gpt2"](), {"input_ids": token_ids(2, 16)}
-    with pytest.raises(ValueError, match="use_cache=False"):
-        torch.export.export(model, (), inputs | {"use_cache": True})
-    positions = torch.arange(16).expand(2, -1).contiguous()
-    with pytest.raises(ValueError, match="Say with max_documents"):
-        torch.export.export(model, (), inputs | {"position_ids": positions, "use_cache": False})

@@ -1,8 +1,8 @@
 """Makes the layout of a call ([`Layout`]), once per forward.
 
 What a layout looks like depends on the data where rows are padded, packed or of different lengths. Outside of a graph the
-values are read back from the device, and the layout is no larger than it must be. Inside of one (torch.compile,
-torch.export) nothing can be read back: there the sizes are upper bounds that follow from the shapes of the arguments.
+values are read back from the device, and the layout is no larger than it must be. Inside of one nothing can be read back:
+there the sizes are upper bounds that follow from the shapes of the arguments.
 """
 
 from dataclasses import replace
@@ -54,8 +54,8 @@ def segment_layout(
             assertion).
 
     On an accelerator this waits for the device a few times, however many layers share the layout. With `max_documents` it
-    does not, and neither in a graph of torch.compile or torch.export; there, positions without `max_documents` could begin
-    any number of documents, and the layout is made outside of the graph.
+    does not, and neither in a graph of torch.compile; there, positions without `max_documents` could begin any number of
+    documents, and the layout is made outside of the graph.
 
     Raises:
         ValueError: masks or positions of another shape; a mask with other values than 0 and 1; as many sinks as a segment
@@ -65,8 +65,6 @@ def segment_layout(
     window = (segment_length, local_segments, sink_tokens, kept_tokens)
     unbounded = position_ids is not None and max_documents is None and (tokens > 1 or state is None)
     if unbounded and torch.compiler.is_compiling():
-        if torch.compiler.is_exporting():
-            raise ValueError(UNBOUNDED)
         masks = {"attention_mask": attention_mask, "position_ids": position_ids, "memory_mask": memory_mask}
         return _layout_outside_graph(batch, tokens, *window, **masks, state=state, device=device)
     check_window(*window)
@@ -88,9 +86,7 @@ def segment_layout(
         restart = None if restart is None else ~restart
     if tokens == 1 and state is not None:
         return step_layout(batch, window, real, restart, position_ids, memory_mask, state, read_back=most is None)
-    seen, in_memory = [0], [0]
-    if most is None and state is not None:
-        seen, in_memory = torch.stack([state.tokens_seen, state.memory_tokens]).tolist()
+    seen = state.tokens_seen.tolist() if most is None and state is not None else [0]
     if real is None and (restart is None and len({*seen}) == 1 if most is None else state is None and most == 1):
         form = _plain_form(batch, tokens, window, seen[0], device)
     else:
@@ -98,7 +94,7 @@ def segment_layout(
         known = torch.zeros(batch, dtype=torch.long, device=device) if state is None else state.tokens_seen
         form = _indexed_form(batch, tokens, window, real, restart, known, begun, most, device)
     names = ("segment_length", "local_segments", "sink_tokens", "kept_tokens")
-    form |= {"batch": batch, "tokens": tokens, **dict(zip(names, window, strict=True)), "memory_in_use": all(in_memory)}
+    form |= {"batch": batch, "tokens": tokens, **dict(zip(names, window, strict=True))}
     form["window"] = _next_places(window, form)
     last_position = _last_position(tokens, real, position_ids, state, form["tokens_seen"])
     layout = GridLayout(**form, last_position=last_position)
@@ -282,7 +278,7 @@ def _leaving(layout: GridLayout) -> Tensor | None:
     local, document, last = layout.local_segments, layout.document[:, :-1], layout.document[:, -1:]
     if layout.seen is not None and not local and not layout.sink_tokens:
         missing = layout.segments * layout.slots - layout.carried - layout.tokens
-        if isinstance(missing, int) and not missing and layout.slots == layout.segment_length:
+        if not missing and layout.slots == layout.segment_length:
             return None
     # Grid index of the next token's segment
     current = layout.tokens_seen[: document.shape[0]].unsqueeze(1) // layout.segment_length + last

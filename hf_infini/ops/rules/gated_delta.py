@@ -50,9 +50,9 @@ class Rule(MemoryRule):
         log_weight = features.new_zeros(*key.shape[:-1], 2) if log_weight is None else log_weight.to(features.dtype)
         return (features, value, log_weight) if mask is None else (features * mask, value, log_weight * mask)
 
-    def states(self, written, memory, normaliser, start=None, borders=None):
+    def states(self, written, memory, normaliser, start=None, continues=None):
         key, value, log_weight = written
-        continues, first_memory = None if borders is None else borders.continues, None if start is None else start[0]
+        first_memory = None if start is None else start[0]
         memories, last_memory = gated_delta_scan(key, value, log_weight, memory, continues, first_memory)
         return (memories, normaliser.unsqueeze(1).expand(-1, key.shape[1], -1, -1)), (last_memory, normaliser)
 
