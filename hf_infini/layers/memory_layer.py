@@ -271,8 +271,7 @@ def infini_attention_function(
 ):
     """The registered attention function: what `attend` gives, its output as `[batch, tokens, heads, head_dim]`."""
     eager = module.config.of_model._attn_implementation == "eager"
-    upcast = eager and getattr(module, "reorder_and_upcast_attn", False)
-    output, weights = attend(query, key, value, ScoreOptions(scaling, dropout, eager, upcast, softcap))
+    output, weights = attend(query, key, value, ScoreOptions(scaling, dropout, eager, softcap))
     return output.transpose(1, 2), weights
 
 

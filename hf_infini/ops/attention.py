@@ -52,7 +52,6 @@ def infini_attention(
     memory_mask: Tensor | None = None,
     state: InfiniState | None = None,
     return_state: bool = False,
-    max_documents: int | None = None,
     feature_maps: tuple[Tensor, Tensor] | None = None,
     log_weight: Tensor | None = None,
     learned_score: Tensor | None = None,
@@ -96,7 +95,6 @@ def infini_attention(
         memory_mask: `[batch, tokens]`, 0 for tokens that are seen inside the window but never written into the memory.
         state: continues an earlier call; see [`InfiniState`].
         return_state: also return the state after the last token.
-        max_documents: how many documents a row holds at most, where sizes must not depend on the data: [`segment_layout`].
         feature_maps: `[heads, head_dim, head_dim]` and `[kv_heads, head_dim, head_dim]`, what the memory's queries and keys
             are multiplied by before the feature map.
         log_weight: `[batch, kv_heads, tokens, 1]`, added to the memory's keys right before the feature map; with exponential
@@ -127,8 +125,7 @@ def infini_attention(
     check_arguments(query, key, value, gate, *given, **numbers)
     tokens = Projections(query, key, value, log_weight, learned_score)
     masks = {"attention_mask": attention_mask, "memory_mask": memory_mask, "position_ids": position_ids}
-    options = {"state": state, "max_documents": max_documents, "device": query.device}
-    layout = segment_layout(query.shape[0], query.shape[2], *window, **options, **masks)
+    layout = segment_layout(query.shape[0], query.shape[2], *window, **masks, state=state, device=query.device)
     softmax = ScoreOptions(scaling, dropout, softcap=softcap, rotary=rotary, query_weight=query_weight)
     state = initial_state(tokens, window, rule) if state is None else state
     output, new_state, _ = attend(AttentionCall(tokens, gate, layout, rule, softmax, state, return_state))
@@ -175,7 +172,7 @@ def attend_grid(call: AttentionCall) -> Attended:
         windows = [_windows(groups[number : number + 2], end - begin, local_segments) for groups in delayed[:2]]
         leaving: Any = [window[..., : layout.slots, :] for window in windows] if local_segments else windows
         log_weight = None if grids[2] is None else delayed[2][number][:, : end - begin].transpose(2, 3)
-        written = None if layout.written is None else layout.written[:, begin:end, None, :, None]
+        written: Any = None if layout.written is None else layout.written[:, begin:end, None, :, None]
         if sinks:
             windows = [torch.cat([p[:, begin:end], window], 3) for p, window in zip(first_tokens, windows, strict=True)]
         keys, values = softmax.compared_keys(windows[0], layout.key_places), windows[1]
@@ -185,8 +182,7 @@ def attend_grid(call: AttentionCall) -> Attended:
             kept = left.clamp(max=layout.kept_tokens)
             keys = with_sinks_before(keys, windows[0], layout, kept, softmax)
             keeping.see(compared, keys, mask, begin, end, softmax)
-            slots = None if written is None else written[:, :, 0, :, 0]
-            of_group = keeping.choose([*leaving, log_weight], slots, begin, end)
+            of_group = keeping.choose([*leaving, log_weight], written[:, :, 0, :, 0], begin, end)
             keys, values, mask = of_group.visible(keys, values, mask, layout.most_kept, kept, softmax)
             *leaving, log_weight, evicted = of_group.evicted()
             written = evicted.unsqueeze(-1)

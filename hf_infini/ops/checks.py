@@ -68,20 +68,13 @@ def check_arguments(
             "query, key and value must be [batch, heads, tokens, head_dim] with a row and a token at least, got "
             f"{', '.join(map(str, shapes))}."
         )
-    batch, heads, tokens, head_dim = query.shape
-    if key.shape[0] != batch or key.shape[2:] != (tokens, head_dim) or value.shape[:3] != key.shape[:3]:
-        raise ValueError(
-            f"key {list(key.shape)} and value {list(value.shape)} must agree with query {list(query.shape)} in batch, "
-            "tokens and head_dim, and with each other in heads."
-        )
+    (batch, heads, tokens, head_dim), kv_heads = query.shape, key.shape[1]
     dtypes = [tensor.dtype for tensor in (query, key, value)]
     same = len({*dtypes}) == 1 or torch.is_autocast_enabled(query.device.type)
     if not same or not all(dtype.is_floating_point for dtype in dtypes):
         raise ValueError(f"query, key and value must be of one floating-point dtype, got {', '.join(map(str, dtypes))}.")
-    if heads % key.shape[1]:
-        raise ValueError(f"the {key.shape[1]} key/value heads must divide the {heads} query heads.")
-    if gate.shape != (heads,):
-        raise ValueError(f"gate must be [heads] = [{heads}], got {list(gate.shape)}.")
+    if heads % kv_heads:
+        raise ValueError(f"the {kv_heads} key/value heads must divide the {heads} query heads.")
     if (learned_score is None) == (window[3] > 0 and rule.keep_score != "attention"):
         raise ValueError(
             "learned_score goes with kept_tokens and a keep_score of 'learned' or 'half', and with nothing else; got "
@@ -89,14 +82,17 @@ def check_arguments(
         )
     query_map, key_map = feature_maps or (None, None)
     for name, tensor, wanted in (
-        ("log_weight", log_weight, (*key.shape[:3], rule.rates)),
-        ("learned_score", learned_score, key.shape[:3]),
+        ("key", key, (batch, kv_heads, tokens, head_dim)),
+        ("value", value, (batch, kv_heads, tokens, value.shape[3])),
+        ("gate", gate, (heads,)),
+        ("log_weight", log_weight, (batch, kv_heads, tokens, rule.rates)),
+        ("learned_score", learned_score, (batch, kv_heads, tokens)),
         ("query_weight", query_weight, (heads, head_dim, head_dim)),
         ("feature_maps[0]", query_map, (heads, head_dim, head_dim)),
-        ("feature_maps[1]", key_map, (key.shape[1], head_dim, head_dim)),
+        ("feature_maps[1]", key_map, (kv_heads, head_dim, head_dim)),
     ):
         if tensor is not None and tensor.shape != wanted:
-            raise ValueError(f"{name} must be {list(wanted)}, got {list(tensor.shape)}.")
+            raise ValueError(f"{name} must be {list(wanted)} beside this query, got {list(tensor.shape)}.")
 
 
 def check_window(
@@ -119,20 +115,16 @@ def check_shapes(
     batch: int, tokens: int, attention_mask: Tensor | None, memory_mask: Tensor | None, position_ids: Tensor | None
 ) -> None:
     """ValueError unless these are `[batch, tokens]`, positions perhaps `[1, tokens]`, or `None`."""
-    for name, mask in (("attention_mask", attention_mask), ("memory_mask", memory_mask)):
-        if mask is not None and mask.shape != (batch, tokens):
+    given = {"attention_mask": attention_mask, "memory_mask": memory_mask, "position_ids": position_ids}
+    for name, part in given.items():
+        if part is None:
+            continue
+        whole = name != "position_ids" or not (part.is_floating_point() or part.is_complex())
+        if not whole or part.shape != (batch, tokens) and (name != "position_ids" or part.shape != (1, tokens)):
             raise ValueError(
-                f"{name} must be [batch, tokens] = [{batch}, {tokens}], got {list(mask.shape)}. "
-                "With a state it covers only the new tokens."
+                f"{name} must be [batch, tokens] = [{batch}, {tokens}], got {list(part.shape)} of {part.dtype}; positions "
+                "are whole numbers. With a state it covers only the new tokens."
             )
-    if position_ids is None:
-        return
-    whole = not (position_ids.is_floating_point() or position_ids.is_complex())
-    if not whole or tuple(position_ids.shape) not in ((batch, tokens), (1, tokens)):
-        raise ValueError(
-            f"position_ids must be whole numbers, [batch, tokens] = [{batch}, {tokens}]; got {list(position_ids.shape)}, "
-            f"{position_ids.dtype}."
-        )
 
 
 def bool_mask(name: str, mask: Tensor | None, read_back: bool) -> Tensor | None:

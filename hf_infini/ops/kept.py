@@ -111,11 +111,12 @@ def with_sinks_before(
     compared: Tensor, keys: Tensor, layout: GridLayout, kept: Tensor, softmax: ScoreOptions
 ) -> Tensor:
     """Keys of windows as they are compared, `[B, N, K, W, D]`, whose sinks are turned right before so many kept tokens, `[B,
-    N]`; `keys`: the same before any turn."""
+    N]`: a window without a gap is that of a plain model; `keys`: the same before any turn."""
     sinks = layout.sink_tokens
     if not sinks or softmax.rotary is None:
         return compared
-    turned = softmax.rotary.at_each(keys[..., :sinks, :], layout.sink_places(kept))
+    places = (layout.kept_tokens - kept).unsqueeze(-1) + torch.arange(sinks, device=kept.device)  # [B, N, S]
+    turned = softmax.rotary(keys[..., :sinks, :].flatten(0, 1), places.flatten(0, 1)).unflatten(0, keys.shape[:2])
     return torch.cat([turned, compared[..., sinks:, :]], 3)
 
 
@@ -166,15 +167,13 @@ class KeptInGrid:
         for shift, of_segments in enumerate(received):
             self.scores[:, begin + shift : end + shift, ..., 0] += of_segments
 
-    def choose(self, leaving: Sequence[Any], written: Tensor | None, begin: int, end: int) -> "KeptOfGroup":
+    def choose(self, leaving: Sequence[Any], written: Tensor, begin: int, end: int) -> "KeptOfGroup":
         """What segments `begin … end` see and evict; `leaving`: keys, values and log weights of the tokens that leave while
         they are read, `[B, N, K, C, …]` each; `written`: as of [`keep_best`]. All that these have received is known."""
         layout, scores = self.layout, self.scores[:, begin:end]
         parts: Any = (None if part is None else part.transpose(2, 3) for part in leaving)
         key, value, log_weight = parts
         documents = layout.documents(begin, end) if layout.packed else None
-        if written is None:
-            written = torch.ones(1, *scores.shape[1:3], dtype=torch.bool, device=scores.device)
         position = layout.delayed_numbers(begin, end)[..., None, None].expand_as(scores[..., :1])
         new = Kept(key, value, log_weight, scores, position)
         found = keep_best(self.kept, new, written, self.rule.keep_score, layout, documents)

@@ -211,6 +211,4 @@ class InfiniState:
 
     def nbytes(self) -> int:
         """Bytes that the per-row tensors hold (the start belongs to the model's weights)."""
-        sizes: list[int] = []
-        self.map_rows(lambda tensor: sizes.append(tensor.numel() * tensor.element_size()) or tensor)
-        return sum(sizes)
+        return sum(tensor.nbytes for name, tensor in self.tensors().items() if not name.startswith("start_"))

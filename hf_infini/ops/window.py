@@ -41,10 +41,6 @@ class Rotary:
             rows = [row.unsqueeze(1) for row in rows]
         return self.turn(states, *rows)
 
-    def at_each(self, states: Tensor, places: Tensor) -> Tensor:
-        """Turns states `[B, N, K, tokens, head_dim]` whose places `[B, N, tokens]` differ from segment to segment."""
-        return self(states.flatten(0, 1), places.flatten(0, 1)).unflatten(0, states.shape[:2])
-
 
 @dataclass(frozen=True)
 class ScoreOptions:
@@ -54,7 +50,6 @@ class ScoreOptions:
         scaling: factor of the dot products; `None`: `head_dim ** -0.5`.
         dropout: probability with which a weight is dropped.
         written_out: by plain operations instead of a fused kernel.
-        upcast: in float32 (GPT-2's `reorder_and_upcast_attn`), where it is written out.
         softcap: scores s become `softcap · tanh(s / softcap)` (Gemma 2), and are then written out; `None`: they stay.
         rotary: how queries and keys are turned by their places in the window; `None`: they are not.
         query_weight: `[heads, head_dim, head_dim]`, what turned queries are multiplied by; `None`: nothing.
@@ -63,7 +58,6 @@ class ScoreOptions:
     scaling: float | None = None
     dropout: float = 0.0
     written_out: bool = False
-    upcast: bool = False
     softcap: float | None = None
     rotary: Rotary | None = None
     query_weight: Tensor | None = None
@@ -123,7 +117,7 @@ def masked_scores(query: Tensor, key: Tensor, mask: Tensor | None, softmax: Scor
     kind, scaling = query.device.type, softmax.scaling_of(query)
     autocast = kind != "meta" and torch.is_autocast_enabled(kind)  # meta: while a model is made
     given = torch.get_autocast_dtype(kind) if autocast else query.dtype
-    if softmax.upcast or given == torch.float16:
+    if given == torch.float16:
         with torch.autocast(kind, enabled=False):
             scores = query.float() @ key.float().transpose(-1, -2) * scaling
     else:

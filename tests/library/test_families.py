@@ -55,7 +55,7 @@ def test_one_segment_is_the_own_model(model_type):
     own = MODEL_MAPPING[CONFIG_MAPPING[model_type]]
     *arguments, keywords = inspect.signature(own.forward).parameters
     shown = inspect.signature(infini_class(own).forward).parameters
-    assert list(shown) == [*arguments, "max_documents", "memory_mask", keywords]
+    assert list(shown) == [*arguments, "memory_mask", keywords]
 
 
 @pytest.mark.parametrize(

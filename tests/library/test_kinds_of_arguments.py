@@ -48,7 +48,6 @@ def test_inputs_of_a_model(make):
     wrong = [{"input_ids": value} for value in (ids[0], "abc", [1, 0], None)]
     wrong += [{"inputs_embeds": torch.zeros(2, 12)}, {"input_ids": ids, "position_ids": ids.float()}]
     wrong += [{"input_ids": ids, name: "abc"} for name in ("attention_mask", "position_ids", "memory_mask")]
-    wrong += [{"input_ids": ids, "max_documents": "abc"}] if model.config.infini_layers else []
     wrong += [{"input_ids": ids, "attention_mask": torch.ones(2)}]
     wrong += [{"input_ids": ids, "attention_mask": torch.zeros(2, 12).index_fill(1, torch.tensor([0]), -torch.inf)}]
     for given in wrong:

@@ -214,12 +214,6 @@ class GridLayout(Layout):
         segments = places[self.ahead :].unflatten(0, (-1, self.segment_length))[:, : self.slots]
         return torch.cat([places[: self.sink_tokens], segments.flatten()])
 
-    def sink_places(self, kept: Tensor) -> Tensor:
-        """`[batch, segments, S]`: as what places the sinks are turned, right before so many kept tokens `[batch, segments]`:
-        a window without a gap is that of a plain model."""
-        places = torch.arange(self.sink_tokens, device=self.tokens_seen.device)
-        return (self.kept_tokens - kept).unsqueeze(-1) + places
-
     def window_mask(self, begin: int, end: int) -> Tensor | None:
         """`[batch or 1, s, 1, C, W]` bool, which slots of its window (sinks first) each query of these segments sees,
         without kept tokens; `None`: a full one up to its own slot."""
