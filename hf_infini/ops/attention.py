@@ -78,14 +78,13 @@ def infini_attention(
         update_rule: "linear"; "delta", which writes values less what the memory already answers to their keys; or
             "gated_delta", token by token with features less σ(0) of length one: M = α (M − β k kᵀ M) + β k vᵀ, read as q M.
         feature_map: what makes positive features of the memory's queries and keys: "elu", ELU + 1 (the paper), or "exp".
-        denominator: "separate", one for the window and one for the memory, so that only the gate sets the memory's share
-            (the paper); or "shared", one for both, so that it also depends on what the token finds: [`memory_weight`].
+        denominator: "separate", one for the window and one for the memory (the paper); or "shared", one for both, so that
+            the memory's share also depends on what the token finds: [`memory_weight`].
         local_segments: earlier segments that the softmax sees, 0 in the paper.
         sink_tokens: how many first tokens of its document every query sees by softmax (attention sinks, arXiv 2309.17453);
             the memory never takes them in. Fewer than a segment has; 0 in the paper.
-        kept_tokens: how many of the tokens that have left the window each key/value head keeps by softmax, and out of the
-            memory: those with the highest score, the earlier of equal ones (see kept.py). Sinks are none of them, and
-            neither are tokens that `memory_mask` leaves out.
+        kept_tokens: how many of the tokens that have left the window, but for sinks and what `memory_mask` leaves out, each
+            key/value head keeps by softmax and out of the memory: those with the highest score (see kept.py).
         keep_score: "attention", the mean that a token received from the queries that saw it in the window; "learned", the
             `learned_score`; or "half", half of the places for each.
         attention_mask: `[batch, tokens]`, 1 for real tokens; padding may be anywhere, is in no segment, and its output is

@@ -101,10 +101,7 @@ class InfiniState:
         Args:
             key: `[batch, kv_heads, tokens, head_dim]` and value `[batch, kv_heads, tokens, value_dim]`: only their shapes,
                 dtype and device are read.
-            segment_length: `L`, in tokens.
-            local_segments: `w`, the number of earlier segments that local attention sees.
-            sink_tokens: `S`, how many first tokens of a document every query sees.
-            kept_tokens: `K`, how many tokens that have left the window stay visible.
+            segment_length, local_segments, sink_tokens, kept_tokens: `L`, `w`, `S` and `K`, as of [`infini_attention`].
             start_memory: `[kv_heads, head_dim, value_dim]` and start_normaliser `[kv_heads, head_dim]` (positive): M_0, z_0
                 of every document. `None`: empty, and then the first tokens use only local attention.
             log_weights: numbers in a token's [`Projections.log_weight`], 0 where none is given.
