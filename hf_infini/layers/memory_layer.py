@@ -22,6 +22,7 @@ from ..cache.cache import PendingStates
 from ..compat.execution_device import device_of
 from ..compat.swap_class import swap_class
 from ..ops.attention import attend, initial_state
+from ..ops.backends import AttentionCall
 from ..ops.convolution import short_convolution
 from ..ops.memory import KEEP_SCORES, MemoryRule
 from ..ops.positions import rotation
@@ -209,7 +210,7 @@ class MemoryLayerMixin(nn.Module):
                 before = replace(before, **self.start())
             if exchange is not None:
                 before, tokens = exchange.received(before, tokens, layout, rule, options)
-            output, after, weights = attend(
+            call = AttentionCall(
                 tokens,
                 self.gate(),
                 layout,
@@ -217,10 +218,10 @@ class MemoryLayerMixin(nn.Module):
                 options,
                 before,
                 return_state=states is not None,
-                return_weights=infini.return_weights,
                 in_place=not torch.is_grad_enabled(),
                 scored=exchange is not None,
             )
+            output, after, weights = attend(call)
             if states is not None and after is not None:
                 states.after[self.layer_idx] = replace(after, recent_inputs=recent)
             return output, weights if infini.return_weights else None
@@ -251,8 +252,7 @@ def infini_attention_function(
 ):
     """The registered attention function: what `attend` gives, its output as `[batch, tokens, heads, head_dim]`."""
     eager = module.config.of_model._attn_implementation == "eager"
-    upcast = eager and getattr(module, "reorder_and_upcast_attn", False)
-    output, weights = attend(query, key, value, ScoreOptions(scaling, dropout, eager, upcast, softcap))
+    output, weights = attend(query, key, value, ScoreOptions(scaling, dropout, eager, softcap))
     return output.transpose(1, 2), weights
 
 

@@ -127,7 +127,7 @@ class InfiniModelMixin(ModelBase):
     turns_by_layer_type: bool  # whether its position embeddings are made for a type of layer, by name
     layers_drop_keywords: bool  # whether its layers pass no keywords on to their attention
 
-    def forward(self, *args, max_documents: int | None = None, memory_mask: Tensor | None = None, **kwargs):
+    def forward(self, *args, memory_mask: Tensor | None = None, **kwargs):
         """As the own forward, with the same shapes, and these differences:
 
         Args:
@@ -139,8 +139,6 @@ class InfiniModelMixin(ModelBase):
                 memory, wherever it is in the row.
             position_ids: `[batch, tokens]`; where they go back, a new document begins with an empty memory. Without them a
                 row's real tokens are counted.
-            max_documents: how many documents a row holds at most, so that packed rows compile into one graph:
-                [`segment_layout`].
             memory_mask: `[batch, tokens]` of this call, 0 = the token is seen inside the window but not written into the
                 memory. With `mask_special_tokens`, special tokens are left out as well if input_ids are given: of
                 inputs_embeds nobody knows which are special.
@@ -153,7 +151,7 @@ class InfiniModelMixin(ModelBase):
         ids, positions, use_cache = given.get("input_ids"), given.get("position_ids"), given.get("use_cache")
         tokens = tokens_of(ids, given.get("inputs_embeds"))
         masks = {"attention_mask": given.get("attention_mask"), "position_ids": positions, "memory_mask": memory_mask}
-        infini, cache, use_cache = begin_call(self, ids, tokens, given.get(CACHE), use_cache, max_documents, **masks)
+        infini, cache, use_cache = begin_call(self, ids, tokens, given.get(CACHE), use_cache, **masks)
         layout, states = infini.layout, infini.states
         given["position_ids"] = self.own_positions(layout, positions, cache)
         tables = self.rotary_tables(self.config.places, device=tokens.device)
@@ -212,9 +210,10 @@ def with_signature(own: Callable, forward: Callable) -> Callable:
 
 def tokens_of(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
     """The one of the two that is given, or a ValueError."""
-    if (input_ids is None) == (inputs_embeds is None):
+    given = inputs_embeds if input_ids is None else input_ids
+    if given is None or (input_ids is not None and inputs_embeds is not None):
         raise ValueError("give exactly one of input_ids and inputs_embeds.")
-    return inputs_embeds if input_ids is None else input_ids
+    return given
 
 
 def memory_mask_of(config, input_ids: Tensor | None, memory_mask: Tensor | None) -> Tensor | None:
@@ -240,7 +239,7 @@ def check_cache(given) -> None:
 
 
 def begin_call(
-    model, ids, given: Tensor, cache, use_cache: bool | None, max_documents: int | None, **masks: Tensor | None
+    model, ids, given: Tensor, cache, use_cache: bool | None, **masks: Tensor | None
 ) -> tuple[SharedInputs, InfiniCache | None, bool]:
     """What the layers of a model's call share; the call's cache; and whether it is among the outputs.
 
@@ -267,8 +266,7 @@ def begin_call(
     state, states = (None, None) if cache is None else (cache.state, cache.pending_states())
     if states is not None and states.exchange is not None:
         state = states.exchange.begin(batch, tokens, given.device, masks)
-    options = {"state": state, "max_documents": max_documents, "device": given.device}
-    layout = segment_layout(batch, tokens, *model.config.window, **masks, **options)
+    layout = segment_layout(batch, tokens, *model.config.window, **masks, state=state, device=given.device)
     return SharedInputs(layout, states, {}), cache, use_cache
 
 

@@ -44,7 +44,7 @@ def test_another_kind_is_refused_by_name(function):
 def test_inputs_of_a_model(make):
     model, ids = make(), token_ids(2, 12)
     wrong = [{"input_ids": None}, {"input_ids": ids, "position_ids": ids.float()}]
-    wrong += [{"input_ids": ids, "max_documents": "abc"}, {"input_ids": ids, "attention_mask": torch.ones(2)}]
+    wrong += [{"input_ids": ids, "attention_mask": torch.ones(2)}]
     wrong += [{"input_ids": ids, "attention_mask": torch.zeros(2, 12).index_fill(1, torch.tensor([0]), -torch.inf)}]
     for given in wrong:
         with pytest.raises(ValueError, match=[*given][-1]):

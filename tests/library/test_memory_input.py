@@ -103,12 +103,3 @@ def test_a_token_weighs_what_its_input_says(update_rule, position_encoding):
     wanted = naive_infini_attention(query, key, value, attention.gate(), 8, **options)
     wanted = attention.c_proj(wanted.transpose(1, 2).flatten(2))
     torch.testing.assert_close(output, wanted, rtol=FLOAT64, atol=FLOAT64)
-
-
-def test_a_learned_feature_map_against_the_naive_reference():
-    model = convolved(memory_conv=0, feature_map="learned", local_segments=1)
-    attention, query, key, value, _, output, _ = attended(model, torch.randn(2, 50, 32, dtype=torch.float64))
-    options = {"local_segments": 1, "feature_map": "exp", "feature_maps": (attention.query_map, attention.key_map)}
-    wanted = naive_infini_attention(query, key, value, attention.gate(), 8, **options)
-    wanted = attention.c_proj(wanted.transpose(1, 2).flatten(2))
-    torch.testing.assert_close(output, wanted, rtol=FLOAT64, atol=FLOAT64)

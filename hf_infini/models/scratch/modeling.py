@@ -120,13 +120,12 @@ class CausalMHAModel(CausalMHAPreTrainedModel):
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
         output_attentions: bool | None = None,
-        max_documents: int | None = None,
         memory_mask: Tensor | None = None,
         **kwargs,
     ) -> BaseModelOutputWithPast:
         """
         Args:
-            input_ids, inputs_embeds, cache, use_cache, max_documents: as of [`InfiniModelMixin`]. Without a memory, the
+            input_ids, inputs_embeds, cache, use_cache: as of [`InfiniModelMixin`]. Without a memory, the
                 cache is a `DynamicCache(config=model.config)`.
             attention_mask: `[batch, past + tokens]`, 1 = real, 0 = padding.
             position_ids: `[batch, tokens]`; without them a row's real tokens are counted. Without mask and cache, positions
@@ -143,7 +142,7 @@ class CausalMHAModel(CausalMHAPreTrainedModel):
         infini = None
         if self.config.attention == "infini":
             masks = {"attention_mask": attention_mask, "position_ids": position_ids, "memory_mask": memory_mask}
-            infini, cache, use_cache = begin_call(self, input_ids, embeddings, cache, use_cache, max_documents, **masks)
+            infini, cache, use_cache = begin_call(self, input_ids, embeddings, cache, use_cache, **masks)
             infini = infini._replace(return_weights=bool(output_attentions))
             if self.config.position_encoding == "rope":
                 tables = rope_tables(self.config.places, self.config.head_dim, embeddings, self.config.rope_theta)

@@ -363,11 +363,12 @@ class ShardStates(PendingStates):
         wide: Any = (None if part is None else part.to(memory.dtype) for part in leaving)
         key, value, log_weight, mask = wide
         own_features, _, log_rates = rule.written(key, value, log_weight, None if mask is None else mask.unsqueeze(-1))
-        borders = layout.borders(0, layout.segments)
+        continues = layout.continues(0, layout.segments)
         begins = 1 - goes_on[cache.rank, :, None, None]
         features = own_features
-        if borders is not None:
-            features = features * borders.reach[:, -1, 2:, None, None, None]  # of the row's last document only
+        if continues is not None:  # of the row's last document only
+            writing, reading = layout.documents(0, layout.segments)
+            features = features * (writing == reading[:, -1:])[..., None, None, None]
         sums = features.sum((1, 3)) + begins * start_normaliser if rule.normalised else normaliser
         if rule.additive:
             products = torch.einsum("bnkce,bnkcd->bked", value, features) + begins.unsqueeze(3) * start_memory.mT
@@ -380,7 +381,7 @@ class ShardStates(PendingStates):
         eye = torch.eye(key.shape[-1], dtype=memory.dtype, device=memory.device)
         of_start, first = F.pad(start_memory, (0, len(eye))), F.pad(eye, (width, 0)).expand(*memory.shape[:2], -1, -1)
         written = own_features, F.pad(value, (0, len(eye))), log_rates
-        _, (maps, _) = rule.states(written, first, normaliser, (of_start, start_normaliser), borders)
+        _, (maps, _) = rule.states(written, first, normaliser, (of_start, start_normaliser), continues)
         maps = AllGather.apply(maps + reached, cache.group)
         memory = memory + maps[:0].sum()
         for added, kept_of in (part.split([width, len(eye)], -1) for part in maps[: cache.rank]):
@@ -418,11 +419,9 @@ def see_all(
     size = max(1, GROUP_ELEMENTS.get(keys.device.type, GROUP_ELEMENTS["cuda"]) // weights)
     for begin in range(0, layout.segments, size):
         end = min(begin + size, layout.segments)
-        left = None if layout.left is None or layout.is_steady(begin, end) else layout.left[:, begin:end]
         windows = [first[:, begin:end], *(keys[:, begin + shift : end + shift] for shift in range(local + 1))]
         query, key = (part.transpose(2, 3) for part in (queries[:, begin:end], torch.cat(windows, 2)))
-        kept = None if left is None else left.clamp(max=layout.kept_tokens)
+        kept = layout.left[:, begin:end].clamp(max=layout.kept_tokens)
         compared = with_sinks_before(softmax.compared_keys(key, layout.key_places), key, layout, kept, softmax)
         query = softmax.compared_queries(query, layout.query_places)
-        mask = None if layout.is_steady(begin, end) else layout.window_mask(begin, end)
-        keeping.see(query, compared, None if mask is None else mask.unsqueeze(2), begin, end, softmax)
+        keeping.see(query, compared, layout.window_mask(begin, end), begin, end, softmax)
