@@ -199,7 +199,7 @@ def attend_grid(call: AttentionCall) -> Attended:
                 share = share * (left > layout.kept_tokens)[:, :, None, None, None]
             outputs.append(mix(local, read, share).transpose(2, 3))
     output = layout.from_grid(outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1))
-    weights = _weights_per_token(weights, layout) if softmax.written_out else None
+    weights = None if weights is None else _weights_per_token(weights, layout)
     if not return_state:
         return output, None, weights
     if keeping is not None:

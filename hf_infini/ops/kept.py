@@ -167,7 +167,7 @@ class KeptInGrid:
         for shift, of_segments in enumerate(received):
             self.scores[:, begin + shift : end + shift, ..., 0] += of_segments
 
-    def choose(self, leaving: Sequence[Any], written: Tensor, begin: int, end: int) -> "KeptOfGroup":
+    def choose(self, leaving: Sequence[Any], written: Any, begin: int, end: int) -> "KeptOfGroup":
         """What segments `begin … end` see and evict; `leaving`: keys, values and log weights of the tokens that leave while
         they are read, `[B, N, K, C, …]` each; `written`: as of [`keep_best`]. All that these have received is known."""
         layout, scores = self.layout, self.scores[:, begin:end]

@@ -3,7 +3,8 @@ with every option. Slow, obvious, and the reference of every test: of the code t
 
 import itertools
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -85,9 +86,10 @@ def naive_infini_attention(
     (batch, kv_heads, tokens, _), group = key.shape, query.shape[1] // key.shape[1]
     queries, gates = query.unflatten(1, (kv_heads, group)), gate.view(kv_heads, group)
     query_map, key_map = feature_maps or (None, None)
-    options = {"rule": RULES[update_rule], "feature_map": FEATURE_MAPS[feature_map], "denominator": denominator}
-    options |= {"keep_score": keep_score, "rotary": rotary, "softcap": softcap, "dropout": dropout, "eps": eps}
-    options["scaling"] = query.shape[-1] ** -0.5 if scaling is None else scaling
+    options = SimpleNamespace(rule=RULES[update_rule], feature_map=FEATURE_MAPS[feature_map], denominator=denominator)
+    vars(options).update(rotary=rotary, softcap=softcap, dropout=dropout, eps=eps)
+    options.scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    options.scores = KEEP_SCORES[keep_score] if kept_tokens else ()  # the names of a token's scores
     outputs, states = [], []
     for row, head in itertools.product(range(batch), range(kv_heads)):
         own = slice(head * group, (head + 1) * group)  # the query heads that share this key/value head
@@ -100,9 +102,10 @@ def naive_infini_attention(
                 outputs.append(reader.widen(value.new_zeros(group, value.shape[-1])))
                 continue
             reader.begin_document_at(None if position_ids is None else int(position_ids[row, number]))
-            given = (None if part is None else reader.widen(part[row, head, number]) for part in (key, value, log_weight))
-            skipped = memory_mask is not None and not memory_mask[row, number]
-            token = _Token(*given, reader.seen, skipped, dict.fromkeys(reader.score_names, reader.no_score))
+            weight = None if log_weight is None else reader.widen(log_weight[row, head, number])
+            token = _Token(reader.widen(key[row, head, number]), reader.widen(value[row, head, number]), weight, reader.seen)
+            token.skipped = memory_mask is not None and not memory_mask[row, number]
+            token.scores = dict.fromkeys(options.scores, reader.memory.new_zeros(()))
             if learned_score is not None:
                 token.scores["learned"] = reader.widen(learned_score[row, head, number]).detach()
             asked = reader.widen(queries[row, head, :, number : number + 1])
@@ -132,8 +135,8 @@ class _Token:
     value: Tensor
     log_weight: Tensor | None
     number: int
-    skipped: bool
-    scores: dict[str, Tensor]
+    skipped: bool = False
+    scores: dict[str, Tensor] = field(default_factory=dict)
     queries: int = 0
 
 
@@ -148,27 +151,28 @@ class _Head:
     def __init__(self, state, row, head, window, options):
         self.length, self.local_segments, self.sink_tokens, self.kept_tokens = window
         self.ahead = self.sink_tokens + self.kept_tokens  # places before those of the segments
-        vars(self).update(options)
-        self.score_names = KEEP_SCORES[self.keep_score] if self.kept_tokens else ()
+        self.of = options
         self.memory, self.normaliser, self.start = state.memory[row, head], state.normaliser[row, head], None
         if state.start_memory is not None:
             self.start = self.widen(state.start_memory[head]), self.widen(state.start_normaliser[head])
         self.seen, self.last_position = int(state.tokens_seen[row]), int(state.last_position[row])
-        self.memory_tokens, self.no_score = int(state.memory_tokens[row]), self.memory.new_zeros(())
+        self.memory_tokens = int(state.memory_tokens[row])
         self.windows = [None if held is None else held[row, head] for held in state.windows()]  # [places, …] each
 
         def token(place, number):
             if not 0 <= number < self.seen:
                 return None
-            *parts, scores = (None if held is None else self.widen(held[place]) for held in self.windows)
+            held: Any = [None if held is None else self.widen(held[place]) for held in self.windows]
+            key, value, log_weight, scores = held
             skipped = state.local_skipped is not None and bool(state.local_skipped[row, place])
-            scores = dict(zip(self.score_names, () if scores is None else scores.detach(), strict=True))
-            return _Token(*parts, number, skipped, scores, 1 if place < self.ahead else self.seen - number)
+            scores = dict(zip(self.of.scores, () if scores is None else scores.detach(), strict=True))
+            queries = 1 if place < self.ahead else self.seen - number
+            return _Token(key, value, log_weight, number, skipped, scores, queries)
 
         kept = state.kept_position[row, head].tolist() if self.kept_tokens else []
         first = (self.seen // self.length - self.local_segments) * self.length
         numbers = [*range(self.sink_tokens), *kept, *range(first, first + (self.local_segments + 1) * self.length)]
-        self.places = [token(place, number) for place, number in enumerate(numbers)]
+        self.places: list[Any] = [token(place, number) for place, number in enumerate(numbers)]
 
     def widen(self, tensor):
         return tensor.to(self.memory.dtype)
@@ -193,17 +197,17 @@ class _Head:
         keys, compared = self.turned(keys, seen), self.turned(query, seen[-1:])
         if self.query_weight is not None:
             compared = compared @ self.query_weight
-        scores = (compared @ keys.mT).squeeze(1) * self.scaling  # [group, tokens]
-        scores = scores if self.softcap is None else self.softcap * torch.tanh(scores / self.softcap)
-        if "attention" in self.score_names:
+        scores = (compared @ keys.mT).squeeze(1) * self.of.scaling  # [group, tokens]
+        scores = scores if self.of.softcap is None else self.of.softcap * torch.tanh(scores / self.of.softcap)
+        if "attention" in self.of.scores:
             self.receive(scores.detach(), seen)
-        output = F.dropout(torch.softmax(scores, -1), self.dropout) @ values  # [group, value_dim]
+        output = F.dropout(torch.softmax(scores, -1), self.of.dropout) @ values  # [group, value_dim]
         if self.memory_tokens or self.start is not None:
             features = self.features(query, self.query_map)
-            read, denominator = self.rule.naive_read(features, self.memory[None], self.normaliser[None], self.eps)
+            read, denominator = self.of.rule.naive_read(features, self.memory[None], self.normaliser[None], self.of.eps)
             read, denominator = read.squeeze(1), denominator.squeeze(1) if denominator.dim() else denominator
             share = torch.sigmoid(gate).unsqueeze(-1)
-            if self.denominator == "shared":
+            if self.of.denominator == "shared":
                 of_memory = gate.exp().unsqueeze(-1) * denominator / query.shape[-1]
                 share = of_memory / (of_memory + scores.exp().sum(-1, keepdim=True))
             output = share * read / denominator + (1 - share) * output
@@ -228,14 +232,16 @@ class _Head:
     def turned(self, states, seen):
         """Queries or keys `[…, tokens, head_dim]` turned by their places in the window; sinks come right before what is
         kept."""
+        if self.of.rotary is None:
+            return states
         empty = self.places[self.sink_tokens : self.ahead].count(None)
         at = [place + empty if place < self.sink_tokens else place for place in seen]
-        return states if self.rotary is None else self.rotary.turn(states, *(table[at] for table in self.rotary.tables))
+        return self.of.rotary.turn(states, *(table[at] for table in self.of.rotary.tables))
 
     def features(self, states, weight, log_weights=0):
         """The memory's queries or keys, `[heads, tokens, head_dim]`."""
         states = states if weight is None else states @ weight
-        return self.rule.naive_features(states, log_weights, self.feature_map, self.eps)
+        return self.of.rule.naive_features(states, log_weights, self.of.feature_map, self.of.eps)
 
     def write(self, segment):
         """Equation 4, by the rule, for the tokens of a segment that leaves the window."""
@@ -243,20 +249,20 @@ class _Head:
         if not segment:
             return
         keys, values = (torch.stack([getattr(token, name) for token in segment])[None] for name in ("key", "value"))
-        none = self.memory.new_zeros(self.rule.rates)
+        none = self.memory.new_zeros(self.of.rule.rates)
         weights = torch.stack([none if token.log_weight is None else token.log_weight for token in segment])[None]
         features = self.features(keys, self.key_map, weights)
-        written = self.rule.naive_write(self.memory[None], self.normaliser[None], features, values, weights, self.eps)
+        written = self.of.rule.naive_write(self.memory[None], self.normaliser[None], features, values, weights, self.of.eps)
         self.memory, self.normaliser = (part.squeeze(0) for part in written)
         self.memory_tokens += len(segment)
 
     def keep(self, segment):
         """Keeps the best of what has been kept and of this segment, and returns the others, in order."""
-        for token in segment if "attention" in self.score_names else ():
+        for token in segment if "attention" in self.of.scores else ():
             mean = (token.scores["attention"] / max(token.queries, 1)).clamp(min=LEAST)
             token.scores["attention"], token.queries = mean.log() + token.number / (FADE * self.kept_tokens), 1  # it fades
         left = [held for held in self.places[self.sink_tokens : self.ahead] if held is not None] + segment
-        stays, names = set(), self.score_names
+        stays, names = set(), self.of.scores
         for place, name in enumerate(names):
             share = (self.kept_tokens + len(names) - 1 - place) // len(names)  # the first gets the odd place
             others = [token for token in left if token.number not in stays]

@@ -3,7 +3,7 @@ size."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -168,7 +168,7 @@ class InfiniState:
             ValueError: the state is of another shape than the call.
         """
         shapes = [None if part is None else (*part.shape[:2], places, part.shape[3]) for part in tokens[1:]]
-        wanted = dict(zip(WINDOWS, shapes, strict=True))
+        wanted: dict[str, Any] = dict(zip(WINDOWS, shapes, strict=True))
         wanted["normaliser"] = (*tokens.key.shape[:2], tokens.key.shape[3] if normalised else 0)
         for name, shape in wanted.items():
             found = None if (held := getattr(self, name)) is None else tuple(held.shape)

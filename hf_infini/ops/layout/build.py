@@ -53,8 +53,8 @@ def segment_layout(
         RuntimeError: a mask with other values than 0 and 1, in a graph.
     """
     window = (segment_length, local_segments, sink_tokens, kept_tokens)
-    graph, step = torch.compiler.is_compiling(), tokens == 1 and state is not None
-    if graph and not step and (position_ids is not None or state is not None):
+    graph, step = torch.compiler.is_compiling(), state if tokens == 1 else None  # the state that a step continues
+    if graph and step is None and (position_ids is not None or state is not None):
         masks = {"attention_mask": attention_mask, "position_ids": position_ids, "memory_mask": memory_mask}
         return _layout_outside_graph(batch, tokens, *window, **masks, state=state, device=device)
     check_window(*window)
@@ -70,8 +70,8 @@ def segment_layout(
         idle = iter(torch.stack([mask.all() for mask in given]).tolist() if given else ())
         real, memory_mask, restart = (None if mask is None or next(idle) else mask for mask in masks)
         restart = None if restart is None else ~restart
-    if step:
-        return step_layout(batch, window, real, restart, position_ids, memory_mask, state, read_back=not graph)
+    if step is not None:
+        return step_layout(batch, window, real, restart, position_ids, memory_mask, step, read_back=not graph)
     seen = [0] if state is None else state.tokens_seen.tolist()
     if real is None and restart is None and len({*seen}) == 1:
         form = _plain_form(batch, tokens, window, seen[0], device)

@@ -4,6 +4,7 @@ Shapes: `B` batch, `N` blocks (segments, or chunks of them), `K` key/value heads
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -72,7 +73,7 @@ def _scan(state: Tensor, added: Tensor, factor: Tensor, keeps: Tensor | None, st
         part = F.pad(part, (0, 0) * (part.dim() - 2) + (0, groups * size - blocks))
         return part.unflatten(1, (groups, size)).flatten(0, 1)
 
-    added, factor, keeps = (part if part is None else in_groups(part) for part in (added, factor, keeps))
+    added, factor, keeps = in_groups(added), in_groups(factor), keeps if keeps is None else in_groups(keeps)
     unit = torch.eye(height, width + height, dtype=state.dtype, device=state.device).roll(width, 1)
     wide = start if start is None else F.pad(start, (0, height))
     _, after = _loop(unit.expand(len(added), state.shape[1], -1, -1), F.pad(added, (0, height)), factor, keeps, wide)
@@ -85,7 +86,7 @@ def _scan(state: Tensor, added: Tensor, factor: Tensor, keeps: Tensor | None, st
     return states[:, :blocks], states[:, blocks].clone()  # a view would keep all states in memory
 
 
-def _loop(state: Tensor, added: Tensor, factor: Tensor, keeps: Tensor | None, start: Tensor | None) -> tuple[Tensor, Tensor]:
+def _loop(state: Tensor, added: Tensor, factor: Tensor, keeps: Tensor | None, start: Any) -> tuple[Tensor, Tensor]:
     """[`_scan`], block by block."""
     before = []
     blocks = (part.transpose(0, 1).flatten(1, 2).unbind(0) for part in (added, factor))
