@@ -114,8 +114,9 @@ def in_calls(model, ids, edges, cache=None, **columns) -> torch.Tensor:
     return torch.cat(logits, 1)
 
 
-def naive_attend(tokens, gate, layout, rule, softmax, state, **options):
+def naive_attend(call):
     """Stands in for the fast function inside a model; covers calls without padding or packing."""
+    tokens, gate, layout, rule, softmax, state, *_ = call
     window = {name: getattr(layout, name) for name in ("segment_length", "local_segments", "sink_tokens")}
     given = {name: getattr(rule, name) for name in ("update_rule", "feature_map", "denominator")}
     given |= {name: getattr(softmax, name) for name in ("rotary", "scaling", "softcap")}
