@@ -50,7 +50,7 @@ class Options:
         None, "How many layers have a memory: those in which attention beyond the window lowers the loss of a few rows "
         "most. Default: all.", at_least=1,
     )  # fmt: skip
-    fit_rows: int = option(24, "keep_score: training rows, of all folders in equal parts; those of prepare_recall.py teach "
+    fit_rows: int = option(12, "keep_score: training rows, of all folders in equal parts; those of prepare_recall.py teach "
                            "most.", at_least=1, group="training")  # fmt: skip
     transfer_rows: int = option(64, "transfer: training rows, of all folders in equal parts. What layers give in the plain "
                                 "model is kept for them: tokens * width * layers * 4 bytes a row, 8 in float32.", at_least=1,
