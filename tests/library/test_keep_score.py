@@ -1,4 +1,4 @@
-"""The fit of the learned score of kept tokens: the vectors of a ridge regression on the roots of the plain model's weights."""
+"""The fit of the learned score of kept tokens: a ridge regression on the roots of the plain model's weights."""
 
 import copy
 
