@@ -13,7 +13,7 @@ from transformers import Cache, Trainer, TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..compat.cache_name import CACHE
-from ..layers.gates import gates_of
+from ..layers.memory_layer import gates_of
 from ..models.base import SavedModelMixin
 from ..ops.checks import check_kinds
 from .metrics import stream_losses, summarize

@@ -151,7 +151,7 @@ def _attended(call: AttentionCall, gate: Tensor) -> tuple[Tensor, Tensor]:
     of_values = [name for name in call.state.tensors() if name.endswith(("memory", "_value"))]
     state = replace(call.state, **{name: F.pad(getattr(call.state, name), (0, count)) for name in of_values})
     state = state.checked_for(tokens, call.layout.places, call.rule.normalised)
-    call = call._replace(tokens=tokens, gate=gate, state=state, return_state=False, return_weights=False)
+    call = call._replace(tokens=tokens, gate=gate, state=state, return_state=False)
     output, *_ = BACKENDS[-1].run(call)
     heads, weights = output.split([value.shape[-1], count], -1)
     return heads, weights
@@ -183,12 +183,12 @@ def _watched(rule: MemoryRule, found: list[Written]) -> MemoryRule:
 def _memories(call: AttentionCall, found: list[Written]) -> tuple[Tensor, Tensor, Tensor]:
     """Norms of memory and normaliser, `[B, K, S + 1]`, as each segment of the grid reads them, and after the last; and which
     tokens the memory has taken in by then, `[B, K, S + 1, T]` bool. `found`: with the tokens' units behind the values."""
-    width, state, borders = call.tokens.value.shape[-1], call.state, call.layout.borders(0, call.layout.segments)
+    width, state, continues = call.tokens.value.shape[-1], call.state, call.layout.continues(0, call.layout.segments)
     of_groups: Any = zip(*found, strict=True)
     joined: Any = (None if parts[0] is None else torch.cat(parts, 1) for parts in of_groups)
     features, values, log_weight = joined
     written = features, values[..., :width], log_weight
-    states = zip(*call.rule.states(written, state.memory, state.normaliser, state.start(), borders), strict=True)
+    states = zip(*call.rule.states(written, state.memory, state.normaliser, state.start(), continues), strict=True)
     memories, normalisers = (torch.cat([before, after.unsqueeze(1)], 1) for before, after in states)
     memory, normaliser = memories.flatten(3).norm(dim=-1), normalisers.norm(dim=-1)
     taken_in = F.pad(values[..., width:].sum(3).cumsum(1), (0, 0, 0, 0, 1, 0)) > 0
