@@ -43,7 +43,7 @@ class Options:
         None, "Layers, counted from 0, whose memory is trained and read; the others have their window only. Default: all.",
         at_least=0, group="model",
     )  # fmt: skip
-    fit_rows: int = option(12, "keep_score: training rows, of all folders in equal parts; those of prepare_recall.py teach "
+    fit_rows: int = option(24, "keep_score: training rows, of all folders in equal parts; those of prepare_recall.py teach "
                            "most.", at_least=1, group="training")  # fmt: skip
     transfer_rows: int = option(64, "transfer: training rows, of all folders in equal parts. What layers give in the plain "
                                 "model is kept for them: tokens * width * layers * 4 bytes a row, 8 in float32.", at_least=1,

@@ -2,9 +2,9 @@
 
 What is worth keeping is what later tokens will look at. So the plain model, which still sees everything, is asked: the
 target of a token is the largest attention that any query at least `distance` tokens later gives it, over those queries and
-the query heads of its group. `keep_weight`, one vector for each key/value head, is the ridge regression of its square root
-on the input of the layer's projections. Attention is near zero for most tokens, and the few that are looked at from far away
-decide the fit: with its logarithm too little, with the attention itself only the strongest of them.
+the query heads of its group. `keep_weight`, one vector for each key/value head, is the ridge regression of that on the input
+of the layer's projections. The attention itself and not its logarithm is the target: it is near zero for most tokens, and
+the few that are looked at from far away decide the fit.
 """
 
 import contextlib
@@ -53,14 +53,14 @@ class Regression:
 @torch.no_grad()
 @check_kinds
 def fit_keep_score(
-    model, rows: Sequence, *, distance: int = 256, ridge: float = 0.03, progress: bool = True
+    model, rows: Sequence, *, distance: int = 256, ridge: float = 1e-3, progress: bool = True
 ) -> None:
     """Sets the `keep_weight` of all layers of a model that was patched with `kept_tokens` and a learned `keep_score`;
     nothing else of the model changes.
 
     Args:
         model: a patched model, on any device; of quantized weights too.
-        rows: lists or tensors of token ids, one document each, such as 12 of 1,700 tokens. Rows that ask at their end for
+        rows: lists or tensors of token ids, one document each, such as 24 of 1,700 tokens. Rows that ask at their end for
             what was said far before teach most; plain text without questions teaches less.
         distance: in tokens, from a token to the nearest query that counts; about as many as a window has.
         ridge: penalty of the regression, as a share of the mean square of the inputs.
@@ -128,7 +128,7 @@ def _observed(
     def run(call: AttentionCall) -> Attended:
         name, inputs = running.pop()
         counted = slice(sinks, inputs.shape[1] - distance)  # the others are seen by no query that counts, or are sinks
-        sums[name].add(inputs[0, counted].cpu(), largest_attention(call, distance)[0, :, counted].sqrt().T.cpu())
+        sums[name].add(inputs[0, counted].cpu(), largest_attention(call, distance)[0, :, counted].T.cpu())
         return BACKENDS[-1].run(call)
 
     try:

@@ -1,4 +1,4 @@
-"""The fit of the learned score of kept tokens: a ridge regression on the roots of the plain model's weights."""
+"""The fit of the learned score of kept tokens: the vectors of a ridge regression on what the plain model's weights say."""
 
 import copy
 
@@ -41,7 +41,7 @@ def test_it_is_the_ridge_regression_on_the_plain_models_largest_far_weights(mode
     for layer in memory_layers(model).values():
         counted = [slice(WINDOW["sink_tokens"], len(row) - DISTANCE) for row in rows_of()]
         far = [of_row[layer.layer_idx][0].tril(-DISTANCE) for of_row in weights]
-        far = [part.unflatten(0, (layer.head_counts[1], -1)).amax((1, 2)).sqrt() for part in far]
+        far = [part.unflatten(0, (layer.head_counts[1], -1)).amax((1, 2)) for part in far]
         given = torch.cat([part[own] for part, own in zip(inputs[layer.layer_idx], counted, strict=True)])
         wanted = torch.cat([part[:, own].T for part, own in zip(far, counted, strict=True)])
         penalty = (RIDGE * given.square().sum(0).mean()).sqrt() * torch.eye(given.shape[1])
