@@ -98,12 +98,13 @@ def save_adapter(model, folder, dtype: torch.dtype | None = None) -> None:
     _write_memory(folder, *_memory_of(model, dtype))
 
 
-def load_adapter(model: PreTrainedModel, path, **hub):
+def load_adapter(model: PreTrainedModel, path, *, kept_tokens: int | None = None, **hub):
     """Gives a plain model the memories of [`save_adapter`], in place, and PEFT's adapter, if there is one.
 
     Args:
         model: the plain model that the adapter was trained with.
         path: a folder, or a name on the Hub.
+        kept_tokens: how many tokens each head keeps, for which the same scores serve; `None`: as many as when it was saved.
         hub: `revision`, `token`, … of a name on the Hub.
 
     Returns:
@@ -120,8 +121,8 @@ def load_adapter(model: PreTrainedModel, path, **hub):
     found, wanted = describe(model), record["model"]
     if different := "; ".join(f"{n} is {found[n]!r}, not {wanted[n]!r}" for n in found if found[n] != wanted[n]):
         raise ValueError(f"the adapter of {path} was trained with another model: {different}.")
-    config = _peft_config(path, hub)
-    adapted = patch_model(model, **record["options"])
+    config, options = _peft_config(path, hub), record["options"]
+    adapted = patch_model(model, **options if kept_tokens is None else options | {"kept_tokens": kept_tokens})
     if config is not None:
         from peft import get_peft_model
 

@@ -152,10 +152,14 @@ def largest_attention(call: AttentionCall, distance: int) -> Tensor:
     query, key = softmax.compared_queries(call.tokens.query, places), softmax.compared_keys(call.tokens.key, places)
     batch, kv_heads, tokens = key.shape[:3]
     query, numbers = query.unflatten(1, (kv_heads, -1)), torch.arange(tokens, device=key.device)
-    found = key.new_zeros(batch, kv_heads, tokens, dtype=torch.promote_types(key.dtype, torch.float32))
+    wide = torch.promote_types(key.dtype, torch.float32)
+    found = torch.full((batch, kv_heads, tokens), -torch.inf, dtype=wide, device=key.device)
     for begin in range(distance, tokens, QUERIES):
         asking = numbers[begin : begin + QUERIES, None]
-        scores = masked_scores(query[:, :, :, begin : begin + QUERIES], key.unsqueeze(2), numbers <= asking, softmax)
-        weights = scores.softmax(-1, dtype=found.dtype).masked_fill(numbers > asking - distance, 0)
-        found = torch.maximum(found, weights.amax((2, 3)))
-    return found
+        end = begin + len(asking)
+        far = end - distance  # the first that no query of these may count
+        scores = masked_scores(query[:, :, :, begin:end], key[:, :, None, :end], numbers[:end] <= asking, softmax).to(wide)
+        weights = scores[..., :far] - scores.logsumexp(-1, keepdim=True)
+        weights = weights.masked_fill_(numbers[:far] > asking - distance, -torch.inf).amax((2, 3))
+        found[..., :far] = torch.maximum(found[..., :far], weights)
+    return found.exp()

@@ -104,8 +104,8 @@ def nats(runner: tasks.Runner, texts: list[str]) -> dict:
 
 def found_numbers(runner: tasks.Runner, texts: list[str] | None) -> dict:
     """The cells of [`tasks.run_passkey`]."""
-    options = runner.options
-    return tasks.run_passkey(runner, texts or generated_texts(), options.lengths, tasks.depths_of(options.depths))
+    lengths, depths = runner.options.lengths, tasks.depths_of(runner.options.depths)
+    return tasks.run_passkey(runner, texts or generated_texts(), lengths, depths, pooled=True)
 
 
 def recalled_facts(runner: tasks.Runner, texts: list[str] | None) -> dict:

@@ -114,11 +114,14 @@ def summarize_answers(answers: Sequence[Answer]) -> dict:
 # --- the tasks --------------------------------------------------------------------------------------------------------
 
 
-def run_passkey(runner: Runner, texts: Sequence[str], lengths: Sequence[int], depths: Sequence[float]) -> dict:
+def run_passkey(
+    runner: Runner, texts: Sequence[str], lengths: Sequence[int], depths: Sequence[float], pooled: bool = False
+) -> dict:
     """A number hidden in real text: `cells` by `length` (tokens) and `depth`, and `filler_tokens`, how much text there is.
 
     Args:
         texts: the articles; the filler begins anywhere in them and goes on from the first when it needs more.
+        pooled: whether each depth has other numbers and places in the texts, so that all depths are one sample.
     """
     import numpy as np
 
@@ -129,7 +132,9 @@ def run_passkey(runner: Runner, texts: Sequence[str], lengths: Sequence[int], de
 
     def run_cell(cell: dict) -> dict:
         check_length(runner.model.config, cell["length"])
-        numbers = map(runner.random, range(runner.options.samples))
+        samples = runner.options.samples
+        first = samples * depths.index(cell["depth"]) if pooled else 0
+        numbers = map(runner.random, range(first, first + samples))
         make = functools.partial(passkey_example, encode=runner.encode, filler=filler, language=runner.options.language)
         examples = (make(rng, length=cell["length"], depth=cell["depth"]) for rng in numbers)
         return summarize_answers(_ask(runner, examples))

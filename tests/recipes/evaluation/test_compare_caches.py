@@ -10,6 +10,7 @@ from corpora.tokenization import build_character_tokenizer
 from decoders import decoder
 from evaluation import caches, presses
 from hf_infini import patch_model, save_adapter, unpatch_model
+from recall import tasks
 from running import load_recipe
 
 compare_caches = load_recipe("compare_caches")
@@ -91,7 +92,14 @@ def test_each_way_holds_as_many_tokens(way, cache):
     assert cache % 2 or held == cache
 
 
-def test_numbers_and_facts_are_counted_by_length(folder, tmp_path):
+def test_numbers_and_facts_are_counted_by_length(folder, tmp_path, monkeypatch):
+    asked, score = [], tasks.score_answers
+
+    def listened(model, examples, *args, **kwargs):
+        asked.extend(example.questions[0].answer for example in examples)
+        return score(model, examples, *args, **kwargs)
+
+    monkeypatch.setattr(tasks, "score_answers", listened)
     options = ["--task", "passkey", "--language", "en", "--lengths", 200, 240, "--depths", 0, 0.5, "--samples", 2]
     found = compare(folder, tmp_path / "found", *options, "--ways", "plain", "half", "--caches", 256)["contestants"]
     for each in found:  # the cache holds everything
@@ -99,6 +107,8 @@ def test_numbers_and_facts_are_counted_by_length(folder, tmp_path):
         assert [(cell["place"], cell["samples"]) for cell in pooled] == [(200, 4), (240, 4)]
         losses = [cell["cross_entropy"] for cell in each["cells"]]
         assert losses == pytest.approx([cell["cross_entropy"] for cell in found[0]["cells"]], rel=1e-4)
+    # All depths are one sample: each has other numbers, and all contestants and lengths have the same
+    assert len(asked) == 16 and len({*asked}) == 4 and {*asked[:4]} == {*asked}
     assert (tmp_path / "found.png").stat().st_size > 1000
 
 
