@@ -17,10 +17,11 @@ The scripts are in recipes/.
 """
 
 import transformers
+from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
 
 from .cache.cache import InfiniCache, cache_bytes
 from .models.adapter import load_adapter, lora_config, save_adapter
-from .models.families import PROBED, register_lazily
+from .models.families import PROBED, infini_class, register_lazily
 from .models.families import __getattr__ as __getattr__  # InfiniGPT2LMHeadModel, InfiniLlamaForCausalLM and so on
 from .models.gpt2 import InfiniGPT2Config
 from .models.patching import patch_model, unpatch_model
@@ -34,6 +35,7 @@ from .tools.backends import backend_of
 from .tools.inspection import inspect_attention
 from .tools.keep_score import fit_keep_score
 
+GPT2InfiniAttention = infini_class(GPT2Attention)
 transformers.AutoConfig.register("causal_mha", CausalMHAConfig, exist_ok=True)
 transformers.AutoConfig.register("infini_gpt2", InfiniGPT2Config, exist_ok=True)
 for auto_class, model in AUTO_CLASSES.items():
@@ -46,6 +48,7 @@ __all__ = [
     "CausalMHAForCausalLM",
     "CausalMHAModel",
     "CausalMultiHeadAttention",
+    "GPT2InfiniAttention",
     "InfiniCache",
     "InfiniGPT2Config",
     "InfiniState",

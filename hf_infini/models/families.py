@@ -139,7 +139,7 @@ def _attention_class(own: type) -> type:
     turn = getattr(module, "apply_rotary_pos_emb", None) or getattr(module, "apply_rotary_emb", None)
     attributes: dict[str, Any] = {"__module__": __name__, "own_class": own, "argument_names": arguments}
     attributes |= {"cache_argument": cache, "turning_function": None if turn is None else staticmethod(turn)}
-    return type("Infini" + own.__name__, (InfiniAttentionMixin, own), attributes)
+    return type(own.__name__.replace("Attention", "InfiniAttention"), (InfiniAttentionMixin, own), attributes)
 
 
 def _arguments(function) -> list[str]:

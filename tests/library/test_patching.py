@@ -15,12 +15,12 @@ from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from decoders import decoder
 from hf_infini import (
+    GPT2InfiniAttention,
     InfiniGPT2LMHeadModel,
     InfiniGPT2Model,
     patch_model,
     unpatch_model,
 )
-from hf_infini.layers.memory_layer import InfiniAttentionMixin
 from models import gpt2, infini_gpt2, token_ids
 
 OPTIONS = {"segment_length": 8, "gate_init": 0.5}
@@ -33,7 +33,8 @@ def test_swaps_in_place_and_keeps_the_tensors():
     optimiser = torch.optim.SGD(model.parameters(), lr=1.0)
     patched = patch_model(model, **OPTIONS)
     assert patched is model and type(model) is InfiniGPT2LMHeadModel and type(model.transformer) is InfiniGPT2Model
-    assert all(isinstance(block.attn, InfiniAttentionMixin) for block in model.transformer.h)
+    assert all(type(block.attn) is GPT2InfiniAttention for block in model.transformer.h)
+    assert issubclass(GPT2InfiniAttention, GPT2Attention)
     after = {name: tensor.data_ptr() for name, tensor in model.named_parameters()}
     assert {name: after[name] for name in tensors} == tensors
     assert set(after) - set(tensors) == {f"transformer.h.{layer}.attn.gate.weight" for layer in range(3)}
