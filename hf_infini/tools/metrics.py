@@ -5,16 +5,13 @@ division; averages are never averaged.
 """
 
 import math
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, distributed
 from torch.nn import functional as F
 
 from ..compat.cache_name import CACHE, cache_of
-from .rows import RowReader
 
 
 def summarize(loss_sums: Iterable[float], token_counts: Iterable[int]) -> dict[str, float]:
@@ -182,7 +179,9 @@ class LossByPosition:
 
     def add_up_processes(self) -> None:
         """Adds what the other processes of a distributed run have."""
-        self.sums = torch.tensor(reduce_sums(*self.sums.flatten().tolist()), dtype=torch.float64).view(-1, 2)
+        sums = self.sums.to("cuda" if distributed.get_backend() == "nccl" else "cpu")
+        distributed.all_reduce(sums)
+        self.sums = sums.cpu()
 
     def total(self) -> dict[str, float]:
         """Cross-entropy, perplexity and tokens over all positions; ValueError when nothing was counted."""
@@ -195,35 +194,3 @@ class LossByPosition:
             for bucket, (loss, count) in enumerate(self.sums.tolist())
             if count > 0
         ]
-
-
-def evaluate_rows(model, rows, batch_size: int, reader=None, chunk: int | None = None) -> dict[str, float]:
-    """Token-weighted cross-entropy, perplexity and token count of rows of one length, shared among all processes.
-
-    Args:
-        model: a causal language model.
-        rows: a dataset whose column `input_ids` has rows of one length.
-        batch_size: rows per call of the model.
-        reader: a [`RowReader`] that makes inputs of them; `None` counts every token.
-        chunk: tokens per call of the model, as in [`stream_losses`].
-    """
-    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    reader, positions, was_training = RowReader() if reader is None else reader, LossByPosition(), model.training
-    model.eval()
-    for start in range(rank * batch_size, len(rows), world * batch_size):
-        inputs: dict[str, Any] = reader(rows[start : start + batch_size])
-        for first, losses, targets in stream_losses(model, chunk=chunk, **inputs):
-            positions.add(first, losses, targets)
-    model.train(was_training)
-    positions.add_up_processes()
-    return positions.total()
-
-
-def reduce_sums(*numbers: float) -> list[float]:
-    """Adds each number up over all processes of a distributed run, in 64 bits; without one, returns them unchanged."""
-    if not (distributed.is_available() and distributed.is_initialized()):
-        return list(numbers)
-    device = "cuda" if distributed.get_backend() == "nccl" else "cpu"
-    values = torch.tensor(numbers, dtype=torch.float64, device=device)
-    distributed.all_reduce(values)
-    return values.tolist()

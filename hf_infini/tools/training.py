@@ -202,12 +202,3 @@ class PerplexityTrainer(Trainer):
                 found |= {f"gates/layer_{layer}_head_{head}": value for head, value in enumerate(heads)}
         found = {f"{metric_key_prefix}_{name}": value for name, value in found.items()}
         return output._replace(metrics={**(output.metrics or {}), **found})
-
-    def create_model_card(self, *args, **kwargs) -> None:
-        """The Trainer's draft of a card, which `push_to_hub` asks for; a card that was written otherwise stays as it is."""
-        from huggingface_hub import ModelCard
-
-        file = Path(self.args.output_dir or "") / "README.md"
-        card: Any = ModelCard.load(file).data if file.is_file() else None
-        if card is None or "generated_from_trainer" in (card.tags or []):
-            super().create_model_card(*args, **kwargs)

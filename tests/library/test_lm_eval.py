@@ -151,8 +151,6 @@ def test_max_length(infini, tokenizer, caplog):
         rest = tokenizer.encode(CONTEXTS[1] + " crown")[len(ids) :]
         assert found == pytest.approx(direct(network, ids[len(rest) - limit - 1 :], rest)[0], rel=1e-4)
     assert abs(found - direct_pair(infini, tokenizer, CONTEXTS[1], " crown")[0]) > 1e-3  # the whole context counts
-    with pytest.raises(ValueError, match="learned positions"):
-        InfiniLM(gpt2(**sizes(tokenizer)), tokenizer=tokenizer, max_length=POSITIONS + 1)
 
 
 @pytest.mark.slow
@@ -212,19 +210,6 @@ def test_an_adapter_is_put_on_the_plain_model(tokenizer, tmp_path):
         InfiniLM(str(tmp_path / "plain"), adapter=str(tmp_path / "plain"), **options)
 
 
-def test_a_batch_size_that_is_looked_for(infini, tokenizer):
-    """lm-eval tries batches of max_length tokens, which are too many where there is no limit."""
-    model = InfiniLM(infini, tokenizer=tokenizer, batch_size="auto", max_batch_size=4, chunk_tokens=32)
-    found = model.loglikelihood_rolling(requests("loglikelihood_rolling", (CONTEXTS[1],)))
-    assert found == pytest.approx([direct_text(infini, tokenizer, CONTEXTS[1])], rel=1e-5)
-
-
-def test_options_refused(infini, tokenizer):
-    for options, message in (
-        ({"chunk_tokens": 0}, "chunk_tokens must be"),
-        ({"max_length": -1}, "max_length must be"),
-        ({"softmax_dtype": "float32"}, "softmax_dtype: hf_infini has no such option"),
-        ({"backend": "seq2seq"}, "backend: hf_infini has no such option"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            InfiniLM(infini, tokenizer=tokenizer, **options)
+def test_a_batch_size_is_a_number(infini, tokenizer):
+    with pytest.raises(ValueError, match="batch_size must be a number"):
+        InfiniLM(infini, tokenizer=tokenizer, batch_size="auto")
