@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 from torch import Tensor, distributed
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
 
 from ..compat.cache_name import CACHE, cache_of
 
@@ -28,12 +29,8 @@ def summarize(loss_sums: Iterable[float], token_counts: Iterable[int]) -> dict[s
     if tokens == 0:
         raise ValueError("no token was predicted: a text needs at least 2 tokens to have a perplexity")
     cross_entropy = math.fsum(loss_sums) / tokens
-    return {"cross_entropy": cross_entropy, "perplexity": perplexity(cross_entropy), "tokens": tokens}
-
-
-def perplexity(cross_entropy: float) -> float:
-    """exp of a cross-entropy in nats; infinite beyond 709, where exp overflows: a model that bad has no finite one."""
-    return math.exp(cross_entropy) if cross_entropy < 709 else math.inf
+    perplexity = math.exp(cross_entropy) if cross_entropy < 709 else math.inf  # beyond 709 exp overflows
+    return {"cross_entropy": cross_entropy, "perplexity": perplexity, "tokens": tokens}
 
 
 def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
@@ -61,7 +58,8 @@ def stream_losses(
 
     Args:
         model: a causal language model in evaluation mode.
-        input_ids: [B, N] token numbers, right-padded with anything where rows differ in length; or `inputs_embeds`.
+        input_ids: [B, N] token numbers, right-padded with anything where rows differ in length; or `inputs_embeds`, with
+            labels.
         chunk: tokens per call of the model; `None` reads all N at once, without a cache.
         labels: [B, N] targets at their own places (−100: not counted); `None` counts every token.
         position_ids: [B, N] that begin again where a document does; `None`: each row is one.
@@ -76,8 +74,6 @@ def stream_losses(
     given = {"input_ids": input_ids, "position_ids": position_ids, **inputs}
     given = {name: part for name, part in given.items() if part is not None}
     labels = input_ids if labels is None else labels
-    if labels is None:
-        raise ValueError("rows of inputs_embeds need labels: give the token numbers of each place, −100 where none counts.")
     length, mask = labels.shape[1], given.get("attention_mask")
     if isinstance(mask, torch.Tensor) and mask.shape == labels.shape:
         real = mask != 0
@@ -129,31 +125,24 @@ def score_spans(
 
     Returns, of each span, the sum of its tokens' negative log-likelihoods in nats, and whether each of its tokens is the
     arg-max given the true tokens before it.
-    Raises ValueError for a span that is empty, begins at a row's first token or ends beyond the row.
     """
-    for row, first, end in spans:
-        if not 0 < first < end <= len(rows[row]):
-            raise ValueError(f"the span {first}:{end} of row {row} must hold a token, and lie within 1:{len(rows[row])}")
     device = next(model.parameters()).device
     # Padding is on the right, where a causal model's other tokens do not see it
-    tokens = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.long)
-    for number, row in enumerate(rows):
-        tokens[number, : len(row)] = torch.as_tensor(row)
-    places = torch.tensor([(row, at) for row, first, end in spans for at in range(first, end)])
+    tokens = pad_sequence([torch.as_tensor(row).long() for row in rows], batch_first=True)
+    places = torch.tensor([(row, at - 1) for row, first, end in spans for at in range(first, end)])  # which predict
     found = torch.empty(len(places), 2, dtype=torch.float64)  # of each token asked for: whether it is the arg-max, its loss
-    last, cache = int(places[:, 1].max()), None
-    for start in progress(range(0, last, chunk)):
-        piece = tokens[:, start : min(start + chunk, last)].to(device)
-        here = (places[:, 1] > start) & (places[:, 1] <= start + piece.shape[1])
-        kept = (places[here, 1] - 1 - start).unique()  # the logits at a place predict the next
-        kwargs = {"use_cache": False} if chunk >= last else {CACHE: cache, "use_cache": True}
+    end, cache = int(places[:, 1].max()) + 1, None
+    for start in progress(range(0, end, chunk)):
+        piece = tokens[:, start : min(start + chunk, end)].to(device)
+        here = (places[:, 1] >= start) & (places[:, 1] < start + piece.shape[1])
+        kept, columns = (places[here, 1] - start).unique(return_inverse=True)
+        kwargs = {"use_cache": False} if chunk >= end else {CACHE: cache, "use_cache": True}
         with torch.no_grad():
             output = model(input_ids=piece, logits_to_keep=kept.to(device) if len(kept) else 1, **kwargs)
         cache = cache_of(output)
         if len(kept):
-            numbers, columns = places[here, 0], torch.searchsorted(kept, places[here, 1] - 1 - start)
-            logits = output.logits[numbers.to(device), columns.to(device)].float()
-            targets = tokens[numbers, places[here, 1]].to(device)
+            logits = output.logits[places[here, 0].to(device), columns.to(device)].float()
+            targets = tokens[places[here, 0], places[here, 1] + 1].to(device)
             losses = F.cross_entropy(logits, targets, reduction="none")
             found[here] = torch.stack([(logits.argmax(-1) == targets).double(), losses.double()], -1).cpu()
     parts = found.split([end - first for _, first, end in spans])

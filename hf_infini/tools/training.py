@@ -1,7 +1,6 @@
 """How models with a memory are trained: parameter groups, gates, and the Trainer. Its data collator is `rows.RowReader`."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,12 +8,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
-from transformers import Cache, Trainer, TrainerCallback
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers import Cache, Trainer
 
 from ..compat.cache_name import CACHE
 from ..layers.gates import gates_of
-from ..models.base import SavedModelMixin
 from ..ops.checks import check_kinds
 from .metrics import stream_losses, summarize
 from .parallel.shards import check_shards, shard_rows
@@ -62,20 +59,8 @@ def gate_values(model: torch.nn.Module) -> dict[str, list[float]]:
     return {layer: [round(value, 5) for value in torch.sigmoid(gate.float()).tolist()] for layer, gate in logits.items()}
 
 
-class PushWithCode(TrainerCallback):
-    """Writes the model's code to where the Trainer pushes from: what it pushes, it has saved without."""
-
-    def on_push_begin(self, args, state, control, *, model=None, **kwargs) -> None:
-        if state.is_world_process_zero and isinstance(model, SavedModelMixin):
-            out = Path(args.output_dir)
-            checkpoint = out / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"  # whose configuration is pushed
-            for folder in filter(Path.is_dir, (out, checkpoint)):
-                model.config.save_pretrained(folder, save_code=True)
-
-
 class PerplexityTrainer(Trainer):
-    """A Trainer whose evaluation is token-weighted and keeps one batch of logits at a time. Its pushes have the model's code
-    ([`PushWithCode`]).
+    """A Trainer whose evaluation is token-weighted and keeps one batch of logits at a time.
 
     `evaluate()` and `predict()` read what the Trainer's do, and add the cross-entropy (nats per token, also as `eval_loss`),
     perplexity and number of the tokens whose label is not −100. What an attention mask masks predicts nothing and is not
@@ -105,7 +90,6 @@ class PerplexityTrainer(Trainer):
         **kwargs,
     ):
         super().__init__(*args, **kwargs)
-        self.add_callback(PushWithCode)
         self.past_of = past_of
         self.context_parallel_size = context_parallel_size
         self.rows_mesh = None if context_parallel_size == 1 else self._mesh_of_rows(context_parallel_size)

@@ -310,7 +310,7 @@ def test_packed_documents_are_the_documents_alone(make, options):
     model, lengths = made(make, options), (13, 5, 43)
     ids = token_ids(1, sum(lengths))
     position_ids = torch.cat([torch.arange(length) for length in lengths])[None]
-    packed = inspect_attention(model, ids, position_ids=position_ids)
+    packed = inspect_attention(model, {"input_ids": ids, "position_ids": position_ids})
     begin = 0
     for length in lengths:
         kept = torch.zeros(sum(lengths), dtype=torch.bool)

@@ -48,19 +48,16 @@ class LayerInspection:
         memory_heads: `[batch, head, query, head_dim]`, what was read from the memory; 0 where the document has none yet.
         memory_weights: `[batch, head, query, key]`, the part that each token's value has in that: memory_heads =
             memory_weights · values, and what a learned start adds. 0 for tokens that the memory does not hold when the
-            query reads it: its window, sinks, later tokens, other documents. By the linear rule weights are not negative,
-            and a row sums to 1 if the memory started empty; by the delta rule neither need be so.
+            query reads it. By the linear rule weights are not negative, and a row sums to 1 if the memory started empty.
         memory_share: `[batch, head, query]`, ‖g · memory‖ / (‖g · memory‖ + ‖(1 − g) · local‖), Euclidean norms of a token's
             context vectors: 0, all local, to 1, all memory.
-        memory_norm: `[batch, head, segment]`, Frobenius norm of the memory M. Entry s is what the row's segment s reads, so
-            entry s + 1 comes after segment s; the last entry is the end of the call. A segment is written when it leaves the
-            local window; a new document starts it again; in a row of fewer segments, the last value repeats. Heads that
-            share keys and values share their memory.
+        memory_norm: `[batch, head, segment]`, Frobenius norm of the memory M that the row's segment s reads; the last entry
+            is the end of the call. In a row of fewer segments, the last value repeats.
         segments: `[batch, query]`, int64, which segment of its row each token lies in; −1 for padding.
         fates: `[batch, head, segment, key]`, int8, where each token is when each segment is read, and at the end, counted
             like `memory_norm`; a number of `hf_infini.tools.inspection.FATES`: a "sink", in the "window", or "kept", all
-            of which the softmax sees; or in the "memory", from the first segment on that reads it there. "none": not read
-            yet, of another document, padding, or left out of the memory by a mask.
+            of which the softmax sees; or in the "memory". "none": not read yet, of another document, padding, or left out
+            of the memory by a mask.
     """
 
     layer: int

@@ -25,17 +25,14 @@ def inspection_page(inspection: Inspection, *, title: str | None = None, row: in
     each head.
 
     Args:
-        inspection: of a model's layers; at least one has attention heads.
+        inspection: of a model's layers, at least one of which has attention heads.
         title: by default the model's name.
         row: of the batch; its padding is left out.
-
-    Raises:
-        ValueError: no layer has attention heads.
     """
-    if all(layer.weights is None for layer in inspection.layers.values()):
-        raise ValueError("the page needs a layer with attention heads; none of these layers has any.")
-    title = inspection.name if title is None else title
-    content = json.dumps(page_data(inspection, title=title, row=row), ensure_ascii=False, allow_nan=False)
+    title, real = inspection.name if title is None else title, inspection.real[row]
+    layers = [_layer_data(layer, real, row) for layer in inspection.layers.values()]
+    data = {"title": title, "tokens": inspection.texts[row], "layers": layers}
+    content = json.dumps(data, ensure_ascii=False, allow_nan=False)
     # In a script element only "</script" and "<!--" end the data or change its reading: without "<" there is neither.
     content = content.replace("<", "\\u003c")
     return _text("page.html").format(
@@ -47,22 +44,11 @@ def inspection_page(inspection: Inspection, *, title: str | None = None, row: in
     )
 
 
-def page_data(inspection: Inspection, *, title: str, row: int = 0) -> dict:
-    """What the page's script draws, JSON-safe.
-
-    Returns:
-        `title`, `tokens` (their texts) and `layers`: for each `layer`, `kind` and, with heads, `weights`: of each head those
-        of query after query, from the first key to the query itself, NaN where it sees nothing, as base64 of little-endian
-        bfloat16. They are the memory's where the key is in the memory: `fates` (per head and segment the tokens' numbers, as
-        a string of digits) and `segments` (of the tokens) say so. Also with a memory: `gate`, `tokenGate`, `share`, and
-        `memory` (norms).
-    """
-    real = inspection.real[row]
-    layers = [_layer_data(layer, real, row) for layer in inspection.layers.values()]
-    return {"title": title, "tokens": inspection.texts[row], "layers": layers}
-
-
 def _layer_data(layer: LayerInspection, real: Tensor, row: int) -> dict:
+    """`layer`, `kind` and, with heads, `weights`: of each head those of query after query, from the first key to the query
+    itself, NaN where it sees nothing, as base64 of little-endian bfloat16. They are the memory's where the key is in the
+    memory: `fates` (per head and segment the tokens' numbers, as a string of digits) and `segments` (of the tokens) say so.
+    Also with a memory: `gate`, `tokenGate`, `share`, and `memory` (norms)."""
     found: dict = {"layer": layer.layer, "kind": layer.kind}
     if layer.weights is None:
         return found

@@ -27,7 +27,6 @@ def inspect_attention(
     inputs: str | Sequence[str] | Tensor | Mapping[str, Tensor],
     tokenizer: PreTrainedTokenizerBase | None = None,
     *,
-    position_ids: Tensor | None = None,
     layers: Sequence[int] | None = None,
 ) -> Inspection:
     """Runs a model once, in evaluation mode and without a cache, and returns what every head of it did. The model is left as
@@ -38,10 +37,9 @@ def inspect_attention(
             `causal_mha` model; with any head or none; PEFT's wrapper around one.
         inputs: a text or several (these need the tokenizer, which adds no special tokens, and pads on its side), token ids
             `[batch, tokens]`, or what the model takes by name: `input_ids` with `attention_mask` `[batch, tokens]`
-            (1 = real) and `position_ids`, where needed.
+            (1 = real) and `position_ids`; where these go back to 0, a new document begins (packed rows). By default, the
+            real tokens of a padded row are counted; else it is left to the model.
         tokenizer: makes the labels readable; without it they are the ids.
-        position_ids: `[batch, tokens]`; where they go back to 0, a new document begins (packed rows). By default, the real
-            tokens of a padded row are counted; else it is left to the model.
         layers: numbers of the layers to keep; `None`: all. A layer takes 12 · batch · heads · tokens² bytes and more.
 
     Raises:
@@ -51,7 +49,7 @@ def inspect_attention(
     wanted = list(range(len(attentions))) if layers is None else sorted(set(layers))
     if not set(wanted) <= set(range(len(attentions))):
         raise ValueError(f"layers must be numbers from 0 to {len(attentions) - 1}; got {wanted}.")
-    given = _model_inputs(inputs, tokenizer, position_ids)
+    given = _model_inputs(inputs, tokenizer)
     ids = given["input_ids"].cpu()
     real = given.get("attention_mask", torch.ones_like(ids)).cpu().bool()
     given = {name: tensor.to(device_of(base.get_input_embeddings())) for name, tensor in given.items()}
@@ -68,16 +66,11 @@ def _attention_modules(model) -> tuple[PreTrainedModel, list[nn.Module | None]]:
     base = next((module for module in model.modules() if isinstance(module, CausalMHAModel)), None)
     if base is not None:
         return base, [getattr(block, "attn", None) for block in base.h]
-    try:
-        base = decoder_of(model)
-        return base, [*attention_layers(base)]
-    except (AttributeError, ValueError) as error:
-        raise ValueError(
-            f"cannot inspect a {type(model).__name__}: give a decoder that patch_model takes, or a causal_mha model."
-        ) from error
+    base = decoder_of(model)
+    return base, [*attention_layers(base)]
 
 
-def _model_inputs(inputs, tokenizer, position_ids: Tensor | None) -> dict[str, Tensor]:
+def _model_inputs(inputs, tokenizer) -> dict[str, Tensor]:
     """`input_ids` `[batch, tokens]` and, where there are any, `attention_mask` and `position_ids`."""
     if isinstance(inputs, Tensor):
         inputs = {"input_ids": inputs}
@@ -88,9 +81,7 @@ def _model_inputs(inputs, tokenizer, position_ids: Tensor | None) -> dict[str, T
         inputs = tokenizer(texts, add_special_tokens=False, padding=len(texts) > 1, return_tensors="pt")
     given = {name: inputs[name] for name in INPUTS if name in inputs}
     mask = given.get("attention_mask")
-    if position_ids is not None:
-        given["position_ids"] = position_ids
-    elif mask is not None and "position_ids" not in given and not bool(mask.all()):
+    if mask is not None and "position_ids" not in given and not bool(mask.all()):
         given["position_ids"] = (mask.long().cumsum(-1) - 1).clamp(min=0)
     return given
 
