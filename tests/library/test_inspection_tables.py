@@ -40,29 +40,27 @@ def test_a_letter_split_over_two_tokens(bpe):
 
 def test_tables_are_labelled_by_token(bpe):
     model = infini_gpt2(vocab_size=len(bpe), n_positions=128, sink_tokens=1, kept_tokens=3)
-    inspection = inspect_attention(model, [TEXTS[0], "ü e ü"], bpe)
-    table = inspection.table("weights", layer=1, head=2, row=1)
-    assert list(table.columns) == [f"K:{label}" for label in unique_labels(inspection.texts[1])]
-    assert list(table.index) == [f"Q:{label}" for label in unique_labels(inspection.texts[1])]
+    inspection = inspect_attention(model, "ü e ü", bpe)
+    table = inspection.table("weights", layer=1, head=2)
+    assert list(table.columns) == [f"K:{label}" for label in unique_labels(inspection.texts[0])]
+    assert list(table.index) == [f"Q:{label}" for label in unique_labels(inspection.texts[0])]
     assert table.index[0] == "Q:Ã@0" and "Q:e" in table.index
-    assert len(table) == inspection.real[1].sum() < inspection.real.shape[1]
     assert table.sum(axis=1).to_numpy() == pytest.approx(1, abs=1e-6)
-    values = inspection.layers[1].weights[1, 2]
-    assert table.loc["Q:e", "K:¼@1"] == values[3, 1]
-    assert (inspection.table("scores", row=1).to_numpy()[0, 1:] == float("-inf")).all()
+    assert table.loc["Q:e", "K:¼@1"] == inspection.layers[1].weights[0, 2, 3, 1]
+    assert (inspection.table("scores").to_numpy()[0, 1:] == float("-inf")).all()
+    assert inspection.table("memory_norm").index.tolist() == ["S:0", "S:end"]
+    inspection = inspect_attention(model, TEXTS[0], bpe)
     share = inspection.table("memory_share", layer=1)
     assert list(share.columns) == ["H:0", "H:1", "H:2", "H:3"] and share.index[0].startswith("Q:A")
     assert share.to_numpy()[:, 3] == pytest.approx(inspection.layers[1].memory_share[0, 3].numpy())
     tokens = len(inspection.texts[0])
     assert inspection.table("heads").shape == (tokens, 8) and inspection.table("output").shape == (tokens, 32)
     assert inspection.table("gate").index.tolist() == ["H:0", "H:1", "H:2", "H:3"]
-    segments = -(-tokens // 8)
-    assert inspection.table("memory_norm").index.tolist() == [f"S:{n}" for n in range(segments)] + ["S:end"]
-    assert inspection.table("memory_norm", row=1).index.tolist() == ["S:0", "S:end"]
+    assert inspection.table("memory_norm").index.tolist() == [*(f"S:{n}" for n in range(-(-tokens // 8))), "S:end"]
     fates = inspection.table("fates", layer=1, head=2)
     assert fates.index[0] == "S:0" and fates.columns[0].startswith("K:A")
     seen = [["none", "sink", "window", "kept", "memory"].index(name) for name in fates.iloc[-2]]
-    assert seen == inspection.layers[1].fates[0, 2, -2, inspection.real[0]].tolist() and {1, 2, 3, 4} <= set(seen)
+    assert seen == inspection.layers[1].fates[0, 2, -2].tolist() and {1, 2, 3, 4} <= set(seen)
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
@@ -73,8 +71,9 @@ def test_refusals(bpe):
     bert = BertModel(BertConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8))
     for arguments, message in (
         ((bert, ids), "a BertModel cannot have Infini-attention"),
-        ((model, "text"), "texts need the model's tokenizer"),
+        ((model, "text"), "a text needs the model's tokenizer"),
         ((model, 7), "inputs must be of type str"),
+        ((model, {"input_ids": ids, "attention_mask": 0 * ids}), "only rows without padding"),
     ):
         with pytest.raises(ValueError, match=message):
             inspect_attention(*arguments)

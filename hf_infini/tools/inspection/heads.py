@@ -34,9 +34,9 @@ class LayerInspection:
         kind: "global", "local", "infini" or "none".
         tensors: all that follow, by name; on the CPU, float32 (float64 for float64 models).
         scores: `[batch, head, query, key]`, before the softmax, position biases included, −inf where a key is not visible.
-        weights: `[batch, head, query, key]`; rows sum to 1, those of padding are 0.
-        heads: `[batch, head, query, head_dim]`, each head's context vectors before the output projection; 0 for padding.
-        output: `[batch, query, width]`, as the module returned it (at padding it means nothing).
+        weights: `[batch, head, query, key]`; rows sum to 1.
+        heads: `[batch, head, query, head_dim]`, each head's context vectors before the output projection.
+        output: `[batch, query, width]`, as the module returned it.
 
     and, with Infini-attention (`kind == "infini"`), where heads = g · memory_heads + (1 − g) · local_heads:
 
@@ -52,12 +52,12 @@ class LayerInspection:
         memory_share: `[batch, head, query]`, ‖g · memory‖ / (‖g · memory‖ + ‖(1 − g) · local‖), Euclidean norms of a token's
             context vectors: 0, all local, to 1, all memory.
         memory_norm: `[batch, head, segment]`, Frobenius norm of the memory M that the row's segment s reads; the last entry
-            is the end of the call. In a row of fewer segments, the last value repeats.
-        segments: `[batch, query]`, int64, which segment of its row each token lies in; −1 for padding.
+            is the end of the call. In a row of fewer segments (of packed documents), the last value repeats.
+        segments: `[batch, query]`, int64, which segment of its row each token lies in.
         fates: `[batch, head, segment, key]`, int8, where each token is when each segment is read, and at the end, counted
             like `memory_norm`; a number of `hf_infini.tools.inspection.FATES`: a "sink", in the "window", or "kept", all
-            of which the softmax sees; or in the "memory". "none": not read yet, of another document, padding, or left out
-            of the memory by a mask.
+            of which the softmax sees; or in the "memory". "none": not read yet, of another document, or left out of the
+            memory by a mask.
     """
 
     layer: int
@@ -75,14 +75,13 @@ class Inspection:
     """What [`inspect_attention`] returns.
 
     Attributes:
-        input_ids: `[batch, tokens]`; real: `[batch, tokens]` bool, False for padding. On the CPU.
-        texts: for each row the readable text of its real tokens, white space visible: `·cidade`.
+        input_ids: `[batch, tokens]`, on the CPU.
+        texts: for each row the readable text of its tokens, white space visible: `·cidade`.
         layers: number of the layer → [`LayerInspection`].
         name: the model's: its folder's, or its class's.
     """
 
     input_ids: Tensor
-    real: Tensor
     texts: list[list[str]]
     layers: dict[int, LayerInspection] = field(repr=False)
     name: str = ""
@@ -91,9 +90,8 @@ class Inspection:
         """One layer's tensor for one row and, where it is one matrix per head, one head, as a `pandas.DataFrame` (pandas
         comes with the extra "inspection").
 
-        Queries are labelled `Q:` and keys `K:` with the token's text, and its place among the row's real tokens where a text
-        comes twice (`Q:·de@3`); heads `H:0`, segments `S:0` and `S:end`, the numbers of a vector 0, 1, …. Padding is left
-        out. "fates" is a table of words.
+        Queries are labelled `Q:` and keys `K:` with the token's text, and its place in the row where a text comes twice
+        (`Q:·de@3`); heads `H:0`, segments `S:0` and `S:end`, the numbers of a vector 0, 1, …. "fates" is a table of words.
 
         Args:
             name: of the tensor, such as "weights", "memory_weights", "scores", "heads", "output" or "gate".
@@ -112,7 +110,6 @@ class Inspection:
             if dim == "batch" or dim == "head" and len(dims) > 3:
                 values = values.select(axis, row if dim == "batch" else head)
             elif dim in ("query", "key"):
-                values = values[(slice(None),) * axis + (self.real[row],)]
                 labels.append([f"{dim[0].upper()}:{label}" for label in unique_labels(self.texts[row])])
             elif dim == "segment":  # those of this row, and the end
                 last = int(tensors["segments"][row].max()) + 1

@@ -27,10 +27,9 @@ def inspection_page(inspection: Inspection, *, title: str | None = None, row: in
     Args:
         inspection: of a model's layers, at least one of which has attention heads.
         title: by default the model's name.
-        row: of the batch; its padding is left out.
+        row: of the batch.
     """
-    title, real = inspection.name if title is None else title, inspection.real[row]
-    layers = [_layer_data(layer, real, row) for layer in inspection.layers.values()]
+    title, layers = title or inspection.name, [_layer_data(layer, row) for layer in inspection.layers.values()]
     data = {"title": title, "tokens": inspection.texts[row], "layers": layers}
     content = json.dumps(data, ensure_ascii=False, allow_nan=False)
     # In a script element only "</script" and "<!--" end the data or change its reading: without "<" there is neither.
@@ -44,7 +43,7 @@ def inspection_page(inspection: Inspection, *, title: str | None = None, row: in
     )
 
 
-def _layer_data(layer: LayerInspection, real: Tensor, row: int) -> dict:
+def _layer_data(layer: LayerInspection, row: int) -> dict:
     """`layer`, `kind` and, with heads, `weights`: of each head those of query after query, from the first key to the query
     itself, NaN where it sees nothing, as base64 of little-endian bfloat16. They are the memory's where the key is in the
     memory: `fates` (per head and segment the tokens' numbers, as a string of digits) and `segments` (of the tokens) say so.
@@ -53,14 +52,13 @@ def _layer_data(layer: LayerInspection, real: Tensor, row: int) -> dict:
     if layer.weights is None:
         return found
     known = {name: tensor if name == "gate" else tensor[row] for name, tensor in layer.tensors.items()}
-    weights, seen = (known[name][:, real][:, :, real] for name in ("weights", "scores"))
-    weights = weights.masked_fill(seen.isinf(), torch.nan)
+    weights = known["weights"].masked_fill(known["scores"].isinf(), torch.nan)
     if "gate" in known:
-        segments = known["segments"][real]
-        stop, fates = int(segments.max()) + 2, known["fates"][..., real]
-        weights = torch.where(fates[:, segments] == MEMORY, known["memory_weights"][:, real][:, :, real], weights)
+        segments, fates = known["segments"], known["fates"]
+        stop = int(segments.max()) + 2
+        weights = torch.where(fates[:, segments] == MEMORY, known["memory_weights"], weights)
         found |= {"segments": segments.tolist(), "gate": _numbers(known["gate"])}
-        found |= {"tokenGate": _numbers(known["token_gate"][:, real]), "share": _numbers(known["memory_share"][:, real])}
+        found |= {"tokenGate": _numbers(known["token_gate"]), "share": _numbers(known["memory_share"])}
         found["memory"] = _numbers(known["memory_norm"][:, :stop])
         found["fates"] = [["".join(map(str, moment)) for moment in head] for head in fates[:, :stop].tolist()]
     below = torch.ones(weights.shape[1:], dtype=torch.bool).tril()

@@ -119,9 +119,9 @@ def memory_parts(call: AttentionCall) -> dict[str, Tensor]:
     share = ((mixed_weights - weights) * apart).sum(-1, keepdim=True) / apart.square().sum(-1, keepdim=True)
     share = torch.where(has_memory, share, 0)
     of_memory, of_local = (share * memory).norm(dim=-1), ((1 - share) * local).norm(dim=-1)
-    width, places = local.shape[-1], torch.arange(1, call.layout.segments + 1, device=local.device)
+    width, places = local.shape[-1], torch.arange(call.layout.segments, device=local.device)
     grid = places[None, :, None, None, None].expand(call.layout.batch, -1, call.layout.slots, 1, 1)
-    segments = call.layout.from_grid(grid)[:, 0, :, 0] - 1  # [B, T], −1 for padding
+    segments = call.layout.from_grid(grid)[:, 0, :, 0]  # [B, T]
     norm, fates = held[..., :width].flatten(3).norm(dim=-1), _fates(call.layout, segments, held[..., width:].any(3))
     return {
         "scores": _scores(call, weights),
@@ -169,23 +169,20 @@ def _scores(call: AttentionCall, weights: Tensor) -> Tensor:
     place = slice(0, 1)  # both in the same place of the window, whichever it is
     own = (softmax.compared_queries(query, place) * softmax.compared_keys(key, place)).sum(-1) * softmax.scaling_of(query)
     own = own if softmax.softcap is None else (own / softmax.softcap).tanh() * softmax.softcap
-    smallest = torch.finfo(weights.dtype).tiny  # of padding it is 0
-    log_sum = own - weights.diagonal(dim1=-2, dim2=-1).clamp(min=smallest).log()
-    return torch.where(weights > 0, weights.log() + log_sum.unsqueeze(-1), -torch.inf)
+    return weights.log() + (own - weights.diagonal(dim1=-2, dim2=-1).log()).unsqueeze(-1)
 
 
 def _fates(layout: GridLayout, segments: Tensor, taken_in: Tensor) -> Tensor:
     """`[B, K, S + 1, T]`, int8: where each token is, as a number of `FATES`, when each segment is read and after the last.
 
     Args:
-        segments: of the tokens, `[B, T]`, −1 for padding; taken_in: by the memory, `[B, K, S + 1, T]` bool.
+        segments: of the tokens, `[B, T]`; taken_in: by the memory, `[B, K, S + 1, T]` bool.
     """
     moments = torch.arange(layout.segments + 1, device=segments.device)
     latest = moments.minimum(layout.document[:, -1:] + layout.tokens_seen.unsqueeze(1) // layout.segment_length)
     ago = latest.unsqueeze(2) - segments.unsqueeze(1)  # [B, S + 1, T], in segments
     document = layout.document.expand(len(segments), -1)
-    same = document.unsqueeze(2) == document.gather(1, segments.clamp(min=0)).unsqueeze(1)
-    here = same & (ago >= 0) & (segments >= 0).unsqueeze(1)
+    here = (ago >= 0) & (document.unsqueeze(2) == document.gather(1, segments).unsqueeze(1))
     left = torch.tensor(KEPT, device=segments.device)
     if layout.skipped is not None:
         skipped = layout.from_grid(layout.skipped[..., None, None])[..., 0].unsqueeze(1)

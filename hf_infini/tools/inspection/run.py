@@ -17,14 +17,12 @@ from .heads import Inspection, LayerInspection
 from .labels import token_texts
 from .parts import caught_parts
 
-INPUTS = ("input_ids", "attention_mask", "position_ids")
-
 
 @torch.no_grad()
 @check_kinds
 def inspect_attention(
     model,
-    inputs: str | Sequence[str] | Tensor | Mapping[str, Tensor],
+    inputs: str | Tensor | Mapping[str, Tensor],
     tokenizer: PreTrainedTokenizerBase | None = None,
     *,
     layers: Sequence[int] | None = None,
@@ -35,30 +33,28 @@ def inspect_attention(
     Args:
         model: a decoder that [`hf_infini.patch_model`] takes, with a memory (in all layers or some) or without, or a
             `causal_mha` model; with any head or none; PEFT's wrapper around one.
-        inputs: a text or several (these need the tokenizer, which adds no special tokens, and pads on its side), token ids
-            `[batch, tokens]`, or what the model takes by name: `input_ids` with `attention_mask` `[batch, tokens]`
-            (1 = real) and `position_ids`; where these go back to 0, a new document begins (packed rows). By default, the
-            real tokens of a padded row are counted; else it is left to the model.
+        inputs: a text (which needs the tokenizer, and no special tokens are added), token ids `[batch, tokens]` without
+            padding, or what the model takes by name: `input_ids` with `position_ids` `[batch, tokens]`; where these go back
+            to 0, a new document begins (packed rows).
         tokenizer: makes the labels readable; without it they are the ids.
         layers: numbers of the layers to keep; `None`: all. A layer takes 12 · batch · heads · tokens² bytes and more.
 
     Raises:
-        ValueError: a model of another kind, no such layer, or texts without a tokenizer.
+        ValueError: a model of another kind, no such layer, a text without a tokenizer, or padded rows.
     """
     base, attentions = _attention_modules(model)
     wanted = list(range(len(attentions))) if layers is None else sorted(set(layers))
     if not set(wanted) <= set(range(len(attentions))):
         raise ValueError(f"layers must be numbers from 0 to {len(attentions) - 1}; got {wanted}.")
     given = _model_inputs(inputs, tokenizer)
-    ids = given["input_ids"].cpu()
-    real = given.get("attention_mask", torch.ones_like(ids)).cpu().bool()
     given = {name: tensor.to(device_of(base.get_input_embeddings())) for name, tensor in given.items()}
     watched = {number: attention for number in wanted if (attention := attentions[number]) is not None}
     with in_evaluation(base), caught_parts(base.config, watched) as parts:
         base(**given, use_cache=False)
-    found = {number: _layer_inspection(number, parts.get(number), base.config, real) for number in wanted}
-    texts = [token_texts(tokenizer, row[kept].tolist()) for row, kept in zip(ids, real, strict=True)]
-    return Inspection(ids, real, texts, found, Path(base.config.name_or_path or type(base).__name__).name)
+    found = {number: _layer_inspection(number, parts.get(number), base.config) for number in wanted}
+    ids = given["input_ids"].cpu()
+    texts = [token_texts(tokenizer, row) for row in ids.tolist()]
+    return Inspection(ids, texts, found, Path(base.config.name_or_path or type(base).__name__).name)
 
 
 def _attention_modules(model) -> tuple[PreTrainedModel, list[nn.Module | None]]:
@@ -71,28 +67,20 @@ def _attention_modules(model) -> tuple[PreTrainedModel, list[nn.Module | None]]:
 
 
 def _model_inputs(inputs, tokenizer) -> dict[str, Tensor]:
-    """`input_ids` `[batch, tokens]` and, where there are any, `attention_mask` and `position_ids`."""
-    if isinstance(inputs, Tensor):
-        inputs = {"input_ids": inputs}
-    elif not isinstance(inputs, Mapping):
+    """`input_ids` `[batch, tokens]` and perhaps `position_ids`."""
+    if isinstance(inputs, str):
         if tokenizer is None:
-            raise ValueError("texts need the model's tokenizer: inspect_attention(model, text, tokenizer).")
-        texts = [inputs] if isinstance(inputs, str) else [*inputs]
-        inputs = tokenizer(texts, add_special_tokens=False, padding=len(texts) > 1, return_tensors="pt")
-    given = {name: inputs[name] for name in INPUTS if name in inputs}
-    mask = given.get("attention_mask")
-    if mask is not None and "position_ids" not in given and not bool(mask.all()):
-        given["position_ids"] = (mask.long().cumsum(-1) - 1).clamp(min=0)
-    return given
+            raise ValueError("a text needs the model's tokenizer: inspect_attention(model, text, tokenizer).")
+        inputs = tokenizer(inputs, add_special_tokens=False, return_tensors="pt")
+    given = {"input_ids": inputs} if isinstance(inputs, Tensor) else inputs
+    if "attention_mask" in given and not bool(given["attention_mask"].all()):
+        raise ValueError("only rows without padding can be inspected: give texts of different lengths one after the other.")
+    return {name: given[name] for name in ("input_ids", "position_ids") if name in given}
 
 
-def _layer_inspection(number: int, parts: dict[str, Tensor] | None, config, real: Tensor) -> LayerInspection:
-    """The parts of a layer; what padding (`real` `[batch, tokens]` False) did is left out: it sees nothing, and its weights
-    and heads are 0."""
+def _layer_inspection(number: int, parts: dict[str, Tensor] | None, config) -> LayerInspection:
     if parts is None:
         return LayerInspection(number, "none")
-    for name, nothing in (("scores", -torch.inf), ("weights", 0), ("heads", 0)):
-        parts[name] = parts[name].masked_fill(~real[:, None, :, None], nothing)
     kind = "global" if layer_kinds(config)[number] == "full_attention" else "local"
     if config.model_type == "causal_mha":
         kind = config.attention
