@@ -49,8 +49,11 @@ class InfiniLM(HFLM):
         self.chunk_tokens = chunk_tokens
         if self.batch_size == "auto":
             raise ValueError("batch_size must be a number, as memory depends on chunk_tokens; got 'auto'.")
-        if max_length is None and (hasattr(self.config, "n_positions") or _is_bounded(self.config)):
-            self._max_length = context_limit(self.config) or UNLIMITED  # lm-eval determines it for others
+        with_memory = getattr(self.config, "infini_layers", ())
+        kept = [kind for layer, kind in enumerate(layer_kinds(self.config)) if layer not in with_memory]
+        # Positions have no end where every layer has a memory or a window; lm-eval determines the limit of others
+        if max_length is None and (hasattr(self.config, "n_positions") or with_memory and "full_attention" not in kept):
+            self._max_length = context_limit(self.config) or UNLIMITED
 
     def _create_model(self, pretrained: str, *args, adapter: str | None = None, **options) -> None:
         super()._create_model(pretrained, *args, **options)
@@ -87,13 +90,6 @@ class InfiniLM(HFLM):
         if context.shape[1] > self.chunk_tokens:
             options["prefill_chunk_size"] = self.chunk_tokens
         return super()._model_generate(context, max_length, stop, **options)
-
-
-def _is_bounded(config) -> bool:
-    """Whether every layer has a memory, or sees a window of its own: then positions have no end."""
-    with_memory = getattr(config, "infini_layers", ())
-    kept = (kind for layer, kind in enumerate(layer_kinds(config)) if layer not in with_memory)
-    return bool(with_memory) and "full_attention" not in kept
 
 
 if __name__ == "__main__":

@@ -132,8 +132,6 @@ class PerplexityTrainer(Trainer):
         if not model.training:  # for `compute_metrics`: whole rows, which begin with nothing
             return super().compute_loss(model, inputs | {"use_cache": False}, return_outputs, num_items_in_batch)
         if self.rows_mesh is not None:
-            if num_items_in_batch is None:
-                raise ValueError("processes that share rows need the count of all labels: num_items_in_batch is not given.")
             inputs = shard_rows(inputs, self.model.config, self.rows_mesh.get_group("cp"))
             # The Trainer has counted the labels of a row on every process that shares it
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch / self.context_parallel_size)

@@ -55,9 +55,6 @@ def caught_parts(config, layers: Mapping[int, nn.Module]) -> Iterator[dict[int, 
         parts = found[running[0]] = memory_parts(call)
         return parts["heads"].to(call.tokens.value.dtype), None, None
 
-    def begin(number: int):
-        return lambda module, args: running.append(number)
-
     def end(module, args, given, output):
         number = running.pop()
         if isinstance(module, CausalMultiHeadAttention) and number not in found:  # it has no use for the interface
@@ -71,8 +68,9 @@ def caught_parts(config, layers: Mapping[int, nn.Module]) -> Iterator[dict[int, 
     AttentionInterface.register(INTERFACE, attention)
     AttentionMaskInterface.register(INTERFACE, sdpa_mask)
     before, config._attn_implementation = config._attn_implementation, INTERFACE
-    hooks = [module.register_forward_pre_hook(begin(number)) for number, module in layers.items()]
-    hooks += [module.register_forward_hook(end, with_kwargs=True) for module in layers.values()]
+    hooks = [module.register_forward_hook(end, with_kwargs=True) for module in layers.values()]
+    for number, module in layers.items():
+        hooks.append(module.register_forward_pre_hook(lambda module, args, number=number: running.append(number)))
     try:
         with forced_backend(Backend("inspection", lambda call: (True, "the parts are kept"), run)):
             yield found
@@ -92,7 +90,8 @@ def softmax_parts(
         mask: bool, True = visible, broadcast to `[B, H, T, T]`; `None`: what causality leaves.
         softcap: scores s become `softcap · tanh(s / softcap)`.
     """
-    query, key, value = (_for_every_head(_widen(part), query.shape[1]) for part in (query, key, value))
+    groups = query.shape[1] // key.shape[1]
+    query, key, value = _widen(query), *(_widen(part).repeat_interleave(groups, 1) for part in (key, value))
     if mask is None:
         mask = torch.ones(key.shape[2], key.shape[2], dtype=torch.bool, device=key.device).tril()
     scores = query @ key.mT * (query.shape[-1] ** -0.5 if scaling is None else scaling)
@@ -122,7 +121,8 @@ def memory_parts(call: AttentionCall) -> dict[str, Tensor]:
     width, places = local.shape[-1], torch.arange(call.layout.segments, device=local.device)
     grid = places[None, :, None, None, None].expand(call.layout.batch, -1, call.layout.slots, 1, 1)
     segments = call.layout.from_grid(grid)[:, 0, :, 0]  # [B, T]
-    norm, fates = held[..., :width].flatten(3).norm(dim=-1), _fates(call.layout, segments, held[..., width:].any(3))
+    norm, holds = held[..., :width].flatten(3).norm(dim=-1), held[..., width:].any(3)
+    groups = mixed.shape[1] // held.shape[1]
     return {
         "scores": _scores(call, weights),
         "weights": weights,
@@ -133,9 +133,9 @@ def memory_parts(call: AttentionCall) -> dict[str, Tensor]:
         "gate": torch.sigmoid(gate),
         "token_gate": share.squeeze(-1),
         "memory_share": torch.where(of_memory > 0, of_memory / (of_memory + of_local), 0),
-        "memory_norm": _for_every_head(norm, mixed.shape[1]),
+        "memory_norm": norm.repeat_interleave(groups, 1),
         "segments": segments,
-        "fates": _for_every_head(fates, mixed.shape[1]),
+        "fates": _fates(call.layout, segments, holds).repeat_interleave(groups, 1),
     }
 
 
@@ -165,11 +165,12 @@ def _attended(call: AttentionCall, gate: Tensor) -> tuple[Tensor, Tensor, Tensor
 def _scores(call: AttentionCall, weights: Tensor) -> Tensor:
     """`[B, H, T, T]`, of which these are the softmax: that of a token with itself says what all others of its row are."""
     softmax, query = call.softmax, call.tokens.query
-    key = _for_every_head(call.tokens.key, query.shape[1])
+    key = call.tokens.key.repeat_interleave(query.shape[1] // call.tokens.key.shape[1], 1)
     place = slice(0, 1)  # both in the same place of the window, whichever it is
     own = (softmax.compared_queries(query, place) * softmax.compared_keys(key, place)).sum(-1) * softmax.scaling_of(query)
     own = own if softmax.softcap is None else (own / softmax.softcap).tanh() * softmax.softcap
-    return weights.log() + (own - weights.diagonal(dim1=-2, dim2=-1).log()).unsqueeze(-1)
+    log_sum = own - weights.diagonal(dim1=-2, dim2=-1).clamp(min=torch.finfo(weights.dtype).tiny).log()
+    return weights.log() + log_sum.unsqueeze(-1)
 
 
 def _fates(layout: GridLayout, segments: Tensor, taken_in: Tensor) -> Tensor:
@@ -191,11 +192,6 @@ def _fates(layout: GridLayout, segments: Tensor, taken_in: Tensor) -> Tensor:
     fates = torch.where((ago <= layout.local_segments).unsqueeze(1), WINDOW, fates)
     fates = torch.where((layout.positions < layout.sink_tokens)[:, None, None], SINK, fates)
     return torch.where(here.unsqueeze(1), fates, NONE).to(torch.int8)
-
-
-def _for_every_head(tensor: Tensor, heads: int) -> Tensor:
-    """Of key/value heads `[B, K, …]` as of query heads, `[B, H, …]`."""
-    return tensor.repeat_interleave(heads // tensor.shape[1], 1)
 
 
 def _widen(tensor: Tensor) -> Tensor:
