@@ -6,6 +6,7 @@ division; averages are never averaged.
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, distributed
@@ -49,7 +50,7 @@ def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def stream_losses(
-    model, input_ids=None, chunk: int | None = None, labels=None, position_ids=None, group=None, **inputs
+    model, input_ids: Any = None, chunk: int | None = None, labels: Any = None, position_ids=None, group=None, **inputs
 ) -> Iterator[tuple]:
     """Reads rows of any length in chunks through the model's cache and yields the losses of each chunk.
 

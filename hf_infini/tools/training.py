@@ -126,7 +126,7 @@ class PerplexityTrainer(Trainer):
             self.optimizer = self.optimizer_of(self.model if model is None else model)
         return super().create_optimizer(model)
 
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch: Any = None):
         """As the Trainer's. Where most labels are −100, logits are computed only at the other places: the head over a whole
         vocabulary is much of a small model's work."""
         if not model.training:  # for `compute_metrics`: whole rows, which begin with nothing

@@ -107,8 +107,8 @@ def memory_parts(call: AttentionCall) -> dict[str, Tensor]:
     of each token: heads = g · A_mem + (1 − g) · A_local (equation 5). A closed gate gives A_local, an open one A_mem. Both
     are linear in the values: where each token's value is its unit vector, they are the weights.
     """
-    tokens = Projections(*(None if part is None else _widen(part) for part in call.tokens))
-    call, gate = call._replace(tokens=tokens), _widen(call.gate)
+    widened: Any = (None if part is None else _widen(part) for part in call.tokens)
+    call, gate = call._replace(tokens=Projections(*widened)), _widen(call.gate)
     local, weights, _ = _attended(call, torch.full_like(gate, -torch.inf))
     memory, memory_weights, held = _attended(call, torch.full_like(gate, torch.inf))
     mixed, mixed_weights, _ = _attended(call, gate)
@@ -157,9 +157,9 @@ def _attended(call: AttentionCall, gate: Tensor) -> tuple[Tensor, Tensor, Tensor
     state: Any = replace(call.state, **{name: F.pad(getattr(call.state, name), (0, count)) for name in of_values})
     state = state.checked_for(tokens, call.layout.places, call.rule.normalised)
     call = call._replace(tokens=tokens, gate=gate, state=state, rule=Watched(**vars(call.rule)), return_state=True)
-    output, state, _ = BACKENDS[-1].run(call._replace(return_weights=False))
-    heads, weights = output.split([value.shape[-1], count], -1)
-    return heads, weights, torch.cat([*held, state.memory.unsqueeze(1)], 1).transpose(1, 2)
+    attended: Any = BACKENDS[-1].run(call._replace(return_weights=False))
+    heads, weights = attended[0].split([value.shape[-1], count], -1)
+    return heads, weights, torch.cat([*held, attended[1].memory.unsqueeze(1)], 1).transpose(1, 2)
 
 
 def _scores(call: AttentionCall, weights: Tensor) -> Tensor:
