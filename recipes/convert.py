@@ -2,12 +2,11 @@ r"""Gives a pretrained model memories that it can use, and trains nothing but an
 
     python recipes/prepare.py --source texts.jsonl --tokenizer CHECKPOINT --context 2048 --out data/long
     python recipes/prepare_recall.py --data data/long --context 2048 --rows 1000 --out data/asking
-    python recipes/convert.py --model CHECKPOINT --data data/long data/asking --memory_layers 12 --out runs/converted
+    python recipes/convert.py --model CHECKPOINT --data data/long data/asking --out runs/converted
     torchrun --nproc_per_node 2 recipes/convert.py --model CHECKPOINT --data data/long data/asking --out runs/converted
 
 CHECKPOINT is a plain model: a folder or a name on the Hub. Its own attention is the teacher; no second model is loaded.
 
-    layers     with --memory_layers: which layers need what is beyond the window, of a few rows
     calibrate  the scale of the feature maps, by the size of each head's queries and keys
     keep_score with --kept_tokens and --keep_score half or learned: which tokens are kept, in closed form, in one pass over
                a few rows; with --transfer_steps 0 --together_steps 0 it is all that is learned, and takes minutes
@@ -16,8 +15,8 @@ CHECKPOINT is a plain model: a folder or a name on the Hub. Its own attention is
     together   all layers and a LoRA learn rows of text, and what the plain model predicts there; and the answers in rows of
                prepare_recall.py, without which no memory learns to keep what is asked for later
 
-With --start, together goes on from the adapter of an earlier conversion, for instance with longer rows, or from the mean of
-several; with --together_steps 0 that is evaluated as it is. Stopped at any point and started again with the same command, it
+With --start, together goes on from the adapter of an earlier conversion, for instance with longer rows; with
+--together_steps 0 that is evaluated as it is. Stopped at any point and started again with the same command, it
 goes on. Writes OUT/adapter, which `hf_infini.load_adapter` puts on the plain model, and OUT/result.json with the
 cross-entropy of validation rows beyond the window: of the plain model, of its window and sinks untrained, and of the trained
 model with its memory switched off and on.
@@ -29,7 +28,6 @@ from pathlib import Path
 from cli import SEED, UserError, exit_on_error, option, parse_options
 from cli.model_options import given_options, memory_choices
 from conversion.defaults import DEFAULTS, LORA_RANK, NARROW_TO
-from support.parents import end_with_launcher
 
 
 @dataclass
@@ -38,17 +36,12 @@ class Options:
     data: list[str] = field(metadata={"help": "Folders of prepare.py or prepare_recall.py, made with the model's tokenizer, "
                             "rows of one length; all are trained on, and each is evaluated.", "group": "data"})  # fmt: skip
     out: str = field(metadata={"help": "Folder of the conversion; continued when it holds this one.", "group": "output"})
-    start: list[str] | None = option(None, "Adapter of an earlier conversion of the same model, to go on from with other "
-                                     "rows: a folder or a name on the Hub; of several, the mean. Memory, layers and LoRA "
-                                     "are kept (only --segment_length may differ); no calibrate and no transfer.",
-                                     group="model")  # fmt: skip
+    start: str | None = option(None, "Adapter of an earlier conversion of the same model, to go on from with other rows: a "
+                               "folder or a name on the Hub. Memory, layers and LoRA are kept (only --segment_length may "
+                               "differ); no calibrate and no transfer.", group="model")  # fmt: skip
     memory_in: list[int] | None = option(
         None, "Layers, counted from 0, whose memory is trained and read; the others have their window only. Default: all.",
         at_least=0, group="model",
-    )  # fmt: skip
-    memory_layers: int | None = option(
-        None, "How many layers have a memory: those in which attention beyond the window lowers the loss of a few rows "
-        "most. Default: all.", at_least=1,
     )  # fmt: skip
     fit_rows: int = option(24, "keep_score: training rows, of all folders in equal parts; those of prepare_recall.py teach "
                            "most.", at_least=1, group="training")  # fmt: skip
@@ -75,13 +68,10 @@ class Options:
                                            "with the model's tokenizer, rows of one length; a row then begins with the "
                                            "memory of one of theirs, up to --dilute_up_to times as heavy, so that short "
                                            "rows train what long texts need. Each step reads that row as well.")  # fmt: skip
-    dilute_up_to: float | None = option(None, "--dilute_with: the largest factor; each row's is drawn log-uniformly from 1 "
-                                        "on. Default: 32.", at_least=1)  # fmt: skip
-    dilute_share: float | None = option(None, "--dilute_with: share of the forward passes whose rows begin so; in the "
-                                        "others they begin a text. Default: 1.", at_least=0, at_most=1)  # fmt: skip
-    repeat_up_to: float = option(1.0, "together, gated delta rule: in three of four steps each token is written into the "
-                                 "memory as if it came N times in a row, N drawn log-uniformly from 1 to this number, so "
-                                 "that short rows train what longer texts need.", at_least=1)  # fmt: skip
+    dilute_up_to: float = option(32.0, "--dilute_with: the largest factor; each row's is drawn log-uniformly from 1 on.",
+                                 at_least=1)  # fmt: skip
+    dilute_share: float = option(1.0, "--dilute_with: share of the forward passes whose rows begin so; in the others they "
+                                 "begin a text.", at_least=0, at_most=1)  # fmt: skip
     batch_size: int = option(1, "Rows per device and forward pass.", at_least=1)
     gradient_accumulation: int = option(1, "Forward passes per optimiser step.", at_least=1)
     save_steps: int = option(10, "Steps between checkpoints; the last two are kept.", at_least=1)
@@ -95,7 +85,7 @@ class Options:
     precision: str = option("auto", "bf16 autocast; auto: where it is native.", choices=["auto", "bf16", "float32"],
                             group="machine")  # fmt: skip
     use_cpu: bool = option(False, "Train on the CPU even where there is a GPU.")
-    seed: int = option(0, "Seed of the order of rows, narrower windows, repetitions and LoRA.", **SEED, group="training")
+    seed: int = option(0, "Seed of the order of rows, narrower windows and LoRA.", **SEED, group="training")
 
 
 MemoryChoices = memory_choices(DEFAULTS)
@@ -104,7 +94,6 @@ MemoryChoices = memory_choices(DEFAULTS)
 @exit_on_error(when_stopped="the same command goes on from the last checkpoint")
 def main(argv: list[str] | None = None) -> None:
     options, memory = parse_options(Options, MemoryChoices, description=__doc__, argv=argv)
-    end_with_launcher()
     if len(options.narrow) != 2:
         raise UserError(f"--narrow takes two shares, of the first and of the last step; got {len(options.narrow)}")
 

@@ -8,7 +8,6 @@
     python recipes/evaluate_model.py --model runs/recall --task passkey --data data/carolina --lengths 1024 8192
     python recipes/evaluate_model.py --model runs/recall --task facts --distances 0 1 4 16 64 --memory off
     python recipes/evaluate_model.py --model runs/recall --task facts --data data/carolina
-    torchrun --nproc_per_node 4 recipes/evaluate_model.py --model runs/infini --text plays.txt --length 1048576
 
 perplexity: overall and by position in the context. Without --length, --data is evaluated on its validation rows as they
 are, which is the number in train.py's result.json. --split test reads the test rows instead, for the one model that the
@@ -22,8 +21,8 @@ goes on where it was.
 
 Everything is read in chunks through the model's cache: a model with Infini-attention whose `position_encoding` is rope or
 segment takes any length in constant memory; one with learned positions stops at its `n_positions`. --memory off leaves it
-only its local attention. Several processes share every row of a perplexity, if all layers have a memory.
-Writes OUT.json, OUT.png, and the same table on standard output.
+only its local attention.
+Writes OUT.json, and the same as a table on standard output.
 """
 
 import sys
@@ -65,7 +64,7 @@ class Options:
     batch_size: int = option(4, "Rows per call of the model.", at_least=1)
     precision: Literal["float32", "bf16"] = option("float32", "bf16: autocast.")
     device: str = option("auto", "cpu, cuda, cuda:1, …; auto: a GPU where there is one.")
-    out: str | None = option(None, "Files to write, without suffix; default: evaluation in the folder of the adapter or "
+    out: str | None = option(None, "File to write, without .json; default: evaluation in the folder of the adapter or "
                            "model (other tasks, and with the memory off: the task's name), with _text (facts among lines of "
                            "text), _test and _memory_off appended.",
                            group="output")  # fmt: skip
@@ -90,17 +89,11 @@ def main(argv: list[str] | None = None) -> None:
     manifest = check_options(options)
 
     from evaluation import inference
-    from plots.recall import plot_facts, plot_passkey
-    from plots.run import plot_positions
     from support import measurement
-    from support.stages import check_place, new_file, write_json
-    from training import run_folder, setup
+    from support.stages import check_place, write_json
+    from training import setup
 
-    trained = run_folder.trained_length_of(Path(options.model))
-    device, group = inference.processes(options.device)
-    if group is not None and options.task != "perplexity":
-        raise UserError(f"--task {options.task} is measured by one process: start it with python")
-    model, tokenizer = inference.load_model(options.model, device, options.adapter)
+    model, tokenizer = inference.load_model(options.model, options.device, options.adapter)
     if options.memory == "off":
         inference.switch_memory_off(model)
     home = home_of(options)
@@ -109,14 +102,8 @@ def main(argv: list[str] | None = None) -> None:
     parts = ["evaluation" if plain else options.task, "text" if options.task == "facts" and options.source else None]
     parts += [options.split if options.split == "test" else None, "memory_off" if options.memory == "off" else None]
     name = options.out or str(home / "_".join(filter(None, parts)))
-    entries = {"options": dict, "model": str, "memory": str}
-    check_place(Path(f"{name}.json"), entries, [Path(f"{name}.png")])
-    if options.task == "perplexity":
-        found = perplexity(options, model, tokenizer, group)
-        if not inference.is_first(group):
-            return
-    else:
-        found = {"passkey": passkey, "facts": facts}[options.task](options, model, tokenizer, name)
+    check_place(Path(f"{name}.json"), {"options": dict, "model": str, "memory": str})
+    found = {"perplexity": perplexity, "passkey": passkey, "facts": facts}[options.task](options, model, tokenizer, name)
     result = {
         **found,
         "model": options.model,
@@ -124,35 +111,18 @@ def main(argv: list[str] | None = None) -> None:
         "memory": options.memory,
         "source": options.source,
         "split": options.split if manifest else None,
-        "processes": 1 if group is None else group.size(),
         "data_fingerprint": setup.data_fingerprint(manifest) if manifest else None,
         **measurement.peak_memory(),
         "options": vars(options),
         **measurement.environment(),
     }
-    with new_file(Path(f"{name}.png")) as picture:  # both files are new, or none is
-        if options.task == "perplexity":
-            plot_positions({None: found["by_position"]}, picture, subtitle(options), trained)
-        elif options.task == "passkey":
-            plot_passkey(found["cells"], picture, subtitle(options), trained)
-        else:
-            plot_facts(found["cells"], picture, subtitle(options), trained, found["segment_length"])
-        write_json(Path(f"{name}.json"), result)
-    if options.task != "perplexity":
-        Path(f"{name}.cells.json").unlink(missing_ok=True)
-    print(f"{name}.json, {name}.png", file=sys.stderr)
+    write_json(Path(f"{name}.json"), result)
+    Path(f"{name}.cells.json").unlink(missing_ok=True)
+    print(f"{name}.json", file=sys.stderr)
 
 
-def subtitle(options: Options) -> str:
-    """Which model read what: `model conv8b, its memory off; carolina, validation`. An adapter stands for its model."""
-    invented = "generated biographies" if options.task == "passkey" else "invented text"
-    source = invented if options.source is None else Path(options.source).name
-    name, memory = Path(options.adapter or options.model).name, ", its memory off" if options.memory == "off" else ""
-    return f"model {name}{memory}; {source}{f', {options.split}' if options.data else ''}"
-
-
-def perplexity(options: Options, model, tokenizer, group) -> dict:
-    from evaluation.inference import check_length, check_shared, is_first
+def perplexity(options: Options, model, tokenizer, name: str) -> dict:
+    from evaluation.inference import check_length
     from evaluation.perplexity import measure_perplexity, positions_table, prepared_rows, text_rows
     from evaluation.texts import read_texts
     from hf_infini.tools.rows import RowReader
@@ -172,15 +142,11 @@ def perplexity(options: Options, model, tokenizer, group) -> dict:
     length = options.length or max(len(tokens) for tokens, _ in rows)
     check_length(model.config, length)
     complete = sum(len(tokens) == length for tokens, _ in rows)
-    if group is not None:
-        check_shared(model, options.model)
-    if is_first(group):
-        print(f"{len(rows):,} rows, {complete:,} of them of {length:,} tokens", file=sys.stderr)
+    print(f"{len(rows):,} rows, {complete:,} of them of {length:,} tokens", file=sys.stderr)
     # Special tokens do not count, as in train.py's own evaluations
     reader = RowReader(tokenizer.all_special_ids, tokenizer.eos_token_id if options.separate_documents else None)
-    found = measure_perplexity(model, rows, reader, options.chunk, options.batch_size, options.precision, group)
-    if is_first(group):
-        print(positions_table(found))
+    found = measure_perplexity(model, rows, reader, options.chunk, options.batch_size, options.precision)
+    print(positions_table(found))
     return {**found, "rows": len(rows), "complete_rows": complete, "length": length}
 
 

@@ -1,86 +1,125 @@
-"""What the last few tokens alone predict: entropies of the training rows, and smoothed n-grams on a held-out split.
+"""What the last few tokens alone predict: n-grams of the training rows, on the held-out rows of a prepared folder.
 
-    python recipes/ngram_baseline.py --data data/shakespeare --out runs/ngrams.json
-    python recipes/ngram_baseline.py --data data/shakespeare --split test --orders 0 1 2 3 --out runs/ngrams_test.json
+    python recipes/ngram_baseline.py --data data/shakespeare --order 3
+    python recipes/ngram_baseline.py --data data/shakespeare --split test
 
 Order k predicts a token from the k tokens before it: 0 from none (unigram), 1 from the last (bigram), 2 from the last two
-(trigram). A model without attention sees one token, as the bigram does. `entropy` is that of the training rows' counts:
-from k tokens alone nothing predicts these rows better. `cross_entropy` is of the tokens that train.py and
-evaluate_model.py count in the same rows (special tokens are not), and stands beside their number; its smoothing
-(recipes/evaluation/ngrams.py gives formula and sources) is chosen on the training rows. Prints a table and writes
---out, which recipes/push.py takes too.
+(trigram). A model without attention sees one token, as the bigram does. Prints a table: the nats are of the tokens that
+train.py and evaluate_model.py count in the same rows (special tokens are not), and stand beside their number.
+
+The k-gram's estimate is its count plus α_k times the estimate of the order below,
+
+    p_k(x | h) = (c(h, x) + α_k · p_{k−1}(x | h′)) / (c(h) + α_k),        p_{−1}(x) = 1 / V,
+
+with h′ the context h without its oldest token, c(h) = Σ_x c(h, x), and V the vocabulary (MacKay and Bauman Peto, "A
+hierarchical Dirichlet language model", Natural Language Engineering 1(3), 1995). Each α_k is the power of 2 under which the
+training tokens, each left out of the counts when it is predicted, are likeliest. No held-out token takes part in that.
 """
 
-import sys
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
+
 from cli import UserError, exit_on_error, option, parse_options
 
-HIGHEST = 5  # beyond that a window is mostly seen once, and its code may not fit into an integer
+ALPHAS = [2.0**power for power in range(-10, 21)]
 
 
 @dataclass
 class Options:
     data: str = field(metadata={"help": "Folder made by recipes/prepare.py.", "group": "data"})
-    out: str = field(metadata={"help": "The .json file to write.", "group": "output"})
     split: Literal["validation", "test"] = option("validation", "The held-out rows to predict.", group="data")
-    orders: list[int] = option([0, 1, 2], "Earlier tokens to predict from.", at_least=0, at_most=HIGHEST, group="n-grams")
+    order: int = option(2, "Earlier tokens to predict from, at most; lower orders are shown too.", at_least=0, at_most=5,
+                        group="n-grams")  # fmt: skip
 
 
-@exit_on_error(when_stopped="nothing was written; the same command starts again")
+class Counts:
+    """How often each window of `order` + 1 tokens occurs in rows `[rows, tokens]`, and their first `order` tokens."""
+
+    def __init__(self, rows: np.ndarray, order: int, vocabulary: int):
+        self.vocabulary, self.size = vocabulary, vocabulary ** (order + 1)
+        self.codes, self.counts = np.unique(codes_of(rows, order, vocabulary), return_counts=True)
+        self.contexts, first = np.unique(self.codes // vocabulary, return_index=True)
+        self.totals = np.add.reduceat(self.counts, first)
+
+    def of(self, codes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """c(h, x) and c(h) of windows of this order or above, given as codes."""
+        codes, found = codes % self.size, []
+        for keys, counts, wanted in (
+            (self.codes, self.counts, codes),
+            (self.contexts, self.totals, codes // self.vocabulary),
+        ):
+            places = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
+            found.append(np.where(keys[places] == wanted, counts[places], 0))
+        return found[0], found[1]
+
+
+def codes_of(rows: np.ndarray, order: int, vocabulary: int) -> np.ndarray:
+    """The windows inside each row, `[rows, tokens − order]`: a window is the number whose digits, to the base `vocabulary`,
+    are its tokens."""
+    length = max(0, rows.shape[1] - order)
+    return sum(rows[:, i : i + length].astype(np.int64) * vocabulary ** (order - i) for i in range(order + 1))
+
+
+def probability(tables: list[Counts], alphas: list[float], codes: np.ndarray, left_out: int = 0):
+    """p_k of windows, k the order of the last table. `left_out`: 1 takes each window itself out of the counts."""
+    found = 1 / tables[0].vocabulary
+    for table, alpha in zip(tables[: len(alphas)], alphas, strict=True):
+        counts, totals = table.of(codes)
+        found = (counts - left_out + alpha * found) / (totals - left_out + alpha)
+    return found
+
+
+def choose_alphas(tables: list[Counts]) -> list[float]:
+    alphas: list[float] = []
+    for table in tables:
+        lower, (counts, totals) = probability(tables, alphas, table.codes, left_out=1), table.of(table.codes)
+        likelihoods = [(counts * np.log((counts - 1 + a * lower) / (totals - 1 + a))).sum() for a in ALPHAS]
+        alphas.append(ALPHAS[int(np.argmax(likelihoods))])
+    return alphas
+
+
+def held_out_loss(tables: list[Counts], alphas: list[float], rows: np.ndarray, ignored=()) -> tuple[float, int]:
+    """Sum of −ln p over all tokens of `rows` but each row's first and the ids in `ignored`, and their number. A token with
+    fewer than k tokens before it in its row is predicted by the order that it has."""
+    top, vocabulary = len(alphas) - 1, tables[0].vocabulary
+    parts = [(top, rows if top > 0 else rows[:, 1:]), *((order, rows[:, : order + 1]) for order in range(1, top))]
+    loss, tokens = 0.0, 0
+    for order, columns in parts:
+        codes = codes_of(columns, order, vocabulary).reshape(-1)
+        codes = codes[~np.isin(codes % vocabulary, ignored)]
+        loss -= float(np.log(probability(tables, alphas[: order + 1], codes)).sum())
+        tokens += codes.size
+    return loss, tokens
+
+
+@exit_on_error(when_stopped="the same command starts again")
 def main(argv: list[str] | None = None) -> None:
     (options,) = parse_options(Options, description=__doc__, argv=argv)
-    if not options.out.endswith(".json"):
-        raise UserError(f"--out {options.out}: give a file that ends in .json")
-
-    from tqdm import tqdm
 
     from corpora.blocks import read_rows
-    from evaluation import ngrams
     from hf_infini.tools import metrics
-    from support import measurement
     from support.markdown import markdown_table
     from support.prepared import read_tokenizer
-    from support.stages import check_place, read_manifest, write_json
-    from training import setup
+    from support.stages import read_manifest
 
-    started, data, out = time.perf_counter(), Path(options.data), Path(options.out)
-    manifest = read_manifest(data, options.split)
-    check_place(out, {"orders": list, "training_tokens": int})
-    vocabulary = manifest["tokenizer"]["vocabulary"]
+    data = Path(options.data)
+    vocabulary = read_manifest(data, options.split)["tokenizer"]["vocabulary"]
     train, held_out = (read_rows(data / split) for split in ("train", options.split))
-    try:
-        orders = tqdm(range(max(options.orders) + 1), desc="counting", unit="order")
-        tables = [ngrams.NgramCounts(train, order, vocabulary) for order in orders]
-        entropies = {order: ngrams.conditional_entropy(tables[order]) for order in sorted(set(options.orders))}
-    except ValueError as error:
-        raise UserError(f"--orders {' '.join(map(str, options.orders))}: {error}") from error
-    alphas = ngrams.choose_alphas(tables)
-    special_ids = read_tokenizer(data).all_special_ids
-    rows = []
-    for order, entropy in tqdm(entropies.items(), desc="predicting", unit="order"):
-        loss, tokens = ngrams.held_out_loss(tables[: order + 1], alphas, held_out, special_ids)
-        row = {"order": order, "name": ngrams.name_of(order), "entropy": entropy, **metrics.summarize([loss], [tokens])}
-        rows.append({**row, "alpha": alphas[order], "different_windows": len(tables[order].codes)})
-    result = {
-        "orders": rows,
-        "source": options.data,
-        "split": options.split,
-        "training_tokens": int(train.size),
-        "vocabulary": vocabulary,
-        "seconds": round(time.perf_counter() - started, 2),
-        "data_fingerprint": setup.data_fingerprint(manifest),
-        "options": vars(options),
-        **measurement.peak_memory(),
-        **measurement.environment(),
-    }
-    write_json(out, result)
-    columns = {"order": "", "entropy": ".4f", "cross_entropy": ".4f", "perplexity": ".2f", "tokens": ",", "alpha": ".4g"}
-    print(markdown_table(list(columns), [[format(row[name], how) for name, how in columns.items()] for row in rows], left=0))
-    print(f"{out}: {options.split} rows of {options.data}, nats per token", file=sys.stderr)
+    if vocabulary ** (options.order + 1) >= 2**63 or train.shape[1] <= options.order:
+        raise UserError(
+            f"--order {options.order}: rows of {train.shape[1]} tokens of a vocabulary of {vocabulary:,} cannot be counted: "
+            "give a lower one"
+        )
+    tables = [Counts(train, order, vocabulary) for order in range(options.order + 1)]
+    alphas, special_ids, rows = choose_alphas(tables), read_tokenizer(data).all_special_ids, []
+    for order, alpha in enumerate(alphas):
+        loss, tokens = held_out_loss(tables, alphas[: order + 1], held_out, special_ids)
+        found = metrics.summarize([loss], [tokens])
+        rows.append([order, f"{found['cross_entropy']:.4f}", f"{found['perplexity']:.2f}", f"{tokens:,}", f"{alpha:.4g}"])
+    print(markdown_table(["order", "cross-entropy", "perplexity", "tokens", "alpha"], rows, left=0))
 
 
 if __name__ == "__main__":

@@ -40,9 +40,6 @@ class Options:
     source: str | None = option(None, "The corpus to prepare: --source of prepare.py. Or --data.", group="data")
     data: str | None = option(None, "Folder made by prepare.py that all runs read.")
     runs: list[str] | None = option(None, "Out folders of finished runs to compare, trained on --data.", group="comparison")
-    baselines: list[str] | None = option(
-        None, "Files by ngram_baseline.py, of the first run's data and its validation rows."
-    )
     jobs: int = option(1, "Processes at the same time.", at_least=1, at_most=1024, group="machine")
     threads: int = option(1, "CPU threads of each process, and of the measurements.", at_least=1, at_most=1024)
     dry_run: bool = option(False, "Print the commands and do nothing.", group="output")
@@ -114,11 +111,9 @@ def run_study(options: Options, study: dict, tasks, out: Path) -> None:
     finished = tasks.train()
     problems = tasks.evaluate(finished)
     runs = measure.measure_runs(finished, tasks.data, out, list(study["evaluate"]), options.threads)
-    baselines = [ngram for file in options.baselines or () for ngram in measure.read_ngrams(Path(file), runs[0])]
     content = {
         "study": study,
         "variants": report.collect(runs),
-        "baselines": baselines,
         "runs": tasks.outcomes,
         "problems": problems,
         "commands": [shlex.join([Path(sys.executable).name, *sys.argv]), *tasks.commands],
@@ -127,7 +122,7 @@ def run_study(options: Options, study: dict, tasks, out: Path) -> None:
     plot_losses([run for run in runs if run.data == runs[0].data], out / "loss.png")  # tokens of other data are others
     write_json(out / "report.json", content)
     write_text(out / "report.md", report.write_report(content))
-    print(report.losses_table(content["variants"], report.groups_of(content["variants"])[0], baselines))
+    print(report.losses_table(content["variants"], report.groups_of(content["variants"])[0]))
     print(f"\n{out / 'report.md'}, {out / 'report.json'}")
     failed = [run for run in tasks.outcomes if run["status"] == FAILED]
     if failed:

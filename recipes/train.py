@@ -4,8 +4,8 @@ r"""Trains a GPT-2 (self- or Infini-attention) or a causal_mha model on a folder
     python recipes/train.py --config recipes/configs/quickstart_self.yaml --data data/quickstart --out runs/self
     python recipes/train.py --config recipes/configs/shakespeare_published.yaml --data data/shakespeare --out runs/rope \
         --position_encoding rope
-    torchrun --nproc_per_node 2 recipes/train.py --num_processes 2 --config … --data … --out …
-    accelerate launch --multi_gpu --num_processes 8 recipes/train.py --num_processes 8 --config … --data … --out …
+    torchrun --nproc_per_node 2 recipes/train.py --config … --data … --out …
+    accelerate launch --multi_gpu --num_processes 8 recipes/train.py --config … --data … --out …
 
 Stopped at any point and started again with the same command, it continues from its last complete checkpoint, and ends as
 if it had never been stopped; one command at a time may train in a folder. The out folder receives the model and tokenizer
@@ -19,7 +19,6 @@ from typing import Literal
 
 from cli import SEED, exit_on_error, option, parse_options
 from cli.model_options import ModelOptions, build_config, build_model
-from support.parents import end_with_launcher
 
 
 @dataclass
@@ -42,21 +41,15 @@ class RunOptions:
                                      "the same tokenizer. Each training row begins with the memory of one of its rows, "
                                      "up to --dilute_up_to times as heavy, so that short rows train what long texts "
                                      "need.")  # fmt: skip
-    dilute_up_to: float | None = option(None, "--dilute_with: the largest factor; each row's is drawn log-uniformly from "
-                                        "1 to it; default: 32.", at_least=1, rare=True)  # fmt: skip
-    dilute_share: float | None = option(None, "--dilute_with: share of the steps whose rows begin so; in the others they "
-                                        "begin a text; default: 1.", at_least=0, at_most=1, rare=True)  # fmt: skip
-    repeat_up_to: float | None = option(None, "infini, gated delta rule: in three of four steps each token is written into "
-                                        "the memory as if it came N times in a row, N drawn log-uniformly from 1 to this "
-                                        "number, so that short rows train what longer texts need; default: 1.",
-                                        at_least=1)  # fmt: skip
-    num_processes: int | None = option(None, "Processes that must have been started; default: any number.", group="machine",
-                                      greater_than=0, rare=True)  # fmt: skip
+    dilute_up_to: float = option(32.0, "--dilute_with: the largest factor; each row's is drawn log-uniformly from 1 to it.",
+                                 at_least=1, rare=True)  # fmt: skip
+    dilute_share: float = option(1.0, "--dilute_with: share of the steps whose rows begin so; in the others they begin a "
+                                 "text.", at_least=0, at_most=1, rare=True)  # fmt: skip
     context_parallel_size: int | None = option(None, "infini: processes that share each row, each computing the tokens of a "
                                                "part: for rows too long for one device; default: 1.",
-                                               greater_than=0, rare=True)  # fmt: skip
+                                               greater_than=0, rare=True, group="machine")  # fmt: skip
     use_cpu: bool = option(False, "Train on the CPU even where there is a GPU.")
-    seed: int = option(0, "Seed of weights, order of rows, dropout, repetitions.", **SEED, group="optimisation")
+    seed: int = option(0, "Seed of weights, order of rows and dropout.", **SEED, group="optimisation")
     report_to: list[str] = option(["none"], "Trackers that receive losses, learning rate and gates: none, or any of "
                                   "tensorboard (files in OUT/runs), trackio, wandb, mlflow, …", group="output")  # fmt: skip
 
@@ -89,7 +82,6 @@ class OptimizerOptions:
 @exit_on_error(when_stopped="the same command goes on from the last checkpoint")
 def main(argv: list[str] | None = None) -> None:
     run, shape, optimizer = parse_options(RunOptions, ModelOptions, OptimizerOptions, description=__doc__, argv=argv)
-    end_with_launcher()
 
     import torch
     from transformers import set_seed
@@ -102,9 +94,9 @@ def main(argv: list[str] | None = None) -> None:
     from support import measurement
     from support.prepared import read_tokenizer
     from support.stages import read_manifest, write_json
-    from training import console, dilution, repetition, run_folder, setup
+    from training import console, dilution, run_folder, setup
 
-    run, data, out = dilution.with_defaults(run), Path(run.data), Path(run.out)
+    data, out = Path(run.data), Path(run.out)
     manifest = read_manifest(data)
     arguments = training_arguments(run, optimizer)
     fingerprint = setup.data_fingerprint(manifest)
@@ -118,7 +110,6 @@ def main(argv: list[str] | None = None) -> None:
     tokenizer = read_tokenizer(data)
     config = build_config(shape, tokenizer, context)
     dilution.check_options(run, optimizer, config)
-    repetition.check_options(run, optimizer, config, context)
     setup.check_sharing(run, optimizer, config, context)
     optimizer = replace(optimizer, gate_learning_rate=setup.gate_rate(optimizer.gate_learning_rate, config))
     options = {**vars(shape), "attention": attention_of(config), **vars(optimizer), **vars(run), "data": fingerprint}
@@ -142,9 +133,6 @@ def main(argv: list[str] | None = None) -> None:
         diluted = run.dilute_with and dilution.Dilution.from_options(
             run, [run.dilute_with], tokenizer, f"--data {data}"
         )
-        callbacks = [run_folder.RunRecorder(out, tokens_per_step, reads_memory)]
-        if run.repeat_up_to is not None:
-            callbacks.append(repetition.Repetition(run.repeat_up_to))
         trainer = PerplexityTrainer(
             model=model,
             args=arguments,
@@ -152,7 +140,7 @@ def main(argv: list[str] | None = None) -> None:
             eval_dataset=validation.select(range(len(validation))[: optimizer.eval_rows]).with_transform(judged),
             data_collator=learned.collate,
             processing_class=tokenizer,
-            callbacks=callbacks,
+            callbacks=[run_folder.RunRecorder(out, tokens_per_step, reads_memory)],
             optimizer_of=lambda model: torch.optim.AdamW(
                 parameter_groups(model, *rates), betas=(0.9, 0.95), fused=True
             ),
@@ -223,7 +211,7 @@ def training_arguments(run: RunOptions, optimizer: OptimizerOptions):
     run_folder.say(f"{arguments.world_size} process(es) on {arguments.device}, {precision}")
     if arguments.use_cpu:
         measurement.keep_freed_memory()
-    setup.check_processes(arguments, run.num_processes, run.context_parallel_size)
+    setup.check_processes(arguments, run.context_parallel_size)
     return arguments
 
 

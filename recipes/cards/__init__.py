@@ -1,1 +1,1 @@
-"""Model cards: the numbers of a run as a card, the folder that holds it with the model, and that folder's way to the Hub."""
+"""Model cards: the numbers of a run as a card, and the folder that holds it with the model."""

@@ -30,7 +30,7 @@ def write_card(run: Run, about, samples: list[dict], loss_curve: str | None = No
     """The card as Markdown with the Hub's metadata in front.
 
     Args:
-        about: options of recipes/push.py: what no file of a run says.
+        about: options of recipes/model_card.py: what no file of a run says.
         samples: of [`folder.generate_samples`].
         loss_curve: link to the figure, where there is one.
     """

@@ -4,20 +4,17 @@ from dataclasses import dataclass, field
 
 from . import SEED, option
 
-TAXONOMY = ["wik", "dat", "leg", "jud", "uni", "soc", "pub"]
-
 
 @dataclass
 class CorpusOptions:
-    source: str = field(metadata={"help": "A path (Carolina tree, text, JSON, CSV, parquet, saved dataset), a name on "
-                        "the Hub ('carolina-c4ai/corpus-carolina' or a dataset), or 'biographies' (makes them).",
+    source: str = field(metadata={"help": "A path (Carolina tree, text, JSON, CSV, parquet), a dataset's name on the "
+                        "Hub, or 'biographies' (makes them).",
                         "group": "corpus"})
     encoding: str = option("utf-8", "Encoding of text, JSON, CSV and XML, as Python names it: utf-16, latin-1, cp1252.")
-    taxonomy: list[str] = option([], "Carolina: parts to read; default: all present.", choices=TAXONOMY)
     text_unit: str = option("file", "Text files: what one document is.", choices=["file", "line", "paragraph"])
     text_field: str = option("text", "JSON, CSV and datasets: the field that holds the text.")
     dataset_config: str | None = option(None, "Datasets on the Hub: the configuration's name.")
-    dataset_split: str = option("train", "Datasets: the split to read.")
+    dataset_split: str = option("train", "Datasets on the Hub: the split to read.")
     revision: str | None = option(None, "Sources on the Hub: branch, tag or commit.")
     biographies: int = option(1000, "Generated biographies: how many.", at_least=1, group="generated biographies")
     biography_distance: int = option(6000, "Generated biographies: characters between a fact and its return.",

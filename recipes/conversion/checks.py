@@ -3,9 +3,9 @@
 import torch
 
 from cli import UserError
-from training import dilution, repetition, run_folder
+from training import dilution, run_folder
 
-from .layers import counted_beyond
+from .evaluation import counted_beyond
 
 
 def check(conversion) -> None:
@@ -16,16 +16,11 @@ def check(conversion) -> None:
     """
     run_folder.check_same_run(conversion.out, conversion.identity)
     options, memory, window = conversion.options, conversion.memory, conversion.window
-    if options.memory_layers is not None and options.memory_in is not None:
-        raise UserError("--memory_layers chooses what --memory_in names: give one of them")
+    dilution.check_given(options)
     if options.dilute_with is not None:
         dilution.check_rule(memory.get("update_rule", "linear"))
         if not options.together_steps:
             raise UserError("--dilute_with is of the training of all layers: give --together_steps")
-    if options.repeat_up_to > 1:
-        repetition.check_rule(memory.get("update_rule"))
-        if not options.together_steps:
-            raise UserError("--repeat_up_to is of the training of all layers: give --together_steps")
     if conversion.fits_score and conversion.context <= window:
         raise UserError(
             f"--keep_score {memory['keep_score']} is fitted to rows longer than the window with what is kept, {window} "

@@ -2,17 +2,44 @@
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
+from tqdm.auto import tqdm
 
 from evaluation.bootstrap import difference_interval, mean_interval
 from hf_infini.models.structure import decoder_of
+from recall.rows import NOT_COUNTED
 from support.markdown import markdown_table
 
-from .layers import counted_beyond, losses_of, losses_with_full_attention
+from .teacher import full_attention
 from .trainers import gates_closed, window_untrained
 
 PLAIN, SOME = "plain model", "full attention in the layers with a memory"
 UNTRAINED, OFF, ON = "window and sinks, untrained", "trained, memory off", "trained, memory on"
 KEPT = "window, sinks and kept tokens, otherwise untrained"
+
+
+def loss_beyond(model, row: Tensor, window: int) -> Tensor:
+    """The summed cross-entropy, in nats, of the labels of a row `[2, tokens]` that come after the first `window`."""
+    ids, labels = row
+    logits = model(input_ids=ids[None], use_cache=False, logits_to_keep=len(ids) - window + 1).logits[0, :-1]
+    return F.cross_entropy(logits.float(), labels[window:], reduction="sum", ignore_index=NOT_COUNTED)
+
+
+def counted_beyond(rows: Tensor, window: int) -> list[int]:
+    """How many labels [`loss_beyond`] sums, by row."""
+    return (rows[:, 1, window:] != NOT_COUNTED).sum(1).tolist()
+
+
+@torch.no_grad()
+def losses_of(model, rows: Tensor, window: int) -> list[float]:
+    """[`loss_beyond`] of each row."""
+    return [float(loss_beyond(model, row, window)) for row in tqdm(rows, desc="evaluation", unit="row", leave=False)]
+
+
+def losses_with_full_attention(model, rows: Tensor, window: int, layers: list[int] | None) -> list[float]:
+    """[`losses_of`] with full attention in `layers` (`None`: all), and closed memories in the others."""
+    with gates_closed(model), full_attention(model, rows.shape[2], layers=layers):
+        return losses_of(model, rows, window)
 
 
 @torch.no_grad()

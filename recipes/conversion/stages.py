@@ -22,15 +22,12 @@ from hf_infini.options import context_limit
 from support.prepared import open_folders, open_rows, read_tokenizer
 from support.stages import read_json, read_manifest, write_json
 from training import console, dilution, run_folder, setup
-from training.repetition import Repetition
 
 from .defaults import DEFAULTS, LORA_RANK, NARROW_TO, UNTRAINED
-from .layers import gap_by_layer
 from .start import CLOSED, FREE, fingerprint_of, learned_parameters, load_start, lora_of, open_layers, options_of
 from .trainers import Together
 from .transfer import Transfer, calibrated_scales
 
-FEW_ROWS = 1  # of each folder, which choose layers and calibrate
 # Options that may change between two starts of a conversion
 CHANGEABLE = ("out", "evaluation_data", "evaluation_rows", "evaluation_from")
 
@@ -78,7 +75,7 @@ class Conversion:
         for name in CHANGEABLE:
             del self.identity[name]
         if options.start:
-            self.identity |= {"start": [fingerprint_of(path) for path in options.start], "lora_rank": options.lora_rank}
+            self.identity |= {"start": fingerprint_of(options.start), "lora_rank": options.lora_rank}
         if options.dilute_with:
             fingerprints = [setup.data_fingerprint(read_manifest(folder)) for folder in options.dilute_with]
             self.identity["dilute_with"] = fingerprints
@@ -189,22 +186,15 @@ class Conversion:
         return {number: layers[number] for number in model.config.infini_layers}
 
     def _choose_layers(self, model) -> list[int]:
-        """Numbers of the layers whose memory is trained: of --start, given, or where full attention brings most."""
+        """Numbers of the layers whose memory is trained: of --start, given, or all."""
         options, layers = self.options, model.config.infini_layers
         if options.start:
             return open_layers(model)
         if not self.trains:
             return []
-        if options.memory_in is not None:
-            if not set(options.memory_in) <= set(layers):
-                raise UserError(f"--memory_in {' '.join(map(str, options.memory_in))}: its layers are {layers}")
-            return sorted(set(options.memory_in))
-        if options.memory_layers is None:
-            return layers
-        if options.memory_layers > len(layers):
-            raise UserError(f"--memory_layers {options.memory_layers}: the model has {len(layers)}")
-        gaps = self.measured("layers.json", lambda: gap_by_layer(model, self._few_rows(), self.window))
-        return sorted(sorted(gaps, key=gaps.get, reverse=True)[: options.memory_layers])
+        if not set(options.memory_in or ()) <= set(layers):
+            raise UserError(f"--memory_in {' '.join(map(str, options.memory_in))}: its layers are {layers}")
+        return sorted(set(options.memory_in or layers))
 
     def _choose_parameters(self, model) -> None:
         for name, parameter in model.named_parameters():
@@ -217,14 +207,12 @@ class Conversion:
     @torch.no_grad()
     def _calibrate(self, model) -> None:
         """Begins learned feature maps as a multiple of the identity: [`calibrated_scales`]."""
-        scales = self.measured("calibration.json", lambda: calibrated_scales(model, self._few_rows(), self.trained))
+        rows = torch.cat([*self.first_rows("train", 1).values()])
+        scales = self.measured("calibration.json", lambda: calibrated_scales(model, rows, self.trained))
         for number, of_layer in scales.items():
             layer = self._layers(model)[number]
             for weight, scale in zip((layer.query_map, layer.key_map), of_layer, strict=True):
                 weight.mul_(torch.tensor(scale, device=weight.device)[:, None, None])
-
-    def _few_rows(self) -> Tensor:
-        return torch.cat([*self.first_rows("train", FEW_ROWS).values()])
 
     def measured(self, name: str, measure: Callable[[], dict]) -> dict:
         """What `measure` finds for each layer, in the training's precision; from the file, if it was found before."""
@@ -288,10 +276,9 @@ class Conversion:
         return self.train(
             "together", model, Together, [*self.rows["train"].values()], options.together_steps,
             options.together_learning_rate, text=options.text_weight, past_of=self.past_of,
-            callbacks=[Repetition(options.repeat_up_to)] if options.repeat_up_to > 1 else [],
         )  # fmt: skip
 
-    def train(self, name: str, model, kind: type, rows: list, steps: int, rate: float, *, callbacks=(), **more) -> tuple:
+    def train(self, name: str, model, kind: type, rows: list, steps: int, rate: float, **more) -> tuple:
         """Trains a model with a [`ConversionTrainer`], or goes on with what is in the folder of this name.
 
         Args:
@@ -302,7 +289,7 @@ class Conversion:
         """
         options, folder = self.options, self.out / name
         arguments = self._arguments(name, steps, rate)
-        setup.check_processes(arguments, None)
+        setup.check_processes(arguments)
         rows_per_step = arguments.train_batch_size * arguments.gradient_accumulation_steps
         tokens_per_step = rows_per_step * arguments.world_size * self.context
         identity = self.identity | {"stage": name}
@@ -310,7 +297,7 @@ class Conversion:
             set_seed(options.seed)
             trainer = kind(
                 model, arguments, train_dataset=ConcatDataset(rows),
-                callbacks=[run_folder.RunRecorder(folder, tokens_per_step), *callbacks],
+                callbacks=[run_folder.RunRecorder(folder, tokens_per_step)],
                 narrow=tuple(options.narrow), lengths=tuple(options.narrow_to), **more,
             )  # fmt: skip
             if arguments.should_save:
@@ -364,7 +351,7 @@ def _options_of_start(options, memory: dict) -> dict:
     if not options.start:
         return {}
     given = [name for name in memory if name != FREE]
-    given += [name for name in ("memory_in", "memory_layers") if getattr(options, name) is not None]
+    given += ["memory_in"] if options.memory_in is not None else []
     if given:
         raise UserError(f"--{given[0]} is as the adapter of --start has it: leave it out")
     return options_of(options.start) | memory
@@ -374,11 +361,11 @@ def _resolved(options, segment_length: int):
     """The options with what was left out filled in."""
     rank, wanted = LORA_RANK, options.lora_rank
     if options.start:
-        rank = lora_of(options.start[0]).get("r", 0)
+        rank = lora_of(options.start).get("r", 0)
         if wanted not in (None, rank):
-            raise UserError(f"--lora_rank {wanted}: the LoRA of {options.start[0]} has rank {rank}; leave it out")
+            raise UserError(f"--lora_rank {wanted}: the LoRA of {options.start} has rank {rank}; leave it out")
     lengths = options.narrow_to
     if lengths is None:
         lengths = [length for length in NARROW_TO if length < segment_length]
     rank = rank if wanted is None else wanted
-    return dataclasses.replace(dilution.with_defaults(options), lora_rank=rank, narrow_to=lengths)
+    return dataclasses.replace(options, lora_rank=rank, narrow_to=lengths)

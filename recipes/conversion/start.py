@@ -1,21 +1,15 @@
-"""What a conversion goes on from: the adapter of an earlier one, or the mean of several.
-
-The mean of adapters of which one began with the other, or all with the same, can keep what each has learned ("model soups",
-Wortsman et al. 2022, arXiv 2203.05482).
-"""
+"""What a conversion goes on from: the adapter of an earlier one."""
 
 import hashlib
-from collections.abc import Sequence
 from pathlib import Path
 
-import torch
 from torch import Tensor
 from transformers.utils import cached_file
 
 from cli import UserError
 from hf_infini import load_adapter
 from hf_infini.layers.memory_layer import PARAMETERS
-from hf_infini.models.adapter import LORA, LORA_WEIGHTS, RECORD, WEIGHTS, read_record, restore_adapter
+from hf_infini.models.adapter import LORA, LORA_WEIGHTS, RECORD, WEIGHTS, read_record
 from hf_infini.models.structure import attention_layers, decoder_of
 from support.stages import read_json
 
@@ -23,51 +17,20 @@ CLOSED = -1000.0  # the gate of a layer that has its window only: its sigmoid is
 FREE = "segment_length"  # the option of a memory on which no parameter depends
 
 
-def options_of(paths: Sequence[str]) -> dict:
-    """The options of [`hf_infini.patch_model`] with which these adapters were saved, the first one's `FREE`.
-
-    Raises UserError where one is missing or damaged, or they differ in more than that."""
+def options_of(path: str) -> dict:
+    """The options of [`hf_infini.patch_model`] with which an adapter was saved; UserError where it is missing or damaged."""
     try:
-        first, *others = [read_record(path) for path in paths]
-        loras = [{name: lora_of(path).get(name) for name in ("r", "lora_alpha")} for path in paths]
+        return read_record(path)["options"]
     except (OSError, ValueError) as error:
         raise UserError(f"--start: {error}") from error
-    for path, record, lora in zip(paths[1:], others, loras[1:], strict=True):
-        if record["model"] != first["model"]:
-            raise UserError(f"--start: {path} and {paths[0]} belong to different models: only adapters of one have a mean")
-        if lora != loras[0]:
-            raise UserError(f"--start: the LoRA of {path} is {lora}, and that of {paths[0]} {loras[0]}: they have no mean")
-        for name in first["options"] | record["options"]:
-            value, wanted = (each["options"].get(name) for each in (record, first))
-            if name != FREE and value != wanted:
-                raise UserError(
-                    f"--start: {path} has {name}={value!r} and {paths[0]} {wanted!r}: only adapters with the same options "
-                    "have a mean"
-                )
-    return first["options"]
 
 
-def load_start(model, paths: Sequence[str]):
-    """The plain model with the adapter of the first path, whose numbers are the means of all adapters'.
-
-    Raises UserError where an adapter is of another model, damaged, or has other parameters than the first."""
-    first, *others = paths
+def load_start(model, path: str):
+    """The plain model with an adapter; UserError where it is of another model or damaged."""
     try:
-        model = load_adapter(model, first)
-        learned = learned_parameters(model)
-        layers = open_layers(model)
-        for count, path in enumerate(others, 2):
-            means = [parameter.detach().clone() for parameter in learned]
-            restore_adapter(model, path)
-            own = open_layers(model)
-            if own != layers:
-                raise ValueError(f"{path} has memories in the layers {own}, and {first} in {layers}: they have no mean")
-            with torch.no_grad():
-                for parameter, mean in zip(learned, means, strict=True):
-                    parameter.copy_(torch.lerp(mean, parameter, 1 / count))
+        return load_adapter(model, path)
     except (OSError, ValueError) as error:
         raise UserError(f"--start: {error}") from error
-    return model
 
 
 def lora_of(path: str) -> dict:

@@ -1,4 +1,4 @@
-"""Corpora: Carolina, text, JSON, CSV, parquet, any `datasets` dataset and generated biographies, as a stream of documents.
+"""Corpora: Carolina, text, JSON, CSV, parquet, datasets on the Hub and generated biographies, as a stream of documents.
 
 [`corpus_documents`] is the entry. A damaged file is a [`UserError`] that names it.
 """
@@ -18,7 +18,7 @@ from cli.corpus_options import CorpusOptions
 from support.stages import source_files
 
 from .biographies import biography_documents
-from .carolina import CAROLINA_REPOSITORY, carolina_shards, download_carolina, read_carolina_shard
+from .carolina import read_carolina_shard
 from .documents import Document, ReadingLog, inner_suffix, read_text, with_unix_ends
 from .selection import drop_near_duplicates, keep_distinct, keep_fraction, keep_prose
 
@@ -27,7 +27,6 @@ _SUFFIXES = {
     "parquet": (".parquet",),
     "csv": (".csv",),
     "tsv": (".tsv",),
-    "arrow": (".arrow",),
     "jsonl": (".jsonl", ".ndjson", ".json"),
     "text": (".txt", ".text"),
     "markdown": (".md", ".markdown", ".rst"),
@@ -59,27 +58,17 @@ def corpus_documents(options: CorpusOptions, log: ReadingLog | None = None) -> I
 
 def _read(options: CorpusOptions, log: ReadingLog) -> Iterator[Document]:
     source, path = options.source, Path(options.source)
-    is_there = path.is_file() or path.is_dir()
-    is_saved = (path / "state.json").is_file() or (path / "dataset_dict.json").is_file()
     if source == "biographies":
         return biography_documents(options.biographies, options.seed, options.biography_distance)
-    is_path = path.exists() or inner_suffix(path) in _KNOWN or not re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", source)
-    if is_path and not is_there:
+    if path.is_file() or path.is_dir():
+        files, kind = _choose_files(path, log)
+        return _read_files(files, path, kind, options, log)
+    if path.exists() or inner_suffix(path) in _KNOWN or not re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", source):
         raise UserError(
             f"--source: there is no file or folder {source}; give an existing path, the name of a dataset on the Hub, or "
             "'biographies'"
         )
-    if is_saved:
-        log.files += [_log_entry(file, path) for file in _files_of_kind(source_files(source), "arrow")]
-    if is_saved or not is_there and source != CAROLINA_REPOSITORY:
-        kind = "saved" if is_saved else "hub"
-        return _row_documents(_dataset_rows(options, kind, source), options, f"--source {source}: row", "")
-    if not is_there:
-        path = download_carolina(options.taxonomy, options.revision)
-    files, kind = _choose_files(path, log)
-    if kind == "carolina":
-        files = carolina_shards(path, files, options.taxonomy)
-    return _read_files(files, path, kind, options, log)
+    return _row_documents(_dataset_rows(options, "hub", source), options, f"--source {source}: row", "")
 
 
 # --- files -----------------------------------------------------------------------------------------------------------
@@ -91,7 +80,8 @@ def _choose_files(path: Path, log: ReadingLog) -> tuple[list[Path], str]:
     Raises UserError for a file of an unknown suffix, and for a folder without files of a kind, or of several.
     """
     present = source_files(str(path))
-    by_kind = {kind: found for kind in _SUFFIXES if (found := _files_of_kind(present, kind))}
+    by_kind = {kind: [file for file in present if inner_suffix(file) in ends] for kind, ends in _SUFFIXES.items()}
+    by_kind = {kind: found for kind, found in by_kind.items() if found}
     if len(by_kind) > 1:
         by_kind.pop("markdown", None)  # often a README beside the data
     if path.is_file() and not inner_suffix(path):
@@ -122,7 +112,7 @@ def _documents_of(path: Path, name: str, kind: str, options: CorpusOptions) -> I
     """The documents of a file, read whole, or of a table, which may be larger than the memory, while it is read."""
     if kind == "carolina":
         return read_carolina_shard(path, name, options.encoding)
-    if kind in ("parquet", "arrow"):
+    if kind == "parquet":
         rows = _dataset_rows(options, kind, str(path))
     else:
         text = read_text(path, options.encoding)
@@ -171,28 +161,21 @@ def _csv_rows(text: str, path: Path, kind: str) -> Iterator[tuple[int, dict]]:
 
 
 def _dataset_rows(options: CorpusOptions, kind: str, source: str) -> Iterator[tuple[int, dict]]:
-    """The rows, from 1, of a parquet or Arrow file, of a saved dataset, or of one on the Hub."""
+    """The rows, from 1, of a parquet file, or of a dataset on the Hub."""
     import datasets
     from tqdm.auto import tqdm
 
     datasets.utils.logging.set_verbosity(datasets.utils.logging.CRITICAL)  # what it reports is in the error below
-    split, remedy = options.dataset_split, "replace it"
+    if kind == "hub":
+        what, remedy, name = "the dataset", "check --dataset_config, --dataset_split and --revision", source
+        how = {"name": options.dataset_config, "revision": options.revision, "split": options.dataset_split}
+    else:  # its rows would come in groups as in the file, and the first may have none
+        what, remedy, name = "the parquet file", "replace it", kind
+        how = {"data_files": glob.escape(source), "split": "train", "batch_size": 1000}
     try:
-        if kind == "hub":
-            remedy = "check --dataset_config, --dataset_split and --revision"
-            how = {"name": options.dataset_config, "revision": options.revision}
-            rows = datasets.load_dataset(source, split=split, streaming=True, **how)
-        elif kind == "saved":
-            rows = datasets.load_from_disk(source)
-            if isinstance(rows, datasets.DatasetDict):
-                remedy = f"check --dataset_split: it has {', '.join(rows)}"
-                rows = rows[split]
-        else:  # parquet's rows would come in groups as in the file, and the first may have none
-            how = {"batch_size": 1000} if kind == "parquet" else {}
-            rows = datasets.load_dataset(kind, data_files=glob.escape(source), split="train", streaming=True, **how)
-        yield from enumerate(tqdm(rows, desc="reading", unit="row", disable=kind not in ("hub", "saved")), start=1)
+        rows = datasets.load_dataset(name, streaming=True, **how)
+        yield from enumerate(tqdm(rows, desc="reading", unit="row", disable=kind != "hub"), start=1)
     except Exception as error:  # of damaged files, datasets and its readers raise almost anything
-        what = "the dataset" if kind in ("hub", "saved") else f"the {kind} file"
         raise UserError(f"{source}: {what} cannot be read ({one_line(error)[:300]}); {remedy}") from error
 
 
@@ -214,10 +197,6 @@ def _row_documents(
         except UnicodeEncodeError as error:
             raise UserError(f"{place} {number} holds half of a surrogate pair (such as \\ud800): repair it") from error
         yield document
-
-
-def _files_of_kind(files: Sequence[Path], kind: str) -> list[Path]:
-    return [file for file in files if inner_suffix(file) in _SUFFIXES[kind]]
 
 
 def _log_entry(path: Path, root: Path) -> dict:

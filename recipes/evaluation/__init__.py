@@ -1,1 +1,1 @@
-"""How good a trained model is: loading it, its perplexity, intervals of it, and what n-grams reach on the same rows."""
+"""How good a trained model is: loading it, its perplexity, and intervals of it."""

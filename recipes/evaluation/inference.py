@@ -1,7 +1,5 @@
 """Loading a trained model for evaluation and generation, and how long its inputs may be."""
 
-import os
-
 import torch
 
 from cli import UserError
@@ -12,49 +10,6 @@ from hf_infini.models.adapter import load_adapter, merged
 from hf_infini.models.loading import load_causal_lm, load_tokenizer
 from hf_infini.options import context_limit
 from support.measurement import keep_freed_memory
-from support.parents import end_with_launcher
-
-
-def processes(device: str):
-    """The device of this process, and the group of all that torchrun or `accelerate launch` has started, which share every
-    text; `None` where there is only this one.
-
-    Args:
-        device: as in [`load_model`].
-
-    Raises UserError for one device of several processes.
-    """
-    if int(os.environ.get("WORLD_SIZE", 1)) == 1:
-        return device, None
-    if device not in ("auto", "cpu"):
-        raise UserError(f"--device {device}: several processes have one each; give cpu, or auto for a GPU each")
-    from accelerate import PartialState
-
-    end_with_launcher()
-    return str(PartialState(cpu=device == "cpu").device), torch.distributed.group.WORLD
-
-
-def check_shared(model, name: str) -> None:
-    """UserError unless several processes can share a text of this model."""
-    from hf_infini.tools.parallel import check_shards
-
-    try:
-        check_shards(model.config)
-    except ValueError as error:
-        raise UserError(f"--model {name}: {error} Or start one process, with python") from error
-
-
-def tokens_per_call(chunk: int, config, group) -> int:
-    """How many tokens the processes of a group read at once when each takes about `chunk`, in whole segments."""
-    if group is None:
-        return chunk
-    segment = config.window[0]
-    return max(chunk - chunk % segment, segment) * group.size()
-
-
-def is_first(group) -> bool:
-    """Whether this process is the one of its group that prints and writes."""
-    return group is None or group.rank() == 0
 
 
 def load_model(name: str, device: str = "auto", adapter: str | None = None):

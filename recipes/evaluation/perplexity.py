@@ -37,7 +37,7 @@ def text_rows(tokenizer, texts: Sequence[str], length: int, max_tokens: int | No
 
 
 def measure_perplexity(
-    model, rows: "Sequence[Row]", reader, chunk: int, batch_size: int, precision: str = "float32", group=None
+    model, rows: "Sequence[Row]", reader, chunk: int, batch_size: int, precision: str = "float32"
 ) -> dict:
     """`cross_entropy`, `perplexity`, `tokens`, `by_position` and `tokens_per_second` of rows of any lengths.
 
@@ -47,13 +47,11 @@ def measure_perplexity(
         chunk: tokens per call of the model in rows longer than this.
         batch_size: rows per call.
         precision: "float32", or "bf16" for autocast.
-        group: the processes that share each row, all of which find the same; `None`: this one reads them.
     """
     import torch
     from torch.nn.utils.rnn import pad_sequence
     from tqdm import tqdm
 
-    from evaluation.inference import is_first, tokens_per_call
     from hf_infini.tools.metrics import LossByPosition, stream_losses
 
     positions = LossByPosition()
@@ -61,9 +59,7 @@ def measure_perplexity(
     rows = sorted(rows, key=lambda row: len(row[0]), reverse=True)
     batches = [rows[start : start + batch_size] for start in range(0, len(rows), batch_size)]
     started = time.perf_counter()
-    total, processes = sum(len(batch) * len(batch[0][0]) for batch in batches), 1 if group is None else group.size()
-    chunk = tokens_per_call(chunk, model.config, group) // processes
-    with tqdm(total=total, unit="token", unit_scale=True, disable=not is_first(group)) as bar:
+    with tqdm(total=sum(len(batch) * len(batch[0][0]) for batch in batches), unit="token", unit_scale=True) as bar:
         for batch in batches:
             # Padding stands on the right, where a causal model's other tokens do not see it
             columns = {
@@ -71,12 +67,10 @@ def measure_perplexity(
                 for place, (name, padding) in enumerate((("input_ids", 0), ("labels", -100)))
             }
             with torch.autocast(model.device.type, torch.bfloat16, enabled=precision == "bf16"):
-                for first, losses, targets in stream_losses(model, **reader(columns), chunk=chunk, group=group):
+                for first, losses, targets in stream_losses(model, **reader(columns), chunk=chunk):
                     positions.add(first, losses, targets)
-                    bar.update(min(targets.numel() * processes, bar.total - bar.n))
+                    bar.update(min(targets.numel(), bar.total - bar.n))
     seconds = time.perf_counter() - started
-    if group is not None:
-        positions.add_up_processes()
     speed = round(sum(len(row[0]) for row in rows) / seconds, 1)
     return {**positions.total(), "by_position": positions.table(), "tokens_per_second": speed}
 

@@ -86,15 +86,6 @@ def set_log_scale(axis, values: Sequence[float]) -> None:
     axis.set_major_formatter("{x:,.6g}")
 
 
-def mark_across(axes, place: float, text: str) -> None:
-    """A dashed line from bottom to top, with its name beside it: the trained length."""
-    axes.axvline(place, color=GREY, linestyle="--", linewidth=1.2, marker="none", zorder=1.5)
-    axes.annotate(
-        text, (place, 0.98), xycoords=("data", "axes fraction"), xytext=(-3, 0), textcoords="offset points", rotation=90,
-        ha="right", va="top", fontsize=SMALL, color=GREY, parse_math=False, bbox={"color": "white", "pad": 0.5},
-    )  # fmt: skip
-
-
 def save(figure, file) -> None:
     """Writes a PNG file (or into a buffer)."""
     figure.savefig(file, format="png")

@@ -8,7 +8,6 @@ import numpy as np
 from cli import UserError
 from corpora.blocks import read_documents
 from evaluation.inference import load_model, read_in_chunks
-from evaluation.ngrams import read_baseline
 from evaluation.perplexity import prepared_rows
 from hf_infini.options import context_limit
 from hf_infini.tools.metrics import stream_losses
@@ -64,15 +63,6 @@ def measure_runs(
         lines = read_jsonl(run.folder / METRICS, {"step": int, "tokens": int}, remedy)
         found.append(FinishedRun(run.name, run.variant, run.folder, results[run.name], lines, measured, read))
     return found
-
-
-def read_ngrams(file: Path, run: FinishedRun) -> list[dict]:
-    """The n-grams in a file of recipes/ngram_baseline.py; UserError unless they are of the validation rows of the run's
-    data."""
-    content = read_baseline(file, run.data)
-    if content["split"] != "validation":
-        raise UserError(f"{file} is of the {content['split']} rows, the runs' losses are of the validation rows")
-    return content["orders"]
 
 
 def measure_run(run: Path, result: dict, data: Path, documents: list[dict], file: Path) -> dict:

@@ -9,7 +9,6 @@ import numpy as np
 
 from cli import UserError
 from evaluation.bootstrap import RESAMPLES, difference_interval, mean_interval
-from hf_infini.tools.metrics import perplexity
 from support.markdown import fence, markdown_table
 
 TEMPLATE = Path(__file__).with_name("template.md")
@@ -66,7 +65,7 @@ def _numbers(runs: list[FinishedRun], first: list[FinishedRun]) -> dict:
     return {
         "data": runs[0].data,
         "cross_entropy": asdict(entropy),
-        "perplexity": asdict(entropy.map(perplexity)),
+        "perplexity": asdict(entropy.map(np.exp)),
         "difference": difference and asdict(difference),
         "rows": len(losses),
         "tokens_evaluated": int(counts.sum()),
@@ -117,7 +116,7 @@ def write_report(content: dict) -> str:
     variants = content["variants"]
     parts = {
         "groups": groups_of(variants),
-        "losses_table": lambda group, ngrams: losses_table(variants, group, ngrams),
+        "losses_table": lambda group: losses_table(variants, group),
         "resamples": RESAMPLES,
         "shown": shown,
         "fence": fence,
@@ -131,8 +130,8 @@ def groups_of(variants: list[dict]) -> list[list[dict]]:
     return [sorted((v for v in variants if v["data"] == name), key=lambda v: v["cross_entropy"]["value"]) for name in names]
 
 
-def losses_table(variants: list[dict], group: list[dict], ngrams: list[dict]) -> str:
-    """The losses of a group of all variants, which are on the same data, and of n-grams on these."""
+def losses_table(variants: list[dict], group: list[dict]) -> str:
+    """The losses of a group of all variants, which are on the same data."""
     seeded = any(variant["deviation"] is not None for variant in variants)
     header = ["variant", "differs in", "perplexity (95 %)", "cross-entropy (95 %)", f"minus {variants[0]['name']}'s (95 %)"]
     rows = []
@@ -143,9 +142,6 @@ def losses_table(variants: list[dict], group: list[dict], ngrams: list[dict]) ->
         if seeded:
             spread = variant["deviation"]
             rows[-1].append(MISSING if spread is None else f"± {spread:.4f} ({len(variant['by_seed'])})")
-    for ngram in ngrams:
-        numbers = [f"{ngram['perplexity']:,.2f}", f"{ngram['cross_entropy']:.4f}"]
-        rows.append([ngram["name"], "", *numbers, *[""] * (1 + seeded)])
     return markdown_table(header + ["over seeds"] * seeded, rows, left=2)
 
 

@@ -22,12 +22,3 @@ def end_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
     _LIBC.prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:
         os._exit(1)
-
-
-def end_with_launcher() -> None:
-    """[`end_with_parent`] for a process that torchrun or `accelerate launch` has started; else nothing.
-
-    Orphaned ranks would go on training, and keep the lock of their folder from the next start.
-    """
-    if "TORCHELASTIC_RUN_ID" in os.environ or "LOCAL_RANK" in os.environ:
-        end_with_parent(os.getppid())

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import shutil
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -10,7 +9,7 @@ from pathlib import Path
 from cli import UserError
 from hf_infini import __version__
 
-from .stages import _part_of, flush, peak_memory_bytes, write_json
+from .stages import new_folder, peak_memory_bytes, write_json
 
 _STAGE_FILE = "stage.json"
 
@@ -37,23 +36,13 @@ def run_stage(folder: Path, options: dict, build: Callable[[Path], dict]) -> dic
     record = _read_stage(folder)
     if record is not None and record["key"] == key:
         return {**record, "reused": True}
-    partial = _part_of(folder)
-    partial.mkdir(parents=True)
     start = time.perf_counter()
-    try:
-        result = build(partial)
-        for file in partial.rglob("*"):
-            if file.is_file():
-                flush(file)
-        record = {"key": key, "options": options, "result": result}
+    with new_folder(folder) as partial:
+        record = {"key": key, "options": options, "result": build(partial)}
         record["seconds"] = round(time.perf_counter() - start, 2)
         (partial / _STAGE_FILE).write_text(json.dumps(record, indent=1, ensure_ascii=False), encoding="utf-8")
         if folder.exists():
             (folder.parent / "manifest.json").unlink(missing_ok=True)  # the folder around it is not what it says any more
-            shutil.rmtree(folder)
-        partial.rename(folder)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
     return {**record, "reused": False}
 
 

@@ -189,6 +189,24 @@ def new_file(path: Path) -> Iterator[Path]:
             part.unlink(missing_ok=True)
 
 
+@contextlib.contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """Gives an empty folder to write into, which replaces `path` at the end, when all of it is on the disk; after an error,
+    `path` is as it was."""
+    part = _part_of(Path(path))
+    part.mkdir(parents=True)
+    try:
+        yield part
+        for file in part.rglob("*"):
+            if file.is_file():
+                flush(file)
+        if path.exists():
+            shutil.rmtree(path)
+        part.rename(path)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
 def flush(file: Path) -> None:
     """Returns when what was written into a file is on the disk and outlives a power cut."""
     with open(file, "rb+") as written:

@@ -19,8 +19,6 @@ from hf_infini.compat.cache_name import cache_of
 from hf_infini.options import attention_of, context_limit
 from support.prepared import open_folders, read_tokenizer
 
-DEFAULTS = {"dilute_up_to": 32.0, "dilute_share": 1.0}
-
 
 class Dilution:
     """Makes the past of training rows: a cache that has read other text.
@@ -41,7 +39,7 @@ class Dilution:
         not those of `tokenizer`, that of `of`.
 
         Args:
-            run: options, of which `dilute_up_to` and `dilute_share` are set.
+            run: options, with `dilute_up_to` and `dilute_share`.
         """
         from datasets import concatenate_datasets
 
@@ -87,19 +85,10 @@ def weigh_memories(cache: InfiniCache, factors: torch.Tensor) -> InfiniCache:
     return cache
 
 
-def with_defaults(run):
-    """The options with what `--dilute_up_to` and `--dilute_share` are by default, where there is a text to dilute with.
-
-    Args:
-        run: a dataclass with these and `dilute_with`.
-
-    Raises UserError when one of them was given and no text."""
-    given = {name for name in DEFAULTS if getattr(run, name) is not None}
-    if run.dilute_with is None:
-        for name in sorted(given):
-            raise UserError(f"--{name} does nothing without --dilute_with FOLDER")
-        return run
-    return replace(run, **{name: default for name, default in DEFAULTS.items() if name not in given})
+def check_given(run) -> None:
+    """UserError for `--dilute_up_to` or `--dilute_share` without `--dilute_with`."""
+    if run.dilute_with is None and (run.dilute_up_to, run.dilute_share) != (32, 1):
+        raise UserError("--dilute_up_to and --dilute_share do nothing without --dilute_with FOLDER: leave them out")
 
 
 def check_rule(update_rule: str | None, needs: str = "--update_rule linear") -> None:
@@ -114,6 +103,7 @@ def check_options(run, optimizer, config) -> None:
     Args:
         run, optimizer: the options of recipes/train.py; config: the model's.
     """
+    check_given(run)
     if run.dilute_with is None:
         return
     rule = config.update_rule if attention_of(config) == "infini" else None

@@ -106,20 +106,6 @@ def read_result(folder: Path) -> dict:
     return read_json(file, RESULT_ENTRIES, "delete it, and the run's own command goes on from its last checkpoint")
 
 
-def trained_length(result: dict) -> int:
-    """Tokens of the rows that a run was trained on, of its result.json."""
-    options = result["options"]
-    rows = result["steps"] * options["batch_size"] * options["gradient_accumulation"] * options["num_processes"]
-    return result["tokens"] // rows
-
-
-def trained_length_of(model: Path) -> int | None:
-    """The same for a model's folder; None where it is not that of a run."""
-    file = model / RESULT
-    result = read_json(file, {}) if file.is_file() else {}
-    return trained_length(result) if RESULT_ENTRIES.keys() <= result.keys() else None
-
-
 def mark_complete(checkpoint: Path) -> None:
     """Writes `complete.json`, when all files are on the disk: the last thing that happens to a checkpoint."""
     for file in checkpoint.rglob("*"):

@@ -1,7 +1,6 @@
 """What `recipes/train.py` needs around the Trainer: its data, the length of a run, its processes."""
 
 import dataclasses
-import functools
 import hashlib
 import json
 import math
@@ -72,22 +71,12 @@ def train_to_end(trainer: Trainer, checkpoint: Path | None) -> tuple:
     """
     last = Path(trainer.args.output_dir) / f"checkpoint-{trainer.args.max_steps}"
     model_class = type(trainer.model)  # sharding makes another of it
-    _let_torch_load_to_cpu_0()
     if checkpoint != last:  # otherwise the Trainer would take one step more
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     lines = lines_of(TrainerState.load_from_json(last / TRAINER_STATE_NAME))
     if trainer.args.should_save:
         write_lines(last.parent, lines)
     return model_class.from_pretrained(last, dtype=torch.float32).to(trainer.args.device), lines
-
-
-@functools.cache  # torch cannot take the same registration twice
-def _let_torch_load_to_cpu_0() -> None:
-    """Makes torch.load accept "cpu:0", the place to which transformers 5.17 loads the optimiser's state in runs of several
-    CPU processes."""
-    torch.serialization.register_package(
-        priority=99, tagger=lambda storage: None, deserializer=lambda storage, place: storage if place == "cpu:0" else None
-    )
 
 
 def leave_process_group(trainer: Trainer) -> None:
@@ -124,19 +113,12 @@ def number_of_steps(run, steps_per_epoch: int, tokens_per_step: int) -> int:
     return min(filter(None, ends), default=steps_per_epoch)
 
 
-def check_processes(arguments: TrainingArguments, expected: int | None, sharing: int | None = None) -> None:
-    """UserError when other than the expected number of processes was started, one that so many cannot share rows in, or one
-    process sees several GPUs."""
+def check_processes(arguments: TrainingArguments, sharing: int | None = None) -> None:
+    """UserError when processes were started of which so many cannot share rows, or one process sees several GPUs."""
     if sharing is not None and arguments.world_size % sharing:
         raise UserError(
             f"--context_parallel_size {sharing}, but {arguments.world_size} processes started: as many must start as "
             f"{sharing} divides, such as `torchrun --nproc_per_node {sharing}`"
-        )
-    if expected not in (None, arguments.world_size):
-        raise UserError(
-            f"--num_processes {expected}, but {arguments.world_size} started. `accelerate launch --cpu` starts "
-            f"one whatever it is told: use `torchrun --nproc_per_node {expected}` or `accelerate launch "
-            f"--multi_gpu --num_processes {expected}` (which starts CPU processes where there is no GPU)"
         )
     if arguments.n_gpu > 1:
         raise UserError(

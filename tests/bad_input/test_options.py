@@ -18,10 +18,10 @@ NEEDED = {
     "inspect_heads": ["--model", "x"],
     "memorize": ["--model", "x", "--text", "x", "--out", "x"],
     "mqar": ["--out", "x"],
-    "ngram_baseline": ["--data", "x", "--out", "x.json"],
+    "ngram_baseline": ["--data", "x"],
     "prepare": ["--source", "x", "--out", "x"],
     "prepare_recall": ["--data", "x", "--out", "x"],
-    "push": ["--run", "x", "--out", "x", "--language", "pt", "--data_license", "x", "--prompt", "x"],
+    "model_card": ["--run", "x", "--out", "x", "--language", "pt", "--data_license", "x", "--prompt", "x"],
     "study": ["--out", "x"],
     "train": ["--data", "x", "--out", "x"],
 }
@@ -77,7 +77,6 @@ def test_every_number_has_a_range_that_help_shows_and_that_is_kept(recipe, capsy
 WORDS = {
     "unknown option": ("prepare", ["--sorce", "x"], ["--sorce"], 2),
     "abbreviated option": ("train", ["--learning", "1"], ["--learning"], 2),
-    "no json": ("ngram_baseline", ["--out", "x.txt"], ["--out x.txt", ".json"], 1),
     "choice": ("prepare", ["--split_by", "line"], ["--split_by", "document"], 2),
     "needed option empty": ("prepare", ["--out", ""], ["--out '' is empty"], 1),
     "shares of all": ("prepare", ["--validation", "0.5", "--test", "0.5"], ["leave nothing for training"], 1),
@@ -88,7 +87,7 @@ WORDS = {
     "grid without values": ("study", ["--data", "x", "--grid", "score="], ["--grid score=", "OPTION=VALUE,VALUE"], 1),
     "set of broken YAML": ("study", ["--data", "x", "--set", "train.seed=[1"], ["--set train.seed=[1", "not valid YAML"], 1),
 }
-DEVICES = {"benchmark": [], "generate": ["--prompt", "x"], "inspect_heads": ["--out", "y"], "push": ["--out", "y"]}
+DEVICES = {"benchmark": [], "generate": ["--prompt", "x"], "inspect_heads": ["--out", "y"], "model_card": ["--out", "y"]}
 DEVICES |= dict.fromkeys(("evaluate_model", "memorize"), ["--text", "text"])
 for name, more in DEVICES.items():
     WORDS[f"device of {name}"] = name, [*more, "--device", "cuda:77"], ["--device: cannot use cuda:77", "give cpu"], 1

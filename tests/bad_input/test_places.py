@@ -11,15 +11,15 @@ from bad_input import contents, refused
 from running import load_recipe
 from small_runs import remove, small_data, small_run, stopped_run, training
 
-NAMES = ("train", "evaluate_model", "memorize", "push", "study", "ngram_baseline", "prepare", "prepare_recall")
+NAMES = ("train", "evaluate_model", "memorize", "model_card", "study", "prepare", "prepare_recall")
 CARD = ["--language", "en", "--data_license", "none", "--prompt", "To"]
 OPTIONS = {
     "generate": ["--model", "--prompt_file", "--memory"],
     "memorize": ["--model", "--text"],
     "evaluate_model": ["--model", "--data", "--text"],
     "train": ["--data", "--init_from", "--dilute_with"],
-    "push": ["--run", "--notes"],
-    "study": ["--runs", "--data", "--baselines", "--study", "--train"],
+    "model_card": ["--run", "--notes"],
+    "study": ["--runs", "--data", "--study", "--train"],
     "prepare_recall": ["--data"],
 }
 
@@ -31,9 +31,8 @@ def words_of(name: str, base, out) -> list:
         "train": training(data, out),
         "evaluate_model": ["--model", run, "--data", data, "--out", out],
         "memorize": ["--model", run, "--text", data.parent / "text.jsonl", "--out", out],
-        "push": ["--run", run, "--out", out, *CARD],
+        "model_card": ["--run", run, "--out", out, *CARD],
         "study": ["--runs", run, "--data", data, "--out", out],
-        "ngram_baseline": ["--data", data, "--out", f"{out}.json"],
         "prepare": ["--source", data.parent / "text.jsonl", "--tokenizer", "characters", "--context", 16, "--out", out],
         "prepare_recall": ["--data", data, "--out", out, "--rows", 2, "--mix", "text=1", "--context", 8],
         "generate": ["--model", run],
@@ -47,7 +46,7 @@ def test_places_that_cannot_be_written(base, tmp_path, capsys, name):
         refused(load_recipe(name).main, words_of(name, base, out), capsys, str(out).removesuffix("/out"), keeps=tmp_path)
 
 
-@pytest.mark.parametrize("name", ["train", "push", "study", "prepare", "prepare_recall"])
+@pytest.mark.parametrize("name", ["train", "model_card", "study", "prepare", "prepare_recall"])
 def test_folders_of_something_else(base, tmp_path, capsys, name):
     (tmp_path / "file").write_text("mine")
     (tmp_path / "letters").mkdir()
@@ -59,14 +58,12 @@ def test_folders_of_something_else(base, tmp_path, capsys, name):
         refused(load_recipe(name).main, words, capsys, str(tmp_path / out), keeps=tmp_path)
 
 
-@pytest.mark.parametrize("name", ["evaluate_model", "ngram_baseline"])
-def test_files_of_something_else(base, tmp_path, capsys, name):
+def test_files_of_something_else(base, tmp_path, capsys):
     out = shutil.copytree(small_run(base), tmp_path / "out")
-    for content, file in (("mine", "notes.json"), ('{"mine": 1}', "mine.json"), ("[" * 100_000, "deep.json"), ("", "x.png")):
+    for content, file in (("mine", "notes.json"), ('{"mine": 1}', "mine.json"), ("[" * 100_000, "deep.json")):
         (out / file).write_text(content)
-        if file.endswith("json") or name == "evaluate_model":
-            words = words_of(name, base, out / file.partition(".")[0])
-            refused(load_recipe(name).main, words, capsys, str(out / file), "choose another --out", keeps=tmp_path)
+        words = words_of("evaluate_model", base, out / file.partition(".")[0])
+        refused(load_recipe("evaluate_model").main, words, capsys, str(out / file), "choose another --out", keeps=tmp_path)
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -99,7 +96,7 @@ def full_disk(size: int):
         signal.signal(signal.SIGXFSZ, handler)
 
 
-FULL = {"evaluate_model": 0, "memorize": 500, "ngram_baseline": 0}
+FULL = {"evaluate_model": 0, "memorize": 500}
 
 
 @pytest.mark.parametrize("name", FULL)

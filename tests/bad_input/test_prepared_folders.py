@@ -100,7 +100,7 @@ def test_all_readers_refuse(recipe, base, data, tmp_path, capsys):
     words = {
         "train": training(data, out),
         "study": ["--runs", small_run(base), "--data", data, "--out", out],
-        "ngram_baseline": ["--data", data, "--out", f"{out}.json"],
+        "ngram_baseline": ["--data", data],
         "dilute": training(small_data(base), out, "--dilute_with", data),
         "prepare_recall": ["--data", data, "--out", out, "--rows", 2, "--mix", "text=1", "--context", 8],
     }[recipe]

@@ -11,7 +11,7 @@ from small_runs import cut, entry, remove, small_data, small_run, stopped_run, t
 from training import setup
 
 CARD = ["--language", "en", "--data_license", "none", "--prompt", "To"]
-train, study, push = (load_recipe(name) for name in ("train", "study", "push"))
+train, study, model_card = (load_recipe(name) for name in ("train", "study", "model_card"))
 
 
 def go_on(base, run, capsys, monkeypatch) -> str:
@@ -77,7 +77,7 @@ def test_a_damaged_finished_run_is_not_believed(base, finished, tmp_path, capsys
     data = small_data(base)
     for main, words, *mentions in (
         (study.main, ["--runs", finished, "--data", data, "--out", tmp_path / "study"], name),
-        (push.main, ["--run", finished, "--out", tmp_path / "card", *CARD], name),
+        (model_card.main, ["--run", finished, "--out", tmp_path / "card", *CARD], name),
         *([] if case == "result.json remove" else [(train.main, training(data, finished), name, "delete")]),
     ):
         refused(main, words, capsys, str(finished), *mentions, keeps=finished)
@@ -98,4 +98,4 @@ def test_damaged_evaluations(base, finished, tmp_path, capsys, damage):
     file = finished / "evaluation_long.json"
     file.write_text('{"perplexity": 2.5}')
     damage(file)
-    refused(push.main, ["--run", finished, "--out", tmp_path / "card", *CARD], capsys, str(file), keeps=finished)
+    refused(model_card.main, ["--run", finished, "--out", tmp_path / "card", *CARD], capsys, str(file), keeps=finished)

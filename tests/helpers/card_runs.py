@@ -44,9 +44,9 @@ MEASURED = {"hardware": "1 x NVIDIA H200", "date": "2026-11-22T01:02:03+00:00", 
 
 
 def about(**changes):
-    """Options of recipes/push.py."""
+    """Options of recipes/model_card.py."""
     options = {"run": "runs/mha", "out": "card", "repo_id": "user/a-model", "prompt": ["O rei"], "language": "pt"}
-    return load_recipe("push").Options(**options | {"data_license": "public domain"} | changes)
+    return load_recipe("model_card").Options(**options | {"data_license": "public domain"} | changes)
 
 
 def run_of(config=GPT2, **changes) -> Run:

@@ -44,7 +44,7 @@ def options(base: Path) -> list:
 def sharded(base) -> tuple[Path, Callable[[], str]]:
     """A run of two processes, and what starts it again."""
     script = [Path(__file__).parents[1] / "helpers" / "sharded_on_cpu.py", *recipe("train")[1:]]
-    words = [*options(base), "--gradient_accumulation", 2, "--num_processes", 2, "--out", base / "fsdp2"]
+    words = [*options(base), "--gradient_accumulation", 2, "--out", base / "fsdp2"]
     run(*ACCELERATE, *FSDP2, *script, *words)
 
     def again() -> str:

@@ -1,21 +1,16 @@
 """The memorize recipe, real processes and files: read, killed, gone on with, and asked by recipes/generate.py."""
 
-import io
 import shutil
 
 import pytest
-import torch
-from tokenizers import Tokenizer, normalizers
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bad_input import refused
-from corpora.long_texts import pieces_of_text, tokens_of_file
 from corpora.tokenization import build_character_tokenizer, encode_texts, train_bpe
 from decoders import decoder
 from hf_infini import patch_model, save_adapter
-from hf_infini.cache.files import read_memory_file, read_record
+from hf_infini.cache.files import read_record
 from models import infini_gpt2
-from ranks import on_ranks, run_as_rank
 from running import continuations, greedy, kill_when, load_recipe, run_recipe, sample_text
 
 memorize = load_recipe("memorize")
@@ -53,31 +48,6 @@ def memory(model, text, tmp_path_factory):
 
 def remember(*options) -> None:
     memorize.main([*map(str, options), "--device", "cpu"])
-
-
-# --- over several processes --------------------------------------------------------------------------------------------
-
-
-def test_processes_share_a_text_and_go_on_with_what_one_has_read(text, tmp_path):
-    options = {"position_encoding": "segment", "update_rule": "delta", "memory_conv": 3, "local_segments": 1}
-    folder = saved(tmp_path / "model", infini_gpt2, **options)
-    remember("--model", folder, "--text", text, "--out", tmp_path / "one")
-    record, tensors = read_memory_file(tmp_path / "one")
-    net, tokenizer = AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
-    ids = torch.tensor([tokenizer(sample_text()[:TOKENS])["input_ids"][:203]])
-    cache = net(ids, use_cache=True).past_key_values
-    cache.save_pretrained(tmp_path / "many.partial", net, text_sha256=record["text_sha256"])
-    common = ["--model", folder, "--text", text, "--out", tmp_path / "many", "--device", "cpu", "--chunk_tokens", 60]
-    answers = on_ranks(run_as_rank, 3, "memorize", common)
-    assert not any(isinstance(answer, BaseException) for answer in answers), answers
-    first, *others = [answer[0] for answer in answers]
-    assert all(done.returncode == 0 for done in (first, *others)), first.stderr
-    assert "continuing after 203 tokens" in first.stderr and "many: " in first.stdout
-    assert all(done.stdout == "" for done in others)
-    found_record, found = read_memory_file(tmp_path / "many")
-    assert found_record == record and found.keys() == tensors.keys()
-    for name, tensor in found.items():  # sums in another order, float32
-        torch.testing.assert_close(tensor, tensors[name], rtol=1e-4, atol=1e-5)
 
 
 # --- from a text to its continuation -----------------------------------------------------------------------------------
@@ -156,59 +126,30 @@ def test_killed_while_it_writes_it_goes_on_and_ends_with_the_same_bytes(tmp_path
         assert partial.exists()
 
 
-def test_several_texts_and_a_second_start(model, text, memory, tmp_path, capsys):
-    other, folder = tmp_path / "sonnet.txt", tmp_path / "memories"
-    other.write_text(sample_text()[1000:1100], encoding="utf-8")
-    options = ["--model", model, "--text", text, other, "--out", folder, "--chunk_tokens", 64]
-    remember(*options)
-    assert (folder / "play.safetensors").read_bytes() == memory.read_bytes()
-    assert read_record(folder / "sonnet.safetensors")["tokens_seen"] == [100]
-    capsys.readouterr()
-    times = [file.stat().st_mtime_ns for file in sorted(folder.iterdir())]
+def test_a_second_start(model, text, memory, tmp_path, capsys):
+    file = tmp_path / "play.safetensors"
+    shutil.copy(memory, file)
+    time = file.stat().st_mtime_ns
+    options = ["--model", model, "--text", text, "--out", file]
     remember(*options)
     printed = capsys.readouterr()
-    assert printed.out == "" and "sonnet.safetensors is there already" in printed.err
-    assert times == [file.stat().st_mtime_ns for file in sorted(folder.iterdir())]
+    assert printed.out == "" and "play.safetensors is there already" in printed.err
     # Another text or model under the name of a finished memory
-    other.write_text("Another text", encoding="utf-8")
+    (tmp_path / "other").write_text("Another text", encoding="utf-8")
     words = [*options, "--device", "cpu"]
-    refused(memorize.main, words, capsys, "sonnet.safetensors is the memory of another text. --out: choose another name")
+    refused(memorize.main, [*words, "--text", tmp_path / "other"], capsys, "is the memory of another text. --out: choose")
     refused(memorize.main, [*words, "--dtype", "bfloat16"], capsys, "dtype is 'float32' in the file and 'bfloat16' in")
-    assert times == [file.stat().st_mtime_ns for file in sorted(folder.iterdir())]
+    assert time == file.stat().st_mtime_ns
 
 
-# --- long texts --------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def bpe():
-    return train_bpe([sample_text()], 600)
-
-
-def prepending(bpe):
-    """A tokenizer that puts a letter before every text, so that no place can be cut."""
-    backend = Tokenizer.from_str(bpe.backend_tokenizer.to_str())
-    backend.normalizer = normalizers.Prepend("x")
-    return PreTrainedTokenizerFast(tokenizer_object=backend)
-
-
-@pytest.mark.parametrize("kind", ["bpe", "characters", "prepending"])
-def test_a_text_in_pieces_has_the_tokens_of_the_whole(kind, bpe):
-    tokenizer = {"bpe": bpe, "characters": build_character_tokenizer([sample_text()]), "prepending": prepending(bpe)}[kind]
-    text = sample_text()[:12_000] + "\n  \n\n an end with a line break\n\n"
-    wanted = encode_texts(tokenizer, [text])[0].tolist()
-    for size in (999, 5000):
-        pieces = list(pieces_of_text(io.StringIO(text, newline=""), tokenizer, size))
-        assert "".join(pieces) == text
-        assert [number for piece in pieces for number in encode_texts(tokenizer, [piece])[0].tolist()] == wanted
-        assert len(pieces) == 1 if kind == "prepending" else max(map(len, pieces)) <= 2 * size
-
-
-def test_tokens_of_a_file(bpe, tmp_path, monkeypatch):
+def test_the_text_is_taken_as_it_is(tmp_path):
     """Line breaks stay as they are, a byte-order mark is dropped, special tokens that are spelt out are text."""
-    monkeypatch.setattr("corpora.long_texts.PIECE", 500)
-    text = sample_text()[:5000] + "\r\nfim<|endoftext|> não\n"
+    tokenizer, text = train_bpe([sample_text()], 300), sample_text()[:500] + "\r\nfim<|endoftext|> não\n"
+    infini_gpt2(vocab_size=300, position_encoding="segment").save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
     (tmp_path / "text").write_bytes(b"\xef\xbb\xbf" + text.encode())
-    tokens = tokens_of_file(tmp_path / "text", bpe)
-    assert tokens.dtype == "int32" and bpe.decode(tokens.tolist()) == text
-    assert tokens.tolist() == encode_texts(bpe, [text])[0].tolist() and bpe.eos_token_id not in tokens
+    remember("--model", tmp_path, "--text", tmp_path / "text", "--out", tmp_path / "memory")
+    ids = encode_texts(tokenizer, [text])[0].tolist()
+    assert read_record(tmp_path / "memory")["tokens_seen"] == [len(ids)]
+    pieces = [*memorize.pieces_of(text, 100)]
+    assert len(pieces) > 3 and [token for piece in pieces for token in encode_texts(tokenizer, [piece])[0]] == ids

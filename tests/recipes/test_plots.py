@@ -2,7 +2,7 @@
 
 import pytest
 
-from plots import recall, run, style
+from plots import run, style
 
 
 @pytest.fixture
@@ -21,40 +21,9 @@ def texts(figure) -> list[str]:
     return [text.get_text() for text in figure.findobj(Text) if text.get_visible() and text.get_text()]
 
 
-def positions(last: int) -> list[dict]:
-    starts = [2**power for power in range(last.bit_length() - 1)]
-    return [{"first": first, "last": 2 * first - 1, "perplexity": 20 + 400 / first} for first in starts]
-
-
 def test_losses_over_millions_of_tokens(drawn):
     lines = [{"tokens": 400_000 * step, "train_loss": 9 - step / 5, "learning_rate": 0.1} for step in range(1, 21)]
     run.plot_loss_curve([*lines, {"tokens": 8_000_000, "eval_loss": 5.25}], "file")
     found = texts(drawn[0])
     assert {"Loss during the training", "tokens trained on", "8 M", "training", "validation"} <= {*found}
     assert "validation at the end: 5.2500 nats per token" in found
-
-
-def test_perplexities_by_position_and_the_trained_length(drawn):
-    run.plot_positions({None: positions(8192)}, "file", "model a; plays", trained=1024)
-    run.plot_positions({None: positions(1024)}, "file", "model a; plays", trained=1024)  # no token is beyond it
-    [wide, short] = drawn
-    assert {"Perplexity by position in the text", "model a; plays", "trained length", "1,024", "100"} <= {*texts(wide)}
-    assert "trained length" not in texts(short)
-
-
-def cell(**place) -> dict:
-    return {**place, "accuracy": 0.75, "low": 0.612, "high": 0.851, "samples": 48, "chance": 0.04}
-
-
-def test_rates_have_their_number_and_interval(drawn):
-    cells = [cell(length=length, depth=depth) for length in (1024, 4096) for depth in (0, 1)]
-    recall.plot_passkey([*cells, {"length": 8192, "depth": 0}, {"length": 8192, "depth": 1}], "file", "model a; plays", 4096)
-    found = texts(drawn[0])
-    assert found.count("75%\n61–85") == 4 and found.count("–") == 2
-    assert "model a; plays\n48 questions each, with the 95 % interval" in found
-    assert "length of the text (tokens); dashed: the trained length, 4,096" in found
-    cells = [cell(distance=distance) for distance in (0, 2, 4)] + [{"distance": 64}]
-    recall.plot_facts(cells, "file", "model a; invented text", trained=256, segment_length=64)
-    found = texts(drawn[1])
-    assert "model a; invented text\n48 questions each, with the 95 % interval" in found
-    assert {"trained length", "constant guess", "model", "64"} <= {*found}

@@ -13,19 +13,16 @@ import running
 from bad_input import refused
 from cli import parse_options
 from cli.model_options import given_options
-from conversion.start import load_start
 from evaluation.perplexity import measure_perplexity, prepared_rows
 from hf_infini import InfiniGPT2Config, load_adapter, patch_model, save_adapter
 from hf_infini.models.loading import load_causal_lm
 from hf_infini.tools.rows import RowReader
 from models import gpt2
 from running import CONTEXT, ROOT, load_recipe, prepared_data
-from training.dilution import with_defaults
 
 convert, prepare_recall, evaluate_model = map(load_recipe, ("convert", "prepare_recall", "evaluate_model"))
 WINDOW = ["--segment_length", 8, "--local_segments", 1, "--sink_tokens", 2, "--narrow_to", 4, 6]
 STEPS = ["--transfer_steps", 4, "--together_steps", 3, "--save_steps", 2, "--gradient_accumulation", 1, "--lora_rank", 2]
-GATED_DELTA = ["--update_rule", "gated_delta", "--denominator", "separate", "--memory_write", "equal"]
 SMALL = ["--transfer_rows", 6, "--evaluation_rows", 2, "--use_cpu", "true", "--precision", "float32"]
 
 
@@ -151,27 +148,10 @@ def test_it_goes_on_from_an_adapter(checkpoint, base, tmp_path, capsys):
     for name in ("infini_adapter.safetensors", "adapter_model.safetensors"):
         before, after = (load_file(tmp_path / folder / "adapter" / name) for folder in ("first", "as_it_is"))
         assert all(torch.equal(before[key], after[key]) for key in before | after)
-    folders = [tmp_path / name / "adapter" for name in ("first", "further", "still")]
-    mean_of = load_start(LlamaForCausalLM.from_pretrained(checkpoint), [*map(str, folders)])
-    save_adapter(mean_of, tmp_path / "mean" / "adapter")
-    for name in ("infini_adapter.safetensors", "adapter_model.safetensors"):
-        *parts, mean = (load_file(folder / name) for folder in (*folders, tmp_path / "mean" / "adapter"))
-        for key, value in mean.items():  # of float32 numbers, rounded in another order
-            torch.testing.assert_close(value, sum(part[key].float() for part in parts) / 3, rtol=1e-5, atol=1e-7)
-    read.get_submodule("base_model.model.model.layers.0.self_attn.gate").weight.data.zero_()
-    save_adapter(read, tmp_path / "all_layers")
-    for name, file, change in [("elu", "infini_adapter", {"feature_map": "elu"}), ("rank", "adapter_config", {"r": 3})]:
-        shutil.copytree(adapter, tmp_path / name)
-        record = json.loads((tmp_path / name / f"{file}.json").read_text())
-        record.get("options", record).update(change)
-        (tmp_path / name / f"{file}.json").write_text(json.dumps(record))
     shutil.copytree(adapter, tmp_path / "damaged")
     (tmp_path / "damaged" / "adapter_config.json").write_text("{")
     for options, mentions in [
         (["--start", tmp_path / "damaged"], ["cannot read", "damaged/adapter_config.json"]),
-        (["--start", adapter, tmp_path / "all_layers"], ["has memories in the layers [0, 1, 2], and", "[1, 2]"]),
-        (["--start", adapter, tmp_path / "elu"], ["has feature_map='elu' and", "'learned'", "the same options"]),
-        (["--start", adapter, tmp_path / "rank"], ["--start: the LoRA of", "'r': 3", "'r': 2", "they have no mean"]),
         (["--local_segments", 0], ["--local_segments is as the adapter of --start has it"]),
         (["--lora_rank", 3], ["--lora_rank 3: the LoRA of", "has rank 2; leave it out"]),
         (["--start", tmp_path / "first"], ["--start: ", "infini_adapter.json"]),
@@ -219,10 +199,8 @@ def test_a_gpt2(checkpoint, base, tmp_path, capsys):
 @pytest.mark.slow
 def test_stopped_it_goes_on_and_ends_the_same(checkpoint, base, tmp_path, monkeypatch):
     """Also with the past of diluted rows, which is drawn anew in every step."""
-    options = ["--memory_layers", 2, "--dilute_with", prepared_data(base)]
-    chosen = run(checkpoint, base, tmp_path / "whole", *options)["layers"]
-    parts = json.loads((tmp_path / "whole" / "layers.json").read_text())["by_layer"]
-    assert len(chosen) == 2 and set(chosen) == {int(number) for number in parts if parts[number] > min(parts.values())}
+    options = ["--dilute_with", prepared_data(base)]
+    run(checkpoint, base, tmp_path / "whole", *options)
     from conversion import trainers
 
     def stop(self, model, ids, own=trainers.Together.loss_of):
@@ -240,20 +218,6 @@ def test_stopped_it_goes_on_and_ends_the_same(checkpoint, base, tmp_path, monkey
         assert whole.keys() == stopped.keys() and all(torch.equal(whole[key], stopped[key]) for key in whole)
 
 
-@pytest.mark.slow
-def test_the_training_of_all_layers_repeats(checkpoint, base, tmp_path, monkeypatch):
-    from training import repetition
-
-    used = []
-    own = repetition.repeated
-    monkeypatch.setattr(repetition, "repeated", lambda model, times: used.append(times) or own(model, times))
-    steps = ["--together_steps", 12, "--evaluation_rows", 1, "--transfer_steps", 0]
-    run(checkpoint, base, tmp_path / "out", *GATED_DELTA, "--repeat_up_to", 8, *steps)
-    assert len(used) == 12 and min(used) == 1 and 2 < max(used) <= 8
-    record = json.loads((tmp_path / "out" / "together" / "run.json").read_text())
-    assert record["repeat_up_to"] == 8
-
-
 def test_what_cannot_be_converted(checkpoint, base, tmp_path, capsys):
     source = ["--source", base / "train_data" / "text.jsonl", "--tokenizer", prepared_data(base) / "tokenizer"]
     running.run_recipe("prepare", *source, "--context", 8, "--validation", 0.1, "--out", tmp_path / "short")
@@ -262,16 +226,13 @@ def test_what_cannot_be_converted(checkpoint, base, tmp_path, capsys):
         (["--segment_length", 32], ["rows of 64 tokens, and the window sees 66", "Prepare longer rows"]),
         (["--evaluation_data", tmp_path / "short"], ["of 8 tokens, there is nothing to predict from position 18 on"]),
         (["--narrow_to", 8], ["--narrow_to 8: give lengths below --segment_length 8", "or --narrow 0 0"]),
-        (["--dilute_up_to", 8], ["--dilute_up_to does nothing without --dilute_with FOLDER"]),
+        (["--dilute_up_to", 8], ["--dilute_share do nothing without --dilute_with FOLDER"]),
         ([*diluted, "--together_steps", 0], ["--dilute_with is of the training of all layers: give"]),
         ([*diluted, "--update_rule", "delta"], ["it needs --update_rule linear"]),
-        (["--repeat_up_to", 8], ["--repeat_up_to raises the learned rates", "it needs --update_rule gated_delta"]),
         (["--memory_in", 3], ["--memory_in 3: its layers are [0, 1, 2]"]),
         (["--evaluation_from", 17], ["--evaluation_from 17: the window sees 18 tokens", "have 64; give a position between"]),
         (["--narrow", 0.5], ["--narrow takes two shares"]),
         ([*diluted, tmp_path / "short"], ["--dilute_with: the rows of all folders must be of one length; got"]),
-        (["--memory_layers", 4], ["--memory_layers 4: the model has 3"]),
-        (["--memory_layers", 2, "--memory_in", 1], ["--memory_layers chooses what --memory_in names: give one"]),
     ):
         argv = ["--model", checkpoint, "--data", prepared_data(base), "--out", tmp_path / "out", *WINDOW, *SMALL, *options]
         refused(convert.main, argv, capsys, *mentions, keeps=tmp_path)
@@ -283,8 +244,7 @@ def test_configs_parse_and_name_their_command(config):
     assert command[:5] == ["#", "python", "recipes/convert.py", "--config", f"recipes/configs/{config.name}"]
     argv = [*command[3:4], config, *command[5:]]
     options, memory = parse_options(convert.Options, convert.MemoryChoices, description="", argv=[*map(str, argv)])
-    options = with_defaults(options)
-    assert (options.dilute_up_to, options.dilute_share) == ((16, 0.75) if options.dilute_with else (None, None))
+    assert (options.dilute_up_to, options.dilute_share) == ((16, 0.75) if options.dilute_with else (32, 1))
     InfiniGPT2Config(**given_options(memory))  # the memory's options go together
 
 

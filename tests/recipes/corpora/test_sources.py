@@ -14,7 +14,7 @@ from xml.sax.saxutils import escape
 
 import pyarrow as pa
 import pytest
-from pyarrow import feather, parquet
+from pyarrow import parquet
 
 from cli import UserError
 from cli.corpus_options import CorpusOptions
@@ -62,16 +62,11 @@ def shard_xml(*documents: str, prolog: str = "<?xml version='1.0' encoding='utf-
     return f"{prolog}\n{corpus}".encode()
 
 
-def write_shard(root: Path, name: str, xml: bytes, folder: str = "wikis") -> Path:
-    write(root / "corpus" / folder / f"{name}.xml.gz", gzip.compress(xml))
-    return root
-
-
 GOOD = shard_xml(tei("a", ["Água & fogo <b>", "segundo  parágrafo"]), tei("b", ["outro"], "https://pt.wikinews.org/x"))
 
 
 def test_carolina_gives_paragraphs_of_the_body_only(tmp_path):
-    write_shard(tmp_path, "pt/good", GOOD)
+    write(tmp_path / "corpus/wikis/pt/good.xml.gz", gzip.compress(GOOD))
     log = ReadingLog()
     first, second = documents_of(tmp_path, log)
     assert first.text == "Água & fogo <b>\nsegundo  parágrafo"
@@ -81,20 +76,6 @@ def test_carolina_gives_paragraphs_of_the_body_only(tmp_path):
     shard = (tmp_path / "corpus/wikis/pt/good.xml.gz").read_bytes()
     entry = {"file": "corpus/wikis/pt/good.xml.gz", "bytes": len(shard), "sha256": hashlib.sha256(shard).hexdigest()}
     assert log.files == [entry]
-
-
-def test_taxonomy_chooses_folders_from_any_root(tmp_path):
-    write_shard(tmp_path, "w", shard_xml(tei("w", ["w"])))
-    write_shard(tmp_path, "l", shard_xml(tei("l", ["l"])), "legislative_branch")
-
-    def ids(source, *codes):
-        return [document.id for document in documents_of(source, taxonomy=list(codes))]
-
-    assert ids(tmp_path) == ["l", "w"]
-    assert ids(tmp_path, "wik") == ids(tmp_path / "corpus", "wik") == ids(tmp_path / "corpus/wikis", "wik") == ["w"]
-    assert ids(tmp_path / "corpus/wikis/w.xml.gz") == ["w"]
-    with pytest.raises(UserError, match="judicial_branch holds no .*codes present: wik, leg"):
-        ids(tmp_path, "jud")
 
 
 @pytest.mark.slow
@@ -130,11 +111,6 @@ def binary(write) -> bytes:
     return sink.getvalue()
 
 
-def arrow_stream(sink) -> None:
-    with pa.ipc.new_stream(sink, TABLE.schema) as writer:
-        writer.write_table(TABLE)
-
-
 def zst(data: bytes) -> bytes:
     return pa.compress(data, codec="zstd", asbytes=True)
 
@@ -150,8 +126,6 @@ READ = {
     "table.tsv": 'id\ttext\n0\tágua & fogo\n1\tNA\n2\t"dois\nlinhas, “aspas”"\n',
     "table.parquet": binary(lambda sink: parquet.write_table(TABLE, sink)),
     "pieces [1]*.parquet": binary(lambda sink: parquet.write_table(TABLE, sink, row_group_size=1)),
-    "stream.arrow": binary(arrow_stream),
-    "file.arrow": binary(lambda sink: feather.write_feather(TABLE, sink)),
     "carolina.xml": XML,
     "CAROLINA.XML.GZ": gzip.compress(XML.encode()),
 }
@@ -259,18 +233,6 @@ def test_rows_without_a_text(tmp_path):
         with pytest.raises(UserError, match=rf"{name}: {place} has no text in the field 'text' .*; it has: (text|n)$"):
             documents_of(write(tmp_path / name, content))
     assert texts_of(write(tmp_path / "a.jsonl", '{"body": "um"}'), text_field="body") == ["um"]
-
-
-def test_saved_datasets(tmp_path):
-    import datasets
-
-    table, log = datasets.Dataset.from_dict({"text": ["um", "dois", " "], "title": ["A", "B", "C"]}), ReadingLog()
-    datasets.DatasetDict({"train": table, "test": table.select([1])}).save_to_disk(tmp_path)
-    assert [(d.text, d.id, d.title) for d in documents_of(tmp_path, log)] == [("um", "1", "A"), ("dois", "2", "B")]
-    assert log.dropped == Counter({"empty": 1}) and log.files
-    assert texts_of(tmp_path, dataset_split="test") == ["dois"]
-    with pytest.raises(UserError, match="cannot be read .*dev.*check --dataset_split: it has train, test"):
-        documents_of(tmp_path, dataset_split="dev")
 
 
 def test_evaluations_read_the_same_files(tmp_path):

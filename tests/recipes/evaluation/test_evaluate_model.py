@@ -11,8 +11,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bad_input import refused
 from corpora.blocks import save_rows
-from models import gpt2
-from ranks import on_ranks, run_as_rank
 from running import CONTEXT, DATA, infini_options, load_recipe, prepared_data, result, straight_run, trained
 
 evaluate_model = load_recipe("evaluate_model")
@@ -64,35 +62,6 @@ def test_the_prepared_rows_give_train_s_number(model_and_data, tmp_path, capsys)
     assert total / found["tokens"] == pytest.approx(found["cross_entropy"], rel=1e-9)
     last_line = capsys.readouterr().out.splitlines()[-1].split()
     assert last_line[0] == "all" and float(last_line[-1]) == pytest.approx(found["perplexity"], abs=0.006)  # 2 decimals
-    assert (tmp_path / "evaluation.png").read_bytes()[:4] == b"\x89PNG"
-
-
-@pytest.mark.slow
-def test_processes_share_every_row(model_and_data, tmp_path):
-    """Also where documents are kept apart, and in rows that are no multiple of what they read at once."""
-    folder, data = model_and_data
-    options = ["--model", folder, "--data", data, "--length", 301, "--separate_documents", "true", "--chunk", 50]
-    wanted = evaluate(tmp_path, *options)
-    plain, text = tmp_path / "plain", tmp_path / "text.txt"
-    text.write_text("a text " * 50, encoding="utf-8")
-    gpt2().save_pretrained(plain)
-    AutoTokenizer.from_pretrained(folder).save_pretrained(plain)
-    commands = [
-        [*options, "--device", "cpu", "--out", tmp_path / "shared"],
-        ["--model", folder, "--task", "passkey", "--device", "cpu"],
-        [*options, "--device", "cuda:1"],
-        ["--model", plain, "--text", text, "--device", "cpu"],
-    ]
-    messages = ["", "--task passkey is measured by one process", "cuda:1: several processes have one each", "have no memory"]
-    for rank, answer in enumerate(on_ranks(run_as_rank, 2, "evaluate_model", *commands)):
-        assert not isinstance(answer, BaseException), answer
-        assert [done.returncode for done in answer] == [0, 1, 1, 1] and bool(answer[0].stdout) == (rank == 0), answer
-        assert all(message in done.stderr for message, done in zip(messages, answer, strict=True)), answer
-    found = json.loads((tmp_path / "shared.json").read_text(encoding="utf-8"))
-    assert found["processes"] == 2 and wanted["processes"] == 1
-    for own, of_one in zip((found, *found["by_position"]), (wanted, *wanted["by_position"]), strict=True):
-        assert own["tokens"] == of_one["tokens"]
-        assert own["cross_entropy"] == pytest.approx(of_one["cross_entropy"], rel=1e-5)  # sums in another order, float32
 
 
 def test_joined_documents_far_beyond_the_trained_context(model_and_data, tmp_path):

@@ -1,6 +1,5 @@
-"""N-gram counts, entropies and smoothing against dictionaries and closed forms; the recipe on a folder really prepared."""
+"""N-grams and their smoothing against dictionaries; the recipe on a folder really prepared."""
 
-import json
 import math
 from collections import Counter
 
@@ -8,10 +7,10 @@ import datasets
 import numpy as np
 import pytest
 
-from evaluation import ngrams
+from bad_input import refused
 from running import load_recipe
 
-ngram_baseline = load_recipe("ngram_baseline")
+ngrams = load_recipe("ngram_baseline")
 VOCABULARY = 7
 
 
@@ -40,26 +39,11 @@ def brute_force(tables: list[Counter], alphas, window: tuple, left_out=0) -> flo
 
 
 @pytest.mark.parametrize("order", [0, 3])
-def test_counts_and_entropy_of_a_dictionary(order):
-    rows = random_rows(30, 12, seed=order)
-    expected, found = windows(rows, order), ngrams.NgramCounts(rows, order, VOCABULARY)
-    digits = [[int(code) // VOCABULARY**place % VOCABULARY for place in range(order, -1, -1)] for code in found.codes]
-    assert dict(zip(map(tuple, digits), found.counts.tolist(), strict=True)) == expected
-    contexts = Counter()
-    for window, count in expected.items():
-        contexts[window[:-1]] += count
-    assert sorted(found.totals.tolist()) == sorted(contexts.values()) and len(found.contexts) == len(contexts)
-    total = sum(expected.values())
-    entropy = -sum(count / total * math.log(count / contexts[window[:-1]]) for window, count in expected.items())
-    assert ngrams.conditional_entropy(found) == pytest.approx(entropy, rel=1e-12)  # float64 sums in another order
-
-
-@pytest.mark.parametrize("order", [0, 3])
 def test_held_out_loss_of_a_dictionary(order):
     train, held_out = random_rows(8, 9, seed=1), random_rows(25, 9, seed=2)
     held_out[0, 4] = VOCABULARY - 1  # a token that training never had
     alphas = [0.5, 3.0, 0.25, 8.0][: order + 1]
-    tables = [ngrams.NgramCounts(train, k, VOCABULARY) for k in range(order + 1)]
+    tables = [ngrams.Counts(train, k, VOCABULARY) for k in range(order + 1)]
     counted = [windows(train, k) for k in range(order + 1)]
     for ignored in ([], [0, 3]):
         expected, count = 0.0, 0
@@ -74,7 +58,7 @@ def test_held_out_loss_of_a_dictionary(order):
 
 def test_alphas_are_the_likeliest_when_each_token_is_left_out():
     train = random_rows(12, 10, seed=4)
-    tables = [ngrams.NgramCounts(train, order, VOCABULARY) for order in range(3)]
+    tables = [ngrams.Counts(train, order, VOCABULARY) for order in range(3)]
     counted = [windows(train, order) for order in range(3)]
     expected = []
     for order in range(3):
@@ -87,42 +71,18 @@ def test_alphas_are_the_likeliest_when_each_token_is_left_out():
     assert len(set(expected)) > 1  # otherwise one α for all orders would do
 
 
-def test_what_cannot_be_counted_is_refused():
-    with pytest.raises(ValueError, match="do not fit into 63 bits"):
-        ngrams.NgramCounts(np.zeros((1, 9), dtype=int), 4, 50_257)
-    with pytest.raises(ValueError, match="token numbers go from 0 to 9"):
-        ngrams.NgramCounts(np.arange(10)[None, :], 1, 9)
-    with pytest.raises(ValueError, match="no window of 3 tokens"):
-        ngrams.conditional_entropy(ngrams.NgramCounts(np.zeros((4, 2), dtype=int), 2, 9))
-
-
-# --- the recipe -------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    out = tmp_path_factory.mktemp("ngrams") / "data"
-    options = ["--biographies", 12, "--tokenizer", "characters", "--context", 40, "--split_by", "block"]
-    options += ["--source", "biographies", "--test", 0.01, "--validation", 0.01, "--out", out]
-    load_recipe("prepare").main([*map(str, options)])
-    return out
-
-
 @pytest.mark.slow
-def test_the_recipe_writes_what_a_dictionary_counts(data, tmp_path, capsys):
-    out = tmp_path / "deep" / "ngrams.json"
-    capsys.readouterr()  # what preparing the data printed
-    ngram_baseline.main(["--data", str(data), "--split", "test", "--orders", "2", "0", "--out", str(out)])
-    found = json.loads(out.read_text(encoding="utf-8"))
-    rows = {name: np.array(datasets.load_from_disk(str(data / name))["input_ids"]) for name in ("train", "test")}
-    assert [(row["order"], row["name"]) for row in found["orders"]] == [(0, "unigram"), (2, "trigram")]
-    assert found["split"] == "test"
-    assert found["training_tokens"] == rows["train"].size
-    counts = np.unique(rows["train"], return_counts=True)[1] / rows["train"].size
-    assert found["orders"][0]["entropy"] == pytest.approx(-(counts * np.log(counts)).sum(), rel=1e-12)  # another order
-    for row in found["orders"]:
-        assert row["tokens"] == rows["test"].shape[0] * 39  # as many as a model predicts: all but each row's first
-        assert row["perplexity"] == pytest.approx(math.exp(row["cross_entropy"]), rel=1e-12)
-    assert found["orders"][1]["cross_entropy"] < found["orders"][0]["cross_entropy"] < math.log(found["vocabulary"])
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 4 and f"{found['orders'][1]['cross_entropy']:.4f}" in lines[3]
+def test_the_recipe_predicts_the_tokens_that_a_model_does(tmp_path, capsys):
+    options = ["--biographies", 12, "--tokenizer", "characters", "--context", 40, "--split_by", "block"]
+    options += ["--source", "biographies", "--test", 0.01, "--validation", 0.01, "--out", tmp_path]
+    load_recipe("prepare").main([*map(str, options)])
+    capsys.readouterr()
+    ngrams.main(["--data", str(tmp_path), "--split", "test"])
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in capsys.readouterr().out.splitlines()]
+    rows = len(datasets.load_from_disk(str(tmp_path / "test")))
+    assert [line[0] for line in lines[2:]] == ["0", "1", "2"]
+    assert {line[3] for line in lines[2:]} == {f"{rows * 39:,}"}  # all but each row's first
+    losses = [float(line[1]) for line in lines[2:]]
+    assert losses == sorted(losses, reverse=True)
+    assert [float(line[2]) for line in lines[2:]] == pytest.approx([math.exp(loss) for loss in losses], rel=1e-3)
+    refused(ngrams.main, ["--data", tmp_path, "--order", 40], capsys, "--order must be at least 0 and at most 5")

@@ -143,7 +143,7 @@ def test_passkeys_of_a_random_model(base, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].replace("|", "").split() == ["tokens", "depth", "0", "depth", "0.5", "depth", "1", "questions"]
     assert lines[-1].count(" 0.0 % (0–39) ") == 3 and lines[-1].endswith(" 6 |")
-    assert (base / "passkey.png").read_bytes()[:4] == b"\x89PNG" and not (base / "passkey.cells.json").exists()
+    assert not (base / "passkey.cells.json").exists()
     off = evaluate(base / "off", *options, "--depths", 0, 1, "--samples", 6, "--memory", "off")
     assert off["memory"] == "off"
     for depth in (0, 1):
@@ -162,7 +162,7 @@ def test_files_lie_in_the_model_s_folder_and_are_no_perplexities_of_it(base, tmp
     assert found["source"] is None and found["filler_tokens"] > 100_000  # biographies, the same everywhere
     names = {file.name for file in folder.glob("*memory_off*")}
     tasks = ("facts", "perplexity", "passkey")
-    assert names == {f"{name}_memory_off.{suffix}" for name in tasks for suffix in ("json", "png")}
+    assert names == {f"{name}_memory_off.json" for name in tasks}
     assert not list(folder.glob("evaluation*"))  # the name of what is measured on the model as it is
 
 
@@ -182,7 +182,7 @@ def test_facts_of_a_random_model(base, capsys):
     assert guesses["children"]["answer"] in SENTENCES["numbers"] and 1 / 9 <= guesses["children"]["share"] < 267 / 2000
     mean = sum(guess["share"] for guess in guesses.values()) / 12
     assert last["chance"] == pytest.approx(mean) and guesses == constant_guesses(0) != constant_guesses(1)
-    assert "not possible" in capsys.readouterr().out and (base / "facts.png").read_bytes()[:4] == b"\x89PNG"
+    assert "not possible" in capsys.readouterr().out
 
 
 def test_cells_beyond_a_model_s_reach(base, capsys):

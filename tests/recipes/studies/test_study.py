@@ -191,18 +191,14 @@ def test_the_report_says_what_there_is_to_say(base, content, text):
 # --- finished runs ----------------------------------------------------------------------------------------------------
 
 
-def test_finished_runs_are_compared_beside_n_grams(base, content, tmp_path, capsys):
+def test_finished_runs_are_compared(base, content, tmp_path, capsys):
     data, runs = base / "out" / "data" / "base", [base / "out" / name for name in ("s1", "best")]
-    load_recipe("ngram_baseline").main(["--data", str(data), "--orders", "1", "--out", str(tmp_path / "n.json")])
     words = ["--runs", *runs, "--data", data, "--out", tmp_path / "comparison"]
-    study.main([*map(str, words), "--baselines", str(tmp_path / "n.json")])
-    printed = capsys.readouterr().out
+    study.main([*map(str, words)])
     compared = json.loads((tmp_path / "comparison" / "report.json").read_text(encoding="utf-8"))
     for name in ("s1", "best"):
         for number in ("cross_entropy", "difference", "cache_bytes", "parameters"):
             assert variant(compared, name)[number] == variant(content, name)[number]
-    ngram = json.loads((tmp_path / "n.json").read_text())["orders"][0]
-    assert "| bigram " in printed and f"{ngram['perplexity']:,.2f}" in printed
     assert (tmp_path / "comparison" / "loss.png").read_bytes().startswith(b"\x89PNG")
 
     copies = [shutil.copytree(run, tmp_path / run.name, ignore=shutil.ignore_patterns("checkpoint-*")) for run in runs]
@@ -214,12 +210,8 @@ def test_finished_runs_are_compared_beside_n_grams(base, content, tmp_path, caps
     report = (tmp_path / "evaluated" / "report.md").read_text(encoding="utf-8")
     assert "| variant | long |\n| --- | ---: |\n| s1 | 12.35 |\n| best | 12.35 |\n" in report
 
-    other, against = base / "out" / "letters", [*words, "--baselines", tmp_path / "other.json"]
-    refused(study.main, [*words[:3], other, *words[3:]], capsys, "was trained on different data")
+    refused(study.main, [*words[:3], base / "out" / "letters", *words[3:]], capsys, "was trained on different data")
     refused(study.main, ["--runs", base, *words[3:]], capsys, "has no result.json")
-    for change, message in ({"data_fingerprint": "x"}, "of other data"), ({"split": "test"}, "of the test rows"):
-        (tmp_path / "other.json").write_text(json.dumps(json.loads((tmp_path / "n.json").read_text()) | change))
-        refused(study.main, against, capsys, message)
 
 
 # --- sweeps -----------------------------------------------------------------------------------------------------------

@@ -106,7 +106,7 @@ def test_a_diluted_run_resumes_as_if_it_had_never_stopped(base, tmp_path):
 def test_what_dilution_cannot_do_is_refused(base, tmp_path, capsys):
     data = prepared_data(base)
     for options, message in (
-        (["--dilute_up_to", 8], "--dilute_up_to does nothing without --dilute_with"),
+        (["--dilute_up_to", 8], "--dilute_share do nothing without --dilute_with"),
         (["--dilute_with", data, "--update_rule", "delta"], "--update_rule linear"),
         (["--dilute_with", data, "--attention", "self"], "needs --attention infini"),
         (["--dilute_with", data, "--position_encoding", "learned"], "give --position_encoding rope or segment"),

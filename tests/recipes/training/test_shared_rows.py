@@ -27,7 +27,7 @@ def options(base, sharing: int, processes: int) -> list:
     given += ["--position_encoding", "segment", "--sink_tokens", 2, "--memory_conv", 3, "--separate_documents", "true"]
     given += ["--max_steps", 8, "--eval_steps", 4, "--eval_rows", 12, "--logging_steps", 1, "--save_steps", 4]
     given += ["--precision", "float32", "--batch_size", 2, "--gradient_accumulation", 2 * sharing // processes]
-    return given + (["--context_parallel_size", sharing, "--num_processes", processes] if processes > 1 else [])
+    return given + (["--context_parallel_size", sharing] if processes > 1 else [])
 
 
 @pytest.fixture(scope="module")

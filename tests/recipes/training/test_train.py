@@ -118,7 +118,7 @@ def test_a_run_of_other_options_is_another_run(tmp_path):
 
 @pytest.mark.slow
 def test_two_processes_train_what_one_does(base, self_run):
-    options = [*self_options(prepared_data(base)), "--gradient_accumulation", 2, "--num_processes", 2]
+    options = [*self_options(prepared_data(base)), "--gradient_accumulation", 2]
     assert "2 process(es)" in on_ranks(run_as_rank, 2, "train", [*options, "--out", base / "two"])[0][0].stderr
     assert (base / "two" / "checkpoint-5" / "rng_state_1.pth").is_file()
     one, two = losses(self_run), losses(base / "two")
@@ -207,7 +207,6 @@ def test_user_errors(base, tmp_path, capsys):
         (["--batch_size", "100000"], "lower --batch_size"),
         (["--segment_length", "8", "--n_segments", "8"], "exactly one of segment_length"),
         (["--layers", "0", "9"], "layers must name some of the 4 layers"),
-        (["--num_processes", "2"], "--num_processes 2, but 1 started. `accelerate launch --cpu`"),
     ):
         words = ["--data", prepared_data(base), "--use_cpu", "true", "--out", tmp_path / "o", *options]
         refused(train.main, words, capsys, message, keeps=tmp_path)

@@ -1,17 +1,23 @@
-"""Parts of the gap between window and full attention: they add up to it, and are those of the layers that cause it."""
+"""Losses beyond the window, in the conditions that a conversion is judged by."""
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from conversion import layers
-from conversion.evaluation import OFF, ON, PLAIN, SOME, UNTRAINED, evaluate
-from conversion.layers import counted_beyond, gap_by_layer, loss_beyond, losses_with_full_attention
-from conversion.teacher import partly_full_attention
+from conversion.evaluation import (
+    OFF,
+    ON,
+    PLAIN,
+    SOME,
+    UNTRAINED,
+    counted_beyond,
+    evaluate,
+    loss_beyond,
+    losses_with_full_attention,
+)
 from conversion.trainers import gates_closed
 from decoders import decoder
 from hf_infini import patch_model
-from hf_infini.models.structure import attention_layers
 from models import token_ids
 from recall.rows import NOT_COUNTED
 
@@ -21,32 +27,6 @@ ROWS = torch.stack([IDS, IDS], 1)  # every token counts
 
 def patched():
     return patch_model(decoder("llama"), segment_length=8, local_segments=1, sink_tokens=2)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
-def test_a_share_of_full_attention(share):
-    model, seen = patched(), []
-    layer = attention_layers(model.model)[1]
-    layer.register_forward_hook(lambda module, given, output: seen.append(output[0]))
-    for shares in ({1: share}, {1: 0.0}, {1: 1.0}):
-        given = {number: torch.tensor(shares.get(number, 0.0)) for number in range(4)}
-        with partly_full_attention(model, 60, given):
-            model(IDS)
-    mixed, window, full = seen
-    torch.testing.assert_close(mixed, window + share * (full - window))
-    assert not torch.allclose(window, full, atol=1e-3)
-
-
-def test_the_parts_add_up_to_the_gap(monkeypatch):
-    monkeypatch.setattr(layers, "POINTS", 48)
-    model, rows = patched(), ROWS[:1]
-    parts = gap_by_layer(model, rows, WINDOW)
-    window, full = (losses_with_full_attention(model, rows, WINDOW, full_in)[0] for full_in in ([], None))
-    gap = (window - full) / (60 - WINDOW)
-    # The error of the midpoints falls with their square; that of so few as are used is large for such wild random weights
-    assert list(parts) == [0, 1, 2, 3] and sum(parts.values()) == pytest.approx(gap, rel=0.03)
-    assert not model.model.layers[0].self_attn._forward_hooks
 
 
 @torch.no_grad()

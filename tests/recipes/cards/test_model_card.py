@@ -1,4 +1,4 @@
-"""The push recipe on a model that was really trained: its folder, its card, what keeps it from being published."""
+"""The card of a model that was really trained: its folder, its numbers, what is refused; and pushes by the Trainer."""
 
 import contextlib
 import io
@@ -11,7 +11,7 @@ import sys
 
 import pytest
 import torch
-from huggingface_hub import ModelCard, constants, hf_api
+from huggingface_hub import HfApi, ModelCard, constants, hf_api
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoConfig,
@@ -40,9 +40,8 @@ from training.run_folder import RESULT_ENTRIES
 pytestmark = pytest.mark.slow  # they share trained runs
 
 
-push = load_recipe("push")
+model_card = load_recipe("model_card")
 NAME = "user/infini"
-OLDER = ("hf_infini_0123abcd_cache.py", "hf_infini_0123abcd/cache_cache.py", "needs_hf_infini.py", "vocab.txt")
 MODELS = sorted(path.parent for path in (ROOT / "model_cards").glob("*/config.json"))
 ADAPTERS = sorted(path.parent for path in (ROOT / "model_cards").glob("*/infini_adapter.json"))
 
@@ -68,33 +67,28 @@ def options_of(trained, out, *more) -> list[str]:
 
 @pytest.fixture(scope="module")
 def published(trained, tmp_path_factory):
-    """A folder that the recipe wrote and pushed to a small Hub; what the recipe printed; the Hub."""
+    """A folder that the recipe wrote and `hf upload` would push to a small Hub; what the recipe printed; the Hub."""
     hub, out = HubServer(tmp_path_factory.mktemp("hub")), tmp_path_factory.mktemp("cards") / "infini"
-    out.mkdir()
-    (out / "hf_infini_0123abcd").mkdir()
-    for old in (*OLDER, "mine.txt"):
-        (out / old).write_text("an older version's, but for the last one")
-    (out / "README.md").write_text("---\ntags:\n- hf_infini\n---\n")  # or it would not be replaced
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as printed:
-        patch.setattr(constants, "ENDPOINT", hub.url)
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        model_card.main(options_of(trained, out, "--repo_id", NAME))
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(constants, "HF_HUB_OFFLINE", False)
         patch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-        patch.setenv("HF_TOKEN", WRITE)
-        push.main(options_of(trained, out, "--repo_id", NAME, "--private", "true"))
+        api = HfApi(hub.url, WRITE)
+        api.create_repo(NAME, private=True)
+        api.upload_folder(repo_id=NAME, folder_path=out)
     yield out, printed.getvalue(), hub
     hub.stop()
 
 
-def test_what_is_in_the_folder_is_on_the_hub(published, trained):
-    out, printed, hub = published
-    files = hub.repository(NAME).files()
-    names = {file.relative_to(out).as_posix() for file in out.rglob("*") if file.is_file()} - {"mine.txt"}
-    assert names | {".gitattributes"} == files.keys() and hub.repository(NAME).state["private"]
+def test_what_is_in_the_folder(published, trained):
+    out, printed, _ = published
+    names = {file.relative_to(out).as_posix() for file in out.rglob("*") if file.is_file()}
     assert {"README.md", "config.json", "model.safetensors", "tokenizer.json", "loss_curve.png"} <= names
-    assert not names & {*OLDER, "result.json", "training_args.bin"} and not (out / "hf_infini_0123abcd").exists()
+    assert not names & {"result.json", "training_args.bin"}
     assert {f"{entry.split('.')[0]}.py" for entry in config_of(out)["auto_map"].values()} < code_of(out).keys() < names
     assert all(re.search(rf" {(out / name).stat().st_size:,}  {name}\n", printed) for name in names)
-    assert f"pushed: {hub.url}/{NAME}/commit/" in printed
+    assert f"next: hf upload {NAME} {out}\n" in printed
     ours, theirs = (load_file(folder / "model.safetensors") for folder in (out, trained))
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name].to(torch.bfloat16)) for name in ours)
@@ -129,19 +123,17 @@ def test_a_stranger_gets_what_the_card_says(published, tmp_path):
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
-def test_runs_that_cannot_be_published(trained, base, tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("HF_TOKEN", WRITE)
+def test_runs_that_cannot_be_published(trained, tmp_path, capsys):
 
     def error(*more, folder=trained, out=tmp_path / "card") -> str:
         with pytest.raises(SystemExit) as stopped:
-            push.main(options_of(folder, out, *more))
+            model_card.main(options_of(folder, out, *more))
         assert stopped.value.code == 1 and not (tmp_path / "card" / "README.md").exists()
         return capsys.readouterr().err
 
-    assert "no card of this recipe" in error(out=trained)
+    assert "is there: delete it, or choose another" in error(out=trained)
     assert "--notes: there is no file" in error("--notes", tmp_path / "none.md")
     assert "--prompt '' has no token" in error("--prompt", "")
-    assert "offline" in error("--repo_id", NAME)  # as all tests are
     folder = shutil.copytree(trained, tmp_path / "runs" / "infini")
     weights = load_file(folder / "model.safetensors")
     max(weights.values(), key=torch.Tensor.numel).view(-1)[3] = float("nan")
@@ -178,8 +170,7 @@ def test_samples_end_where_the_positions_do(base, tmp_path):
 
 @pytest.mark.parametrize("folder", MODELS, ids=lambda folder: folder.name)
 def test_the_models_of_the_repository_are_as_published(folder, tmp_path):
-    """But for the code, which is pushed with them."""
-    assert [file.name for file in folder.iterdir() if not cards_folder.allowed(file.name)] == []
+    """But for the code, which is published with them."""
     card = shutil.copytree(folder, tmp_path / folder.name)
     AutoConfig.from_pretrained(card).save_pretrained(card, save_code=True)
     assert code_of(card)
