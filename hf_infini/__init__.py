@@ -20,9 +20,9 @@ import transformers
 
 from .cache.cache import InfiniCache, cache_bytes
 from .models.adapter import load_adapter, lora_config, save_adapter
-from .models.families import PROBED, AutoInfiniModelForCausalLM, infini_class, register_lazily
-from .models.families import __getattr__ as __getattr__  # InfiniLlamaForCausalLM and so on
-from .models.gpt2 import GPT2InfiniAttention, InfiniGPT2Config
+from .models.families import PROBED, register_lazily
+from .models.families import __getattr__ as __getattr__  # InfiniGPT2LMHeadModel, InfiniLlamaForCausalLM and so on
+from .models.gpt2 import InfiniGPT2Config
 from .models.patching import patch_model, unpatch_model
 from .models.scratch.attention import CausalMultiHeadAttention
 from .models.scratch.configuration import CausalMHAConfig
@@ -33,13 +33,6 @@ from .ops.state import InfiniState
 from .tools.inspection import inspect_attention
 from .tools.keep_score import fit_keep_score
 
-InfiniGPT2Model, InfiniGPT2LMHeadModel, InfiniGPT2DoubleHeadsModel = (
-    infini_class(getattr(transformers, name)) for name in ("GPT2Model", "GPT2LMHeadModel", "GPT2DoubleHeadsModel")
-)
-InfiniGPT2ForSequenceClassification, InfiniGPT2ForTokenClassification, InfiniGPT2ForQuestionAnswering = (
-    infini_class(getattr(transformers, f"GPT2For{task}"))
-    for task in ("SequenceClassification", "TokenClassification", "QuestionAnswering")
-)
 transformers.AutoConfig.register("causal_mha", CausalMHAConfig, exist_ok=True)
 transformers.AutoConfig.register("infini_gpt2", InfiniGPT2Config, exist_ok=True)
 for auto_class, model in AUTO_CLASSES.items():
@@ -48,20 +41,12 @@ register_lazily(PROBED)
 
 __version__ = "0.1.0"
 __all__ = [
-    "AutoInfiniModelForCausalLM",
     "CausalMHAConfig",
     "CausalMHAForCausalLM",
     "CausalMHAModel",
     "CausalMultiHeadAttention",
-    "GPT2InfiniAttention",
     "InfiniCache",
     "InfiniGPT2Config",
-    "InfiniGPT2DoubleHeadsModel",
-    "InfiniGPT2ForQuestionAnswering",
-    "InfiniGPT2ForSequenceClassification",
-    "InfiniGPT2ForTokenClassification",
-    "InfiniGPT2LMHeadModel",
-    "InfiniGPT2Model",
     "InfiniState",
     "cache_bytes",
     "fit_keep_score",

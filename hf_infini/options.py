@@ -6,6 +6,7 @@ Only the standard library is imported here: a command line reads the options wit
 import math
 import operator
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Literal, get_args, get_origin, get_type_hints
 
@@ -23,21 +24,16 @@ def number(default, **limits):
     return field(default=default, metadata=limits)
 
 
-def limits_of(entry) -> dict:
-    """The limits of a dataclass's field."""
-    return {limit: entry.metadata[limit] for limit in LIMITS if limit in entry.metadata}
+def in_words(limits: Mapping) -> str:
+    """The [`LIMITS`] among these entries as a sentence has them: "at least 0 and below 1"."""
+    return " and ".join(f"{name.replace('_', ' ')} {limits[name]}" for name in LIMITS if name in limits)
 
 
-def in_words(limits: dict) -> str:
-    """Limits as a sentence has them: "at least 0 and below 1"."""
-    return " and ".join(f"{name.replace('_', ' ')} {limit}" for name, limit in limits.items())
-
-
-def check_number(name: str, value, limits: dict) -> None:
+def check_number(name: str, value, limits: Mapping) -> None:
     """ValueError unless a number is finite and within its limits; anything else than a number passes."""
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         return
-    if not math.isfinite(value) or not all(LIMITS[limit](value, bound) for limit, bound in limits.items()):
+    if not math.isfinite(value) or not all(LIMITS[limit](value, limits[limit]) for limit in LIMITS if limit in limits):
         raise ValueError(f"{name} must be {in_words(limits) or 'a finite number'}; got {value}.")
 
 
@@ -152,7 +148,7 @@ class MemoryOptions(ConfigBase):
         if not self.has_memory:
             return []
         if self.layers is not None:
-            return sorted(self.layers)
+            return sorted({*self.layers})
         return [layer for layer, kind in enumerate(layer_kinds(self)) if kind == "full_attention"]
 
     def validate_memory_options(self):
@@ -187,17 +183,10 @@ class MemoryOptions(ConfigBase):
                 "memory_write='learned' multiplies features by adding to their exponents: give feature_map='exp' or "
                 f"'learned' with it; got feature_map={self.feature_map!r}."
             )
-        self._validate_layers()
-
-    def _validate_layers(self):
-        if self.layers is not None and (
-            not self.layers
-            or len(set(self.layers)) < len(self.layers)
-            or not all(0 <= layer < self.num_hidden_layers for layer in self.layers)
-        ):
+        if self.layers is not None and (not self.layers or not {*self.layers} <= {*range(self.num_hidden_layers)}):
             raise ValueError(
-                f"layers must name some of the {self.num_hidden_layers} layers, 0 to {self.num_hidden_layers - 1}, each "
-                f"once, or be None for all; got {self.layers}."
+                f"layers must name some of the {self.num_hidden_layers} layers, 0 to {self.num_hidden_layers - 1}, or be "
+                f"None for all; got {self.layers}."
             )
 
 
@@ -214,7 +203,7 @@ def help_texts(options: type) -> dict[str, str]:
     limits of a number."""
     entry = r"^        (\w+) \(`[^\n]*\):\n((?:            [^\n]*\n)+)"
     texts = {name: " ".join(text.split()) for name, text in re.findall(entry, options.__doc__ or "", re.MULTILINE)}
-    ranges = {entry.name: in_words(limits_of(entry)) for entry in fields(options)}
+    ranges = {entry.name: in_words(entry.metadata) for entry in fields(options)}
     return {name: f"{text} {ranges[name].capitalize()}." if ranges.get(name) else text for name, text in texts.items()}
 
 

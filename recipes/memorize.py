@@ -105,13 +105,13 @@ def read_cache(file: Path, model, text_sha256: list[str], remedy: str):
     Raises UserError, with the remedy, where the file is something else, damaged, or of another model or text.
     """
     from hf_infini import InfiniCache
-    from hf_infini.cache.files import MemoryFileError, read_record
+    from hf_infini.cache.files import MemoryFileError, read_memory_file
 
     if not file.exists():
         return None
     try:
         cache = InfiniCache.from_pretrained(file, model)
-        if read_record(file)["text_sha256"] == text_sha256:
+        if read_memory_file(file)[0]["text_sha256"] == text_sha256:
             return cache
     except MemoryFileError as error:
         raise UserError(f"{error} {remedy}") from error

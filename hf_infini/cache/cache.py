@@ -1,16 +1,13 @@
-"""The cache of `generate()`: one [`InfiniState`] for each layer with memory, so its bytes do not grow with the context.
-
-Of the text that it has read it keeps not the ids, but how many tokens were real, and a fingerprint of the ids.
-"""
+"""The cache of `generate()`: one [`InfiniState`] for each layer with memory, so its bytes do not grow with the context."""
 
 import copy
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
@@ -22,58 +19,35 @@ from ..ops.memory import KEEP_SCORES
 from ..ops.rules import RULES
 from ..ops.state import InfiniState
 from .files import check_model, describe_model, read_memory_file, write_memory_file
-from .masks import mask_before
 
-# Two moduli below 2^31, so that every product fits into 64 bits, and a base for each
-PRIMES = (2_147_483_647, 2_147_483_629)
-BASES = (1_103_515_245, 1_664_525_069)
-NAMES = {"text_real": "real", "text_fingerprint": "fingerprint", "documents": "documents"}  # in a memory file, and here
+TEXT_END = 64  # so many last ids tell a text from another
 
 
 class InfiniLayer(CacheLayerMixin):
     """One layer's state between two calls.
 
     Attributes:
-        state: [`InfiniState`], or `None` before the first call. It is safe to keep: once it has been read, the next token is
-            written into a copy of its window instead of in place.
+        state: [`InfiniState`], or `None` before the first call. Without gradients, the next token may be written into it in
+            place: to keep one, copy it (`copy.deepcopy`).
         columns: tokens passed so far, padding included (what `generate` counts in).
     """
 
     def __init__(self):
         super().__init__()
-        self._state: InfiniState | None = None
-        self._shared = False
+        self.state: InfiniState | None = None
         self.columns = 0
-
-    @property
-    def state(self) -> InfiniState | None:
-        self._shared = True
-        return self._state
-
-    @state.setter
-    def state(self, state: InfiniState | None) -> None:
-        self._state, self._shared = state, True
 
     def advance(self, state: InfiniState, columns: int) -> None:
         """Takes the state after a call of `columns` tokens."""
-        if self._state is None or state.local_key is not self._state.local_key:
-            self._shared = False
-        self._state = state
+        self.state = state
         self.columns += columns
         self.is_initialized = True
-
-    def __copy__(self) -> "InfiniLayer":
-        """Shares the state; what one of the two reads later does not change the other."""
-        self._shared = True
-        other = type(self)()
-        other.__dict__.update(self.__dict__)
-        return other
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing to do: the state is made by the first call."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs):
-        raise TypeError("an InfiniLayer keeps no keys and values to attend to; the attention calls `advance`.")
+        raise TypeError("an InfiniLayer keeps no keys and values to attend to; the attention leaves its next state.")
 
     def get_seq_length(self) -> int:
         return self.columns
@@ -84,124 +58,33 @@ class InfiniLayer(CacheLayerMixin):
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.columns + query_length, 0
 
-    def reset(self) -> None:
-        self.__init__()
-
-    def _map(self, function) -> None:
-        if self._state is not None:
-            self._state = self._state.map_rows(function)
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        self._map(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        self._map(lambda tensor: tensor.repeat_interleave(repeats, 0))
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        self._map(lambda tensor: tensor[indices])
-
-    def crop(self, tokens_to_remove: int) -> None:
-        raise ValueError(
-            "a compressive memory cannot be cropped: what was written into it cannot be taken out again. "
-            "Keep a copy of the cache (copy.deepcopy) from before the tokens you may want to undo."
-        )
-
 
 class PendingStates:
     """The states of the layers with memory before and after one call of the model.
 
     Every layer takes its state from here and leaves the next one here; [`InfiniCache.advance`] takes these over when all
     layers are through. So a call that fails changes nothing in the cache, nor does a layer that gradient checkpointing runs
-    a second time. To a layer's own forward this is the cache.
+    a second time. To a layer's own forward this is the cache: it tells how many columns came before (Llama 4 asks), and
+    keeps nothing.
 
     Attributes:
-        documents: see [`kept_layers_masks`], of all columns up to the last of this call.
+        before: the state that each layer continues, by its number; after: those that the layers have left.
         exchange: gives the layers what other processes have read before this one (context parallelism); `None`: nobody has.
     """
 
     exchange: Any = None
 
-    def __init__(self, layers: Sequence, documents: Tensor | None = None):
-        self.documents = documents
-        self._layers = {number: layer for number, layer in enumerate(layers) if isinstance(layer, InfiniLayer)}
-        self._before = {number: layer._state for number, layer in self._layers.items()}
-        self._after: dict[int, InfiniState] = {}
-        self._columns = next(iter(self._layers.values())).columns
-
-    def before(self, layer: int) -> InfiniState | None:
-        """The state that the layer continues."""
-        return self._before[layer]
-
-    def may_overwrite(self, layer: int) -> bool:
-        """Whether a token may be written into the state's own window: nobody has kept it, and no gradient needs it."""
-        return not (torch.is_grad_enabled() or self._layers[layer]._shared)
-
-    def leave(self, layer: int, state: InfiniState) -> None:
-        """Hands over the state after the call."""
-        self._after[layer] = state
-
-    def advance_layers(self, tokens: int) -> None:
-        """Gives the layers that have been called their new states."""
-        for number, state in self._after.items():
-            self._layers[number].advance(state, tokens)
+    def __init__(self, cache: "InfiniCache"):
+        layers = enumerate(cache.layers)
+        self.before = {number: layer.state for number, layer in layers if isinstance(layer, InfiniLayer)}
+        self.after: dict[int, InfiniState] = {}
+        self.columns = cache.get_seq_length()
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Columns before this call."""
-        return self._columns
+        return self.columns
 
     def update(self, key: Tensor, value: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        """Keeps nothing: the layer leaves its state."""
         return key, value
-
-
-@dataclass
-class ReadText:
-    """What has been read of all rows, in the columns that a cache has passed.
-
-    Attributes:
-        real: `[batch]` int64, how many of the columns were not padding; `None` before the first call.
-        fingerprint: `[batch, 2]` int64, see [`extend_fingerprint`]; `None` before the first call, and after one without ids.
-        documents: see [`kept_layers_masks`], of all columns.
-    """
-
-    real: Tensor | None = None
-    fingerprint: Tensor | None = None
-    documents: Tensor | None = None
-
-    def tensors(self) -> dict[str, Tensor]:
-        """What is known, by name, as a memory file has it."""
-        known = {name: getattr(self, attribute) for name, attribute in NAMES.items()}
-        return {name: tensor for name, tensor in known.items() if tensor is not None}
-
-    @classmethod
-    def from_tensors(cls, tensors: dict[str, Tensor]) -> "ReadText":
-        """The inverse of `tensors`; others are passed over."""
-        return cls(**{attribute: tensors.get(name) for name, attribute in NAMES.items()})
-
-    def map_rows(self, function) -> None:
-        """Applies a function of rows, such as a choice among them."""
-        for name, tensor in self.tensors().items():
-            setattr(self, NAMES[name], function(tensor))
-
-    def extend(self, input_ids: Tensor | None, real: Tensor | None, batch: int, tokens: int, device) -> None:
-        """Takes in a call of `[batch, tokens]`.
-
-        Args:
-            input_ids: of the call; `None`: embeddings, after which nothing is known of the text's ids.
-            real: `[batch, tokens]` bool, not padding (`None`: all).
-        """
-        count = torch.full((batch,), tokens, device=device) if real is None else real.sum(1)
-        unknown = input_ids is None or (self.real is not None and self.fingerprint is None)
-        self.fingerprint = None if unknown else extend_fingerprint(self.fingerprint, input_ids)
-        self.real = count if self.real is None else self.real + count
-
-    def begins(self, input_ids: Tensor) -> bool:
-        """Whether these ids, `[rows, columns]`, are what has been read; several rows of the cache (beams) may share one."""
-        if self.fingerprint is None:
-            return False
-        repeats = max(1, len(self.fingerprint) // len(input_ids))
-        given = extend_fingerprint(None, input_ids).repeat_interleave(repeats, 0)
-        return torch.equal(self.fingerprint.to(given.device), given)
 
 
 class InfiniCache(Cache):
@@ -214,6 +97,11 @@ class InfiniCache(Cache):
     Args:
         config: of the model, which has layers with memory: an [`InfiniGPT2Config`], or a [`CausalMHAConfig`] with
             `attention="infini"`.
+
+    Attributes:
+        text: what is known of the text read, by its names in a memory file: `text_real` `[batch]`, how many of the columns
+            were no padding; `text_end` `[batch, TEXT_END]`, the last ids, −1 before the first (not after a call without
+            ids); `documents`, see [`kept_layers_masks`], of all columns (where padding makes it necessary).
 
     Raises:
         ValueError: the configuration names no layers with memory.
@@ -229,64 +117,88 @@ class InfiniCache(Cache):
             own = DynamicCache(config=config).layers or own  # layers that slide keep their window only
         super().__init__(layers=[InfiniLayer() if i in bounded else layer for i, layer in enumerate(own)])
         self._config, self.window = config, config.window
-        self.text = ReadText()
+        self.text: dict[str, Tensor] = {}
 
     def __copy__(self) -> "InfiniCache":
-        other = object.__new__(type(self))
-        other.__dict__.update(self.__dict__, layers=[copy.copy(layer) for layer in self.layers], text=copy.copy(self.text))
-        return other
+        return copy.deepcopy(self)
 
     def __deepcopy__(self, memo) -> "InfiniCache":
-        other = copy.copy(self)
-        for layer in other.layers:
-            _map_tensors(layer, Tensor.clone)
-        other.text.map_rows(Tensor.clone)
+        other = object.__new__(type(self))
+        other.__dict__.update(self.__dict__, layers=[copy.copy(layer) for layer in self.layers])
+        other._map(Tensor.clone, InfiniState.map)
         return other
 
     def detach(self) -> "InfiniCache":
         """Cuts the graph, in place: what is read from here on has no gradient that goes back to what was read before, and
         what only that gradient needed is freed. Returns the cache itself."""
-        for layer in self.layers:
-            _map_tensors(layer, Tensor.detach)
+        self._map(Tensor.detach, InfiniState.map)
         return self
+
+    def _map(self, function: Callable[[Tensor], Tensor], of_state: Callable = InfiniState.map_rows) -> None:
+        """Applies a function to all that the cache holds; of a state, to what `of_state` does."""
+        layers: Any = self.layers
+        for layer in layers:
+            if isinstance(layer, InfiniLayer):
+                layer.state = None if layer.state is None else of_state(layer.state, function)
+            else:
+                vars(layer).update({name: function(tensor) for name, tensor in _tensors_of(layer).items()})
+        self.text = {name: function(tensor) for name, tensor in self.text.items()}
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        self._map(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._map(lambda tensor: tensor.repeat_interleave(repeats, 0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self._map(lambda tensor: tensor[indices])
 
     @property
     def state(self) -> InfiniState | None:
         """The state of the first layer with memory: its tokens_seen and positions hold for all."""
-        return self._first_layer.state
-
-    @property
-    def _first_layer(self) -> InfiniLayer:
-        return next(layer for layer in self.layers if isinstance(layer, InfiniLayer))
+        return next(layer.state for layer in self.layers if isinstance(layer, InfiniLayer))
 
     def pending_states(self) -> PendingStates:
         """The states for a call of the model."""
-        return PendingStates(self.layers, self.text.documents)
+        return PendingStates(self)
 
     def check_finished(self) -> None:
         """ValueError where a call has failed halfway, and left keys and values in some of the layers of full attention."""
-        others: Any = [layer for layer in self.layers if not isinstance(layer, InfiniLayer)]
-        if any(layer.get_seq_length() != self._first_layer.columns for layer in others):
+        if len({layer.get_seq_length() for layer in self.layers}) > 1:
             raise ValueError("a call with this cache has failed halfway: make a new one and read the text again.")
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Columns that the cache has passed."""
-        return self._first_layer.columns
-
-    def first_state(self) -> InfiniState | None:
-        """As `state`, for a call that keeps nothing of it."""
-        return self._first_layer._state
 
     def advance(self, states: PendingStates, input_ids: Tensor | None, layout: Layout, tokens: int) -> None:
         """Takes over what a call of `tokens` columns has left; `input_ids` `[batch, tokens]`, or `None` for embeddings."""
-        states.advance_layers(tokens)
-        self.text.documents = states.documents
-        self.text.extend(input_ids, layout.real, len(layout.tokens_seen), tokens, layout.tokens_seen.device)
+        self.advance_layers(states, tokens)
+        self.note_text(input_ids, layout.real, len(layout.tokens_seen), tokens, layout.tokens_seen.device)
+
+    def advance_layers(self, states: PendingStates, tokens: int) -> None:
+        """Gives the layers that have been called their new states."""
+        layers: Any = self.layers
+        for number, state in states.after.items():
+            layers[number].advance(state, tokens)
+
+    def note_text(self, input_ids: Tensor | None, real: Tensor | None, batch: int, tokens: int, device) -> None:
+        """Takes a call of `[batch, tokens]` into the `text`.
+
+        Args:
+            input_ids: of the call; `None`: embeddings, after which nothing is known of the text's ids.
+            real: `[batch, tokens]` bool, not padding (`None`: all).
+        """
+        count = torch.full((batch,), tokens, device=device) if real is None else real.sum(1)
+        if input_ids is None:
+            self.text.pop("text_end", None)
+        elif "text_end" in self.text or "text_real" not in self.text:
+            before = self.text.get("text_end", input_ids.new_full((batch, TEXT_END), -1))
+            self.text["text_end"] = torch.cat([before, input_ids[:, -TEXT_END:].to(before)], 1)[:, -TEXT_END:]
+        self.text["text_real"] = count + self.text.get("text_real", 0)
 
     def nbytes(self) -> int:
         """Bytes that the cache holds now."""
         named = (named for layer in self.layers for named in _tensors_of(layer).items())
         return sum(tensor.nbytes for name, tensor in named if not name.startswith("start_"))  # which are the model's
+
+    # --- which ids of a call are new ------------------------------------------------------------------------------------
 
     @check_kinds
     def attention_mask(self, attention_mask: Tensor) -> Tensor:
@@ -295,22 +207,65 @@ class InfiniCache(Cache):
         `past_key_values=cache`).
 
         With beams or several sequences for each row, repeat the cache (`batch_repeat_interleave`) after this. Without this
-        mask, `generate()` recognises a whole text by its beginning, and takes other ids for new if they are no more than the
-        cache has read.
+        mask, ids are a whole text, which begins with what the cache has read.
 
         Args:
             attention_mask: `[batch, tokens]` of the new tokens, 1 = real, 0 = padding.
 
         Returns:
-            `[batch, columns + tokens]`, the columns being those that the cache has passed.
+            `[batch, columns + tokens]`, the columns being those that the cache has passed. A row's real tokens are counted
+            and not looked at, so they are put together at the end of these.
 
         Raises:
             ValueError: another number of rows than the cache has.
         """
-        if self.text.real is None:
+        if not self.text:
             return attention_mask
-        check_rows("the mask", len(attention_mask), len(self.text.real))
-        return mask_before(self.text, attention_mask, self.get_seq_length())
+        real, columns = self._real_of(attention_mask), self.get_seq_length()
+        past = torch.arange(columns, device=real.device) >= columns - real.unsqueeze(1)
+        return torch.cat([past.to(attention_mask), attention_mask], 1)
+
+    def _real_of(self, mask: Tensor) -> Tensor:
+        """`text_real` for the rows of a mask, of which each may have several equal ones here (beams)."""
+        real = self.text["text_real"].to(mask.device)
+        if len(real) % len(mask):
+            check_rows("the mask", len(mask), len(real))
+        return real[:: len(real) // len(mask)]
+
+    def check_past(self, attention_mask: Tensor) -> None:
+        """ValueError where a mask `[rows, columns]` of what has been read has another number of real tokens in a row; in a
+        graph of torch.compile a RuntimeError."""
+        given, counted = (attention_mask != 0).sum(1), self._real_of(attention_mask)
+        if torch.compiler.is_compiling():
+            torch._assert_async((given == counted).all(), "the attention_mask disagrees with what the cache has read.")
+        elif not torch.equal(given, counted):
+            row = int((given != counted).nonzero()[0])
+            raise ValueError(
+                f"row {row} of attention_mask has {int(given[row])} real tokens (1) among the {attention_mask.shape[1]} "
+                f"columns that the cache has passed, but the cache has read {int(counted[row])} of them as real. Mask the "
+                "padding; what generate() has appended after the end of a row is text to the cache."
+            )
+
+    def check_ids(self, input_ids: Tensor, attention_mask: Tensor) -> None:
+        """ValueError unless these ids, `[batch, tokens]`, are more than what has been read, and the same there, as far as
+        `text_end` shows: `generate()` takes ids for a whole text and reads what goes beyond the cache. A mask that is wider
+        than the ids says that all are new. The cache may have several rows for each (beams)."""
+        columns, tokens = self.get_seq_length(), input_ids.shape[1]
+        if not columns:
+            return
+        begins = F.pad(input_ids[:, :columns], (TEXT_END, 0), value=-1)[:, -TEXT_END:]
+        read = self.text.get("text_end", begins[:0])
+        begins = begins.repeat_interleave(max(1, len(read) // len(begins)), 0)
+        same = tokens > columns and torch.equal(read, begins.to(read))
+        if not same and attention_mask.shape[1] == tokens:
+            raise ValueError(
+                f"these {tokens} ids are not the {columns} that the cache has read and new ones after them: give those, or, "
+                "for new ids alone, attention_mask=cache.attention_mask(mask), mask being [batch, tokens] with 1 for real "
+                "tokens."
+            )
+        self.check_past(attention_mask[:, :columns])
+
+    # --- memory files -----------------------------------------------------------------------------------------------------
 
     @check_kinds
     def save_pretrained(
@@ -345,14 +300,12 @@ class InfiniCache(Cache):
 
     def tensors(self) -> dict[str, Tensor]:
         """All tensors, by their names in a memory file."""
-        tensors = self.text.tensors()
-        for number, layer in enumerate(self.layers):
-            tensors |= {f"layers.{number}.{name}": tensor for name, tensor in _tensors_of(layer).items()}
-        return tensors
+        layers = ((number, *entry) for number, layer in enumerate(self.layers) for entry in _tensors_of(layer).items())
+        return self.text | {f"layers.{number}.{name}": tensor for number, name, tensor in layers}
 
     @classmethod
     @check_kinds
-    def from_pretrained(cls, path: str | Path, model: nn.Module, *, rows: Sequence | None = None) -> "InfiniCache":
+    def from_pretrained(cls, path: str | Path, model: nn.Module) -> "InfiniCache":
         """The cache that [`InfiniCache.save_pretrained`] wrote, on the model's devices.
 
         Hashes the model's weights to compare them with those that wrote the memory (see [`describe_model`] for the time).
@@ -360,17 +313,15 @@ class InfiniCache(Cache):
         Args:
             path: the file.
             model: the model that continues.
-            rows: which rows of the batch to take, in this order; `None`: all.
 
         Raises:
             MemoryFileError: the file is damaged, no memory file, or of another model: the message says what is wrong.
             OSError: there is no such file, or it may not be read.
-            IndexError: there is no such row.
         """
-        record, tensors = read_memory_file(path)
-        check_model(path, record, model)
         config: Any = model.config
-        cache, columns = cls(config), record["columns"]
+        cache, (record, tensors) = cls(config), read_memory_file(path)
+        check_model(path, record, model)
+        columns = record["columns"]
         devices = {getattr(module, "layer_idx", None): device_of(module) for module in model.modules()}
         layers: Any = cache.layers
         for number, layer in enumerate(layers):
@@ -383,30 +334,9 @@ class InfiniCache(Cache):
                 layer.update(own["keys"], own["values"])
             if isinstance(layer, DynamicSlidingWindowLayer):
                 layer.cumulative_length = columns
-        cache.text = ReadText.from_tensors({name: tensor.to(device_of(model)) for name, tensor in tensors.items()})
-        if rows is not None:
-            cache.batch_select_indices(torch.tensor(rows, dtype=torch.long))
+        known = ("text_real", "text_end", "documents")  # earlier versions have another trace of the ids
+        cache.text = {name: tensors[name].to(device_of(model)) for name in known if name in tensors}
         return cache
-
-    def crop(self, tokens_to_remove: int) -> None:
-        self._first_layer.crop(tokens_to_remove)
-
-    def reset(self) -> None:
-        self.__init__(self._config)
-
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        super().reorder_cache(beam_idx)
-        self.text.map_rows(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
-
-    @check_kinds
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        super().batch_repeat_interleave(repeats)
-        self.text.map_rows(lambda tensor: tensor.repeat_interleave(repeats, 0))
-
-    @check_kinds
-    def batch_select_indices(self, indices: Tensor) -> None:
-        super().batch_select_indices(indices)
-        self.text.map_rows(lambda tensor: tensor[indices])
 
 
 @check_kinds
@@ -431,17 +361,8 @@ def cache_bytes(config: PreTrainedConfig) -> int:
 def _tensors_of(layer) -> dict[str, Tensor]:
     """What a layer of the cache holds, by name; nothing before the first call."""
     if isinstance(layer, InfiniLayer):
-        return {} if layer._state is None else layer._state.tensors()
+        return {} if layer.state is None else layer.state.tensors()
     return {name: getattr(layer, name) for name in ("keys", "values") if getattr(layer, name) is not None}
-
-
-def _map_tensors(layer, function) -> None:
-    """Applies a function to what a layer of the cache holds."""
-    if isinstance(layer, InfiniLayer):
-        layer.state = None if layer._state is None else layer._state.map(function)
-        return
-    for name, tensor in _tensors_of(layer).items():
-        setattr(layer, name, function(tensor))
 
 
 def check_rows(what: str, rows: int, cached: int) -> None:
@@ -451,33 +372,3 @@ def check_rows(what: str, rows: int, cached: int) -> None:
             f"{what} has {rows} rows and the cache {cached}: repeat the cache's rows with batch_repeat_interleave, or "
             "choose among them with batch_select_indices."
         )
-
-
-def extend_fingerprint(before: Tensor | None, input_ids: Tensor) -> Tensor:
-    """The fingerprint of a longer text: h ← (h · base + id + 1) mod prime for each further id, for two primes.
-
-    In which pieces a text is read does not matter. Two texts of n tokens that were not made for it have the same one with
-    a probability of about n · 2^−62.
-
-    Args:
-        before: `[batch, 2]` int64, of the text so far; `None`: of none.
-        input_ids: `[batch, tokens]`, what follows it, padding included.
-    """
-    ids, hashes = input_ids.long() + 1, []
-    for number, (base, prime) in enumerate(zip(BASES, PRIMES, strict=True)):
-        powers = _powers(input_ids.shape[1] + 1, base, prime, ids.device)
-        text = (ids % prime * powers[:-1].flip(0) % prime).sum(1)
-        hashes.append(text % prime if before is None else (before[:, number].to(ids.device) * powers[-1] + text) % prime)
-    return torch.stack(hashes, 1)
-
-
-def _powers(count: int, base: int, prime: int, device) -> Tensor:
-    """base^0 … base^(count − 1) mod prime, `[count]`, by squaring. The squares are numbers of Python's: to bring them to an
-    accelerator as a tensor would wait for it."""
-    exponents = torch.arange(count, device=device)
-    powers = torch.ones_like(exponents)
-    # Where a graph leaves the number of tokens open, as many bits as it may have
-    for bit in range((count - 1).bit_length() if isinstance(count, int) else 31):
-        powers = torch.where(exponents >> bit & 1 == 1, powers * base % prime, powers)
-        base = base * base % prime
-    return powers

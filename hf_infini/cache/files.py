@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import load, save
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -35,7 +34,6 @@ FORMAT_VERSION = 2
 METADATA_KEY = "hf_infini_memory"
 # Options that change nothing of what given weights write into a memory
 WITHOUT_EFFECT = {"attn_pdrop", "embd_pdrop", "resid_pdrop", "dropout", "gate_init", "initializer_range", "use_cache"}
-WITHOUT_EFFECT |= {f"summary_{name}" for name in ("type", "use_proj", "activation", "proj_to_labels", "first_dropout")}
 WITHOUT_EFFECT |= {"tie_word_embeddings"}
 # Options that a description has by what they come to
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -62,44 +60,35 @@ def describe_model(model: nn.Module) -> dict:
         parameters after the last layer's memory are hashed with the rest.
 
     Raises:
-        ValueError: the model has no layer with a memory, or adapters of PEFT, which can be switched and scaled.
+        ValueError: the model has adapters of PEFT, which can be switched and scaled, or is none of transformers.
     """
     if not isinstance(model, PreTrainedModel) or any(type(m).__module__.startswith("peft.") for m in model.modules()):
         raise ValueError(
             f"a memory file is bound to the weights of a model of transformers, and this {type(model).__name__} is none, or "
             "has adapters beside them: merge these first, with merge_and_unload()."
         )
-    if not getattr(model.config, "infini_layers", None):
-        raise ValueError(f"a {type(model).__name__} without Infini-attention has no memory to keep: patch_model() it first.")
+    # All options of the class but those known to change nothing: a new one counts from its first day
+    config: Any = model.config
+    passed_over = {field.name for field in fields(PreTrainedConfig)} | WITHOUT_EFFECT | DESCRIBED_INDIRECTLY
+    options = {field.name: getattr(config, field.name) for field in fields(config) if field.name not in passed_over}
+    options |= {name: getattr(config, name) for name in ("model_type", "infini_layers", "tokens_per_segment")}
+    options["tokens_kept_out"] = [getattr(config, name) for name in SPECIAL_TOKENS] if config.mask_special_tokens else []
     digest = hashlib.sha256()
     _add_tensors(digest, model.base_model.state_dict())
     return {
-        "config": semantic_options(model.config),
+        "config": json.loads(json.dumps(options)),
         "dtype": str(model.dtype).removeprefix("torch."),
         "adapters": [],
         "weights_sha256": digest.hexdigest(),
     }
 
 
-def semantic_options(config) -> dict:
-    """The options of a configuration that decide what a memory means, as JSON gives them back.
-
-    All options of the class but those known to change nothing: a new one counts from its first day.
-    """
-    passed_over = {field.name for field in fields(PreTrainedConfig)} | WITHOUT_EFFECT | DESCRIBED_INDIRECTLY
-    options = {field.name: getattr(config, field.name) for field in fields(config) if field.name not in passed_over}
-    options |= {name: getattr(config, name) for name in ("model_type", "infini_layers", "tokens_per_segment")}
-    kept_out = [getattr(config, name) for name in SPECIAL_TOKENS] if config.mask_special_tokens else []
-    return json.loads(json.dumps(options | {"tokens_kept_out": kept_out}))
-
-
-@check_kinds
 def write_memory_file(path: str | Path, tensors: dict[str, Tensor], record: dict) -> None:
     """Writes tensors and a record (its entries `model` to `text_sha256`) so that a reader finds the old file or the new one,
     also where several processes write the same file: each writes a temporary file, `NAME.….part` in the same folder, and
     the last to finish wins. The same content gives the same bytes.
 
-    Folders on the way are made. A symbolic link of this name is replaced by the file, and not followed.
+    Folders on the way are made.
 
     Raises:
         OSError: the file cannot be written, or is a folder; an old one is still there.
@@ -126,17 +115,6 @@ def write_memory_file(path: str | Path, tensors: dict[str, Tensor], record: dict
 
 
 @check_kinds
-def read_record(path: str | Path) -> dict:
-    """The record of a memory file, without its tensors and unchecked against them: what it is, for people and programs.
-
-    Raises:
-        MemoryFileError: this is no memory file, an unreadable one, or one of another version.
-        OSError: there is no such file, or it may not be read.
-    """
-    return _read(Path(path), whole=False)[0]
-
-
-@check_kinds
 def read_memory_file(path: str | Path) -> tuple[dict, dict[str, Tensor]]:
     """Record and tensors (on the CPU, in memory of their own) of a memory file, whole and undamaged.
 
@@ -144,26 +122,11 @@ def read_memory_file(path: str | Path) -> tuple[dict, dict[str, Tensor]]:
         MemoryFileError: this is no memory file, a damaged one, or one of another version.
         OSError: there is no such file, or it may not be read.
     """
-    record, tensors = _read(Path(path), whole=True)
-    if record.pop("sha256", None) != _checksum(record, tensors):
-        raise MemoryFileError(f"{path} is damaged: its content is not what was written (the checksums differ).")
-    return record, tensors
-
-
-def _read(path: Path, whole: bool) -> tuple[dict, dict[str, Tensor]]:
-    """The record and, if `whole`, the tensors."""
+    content = Path(path).read_bytes()  # in one read: another writer may replace the file between two
     try:
-        if whole:  # in one read: another writer may replace the file between two
-            content = path.read_bytes()
-            metadata = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])["__metadata__"]
-            tensors = load(content)
-        else:
-            with safe_open(path, framework="np") as file:
-                metadata, tensors = file.metadata(), {}
-        record = json.loads(metadata[METADATA_KEY])
+        metadata = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])["__metadata__"]
+        record, tensors = json.loads(metadata[METADATA_KEY]), load(content)
         version = record["format_version"]
-    except OSError:
-        raise
     except Exception as error:  # safetensors and torch have no common class for what a header may say
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise MemoryFileError(f"{path} is damaged or no memory file ({reason}).") from error
@@ -172,22 +135,20 @@ def _read(path: Path, whole: bool) -> tuple[dict, dict[str, Tensor]]:
             f"{path} has format version {version!r}, and this version of hf_infini reads {FORMAT_VERSION}: have this one "
             "read the text (recipes/memorize.py), or use the one that wrote the file."
         )
+    if record.pop("sha256", None) != _checksum(record, tensors):
+        raise MemoryFileError(f"{path} is damaged: its content is not what was written (the checksums differ).")
     return record, tensors
 
 
-@check_kinds
 def check_model(path: str | Path, record: dict, model: nn.Module) -> None:
     """MemoryFileError, naming what differs, unless the record is of a memory of this model's weights and options. An option
     that a file does not know yet had its default when the file was written."""
-    description = describe_model(model)
     config: Any = model.config
     defaults = {field.name: field.default for field in fields(config)}
-    written, given = (defaults | side["config"] | side for side in (record["model"], description))
+    written, given = (defaults | side["config"] | side for side in (record["model"], describe_model(model)))
     names = sorted({*written, *given} - {"config"})
     names = [name for name in names if written.get(name) != given.get(name)]
     names = [name for name in names if name != "weights_sha256"] or names  # they differ with the options
-    if written["model_type"] != given["model_type"]:
-        names = ["model_type"]
     if names:
         different = (f"{name} is {written.get(name)!r} in the file and {given.get(name)!r} in the model" for name in names)
         raise MemoryFileError(

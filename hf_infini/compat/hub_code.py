@@ -14,7 +14,6 @@ import hashlib
 import os
 import re
 import shutil
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -73,22 +72,17 @@ class HubConfigMixin(HubCodeMixin, ConfigBase):
             save_code: whether the model's code is written beside it. A folder that has code is given this version's.
         """
         if self.model_type in CODE and not os.path.isfile(save_directory):
-            entries = write_code(self.model_type, save_directory, save_code)
-            _, classes = CODE[self.model_type]
-            home = sys.modules[[*classes.values()][-1].__module__]
-            if not all(hasattr(home, name) for name in self.architectures or ()):
-                entries = {"AutoConfig": entries["AutoConfig"]}  # a subclass, whose code is elsewhere
             given = (getattr(self, "auto_map", None) or {}).items()
-            self.auto_map = entries | {name: entry for name, entry in given if not ENTRIES.match(str(entry))}
+            others = {name: entry for name, entry in given if not ENTRIES.match(str(entry))}
+            self.auto_map = write_code(self.model_type, save_directory, save_code) | others
         return super().save_pretrained(save_directory, *args, **kwargs)
 
 
 def carry_code(code_entry: str, **classes: type[HubCodeMixin]) -> None:
     """Has the classes of a model type found again, and adds the models' names to transformers' tables of model types, by
-    which it knows what a class is for: for one, `Trainer` shifts smoothed labels of causal language models only. Registering
-    with an Auto class leaves those tables as they are. `transformers serve` looks for the class that a configuration names
-    among the attributes of transformers. There may be two modules of that name, as transformers imports itself again for its
-    processors: what they share is their type.
+    which it knows what a class is for, such as `Trainer`, which shifts smoothed labels of causal language models only.
+    `transformers serve` looks for a class among the attributes of transformers, of which there may be two modules: what they
+    share is their type.
 
     Args:
         code_entry: the module, such as "models.families", from which all of these classes can be imported.

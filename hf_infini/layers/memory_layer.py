@@ -19,23 +19,20 @@ from transformers import AttentionInterface
 from transformers import initialization as init
 
 from ..cache.cache import PendingStates
-from ..compat.cache_name import CACHE, OTHER_NAME, with_one_name
 from ..compat.execution_device import device_of
 from ..compat.swap_class import swap_class
 from ..ops.attention import attend, initial_state
+from ..ops.backends import AttentionCall
 from ..ops.convolution import short_convolution
-from ..ops.layout.build import segment_layout
 from ..ops.memory import KEEP_SCORES, MemoryRule
 from ..ops.positions import rotation
 from ..ops.rules import RULES
 from ..ops.state import Projections
 from ..ops.window import Rotary, ScoreOptions, window_attention
-from .gates import Gate, memory_layers
 
 # What `MemoryLayerMixin.add_memory_parameters` makes
 PARAMETERS = ("gate", "start_memory", "start_normaliser", "memory_conv", "memory_write", "query_map", "key_map")
-PARAMETERS += ("keep_weight",)
-PARAMETERS += tuple(name for rule in RULES.values() for name in rule.parameters(1, 1))
+PARAMETERS += ("keep_weight", *(name for rule in RULES.values() for name in rule.parameters(1, 1)))
 # Normaliser of a learned start before training: softplus(0.5413) = 1, the value of σ at a key of zeros.
 LEARNED_NORMALISER = 0.5413
 NOISE = 1e-10  # the study's start
@@ -66,6 +63,27 @@ class SharedInputs(NamedTuple):
     return_weights: bool = False
 
 
+class Gate(nn.Module):
+    """The gate of a layer (equation 5): `weight` `[heads]`, the logits β; sigmoid(β) is the memory's share of a head's
+    output. Made uninitialised.
+
+    It is a module whose forward returns the logits, so that other libraries can replace it: PEFT's
+    `modules_to_save=["gate"]` puts a wrapper in its place, whose forward gives the logits of the active adapter.
+
+    Args:
+        heads: of the layer.
+        options: `device` and `dtype` of the logits.
+    """
+
+    def __init__(self, heads: int, **options):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(heads, **options))
+
+    def forward(self) -> Tensor:
+        """β, `[heads]`."""
+        return self.weight
+
+
 def rope_tables(
     places: int, width: int, like: Tensor, theta: float = 10_000.0
 ) -> tuple[Tensor, Tensor]:
@@ -73,31 +91,22 @@ def rope_tables(
     return rotation(torch.arange(places, device=like.device), width, like.dtype, theta)
 
 
-def memory_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """All of [`PARAMETERS`] in a model, by their full names."""
-    return {
-        f"{name}.{own}": parameter
-        for name, layer in memory_layers(model).items()
-        for own, parameter in layer.named_parameters()
-        if own.partition(".")[0] in PARAMETERS
-    }
+def memory_layers(model: nn.Module) -> dict[str, Any]:
+    """The layers with a memory in a model, by name. They are found by what they can do: classes differ where a model came
+    with its own code."""
+    return {name: module for name, module in model.named_modules() if hasattr(type(module), "add_memory_parameters")}
+
+
+def gates_of(model: nn.Module) -> dict[str, Any]:
+    """The gates of a model by the name of their module, `transformer.h.0.attn.gate`, in the order of the layers; PEFT may
+    have wrapped them."""
+    return {f"{name}.gate": layer.gate for name, layer in memory_layers(model).items() if hasattr(layer, "gate")}
 
 
 class MemoryLayerMixin(nn.Module):
     """A layer's memory; comes before the attention's class, whose forward calls `begin`, its own projections, and the
-    function that `begin` gave.
-
-    The class has `config` (with [`MemoryOptions`]) and `head_counts`. New are `gate`, a [`Gate`]; with
-    `memory_init="learned"` also `start_memory` `[kv_heads, head_dim, head_dim]` and `start_normaliser`
-    `[kv_heads, head_dim]` (the logarithmic size: z_0 is its softplus); with `"noise"` a buffer `start_normaliser` (z_0
-    itself); with `memory_conv` the convolution's weights `memory_conv` `[taps, width]`; with `memory_write="learned"` the
-    logarithm of a token's weight in the memory, per head, `memory_write` `[kv_heads, width]`; with `feature_map="learned"`
-    what queries and keys are multiplied by before the exponential, `query_map` `[heads, head_dim, head_dim]` and `key_map`
-    `[kv_heads, head_dim, head_dim]`; and what the update rule learns ([`MemoryRule.parameters`]). There is no
-    `start_normaliser` for a rule that has none. Where a learned score says which tokens are kept, `keep_weight` `[kv_heads,
-    width]`: a token's score is its product with the input of the projections. A choice has no gradient, so that it is not
-    trained with the others; it is set: `layer.keep_weight.copy_(…)`.
-    """
+    function that `begin` gave. The class has `config` (with [`MemoryOptions`]) and `head_counts`. New are `gate`, a
+    [`Gate`], and the parameters that `first_values` lists."""
 
     config: Any
     layer_idx: Any  # a number, which only a cache needs
@@ -115,11 +124,10 @@ class MemoryLayerMixin(nn.Module):
     @property
     def rule(self) -> MemoryRule:
         """How the memory is written, read and mixed in."""
-        feature_map, query_map, key_map = self.config.feature_map, None, None
-        if feature_map == "learned":
-            feature_map, query_map, key_map = "exp", self.query_map, self.key_map
-        options = {"feature_map": feature_map, "query_map": query_map, "key_map": key_map}
-        return self._rule(denominator=self.config.denominator, keep_score=self.config.keep_score, **options)
+        options = {name: getattr(self.config, name) for name in ("feature_map", "denominator", "keep_score")}
+        if self.config.feature_map == "learned":
+            options |= {"feature_map": "exp", "query_map": self.query_map, "key_map": self.key_map}
+        return self._rule(**options)
 
     @property
     def _rule(self) -> type[MemoryRule]:
@@ -129,85 +137,62 @@ class MemoryLayerMixin(nn.Module):
     def _has_learned_score(self) -> bool:
         return self.config.kept_tokens > 0 and "learned" in KEEP_SCORES[self.config.keep_score]
 
+    def first_values(self, width: int) -> dict[str, Tensor]:
+        """The first value of each parameter beside the gate, by its name; `width`: of the layer's input."""
+        config, (query_heads, heads, size) = self.config, self.head_counts
+        values: dict[str, Tensor] = {}
+        if config.memory_init == "learned":  # with "noise" z_0 is a buffer
+            values["start_memory"] = torch.zeros(heads, size, size)
+            if self._rule.normalised:
+                values["start_normaliser"] = torch.full((heads, size), LEARNED_NORMALISER)  # z_0 is its softplus
+        if config.memory_conv:  # weights of the convolution
+            values["memory_conv"] = torch.zeros(config.memory_conv, width)
+        if config.memory_write == "learned":  # by the input: the logarithm of a token's weight
+            values["memory_write"] = torch.zeros(heads, width)
+        if self._has_learned_score:  # by the input: a token's score. A choice has no gradient: set it, keep_weight.copy_(…)
+            values["keep_weight"] = torch.zeros(heads, width)
+        values |= self._rule.parameters(heads, width)
+        if config.feature_map == "learned":  # by queries and keys: the exponents of features
+            values["query_map"], values["key_map"] = (torch.eye(size).repeat(n, 1, 1) for n in (query_heads, heads))
+        return values
+
     def add_memory_parameters(self, width: int, **options) -> None:
         """Makes the parameters, uninitialised. `width`: of the layer's input; options: their `device` and `dtype`."""
-        query_heads, heads, size = self.head_counts
-        self.gate = Gate(query_heads, **options).train(self.training)
-        if self.config.memory_init == "learned":
-            self.start_memory = nn.Parameter(torch.empty(heads, size, size, **options))
-            if self._rule.normalised:
-                self.start_normaliser = nn.Parameter(torch.empty(heads, size, **options))
-        elif self.config.memory_init == "noise":
-            self.register_buffer("start_normaliser", torch.empty(heads, size, **options))
-        if self.config.memory_conv:
-            self.memory_conv = nn.Parameter(torch.empty(self.config.memory_conv, width, **options))
-        if self.config.memory_write == "learned":
-            self.memory_write = nn.Parameter(torch.empty(heads, width, **options))
-        if self._has_learned_score:
-            self.keep_weight = nn.Parameter(torch.empty(heads, width, **options), requires_grad=False)
-        for name, first in self._rule.parameters(heads, width).items():
-            setattr(self, name, nn.Parameter(torch.empty(first.shape, **options)))
-        if self.config.feature_map == "learned":
-            self.query_map = nn.Parameter(torch.empty(query_heads, size, size, **options))
-            self.key_map = nn.Parameter(torch.empty(heads, size, size, **options))
-
-    def drop_memory_parameters(self) -> None:
-        """Drops what `add_memory_parameters` made, whatever it has learned; the attention's own weights stay."""
-        for name in PARAMETERS:
-            if hasattr(self, name):
-                delattr(self, name)
+        heads, *shape = self.head_counts
+        self.gate = Gate(heads, **options).train(self.training)
+        if self.config.memory_init == "noise":
+            self.register_buffer("start_normaliser", torch.empty(shape, **options))
+        for name, value in self.first_values(width).items():
+            setattr(self, name, nn.Parameter(torch.empty(value.shape, **options), requires_grad=name != "keep_weight"))
 
     @torch.no_grad()
     def init_memory_parameters(self) -> None:
         init.constant_(self.gate.weight, self.config.gate_init)
-        if self.config.memory_init == "learned":
-            init.zeros_(self.start_memory)
-            if hasattr(self, "start_normaliser"):
-                init.constant_(self.start_normaliser, LEARNED_NORMALISER)
-        elif self.config.memory_init == "noise":
+        if self.config.memory_init == "noise":
             init.uniform_(self.start_normaliser, 0.0, NOISE)
-        if self.config.memory_conv:
-            init.zeros_(self.memory_conv)
-        if self.config.memory_write == "learned":
-            init.zeros_(self.memory_write)
+        for name, value in self.first_values(1).items():  # the same for all numbers of the input
+            init.copy_(getattr(self, name), value.expand_as(getattr(self, name)))
         if self._has_learned_score:
-            init.zeros_(self.keep_weight)
             self.keep_weight.requires_grad_(False)  # which loading does not keep
-        for name, first in self._rule.parameters(self.head_counts[1], 1).items():  # the same for all numbers of the input
-            init.copy_(getattr(self, name), first.expand_as(getattr(self, name)))
-        if self.config.feature_map == "learned":
-            for weight in (self.query_map, self.key_map):
-                init.copy_(weight, torch.eye(weight.shape[-1]).expand_as(weight))
 
     def start(self) -> dict[str, Tensor]:
         """M_0 and z_0 as [`InfiniState.initial`] takes them; empty for a memory that starts empty."""
-        if self.config.memory_init == "learned":
-            if hasattr(self, "start_normaliser"):
-                normaliser = F.softplus(self.start_normaliser.float())
-            else:
-                normaliser = self.start_memory.new_empty(len(self.start_memory), 0)
-            return {"start_memory": self.start_memory, "start_normaliser": normaliser}
+        if self.config.memory_init == "zeros":
+            return {}
         if self.config.memory_init == "noise":
             empty = self.start_normaliser.new_zeros(*self.start_normaliser.shape, self.start_normaliser.shape[1])
             return {"start_memory": empty, "start_normaliser": self.start_normaliser}
-        return {}
-
-    def inputs_outside_model(
-        self, hidden_states: Tensor, cache=None, return_weights: bool = False, **masks: Any
-    ) -> SharedInputs:
-        """What a model would have made, for a layer that is called outside of one: from `attention_mask` and `position_ids`,
-        `[batch, tokens]` each. The cache is brought up to date by `states.advance_layers`."""
-        states = None if cache is None else cache.pending_states()
-        state = None if states is None else states.before(self.layer_idx)
-        batch, tokens = hidden_states.shape[:2]
-        layout = segment_layout(batch, tokens, *self.config.window, device=hidden_states.device, state=state, **masks)
-        return SharedInputs(layout, states, {}, return_weights)
+        if self._rule.normalised:
+            normaliser = F.softplus(self.start_normaliser.float())
+        else:
+            normaliser = self.start_memory.new_empty(len(self.start_memory), 0)
+        return {"start_memory": self.start_memory, "start_normaliser": normaliser}
 
     def begin(self, hidden_states: Tensor, infini: SharedInputs) -> tuple[Tensor, Attend]:
         """The input of the projections, `[batch, tokens, width]`: `hidden_states`, with the short convolution if there is
         one. And the function that attends with what they give, and leaves the layer's next state."""
         layout, states, rule = infini.layout, infini.states, self.rule
-        state = None if states is None else states.before(self.layer_idx)
+        state = None if states is None else states.before[self.layer_idx]
         exchange = None if states is None else states.exchange
         recent, taps = None if state is None else state.recent_inputs, self.config.memory_conv
         if taps:
@@ -228,7 +213,7 @@ class MemoryLayerMixin(nn.Module):
                 before = replace(before, **self.start())
             if exchange is not None:
                 before, tokens = exchange.received(before, tokens, layout, rule, options)
-            output, after, weights = attend(
+            call = AttentionCall(
                 tokens,
                 self.gate(),
                 layout,
@@ -236,12 +221,12 @@ class MemoryLayerMixin(nn.Module):
                 options,
                 before,
                 return_state=states is not None,
-                return_weights=infini.return_weights,
-                in_place=states is not None and states.may_overwrite(self.layer_idx),
+                in_place=not torch.is_grad_enabled(),
                 scored=exchange is not None,
             )
+            output, after, weights = attend(call)
             if states is not None and after is not None:
-                states.leave(self.layer_idx, replace(after, recent_inputs=recent))
+                states.after[self.layer_idx] = replace(after, recent_inputs=recent)
             return output, weights if infini.return_weights else None
 
         return hidden_states, attend_with_memory
@@ -270,8 +255,7 @@ def infini_attention_function(
 ):
     """The registered attention function: what `attend` gives, its output as `[batch, tokens, heads, head_dim]`."""
     eager = module.config.of_model._attn_implementation == "eager"
-    upcast = eager and getattr(module, "reorder_and_upcast_attn", False)
-    output, weights = attend(query, key, value, ScoreOptions(scaling, dropout, eager, upcast, softcap))
+    output, weights = attend(query, key, value, ScoreOptions(scaling, dropout, eager, softcap))
     return output.transpose(1, 2), weights
 
 
@@ -327,10 +311,10 @@ class InfiniAttentionMixin(MemoryLayerMixin):
 
     def swap_out(self) -> None:
         """Makes it a layer of the own class again, whatever its memory has learned."""
-        self.drop_memory_parameters()
         self.config = self.config.of_model
-        for name in ("rotary_type", "turns_states"):
-            self.__dict__.pop(name, None)  # not there where the memory could not be added
+        for name in (*PARAMETERS, "rotary_type", "turns_states"):
+            if hasattr(self, name):  # not where the memory could not be added
+                delattr(self, name)
         swap_class(self, self.own_class)
 
     @property
@@ -369,7 +353,7 @@ class InfiniAttentionMixin(MemoryLayerMixin):
             ValueError: they differ.
         """
         with in_float32(self), in_evaluation(self):
-            difference, size = self._difference(tables.get(self.rotary_type))
+            difference, size = self._difference(tables.get(self.rotary_type) if self.turning_function else None)
         # Rounding in another order: a few units in the last place of sums of some hundred products. Weights of few bits may
         # round what they are multiplied by
         quantized = any(type(weight) is not nn.Parameter or not weight.is_floating_point() for weight in self.parameters())
@@ -404,32 +388,20 @@ class InfiniAttentionMixin(MemoryLayerMixin):
         """As the own forward, and
 
         Args:
-            infini: what the base model made for all layers. Without it the layer is called outside of a model, which works
-                for models without rotary positions: then the layout is made from `attention_mask` and `position_ids`,
-                `[batch, tokens]` each, and a cache is brought up to date.
+            infini: what the base model made for all layers.
 
         Returns:
             The output `[batch, tokens, width]`, and, with `output_attentions` or the eager implementation, the local weights
             `[batch, heads, tokens, sink_tokens + kept_tokens + (local_segments + 1) * segment_length]`: column `c` is place
             `c` of the query's window, in which the sinks come first and the query's own segment last. Padding has zeros.
         """
-        given = dict(zip(self.argument_names, args, strict=False)) | kwargs
-        given = with_one_name(given, CACHE) if OTHER_NAME in given else given
-        if given.get("encoder_hidden_states") is not None:
-            raise ValueError(f"a {type(self).__name__} is causal self-attention; cross-attention is not supported.")
-        mask, cache = given.pop("attention_mask", None), given.pop(self.cache_argument, None)
-        if infini is None and isinstance(mask, SharedInputs):
-            infini = mask
-        outside_model = infini is None
+        given: dict[str, Any] = dict(zip(self.argument_names, args, strict=False)) | kwargs
+        infini = given.get("attention_mask") if infini is None else infini  # of a layer that drops keywords
         if infini is None:
-            weights = bool(given.get("output_attentions")) or self.config.of_model._attn_implementation == "eager"
-            masks = {"attention_mask": mask, "position_ids": given.get("position_ids")}
-            infini = self.inputs_outside_model(hidden_states, cache, weights, **masks)
+            raise ValueError(f"a {type(self).__name__} needs what its model makes for all layers: call the model.")
         tables = infini.rotary.get(self.rotary_type)
-        if infini.layout is None:
-            rotary, attend = self._own_rotary(tables), self._attend_in_one_window
-        else:
-            rotary = self.window_rotary(tables, hidden_states)
+        rotary, attend = self.window_rotary(tables), self._attend_in_one_window
+        if infini.layout is not None:
             hidden_states, attend = self.begin(hidden_states, infini)
 
         def attend_rotated(query: Tensor, key: Tensor, value: Tensor, options: ScoreOptions):
@@ -440,10 +412,7 @@ class InfiniAttentionMixin(MemoryLayerMixin):
             given["position_embeddings"] = neutral(tables)
         # The states tell how many columns came before, and keep nothing of keys and values: `attend` does
         given |= {"attention_mask": None, self.cache_argument: infini.states, "attend": attend_rotated}
-        output = super().forward(hidden_states, **given)
-        if outside_model and infini.states is not None:
-            infini.states.advance_layers(hidden_states.shape[1])
-        return output
+        return super().forward(hidden_states, **given)
 
     def _attend_in_one_window(
         self, query: Tensor, key: Tensor, value: Tensor, options: ScoreOptions
@@ -459,14 +428,11 @@ class InfiniAttentionMixin(MemoryLayerMixin):
         query, key, value = (part[:, None] for part in (query, key, value))  # one segment
         return window_attention(query, key, value, None, options)[0][:, 0], None
 
-    def window_rotary(self, tables: tuple[Tensor, ...] | None, like: Tensor) -> Rotary | None:
-        """How queries and keys are turned, of the model's tables (`None` outside of a model); `None`: not at all."""
-        if tables is None and "position_embeddings" in self.argument_names:
-            raise ValueError(f"a {type(self).__name__} needs what its model makes for all layers: call the model.")
-        return self._own_rotary(tables)
-
-    def _own_rotary(self, tables: tuple[Tensor, ...] | None) -> Rotary | None:
-        return Rotary(tables, self.turn) if tables is not None and self.turns_states else None
+    def window_rotary(self, tables: tuple[Tensor, ...] | None) -> Rotary | None:
+        """How queries and keys are turned, of the model's tables; `None`: not at all."""
+        if tables is None or self.turning_function is None:  # a GPT-2 with rotary positions: the own attention turns nothing
+            return None if tables is None else Rotary(tables)
+        return Rotary(tables, self.turn) if self.turns_states else None
 
     def turn(self, states: Tensor, *places: Tensor) -> Tensor:
         """States `[…, tokens, head_dim]` turned by the model's own function; `places`: their rows of the tables,

@@ -1,5 +1,12 @@
-"""What a memory has learned, apart from the model: a folder of a few megabytes, put on the plain model with one call."""
+"""What a memory has learned, apart from the model: a folder of a few megabytes, put on the plain model with one call.
 
+`infini_adapter.json` has the options of [`patch_model`], and which model they were trained with;
+`infini_adapter.safetensors` has the parameters of the memory. A LoRA trained with them is beside them, saved by PEFT. PEFT
+alone would put it on a model without the memory: so `adapter_config.json` has a task type that PEFT refuses, and which says
+how to load it.
+"""
+
+import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,38 +18,53 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import cached_file
 
-from ..layers.memory_layer import memory_parameters
-from .adapter_files import LORA, LORA_WEIGHTS, MARK, RECORD, WEIGHTS, describe, inside_of, names_of, write_memory
+from ..compat.class_lookups import PREFIX
+from ..layers.memory_layer import PARAMETERS, gates_of, memory_layers
 from .base import InfiniPreTrainedMixin
 from .patching import patch_model
+from .structure import inside_of
 
-TASKS = {"CausalLM": "CAUSAL_LM", "LMHeadModel": "CAUSAL_LM", "SequenceClassification": "SEQ_CLS"}
-TASKS |= {"TokenClassification": "TOKEN_CLS", "QuestionAnswering": "QUESTION_ANS"}
+RECORD, WEIGHTS = "infini_adapter.json", "infini_adapter.safetensors"
+LORA, LORA_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # PEFT's names
+MARK = " with Infini-attention: hf_infini.load_adapter(plain_model, path) loads this adapter and its memory"
 
 
 def lora_config(model, **options):
-    """PEFT's `LoraConfig` for a model with a memory, whose parameters are trained and saved beside the LoRA.
-
-    Their names are in `modules_to_save`. PEFT copies the gates, which are modules. The other parameters of a memory are
-    trained in place, and act also where the adapter is disabled. The score of kept tokens is saved with them, not trained.
+    """PEFT's `LoraConfig` for a model with a memory, whose gates are trained and saved beside the LoRA: PEFT copies them, as
+    all modules in `modules_to_save`. What else the memory has learned is saved as it is now, and not trained.
 
     Args:
         model: one with a memory.
-        options: those of `LoraConfig`, such as `r=16`; your `modules_to_save` are added to the memory's.
+        options: those of `LoraConfig`, such as `r=16`; your `modules_to_save` are added to the gates. Not given, `task_type`
+            is "CAUSAL_LM", and `target_modules` are the ones that PEFT chooses for the plain model.
 
     Raises:
         ValueError: the model has no memory.
     """
     from peft import LoraConfig
+    from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
 
-    found = memory_parameters(model) if isinstance(model, nn.Module) else {}
-    if not found:
+    gates = gates_of(model) if isinstance(model, nn.Module) else {}
+    if not gates:
         raise ValueError(f"a {type(model).__name__} has no memory to train beside a LoRA: patch_model() it first.")
-    paths = (name.partition(".original_module")[0].removesuffix(".weight").split(".") for name in found)
-    names = dict.fromkeys(".".join(path[-2:]) for path in paths if "modules_to_save" not in path)
-    task = next((task for ending, task in TASKS.items() if type(model).__name__.endswith(ending)), None)
-    own: dict[str, Any] = {"task_type": task, "modules_to_save": [*names, *(options.pop("modules_to_save", None) or ())]}
-    return LoraConfig(**own | options)
+    inside = inside_of(model)
+    names = dict.fromkeys(".".join(name.split(".")[-2:]) for name in gates)
+    own: dict[str, Any] = {
+        "task_type": "CAUSAL_LM",
+        "modules_to_save": [*names, *(options.pop("modules_to_save", None) or ())],
+        "target_modules": TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.get(_own_type(inside)),
+    }
+    memory = _memory_of(model) if getattr(inside, "_base_is_plain", False) else None
+
+    class LoraConfigWithMemory(LoraConfig):
+        """Is saved with the memory, where PEFT would find the plain model by the name that it saves."""
+
+        def save_pretrained(self, save_directory, **kwargs):
+            super().save_pretrained(save_directory, **kwargs)
+            if memory is not None:
+                _write_memory(Path(save_directory), *memory)
+
+    return LoraConfigWithMemory(**own | options)
 
 
 def save_adapter(model, folder, dtype: torch.dtype | None = None) -> None:
@@ -68,16 +90,12 @@ def save_adapter(model, folder, dtype: torch.dtype | None = None) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     else:
         if [*model.peft_config] != ["default"]:
-            raise ValueError(
-                f"one adapter is saved, named 'default'; this model has {', '.join(model.peft_config)}: use its "
-                "save_pretrained, which gives each a folder."
-            )
+            raise ValueError(f"one adapter is saved, named 'default'; this model has {', '.join(model.peft_config)}.")
         model.save_pretrained(folder)
-        memory = memory_parameters(model).keys()  # PEFT's copies of gates have other names here
         lora = load((folder / LORA_WEIGHTS).read_bytes())
-        lora = {name: tensor.to(dtype or tensor.dtype) for name, tensor in lora.items() if name not in memory}
+        lora = {name: tensor.to(dtype or tensor.dtype) for name, tensor in lora.items()}
         save_file(lora, folder / LORA_WEIGHTS, metadata={"format": "pt"})
-    write_memory(model, folder, model.state_dict(), dtype)
+    _write_memory(folder, *_memory_of(model, dtype))
 
 
 def load_adapter(model: PreTrainedModel, path, **hub):
@@ -102,7 +120,7 @@ def load_adapter(model: PreTrainedModel, path, **hub):
     found, wanted = describe(model), record["model"]
     if different := "; ".join(f"{n} is {found[n]!r}, not {wanted[n]!r}" for n in found if found[n] != wanted[n]):
         raise ValueError(f"the adapter of {path} was trained with another model: {different}.")
-    config = _peft_config(path, record, hub)
+    config = _peft_config(path, hub)
     adapted = patch_model(model, **record["options"])
     if config is not None:
         from peft import get_peft_model
@@ -123,23 +141,11 @@ def read_record(path, **hub) -> dict[str, dict]:
     return json.loads(_file(path, RECORD, hub).read_text("utf-8"))
 
 
-def _peft_config(path, record: dict, hub: dict):
-    """PEFT's configuration beside a record, for a model that is not trained, or `None`."""
-    options = {"_raise_exceptions_for_missing_entries": False, **hub}
-    if not record.get("peft") and cached_file(path, LORA, **options) is None:  # older records do not say it
-        return None
-    from peft import PeftConfig
-
-    values = json.loads(_file(path, LORA, hub).read_text("utf-8"))
-    task = str(values.get("task_type")).removesuffix(MARK)
-    return PeftConfig.from_peft_type(**values | {"task_type": None if task == "None" else task, "inference_mode": True})
-
-
 def restore_adapter(model, path, **hub) -> None:
     """Gives a model that has its memories already the parameters of [`save_adapter`]; its LoRA too, if it has one. Errors as
     [`load_adapter`]."""
     state = model.state_dict(keep_vars=True)
-    memory = {name: state[key] for name, key in names_of(model).items()}
+    memory = {name: state[key] for name, key in _names_of(model).items()}
     tensors = _read_tensors(_file(path, WEIGHTS, hub), memory, {})
     if model is not inside_of(model):
         from peft import get_peft_model_state_dict, set_peft_model_state_dict
@@ -149,6 +155,67 @@ def restore_adapter(model, path, **hub) -> None:
     with torch.no_grad():
         for name, parameter in memory.items():
             parameter.copy_(tensors[name])
+
+
+def describe(model) -> dict:
+    """What tells one plain model from another: its type, its sizes, and a hash of its first weights, rounded to bfloat16 so
+    that it does not depend on the dtype that the model was loaded with."""
+    inside = inside_of(model)
+    weight = next(inside.get_input_embeddings().parameters())  # before those of PEFT
+    rows = weight[:64].detach().to("cpu", torch.bfloat16).contiguous()
+    return {
+        "model_type": _own_type(inside),
+        "layers": inside.config.num_hidden_layers,
+        "heads": inside.config.num_attention_heads,
+        "width": inside.config.hidden_size,
+        "weights": hashlib.sha256(rows.view(torch.uint8).numpy().tobytes()).hexdigest()[:16],
+    }
+
+
+def _own_type(inside) -> str:
+    return inside.config.model_type.removeprefix(PREFIX)
+
+
+def _memory_of(model, dtype: torch.dtype | None = None) -> tuple[dict, dict[str, Tensor]]:
+    """The record of a model's memory, and copies of its parameters; `dtype`: theirs, or `None`."""
+    state, config = model.state_dict(), inside_of(model).config
+    tensors = {name: state[key].detach() for name, key in _names_of(model).items()}
+    tensors = {name: tensor.to("cpu", dtype or tensor.dtype, copy=True).contiguous() for name, tensor in tensors.items()}
+    return {"options": {name: getattr(config, name) for name in config.own_options()}, "model": describe(model)}, tensors
+
+
+def _write_memory(folder: Path, record: dict, tensors: dict[str, Tensor]) -> None:
+    """Writes a memory, and marks the configuration of a LoRA that is beside it."""
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    (folder / RECORD).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    if (folder / LORA).is_file():
+        values = json.loads((folder / LORA).read_text("utf-8"))
+        values["task_type"] = f"{str(values.get('task_type')).removesuffix(MARK)}{MARK}"
+        (folder / LORA).write_text(json.dumps(values, indent=2, sort_keys=True), encoding="utf-8")
+
+
+def _names_of(model) -> dict[str, str]:
+    """The names that the memories' tensors have in the model's state, by the number of the layer and their own name:
+    "3.gate.weight"."""
+    found = {}
+    for layer_name, layer in memory_layers(model).items():
+        for name in layer.state_dict(keep_vars=True):
+            own = name.replace("original_module.", "")  # and not PEFT's copies of it
+            if own.partition(".")[0] in PARAMETERS and ".modules_to_save." not in name:
+                found[f"{layer.layer_idx}.{own}"] = f"{layer_name}.{name}"
+    return found
+
+
+def _peft_config(path, hub: dict):
+    """PEFT's configuration beside a memory, for a model that is not trained, or `None`."""
+    file = cached_file(path, LORA, _raise_exceptions_for_missing_entries=False, **hub)
+    if file is None:
+        return None
+    from peft import PeftConfig
+
+    values = json.loads(Path(file).read_text("utf-8"))
+    task = str(values.get("task_type")).removesuffix(MARK)
+    return PeftConfig.from_peft_type(**values | {"task_type": None if task == "None" else task, "inference_mode": True})
 
 
 def _read_tensors(file: Path, wanted: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -5,22 +5,17 @@ once for a call, [`SharedInputs`], and passes it down as a keyword.
 """
 
 import functools
-import inspect
-from collections.abc import Callable, Collection, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.utils import logging
 
-from ..cache.cache import InfiniCache, InfiniLayer, PendingStates, check_rows
-from ..cache.masks import check_past
+from ..cache.cache import InfiniCache, check_rows
 from ..compat.cache_name import CACHE, OTHER_NAME, with_one_name
 from ..compat.execution_device import device_of
 from ..compat.hub_code import HubCodeMixin, ModelBase
 from ..compat.swap_class import swap_class
-from ..layers.gates import look_again, watch_gates
 from ..layers.memory_layer import (
     TEST_TOKENS,
     InfiniAttentionMixin,
@@ -28,32 +23,19 @@ from ..layers.memory_layer import (
     LayerConfig,
     SharedInputs,
 )
-from ..ops.checks import bool_mask, check_kinds, check_shapes
+from ..ops.checks import check_shapes
 from ..ops.layout.base import Layout
 from ..ops.layout.build import segment_layout
-from ..ops.state import InfiniState
 from ..options import layer_kinds
-from .adapter_files import complete_adapter, meet_peft, uncopied
 from .masks import kept_layers_masks
 from .structure import decoder_layers, decoder_of
 
-logger = logging.get_logger(__name__)
-
 
 class SavedModelMixin(HubCodeMixin, ModelBase):
-    """Has a model saved with its code, its memory trained and saved with adapters of PEFT, and all its modules initialised;
-    comes before `PreTrainedModel`."""
-
-    def __setattr__(self, name: str, value) -> None:
-        super().__setattr__(name, value)
-        if name == "peft_config":  # PEFT's last step; all but the adapter is frozen
-            look_again()
-            for config in value.values():
-                for own, parameter in () if config.inference_mode else uncopied(self, config).items():
-                    parameter.requires_grad_(not own.endswith(".keep_weight"))  # a choice has no gradient
+    """Has a model saved with its code, and all its modules initialised; comes before `PreTrainedModel`."""
 
     def save_pretrained(self, save_directory, is_main_process: bool = True, *args, save_code: bool = False, **kwargs):
-        """As usual; of a model with adapters of PEFT only these are saved.
+        """As usual.
 
         Args:
             save_code: whether the model's code is written beside it, so that it loads where hf_infini is not installed.
@@ -62,9 +44,6 @@ class SavedModelMixin(HubCodeMixin, ModelBase):
         if save_code and is_main_process:
             self.config.save_pretrained(save_directory, save_code=True)  # then the folder has it
         super().save_pretrained(save_directory, is_main_process, *args, **kwargs)
-        if is_main_process and getattr(self, "_hf_peft_config_loaded", False):
-            config = self.peft_config[self.active_adapters()[0]]
-            complete_adapter(self, Path(save_directory), config, self.state_dict())
 
     def _initialize_weights(self, module, is_custom_code: bool = False):
         """As usual, but also for classes outside of transformers `_init_weights` is called for every module. There it passes
@@ -97,7 +76,6 @@ class InfiniPreTrainedMixin(SavedModelMixin):
         base: Any = decoder_of(self)  # is made an InfiniModelMixin
         if not isinstance(base, InfiniModelMixin):
             swap_class(base, self.class_with_memory(type(base)))
-        meet_peft(base.config.model_type)  # of experts PEFT looks for the type before it asks for `to_dict()`
         base.set_positions()
         layers, config = decoder_layers(base), LayerConfig(base.config)
         for layer, _ in layers if base.layers_drop_keywords else ():  # all: FSDP and others look for layers by one class
@@ -119,20 +97,10 @@ class InfiniPreTrainedMixin(SavedModelMixin):
         """
         loaded = super().from_pretrained(*args, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded  # with output_loading_info
-        if (given := model.config.__dict__.pop("_from_other_type", None)) is not None:
+        if model.config.__dict__.pop("_from_other_type", False):
             model._base_is_plain = True
             model.check_layers()
-            model.advise(given)
         return loaded
-
-    def advise(self, given: Collection[str]) -> None:
-        """Says, once, which options of the paper cost a pretrained model much, unless they are `given`."""
-        if self.name_or_path and not {"sink_tokens", "gate_init"} <= {*given}:
-            logger.warning_once(
-                "A pretrained model that gets a memory begins better with sink_tokens=4 (a window without the first tokens "
-                "costs 0.5 to 1.5 nats a token) and gate_init=-4.0 (an open gate mixes in half of an untrained memory). "
-                "Give both, with any values, and this is not said."
-            )
 
     def check_layers(self) -> None:
         """[`InfiniAttentionMixin.check_swapped`] for every layer with a memory; not on a meta device."""
@@ -159,20 +127,18 @@ class InfiniModelMixin(ModelBase):
     turns_by_layer_type: bool  # whether its position embeddings are made for a type of layer, by name
     layers_drop_keywords: bool  # whether its layers pass no keywords on to their attention
 
-    def forward(self, *args, max_documents: int | None = None, memory_mask: Tensor | None = None, **kwargs):
+    def forward(self, *args, memory_mask: Tensor | None = None, **kwargs):
         """As the own forward, with the same shapes, and these differences:
 
         Args:
             cache: an [`InfiniCache`] (`past_key_values` is its old name); made if `use_cache` is set and none is given.
-                Gradients go through it from call to call, also with gradient checkpointing, unless some layers keep their
-                own attention.
-            use_cache: `None`: as the configuration says, but not in training with gradient checkpointing.
+                Gradients go through it from call to call, also with gradient checkpointing (`use_reentrant=False`), which
+                layers with their own attention do without a cache.
+            use_cache: `None`: as the configuration says, but not in training.
             attention_mask: `[batch, tokens]` or `[batch, past + tokens]`, 1 = real. A padded token is in no segment and no
                 memory, wherever it is in the row.
             position_ids: `[batch, tokens]`; where they go back, a new document begins with an empty memory. Without them a
                 row's real tokens are counted.
-            max_documents: how many documents a row holds at most, so that packed rows compile into one graph:
-                [`segment_layout`].
             memory_mask: `[batch, tokens]` of this call, 0 = the token is seen inside the window but not written into the
                 memory. With `mask_special_tokens`, special tokens are left out as well if input_ids are given: of
                 inputs_embeds nobody knows which are special.
@@ -183,16 +149,16 @@ class InfiniModelMixin(ModelBase):
         given = dict(zip(self.argument_names, args, strict=False)) | kwargs
         given = with_one_name(given, CACHE) if OTHER_NAME in given else given
         ids, positions, use_cache = given.get("input_ids"), given.get("position_ids"), given.get("use_cache")
-        tokens = check_inputs(ids, given.get("inputs_embeds"))
+        tokens = tokens_of(ids, given.get("inputs_embeds"))
         masks = {"attention_mask": given.get("attention_mask"), "position_ids": positions, "memory_mask": memory_mask}
-        infini, cache, use_cache = begin_call(self, ids, tokens, given.get(CACHE), use_cache, max_documents, **masks)
+        infini, cache, use_cache = begin_call(self, ids, tokens, given.get(CACHE), use_cache, **masks)
         layout, states = infini.layout, infini.states
         given["position_ids"] = self.own_positions(layout, positions, cache)
         tables = self.rotary_tables(self.config.places, device=tokens.device)
         weights = given.get("output_attentions")
         weights = self.config.output_attentions if weights is None else weights
         infini = infini._replace(rotary=tables, return_weights=bool(weights) or self.config._attn_implementation == "eager")
-        mask = self._masks(layout, cache, states)
+        mask = self._masks(layout, cache)
         given |= {"attention_mask": mask, CACHE: cache, "use_cache": use_cache, "infini": infini}
         output = super().forward(**given)
         if cache is not None and states is not None:
@@ -225,7 +191,7 @@ class InfiniModelMixin(ModelBase):
         found = {kind: rotary(*given) if kind is None else rotary(*given, kind) for kind in kinds}
         return {k: (t[0],) if isinstance(t, Tensor) else tuple(table[0] for table in t) for k, t in found.items()}
 
-    def _masks(self, layout: Layout, cache: InfiniCache | None, states: PendingStates | None):
+    def _masks(self, layout: Layout, cache: InfiniCache | None):
         """The masks of the layers with their own attention, as the own forward takes them ready-made. Types of which no such
         layer is left get a mask of one number, so that nobody makes one that grows with the text."""
         kinds = layer_kinds(self.config)
@@ -233,44 +199,26 @@ class InfiniModelMixin(ModelBase):
         if len(self.config.infini_layers) < len(kinds):
             # GPT-2 would take positions that begin again in each segment for documents
             written_out = getattr(self.config, "position_encoding", None) == "segment"
-            masks |= kept_layers_masks(self.config, layout, cache, states, self.dtype, written_out)
+            masks |= kept_layers_masks(self.config, layout, cache, self.dtype, written_out)
         return masks if self.takes_masks_by_type else next(iter(masks.values()))
 
 
-def with_arguments_of(own, forward):
-    """A mixin's `forward` with the `own` one's signature and what the mixins add to it: others ask it what a model takes."""
-    signature, added = inspect.signature(own), inspect.signature(InfiniModelMixin.forward).parameters.values()
-    named = [*signature.parameters.values(), *(argument for argument in added if argument.kind is argument.KEYWORD_ONLY)]
-
-    @functools.wraps(forward)
-    def with_arguments(self, *args, **kwargs):
-        return forward(self, *args, **kwargs)
-
-    vars(with_arguments)["__signature__"] = signature.replace(parameters=sorted(named, key=lambda argument: argument.kind))
-    return with_arguments
+def with_signature(own: Callable, forward: Callable) -> Callable:
+    """A mixin's `forward` that shows the `own` one's signature, by which others choose what they pass to a model."""
+    return functools.wraps(own)(lambda *args, **kwargs: forward(*args, **kwargs))
 
 
-@check_kinds
-def check_inputs(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
-    """The one of the two that is given, or a ValueError unless there is one, with a token in it."""
+def tokens_of(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
+    """The one of the two that is given, or a ValueError."""
     given = inputs_embeds if input_ids is None else input_ids
     if given is None or (input_ids is not None and inputs_embeds is not None):
         raise ValueError("give exactly one of input_ids and inputs_embeds.")
-    if given.dim() != (3 if input_ids is None else 2) or (not torch.compiler.is_compiling() and 0 in given.shape[:2]):
-        raise ValueError(
-            "input_ids must be [batch, tokens], and inputs_embeds [batch, tokens, width], with a row and a token at least; "
-            f"got {list(given.shape[:2])} of {given.dim()} dimensions."
-        )
     return given
 
 
-@check_kinds
-def memory_mask_of(config, input_ids: Tensor | None, given: Tensor, memory_mask: Tensor | None) -> Tensor | None:
-    """Which tokens of a call are written into a memory, `[batch, tokens]` bool: those of the mask (`None`: all), without the
-    configuration's special tokens where there are ids to know them by; `None`: all are. `given`: ids or embeddings."""
-    batch, tokens = given.shape[:2]
-    check_shapes(batch, tokens, None, memory_mask, None)
-    memory_mask = bool_mask("memory_mask", memory_mask, read_back=not torch.compiler.is_compiling())
+def memory_mask_of(config, input_ids: Tensor | None, memory_mask: Tensor | None) -> Tensor | None:
+    """Which tokens of a call are written into a memory, `[batch, tokens]`: those of the mask (`None`: all), without the
+    configuration's special tokens where there are ids to know them by; `None`: all are."""
     ids = set()
     for special in (config.bos_token_id, config.eos_token_id, config.pad_token_id):
         ids |= set() if special is None else set(special) if isinstance(special, (list, tuple)) else {special}
@@ -278,7 +226,7 @@ def memory_mask_of(config, input_ids: Tensor | None, given: Tensor, memory_mask:
         return memory_mask
     # One comparison for each: a tensor of the ids would wait for the device
     ordinary = torch.stack([input_ids != special for special in sorted(ids)]).all(0)
-    return ordinary if memory_mask is None else ordinary & memory_mask
+    return ordinary if memory_mask is None else ordinary * memory_mask
 
 
 def check_cache(given) -> None:
@@ -290,57 +238,8 @@ def check_cache(given) -> None:
         )
 
 
-def memory_cache(model, given, use_cache: bool | None, batch: int) -> InfiniCache | None:
-    """The [`InfiniCache`] of one call of `batch` rows of a model with infini layers, or `None`: the given one, checked, or a
-    new one.
-
-    Raises:
-        ValueError: `given` is a cache of another kind, of other layers or of another number of rows, the call is to be
-            exported, or gradient checkpointing would run layers a second time that keep keys and values.
-    """
-    if use_cache and torch.compiler.is_exporting():
-        raise ValueError("torch.export cannot hold the cache of a memory: pass use_cache=False among the example inputs.")
-    check_cache(given)
-    wanted = [layer in model.config.infini_layers for layer in range(model.config.num_hidden_layers)]
-    if given is not None:
-        if [isinstance(layer, InfiniLayer) for layer in given.layers] != wanted:
-            raise ValueError(
-                f"{CACHE} is the cache of a model with other layers: this one has {len(wanted)}, with memory "
-                f"in {model.config.infini_layers}. Pass InfiniCache(model.config)."
-            )
-        if (state := given.first_state()) is not None:
-            check_rows("this call", batch, len(state.tokens_seen))
-        given.check_finished()
-    cache = InfiniCache(model.config) if use_cache and given is None else given
-    if cache is not None and checkpoints_gradients(model):
-        functions = (getattr(module, "_gradient_checkpointing_func", None) for module in model.modules())
-        if not all(wanted):
-            refuse_checkpoints(model, "layers of full attention would append their keys and values twice")
-        if any(getattr(function, "keywords", {}).get("use_reentrant") for function in functions):
-            remedy = 'gradient_checkpointing_enable({"use_reentrant": False})'
-            refuse_checkpoints(model, f"use_reentrant=True cuts the gradient through the memory, and {remedy} does not")
-    return cache
-
-
-def checkpoints_gradients(model) -> bool:
-    """Whether blocks of the model are run a second time in the backward pass of this call."""
-    if not (torch.is_grad_enabled() and model.training):
-        return False
-    return any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
-
-
-def refuse_checkpoints(model, reason: str) -> None:
-    """ValueError with the `reason` why layers with a cache cannot run again, where gradient checkpointing has them do so."""
-    if checkpoints_gradients(model):
-        raise ValueError(
-            f"gradient checkpointing in training does not go with this cache: {reason}. Pass use_cache=False and no "
-            f"{CACHE}, or call gradient_checkpointing_disable()."
-        )
-
-
-@check_kinds
 def begin_call(
-    model, ids, given: Tensor, cache, use_cache: bool | None, max_documents: int | None, **masks: Tensor | None
+    model, ids, given: Tensor, cache, use_cache: bool | None, **masks: Tensor | None
 ) -> tuple[SharedInputs, InfiniCache | None, bool]:
     """What the layers of a model's call share; the call's cache; and whether it is among the outputs.
 
@@ -349,25 +248,28 @@ def begin_call(
         masks: as [`segment_layout`] takes them, but the attention mask may also cover the past.
 
     Raises:
-        ValueError: the cache, the mask or the positions do not go on from what the cache has read.
+        ValueError: the cache or the mask do not go on from what the cache has read.
     """
-    watch_gates(model)
     batch, tokens = given.shape[:2]
     if use_cache is None:
-        use_cache = model.config.use_cache and not checkpoints_gradients(model)
-    cache = memory_cache(model, cache, use_cache, batch)
-    masks["memory_mask"] = memory_mask_of(model.config, ids, given, masks["memory_mask"])
+        use_cache = model.config.use_cache and not model.training
+    check_cache(cache)
+    if cache is None:
+        cache = InfiniCache(model.config) if use_cache else None
+    else:
+        cache.check_finished()
+    if cache is not None and cache.state is not None:
+        check_rows("this call", batch, len(cache.state.tokens_seen))
+    check_shapes(batch, tokens, None, masks["memory_mask"], None)
+    masks["memory_mask"] = memory_mask_of(model.config, ids, masks["memory_mask"])
     masks["attention_mask"] = mask_of_call(masks["attention_mask"], batch, tokens, cache)
-    state, states = (None, None) if cache is None else (cache.first_state(), cache.pending_states())
-    check_continuation(masks["position_ids"], masks["attention_mask"], state)
+    state, states = (None, None) if cache is None else (cache.state, cache.pending_states())
     if states is not None and states.exchange is not None:
         state = states.exchange.begin(batch, tokens, given.device, masks)
-    options = {"state": state, "max_documents": max_documents, "device": given.device}
-    layout = segment_layout(batch, tokens, *model.config.window, **masks, **options)
+    layout = segment_layout(batch, tokens, *model.config.window, **masks, state=state, device=given.device)
     return SharedInputs(layout, states, {}), cache, use_cache
 
 
-@check_kinds
 def mask_of_call(attention_mask: Tensor | None, batch: int, tokens: int, cache: InfiniCache | None) -> Tensor | None:
     """The part of the mask that covers this call's tokens: `generate` passes it for the past as well, which is compared with
     what the cache has read. ValueError for another shape, or another past."""
@@ -381,37 +283,14 @@ def mask_of_call(attention_mask: Tensor | None, batch: int, tokens: int, cache: 
             f"before; got {list(attention_mask.shape)}."
         )
     if cache is not None and past and attention_mask.shape[1] != tokens:
-        check_past(cache.text, attention_mask[:, :past])
+        cache.check_past(attention_mask[:, :past])
     return attention_mask[:, -tokens:]
-
-
-@check_kinds
-def check_continuation(
-    position_ids: Tensor | None, attention_mask: Tensor | None, state: InfiniState | None
-) -> None:
-    """ValueError for positions, `[batch or 1, tokens]`, that neither continue from the state nor begin a new document with a
-    0; in a graph of torch.compile a RuntimeError. `attention_mask`: `[batch, tokens]` of the call."""
-    if position_ids is None or state is None:
-        return
-    positions = position_ids.expand(len(state.tokens_seen), -1)
-    real = torch.ones_like(positions) if attention_mask is None else attention_mask.long()
-    position = positions.gather(1, real.argmax(1, keepdim=True)).squeeze(1)  # of the first real token
-    wrong = real.any(1) & (state.tokens_seen > 0) & (position <= state.last_position) & (position != 0)
-    if torch.compiler.is_compiling():
-        torch._assert_async(~wrong.any(), "position_ids go back into what the cache has read, but not to 0.")
-    elif wrong.any():
-        row = int(wrong.nonzero()[0])
-        last = int(state.last_position[row])
-        raise ValueError(
-            f"position_ids of row {row} go on with {int(position[row])}, but the cache has read up to position {last}: give "
-            f"{last + 1} to go on, 0 to begin a new document, or leave position_ids out, and the tokens are counted."
-        )
 
 
 def counted_positions(layout: Layout, cache: InfiniCache | None) -> Tensor:
     """`[batch or 1, tokens]`: positions that continue from the last one, for a call without positions. Positions given in
     earlier calls may have gaps."""
-    state = None if cache is None else cache.first_state()
+    state = None if cache is None else cache.state
     if state is None:
         return layout.positions
     return layout.positions + (state.last_position + 1 - state.tokens_seen).unsqueeze(1)

@@ -2,7 +2,6 @@
 `families.InfiniLlamaModel` is `LlamaModel` with the mixins of base.py before it, and so on for all of its heads.
 """
 
-import copyreg
 import functools
 import inspect
 import sys
@@ -16,24 +15,22 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
-from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
 
 from ..compat.cache_name import CACHE
 from ..compat.class_lookups import PREFIX, alias_tokenizer, alias_weights
 from ..compat.hub_code import IS_COPY, carry_code
 from ..layers.memory_layer import InfiniAttentionMixin, KeywordlessLayerMixin
-from ..options import MemoryOptions, layer_kinds
-from .base import InfiniModelMixin, InfiniPreTrainedMixin, with_arguments_of
+from .base import InfiniModelMixin, InfiniPreTrainedMixin, with_signature
 from .generation import MemoryGenerationMixin
-from .gpt2 import GPT2InfiniAttention, InfiniGPT2Config, InfiniGPT2ModelMixin
+from .gpt2 import InfiniGPT2Config, InfiniGPT2ModelMixin
 from .option_checks import InfiniConfigMixin, checked
 
-KINDS = {"full_attention", "sliding_attention", "chunked_attention"}  # of layers that a model with memories may have
 # Families that a swapped layer's test may pass although their attention is another
 REFUSED = {
     "its attention does not go through transformers' attention interface": ("falcon", "gpt_neo"),
     "its layers share keys and values": ("gemma3n_text", "gemma4_text", "zamba", "zamba2"),
     "its heads are differences of two": ("diffllama",),
+    "some of its layers are linear attention": ("minimax",),
     "it normalises queries and keys after their rotation": ("hunyuan_v1_dense", "hunyuan_v1_moe"),
 }
 # Auto classes that load a decoder, with the tables that say which class of a family they load
@@ -64,17 +61,12 @@ class FamilyConfigMixin(InfiniConfigMixin):
         super().__post_init__(**kwargs)
 
     def validate_memory_options(self):
-        """Those of every memory, and those of families."""
+        """Those of every memory, and that there is one."""
         super().validate_memory_options()
-        if others := sorted({*layer_kinds(self)} - KINDS):
-            raise ValueError(
-                f"a {self.own_class.model_type!r} cannot have Infini-attention: some of its layers are no attention over "
-                f"all tokens, a sliding window or a chunk, but {', '.join(others)}."
-            )
         if not self.infini_layers:
             raise ValueError(
-                f"all {self.num_hidden_layers} layers of this {self.model_type} see a sliding window or chunk, which bounds "
-                "them already: name with layers=[…] those that are to have a memory instead."
+                f"none of the {self.num_hidden_layers} layers of this {self.model_type} attends to everything: name with "
+                "layers=[…] those with a sliding window or chunk that are to have a memory instead."
             )
 
 
@@ -103,25 +95,14 @@ def infini_config(own: type[PreTrainedConfig]) -> type[FamilyConfigMixin] | type
     return config
 
 
-class MadeHere(type):
-    """The type of classes that [`infini_class`] makes: another process finds them by what they are made of."""
-
-    own_class: type
-
-
-copyreg.pickle(
-    MadeHere, lambda cls: (infini_class, (cls.own_class,)) if cls.__module__ == __name__ else cls.__qualname__
-)
-
-
 @functools.cache
 def infini_class(own: type) -> type:
     """The class with Infini-attention of a family's own attention, base model or model with a head, or of a decoder layer
     that drops keywords."""
     if issubclass(own, GradientCheckpointingLayer):  # with the own name, by which others keep such layers in one piece
-        return MadeHere(own.__name__, (KeywordlessLayerMixin, own), {"__module__": __name__, "own_class": own})
+        return type(own.__name__, (KeywordlessLayerMixin, own), {"__module__": __name__, "own_class": own})
     if not issubclass(own, PreTrainedModel):
-        return GPT2InfiniAttention if own is GPT2Attention else _attention_class(own)
+        return _attention_class(own)
     config: Any = own.config_class
     attributes: dict[str, Any] = {"__module__": __name__, "__doc__": f"`{own.__name__}` with Infini-attention."}
     attributes |= {"own_class": own, "config_class": infini_config(config), "class_with_memory": staticmethod(infini_class)}
@@ -135,7 +116,7 @@ def infini_class(own: type) -> type:
     if own.__name__ == modeling_auto.MODEL_MAPPING_NAMES.get(config.model_type):
         mixin = InfiniGPT2ModelMixin if config is GPT2Config else InfiniModelMixin
         bases.append(mixin)
-        attributes["forward"] = with_arguments_of(own.forward, mixin.forward)
+        attributes["forward"] = with_signature(own.forward, mixin.forward)
         forward = inspect.unwrap(own.forward)
         attributes["argument_names"] = _arguments(forward)
         attributes["layers_drop_keywords"] = config.model_type in DROP_KEYWORDS
@@ -146,7 +127,7 @@ def infini_class(own: type) -> type:
         bases.append(MemoryGenerationMixin)
         # transformers looks for a loss by the class's name, and where it finds none, its warning breaks a compiled graph
         attributes["_loss_function"] = staticmethod(ForCausalLMLoss)
-    return MadeHere("Infini" + own.__name__, (*bases, own), attributes)
+    return type("Infini" + own.__name__, (*bases, own), attributes)
 
 
 def _attention_class(own: type) -> type:
@@ -158,7 +139,7 @@ def _attention_class(own: type) -> type:
     turn = getattr(module, "apply_rotary_pos_emb", None) or getattr(module, "apply_rotary_emb", None)
     attributes: dict[str, Any] = {"__module__": __name__, "own_class": own, "argument_names": arguments}
     attributes |= {"cache_argument": cache, "turning_function": None if turn is None else staticmethod(turn)}
-    return MadeHere("Infini" + own.__name__, (InfiniAttentionMixin, own), attributes)
+    return type("Infini" + own.__name__, (InfiniAttentionMixin, own), attributes)
 
 
 def _arguments(function) -> list[str]:
@@ -187,30 +168,6 @@ def register_lazily(model_types: Iterable[str]) -> None:
     # Not in CONFIG_MAPPING_NAMES: whoever iterates over models would look there for modules of transformers
     known._mapping = ChainMap(known._mapping, names)
     known._modules |= dict.fromkeys(names, sys.modules[__name__])
-
-
-class AutoInfiniModelForCausalLM:
-    """Loads any decoder with Infini-attention, as `AutoModelForCausalLM` loads one without."""
-
-    @staticmethod
-    def from_pretrained(path, **options) -> PreTrainedModel:
-        """A language model from a plain checkpoint, whose gates are then initialised as `gate_init` says, or from one that
-        was saved with Infini-attention.
-
-        Args:
-            path: a folder or the name of a repository, as `AutoModelForCausalLM.from_pretrained` takes it.
-            options: those of [`MemoryOptions`], such as `segment_length=256`, and those of that method.
-
-        Raises:
-            ValueError: the checkpoint is of a family that cannot have Infini-attention, or a layer computes something else
-                with its memory empty; the message says why.
-        """
-        options = {"trust_remote_code": False} | options  # nobody is asked whether a folder's code may run
-        kind = PreTrainedConfig.get_config_dict(path, **options)[0].get("model_type")
-        own = transformers.CONFIG_MAPPING[kind] if kind in transformers.CONFIG_MAPPING else MemoryOptions
-        if issubclass(own, MemoryOptions) or own not in (table := AUTO_CLASSES["AutoModelForCausalLM"]):
-            return transformers.AutoModelForCausalLM.from_pretrained(path, **options)
-        return infini_class(table[own]).from_pretrained(path, **options)
 
 
 def __getattr__(name: str) -> type:

@@ -5,15 +5,12 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 from transformers import GPT2Config
-from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
 
 from ..cache.cache import InfiniCache
-from ..compat.cache_name import CACHE
 from ..compat.execution_device import device_of
 from ..compat.hub_code import carry_code
-from ..layers.memory_layer import InfiniAttentionMixin, LayerConfig, rope_tables
+from ..layers.memory_layer import rope_tables
 from ..ops.layout.base import Layout
-from ..ops.window import Rotary
 from .base import InfiniModelMixin, check_positions, counted_positions
 from .option_checks import InfiniConfigMixin, checked
 
@@ -29,10 +26,6 @@ class InfiniGPT2Config(InfiniConfigMixin, GPT2Config):
             limit. `"rope"`: no embedding; queries and keys of the window are rotated by position (Su et al. 2021), so that
             distances count, contexts have no limit, and the memory carries no position. The last is for models trained with
             it: a pretrained GPT-2 loses its position embedding. The head width must be even.
-
-    Raises:
-        ValueError: a value of the wrong type, one that is not allowed, or options that do not go together; the message says
-            what was given and what is allowed.
     """
 
     model_type = "infini_gpt2"
@@ -40,40 +33,8 @@ class InfiniGPT2Config(InfiniConfigMixin, GPT2Config):
 
     position_encoding: Literal["learned", "segment", "rope"] = "learned"
 
-    def validate_memory_options(self):
-        """Those of every memory, and those of this model."""
-        super().validate_memory_options()
-        if self.position_encoding == "segment" and self.window[0] > self.n_positions:
-            raise ValueError(
-                f"position_encoding='segment' needs an embedding for every place in a segment: segment_length="
-                f"{self.tokens_per_segment} is more than n_positions={self.n_positions}."
-            )
-        if self.add_cross_attention:
-            raise ValueError("cross-attention has no segments: add_cross_attention=True is not supported.")
-
 
 carry_code("models.families", AutoConfig=InfiniGPT2Config)
-
-
-class GPT2InfiniAttention(InfiniAttentionMixin, GPT2Attention):
-    """GPT-2's attention over segments, with a memory of everything before the local window.
-
-    GPT-2 adds its positions to the hidden state, so the memory stores them too; with `position_encoding="rope"` only the
-    window has positions. The layer can be called outside of a model.
-    """
-
-    own_class = GPT2Attention
-    argument_names = (CACHE, "attention_mask", "encoder_hidden_states", "encoder_attention_mask", "output_attentions")
-    cache_argument = CACHE
-
-    def __init__(self, config: InfiniGPT2Config, layer_idx: int | None = None):
-        super().__init__(config, layer_idx=layer_idx)
-        self.swap_in(LayerConfig(config), {}, torch.get_default_dtype())
-
-    def window_rotary(self, tables: tuple[Tensor, ...] | None, like: Tensor) -> Rotary | None:
-        if self.config.position_encoding != "rope":
-            return None
-        return Rotary(rope_tables(self.config.places, self.head_dim, like) if tables is None else tables)
 
 
 class NoPositions(nn.Module):
@@ -84,30 +45,13 @@ class NoPositions(nn.Module):
 
 
 class InfiniGPT2ModelMixin(InfiniModelMixin):
-    """[`InfiniModelMixin`] for `GPT2Model`, whose rows may also be `[batch, choices, tokens]` (GPT2DoubleHeadsModel)."""
+    """[`InfiniModelMixin`] for `GPT2Model`, with its positions."""
 
     wte: nn.Module
 
     def set_positions(self) -> None:
         if self.config.position_encoding == "rope":
             self.wpe = NoPositions()
-
-    def forward(self, *args, **kwargs):
-        """As [`InfiniModelMixin`].
-
-        Raises:
-            ValueError: a position beyond `n_positions` with learned positions.
-        """
-        given = dict(zip(self.argument_names, args, strict=False)) | kwargs
-        ids, rows = given.get("input_ids"), None
-        if isinstance(ids, Tensor) and ids.dim() == 3:
-            rows = ids.shape[:2]
-            names = ("input_ids", "attention_mask", "token_type_ids", "position_ids", "memory_mask")
-            given |= {name: given[name].flatten(0, 1) for name in names if given.get(name) is not None}
-        output = super().forward(**given)
-        if rows is not None:
-            output.last_hidden_state = output.last_hidden_state.unflatten(0, rows)
-        return output
 
     def rotary_tables(
         self, places: int, dtype: torch.dtype | None = None, device: torch.device | None = None

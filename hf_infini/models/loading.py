@@ -1,55 +1,47 @@
 """A language model and its tokenizer from any folder: whole, and fitting each other."""
 
-import contextlib
 import hashlib
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..layers.memory_layer import PARAMETERS, memory_layers
-from ..ops.checks import check_kinds
 
 
-@check_kinds
 def load_causal_lm(path: str | Path, **options) -> PreTrainedModel:
     """The causal language model of a folder or Hub name, with all of its weights: none is random but those of a memory that
     `options` add.
 
     Args:
         path: where the model is. Its code is not run, unless `trust_remote_code=True` is given.
-        options: those of `AutoModelForCausalLM.from_pretrained`.
+        options: those of `AutoModelForCausalLM.from_pretrained`, whose errors are raised, too.
 
     Raises:
-        ValueError: there is no such model, a file of it is damaged, or weights and configuration do not fit.
+        ValueError: weights are missing.
     """
-    options = {"trust_remote_code": False} | options
-    with _naming(path, "model"):
-        model, info = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True, **options)
-        new = tuple(f"{layer}.{name}" for layer in memory_layers(model) for name in PARAMETERS)
-        missing = sorted(name for name in info["missing_keys"] if not name.startswith(new))
-        if missing:  # transformers randomly initialises them
-            raise ValueError(f"its weights are incomplete: {len(missing)} tensors, such as {missing[0]}, are missing.")
+    options = {"trust_remote_code": False, "output_loading_info": True} | options
+    model, info = AutoModelForCausalLM.from_pretrained(path, **options)
+    new = tuple(f"{layer}.{name}" for layer in memory_layers(model) for name in PARAMETERS)
+    missing = sorted(name for name in info["missing_keys"] if not name.startswith(new))
+    if missing:  # transformers randomly initialises them
+        raise ValueError(f"the weights of {path} are incomplete: {len(missing)} tensors, such as {missing[0]}, are missing.")
     return model
 
 
-@check_kinds
 def load_tokenizer(path: str | Path, model: PreTrainedModel | None = None, **options) -> PreTrainedTokenizerBase:
     """The tokenizer of a folder or Hub name.
 
     Args:
         path: where the tokenizer is. Its code is not run, unless `trust_remote_code=True` is given.
         model: that is to read its ids. If its configuration has a `tokenizer_sha256`, [`fingerprint`] must give the same.
-        options: those of `AutoTokenizer.from_pretrained`.
+        options: those of `AutoTokenizer.from_pretrained`, whose errors are raised, too.
 
     Raises:
-        ValueError: there is none, a file of it is damaged, or it is the tokenizer of another model.
+        ValueError: there is none, or it is the tokenizer of another model.
     """
-    with _naming(path, "tokenizer"):
-        tokenizer = AutoTokenizer.from_pretrained(path, **{"trust_remote_code": False} | options)
+    tokenizer = AutoTokenizer.from_pretrained(path, **{"trust_remote_code": False} | options)
     # Without files, transformers makes one of special tokens only
     if tokenizer is None or len(tokenizer) <= len(tokenizer.all_special_ids):
         raise ValueError(f"{path} has no tokenizer: files are missing. Save it there, as it was when the model was trained.")
@@ -67,15 +59,3 @@ def load_tokenizer(path: str | Path, model: PreTrainedModel | None = None, **opt
 def fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     """The SHA-256 of a tokenizer's tokens and their ids; what tells tokenizers of the same size apart."""
     return hashlib.sha256(json.dumps(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()
-
-
-@contextlib.contextmanager
-def _naming(path, what: str) -> Iterator[None]:
-    """Re-raises any error as a ValueError of one line that names the path: nobody knows what all of transformers raises."""
-    try:
-        yield
-    except (torch.OutOfMemoryError, MemoryError):
-        raise
-    except Exception as error:
-        reason = " ".join(str(error).split())
-        raise ValueError(f"the {what} of {path} cannot be loaded: {type(error).__name__}: {reason}") from error

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..cache.cache import InfiniCache, PendingStates
+from ..cache.cache import InfiniCache
 from ..ops.layout.base import Layout
 from ..options import layer_kinds
 
@@ -16,18 +16,17 @@ def kept_layers_masks(
     config,
     layout: Layout,
     cache: InfiniCache | None,
-    states: PendingStates | None,
     dtype: torch.dtype,
     written_out: bool = False,
 ) -> dict[str, Tensor | None]:
     """The masks of the layers without a memory, by the type of layer: `[batch or 1, 1, tokens, keys]`, in the form that the
     model's attention implementation takes (of `dtype`, if they are added to scores); `None` where the kernel's own causal
-    mask says the same, unless they must be `written_out`. `states`, of the call, get the documents of its columns."""
+    mask says the same, unless they must be `written_out`. The cache gets the documents of its columns and of the call's."""
     tokens, device = layout.positions.shape[1], layout.tokens_seen.device
     past = 0 if cache is None else cache.get_seq_length()
-    documents = _documents(layout, tokens, past, None if states is None else states.documents)
-    if states is not None:
-        states.documents = documents
+    documents = _documents(layout, tokens, past, None if cache is None else cache.text.get("documents"))
+    if cache is not None and documents is not None:
+        cache.text["documents"] = documents
     kinds = layer_kinds(config)
     first = {kinds[layer]: layer for layer in reversed(range(len(kinds))) if layer not in config.infini_layers}
     eager = config._attn_implementation == "eager"
@@ -67,7 +66,7 @@ def _documents(layout: Layout, tokens: int, past: int, documents: Tensor | None)
     real, restart, batch = layout.real, layout.restart, len(layout.tokens_seen)
     if documents is None and real is None:
         return None
-    old = layout.tokens_seen.new_zeros(batch, past) if documents is None else documents
+    old = layout.tokens_seen.new_zeros(batch, past) if documents is None else documents[:, :past]  # a call may have failed
     current = old.amax(1, keepdim=True).clamp(min=0) if past else old.new_zeros(batch, 1)
     new = current.expand(batch, tokens) if restart is None else current + restart.cumsum(1)
     return torch.cat([old, new if real is None else torch.where(real, new, -1)], 1)

@@ -10,7 +10,7 @@ from .option_checks import InfiniConfigMixin
 from .structure import attention_layers, decoder_layers, decoder_of
 
 
-def patch_model(model, *, base_only: bool = False, **options):
+def patch_model(model, **options):
     """Gives a loaded decoder Infini-attention, in place.
 
     Modules and weights stay the same objects (optimisers, PEFT adapters and forward hooks keep working on them). The gates
@@ -22,9 +22,8 @@ def patch_model(model, *, base_only: bool = False, **options):
     transformers' attention interface. A model that computes something else is refused, and stays as it was.
 
     Args:
-        model: a whole decoder of transformers, such as a `GPT2LMHeadModel` or a `LlamaForCausalLM`, with any of its heads.
-        base_only: say that `model` is a base model, such as a `GPT2Model`, and not part of another model, which cannot be
-            checked. Inside another model it must not be patched: that model would be saved and generate without the memory.
+        model: a whole decoder of transformers, such as a `GPT2LMHeadModel` or a `LlamaForCausalLM`, with any of its heads,
+            or a base model. Not one inside another model, which would be saved without the memory.
         options: those of [`MemoryOptions`], such as `segment_length=256`; for a GPT-2 also `position_encoding` of
             [`InfiniGPT2Config`]. A pretrained model needs `sink_tokens=4` and `gate_init=-4.0`, or much the same.
 
@@ -32,10 +31,9 @@ def patch_model(model, *, base_only: bool = False, **options):
         The same model.
 
     Raises:
-        ValueError: a model of another kind, one that is patched already, or one with cross-attention; one that was changed
-            otherwise than in its weights (shared layers, a class or `forward` of their own); a layer that computes something
-            else with its memory empty; a base model without `base_only`, and the other way round. Whatever else another
-            family's attention raises, where it is called otherwise than by its model; the model is as it was then, too.
+        ValueError: a model of another kind, one that is patched already, or one with cross-attention; a layer that computes
+            something else with its memory empty. Whatever else another family's attention raises, where it is called
+            otherwise than by its model; the model is as it was then, too.
     """
     if isinstance(model, InfiniPreTrainedMixin):
         raise ValueError("this model has Infini-attention already; unpatch_model() it first to change its options.")
@@ -47,14 +45,12 @@ def patch_model(model, *, base_only: bool = False, **options):
         )
     config_class = infini_config(model.config_class)
     base = decoder_of(model)
-    _check_whole(model, base, base_only)
     known = config_class.own_options()
     if unknown := set(options) - set(known):
         raise ValueError(f"unknown options {', '.join(sorted(unknown))}; patch_model takes {', '.join(known)}.")
     config = _convert(model.config, config_class, **options)
-    _check_unchanged(base)
+    attention_layers(base)  # or a ValueError, before anything is changed
     before = model.config
-    model.__dict__["_unpatched_config_class"] = type(before)
     model.__dict__["_base_is_plain"] = True  # what its name leads to: see adapter.py
     if getattr(config, "position_encoding", None) == "rope":
         model.__dict__["_unpatched_embedding"] = base.wpe  # no module of the model any more: not trained or saved
@@ -65,36 +61,29 @@ def patch_model(model, *, base_only: bool = False, **options):
     except BaseException:
         _take_out(model, base, before)
         raise
-    model.advise(options)
     return model
 
 
-def unpatch_model(model, *, base_only: bool = False):
+def unpatch_model(model):
     """Removes Infini-attention in place, and nothing else.
 
     What [`patch_model`] added is dropped, trained or not. The model's own weights, and other changes to the model or its
     configuration, stay as they are now; the position embedding that `position_encoding="rope"` had set aside comes back as
     it was. A model that was loaded or built with Infini-attention becomes the plain one with the same weights.
 
-    Args:
-        base_only: that `model` is a base model and no part of another, as for [`patch_model`].
-
     Returns:
         The same model.
 
     Raises:
-        ValueError: the model has no Infini-attention, or no position embedding to restore; a base model without
-            `base_only`, and the other way round.
+        ValueError: the model has no Infini-attention, or no position embedding to restore.
     """
     if not isinstance(model, InfiniPreTrainedMixin) or not isinstance(base := decoder_of(model), InfiniPreTrainedMixin):
         raise ValueError(f"a {type(model).__name__} has no Infini-attention to take out.")
-    _check_whole(model, base, base_only)
-    config_class = model.__dict__.get("_unpatched_config_class", model.own_class.config_class)
     if getattr(model.config, "position_encoding", None) == "rope" and "_unpatched_embedding" not in model.__dict__:
         raise ValueError(
             "this model was built with position_encoding='rope': it has no position embedding, and a plain GPT-2 needs one."
         )
-    _take_out(model, base, _convert(model.config, config_class))
+    _take_out(model, base, _convert(model.config, model.own_class.config_class))
     return model
 
 
@@ -102,39 +91,13 @@ def _take_out(model, base, config) -> None:
     """Makes a model plain, with this configuration, of whose layers some or all have a memory."""
     if "_unpatched_embedding" in model.__dict__:
         base.wpe = model.__dict__.pop("_unpatched_embedding").to(model.device, model.dtype)
-    for name in ("_unpatched_config_class", "_base_is_plain"):
-        model.__dict__.pop(name, None)
+    model.__dict__.pop("_base_is_plain", None)
     for layer, attention in decoder_layers(base):
         if isinstance(attention, InfiniAttentionMixin):
             attention.swap_out()
         if isinstance(layer, KeywordlessLayerMixin):
             swap_class(layer, layer.own_class)
     _adopt(model, base, lambda kind: getattr(kind, "own_class", kind), config)
-
-
-def _check_whole(model, base, base_only: bool) -> None:
-    """Refuses a base model that may be part of another, which would not learn of the change."""
-    if base is model and not base_only:
-        raise ValueError(
-            f"a {type(model).__name__} can be part of a larger model, which would not learn of the change: give that, or, "
-            "if there is none, base_only=True."
-        )
-    if base_only and base is not model:
-        raise ValueError(f"base_only=True is for a base model; a {type(model).__name__} is a whole model: leave it out.")
-
-
-def _check_unchanged(base) -> None:
-    """ValueError for an attention that was changed in a way that its configuration does not tell: it is of a foreign class,
-    has a `forward` of its own (a hook keeps the one that it wraps), or belongs to another layer."""
-    for number, attention in enumerate(attention_layers(base)):
-        forward = vars(attention).get("_old_forward", vars(attention).get("forward"))
-        replaced = forward is not None and getattr(forward, "__func__", None) is not type(attention).forward
-        foreign = type(attention).__module__ != type(base).__module__
-        if foreign or replaced or getattr(attention, "layer_idx", number) != number:
-            raise ValueError(
-                f"a {type(base).__name__} cannot have Infini-attention: the {type(attention).__name__} of layer {number} "
-                "has a class or forward of its own, or another layer's layer_idx. Give each layer its own, and use hooks."
-            )
 
 
 def _convert(config, config_class, **options):

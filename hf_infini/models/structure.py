@@ -6,10 +6,16 @@ from torch import nn
 from transformers import PreTrainedModel
 
 
+def inside_of(model):
+    """The transformers model inside a `PeftModel` or another wrapper, or what was given."""
+    modules = model.modules() if isinstance(model, nn.Module) else ()
+    return next((module for module in modules if isinstance(module, PreTrainedModel)), model)
+
+
 def decoder_of(model: nn.Module) -> Any:
     """The base model in a model with a head or in PEFT's wrapper, or the model itself. (Of Llama 4, `base_model` is not.)"""
-    inside: Any = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
-    return model if inside is None else getattr(inside, "model", inside.base_model)
+    inside = inside_of(model)
+    return getattr(inside, "model", getattr(inside, "base_model", inside))
 
 
 def attention_layers(base: PreTrainedModel) -> list[nn.Module]:

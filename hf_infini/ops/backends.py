@@ -20,7 +20,16 @@ from .window import ScoreOptions
 
 
 class AttentionCall(NamedTuple):
-    """What [`attend`] is given, with the state that the tokens continue."""
+    """What [`attend`] computes: [`infini_attention`] on a layout that is already made.
+
+    Attributes:
+        tokens: with the `learned_score` for the score.
+        layout: [`segment_layout`] of the tokens.
+        state: that they continue.
+        return_state: whether the state after them is wanted.
+        in_place: a single token may overwrite the given state.
+        scored: the scores of tokens and state are those after this call, of more than a single token.
+    """
 
     tokens: Projections
     gate: Tensor
@@ -29,12 +38,12 @@ class AttentionCall(NamedTuple):
     softmax: ScoreOptions
     state: InfiniState
     return_state: bool = False
-    return_weights: bool = False
     in_place: bool = False
     scored: bool = False
 
 
-Attended = tuple[Tensor, InfiniState | None, Tensor | None]  # what [`attend`] returns
+# What [`attend`] returns: the output; the state, and the local weights, which may be `None` where they are not asked for
+Attended = tuple[Tensor, InfiniState | None, Tensor | None]
 
 
 class Backend(NamedTuple):
@@ -102,7 +111,7 @@ def _fits_linear(call: AttentionCall) -> tuple[bool, str]:
         "code that came with a model has no kernels": not __name__.endswith(".ops.backends"),
         f"no kernel for update_rule={rule.update_rule!r}": rule.update_rule != "linear",
         f"no kernel for denominator={rule.denominator!r}": rule.denominator != "separate",
-        "local weights are returned": call.return_weights or softmax.written_out,
+        "local weights are returned": softmax.written_out,
         "no kernel for kept tokens": call.layout.kept_tokens > 0,
         "no kernel for dropout": softmax.dropout > 0,
         "no kernel for softcap": softmax.softcap is not None,

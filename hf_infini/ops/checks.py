@@ -4,7 +4,7 @@ import functools
 import inspect
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable
 from numbers import Integral, Real
 from pathlib import Path
 from types import UnionType
@@ -18,59 +18,40 @@ from .window import Rotary
 
 Function = TypeVar("Function", bound=Callable)
 LIMITS = {"scaling": {}, "softcap": {"greater_than": 0}, "dropout": {"at_least": 0, "below": 1}, "eps": {"at_least": 0}}
-FITTING = set()  # functions, names and types of arguments that were right
 ACCEPTED: dict[Any, type] = {int: Integral, float: Real, Path: os.PathLike, Any: object}  # for these annotations
 
 
 def check_kinds(function: Function) -> Function:
     """Decorator: arguments that are not of their annotated types are refused by name, with a ValueError, before anything is
-    computed. Not in a graph of torch.compile."""
+    computed; what is in a container is not looked at, and True is no number. Not in a graph of torch.compile."""
 
     @functools.wraps(function)
     def checked(*args, **kwargs):
         if not torch.compiler.is_compiling():
-            _check_kinds(function, args, kwargs)
+            types = _types(function)
+            for name, value in (*zip(types, args, strict=False), *kwargs.items()):
+                annotation, kinds = types.get(name, (Any, (object,)))
+                if not isinstance(value, kinds) or (isinstance(value, bool) and not {bool, object} & {*kinds}):
+                    kind = type(value).__name__
+                    shown = f"{value!r:.60} ({kind})" if isinstance(value, (str, int, float)) else kind
+                    allowed = re.sub(r"[\w.]+\.", "", inspect.formatannotation(annotation))
+                    raise ValueError(f"{name} must be of type {allowed}; got {'None' if value is None else shown}.")
         return function(*args, **kwargs)
 
     result: Any = checked
     return result
 
 
-def _check_kinds(function: Callable, args: tuple, kwargs: dict) -> None:
-    types = _types(function)
-    for name, value in (*zip(types, args, strict=False), *kwargs.items()):
-        if (function, name, type(value)) in FITTING:
-            continue
-        wanted = types.get(name, Any)
-        if not _fits(value, wanted):
-            kind = type(value).__name__
-            shown = f"{value!r:.60} ({kind})" if isinstance(value, (str, int, float)) else kind
-            allowed = re.sub(r"[\w.]+\.", "", inspect.formatannotation(wanted))
-            raise ValueError(f"{name} must be of type {allowed}; got {'None' if value is None else shown}.")
-        if not isinstance(value, (Mapping, Sequence, Set)):  # what is in one is looked at each time
-            FITTING.add((function, name, type(value)))
-
-
 @functools.cache
-def _types(function: Callable) -> dict[str, Any]:
-    """The annotated type of each parameter, in order."""
-    hints = get_type_hints(function)
-    return {name: hints.get(name, Any) for name in inspect.signature(function).parameters}
-
-
-def _fits(value, wanted) -> bool:
-    """Whether a value is of an annotated type; True is no number."""
-    kind, parts = get_origin(wanted) or wanted, get_args(wanted)
-    if kind in (Union, UnionType):
-        return any(_fits(value, part) for part in parts)
-    if isinstance(value, bool):
-        return kind in (bool, Any)
-    if not isinstance(value, ACCEPTED.get(kind, kind)):
-        return False
-    if kind is tuple:
-        return len(value) == len(parts) and all(map(_fits, value, parts))
-    values = value.values() if isinstance(value, Mapping) else value
-    return not parts or all(_fits(part, parts[-1]) for part in values)
+def _types(function: Callable) -> dict[str, tuple[Any, tuple[type, ...]]]:
+    """The annotation of each parameter, in order, and the types that it allows."""
+    hints, types = get_type_hints(function), {}
+    for name in inspect.signature(function).parameters:
+        wanted = hints.get(name, Any)
+        parts = get_args(wanted) if get_origin(wanted) in (Union, UnionType) else (wanted,)
+        parts = [get_origin(part) or part for part in parts]
+        types[name] = wanted, tuple(ACCEPTED.get(part, part) for part in parts)
+    return types
 
 
 def check_arguments(
@@ -81,23 +62,19 @@ def check_arguments(
     check_window(*window, rotary=rotary)
     for name, number in numbers.items():
         check_number(name, number, LIMITS[name])
-    if query.dim() != 4 or key.dim() != 4 or value.dim() != 4:
-        shapes = ", ".join(str(list(tensor.shape)) for tensor in (query, key, value))
-        raise ValueError(f"query, key and value must be [batch, heads, tokens, head_dim], got {shapes}.")
-    batch, heads, tokens, head_dim = query.shape
-    if key.shape[0] != batch or key.shape[2:] != (tokens, head_dim) or value.shape[:3] != key.shape[:3]:
+    shapes = [list(tensor.shape) for tensor in (query, key, value)]
+    if {*map(len, shapes)} != {4} or 0 in shapes[0]:
         raise ValueError(
-            f"key {list(key.shape)} and value {list(value.shape)} must agree with query {list(query.shape)} in batch, "
-            "tokens and head_dim, and with each other in heads."
+            "query, key and value must be [batch, heads, tokens, head_dim] with a row and a token at least, got "
+            f"{', '.join(map(str, shapes))}."
         )
+    (batch, heads, tokens, head_dim), kv_heads = query.shape, key.shape[1]
     dtypes = [tensor.dtype for tensor in (query, key, value)]
     same = len({*dtypes}) == 1 or torch.is_autocast_enabled(query.device.type)
     if not same or not all(dtype.is_floating_point for dtype in dtypes):
         raise ValueError(f"query, key and value must be of one floating-point dtype, got {', '.join(map(str, dtypes))}.")
-    if heads % key.shape[1]:
-        raise ValueError(f"the {key.shape[1]} key/value heads must divide the {heads} query heads.")
-    if gate.shape != (heads,):
-        raise ValueError(f"gate must be [heads] = [{heads}], got {list(gate.shape)}.")
+    if heads % kv_heads:
+        raise ValueError(f"the {kv_heads} key/value heads must divide the {heads} query heads.")
     if (learned_score is None) == (window[3] > 0 and rule.keep_score != "attention"):
         raise ValueError(
             "learned_score goes with kept_tokens and a keep_score of 'learned' or 'half', and with nothing else; got "
@@ -105,14 +82,17 @@ def check_arguments(
         )
     query_map, key_map = feature_maps or (None, None)
     for name, tensor, wanted in (
-        ("log_weight", log_weight, (*key.shape[:3], rule.rates)),
-        ("learned_score", learned_score, key.shape[:3]),
+        ("key", key, (batch, kv_heads, tokens, head_dim)),
+        ("value", value, (batch, kv_heads, tokens, value.shape[3])),
+        ("gate", gate, (heads,)),
+        ("log_weight", log_weight, (batch, kv_heads, tokens, rule.rates)),
+        ("learned_score", learned_score, (batch, kv_heads, tokens)),
         ("query_weight", query_weight, (heads, head_dim, head_dim)),
         ("feature_maps[0]", query_map, (heads, head_dim, head_dim)),
-        ("feature_maps[1]", key_map, (key.shape[1], head_dim, head_dim)),
+        ("feature_maps[1]", key_map, (kv_heads, head_dim, head_dim)),
     ):
         if tensor is not None and tensor.shape != wanted:
-            raise ValueError(f"{name} must be {list(wanted)}, got {list(tensor.shape)}.")
+            raise ValueError(f"{name} must be {list(wanted)} beside this query, got {list(tensor.shape)}.")
 
 
 def check_window(
@@ -135,20 +115,16 @@ def check_shapes(
     batch: int, tokens: int, attention_mask: Tensor | None, memory_mask: Tensor | None, position_ids: Tensor | None
 ) -> None:
     """ValueError unless these are `[batch, tokens]`, positions perhaps `[1, tokens]`, or `None`."""
-    for name, mask in (("attention_mask", attention_mask), ("memory_mask", memory_mask)):
-        if mask is not None and mask.shape != (batch, tokens):
+    given = {"attention_mask": attention_mask, "memory_mask": memory_mask, "position_ids": position_ids}
+    for name, part in given.items():
+        if part is None:
+            continue
+        whole = name != "position_ids" or not (part.is_floating_point() or part.is_complex())
+        if not whole or part.shape != (batch, tokens) and (name != "position_ids" or part.shape != (1, tokens)):
             raise ValueError(
-                f"{name} must be [batch, tokens] = [{batch}, {tokens}], got {list(mask.shape)}. "
-                "With a state it covers only the new tokens."
+                f"{name} must be [batch, tokens] = [{batch}, {tokens}], got {list(part.shape)} of {part.dtype}; positions "
+                "are whole numbers. With a state it covers only the new tokens."
             )
-    if position_ids is None:
-        return
-    whole = not (position_ids.is_floating_point() or position_ids.is_complex())
-    if not whole or tuple(position_ids.shape) not in ((batch, tokens), (1, tokens)):
-        raise ValueError(
-            f"position_ids must be whole numbers, [batch, tokens] = [{batch}, {tokens}]; got {list(position_ids.shape)}, "
-            f"{position_ids.dtype}."
-        )
 
 
 def bool_mask(name: str, mask: Tensor | None, read_back: bool) -> Tensor | None:

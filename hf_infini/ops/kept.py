@@ -25,7 +25,7 @@ from torch import Tensor
 from .layout.base import GridLayout, Layout, pad
 from .memory import KEEP_SCORES, MemoryRule
 from .state import InfiniState, Projections
-from .window import ScoreOptions, causal, masked_scores
+from .window import ScoreOptions, masked_scores
 
 # A token that is FADE times the kept tokens older must have received e times the attention. SmolLM2 with 252 tokens kept by
 # half, nats from 4,096 to 8,191 tokens (16,384 of Shakespeare): 3.802 without fading, 3.742, 3.743, 3.765 with 1.2, 4, 12
@@ -88,20 +88,19 @@ def first_scores(keep_score: str, key: Tensor, learned: Tensor | None) -> Tensor
 
 @torch.no_grad()
 def received_attention(
-    query: Tensor, key: Tensor, mask: Tensor | None, asking: Tensor, softmax: ScoreOptions
+    query: Tensor, key: Tensor, mask: Tensor, asking: Tensor, softmax: ScoreOptions
 ) -> Tensor:
     """What each key receives of a softmax over all of them, without dropout: the sum over the queries, the mean over the
     heads of its group, `[B, N, K, W]` in float32 or wider.
 
     Args:
         query: `[B, N, H, C, D]`; key: `[B, N, K, W, D]`.
-        mask: bool, True = visible, `[B or 1, N, 1, C, W]`; `None`: every slot of a full window up to the query's own.
+        mask: bool, True = visible, `[B or 1, N, 1, C, W]`.
         asking: bool, which queries count, `[B, N, 1, C]`.
     """
     query = query.unflatten(2, (key.shape[2], -1)).flatten(3, 4)  # [B, N, K, heads of a group · C, D]
-    mask, group = causal(asking.shape[-1], key) if mask is None else mask, query.shape[3] // asking.shape[-1]
-    if group > 1:
-        mask = mask.unsqueeze(-3).expand(*mask.shape[:-2], group, -1, -1).flatten(-3, -2)
+    group = query.shape[3] // asking.shape[-1]
+    mask = mask.unsqueeze(-3).expand(*mask.shape[:-2], group, -1, -1).flatten(-3, -2)
     scores = masked_scores(query, key, mask, softmax)
     weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32))
     asking = asking.repeat(1, 1, 1, group).to(weights.dtype)
@@ -109,14 +108,15 @@ def received_attention(
 
 
 def with_sinks_before(
-    compared: Tensor, keys: Tensor, layout: GridLayout, kept: Tensor | None, softmax: ScoreOptions
+    compared: Tensor, keys: Tensor, layout: GridLayout, kept: Tensor, softmax: ScoreOptions
 ) -> Tensor:
     """Keys of windows as they are compared, `[B, N, K, W, D]`, whose sinks are turned right before so many kept tokens, `[B,
-    N]` (`None`: as many as can be, where they are so already); `keys`: the same before any turn."""
+    N]`: a window without a gap is that of a plain model; `keys`: the same before any turn."""
     sinks = layout.sink_tokens
-    if not sinks or kept is None or softmax.rotary is None:
+    if not sinks or softmax.rotary is None:
         return compared
-    turned = softmax.rotary.at_each(keys[..., :sinks, :], layout.sink_places(kept))
+    places = (layout.kept_tokens - kept).unsqueeze(-1) + torch.arange(sinks, device=kept.device)  # [B, N, S]
+    turned = softmax.rotary(keys[..., :sinks, :].flatten(0, 1), places.flatten(0, 1)).unflatten(0, keys.shape[:2])
     return torch.cat([turned, compared[..., sinks:, :]], 3)
 
 
@@ -157,7 +157,7 @@ class KeptInGrid:
         ones = torch.ones(layout.batch, 1, layout.tokens, 1, dtype=torch.bool, device=scores.device)
         self.asking = layout.to_grid(ones, None)[..., 0, 0]
 
-    def see(self, query: Tensor, key: Tensor, mask: Tensor | None, begin: int, end: int, softmax: ScoreOptions) -> None:
+    def see(self, query: Tensor, key: Tensor, mask: Any, begin: int, end: int, softmax: ScoreOptions) -> None:
         """Adds what the tokens of the windows receive from the queries of segments `begin … end`, `[B, N, H, C, D]`; `key`:
         `[B, N, K, W, D]` of sinks and segments, as they are compared."""
         if not self.sees:
@@ -167,15 +167,13 @@ class KeptInGrid:
         for shift, of_segments in enumerate(received):
             self.scores[:, begin + shift : end + shift, ..., 0] += of_segments
 
-    def choose(self, leaving: Sequence[Any], written: Tensor | None, begin: int, end: int) -> "KeptOfGroup":
+    def choose(self, leaving: Sequence[Any], written: Any, begin: int, end: int) -> "KeptOfGroup":
         """What segments `begin … end` see and evict; `leaving`: keys, values and log weights of the tokens that leave while
         they are read, `[B, N, K, C, …]` each; `written`: as of [`keep_best`]. All that these have received is known."""
         layout, scores = self.layout, self.scores[:, begin:end]
         parts: Any = (None if part is None else part.transpose(2, 3) for part in leaving)
         key, value, log_weight = parts
         documents = layout.documents(begin, end) if layout.packed else None
-        if written is None:
-            written = torch.ones(1, *scores.shape[1:3], dtype=torch.bool, device=scores.device)
         position = layout.delayed_numbers(begin, end)[..., None, None].expand_as(scores[..., :1])
         new = Kept(key, value, log_weight, scores, position)
         found = keep_best(self.kept, new, written, self.rule.keep_score, layout, documents)
@@ -208,11 +206,10 @@ class KeptOfGroup(NamedTuple):
     layout: Layout
 
     def visible(
-        self, keys: Tensor, values: Tensor, mask: Tensor | None, most: int, kept: Tensor | None, softmax: ScoreOptions
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        self, keys: Tensor, values: Tensor, mask: Tensor, most: int, kept: Tensor, softmax: ScoreOptions
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Keys, as they are compared, and values of the windows, `[B, N, K, W, D]`, and their mask, with the kept tokens
-        between sinks and segments; `most`: how many there are at most; `kept`: `[B, N]`, how many there are (`None`: as many
-        as can be)."""
+        between sinks and segments; `most`: how many there are at most; `kept`: `[B, N]`, how many there are."""
         sinks, places = self.layout.sink_tokens, self.layout.kept_places
         if not most:
             return keys, values, mask
@@ -220,12 +217,10 @@ class KeptOfGroup(NamedTuple):
         kept_keys = softmax.compared_keys(take(self.rows.key, index), slice(places.stop - most, places.stop))
         pairs = (kept_keys, keys), (take(self.rows.value, index), values)
         keys, values = (torch.cat([part[..., :sinks, :], found, part[..., sinks:, :]], 3) for found, part in pairs)
-        if kept is not None and mask is not None:
-            filled = torch.arange(most, 0, -1, device=keys.device) <= kept.unsqueeze(-1)
-            filled = filled[:, :, None, None].expand(-1, -1, -1, mask.shape[3], -1)
-            mask = mask.expand(filled.shape[0], -1, -1, -1, -1)
-            mask = torch.cat([mask[..., :sinks], filled, mask[..., sinks:]], -1)
-        return keys, values, mask
+        filled = torch.arange(most, 0, -1, device=keys.device) <= kept.unsqueeze(-1)
+        filled = filled[:, :, None, None].expand(-1, -1, -1, mask.shape[3], -1)
+        mask = mask.expand(filled.shape[0], -1, -1, -1, -1)
+        return keys, values, torch.cat([mask[..., :sinks], filled, mask[..., sinks:]], -1)
 
     @property
     def kept(self) -> Kept:
@@ -253,20 +248,16 @@ def choose(
     """
     batch, segments, slots, heads, _ = scores.shape
     places, device = kept.position.shape[1], scores.device
-    size, begins = segments, range(1)
-    if isinstance(batch, int) and isinstance(segments, int):  # not where torch.export leaves them open
-        limit = CHOICE_ELEMENTS.get(device.type, CHOICE_ELEMENTS["cuda"]) // (batch * heads)
-        size = max(1, min(segments, limit // places, int((limit / slots) ** 0.5)))
-        begins = range(0, segments, size)
+    limit = CHOICE_ELEMENTS.get(device.type, CHOICE_ELEMENTS["cuda"]) // (batch * heads)
+    size = max(1, min(segments, limit // places, int((limit / slots) ** 0.5)))
     index = torch.arange(places, device=device).expand(batch, heads, -1)
     index = index.masked_fill(kept.position[..., 0].transpose(1, 2) < 0, -1)
     scores, before, evicted = torch.cat([kept.score, scores.flatten(1, 2)], 1).transpose(1, 2), [], []
-    for begin in begins:
+    for begin in range(0, segments, size):
         part, to = slice(begin, begin + size), slice(begin, begin + size + 1)
         of = None if documents is None else (documents[0][:, part], documents[1][:, to])
         after, goes = _choose_at_once(index, scores, written[:, part], places + begin * slots, shares, of)
-        # An export takes a size of 1, as of all segments but one, for a constant: so the last is cut off at the end
-        before.append(torch.cat([index.unsqueeze(1), after], 1)[:, :-1])
+        before.append(torch.cat([index.unsqueeze(1), after[:, :-1]], 1))
         evicted.append(goes)
         index = after[:, -1]
     return torch.cat(before, 1), index, torch.cat(evicted, 1)

@@ -12,21 +12,15 @@ rules/.
 Shapes: `B` batch, `N` segments, `C` tokens in a segment, `K` key/value heads, `R` queries of a segment that read a key/value
 head's memory, `D` head dimension, `E` value dimension. The heads come before the tokens, so that every product is one of
 contiguous matrices.
-
-Two gradients are written by hand: together they make attention's training step a tenth faster on a CPU. That of features
-comes from their own result, so that the exponential function, by far the most expensive operation of the memory there, is
-computed once. Second derivatives go through these gradients. g is the gradient of the output, `g_x` that of x.
 """
 
-import itertools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 from torch.nn import functional as F
 
 EPS = 1e-6
@@ -39,37 +33,9 @@ Written = tuple[Tensor, Tensor, Tensor | None]  # what [`MemoryRule.written`] re
 State = tuple[Tensor, Tensor]  # memory and normaliser
 
 
-class Borders(NamedTuple):
-    """Where documents begin among the `N` segments of a packed row (`None` in its place: all are one document's).
-
-    Attributes:
-        reach: `[B, N + 1, N + 2]` bool: the state before a segment (row; the last is the state after all) holds the incoming
-            memory (column 0), the start (column 1), what segment j wrote (column 2 + j).
-        continues: `[B, N]` bool: the state after the segment still belongs to the document of the state before it.
-    """
-
-    reach: Tensor
-    continues: Tensor
-
-
-class EluFeatures(Function):
-    """σ(x) = ELU(x) + 1;  g_x = g · min(σ(x), 1), for σ'(x) is e^x = σ(x) below zero and 1 above."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor) -> Tensor:
-        features = F.elu(x).add_(1)
-        ctx.save_for_backward(features)
-        return features
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor) -> Tensor:
-        (features,) = ctx.saved_tensors
-        return features.clamp(max=1).mul_(gradient)
-
-
 def elu_features(x: Tensor) -> Tensor:
     """σ(x) = ELU(x) + 1, positive (section 2.1.2 of the paper)."""
-    return EluFeatures.apply(x)
+    return F.elu(x) + 1
 
 
 def exp_features(x: Tensor) -> Tensor:
@@ -82,24 +48,6 @@ def exp_features(x: Tensor) -> Tensor:
 
 
 FEATURE_MAPS = {"elu": elu_features, "exp": exp_features}
-
-
-class Mix(Function):
-    """A = (1 − s) L + s R;  g_L = (1 − s) g,  g_R = s g,  g_s = Σ g (R − L)."""
-
-    @staticmethod
-    def forward(ctx, local, read, share):
-        ctx.save_for_backward(local, read, share)
-        return torch.lerp(local.to(read.dtype), read, share.expand_as(read)).to(local.dtype)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        local, read, share = ctx.saved_tensors
-        # It comes from the grid, with the tokens before the heads, and every product of segments would copy it again
-        gradient = gradient.to(read.dtype, memory_format=torch.contiguous_format)
-        to_read = gradient * share
-        to_share = (read - local).mul_(gradient).sum_to_size(share.shape)
-        return (gradient - to_read).to(local.dtype), to_read, to_share
 
 
 def memory_weight(gate: Tensor, mass: Tensor, log_sum: Tensor | None, width: int, eps: float) -> Tensor:
@@ -123,24 +71,24 @@ def memory_weight(gate: Tensor, mass: Tensor, log_sum: Tensor | None, width: int
 
 def mix(local: Tensor, read: Tensor, share: Tensor) -> Tensor:
     """(1 − share) · local + share · read, equation 5, computed in the dtype of `read` and returned in that of `local`."""
-    return Mix.apply(local, read, share)
+    return torch.lerp(local.to(read.dtype), read, share).to(local.dtype)
 
 
 def running_sum(
-    written: Tensor, incoming: Tensor, start: Tensor | None = None, borders: Borders | None = None
+    written: Tensor, incoming: Tensor, continues: Tensor | None = None, start: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Running sums of what the segments wrote, `[B, N, …]`: before each, `[B, N, …]`, and after the last, `[B, …]`; `start`,
-    of a new document, is needed with borders."""
-    if borders is not None and start is not None:
-        sources = torch.cat([incoming.unsqueeze(1), start.expand_as(incoming).unsqueeze(1), written], 1)
-        sums = (borders.reach.to(written.dtype) @ sources.flatten(2)).unflatten(2, written.shape[2:])
-    elif written.device.type == "cpu" and not torch.compiler.is_compiling():
-        # It adds whole states many times faster than it sums along a dimension that is not the last
-        *before, last = itertools.accumulate(written.unbind(1), initial=incoming)
-        return torch.stack(before, 1), last
-    else:
+    """Running sums of what the segments wrote, `[B, N, …]`: before each, `[B, N, …]`, and after the last, `[B, …]`; behind a
+    segment where `continues` `[B, N]` is False they begin again as `start`."""
+    if continues is None and (written.device.type != "cpu" or torch.compiler.is_compiling()):
         sums = torch.cat([incoming.unsqueeze(1), written], 1).cumsum(1)
-    return sums[:, :-1], sums[:, -1]
+        return sums[:, :-1], sums[:, -1]
+    before, last = [], incoming  # a CPU adds whole states many times faster than it sums along a dimension but the last
+    for number, new in enumerate(written.unbind(1)):
+        before.append(last)
+        last = last + new
+        if continues is not None and start is not None:
+            last = torch.where(continues[:, number].view(-1, *(1,) * start.dim()), last, start)
+    return torch.stack(before, 1), last
 
 
 @dataclass(frozen=True, eq=False)
@@ -224,15 +172,16 @@ class MemoryRule:
         memory: Tensor,
         normaliser: Tensor,
         start: State | None = None,
-        borders: Borders | None = None,
+        continues: Tensor | None = None,
     ) -> tuple[State, State]:
         """Memory and normaliser before each segment, `[B, N, K, D, E]` and `[B, N, K, D]`, and after the last.
 
         Args:
             written: by the segments; nothing by a segment whose document has ended when it is written.
             memory, normaliser: before the first segment, `[B, K, D, E]` and `[B, K, D]`.
-            start: M_0 `[K, D, E]` and z_0 `[K, D]` of a new document; needed with borders.
-            borders: [`Borders`] of packed documents, or `None`.
+            start: M_0 `[K, D, E]` and z_0 `[K, D]` of a new document; needed with `continues`.
+            continues: `[B, N]` bool, whether the state after the segment still belongs to the document of the one before it;
+                `None`: it does.
         """
         raise NotImplementedError
 

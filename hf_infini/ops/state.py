@@ -3,7 +3,7 @@ size."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -101,10 +101,7 @@ class InfiniState:
         Args:
             key: `[batch, kv_heads, tokens, head_dim]` and value `[batch, kv_heads, tokens, value_dim]`: only their shapes,
                 dtype and device are read.
-            segment_length: `L`, in tokens.
-            local_segments: `w`, the number of earlier segments that local attention sees.
-            sink_tokens: `S`, how many first tokens of a document every query sees.
-            kept_tokens: `K`, how many tokens that have left the window stay visible.
+            segment_length, local_segments, sink_tokens, kept_tokens: `L`, `w`, `S` and `K`, as of [`infini_attention`].
             start_memory: `[kv_heads, head_dim, value_dim]` and start_normaliser `[kv_heads, head_dim]` (positive): M_0, z_0
                 of every document. `None`: empty, and then the first tokens use only local attention.
             log_weights: numbers in a token's [`Projections.log_weight`], 0 where none is given.
@@ -170,26 +167,17 @@ class InfiniState:
         Raises:
             ValueError: the state is of another shape than the call.
         """
-        wanted = (*tokens.key.shape[:2], places, tokens.key.shape[3])
-        if tuple(self.local_key.shape) != wanted or self.local_value.shape[-1] != tokens.value.shape[-1]:
-            raise ValueError(
-                "the state does not fit this call: its window is [batch, kv_heads, sink_tokens + kept_tokens + "
-                f"(local_segments + 1) * segment_length, head_dim] = {list(self.local_key.shape)}, the call needs "
-                f"{list(wanted)}."
-            )
-        scores = [0 if score is None else score.shape[-1] for score in (tokens.score, self.local_score)]
-        if scores[0] != scores[1]:
-            raise ValueError(
-                f"the state has {scores[1]} scores of a token and the call {scores[0]}: continue a state with the "
-                "kept_tokens and the keep_score that it was made with."
-            )
-        if (tokens.log_weight is None) != (self.local_log_weight is None):
-            raise ValueError("log_weight must be given in every call of a sequence or in none; the state says otherwise.")
-        if self.normaliser.shape[-1] != (tokens.key.shape[3] if normalised else 0):
-            raise ValueError(
-                f"the state's normaliser is {list(self.normaliser.shape)}: its width is that of a head, and 0 with a rule "
-                "that has none. Continue a state with the rule that it was made with."
-            )
+        shapes = [None if part is None else (*part.shape[:2], places, part.shape[3]) for part in tokens[1:]]
+        wanted: dict[str, Any] = dict(zip(WINDOWS, shapes, strict=True))
+        wanted["normaliser"] = (*tokens.key.shape[:2], tokens.key.shape[3] if normalised else 0)
+        for name, shape in wanted.items():
+            found = None if (held := getattr(self, name)) is None else tuple(held.shape)
+            if found != shape:
+                raise ValueError(
+                    f"the state does not fit this call: its {name} is {found}, and the call needs {shape}. Continue a state "
+                    "with the options that it was made with (segment_length, local_segments, sink_tokens, kept_tokens, "
+                    "keep_score, update_rule), and give log_weight in every call of a sequence or in none."
+                )
         return self.map_windows(lambda window, new: window.to(torch.promote_types(window.dtype, new.dtype)), tokens)
 
     def map_windows(self, function: Callable[..., Tensor], *tokens: Projections) -> "InfiniState":
@@ -201,17 +189,6 @@ class InfiniState:
         """The state after a call with this [`Layout`], which left these memory, normaliser and windows."""
         counts = {name: getattr(layout, name) for name in ("tokens_seen", "last_position", "memory_tokens")}
         return replace(self, local_skipped=layout.next_skipped, **counts, **tensors)
-
-    def empty_places(self, segment_length: int, local_segments: int, sink_tokens: int, kept_tokens: int = 0) -> Tensor:
-        """`[batch, P]` bool: the places of such a window for which no token has come yet."""
-        seen = self.tokens_seen.unsqueeze(1)
-        sinks = torch.arange(sink_tokens, device=seen.device).expand(len(seen), -1)
-        places = torch.arange((local_segments + 1) * segment_length, device=seen.device)
-        token = torch.cat([sinks, (seen // segment_length - local_segments) * segment_length + places], 1)
-        empty = (token < 0) | (token >= seen)
-        if self.kept_position is None:
-            return empty
-        return torch.cat([empty[:, :sink_tokens], self.kept_position[:, 0] < 0, empty[:, sink_tokens:]], 1)
 
     def map_rows(self, function) -> "InfiniState":
         """A state whose per-row tensors (all but the start) are `function(tensor)`: select, repeat or move rows."""
@@ -231,6 +208,4 @@ class InfiniState:
 
     def nbytes(self) -> int:
         """Bytes that the per-row tensors hold (the start belongs to the model's weights)."""
-        sizes: list[int] = []
-        self.map_rows(lambda tensor: sizes.append(tensor.numel() * tensor.element_size()) or tensor)
-        return sum(sizes)
+        return sum(tensor.nbytes for name, tensor in self.tensors().items() if not name.startswith("start_"))

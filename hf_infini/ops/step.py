@@ -43,9 +43,8 @@ def attend_step(call: AttentionCall) -> Attended:
         weights, log_sum = softmax_weights(query, seen_keys, layout.visible, softmax, values.dtype, rule.shared)
         if layout.real is not None:
             weights = weights.masked_fill(~layout.real[:, :, None, None], 0)
-        # As they are returned: in the output's graph
-        weights = F.pad(weights, (layout.seen.start, layout.places - layout.seen.stop))
-        output = weights[..., layout.seen] @ seen_values
+        output = weights @ seen_values
+        weights = F.pad(weights, (0, layout.places - layout.seen.stop))
     else:
         options = {"dropout_p": softmax.dropout, "scale": softmax.scaling, "enable_gqa": heads_per_key > 1}
         output = F.scaled_dot_product_attention(query, seen_keys, seen_values, layout.visible, **options)
@@ -75,8 +74,7 @@ def _add_received(
     query = query.unflatten(1, (keys.shape[1], -1)).squeeze(3)  # [B, K, heads of a group, D]
     received = masked_scores(query.detach(), keys.detach(), layout.unkept, softmax).softmax(-1, dtype=scores.dtype).mean(2)
     received = received if layout.real is None else received * layout.real.unsqueeze(2)
-    begin = max(layout.ahead, layout.seen.start)
-    scores[:, :, begin : layout.seen.stop, 0] += received[:, :, begin - layout.seen.start :]
+    scores[:, :, layout.ahead : layout.seen.stop, 0] += received[:, :, layout.ahead :]
 
 
 def _reset_new_documents(state: InfiniState, restart: Tensor | None) -> InfiniState:

@@ -41,10 +41,6 @@ class Rotary:
             rows = [row.unsqueeze(1) for row in rows]
         return self.turn(states, *rows)
 
-    def at_each(self, states: Tensor, places: Tensor) -> Tensor:
-        """Turns states `[B, N, K, tokens, head_dim]` whose places `[B, N, tokens]` differ from segment to segment."""
-        return self(states.flatten(0, 1), places.flatten(0, 1)).unflatten(0, states.shape[:2])
-
 
 @dataclass(frozen=True)
 class ScoreOptions:
@@ -54,7 +50,6 @@ class ScoreOptions:
         scaling: factor of the dot products; `None`: `head_dim ** -0.5`.
         dropout: probability with which a weight is dropped.
         written_out: by plain operations instead of a fused kernel.
-        upcast: in float32 (GPT-2's `reorder_and_upcast_attn`), where it is written out.
         softcap: scores s become `softcap · tanh(s / softcap)` (Gemma 2), and are then written out; `None`: they stay.
         rotary: how queries and keys are turned by their places in the window; `None`: they are not.
         query_weight: `[heads, head_dim, head_dim]`, what turned queries are multiplied by; `None`: nothing.
@@ -63,7 +58,6 @@ class ScoreOptions:
     scaling: float | None = None
     dropout: float = 0.0
     written_out: bool = False
-    upcast: bool = False
     softcap: float | None = None
     rotary: Rotary | None = None
     query_weight: Tensor | None = None
@@ -83,7 +77,7 @@ class ScoreOptions:
 
 def window_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, softmax: ScoreOptions, with_log_sum: bool = False
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Softmax attention inside the window, for many segments in one call.
 
     Args:
@@ -92,23 +86,17 @@ def window_attention(
         with_log_sum: also return the logarithm of the softmax's denominator, which is then written out.
 
     Returns:
-        The output `[B, N, H, C, D]`; log Σ e^s `[B, N, H, C]` or `None`.
+        The output `[B, N, H, C, D]`; log Σ e^s `[B, N, H, C]` or `None`; where `softmax.written_out`, the weights
+        `[B, N, H, C, W]`.
     """
-    key, value = (for_every_head(tensor, query) for tensor in (key, value))
+    if (repeats := query.shape[2] // key.shape[2]) > 1:
+        key, value = (tensor.repeat_interleave(repeats, 2) for tensor in (key, value))
     plain = not (softmax.written_out or softmax.dropout or softmax.softcap)
     if plain and _tiles_are_faster(query, key, value, with_log_sum):
         if torch.is_autocast_enabled(query.device.type):
             query, key, value = (t.to(torch.get_autocast_dtype(t.device.type)) for t in (query, key, value))
-        return _Tiled.apply(query, key, value, mask, softmax, with_log_sum)
+        return *_Tiled.apply(query, key, value, mask, softmax, with_log_sum), None
     return _all_queries(query, key, value, mask, softmax, with_log_sum)
-
-
-def window_weights(
-    query: Tensor, key: Tensor, mask: Tensor | None, softmax: ScoreOptions, dtype: torch.dtype, with_log_sum: bool = False
-) -> tuple[Tensor, Tensor | None]:
-    """The weights `[B, N, H, C, W]` of [`window_attention`], and its log Σ e^s; `dtype` is the weights'."""
-    mask = causal(query.shape[-2], key) if mask is None else mask
-    return softmax_weights(query, for_every_head(key, query), mask, softmax, dtype, with_log_sum)
 
 
 def softmax_weights(
@@ -129,7 +117,7 @@ def masked_scores(query: Tensor, key: Tensor, mask: Tensor | None, softmax: Scor
     kind, scaling = query.device.type, softmax.scaling_of(query)
     autocast = kind != "meta" and torch.is_autocast_enabled(kind)  # meta: while a model is made
     given = torch.get_autocast_dtype(kind) if autocast else query.dtype
-    if softmax.upcast or given == torch.float16:
+    if given == torch.float16:
         with torch.autocast(kind, enabled=False):
             scores = query.float() @ key.float().transpose(-1, -2) * scaling
     else:
@@ -141,32 +129,21 @@ def masked_scores(query: Tensor, key: Tensor, mask: Tensor | None, softmax: Scor
     return scores
 
 
-def for_every_head(tensor: Tensor, query: Tensor) -> Tensor:
-    """Keys or values `[B, N, K, …]` as `[B, N, H, …]`, once for each head of the query."""
-    repeats = query.shape[2] // tensor.shape[2]
-    return tensor if repeats == 1 else tensor.repeat_interleave(repeats, 2)
-
-
-def _all_queries(query, key, value, mask, softmax: ScoreOptions, with_log_sum: bool) -> tuple[Tensor, Tensor | None]:
+def _all_queries(query, key, value, mask, softmax: ScoreOptions, with_log_sum: bool):
     """[`window_attention`] without tiles, keys and values with the query's heads: written out, or by torch's own kernel."""
-    if not (softmax.written_out or softmax.softcap or with_log_sum):
-        return _fused(query, key, value, mask, softmax), None
-    weights, log_sum = window_weights(query, key, mask, softmax, value.dtype, with_log_sum)
-    return weights @ value, log_sum
-
-
-def _fused(query, key, value, mask, softmax: ScoreOptions) -> Tensor:
-    """[`window_attention`] by torch's own kernel."""
     slots, width = query.shape[-2], key.shape[-2]
-    if mask is None and width != slots:
+    written_out = softmax.written_out or softmax.softcap or with_log_sum
+    if mask is None and (written_out or width != slots):
         mask = causal(slots, key)
-    elif mask is not None:
+    if written_out:
+        weights, log_sum = softmax_weights(query, key, mask, softmax, value.dtype, with_log_sum)
+        return weights @ value, log_sum, weights if softmax.written_out else None
+    if mask is not None and mask.dim() > 2:
         mask = mask.expand(query.shape[0], -1, -1, -1, -1).flatten(0, 1)
     flat = (tensor.flatten(0, 1) for tensor in (query, key, value))
-    output = F.scaled_dot_product_attention(
-        *flat, attn_mask=mask, dropout_p=softmax.dropout, is_causal=mask is None, scale=softmax.scaling
-    )
-    return output.view(*query.shape[:-1], value.shape[-1])
+    options = {"dropout_p": softmax.dropout, "is_causal": mask is None, "scale": softmax.scaling}
+    output = F.scaled_dot_product_attention(*flat, attn_mask=mask, **options)
+    return output.view(*query.shape[:-1], value.shape[-1]), None, None
 
 
 def causal(slots: int, key: Tensor) -> Tensor:
@@ -202,7 +179,7 @@ class _Tiled(Function):
         for tile, seen in _tiles(query, key):
             queries, keys, values = query[..., tile, :], key[..., :seen, :], value[..., :seen, :]
             visible = None if mask is None else mask[..., tile, :seen]
-            output, log_sum = _all_queries(queries, keys, values, visible, softmax, with_log_sum)
+            output, log_sum, _ = _all_queries(queries, keys, values, visible, softmax, with_log_sum)
             outputs.append(output)
             log_sums.append(log_sum)
         return torch.cat(outputs, -2), torch.cat(log_sums, -1) if with_log_sum else None

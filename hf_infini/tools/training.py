@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from transformers import Cache, Trainer
 
 from ..compat.cache_name import CACHE
-from ..layers.gates import gates_of
+from ..layers.memory_layer import gates_of
 from ..ops.checks import check_kinds
 from .metrics import stream_losses, summarize
 from .parallel.shards import check_shards, shard_rows

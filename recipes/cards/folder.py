@@ -20,7 +20,7 @@ METHODS = ({"do_sample": False, "num_beams": 1}, {"do_sample": True, **NEUTRAL, 
 def write_model(run: Path, folder: Path) -> None:
     """Writes the model, in bfloat16 and with its code, the tokenizer and the loss curve of a run into an empty folder.
 
-    Raises ValueError where the run's model or tokenizer cannot be loaded, is damaged, or does not fit the other.
+    Raises ValueError where weights of the run are missing or its tokenizer does not fit, and the errors of transformers.
     """
     model = load_causal_lm(run, dtype=torch.bfloat16, local_files_only=True)
     tokenizer = load_tokenizer(run, model=model, local_files_only=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import ConcatDataset
 from transformers import TrainingArguments, set_seed
 
-from cli import UserError
+from cli import UserError, one_line
 from cli.names import check_name
 from hf_infini import fit_keep_score, patch_model
 from hf_infini.layers.memory_layer import PARAMETERS
@@ -149,8 +149,8 @@ class Conversion:
                     raise UserError(f"{folder} was prepared with another tokenizer than that of {options.model}")
             if not options.start:
                 patch_model(model, **self.memory)
-        except ValueError as error:
-            raise UserError(f"--model: {error}") from error
+        except (OSError, ValueError) as error:
+            raise UserError(f"--model: {one_line(error)}") from error
         if options.start:
             model = load_start(model, options.start)
             decoder_of(model).config.segment_length = self.memory[FREE]

@@ -178,7 +178,7 @@ def window_untrained(model) -> Iterator[None]:
 @contextlib.contextmanager
 def gates_closed(model) -> Iterator[None]:
     """Within it, a model has its window only: no head takes anything from its memory."""
-    from hf_infini.layers.gates import gates_of
+    from hf_infini.layers.memory_layer import gates_of
 
     with _filled([parameter for gate in gates_of(model).values() for parameter in gate.parameters()], -torch.inf):
         yield

@@ -2,10 +2,10 @@
 
 import torch
 
-from cli import UserError
+from cli import UserError, one_line
 from cli.names import check_name
 from hf_infini.compat.cache_name import CACHE, cache_of
-from hf_infini.layers.gates import gates_of
+from hf_infini.layers.memory_layer import gates_of
 from hf_infini.models.adapter import load_adapter, merged
 from hf_infini.models.loading import load_causal_lm, load_tokenizer
 from hf_infini.options import context_limit
@@ -28,8 +28,8 @@ def load_model(name: str, device: str = "auto", adapter: str | None = None):
     try:
         model = load_causal_lm(name, dtype=torch.float32)
         tokenizer = load_tokenizer(name, model)
-    except ValueError as error:
-        raise UserError(f"--model: cannot load {name}: {error}") from error
+    except (OSError, ValueError) as error:
+        raise UserError(f"--model: cannot load {name}: {one_line(error)}") from error
     try:
         model = model if adapter is None else merged(load_adapter(model, adapter))
     except (OSError, ValueError) as error:

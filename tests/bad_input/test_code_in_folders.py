@@ -39,7 +39,7 @@ def test_no_loader_runs_it(base, tmp_path, monkeypatch, kind):
     if kind == "unknown":
         config = json.loads((run / "config.json").read_text())
         (run / "config.json").write_text(json.dumps(config | {"model_type": "foreign"}))
-        with pytest.raises(ValueError, match="cannot be loaded|contains custom code"):
+        with pytest.raises(ValueError, match="contains custom code"):
             load_causal_lm(run)
     else:
         assert type(load_causal_lm(run)).__module__.startswith("hf_infini.")

@@ -196,6 +196,17 @@ def state_after(case: Case, state=None) -> InfiniState:
     return replace(state, **{n: t.detach().requires_grad_() for n, t in state.tensors().items() if t.is_floating_point()})
 
 
+def empty_places(state, segment_length: int, local_segments: int, sink_tokens: int, kept_tokens: int) -> torch.Tensor:
+    """`[batch, places]` bool: the places of a state's window for which no token has come yet."""
+    seen = state.tokens_seen.unsqueeze(1)
+    places = torch.arange((local_segments + 1) * segment_length)
+    current = (seen // segment_length - local_segments) * segment_length + places
+    sinks = torch.arange(sink_tokens).expand(len(seen), -1)
+    kept = torch.zeros_like(sinks[:, :0]) if state.kept_position is None else state.kept_position[:, 0]
+    token = torch.cat([sinks, torch.where(kept < 0, -1, 0), current], 1)
+    return (token < 0) | (token >= seen)
+
+
 def gradients(case: Case, function, cuts=(), state=None, seed=0) -> tuple:
     """Output, final state, and the gradients of a random sum over both for every input, and for all of the state that asks
     for one."""
@@ -204,7 +215,7 @@ def gradients(case: Case, function, cuts=(), state=None, seed=0) -> tuple:
     wanted = leaves + ([] if state is None else [tensor for tensor in state.tensors().values() if tensor.requires_grad])
     draw = torch.Generator().manual_seed(seed)
     total = sum(leaf.sum() * 0 for leaf in wanted)  # every leaf is part of the graph, used or not
-    empty = final.empty_places(*case.window())[:, None, :, None]  # where a given window's zeros may be left
+    empty = empty_places(final, *case.window())[:, None, :, None]  # where a given window's zeros may be left
     windows = [window.masked_fill(empty, 0) for window in final.windows()[:3] if window is not None]
     for tensor in (output, final.memory, final.normaliser, *windows):
         total = total + (tensor * torch.randn(tensor.shape, generator=draw, dtype=torch.float64).to(tensor.dtype)).sum()

@@ -114,10 +114,10 @@ def in_calls(model, ids, edges, cache=None, **columns) -> torch.Tensor:
     return torch.cat(logits, 1)
 
 
-def naive_attend(tokens, gate, layout, rule, softmax, state, **options):
+def naive_attend(call):
     """Stands in for the fast function inside a model; covers calls without padding or packing."""
-    window = {name: getattr(layout, name) for name in ("segment_length", "local_segments", "sink_tokens")}
-    given = {name: getattr(rule, name) for name in ("update_rule", "feature_map", "denominator")}
-    given |= {name: getattr(softmax, name) for name in ("rotary", "scaling", "softcap")}
-    given |= {"log_weight": tokens.log_weight, "state": state, "return_state": True}
-    return *naive_infini_attention(*tokens[:3], gate, **window, **given), None
+    given = {name: getattr(call.layout, name) for name in ("segment_length", "local_segments", "sink_tokens")}
+    given |= {name: getattr(call.rule, name) for name in ("update_rule", "feature_map", "denominator")}
+    given |= {name: getattr(call.softmax, name) for name in ("rotary", "scaling", "softcap")}
+    given |= {"log_weight": call.tokens.log_weight, "state": call.state, "return_state": True}
+    return *naive_infini_attention(*call.tokens[:3], call.gate, **given), None

@@ -4,10 +4,8 @@ files that were there are as they were."""
 import json
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import save
 
 from cases import examples
 from hf_infini import InfiniCache
@@ -94,8 +92,7 @@ def of_record(change):
 
     def damage(content):
         found, rest = header_of(content)
-        changed = change(json.loads(found["__metadata__"][METADATA_KEY]))
-        found["__metadata__"][METADATA_KEY] = changed if isinstance(changed, str) else json.dumps(changed)
+        found["__metadata__"][METADATA_KEY] = json.dumps(change(json.loads(found["__metadata__"][METADATA_KEY])))
         return with_header(found, rest)
 
     return damage
@@ -104,9 +101,6 @@ def of_record(change):
 FILES = {
     "a text": (lambda content: b"a text, and a long one " * 20, DAMAGED),
     "a bit changed": (lambda content: content[:-9] + bytes([content[-9] ^ 64]) + content[-8:], "is damaged: its content is"),
-    "weights": (lambda content: save({"weight": torch.ones(3)}, {"format": "pt"}), DAMAGED),
-    "a list for a record": (of_record(lambda found: []), DAMAGED),
-    "a deep record": (of_record(lambda found: "[" * 100_000), DAMAGED),
     "an old version": (of_record(lambda found: found | {"format_version": 1}), "has format version 1, and this version of"),
     "other counts": (of_record(lambda found: found | {"columns": 31}), "the checksums differ"),
 }

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from decoders import decoder
-from hf_infini import InfiniCache, patch_model
+from hf_infini import patch_model
 from hf_infini.compat.cache_name import CACHE, NAMES, cache_of, with_one_name
 from models import FLOAT32, causal_mha, infini_gpt2, token_ids
 
@@ -50,21 +50,6 @@ def test_both_names_are_refused(model):
     cache = cache_of(model(ids, use_cache=True))
     with pytest.raises(TypeError, match="cache and past_key_values are two names of one argument"):
         model.base_model(ids, cache=cache, past_key_values=cache)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize(("kind", "name"), zip(("gpt2", "causal_mha"), NAMES, strict=True))
-def test_a_layer_outside_of_a_model(kind, name):
-    model = infini_gpt2(n_layer=1) if kind == "gpt2" else causal_mha(attention="infini", segment_length=8, n_layer=1)
-    layer, states = model.transformer.h[0].attn, torch.randn(1, 20, 32, generator=torch.Generator().manual_seed(0))
-
-    def output(part, **given):
-        found = layer(part, **given)
-        return found[0] if isinstance(found, tuple) else found
-
-    cache = InfiniCache(model.config)
-    parts = [output(part, **{name: cache}) for part in states.split(10, 1)]
-    torch.testing.assert_close(torch.cat(parts, 1), output(states), rtol=FLOAT32, atol=FLOAT32)
 
 
 def test_without_a_cache_nothing_changes():

@@ -10,7 +10,7 @@ from transformers import AutoConfig, GPT2Config, GPT2LMHeadModel
 
 from hf_infini import CausalMHAConfig, InfiniGPT2Config, InfiniGPT2LMHeadModel, patch_model, unpatch_model
 from hf_infini.models.scratch.options import ScratchOptions
-from hf_infini.options import MemoryOptions, help_texts, in_words, limits_of
+from hf_infini.options import MemoryOptions, help_texts, in_words
 from models import SIZES, gpt2
 
 
@@ -41,7 +41,8 @@ def test_every_number_has_limits_and_its_help_text_says_them(options):
     numbers = [field for field in dataclasses.fields(options) if {int, float} & kinds[field.name] and field.name != "layers"]
     assert len(numbers) >= 6
     for field in numbers:
-        assert limits_of(field) and texts[field.name].endswith(f"{in_words(limits_of(field)).capitalize()}."), field.name
+        words = in_words(field.metadata)
+        assert words and texts[field.name].endswith(f"{words.capitalize()}."), field.name
 
 
 def test_options_on_top_of_a_saved_config(tmp_path):

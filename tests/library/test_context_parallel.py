@@ -239,9 +239,9 @@ def test_what_cannot_be_right_is_refused_on_every_rank():
         "all parts [rows, tokens, …]; got {'input_ids': [2, 48], 'labels': [2, 47]}",
         "layers [0, 2] of this model have no memory: their attention would need the keys and values of all ranks",
         "a ShardCache is for one call",
-        "the ranks that share a row differ, listed by rank: {'batch': [1, 2, 1], 'finger",
+        "the ranks that share a row differ, listed by rank: {'batch': [1, 2, 1], 'sha256 of whole",
         "{'attention_mask': [False, True, True]}",
-        "the ranks that share a row differ, listed by rank: {'fingerprints of whole rows': [[[",
+        "the ranks that share a row differ, listed by rank: {'sha256 of whole rows': ['",
         "{'update_rule': ['linear', 'delta', 'gated_delta'], 'sink_tokens': [0, 1, 2]}",
         "a shard must be whole segments of 8 tokens, and 2 tokens at least; these are 12",
     ]

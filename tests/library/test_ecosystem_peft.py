@@ -1,7 +1,6 @@
 """An adapter of PEFT and the memory beside it: its modules are what PEFT chooses for the plain model, no way of loading
 leaves the memory out without a word, and both are saved and loaded together."""
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,11 +9,10 @@ from transformers import AutoModelForCausalLM, pipeline
 
 import hf_infini
 from decoders import decoder, token_ids
-from hf_infini import AutoInfiniModelForCausalLM, load_adapter, lora_config, patch_model
-from running import run
+from hf_infini import InfiniQwen2ForCausalLM, load_adapter, lora_config, patch_model, save_adapter
+from hf_infini.layers.memory_layer import PARAMETERS
 
 peft = pytest.importorskip("peft", reason="pip install peft")
-adapted = peft.get_peft_model
 
 OPTIONS = {"segment_length": 8, "local_segments": 1, "gate_init": 0.0}
 LEARNED = {"memory_init": "learned", "memory_conv": 2, "memory_write": "learned", "feature_map": "learned"}
@@ -36,13 +34,12 @@ def logits(model):
     return model.eval()(input_ids=IDS).logits
 
 
-def shaken(model):
-    """The model, in which all that is trained or fitted is random, as after training."""
+def shaken(model, parameters=None):
+    """The model, in which these, or all that is trained, are random, as after training."""
     draw = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.requires_grad or name.endswith("keep_weight"):
-                parameter.add_(torch.randn(parameter.shape, generator=draw), alpha=0.3)
+        for parameter in parameters or [p for p in model.parameters() if p.requires_grad]:
+            parameter.add_(torch.randn(parameter.shape, generator=draw), alpha=0.3)
     return model
 
 
@@ -50,17 +47,20 @@ def stock(folder):
     return AutoModelForCausalLM.from_pretrained(folder)
 
 
+def learned(folder):
+    model = patch_model(stock(folder), **OPTIONS, **LEARNED)
+    memory = [p for name, p in model.named_parameters() if not {*PARAMETERS}.isdisjoint(name.split("."))]
+    return shaken(model, memory)
+
+
+def adapted(model, **options):
+    return shaken(peft.get_peft_model(model, lora_config(model, **options)))
+
+
 BASES = {
     "patched": lambda folder: patch_model(stock(folder), **OPTIONS),
-    "loaded with a memory": lambda folder: AutoInfiniModelForCausalLM.from_pretrained(folder, **OPTIONS),
-    "patched with learned parts": lambda folder: patch_model(stock(folder), **OPTIONS, **LEARNED),
-}
-CONFIGS = {
-    "lora": lambda model: peft.LoraConfig(task_type="CAUSAL_LM"),
-    "embeddings": lambda model: peft.LoraConfig(target_modules=["embed_tokens", "q_proj"], modules_to_save=["lm_head"]),
-    "lora and memory": lora_config,
-    "ia3": lambda model: peft.IA3Config(task_type="CAUSAL_LM"),
-    "prompt": lambda model: peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+    "loaded with a memory": lambda folder: InfiniQwen2ForCausalLM.from_pretrained(folder, **OPTIONS),
+    "patched and learned": learned,
 }
 LOADERS = {
     "AutoPeftModelForCausalLM": lambda folder, plain: peft.AutoPeftModelForCausalLM.from_pretrained(folder),
@@ -68,34 +68,24 @@ LOADERS = {
     "AutoModelForCausalLM": lambda folder, plain: AutoModelForCausalLM.from_pretrained(folder),
     "pipeline": lambda folder, plain: pipeline("text-generation", model=str(folder)),
     "load_adapter of transformers": lambda folder, plain: stock(plain).load_adapter(str(folder)),
-    "load_adapter of PEFT": lambda folder, plain: adapted(stock(plain), peft.LoraConfig()).load_adapter(folder, "x"),
+    "load_adapter of PEFT": lambda folder, plain: adapted(BASES["patched"](plain)).load_adapter(folder, "x"),
 }
 
 
-CHOSEN = {
-    **{name: lambda: peft.LoraConfig(task_type="CAUSAL_LM") for name in ("gpt2", "llama", "gemma2", "gpt_neox")},
-    "qwen2": lambda: peft.IA3Config(task_type="CAUSAL_LM"),
-    "mistral": lambda: peft.VeraConfig(task_type="CAUSAL_LM", r=4),
-    # Experts by the names of their checkpoints, which transformers joins into parameters
-    "mixtral": lambda: peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "w1", "w2", "w3"]),
-}
-
-
-@pytest.mark.parametrize("model_type", CHOSEN)
-def test_what_peft_chooses_by_type_is_that_of_the_plain_model(model_type):
+@pytest.mark.parametrize("model_type", ["gpt2", "llama", "gpt_neox", "gemma2"])
+def test_what_lora_config_chooses_is_what_peft_chooses_for_the_plain_model(model_type):
+    model, plain = patch_model(decoder(model_type), **OPTIONS), decoder(model_type)
     found, wanted = (
-        {name: parameter.shape for name, parameter in adapted(model, CHOSEN[model_type]()).named_parameters()
-         if parameter.requires_grad} for model in (patch_model(decoder(model_type), **OPTIONS), decoder(model_type))
-    )  # fmt: skip
+        {name: p.shape for name, p in peft.get_peft_model(m, config).named_parameters() if "lora_" in name}
+        for m, config in ((model, lora_config(model)), (plain, peft.LoraConfig(task_type="CAUSAL_LM")))
+    )
     assert found == wanted and len(wanted) >= 4
 
 
-@pytest.mark.parametrize(
-    "base, kind", [*((name, "lora and memory") for name in [*BASES][1:]), *(("patched", name) for name in CONFIGS)]
-)
-def test_an_adapter_of_a_model_that_was_patched_brings_its_memory(base, kind, plain, tmp_path):
-    model = BASES[base](plain)
-    model = shaken(adapted(model, CONFIGS[kind](model), adapter_name="default"))
+@pytest.mark.parametrize("base", BASES)
+def test_an_adapter_of_a_model_that_was_patched_brings_its_memory(base, plain, tmp_path):
+    """In a base that has learned something of its own before, this comes along as it was."""
+    model = adapted(BASES[base](plain), modules_to_save=["lm_head"] if base == "patched" else None)
     model.save_pretrained(tmp_path)
     for load in LOADERS.values():
         with pytest.raises(ValueError, match=HINT):
@@ -106,83 +96,52 @@ def test_an_adapter_of_a_model_that_was_patched_brings_its_memory(base, kind, pl
         load_adapter(found, tmp_path)
 
 
+@pytest.mark.parametrize("kind", ["ia3", "prompt"])
+def test_save_adapter_saves_it_beside_any_adapter(kind, plain, tmp_path):
+    model = learned(plain)
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    if kind == "ia3":
+        config = peft.IA3Config(task_type="CAUSAL_LM", target_modules=["k_proj"], feedforward_modules=[])
+    model = shaken(peft.get_peft_model(model, config))
+    save_adapter(model, tmp_path)
+    with pytest.raises(ValueError, match=HINT):
+        LOADERS["PeftModel"](tmp_path, plain)
+    assert torch.equal(logits(load_adapter(stock(plain), tmp_path)), logits(model))
+
+
 def test_each_of_several_adapters_brings_it(plain, tmp_path):
-    model = adapted(BASES["patched"](plain), peft.LoraConfig(r=2), adapter_name="one")
-    model.add_adapter("two", peft.LoraConfig(r=3, target_modules=["k_proj"]))
+    model = BASES["patched"](plain)
+    model = peft.get_peft_model(model, lora_config(model, r=2), adapter_name="one")
+    model.add_adapter("two", lora_config(model, r=3, target_modules=["k_proj"]))
     model.set_adapter("two")
     shaken(model).save_pretrained(tmp_path)
     assert torch.equal(logits(load_adapter(stock(plain), tmp_path / "two")), logits(model))
-    for name in ("one", "two"):
-        with pytest.raises(ValueError, match=HINT):
-            LOADERS["PeftModel"](tmp_path / name, plain)
-    with pytest.raises(ValueError, match="this model has one, two: use its save_pretrained"):
+    with pytest.raises(ValueError, match=HINT):
+        LOADERS["PeftModel"](tmp_path / "one", plain)
+    with pytest.raises(ValueError, match="one adapter is saved, named 'default'; this model has one, two"):
         hf_infini.save_adapter(model, tmp_path / "both")
     assert not (tmp_path / "both").exists()
 
 
-def test_the_state_that_is_given_may_be_a_part(plain, tmp_path):
-    model = BASES["patched with learned parts"](plain)
-    model = shaken(adapted(model, lora_config(model)))
-    part = {name: tensor for name, tensor in model.state_dict().items() if "lora_" in name or "modules_to_save" in name}
-    model.save_pretrained(tmp_path, state_dict=part)
-    assert torch.equal(logits(load_adapter(stock(plain), tmp_path)), logits(model))
-
-
-def test_once_unpatched_it_is_an_adapter_as_any_other(plain, tmp_path):
-    model = adapted(BASES["patched"](plain), peft.LoraConfig(init_lora_weights=False))
-    hf_infini.unpatch_model(model.get_base_model())
-    model.save_pretrained(tmp_path)
-    for name in ("PeftModel", "AutoModelForCausalLM"):
-        assert torch.equal(logits(LOADERS[name](tmp_path, plain)), logits(model))
-
-
 def test_of_a_base_that_is_saved_with_its_memory_peft_loads_it(plain, tmp_path):
-    """The file of the adapter has all that was trained of the memory, also what PEFT cannot copy."""
-    BASES["patched with learned parts"](plain).save_pretrained(tmp_path / "base")
+    learned(plain).save_pretrained(tmp_path / "base")
     base = stock(tmp_path / "base")
     before = logits(base)
-    model = shaken(adapted(base, lora_config(base, r=2)))
+    model = adapted(base, r=2)
     wanted = logits(model)
     assert (wanted - before).abs().max() > 0.1
     model.save_pretrained(tmp_path / "adapter")
     for _ in range(2):  # also if it is saved again by who has not trained it
         found = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter")
         assert torch.equal(logits(found), wanted)
-        assert not any(parameter.requires_grad for parameter in found.parameters())
         found.save_pretrained(tmp_path / "adapter")
-    trainable = peft.PeftModel.from_pretrained(stock(tmp_path / "base"), tmp_path / "adapter", is_trainable=True)
-    assert {name for name, parameter in trainable.named_parameters() if parameter.requires_grad} == {
-        name for name, parameter in model.named_parameters() if parameter.requires_grad
-    }
-    with pytest.raises(ValueError, match="leave safe_serialization=False out"):
-        model.save_pretrained(tmp_path / "pickle", safe_serialization=False)
-    assert not (tmp_path / "pickle").exists()
 
 
 def test_an_adapter_that_transformers_adds_and_saves_brings_it(plain, tmp_path, monkeypatch):
     monkeypatch.setattr("transformers.integrations.peft.MIN_PEFT_VERSION", "0.19")  # some want what is not released
-    model = BASES["patched with learned parts"](plain)
+    model = learned(plain)
     model.add_adapter(lora_config(model))
     shaken(model).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=HINT):
         LOADERS["PeftModel"](tmp_path, plain)
     assert torch.equal(logits(load_adapter(stock(plain), tmp_path)), logits(model))
-
-
-ORDER = """
-import sys
-from transformers import AutoModelForCausalLM
-model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)
-assert not any(name.startswith("peft.") for name in sys.modules)
-import peft
-model = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM"))
-assert {name.split(".")[-2] for name in model.state_dict() if "lora_" in name} == {"default"}
-assert model.peft_config["default"].target_modules == {"q_proj", "v_proj"}
-"""
-
-
-@pytest.mark.slow
-def test_peft_may_be_imported_after_the_model_is_loaded(plain, tmp_path, monkeypatch):
-    BASES["patched"](plain).save_pretrained(tmp_path / "model")
-    monkeypatch.setenv("HF_HOME", str(tmp_path))
-    run(sys.executable, "-c", ORDER, tmp_path / "model")

@@ -1,8 +1,6 @@
-"""Training a memory beside a LoRA, in any kind of loop: the gates move, what was learned is saved and resumed, and whoever
-trains without them is told."""
+"""Training a memory beside a LoRA, in any kind of loop: the gates move, and what was learned is saved and resumed."""
 
 import re
-import warnings
 from pathlib import Path
 
 import pytest
@@ -12,9 +10,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Trainer,
 from corpora.tokenization import build_character_tokenizer
 from decoders import decoder, token_ids
 from hf_infini import load_adapter, lora_config, patch_model
-from hf_infini.layers.gates import gates_of
-from hf_infini.layers.memory_layer import memory_parameters
-from hf_infini.tools.training import parameter_groups
+from hf_infini.layers.memory_layer import gates_of
 from models import causal_mha
 from ranks import on_ranks
 
@@ -24,8 +20,6 @@ trl = pytest.importorskip("trl", reason="pip install trl")
 OPTIONS = {"segment_length": 8, "local_segments": 1}
 LEARNED = {"memory_init": "learned", "memory_conv": 2, "memory_write": "learned", "feature_map": "learned"}
 KEEPING = {"kept_tokens": 4, "keep_score": "half"}
-GATED = {"update_rule": "gated_delta", "memory_init": "learned"}
-STILL, SLOW = "gates of its memory are not", "gives the gates of a memory the learning rate"
 ROOT = Path(__file__).parents[2]
 RUN = {"use_cpu": True, "report_to": "none", "disable_tqdm": True, "save_strategy": "no", "logging_strategy": "no"}
 
@@ -34,7 +28,7 @@ def patched(**options):
     return patch_model(decoder("llama"), **OPTIONS, **options)
 
 
-def with_lora(config=lambda model: peft.LoraConfig(), **options):
+def with_lora(config=lambda model: peft.LoraConfig(target_modules=["q_proj"]), **options):
     model = patched(**options)
     return peft.get_peft_model(model, config(model))
 
@@ -43,13 +37,13 @@ def gates(model):
     return torch.stack([gate().detach() for gate in gates_of(model).values()])
 
 
-@pytest.mark.parametrize("options", [LEARNED, GATED | KEEPING, {"layers": [1, 3]}], ids=["learned", "gated", "layers"])
-def test_lora_config_trains_all_of_the_memory(options):
+@pytest.mark.parametrize("options", [LEARNED | KEEPING, {"layers": [1, 3]}], ids=["learned", "layers"])
+def test_lora_config_trains_the_gates(options):
     model = with_lora(lora_config, **options)
     learned = {name for name, parameter in model.named_parameters() if parameter.requires_grad and "lora_" not in name}
-    kept = {name for name in memory_parameters(patched(**options)) if not name.endswith("keep_weight")}  # has no gradient
-    assert len(kept) >= len(model.config.infini_layers)
-    assert {name.removeprefix("base_model.model.").replace(".modules_to_save.default", "") for name in learned} == kept
+    gates = {f"{name}.weight" for name in gates_of(patched(**options))}
+    assert len(gates) == len(model.config.infini_layers)
+    assert {name.removeprefix("base_model.model.").replace(".modules_to_save.default", "") for name in learned} == gates
 
 
 def test_lora_config_takes_the_options_of_peft_s():
@@ -67,20 +61,10 @@ def test_lora_config_takes_the_options_of_peft_s():
             lora_config(nothing)
 
 
-def told(train) -> list[str]:
-    """What is said of gates while this trains."""
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        train()
-    return [str(warning.message) for warning in found if re.search(f"{STILL}|{SLOW}", str(warning.message))]
-
-
-def loop(model, optimizer=None, steps=4, rate_of=None):
-    optimizer = optimizer or torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+def loop(model, steps):
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
     model.train()
     for step in range(steps):
-        for group in optimizer.param_groups if rate_of else ():
-            group["lr"] = rate_of(step)
         ids = token_ids(2, 20, seed=step)
         model(input_ids=ids, labels=ids).loss.backward()
         optimizer.step()
@@ -90,7 +74,7 @@ def loop(model, optimizer=None, steps=4, rate_of=None):
 def by_two() -> list[list]:
     """DDP does without `find_unused_parameters`: whatever is to be trained has a gradient in every step."""
     torch.manual_seed(0)
-    model = with_lora(lora_config, **LEARNED, **KEEPING)
+    model = with_lora(lora_config)
     loop(torch.nn.parallel.DistributedDataParallel(model), steps=3)
     return [parameter.tolist() for parameter in model.parameters() if parameter.requires_grad]
 
@@ -98,54 +82,7 @@ def by_two() -> list[list]:
 def test_all_that_lora_config_trains_has_a_gradient_on_two_processes():
     one, other = on_ranks(by_two, 2)
     assert not isinstance(one, Exception), one
-    assert len(one) > 20 and one == other
-
-
-def with_trainer(model, folder, groups=None, **options):
-    rows = [{"input_ids": row, "labels": row} for row in token_ids(8, 20)]
-    optimizers = (None if groups is None else torch.optim.AdamW(groups), None)
-    arguments = TrainingArguments(folder, max_steps=3, per_device_train_batch_size=2, **RUN | options)
-    Trainer(model, arguments, train_dataset=rows, data_collator=default_data_collator, optimizers=optimizers).train()
-
-
-def slow_groups(model):
-    return parameter_groups(model, 1e-4, 1e-5, 0.0)
-
-
-def good_groups(model):
-    return parameter_groups(model, 1e-4, 0.01, 0.0)
-
-
-TRAINED = {
-    "LoRA in a loop": (lambda _: loop(with_lora()), [STILL]),
-    "a loop": (lambda _: loop(m := patched(), torch.optim.SGD(m.parameters(), lr=1e-4)), [SLOW]),
-    "the Trainer": (lambda folder: with_trainer(patched(), folder), [SLOW]),
-    "slow groups in the Trainer": (lambda folder: with_trainer(m := patched(), folder, slow_groups(m)), [SLOW]),
-    "two trainings": (lambda folder: [with_trainer(m := patched(), folder), with_trainer(m, folder)], [SLOW, SLOW]),
-    "good groups": (lambda folder: with_trainer(m := patched(), folder, good_groups(m)), []),
-    "good groups that are warmed up": (
-        lambda folder: with_trainer(m := patched(), folder, good_groups(m), warmup_steps=100),
-        [],
-    ),
-    "good groups beside a LoRA": (lambda folder: with_trainer(m := with_lora(lora_config), folder, good_groups(m)), []),
-    "a loop that sets its rates": (lambda _: loop(patched(), rate_of=lambda step: 1e-5 * (step + 1)), []),
-    "the head alone": (lambda _: loop(only(patched(), "lm_head")), []),
-    "no training": (lambda _: with_lora().train()(input_ids=token_ids(2, 20)), [STILL]),
-    "nothing trained": (lambda _: patched().requires_grad_(False).train()(token_ids(2, 20)), []),
-}
-
-
-def only(model, part):
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(part in name.split("."))
-    return model
-
-
-@pytest.mark.parametrize("way", TRAINED)
-def test_who_trains_without_the_gates_is_told_once(way, tmp_path):
-    train, wanted = TRAINED[way]
-    found = told(lambda: train(tmp_path))
-    assert len(found) == len(wanted) and all(part in said for part, said in zip(wanted, found, strict=True)), found
+    assert len(one) > 10 and one == other
 
 
 @pytest.mark.slow
@@ -183,7 +120,7 @@ def test_the_documented_program_with_trl_runs(tmp_path, monkeypatch):
         assert train.count(shown) == 1
         train = train.replace(shown, here)
     names = {}
-    assert told(lambda: exec(train, names)) == []
+    exec(train, names)
     trained = names["trainer"].model.eval()
     # Adam's steps are about the learning rate, which falls to a third in three steps
     assert (gates(trained) + 4).abs().min() > 0.005 and names["trainer"].state.global_step == 3

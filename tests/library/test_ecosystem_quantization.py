@@ -1,6 +1,8 @@
 """Weights of 4 and 8 bits, by bitsandbytes, torchao and torch itself, here on a CPU: models are patched as they are, their
 memory keeps the model's dtype, and they are trained with LoRA (QLoRA)."""
 
+import functools
+
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
@@ -8,8 +10,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TorchAoConfig
 from transformers.pytorch_utils import Conv1D
 
+import hf_infini
 from decoders import decoder, token_ids
-from hf_infini import AutoInfiniModelForCausalLM, patch_model, unpatch_model
+from hf_infini import lora_config, patch_model, unpatch_model
 from models import generate, gpt2, infini_gpt2
 
 pytest.importorskip("bitsandbytes", reason="pip install bitsandbytes")
@@ -66,7 +69,7 @@ def test_in_one_segment_it_is_the_model_with_the_same_weights(name, dtype, tmp_p
     gates = {after[name] for name in after.keys() - kinds.keys()}
     assert gates == {(torch.Tensor, dtype)} and {name: after[name] for name in kinds} == kinds
     assert near(logits(model), wanted, dtype)
-    together = AutoInfiniModelForCausalLM.from_pretrained(tmp_path, **options, **WINDOW).eval()
+    together = getattr(hf_infini, type(model).__name__).from_pretrained(tmp_path, **options, **WINDOW).eval()
     assert type(together) is type(model) and near(logits(together), wanted, dtype)
     assert torch.equal(logits(unpatch_model(model)), wanted)
 
@@ -92,9 +95,9 @@ def test_a_step_of_lora_has_the_gradients_of_the_plain_model(name, tmp_path):
     def gradients(patch: bool):
         model, _ = loaded(BITSANDBYTES[name], tmp_path)
         model = prepare_model_for_kbit_training(patch_model(model, **WINDOW) if patch else model)
-        lora = LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False, modules_to_save=["gate"] if patch else None)
+        make = functools.partial(lora_config, model) if patch else functools.partial(LoraConfig, task_type="CAUSAL_LM")
         torch.manual_seed(0)
-        model = get_peft_model(model, lora).train()
+        model = get_peft_model(model, make(init_lora_weights=False)).train()
         for part in model.modules():
             part.p = 0.0 if isinstance(part, nn.Dropout) else getattr(part, "p", None)
         model(input_ids=IDS, labels=IDS, use_cache=False).loss.backward()

@@ -10,7 +10,7 @@ from transformers.models.llama import modeling_llama
 
 import hf_infini.layers.memory_layer
 from decoders import TYPES, decoder, token_ids
-from hf_infini import AutoInfiniModelForCausalLM, patch_model, unpatch_model
+from hf_infini import patch_model, unpatch_model
 from hf_infini.layers.memory_layer import InfiniAttentionMixin
 from hf_infini.models.families import REFUSED, infini_class, infini_config
 from hf_infini.models.structure import attention_layers, decoder_of
@@ -28,7 +28,7 @@ four_types = pytest.mark.parametrize("model_type", QUICK)
 
 @each_type
 def test_one_segment_is_the_own_model(model_type):
-    """Logits, loss and gradients; the base model takes the same arguments, by which others choose what they pass to it."""
+    """Logits, loss and gradients; the base model shows the own signature, by which others choose what they pass to it."""
     model, ids = decoder(model_type), token_ids(2, 40)
     layers = attention_layers(decoder_of(model))
 
@@ -53,9 +53,7 @@ def test_one_segment_is_the_own_model(model_type):
     assert torch.equal(again[0], wanted[0]) and again[2].keys() == wanted[2].keys()
 
     own = MODEL_MAPPING[CONFIG_MAPPING[model_type]]
-    *arguments, keywords = inspect.signature(own.forward).parameters
-    shown = inspect.signature(infini_class(own).forward).parameters
-    assert list(shown) == [*arguments, "max_documents", "memory_mask", keywords]
+    assert inspect.signature(infini_class(own).forward) == inspect.signature(own.forward)
 
 
 @pytest.mark.parametrize(
@@ -105,11 +103,10 @@ def test_experts_are_computed_as_in_the_own_model(tmp_path, monkeypatch):
 
 
 @four_types
-def test_a_plain_checkpoint_is_loaded_with_a_memory(model_type, tmp_path, capfd):
+def test_a_plain_checkpoint_is_loaded_with_a_memory(model_type, tmp_path):
     model, ids = decoder(model_type), token_ids(1, 40)
     model.save_pretrained(tmp_path / "plain")
-    loaded = AutoInfiniModelForCausalLM.from_pretrained(tmp_path / "plain", **WINDOW)
-    assert "to instantiate a model of type" not in capfd.readouterr().err
+    loaded = getattr(hf_infini, f"Infini{type(model).__name__}").from_pretrained(tmp_path / "plain", **WINDOW)
     patched = patch_model(model, **WINDOW)
     assert type(loaded) is type(patched) and loaded.config.model_type == f"infini_{model_type}"
     assert "_from_other_type" not in loaded.config.to_dict()
@@ -142,9 +139,7 @@ def test_families_that_cannot_are_refused_by_name():
 @pytest.mark.parametrize(
     "model_type, reason",
     {
-        "mamba": "layers are no attention over all tokens, a sliding window or a chunk, but linear_attention",
-        "falcon_mamba": "but linear_attention",
-        "minimax": "but linear_attention",
+        "minimax": "some of its layers are linear attention",
         "xlnet": "forward takes no cache",
         "bart": "not made of",
         "trocr": "not made of",
@@ -160,7 +155,7 @@ def test_others_are_refused_for_what_they_are(model_type, reason):
 
 def test_sliding_layers_are_not_replaced_without_being_named():
     model = decoder("mistral", sliding_window=16)
-    with pytest.raises(Exception, match="all 4 layers of this infini_mistral see a sliding window.*layers="):
+    with pytest.raises(Exception, match="none of the 4 layers of this infini_mistral attends to everything.*layers="):
         patch_model(model, **WINDOW)
     assert patch_model(model, **WINDOW, layers=[1, 3]).config.infini_layers == [1, 3]
 

@@ -25,7 +25,6 @@ def test_a_registered_subclass_is_saved_with_its_own_file(tmp_path, monkeypatch)
     model = infini_gpt2()
     model.__class__ = their
     model.save_pretrained(tmp_path / "saved", save_code=True)
-    assert config_of(tmp_path / "saved")["auto_map"].keys() == {"AutoConfig", "AutoModelForCausalLM"}
     assert config_of(tmp_path / "saved")["auto_map"]["AutoModelForCausalLM"] == "their_model.Their"
     assert "their_model.py" in code_of(tmp_path / "saved")
 

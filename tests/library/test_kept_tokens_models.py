@@ -212,12 +212,12 @@ def test_steps_compile_once():
 
 
 @pytest.mark.slow
-def test_packed_rows_compile():
+def test_padded_rows_compile():
     torch._dynamo.reset()
     model, ids = scratch(n_layer=1), token_ids(2, 60)
-    positions = torch.cat([torch.arange(33), torch.arange(27)])[None].expand(2, -1)
+    mask = (torch.arange(60) >= torch.tensor([[0], [9]])).long()
     wanted, found = (
-        function(ids, labels=ids, position_ids=positions, max_documents=2, use_cache=False).loss
+        function(ids, labels=ids, attention_mask=mask, use_cache=False).loss
         for function in (model, torch.compile(model, fullgraph=True))
     )
     torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)

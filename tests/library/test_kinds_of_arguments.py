@@ -11,15 +11,13 @@ import hf_infini
 from cases import plain_case
 from hf_infini import CausalMultiHeadAttention, InfiniCache, InfiniState, infini_attention, naive_infini_attention
 from hf_infini.cache import files
-from hf_infini.models.loading import load_causal_lm, load_tokenizer
 from hf_infini.tools.parallel import shards
 from hf_infini.tools.training import gate_values, parameter_groups
 from models import causal_mha, infini_gpt2, token_ids
 
 CHECKED = [infini_attention, naive_infini_attention, InfiniState.initial, CausalMultiHeadAttention.__init__]
 CHECKED += [InfiniCache.__init__, InfiniCache.attention_mask, InfiniCache.save_pretrained, InfiniCache.from_pretrained]
-CHECKED += [InfiniCache.batch_repeat_interleave, InfiniCache.batch_select_indices, load_causal_lm, load_tokenizer]
-CHECKED += [files.describe_model, files.write_memory_file, files.read_record, files.read_memory_file, files.check_model]
+CHECKED += [files.describe_model, files.read_memory_file]
 CHECKED += [shards.shard_rows, shards.read_rows, shards.check_shards, parameter_groups, gate_values]
 CHECKED += [hf_infini.inspect_attention, hf_infini.fit_keep_score]
 LINEAR = nn.Linear(2, 2)
@@ -42,13 +40,10 @@ def test_another_kind_is_refused_by_name(function):
     assert refusals
 
 
-@pytest.mark.parametrize("make", [infini_gpt2, causal_mha, lambda: causal_mha(attention="infini", segment_length=8)])
+@pytest.mark.parametrize("make", [infini_gpt2, lambda: causal_mha(attention="infini", segment_length=8)])
 def test_inputs_of_a_model(make):
     model, ids = make(), token_ids(2, 12)
-    wrong = [{"input_ids": value} for value in (ids[0], "abc", [1, 0], None)]
-    wrong += [{"inputs_embeds": torch.zeros(2, 12)}, {"input_ids": ids, "position_ids": ids.float()}]
-    wrong += [{"input_ids": ids, name: "abc"} for name in ("attention_mask", "position_ids", "memory_mask")]
-    wrong += [{"input_ids": ids, "max_documents": "abc"}] if model.config.infini_layers else []
+    wrong = [{"input_ids": None}, {"input_ids": ids, "position_ids": ids.float()}]
     wrong += [{"input_ids": ids, "attention_mask": torch.ones(2)}]
     wrong += [{"input_ids": ids, "attention_mask": torch.zeros(2, 12).index_fill(1, torch.tensor([0]), -torch.inf)}]
     for given in wrong:

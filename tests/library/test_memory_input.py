@@ -5,6 +5,7 @@ import torch
 
 from decoders import decoder
 from hf_infini import naive_infini_attention, patch_model
+from hf_infini.layers.memory_layer import SharedInputs
 from hf_infini.ops.convolution import short_convolution
 from hf_infini.ops.layout.build import segment_layout
 from models import gpt2, infini_gpt2, token_ids
@@ -29,13 +30,15 @@ def convolved(**options):
     return model
 
 
-def projected(attention, inputs):
-    """The queries, keys, values and log weights that an attention makes of `[batch, tokens, width]`."""
-    found = []
+def attended(model, inputs):
+    """The first attention of a model, the queries, keys, values and log weights that it makes of `[batch, tokens, width]`,
+    its output, and its rotary tables."""
+    found, attention, base = [], model.transformer.h[0].attn, model.transformer
+    tables = base.rotary_tables(model.config.places)
     attention.change_projections = lambda tokens: found.append(tokens) or tokens
-    attention(inputs)
-    attention.change_projections = None
-    return found[0][:4]
+    infini = SharedInputs(segment_layout(*inputs.shape[:2], *model.config.window), None, tables)
+    output, _ = attention(inputs, infini=infini)
+    return attention, *found[0][:4], output, attention.window_rotary(tables.get(None))
 
 
 # --- the convolution --------------------------------------------------------------------------------------------------
@@ -88,25 +91,15 @@ def test_a_token_weighs_what_its_input_says(update_rule, position_encoding):
     options = {"memory_write": "learned", "local_segments": 1, "update_rule": update_rule}
     options["position_encoding"] = position_encoding
     model = convolved(feature_map="exp", **options)
-    attention, inputs = model.transformer.h[0].attn, torch.randn(2, 50, 32, dtype=torch.float64)
-    query, key, value, log_weight = projected(attention, inputs)
+    inputs = torch.randn(2, 50, 32, dtype=torch.float64)
+    attention, query, key, value, log_weight, output, rotary = attended(model, inputs)
     added, _ = short_convolution(inputs, attention.memory_conv, segment_layout(2, 50, 8, 1), inputs.new_zeros(2, 2, 32))
     weights = torch.einsum("btc,hc->bht", inputs + added, attention.memory_write).exp()
     unturned = attention.c_attn(inputs + added)[..., 32:64].unflatten(-1, (4, 8)).transpose(1, 2)
     wanted = unturned.exp() * weights.unsqueeze(-1)
     torch.testing.assert_close((key + log_weight).exp(), wanted, rtol=FLOAT64, atol=0)
     options = {"local_segments": 1, "update_rule": update_rule, "feature_map": "exp", "log_weight": log_weight}
-    options["rotary"] = attention.window_rotary(None, inputs)
+    options["rotary"] = rotary
     wanted = naive_infini_attention(query, key, value, attention.gate(), 8, **options)
     wanted = attention.c_proj(wanted.transpose(1, 2).flatten(2))
-    torch.testing.assert_close(attention(inputs)[0], wanted, rtol=FLOAT64, atol=FLOAT64)
-
-
-def test_a_learned_feature_map_against_the_naive_reference():
-    model = convolved(memory_conv=0, feature_map="learned", local_segments=1)
-    attention, inputs = model.transformer.h[0].attn, torch.randn(2, 50, 32, dtype=torch.float64)
-    query, key, value, _ = projected(attention, inputs)
-    options = {"local_segments": 1, "feature_map": "exp", "feature_maps": (attention.query_map, attention.key_map)}
-    wanted = naive_infini_attention(query, key, value, attention.gate(), 8, **options)
-    wanted = attention.c_proj(wanted.transpose(1, 2).flatten(2))
-    torch.testing.assert_close(attention(inputs)[0], wanted, rtol=FLOAT64, atol=FLOAT64)
+    torch.testing.assert_close(output, wanted, rtol=FLOAT64, atol=FLOAT64)

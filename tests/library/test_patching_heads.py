@@ -7,20 +7,13 @@ from transformers import GPT2Config
 
 import hf_infini
 from hf_infini import patch_model, unpatch_model
-from hf_infini.layers.gates import gates_of
+from hf_infini.layers.memory_layer import gates_of
 from models import SIZES, token_ids
 
-# The stock class, the Auto class that loads it, and what it takes as labels for `[4, tokens]`
-HEADS = {
-    "GPT2LMHeadModel": ("AutoModelForCausalLM", lambda ids: {"labels": ids}),
-    "GPT2ForSequenceClassification": ("AutoModelForSequenceClassification", lambda ids: {"labels": ids[:, 0] % 3}),
-    "GPT2ForTokenClassification": ("AutoModelForTokenClassification", lambda ids: {"labels": ids % 3}),
-    "GPT2ForQuestionAnswering": (
-        "AutoModelForQuestionAnswering",
-        lambda ids: {"start_positions": ids[:, 0] % 9, "end_positions": ids[:, 1] % 9},
-    ),
-    "GPT2DoubleHeadsModel": (None, lambda ids: {"labels": ids}),
-}
+# The stock class, and the Auto class that loads it
+HEADS = {"GPT2LMHeadModel": "AutoModelForCausalLM"}
+HEADS |= {f"GPT2For{task}": f"AutoModelFor{task}" for task in ("SequenceClassification", "TokenClassification")}
+HEADS |= {"GPT2ForQuestionAnswering": "AutoModelForQuestionAnswering"}
 OPTIONS = {"segment_length": 8, "gate_init": 0.5}
 
 
@@ -65,8 +58,7 @@ def test_patched_saved_loaded_and_unpatched(name, tmp_path):
     assert type(model) is infini_class(name) and len(gates_of(model)) == 2
     assert not any(torch.allclose(one, other, atol=1e-3) for one, other in zip(patched, wanted, strict=True))
     model.save_pretrained(tmp_path)
-    loaders = [infini_class(name)] + [getattr(transformers, auto) for auto in [HEADS[name][0]] if auto]
-    for loader in loaders:
+    for loader in (infini_class(name), getattr(transformers, HEADS[name])):
         loaded = loader.from_pretrained(tmp_path)
         assert type(loaded) is infini_class(name) and options_of(loaded) == options_of(model)
         assert_same(outputs(loaded, ids), patched)

@@ -61,13 +61,6 @@ def test_padding_in_front_of_a_continued_document_starts_no_other(position):
     assert restarts(position_ids, real, state).tolist() == [[False, position == 6, False]]
 
 
-def test_two_documents_are_laid_out_in_no_more_segments_than_two_can_need():
-    for tokens in range(2, 12):
-        most = max(-(-first // 3) + -(-(tokens - first) // 3) for first in range(1, tokens))
-        positions = torch.arange(tokens).unsqueeze(0)
-        assert segment_layout(1, tokens, 3, position_ids=positions, max_documents=2).segments == most
-
-
 def test_exp_features_and_their_gradient_up_to_the_bound_and_beyond():
     """As a clamp has it: at the bound the gradient is there, beyond it none."""
     x = torch.tensor([-1.0, 29.0, 30.0, 30.5, 99.0], dtype=torch.float64, requires_grad=True)

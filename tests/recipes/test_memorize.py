@@ -9,7 +9,7 @@ from bad_input import refused
 from corpora.tokenization import build_character_tokenizer, encode_texts, train_bpe
 from decoders import decoder
 from hf_infini import patch_model, save_adapter
-from hf_infini.cache.files import read_record
+from hf_infini.cache.files import read_memory_file
 from models import infini_gpt2
 from running import continuations, greedy, kill_when, load_recipe, run_recipe, sample_text
 
@@ -98,10 +98,10 @@ def test_killed_while_it_writes_it_goes_on_and_ends_with_the_same_bytes(tmp_path
 
     def ready() -> bool:
         writing = any(tmp_path.glob(f"{partial.name}.*.part"))
-        return partial.exists() and (writing or read_record(partial)["columns"] > tokens / 2)
+        return partial.exists() and (writing or read_memory_file(partial)[0]["columns"] > tokens / 2)
 
     kill_when(ready, "memorize", *options, "--out", file)
-    done = read_record(partial)["columns"]
+    done = read_memory_file(partial)[0]["columns"]
     assert 0 < done < tokens and done % 24 == 0 and not file.exists()
     shutil.copy(partial, tmp_path / "kept")
     resumed = run_recipe("memorize", *options, "--out", file)
@@ -150,6 +150,6 @@ def test_the_text_is_taken_as_it_is(tmp_path):
     (tmp_path / "text").write_bytes(b"\xef\xbb\xbf" + text.encode())
     remember("--model", tmp_path, "--text", tmp_path / "text", "--out", tmp_path / "memory")
     ids = encode_texts(tokenizer, [text])[0].tolist()
-    assert read_record(tmp_path / "memory")["tokens_seen"] == [len(ids)]
+    assert read_memory_file(tmp_path / "memory")[0]["tokens_seen"] == [len(ids)]
     pieces = [*memorize.pieces_of(text, 100)]
     assert len(pieces) > 3 and [token for piece in pieces for token in encode_texts(tokenizer, [piece])[0]] == ids

@@ -8,9 +8,9 @@ from torch.nn import functional as F
 from transformers import initialization as init
 from transformers.cache_utils import Cache
 
-from ...compat.cache_name import takes_either_name
 from ...layers.memory_layer import MemoryLayerMixin, SharedInputs, rope_tables
 from ...ops.checks import check_kinds
+from ...ops.layout.build import segment_layout
 from ...ops.positions import alibi_bias, relative_key_bias, relative_keys, rotate, rotation, t5_buckets
 from ...ops.scores import (
     additive_scores,
@@ -72,17 +72,13 @@ class CausalMultiHeadAttention(MemoryLayerMixin, nn.Module):
         super().__init__()
         if num_heads < 1 or d_out % num_heads:
             raise ValueError(f"num_heads must divide d_out, the width of all heads together; got {d_out} / {num_heads}.")
-        if unknown := sorted(options if config is not None else {*options} - {*ATTENTION_OPTIONS}):
-            known = "none beside its config" if config is not None else ", ".join(ATTENTION_OPTIONS)
-            raise ValueError(f"unknown options {', '.join(unknown)}; an attention takes {known}.")
+        if unknown := sorted({*options} - {*ATTENTION_OPTIONS}):
+            raise ValueError(f"unknown options {', '.join(unknown)}; an attention takes {', '.join(ATTENTION_OPTIONS)}.")
         if config is None:
             given: dict[str, Any] = {"position_encoding": "none", **options}
             config = CausalMHAConfig(n_embd=d_out, n_head=num_heads, **given)
             if config.attention == "none" or config.position_encoding in IN_EMBEDDING:
-                raise ValueError(
-                    "attention='none' is a block without this module, and 'learned' and 'sinusoidal' positions are added to "
-                    "the embeddings, by the model: choose others."
-                )
+                raise ValueError("attention='none' and 'learned' or 'sinusoidal' positions are a model's: choose others.")
         self.config = config
         self.layer_idx = layer_idx
         self.num_heads = num_heads
@@ -124,8 +120,6 @@ class CausalMultiHeadAttention(MemoryLayerMixin, nn.Module):
         if self.config.attention == "infini":
             self.init_memory_parameters()
 
-    @takes_either_name
-    @check_kinds
     def forward(
         self,
         hidden_states: Tensor,
@@ -144,35 +138,21 @@ class CausalMultiHeadAttention(MemoryLayerMixin, nn.Module):
             position_ids: `[batch or 1, tokens]`, for rope; `None`: the tokens are counted, from those of the cache on. With
                 `attention="infini"` they say without a layout where documents begin, and rope counts the tokens.
             infini: only for `attention="infini"`, what the model made for all layers; `None`: the layout is made from
-                `position_ids`, and the cache is brought up to date.
-            cache: to continue, or `None`; `past_key_values` is its old name.
+                `position_ids`, without a cache.
+            cache: to continue, or `None`.
             output_attentions: also return the weights, which goes through the written-out softmax.
 
         Returns:
             The output `[batch, tokens, d_out]`; with `output_attentions` also the weights `[batch, heads, tokens, keys]`
             (for `attention="infini"` those of the local window, `[…, config.places]`).
-
-        Raises:
-            ValueError: an input of another shape, or an argument that this kind of attention does not use.
         """
-        if hidden_states.dim() != 3 or hidden_states.shape[-1] != self.W_query.in_features:
-            raise ValueError(
-                f"the input must be [batch, tokens, d_in] with d_in = {self.W_query.in_features}; got "
-                f"{list(hidden_states.shape)}."
-            )
-        segmented = self.config.attention == "infini"
-        if (mask if segmented else infini) is not None:
-            unused = "mask" if segmented else "infini"
-            raise ValueError(f"attention={self.config.attention!r} does not use {unused}: leave it out.")
-        if segmented:
-            shared = infini or self.inputs_outside_model(
-                hidden_states, cache, output_attentions, position_ids=position_ids
-            )
+        if self.config.attention == "infini":
+            if infini is None and cache is not None:
+                raise ValueError("a cache is for the layers of a model; call infini_attention() with a state.")
+            shared = infini or self.inputs_outside_model(hidden_states, position_ids, output_attentions)
             inputs, attend = self.begin(hidden_states, shared)
             query, key, value = self.project(inputs)
             heads, weights = attend(query, key, value, self.score_options(query, shared))
-            if infini is None and shared.states is not None:
-                shared.states.advance_layers(hidden_states.shape[1])
         elif output_attentions or self.config.score == "additive" or self.config._attn_implementation == "eager":
             _, weights, heads = self.parts(hidden_states, mask=mask, position_ids=position_ids, cache=cache)
         else:
@@ -206,6 +186,12 @@ class CausalMultiHeadAttention(MemoryLayerMixin, nn.Module):
         """Queries, keys and values of `[batch, tokens, d_in]`, `[batch, heads, tokens, head_dim]` each."""
         projections = (self.W_query(hidden_states), self.W_key(hidden_states), self.W_value(hidden_states))
         return tuple(part.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2) for part in projections)
+
+    def inputs_outside_model(self, hidden_states: Tensor, position_ids=None, return_weights: bool = False) -> SharedInputs:
+        """What a model would have made for this layer; arguments as of `forward`."""
+        batch, tokens = hidden_states.shape[:2]
+        options = {"position_ids": position_ids, "device": hidden_states.device}
+        return SharedInputs(segment_layout(batch, tokens, *self.config.window, **options), None, {}, return_weights)
 
     def score_options(self, query: Tensor, infini: SharedInputs | None = None) -> ScoreOptions:
         """How the windows of `attention="infini"` are computed; `infini` as of `forward`."""

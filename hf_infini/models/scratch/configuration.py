@@ -41,10 +41,6 @@ class CausalMHAConfig(ScratchOptions, InfiniConfigMixin, PreTrainedConfig):
             Probability of dropping attention weights, embeddings, and what a block adds to the hidden state.
         layer_norm_epsilon (`float`, *optional*, defaults to 1e-5):
             Added to the variance in a layer norm.
-
-    Raises:
-        ValueError: a value of the wrong type, one that is not allowed, or options that do not go together; the message says
-            what was given and what is allowed.
     """
 
     model_type = "causal_mha"
@@ -82,41 +78,28 @@ class CausalMHAConfig(ScratchOptions, InfiniConfigMixin, PreTrainedConfig):
     def validate_causal_mha(self):
         """Run by the base class after every construction."""
         encoding, infini = self.position_encoding, self.attention == "infini"
-        refused = [
-            (
+        buckets, distance = self.num_buckets, self.max_distance
+        refused = {
+            "attention='local' needs a sliding_window of 1 token or more":
                 self.attention == "local" and self.sliding_window is None,
-                "attention='local' needs a sliding_window of 1 token or more",
-            ),
-            (self.layers is not None, f"layers={self.layers} is not for this model, in which all layers are alike"),
-            (
-                encoding == "t5" and not 2 <= self.num_buckets < 2 * self.max_distance,
-                "position_encoding='t5' needs num_buckets ≥ 2 and max_distance > num_buckets / 2; got "
-                f"num_buckets={self.num_buckets}, max_distance={self.max_distance}",
-            ),
-            (
+            f"layers={self.layers} is not for this model, in which all layers are alike": self.layers is not None,
+            f"position_encoding='t5' needs 2 ≤ num_buckets < 2 * max_distance; got num_buckets={buckets}, "
+            f"max_distance={distance}": encoding == "t5" and not 2 <= buckets < 2 * distance,
+            f"attention='infini' needs a score that is a product, {', '.join(INFINI_SCORES)}; got {self.score!r}":
                 infini and self.score not in INFINI_SCORES,
-                f"attention='infini' needs a score that is a product, {', '.join(INFINI_SCORES)}; got {self.score!r}",
-            ),
-            (
+            f"attention='infini' goes with position_encoding {', '.join(INFINI_POSITIONS)}; got {encoding!r}":
                 infini and encoding not in INFINI_POSITIONS,
-                f"attention='infini' goes with position_encoding {', '.join(INFINI_POSITIONS)}; got {encoding!r}",
-            ),
-            (
-                infini and self.score == "general" and encoding == "rope",
-                "attention='infini' does not go with both score='general' and position_encoding='rope': their products "
-                "depend on places in the window, not only on distances",
-            ),
-            (
+            "attention='infini' does not go with both score='general' and position_encoding='rope': their products depend "
+            "on places in the window, not only on distances": infini and self.score == "general" and encoding == "rope",
+            f"position_encoding={encoding!r} acts inside the attention, and attention='none' has none":
                 self.attention == "none" and encoding not in (*IN_EMBEDDING, "none"),
-                f"position_encoding={encoding!r} acts inside the attention, and attention='none' has none",
-            ),
-        ]
+        }  # fmt: skip
         for name, (needed, kinds) in NEEDS.items():
             value, found = getattr(self, name), getattr(self, needed)
             unused = found not in kinds and value != type(self).__dataclass_fields__[name].default
             allowed = " or ".join(map(repr, kinds))
-            refused.append((unused, f"{name}={value!r} belongs to {needed}={allowed} and does nothing with {found!r}"))
-        for applies, reason in refused:
+            refused[f"{name}={value!r} belongs to {needed}={allowed} and does nothing with {found!r}"] = unused
+        for reason, applies in refused.items():
             if applies:
                 raise ValueError(f"{reason}.")
 

@@ -18,18 +18,8 @@ from ...cache.cache import InfiniCache
 from ...compat.cache_name import CACHE, takes_either_name
 from ...compat.hub_code import carry_code
 from ...layers.memory_layer import rope_tables
-from ...ops.checks import bool_mask, check_kinds, check_shapes
 from ...ops.positions import sinusoidal_encoding
-from ..base import (
-    SavedModelMixin,
-    begin_call,
-    check_inputs,
-    check_positions,
-    checkpoints_gradients,
-    counted_positions,
-    refuse_checkpoints,
-    with_arguments_of,
-)
+from ..base import SavedModelMixin, begin_call, check_positions, counted_positions, tokens_of
 from ..generation import MemoryGenerationMixin
 from .attention import CausalMultiHeadAttention
 from .configuration import CausalMHAConfig
@@ -57,21 +47,15 @@ class CausalMHABlock(GradientCheckpointingLayer):
         self.layer_idx = layer_idx
         if config.attention != "none":
             self.ln_1 = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
-            self.attn = CausalMultiHeadAttention(
-                config.n_embd,
-                config.n_embd,
-                config.n_head,
-                config.dropout,
-                config.qkv_bias,
-                layer_idx=layer_idx,
-                config=config,
-            )
+            sizes = (config.n_embd, config.n_embd, config.n_head, config.dropout, config.qkv_bias)
+            self.attn = CausalMultiHeadAttention(*sizes, layer_idx=layer_idx, config=config)
         self.ln_2 = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
         self.mlp = FeedForward(config)
         self.dropout = nn.Dropout(config.dropout)
 
+    @takes_either_name
     def forward(
-        self, hidden_states: Tensor, cache: Cache | None = None, output_attentions: bool = False, **visible
+        self, hidden_states: Tensor, output_attentions: bool = False, *, cache: Cache | None = None, **visible
     ) -> Tensor:
         """`[batch, tokens, n_embd]` to the same; `visible`: the attention's arguments by name."""
         if hasattr(self, "attn"):
@@ -136,13 +120,12 @@ class CausalMHAModel(CausalMHAPreTrainedModel):
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
         output_attentions: bool | None = None,
-        max_documents: int | None = None,
         memory_mask: Tensor | None = None,
         **kwargs,
     ) -> BaseModelOutputWithPast:
         """
         Args:
-            input_ids, inputs_embeds, cache, use_cache, max_documents: as of [`InfiniModelMixin`]. Without a memory, the
+            input_ids, inputs_embeds, cache, use_cache: as of [`InfiniModelMixin`]. Without a memory, the
                 cache is a `DynamicCache(config=model.config)`.
             attention_mask: `[batch, past + tokens]`, 1 = real, 0 = padding.
             position_ids: `[batch, tokens]`; without them a row's real tokens are counted. Without mask and cache, positions
@@ -150,16 +133,16 @@ class CausalMHAModel(CausalMHAPreTrainedModel):
             memory_mask: as of [`InfiniModelMixin`], with `attention="infini"` only.
 
         Raises:
-            ValueError: a position beyond `n_positions` with learned positions; a cache or mask of another kind; a
-                memory_mask for a model without memory.
+            ValueError: a position beyond `n_positions` with learned positions; with a memory, a cache or mask of another
+                kind; a memory_mask for a model without memory.
         """
-        check_inputs(input_ids, inputs_embeds)
+        given = tokens_of(input_ids, inputs_embeds)
         output_attentions = self.config.output_attentions if output_attentions is None else output_attentions
-        embeddings = self.wte(input_ids) if inputs_embeds is None else inputs_embeds
+        embeddings = self.wte(given) if inputs_embeds is None else given
         infini = None
         if self.config.attention == "infini":
             masks = {"attention_mask": attention_mask, "position_ids": position_ids, "memory_mask": memory_mask}
-            infini, cache, use_cache = begin_call(self, input_ids, embeddings, cache, use_cache, max_documents, **masks)
+            infini, cache, use_cache = begin_call(self, input_ids, embeddings, cache, use_cache, **masks)
             infini = infini._replace(return_weights=bool(output_attentions))
             if self.config.position_encoding == "rope":
                 tables = rope_tables(self.config.places, self.config.head_dim, embeddings, self.config.rope_theta)
@@ -171,10 +154,11 @@ class CausalMHAModel(CausalMHAPreTrainedModel):
             if memory_mask is not None:
                 raise ValueError("memory_mask says what is written into a memory, and this model has none: leave it out.")
             if use_cache is None:
-                use_cache = self.config.use_cache and not checkpoints_gradients(self)
-            given, cache = cache, key_value_cache(self, cache, use_cache)
-            past = 0 if given is None else given.get_seq_length()
-            visible = {"mask": self._mask(embeddings, attention_mask, position_ids, past, given)}
+                use_cache = self.config.use_cache and not self.training
+            past = 0 if cache is None else cache.get_seq_length()
+            mask = self._mask(embeddings, attention_mask, position_ids, cache, past)
+            cache = DynamicCache(config=self.config) if cache is None and use_cache else cache
+            visible = {"mask": mask, CACHE: cache}  # by name, as checkpoints of gradients take it away
             if position_ids is None and attention_mask is not None and attention_mask.dim() == 2:
                 # How many real tokens of its row came before each
                 position_ids = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, -embeddings.shape[1] :]
@@ -182,7 +166,7 @@ class CausalMHAModel(CausalMHAPreTrainedModel):
                 position_ids = torch.arange(past, past + embeddings.shape[1], device=embeddings.device).unsqueeze(0)
         hidden_states = self.drop(self._with_positions(embeddings, position_ids))
         for block in self.h:
-            hidden_states = block(hidden_states, cache, output_attentions, position_ids=position_ids, **visible)
+            hidden_states = block(hidden_states, output_attentions, position_ids=position_ids, **visible)
         if infini is not None and infini.states is not None and isinstance(cache, InfiniCache):
             cache.advance(infini.states, input_ids, infini.layout, embeddings.shape[1])
         output: dict[str, Any] = {"last_hidden_state": self.ln_f(hidden_states), CACHE: cache if use_cache else None}
@@ -199,46 +183,18 @@ class CausalMHAModel(CausalMHAPreTrainedModel):
         check_positions(position_ids, self.config.n_positions, "train a model")
         return embeddings + self.wpe(position_ids)
 
-    @check_kinds
-    def _mask(self, embeddings, attention_mask: Tensor | None, position_ids: Tensor | None, past, given) -> Tensor | None:
+    def _mask(self, embeddings, attention_mask: Tensor | None, position_ids: Tensor | None, cache, past) -> Tensor | None:
         """Which keys the tokens of this call see, worked out once for all layers: [`CausalMultiHeadAttention`]'s mask."""
-        batch, tokens = embeddings.shape[:2]
-        check_shapes(batch, tokens, None, None, position_ids)
-        if attention_mask is not None and attention_mask.dim() != 4:
-            if attention_mask.shape != (batch, past + tokens):
-                raise ValueError(
-                    f"attention_mask must be [batch, past + tokens] = [{batch}, {past + tokens}]; got "
-                    f"{list(attention_mask.shape)}."
-                )
-            attention_mask = bool_mask("attention_mask", attention_mask, not torch.compiler.is_compiling())
+        columns = past + embeddings.shape[1]
+        if attention_mask is not None and attention_mask.dim() == 2 and attention_mask.shape[1] != columns:
+            raise ValueError(f"attention_mask must be [batch, {columns}], past + tokens; got {list(attention_mask.shape)}.")
         if self.config.attention == "none":
             return None
         make_mask = create_causal_mask if self.config.sliding_window is None else create_sliding_window_causal_mask
-        # The cache that this call makes is empty: without it, the mask function finds packed documents by their positions
-        mask: Any = make_mask(self.config, embeddings, attention_mask, given, position_ids)
+        # Without a cache, the mask function finds packed documents by their positions
+        mask: Any = make_mask(self.config, embeddings, attention_mask, cache, position_ids)
         # The eager form is added to the scores
         return mask if mask is None or mask.dtype == torch.bool else mask == 0
-
-
-def key_value_cache(model, given, use_cache: bool | None) -> Cache | None:
-    """The cache of one call of a model without memory, or `None`: the given one, checked, or a new one.
-
-    Raises:
-        ValueError: `given` is no DynamicCache, or keeps fewer keys and values than this model's heads see; or gradient
-            checkpointing would run layers a second time.
-    """
-    window = model.config.sliding_window
-    cache = DynamicCache(config=model.config) if use_cache and given is None else given
-    if cache is None:
-        return None
-    kept = [getattr(layer, "sliding_window", None) for layer in getattr(cache, "layers", ())]
-    if not isinstance(cache, DynamicCache) or any(n is not None and (window is None or n < window) for n in kept):
-        raise ValueError(
-            f"{CACHE} must hold the keys and values that this model's tokens see, got a {type(given).__name__}: leave it "
-            "out with use_cache=True, or pass DynamicCache(config=model.config)."
-        )
-    refuse_checkpoints(model, "layers would append their keys and values twice")
-    return cache
 
 
 class CausalMHAForCausalLM(CausalMHAPreTrainedModel, MemoryGenerationMixin, GenerationMixin):
@@ -253,7 +209,7 @@ class CausalMHAForCausalLM(CausalMHAPreTrainedModel, MemoryGenerationMixin, Gene
         self.post_init()
 
     # As [`CausalMHAModel`]'s, with labels, logits_to_keep and their outputs as those of a Llama
-    forward = takes_either_name(with_arguments_of(LlamaForCausalLM.forward, LlamaForCausalLM.forward))
+    forward = takes_either_name(LlamaForCausalLM.forward)
 
     @property
     def model(self) -> CausalMHAModel:

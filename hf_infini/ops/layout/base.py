@@ -13,13 +13,13 @@ padding, packed documents and rows of different lengths, by a gather. One more t
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from ...options import places_of
-from ..memory import Borders
 
 
 class _Gather(torch.autograd.Function):
@@ -131,8 +131,7 @@ class GridLayout(Layout):
         written: `[batch or 1, segments, slots]` bool, which slots of the delayed grid leave the window: the memory takes
             them in, but for kept tokens; `None`: all. What the next token still sees is in the next state's window.
         left: `[batch, segments + 1]`, int64: how many tokens of its document have left the window when each segment, and
-            when the row's next token, is read: they are in the memory, or kept; `None`: not counted yet.
-        memory_in_use: whether the memory of every row is known to have held any token before the call.
+            when the row's next token, is read: they are in the memory, or kept. Counted last.
         most_kept: how many tokens are kept at most when a segment is read.
     """
 
@@ -150,8 +149,7 @@ class GridLayout(Layout):
     window: Tensor
     skipped: Tensor | None = None
     written: Tensor | None = None
-    left: Tensor | None = None
-    memory_in_use: bool = False
+    left: Any = None
     most_kept: int = 0
 
     def to_grid(self, new: Tensor, window: Tensor | None) -> Tensor:
@@ -167,7 +165,7 @@ class GridLayout(Layout):
             rows = gather(rows, self.source, self.target)
         else:
             missing = self.segments * self.slots - rows.shape[1]
-            if not isinstance(missing, int) or missing:  # where torch.export leaves the length open, it is padded anyhow
+            if missing:
                 rows = pad(rows, (0, 0) * (rows.dim() - 2) + (0, missing))
         return rows.unflatten(1, (self.segments, self.slots))
 
@@ -216,25 +214,9 @@ class GridLayout(Layout):
         segments = places[self.ahead :].unflatten(0, (-1, self.segment_length))[:, : self.slots]
         return torch.cat([places[: self.sink_tokens], segments.flatten()])
 
-    def sink_places(self, kept: Tensor) -> Tensor:
-        """`[batch, segments, S]`: as what places the sinks are turned, right before so many kept tokens `[batch, segments]`:
-        a window without a gap is that of a plain model."""
-        places = torch.arange(self.sink_tokens, device=self.tokens_seen.device)
-        return (self.kept_tokens - kept).unsqueeze(-1) + places
-
-    def is_steady(self, begin: int, end: int) -> bool:
-        """Whether the delayed segments `begin … end` are written as a whole, and every query of them has a full window and
-        a memory that holds something, so that no mask is needed. Where values would have to be read back from the device,
-        or from the shapes of a graph, the answer is no."""
-        if self.seen is None or self.skipped is not None or torch.compiler.is_compiling():
-            return False
-        complete = (self.carried + self.tokens) // self.segment_length
-        gone = (begin - self.local_segments) * self.segment_length - self.sink_tokens
-        return begin >= self.local_segments and end <= complete and (self.memory_in_use or gone > self.kept_tokens)
-
     def window_mask(self, begin: int, end: int) -> Tensor | None:
-        """`[batch or 1, s, C, W]` bool, which slots of its window (sinks first) each query of these segments sees, without
-        kept tokens; `None`: a full one up to its own slot."""
+        """`[batch or 1, s, 1, C, W]` bool, which slots of its window (sinks first) each query of these segments sees,
+        without kept tokens; `None`: a full one up to its own slot."""
         if not (self.local_segments or self.ahead):
             return None
         segments = torch.arange(begin, end, device=self.tokens_seen.device)
@@ -244,7 +226,7 @@ class GridLayout(Layout):
         begun = numbers >= self.local_segments - places // self.slots
         mask = begun & (places <= places[self.local_segments * self.slots :, None])
         left = numbers > self.local_segments  # the document's first segment has left the window
-        return torch.cat([left.expand(*mask.shape[:-1], self.sink_tokens), mask], -1)
+        return torch.cat([left.expand(*mask.shape[:-1], self.sink_tokens), mask], -1).unsqueeze(2)
 
     def delay(self, grid: Tensor) -> Tensor:
         """The grid as the memory takes it in: `w` segments later, so that a read finds all segments before its window."""
@@ -264,13 +246,7 @@ class GridLayout(Layout):
         places = torch.arange(begin, end, device=self.document.device) - self.local_segments
         return self.document[:, places.clamp(min=0)], self.document[:, begin : end + 1]
 
-    def borders(self, begin: int, end: int) -> Borders | None:
-        """Where the memory starts again among the delayed segments `begin … end`; `None` without packed documents."""
-        if not self.packed:
-            return None
-        writing, reading = self.documents(begin, end)
-        places = torch.arange(begin, end + 1, device=reading.device)
-        inside = (writing.unsqueeze(1) == reading.unsqueeze(2)) & (places[:-1] < places[:, None])
-        inside = inside & (places[:-1] >= self.local_segments)
-        continued = (reading == reading[:, :1]).unsqueeze(-1)
-        return Borders(torch.cat([continued, ~continued, inside], -1), reading[:, 1:] == reading[:, :-1])
+    def continues(self, begin: int, end: int) -> Tensor | None:
+        """`[batch or 1, s]` bool: whether the segment after each of `begin … end` is of the same document; `None`: it is."""
+        reading = self.document[:, begin : end + 1]
+        return reading[:, 1:] == reading[:, :-1] if self.packed else None

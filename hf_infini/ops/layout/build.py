@@ -1,8 +1,9 @@
 """Makes the layout of a call ([`Layout`]), once per forward.
 
-What a layout looks like depends on the data where rows are padded, packed or of different lengths. Outside of a graph the
-values are read back from the device, and the layout is no larger than it must be. Inside of one (torch.compile,
-torch.export) nothing can be read back: there the sizes are upper bounds that follow from the shapes of the arguments.
+What a layout looks like depends on the data where rows are padded, packed or of different lengths. Outside of a graph of
+torch.compile the values are read back from the device, and the layout is no larger than it must be. Inside of one nothing
+can be read back: there a step, and rows that begin one document each, have sizes that follow from the arguments' shapes; any
+other layout is made outside of the graph.
 """
 
 from dataclasses import replace
@@ -18,10 +19,6 @@ from .base import GridLayout, pad
 from .step import StepLayout, step_layout
 
 SegmentLayout = StepLayout | GridLayout
-UNBOUNDED = (
-    "position_ids can begin any number of documents, and the layout of their segments is made outside of the graph. "
-    "Say with max_documents how many a row holds at most, or leave position_ids out."
-)
 
 
 @check_kinds
@@ -37,7 +34,6 @@ def segment_layout(
     position_ids: Tensor | None = None,
     memory_mask: Tensor | None = None,
     state: InfiniState | None = None,
-    max_documents: int | None = None,
     device: torch.device | None = None,
 ) -> SegmentLayout:
     """Lays out a call of `[batch, tokens]`.
@@ -49,74 +45,52 @@ def segment_layout(
         position_ids: `[batch, tokens]` (or `[1, tokens]`); a real token whose position is not beyond that of the real token
             before it starts a new document. `None`: none does.
         state: the state that the call continues, or `None`.
-        max_documents: how many documents a row of the call holds at most, the continued one counted in. The sizes then
-            follow only from the arguments' shapes; a row with more raises a RuntimeError (on a GPU, a device-side
-            assertion).
-
-    On an accelerator this waits for the device a few times, however many layers share the layout. With `max_documents` it
-    does not, and neither in a graph of torch.compile or torch.export; there, positions without `max_documents` could begin
-    any number of documents, and the layout is made outside of the graph.
+    On an accelerator this waits for the device a few times, however many layers share the layout.
 
     Raises:
         ValueError: masks or positions of another shape; a mask with other values than 0 and 1; as many sinks as a segment
             has tokens.
-        RuntimeError: a mask with other values than 0 and 1, where no values are read back from the device.
+        RuntimeError: a mask with other values than 0 and 1, in a graph.
     """
     window = (segment_length, local_segments, sink_tokens, kept_tokens)
-    unbounded = position_ids is not None and max_documents is None and (tokens > 1 or state is None)
-    if unbounded and torch.compiler.is_compiling():
-        if torch.compiler.is_exporting():
-            raise ValueError(UNBOUNDED)
+    graph, step = torch.compiler.is_compiling(), state if tokens == 1 else None  # the state that a step continues
+    if graph and step is None and (position_ids is not None or state is not None):
         masks = {"attention_mask": attention_mask, "position_ids": position_ids, "memory_mask": memory_mask}
         return _layout_outside_graph(batch, tokens, *window, **masks, state=state, device=device)
     check_window(*window)
     check_shapes(batch, tokens, attention_mask, memory_mask, position_ids)
-    # Documents of a row; `None`: form and sizes follow from values that are read back from the device
-    most = max_documents or 1 if torch.compiler.is_compiling() else max_documents
-    real = bool_mask("attention_mask", attention_mask, most is None)
-    memory_mask, restart = bool_mask("memory_mask", memory_mask, most is None), None
+    real = bool_mask("attention_mask", attention_mask, not graph)
+    memory_mask, restart = bool_mask("memory_mask", memory_mask, not graph), None
     if position_ids is not None:
         position_ids = position_ids.expand(batch, tokens)
         restart = restarts(position_ids, real, state)
-    if max_documents is not None:
-        _check_documents(restart, max_documents)
-    if most is None:  # masks that change nothing are left out
+    if not graph:  # masks that change nothing are left out
         masks = (real, memory_mask, None if restart is None else ~restart)
         given = [mask for mask in masks if mask is not None]
         idle = iter(torch.stack([mask.all() for mask in given]).tolist() if given else ())
         real, memory_mask, restart = (None if mask is None or next(idle) else mask for mask in masks)
         restart = None if restart is None else ~restart
-    if tokens == 1 and state is not None:
-        return step_layout(batch, window, real, restart, position_ids, memory_mask, state, read_back=most is None)
-    seen, in_memory = [0], [0]
-    if most is None and state is not None:
-        seen, in_memory = torch.stack([state.tokens_seen, state.memory_tokens]).tolist()
-    if real is None and (restart is None and len({*seen}) == 1 if most is None else state is None and most == 1):
+    if step is not None:
+        return step_layout(batch, window, real, restart, position_ids, memory_mask, step, read_back=not graph)
+    seen = [0] if state is None else state.tokens_seen.tolist()
+    if real is None and restart is None and len({*seen}) == 1:
         form = _plain_form(batch, tokens, window, seen[0], device)
     else:
-        begun = state is not None and (most is not None or any(seen))
         known = torch.zeros(batch, dtype=torch.long, device=device) if state is None else state.tokens_seen
-        form = _indexed_form(batch, tokens, window, real, restart, known, begun, most, device)
+        form = _indexed_form(batch, tokens, window, real, restart, known, any(seen), device)
     names = ("segment_length", "local_segments", "sink_tokens", "kept_tokens")
-    form |= {"batch": batch, "tokens": tokens, **dict(zip(names, window, strict=True)), "memory_in_use": all(in_memory)}
+    form |= {"batch": batch, "tokens": tokens, **dict(zip(names, window, strict=True))}
     form["window"] = _next_places(window, form)
     last_position = _last_position(tokens, real, position_ids, state, form["tokens_seen"])
     layout = GridLayout(**form, last_position=last_position)
-    return _with_memory(layout, memory_mask, state, read_back=most is None)
+    return _with_memory(layout, memory_mask, state, read_back=not graph)
 
 
-_layout_outside_graph = torch.compiler.disable(segment_layout, reason=UNBOUNDED)
-
-
-def _check_documents(restart: Tensor | None, most: int) -> None:
-    """Refuses rows that hold more documents than `max_documents` says."""
-    if most < 1:
-        raise ValueError(f"max_documents must be ≥ 1, the document of a row's first token counted in; got {most}.")
-    if restart is not None:
-        torch._assert_async(
-            (restart.sum(1) < most).all(),
-            f"position_ids begin more than the {most} documents in a row that max_documents allows.",
-        )
+_layout_outside_graph = torch.compiler.disable(
+    segment_layout,
+    reason="position_ids can begin any number of documents, and a state be any number of tokens long: the layout of their "
+    "segments is made outside of the graph.",
+)
 
 
 def _plain_form(
@@ -148,14 +122,12 @@ def _indexed_form(
     restart: Tensor | None,
     seen: Tensor,
     begun: bool,
-    most: int | None,
     device: torch.device | None,
 ) -> dict[str, Any]:
     """Fields of a [`GridLayout`] of any rows.
 
     Args:
-        seen: `[batch]`, tokens of each row's document before the call; begun: whether it may be any.
-        most: documents of a row; `None`: the sizes are as the arguments need, read back from the device.
+        seen: `[batch]`, tokens of each row's document before the call; begun: whether it is any.
     """
     length, local, *ahead = window
     real = torch.ones(batch, tokens, dtype=torch.bool, device=device) if real is None else real
@@ -170,15 +142,11 @@ def _indexed_form(
     slot = number % length
     opens = real & (slot == 0) & ((number != begin) | (counted_at_restart > 0))
     segment = base + opens.cumsum(1)
-    if most is None:
+    if torch.compiler.is_compiling():
+        segments, slots, packed = -(-tokens // length), min(length, tokens), False
+    else:
         limits = torch.stack([segment.amax(), torch.where(real, slot, 0).amax(), restart.any().long()]).tolist()
         segments, slots, packed = limits[0] + 1, length if begun else limits[1] + 1, bool(limits[2])
-    else:
-        # A document of n tokens takes 1 + (n − 1) // L segments, of which one is there without any token; the continued
-        # one may fill its segment with its first new token
-        documents = 1 if most == 1 else min(most, tokens + 1)
-        segments = base + documents + (tokens + (length if begun else 0) - documents) // length
-        slots, packed = length if begun or tokens >= length else tokens, documents > 1
 
     target = torch.where(real, segment * slots + slot, -1)
     rows = torch.arange(carried, carried + tokens, device=device).expand(batch, -1)
@@ -280,9 +248,9 @@ def _with_memory(layout: GridLayout, memory_mask: Tensor | None, state: InfiniSt
 def _leaving(layout: GridLayout) -> Tensor | None:
     """[`GridLayout.written`], with skipped tokens."""
     local, document, last = layout.local_segments, layout.document[:, :-1], layout.document[:, -1:]
-    if layout.seen is not None and not local and not layout.sink_tokens:
+    if layout.seen is not None and not local and not layout.ahead:
         missing = layout.segments * layout.slots - layout.carried - layout.tokens
-        if isinstance(missing, int) and not missing and layout.slots == layout.segment_length:
+        if not missing and layout.slots == layout.segment_length:
             return None
     # Grid index of the next token's segment
     current = layout.tokens_seen[: document.shape[0]].unsqueeze(1) // layout.segment_length + last
@@ -301,10 +269,9 @@ def restarts(position_ids: Tensor, real: Tensor | None, state: InfiniState | Non
     columns = torch.arange(position_ids.shape[1], device=position_ids.device).expand_as(position_ids)
     latest = columns if real is None else torch.where(real, columns, -1).cummax(1).values
     latest = F.pad(latest[:, :-1], (1, 0), value=-1)  # the last real token before each
-    before = position_ids.gather(1, latest.clamp(min=0))
-    if state is None:
-        goes_back = (position_ids <= before) & (latest >= 0)
-    else:
-        before = torch.where(latest >= 0, before, state.last_position.unsqueeze(1))
-        goes_back = (position_ids <= before) & ((latest >= 0) | (state.tokens_seen > 0).unsqueeze(1))
+    before, begun = position_ids.gather(1, latest.clamp(min=0)), latest >= 0
+    if state is not None:
+        before = torch.where(begun, before, state.last_position.unsqueeze(1))
+        begun = begun | (state.tokens_seen > 0).unsqueeze(1)
+    goes_back = (position_ids <= before) & begun
     return goes_back if real is None else goes_back & real

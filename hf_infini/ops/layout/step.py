@@ -21,27 +21,26 @@ class StepLayout(Layout):
         rows: `[batch]`, their numbers; slot: `[batch]`, the place of the row's token in its window.
         new_sinks: `[batch, 1, S, 1]` bool, the place that the token also takes among the sinks; `None`: none is a sink.
         seen: the part of the window that any row sees; visible: `[batch, 1, 1, places of it]` bool, what each row sees of
-            it; `None`: all of it.
-        unkept: `[batch or 1, 1, 1, places of it]` bool, what each row sees of it but kept tokens; `None`: none can be.
+            it; unkept: the same without kept tokens; `None`: the same.
         turned: as what places its keys are turned, `[batch, places of it]`: sinks come right before what is kept; or `seen`.
         filled: `[batch, 1, 1]` bool, whether the memory holds any token of the row's document.
         completing: `[batch]` bool, whether the row's segment is complete with this token; `None`: no row's.
         complete_rows: the numbers of those rows; `None`: not known.
         taken_in: `[batch, L]` bool, which tokens of the window's oldest segment leave it now: the memory takes them in, but
-            for kept tokens; `None`: none.
+            for kept tokens.
     """
 
     rows: Tensor
     slot: Tensor
     new_sinks: Tensor | None
     seen: slice
-    visible: Tensor | None
+    visible: Tensor
     unkept: Tensor | None
     turned: slice | Tensor
     filled: Tensor
     completing: Tensor | None
     complete_rows: Tensor | None
-    taken_in: Tensor | None
+    taken_in: Tensor
 
     def put(self, window: Tensor, new: Tensor, in_place: bool = False) -> Tensor:
         """The window, `[batch, heads, places, dim]`, with the new tokens `[batch, heads, 1, dim]` in their slots;
@@ -77,15 +76,13 @@ class StepLayout(Layout):
     def in_complete_rows(self, function: Callable[..., tuple[Tensor, ...]], *old: Tensor) -> tuple[Tensor, ...]:
         """What `function(taken_in, oldest_numbers, *old)` makes of tensors `[batch, …]` in the rows that complete a segment;
         `old` in the others."""
-        rows, completing, taken_in = self.complete_rows, self.completing, self.taken_in
-        if completing is None or taken_in is None:
+        if self.completing is None:
             return old
-        if rows is not None and len(rows) < len(self.rows):
-            new = function(taken_in[rows], self.oldest_numbers()[rows], *(part[rows] for part in old))
-            return tuple(part.index_copy(0, rows, changed) for part, changed in zip(old, new, strict=True))
-        new = function(taken_in, self.oldest_numbers(), *old)
-        if rows is not None:
-            return new
+        given = (self.taken_in, self.oldest_numbers(), *old)
+        if self.complete_rows is not None:
+            new = function(*(part[self.complete_rows] for part in given))
+            return tuple(part.index_copy(0, self.complete_rows, rows) for part, rows in zip(old, new, strict=True))
+        new, completing = function(*given), self.completing
         pairs = zip(new, old, strict=True)
         return tuple(torch.where(completing.view(-1, *(1,) * (o.dim() - 1)), n, o) for n, o in pairs)
 
@@ -114,46 +111,30 @@ def step_layout(
         given = position_ids[:, 0].long()
         last_position = given if real is None else torch.where(real[:, 0], given, state.last_position)
 
-    def slot(count):  # of the token after so many of its document, of numbers and of tensors
-        return ahead + local * length + count % length
-
-    def first(count):  # place that it sees; sinks are seen when the document's first segment has left the window
-        return (ahead + (local - count // length) * length) * (count // length <= local)
-
-    seen_places, all_rows_alike, have_new_sinks, complete_rows = slice(0, slot(length - 1) + 1), False, sinks > 0, None
-    all_kept = False
+    slot, empty = ahead + local * length + seen % length, (kept_tokens - left).clamp(min=0)
+    waiting = (local - seen // length).clamp(min=0)  # segments of the window that have not begun
+    completing = (after > seen) & (after % length == 0)
+    # Of the window's oldest segment, by the numbers of its tokens in the document
+    numbers = (seen // length - local)[:, None] * length + torch.arange(length, device=seen.device)
+    taken_in = completing[:, None] & (numbers >= sinks)
+    complete_rows, has_gap, has_new_sinks, stop = None, kept_tokens > 0, sinks > 0, ahead + (local + 1) * length
     if read_back:
-        before, then, gone = torch.stack([seen, after, left]).tolist()
-        seen_places = slice(first(max(before)), max(map(slot, before)) + 1)
-        all_rows_alike, have_new_sinks = len(set(before)) == 1, min(before) < sinks
-        all_kept = seen_places.start >= ahead or min(gone) >= kept_tokens  # no place of what is seen is empty
-        complete_rows = [row for row, count in enumerate(then) if count > before[row] and count % length == 0]
-    visible = unkept = new_sinks = completing = taken_in = None
-    turned: slice | Tensor = seen_places
-    places = torch.arange(seen_places.start, seen_places.stop, device=seen.device)
-    if not (all_rows_alike and all_kept):
-        visible = (places >= first(seen)[:, None]) & (places <= slot(seen)[:, None])
-        if kept_tokens:
-            empty = (kept_tokens - left).clamp(min=0)[:, None]
-            visible = visible & ((places < sinks) | (places >= sinks + empty))
-            turned = torch.where(places < sinks, places + empty, places)
-        visible = visible[:, None, None]
+        stop, gap, fewest, complete = torch.stack([slot.amax() + 1, empty.amax(), seen.amin(), completing.sum()]).tolist()
+        has_gap, has_new_sinks = gap > 0, fewest < sinks
+        complete_rows = completing.nonzero().squeeze(1) if complete else None
+    # Sinks and kept tokens are seen when the document's first segment has left the window
+    places, begin = torch.arange(stop, device=seen.device), torch.where(seen // length > local, 0, ahead + waiting * length)
+    visible = (places >= begin[:, None]) & (places <= slot[:, None])
+    turned: slice | Tensor = slice(0, stop)
+    if has_gap:
+        visible = visible & ((places < sinks) | (places >= sinks + empty[:, None]))
+        turned = torch.where(places < sinks, places + empty[:, None], places)
+    unkept = new_sinks = None
     if kept_tokens:
-        unkept = ((places < sinks) | (places >= ahead))[None, None, None]
-        unkept = unkept if visible is None else unkept & visible
-    if have_new_sinks:
+        unkept = (visible & ((places < sinks) | (places >= ahead)))[:, None, None]
+    if has_new_sinks:
         places = torch.arange(sinks, device=seen.device)
         new_sinks = ((places >= seen[:, None]) & (places < after[:, None]))[:, None, :, None]
-    if complete_rows is None or complete_rows:
-        completing = (after > seen) & (after % length == 0)
-        # Of the window's oldest segment, by the numbers of its tokens in the document
-        numbers = (seen // length - local)[:, None] * length + torch.arange(length, device=seen.device)
-        taken_in = completing[:, None] & (numbers >= sinks)
-
-    def in_memory(leaving):  # `[batch]`, after the call
-        count = left if leaving is None else left + leaving.sum(1)
-        return (count - kept_tokens).clamp(min=0) if kept_tokens else count
-
     layout = StepLayout(
         segment_length=length,
         local_segments=local,
@@ -162,29 +143,25 @@ def step_layout(
         positions=seen.unsqueeze(1),
         tokens_seen=after,
         last_position=last_position,
-        memory_tokens=in_memory(taken_in),
         real=real,
         restart=restart,
         rows=torch.arange(batch, device=seen.device),
-        slot=slot(seen),
+        slot=slot,
         new_sinks=new_sinks,
-        seen=seen_places,
-        visible=visible,
+        seen=slice(0, stop),
+        visible=visible[:, None, None],
         unkept=unkept,
         turned=turned,
         filled=(left > kept_tokens)[:, None, None],
-        completing=completing,
-        complete_rows=torch.tensor(complete_rows, device=seen.device) if complete_rows else None,
+        completing=None if read_back and complete_rows is None else completing,
+        complete_rows=complete_rows,
         taken_in=taken_in,
     )
-    if memory_mask is None and skipped is None:
-        return layout
-    if skipped is None:
-        skipped = torch.zeros(batch, layout.places, dtype=torch.bool, device=seen.device)
-    new = torch.zeros_like(skipped[:, :1]) if memory_mask is None else ~memory_mask
-    skipped = layout.put(skipped[:, None, :, None], new[:, None, :, None])
-    if taken_in is not None:
-        taken_in = taken_in & ~layout.oldest(skipped)[:, 0, :, 0]
-        layout = replace(layout, taken_in=taken_in, memory_tokens=in_memory(taken_in))
-    (skipped,) = layout.in_complete_rows(lambda *given: (layout.shift(given[-1]),), skipped)
-    return replace(layout, next_skipped=skipped[:, 0, :, 0])
+    if memory_mask is not None or skipped is not None:
+        skipped = torch.zeros(batch, layout.places, dtype=torch.bool, device=seen.device) if skipped is None else skipped
+        new = torch.zeros_like(skipped[:, :1]) if memory_mask is None else ~memory_mask
+        skipped = layout.put(skipped[:, None, :, None], new[:, None, :, None])
+        layout = replace(layout, taken_in=taken_in & ~layout.oldest(skipped)[:, 0, :, 0])
+        (skipped,) = layout.in_complete_rows(lambda *given: (layout.shift(given[-1]),), skipped)
+        layout = replace(layout, next_skipped=skipped[:, 0, :, 0])
+    return replace(layout, memory_tokens=(left + layout.taken_in.sum(1) - kept_tokens).clamp(min=0))

@@ -9,18 +9,15 @@ class Rule(MemoryRule):
 
     update_rule = "delta"
 
-    def states(self, written, memory, normaliser, start=None, borders=None):
-        """The rule is affine in M. Where a segment has as many tokens as a head is wide, its matrix and its constant are
-        made for all segments at once, so that the loop over segments touches the state only."""
+    def states(self, written, memory, normaliser, start=None, continues=None):
+        """The rule is affine in M: its matrix and its constant are made for all segments at once, so that the loop over
+        segments touches the state only."""
         features, value, _ = written
         first_memory, first_normaliser = start or (None, None)
-        normalisers, last_normaliser = running_sum(features.sum(-2), normaliser, first_normaliser, borders)
+        normalisers, last_normaliser = running_sum(features.sum(-2), normaliser, continues, first_normaliser)
         scaled = features / ((features * normalisers.unsqueeze(-2)).sum(-1, keepdim=True) + self.eps)
-        keys, continues = features.mT, None if borders is None else borders.continues
-        # In shorter segments two thin products a segment cost less than one D × D matrix
-        thin = features.shape[-2] < features.shape[-1]
-        factors = (value, keys, scaled) if thin else (keys @ value, None, keys @ scaled)
-        memories, last_memory = DeltaScan.apply(*factors, None, memory, continues, first_memory)
+        factors = features.mT @ value, features.mT @ scaled
+        memories, last_memory = DeltaScan.apply(*factors, memory, continues, first_memory)
         return (memories, normalisers), (last_memory, last_normaliser)
 
     @staticmethod

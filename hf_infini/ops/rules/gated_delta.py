@@ -7,7 +7,7 @@ g_t = α_1 ⋯ α_t, counted from the chunk's first token, the state after t is 
 
     (I + T) U = β V − β g K M_0,  T_ti = β_t (g_t / g_i) k_t·k_i for i < t, else 0.
 
-The state after a chunk is affine in M_0: the loop over chunks touches states and, in short chunks, two thin factors.
+The state after a chunk is affine in M_0: the loop over chunks touches states only.
 
 Shapes as in memory.py: `B` batch, `N` segments, `K` key/value heads, `P` tokens in a segment or chunk, `D` head dimension,
 `E` value dimension.
@@ -50,9 +50,9 @@ class Rule(MemoryRule):
         log_weight = features.new_zeros(*key.shape[:-1], 2) if log_weight is None else log_weight.to(features.dtype)
         return (features, value, log_weight) if mask is None else (features * mask, value, log_weight * mask)
 
-    def states(self, written, memory, normaliser, start=None, borders=None):
+    def states(self, written, memory, normaliser, start=None, continues=None):
         key, value, log_weight = written
-        continues, first_memory = None if borders is None else borders.continues, None if start is None else start[0]
+        first_memory = None if start is None else start[0]
         memories, last_memory = gated_delta_scan(key, value, log_weight, memory, continues, first_memory)
         return (memories, normaliser.unsqueeze(1).expand(-1, key.shape[1], -1, -1)), (last_memory, normaliser)
 
@@ -119,12 +119,9 @@ def gated_delta_scan(
     log_beta, log_alpha = log_weight.unbind(-1)
     k, v, log_beta, log_kept = (part.flatten(0, 2) for part in (key, value, log_beta, log_alpha.cumsum(-1)))
     weighted, kept, faded = _chunk_weights(k, log_beta, log_kept), log_kept.exp().unsqueeze(-1), log_kept[:, -1].expm1()
-    if key.shape[-2] < width:  # M ← g_P M + Zᵀ (V − g K M): two thin products cost less than one D × D matrix
-        factors = v, weighted.mT, k * kept, faded
-    else:  # M ← M + Zᵀ V − (Zᵀ g K + (1 − g_P) I) M
-        erased = (weighted * kept).mT @ k - torch.diag_embed(faded.unsqueeze(-1).expand(-1, width))
-        factors = weighted.mT @ v, None, erased, None
-    factors = (None if part is None else part.unflatten(0, key.shape[:3]) for part in factors)
+    # M ← M + Zᵀ V − (Zᵀ g K + (1 − g_P) I) M
+    erased = (weighted * kept).mT @ k - torch.diag_embed(faded.unsqueeze(-1).expand(-1, width))
+    factors = (part.unflatten(0, key.shape[:3]) for part in (weighted.mT @ v, erased))
     memories, last = DeltaScan.apply(*factors, memory, continues, start)
     return memories[:, ::chunks], last
 

@@ -9,11 +9,11 @@ class Rule(MemoryRule):
     update_rule = "linear"
     additive = True
 
-    def states(self, written, memory, normaliser, start=None, borders=None):
+    def states(self, written, memory, normaliser, start=None, continues=None):
         features, value, _ = written
         first_memory, first_normaliser = start or (None, None)
-        memories, last_memory = running_sum(features.mT @ value, memory, first_memory, borders)
-        normalisers, last_normaliser = running_sum(features.sum(-2), normaliser, first_normaliser, borders)
+        memories, last_memory = running_sum(features.mT @ value, memory, continues, first_memory)
+        normalisers, last_normaliser = running_sum(features.sum(-2), normaliser, continues, first_normaliser)
         return (memories, normalisers), (last_memory, last_normaliser)
 
     @staticmethod

@@ -157,7 +157,7 @@ def _attended(call: AttentionCall, gate: Tensor) -> tuple[Tensor, Tensor, Tensor
     state: Any = replace(call.state, **{name: F.pad(getattr(call.state, name), (0, count)) for name in of_values})
     state = state.checked_for(tokens, call.layout.places, call.rule.normalised)
     call = call._replace(tokens=tokens, gate=gate, state=state, rule=Watched(**vars(call.rule)), return_state=True)
-    attended: Any = BACKENDS[-1].run(call._replace(return_weights=False))
+    attended: Any = BACKENDS[-1].run(call)
     heads, weights = attended[0].split([value.shape[-1], count], -1)
     return heads, weights, torch.cat([*held, attended[1].memory.unsqueeze(1)], 1).transpose(1, 2)
 

@@ -33,6 +33,7 @@ value dimension.
 """
 
 import copy
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -45,7 +46,6 @@ from transformers import PreTrainedConfig
 
 from ...cache.cache import InfiniCache, PendingStates
 from ...compat.cache_name import CACHE
-from ...models.base import check_continuation
 from ...ops.attention import GROUP_ELEMENTS
 from ...ops.checks import bool_mask, check_kinds, check_shapes
 from ...ops.kept import Kept, KeptInGrid, choose, first_scores, shares, with_sinks_before
@@ -96,14 +96,13 @@ def shard_rows(
         raise ValueError(f"the batch must have input_ids or inputs_embeds, and all parts [rows, tokens, …]; got {shapes}.")
     check_shards(config, text.shape[1], size)
     real = bool_mask("attention_mask", batch.get("attention_mask"), True)
-    if past is not None:
-        check_continuation(batch.get("position_ids"), real, past.first_state())
     parts = dict(batch)
     if "labels" in batch:
         parts["shift_labels"] = F.pad(batch["labels"][:, 1:], (0, 1), value=-100)
     shards = {name: part.chunk(size, 1)[rank].contiguous() for name, part in parts.items()}
     cache = ShardCache(config, group, past)
-    cache.text.extend(batch.get("input_ids"), real, text.shape[0], text.shape[1], text.device)
+    cache.rows = hashlib.sha256(text.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()).hexdigest()
+    cache.note_text(batch.get("input_ids"), real, text.shape[0], text.shape[1], text.device)
     return shards | {CACHE: cache, "use_cache": False}
 
 
@@ -182,8 +181,9 @@ class ShardCache(InfiniCache):
         check_shards(config)
         super().__init__(config)
         self.group, self.past = group, InfiniCache(config) if past is None else past
-        self.text = copy.copy(self.past.text)
+        self.text = dict(self.past.text)
         self.shard: Any = None  # a [`Shard`] from the call on
+        self.rows: str | None = None  # a hash of the whole rows
         self.rank, self.size = distributed.get_rank(group), distributed.get_world_size(group)
 
     def whole(self) -> InfiniCache:
@@ -198,7 +198,7 @@ class ShardCache(InfiniCache):
         cache, last = InfiniCache(self._config), distributed.get_process_group_ranks(self.group)[-1]
         layers: Any = zip(cache.layers, self.layers, strict=True)
         for layer, own in layers:
-            state = own._state
+            state = own.state
             if self.shard.skips and state.local_skipped is None:  # as it may be on some of the ranks only
                 state = replace(state, local_skipped=torch.zeros_like(state.local_key[:, 0, :, 0], dtype=torch.bool))
             state = state.map_rows(lambda tensor: tensor.detach().clone(memory_format=torch.contiguous_format))
@@ -206,15 +206,16 @@ class ShardCache(InfiniCache):
                 if not name.startswith("start_"):  # of the model's weights, which all have
                     distributed.broadcast(tensor, last, self.group)
             layer.advance(state, self.past.get_seq_length() + self.size * self.shard.tokens)
-        cache.text = copy.copy(self.text)
+        cache.text = dict(self.text)
         return cache
 
     def pending_states(self) -> "ShardStates":
         return ShardStates(self)
 
-    def first_state(self) -> InfiniState | None:
+    @property
+    def state(self) -> InfiniState | None:
         if self.shard is None:  # shard_rows has compared the whole rows with the past
-            return None if self.rank else self.past.first_state()
+            return None if self.rank else self.past.state
         return self.shard.state
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -224,15 +225,14 @@ class ShardCache(InfiniCache):
     def advance(self, states: PendingStates, input_ids: Tensor | None, layout, tokens: int) -> None:
         """Keeps for `whole` what the call has left."""
         if not torch.is_grad_enabled():
-            states.advance_layers(tokens)
+            self.advance_layers(states, tokens)
 
     def check_agreement(self, batch: int, tokens: int, device: torch.device, masks: dict[str, Tensor | None]) -> None:
         """ValueError on every rank unless all call the same model on shards of the same shape."""
         from ... import __version__
 
         autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
-        rows = None if self.text.fingerprint is None else self.text.fingerprint.tolist()
-        facts = {"batch": batch, "tokens": tokens, "fingerprints of whole rows": rows, "autocast": str(autocast)}
+        facts = {"batch": batch, "tokens": tokens, "sha256 of whole rows": self.rows, "autocast": str(autocast)}
         facts |= {"columns before": self.past.get_seq_length()} | {name: mask is not None for name, mask in masks.items()}
         facts |= {"hf_infini": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
         facts |= {name: value for name, value in self._config.to_dict().items() if name not in SAVED}
@@ -248,13 +248,10 @@ class ShardStates(PendingStates):
     """The states that the layers of one call continue, and their [`PendingStates.exchange`]."""
 
     def __init__(self, cache: ShardCache):
-        super().__init__(cache.layers)
+        super().__init__(cache)
         self.cache, self.exchange = cache, self
-
-    def before(self, layer: int) -> InfiniState | None:
-        """Of the past, if there is one; the layer makes its start otherwise."""
-        past: Any = self.cache.past.layers[layer]
-        return past.state
+        past: Any = cache.past.layers
+        self.before = {number: layer.state for number, layer in enumerate(past)}  # a layer makes its start otherwise
 
     def begin(self, batch: int, tokens: int, device: torch.device, masks: dict[str, Tensor | None]) -> InfiniState | None:
         """The state that the layout of a call of `[batch, tokens]` continues; `masks` as [`segment_layout`] takes them."""
@@ -271,9 +268,9 @@ class ShardStates(PendingStates):
                 f"a shard must be whole segments of {length} tokens, and 2 tokens at least; these are {tokens}. shard_rows "
                 "cuts rows so."
             )
-        options = (cache.window, cache._config.memory_conv, cache.past.first_state())
+        options = (cache.window, cache._config.memory_conv, cache.past.state)
         cache.shard = Shard.of_call(cache.group, batch, tokens, device, masks, *options)
-        self._columns = cache.get_seq_length()
+        self.columns = cache.get_seq_length()
         return cache.shard.state
 
     def received_inputs(self, inputs: Tensor, recent: Tensor) -> Tensor:
@@ -366,11 +363,12 @@ class ShardStates(PendingStates):
         wide: Any = (None if part is None else part.to(memory.dtype) for part in leaving)
         key, value, log_weight, mask = wide
         own_features, _, log_rates = rule.written(key, value, log_weight, None if mask is None else mask.unsqueeze(-1))
-        borders = layout.borders(0, layout.segments)
+        continues = layout.continues(0, layout.segments)
         begins = 1 - goes_on[cache.rank, :, None, None]
         features = own_features
-        if borders is not None:
-            features = features * borders.reach[:, -1, 2:, None, None, None]  # of the row's last document only
+        if continues is not None:  # of the row's last document only
+            writing, reading = layout.documents(0, layout.segments)
+            features = features * (writing == reading[:, -1:])[..., None, None, None]
         sums = features.sum((1, 3)) + begins * start_normaliser if rule.normalised else normaliser
         if rule.additive:
             products = torch.einsum("bnkce,bnkcd->bked", value, features) + begins.unsqueeze(3) * start_memory.mT
@@ -383,7 +381,7 @@ class ShardStates(PendingStates):
         eye = torch.eye(key.shape[-1], dtype=memory.dtype, device=memory.device)
         of_start, first = F.pad(start_memory, (0, len(eye))), F.pad(eye, (width, 0)).expand(*memory.shape[:2], -1, -1)
         written = own_features, F.pad(value, (0, len(eye))), log_rates
-        _, (maps, _) = rule.states(written, first, normaliser, (of_start, start_normaliser), borders)
+        _, (maps, _) = rule.states(written, first, normaliser, (of_start, start_normaliser), continues)
         maps = AllGather.apply(maps + reached, cache.group)
         memory = memory + maps[:0].sum()
         for added, kept_of in (part.split([width, len(eye)], -1) for part in maps[: cache.rank]):
@@ -421,11 +419,9 @@ def see_all(
     size = max(1, GROUP_ELEMENTS.get(keys.device.type, GROUP_ELEMENTS["cuda"]) // weights)
     for begin in range(0, layout.segments, size):
         end = min(begin + size, layout.segments)
-        left = None if layout.left is None or layout.is_steady(begin, end) else layout.left[:, begin:end]
         windows = [first[:, begin:end], *(keys[:, begin + shift : end + shift] for shift in range(local + 1))]
         query, key = (part.transpose(2, 3) for part in (queries[:, begin:end], torch.cat(windows, 2)))
-        kept = None if left is None else left.clamp(max=layout.kept_tokens)
+        kept = layout.left[:, begin:end].clamp(max=layout.kept_tokens)
         compared = with_sinks_before(softmax.compared_keys(key, layout.key_places), key, layout, kept, softmax)
         query = softmax.compared_queries(query, layout.query_places)
-        mask = None if layout.is_steady(begin, end) else layout.window_mask(begin, end)
-        keeping.see(query, compared, None if mask is None else mask.unsqueeze(2), begin, end, softmax)
+        keeping.see(query, compared, layout.window_mask(begin, end), begin, end, softmax)

@@ -11,7 +11,7 @@ from conversion.trainers import Together, segments_of
 from conversion.transfer import SPREAD, LayerComparison, Transfer, calibrated_scales
 from decoders import decoder, token_ids
 from hf_infini import patch_model
-from hf_infini.layers.gates import gates_of
+from hf_infini.layers.memory_layer import gates_of
 from hf_infini.models.structure import attention_layers, decoder_of
 from models import RowsOf, gpt2
 from recall.rows import NOT_COUNTED
