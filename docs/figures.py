@@ -74,7 +74,7 @@ def reach(tokens: int = 24) -> bytes:
     figure, panels = new_figure("Which tokens a token sees", "", 1, 3, (WIDTH, 2.9), sharey=True)
     for axes, (name, options) in zip(panels.flat, kinds.items(), strict=True):
         reader = model(**options)
-        softmax = inspect_attention(reader, torch.arange(tokens)[None]).layers[0].weights.values[0].sum(0) > 0
+        softmax = inspect_attention(reader, torch.arange(tokens)[None]).layers[0].weights[0].sum(0) > 0
         attention, inputs = reader.transformer.h[0].attn, torch.randn(1, tokens, SIZES["n_embd"])
         jacobian = torch.autograd.functional.jacobian(lambda x, f=attention: f(x)[0].sum((0, 2)), inputs)
         depends = jacobian[:, 0].abs().amax(-1) > 0  # [output token, input token]
@@ -123,7 +123,7 @@ def memory(segments: int = 6) -> bytes:
     length = 8
     reader = model(segment_length=length)
     layer = inspect_attention(reader, torch.randint(SIZES["vocab_size"], (1, length * segments))).layers[0]
-    norms, shares = layer.memory_norm.values[0].numpy(), layer.memory_share.values[0].numpy()
+    norms, shares = layer.memory_norm[0].numpy(), layer.memory_share[0].numpy()
     figure, panels = new_figure("A memory that grows", f"norm of the memory; segments have {length} tokens", 2)
     (above,), (below,) = panels
     set_panel_title(below, "the memory's share of a token's output; the first segment finds it empty")

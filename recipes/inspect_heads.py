@@ -105,7 +105,7 @@ def main(argv: list[str] | None = None) -> None:
     if options.picture:
         layer, head = options.picture
         fates = getattr(inspection.layers.get(layer), "fates", None)
-        if fates is None or head >= fates.sizes["head"]:
+        if fates is None or head >= fates.shape[1]:
             raise UserError(f"--picture {layer} {head}: there is no such head with a memory in the --layers that are read")
     content = inspection_page(inspection, title=Path(options.model).name).encode("utf-8")
     if len(content) > LARGEST_PAGE:

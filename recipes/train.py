@@ -86,9 +86,8 @@ def main(argv: list[str] | None = None) -> None:
     import torch
     from transformers import set_seed
 
-    from evaluation import inference
+    from evaluation import inference, perplexity
     from hf_infini.options import attention_of
-    from hf_infini.tools import metrics
     from hf_infini.tools.rows import RowReader
     from hf_infini.tools.training import PerplexityTrainer, gate_values, parameter_groups
     from plots.run import plot_loss_curve
@@ -156,12 +155,12 @@ def main(argv: list[str] | None = None) -> None:
         run_folder.say(f"{model.num_parameters():,} parameters, {length}, {note}")
         model, lines = setup.train_to_end(trainer, checkpoint)
 
-        # Always in float32, so that recipes/evaluate_model.py finds the same number
-        chunk = None if sharing == 1 else -(-context // sharing)
-        validated = metrics.evaluate_rows(model, validation, optimizer.batch_size, judged, chunk=chunk)
         setup.leave_process_group(trainer)
         if not arguments.should_save:
             return
+        # Always in float32, so that recipes/evaluate_model.py finds the same number
+        rows, chunk = perplexity.prepared_rows(data, "validation"), -(-context // sharing)
+        validated = perplexity.measure_perplexity(model, rows, judged, chunk, optimizer.batch_size)
         model.config.use_cache = model.generation_config.use_cache = True  # the Trainer switched it off for training
         model.save_pretrained(out)
         tokenizer.save_pretrained(out)

@@ -5,16 +5,15 @@ division; averages are never averaged.
 """
 
 import math
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, distributed
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
 
 from ..compat.cache_name import CACHE, cache_of
-from .rows import RowReader
 
 
 def summarize(loss_sums: Iterable[float], token_counts: Iterable[int]) -> dict[str, float]:
@@ -31,12 +30,8 @@ def summarize(loss_sums: Iterable[float], token_counts: Iterable[int]) -> dict[s
     if tokens == 0:
         raise ValueError("no token was predicted: a text needs at least 2 tokens to have a perplexity")
     cross_entropy = math.fsum(loss_sums) / tokens
-    return {"cross_entropy": cross_entropy, "perplexity": perplexity(cross_entropy), "tokens": tokens}
-
-
-def perplexity(cross_entropy: float) -> float:
-    """exp of a cross-entropy in nats; infinite beyond 709, where exp overflows: a model that bad has no finite one."""
-    return math.exp(cross_entropy) if cross_entropy < 709 else math.inf
+    perplexity = math.exp(cross_entropy) if cross_entropy < 709 else math.inf  # beyond 709 exp overflows
+    return {"cross_entropy": cross_entropy, "perplexity": perplexity, "tokens": tokens}
 
 
 def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
@@ -55,7 +50,7 @@ def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def stream_losses(
-    model, input_ids=None, chunk: int | None = None, labels=None, position_ids=None, group=None, **inputs
+    model, input_ids: Any = None, chunk: int | None = None, labels: Any = None, position_ids=None, group=None, **inputs
 ) -> Iterator[tuple]:
     """Reads rows of any length in chunks through the model's cache and yields the losses of each chunk.
 
@@ -64,7 +59,8 @@ def stream_losses(
 
     Args:
         model: a causal language model in evaluation mode.
-        input_ids: [B, N] token numbers, right-padded with anything where rows differ in length; or `inputs_embeds`.
+        input_ids: [B, N] token numbers, right-padded with anything where rows differ in length; or `inputs_embeds`, with
+            labels.
         chunk: tokens per call of the model; `None` reads all N at once, without a cache.
         labels: [B, N] targets at their own places (−100: not counted); `None` counts every token.
         position_ids: [B, N] that begin again where a document does; `None`: each row is one.
@@ -79,8 +75,6 @@ def stream_losses(
     given = {"input_ids": input_ids, "position_ids": position_ids, **inputs}
     given = {name: part for name, part in given.items() if part is not None}
     labels = input_ids if labels is None else labels
-    if labels is None:
-        raise ValueError("rows of inputs_embeds need labels: give the token numbers of each place, −100 where none counts.")
     length, mask = labels.shape[1], given.get("attention_mask")
     if isinstance(mask, torch.Tensor) and mask.shape == labels.shape:
         real = mask != 0
@@ -132,31 +126,24 @@ def score_spans(
 
     Returns, of each span, the sum of its tokens' negative log-likelihoods in nats, and whether each of its tokens is the
     arg-max given the true tokens before it.
-    Raises ValueError for a span that is empty, begins at a row's first token or ends beyond the row.
     """
-    for row, first, end in spans:
-        if not 0 < first < end <= len(rows[row]):
-            raise ValueError(f"the span {first}:{end} of row {row} must hold a token, and lie within 1:{len(rows[row])}")
     device = next(model.parameters()).device
     # Padding is on the right, where a causal model's other tokens do not see it
-    tokens = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.long)
-    for number, row in enumerate(rows):
-        tokens[number, : len(row)] = torch.as_tensor(row)
-    places = torch.tensor([(row, at) for row, first, end in spans for at in range(first, end)])
+    tokens = pad_sequence([torch.as_tensor(row).long() for row in rows], batch_first=True)
+    places = torch.tensor([(row, at - 1) for row, first, end in spans for at in range(first, end)])  # which predict
     found = torch.empty(len(places), 2, dtype=torch.float64)  # of each token asked for: whether it is the arg-max, its loss
-    last, cache = int(places[:, 1].max()), None
-    for start in progress(range(0, last, chunk)):
-        piece = tokens[:, start : min(start + chunk, last)].to(device)
-        here = (places[:, 1] > start) & (places[:, 1] <= start + piece.shape[1])
-        kept = (places[here, 1] - 1 - start).unique()  # the logits at a place predict the next
-        kwargs = {"use_cache": False} if chunk >= last else {CACHE: cache, "use_cache": True}
+    end, cache = int(places[:, 1].max()) + 1, None
+    for start in progress(range(0, end, chunk)):
+        piece = tokens[:, start : min(start + chunk, end)].to(device)
+        here = (places[:, 1] >= start) & (places[:, 1] < start + piece.shape[1])
+        kept, columns = (places[here, 1] - start).unique(return_inverse=True)
+        kwargs = {"use_cache": False} if chunk >= end else {CACHE: cache, "use_cache": True}
         with torch.no_grad():
             output = model(input_ids=piece, logits_to_keep=kept.to(device) if len(kept) else 1, **kwargs)
         cache = cache_of(output)
         if len(kept):
-            numbers, columns = places[here, 0], torch.searchsorted(kept, places[here, 1] - 1 - start)
-            logits = output.logits[numbers.to(device), columns.to(device)].float()
-            targets = tokens[numbers, places[here, 1]].to(device)
+            logits = output.logits[places[here, 0].to(device), columns.to(device)].float()
+            targets = tokens[places[here, 0], places[here, 1] + 1].to(device)
             losses = F.cross_entropy(logits, targets, reduction="none")
             found[here] = torch.stack([(logits.argmax(-1) == targets).double(), losses.double()], -1).cpu()
     parts = found.split([end - first for _, first, end in spans])
@@ -182,7 +169,9 @@ class LossByPosition:
 
     def add_up_processes(self) -> None:
         """Adds what the other processes of a distributed run have."""
-        self.sums = torch.tensor(reduce_sums(*self.sums.flatten().tolist()), dtype=torch.float64).view(-1, 2)
+        sums = self.sums.to("cuda" if distributed.get_backend() == "nccl" else "cpu")
+        distributed.all_reduce(sums)
+        self.sums = sums.cpu()
 
     def total(self) -> dict[str, float]:
         """Cross-entropy, perplexity and tokens over all positions; ValueError when nothing was counted."""
@@ -195,35 +184,3 @@ class LossByPosition:
             for bucket, (loss, count) in enumerate(self.sums.tolist())
             if count > 0
         ]
-
-
-def evaluate_rows(model, rows, batch_size: int, reader=None, chunk: int | None = None) -> dict[str, float]:
-    """Token-weighted cross-entropy, perplexity and token count of rows of one length, shared among all processes.
-
-    Args:
-        model: a causal language model.
-        rows: a dataset whose column `input_ids` has rows of one length.
-        batch_size: rows per call of the model.
-        reader: a [`RowReader`] that makes inputs of them; `None` counts every token.
-        chunk: tokens per call of the model, as in [`stream_losses`].
-    """
-    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    reader, positions, was_training = RowReader() if reader is None else reader, LossByPosition(), model.training
-    model.eval()
-    for start in range(rank * batch_size, len(rows), world * batch_size):
-        inputs: dict[str, Any] = reader(rows[start : start + batch_size])
-        for first, losses, targets in stream_losses(model, chunk=chunk, **inputs):
-            positions.add(first, losses, targets)
-    model.train(was_training)
-    positions.add_up_processes()
-    return positions.total()
-
-
-def reduce_sums(*numbers: float) -> list[float]:
-    """Adds each number up over all processes of a distributed run, in 64 bits; without one, returns them unchanged."""
-    if not (distributed.is_available() and distributed.is_initialized()):
-        return list(numbers)
-    device = "cuda" if distributed.get_backend() == "nccl" else "cpu"
-    values = torch.tensor(numbers, dtype=torch.float64, device=device)
-    distributed.all_reduce(values)
-    return values.tolist()

@@ -1,7 +1,6 @@
 """How models with a memory are trained: parameter groups, gates, and the Trainer. Its data collator is `rows.RowReader`."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,12 +8,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
-from transformers import Cache, Trainer, TrainerCallback
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers import Cache, Trainer
 
 from ..compat.cache_name import CACHE
 from ..layers.memory_layer import gates_of
-from ..models.base import SavedModelMixin
 from ..ops.checks import check_kinds
 from .metrics import stream_losses, summarize
 from .parallel.shards import check_shards, shard_rows
@@ -62,20 +59,8 @@ def gate_values(model: torch.nn.Module) -> dict[str, list[float]]:
     return {layer: [round(value, 5) for value in torch.sigmoid(gate.float()).tolist()] for layer, gate in logits.items()}
 
 
-class PushWithCode(TrainerCallback):
-    """Writes the model's code to where the Trainer pushes from: what it pushes, it has saved without."""
-
-    def on_push_begin(self, args, state, control, *, model=None, **kwargs) -> None:
-        if state.is_world_process_zero and isinstance(model, SavedModelMixin):
-            out = Path(args.output_dir)
-            checkpoint = out / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"  # whose configuration is pushed
-            for folder in filter(Path.is_dir, (out, checkpoint)):
-                model.config.save_pretrained(folder, save_code=True)
-
-
 class PerplexityTrainer(Trainer):
-    """A Trainer whose evaluation is token-weighted and keeps one batch of logits at a time. Its pushes have the model's code
-    ([`PushWithCode`]).
+    """A Trainer whose evaluation is token-weighted and keeps one batch of logits at a time.
 
     `evaluate()` and `predict()` read what the Trainer's do, and add the cross-entropy (nats per token, also as `eval_loss`),
     perplexity and number of the tokens whose label is not −100. What an attention mask masks predicts nothing and is not
@@ -105,7 +90,6 @@ class PerplexityTrainer(Trainer):
         **kwargs,
     ):
         super().__init__(*args, **kwargs)
-        self.add_callback(PushWithCode)
         self.past_of = past_of
         self.context_parallel_size = context_parallel_size
         self.rows_mesh = None if context_parallel_size == 1 else self._mesh_of_rows(context_parallel_size)
@@ -142,14 +126,12 @@ class PerplexityTrainer(Trainer):
             self.optimizer = self.optimizer_of(self.model if model is None else model)
         return super().create_optimizer(model)
 
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch: Any = None):
         """As the Trainer's. Where most labels are −100, logits are computed only at the other places: the head over a whole
         vocabulary is much of a small model's work."""
         if not model.training:  # for `compute_metrics`: whole rows, which begin with nothing
             return super().compute_loss(model, inputs | {"use_cache": False}, return_outputs, num_items_in_batch)
         if self.rows_mesh is not None:
-            if num_items_in_batch is None:
-                raise ValueError("processes that share rows need the count of all labels: num_items_in_batch is not given.")
             inputs = shard_rows(inputs, self.model.config, self.rows_mesh.get_group("cp"))
             # The Trainer has counted the labels of a row on every process that shares it
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch / self.context_parallel_size)
@@ -202,12 +184,3 @@ class PerplexityTrainer(Trainer):
                 found |= {f"gates/layer_{layer}_head_{head}": value for head, value in enumerate(heads)}
         found = {f"{metric_key_prefix}_{name}": value for name, value in found.items()}
         return output._replace(metrics={**(output.metrics or {}), **found})
-
-    def create_model_card(self, *args, **kwargs) -> None:
-        """The Trainer's draft of a card, which `push_to_hub` asks for; a card that was written otherwise stays as it is."""
-        from huggingface_hub import ModelCard
-
-        file = Path(self.args.output_dir or "") / "README.md"
-        card: Any = ModelCard.load(file).data if file.is_file() else None
-        if card is None or "generated_from_trainer" in (card.tags or []):
-            super().create_model_card(*args, **kwargs)

@@ -23,7 +23,7 @@ def plot_kept(inspection, layer: int, head: int, file: Path) -> None:
     from hf_infini.tools.inspection.parts import FATES
 
     texts = [text[: text.rfind("⏎") + 1 or None] for text in inspection.texts[0]]  # without the next line's indent
-    fates = [FATES[number] for number in inspection.layers[layer].fates.values[0, head, -1][inspection.real[0]].tolist()]
+    fates = [FATES[number] for number in inspection.layers[layer].fates[0, head, -1].tolist()]
     places = token_places(texts)
     lines, columns = places[-1][0] + 1, max(column + len(text) for text, (_, column) in zip(texts, places, strict=True))
     figure, axes = style.new_figure(

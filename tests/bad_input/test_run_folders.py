@@ -85,10 +85,10 @@ def test_a_damaged_finished_run_is_not_believed(base, finished, tmp_path, capsys
 
 
 def test_numbers_that_json_has_not_are_no_result(base, tmp_path, capsys, monkeypatch):
-    from hf_infini.tools import metrics
+    from evaluation import perplexity
 
     run, found = stopped_run(base, tmp_path / "run"), {"cross_entropy": float("nan"), "perplexity": 1.0, "tokens": 1}
-    monkeypatch.setattr(metrics, "evaluate_rows", lambda *_, **options: found)
+    monkeypatch.setattr(perplexity, "measure_perplexity", lambda *_, **options: found)
     refused(train.main, training(small_data(base), run), capsys, "result.json", "NaN", "--learning_rate")
     assert not (run / "result.json").exists()
 

@@ -68,7 +68,7 @@ def with_rates(model):
 
 
 class RowsOf:
-    """The part of a dataset that `evaluate_rows` uses, around `[rows, tokens]`."""
+    """The part of a dataset that a dilution uses, around `[rows, tokens]`."""
 
     def __init__(self, rows):
         self.rows = rows

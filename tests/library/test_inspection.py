@@ -1,4 +1,4 @@
-"""inspect_attention against the model itself and the naive reference: every family, padded and packed rows, adapters."""
+"""inspect_attention against the model itself and the naive reference: every family, packed rows, adapters."""
 
 import random
 
@@ -6,15 +6,12 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from corpora.tokenization import build_character_tokenizer, train_bpe
 from decoders import TYPES, decoder
 from hf_infini import InfiniCache, InfiniState, load_adapter, naive_infini_attention, patch_model, save_adapter
 from hf_infini.models.structure import attention_layers, decoder_of
 from hf_infini.ops.backends import Backend, forced_backend
-from hf_infini.ops.kept import FADE
 from hf_infini.tools.inspection import inspect_attention
 from hf_infini.tools.inspection.heads import DIMENSIONS
-from hf_infini.tools.inspection.labels import token_texts
 from hf_infini.tools.inspection.parts import KEPT, MEMORY, SINK, WINDOW, softmax_parts
 from models import causal_mha, gpt2, infini_gpt2, token_ids
 
@@ -102,21 +99,23 @@ def test_heads_concatenated_and_projected_are_the_output(make, options):
     for hook in hooks:
         hook.remove()
     inspection = inspect_attention(model, ids)
-    assert list(inspection.layers) == [*range(len(modules))] and inspection.real.all()
+    assert list(inspection.layers) == [*range(len(modules))]
     for (number, layer), output in zip(inspection.layers.items(), outputs, strict=True):
         output = output[0] if isinstance(output, tuple) else output
         scale = float(output.abs().max())
-        torch.testing.assert_close(layer.output.values, output, rtol=1e-5, atol=1e-5 * scale)
-        found = projected(modules[number], layer.heads.values)
+        torch.testing.assert_close(layer.output, output, rtol=1e-5, atol=1e-5 * scale)
+        found = projected(modules[number], layer.heads)
         torch.testing.assert_close(found, output, rtol=1e-5, atol=1e-5 * scale)
-        weights, scores = layer.weights.values, layer.scores.values
+        weights, scores = layer.weights, layer.scores
         assert weights.shape == scores.shape == (2, 4, 37, 37)
         assert_close(weights.sum(-1), torch.ones(2, 4, 37))
         assert_close(scores.softmax(-1), weights)
         assert scores.isinf()[..., torch.ones(37, 37).triu(1).bool()].all() and (weights[scores.isinf()] == 0).all()
         for name, dims in DIMENSIONS.items():
             tensor = getattr(layer, name)
-            assert tensor is None or (tensor.dims == dims and tuple(tensor.sizes.values()) == tensor.values.shape)
+            sizes = {"batch": 2, "head": 4, "query": 37, "key": 37, "head_dim": 8, "width": 32}
+            sizes["segment"] = sizes["query"] if tensor is None else tensor.shape[min(2, tensor.dim() - 1)]
+            assert tensor is None or tensor.shape == tuple(sizes[dim] for dim in dims)
 
 
 @pytest.mark.slow
@@ -132,16 +131,15 @@ def test_every_family_with_a_memory_and_without():
         layers = inspect_attention(model, ids).layers.values()
         for layer, weights in zip(layers, wanted, strict=True):
             assert layer.kind in ("global", "local") and layer.gate is None
-            assert_close(layer.weights.values, weights)
+            assert_close(layer.weights, weights)
         patch_model(model, segment_length=LENGTH, **KEEPS, gate_init=0.3)
         inspection = inspect_attention(model, ids)
         assert "infini" in {layer.kind for layer in inspection.layers.values()}
         cache = InfiniCache(model.config)
         with torch.no_grad():
-            likely = model(ids, past_key_values=cache, use_cache=True).logits[0].float().softmax(-1).amax(-1)
+            model(ids, past_key_values=cache, use_cache=True)
         for number in model.config.infini_layers:
             assert_kept(inspection.layers[number], cache.layers[number].state, -1)
-        assert [place.likeliest[0][1] for place in inspection.predictions[0]] == pytest.approx(likely.tolist(), rel=1e-3)
 
 
 def test_scores_are_the_dot_products():
@@ -179,7 +177,7 @@ def naive(call, value, gate, skipped, return_state=False):
 
 def assert_kept(layer, state, moment: int) -> None:
     """What the layer's heads keep is what the state says, whose rows hold one document each."""
-    for fates, wanted in zip(layer.fates.values[:, :, moment], state.kept_position, strict=True):
+    for fates, wanted in zip(layer.fates[:, :, moment], state.kept_position, strict=True):
         found = [(head == KEPT).nonzero().flatten().tolist() for head in fates]
         wanted = [[number for number in head if number >= 0] for head in wanted.tolist()]
         assert found == [head for head in wanted for _ in range(len(found) // len(wanted))]
@@ -209,7 +207,7 @@ def test_weights_and_heads_are_the_naive_function_s(make, options):
     [call] = calls
     heads, length = 4, options.get("segment_length", LENGTH)
     units = torch.eye(TOKENS).double().expand(*call.tokens.key.shape[:2], -1, -1)
-    found, gate = layer.memory_weights.values, layer.token_gate.values.unsqueeze(-1)
+    found, gate = layer.memory_weights, layer.token_gate.unsqueeze(-1)
     has_memory = (gate > 0).squeeze(-1)
     assert found.shape == (2, heads, TOKENS, TOKENS)
     assert has_memory[..., -1].all() or call.layout.kept_tokens == TOKENS
@@ -218,49 +216,34 @@ def test_weights_and_heads_are_the_naive_function_s(make, options):
     memory = naive(call, units, opened, skipped)
     torch.testing.assert_close(found[has_memory], memory[has_memory], **FLOAT64)
     assert not found[~has_memory].any()
-    both = gate * found + (1 - gate) * layer.weights.values
+    both = gate * found + (1 - gate) * layer.weights
     torch.testing.assert_close(both, naive(call, units, call.gate, skipped), **FLOAT64)
     read = naive(call, call.tokens.value, opened, skipped)
-    torch.testing.assert_close(layer.memory_heads.values[has_memory], read[has_memory], **FLOAT64)
-    mixed = gate * layer.memory_heads.values + (1 - gate) * layer.local_heads.values
-    torch.testing.assert_close(layer.heads.values, mixed, **FLOAT64)
+    torch.testing.assert_close(layer.memory_heads[has_memory], read[has_memory], **FLOAT64)
+    mixed = gate * layer.memory_heads + (1 - gate) * layer.local_heads
+    torch.testing.assert_close(layer.heads, mixed, **FLOAT64)
     if not call.rule.shared:
-        assert_close(gate.squeeze(-1), has_memory * layer.gate.values[:, None], 1e-9)
-    sizes = (gate * layer.memory_heads.values).norm(dim=-1), ((1 - gate) * layer.local_heads.values).norm(dim=-1)
-    assert_close(layer.memory_share.values, sizes[0] / (sizes[0] + sizes[1]), 1e-9)
+        assert_close(gate.squeeze(-1), has_memory * layer.gate[:, None], 1e-9)
+    sizes = (gate * layer.memory_heads).norm(dim=-1), ((1 - gate) * layer.local_heads).norm(dim=-1)
+    assert_close(layer.memory_share, sizes[0] / (sizes[0] + sizes[1]), 1e-9)
 
     # A token's score with itself is the same with rotation and without
     query, key = call.tokens.query, call.tokens.key
     own = (query * key.repeat_interleave(heads // key.shape[1], 1)).sum(-1) * call.softmax.scaling_of(query)
     cap = call.softmax.softcap
     own = own if cap is None else cap * torch.tanh(own / cap)
-    torch.testing.assert_close(layer.scores.values.diagonal(dim1=-2, dim2=-1), own, **FLOAT64)
+    torch.testing.assert_close(layer.scores.diagonal(dim1=-2, dim2=-1), own, **FLOAT64)
 
     # What is not there weighs nothing at all
     segment = torch.arange(TOKENS) // length
-    assert torch.equal(layer.segments.values, segment.expand(2, -1))
-    fates = layer.fates.values[:, :, segment]
+    assert torch.equal(layer.segments, segment.expand(2, -1))
+    fates = layer.fates[:, :, segment]
     assert torch.equal(found != 0, fates == MEMORY)
-    assert torch.equal(layer.weights.values > 0, torch.isin(fates, torch.tensor([SINK, WINDOW, KEPT])).tril())
+    assert torch.equal(layer.weights > 0, torch.isin(fates, torch.tensor([SINK, WINDOW, KEPT])).tril())
     if not call.layout.kept_tokens:
-        assert layer.attention_score is None and layer.learned_score is None and KEPT not in fates
+        assert KEPT not in fates
         return
-    state = naive(call, call.tokens.value, call.gate, skipped, return_state=True)[1]
-    assert_kept(layer, state, -1)
-    names = {"half": ["attention", "learned"]}.get(call.rule.keep_score, [call.rule.keep_score])
-    scores = [getattr(layer, f"{name}_score").values[:, :: heads // len(state.kept_position[0])] for name in names]
-    # The state has sums of what the window's tokens have received, of which the last token was the last to ask
-    local, filled = call.layout.local_segments, state.kept_position >= 0
-    window = torch.arange(max(0, (TOKENS // length - local) * length), TOKENS)
-    places = call.layout.ahead + (local - TOKENS // length) * length + window
-    for name, score, found in zip(names, scores, state.local_score.unbind(-1), strict=True):
-        kept = score.gather(-1, state.kept_position.clamp(min=0))
-        if name == "attention":  # which fades
-            kept = kept.log() + state.kept_position.double() / (FADE * call.layout.kept_tokens)
-        torch.testing.assert_close(kept[filled], found[:, :, call.layout.kept_places][filled], **FLOAT64)
-        score = score * (TOKENS - torch.arange(TOKENS) if name == "attention" else 1)
-        wanted = found[:, :, places].masked_fill(window < call.layout.sink_tokens, 0)
-        torch.testing.assert_close(score[:, :, window], wanted, **FLOAT64)
+    assert_kept(layer, naive(call, call.tokens.value, call.gate, skipped, return_state=True)[1], -1)
 
 
 @models([INFINIS[1], INFINIS[4], INFINIS[6]])
@@ -273,53 +256,31 @@ def test_memory_norms_and_kept_tokens_are_those_of_a_cache_fed_segment_by_segmen
             model(ids[:, begin : begin + LENGTH], past_key_values=cache)
         for index in model.config.infini_layers:
             state, layer = cache.layers[index].state, layers[index]
-            wanted = state.memory.flatten(2).norm(dim=-1), state.normaliser.norm(dim=-1)
-            for tensor, norm in zip((layer.memory_norm, layer.normaliser_norm), wanted, strict=True):
-                norm = norm.repeat_interleave(4 // norm.shape[1], 1)
-                # Sums of up to 42 outer products, relative to their size
-                torch.testing.assert_close(tensor.values[..., number], norm, rtol=1e-4, atol=1e-6)
+            norm = state.memory.flatten(2).norm(dim=-1)
+            norm = norm.repeat_interleave(4 // norm.shape[1], 1)
+            # Sums of up to 42 outer products, relative to their size
+            torch.testing.assert_close(layer.memory_norm[..., number], norm, rtol=1e-4, atol=1e-6)
             if state.kept_position is not None:
                 assert_kept(layer, state, number)
 
 
-# --- padding and packing ----------------------------------------------------------------------------------------------
+# --- packing ----------------------------------------------------------------------------------------------------------
 
 
-def compare_rows(layer, row: int, kept: torch.Tensor, alone, norms=True) -> None:
-    """The columns `kept` of one row hold what the inspection of these tokens `alone` holds."""
+def compare_rows(layer, kept: torch.Tensor, alone) -> None:
+    """The columns `kept` of the row hold what the inspection of these tokens `alone` holds."""
     for name, dims in DIMENSIONS.items():
-        tensor = getattr(layer, name)
-        if tensor is None or name in ("gate", "segments") or "segment" in dims and not norms:
-            assert (tensor is None) == (getattr(alone, name) is None)
+        found, wanted = getattr(layer, name), getattr(alone, name)
+        if found is None or name in ("gate", "segments") or "segment" in dims:
+            assert (found is None) == (wanted is None)
             continue
-        found, wanted = tensor.values[row], getattr(alone, name).values[0]
-        for axis, dim in enumerate(dims[1:]):
+        for axis, dim in enumerate(dims):
             if dim in ("query", "key"):
                 found = found[(slice(None),) * axis + (kept,)]
-            elif dim == "segment":
-                found = found[:, : wanted.shape[1]]
-        # Memory norms and what a delta rule reads: relative to their size
+        # What a delta rule reads: relative to its size
         scale = float(wanted[wanted.isfinite()].abs().max())
         options = {"rtol": 1e-4, "atol": 1e-4 * max(1.0, scale), "msg": lambda text, name=name: f"{name}: {text}"}
         torch.testing.assert_close(found, wanted, **options)
-
-
-@models([INFINIS[0], INFINIS[4], INFINIS[6], PLAIN[0], PLAIN[1], PLAIN[3]])
-def test_a_padded_row_is_the_row_alone(make, options):
-    model, lengths, side = made(make, options), (30, 19), "left" if "model_type" in options else "right"
-    tokenizer = build_character_tokenizer(["abcdefgh"])
-    tokenizer.padding_side = side
-    texts = ["abcdefghhgfedcbaabcdefgaaabbbh"[:length] for length in lengths]
-    together = inspect_attention(model, texts, tokenizer)
-    assert together.real.sum(1).tolist() == list(lengths) and together.real[1, 0] == (side == "right")
-    alone, real = inspect_attention(model, texts[1], tokenizer), together.real[1]
-    assert alone.texts[0] == together.texts[1] == list(texts[1])
-    for number, layer in together.layers.items():
-        compare_rows(layer, 1, real, alone.layers[number])
-        padding = layer.weights.values[1][:, ~real]
-        assert (padding == 0).all() and (layer.heads.values[1][:, ~real] == 0).all()
-        assert (layer.scores.values[1][:, ~real] == float("-inf")).all()
-        assert layer.memory_share is None or (layer.memory_share.values[1][:, ~real] == 0).all()
 
 
 @models([INFINIS[1], INFINIS[4], INFINIS[6], PLAIN[0], PLAIN[1]])
@@ -327,22 +288,22 @@ def test_packed_documents_are_the_documents_alone(make, options):
     model, lengths = made(make, options), (13, 5, 43)
     ids = token_ids(1, sum(lengths))
     position_ids = torch.cat([torch.arange(length) for length in lengths])[None]
-    packed = inspect_attention(model, ids, position_ids=position_ids)
+    packed = inspect_attention(model, {"input_ids": ids, "position_ids": position_ids})
     begin = 0
     for length in lengths:
         kept = torch.zeros(sum(lengths), dtype=torch.bool)
         kept[begin : begin + length] = True
         alone = inspect_attention(model, ids[:, kept])
         for number, layer in packed.layers.items():
-            compare_rows(layer, 0, kept, alone.layers[number], norms=False)
-            assert (layer.weights.values[0][:, kept][..., ~kept] == 0).all()
+            compare_rows(layer, kept, alone.layers[number])
+            assert (layer.weights[0][:, kept][..., ~kept] == 0).all()
             if layer.kind == "infini":  # what the document's own segments read
-                assert (layer.memory_weights.values[0][:, kept][..., ~kept] == 0).all()
-                places = layer.segments.values[0, kept].unique()
-                norms = alone.layers[number].memory_norm.values[0, :, : len(places)]
-                torch.testing.assert_close(layer.memory_norm.values[0][:, places], norms, rtol=1e-4, atol=1e-6)
-                fates = layer.fates.values[0][:, places]
-                assert torch.equal(fates[..., kept], alone.layers[number].fates.values[0, :, : len(places)])
+                assert (layer.memory_weights[0][:, kept][..., ~kept] == 0).all()
+                places = layer.segments[0, kept].unique()
+                norms = alone.layers[number].memory_norm[0, :, : len(places)]
+                torch.testing.assert_close(layer.memory_norm[0][:, places], norms, rtol=1e-4, atol=1e-6)
+                fates = layer.fates[0][:, places]
+                assert torch.equal(fates[..., kept], alone.layers[number].fates[0, :, : len(places)])
                 assert not fates[..., ~kept].any()
         begin += length
 
@@ -355,8 +316,8 @@ def test_the_model_is_left_as_it_was():
     model.transformer.h[1].eval()
     before = {name: module.training for name, module in model.named_modules()}
     first, second = (inspect_attention(model, token_ids(1, 20)) for _ in range(2))
-    assert torch.equal(first.layers[2].weights.values, second.layers[2].weights.values)  # no dropout
-    assert not first.layers[0].output.values.requires_grad
+    assert torch.equal(first.layers[2].weights, second.layers[2].weights)  # no dropout
+    assert not first.layers[0].output.requires_grad
     with pytest.raises(IndexError):
         inspect_attention(model, torch.full((1, 5), 10**6))
     assert {name: module.training for name, module in model.named_modules()} == before
@@ -368,8 +329,8 @@ def test_some_layers_and_models_without_a_head():
     model, ids = infini_gpt2(layers=[0, 2]), token_ids(1, 20)
     whole, some = inspect_attention(model, ids), inspect_attention(model.transformer, ids, layers=[2, 1])
     assert [layer.kind for layer in whole.layers.values()] == ["infini", "global", "infini"]
-    assert list(some.layers) == [1, 2] and some.predictions is None and some.name == "InfiniGPT2Model"
-    assert_close(some.layers[2].memory_weights.values, whole.layers[2].memory_weights.values)
+    assert list(some.layers) == [1, 2] and some.name == "InfiniGPT2Model"
+    assert_close(some.layers[2].memory_weights, whole.layers[2].memory_weights)
     none = inspect_attention(causal_mha(attention="none"), ids).layers[1]
     assert none.kind == "none" and none.weights is None
 
@@ -377,9 +338,9 @@ def test_some_layers_and_models_without_a_head():
 def test_sixteen_bits():
     model, ids = infini_gpt2(kept_tokens=4), token_ids(1, 20)
     for half in (inspect_attention(infini_gpt2(kept_tokens=4).bfloat16(), ids), inspect_attention(gpt2().bfloat16(), ids)):
-        assert half.layers[0].weights.values.dtype == torch.float32
-    wanted = inspect_attention(model, ids).layers[0].heads.values
-    found = inspect_attention(infini_gpt2(kept_tokens=4).bfloat16(), ids).layers[0].heads.values
+        assert half.layers[0].weights.dtype == torch.float32
+    wanted = inspect_attention(model, ids).layers[0].heads
+    found = inspect_attention(infini_gpt2(kept_tokens=4).bfloat16(), ids).layers[0].heads
     assert float((found - wanted).norm() / wanted.norm()) < 0.03  # 8 bits: 0.004 for one number
 
 
@@ -396,25 +357,4 @@ def test_adapters(lora, tmp_path):
     found = inspect_attention(load_adapter(decoder("qwen3"), tmp_path), ids)
     for number, layer in wanted.layers.items():
         assert layer.kind == "infini"
-        assert_close(found.layers[number].memory_weights.values, layer.memory_weights.values)
-
-
-@pytest.mark.parametrize("make", [gpt2, infini_gpt2, causal_mha, lambda **sizes: decoder("gemma2", **sizes)])
-def test_predictions_are_the_model_s_own(make):
-    text = "A ação do coração é a razão da canção."
-    bpe, texts = train_bpe([text], 270), [text, "ü e ü"]
-    model = make(vocab_size=len(bpe))
-    bpe.padding_side = "left"
-    inspection = inspect_attention(model, texts, bpe)
-    for text, row, labels in zip(texts, inspection.predictions, inspection.texts, strict=True):
-        ids = bpe(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
-        with torch.no_grad():
-            likely = model(ids).logits[0].softmax(-1)
-        assert len(row) == len(labels) == len(likely) and row[-1].following is None
-        for place, (likeliest, following) in enumerate(row):
-            best = likely[place].topk(5)
-            assert [text for text, _ in likeliest] == token_texts(bpe, best.indices.tolist())
-            # A padded batch adds in another order
-            assert [probability for _, probability in likeliest] == pytest.approx(best.values.tolist(), rel=1e-3)
-            if following is not None:
-                assert following == pytest.approx(likely[place, ids[0, place + 1]].item(), rel=1e-3)
+        assert_close(found.layers[number].memory_weights, layer.memory_weights)

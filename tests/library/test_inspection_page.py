@@ -1,10 +1,4 @@
-"""The page of a model's heads in a browser, in a notebook and as a file: no errors, and it says what was found."""
-
-import sys
-import tempfile
-import webbrowser
-from html.parser import HTMLParser
-from types import SimpleNamespace
+"""The page of a model's heads in a browser: no errors, and it says what was found."""
 
 import pytest
 
@@ -14,7 +8,7 @@ from hf_infini import patch_model
 from hf_infini.tools.inspection import FATES, inspect_attention
 from hf_infini.tools.inspection.page import inspection_page
 from hf_infini.tools.inspection.parts import KEPT, MEMORY
-from models import causal_mha, gpt2, infini_gpt2, token_ids
+from models import causal_mha, infini_gpt2, token_ids
 
 WIDTHS = (1280, 390)
 
@@ -39,14 +33,14 @@ def test_a_memory_is_seen_in_map_tip_and_text(width, tmp_path):
     steps += ['() => [...$("sentence").children].filter(part => part.className === "later").length']
     steps += [point_at(30, 5)]
     seen = visit(page, tmp_path, steps, width=width, address="#layer=1&head=2&language=en")
-    gate = layer.token_gate.values[0, 2, 30].item()
-    weight, memory = layer.weights.values[0, 2, 30, 28].item(), layer.memory_weights.values[0, 2, 30, 5].item()
-    # Three digits of small numbers
+    gate = layer.token_gate[0, 2, 30].item()
+    weight, memory = layer.weights[0, 2, 30, 28].item(), layer.memory_weights[0, 2, 30, 5].item()
+    # Three digits of bfloat16
     local, through, none = (step["value"] for step in seen[:3])
-    assert float(local["local weight"]) == pytest.approx(weight, rel=5e-3)
-    assert float(local["in the output"]) == pytest.approx((1 - gate) * weight, rel=5e-3)
-    assert float(through["memory weight"]) == pytest.approx(memory, rel=5e-3)
-    assert float(through["in the output"]) == pytest.approx(gate * memory, rel=5e-3)
+    assert float(local["local weight"]) == pytest.approx(weight, rel=1e-2)
+    assert float(local["in the output"]) == pytest.approx((1 - gate) * weight, rel=1e-2)
+    assert float(through["memory weight"]) == pytest.approx(memory, rel=1e-2)
+    assert float(through["in the output"]) == pytest.approx(gate * memory, rel=1e-2)
     assert none["weight"] == "none: the key comes later"
     assert "purple where their weight is negative" in seen[0]["text"] and seen[0]["language"] == "en"
     assert "Camada 1, cabeça 2 (infini)" in seen[3]["text"] and seen[3]["language"] == "pt"
@@ -55,10 +49,10 @@ def test_a_memory_is_seen_in_map_tip_and_text(width, tmp_path):
     assert "média das cabeças" in seen[5]["text"] and "head=mean" in seen[5]["address"]
     assert "weights=before" in seen[6]["address"]
     assert seen[7]["value"] == 200 - 31  # every token before the query is seen, the later ones are not
-    mean, memories = seen[8]["value"], layer.memory_weights.values[0, :, 30, 5]
-    assert float(mean["peso na memória"]) == pytest.approx(memories.mean().item(), rel=5e-3)
-    mixed = (layer.token_gate.values[0, :, 30] * memories).mean().item()
-    assert float(mean["na saída"]) == pytest.approx(mixed, rel=5e-3) and "pontuação" not in mean
+    mean, memories = seen[8]["value"], layer.memory_weights[0, :, 30, 5]
+    close = {"rel": 1e-2, "abs": 2**-8 * float(memories.abs().max())}  # they cancel
+    assert float(mean["peso na memória"]) == pytest.approx(memories.mean().item(), **close)
+    assert float(mean["na saída"]) == pytest.approx((layer.token_gate[0, :, 30] * memories).mean().item(), **close)
 
 
 @needs_browser
@@ -66,47 +60,32 @@ def test_a_memory_is_seen_in_map_tip_and_text(width, tmp_path):
 def test_families(model_type, width, tmp_path):
     inspection = inspect_attention(family(model_type), token_ids(1, 60).clamp(min=3))  # no special token
     layer, classes = inspection.layers[1], '[...$("fates").querySelectorAll("span")].map(part => part.className)'
-    evicted = (layer.fates.values[0, 2, -1] == MEMORY).nonzero()[0].item()
-    kept = (layer.fates.values[0, 2, 5] == KEPT).nonzero().flatten().tolist()
-    kept_to_the_end = (layer.fates.values[0, 2, -1] == KEPT).nonzero()[0].item()
+    evicted = (layer.fates[0, 2, -1] == MEMORY).nonzero()[0].item()
+    kept = (layer.fates[0, 2, 5] == KEPT).nonzero().flatten().tolist()
+    kept_to_the_end = (layer.fates[0, 2, -1] == KEPT).nonzero()[0].item()
     steps = [point_at(59, 57), point_at(59, evicted), f"() => {classes}"]
     steps += [f'() => {{ $("moment").value = 5; $("moment").dispatchEvent(new Event("input")); return {classes}; }}']
     steps += [f"() => Object.fromEntries(fateFacts({kept[0]}, 5))"]
-    steps += [f'() => {{ $("coloured").value = "learned"; drawFates(); return {classes}; }}']
     steps += [point_at(59, kept_to_the_end), f"() => {{ choose(state.layer, MEAN); return {classes}; }}"]
     steps += [point_at(59, kept_to_the_end)]
     seen = visit(inspection_page(inspection, title="m"), tmp_path, steps, width=width, address="#layer=1&head=2&language=en")
-    weight, memory = (tensor.values[0, 2, 59] for tensor in (layer.weights, layer.memory_weights))
-    assert float(seen[0]["value"]["local weight"]) == pytest.approx(weight[57].item(), rel=5e-3)
-    assert float(seen[1]["value"]["memory weight"]) == pytest.approx(memory[evicted].item(), rel=5e-3)
-    assert "The model expects next" in seen[0]["text"] and "What it keeps: Layer 1, head 2" in seen[0]["text"]
+    weight, memory = (tensor[0, 2, 59] for tensor in (layer.weights, layer.memory_weights))
+    assert float(seen[0]["value"]["local weight"]) == pytest.approx(weight[57].item(), rel=1e-2)
+    assert float(seen[1]["value"]["memory weight"]) == pytest.approx(memory[evicted].item(), rel=1e-2)
+    assert "What it keeps: Layer 1, head 2" in seen[0]["text"]
     for step, moment in ((2, -1), (3, 5)):
-        assert seen[step]["value"] == [FATES[number] for number in layer.fates.values[0, 2, moment].tolist()]
+        assert seen[step]["value"] == [FATES[number] for number in layer.fates[0, 2, moment].tolist()]
     assert "kept 6" in seen[3]["text"] and "moment=5" in seen[3]["address"]
-    until = (layer.fates.values[0, 2, :, kept[0]] == KEPT).nonzero()[-1].item()
+    until = (layer.fates[0, 2, :, kept[0]] == KEPT).nonzero()[-1].item()
     facts = seen[4]["value"]
     assert facts["kept"] == f"segments {kept[0] // 8 + 2} to {'end' if until == 8 else until}"
-    assert float(facts["attention score"]) == pytest.approx(layer.attention_score.values[0, 2, kept[0]].item(), rel=5e-3)
-    assert [number for number, name in enumerate(seen[5]["value"]) if name == "kept scored"] == kept
-    any_head = (layer.fates.values[0, :, 5] == KEPT).any(0).tolist()
-    assert ["kept" in name for name in seen[7]["value"]] == any_head
-    assert float(seen[6]["value"]["local weight"]) == pytest.approx(weight[kept_to_the_end].item(), rel=5e-3)
-    gates, weights, memories = (getattr(layer, name).values[0] for name in ("token_gate", "weights", "memory_weights"))
+    any_head = (layer.fates[0, :, 5] == KEPT).any(0).tolist()
+    assert ["kept" in name for name in seen[6]["value"]] == any_head
+    assert float(seen[5]["value"]["local weight"]) == pytest.approx(weight[kept_to_the_end].item(), rel=1e-2)
+    gates, weights, memories = (getattr(layer, name)[0] for name in ("token_gate", "weights", "memory_weights"))
     gates = gates[:, 59, None]
     wanted = (gates * memories[:, 59] + (1 - gates) * weights[:, 59]).mean(0)[kept_to_the_end].item()
-    assert float(seen[8]["value"]["in the output"]) == pytest.approx(wanted, rel=5e-3, abs=1e-6)
-
-
-@needs_browser
-def test_large_norms_have_short_ticks(tmp_path):
-    inspection = inspect_attention(infini_gpt2(n_positions=256), token_ids(1, 200))
-    for layer in inspection.layers.values():
-        layer.memory_norm.values.mul_(3e8)
-    steps = ['() => [...document.querySelectorAll("#charts text")].map(text => text.textContent)']
-    steps += ["() => [0, 0.1 + 0.2, 2500, 3e8, -3e8, 3e20, 3e-7].map(tickText)"]
-    drawn, ticks = (step["value"] for step in visit(inspection_page(inspection, title="m"), tmp_path, steps, width=1280))
-    assert all(len(text) <= 7 for text in drawn if text[0].isdigit())
-    assert ticks == ["0", "0.3", "2500", "300M", "-300M", "3e+20", "3e-7"]
+    assert float(seen[7]["value"]["in the output"]) == pytest.approx(wanted, rel=1e-2, abs=1e-6)
 
 
 @needs_browser
@@ -129,21 +108,9 @@ def test_models_without_a_memory(width, tmp_path):
     steps = [point_at(59, 57), "() => choose(state.layer, MEAN)", point_at(59, 57)]
     seen, _, mean = visit(page, tmp_path, steps, width=width)
     assert "emory" not in seen["text"] and "gate" not in seen["text"]
-    weights = inspection.layers[0].weights.values[0, :, 59, 57]
-    assert float(seen["value"]["weight"]) == pytest.approx(weights[0].item(), rel=5e-3)
-    assert float(mean["value"]["weight"]) == pytest.approx(weights.mean().item(), rel=5e-3)
-
-
-@needs_browser
-def test_predictions_are_below_the_text(tmp_path):
-    inspection = inspect_attention(gpt2(), token_ids(1, 9))
-    steps = ["() => moveTo(3, 3)", "() => moveTo(8, 0)"]
-    seen = [step["text"] for step in visit(inspection_page(inspection, title="m"), tmp_path, steps, width=390)]
-    likeliest, _ = inspection.predictions[0][3]
-    assert f"The model expects next: {likeliest[0][0]} {100 * likeliest[0][1]:.1f} %" in seen[0]
-    assert f"the text goes on with: {inspection.texts[0][4]} " in seen[0] and "goes on" not in seen[1]
-    page = inspection_page(inspect_attention(gpt2().transformer, token_ids(1, 9)), title="m")
-    assert "expects" not in visit(page, tmp_path, steps, width=390)[0]["text"]
+    weights = inspection.layers[0].weights[0, :, 59, 57]
+    assert float(seen["value"]["weight"]) == pytest.approx(weights[0].item(), rel=1e-2)
+    assert float(mean["value"]["weight"]) == pytest.approx(weights.mean().item(), rel=1e-2)
 
 
 @needs_browser
@@ -155,34 +122,3 @@ def test_a_broken_page_is_noticed(tmp_path):
     ):
         with pytest.raises(AssertionError, match=message):
             visit(f"<!DOCTYPE html><html><head></head><body>{body}</body></html>", tmp_path, ["() => 0"], width=390)
-
-
-# --- show -------------------------------------------------------------------------------------------------------------
-
-
-def test_a_browser_shows_a_temporary_file(tmp_path, monkeypatch):
-    opened = []
-    monkeypatch.setattr(webbrowser, "open", opened.append)
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.delitem(sys.modules, "IPython", raising=False)
-    inspection = inspect_attention(family("qwen3"), token_ids(2, 20))
-    file = inspection.show(row=1)
-    assert opened == [file.as_uri()] and file.parent == tmp_path
-    assert file.read_text(encoding="utf-8") == inspection_page(inspection, title="InfiniQwen3ForCausalLM", row=1)
-    with pytest.raises(ValueError, match="row must be 0 to 1; got 2"):
-        inspection.show(row=2)
-
-
-def test_a_notebook_shows_the_page_below_the_cell(monkeypatch):
-    shown = []
-    shell = SimpleNamespace(get_ipython=lambda: SimpleNamespace(kernel=None))
-    monkeypatch.setitem(sys.modules, "IPython", shell)
-    monkeypatch.setitem(sys.modules, "IPython.display", SimpleNamespace(HTML=lambda text: text, display=shown.append))
-    inspection = inspect_attention(infini_gpt2(), token_ids(1, 20))
-    assert inspection.show(title="<m>") is None
-    frames = []
-    parser = HTMLParser()
-    parser.handle_starttag = lambda tag, attributes: frames.append((tag, dict(attributes)))
-    parser.feed(*shown)
-    [(tag, attributes)] = frames
-    assert tag == "iframe" and attributes["srcdoc"] == inspection_page(inspection, title="<m>")

@@ -69,23 +69,17 @@ for missing in ("accelerate", "datasets", "evaluate", "pandas"):
 sizes = dict(vocab_size=9, n_positions=16, n_embd=8, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0)
 model = hf_infini.patch_model(GPT2LMHeadModel(GPT2Config(**sizes)), segment_length=4, position_encoding="segment")
 ids = torch.arange(1, 9)[None]
-inspection = hf_infini.inspect_attention(model, ids)
+hf_infini.inspect_attention(model, ids)
 assert len(hf_infini.tools.training.parameter_groups(model, 1e-3, 1e-2, 0.1)) == 3
 model(ids, labels=ids).loss.backward()
 model.save_pretrained(sys.argv[2])
 again = AutoModelForCausalLM.from_pretrained(sys.argv[2]).eval()
 assert again.generate(ids, max_new_tokens=20, do_sample=False).shape[1] > 8
-for use in (lambda: importlib.import_module("hf_infini.tools.lm_eval"), inspection.table):
-    try:
-        use()
-    except ModuleNotFoundError as error:
-        print(error)
 """
-MISSING = {"lm-eval": "lm-eval", "pandas": "inspection"}  # and the extra that brings it
 
 
 @pytest.mark.slow
-def test_a_model_works_with_the_requirements_only_and_says_what_is_missing(tmp_path):
+def test_a_model_works_with_the_requirements_only(tmp_path):
     """In a process that has links to what `pip install hf-infini` brings, and to the library."""
     core = tmp_path / "core"
     core.mkdir()
@@ -97,8 +91,4 @@ def test_a_model_works_with_the_requirements_only_and_says_what_is_missing(tmp_p
     (core / "hf_infini").symlink_to(ROOT / "hf_infini")
     command = [sys.executable, "-I", "-S", "-c", ALONE, core, tmp_path / "model"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    wanted = [f"{package} is not installed: pip install 'hf-infini[{extra}]'" for package, extra in MISSING.items()]
-    assert done.returncode == 0 and done.stdout.splitlines() == wanted, done.stderr
-    extras = PROJECT["project"]["optional-dependencies"]
-    for package, extra in MISSING.items():
-        assert any(canonicalize_name(Requirement(line).name) == package for line in extras[extra])
+    assert done.returncode == 0, done.stderr

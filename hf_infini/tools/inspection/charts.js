@@ -17,13 +17,11 @@ function drawMemory() {
       axis: say("tokenAxis"), names: tokens.map((_, place) => place),
       point: place => { moveTo(place, place); return facts(); },
     }));
-    for (const [title, symbol, rows] of [["normTitle", "‖M‖", layer.memory], ["normaliserTitle", "‖z‖", layer.normaliser]]) {
-      charts.push(chart({
-        title: say(title), note: say("normNote", symbol, coloured), rows, axis: say("segment"), names: segmentNames,
-        point: place => [[say("segment"), segmentNames[place]],
-          ...rows.map((row, number) => [`${say("head")} ${number}`, spell(row[place])])],
-      }));
-    }
+    charts.push(chart({
+      title: say("normTitle"), note: say("normNote", coloured), rows: layer.memory, axis: say("segment"), names: segmentNames,
+      point: place => [[say("segment"), segmentNames[place]],
+        ...layer.memory.map((row, number) => [`${say("head")} ${number}`, spell(row[place])])],
+    }));
   }
   $("charts").replaceChildren(...charts.map(([figure]) => figure));
   if (layer.gate && !read) $("charts").append(element("p", {textContent: say("unread")}));
@@ -34,8 +32,8 @@ function drawMemory() {
     table(say("gateTable"), say("gateNote"), say("layer"), rows(other => other.gate), true),
     table(say("shareTable"), say("shareTableNote"), say("layer"), rows(other => other.share.map(mean)), true),
   ];
-  if (read) for (const [symbol, norms] of [["‖M‖", layer.memory], ["‖z‖", layer.normaliser]]) {
-    const lines = norms[0].map((_, place) => [place, norms.map(row => row[place]), false]), name = say("numbers", symbol);
+  if (read) {
+    const lines = layer.memory[0].map((_, place) => [place, layer.memory.map(row => row[place]), false]), name = say("numbers");
     lines.at(-1)[0] = say("end");
     const figure = table(name, say("numbersNote", layer.layer), say("segment"), lines, false);
     tables.push(element("details", {}, element("summary", {textContent: name}), figure));

@@ -28,40 +28,19 @@ function drawFates() {
   slider.max = last;
   slider.value = moment;
   $("moment-name").textContent = momentName(moment);
-  const anyKept = layer.fates.some(rows => rows.some(row => row.includes(KEPT))), names = Object.keys(layer.scores);
+  const anyKept = layer.fates.some(rows => rows.some(row => row.includes(KEPT)));
   $("fates-title").textContent = say(anyKept ? "keeps" : "whereTokens", headName(layer, state.head));
-  const chosen = names.includes($("coloured").value) ? $("coloured").value : "fate";
-  $("coloured").replaceChildren(...["fate", ...names].map(value =>
-    element("option", {value, textContent: say(value)})));
-  $("coloured").value = chosen;
-  $("fate-colours").hidden = !names.length;
-  const ranks = chosen === "fate" ? null : ranksOf(tokens.map((_, token) => scoreOf(chosen, token)));
   const counts = FATES.map(() => 0), heads = shownHeads().length;
   $("fates").replaceChildren(...textParts((part, token) => {
     const fates = fatesOf(token, moment), share = shareKept(token, moment);
     for (const fate of fates) counts[fate] += 1 / heads;
     part.className = FATES[share ? KEPT : fates[0]];
     if (share) part.style.setProperty("--share", 0.25 + 0.75 * share);
-    if (ranks && part.className !== "none") {
-      part.classList.add("scored");
-      paint(part, colour(ranks[token]));
-    }
     part.onpointermove = part.onpointerdown = event => tell(fateFacts(token, moment), event.clientX, event.clientY);
     part.onpointerleave = leave;
   }));
   $("counts").replaceChildren(...FATES.flatMap((name, fate) => fate && (fate !== KEPT || anyKept)
     ? [element("span", {className: name, textContent: `${say(name)} ${Number(counts[fate].toFixed(1))}`})] : []));
-}
-
-function scoreOf(name, token) {
-  return meanNumber(shownHeads().map(head => state.layer.scores[name][head][token]));
-}
-
-// Of each number the share of the others that are smaller: scores of most tokens are near zero.
-function ranksOf(numbers) {
-  const order = [...numbers.keys()].sort((one, other) => numbers[one] - numbers[other]), ranks = [];
-  order.forEach((token, rank) => { ranks[token] = rank / Math.max(1, order.length - 1); });
-  return ranks;
 }
 
 function fateFacts(token, moment) {
@@ -75,6 +54,5 @@ function fateFacts(token, moment) {
   const everywhere = withHeads.flatMap(other => other.fates ?? []);
   const keeping = rows => say("ofAll", rows.filter(row => Number(row[moment][token]) === KEPT).length, rows.length);
   found.push([say("keptBy"), keeping(layer.fates)], [say("keptByAll"), keeping(everywhere)]);
-  for (const name of Object.keys(layer.scores)) found.push([say(name), spell(scoreOf(name, token))]);
   return found;
 }

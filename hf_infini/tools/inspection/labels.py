@@ -1,17 +1,14 @@
-"""Token labels for people: byte-level pieces as text, white space made visible, a position where a token comes twice."""
+"""Token labels for people: white space and control characters made visible, a position where a token comes twice."""
 
-import unicodedata
 from collections import Counter
 from collections.abc import Sequence
-
-from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 # What stands for characters that would not be seen.
 VISIBLE = {" ": "·", "\n": "⏎", "\t": "⇥", "\r": "␍"}
 
 
 def token_texts(tokenizer, ids: Sequence[int]) -> list[str]:
-    """The readable text of each token: `·cidade`, `⏎`, `⟨C3⟩` for a byte that is only a part of a letter.
+    """The readable text of each token: `·cidade`, `⏎`; the tokenizer's own piece for one that is only a part of a letter.
 
     Without a tokenizer (`None`), and for an id that it does not have, the id itself as `#17`.
     """
@@ -30,28 +27,8 @@ def _token_text(tokenizer, number: int) -> str:
     if piece is None:
         return f"#{number}"
     text = tokenizer.decode([number], clean_up_tokenization_spaces=False)
-    if "\ufffd" in text and "\ufffd" not in piece:
-        text = _decode_bytes(piece)
+    if "\ufffd" in text:
+        text = piece
     elif piece.startswith("▁") and not text.startswith(" "):
         text = " " + text  # SentencePiece drops the space of a text's first piece
-    return "".join(map(_visible, text or piece)) or f"#{number}"
-
-
-def _decode_bytes(piece: str) -> str:
-    """The text of a byte-level piece with parts of letters; bytes that are not a letter as `⟨C3⟩`."""
-    values = {character: byte for byte, character in bytes_to_unicode().items()}
-    if not all(character in values for character in piece):
-        return piece  # another kind of byte token, such as <0xC3>
-    raw = bytes(values[character] for character in piece)
-    # surrogateescape turns each byte that does not decode into U+DC00 + byte
-    text = raw.decode("utf-8", "surrogateescape")
-    return "".join(f"⟨{ord(c) - 0xDC00:02X}⟩" if 0xDC80 <= ord(c) <= 0xDCFF else c for c in text)
-
-
-def _visible(character: str) -> str:
-    if character in VISIBLE:
-        return VISIBLE[character]
-    category = unicodedata.category(character)
-    if category[0] == "Z" or category in ("Cc", "Cf", "Co", "Cn"):  # other spaces, control and format characters
-        return f"⟨U+{ord(character):04X}⟩"
-    return "◌" + character if category in ("Mn", "Me") else character  # a combining mark, on something to stand on
+    return "".join(VISIBLE.get(c, c if c.isprintable() else f"⟨U+{ord(c):04X}⟩") for c in text or piece)

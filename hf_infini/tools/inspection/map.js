@@ -109,7 +109,6 @@ function drawSentence() {
     };
     part.onpointerleave = leave;
   }));
-  drawPrediction();
 }
 
 // The text as elements, one for each token, which `dress(element, token)` gives its looks.
@@ -121,24 +120,6 @@ function textParts(dress) {
     const wrap = space ? [element("wbr")] : [];  // lines break between words
     return text.endsWith("⏎") ? [...wrap, part, element("br")] : [...wrap, part];
   });
-}
-
-// What the model expects after the query.
-function drawPrediction() {
-  $("next").hidden = !data.predictions;
-  if (!data.predictions) return;
-  const [likeliest, following] = data.predictions[state.query], spelled = ([text, probability]) =>
-    [element("b", {textContent: text}), ` ${percent(probability)}`];
-  const parts = likeliest.flatMap((guess, rank) => [rank ? " · " : " ", ...spelled(guess)]);
-  $("next").replaceChildren(`${say("next")}:`, ...parts);
-  if (following !== null) {
-    $("next").append(` — ${say("inText")}: `, ...spelled([tokens[state.query + 1], following]));
-  }
-}
-
-function percent(probability) {
-  if (probability === null) return say("notFinite");
-  return probability < 5e-4 ? "< 0.1 %" : `${(100 * probability).toFixed(probability < 0.1 ? 1 : 0)} %`;
 }
 
 function moveTo(query, key) {
@@ -159,10 +140,7 @@ function facts() {
   const found = [[say("query"), `${query} ${tokens[query]}`], [say("key"), `${key} ${tokens[key]}`]];
   if (shown.kinds[place] === OUT_OF_SIGHT) found.push([say("weight"), say(key > query ? "later" : "outOfSight")]);
   else if (shown.kinds[place] === LOCAL) {
-    const score = head === MEAN ? null : shown.sums[query] + Math.log(weight);
-    const least = weight <= 1.0001 * Math.exp(-LAST_LEVEL / LEVELS_PER_NAT) ? text => say("atMost", text) : text => text;
-    found.push([say(layer.gate ? "localWeight" : "weight"), least(spell(weight))]);
-    if (score !== null) found.push([say("score"), least(spell(score))]);
+    found.push([say(layer.gate ? "localWeight" : "weight"), spell(weight)]);
   } else found.push([say(shown.kinds[place] === MIXED ? "weight" : "memoryWeight"), spell(weight)]);
   if (layer.gate) {
     if (shown.kinds[place] !== OUT_OF_SIGHT) found.push([say("inOutput"), spell(shown.output[place])]);

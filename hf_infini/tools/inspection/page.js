@@ -1,6 +1,5 @@
 const data = JSON.parse(document.getElementById("data").textContent);
 const tokens = data.tokens, count = tokens.length;
-const LEVELS_PER_NAT = 1000, LAST_LEVEL = 65534, LAST_MEMORY_LEVEL = 32766, NEGATIVE = 32768, NOTHING = 65535;
 const THUMB = 96, MEAN = -1;  // a thumbnail's pixels; the number that stands for the mean over a layer's heads
 const OUT_OF_SIGHT = 0, LOCAL = 1, MEMORY = 2, MIXED = 3;  // what a query sees a key through, the last in a mean
 const RAMPS = {
@@ -21,7 +20,7 @@ const SCALES = {
   root: weight => Math.sqrt(weight),
   log: weight => weight <= 1e-4 ? 0 : 1 + Math.log10(weight) / 4,
 };
-const withHeads = data.layers.filter(layer => layer.levels);
+const withHeads = data.layers.filter(layer => layer.weights);
 const state = {layer: withHeads[0], head: 0, query: count - 1, key: count - 1, cell: 0, shown: null, moment: null};
 const $ = id => document.getElementById(id);
 const darkScheme = matchMedia("(prefers-color-scheme: dark)");
@@ -34,45 +33,32 @@ function element(tag, properties = {}, ...children) {
 
 // --- numbers ---------------------------------------------------------------------------------------------------------
 
-function numbersOf(text, Type) {
-  return new Type(Uint8Array.from(atob(text), character => character.charCodeAt(0)).buffer);
-}
-
 // The weights of a head, [query · count + key]: `before` the gate, in its `output`, and `kinds`, what they come through.
 function decode(layer, head) {
   if (head === MEAN) return meanOf(layer);
   const before = new Float32Array(count * count), kinds = new Uint8Array(count * count);
-  const levels = numbersOf(layer.levels[head], Uint16Array), sums = numbersOf(layer.sums[head], Float32Array);
-  let next = 0;
-  layer.first.forEach((first, query) => {
-    for (let place = query * count + first; place <= query * count + query; place++) {
-      const level = levels[next++];
-      if (level === NOTHING) continue;
-      before[place] = Math.exp(-level / LEVELS_PER_NAT);
-      kinds[place] = LOCAL;
+  const bytes = Uint8Array.from(atob(layer.weights[head]), character => character.charCodeAt(0));
+  const halves = new Uint16Array(bytes.buffer);  // of bfloat16: the upper halves of float32
+  const numbers = new Float32Array(Uint32Array.from(halves, half => half << 16).buffer);
+  for (let query = 0, next = 0; query < count; query++) {
+    const fates = layer.fates?.[head][layer.segments[query]];
+    for (let key = 0; key <= query; key++, next++) {
+      if (Number.isNaN(numbers[next])) continue;
+      const place = query * count + key;
+      before[place] = numbers[next];
+      kinds[place] = fates && FATES[fates[key]] === "memory" ? MEMORY : LOCAL;
     }
-  });
-  if (!layer.gate) return {before, output: before, kinds, sums};
-  const memory = numbersOf(layer.memoryLevels[head], Uint16Array), tops = numbersOf(layer.memoryTops[head], Float32Array);
-  next = 0;
-  layer.memoryFirst.forEach((first, query) => {
-    for (let place = query * count + first; place < query * count + layer.memoryStop[query]; place++) {
-      const level = memory[next++];
-      if (level === NOTHING) continue;
-      const size = level % NEGATIVE, weight = size < LAST_MEMORY_LEVEL ? tops[query] * Math.exp(-size / LEVELS_PER_NAT) : 0;
-      before[place] = level < NEGATIVE ? weight : -weight;
-      kinds[place] = MEMORY;
-    }
-  });
+  }
+  if (!layer.gate) return {before, output: before, kinds};
   const output = before.map((weight, place) => {
     const gate = layer.tokenGate[head][Math.floor(place / count)];
     return weight * (kinds[place] === MEMORY ? gate : 1 - gate);
   });
-  return {before, output, kinds, sums};
+  return {before, output, kinds};
 }
 
 function meanOf(layer) {
-  const {before, output, kinds} = decode(layer, 0), heads = layer.levels.length;
+  const {before, output, kinds} = decode(layer, 0), heads = layer.weights.length;
   for (let head = 1; head < heads; head++) {
     const other = decode(layer, head);
     for (let place = 0; place < before.length; place++) {
@@ -97,11 +83,12 @@ function viewOf(layer, head) {
   return {...found, weights, top: top > 1 ? roundUp(top) : 1, negative};
 }
 
+// Three digits, which is what bfloat16 has.
 function spell(number) {
   if (number === null) return say("notFinite");
   const size = Math.abs(number);
   if (!size) return "0";
-  return size < 1e-3 || size >= 1e5 ? number.toExponential(2) : number.toPrecision(4);
+  return size < 1e-3 || size >= 1e5 ? number.toExponential(2) : number.toPrecision(3);
 }
 
 const COMPACT = new Intl.NumberFormat("en", {notation: "compact", maximumSignificantDigits: 3});
@@ -178,7 +165,7 @@ function draw(canvas, view, size) {
 // --- overview --------------------------------------------------------------------------------------------------------
 
 function headsAndMean(layer) {
-  return [...layer.levels.keys(), ...layer.levels.length > 1 ? [MEAN] : []];
+  return [...layer.weights.keys(), ...layer.weights.length > 1 ? [MEAN] : []];
 }
 
 function headName(layer, head) {
@@ -192,7 +179,7 @@ function buildOverview() {
   const made = [name(""), ...heads.map(head => name(head === MEAN ? say("mean") : head))];
   for (const layer of data.layers) {
     made.push(name(layer.layer));
-    if (layer.levels) {
+    if (layer.weights) {
       layer.buttons = headsAndMean(layer).map(head => {
         const title = headName(layer, head), button = element("button", {type: "button", title, value: head});
         button.setAttribute("aria-label", title);

@@ -22,8 +22,8 @@ from ...models.scratch.attention import CausalMultiHeadAttention
 from ...ops.attention import BACKENDS
 from ...ops.backends import Attended, AttentionCall, Backend, forced_backend
 from ...ops.layout.base import GridLayout
-from ...ops.memory import KEEP_SCORES, MemoryRule, Written
 from ...ops.scores import visible_softmax
+from ...ops.state import Projections
 
 INTERFACE = f"inspection of {__name__}"
 FATES = ("none", "sink", "window", "kept", "memory")  # where a token is, by its number
@@ -55,9 +55,6 @@ def caught_parts(config, layers: Mapping[int, nn.Module]) -> Iterator[dict[int, 
         parts = found[running[0]] = memory_parts(call)
         return parts["heads"].to(call.tokens.value.dtype), None, None
 
-    def begin(number: int):
-        return lambda module, args: running.append(number)
-
     def end(module, args, given, output):
         number = running.pop()
         if isinstance(module, CausalMultiHeadAttention) and number not in found:  # it has no use for the interface
@@ -66,13 +63,14 @@ def caught_parts(config, layers: Mapping[int, nn.Module]) -> Iterator[dict[int, 
         if number not in found:
             raise ValueError(f"cannot inspect layer {number}: a {type(module).__name__} computes attention in its own way.")
         found[number]["output"] = output[0] if isinstance(output, tuple) else output
-        found[number] = {name: tensor.cpu() for name, tensor in found[number].items()}
+        found[number] = {name: _widen(tensor).cpu() for name, tensor in found[number].items()}
 
     AttentionInterface.register(INTERFACE, attention)
     AttentionMaskInterface.register(INTERFACE, sdpa_mask)
     before, config._attn_implementation = config._attn_implementation, INTERFACE
-    hooks = [module.register_forward_pre_hook(begin(number)) for number, module in layers.items()]
-    hooks += [module.register_forward_hook(end, with_kwargs=True) for module in layers.values()]
+    hooks = [module.register_forward_hook(end, with_kwargs=True) for module in layers.values()]
+    for number, module in layers.items():
+        hooks.append(module.register_forward_pre_hook(lambda module, args, number=number: running.append(number)))
     try:
         with forced_backend(Backend("inspection", lambda call: (True, "the parts are kept"), run)):
             yield found
@@ -92,7 +90,8 @@ def softmax_parts(
         mask: bool, True = visible, broadcast to `[B, H, T, T]`; `None`: what causality leaves.
         softcap: scores s become `softcap · tanh(s / softcap)`.
     """
-    query, key, value = (_for_every_head(_widen(part), query.shape[1]) for part in (query, key, value))
+    groups = query.shape[1] // key.shape[1]
+    query, key, value = _widen(query), *(_widen(part).repeat_interleave(groups, 1) for part in (key, value))
     if mask is None:
         mask = torch.ones(key.shape[2], key.shape[2], dtype=torch.bool, device=key.device).tril()
     scores = query @ key.mT * (query.shape[-1] ** -0.5 if scaling is None else scaling)
@@ -108,27 +107,24 @@ def memory_parts(call: AttentionCall) -> dict[str, Tensor]:
     of each token: heads = g · A_mem + (1 − g) · A_local (equation 5). A closed gate gives A_local, an open one A_mem. Both
     are linear in the values: where each token's value is its unit vector, they are the weights.
     """
-    given = call.tokens
-    query, log_weight = _widen(given.query), None if given.log_weight is None else _widen(given.log_weight)
-    tokens = given._replace(query=query, key=_widen(given.key), value=_widen(given.value), log_weight=log_weight)
-    call, gate = call._replace(tokens=tokens), _widen(call.gate)
-    written: list[Written] = []
-    local, weights = _attended(call._replace(rule=_watched(call.rule, written)), torch.full_like(gate, -torch.inf))
-    memory, memory_weights = _attended(call, torch.full_like(gate, torch.inf))
-    mixed, mixed_weights = _attended(call, gate)
+    widened: Any = (None if part is None else _widen(part) for part in call.tokens)
+    call, gate = call._replace(tokens=Projections(*widened)), _widen(call.gate)
+    local, weights, _ = _attended(call, torch.full_like(gate, -torch.inf))
+    memory, memory_weights, held = _attended(call, torch.full_like(gate, torch.inf))
+    mixed, mixed_weights, _ = _attended(call, gate)
     apart = memory_weights - weights  # 0 where the document has no memory yet: then all three are the local attention
     has_memory = apart.any(-1, keepdim=True)
     memory, memory_weights = memory * has_memory, memory_weights * has_memory
     share = ((mixed_weights - weights) * apart).sum(-1, keepdim=True) / apart.square().sum(-1, keepdim=True)
     share = torch.where(has_memory, share, 0)
     of_memory, of_local = (share * memory).norm(dim=-1), ((1 - share) * local).norm(dim=-1)
-    scores, segments = _scores(call, weights), _segments(call.layout)
-    memory_norm, normaliser_norm, taken_in = _memories(call, written)
-    fates = _fates(call.layout, segments, taken_in)
-    of_kv_heads = {"memory_norm": memory_norm, "normaliser_norm": normaliser_norm, "fates": fates}
-    of_kv_heads |= _keep_scores(call, scores, segments, fates)
+    width, places = local.shape[-1], torch.arange(call.layout.segments, device=local.device)
+    grid = places[None, :, None, None, None].expand(call.layout.batch, -1, call.layout.slots, 1, 1)
+    segments = call.layout.from_grid(grid)[:, 0, :, 0]  # [B, T]
+    norm, holds = held[..., :width].flatten(3).norm(dim=-1), held[..., width:].any(3)
+    groups = mixed.shape[1] // held.shape[1]
     return {
-        "scores": scores,
+        "scores": _scores(call, weights),
         "weights": weights,
         "heads": mixed,
         "local_heads": local,
@@ -137,76 +133,57 @@ def memory_parts(call: AttentionCall) -> dict[str, Tensor]:
         "gate": torch.sigmoid(gate),
         "token_gate": share.squeeze(-1),
         "memory_share": torch.where(of_memory > 0, of_memory / (of_memory + of_local), 0),
+        "memory_norm": norm.repeat_interleave(groups, 1),
         "segments": segments,
-        **{name: _for_every_head(part, query.shape[1]) for name, part in of_kv_heads.items()},
+        "fates": _fates(call.layout, segments, holds).repeat_interleave(groups, 1),
     }
 
 
-def _attended(call: AttentionCall, gate: Tensor) -> tuple[Tensor, Tensor]:
-    """Equation 5 with these logits: heads `[B, H, T, D]`, and what each token's value weighs in them, `[B, H, T, T]`."""
+def _attended(call: AttentionCall, gate: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Equation 5 with these logits: heads `[B, H, T, D]`, what each token's value weighs in them, `[B, H, T, T]`, and the
+    memory that each segment reads, and the one after the last, `[B, K, S + 1, D, D + T]`: behind what it has of the values,
+    what it has of each token."""
     value, (batch, kv_heads, count, _) = call.tokens.value, call.tokens.key.shape
     units = torch.eye(count, dtype=value.dtype, device=value.device).expand(batch, kv_heads, -1, -1)
-    tokens = call.tokens._replace(value=torch.cat([value, units], -1))
+    tokens, held = call.tokens._replace(value=torch.cat([value, units], -1)), []
+
+    class Watched(type(call.rule)):
+        def read(self, features, memory, normaliser):
+            held.append(memory)
+            return super().read(features, memory, normaliser)
+
     # What the state has of values is no token's
     of_values = [name for name in call.state.tensors() if name.endswith(("memory", "_value"))]
-    state = replace(call.state, **{name: F.pad(getattr(call.state, name), (0, count)) for name in of_values})
+    state: Any = replace(call.state, **{name: F.pad(getattr(call.state, name), (0, count)) for name in of_values})
     state = state.checked_for(tokens, call.layout.places, call.rule.normalised)
-    call = call._replace(tokens=tokens, gate=gate, state=state, return_state=False)
-    output, *_ = BACKENDS[-1].run(call)
-    heads, weights = output.split([value.shape[-1], count], -1)
-    return heads, weights
+    call = call._replace(tokens=tokens, gate=gate, state=state, rule=Watched(**vars(call.rule)), return_state=True)
+    attended: Any = BACKENDS[-1].run(call)
+    heads, weights = attended[0].split([value.shape[-1], count], -1)
+    return heads, weights, torch.cat([*held, attended[1].memory.unsqueeze(1)], 1).transpose(1, 2)
 
 
 def _scores(call: AttentionCall, weights: Tensor) -> Tensor:
     """`[B, H, T, T]`, of which these are the softmax: that of a token with itself says what all others of its row are."""
     softmax, query = call.softmax, call.tokens.query
-    key = _for_every_head(call.tokens.key, query.shape[1])
+    key = call.tokens.key.repeat_interleave(query.shape[1] // call.tokens.key.shape[1], 1)
     place = slice(0, 1)  # both in the same place of the window, whichever it is
     own = (softmax.compared_queries(query, place) * softmax.compared_keys(key, place)).sum(-1) * softmax.scaling_of(query)
     own = own if softmax.softcap is None else (own / softmax.softcap).tanh() * softmax.softcap
-    smallest = torch.finfo(weights.dtype).tiny  # of padding it is 0
-    log_sum = own - weights.diagonal(dim1=-2, dim2=-1).clamp(min=smallest).log()
-    return torch.where(weights > 0, weights.log() + log_sum.unsqueeze(-1), -torch.inf)
-
-
-def _watched(rule: MemoryRule, found: list[Written]) -> MemoryRule:
-    """The rule, which also leaves in `found` what each segment writes; values that are not written are 0."""
-
-    class Watched(type(rule)):
-        def written(self, key, value, log_weight, mask=None):
-            found.append(super().written(key, value if mask is None else value * mask, log_weight, mask))
-            return found[-1]
-
-    return Watched(**vars(rule))
-
-
-def _memories(call: AttentionCall, found: list[Written]) -> tuple[Tensor, Tensor, Tensor]:
-    """Norms of memory and normaliser, `[B, K, S + 1]`, as each segment of the grid reads them, and after the last; and which
-    tokens the memory has taken in by then, `[B, K, S + 1, T]` bool. `found`: with the tokens' units behind the values."""
-    width, state, continues = call.tokens.value.shape[-1], call.state, call.layout.continues(0, call.layout.segments)
-    of_groups: Any = zip(*found, strict=True)
-    joined: Any = (None if parts[0] is None else torch.cat(parts, 1) for parts in of_groups)
-    features, values, log_weight = joined
-    written = features, values[..., :width], log_weight
-    states = zip(*call.rule.states(written, state.memory, state.normaliser, state.start(), continues), strict=True)
-    memories, normalisers = (torch.cat([before, after.unsqueeze(1)], 1) for before, after in states)
-    memory, normaliser = memories.flatten(3).norm(dim=-1), normalisers.norm(dim=-1)
-    taken_in = F.pad(values[..., width:].sum(3).cumsum(1), (0, 0, 0, 0, 1, 0)) > 0
-    return memory.transpose(1, 2), normaliser.transpose(1, 2), taken_in.transpose(1, 2)
+    log_sum = own - weights.diagonal(dim1=-2, dim2=-1).clamp(min=torch.finfo(weights.dtype).tiny).log()
+    return weights.log() + log_sum.unsqueeze(-1)
 
 
 def _fates(layout: GridLayout, segments: Tensor, taken_in: Tensor) -> Tensor:
     """`[B, K, S + 1, T]`, int8: where each token is, as a number of `FATES`, when each segment is read and after the last.
 
     Args:
-        segments: of the tokens, [`_segments`]; taken_in: by the memory, [`_memories`].
+        segments: of the tokens, `[B, T]`; taken_in: by the memory, `[B, K, S + 1, T]` bool.
     """
     moments = torch.arange(layout.segments + 1, device=segments.device)
     latest = moments.minimum(layout.document[:, -1:] + layout.tokens_seen.unsqueeze(1) // layout.segment_length)
     ago = latest.unsqueeze(2) - segments.unsqueeze(1)  # [B, S + 1, T], in segments
     document = layout.document.expand(len(segments), -1)
-    same = document.unsqueeze(2) == document.gather(1, segments.clamp(min=0)).unsqueeze(1)
-    here = same & (ago >= 0) & (segments >= 0).unsqueeze(1)
+    here = (ago >= 0) & (document.unsqueeze(2) == document.gather(1, segments).unsqueeze(1))
     left = torch.tensor(KEPT, device=segments.device)
     if layout.skipped is not None:
         skipped = layout.from_grid(layout.skipped[..., None, None])[..., 0].unsqueeze(1)
@@ -217,31 +194,5 @@ def _fates(layout: GridLayout, segments: Tensor, taken_in: Tensor) -> Tensor:
     return torch.where(here.unsqueeze(1), fates, NONE).to(torch.int8)
 
 
-def _keep_scores(call: AttentionCall, scores: Tensor, segments: Tensor, fates: Tensor) -> dict[str, Tensor]:
-    """The scores by which the layer keeps tokens, `[B, K, T]` each; 0 for sinks and padding."""
-    names, found = KEEP_SCORES[call.rule.keep_score] if call.layout.kept_tokens else (), {}
-    if "attention" in names:  # a softmax over sinks and window alone
-        seen = fates[:, 0].gather(1, segments.clamp(min=0).unsqueeze(2).expand(-1, -1, segments.shape[1]))
-        near = (((seen == SINK) | (seen == WINDOW)).tril() & (segments >= 0).unsqueeze(2)).unsqueeze(1)
-        received = scores.masked_fill(~near, -torch.inf).softmax(-1).nan_to_num().sum(2) / near.sum(2).clamp(min=1)
-        found["attention_score"] = received.unflatten(1, (fates.shape[1], -1)).mean(2)
-    if "learned" in names and call.tokens.score is not None:
-        found["learned_score"] = call.tokens.score[..., -1]
-    without = (fates == SINK).any(2) | (segments < 0).unsqueeze(1)
-    return {name: score.masked_fill(without, 0) for name, score in found.items()}
-
-
-def _segments(layout: GridLayout) -> Tensor:
-    """`[B, T]`: the grid segment of each token, −1 for padding."""
-    places = torch.arange(1, layout.segments + 1, device=layout.tokens_seen.device)
-    grid = places[None, :, None, None, None].expand(layout.batch, -1, layout.slots, 1, 1)
-    return layout.from_grid(grid)[:, 0, :, 0] - 1
-
-
-def _for_every_head(tensor: Tensor, heads: int) -> Tensor:
-    """Of key/value heads `[B, K, …]` as of query heads, `[B, H, …]`."""
-    return tensor.repeat_interleave(heads // tensor.shape[1], 1)
-
-
 def _widen(tensor: Tensor) -> Tensor:
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32)) if tensor.is_floating_point() else tensor

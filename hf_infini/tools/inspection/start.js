@@ -57,7 +57,6 @@ function start() {
   $("layer").onchange = event => choose(withHeads.find(layer => layer.layer === Number(event.target.value)), state.head);
   $("head").onchange = event => choose(state.layer, Number(event.target.value));
   $("scale").onchange = $("view").onchange = drawPage;
-  $("coloured").onchange = drawFates;
   $("moment").oninput = event => {
     state.moment = Number(event.target.value) === state.layer.fates[0].length - 1 ? null : Number(event.target.value);
     drawFates();

@@ -20,20 +20,18 @@ const STRINGS = {
       " or use the arrow keys, Home, End, Page Up and Page Down.",
     keeps: "What it keeps: {0}", whereTokens: "Where each token is: {0}", moment: "Moment", afterText: "after the text",
     asRead: "as segment {0} is read", none: "not there", sink: "sink", window: "window", kept: "kept",
-    memory: "in the memory", fate: "where it is", attention: "attention score", learned: "learned score", token: "token",
+    memory: "in the memory", token: "token",
     keptBy: "kept by heads of the layer", keptByAll: "of all layers here", ofAll: "{0} of {1}",
     fromTo: "segments {0} to {1}",
     fatesNote: "The softmax sees sinks, kept tokens and the window. When a segment leaves the window, the tokens with the" +
       " highest scores are kept, and the memory takes in the others; heads that share keys keep the same. Pale: not " +
-      "read yet, or left out of the memory. Colours by score go by rank, and kept tokens are outlined. Point at a " +
-      "token for its numbers.",
+      "read yet, or left out of the memory. Point at a token for its numbers.",
     looks: "Where token {0}, “{1}”, looks",
     sentenceNote: "The outlined token is the query, the others are coloured by the weight it gives them. Choose a token" +
       " to make it the query.",
-    next: "The model expects next", inText: "the text goes on with",
-    weight: "weight", score: "score", localWeight: "local weight", memoryWeight: "memory weight",
+    weight: "weight", localWeight: "local weight", memoryWeight: "memory weight",
     inOutput: "in the output",
-    gate: "gate g", share: "memory's share", atMost: "at most {0}", notFinite: "not finite",
+    gate: "gate g", share: "memory's share", notFinite: "not finite",
     later: "none: the key comes later", outOfSight: "none: out of the query's sight",
     memoryOf: "Memory of layer {0}", noMemory: "Layer {0} has no memory",
     unread: "The text ends before any of it leaves the local window: no token reads a memory.",
@@ -42,11 +40,10 @@ const STRINGS = {
     shareTitle: "Memory's share of each token's output",
     shareNote: "‖g · memory‖ / (‖g · memory‖ + ‖(1 − g) · local‖): {0}",
     normTitle: "Norm of the memory as each segment reads it",
-    normaliserTitle: "Norm of the normaliser as each segment reads it",
-    normNote: "{0}: {1}; “end” is after the text",
+    normNote: "‖M‖: {0}; “end” is after the text",
     gateTable: "Gate", gateNote: "sigmoid(β): the weight of the memory, the rest is local",
     shareTable: "Mean share of the memory", shareTableNote: "over the tokens that read one",
-    numbers: "{0} in numbers", numbersNote: "layer {0}, as each segment reads it", corner: "{0} / head",
+    numbers: "‖M‖ in numbers", numbersNote: "layer {0}, as each segment reads it", corner: "{0} / head",
   },
   pt: {
     switch: "English", dark: "Escuro", light: "Claro", theme: "Alternar entre claro e escuro",
@@ -68,19 +65,17 @@ const STRINGS = {
       "célula ou use as setas, Home, End, Page Up e Page Down.",
     keeps: "O que guarda: {0}", whereTokens: "Onde está cada token: {0}", moment: "Momento",
     afterText: "depois do texto", asRead: "quando o segmento {0} é lido", none: "ausente", sink: "inicial (sink)",
-    window: "janela", kept: "guardado", memory: "na memória", fate: "onde está", attention: "pontuação por atenção",
-    learned: "pontuação aprendida", token: "token", keptBy: "guardado por cabeças da camada",
+    window: "janela", kept: "guardado", memory: "na memória", token: "token", keptBy: "guardado por cabeças da camada",
     keptByAll: "de todas as camadas aqui", ofAll: "{0} de {1}", fromTo: "segmentos {0} a {1}",
     fatesNote: "O softmax vê os tokens iniciais (sinks), os guardados e a janela. Quando um segmento sai da janela, os " +
       "tokens com as maiores pontuações são guardados, e a memória absorve os outros; cabeças com as mesmas chaves " +
-      "guardam os mesmos. Pálido: ainda não lido, ou deixado fora da memória. As cores por pontuação seguem a ordem, e " +
-      "os guardados têm contorno. Aponte para um token para ver seus números.",
+      "guardam os mesmos. Pálido: ainda não lido, ou deixado fora da memória. Aponte para um token para ver seus " +
+      "números.",
     looks: "Para onde olha o token {0}, “{1}”",
     sentenceNote: "O token contornado é a consulta; os outros têm a cor do peso que ela lhes dá. Escolha um token para " +
       "que ele seja a consulta.",
-    next: "O modelo espera a seguir", inText: "o texto continua com",
-    weight: "peso", score: "pontuação", localWeight: "peso local", memoryWeight: "peso na memória", inOutput: "na saída",
-    gate: "gate g", share: "parte da memória", atMost: "no máximo {0}", notFinite: "não finito",
+    weight: "peso", localWeight: "peso local", memoryWeight: "peso na memória", inOutput: "na saída",
+    gate: "gate g", share: "parte da memória", notFinite: "não finito",
     later: "nenhum: a chave vem depois", outOfSight: "nenhum: fora da vista da consulta",
     memoryOf: "Memória da camada {0}", noMemory: "A camada {0} não tem memória",
     unread: "O texto acaba antes que alguma parte saia da janela local: nenhum token lê uma memória.",
@@ -89,11 +84,10 @@ const STRINGS = {
     tokenAxis: "token", segment: "segmento", end: "fim", lines: "{0}, uma linha por cabeça",
     shareTitle: "Parte da memória na saída de cada token",
     shareNote: "‖g · memória‖ / (‖g · memória‖ + ‖(1 − g) · local‖): {0}",
-    normTitle: "Norma da memória que cada segmento lê", normaliserTitle: "Norma do normalizador que cada segmento lê",
-    normNote: "{0}: {1}; “fim” é depois do texto",
+    normTitle: "Norma da memória que cada segmento lê", normNote: "‖M‖: {0}; “fim” é depois do texto",
     gateTable: "Gate", gateNote: "sigmoid(β): o peso da memória, o resto é local",
     shareTable: "Parte média da memória", shareTableNote: "sobre os tokens que leem uma",
-    numbers: "{0} em números", numbersNote: "camada {0}, como cada segmento a lê", corner: "{0} / cabeça",
+    numbers: "‖M‖ em números", numbersNote: "camada {0}, como cada segmento a lê", corner: "{0} / cabeça",
   },
 };
 let language = navigator.language.toLowerCase().startsWith("pt") ? "pt" : "en";

@@ -19,7 +19,6 @@ from transformers import (
     AutoTokenizer,
     LlamaConfig,
     LlamaForCausalLM,
-    Trainer,
     TrainingArguments,
 )
 from transformers.utils import hub as transformers_hub
@@ -31,7 +30,7 @@ from cli import UserError
 from hf_infini import load_adapter
 from hf_infini.models import adapter as memory_adapter
 from hf_infini.models.adapter import read_record
-from hf_infini.tools.training import PerplexityTrainer, PushWithCode
+from hf_infini.tools.training import PerplexityTrainer
 from hub_files import code_of, config_of
 from hub_repository import WRITE
 from hub_server import HubServer
@@ -204,44 +203,24 @@ def test_the_adapters_of_the_repository_fit_models_of_their_sizes(folder, monkey
 # --- the Trainer ------------------------------------------------------------------------------------------------------
 
 
-def push_training(out, hub, monkeypatch) -> None:
-    """Trains a step, pushed to the small Hub, by our Trainer and by transformers' own."""
-    monkeypatch.chdir(out.parent)
+def test_the_trainer_pushes_and_the_model_adds_its_code(published, trained, tmp_path, monkeypatch):
+    folder, hub = shutil.copytree(trained, tmp_path / "infini"), published[2]
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(constants, "ENDPOINT", hub.url)
     monkeypatch.setattr(hf_api.api, "endpoint", hub.url)  # the client of older transformers
     monkeypatch.setattr(transformers_hub, "_hf_api", None, raising=False)  # that of newer ones, made when it is first asked
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
     monkeypatch.setenv("HF_TOKEN", WRITE)
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(out), AutoTokenizer.from_pretrained(out)
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     rows = [{"input_ids": torch.arange(8), "labels": torch.arange(8)}] * 2
-    options = dict(push_to_hub=True, use_cpu=True, max_steps=1, report_to="none", disable_tqdm=True)
-    arguments = TrainingArguments(str(out), hub_model_id="user/trainer", hub_strategy="end", save_strategy="no", **options)
+    options = dict(push_to_hub=True, hub_model_id="user/trainer", hub_strategy="end", save_strategy="no", max_steps=1)
+    arguments = TrainingArguments(str(folder), use_cpu=True, report_to="none", disable_tqdm=True, **options)
     trainer = PerplexityTrainer(model=model, args=arguments, train_dataset=rows, processing_class=tokenizer)
     trainer.train()
-    trainer.push_to_hub()
-    (out / "README.md").unlink()
-    trainer.push_to_hub(commit_message="without a card")
-    trainer.push_to_hub(commit_message="again", license="mit")
-    arguments = TrainingArguments("saved", hub_model_id="user/saved", hub_strategy="checkpoint", save_steps=1, **options)
-    Trainer(model=model, args=arguments, train_dataset=rows, callbacks=[PushWithCode]).train()
-
-
-def test_the_trainer_keeps_a_card_and_pushes_the_code(published, trained, tmp_path, monkeypatch):
-    folder, hub = shutil.copytree(trained, tmp_path / "infini"), published[2]
-    shutil.copyfile(published[0] / "README.md", folder / "README.md")
-    text = (folder / "README.md").read_bytes()
-    push_training(folder, hub, monkeypatch)
-    repository = hub.repository("user/trainer")
-    commits = {commit["title"]: oid for oid, commit in repository.state["commits"].items()}
-    assert repository.read("README.md", commits["End of training"]) == text
-    drafts = [repository.read("README.md", commits[title]).decode() for title in ("without a card", "again")]
-    assert all("generated_from_trainer" in draft for draft in drafts)
-    assert "license: mit" in drafts[1] and "license: mit" not in drafts[0]  # a draft is no card that is kept
-    assert "model.safetensors" in repository.files()
-    for name, folder in (("trainer", ""), ("saved", ""), ("saved", "last-checkpoint/")):
-        repository = hub.repository(f"user/{name}")
-        entries = json.loads(repository.read(f"{folder}config.json"))["auto_map"].values()
-        assert all(entry.startswith("hf_infini_") for entry in entries)
-        files = {f"{folder}model.safetensors", *(f"{folder}{entry.split('.')[0]}.py" for entry in entries)}
-        assert files < repository.files().keys()
+    for push, start in ((trainer.push_to_hub, "needs_hf_infini"), (lambda: model.push_to_hub("user/trainer"), "hf_infini_")):
+        push()
+        repository = hub.repository("user/trainer")
+        entries = json.loads(repository.read("config.json"))["auto_map"].values()
+        assert all(entry.startswith(start) for entry in entries)
+        assert {"model.safetensors", *(f"{entry.split('.')[0]}.py" for entry in entries)} < repository.files().keys()

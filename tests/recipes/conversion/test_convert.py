@@ -13,9 +13,9 @@ import running
 from bad_input import refused
 from cli import parse_options
 from cli.model_options import given_options
+from evaluation.perplexity import measure_perplexity, prepared_rows
 from hf_infini import InfiniGPT2Config, load_adapter, patch_model, save_adapter
 from hf_infini.models.loading import load_causal_lm
-from hf_infini.tools.metrics import evaluate_rows
 from hf_infini.tools.rows import RowReader
 from models import gpt2
 from running import CONTEXT, ROOT, load_recipe, prepared_data
@@ -102,10 +102,11 @@ def test_a_conversion_leaves_an_adapter_and_its_measurements(checkpoint, base, t
     given = ["--model", checkpoint, "--data", prepared_data(base), "--max_tokens", 2 * CONTEXT, "--out", tmp_path / "e"]
     evaluate_model.main([*map(str, [*given, "--adapter", tmp_path / "out" / "adapter"])])
     found = json.loads((tmp_path / "e.json").read_text())
-    rows = open_rows(prepared_data(base), "validation").with_format("torch").select(range(2))
+    rows = prepared_rows(prepared_data(base), "validation", 2 * CONTEXT)
     reader = RowReader(AutoTokenizer.from_pretrained(checkpoint).all_special_ids)
     assert found["adapter"] == str(tmp_path / "out" / "adapter")
-    assert found["cross_entropy"] == pytest.approx(evaluate_rows(model, rows, 2, reader)["cross_entropy"], rel=1e-4)
+    wanted = measure_perplexity(model, rows, reader, chunk=10**6, batch_size=2)
+    assert found["cross_entropy"] == pytest.approx(wanted["cross_entropy"], rel=1e-4)
 
     # Nothing is trained again to evaluate other rows
     longer = tmp_path / "longer"

@@ -8,10 +8,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cli import NotPossible, UserError, parse_options
 from cli.model_options import MEMORY, SCRATCH, ModelOptions, build_config, build_model
+from evaluation.perplexity import measure_perplexity, prepared_rows
 from hf_infini import CausalMHAForCausalLM
 from hf_infini.models.scratch.configuration import CausalMHAConfig
 from hf_infini.tools import training
-from hf_infini.tools.metrics import evaluate_rows
 from hf_infini.tools.rows import RowReader
 from running import (
     CONTEXT,
@@ -39,8 +39,6 @@ def tokenizer(base):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_attention_trains(base, kind):
-    from datasets import load_from_disk
-
     folder = trained(base, kind)
     found, lines = result(folder), stages.read_jsonl(folder / "metrics.jsonl")
     trainings = [line["train_loss"] for line in lines if "train_loss" in line]
@@ -53,10 +51,11 @@ def test_every_kind_of_attention_trains(base, kind):
     for flag, value in given.items():
         assert str(getattr(model.config, flag[2:])).lower() == value or getattr(model.config, flag[2:]) == float(value)
     assert model.num_parameters() == found["parameters"]
-    rows = load_from_disk(str(prepared_data(base) / "validation")).with_format("torch")
+    rows = prepared_rows(prepared_data(base), "validation")
     # The same rows in batches of another size, ends of text not counted: sums in another order
     reader = RowReader(AutoTokenizer.from_pretrained(folder).all_special_ids)
-    assert evaluate_rows(model, rows, 7, reader)["cross_entropy"] == pytest.approx(found["cross_entropy"], rel=1e-5)
+    again = measure_perplexity(model, rows, reader, chunk=10**6, batch_size=7)
+    assert again["cross_entropy"] == pytest.approx(found["cross_entropy"], rel=1e-5)
     assert (kind == "infini") == bool(found["gates"])
     if kind == "infini":
         assert found["gates"] == training.gate_values(model) and list(found["gates"]) == ["0", "1"]
