@@ -31,6 +31,7 @@ from .models.scratch.modeling import AUTO_CLASSES, CausalMHAForCausalLM, CausalM
 from .ops.attention import infini_attention
 from .ops.naive import naive_infini_attention
 from .ops.state import InfiniState
+from .tools.backends import backend_of
 from .tools.inspection import inspect_attention
 from .tools.keep_score import fit_keep_score
 
@@ -51,6 +52,7 @@ __all__ = [
     "InfiniCache",
     "InfiniGPT2Config",
     "InfiniState",
+    "backend_of",
     "cache_bytes",
     "fit_keep_score",
     "infini_attention",

@@ -137,7 +137,8 @@ def _attention_class(own: type) -> type:
         raise ValueError(f"a {own.__name__} cannot have Infini-attention: its forward takes no cache of keys and values.")
     module = sys.modules[own.__module__]
     turn = getattr(module, "apply_rotary_pos_emb", None) or getattr(module, "apply_rotary_emb", None)
-    attributes: dict[str, Any] = {"__module__": __name__, "own_class": own, "argument_names": arguments}
+    attributes: dict[str, Any] = {"__module__": __name__, "__doc__": f"`{own.__name__}` over segments, with a memory."}
+    attributes |= {"own_class": own, "argument_names": arguments}
     attributes |= {"cache_argument": cache, "turning_function": None if turn is None else staticmethod(turn)}
     return type(own.__name__.replace("Attention", "InfiniAttention"), (InfiniAttentionMixin, own), attributes)
 

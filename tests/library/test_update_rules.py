@@ -12,7 +12,7 @@ import torch
 
 import hf_infini
 from cases import random_case
-from hf_infini import infini_attention, patch_model
+from hf_infini import backend_of, infini_attention, patch_model
 from hf_infini.ops.attention import BACKENDS
 from hf_infini.ops.backends import forced_backend
 from models import gpt2
@@ -63,7 +63,12 @@ def test_the_rule_of_contributing_is_one_file_and_a_name(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
-def test_the_backend_of_a_call_can_be_forced():
+def test_the_backend_of_a_call_can_be_seen_and_forced():
+    reason = "triton: not on a CUDA device; step: not one token for every row; grid: plain torch, in a grid of segments"
+    found = backend_of(patch_model(gpt2(n_layer=2), segment_length=8))
+    assert found == {f"transformer.h.{number}.attn": reason for number in (0, 1)}
+    with pytest.raises(ValueError, match="a GPT2LMHeadModel has no layer with a memory"):
+        backend_of(gpt2())
     with forced_backend("triton"), pytest.raises(ValueError, match="triton: not on a CUDA device"):
         patch_model(gpt2(n_layer=2), segment_length=8)(torch.arange(9)[None])
     case = random_case(0, segment_length=4)
