@@ -75,8 +75,14 @@ def reach(tokens: int = 24) -> bytes:
     for axes, (name, options) in zip(panels.flat, kinds.items(), strict=True):
         reader = model(**options)
         softmax = inspect_attention(reader, torch.arange(tokens)[None]).layers[0].weights[0].sum(0) > 0
-        attention, inputs = reader.transformer.h[0].attn, torch.randn(1, tokens, SIZES["n_embd"])
-        jacobian = torch.autograd.functional.jacobian(lambda x, f=attention: f(x)[0].sum((0, 2)), inputs)
+        outputs, inputs = [], torch.randn(1, tokens, SIZES["n_embd"])
+        reader.transformer.h[0].attn.register_forward_hook(lambda *call, kept=outputs: kept.append(call[-1][0]))
+
+        def attended(embeddings, reader=reader, outputs=outputs):
+            reader(inputs_embeds=embeddings)
+            return outputs.pop().sum((0, 2))
+
+        jacobian = torch.autograd.functional.jacobian(attended, inputs)
         depends = jacobian[:, 0].abs().amax(-1) > 0  # [output token, input token]
         shown = torch.where(softmax, 1, torch.where(depends, 2, 0))
         axes.imshow(shown.numpy(), cmap=ListedColormap(["white", seen, by_memory]), vmin=0, vmax=2)
