@@ -33,6 +33,15 @@ class InfiniGPT2Config(InfiniConfigMixin, GPT2Config):
 
     position_encoding: Literal["learned", "segment", "rope"] = "learned"
 
+    def validate_memory_options(self):
+        """Those of every memory, and an embedding for every place in a segment."""
+        super().validate_memory_options()
+        if self.position_encoding == "segment" and self.window[0] > self.n_positions:
+            raise ValueError(
+                f"position_encoding='segment' needs an embedding for every place in a segment: segment_length="
+                f"{self.window[0]} is more than n_positions={self.n_positions}."
+            )
+
 
 carry_code("models.families", AutoConfig=InfiniGPT2Config)
 

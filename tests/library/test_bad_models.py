@@ -100,6 +100,9 @@ DAMAGES = {
     "a number of another kind": ("infini_gpt2", entries(n_layer=2.0), "Field 'n_layer' expected int, got float"),
     "layers beyond the weights": ("infini_gpt2", entries(n_layer=4), r"are incomplete: \d+ tensors, such as .*h.3."),
     "a length in words": ("infini_gpt2", entries(segment_length="8"), "'segment_length' with value '8' doesn't match"),
+    "a segment without positions": (
+        "infini_gpt2", entries(segment_length=5000, position_encoding="segment"), "is more than n_positions"
+    ),  # fmt: skip
     "two lengths": ("infini_gpt2", entries(n_segments=4), "give exactly one of segment_length"),
     "segments of parts": ("infini_gpt2", entries(segment_length=None, n_segments=5), "n_segments must divide n_positions"),
     "no rule": ("infini_gpt2", entries(update_rule="sum"), r"expected one of \('linear', 'delta', 'gated_delta'\), got sum"),
