@@ -6,6 +6,7 @@ the layer norm of an omitted MLP remains, each layer adds x + mixer(norm(x)), th
 Source: HazyResearch/zoology, `zoology/model.py`, `mixers/base_conv.py`, `mixers/hybrid.py`, `experiments/models_repo.py`.
 """
 
+import copy
 import math
 from collections.abc import Mapping
 
@@ -15,8 +16,9 @@ from torch.autograd import Function
 from torch.nn import functional as F
 from transformers.cache_utils import DynamicCache
 
+import hf_infini
 from cli import UserError
-from hf_infini import CausalMHAConfig, CausalMultiHeadAttention, InfiniCache
+from hf_infini import CausalMHAConfig, CausalMultiHeadAttention
 from hf_infini.layers.memory_layer import PARAMETERS
 from support.measurement import cache_bytes
 
@@ -126,9 +128,12 @@ class Recaller(nn.Module):
     @torch.no_grad()
     def state_bytes(self, tokens: int) -> int:
         """Bytes of the mixer's cache after one row of `tokens` tokens."""
-        config, device = self.mixers[1].config, self.embedding.weight.device
-        cache = InfiniCache(config) if config.has_memory else DynamicCache(config=config)
-        self(torch.zeros(1, tokens, dtype=torch.int64, device=device), cache)
+        config, weight = copy.copy(self.mixers[1].config), self.embedding.weight
+        if config.has_memory:
+            config.dtype = weight.dtype
+            return hf_infini.cache_bytes(config) // len(config.infini_layers)  # of one
+        cache = DynamicCache(config=config)
+        self(torch.zeros(1, tokens, dtype=torch.int64, device=weight.device), cache)
         return cache_bytes(cache)
 
     def parameter_groups(self, weight_decay: float) -> list[dict]:

@@ -220,7 +220,7 @@ def test_padded_rows_compile():
         function(ids, labels=ids, attention_mask=mask, use_cache=False).loss
         for function in (model, torch.compile(model, fullgraph=True))
     )
-    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(found, wanted, rtol=1e-6, atol=0)  # a loss in float32
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for one, other in zip(*(torch.autograd.grad(loss, parameters) for loss in (found, wanted)), strict=True):
         assert float((one - other).abs().max()) <= 1e-5 * float(other.abs().max())  # the loss is in float32

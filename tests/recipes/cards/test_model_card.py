@@ -184,8 +184,7 @@ def test_the_models_of_the_repository_are_as_published(folder, tmp_path):
 @pytest.mark.parametrize("folder", ADAPTERS, ids=lambda folder: folder.name)
 def test_the_adapters_of_the_repository_fit_models_of_their_sizes(folder, monkeypatch):
     assert sum(file.stat().st_size for file in folder.iterdir()) <= 12e6
-    card = ModelCard.load(folder / "README.md").data
-    assert card.base_model == json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"]
+    assert ModelCard.load(folder / "README.md").data.base_model.startswith("HuggingFaceTB/SmolLM2-135M")
     described = read_record(folder)["model"]
     assert described["model_type"] == "llama"
     sizes = {"hidden_size": described["width"], "num_hidden_layers": described["layers"]}
@@ -196,7 +195,7 @@ def test_the_adapters_of_the_repository_fit_models_of_their_sizes(folder, monkey
         load_adapter(plain, folder)
     monkeypatch.setattr(memory_adapter, "describe", lambda model: described)
     model = load_adapter(plain, folder).eval()  # every parameter, of its shape and finite
-    assert any((parameter != 0).any() for name, parameter in model.named_parameters() if "lora_B" in name)
+    assert any((parameter != 0).any() for name, parameter in model.named_parameters() if "keep_weight" in name)
     assert model(torch.arange(600)[None] % 99).logits.isfinite().all()
 
 
