@@ -11,6 +11,7 @@ import hf_infini
 from decoders import TYPES, decoder
 from decoders import token_ids as ids_of_decoder
 from hf_infini import InfiniCache, cache_bytes, patch_model
+from hf_infini.compat.cache_name import cache_of
 from hf_infini.layers.memory_layer import memory_layers
 from models import causal_mha, infini_gpt2, token_ids
 
@@ -44,7 +45,7 @@ def read(model, ids, cuts, cache=None):
     logits = []
     for begin, end in zip([0, *cuts], [*cuts, ids.shape[1]], strict=True):
         output = model(ids[:, begin:end], cache=cache, use_cache=True)
-        cache = output.cache
+        cache = cache_of(output)
         logits.append(output.logits)
     return torch.cat(logits, 1), cache
 
@@ -175,7 +176,7 @@ def test_the_last_token_has_gradients_of_sinks_kept_tokens_and_window_only():
     memory_layers(model)["transformer.h.0.attn"].gate.weight.data.fill_(-800.0)
     embeddings = model.get_input_embeddings()(token_ids(1, 79)).detach().requires_grad_()
     output = model(inputs_embeds=embeddings, use_cache=True)
-    kept = output.cache.state.kept_position.unique().tolist()
+    kept = cache_of(output).state.kept_position.unique().tolist()
     output.logits[0, -1].sum().backward()
     assert len(kept) > 6  # heads differ
     assert embeddings.grad[0].abs().sum(-1).nonzero().flatten().tolist() == [0, 1, *kept, *range(64, 79)]
