@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
@@ -50,7 +50,7 @@ def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def stream_losses(
-    model, input_ids: Any = None, chunk: int | None = None, labels: Any = None, position_ids=None, group=None, **inputs
+    model, input_ids: Any = None, chunk: int | None = None, labels: Any = None, position_ids=None, **inputs
 ) -> Iterator[tuple]:
     """Reads rows of any length in chunks through the model's cache and yields the losses of each chunk.
 
@@ -64,8 +64,6 @@ def stream_losses(
         chunk: tokens per call of the model; `None` reads all N at once, without a cache.
         labels: [B, N] targets at their own places (−100: not counted); `None` counts every token.
         position_ids: [B, N] that begin again where a document does; `None`: each row is one.
-        group: processes that share the rows ([`parallel.read_rows`]), all of which pass the same ones; each yields
-            its own part, and makes logits of `chunk` tokens at once. `None`: this process reads all of them.
         inputs: others of the model's, [B, N, …] each where rows are read in chunks. What an `attention_mask` [B, N] masks
             predicts nothing and is not counted.
 
@@ -82,27 +80,18 @@ def stream_losses(
     device = next(model.parameters()).device
     chunk = length if chunk is None else chunk
     cache = None
-    size = 1 if group is None else distributed.get_world_size(group)
-    for start in range(0, length - 1, chunk * size):
+    for start in range(0, length - 1, chunk):
         piece = {}
         for name, part in given.items():
-            if chunk * size < length:  # a mask is also of what the cache has read
-                begin = 0 if name == "attention_mask" and group is None else start
-                part = part[:, begin : start + chunk * size]
+            if chunk < length:  # a mask is also of what the cache has read
+                part = part[:, 0 if name == "attention_mask" else start : start + chunk]
             piece[name] = part.to(device) if isinstance(part, torch.Tensor) else part
-        if group is None:
-            kwargs = {"use_cache": False} if chunk >= length else {CACHE: cache, "use_cache": True}
-            with torch.no_grad():
-                output = model(**piece, **kwargs)
-            outputs, cache = [(0, output)], cache_of(output)
-        else:
-            from .parallel.shards import read_rows
-
-            outputs, cache = read_rows(model, piece, cache, group)
-        for column, output in outputs:
-            first = start + column + 1
-            targets = labels[:, first : first + output.logits.shape[1]].to(device)  # the row's last token predicts nothing
-            yield first, token_losses(output.logits[:, : targets.shape[1]], targets), targets
+        kwargs = {"use_cache": False} if chunk >= length else {CACHE: cache, "use_cache": True}
+        with torch.no_grad():
+            output = model(**piece, **kwargs)
+        cache = cache_of(output)
+        targets = labels[:, start + 1 : start + 1 + output.logits.shape[1]].to(device)  # the last token predicts nothing
+        yield start + 1, token_losses(output.logits[:, : targets.shape[1]], targets), targets
 
 
 def score_spans(
@@ -166,12 +155,6 @@ class LossByPosition:
         sums = torch.stack([losses.double().masked_fill(~counted, 0).sum(0), counted.sum(0)], 1)
         buckets = [position.bit_length() - 1 for position in range(first, first + len(sums))]
         self.sums.index_add_(0, torch.tensor(buckets, dtype=torch.long), sums.cpu())
-
-    def add_up_processes(self) -> None:
-        """Adds what the other processes of a distributed run have."""
-        sums = self.sums.to("cuda" if distributed.get_backend() == "nccl" else "cpu")
-        distributed.all_reduce(sums)
-        self.sums = sums.cpu()
 
     def total(self) -> dict[str, float]:
         """Cross-entropy, perplexity and tokens over all positions; ValueError when nothing was counted."""
