@@ -27,6 +27,13 @@ class MemoryGenerationMixin(ModelBase):
         if isinstance(cache, InfiniCache) and attention_mask is not None and input_ids.dim() == 2:  # 3: embeddings
             cache.check_ids(input_ids, attention_mask)
 
+    def init_continuous_batching(self, *args, **kwargs):
+        """Every way into continuous batching goes through this one; refused before it allocates pages of keys and values."""
+        raise ValueError(
+            f"continuous batching keeps keys and values in pages, which the attention of a {type(self).__name__} does not "
+            "read. Use generate() with a left-padded batch of prompts."
+        )
+
     def _prepare_position_ids_for_generation(self, inputs_tensor, model_kwargs):
         """None for a memory: the cache counts the tokens of its documents, and only a user's positions begin new ones."""
         if self.config.infini_layers:

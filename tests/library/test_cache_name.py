@@ -48,3 +48,11 @@ def test_without_a_cache_nothing_changes():
     given = {"use_cache": True}
     assert with_one_name(given) == given and with_one_name({"past_key_values": None}) == {"cache": None}
     assert with_one_name({"cache": None, "past_key_values": 1, "a": 2}, "past_key_values") == {"past_key_values": 1, "a": 2}
+
+
+@torch.no_grad()
+def test_both_names_are_refused(model):
+    ids = token_ids(1, 5) % model.config.vocab_size
+    cache = cache_of(model(ids, use_cache=True))
+    with pytest.raises(TypeError, match="cache and past_key_values are two names of one argument"):
+        model.base_model(ids, cache=cache, past_key_values=cache)

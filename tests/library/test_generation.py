@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from transformers import DynamicCache
+from transformers.generation.continuous_batching import ContinuousBatchingManager
 
 from hf_infini import InfiniCache
 from models import FLOAT32, causal_mha, generate, gpt2, infini_gpt2, left_padded, token_ids
@@ -230,3 +231,16 @@ def test_the_text_is_known_row_by_row(model):
     assert torch.equal(generate(model, 4, input_ids=ids[[2, 0]], past_key_values=copy.deepcopy(cache)), whole)
     with pytest.raises(ValueError, match="are not the 9 that the cache has read"):
         generate(model, 4, input_ids=ids[[0, 1]], past_key_values=cache)
+
+
+@pytest.mark.parametrize("make", [infini_gpt2, causal_mha])
+def test_continuous_batching_is_refused_at_once(make, monkeypatch):
+    """Before anything is allocated: without sizes, the pages would take most of the memory that is free."""
+    model = make()
+    monkeypatch.setattr(ContinuousBatchingManager, "__init__", lambda *args, **kwargs: pytest.fail("allocates"))
+    with pytest.raises(ValueError, match="continuous batching keeps keys and values in pages.*left-padded batch"):
+        model.generate_batch([[3, 4, 5]])
+    with pytest.raises(ValueError, match="continuous batching"):
+        model.init_continuous_batching()
+    with pytest.raises(ValueError, match="continuous batching"), model.continuous_batching_context_manager():
+        pass
