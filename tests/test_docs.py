@@ -16,9 +16,11 @@ from transformers import AutoModelForCausalLM, BatchEncoding, PreTrainedTokenize
 
 import hf_infini
 from cases import assert_same_gradients
+from corpora.tokenization import train_bpe
 from decoders import decoder
 from hf_infini import InfiniCache, InfiniGPT2Config, patch_model
 from models import token_ids
+from running import sample_text
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
@@ -42,12 +44,16 @@ def programs(page: str) -> list[str]:
 
 def test_the_first_lines_of_the_readme_run(tmp_path):
     """With a small model of the same kind in the place of the one that would be downloaded."""
-    model = decoder("llama")
-    model.save_pretrained(tmp_path / "stock")
+    model, tokenizer = decoder("llama", vocab_size=400), train_bpe([sample_text()], 400)
+    for part in (model, tokenizer):
+        part.save_pretrained(tmp_path / "stock")
     code = programs("README.md")[0]
-    assert code == programs("docs/index.md")[0] and code.count("HuggingFaceTB/SmolLM2-135M-Instruct") == 1
-    names = {"rows": token_ids(2, 600).tolist()}
-    exec(code.replace("HuggingFaceTB/SmolLM2-135M-Instruct", str(tmp_path / "stock")), names)
+    assert code == programs("docs/index.md")[0]
+    names = {"text": sample_text()}
+    for shown, here in (("HuggingFaceTB/SmolLM2-135M-Instruct", str(tmp_path / "stock")), ("text)", "text, rows=2)")):
+        assert code.count(shown) == 1
+        code = code.replace(shown, here)
+    exec(code, names)
     patched, ids = names["model"], token_ids(1, 500).clamp(min=3)  # no bos, no eos: those are not kept
     assert all(layer.self_attn.keep_weight.any() for layer in patched.model.layers)
     with torch.no_grad():  # beyond one segment, inside the cache
@@ -61,16 +67,22 @@ def test_the_first_lines_of_the_readme_run(tmp_path):
         assert type(patched) is type(model) and torch.equal(patched(ids).logits, model(ids).logits)
 
 
-def test_many_questions_of_one_text():
-    """The page's program: an answer is that to the whole text."""
-    (code,) = (text for text in programs("docs/memory-files.md") if "copy.deepcopy" in text)
-    model, ids = patch_model(decoder("llama"), segment_length=8, local_segments=1, kept_tokens=4).eval(), token_ids(1, 50)
+def test_many_questions_of_one_text(tmp_path, monkeypatch):
+    """The page's two programs: an answer is that to the whole text."""
+    monkeypatch.chdir(tmp_path)
+    reading, copying = (code for code in programs("docs/memory-files.md") if "Reader(" in code or "deepcopy" in code)
+    options = {"segment_length": 8, "local_segments": 1, "kept_tokens": 4}
+    model, ids = patch_model(decoder("llama", vocab_size=400), **options).eval(), token_ids(1, 50)
     asked = BatchEncoding({"input_ids": ids[:, 45:], "attention_mask": torch.ones(1, 5, dtype=torch.long)})
     names = {"model": model, "ids": ids[:, :45], "tokenizer": lambda text, return_tensors: asked}
     with torch.no_grad():
-        exec(code.replace("4096", "16").replace("max_new_tokens=200", "max_new_tokens=6, do_sample=False"), names)
+        exec(copying.replace("4096", "16").replace("max_new_tokens=200", "max_new_tokens=6, do_sample=False"), names)
         wanted = model.generate(ids, max_new_tokens=6, do_sample=False)
     assert torch.equal(names["output"][0, -6:], wanted[0, -6:])
+    names |= {"text": sample_text()[:400], "tokenizer": train_bpe([sample_text()], 400)}
+    exec(reading.replace("max_new_tokens=200", "max_new_tokens=6, do_sample=False"), names)
+    one = names["reader"].generate(names["text"] + "\nThe author", max_new_tokens=6, do_sample=False)
+    assert names["answers"][:1] == one and InfiniCache.from_pretrained("book.safetensors", model).nbytes()
 
 
 @pytest.mark.slow
